@@ -1,0 +1,70 @@
+"""Every error that ptxlab raises on purpose.
+
+All derive from `PtxlabError`. A message is one line and names the argument, the rule and the value; whatever is longer
+(a compile log, a list of waiting threads) is kept in attributes or follows on further lines.
+"""
+
+
+class PtxlabError(Exception):
+    """Root of every error that ptxlab raises on purpose."""
+
+
+class ArgumentError(PtxlabError, ValueError):
+    """An argument breaks a rule: wrong dtype, shape, range, layout or name."""
+
+    def __init__(self, argument: str, rule: str, value: object) -> None:
+        super().__init__(f"{argument}: {rule} (got {value})")
+        self.argument = argument
+        self.rule = rule
+        self.value = value
+
+
+class FileError(PtxlabError):
+    """A file cannot be used: missing, truncated, foreign, or not writable."""
+
+
+class SourceError(PtxlabError):
+    """A `.ptx` or `.cu` source is wrong; `path` and `line` say where."""
+
+    def __init__(self, path: str, line: int, problem: str, excerpt: str = "") -> None:
+        where = f"{path}:{line}" if line else path
+        super().__init__(f"{where}: {problem}" + (f": `{excerpt}`" if excerpt else ""))
+        self.path = path
+        self.line = line
+        self.problem = problem
+
+
+class CompileError(SourceError):
+    """NVRTC, ptxas or the driver refused a source; `log` is what it printed."""
+
+    def __init__(self, path: str, line: int, problem: str, excerpt: str = "", log: str = "") -> None:
+        super().__init__(path, line, problem, excerpt)
+        self.log = log
+
+
+class UnavailableError(PtxlabError):
+    """Something this machine lacks (GPU, CuPy, ptxas ...); the message says what to install or to pass."""
+
+
+class EmulationError(PtxlabError):
+    """The emulated kernel did something that would fault or hang on a GPU."""
+
+
+class UnknownInstruction(EmulationError):  # noqa: N818  (an "UnknownInstructionError" reads no better)
+    """The emulator does not implement this instruction."""
+
+
+class MemoryFault(EmulationError):  # noqa: N818
+    """Out-of-bounds or misaligned access."""
+
+
+class Deadlock(EmulationError):  # noqa: N818
+    """No lane can run, and nothing is pending that could wake one."""
+
+
+class VerificationError(PtxlabError):
+    """A kernel's results differ from its reference, or a check reported a finding."""
+
+
+class BenchmarkError(PtxlabError):
+    """A measurement is not valid: the card is slower than it should be, or the timed launch was wrong."""
