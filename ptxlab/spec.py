@@ -205,7 +205,8 @@ class KernelSpec:
 
     def scalar(self, arg: Arg, sizes: Sizes) -> np.generic:
         """The value of a scalar argument at these sizes."""
-        return np.dtype(arg.dtype).type(int(evaluate(arg.value or arg.name, sizes)))
+        value: np.generic = np.dtype(arg.dtype).type(int(evaluate(arg.value or arg.name, sizes)))
+        return value
 
     def bytes_moved(self, sizes: Sizes) -> int:
         """Compulsory traffic: every input read once, every output written once."""
