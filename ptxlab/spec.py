@@ -234,7 +234,8 @@ def _nibbles(words: np.ndarray) -> np.ndarray:
     """The eight nibbles of every word, in logical order, wide enough to compute with."""
     from ptxlab.layout.words import unpack_u4
 
-    return unpack_u4(words).astype(np.int32)
+    wide: np.ndarray = unpack_u4(words).astype(np.int32)
+    return wide
 
 
 def _per_weight(values: np.ndarray, group: int) -> np.ndarray:

@@ -12,10 +12,10 @@ dequant_lqq_unsigned(const uint2* __restrict__ qweight,          // u32 [R, K/8]
 {
     const unsigned int index = blockIdx.x * 256 + threadIdx.x;
     if (index >= pairs) return;
-    const uint2 q = __ldg(qweight + index);
+    const uint2 q = __ldcs(qweight + index);
     const unsigned int s = __ldg(scale + (index >> shift));
     const unsigned int a = __ldg(offset + (index >> shift)) * 0x01010101u;
     const uint2 first = ptxlab::dequant_lqq_unsigned(q.x, s, a);   // @word dequant_lqq_unsigned(q, scale, offset) -> uint2
     const uint2 second = ptxlab::dequant_lqq_unsigned(q.y, s, a);
-    out[index] = make_uint4(first.x, first.y, second.x, second.y);
+    __stcs(out + index, make_uint4(first.x, first.y, second.x, second.y));
 }

@@ -9,8 +9,8 @@ dequant_qoq_channel(const uint2* __restrict__ qweight,  // u32 [R, K/8]
 {
     const unsigned int index = blockIdx.x * 256 + threadIdx.x;
     if (index >= pairs) return;
-    const uint2 q = __ldg(qweight + index);
+    const uint2 q = __ldcs(qweight + index);
     const uint2 first = ptxlab::dequant_qoq_channel(q.x);  // @word dequant_qoq_channel(q) -> uint2
     const uint2 second = ptxlab::dequant_qoq_channel(q.y);
-    out[index] = make_uint4(first.x, first.y, second.x, second.y);
+    __stcs(out + index, make_uint4(first.x, first.y, second.x, second.y));
 }

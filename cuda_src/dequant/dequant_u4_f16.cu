@@ -9,6 +9,6 @@ dequant_u4_f16(const unsigned int* __restrict__ qweight,  // u32 [R, K/8]
 {
     const unsigned int index = blockIdx.x * 256 + threadIdx.x;
     if (index >= words) return;
-    const uint4 halves = ptxlab::dequant_u4_f16(__ldg(qweight + index));  // @word dequant_u4_f16(q) -> uint4
-    out[index] = ptxlab::logical_order(halves);
+    const uint4 halves = ptxlab::dequant_u4_f16(__ldcs(qweight + index));  // @word dequant_u4_f16(q) -> uint4
+    __stcs(out + index, ptxlab::logical_order(halves));
 }

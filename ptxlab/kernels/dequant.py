@@ -55,6 +55,10 @@ def _plain_example(rng: np.random.Generator, *, R: int, K: int) -> Arrays:
     return {"q4": rng.integers(0, 16, size=(R, K), dtype=np.uint8)}
 
 
+def _signed_example(rng: np.random.Generator, *, R: int, K: int) -> Arrays:
+    return {"q4": rng.integers(-8, 8, size=(R, K), dtype=np.int8)}
+
+
 def _pack(logical: Arrays) -> Arrays:
     return {**{k: v for k, v in logical.items() if k != "q4"}, "qweight": pack_u4(logical["q4"])}
 
@@ -98,9 +102,8 @@ def _plain(name: str, summary: str, out: str, **fields: Any) -> KernelSpec:
         launch=_launch(per_thread),
         rules=(f"K % {per_thread} == 0", f"R*K/{per_thread} < 2**32"),
         operations="0" if out != "float16" else "R*K",
-        example=_plain_example,
         example_sizes=tuple({"R": r, "K": k} for r, k in ((1, 16), (3, 48), (8, 1024), (17, 784))),
-        **{"pack": _pack, **fields},
+        **{"pack": _pack, "example": _plain_example, **fields},
     )
 
 
@@ -170,6 +173,7 @@ SPECS = (
         "location switch and zero extension: 16 times the signed nibble (COMET §4.3)",
         "int8",
         reference=reference.dequant_comet,
+        example=_signed_example,
         pack=_pack_comet,
     ),
     _plain(
