@@ -1,0 +1,137 @@
+"""Verification: every source of a kernel, on every backend, against its reference, on poisoned memory, checks on."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ptxlab import emulator, gpu, kernels
+from ptxlab.errors import PtxlabError
+from ptxlab.runtime import run_spec
+from ptxlab.sources import Source
+from ptxlab.spec import Arrays, KernelSpec
+
+_POISONS = (0xA5, 0x5A)  # every output byte differs from one of them: an element that nobody wrote shows
+_GUARD = 256  # bytes of poison before and behind every output
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One kernel source on one backend at one size.
+
+    Attributes:
+        kernel: name with its source, `dequant_lqq.ptx`.
+        backend: `"gpu"` or `"emulator"`.
+        sizes: the sizes of the example.
+        passed: whether everything held.
+        detail: what was compared, or what went wrong, in one line.
+        seconds: wall time.
+    """
+
+    kernel: str
+    backend: str
+    sizes: dict[str, int]
+    passed: bool
+    detail: str
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as JSON-ready values."""
+        return asdict(self)
+
+
+def available_backends(spec: KernelSpec) -> list[str]:
+    """Backends on which this kernel can run here."""
+    return ["emulator"] + (["gpu"] if gpu.why_not(spec.arch, exact=spec.exact_arch) is None else [])
+
+
+def verify(names: Iterable[str], *, backends: Iterable[str] | None = None, seed: int = 0) -> Iterator[Verdict]:
+    """Verify kernels by name (`name`, `name.ptx`, `name.cu`), at every example size, on the backends given.
+
+    Args:
+        names: kernels; a bare name means all its sources.
+        backends: by default every backend that can run the kernel here.
+        seed: seeds the examples.
+    """
+    for name in names:
+        spec, sources = kernels.find(name)
+        for source in sources:
+            for backend in backends or available_backends(spec):
+                for sizes in spec.example_sizes:
+                    yield verify_one(spec, source, backend, sizes, seed=seed)
+
+
+def verify_one(spec: KernelSpec, source: Source, backend: str, sizes: Mapping[str, int], *, seed: int = 0) -> Verdict:
+    """Verify one source on one backend at one size; a failure is a verdict, not an exception."""
+    start = perf_counter()
+    try:
+        passed, detail = True, _check(spec, source, backend, spec.example(np.random.default_rng(seed), **sizes), sizes)
+    except (_Mismatch, PtxlabError) as error:
+        passed, detail = False, str(error)
+    return Verdict(source.label, backend, dict(sizes), passed, detail, perf_counter() - start)
+
+
+class _Mismatch(Exception):
+    """Results differ from what they should be."""
+
+
+def _check(spec: KernelSpec, source: Source, backend: str, logical: Arrays, sizes: Mapping[str, int]) -> str:
+    """Run twice, over two poisons; compare with the reference, the truth, and the guards. Returns what held."""
+    inputs = spec.pack(logical)
+    for poison in _POISONS:
+        buffers = {a.name: _guarded(a.resolve(sizes), a.dtype, poison) for a in spec.outputs}
+        outcome = run_spec(
+            spec,
+            source,
+            inputs,
+            sizes=sizes,
+            backend=backend,
+            out={name: view for name, (_, view) in buffers.items()},
+            checks=emulator.CHECKS if backend == "emulator" else (),
+        )
+        for name, (whole, view) in buffers.items():
+            guards = np.concatenate([whole[:_GUARD], whole[_GUARD + view.nbytes :]])
+            if (guards != poison).any():
+                raise _Mismatch(f"{name}: {int((guards != poison).sum())} bytes written outside the array")
+        compare(spec, buffers[spec.outputs[0].name][1], logical)
+    return _judge_findings(spec, backend, outcome.findings, logical)
+
+
+def compare(spec: KernelSpec, got: np.ndarray, logical: Arrays) -> None:
+    """Raise with the first difference if `got` is not what the spec's reference says."""
+    expected = spec.reference(**logical)
+    if spec.tolerance:
+        wide, truth = got.astype(np.float64), expected.astype(np.float64)
+        wrong = ~(np.abs(wide - truth) <= spec.tolerance * np.maximum(np.abs(truth), np.abs(truth).max()))
+    else:
+        wrong = got.view(f"u{got.itemsize}") != expected.view(f"u{expected.itemsize}")
+    if wrong.any():
+        place = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise _Mismatch(
+            f"{int(wrong.sum())} of {wrong.size} elements differ from the reference, "
+            f"first at {list(place)}: {got[place]} instead of {expected[place]}"
+        )
+    if spec.wrong is not None:
+        missed = got.astype(np.int32) != spec.wrong.truth(**logical)
+        if (missed != spec.wrong.misses(**logical)).any():
+            raise _Mismatch("misses the truth in other places than its model says")
+
+
+def _judge_findings(spec: KernelSpec, backend: str, findings: tuple[emulator.Finding, ...], logical: Arrays) -> str:
+    if spec.wrong is None:
+        if findings:
+            raise _Mismatch(f"{len(findings)} findings, first: {findings[0]}")
+        return "equal to the reference" + (", checks clean" if backend == "emulator" else "")
+    misses = int(spec.wrong.misses(**logical).sum())
+    if backend == "emulator" and misses and not findings:
+        raise _Mismatch(f"{misses} elements are wrong by design, yet the checks found nothing")
+    return f"wrong in exactly the {misses} places that its model predicts"
+
+
+def _guarded(shape: tuple[int, ...], dtype: str, poison: int) -> tuple[np.ndarray, np.ndarray]:
+    """A poisoned buffer and, inside its guards, the array that the kernel is to write."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    whole = np.full(nbytes + 2 * _GUARD, poison, np.uint8)
+    return whole, whole[_GUARD : _GUARD + nbytes].view(dtype).reshape(shape)
