@@ -153,6 +153,17 @@ def load(
     return Kernel(source, entry, dict(defines or {}))
 
 
+def resolve(target: str) -> tuple[KernelSpec | None, Source, str | None]:
+    """What a command line names: a kernel of the project (`NAME`, `NAME.cu`), or a file (`FILE[:entry]`) without spec."""
+    path, _, entry = target.partition(":")
+    if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or "/" in path):
+        return None, Source.read(path), entry or None
+    from ptxlab import kernels
+
+    spec, found = kernels.find(target)
+    return spec, found[0], spec.name
+
+
 def run(
     kernel: str,
     *,

@@ -1,0 +1,109 @@
+"""Commands on this machine and on weights: `demo`, `doctor`, `audit`."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ptxlab import audit as audits
+from ptxlab import checkpoint as checkpoints
+from ptxlab import demo as demos
+from ptxlab import doctor as doctors
+from ptxlab import gpu, plot
+from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Where to write the picture.")] = Path("ptxlab-demo.png"),
+    backend: Backend = None,
+    as_json: AsJson = False,
+) -> None:
+    """Quantise real trained weights, run every dequantiser on them, check every bit, and draw what happened."""
+    what, matrices = demos.weights()
+    count = sum(w.size for w in matrices.values())
+    if not as_json:
+        console.print(f"[bold]{escape(what)}[/]: {count:,} weights", highlight=False)
+    with progress_bar("demo", demos.steps(), quiet=as_json) as advance:
+        rows = list(demos.rows(matrices, backend=backend, advance=advance))
+    plot.save(plot.demo_figure(rows, matrices, what), out)
+    if as_json:
+        print_json({"weights": what, "rows": [asdict(row) for row in rows], "picture": str(out)})
+    else:
+        console.print(_demo_table(rows))
+        _explain(rows, out)
+    if not all(row.as_predicted for row in rows):
+        raise typer.Exit(FAILED)
+
+
+def _demo_table(rows: list[demos.Row]):  # type: ignore[no-untyped-def]
+    columns = ("kernel", "weights as", "exact?", *(f"overflows at ±{r}>" for r in demos.RANGES), "ALU per 8>", "relative error>")
+    return table("", columns, [_cells(row) for row in rows])
+
+
+def _cells(row: demos.Row) -> list[str]:
+    exact = "yes" if not row.wrong else f"NO: {row.wrong / row.weights:.0%} wrong, by design"
+    if not row.as_predicted:
+        exact = "FAILED: not what the reference says"
+    overflows = [f"{row.overflows[r]:,}" if row.overflows else "-" for r in demos.RANGES]
+    alu = "-" if row.alu_per_8 is None else f"{row.alu_per_8:g}"
+    return [row.kernel, row.scheme, exact, *overflows, alu, f"{row.relative_error:.4f}"]
+
+
+def _explain(rows: list[demos.Row], picture: Path) -> None:
+    backend = {"gpu": "the GPU", "emulator": "the PTX emulator, on this CPU"}[rows[0].backend]
+    console.print(
+        f"Each kernel is the hand-written .ptx file, run by {backend}; every weight compared with the NumPy reference.\n"
+        f"ALU instructions per 8 weights (sm_90a SASS): {rows[0].alu_source}.\n"
+        f"Picture: {escape(str(picture))}\n\n"
+        "Next:  ptxlab show dequant_lqq            the kernel, commented\n"
+        "       ptxlab verify --all                every kernel against its reference\n"
+        "       ptxlab sass dequant_qoq_vadd4 dequant_qoq_vadd4_s32   why the spelling matters\n"
+        "       ptxlab doctor                      what else this machine could do",
+        highlight=False,
+    )
+    if hint := gpu.unused_gpu():
+        console.print(f"[yellow]{escape(hint)}[/]", soft_wrap=True)
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Say what is installed, which backends work, and what to install for the rest."""
+    items = doctors.examine()
+    if as_json:
+        return print_json([item.to_json() for item in items])
+    cells = [(item.name, "yes" if item.works else "no", item.detail, item.remedy) for item in items]
+    console.print(table("", ("", "here", "what", "to get it"), cells))
+
+
+def audit(
+    file: Annotated[Path, typer.Argument(help="A .safetensors checkpoint.")],
+    tensor: Annotated[str, typer.Option(help="Glob over tensor names.")] = "*",
+    scheme: Annotated[list[str] | None, typer.Option(help="qoq, lqq; may be repeated. Default: both.")] = None,
+    protective_range: Annotated[list[int] | None, typer.Option("--range", help="May be repeated; default 119, 120, 127.")] = None,
+    group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 128,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Write a picture (.png, .svg, .pdf).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Count, per tensor, the weights that each scheme would overflow at each protective range, and the error."""
+    schemes = tuple(scheme or audits.SCHEMES)
+    ranges = tuple(protective_range or demos.RANGES)
+    names = checkpoints.tensor_names(file, tensor)
+    rows = []
+    with progress_bar("audit", len(names), quiet=as_json) as advance:
+        for row in audits.audit_file(file, pattern=tensor, schemes=schemes, ranges=ranges, group=group, progress=advance):
+            rows.append(row)
+    if picture is not None:
+        plot.save(plot.audit_figure(rows, file.name), picture)
+    if as_json:
+        return print_json([row.to_json() for row in rows])
+    columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "relative error>")
+    cells = [
+        (r.tensor, r.scheme, f"±{r.protective_range}", f"{r.weights:,}", f"{r.overflows:,}", f"{r.clipped:,}", f"{r.relative_error:.4f}")
+        for r in rows
+        if not r.skipped
+    ]
+    console.print(table(f"{file.name}, group {group}", columns, cells))
+    for row in rows:
+        if row.skipped:
+            console.print(f"[dim]skipped {escape(row.tensor)}: {escape(row.skipped)}[/]", highlight=False)
