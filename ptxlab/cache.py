@@ -48,7 +48,7 @@ def get_or_make(key: str, suffix: str, make: Callable[[], bytes]) -> Path:
     if found is not None:
         return found
     # A handful of lock files, not one per entry: they stay behind when a process is killed.
-    lock = filelock.FileLock(folder / f"lock-{key[0]}{suffix}", timeout=_LOCK_SECONDS)
+    lock = filelock.FileLock(folder / f"{key[0]}{suffix}.lock", timeout=_LOCK_SECONDS)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()

@@ -136,12 +136,18 @@ def build(source: Source, arch: str, *, defines: Defines = NO_DEFINES) -> Image:
 
 def disassemble(image: Image) -> str:
     """nvdisasm's text of a cubin, annotated with the lines of the `.cu` or `.ptx` that it came from."""
+    nvdisasm = _require("nvdisasm")
     lines = "--print-line-info" if image.language == "cu" else "--print-line-info-ptx"
-    command: list[str | Path] = [_require("nvdisasm"), "--print-code", lines, image.path]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise CompileError(str(image.path), 0, f"nvdisasm refused it: {done.stderr.strip()}", log=done.stderr)
-    return done.stdout
+
+    def run() -> bytes:
+        done = subprocess.run([nvdisasm, "--print-code", lines, image.path], capture_output=True)
+        if done.returncode:
+            problem = done.stderr.decode(errors="replace").strip()
+            raise CompileError(str(image.path), 0, f"nvdisasm refused it: {problem.splitlines()[0]}", log=problem)
+        return done.stdout
+
+    key = cache.key_of(image.path.name, f"nvdisasm {version('nvdisasm')}", lines)
+    return cache.get_or_make(key, ".sass", run).read_text(encoding="utf-8")
 
 
 def missing() -> dict[str, str]:

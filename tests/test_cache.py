@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def entries(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if not p.name.startswith("lock-"))
+    return sorted(p.name for p in folder.iterdir() if p.suffix != ".lock")
 
 
 def unexpected() -> bytes:
