@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import audit, checkpoint, kernels, quant, sass
+from ptxlab import audit, checkpoint, counts, kernels, quant
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays, KernelSpec
 
@@ -106,13 +106,13 @@ def rows(
 ) -> Iterator[Row]:
     """Quantise all matrices and run every dequantiser on them; `advance` is told each kernel's name."""
     prepared: dict[str, list[Any]] = {}
-    counts = {scheme: _overflows(matrices, scheme, advance) for scheme in ("lqq", "qoq")}
+    overflows = {scheme: _overflows(matrices, scheme, advance) for scheme in ("lqq", "qoq")}
     for name, scheme in SCHEMES.items():
         if scheme.title not in prepared:
             advance(f"quantise {scheme.title}")
             prepared[scheme.title] = [scheme.quantize(w) for w in matrices.values()]
         advance(name)
-        yield _row(kernels.specs()[name], scheme, prepared[scheme.title], matrices, counts, backend)
+        yield _row(kernels.specs()[name], scheme, prepared[scheme.title], matrices, overflows, backend)
 
 
 def steps() -> int:
@@ -125,7 +125,7 @@ def _row(
     scheme: Scheme,
     quantised: list[Any],
     matrices: dict[str, np.ndarray],
-    counts: dict[str, dict[int, int]],
+    overflows: dict[str, dict[int, int]],
     backend: str | None,
 ) -> Row:
     source = kernels.find(spec.name)[1][0]
@@ -139,14 +139,14 @@ def _row(
             missed = got != spec.wrong.truth(**logical)
             wrong += int(missed.sum())
             as_predicted &= np.array_equal(missed, spec.wrong.misses(**logical))
-    alu, origin = sass.count_or_record(source)
+    alu, origin = counts.alu_per_8(source)
     return Row(
         kernel=spec.name,
         scheme=scheme.title,
         weights=sum(w.size for w in matrices.values()),
         wrong=wrong,
         as_predicted=bool(as_predicted),
-        overflows=counts.get(scheme.audited_as or ""),
+        overflows=overflows.get(scheme.audited_as or ""),
         alu_per_8=alu,
         alu_source=origin,
         relative_error=_relative_error(quantised, matrices),

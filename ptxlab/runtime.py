@@ -1,4 +1,4 @@
-"""Runs kernels: any PTX or CUDA file by `load`, the project's own by `run`, on the GPU or in the emulator."""
+"""Runs kernels: any PTX or CUDA file by `load`, a spec's by `run_spec`, on the GPU or in the emulator."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -153,48 +153,6 @@ def load(
     return Kernel(source, entry, dict(defines or {}))
 
 
-def resolve(target: str) -> tuple[KernelSpec | None, Source, str | None]:
-    """What a command line names: a kernel of the project (`NAME`, `NAME.cu`), or a file (`FILE[:entry]`) without spec."""
-    path, _, entry = target.partition(":")
-    if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or "/" in path):
-        return None, Source.read(path), entry or None
-    from ptxlab import kernels
-
-    spec, found = kernels.find(target)
-    return spec, found[0], spec.name
-
-
-def run(
-    kernel: str,
-    *,
-    backend: str | None = None,
-    checks: Iterable[str] = (),
-    unchecked: bool = False,
-    seed: int = 0,
-    out: Mapping[str, Any] | None = None,
-    **arrays: Any,
-) -> Outcome:
-    """Run one of the project's kernels on arrays given by argument name.
-
-    Args:
-        kernel: its name, or `name.ptx` / `name.cu` to select a source.
-        backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
-        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
-        unchecked: admit values that break the value rules (to look at overflow).
-        seed: orders whatever the emulator may do in any order.
-        out: arrays to write into, by argument name; by default they are allocated.
-        arrays: inputs by argument name; an integer gives a size (`g=64`) where no shape tells it.
-    """
-    from ptxlab import kernels
-
-    spec, found = kernels.find(kernel)
-    given = {n: int(v) for n, v in arrays.items() if isinstance(v, (int, np.integer))}
-    inputs = {n: v for n, v in arrays.items() if n not in given}
-    return run_spec(
-        spec, found[0], inputs, sizes=given, backend=backend, checks=checks, unchecked=unchecked, seed=seed, out=out
-    )
-
-
 def run_spec(
     spec: KernelSpec,
     source: Source,
@@ -209,7 +167,21 @@ def run_spec(
     mode: str = "early",
     seed: int = 0,
 ) -> Outcome:
-    """Run a spec's kernel from one of its sources; see `run`. Everything is checked before anything is launched."""
+    """Run a spec's kernel from one of its sources. Everything is checked before anything is launched.
+
+    Args:
+        spec: the kernel.
+        source: which of its sources.
+        inputs: arrays by argument name: NumPy, CuPy, or anything with DLPack.
+        sizes: sizes that no shape tells.
+        out: arrays to write into, by argument name; by default they are allocated.
+        backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
+        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
+        unchecked: admit values that break the value rules (to look at overflow).
+        config: `-D` constants; by default the spec's first.
+        mode: when the emulator completes what is asynchronous: `early` or `late`.
+        seed: orders whatever the emulator may do in any order.
+    """
     expected = {a.name for a in spec.inputs}
     for name in inputs:
         if name not in expected:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ptxlab.errors import ArgumentError
+from ptxlab.layout.words import unpack_u4
 
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
 Sizes = Mapping[str, int]
@@ -232,8 +233,6 @@ def _solve(axis: str, length: int, sizes: dict[str, int]) -> None:
 
 def _nibbles(words: np.ndarray) -> np.ndarray:
     """The eight nibbles of every word, in logical order, wide enough to compute with."""
-    from ptxlab.layout.words import unpack_u4
-
     wide: np.ndarray = unpack_u4(words).astype(np.int32)
     return wide
 

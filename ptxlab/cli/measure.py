@@ -7,36 +7,50 @@ import typer
 from rich.markup import escape
 
 from ptxlab import report as reports
-from ptxlab import runtime
+from ptxlab import counts, kernels
 from ptxlab import sass as sass_tools
 from ptxlab.cli.common import FAILED, Arch, AsJson, console, print_json, progress_bar, table
+from ptxlab.errors import ArgumentError
 
 
 def sass(
-    targets: Annotated[list[str], typer.Argument(help="NAME, NAME.cu or FILE[:entry]; two are shown side by side.")],
+    targets: Annotated[
+        list[str] | None, typer.Argument(help="NAME, NAME.cu or FILE[:entry]; two are shown side by side.")
+    ] = None,
     arch: Arch = "sm_90a",
+    record: Annotated[bool, typer.Option(help="Renew the shipped counts of all kernels instead.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Compile and count: instructions by opcode and pipe, registers, spills, ALU instructions per 8 weights."""
-    found = [sass_tools.report(*_source_and_entry(target), arch) for target in targets]
+    if record:
+        return console.print(f"recorded in {counts.save()}")
+    if not targets:
+        raise ArgumentError("targets", "one or two kernels or files", "none")
+    found = [_report(target, arch) for target in targets]
     if as_json:
         return print_json([r.to_json() for r in found] if len(found) > 1 else found[0].to_json())
     names = [r.name for r in found]
     facts = [
         ("ALU instructions per 8 weights", *("-" if r.alu_per_8 is None else f"{r.alu_per_8:g}" for r in found)),
         ("registers", *(r.registers for r in found)),
-        ("spilled bytes", *(r.spill_bytes for r in found)),
+        ("spilled bytes", *(r.spill_stores + r.spill_loads for r in found)),
+        ("warnings", *("; ".join(r.warnings) or "none" for r in found)),
     ]
-    console.print(table(f"{arch}, {found[0].tool}", ("", *(f"{n}>" for n in names)), facts))
-    for title, counts in (("pipe", [r.pipes for r in found]), ("opcode", [r.opcodes for r in found])):
-        keys = sorted({k for c in counts for k in c}, key=lambda k: (-max(c.get(k, 0) for c in counts), k))
-        rows = [(k, *(c.get(k, 0) for c in counts)) for k in keys]
-        console.print(table(f"Instructions of the whole kernel by {title}", (title, *(f"{n}>" for n in names)), rows))
+    columns = [f"{n}>" for n in names]
+    console.print(table(f"{arch}, {', '.join(found[0].tools)}", ("", *columns), facts))
+    for title, columns_of in (
+        ("Per 8 weights, by opcode", [r.opcodes_per_8 for r in found]),
+        ("Whole kernel, by pipe", [r.pipes for r in found]),
+        ("Whole kernel, by opcode", [r.opcodes for r in found]),
+    ):
+        keys = sorted({k for c in columns_of for k in c}, key=lambda k: (-max(c.get(k, 0) for c in columns_of), k))
+        if keys:
+            console.print(table(title, ("", *columns), [(k, *(f"{c.get(k, 0):g}" for c in columns_of)) for k in keys]))
 
 
-def _source_and_entry(target: str) -> tuple:
-    spec, source, entry = runtime.resolve(target)
-    return source, spec.name if spec else runtime.load(source, entry).entry
+def _report(target: str, arch: str) -> sass_tools.Report:
+    _, source, entry = kernels.resolve(target)
+    return sass_tools.report(source, arch, entry=entry)
 
 
 def bench(

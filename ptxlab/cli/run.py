@@ -83,7 +83,7 @@ def run(
     """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""
     arrays = load_arrays(inputs)
     checks = _checks(check)
-    spec, source, entry = runtime.resolve(target)
+    spec, source, entry = kernels.resolve(target)
     if spec is not None:
         scalars = {n: int(a) for n, a in arrays.items() if a.shape == ()}
         outcome = runtime.run_spec(

@@ -1,11 +1,17 @@
 """The project's kernels: their specs, found by name, and the Python face of each family."""
 
 import difflib
+from collections.abc import Iterable, Mapping
 from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels import dequant
+from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 
@@ -34,3 +40,41 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
     if not chosen:
         raise ArgumentError("kernel", f"{stem} comes as {', '.join(s.label for s in found)}", name)
     return specs()[stem], chosen
+
+
+def resolve(target: str) -> tuple[KernelSpec | None, Source, str | None]:
+    """What a command line names: a kernel of the project (`NAME`, `NAME.cu`), or a file (`FILE[:entry]`) without spec."""
+    path, _, entry = target.partition(":")
+    if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or "/" in path):
+        return None, Source.read(path), entry or None
+    spec, found = find(target)
+    return spec, found[0], spec.name
+
+
+def run(
+    kernel: str,
+    *,
+    backend: str | None = None,
+    checks: Iterable[str] = (),
+    unchecked: bool = False,
+    seed: int = 0,
+    out: Mapping[str, Any] | None = None,
+    **arrays: Any,
+) -> Outcome:
+    """Run one of the project's kernels on arrays given by argument name.
+
+    Args:
+        kernel: its name, or `name.ptx` / `name.cu` to select a source.
+        backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
+        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
+        unchecked: admit values that break the value rules (to look at overflow).
+        seed: orders whatever the emulator may do in any order.
+        out: arrays to write into, by argument name; by default they are allocated.
+        arrays: inputs by argument name; an integer gives a size (`g=64`) where no shape tells it.
+    """
+    spec, found = find(kernel)
+    given = {n: int(v) for n, v in arrays.items() if isinstance(v, (int, np.integer))}
+    inputs = {n: v for n, v in arrays.items() if n not in given}
+    return run_spec(
+        spec, found[0], inputs, sizes=given, backend=backend, checks=checks, unchecked=unchecked, seed=seed, out=out
+    )
