@@ -19,7 +19,7 @@ from ptxlab.quant.two_level import TwoLevelWeight
 from ptxlab.reference.packed import F32, S8, S32, U8
 
 Rounding = Literal["nearest", "ceiling", "search"]
-MAX_GROUP_SCALE = 16  # 15·16 = 240 leaves room for the smallest offset; a range of 2·119 needs no more
+MAX_GROUP_SCALE = 16  # what kernels admit; 15·16 = 240 spans every group up to range 120, beyond that the top clips
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

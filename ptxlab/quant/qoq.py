@@ -26,7 +26,7 @@ class QoQWeight(TwoLevelWeight):
     @property
     def offset(self) -> S8:
         """-zero·group_scale modulo 256, s8 [N, K/g]: what the kernel adds after the multiplication."""
-        return (np.uint8(0) - self.zero * self.group_scale).view(np.int8)
+        return (-(self.zero * self.group_scale)).view(np.int8)
 
     def level1(self) -> S8:
         """See `TwoLevelWeight.level1`; by `reference.dequant_qoq_vadd4`."""
