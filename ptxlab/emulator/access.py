@@ -1,0 +1,202 @@
+"""Loads, stores and atomics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxlab.emulator import ir
+from ptxlab.emulator.alu import UnknownOpcode
+from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.machine import SHARED_START, Machine, Step, binder
+from ptxlab.emulator.memory import BASE, Region
+from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, count_of, indices_of, is_signed
+from ptxlab.errors import ArgumentError, MemoryFault
+
+SPACES = ("global", "shared", "shared::cta", "local", "const", "param", "param::entry")
+ORDERS = ("weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio")
+SCOPES = ("cta", "cluster", "gpu", "sys")
+# They steer caches, not results.
+HINTS = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "unified", "noftz")
+
+Locate = Callable[[Lanes], Array]
+
+
+@dataclass(frozen=True)
+class Access:
+    """One memory instruction, as the watchers see it: `size` bytes per lane."""
+
+    instruction: Instruction
+    kind: str  # "load", "store" or "atomic"
+    space: str  # "generic" where the opcode names none
+    order: str
+    type: str
+    count: int  # elements of a vector access
+    rest: tuple[str, ...]  # modifiers that are left: the operation of an atomic
+
+    @property
+    def size(self) -> int:
+        """Bytes that a lane touches."""
+        return bits_of(self.type) // 8 * self.count
+
+
+def decode(instruction: Instruction, kind: str) -> Access:
+    """Sort the modifiers of a memory opcode."""
+    space, order, count, rest = "generic", "weak" if kind != "atomic" else "relaxed", 1, []
+    *modifiers, t = instruction.opcode.split(".")[1:]
+    for word in modifiers:
+        if word in SPACES:
+            space = word.split("::")[0]
+        elif word in ORDERS:
+            order = word
+        elif word in ("v2", "v4", "v8"):
+            count = int(word[1])
+        elif word not in SCOPES and word not in HINTS and not word.startswith(("L1::", "L2::")):
+            rest.append(word)
+    if t not in DTYPES or t == "pred" or (rest and kind != "atomic"):
+        raise UnknownOpcode(instruction.opcode)
+    return Access(instruction, kind, space, order, t, count, tuple(rest))
+
+
+def locator(machine: Machine, access: Access, address: ir.Operand) -> Locate:
+    """Function lanes -> arena offsets (int64, one per lane), checked for alignment and bounds."""
+    if not isinstance(address, ir.Address) or address.coordinates:
+        raise ValueError("the operand is not an address")
+    base, space = address.base, access.space
+    if space == "generic" and isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
+        space = base.variable.space
+    wide = not (isinstance(base, ir.Register) and bits_of(base.type) == 32)
+    read = machine.reader(base, "u64" if wide else "u32")
+    windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space)
+    shift, size = address.offset - (BASE if windows is None else 0), access.size
+
+    def addresses(lanes: Lanes) -> Array:
+        values = read(lanes)
+        offsets = (values.view(np.int64) if wide else values.astype(np.int64)) + shift
+        return offsets if len(offsets) == count_of(lanes) else np.broadcast_to(offsets, (count_of(lanes),))
+
+    def check_alignment(lanes: Lanes, offsets: Array) -> None:
+        if np.bitwise_or.reduce(offsets) & (size - 1):
+            first = int(np.argmax(offsets & (size - 1) != 0))
+            where = machine.fault_place(access.instruction, indices_of(lanes)[first])
+            value = int(offsets[first]) + (BASE if windows is None else 0)
+            raise MemoryFault(f"{where}: address {value:#x} is not a multiple of the {size} bytes accessed")
+
+    def in_window(lanes: Lanes) -> Array:
+        offsets = addresses(lanes)
+        check_alignment(lanes, offsets)
+        assert windows is not None
+        start = SHARED_START if space == "shared" else 0
+        end = start + (machine.launch.window_bytes if space == "shared" else machine.launch.entry.local_bytes)
+        if int(offsets.min()) < start or int(offsets.max()) + size > end:
+            first = int(np.argmax((offsets < start) | (offsets + size > end)))
+            where = machine.fault_place(access.instruction, indices_of(lanes)[first])
+            place = f"{size} bytes at {space} address {int(offsets[first]) - start} (window of {end - start} bytes)"
+            raise MemoryFault(f"{where}: {place} are out of bounds")
+        return windows[lanes] + offsets
+
+    def anywhere(lanes: Lanes) -> Array:
+        offsets = addresses(lanes)
+        check_alignment(lanes, offsets)
+        region = machine.memory.touched(offsets, size)
+        if region is not None:
+            regions = [region]
+        else:
+            outside, regions = machine.memory.touch_each(offsets, size)
+            if outside.any():
+                first = int(np.argmax(outside))
+                where = machine.fault_place(access.instruction, indices_of(lanes)[first])
+                described = machine.memory.describe(int(offsets[first]), size)
+                raise MemoryFault(f"{where}: {size} bytes at {described}, are out of bounds")
+        if access.kind != "load":
+            for region in regions:
+                mark_written(machine, access, lanes, region)
+        return offsets
+
+    return anywhere if windows is None else in_window
+
+
+def mark_written(machine: Machine, access: Access, lanes: Lanes, region: Region) -> None:
+    """A store to the region: remember it, or refuse."""
+    if not region.writable:
+        if region.name.startswith("argument"):
+            raise ArgumentError(region.name, "has to be writeable, the kernel stores to it", "a read-only array")
+        raise MemoryFault(f"{machine.place(access.instruction, lanes)}: {region.name} is read-only")
+    region.written = True
+
+
+def elements(operand: ir.Operand, count: int) -> tuple:
+    """The registers of a vector operand."""
+    items = operand.items if isinstance(operand, ir.Vector) else (operand,)
+    if len(items) != count:
+        raise ValueError(f"{len(items)} registers for {count} elements")
+    return items
+
+
+@binder("ld", "ldu")
+def _load(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    access = decode(instruction, "load")
+    target, address = instruction.operands[:2]
+    # as bits, so that no NaN is touched, but with the sign that extends
+    bits = bits_of(access.type)
+    t = f"{'s' if is_signed(access.type) else 'u'}{bits}"
+    writers = [machine.writer(item, t) for item in elements(target, access.count)]
+    locate = locator(machine, access, address)
+    view = machine.memory.arena.view(DTYPES[t])
+    watchers, size = machine.watchers, access.size
+    if access.space == "param" and isinstance(address.base, ir.Symbol):  # the same for every lane, for the whole launch
+        offset = int(locate(slice(0, 1))[0]) // (bits // 8)
+        constants = [view[offset + i : offset + i + 1].copy() for i in range(access.count)]
+
+        def load_param(lanes: Lanes) -> None:
+            for write, value in zip(writers, constants, strict=True):
+                write(lanes, value)
+
+        return load_param
+    if access.count == 1:
+        write, shift = writers[0], size.bit_length() - 1
+
+        def load(lanes: Lanes) -> None:
+            offsets = locate(lanes)
+            for watcher in watchers:
+                watcher.load(access, lanes, offsets)
+            write(lanes, view[offsets >> shift])
+
+        return load
+    rows = view.reshape(-1, access.count)
+
+    def load_vector(lanes: Lanes) -> None:
+        offsets = locate(lanes)
+        for watcher in watchers:
+            watcher.load(access, lanes, offsets)
+        values = rows[offsets // size]
+        for i, write in enumerate(writers):
+            write(lanes, values[:, i])
+
+    return load_vector
+
+
+@binder("st")
+def _store(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    access = decode(instruction, "store")
+    address, source = instruction.operands[:2]
+    t = f"u{bits_of(access.type)}"
+    readers = [machine.reader(item, t) for item in elements(source, access.count)]
+    locate = locator(machine, access, address)
+    view = machine.memory.arena.view(DTYPES[t])
+    watchers, size = machine.watchers, access.size
+    rows = view.reshape(-1, access.count) if access.count > 1 else view
+
+    def store(lanes: Lanes) -> None:
+        offsets = locate(lanes)
+        if len(readers) == 1:
+            values = readers[0](lanes)
+        else:
+            values = np.stack(np.broadcast_arrays(*[read(lanes) for read in readers]), axis=1)
+        for watcher in watchers:
+            watcher.store(access, lanes, offsets, values)
+        rows[offsets // size] = values
+
+    return store

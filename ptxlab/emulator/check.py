@@ -1,0 +1,128 @@
+"""Findings, and the checks that look for them: uninitialised reads and packed lanes. (Races: `race`.)
+
+A check is a *watcher*: `around(instruction, step)` may wrap an instruction when it is bound, `load`, `store` and `sync` see
+every access and every synchronisation. A launch without checks has no watchers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptxlab.emulator.packed import lane_faults
+from ptxlab.emulator.types import Array, Lanes, indices_of
+
+if TYPE_CHECKING:
+    from ptxlab.emulator.access import Access
+    from ptxlab.emulator.ir import Instruction
+    from ptxlab.emulator.machine import Machine, Step
+
+Index = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something a check found: the first occurrence at its line (and packed lane), and how many times it occurred."""
+
+    kind: str  # "carry", "range", "uninitialised", "race"
+    path: str
+    line: int
+    text: str
+    block: Index
+    thread: Index
+    lane: int | None  # packed lane within the register
+    operands: dict[str, int]
+    message: str
+    count: int = 1
+
+    def __str__(self) -> str:
+        more = f"; {self.count - 1} more" if self.count > 1 else ""
+        block, thread = ("({},{},{})".format(*index) for index in (self.block, self.thread))
+        return f"{self.kind}: {self.path}:{self.line}: `{self.text}`: {self.message} in block {block} thread {thread}{more}"
+
+
+@dataclass
+class Findings:
+    """Findings so far, one per kind, line and packed lane."""
+
+    found: dict[tuple, Finding] = field(default_factory=dict)
+
+    def add(self, machine: Machine, instruction: Instruction, kind: str, lane_index: int, message: str, count: int = 1,
+            packed: int | None = None, operands: dict[str, int] | None = None) -> None:  # fmt: skip
+        """Enter `count` occurrences, the first of them in lane `lane_index` of the machine."""
+        key = (kind, instruction.path, instruction.line, packed)
+        known = self.found.get(key)
+        if known:
+            self.found[key] = replace(known, count=known.count + count)
+            return
+        block, thread = machine.place_of(lane_index)
+        self.found[key] = Finding(
+            kind,
+            instruction.path,
+            instruction.line,
+            instruction.text,
+            block,
+            thread,
+            packed,
+            operands or {},
+            message,
+            count,
+        )
+
+
+class Watcher:
+    """A check that sees nothing; the others override what they look at."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def around(self, instruction: Instruction, step: Step) -> Step:
+        """Wrap a step when it is bound."""
+        return step
+
+    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """Lanes are about to read at arena offsets."""
+
+    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """Lanes are about to write at arena offsets."""
+
+    def report(
+        self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str, **more: Any
+    ) -> None:
+        """A finding for the lanes (of the set) where `wrong`."""
+        first = int(indices_of(lanes)[int(np.argmax(wrong))])
+        self.machine.launch.findings.add(
+            self.machine, instruction, kind, first, message, int(np.count_nonzero(wrong)), **more
+        )
+
+
+class PackedLanes(Watcher):
+    """Recomputes annotated instructions lane by lane; see `packed`."""
+
+    def around(self, instruction: Instruction, step: Step) -> Step:
+        """Compare what the instruction stores with its lanes computed wide."""
+        types = instruction.lanes
+        if types is None:
+            return step
+        machine, width = self.machine, 32
+        for part in instruction.opcode.split("."):
+            if part[1:].isdigit() and part[0] in "usb":
+                width = int(part[1:])
+        target, *sources = instruction.operands
+        stored = machine.reader(target, f"u{width}")
+        letters = [letter for letter in "abc" if letter in types]
+        readers = {letter: machine.reader(sources["abc".index(letter)], f"u{width}") for letter in letters}
+
+        def checked(lanes: Lanes):
+            before = {letter: read(lanes).copy() for letter, read in readers.items()}
+            outcome = step(lanes)
+            for fault in lane_faults(instruction.opcode, types, np.ascontiguousarray(stored(lanes)), before):
+                machine.launch.findings.add(
+                    machine, instruction, fault.kind, int(indices_of(lanes)[fault.index]), fault.problem, fault.times,
+                    fault.lane, fault.operands,
+                )  # fmt: skip
+            return outcome
+
+        return checked

@@ -1,0 +1,154 @@
+"""What a parsed PTX module consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ptxlab.emulator.packed import LaneTypes
+from ptxlab.emulator.types import DTYPES
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A declared register: row `index` in the file of its type's width."""
+
+    name: str
+    type: str
+    index: int
+    negated: bool = False  # `!%p` as a predicate source
+    selector: str = ""  # `b0`, `h1`, `b3210`: the part that a video instruction takes or writes
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A special register such as `%tid.x`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Immediate:
+    """A constant. `bits` are those of an integer, or of a float literal of `float_bits` bits."""
+
+    bits: int
+    float_bits: int = 0
+
+
+@dataclass(slots=True)
+class Variable:
+    """A `.param`, `.shared`, `.local`, `.global` or `.const` variable; `offset` (bytes) is within its space's window."""
+
+    name: str
+    space: str
+    type: str
+    align: int
+    size: int  # bytes; 0 for an extern array, which begins where dynamic shared memory does
+    initial: bytes | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """The address of a variable, plus `offset` bytes."""
+
+    variable: Variable
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A place in the code: the index of the instruction that runs next."""
+
+    name: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """`{a, b}`, or `p|q` where `pair`; the elements are operands."""
+
+    items: tuple
+    pair: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """`_`: a destination that nobody reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`[base+offset]`; `coordinates` are those of a tensor access, `[base, {x, y}]`."""
+
+    base: Register | Special | Symbol | Immediate
+    offset: int = 0
+    coordinates: tuple = ()
+
+
+Operand = Register | Special | Immediate | Symbol | Label | Vector | Sink | Address
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One instruction: `opcode` in full ("mad.lo.u32"), its operands in source order, and where it stands."""
+
+    opcode: str
+    operands: tuple
+    guard: Register | None
+    line: int
+    text: str  # the source line without indentation, comment and semicolon
+    lanes: LaneTypes | None = None
+    path: str = "<ptx>"
+
+    @property
+    def where(self) -> str:
+        """`path:line: `text``, as every message begins."""
+        return f"{self.path}:{self.line}: `{self.text}`"
+
+
+@dataclass
+class Entry:
+    """A kernel: parameters in launch order, instructions, and how many registers of each width (bits) it uses."""
+
+    name: str
+    line: int
+    params: list[Variable] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    registers: dict[int, int] = field(default_factory=lambda: dict.fromkeys((1, 8, 16, 32, 64), 0))
+    directives: dict[str, tuple[int, ...]] = field(default_factory=dict)  # "maxntid" -> (256, 1, 1) ...
+    shared_bytes: int = 0  # static shared memory; dynamic shared memory follows at `dynamic_offset`
+    dynamic_offset: int = 0
+    local_bytes: int = 0
+
+    @property
+    def param_bytes(self) -> int:
+        """Size of the parameter block."""
+        return max((p.offset + p.size for p in self.params), default=0)
+
+    @property
+    def max_threads(self) -> int | None:
+        """Largest block that the kernel declares to support (`.maxntid`, `.reqntid`), or None."""
+        sizes = self.directives.get("reqntid") or self.directives.get("maxntid")
+        if sizes is None:
+            return None
+        threads = 1
+        for size in sizes:
+            threads *= size
+        return threads
+
+
+@dataclass
+class Module:
+    """A parsed `.ptx`: its kernels by name, and the variables that live as long as the module."""
+
+    path: str
+    text: str
+    version: str = ""
+    target: str = ""
+    entries: dict[str, Entry] = field(default_factory=dict)
+    variables: list[Variable] = field(default_factory=list)  # .global and .const
+
+
+def natural_size(type_name: str) -> int:
+    """Bytes of one element of a variable of this type."""
+    return DTYPES[type_name].itemsize

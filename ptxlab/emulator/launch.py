@@ -1,0 +1,225 @@
+"""`run`: check the arguments, lay out memory, run the grid wave by wave, copy results back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxlab.emulator import access as _access  # noqa: F401  (modules enter their instructions when they are imported)
+from ptxlab.emulator import convert as _convert  # noqa: F401
+from ptxlab.emulator import floating as _floating  # noqa: F401
+from ptxlab.emulator import integer as _integer  # noqa: F401
+from ptxlab.emulator.check import Finding, Findings, PackedLanes, Watcher
+from ptxlab.emulator.ir import Entry, Module
+from ptxlab.emulator.machine import Launch, Machine
+from ptxlab.emulator.memory import BASE, Memory, Region
+from ptxlab.emulator.parse import parse
+from ptxlab.emulator.types import Array
+from ptxlab.errors import ArgumentError
+
+CHECKS = frozenset({"lanes", "race", "init", "async"})
+MODES = ("early", "late")
+# Blocks of one wave run side by side, so that they may wait for each other; 132 blocks of 384 threads fit.
+WAVE_LANES = 1 << 16
+POISON = 0xCD  # what shared and local memory hold before they are written
+
+Argument = np.ndarray | np.generic | bytes
+Size = int | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run found, and how much it did: instructions dispatched (`steps`), and those times their lanes."""
+
+    findings: tuple[Finding, ...]
+    lane_instructions: int
+    steps: int
+    seconds: float
+
+
+def run(
+    module: Module | str,
+    entry: str | None,
+    args: Sequence[Argument],
+    *,
+    grid: Size,
+    block: Size,
+    shared_bytes: int = 0,
+    cluster: Size = (1, 1, 1),
+    checks: Iterable[str] = (),
+    mode: str = "early",
+    seed: int = 0,
+    max_steps: int | None = None,
+    uninitialised: Collection[int] = (),
+) -> Result:
+    """Run a kernel of a parsed module (or of PTX text).
+
+    `entry` may be None if the module has one kernel. `args` in launch order: a C-contiguous array is a global buffer, modified
+    in place once the kernel has ended; a NumPy scalar is passed by value and has exactly the parameter's size; bytes are a struct passed
+    by value. `grid`, `block` and `cluster` are sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of
+    `CHECKS`; bounds and alignment are always checked. `uninitialised` are positions in `args` of buffers whose contents
+    count as never written. `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an
+    order drawn from `seed`. `max_steps` bounds the instructions dispatched.
+
+    Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other `EmulationError`s
+    with the place in the source. No array is modified then.
+    """
+    started = time.perf_counter()
+    module = parse(module) if isinstance(module, str) else module
+    kernel = _kernel(module, entry)
+    sizes = [_size(name, value) for name, value in (("grid", grid), ("block", block), ("cluster", cluster))]
+    checks = frozenset(checks)
+    _check_launch(kernel, *sizes, shared_bytes, checks, mode)
+    _check_arguments(kernel, args)
+    launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, checks, max_steps)
+    with np.errstate(all="ignore"):
+        for blocks in _waves(launch):
+            machine = Machine(launch, blocks)
+            machine.watchers = tuple(_watchers(machine, checks))
+            machine.bind()
+            machine.run()
+    for array, region in buffers:
+        if region.written:
+            array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]
+    seconds = time.perf_counter() - started
+    return Result(tuple(launch.findings.found.values()), launch.lane_instructions, launch.steps, seconds)
+
+
+def _watchers(machine: Machine, checks: frozenset[str]) -> Iterator[Watcher]:
+    if "lanes" in checks:
+        yield PackedLanes(machine)
+
+
+def _kernel(module: Module, name: str | None) -> Entry:
+    if name is None and len(module.entries) == 1:
+        return next(iter(module.entries.values()))
+    if name not in module.entries:
+        raise ArgumentError("entry", f"has to be one of {', '.join(module.entries) or 'no kernels'}", name)
+    return module.entries[name]
+
+
+def _size(name: str, value: Size) -> tuple[int, int, int]:
+    sizes = (value,) if isinstance(value, int | np.integer) else tuple(value)
+    if not 1 <= len(sizes) <= 3 or any(not isinstance(s, int | np.integer) or s < 1 for s in sizes):
+        raise ArgumentError(name, "has to be one to three positive integers", value)
+    x, y, z = (*map(int, sizes), 1, 1)[:3]
+    return x, y, z
+
+
+def _check_launch(kernel: Entry, grid, block, cluster, shared_bytes: int, checks: frozenset[str], mode: str) -> None:
+    threads = block[0] * block[1] * block[2]
+    if threads > 1024 or block[2] > 64:
+        raise ArgumentError("block", "has at most 1024 threads, and 64 in z", block)
+    required = kernel.directives.get("reqntid")
+    if required and (*required, 1, 1)[:3] != block:
+        raise ArgumentError("block", f"has to be {required}, by .reqntid of {kernel.name}", block)
+    if kernel.max_threads is not None and threads > kernel.max_threads:
+        raise ArgumentError("block", f"has at most {kernel.max_threads} threads, by .maxntid of {kernel.name}", block)
+    if any(g % c for g, c in zip(grid, cluster, strict=True)):
+        raise ArgumentError("cluster", f"has to divide the grid {grid}", cluster)
+    if shared_bytes < 0 or kernel.dynamic_offset + shared_bytes > 227 * 1024:
+        raise ArgumentError("shared_bytes", "has to fit 227 KB with the kernel's static shared memory", shared_bytes)
+    if checks - CHECKS:
+        raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS))}", ", ".join(sorted(checks - CHECKS)))
+    if mode not in MODES:
+        raise ArgumentError("mode", f"is one of {', '.join(MODES)}", mode)
+
+
+def _check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
+    if len(args) != len(kernel.params):
+        raise ArgumentError("args", f"{kernel.name} takes {len(kernel.params)} arguments", len(args))
+    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
+        name = f"argument {position} ({param.name})"
+        if isinstance(value, np.ndarray):
+            if param.size != 8:
+                raise ArgumentError(name, f"is {param.size} bytes by value, not a buffer", f"array of {value.dtype}")
+            if not value.flags.c_contiguous:
+                raise ArgumentError(name, "has to be C-contiguous", f"strides {value.strides}")
+            if value.dtype.hasobject or not value.dtype.isnative:
+                raise ArgumentError(name, "has to hold numbers in native byte order", value.dtype.str)
+        elif isinstance(value, np.generic | bytes):
+            size = len(value) if isinstance(value, bytes) else value.dtype.itemsize
+            if size != param.size:
+                raise ArgumentError(name, f"has to have {param.size} bytes", f"{type(value).__name__} of {size}")
+        else:
+            raise ArgumentError(name, "has to be an array, a NumPy scalar or bytes", type(value).__name__)
+
+
+def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, block, cluster, shared_bytes: int,
+             checks: frozenset[str], max_steps: int | None) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
+    """Lay out memory and fill it; returns the launch, and the region of each array."""
+    memory = Memory()
+    buffers = [
+        (value, memory.reserve(f"argument {position} ({param.name})", value.nbytes, value.flags.writeable))
+        for position, (value, param) in enumerate(zip(args, kernel.params, strict=True))
+        if isinstance(value, np.ndarray)
+    ]
+    fixed = [(v, memory.reserve(f"{v.space} {v.name}", v.size, v.space == "global")) for v in module.variables]
+    params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
+    addresses = {id(variable): region.start + BASE for variable, region in fixed}
+    addresses.update({id(param): params.start + param.offset + BASE for param in kernel.params})
+    launch = Launch(
+        kernel,
+        memory,
+        grid,
+        block,
+        cluster,
+        shared_bytes,
+        addresses,
+        np.zeros(0, np.int64),
+        0,
+        Findings(),
+        checks,
+        max_steps,
+    )
+    count = min(_blocks_per_wave(launch), grid[0] * grid[1] * grid[2])
+    launch.shared_windows = memory.windows(
+        [f"shared memory of block {i} of the wave" for i in range(count)], launch.window_bytes
+    )
+    local = memory.reserve("local memory", count * launch.stride * (-(-kernel.local_bytes // 16) * 16))
+    launch.local_window = local.start
+    memory.allocate()
+    for array, region in buffers:
+        memory.arena[region.start : region.end] = array.reshape(-1).view(np.uint8)
+    for variable, region in fixed:
+        memory.arena[region.start : region.end] = np.frombuffer(variable.initial or bytes(variable.size), np.uint8)
+    starts = iter(region.start + BASE for _, region in buffers)
+    for value, param in zip(args, kernel.params, strict=True):
+        raw = (
+            next(starts).to_bytes(8, "little")
+            if isinstance(value, np.ndarray)
+            else value.tobytes()
+            if isinstance(value, np.generic)
+            else value
+        )
+        memory.arena[params.start + param.offset :][: param.size] = np.frombuffer(raw, np.uint8)
+    return launch, buffers
+
+
+def _blocks_per_wave(launch: Launch) -> int:
+    """Whole clusters, as many as fit."""
+    cluster = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
+    return max(1, WAVE_LANES // (launch.stride * cluster)) * cluster
+
+
+def _waves(launch: Launch) -> Iterator[Array]:
+    """Block indices [blocks, 3] of each wave, cluster by cluster; shared and local memory are poisoned before each."""
+    size = np.array(launch.cluster)
+    across = np.array(launch.grid) // size
+    per_cluster, total = int(size.prod()), int(across.prod()) * int(size.prod())
+    for first in range(0, total, len(launch.shared_windows)):
+        block = np.arange(first, min(first + len(launch.shared_windows), total))
+        cluster, rank = block // per_cluster, block % per_cluster
+        corner = np.stack(
+            (cluster % across[0], cluster // across[0] % across[1], cluster // (across[0] * across[1])), axis=1
+        )
+        within = np.stack((rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1])), axis=1)
+        arena = launch.memory.arena
+        for start in launch.shared_windows if launch.window_bytes else ():
+            arena[start : start + launch.window_bytes] = POISON
+        local = launch.memory.regions[-1]
+        arena[local.start : local.end] = POISON
+        yield corner * size + within

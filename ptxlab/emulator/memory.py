@@ -1,0 +1,90 @@
+"""Memory: one arena of bytes for global buffers, module variables, parameters, and every block's shared and local windows.
+
+Device addresses are arena offsets plus `BASE`, so null and small integers point nowhere. Regions lie `GAP` bytes apart: an
+access that runs out of its buffer falls into a gap and is reported with the buffer that it missed. Untouched pages of the
+arena cost nothing, so the gaps may be wide.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxlab.emulator.types import Array
+
+BASE = 0x7F00_0000_0000
+GAP = 1 << 16
+ALIGN = 1024  # shared windows need it for swizzled tiles; cudaMalloc gives 256
+
+
+@dataclass(slots=True)
+class Region:
+    """Bytes [start, end) of the arena, called `name` in messages."""
+
+    name: str
+    start: int
+    end: int
+    writable: bool = True
+    written: bool = False
+
+
+class Memory:
+    """The arena. Reserve every region first, then `allocate`, then read and write `view[n]`, items of n bytes."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self.size = GAP
+        self.arena: Array = np.zeros(0, np.uint8)
+        self.view: dict[int, Array] = {}
+
+    def reserve(self, name: str, size: int, writable: bool = True) -> Region:
+        """A new region of `size` bytes behind all others."""
+        region = Region(name, self.size, self.size + size, writable)
+        self.regions.append(region)
+        self.size = -(-region.end // ALIGN) * ALIGN + GAP
+        return region
+
+    def windows(self, names: list[str], size: int) -> Array:
+        """One region per name, all of the same size; returns where they start."""
+        return np.array([self.reserve(name, size).start for name in names], np.int64)
+
+    def allocate(self) -> None:
+        """Make the arena, zeroed."""
+        self.arena = np.zeros(self.size, np.uint8)
+        self.view = {n: self.arena.view(f"u{n}") for n in (1, 2, 4, 8)}
+        self.starts = [region.start for region in self.regions]
+        self.ends = [region.end for region in self.regions]
+        self.starts_array = np.array(self.starts, np.int64)
+        self.ends_array = np.array(self.ends, np.int64)
+
+    def region_of(self, offset: int) -> Region | None:
+        """The region that begins last at or before `offset`; None before the first."""
+        index = bisect_right(self.starts, offset) - 1
+        return self.regions[index] if index >= 0 else None
+
+    def touched(self, offsets: Array, size: int) -> Region | None:
+        """The one region that holds all `size`-byte accesses at `offsets`, or None."""
+        region = self.region_of(int(offsets.min()))
+        return region if region and int(offsets.max()) + size <= region.end else None
+
+    def touch_each(self, offsets: Array, size: int) -> tuple[Array, list[Region]]:
+        """For accesses to several regions: which lie outside of all (bool per access), and the regions of the others."""
+        index = np.searchsorted(self.starts_array, offsets, "right") - 1
+        outside = (index < 0) | (offsets + size > self.ends_array[index])
+        return outside, [self.regions[i] for i in np.unique(index[~outside])]
+
+    def describe(self, offset: int, size: int) -> str:
+        """Where an access of `size` bytes at a bad arena offset points, in words."""
+        address = offset + BASE
+        region = self.region_of(offset)
+        following = next((r for r in self.regions if r.start > offset), None)
+        if following and offset >= following.start - GAP // 2:
+            return f"{following.start - offset} bytes before {following.name}"
+        if region is None or offset >= region.end + GAP:
+            kind = "a null pointer" if address == 0 else "no buffer"
+            return f"address {address % (1 << 64):#x}, {kind}"
+        past = offset + size - region.end
+        length = region.end - region.start
+        return f"byte {offset - region.start} of {region.name}, {past} bytes past its end ({length} bytes)"

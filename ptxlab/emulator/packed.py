@@ -1,0 +1,216 @@
+"""Packed lanes: the `@lanes` annotation, and the check that no lane of a packed operation disturbs another.
+
+An instruction that does arithmetic on several small integers packed into one register says so in a trailing comment:
+
+    mad.lo.u32 %d0, %q0, %s, %a;   // @lanes d:u8x4 a:u8x4 b:u32 c:u8x4
+
+Grammar: `@lanes` and then one `operand:type` per register operand, separated by spaces. `d` is the destination, `a`, `b`
+and `c` the sources in order. A type is `u` or `s`, a width of 1 to 64 bits, and `xN` for N lanes, lane 0 in the lowest bits; the
+lanes of one operand fill the operand's whole width. A type without `xN` is one number that goes to every lane.
+In a `.cu` the comment rides in the text of an inline `asm`, where it reaches the PTX unchanged.
+
+With the check on, each lane is computed again in wide integers, from the sources as declared. Two things are findings:
+
+`carry`   the lane of the stored result is not the wide result modulo 2^width: a carry, borrow or shifted bit came over
+          from a neighbour. SIMD opcodes (`vadd4` ...) wrap lane by lane, so they cannot carry.
+`range`   the wide result does not fit the type declared for `d` (or a source without `xN` does not fit its own type).
+
+Bitwise operations (`and`, `or`, `xor`, `not`, `lop3`, `prmt`, `mov`, ...) keep bits in their lanes and may reinterpret
+them: `xor d, a, 0x80808080` with `d:s8x4 a:u8x4` subtracts 128. Nothing is recomputed for them; the annotation documents.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxlab.emulator.types import Array
+
+_TYPE = re.compile(r"([dabc]):([us])(\d+)(?:x(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class LaneType:
+    """An integer of `bits` bits, `count` times in a register; `count` 0 stands for one number for every lane."""
+
+    signed: bool
+    bits: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{'s' if self.signed else 'u'}{self.bits}" + (f"x{self.count}" if self.count else "")
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """Smallest and largest value."""
+        return (-(1 << self.bits - 1), (1 << self.bits - 1) - 1) if self.signed else (0, (1 << self.bits) - 1)
+
+    def decode(self, raw: Array) -> Array:
+        """Registers (unsigned, shape [n]) -> values (int64 [lanes, n], one row for a plain number)."""
+        if not self.count:
+            return raw.view(f"i{raw.itemsize}").astype(np.int64)[None] if self.signed else raw.astype(np.int64)[None]
+        shifts = np.arange(self.count, dtype=np.uint64)[:, None] * np.uint64(self.bits)
+        values = (raw.astype(np.uint64) >> shifts) & np.uint64((1 << self.bits) - 1)
+        return wrap(values.view(np.int64), self)
+
+
+LaneTypes = dict[str, LaneType]
+
+
+def wrap(values: Array, to: LaneType) -> Array:
+    """Integers modulo 2^bits, in the range of the type."""
+    spare = np.int64(64 - to.bits)
+    shifted = values << spare
+    return shifted >> spare if to.signed else (shifted.view(np.uint64) >> spare.view(np.uint64)).view(np.int64)
+
+
+def parse_annotation(text: str, opcode: str) -> LaneTypes:
+    """`d:u8x4 a:u8x4 ...` -> operand letter -> type; ValueError says what is wrong with it."""
+    types: LaneTypes = {}
+    for item in text.split():
+        match = _TYPE.fullmatch(item)
+        if not match:
+            raise ValueError(f"@lanes: {item!r} is not operand:type such as d:u8x4")
+        letter, sign, bits, count = match[1], match[2], int(match[3]), int(match[4] or 0)
+        if letter in types:
+            raise ValueError(f"@lanes: operand {letter} is given twice")
+        if not 1 <= bits <= 64 or (match[4] and count < 2):
+            raise ValueError(f"@lanes: {item!r} needs 1 to 64 bits and 2 or more lanes")
+        types[letter] = LaneType(sign == "s", bits, count)
+    if "d" not in types or not types["d"].count:
+        raise ValueError("@lanes: d has to be given, with its number of lanes (d:u8x4)")
+    for letter, lane in types.items():
+        if lane.count not in (0, types["d"].count):
+            raise ValueError(f"@lanes: {letter}:{lane} and d:{types['d']} differ in their number of lanes")
+    operation = operation_of(opcode)
+    if operation is None:
+        raise ValueError(f"@lanes: not defined for {opcode}")
+    width = re.search(r"\.[usb](8|16|32|64)$", opcode)
+    for letter, lane in types.items():
+        if width and lane.count and lane.count * lane.bits != int(width[1]):
+            raise ValueError(f"@lanes: {letter}:{lane} does not fill the {width[1]} bits of {opcode}")
+    needed = operation.letters if operation.compute else ()
+    missing = [letter for letter in needed if letter not in types]
+    if missing:
+        raise ValueError(f"@lanes: {opcode} needs a type for operand {', '.join(missing)}")
+    if set(types) - {"d", *operation.letters}:
+        raise ValueError(f"@lanes: {opcode} has no operand {', '.join(sorted(set(types) - {'d', *operation.letters}))}")
+    return types
+
+
+@dataclass(frozen=True, slots=True)
+class LaneOperation:
+    """How one opcode treats lanes: `compute` on wide values (None: bitwise, unchecked), and how to print it."""
+
+    letters: tuple[str, ...]
+    compute: Callable[..., Array] | None
+    format: str = ""
+    simd: bool = False
+
+
+def _shifted_left(a: Array, b: Array) -> Array:
+    return np.where(b < 64 - 8, a << np.clip(b, 0, 55), 0)
+
+
+_BITWISE = LaneOperation(("a", "b", "c"), None)
+_OPERATIONS = {
+    "add": LaneOperation(("a", "b"), np.add, "{a} + {b}"),
+    "sub": LaneOperation(("a", "b"), np.subtract, "{a} - {b}"),
+    "mul.lo": LaneOperation(("a", "b"), np.multiply, "{a} * {b}"),
+    "mad.lo": LaneOperation(("a", "b", "c"), lambda a, b, c: a * b + c, "{a} * {b} + {c}"),
+    "neg": LaneOperation(("a",), np.negative, "-{a}"),
+    "shl": LaneOperation(("a", "b"), _shifted_left, "{a} << {b}"),
+    "shr": LaneOperation(("a", "b"), lambda a, b: a >> np.clip(b, 0, 63), "{a} >> {b}"),
+    "vadd": LaneOperation(("a", "b"), np.add, "{a} + {b}", simd=True),
+    "vsub": LaneOperation(("a", "b"), np.subtract, "{a} - {b}", simd=True),
+    "vmin": LaneOperation(("a", "b"), np.minimum, "min({a}, {b})", simd=True),
+    "vmax": LaneOperation(("a", "b"), np.maximum, "max({a}, {b})", simd=True),
+    "vabsdiff": LaneOperation(("a", "b"), lambda a, b: abs(a - b), "|{a} - {b}|", simd=True),
+    "vavrg": LaneOperation(("a", "b"), lambda a, b: (a + b + 1) >> 1, "({a} + {b} + 1) >> 1", simd=True),
+    **dict.fromkeys(("and", "or", "xor", "not", "lop3", "prmt", "mov", "selp", "cvt", "bfi"), _BITWISE),
+}
+
+
+def operation_of(opcode: str) -> LaneOperation | None:
+    """The lane operation of an opcode, or None if the annotation has no meaning there."""
+    name, *modifiers = opcode.split(".")
+    if re.fullmatch(r"v[a-z]+[24]", name):
+        return _OPERATIONS.get(name[:-1])
+    if name in ("mul", "mad"):
+        return _OPERATIONS.get(f"{name}.{modifiers[0]}") if modifiers else None
+    return None if "cc" in modifiers else _OPERATIONS.get(name)
+
+
+@dataclass(frozen=True, slots=True)
+class LaneFault:
+    """Register lane `lane` of position `index` (in the set of lanes that ran) broke a rule; `times` positions did."""
+
+    kind: str
+    lane: int
+    index: int
+    times: int
+    operands: dict[str, int]
+    problem: str
+
+
+def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str, Array]) -> list[LaneFault]:
+    """Recompute an annotated instruction lane by lane.
+
+    `stored` and `sources[letter]` are unsigned arrays of shape [n], the destination after and the sources before the
+    instruction. Returns one `LaneFault` per rule and lane, for the first position that broke it.
+    """
+    operation = operation_of(opcode)
+    if operation is None or operation.compute is None:
+        return []
+    target = types["d"]
+    values = {letter: types[letter].decode(sources[letter]) for letter in operation.letters}
+    exact = np.broadcast_to(operation.compute(*values.values()), (target.count, len(stored)))
+    faults = []
+
+    def report(kind: str, lane: int, wrong: Array, explain: Callable[[dict[str, int], int], str]) -> None:
+        index = int(np.argmax(wrong))
+        seen = {letter: int(v[lane if len(v) > 1 else 0, index]) for letter, v in values.items()}
+        problem = explain(seen, index)
+        seen["d"] = int(kept[lane, index])
+        faults.append(LaneFault(kind, lane, index, int(np.count_nonzero(wrong)), seen, problem))
+
+    kept = target.decode(stored)
+    low, high = target.limits
+    for lane in range(target.count):
+        disturbed = kept[lane] != wrap(exact[lane], target)
+        if disturbed.any() and not operation.simd:
+            report("carry", lane, disturbed, lambda _, i, lane=lane: _blame(operation, target, values, exact, lane, i))
+        unfit = (exact[lane] < low) | (exact[lane] > high)
+        if unfit.any() and ".sat" not in opcode:
+            report("range", lane, unfit, lambda seen, i, lane=lane: (
+                f"lane {lane} is {operation.format.format(**seen)} = {exact[lane, i]}, which does not fit {target}"
+            ))  # fmt: skip
+    for letter, value in values.items():
+        kind = types[letter]
+        unfit = (value[0] < kind.limits[0]) | (value[0] > kind.limits[1])
+        if not kind.count and unfit.any():
+            report("range", 0, unfit, lambda seen, _, letter=letter, kind=kind: (
+                f"operand {letter} is {seen[letter]}, which does not fit {kind}"
+            ))  # fmt: skip
+    return faults
+
+
+def _blame(
+    operation: LaneOperation, target: LaneType, values: dict[str, Array], exact: Array, lane: int, i: int
+) -> str:
+    """Which lane spilled into `lane`: the nearest below whose bits overflow (above, for a right shift)."""
+    if operation.format == "{a} >> {b}":
+        return f"lane {lane} is disturbed by lane {lane + 1}, whose bits are shifted into it"
+    top = (1 << target.bits) - 1
+    culprit = next((j for j in range(lane - 1, -1, -1) if not 0 <= exact[j, i] <= top), None)
+    # A negative addend of this very lane, stored as its two's complement, overflows the field below it all the same.
+    if culprit is None:
+        culprit = lane - 1 if lane else 0
+    seen = {letter: int(v[culprit if len(v) > 1 else 0, i]) for letter, v in values.items()}
+    bound = f"> {top}" if exact[culprit, i] > top else "< 0" if exact[culprit, i] < 0 else "with negative addends"
+    return (
+        f"lane {lane} is disturbed by lane {culprit} ({operation.format.format(**seen)} = {exact[culprit, i]} {bound})"
+    )
