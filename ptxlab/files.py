@@ -21,11 +21,14 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         if claimed > MAX_BYTES:
             raise FileError(f"{path}: at most {MAX_BYTES} bytes of arrays (got {claimed})")
         with np.load(path, allow_pickle=False) as archive:
-            return {name: np.ascontiguousarray(archive[name]).reshape(archive[name].shape) for name in archive.files}
+            arrays = {name: archive[name] for name in archive.files}
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (zipfile.BadZipFile, ValueError, KeyError, EOFError) as error:
         raise FileError(f"{path}: not an .npz of plain arrays: {error}") from None
+    if foreign := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
+        raise FileError(f"{path}: not an .npz of plain arrays: {foreign[0]} is not an array")
+    return {name: np.array(array, order="C") for name, array in arrays.items()}
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ptxlab.demo import Row
 
 BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"
-SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE}
+SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}
 SWEEP = range(112, 128)  # protective ranges of the overflow curve
 
 
@@ -49,7 +49,6 @@ def demo_figure(rows: Sequence["Row"], matrices: dict[str, np.ndarray], what: st
 
 def audit_figure(rows: Sequence["AuditRow"], title: str) -> Figure:
     """Overflowing weights (above) and relative error (below) per tensor, scheme and protective range."""
-    rows = [r for r in rows if not r.skipped]
     tensors = list(dict.fromkeys(r.tensor for r in rows))
     figure = Figure(figsize=(max(7, 0.28 * len(tensors) + 3), 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -84,10 +83,10 @@ def _instruction_bars(axes: Axes, rows: Sequence["Row"]) -> None:
 
 
 def _overflow_curve(axes: Axes, w: np.ndarray, name: str) -> None:
-    for scheme, colour in SCHEME_COLOURS.items():
+    for scheme in ("qoq", "lqq"):
         found = audit.audit_matrix(w, schemes=(scheme,), ranges=tuple(SWEEP), group=64)
         counts = [row.overflows for row in found]
-        axes.plot(SWEEP, counts, color=colour, marker="o", markersize=4, label=scheme.upper())
+        axes.plot(SWEEP, counts, color=SCHEME_COLOURS[scheme], marker="o", markersize=4, label=scheme.upper())
     axes.axvline(119, color=GREY, linestyle="--", linewidth=1)
     axes.annotate("119: safe for any weights", (119, 0.97), xycoords=("data", "axes fraction"), ha="right", va="top",
                   xytext=(-5, 0), textcoords="offset points", fontsize=9, color=GREY)  # fmt: skip

@@ -167,7 +167,8 @@ class KernelSpec:
                 raise ArgumentError(
                     f"{self.name}: {name}", f"{len(arg.shape)} axes [{', '.join(arg.shape)}]", f"{shape}"
                 )
-            for axis, length in zip(arg.shape, shape, strict=True):
+        for arg in self.args:  # launch order, whatever order the caller named them in
+            for axis, length in zip(arg.shape, shapes.get(arg.name, ()), strict=False):
                 _solve(axis, length, sizes)
         for name, shape in shapes.items():
             arg = self.arg(name)

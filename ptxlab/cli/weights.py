@@ -8,7 +8,6 @@ import typer
 from rich.markup import escape
 
 from ptxlab import audit as audits
-from ptxlab import checkpoint as checkpoints
 from ptxlab import demo as demos
 from ptxlab import doctor as doctors
 from ptxlab import gpu, plot
@@ -86,24 +85,28 @@ def audit(
     as_json: AsJson = False,
 ) -> None:
     """Count, per tensor, the weights that each scheme would overflow at each protective range, and the error."""
-    schemes = tuple(scheme or audits.SCHEMES)
+    schemes = tuple(scheme or ("qoq", "lqq"))
     ranges = tuple(protective_range or demos.RANGES)
-    names = checkpoints.tensor_names(file, tensor)
-    rows = []
-    with progress_bar("audit", len(names), quiet=as_json) as advance:
-        for row in audits.audit_file(file, pattern=tensor, schemes=schemes, ranges=ranges, group=group, progress=advance):
-            rows.append(row)
+    rows: list[audits.AuditRow] = []
+    skipped: list[audits.SkippedTensor] = []
+    with progress_bar("audit", None, quiet=as_json) as advance:
+        found = audits.audit_file(
+            file, pattern=tensor, schemes=schemes, ranges=ranges, group=group, progress=lambda _done, _all, name: advance(name)
+        )
+        for item in found:
+            if isinstance(item, audits.AuditRow):
+                rows.append(item)
+            else:
+                skipped.append(item)
     if picture is not None:
         plot.save(plot.audit_figure(rows, file.name), picture)
     if as_json:
-        return print_json([row.to_json() for row in rows])
+        return print_json([asdict(item) for item in (*rows, *skipped)])
     columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "relative error>")
     cells = [
         (r.tensor, r.scheme, f"±{r.protective_range}", f"{r.weights:,}", f"{r.overflows:,}", f"{r.clipped:,}", f"{r.relative_error:.4f}")
         for r in rows
-        if not r.skipped
     ]
     console.print(table(f"{file.name}, group {group}", columns, cells))
-    for row in rows:
-        if row.skipped:
-            console.print(f"[dim]skipped {escape(row.tensor)}: {escape(row.skipped)}[/]", highlight=False)
+    for item in skipped:
+        console.print(f"[dim]skipped {escape(item.tensor)}: {escape(item.reason)}[/]", highlight=False)
