@@ -60,7 +60,7 @@ def test_any_number_of_axes_and_any_strides():
     [
         (
             pack_u4,
-            np.array([[0] * 8, [0, 0, 0, 16, 17, 0, 0, 0]], np.uint8),
+            np.array([[0] * 8, [0, 0, 15, 16, 0, 16, 0, 0]], np.uint8),
             r"qw: must be at most 15 .*qw\[1, 3\] is 16",
         ),
         (pack_u4, np.zeros((2, 12), np.uint8), r"qw: the last axis must be a positive multiple of 8 .*\(2, 12\)"),

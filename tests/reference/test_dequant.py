@@ -61,7 +61,7 @@ def test_qoq_is_exact_modulo_256_in_every_case_up_to_scale_17():
 
 def test_presub_is_wrong_in_exactly_the_predicted_lanes_in_every_case():
     wrong = 0
-    for q4, scale, zero in every_case((1, 2, 15, 16, 17, 255), range(16)):
+    for q4, scale, zero in every_case((1, 2, 15, 16, 17, 64, 255), range(16)):
         missed = reference.dequant_qoq_presub(q4, scale, zero) != reference.exact_qoq(q4, scale, zero)
         np.testing.assert_array_equal(reference.presub_wrong(q4, scale, zero), missed, strict=True)
         wrong += missed.sum()
@@ -155,6 +155,10 @@ def test_channel_result_is_a_copy():
     q4 = np.zeros((1, 8), np.uint8)
     reference.dequant_qoq_channel(q4)[0, 0] = 1
     assert q4[0, 0] == 0
+
+
+def test_fits_s8():
+    assert reference.fits_s8(np.array([-129, -128, 0, 127, 128], np.int32)).tolist() == [False, True, True, True, False]
 
 
 def test_scale_rows():
