@@ -1,8 +1,8 @@
 """The table of register-to-register operations: opcode -> types of its operands, and a function of their rows.
 
-Each family module (`integer`, `floating`, `convert`, `video`) enters its operations with `@operation`. A function takes one
-array per source and returns one per destination, all of shape [lanes]; a constant source has shape [1] and broadcasts.
-Sources may be views of the register file, so a function never writes into them.
+Each family module (`integer`, `floating`, `convert`, `video`) enters its operations with `@operation`. A function
+takes one array per source and returns one per destination, all of shape [lanes]; a constant source has shape [1] and
+broadcasts. Sources may be views of the register file, so a function never writes into them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class UnknownOpcode(Exception):  # noqa: N818  (turned into UnknownInstruction, 
 class Form:
     """What an opcode does: PTX types of destinations and sources in operand order, and the function.
 
-    The pseudo-type "cc" is the carry flag, which is no operand. `compute` returns an array, or a tuple of as many as there
-    are destinations.
+    The pseudo-type "cc" is the carry flag, which is no operand. `compute` returns an array, or a tuple of as many as
+    there are destinations.
     """
 
     out: tuple[str, ...]
@@ -36,8 +36,10 @@ class Form:
 class Opcode:
     """An opcode's name and its modifiers, which a builder takes one after another; any left over make it unknown."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, selectors: tuple[str, ...] = ()) -> None:
         self.text = text
+        self._selectors = selectors
+        self.selected = not any(selectors)
         self.name, *self.modifiers = text.split(".")
 
     def flag(self, name: str) -> bool:
@@ -65,6 +67,13 @@ class Opcode:
         return found
 
     @property
+    def selectors(self) -> tuple[str, str, str]:
+        """Selectors of a video instruction's first three operands, such as "b3210" or ""."""
+        self.selected = True
+        d, a, b = (*self._selectors, "", "", "")[:3]
+        return d, a, b
+
+    @property
     def floating(self) -> bool:
         """Whether the last type named is a floating-point one."""
         types = [m for m in self.modifiers if m in DTYPES]
@@ -88,13 +97,13 @@ def operation(*names: str, floating: bool | None = None) -> Callable[[Builder], 
 
 
 @cache
-def form(text: str) -> Form:
-    """The form of a full opcode such as "mad.lo.u32"; raises `UnknownOpcode`."""
-    opcode = Opcode(text)
+def form(text: str, selectors: tuple[str, ...] = ()) -> Form:
+    """The form of a full opcode such as "mad.lo.u32", with its operands' selectors; raises `UnknownOpcode`."""
+    opcode = Opcode(text, selectors)
     builder = _BUILDERS.get((opcode.name, opcode.floating))
     if builder is None:
         raise UnknownOpcode(text)
     result = builder(opcode)
-    if opcode.modifiers:
+    if opcode.modifiers or not opcode.selected:
         raise UnknownOpcode(text)
     return result

@@ -1,7 +1,7 @@
 """Findings, and the checks that look for them: uninitialised reads and packed lanes. (Races: `race`.)
 
-A check is a *watcher*: `around(instruction, step)` may wrap an instruction when it is bound, `load`, `store` and `sync` see
-every access and every synchronisation. A launch without checks has no watchers.
+A check is a *watcher*: `around(instruction, step)` may wrap an instruction when it is bound, the other methods see
+every access and synchronisation. A launch without checks has no watchers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Finding:
     def __str__(self) -> str:
         more = f"; {self.count - 1} more" if self.count > 1 else ""
         block, thread = ("({},{},{})".format(*index) for index in (self.block, self.thread))
-        return f"{self.kind}: {self.path}:{self.line}: `{self.text}`: {self.message} in block {block} thread {thread}{more}"
+        where = f"{self.path}:{self.line}: `{self.text}`"
+        return f"{self.kind}: {where}: {self.message} in block {block} thread {thread}{more}"
 
 
 @dataclass

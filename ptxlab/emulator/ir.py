@@ -36,7 +36,7 @@ class Immediate:
 
 @dataclass(slots=True)
 class Variable:
-    """A `.param`, `.shared`, `.local`, `.global` or `.const` variable; `offset` (bytes) is within its space's window."""
+    """A `.param`, `.shared`, `.local`, `.global` or `.const` variable; `offset` (bytes) is within its window."""
 
     name: str
     space: str

@@ -8,10 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptxlab.emulator import access as _access  # noqa: F401  (modules enter their instructions when they are imported)
-from ptxlab.emulator import convert as _convert  # noqa: F401
-from ptxlab.emulator import floating as _floating  # noqa: F401
-from ptxlab.emulator import integer as _integer  # noqa: F401
+# modules enter their instructions into the tables when they are imported
+from ptxlab.emulator import atomic, collective, convert, floating, integer, sync, video  # noqa: F401
 from ptxlab.emulator.check import Finding, Findings, PackedLanes, Watcher
 from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Launch, Machine
@@ -57,15 +55,16 @@ def run(
 ) -> Result:
     """Run a kernel of a parsed module (or of PTX text).
 
-    `entry` may be None if the module has one kernel. `args` in launch order: a C-contiguous array is a global buffer, modified
-    in place once the kernel has ended; a NumPy scalar is passed by value and has exactly the parameter's size; bytes are a struct passed
-    by value. `grid`, `block` and `cluster` are sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of
-    `CHECKS`; bounds and alignment are always checked. `uninitialised` are positions in `args` of buffers whose contents
-    count as never written. `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an
-    order drawn from `seed`. `max_steps` bounds the instructions dispatched.
+    `entry` may be None if the module has one kernel. `args` in launch order: a C-contiguous array is a global buffer,
+    modified in place once the kernel has ended; a NumPy scalar is passed by value and has exactly the parameter's
+    size; bytes are a struct passed by value. `grid`, `block` and `cluster` are sizes in x, y, z; `shared_bytes` is
+    dynamic shared memory. `checks` is any of `CHECKS`; bounds and alignment are always checked. `uninitialised` are
+    positions in `args` of buffers whose contents count as never written. `mode` says when asynchronous operations
+    complete: "early" at once, "late" when waited for, in an order drawn from `seed`. `max_steps` bounds the
+    instructions dispatched.
 
-    Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other `EmulationError`s
-    with the place in the source. No array is modified then.
+    Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
+    `EmulationError`s with the place in the source. No array is modified then.
     """
     started = time.perf_counter()
     module = parse(module) if isinstance(module, str) else module

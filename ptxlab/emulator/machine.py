@@ -1,10 +1,10 @@
 """One wave of blocks: their registers, and the scheduler that runs their lanes.
 
-A lane is a thread of some block of the wave: lane = block * stride + thread, where stride is the block's size rounded up to
-whole warps, so that `lane // 32` names a warp. Registers of one width form an array [register, lane]. Each instruction is
-bound once to a *step*, a function of the lanes that run it, with its operands resolved to rows. A step returns None when
-all its lanes go on to the next instruction, else a list of (instruction index, lanes) to go on with; lanes that it leaves
-out have ended or are parked.
+A lane is a thread of some block of the wave: lane = block * stride + thread, where stride is the block's size rounded
+up to whole warps, so that `lane // 32` names a warp. Registers of one width form an array [register, lane]. Each
+instruction is bound once to a *step*, a function of the lanes that run it, with its operands resolved to rows. A step
+returns None when all its lanes go on to the next instruction, else a list of (instruction index, lanes) to go on
+with; lanes that it leaves out have ended or are parked.
 """
 
 from __future__ import annotations
@@ -126,8 +126,9 @@ class Machine:
         self.living = int(np.count_nonzero(self.alive))
         self.shared_base = np.repeat(launch.shared_windows[: len(self.blocks)] - SHARED_START, self.stride)
         self.local_base = launch.local_window + np.arange(self.lanes, dtype=np.int64) * self.local_pitch
-        self.gathering: dict[Any, dict[int, Lanes]] = {}  # see sync.rendezvous
-        self.barriers: dict[tuple[int, int], Any] = {}  # see sync
+        # who waits for the rest of its warp: place -> (instruction index, lanes, masks of those they wait for)
+        self.meetings: dict[Any, list[tuple[int, Lanes, Array]]] = {}
+        self.barriers: dict[tuple[int, int], Any] = {}  # (block, number) -> sync.Barrier with somebody at it
         self.put(0, split(slice(0, self.lanes), self.alive)[0])  # type: ignore[arg-type]
         self.steps: list[Step] = []
 
@@ -266,6 +267,8 @@ class Machine:
         return step
 
     def guarded(self, step: Step, predicate: Reader, pc: int) -> Step:
+        """The step for those lanes whose predicate holds; the others go on."""
+
         def run(lanes: Lanes) -> Outcome:
             chosen, others = split(lanes, predicate(lanes))
             if chosen is None:
@@ -286,9 +289,9 @@ class Machine:
         """Lanes that leave the kernel; who waits for them looks again."""
         self.alive[lanes] = False
         self.living -= count_of(lanes)
-        parked, self.gathering = self.gathering, {}
+        parked, self.meetings = self.meetings, {}
         for waiting in parked.values():
-            for pc, those in waiting.items():
+            for pc, those, _ in waiting:
                 self.put(pc, those)
         for barrier in list(self.barriers.values()):
             barrier.look_again(self)
@@ -321,15 +324,15 @@ class Machine:
             self.deadlock()
 
     def exhausted(self, ready: dict[int, Lanes]) -> NoReturn:
+        """Raise: the kernel has taken too many steps."""
         where = "; ".join(
             self.place(self.code[min(pc, len(self.code) - 1)], lanes) for pc, lanes in sorted(ready.items())
         )
         raise EmulationError(f"still running after {self.launch.max_steps} steps: {where}")
 
     def deadlock(self) -> NoReturn:
-        waiting = [
-            Parked(pc, lanes, "the rest of its warp") for g in self.gathering.values() for pc, lanes in g.items()
-        ]
+        """Raise: everybody waits; with every waiter's line."""
+        waiting = [Parked(pc, lanes, "the rest of its warp") for m in self.meetings.values() for pc, lanes, _ in m]
         waiting += [parked for barrier in self.barriers.values() for parked in barrier.waiting]
         lines = [f"{self.place(self.code[p.pc], p.lanes)} waits for {p.why}" for p in waiting]
         raise Deadlock("deadlock: no thread can run\n  " + "\n  ".join(lines))
@@ -356,7 +359,8 @@ class Machine:
 
 def bind_operation(machine: Machine, instruction: Instruction, pc: int) -> Step:
     """Step of a register-to-register operation of the `alu` table."""
-    known = form(instruction.opcode)
+    selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
+    known = form(instruction.opcode, selectors if any(selectors) else ())
     operands = list(instruction.operands)
     explicit = [t for t in known.out if t != "cc"]
     if operands and isinstance(operands[0], ir.Vector) and operands[0].pair:
@@ -490,8 +494,6 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return is_space
 
 
-@binder(
-    "nop", "pragma", "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol", "setmaxnreg"
-)
+@binder("nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol", "setmaxnreg")
 def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return lambda lanes: None

@@ -1,8 +1,8 @@
-"""Memory: one arena of bytes for global buffers, module variables, parameters, and every block's shared and local windows.
+"""Memory: one arena of bytes for global buffers, variables, parameters, and every block's shared and local window.
 
-Device addresses are arena offsets plus `BASE`, so null and small integers point nowhere. Regions lie `GAP` bytes apart: an
-access that runs out of its buffer falls into a gap and is reported with the buffer that it missed. Untouched pages of the
-arena cost nothing, so the gaps may be wide.
+Device addresses are arena offsets plus `BASE`, so null and small integers point nowhere. Regions lie `GAP` bytes
+apart: an access that runs out of its buffer falls into a gap and is reported with the buffer that it missed.
+Untouched pages of the arena cost nothing, so the gaps may be wide.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Memory:
         return region if region and int(offsets.max()) + size <= region.end else None
 
     def touch_each(self, offsets: Array, size: int) -> tuple[Array, list[Region]]:
-        """For accesses to several regions: which lie outside of all (bool per access), and the regions of the others."""
+        """For accesses to several regions: which lie outside (bool per access), and the regions of the rest."""
         index = np.searchsorted(self.starts_array, offsets, "right") - 1
         outside = (index < 0) | (offsets + size > self.ends_array[index])
         return outside, [self.regions[i] for i in np.unique(index[~outside])]

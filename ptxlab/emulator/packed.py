@@ -4,10 +4,10 @@ An instruction that does arithmetic on several small integers packed into one re
 
     mad.lo.u32 %d0, %q0, %s, %a;   // @lanes d:u8x4 a:u8x4 b:u32 c:u8x4
 
-Grammar: `@lanes` and then one `operand:type` per register operand, separated by spaces. `d` is the destination, `a`, `b`
-and `c` the sources in order. A type is `u` or `s`, a width of 1 to 64 bits, and `xN` for N lanes, lane 0 in the lowest bits; the
-lanes of one operand fill the operand's whole width. A type without `xN` is one number that goes to every lane.
-In a `.cu` the comment rides in the text of an inline `asm`, where it reaches the PTX unchanged.
+Grammar: `@lanes` and then one `operand:type` per register operand, separated by spaces. `d` is the destination, `a`,
+`b` and `c` the sources in order. A type is `u` or `s`, a width of 1 to 64 bits, and `xN` for N lanes, lane 0 in the
+lowest bits; the lanes of one operand fill the operand's whole width. A type without `xN` is one number that goes to
+every lane. In a `.cu` the comment rides in the text of an inline `asm`, where it reaches the PTX unchanged.
 
 With the check on, each lane is computed again in wide integers, from the sources as declared. Two things are findings:
 
@@ -16,7 +16,8 @@ With the check on, each lane is computed again in wide integers, from the source
 `range`   the wide result does not fit the type declared for `d` (or a source without `xN` does not fit its own type).
 
 Bitwise operations (`and`, `or`, `xor`, `not`, `lop3`, `prmt`, `mov`, ...) keep bits in their lanes and may reinterpret
-them: `xor d, a, 0x80808080` with `d:s8x4 a:u8x4` subtracts 128. Nothing is recomputed for them; the annotation documents.
+them: `xor d, a, 0x80808080` with `d:s8x4 a:u8x4` subtracts 128. Nothing is recomputed for them; the annotation
+documents.
 """
 
 from __future__ import annotations

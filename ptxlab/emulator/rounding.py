@@ -1,8 +1,9 @@
 """Exact floating-point arithmetic in two float64s, and rounding from there to any type in any direction.
 
-A result is carried as `hi + lo`: hi the float64 nearest to the exact value, lo the exact rest. To a narrower type it goes by
-way of *round to odd* (hi with its last bit set if anything is missing), from where one more rounding gives what rounding
-the exact value would have given: no double rounding. (Boldo and Melquiond, "Emulation of FMA and correctly rounded sums".)
+A result is carried as `hi + lo`: hi the float64 nearest to the exact value, lo the exact rest. To a narrower type it
+goes by way of *round to odd* (hi with its last bit set if anything is missing), from where one more rounding gives
+what rounding the exact value would have given: no double rounding. (Boldo and Melquiond, "Emulation of FMA and
+correctly rounded sums".)
 """
 
 from __future__ import annotations
@@ -91,8 +92,9 @@ def _nearest(x: Array, type_name: str) -> Array:
     single = x.astype(np.float32)
     bits = single.view(np.uint32)
     missing = single.astype(np.float64) - x
-    bits = np.where(np.isfinite(single) & (missing != 0) & (bits & 1 == 0),
-                    bits + np.where(np.signbit(missing) == np.signbit(single), -1, 1), bits).astype(np.uint32)  # fmt: skip
+    inexact_even = np.isfinite(single) & (missing != 0) & (bits & 1 == 0)
+    too_large = np.signbit(missing) == np.signbit(single)
+    bits = np.where(inexact_even, bits + np.where(too_large, -1, 1), bits).astype(np.uint32)
     overflowed = np.isinf(single)
     rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
     return (np.where(overflowed, bits, rounded) >> np.uint32(16)).astype(np.uint16)

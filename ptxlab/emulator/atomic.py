@@ -1,0 +1,83 @@
+"""atom and red. Lanes that hit the same address go one after another, in the order of their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxlab.emulator.access import Access, decode, locator
+from ptxlab.emulator.alu import UnknownOpcode, form
+from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.machine import Machine, Step, binder
+from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, is_float
+
+_EXCHANGE: dict[str, Callable[..., Array]] = {
+    "exch": lambda old, b: np.broadcast_to(b, old.shape),
+    "cas": lambda old, b, c: np.where(old == b, c, old),
+    "inc": lambda old, b: np.where(old >= b, 0, old + old.dtype.type(1)),
+    "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - old.dtype.type(1)),
+}
+# Integer operations whose order cannot be told from their result
+_UNORDERED = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}  # fmt: skip
+
+
+def _function(access: Access) -> Callable[..., Array]:
+    """old, operands -> new."""
+    if len(access.rest) != 1 or access.count != 1:
+        raise UnknownOpcode(access.instruction.opcode)
+    (name,) = access.rest
+    if name in _EXCHANGE:
+        return _EXCHANGE[name]
+    flush = "ftz." if access.type == "f32" and access.space == "global" else ""  # as the L2's adders do
+    return form(f"{name}.{flush}{access.type}").compute
+
+
+def rounds(offsets: Array) -> list[Array]:
+    """Positions of the accesses, so parted that no two of a part have the same address; repeats keep their order."""
+    order = np.argsort(offsets, kind="stable")
+    ordered = offsets[order]
+    first = np.concatenate(([True], ordered[1:] != ordered[:-1]))
+    if first.all():
+        return [np.arange(len(offsets))]
+    position = np.arange(len(offsets))
+    rank = position - np.maximum.accumulate(np.where(first, position, 0))
+    by_rank = np.argsort(rank, kind="stable")
+    return np.split(order[by_rank], np.cumsum(np.bincount(rank))[:-1])
+
+
+@binder("atom", "red")
+def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    access = decode(instruction, "atomic")
+    function = _function(access)
+    operands = list(instruction.operands)
+    returns = instruction.opcode.startswith("atom")
+    t = access.type
+    write = machine.writer(operands.pop(0), t if is_float(t) else f"u{bits_of(t)}") if returns else None
+    address, *values = operands[: 3 if access.rest[0] == "cas" else 2]
+    readers = [machine.reader(value, t) for value in values]
+    locate = locator(machine, access, address)
+    view = machine.memory.arena.view(DTYPES[t])
+    watchers, size = machine.watchers, access.size
+    together = None if returns or is_float(t) else _UNORDERED.get(access.rest[0])
+
+    def atomic(lanes: Lanes) -> None:
+        offsets = locate(lanes)
+        for watcher in watchers:
+            watcher.atomic(access, lanes, offsets)
+        places = offsets // size
+        operands = [np.broadcast_to(read(lanes), places.shape) for read in readers]
+        if together is not None:
+            together.at(view, places, operands[0])
+            return
+        before = np.empty(len(places), view.dtype)
+        for part in rounds(places):
+            before[part] = view[places[part]]
+            view[places[part]] = function(before[part], *[operand[part] for operand in operands])
+        if write is not None:
+            write(lanes, before)
+
+    return atomic

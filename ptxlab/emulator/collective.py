@@ -1,0 +1,165 @@
+"""Operations of a warp: shuffles, votes, matches, reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxlab.emulator import ir
+from ptxlab.emulator.alu import UnknownOpcode
+from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.machine import Machine, Outcome, Step, binder
+from ptxlab.emulator.sync import meet, pack_bits
+from ptxlab.emulator.types import DTYPES, Array, Lanes, indices_of
+
+Apply = Callable[[Lanes, Array], None]  # lanes and, for each, the mask of those that take part
+
+
+def together(machine: Machine, pc: int, mask: ir.Operand | None, apply: Apply) -> Step:
+    """Step of a collective: `apply` runs once all lanes of a mask are here; without a mask, on whoever is."""
+    read = machine.reader(mask, "u32") if mask is not None else None
+
+    def step(lanes: Lanes) -> Outcome:
+        if read is None:
+            present = np.zeros(machine.lanes, bool)
+            present[lanes] = True
+            apply(lanes, pack_bits(present)[indices_of(lanes) // 32])
+            return None
+        ready = meet(machine, pc, pc, lanes, read(lanes)).get(pc)
+        if ready is None:
+            return []
+        alive = pack_bits(machine.alive)[indices_of(ready) // 32]
+        apply(ready, read(ready) & alive)
+        return None if ready is lanes else [(pc + 1, ready)]
+
+    return step
+
+
+def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
+    """For each of the lanes, the bits of its warp's lanes where the flag is set."""
+    full = np.zeros(machine.lanes, bool)
+    full[lanes] = flags
+    return pack_bits(full)[indices_of(lanes) // 32]
+
+
+@binder("shfl")
+def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    modifiers = instruction.opcode.split(".")[1:]
+    sync = "sync" in modifiers
+    mode, t = [m for m in modifiers if m != "sync"]
+    if mode not in ("up", "down", "bfly", "idx") or t != "b32":
+        raise UnknownOpcode(instruction.opcode)
+    target, source, *rest = instruction.operands
+    target, predicate = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
+    write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
+    read, read_b, read_c = (machine.reader(operand, "u32") for operand in (source, *rest[:2]))
+    everybody = slice(0, machine.lanes)
+
+    def apply(lanes: Lanes, _: Array) -> None:
+        indices = indices_of(lanes)
+        lane = indices % 32
+        b, c = read_b(lanes).astype(np.int64) & 31, read_c(lanes).astype(np.int64)
+        segment, clamp = c >> 8 & 31, c & 31
+        last = (lane & segment) | (clamp & ~segment)
+        if mode == "up":
+            other = lane - b
+            inside = other >= last
+        else:
+            other = {"down": lane + b, "bfly": lane ^ b, "idx": (lane & segment) | (b & ~segment)}[mode]
+            inside = other <= last
+        values = np.broadcast_to(read(everybody), (machine.lanes,))
+        write(lanes, values[indices - lane + np.where(inside, other, lane)])
+        write_predicate(lanes, inside)
+
+    return together(machine, pc, rest[2] if sync else None, apply)
+
+
+@binder("vote")
+def _vote(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    modifiers = instruction.opcode.split(".")[1:]
+    sync = "sync" in modifiers
+    mode = next(m for m in modifiers if m != "sync")
+    target, source, *mask = instruction.operands
+    write = machine.writer(target, "u32" if mode == "ballot" else "pred")
+    read = machine.reader(source, "pred")
+
+    def apply(lanes: Lanes, members: Array) -> None:
+        votes = ballots(machine, lanes, read(lanes)) & members
+        result = {"ballot": votes, "all": votes == members, "any": votes != 0, "uni": (votes == 0) | (votes == members)}
+        write(lanes, result[mode])
+
+    if mode not in ("ballot", "all", "any", "uni"):
+        raise UnknownOpcode(instruction.opcode)
+    return together(machine, pc, mask[0] if sync else None, apply)
+
+
+@binder("activemask")
+def _active(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    write = machine.writer(instruction.operands[0], "u32")
+    return lambda lanes: write(lanes, ballots(machine, lanes, np.array([True])))
+
+
+def member_matrix(members: Array) -> Array:
+    """Masks u32 [n] -> bool [n, 32]."""
+    return members[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1) != 0
+
+
+@binder("redux")
+def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    _, sync, name, t = (*instruction.opcode.split("."), "", "", "")[:4]
+    identity = {"add": 0, "or": 0, "xor": 0, "and": -1, "min": np.iinfo(np.int64).max, "max": np.iinfo(np.int64).min}
+    if sync != "sync" or name not in identity or t not in ("u32", "s32", "b32"):
+        raise UnknownOpcode(instruction.opcode)
+    combine = {"add": np.add, "or": np.bitwise_or, "xor": np.bitwise_xor, "and": np.bitwise_and,
+               "min": np.minimum, "max": np.maximum}[name]  # fmt: skip
+    target, source, mask = instruction.operands
+    write, read = machine.writer(target, "u32"), machine.reader(source, t)
+
+    def apply(lanes: Lanes, members: Array) -> None:
+        values = np.zeros(machine.lanes, np.int64)
+        values[lanes] = read(lanes)
+        rows = values.reshape(-1, 32)[indices_of(lanes) // 32]
+        kept = np.where(member_matrix(members), rows, identity[name])
+        write(lanes, combine.reduce(kept, axis=1).astype(DTYPES[t]))
+
+    return together(machine, pc, mask, apply)
+
+
+@binder("match")
+def _match(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    _, mode, sync, t = (*instruction.opcode.split("."), "", "", "")[:4]
+    if sync != "sync" or mode not in ("any", "all") or t not in ("b32", "b64"):
+        raise UnknownOpcode(instruction.opcode)
+    target, source, mask = instruction.operands
+    target, predicate = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
+    write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
+    read = machine.reader(source, t)
+
+    def apply(lanes: Lanes, members: Array) -> None:
+        values = np.zeros(machine.lanes, DTYPES[t])
+        values[lanes] = read(lanes)
+        own = values[lanes]
+        equal = (values.reshape(-1, 32)[indices_of(lanes) // 32] == own[:, None]) & member_matrix(members)
+        matching = np.packbits(equal, axis=1, bitorder="little").view(np.uint32)[:, 0]
+        same = matching == members
+        write(lanes, matching if mode == "any" else np.where(same, members, 0))
+        write_predicate(lanes, same)
+
+    return together(machine, pc, mask, apply)
+
+
+@binder("elect")
+def _elect(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    if instruction.opcode != "elect.sync":
+        raise UnknownOpcode(instruction.opcode)
+    target, mask = instruction.operands
+    target, predicate = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
+    write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
+
+    def apply(lanes: Lanes, members: Array) -> None:
+        leader = np.argmax(member_matrix(members), axis=1)
+        write(lanes, leader)
+        write_predicate(lanes, leader == indices_of(lanes) % 32)
+
+    return together(machine, pc, mask, apply)

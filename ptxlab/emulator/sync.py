@@ -1,0 +1,167 @@
+"""Waiting for each other: barriers of a block, and the meeting of a warp's lanes before `.sync` instructions.
+
+Both park lanes with what they wait for, and put them back among the ready ones when it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ptxlab.emulator.alu import UnknownOpcode
+from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.machine import Machine, Outcome, Parked, Step, binder
+from ptxlab.emulator.types import Array, Lanes, as_lanes, count_of, indices_of, merge, split
+from ptxlab.errors import EmulationError
+
+# Warps
+
+
+def meet(machine: Machine, key: Hashable, pc: int, lanes: Lanes, masks: Array) -> dict[int, Lanes]:
+    """Lanes arrive at a meeting of the lanes in their masks (u32 [lanes]); who has not ended has to come.
+
+    Returns where whole groups are now complete: instruction index -> lanes. The others are parked.
+    """
+    lane_bits = np.uint32(1) << (indices_of(lanes) % 32).astype(np.uint32)
+    if not (masks & lane_bits).all():
+        outside = as_lanes(indices_of(lanes)[np.broadcast_to(masks & lane_bits == 0, lane_bits.shape)])
+        raise EmulationError(f"{machine.place(machine.code[pc], outside)}: the lane is not in its own member mask")
+    whole_warps = isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32
+    if key not in machine.meetings and (whole_warps or count_of(lanes) == machine.living):
+        return {pc: lanes}
+    arrived = [*machine.meetings.pop(key, []), (pc, lanes, np.broadcast_to(masks, lane_bits.shape))]
+    present = np.zeros(machine.lanes, bool)
+    for _, those, _ in arrived:
+        present[those] = True
+    missing = pack_bits(machine.alive & ~present)
+    complete: dict[int, Lanes] = {}
+    for at, those, wanted in arrived:
+        here = (wanted & missing[indices_of(those) // 32]) == 0
+        chosen, others = split(those, here)
+        if chosen is not None:
+            complete[at] = merge(complete[at], chosen) if at in complete else chosen
+        if others is not None:
+            machine.meetings.setdefault(key, []).append((at, others, wanted[~here]))
+    return complete
+
+
+def pack_bits(flags: Array) -> Array:
+    """One bool per lane of the wave -> one u32 per warp."""
+    return np.packbits(flags.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)[:, 0]
+
+
+# Blocks
+
+
+@dataclass(eq=False)
+class Barrier:
+    """Barrier `number` of a block, with somebody at it; `expected` threads complete it, None stands for all."""
+
+    block: int
+    number: int
+    expected: int | None
+    present: Array  # bool per lane of the block
+    waiting: list[Parked] = field(default_factory=list)
+    finish: Callable[[Lanes], None] | None = None  # writes the results of bar.red
+
+    def look_again(self, machine: Machine) -> None:
+        """Let everybody go if all have come. A warp counts in whole, whatever of it has ended."""
+        alive = machine.alive.reshape(-1, machine.stride)[self.block]
+        warps_here = np.repeat(self.present.reshape(-1, 32).any(axis=1), 32)
+        come = np.count_nonzero(self.present | (~alive & warps_here))
+        if (alive & ~self.present).any() if self.expected is None else come < self.expected:
+            return
+        del machine.barriers[self.block, self.number]
+        if not self.waiting:
+            return
+        released = self.waiting[0].lanes
+        for parked in self.waiting[1:]:
+            released = merge(released, parked.lanes)
+        for watcher in machine.watchers:
+            watcher.depart((self.block, self.number), released)
+        if self.finish is not None:
+            self.finish(released)
+        for parked in self.waiting:
+            machine.put(parked.pc + 1, parked.lanes)
+
+
+@binder("bar", "barrier")
+def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    modifiers = [m for m in instruction.opcode.split(".")[1:] if m not in ("cta", "aligned")]
+    operands = list(instruction.operands)
+    if modifiers == ["warp", "sync"]:
+        return _warp_barrier(machine, instruction, pc)
+    finish = None
+    if modifiers[:1] == ["red"] and len(modifiers) == 3:
+        finish = _reduction(machine, modifiers[1], operands.pop(0), operands.pop())
+    elif modifiers not in (["sync"], ["arrive"]):
+        raise UnknownOpcode(instruction.opcode)
+    waits = modifiers != ["arrive"]
+    read_number = machine.reader(operands[0], "u32")
+    read_expected = machine.reader(operands[1], "u32") if len(operands) > 1 else None
+    watchers, stride = machine.watchers, machine.stride
+
+    def barrier(lanes: Lanes) -> Outcome:
+        simple = finish is None and waits and read_expected is None and not machine.barriers and not watchers
+        if simple and count_of(lanes) == machine.living and len(np.unique(read_number(lanes))) == 1:
+            return None
+        indices = indices_of(lanes)
+        numbers = np.broadcast_to(read_number(lanes), indices.shape)
+        expected = np.broadcast_to(read_expected(lanes), indices.shape) if read_expected else None
+        keys = indices // stride * 16 + numbers
+        for key in np.unique(keys):
+            here = keys == key
+            block, number = divmod(int(key), 16)
+            threads = None if expected is None else int(expected[here][0])
+            arrive(block, number, threads, indices[here])
+        return [] if waits else None
+
+    def arrive(block: int, number: int, threads: int | None, indices: Array) -> None:
+        at = machine.barriers.get((block, number))
+        if at is None:
+            at = machine.barriers[block, number] = Barrier(block, number, threads, np.zeros(stride, bool))
+        lanes = as_lanes(indices)
+        for watcher in watchers:
+            watcher.arrive((block, number), lanes)
+        at.present[indices % stride] = True
+        if waits:
+            wanted = "all threads" if threads is None else f"{threads} threads"
+            at.waiting.append(Parked(pc, lanes, f"{wanted} of its block at barrier {number}"))
+            at.finish = finish
+        at.look_again(machine)
+
+    return barrier
+
+
+def _reduction(machine: Machine, kind: str, target, source) -> Callable[[Lanes], None]:
+    write = machine.writer(target, "u32" if kind == "popc" else "pred")
+    read = machine.reader(source, "pred")
+    combine = {"popc": np.count_nonzero, "and": np.all, "or": np.any}[kind]
+    return lambda lanes: write(lanes, np.array([combine(read(lanes))]))
+
+
+def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    read = machine.reader(instruction.operands[0], "u32")
+
+    def warp_barrier(lanes: Lanes) -> Outcome:
+        complete = meet(machine, "bar.warp.sync", pc, lanes, read(lanes))
+        if complete.get(pc) is lanes and len(complete) == 1:
+            return None
+        return [(at + 1, those) for at, those in complete.items()]
+
+    return warp_barrier
+
+
+@binder("membar", "fence")
+def _fence(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    if "proxy" in instruction.opcode and "async" not in instruction.opcode and "alias" not in instruction.opcode:
+        raise UnknownOpcode(instruction.opcode)
+    watchers = machine.watchers
+
+    def fence(lanes: Lanes) -> None:
+        for watcher in watchers:
+            watcher.fence(lanes)
+
+    return fence
