@@ -133,7 +133,7 @@ def test_report_is_json_ready_and_complete() -> None:
     assert report["name"] == "dequant_lqq.ptx" and report["entry"] == "dequant_lqq" and report["arch"] == "sm_90a"
     assert report["tools"] == (f"ptxas {toolchain.version('ptxas')}", f"nvdisasm {toolchain.version('nvdisasm')}")
     assert sum(report["opcodes"].values()) == sum(report["pipes"].values()) == sum(report["sections"].values())
-    assert report["opcodes"]["STG.E.128"] == 1 and report["sections"]["store"] == 1
+    assert report["opcodes"]["STG.E.EF.128"] == 1 and report["sections"]["store"] == 1
     assert 0 < report["registers"] <= 32
 
 

@@ -53,7 +53,7 @@ IMMEDIATE = re.compile(r"(?<![%\w.])(0x[0-9a-f]+|\d+)\b")
 SURVIVORS = (
     (r"mad\.wide\.u32 => .*mad\.wide\.s32", "indices stay below 2^31 unless a matrix has 2^35 weights"),
     (r"cvt\.u64\.u32 => .*cvt\.s64\.s32", "groups number fewer than 2^31"),
-    (r"mov\.u32 +%none, 0;", "vadd4's third source is taken only where a mask leaves a lane out"),
+    (r"mov\.u32 (=> not\.b32)? *%none, 0;", "vadd4's third source is taken only where a mask leaves a lane out"),
     (r"and\.b32 +%d[13], %t, 0xf0f0f0f0; => 4042322161", "the shift has left nothing in bits 0..3 of %t"),
     (r"ld\.param\.u32 => .*ld\.param\.u16.*\[(pairs|words|shift)\]", "the tests' matrices have fewer than 2^16 pairs"),
 )
