@@ -48,6 +48,10 @@ def load() -> dict[str, Any]:
 def alu_per_8(source: Source) -> tuple[float | None, str]:
     """ALU instructions per 8 weights of one of the project's sources, and where the figure comes from."""
     if not toolchain.missing():
-        return sass.report(source, ARCH, entry=source.name).alu_per_8, f"measured with ptxas {toolchain.version('ptxas')}"
+        return sass.report(
+            source, ARCH, entry=source.name
+        ).alu_per_8, f"measured with ptxas {toolchain.version('ptxas')}"
     record = load()
-    return record["counts"].get(source.label, {}).get("alu_per_8"), f"from the shipped record (ptxas {record['tools']['ptxas']})"
+    return record["counts"].get(source.label, {}).get(
+        "alu_per_8"
+    ), f"from the shipped record (ptxas {record['tools']['ptxas']})"

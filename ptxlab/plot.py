@@ -38,9 +38,9 @@ def save(figure: Figure, path: Path) -> None:
 def demo_figure(rows: Sequence["Row"], matrices: dict[str, np.ndarray], what: str) -> Figure:
     """The demo in one picture: what unpacking costs, why the range is 119, what a wrong order destroys."""
     name, w = max(matrices.items(), key=lambda item: item[1].size)
-    figure = Figure(figsize=(15, 5.2), layout="constrained")
+    figure = Figure(figsize=(16, 5.4), layout="constrained")
     figure.suptitle(f"4-bit weights to 8 bits, every way: {what}", fontsize=12, x=0.01, ha="left", weight="bold")
-    left, middle, right = figure.subplots(1, 3, width_ratios=(1.25, 1, 1.25))
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1, 1.2))
     _instruction_bars(left, rows)
     _overflow_curve(middle, w, name)
     _wrong_tile(right, w, name)
@@ -74,11 +74,15 @@ def _instruction_bars(axes: Axes, rows: Sequence["Row"]) -> None:
     names = [r.kernel.removeprefix("dequant_") for r in counted]
     values = [float(r.alu_per_8 or 0) for r in counted]
     bars = axes.barh(names, values, color=[RED if r.wrong else BLUE for r in counted])
-    axes.bar_label(bars, [f"{v:g}" + (" (wrong results)" if r.wrong else "") for v, r in zip(values, counted, strict=True)], padding=3)
+    axes.bar_label(
+        bars,
+        [f"{v:g}" + (" (wrong results)" if r.wrong else "") for v, r in zip(values, counted, strict=True)],
+        padding=3,
+    )
     axes.invert_yaxis()
     axes.set_xlim(0, max(values, default=1) * 1.3)
     axes.set_xlabel("ALU instructions per 8 weights (SASS, sm_90a)")
-    axes.set_title("What unpacking costs", loc="left", weight="bold")
+    axes.set_title("What unpacking costs, by kernel", loc="left", weight="bold")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -86,17 +90,23 @@ def _overflow_curve(axes: Axes, w: np.ndarray, name: str) -> None:
     for scheme in ("qoq", "lqq"):
         found = audit.audit_matrix(w, schemes=(scheme,), ranges=tuple(SWEEP), group=64)
         counts = [row.overflows for row in found]
-        axes.plot(SWEEP, counts, color=SCHEME_COLOURS[scheme], marker="o", markersize=4, label=scheme.upper())
+        axes.plot(
+            SWEEP,
+            counts,
+            color=SCHEME_COLOURS[scheme],
+            marker="o",
+            markersize=4,
+            label={"qoq": "QoQ", "lqq": "LQQ"}[scheme],
+        )
     axes.axvline(119, color=GREY, linestyle="--", linewidth=1)
-    axes.annotate("119: safe for any weights", (119, 0.97), xycoords=("data", "axes fraction"), ha="right", va="top",
-                  xytext=(-5, 0), textcoords="offset points", fontsize=9, color=GREY)  # fmt: skip
+    axes.annotate("up to 119:\nsafe for any\nweights", (118.7, 3), ha="right", fontsize=10, color=GREY)
     axes.set_yscale("symlog", linthresh=1)
     axes.set_ylim(bottom=-0.2)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("protective range of the INT8 level")
     axes.set_ylabel(f"overflowing weights of {w.size:,}")
     axes.set_title("Why the range is 119, not 127", loc="left", weight="bold")
-    axes.legend(loc="center left")
+    axes.legend(loc="upper left")
     axes.spines[["top", "right"]].set_visible(False)
 
 
@@ -109,4 +119,4 @@ def _wrong_tile(axes: Axes, w: np.ndarray, name: str) -> None:
     axes.set_xticks(range(0, columns + 1, 8))
     axes.set_xlabel("input channel; four neighbours share a 32-bit word")
     axes.set_ylabel("output channel")
-    axes.set_title(f"Subtract, then multiply packed: {wrong.mean():.0%} of a tile wrong (red)", loc="left", weight="bold")
+    axes.set_title(f"Subtracting first: {wrong.mean():.0%} of a tile wrong (red)", loc="left", weight="bold")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, kernels
-from ptxlab.errors import PtxlabError
+from ptxlab.errors import PtxlabError, VerificationError
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
@@ -68,20 +68,17 @@ def verify_one(spec: KernelSpec, source: Source, backend: str, sizes: Mapping[st
     start = perf_counter()
     try:
         passed, detail = True, _check(spec, source, backend, spec.example(np.random.default_rng(seed), **sizes), sizes)
-    except (_Mismatch, PtxlabError) as error:
+    except PtxlabError as error:
         passed, detail = False, str(error)
     return Verdict(source.label, backend, dict(sizes), passed, detail, perf_counter() - start)
-
-
-class _Mismatch(Exception):
-    """Results differ from what they should be."""
 
 
 def _check(spec: KernelSpec, source: Source, backend: str, logical: Arrays, sizes: Mapping[str, int]) -> str:
     """Run twice, over two poisons; compare with the reference, the truth, and the guards. Returns what held."""
     inputs = spec.pack(logical)
+    results: dict[str, np.ndarray] = {}
     for poison in _POISONS:
-        buffers = {a.name: _guarded(a.resolve(sizes), a.dtype, poison) for a in spec.outputs}
+        buffers = {a.name: _guarded(a.resolve(sizes), a.dtype, poison, backend) for a in spec.outputs}
         outcome = run_spec(
             spec,
             source,
@@ -91,11 +88,13 @@ def _check(spec: KernelSpec, source: Source, backend: str, logical: Arrays, size
             out={name: view for name, (_, view) in buffers.items()},
             checks=emulator.CHECKS if backend == "emulator" else (),
         )
-        for name, (whole, view) in buffers.items():
+        for name, (buffer, view) in buffers.items():
+            whole = buffer if isinstance(buffer, np.ndarray) else buffer.get()
             guards = np.concatenate([whole[:_GUARD], whole[_GUARD + view.nbytes :]])
             if (guards != poison).any():
-                raise _Mismatch(f"{name}: {int((guards != poison).sum())} bytes written outside the array")
-        compare(spec, buffers[spec.outputs[0].name][1], logical)
+                raise VerificationError(f"{name}: {int((guards != poison).sum())} bytes written outside the array")
+            results[name] = whole[_GUARD : _GUARD + view.nbytes].view(view.dtype).reshape(view.shape)
+        compare(spec, results[spec.outputs[0].name], logical)
     return _judge_findings(spec, backend, outcome.findings, logical)
 
 
@@ -109,29 +108,30 @@ def compare(spec: KernelSpec, got: np.ndarray, logical: Arrays) -> None:
         wrong = got.view(f"u{got.itemsize}") != expected.view(f"u{expected.itemsize}")
     if wrong.any():
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
-        raise _Mismatch(
+        raise VerificationError(
             f"{int(wrong.sum())} of {wrong.size} elements differ from the reference, "
             f"first at {list(place)}: {got[place]} instead of {expected[place]}"
         )
     if spec.wrong is not None:
         missed = got.astype(np.int32) != spec.wrong.truth(**logical)
         if (missed != spec.wrong.misses(**logical)).any():
-            raise _Mismatch("misses the truth in other places than its model says")
+            raise VerificationError("misses the truth in other places than its model says")
 
 
 def _judge_findings(spec: KernelSpec, backend: str, findings: tuple[emulator.Finding, ...], logical: Arrays) -> str:
     if spec.wrong is None:
         if findings:
-            raise _Mismatch(f"{len(findings)} findings, first: {findings[0]}")
+            raise VerificationError(f"{len(findings)} findings, first: {findings[0]}")
         return "equal to the reference" + (", checks clean" if backend == "emulator" else "")
     misses = int(spec.wrong.misses(**logical).sum())
     if backend == "emulator" and misses and not findings:
-        raise _Mismatch(f"{misses} elements are wrong by design, yet the checks found nothing")
+        raise VerificationError(f"{misses} elements are wrong by design, yet the checks found nothing")
     return f"wrong in exactly the {misses} places that its model predicts"
 
 
-def _guarded(shape: tuple[int, ...], dtype: str, poison: int) -> tuple[np.ndarray, np.ndarray]:
-    """A poisoned buffer and, inside its guards, the array that the kernel is to write."""
+def _guarded(shape: tuple[int, ...], dtype: str, poison: int, backend: str) -> tuple[Any, Any]:
+    """A poisoned buffer where the backend works and, inside its guards, the array that the kernel is to write."""
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-    whole = np.full(nbytes + 2 * _GUARD, poison, np.uint8)
+    whole = (gpu.empty if backend == "gpu" else np.empty)((nbytes + 2 * _GUARD,), np.uint8)
+    whole.fill(poison)
     return whole, whole[_GUARD : _GUARD + nbytes].view(dtype).reshape(shape)

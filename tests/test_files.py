@@ -19,7 +19,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_a_pickled_object_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", evil=np.array([{"a": 1}], dtype=object))
-    with pytest.raises(FileError, match="not an .npz of plain arrays"):
+    with pytest.raises(FileError, match=r"not an \.npz of plain arrays"):
         load_arrays(tmp_path / "a.npz")
 
 

@@ -9,11 +9,16 @@ from ptxlab.cli.common import BAD_INPUT, FAILED, notes
 from ptxlab.errors import EmulationError, PtxlabError, VerificationError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (weights.demo, weights.doctor):
-    app.command()(command)
+app.command()(weights.demo)
+app.command()(weights.doctor)
 app.command("list")(run.list_kernels)
-for command in (run.show, run.run, run.verify, measure.sass, weights.audit, measure.bench, measure.report):
-    app.command()(command)
+app.command()(run.show)
+app.command()(run.run)
+app.command()(run.verify)
+app.command()(measure.sass)
+app.command()(weights.audit)
+app.command()(measure.bench)
+app.command()(measure.report)
 
 
 @app.callback(invoke_without_command=True)

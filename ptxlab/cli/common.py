@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -42,7 +43,7 @@ def progress_bar(title: str, total: int | None, *, quiet: bool = False) -> Itera
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
     """A table; columns whose name ends in `>` are right-aligned."""
-    made = Table(title=title or None, title_justify="left", title_style="bold")
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         made.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
     for row in rows:

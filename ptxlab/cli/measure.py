@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import report as reports
 from ptxlab import counts, kernels
+from ptxlab import report as reports
 from ptxlab import sass as sass_tools
 from ptxlab.cli.common import FAILED, Arch, AsJson, console, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
@@ -56,7 +56,9 @@ def _report(target: str, arch: str) -> sass_tools.Report:
 def bench(
     suite: Annotated[str, typer.Argument(help="A suite (dequant), or one kernel of it.")],
     against: Annotated[Path | None, typer.Option(help="A record to compare with: fails if a row got slower.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write the record; by default notebooks/results/<gpu>/.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the record; by default notebooks/results/<gpu>/.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time kernels against their floor on this machine's GPU, and record it."""
@@ -85,6 +87,8 @@ def report(
     if as_json:
         print_json([str(path) for path in changed])
     else:
-        console.print("\n".join(f"{'out of date' if check else 'updated'}: {path}" for path in changed) or "all up to date")
+        console.print(
+            "\n".join(f"{'out of date' if check else 'updated'}: {path}" for path in changed) or "all up to date"
+        )
     if check and changed:
         raise typer.Exit(FAILED)

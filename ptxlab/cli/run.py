@@ -1,6 +1,6 @@
 """Commands on kernels: `list`, `show`, `run`, `verify`."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +19,7 @@ from ptxlab.verify import Verdict, available_backends, verify_one
 
 def list_kernels(as_json: AsJson = False) -> None:
     """List the project's kernels."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": spec.name,
             "family": spec.family,
@@ -33,7 +33,12 @@ def list_kernels(as_json: AsJson = False) -> None:
     if as_json:
         return print_json(rows)
     cells = [
-        (r["name"], " ".join(r["sources"]), r["arch"], ("WRONG BY DESIGN: " if r["wrong_by_design"] else "") + r["summary"])
+        (
+            r["name"],
+            " ".join(r["sources"]),
+            r["arch"],
+            ("WRONG BY DESIGN: " if r["wrong_by_design"] else "") + r["summary"],
+        )
         for r in rows
     ]
     console.print(table("Kernels", ("name", "sources", "arch", "what it shows"), cells))
@@ -101,7 +106,12 @@ def run(
         if extra := sorted(set(arrays) - set(kernel.parameters)):
             raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
         outcome = kernel(
-            *args, grid=_dims("grid", grid), block=_dims("block", block), shared_bytes=shared, backend=backend, checks=checks
+            *args,
+            grid=_dims("grid", grid),
+            block=_dims("block", block),
+            shared_bytes=shared,
+            backend=backend,
+            checks=checks,
         )
     if outputs is not None:
         save_arrays(outputs, outcome.outputs)
@@ -110,7 +120,7 @@ def run(
             {
                 "backend": outcome.backend,
                 "outputs": {n: {"dtype": str(a.dtype), "shape": list(a.shape)} for n, a in outcome.outputs.items()},
-                "findings": [f.to_json() for f in outcome.findings],
+                "findings": [asdict(f) for f in outcome.findings],
             }
         )
     else:

@@ -6,11 +6,12 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from ptxlab import audit as audits
 from ptxlab import demo as demos
 from ptxlab import doctor as doctors
-from ptxlab import gpu, plot
+from ptxlab import gpu
 from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
 
 
@@ -23,9 +24,11 @@ def demo(
     what, matrices = demos.weights()
     count = sum(w.size for w in matrices.values())
     if not as_json:
-        console.print(f"[bold]{escape(what)}[/]: {count:,} weights", highlight=False)
+        console.print(f"[bold]{count:,} weights[/]: {escape(what)}", highlight=False, soft_wrap=True)
     with progress_bar("demo", demos.steps(), quiet=as_json) as advance:
         rows = list(demos.rows(matrices, backend=backend, advance=advance))
+    from ptxlab import plot  # Matplotlib takes half a second that other commands need not pay
+
     plot.save(plot.demo_figure(rows, matrices, what), out)
     if as_json:
         print_json({"weights": what, "rows": [asdict(row) for row in rows], "picture": str(out)})
@@ -36,31 +39,33 @@ def demo(
         raise typer.Exit(FAILED)
 
 
-def _demo_table(rows: list[demos.Row]):  # type: ignore[no-untyped-def]
-    columns = ("kernel", "weights as", "exact?", *(f"overflows at ±{r}>" for r in demos.RANGES), "ALU per 8>", "relative error>")
-    return table("", columns, [_cells(row) for row in rows])
+def _demo_table(rows: list[demos.Row]) -> Table:
+    columns = ("dequant_...", "weights", "exact?", *(f"±{r}>" for r in demos.RANGES), "ALU/8>", "rel. error>")
+    return table(" " * 42 + "overflows at range", columns, [_cells(row) for row in rows])
 
 
 def _cells(row: demos.Row) -> list[str]:
-    exact = "yes" if not row.wrong else f"NO: {row.wrong / row.weights:.0%} wrong, by design"
+    exact = "yes" if not row.wrong else f"{row.wrong / row.weights:.0%} wrong*"
     if not row.as_predicted:
-        exact = "FAILED: not what the reference says"
+        exact = "FAILED"
     overflows = [f"{row.overflows[r]:,}" if row.overflows else "-" for r in demos.RANGES]
     alu = "-" if row.alu_per_8 is None else f"{row.alu_per_8:g}"
-    return [row.kernel, row.scheme, exact, *overflows, alu, f"{row.relative_error:.4f}"]
+    return [row.kernel.removeprefix("dequant_"), row.scheme, exact, *overflows, alu, f"{row.relative_error:.4f}"]
 
 
 def _explain(rows: list[demos.Row], picture: Path) -> None:
     backend = {"gpu": "the GPU", "emulator": "the PTX emulator, on this CPU"}[rows[0].backend]
     console.print(
-        f"Each kernel is the hand-written .ptx file, run by {backend}; every weight compared with the NumPy reference.\n"
-        f"ALU instructions per 8 weights (sm_90a SASS): {rows[0].alu_source}.\n"
+        f"Each row is a hand-written .ptx file, run by {backend}, every weight compared with the NumPy reference.\n"
+        "* by design: it subtracts the zero point before the packed multiplication; wrong exactly where predicted.\n"
+        f"ALU/8: arithmetic instructions per 8 weights in sm_90a machine code, {rows[0].alu_source}.\n"
         f"Picture: {escape(str(picture))}\n\n"
-        "Next:  ptxlab show dequant_lqq            the kernel, commented\n"
-        "       ptxlab verify --all                every kernel against its reference\n"
-        "       ptxlab sass dequant_qoq_vadd4 dequant_qoq_vadd4_s32   why the spelling matters\n"
-        "       ptxlab doctor                      what else this machine could do",
+        "Next:  ptxlab show dequant_lqq                                the kernel, commented\n"
+        "       ptxlab verify --all                                    every kernel against its reference\n"
+        "       ptxlab sass dequant_qoq_vadd4 dequant_qoq_vadd4_s32    why the spelling matters\n"
+        "       ptxlab doctor                                          what else this machine could do",
         highlight=False,
+        soft_wrap=True,
     )
     if hint := gpu.unused_gpu():
         console.print(f"[yellow]{escape(hint)}[/]", soft_wrap=True)
@@ -79,7 +84,9 @@ def audit(
     file: Annotated[Path, typer.Argument(help="A .safetensors checkpoint.")],
     tensor: Annotated[str, typer.Option(help="Glob over tensor names.")] = "*",
     scheme: Annotated[list[str] | None, typer.Option(help="qoq, lqq; may be repeated. Default: both.")] = None,
-    protective_range: Annotated[list[int] | None, typer.Option("--range", help="May be repeated; default 119, 120, 127.")] = None,
+    protective_range: Annotated[
+        list[int] | None, typer.Option("--range", help="May be repeated; default 119, 120, 127.")
+    ] = None,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 128,
     picture: Annotated[Path | None, typer.Option("--plot", help="Write a picture (.png, .svg, .pdf).")] = None,
     as_json: AsJson = False,
@@ -91,7 +98,12 @@ def audit(
     skipped: list[audits.SkippedTensor] = []
     with progress_bar("audit", None, quiet=as_json) as advance:
         found = audits.audit_file(
-            file, pattern=tensor, schemes=schemes, ranges=ranges, group=group, progress=lambda _done, _all, name: advance(name)
+            file,
+            pattern=tensor,
+            schemes=schemes,
+            ranges=ranges,
+            group=group,
+            progress=lambda _done, _all, name: advance(name),
         )
         for item in found:
             if isinstance(item, audits.AuditRow):
@@ -99,12 +111,22 @@ def audit(
             else:
                 skipped.append(item)
     if picture is not None:
+        from ptxlab import plot
+
         plot.save(plot.audit_figure(rows, file.name), picture)
     if as_json:
-        return print_json([asdict(item) for item in (*rows, *skipped)])
+        return print_json([asdict(row) for row in rows] + [asdict(item) for item in skipped])
     columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "relative error>")
     cells = [
-        (r.tensor, r.scheme, f"±{r.protective_range}", f"{r.weights:,}", f"{r.overflows:,}", f"{r.clipped:,}", f"{r.relative_error:.4f}")
+        (
+            r.tensor,
+            r.scheme,
+            f"±{r.protective_range}",
+            f"{r.weights:,}",
+            f"{r.overflows:,}",
+            f"{r.clipped:,}",
+            f"{r.relative_error:.4f}",
+        )
         for r in rows
     ]
     console.print(table(f"{file.name}, group {group}", columns, cells))

@@ -43,7 +43,11 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
 
 
 def resolve(target: str) -> tuple[KernelSpec | None, Source, str | None]:
-    """What a command line names: a kernel of the project (`NAME`, `NAME.cu`), or a file (`FILE[:entry]`) without spec."""
+    """What a command line names: one of the project's kernels (`NAME`, `NAME.cu`), or any file (`FILE[:entry]`).
+
+    Returns:
+        The spec (None for a file), the source, the entry symbol (None where the file has to have only one).
+    """
     path, _, entry = target.partition(":")
     if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or "/" in path):
         return None, Source.read(path), entry or None

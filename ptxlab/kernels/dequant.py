@@ -83,7 +83,9 @@ def _grouped(name: str, summary: str, out: str, second: str, **fields: Any) -> K
         launch=_launch(16),
         rules=_GROUP_RULES,
         operations="2*R*K",
-        example_sizes=tuple({"R": r, "K": k, "g": g} for r, k, g in ((1, 32, 32), (3, 320, 64), (8, 1024, 128), (17, 768, 32))),
+        example_sizes=tuple(
+            {"R": r, "K": k, "g": g} for r, k, g in ((1, 32, 32), (3, 320, 64), (8, 1024, 128), (17, 768, 32))
+        ),
         **{"pack": _pack, "value_rules": _SCALE_RULES, **fields},
     )
 

@@ -69,12 +69,18 @@ def mutants(text: str) -> Iterator[tuple[str, str]]:
         start, opcode = found.start("opcode"), found["opcode"]
         if SIBLINGS[opcode] != opcode:
             changed = line[:start] + SIBLINGS[opcode] + line[start + len(opcode) :]
-            yield f"{number + 1}: {opcode} => {changed.strip()}", "\n".join([*lines[:number], changed, *lines[number + 1 :]])
+            yield (
+                f"{number + 1}: {opcode} => {changed.strip()}",
+                "\n".join([*lines[:number], changed, *lines[number + 1 :]]),
+            )
         for value in IMMEDIATE.finditer(found["rest"]):
             at = found.start("rest") + value.start()
             bumped = str(int(value[0], 0) + 1)
             changed = line[:at] + bumped + line[at + len(value[0]) :]
-            yield f"{number + 1}: {line.strip()} => {bumped}", "\n".join([*lines[:number], changed, *lines[number + 1 :]])
+            yield (
+                f"{number + 1}: {line.strip()} => {bumped}",
+                "\n".join([*lines[:number], changed, *lines[number + 1 :]]),
+            )
 
 
 def battery(spec: KernelSpec) -> list[dict[str, np.ndarray]]:
@@ -97,7 +103,15 @@ def is_killed(spec: KernelSpec, mutant: Source, inputs: list[dict[str, np.ndarra
         for logical in inputs:
             expected = spec.reference(**logical)
             poison = np.full_like(expected.view(np.uint8), 0xA5).view(expected.dtype)
-            run_spec(spec, mutant, spec.pack(logical), backend="emulator", unchecked=True, out={"out": poison}, checks=("race", "init"))
+            run_spec(
+                spec,
+                mutant,
+                spec.pack(logical),
+                backend="emulator",
+                unchecked=True,
+                out={"out": poison},
+                checks=("race", "init"),
+            )
             if poison.tobytes() != expected.tobytes():
                 return True
     except PtxlabError:
