@@ -113,7 +113,7 @@ def _scalar(op: Opcode) -> Form:
         if target:  # merged into c
             assert c is not None
             position, mask = size * int(target[1:]), (1 << size) - 1
-            return ((c & ~(mask << position)) | (result & mask) << position).astype(np.uint32)
+            return ((c.astype(np.int64) & ~(mask << position)) | (result & mask) << position).astype(np.uint32)
         if second:
             assert c is not None
             other = c.view(np.int32).astype(np.int64) if signed else c.astype(np.int64)

@@ -1,0 +1,52 @@
+"""The emulator against vectors that a GPU has recorded, per opcode and modifier."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cases import BLOCK, Case, cases, same
+
+VECTORS = Path(__file__).parent / "vectors.npz"
+CASES = cases()
+
+
+@pytest.fixture(scope="session")
+def vectors():
+    if not VECTORS.exists():
+        pytest.fail(f"{VECTORS.name} is missing: run `python tests/golden/record.py` on a machine with a GPU and CuPy")
+    with np.load(VECTORS) as stored:
+        return dict(stored)
+
+
+def emulate(case: Case) -> dict[str, np.ndarray]:
+    arrays = case.inputs()
+    rows = len(next(iter(arrays.values())))
+    emulator.run(emulator.parse(case.ptx(), f"{case.name}.ptx"), None, list(arrays.values()), grid=rows // BLOCK, block=BLOCK)
+    return {name: arrays[name] for name in case.outputs}
+
+
+# one test per opcode family: a parametrised id for each of a thousand cases would take longer than the cases
+@pytest.mark.parametrize("family", sorted({case.name.split("_")[0] for case in CASES}))
+def test_recorded(family: str, vectors) -> None:
+    wrong = []
+    for case in CASES:
+        if case.name.split("_")[0] != family:
+            continue
+        inputs = case.inputs()
+        if f"{case.name}.inputs" not in vectors:
+            wrong.append(f"{case.name}: not recorded")
+            continue
+        assert int(vectors[f"{case.name}.inputs"]) == case.checksum(inputs), f"{case.name}: recorded with other inputs"
+        got = emulate(case)
+        for name, result in got.items():
+            expected = vectors[f"{case.name}.{name}"]
+            bad = np.flatnonzero(~same(case, name, expected, result))
+            if len(bad):
+                row = {k: hex(int(v[bad[0]])) for k, v in inputs.items() if k not in "depq"}
+                wrong.append(f"{case.template} {row}: {name} is {result[bad[0]]:#x} and not {expected[bad[0]]:#x} ({len(bad)} rows)")
+    assert not wrong, "\n".join(wrong)
