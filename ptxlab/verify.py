@@ -1,15 +1,15 @@
 """Verification: every source of a kernel, on every backend, against its reference, on poisoned memory, checks on."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from ptxlab import emulator, gpu, kernels
-from ptxlab.errors import PtxlabError, VerificationError
-from ptxlab.runtime import run_spec
+from ptxlab import emulator, gpu, kernels, toolchain
+from ptxlab.errors import ArgumentError, PtxlabError, UnavailableError, VerificationError
+from ptxlab.runtime import BACKENDS, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
 
@@ -42,29 +42,50 @@ class Verdict:
         return asdict(self)
 
 
-def available_backends(spec: KernelSpec) -> list[str]:
-    """Backends on which this kernel can run here."""
-    return ["emulator"] + (["gpu"] if gpu.why_not(spec.arch, exact=spec.exact_arch) is None else [])
+@dataclass(frozen=True)
+class Job:
+    """One verification to be done: a source of a kernel, a backend, the sizes of the example."""
+
+    spec: KernelSpec
+    source: Source
+    backend: str
+    sizes: Mapping[str, int]
 
 
-def verify(names: Iterable[str], *, backends: Iterable[str] | None = None, seed: int = 0) -> Iterator[Verdict]:
-    """Verify kernels by name (`name`, `name.ptx`, `name.cu`), at every example size, on the backends given.
+def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], list[str]]:
+    """What there is to verify: jobs, and a line for each source that cannot be verified here.
 
     Args:
-        names: kernels; a bare name means all its sources.
-        backends: by default every backend that can run the kernel here.
-        seed: seeds the examples.
+        names: kernels; a bare name means all its sources, `name.ptx` or `name.cu` one of them.
+        backend: `"gpu"` or `"emulator"`; by default every backend that can run the kernel here.
+
+    Raises:
+        ArgumentError: unknown kernel or backend.
+        UnavailableError: the backend, or the compiler of a source asked for by name, is not here.
     """
+    if backend not in (*BACKENDS, None):
+        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
+    jobs, skipped = [], []
     for name in names:
         spec, sources = kernels.find(name)
+        reason = gpu.why_not(spec.arch, exact=spec.exact_arch)
+        if backend == "gpu" and reason is not None:
+            raise UnavailableError(f"{name}: no GPU backend here: {reason}")
+        backends = [backend] if backend else ["emulator"] + ([] if reason else ["gpu"])
         for source in sources:
-            for backend in backends or available_backends(spec):
-                for sizes in spec.example_sizes:
-                    yield verify_one(spec, source, backend, sizes, seed=seed)
+            if source.language == "cu" and "nvrtc" in toolchain.missing():
+                problem = f"{source.label}: NVRTC is not installed; {toolchain.missing()['nvrtc']}"
+                if name == source.label:
+                    raise UnavailableError(problem)
+                skipped.append(problem)
+                continue
+            jobs += [Job(spec, source, on, sizes) for on in backends for sizes in spec.example_sizes]
+    return jobs, skipped
 
 
-def verify_one(spec: KernelSpec, source: Source, backend: str, sizes: Mapping[str, int], *, seed: int = 0) -> Verdict:
+def verify(job: Job, *, seed: int = 0) -> Verdict:
     """Verify one source on one backend at one size; a failure is a verdict, not an exception."""
+    spec, source, backend, sizes = job.spec, job.source, job.backend, job.sizes
     start = perf_counter()
     try:
         passed, detail = True, _check(spec, source, backend, spec.example(np.random.default_rng(seed), **sizes), sizes)

@@ -17,7 +17,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 ORDER = (
     "errors", "files", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout", "spec",
     "emulator", "gpu", "runtime", "kernels", "checkpoint", "audit", "verify", "harness", "sass", "bench", "counts",
-    "demo", "doctor", "plot", "report", "cli",
+    "demo", "doctor", "plot", "report", "cli", "__main__",
 )  # fmt: skip
 
 

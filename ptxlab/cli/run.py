@@ -14,7 +14,8 @@ from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, prog
 from ptxlab.errors import ArgumentError
 from ptxlab.files import load_arrays, save_arrays
 from ptxlab.spec import Arg
-from ptxlab.verify import Verdict, available_backends, verify_one
+from ptxlab.verify import Verdict, plan
+from ptxlab.verify import verify as verify_job
 
 
 def list_kernels(as_json: AsJson = False) -> None:
@@ -163,21 +164,12 @@ def verify(
     """Verify kernels against their references on every backend that is here."""
     if bool(names) == everything:
         raise ArgumentError("names", "kernels' names, or --all", names or "nothing")
-    if backend not in (*runtime.BACKENDS, None):
-        raise ArgumentError("--backend", f"one of {', '.join(runtime.BACKENDS)}", backend)
-    jobs = [
-        (spec, source, on, sizes)
-        for name in (names or list(kernels.specs()))
-        for spec, sources in [kernels.find(name)]
-        for source in sources
-        for on in ([backend] if backend else available_backends(spec))
-        for sizes in spec.example_sizes
-    ]
+    jobs, skipped = plan(names or list(kernels.specs()), backend)
     verdicts = []
     with progress_bar("verify", len(jobs), quiet=as_json) as advance:
-        for spec, source, on, sizes in jobs:
-            verdicts.append(verify_one(spec, source, on, sizes, seed=seed))
-            advance(f"{source.label} on {on}")
+        for job in jobs:
+            verdicts.append(verify_job(job, seed=seed))
+            advance(f"{job.source.label} on {job.backend}")
     failed = [v for v in verdicts if not v.passed]
     if as_json:
         print_json([v.to_json() for v in verdicts])
@@ -190,7 +182,9 @@ def verify(
             for (kernel, on), group in groups.items()
         ]
         console.print(table("", ("kernel", "backend", "passed>", "last or first failing case"), cells))
-        console.print(f"{len(verdicts) - len(failed)} passed, {len(failed)} failed")
+        for line in skipped:
+            console.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True, highlight=False)
+        console.print(f"{len(verdicts) - len(failed)} passed, {len(failed)} failed, {len(skipped)} skipped")
     if failed:
         raise typer.Exit(FAILED)
 
