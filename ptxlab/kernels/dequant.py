@@ -146,7 +146,7 @@ SPECS = (
     ),
     _grouped(
         "dequant_qoq_presub",
-        "QoQ with subtraction before multiplication: wrong by design (QServe §5.2.3)",
+        "QoQ with subtraction before multiplication: borrows spoil the neighbours (QServe §5.2.3)",
         "int8",
         "zero",
         example=_presub_example,
