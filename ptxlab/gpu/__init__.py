@@ -4,11 +4,22 @@ The only folder that imports CuPy, and only inside functions: `import ptxlab.gpu
 through `launch`, on the caller's stream.
 """
 
-from ptxlab.gpu.arrays import as_array, caller_stream, check_alignment, empty, is_device_array, like
+from ptxlab.gpu.arrays import (
+    as_array,
+    caller_stream,
+    check_alignment,
+    copy_bytes,
+    empty,
+    fill_bytes,
+    is_device_array,
+    like,
+    to_device,
+    to_host,
+)
 from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
 from ptxlab.gpu.graph import Graph, Timing, capture
 from ptxlab.gpu.launch import launch, prepare
-from ptxlab.gpu.module import GpuKernel, load
+from ptxlab.gpu.module import GpuKernel, load, load_image
 
 __all__ = [
     "DeviceInfo",
@@ -20,14 +31,19 @@ __all__ = [
     "caller_stream",
     "capture",
     "check_alignment",
+    "copy_bytes",
     "device_info",
     "empty",
+    "fill_bytes",
     "is_device_array",
     "launch",
     "like",
     "load",
+    "load_image",
     "prepare",
     "remedy",
+    "to_device",
+    "to_host",
     "unused_gpu",
     "why_not",
 ]

@@ -63,6 +63,40 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         return cupy.empty(shape, dtype)
 
 
+def to_device(array: np.ndarray) -> Any:
+    """A CuPy copy of a NumPy array, C-contiguous, made on the caller's stream."""
+    import cupy
+
+    with caller_stream():
+        return cupy.asarray(array, order="C")
+
+
+def to_host(array: Any) -> np.ndarray:
+    """A NumPy copy of a CuPy array, made after everything that was enqueued on the device."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    host: np.ndarray = cupy.asnumpy(array)
+    return host
+
+
+def fill_bytes(array: Any, byte: int) -> None:
+    """Set every byte of a CuPy array, on CuPy's current stream."""
+    import cupy
+
+    cupy.cuda.runtime.memsetAsync(array.data.ptr, byte, array.nbytes, cupy.cuda.get_current_stream().ptr)
+
+
+def copy_bytes(target: Any, source: Any) -> None:
+    """Copy one CuPy array's bytes into another of the same size with the copy engine, on CuPy's current stream."""
+    import cupy
+
+    if target.nbytes != source.nbytes:
+        raise ArgumentError("target", f"{source.nbytes} bytes", target.nbytes)
+    kind, stream = cupy.cuda.runtime.memcpyDeviceToDevice, cupy.cuda.get_current_stream().ptr
+    cupy.cuda.runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, kind, stream)
+
+
 def like(array: Any, example: Any) -> Any:
     """The array (NumPy or CuPy) as the library of `example` has it, on the same memory."""
     library = type(example).__module__.partition(".")[0]

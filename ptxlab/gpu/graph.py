@@ -44,6 +44,11 @@ class Graph:
         """Replay once, without waiting."""
         self.graph.launch(self.stream)
 
+    def run(self, call: Callable[[], None]) -> None:
+        """Run something else on the same stream."""
+        with self.stream:
+            call()
+
     def synchronize(self) -> None:
         """Wait for everything replayed."""
         self.stream.synchronize()

@@ -85,18 +85,29 @@ def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolc
     """
     import cupy
 
-    device = device_info()
+    arch = device_info().arch
     digest = source.digest() if source.language == "cu" else source.text
     key = (digest, source.path, entry, tuple(sorted(defines.items())), cupy.cuda.Device().id)
     if key not in _loaded:
-        path = _file(source, device.arch, defines)
-        raw = cupy.RawModule(path=str(path)).get_function(entry)
-        try:
-            _ = raw.kernel  # CuPy loads only now
-        except RuntimeError as error:
-            raise _refused(source, entry, path, error) from None
-        _loaded[key] = GpuKernel(entry, source, raw)
+        _loaded[key] = _load(source, entry, _file(source, arch, defines))
     return _loaded[key]
+
+
+def load_image(source: Source, image: toolchain.Image, entry: str) -> GpuKernel:
+    """Load one entry of a cubin made before from `source`: the machine code that was looked at is what runs."""
+    device_info()  # or the reason why there is none
+    return _load(source, entry, image.path)
+
+
+def _load(source: Source, entry: str, path: Path) -> GpuKernel:
+    import cupy
+
+    raw = cupy.RawModule(path=str(path)).get_function(entry)
+    try:
+        _ = raw.kernel  # CuPy loads only now
+    except RuntimeError as error:
+        raise _refused(source, entry, path, error) from None
+    return GpuKernel(entry, source, raw)
 
 
 def _file(source: Source, arch: str, defines: Mapping[str, int | str]) -> Path:
