@@ -6,17 +6,18 @@ every access and synchronisation. A launch without checks has no watchers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ptxlab.emulator.packed import lane_faults
-from ptxlab.emulator.types import Array, Lanes, indices_of
+from ptxlab.emulator.types import Array, Lanes, bits_of, indices_of
 
 if TYPE_CHECKING:
     from ptxlab.emulator.access import Access
-    from ptxlab.emulator.ir import Instruction
+    from ptxlab.emulator.ir import Instruction, Register
     from ptxlab.emulator.machine import Machine, Step
 
 Index = tuple[int, int, int]
@@ -83,11 +84,27 @@ class Watcher:
         """Wrap a step when it is bound."""
         return step
 
+    def around_guard(self, instruction: Instruction, step: Step) -> Step:
+        """Wrap a step together with its guard."""
+        return step
+
     def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
         """Lanes are about to read at arena offsets."""
 
     def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Lanes are about to write at arena offsets."""
+
+    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """Lanes are about to read, change and write at arena offsets."""
+
+    def fence(self, lanes: Lanes) -> None:
+        """Lanes run a memory fence."""
+
+    def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
+        """Lanes have come to a barrier, (block of the wave, number)."""
+
+    def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
+        """The barrier is complete; these lanes waited there."""
 
     def report(
         self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str, **more: Any
@@ -127,3 +144,81 @@ class PackedLanes(Watcher):
             return outcome
 
         return checked
+
+
+class Initialised(Watcher):
+    """Reads of registers, and of bytes of memory, that nobody has written."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        assert machine.launch.defined is not None
+        self.memory = machine.launch.defined
+        self.words = {size: self.memory.view(f"u{size}") for size in (1, 2, 4, 8)}
+        self.registers = {bits: np.zeros(file.shape, bool) for bits, file in machine.files.items()}
+        # buffers and parameters are there from the start; the windows of this wave are not
+        for start in machine.launch.shared_windows:
+            self.memory[start : start + machine.launch.window_bytes] = False
+        local = machine.launch.local_window
+        self.memory[local : local + machine.local_pitch * machine.lanes] = False
+
+    def rows(self, registers: list[Register]) -> dict[str, Array]:
+        """Flags of registers, by name."""
+        return {r.name: self.registers[bits_of(r.type)][r.index] for r in registers}
+
+    def expect(self, instruction: Instruction, step: Step, flags: dict[str, Array]) -> Step:
+        """The step, after a look at the registers that it reads."""
+
+        def checked(lanes: Lanes) -> Any:
+            for name, known in flags.items():
+                if not known[lanes].all():
+                    self.report(
+                        instruction, "uninitialised", lanes, ~known[lanes], f"{name} is read, but never written"
+                    )
+                    known[lanes] = True
+            return step(lanes)
+
+        return checked if flags else step
+
+    def around(self, instruction: Instruction, step: Step) -> Step:
+        """Look at sources before, mark destinations after."""
+        step = self.expect(instruction, step, self.rows(instruction.sources))
+        written = list(self.rows(instruction.destinations).values())
+
+        def marking(lanes: Lanes) -> Any:
+            outcome = step(lanes)
+            for known in written:
+                known[lanes] = True
+            return outcome
+
+        return marking if written else step
+
+    def around_guard(self, instruction: Instruction, step: Step) -> Step:
+        """The guard is read by all lanes."""
+        assert instruction.guard is not None
+        return self.expect(instruction, step, self.rows([instruction.guard]))
+
+    def parts(self, access: Access, offsets: Array) -> Iterator[tuple[Array, Array, int]]:
+        """(flags as words, indices, value of a word that is all written) covering an access."""
+        step = min(access.size, 8)
+        for first in range(0, access.size, step):
+            yield self.words[step], (offsets + first) // step, int.from_bytes(b"\1" * step, "little")
+
+    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """Report bytes that were never written, once."""
+        wrong = np.zeros(len(offsets), bool)
+        for words, index, full in self.parts(access, offsets):
+            wrong |= words[index] != full
+        if wrong.any():
+            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
+            self.report(access.instruction, "uninitialised", lanes, wrong, f"reads {place}, which was never written")
+            self.store(access, lanes, offsets, offsets)
+
+    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """The bytes are written now."""
+        for words, index, full in self.parts(access, offsets):
+            words[index] = full
+
+    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """Reads first."""
+        self.load(access, lanes, offsets)
+        self.store(access, lanes, offsets, offsets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ptxlab.emulator.packed import LaneTypes
@@ -101,6 +102,18 @@ class Instruction:
     path: str = "<ptx>"
 
     @property
+    def destinations(self) -> list[Register]:
+        """Registers that it writes."""
+        head = self.opcode.split(".")[0]
+        reads_only = head in _NO_DESTINATION or (head in ("bar", "barrier") and ".red" not in self.opcode)
+        return [] if reads_only else list(registers(self.operands[:1]))
+
+    @property
+    def sources(self) -> list[Register]:
+        """Registers that it reads, the guard apart; those of addresses among them."""
+        return list(registers(self.operands[1:] if self.destinations else self.operands))
+
+    @property
     def where(self) -> str:
         """`path:line: `text``, as every message begins."""
         return f"{self.path}:{self.line}: `{self.text}`"
@@ -147,6 +160,22 @@ class Module:
     target: str = ""
     entries: dict[str, Entry] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)  # .global and .const
+
+
+_NO_DESTINATION = frozenset(
+    {"st", "red", "bra", "ret", "exit", "trap", "prefetch", "prefetchu", "nanosleep", "setmaxnreg"}
+)
+
+
+def registers(operands: tuple) -> Iterator[Register]:
+    """All registers among operands, those within vectors and addresses too."""
+    for operand in operands:
+        if isinstance(operand, Register):
+            yield operand
+        elif isinstance(operand, Vector):
+            yield from registers(operand.items)
+        elif isinstance(operand, Address):
+            yield from registers((operand.base, *operand.coordinates))
 
 
 def natural_size(type_name: str) -> int:

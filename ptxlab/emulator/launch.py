@@ -10,11 +10,12 @@ import numpy as np
 
 # modules enter their instructions into the tables when they are imported
 from ptxlab.emulator import atomic, collective, convert, floating, integer, sync, video  # noqa: F401
-from ptxlab.emulator.check import Finding, Findings, PackedLanes, Watcher
+from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
 from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Launch, Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
 from ptxlab.emulator.parse import parse
+from ptxlab.emulator.race import Races
 from ptxlab.emulator.types import Array
 from ptxlab.errors import ArgumentError
 
@@ -74,6 +75,8 @@ def run(
     _check_launch(kernel, *sizes, shared_bytes, checks, mode)
     _check_arguments(kernel, args)
     launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, checks, max_steps)
+    if "init" in checks:
+        launch.defined = _defined(launch, [region for _, region in buffers], args, uninitialised)
     with np.errstate(all="ignore"):
         for blocks in _waves(launch):
             machine = Machine(launch, blocks)
@@ -90,6 +93,10 @@ def run(
 def _watchers(machine: Machine, checks: frozenset[str]) -> Iterator[Watcher]:
     if "lanes" in checks:
         yield PackedLanes(machine)
+    if "init" in checks:
+        yield Initialised(machine)
+    if "race" in checks:
+        yield Races(machine)
 
 
 def _kernel(module: Module, name: str | None) -> Entry:
@@ -196,6 +203,15 @@ def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, bloc
         )
         memory.arena[params.start + param.offset :][: param.size] = np.frombuffer(raw, np.uint8)
     return launch, buffers
+
+
+def _defined(launch: Launch, buffers: list[Region], args: Sequence[Argument], uninitialised: Collection[int]) -> Array:
+    """Which bytes of the arena count as written at the start: all but the buffers in `uninitialised`."""
+    defined = np.ones(launch.memory.size, bool)
+    positions = [position for position, value in enumerate(args) if isinstance(value, np.ndarray)]
+    for position, region in zip(positions, buffers, strict=True):
+        defined[region.start : region.end] = position not in uninitialised
+    return defined
 
 
 def _blocks_per_wave(launch: Launch) -> int:

@@ -74,6 +74,7 @@ class Launch:
     findings: Findings
     checks: frozenset[str]
     max_steps: int | None
+    defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
     steps: int = 0
     lane_instructions: int = 0
 
@@ -260,6 +261,8 @@ class Machine:
                 step = watcher.around(instruction, step)
             if instruction.guard is not None:
                 step = self.guarded(step, self.reader(instruction.guard, "pred"), pc)
+                for watcher in self.watchers:
+                    step = watcher.around_guard(instruction, step)
         except UnknownOpcode:
             raise UnknownInstruction(f"{instruction.where}: the emulator does not know this instruction") from None
         except ValueError as error:

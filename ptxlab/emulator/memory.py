@@ -75,6 +75,11 @@ class Memory:
         outside = (index < 0) | (offsets + size > self.ends_array[index])
         return outside, [self.regions[i] for i in np.unique(index[~outside])]
 
+    def byte(self, offset: int) -> str:
+        """The place of a valid arena offset, in words."""
+        region = self.region_of(offset)
+        return f"byte {offset - region.start} of {region.name}" if region else f"offset {offset}"
+
     def describe(self, offset: int, size: int) -> str:
         """Where an access of `size` bytes at a bad arena offset points, in words."""
         address = offset + BASE

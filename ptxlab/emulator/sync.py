@@ -74,14 +74,12 @@ class Barrier:
         if (alive & ~self.present).any() if self.expected is None else come < self.expected:
             return
         del machine.barriers[self.block, self.number]
-        if not self.waiting:
-            return
-        released = self.waiting[0].lanes
-        for parked in self.waiting[1:]:
-            released = merge(released, parked.lanes)
+        released = None
+        for parked in self.waiting:
+            released = parked.lanes if released is None else merge(released, parked.lanes)
         for watcher in machine.watchers:
             watcher.depart((self.block, self.number), released)
-        if self.finish is not None:
+        if self.finish is not None and released is not None:
             self.finish(released)
         for parked in self.waiting:
             machine.put(parked.pc + 1, parked.lanes)

@@ -27,10 +27,39 @@ _COUNTS = [0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256, 2
 _F32 = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 1 + 2**-23, 2.0**-149, -(2.0**-149), 2.0**-126 - 2.0**-149, 2.0**-126,
         3.4028234663852886e38, -3.4028234663852886e38, np.inf, -np.inf, np.nan, 127.5, 128.0, 255.5, 65504.0, 65520.0, 2.0**31,
         2147483520.0, -(2.0**31), 2.0**32, 4294967040.0, 2.0**63, -(2.0**63), 2.0**64, 2.0**-25, 2.0**-14, 2.0**-24]  # fmt: skip
-_F64 = [*_F32, 1 + 2.0**-52, 5e-324, -5e-324, 2.0**-1022, 1.7976931348623157e308, 2.0**53, 2.0**-150, 1 + 2.0**-24, 2147483647.5]
+_F64 = [
+    *_F32,
+    1 + 2.0**-52,
+    5e-324,
+    -5e-324,
+    2.0**-1022,
+    1.7976931348623157e308,
+    2.0**53,
+    2.0**-150,
+    1 + 2.0**-24,
+    2147483647.5,
+]
 _H16 = [0, 0x8000, 0x3C00, 0xBC00, 0x3C01, 0x3800, 0x3E00, 0x4100, 0xC100, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0xFBFF, 0x7C00,
         0xFC00, 0x7E00, 0x6400, 0x5BF8]  # fmt: skip
-_B16 = [0, 0x8000, 0x3F80, 0xBF80, 0x3F81, 0x3F00, 0x3FC0, 0x4020, 1, 0x8001, 0x7F, 0x80, 0x7F7F, 0xFF7F, 0x7F80, 0xFF80, 0x7FC0]
+_B16 = [
+    0,
+    0x8000,
+    0x3F80,
+    0xBF80,
+    0x3F81,
+    0x3F00,
+    0x3FC0,
+    0x4020,
+    1,
+    0x8001,
+    0x7F,
+    0x80,
+    0x7F7F,
+    0xFF7F,
+    0x7F80,
+    0xFF80,
+    0x7FC0,
+]
 
 
 def _bits(values: list[float], dtype: str) -> list[int]:
@@ -87,8 +116,12 @@ class Case:
         for i, (name, domain) in enumerate(self.fields.items()):
             bits = DOMAINS[domain].bits
             width = 32 if bits == 1 else bits
-            declare.append(f".reg .b64 %p{name}; .reg .b{width} %w{name};" + (f" .reg .pred %{name};" if bits == 1 else ""))
-            before.append(f"ld.param.u64 %p{name}, [arg{i}]; mul.wide.u32 %o, %i, {width // 8}; add.s64 %p{name}, %p{name}, %o;")
+            declare.append(
+                f".reg .b64 %p{name}; .reg .b{width} %w{name};" + (f" .reg .pred %{name};" if bits == 1 else "")
+            )
+            before.append(
+                f"ld.param.u64 %p{name}, [arg{i}]; mul.wide.u32 %o, %i, {width // 8}; add.s64 %p{name}, %p{name}, %o;"
+            )
             if name not in OUTPUTS:
                 before.append(f"ld.global.b{width} %w{name}, [%p{name}];")
                 before.append(f"setp.ne.u32 %{name}, %w{name}, 0;" if bits == 1 else "")
@@ -102,7 +135,14 @@ class Case:
 
         params = ", ".join(f".param .u64 arg{i}" for i in range(len(self.fields)))
         index = "mov.u32 %i, %ctaid.x; mov.u32 %n, %ntid.x; mov.u32 %t, %tid.x; mad.lo.u32 %i, %i, %n, %t;"
-        body = [".reg .b32 %i, %n, %t; .reg .b64 %o;", *declare, index, *before, _FIELD.sub(operand, self.template), *after]
+        body = [
+            ".reg .b32 %i, %n, %t; .reg .b64 %o;",
+            *declare,
+            index,
+            *before,
+            _FIELD.sub(operand, self.template),
+            *after,
+        ]
         code = "\n    ".join(line for line in body if line)
         header = f".version {version}\n.target {target}\n.address_size 64\n"
         return f"{header}.visible .entry {self.name}({params})\n{{\n    {code}\n    ret;\n}}\n"
@@ -224,7 +264,10 @@ def _cases():
         yield from each(f"@o.b{width} {{d:{t}}}, {{a:{t}}};", o="not cnot")
         yield f"shl.b{width} {{d:{t}}}, {{a:{t}}}, {{b:count}};"
         yield from each(f"shr.@t {{d:{t}}}, {{a:{t}}}, {{b:count}};", t=f"u{width} s{width} b{width}")
-    yield from each("lop3.b32 {d:u32}, {a:u32}, {b:u32}, {c:u32}, @l;", l="0x00 0x1b 0x6a 0x80 0x96 0xca 0xd8 0xe8 0xf8 0xfe 0xff 0x3c")
+    yield from each(
+        "lop3.b32 {d:u32}, {a:u32}, {b:u32}, {c:u32}, @l;",
+        l="0x00 0x1b 0x6a 0x80 0x96 0xca 0xd8 0xe8 0xf8 0xfe 0xff 0x3c",
+    )
     yield from each("shf.@d.@m.b32 {d:u32}, {a:u32}, {b:u32}, {c:count};", d="l r", m="wrap clamp")
     for width in ("32", "64"):
         t = f"u{width}"
@@ -264,7 +307,11 @@ def _cases():
     fits = {"u8": "u32", "s8": "u32"}
     for to, of in itertools.product(whole, whole):
         yield f"cvt.{to}.{of} {{d:{fits.get(to, to)}}}, {{a:{fits.get(of, of)}}};"
-        if int(to[1:]) < int(of[1:]) or (of[0] == "s" != to[0]) or (int(to[1:]), of[0], to[0]) == (int(of[1:]), "u", "s"):
+        if (
+            int(to[1:]) < int(of[1:])
+            or (of[0] == "s" != to[0])
+            or (int(to[1:]), of[0], to[0]) == (int(of[1:]), "u", "s")
+        ):
             yield f"cvt.sat.{to}.{of} {{d:{fits.get(to, to)}}}, {{a:{fits.get(of, of)}}};"
     for to, of in itertools.product(whole, ("f16", "f32", "f64")):
         yield from each(f"cvt.@m.{to}.{of} {{d:{fits.get(to, to)}}}, {{a:{of}}};", m="rni rzi rmi rpi")
@@ -305,7 +352,9 @@ def _cases():
     yield from each("@o.@t {d:@t}, {a:@t}, {b:@t};", o="min max min.NaN max.NaN", t="f32 f16 f16x2 bf16 bf16x2")
     yield from each("@o.f64 {d:f64}, {a:f64}, {b:f64};", o="min max copysign")
     yield from each("@o.f32 {d:f32}, {a:f32}, {b:f32};", o="min.ftz max.ftz min.xorsign.abs max.xorsign.abs copysign")
-    yield from each("testp.@k.@t {p:pred}, {a:@t};", k="finite infinite number notanumber normal subnormal", t="f32 f64")
+    yield from each(
+        "testp.@k.@t {p:pred}, {a:@t};", k="finite infinite number notanumber normal subnormal", t="f32 f64"
+    )
     # Bounds from the PTX manual where it gives one, doubled for the float32 rounding of the reference
     yield "ex2.approx.f32 {d:f32}, {a:f32};", 2.0**-21, 0.0
     yield "ex2.approx.ftz.f32 {d:f32}, {a:f32};", 2.0**-21, 0.0

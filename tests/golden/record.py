@@ -35,7 +35,9 @@ def record(case: Case, folder: Path) -> dict[str, np.ndarray]:
 def main() -> int:
     """Record everything; exit code 1 if any case failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where to write (default: beside this file)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="where to write (default: beside this file)"
+    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     vectors: dict[str, np.ndarray] = {}

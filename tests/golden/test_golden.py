@@ -26,7 +26,9 @@ def vectors():
 def emulate(case: Case) -> dict[str, np.ndarray]:
     arrays = case.inputs()
     rows = len(next(iter(arrays.values())))
-    emulator.run(emulator.parse(case.ptx(), f"{case.name}.ptx"), None, list(arrays.values()), grid=rows // BLOCK, block=BLOCK)
+    emulator.run(
+        emulator.parse(case.ptx(), f"{case.name}.ptx"), None, list(arrays.values()), grid=rows // BLOCK, block=BLOCK
+    )
     return {name: arrays[name] for name in case.outputs}
 
 
@@ -48,5 +50,7 @@ def test_recorded(family: str, vectors) -> None:
             bad = np.flatnonzero(~same(case, name, expected, result))
             if len(bad):
                 row = {k: hex(int(v[bad[0]])) for k, v in inputs.items() if k not in "depq"}
-                wrong.append(f"{case.template} {row}: {name} is {result[bad[0]]:#x} and not {expected[bad[0]]:#x} ({len(bad)} rows)")
+                wrong.append(
+                    f"{case.template} {row}: {name} is {result[bad[0]]:#x} and not {expected[bad[0]]:#x} ({len(bad)} rows)"
+                )
     assert not wrong, "\n".join(wrong)

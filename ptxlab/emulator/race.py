@@ -1,0 +1,189 @@
+"""Data races, by vector clocks.
+
+Each warp has a clock, and knows how much of every other warp's time lies before its own present: `seen[warp, other]`.
+An access at time t of warp v is ordered before one of warp w if `seen[w, v] >= t`. Barriers, release and acquire
+operations, and fences beside strong operations (relaxed, volatile, atomic) hand knowledge on. Per byte the last write
+and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed; so are
+races between blocks of different waves. Lanes of one warp count as one: between them, only two lanes that store
+different values to one address with one instruction are reported. Stores of the value that is there already are not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptxlab.emulator.check import Watcher
+from ptxlab.emulator.types import Array, Lanes, indices_of
+
+if TYPE_CHECKING:
+    from ptxlab.emulator.access import Access
+    from ptxlab.emulator.machine import Machine
+
+# An event fits in 64 bits: strong (1), instruction index + 1 (23), warp (16), time (24); 0 is none.
+_TIME, _WARP, _CODE, _STRONG = np.uint64(24), np.uint64(40), np.uint64(63), np.uint64(1 << 63)
+
+
+class Races(Watcher):
+    """Conflicting accesses by different warps that nothing orders."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        warps = machine.lanes // 32
+        self.index = {id(instruction): i for i, instruction in enumerate(machine.code)}
+        self.seen = np.eye(warps, dtype=np.int32)
+        self.published: dict[int, Array] = {}  # warp -> what it knew at its last fence
+        self.pending: dict[int, Array] = {}  # warp -> what strong reads brought, to be known from the next fence on
+        self.flags: dict[int, Array] = {}  # arena offset of a flag -> what its last release made known
+        self.barriers: dict[tuple[int, int], Array] = {}
+        self.writes, self.reads, self.other_reads = (np.zeros(machine.memory.size, np.uint64) for _ in range(3))
+
+    # Accesses
+
+    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """A read races with an unordered write."""
+        if access.space in ("local", "param", "const"):
+            return
+        strong = access.order != "weak"
+        places, warps, events = self.events(access, lanes, offsets, strong)
+        self.compare(access, lanes, places, warps, self.writes, strong, "read of")
+        old = self.reads[places]
+        replace = ~self.unordered(old, warps)  # what it replaces lies before it, so nothing is lost
+        self.reads[places[replace]] = events[replace]
+        second = ~replace | (self.reads[places] != events)
+        self.other_reads[places[second]] = events[second]
+        if strong:
+            self.acquire(access, warps, places)
+
+    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """A write races with unordered reads and writes, and with its own like in the other lanes."""
+        if access.space in ("local", "param", "const"):
+            return
+        self.same_instruction(access, lanes, offsets, values)
+        strong = access.order != "weak"
+        if strong:
+            self.release(access, lanes, offsets, keep=False)
+        places, warps, events = self.events(access, lanes, offsets, strong)
+        new = (
+            np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:]))).view(np.uint8).reshape(-1)
+        )
+        changed = self.machine.memory.arena[places] != new
+        self.compare(access, lanes, places, warps, self.writes, strong, "write to", changed)
+        for readers in (self.reads, self.other_reads):
+            self.compare(access, lanes, places, warps, readers, strong, "write to", changed)
+            readers[places] = 0
+        self.writes[places] = events
+
+    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """Atomics race with ordinary accesses only."""
+        places, warps, events = self.events(access, lanes, offsets, True)
+        for past in (self.writes, self.reads, self.other_reads):
+            self.compare(access, lanes, places, warps, past, True, "atomic on")
+        self.release(access, lanes, offsets, keep=True)
+        self.acquire(access, warps, places)
+        self.writes[places] = events
+
+    def events(self, access: Access, lanes: Lanes, offsets: Array, strong: bool) -> tuple[Array, Array, Array]:
+        """Per byte: its place, the warp, and the event as it is stored."""
+        size = access.size
+        warps = np.repeat(indices_of(lanes) // 32, size)
+        places = (offsets[:, None] + np.arange(size)).reshape(-1)
+        code = np.uint64(self.index[id(access.instruction)] + 1) << _WARP | (_STRONG if strong else np.uint64(0))
+        now = self.seen[warps, warps].astype(np.uint64)
+        return places, warps, now | warps.astype(np.uint64) << _TIME | code
+
+    def unordered(self, past: Array, warps: Array) -> Array:
+        """Which past events are of other warps, and not known to lie before the present of `warps`."""
+        time = (past & np.uint64(0xFFFFFF)).astype(np.int32)
+        other = (past >> _TIME & np.uint64(0xFFFF)).astype(np.intp)
+        return (past != 0) & (other != warps) & (self.seen[warps, other] < time)
+
+    def compare(self, access: Access, lanes: Lanes, places: Array, warps: Array, events: Array, strong: bool, what: str,
+                among: Array | bool = True) -> None:  # fmt: skip
+        """Report the accesses that race with past ones."""
+        past = events[places]
+        wrong = self.unordered(past, warps) & among
+        if strong:
+            wrong &= past & _STRONG == 0
+        if not wrong.any():
+            return
+        by_lane = wrong.reshape(-1, access.size)
+        first = int(np.argmax(wrong))
+        event = int(past[first])
+        other = self.machine.code[(event >> 40 & 0x7FFFFF) - 1]
+        block, thread = self.machine.place_of((event >> 24 & 0xFFFF) * 32)
+        whose = "warp of thread ({},{},{})".format(*thread) + " of block ({},{},{})".format(*block)
+        place = self.machine.memory.byte(int(places[first]))
+        message = f"{what} {place} races with line {other.line}, `{other.text}`, by the {whose}"
+        self.report(access.instruction, "race", lanes, by_lane.any(axis=1), message)
+
+    def same_instruction(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """Two lanes that store different values to one address."""
+        order = np.argsort(offsets, kind="stable")
+        ordered = offsets[order]
+        repeated = ordered[1:] == ordered[:-1]
+        if not repeated.any():
+            return
+        values = np.broadcast_to(values, (len(offsets), *values.shape[1:])).reshape(len(offsets), -1)[order]
+        wrong = np.zeros(len(offsets), bool)
+        wrong[order[1:]] = repeated & (values[1:] != values[:-1]).any(axis=1)
+        if wrong.any():
+            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
+            message = f"write to {place} by several threads at once, with different values"
+            self.report(access.instruction, "race", lanes, wrong, message)
+
+    # Order
+
+    def release(self, access: Access, lanes: Lanes, offsets: Array, keep: bool) -> None:
+        """What the warp knows (or knew at its last fence) goes with the flag; an atomic keeps what was there."""
+        releasing = access.order in ("release", "acq_rel")
+        if not releasing and not self.published:
+            return
+        for warp, place in dict.fromkeys(zip((indices_of(lanes) // 32).tolist(), offsets.tolist(), strict=True)):
+            known = self.seen[warp].copy() if releasing else self.published.get(warp)
+            if known is None:
+                continue
+            before = self.flags.get(place)
+            self.flags[place] = known if before is None or not keep else np.maximum(known, before)
+            self.seen[warp, warp] += releasing
+
+    def acquire(self, access: Access, warps: Array, places: Array) -> None:
+        """The warp takes over what came with the flag, at once or at its next fence."""
+        if not self.flags:
+            return
+        for warp, place in dict.fromkeys(zip(warps.tolist(), places.tolist(), strict=True)):
+            known = self.flags.get(place)
+            if known is None:
+                continue
+            if access.order in ("acquire", "acq_rel"):
+                np.maximum(self.seen[warp], known, out=self.seen[warp])
+            else:
+                self.pending[warp] = np.maximum(self.pending.get(warp, 0), known)
+
+    def take_pending(self, warp: int) -> None:
+        """What strong reads brought becomes known."""
+        if warp in self.pending:
+            np.maximum(self.seen[warp], self.pending.pop(warp), out=self.seen[warp])
+
+    def fence(self, lanes: Lanes) -> None:
+        """Strong reads before it acquire, strong writes after it release."""
+        for warp in np.unique(indices_of(lanes) // 32).tolist():
+            self.take_pending(warp)
+            self.published[warp] = self.seen[warp].copy()
+            self.seen[warp, warp] += 1
+
+    def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
+        """A barrier learns what its warps know."""
+        known = self.barriers.setdefault(barrier, np.zeros(len(self.seen), np.int32))
+        for warp in np.unique(indices_of(lanes) // 32).tolist():
+            self.take_pending(warp)
+            np.maximum(known, self.seen[warp], out=known)
+            self.seen[warp, warp] += 1
+
+    def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
+        """Whoever waited knows what the barrier learnt."""
+        known = self.barriers.pop(barrier)
+        if lanes is not None:
+            warps = np.unique(indices_of(lanes) // 32)
+            self.seen[warps] = np.maximum(self.seen[warps], known)
