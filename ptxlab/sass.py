@@ -89,10 +89,15 @@ class SassInstruction:
 
     @property
     def section(self) -> str:
-        """`load`, `store`, `control`, `arithmetic`, `tensor`, `uniform` (addresses, loop counters) or `other`."""
+        """`load`, `store`, `memory`, `control`, `arithmetic`, `tensor`, `uniform` (addresses, counters), `constant`.
+
+        An opcode that the table does not know counts as arithmetic: a count may err upwards, never downwards.
+        """
         if self.opcode in _MEMORY_OF:
             return _MEMORY_OF[self.opcode]
-        return "arithmetic" if self.pipe in ARITHMETIC else self.pipe.replace("lsu", "other")
+        return {"lsu": "memory", "other": "arithmetic"}.get(
+            self.pipe, "arithmetic" if self.pipe in ARITHMETIC else self.pipe
+        )
 
 
 def parse(disassembly: str) -> dict[str, list[SassInstruction]]:

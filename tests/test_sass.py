@@ -86,6 +86,11 @@ def test_cuobjdump_reads_the_same() -> None:
     assert [(i.name, i.operands) for i in sass.parse(text)["only"]] == [("BRA", ("0x0",)), ("EXIT", ())]
 
 
+def test_unknown_opcode_counts_as_arithmetic() -> None:
+    (unknown,) = sass.parse(".text.f:\n        /*0000*/    QUX.ADD R1, R2 ;\n")["f"]
+    assert (unknown.pipe, unknown.section) == ("other", "arithmetic")
+
+
 def test_counts() -> None:
     first = sass.parse(LISTING)["first"]
     assert sass.opcode_counts([*first, first[3]])["LDG.E.128"] == 2

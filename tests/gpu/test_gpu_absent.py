@@ -10,7 +10,6 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.gpu import device
 
-
 EXAMINE = device._why_no_gpu.__wrapped__  # uncached
 
 
