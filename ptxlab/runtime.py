@@ -73,14 +73,19 @@ class Kernel:
         backend: str,
         checks: Iterable[str] = (),
         uninitialised: Collection[int] = (),
+        written: Collection[int] | None = None,
         mode: str = "early",
         seed: int = 0,
     ) -> emulator.Result | None:
-        """Launch with arguments in order (arrays and NumPy scalars); arrays are written in place."""
+        """Launch with arguments in order (arrays and NumPy scalars); arrays are written in place.
+
+        `uninitialised` and `written` are positions: of arrays whose contents count as never written, and of the NumPy
+        arrays that the GPU has to give back (None: all).
+        """
         if 0 in launch.grid:
             return None
         if backend == "gpu":
-            gpu.launch(gpu.load(self.source, self.entry, defines=self.defines), args, launch)
+            gpu.launch(gpu.load(self.source, self.entry, defines=self.defines), args, launch, written=written)
             return None
         return emulator.run(
             self.module,
