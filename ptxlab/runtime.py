@@ -205,8 +205,16 @@ def run_spec(
         if arg.role in ("out", "scratch") and arg.name not in arrays:
             arrays[arg.name] = (gpu.empty if on_device else np.empty)(arg.resolve(solved), np.dtype(arg.dtype))
     args = [arrays[a.name] if a.shape else spec.scalar(a, solved) for a in spec.args]
-    unwritten = [i for i, a in enumerate(spec.args) if a.role in ("out", "scratch")]
-    result = kernel.launch(args, launch, backend=backend, checks=checks, uninitialised=unwritten, mode=mode, seed=seed)
+    result = kernel.launch(
+        args,
+        launch,
+        backend=backend,
+        checks=checks,
+        uninitialised=[i for i, a in enumerate(spec.args) if a.role in ("out", "scratch")],
+        written=[i for i, a in enumerate(spec.args) if a.role in ("out", "inout")],
+        mode=mode,
+        seed=seed,
+    )
     like = next(iter(inputs.values()))
     return _outcome(backend, {a.name: gpu.like(arrays[a.name], like) for a in spec.outputs}, result)
 
