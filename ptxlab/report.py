@@ -53,7 +53,7 @@ def kernel_table() -> str:
             f"`{spec.name}`{twin}",
             ("**wrong by design**: " if spec.wrong else "") + spec.summary,
             "" if alu is None else f"{alu:g}",
-            "" if streaming is None else f"{streaming.rate:,.0f} {streaming.rate_unit}",
+            "" if streaming is None else f"{streaming.rate:,.0f} GB/s",
             "" if streaming is None else f"{streaming.fraction:.2f}",
             "" if registers is None else f"{registers.rate:.0f}",
             "" if registers is None else f"{registers.limit}: {registers.fraction:.2f} of it",

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from rich.table import Table
-
 from ptxlab import __version__, gpu, kernels, toolchain
 from ptxlab.bench import dequant
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
@@ -72,18 +70,24 @@ def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> R
     )
 
 
-def as_table(record: Record) -> Table:
-    """The record for the terminal."""
+def as_table(record: Record) -> tuple[str, list[str], list[list[str]]]:
+    """The record for the terminal: title, columns (right-aligned where the name ends in `>`), rows."""
     ceilings = ", ".join(f"{name} {value:.2f}" for name, value in record.ceilings.items())
-    table = Table(title=f"{record.suite} on {record.device['name']}: {ceilings}", title_justify="left")
-    for name in ("kernel", "measure", "µs>", "rate>", "", "floor>", "of the floor>", "set by", "SM MHz>"):
-        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
-    for row in record.rows:
-        figures = (f"{row.time_us:.2f}", f"{row.rate:.1f}", row.rate_unit, f"{row.floor_us:.2f}", f"{row.fraction:.0%}")
-        table.add_row(f"{row.kernel}.{row.source}", row.measure, *figures, row.limit, f"{row.sm_mhz:.0f}")
-    if record.invalid:
-        table.caption = f"NOT VALID: {record.invalid}"
-    return table
+    columns = ["kernel", "measure", "µs>", "rate>", "unit", "of floor>", "set by"]
+    rows = [
+        [
+            f"{row.kernel}.{row.source}",
+            row.measure,
+            f"{row.time_us:.2f}",
+            f"{row.rate:.1f}",
+            row.rate_unit,
+            f"{row.fraction:.1%}",
+            row.limit,
+        ]
+        for row in record.rows
+    ]
+    invalid = f"  NOT VALID: {record.invalid}" if record.invalid else ""
+    return f"{record.suite} on {record.device['name']}: {ceilings}{invalid}", columns, rows
 
 
 def _versions(info: gpu.DeviceInfo) -> dict[str, str]:

@@ -40,8 +40,8 @@ def measure_ceilings() -> Ceilings:
         gpu.copy_bytes(row, first)
     lower, upper = data[: len(data) // 2], data[len(data) // 2 :]
     read = _read_tbps(data, block)
-    copied = measure([lambda: gpu.copy_bytes(upper, lower)])
-    return Ceilings(read, 2 * lower.nbytes / copied.us / 1e6)
+    copied = gpu.time_calls(lambda: gpu.copy_bytes(upper, lower))
+    return Ceilings(read, 2 * lower.nbytes / copied / 1e6)
 
 
 def shortfall(ceilings: Ceilings, device: str) -> str:

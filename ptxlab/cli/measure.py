@@ -71,7 +71,8 @@ def bench(
     if as_json:
         print_json(record.to_json())
     else:
-        console.print(benches.as_table(record), f"recorded in {escape(str(path))}")
+        console.print(table(*benches.as_table(record)))
+        console.print(f"recorded in {escape(str(path))}", soft_wrap=True)
         for line in slower:
             console.print(f"[red]slower[/] {escape(str(line))}")
     if slower:

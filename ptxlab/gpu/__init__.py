@@ -17,7 +17,7 @@ from ptxlab.gpu.arrays import (
     to_host,
 )
 from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
-from ptxlab.gpu.graph import Graph, Timing, capture
+from ptxlab.gpu.graph import Graph, Timing, capture, time_calls
 from ptxlab.gpu.launch import launch, prepare
 from ptxlab.gpu.module import GpuKernel, load, load_image
 
@@ -41,6 +41,7 @@ __all__ = [
     "load",
     "load_image",
     "prepare",
+    "time_calls",
     "remedy",
     "to_device",
     "to_host",

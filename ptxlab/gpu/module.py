@@ -102,9 +102,9 @@ def load_image(source: Source, image: toolchain.Image, entry: str) -> GpuKernel:
 def _load(source: Source, entry: str, path: Path) -> GpuKernel:
     import cupy
 
-    raw = cupy.RawModule(path=str(path)).get_function(entry)
     try:
-        _ = raw.kernel  # CuPy loads only now
+        raw = cupy.RawModule(path=str(path)).get_function(entry)
+        _ = raw.kernel  # CuPy loads at the latest now
     except RuntimeError as error:
         raise _refused(source, entry, path, error) from None
     return GpuKernel(entry, source, raw)

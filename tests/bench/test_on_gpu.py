@@ -36,11 +36,16 @@ def test_clock_and_spread() -> None:
 
 def test_longer_work_takes_longer() -> None:
     """Timing is per call: four times the bytes, about four times the time."""
-    source, target = (gpu.to_device(np.arange(512 << 20, dtype=np.uint8)) for _ in range(2))
-    quarter = len(source) // 4
-    whole = measure([lambda: gpu.copy_bytes(target, source)]).us
-    part = measure([lambda: gpu.copy_bytes(target[:quarter], source[:quarter])]).us
-    assert 3.3 < whole / part < 4.5
+    spec, (source, *_) = kernels.find("dequant_qoq_channel")
+    words = gpu.to_device(np.arange(16384 * 2048, dtype=np.uint32).reshape(16384, 2048))
+    out = gpu.empty((16384, 16384), np.uint8)
+
+    def time(rows: int) -> float:
+        sizes = {"R": rows, "K": 16384}
+        args = [words[:rows], out[:rows], spec.scalar(spec.arg("pairs"), sizes)]
+        return measure([gpu.prepare(gpu.load(source, spec.name), args, spec.launch(sizes))]).us
+
+    assert 3.5 < time(16384) / time(4096) < 4.5
 
 
 def test_one_kernel_end_to_end(ceilings, monkeypatch) -> None:
