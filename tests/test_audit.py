@@ -59,9 +59,12 @@ def test_error_of_a_finished_weight():
     assert row.relative_error == pytest.approx(np.linalg.norm(w - restored) / np.linalg.norm(w), rel=1e-5)
 
 
-def test_zero_matrix():
+def test_zero_matrix_and_the_default_rows():
     rows = audit_matrix(np.zeros((2, 128), np.float16))
-    assert len(rows) == 6 and all((row.overflows, row.clipped, row.relative_error) == (0, 0, 0) for row in rows)
+    assert [(row.scheme, row.protective_range) for row in rows] == [
+        (scheme, protective_range) for scheme in ("qoq", "lqq") for protective_range in (119, 120, 127)
+    ]
+    assert all((row.overflows, row.clipped, row.relative_error) == (0, 0, 0) for row in rows)
 
 
 def test_scale_and_dtype_do_not_change_the_figures():

@@ -38,5 +38,5 @@ def quantize_activations(x: npt.NDArray[Any]) -> QuantizedActivations:
     """
     floats = as_float_matrix("x", x)
     scale = row_scales("x", np.abs(floats).max(axis=1), 127)
-    q = np.rint(floats / scale[:, None]).clip(-127, 127).astype(np.int8)
+    q = np.rint(floats / scale[:, None]).astype(np.int8)
     return QuantizedActivations(q, scale, q.sum(axis=1, dtype=np.int32))

@@ -31,6 +31,31 @@ def clips(q8, exact, scale):
     return 2 * distance(q8, exact) > scale
 
 
+def test_level_2_follows_the_formulas():
+    """Scales, zero points and both ends of every group, by Python's own round (ties to even) and integer division."""
+    q8 = all_groups(119)
+    low, high = q8.min(axis=1).tolist(), q8.max(axis=1).tolist()
+    q4, scale, zero = qoq_groups(q8, q8.shape[1])
+    expected = []
+    for a, b in zip(low, high, strict=True):
+        s = max(round((max(b, 0) - min(a, 0)) / 15), 1)
+        z = min(round(-min(a, 0) / s), 15)
+        expected.append([s, z, *(min(max(round(end / s) + z, 0), 15) for end in (a, b))])
+    assert np.stack([scale[:, 0], zero[:, 0], q4[:, 0], q4[:, -1]], axis=1).tolist() == expected
+
+    for rounding, divide in (
+        ("nearest", lambda extent: round(extent / 15)),
+        ("ceiling", lambda extent: -(-extent // 15)),
+    ):
+        q4, scale, minimum = lqq_groups(q8, q8.shape[1], rounding)
+        expected = []
+        for a, b in zip(low, high, strict=True):
+            s = max(divide(b - a), 1)
+            expected.append([s, a, 0, min(round((b - a) / s), 15)])
+        found = np.stack([scale[:, 0], minimum[:, 0], q4[:, 0], q4[:, -1]], axis=1, dtype=np.int64)
+        assert found.tolist() == expected
+
+
 def test_qoq_at_range_119():
     q8 = all_groups(119)
     q4, scale, zero = qoq_groups(q8, q8.shape[1])

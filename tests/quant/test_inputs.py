@@ -1,5 +1,7 @@
 """What every quantiser refuses, and what it accepts."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from ptxlab.quant import (
     quantize_qoq,
     quantize_qoq_channel,
 )
+from ptxlab.quant.inputs import row_scales
 
 QUANTISERS = [quantize_level1, quantize_qoq, quantize_qoq_channel, quantize_lqq, quantize_activations]
 TWO_LEVEL = [quantize_qoq, quantize_lqq]
@@ -141,12 +144,25 @@ def test_zero_rows(quantise):
     np.testing.assert_array_equal(quantise(w * 0).dequantize(), w * 0, strict=True)
 
 
+def test_usable_scales_end_where_the_refusal_begins():
+    smallest = np.finfo(np.float32).tiny
+    largest = np.finfo(np.float32).max / np.float32(128)
+    edges = np.array([smallest, 0, largest], np.float32)
+    assert row_scales("w", edges, 1).tolist() == [smallest, 1, largest]
+    for beyond in (np.nextafter(smallest, np.float32(0)), np.nextafter(largest, np.float32(np.inf))):
+        with pytest.raises(ArgumentError, match=re.escape(f"row 1 has {beyond:.3g}")):
+            row_scales("w", np.array([1, beyond], np.float32), 1)
+    with pytest.raises(ArgumentError, match="row 0 has 2e-40"):
+        row_scales("w", np.array([3e-39], np.float32), 15)
+
+
 @every_quantiser
-def test_usable_scales_end_where_the_refusal_begins(quantise):
+def test_the_largest_and_smallest_weights_come_back_finite(quantise):
     w = weights()
     w *= 100 / np.abs(w).max(axis=1, keepdims=True)
     for factor in (1e-36, 1e34):
-        assert np.isfinite(quantise(w * np.float32(factor)).dequantize()).all()
+        restored = quantise(w * np.float32(factor)).dequantize()
+        assert np.isfinite(restored).all() and restored.any()
 
 
 @every_quantiser

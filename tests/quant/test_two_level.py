@@ -140,6 +140,12 @@ def test_group_sizes_are_independent_along_k():
             np.testing.assert_array_equal(a[:, a.shape[1] // 2 :], b)
 
 
+def test_channel_form_rounds_and_clamps():
+    weight = quantize_qoq_channel(np.array([[-1.5, 13.5, 0.5, 2.6, 0]], np.float32))
+    assert (weight.scale, weight.zero) == (1, 2)
+    assert weight.q4.tolist() == [[0, 15, 2, 5, 2]]  # 13.5 and the zero point both round up: 16, clamped
+
+
 def test_channel_form():
     w = np.random.default_rng(0).standard_normal((5, 48)).astype(np.float32)
     w[1], w[2], w[3] = 0, np.abs(w[2]) + 1, -np.abs(w[3])
