@@ -103,7 +103,7 @@ def capture(calls: Iterable[Callable[[], None]]) -> Graph:
 
 
 def time_calls(call: Callable[[], None], *, repeats: int = 10, warm_up: int = 2) -> float:
-    """Median microseconds of a call enqueued on a stream, without a graph; for work that lasts far longer than a launch.
+    """Median microseconds of a call enqueued on a stream, without a graph, for work that far outlasts a launch.
 
     For large copies: as nodes of a graph they go through the copy engine, which is slower than what the driver does
     with them on a stream.
