@@ -35,11 +35,12 @@ def widen(raw: Array, type_name: str) -> Array:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """a + b as hi + lo, exactly; lo is 0 where hi is not finite."""
+    """a + b as hi + lo, exactly; where hi overflowed, lo has the sign of what is missing."""
     hi = a + b
     back = hi - a
     lo = (a - (hi - back)) + (b - back)
-    return hi, np.where(np.isfinite(hi), lo, 0.0)
+    overflow = np.isinf(hi) & np.isfinite(a) & np.isfinite(b)
+    return hi, np.where(np.isfinite(hi), lo, np.where(overflow, -np.copysign(1.0, hi), 0.0))
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
@@ -54,6 +55,21 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
     (ah, al), (bh, bl) = halves(a), halves(b)
     lo = ((ah * bh - hi) + ah * bl + al * bh) + al * bl
     return hi, np.where(np.isfinite(lo), lo, 0.0)
+
+
+def rest_sign(x: Array, y: Array, z: Array, type_name: str) -> Array:
+    """Sign of x - y * z, exactly, where y is a rounded quotient or root; 0 where anything is not finite."""
+    if type_name != "f64":  # far from the ends of float64's range
+        ph, pl = two_product(y, z)
+        return np.nan_to_num(np.sign((x - ph) - pl))
+    signs = np.zeros(x.shape)
+    for i in np.flatnonzero(np.isfinite(x) & np.isfinite(z) & ~np.isnan(y)):
+        if np.isinf(y[i]):  # it overflowed, or z is zero
+            signs[i] = -np.sign(y[i] * z[i])
+        else:
+            rest = Fraction(x[i]) - Fraction(y[i]) * Fraction(z[i])
+            signs[i] = (rest > 0) - (rest < 0)
+    return np.nan_to_num(signs)
 
 
 def to_odd(hi: Array, lo: Array) -> Array:
@@ -126,7 +142,8 @@ def fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array:
     result = round_to(np.where(np.isfinite(vh), hi, a * b + c), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
     # near the ends of the exponent range two_product is not exact: take those lanes one by one
     size = np.abs(np.stack((a, b, c, ph)))
-    unsafe = (((size > 2.0**900) | (size < 2.0**-900)) & (size != 0)).any(axis=0) & np.isfinite(size[:3]).all(axis=0)
+    tiny = (np.abs(ph) < 2.0**-900) & (a != 0) & (b != 0)
+    unsafe = ((size > 2.0**900).any(axis=0) | tiny) & np.isfinite(size[:3]).all(axis=0)
     for i in np.flatnonzero(unsafe):
         result[i] = _fused_exactly(float(a[i]), float(b[i]), float(c[i]), mode)
     return result

@@ -60,7 +60,9 @@ def prmt(a, b, c):
 
 
 def lop3(table):
-    return lambda a, b, c: sum((table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32))
+    return lambda a, b, c: sum(
+        (table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1) << i for i in range(32)
+    )
 
 
 def bfe(bits, signed):
@@ -220,7 +222,11 @@ def test_integer_operation(template):
     got = results(case, inputs)
     modulus = 1 << 8 * got.itemsize
     expected = [int(oracle(*row)) % modulus for row in zip(*sources, strict=True)]
-    wrong = [(tuple(map(hex, row)), hex(g), hex(e)) for row, g, e in zip(zip(*sources, strict=True), got.tolist(), expected, strict=True) if g != e]
+    wrong = [
+        (tuple(map(hex, row)), hex(g), hex(e))
+        for row, g, e in zip(zip(*sources, strict=True), got.tolist(), expected, strict=True)
+        if g != e
+    ]
     assert not wrong, wrong[:3]
 
 
@@ -252,7 +258,12 @@ def encode(value: Fraction, kind: str, mode: str) -> int:
     exponent -= size < Fraction(2) ** exponent
     unit = Fraction(2) ** (max(exponent, low) - (precision - 1))
     whole, rest = divmod(size, unit)
-    up = {"rn": rest * 2 > unit or (rest * 2 == unit and whole % 2), "rz": False, "rm": negative and rest, "rp": not negative and rest}
+    up = {
+        "rn": rest * 2 > unit or (rest * 2 == unit and whole % 2),
+        "rz": False,
+        "rm": negative and rest,
+        "rp": not negative and rest,
+    }
     whole += bool(up[mode])
     largest = ((1 << precision) - 1) * Fraction(2) ** (high - precision + 1)
     sign = int(negative) << bits - 1
@@ -283,6 +294,18 @@ def near_ties(kind):
     )  # fmt: skip
 
 
+def close_calls(case: Case, name: str, mode: str, kind: str, letters: str) -> None:
+    @given(rows=st.lists(st.tuples(*[near_ties(kind)] * len(letters)), min_size=BLOCK, max_size=BLOCK))
+    @settings(max_examples=2, deadline=None, database=None, phases=[Phase.generate])
+    def check(rows):
+        inputs = {k: v[:BLOCK].copy() for k, v in case.inputs().items()}
+        for letter, column in zip(letters, zip(*rows, strict=True), strict=True):
+            inputs[letter][:] = column
+        check_rounding(case, name, mode, kind, inputs)
+
+    check()
+
+
 def check_rounding(case: Case, name: str, mode: str, kind: str, inputs: dict[str, np.ndarray]) -> None:
     sources = [inputs[letter].tolist() for letter in "abc" if letter in inputs]
     got = results(case, inputs).tolist()
@@ -307,15 +330,7 @@ def test_rounding_is_single_and_exact(name, kind):
         check_rounding(case, name, mode, kind, {k: v[-2 * BLOCK :].copy() for k, v in case.inputs().items()})
         check_rounding(case, name, mode, kind, {k: v[: 2 * BLOCK].copy() for k, v in case.inputs().items()})
 
-        @given(rows=st.lists(st.tuples(*[near_ties(kind)] * len(letters)), min_size=BLOCK, max_size=BLOCK))
-        @settings(max_examples=2, deadline=None, database=None, phases=[Phase.generate])
-        def close_calls(rows, case=case, mode=mode):
-            inputs = {k: v[:BLOCK].copy() for k, v in case.inputs().items()}
-            for letter, column in zip(letters, zip(*rows, strict=True), strict=True):
-                inputs[letter][:] = column
-            check_rounding(case, name, mode, kind, inputs)
-
-        close_calls()
+        close_calls(case, name, mode, kind, letters)
 
 
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
