@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptxlab.emulator.types import Array
+from ptxlab.emulator.types import DTYPES, Array, is_float
 
 _TYPE = re.compile(r"([dabc]):([us])(\d+)(?:x(\d+))?")
 
@@ -142,7 +142,9 @@ def operation_of(opcode: str) -> LaneOperation | None:
         return _OPERATIONS.get(name[:-1])
     if name in ("mul", "mad"):
         return _OPERATIONS.get(f"{name}.{modifiers[0]}") if modifiers else None
-    return None if "cc" in modifiers else _OPERATIONS.get(name)
+    if "cc" in modifiers or any(is_float(m) for m in modifiers if m in DTYPES):
+        return None
+    return _OPERATIONS.get(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -343,6 +343,8 @@ class _Parser:
         self.expect("{")
         self.scope = _Scope(self.scope)
         while not self.accept("}"):
+            if self.tokens[self.at].kind == "end":
+                self.fail("unexpected end of file")
             following = self.tokens[self.at + 1].text
             if self.token == "{":
                 self.body(scopes)

@@ -342,7 +342,7 @@ def test_square_root_and_reciprocal(kind, mode):
         inputs = case.inputs()
         for raw, got in zip(inputs["a"].tolist(), results(case, inputs).tolist(), strict=True):
             x = decode(raw, kind)
-            if isinstance(x, float) or x < 0 and name == "sqrt":
+            if isinstance(x, float) or (x < 0 and name == "sqrt"):
                 continue
             if name == "rcp":
                 expected = encode(1 / x, kind, mode)
