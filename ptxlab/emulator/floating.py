@@ -43,7 +43,9 @@ def wide_form(type_name: str, arity: int, exact: Callable, mode: str, ftz: bool,
         if ftz:
             inputs = [flush(x, type_name) for x in inputs]
         result = exact(*inputs)
-        result = round_to(*result, type_name, mode) if isinstance(result, tuple) else result
+        if isinstance(result, tuple):
+            hi, lo = result
+            result = round_to(hi, lo, type_name, mode)
         if not (ftz or sat or relu):
             return result
         wide = widen(result, type_name)
@@ -117,10 +119,11 @@ def _function(op: Opcode) -> Form:
     t, mode, ftz, _ = modifiers(op)
     if not approximate and op.name not in ("rcp", "sqrt"):
         raise UnknownOpcode(op.text)
-    function = {
+    functions: dict[str, Callable[[Array], Array]] = {
         "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "cos": np.cos,
         "lg2": np.log2, "ex2": np.exp2, "tanh": np.tanh,
-    }[op.name]  # fmt: skip
+    }  # fmt: skip
+    function = functions[op.name]
 
     def exact(x: Array) -> tuple[Array, Array]:
         y = function(x)

@@ -16,7 +16,7 @@ from ptxlab.emulator.types import Array
 
 TINY = {"f16": 2.0**-14, "f16x2": 2.0**-14, "bf16": 2.0**-126, "bf16x2": 2.0**-126, "f32": 2.0**-126, "f64": 2.0**-1022}
 CANONICAL_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF}
-_BITS = {"f16": np.uint16, "bf16": np.uint16, "f32": np.uint32, "f64": np.uint64}
+_BITS = {"f16": "u2", "bf16": "u2", "f32": "u4", "f64": "u8"}
 
 
 def element(type_name: str) -> str:
@@ -82,12 +82,12 @@ def to_odd(hi: Array, lo: Array) -> Array:
 
 
 def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
-    """The exact value hi + lo as register values of a type; `mode` is rn, rz, rm, rp or rna (ties away from zero)."""
+    """The exact value hi + lo as register values of a type; `mode` is rn, rz, rm or rp."""
     if type_name.endswith("x2"):
         rounded = round_to(hi, lo, element(type_name), mode)
         return np.ascontiguousarray(rounded).view(np.uint32)[:, 0]
     if type_name == "f64":
-        return _step(hi, hi, np.sign(lo), "f64", mode)
+        return _step(hi, hi, np.asarray(np.sign(lo)), "f64", mode)
     exact = to_odd(hi, np.asarray(lo))
     nearest = _nearest(exact, type_name)
     if mode != "rn":
@@ -95,7 +95,7 @@ def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> 
     if type_name not in CANONICAL_NAN:
         return nearest
     raw = nearest.view(_BITS[type_name])
-    canonical = np.where(np.isnan(exact), _BITS[type_name](CANONICAL_NAN[type_name]), raw)
+    canonical = np.where(np.isnan(exact), np.array(CANONICAL_NAN[type_name], raw.dtype), raw)
     return canonical if type_name == "bf16" else canonical.view(nearest.dtype)
 
 
