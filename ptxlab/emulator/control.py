@@ -11,7 +11,7 @@ from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.ir import Instruction, Operand
 from ptxlab.emulator.machine import Machine, Outcome, Step, binder
 from ptxlab.emulator.memory import BASE
-from ptxlab.emulator.types import DTYPES, Lanes, bits_of, is_float
+from ptxlab.emulator.types import DTYPES, Lanes, as_lanes, bits_of, count_of, indices_of, is_float
 from ptxlab.emulator.wave import SHARED_START
 from ptxlab.errors import EmulationError
 
@@ -63,6 +63,24 @@ def _branch(machine: Machine, instruction: Instruction, pc: int) -> Step:
     if not isinstance(target, ir.Label):
         raise ValueError("bra takes a label")
     return lambda lanes: [(target.index, lanes)]
+
+
+@binder("brx")
+def _branch_by_index(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    index, targets = instruction.operands
+    if not isinstance(targets, ir.Vector):
+        raise ValueError("brx.idx takes a list of targets")
+    places, read = np.array([target.index for target in targets.items]), machine.reader(index, "u32")
+
+    def branch(lanes: Lanes) -> Outcome:
+        chosen = np.broadcast_to(read(lanes), (count_of(lanes),))
+        if int(chosen.max()) >= len(places):
+            where = machine.place(instruction, lanes)
+            raise EmulationError(f"{where}: index {int(chosen.max())} of {len(places)} targets")
+        indices = indices_of(lanes)
+        return [(int(place), as_lanes(indices[places[chosen] == place])) for place in np.unique(places[chosen])]
+
+    return branch
 
 
 @binder("ret", "exit")

@@ -159,11 +159,15 @@ def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, bloc
              checks: frozenset[str], max_steps: int | None) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
     """Lay out memory and fill it; returns the launch, and the region of each array."""
     memory = Memory()
-    buffers = [
-        (value, memory.reserve(f"argument {position} ({param.name})", value.nbytes, value.flags.writeable))
-        for position, (value, param) in enumerate(zip(args, kernel.params, strict=True))
-        if isinstance(value, np.ndarray)
-    ]
+    buffers: list[tuple[Array, Region]] = []
+    known: dict[tuple[int, int], Region] = {}  # an array that is passed twice is one buffer
+    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
+        if isinstance(value, np.ndarray):
+            where = value.ctypes.data, value.nbytes
+            if where not in known:
+                name = f"argument {position} ({param.name})"
+                known[where] = memory.reserve(name, value.nbytes, value.flags.writeable)
+            buffers.append((value, known[where]))
     fixed = [(v, memory.reserve(f"{v.space} {v.name}", v.size, v.space == "global")) for v in module.variables]
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
     addresses = {id(variable): region.start + BASE for variable, region in fixed}

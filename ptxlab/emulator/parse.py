@@ -145,8 +145,13 @@ class _Parser(Declarations):
             elif self.token == ".pragma":
                 self.skip_statement()
             elif self.tokens[self.at].kind == "word" and following == ":":
-                self.scope.labels[self.take()] = len(self.entry.instructions)
+                label = self.take()
                 self.take()
+                if self.accept(".branchtargets"):
+                    targets = self.comma_separated(lambda: _Unresolved(self.word("a label")), ";")
+                    self.scope.tables[label] = tuple(targets)
+                else:
+                    self.scope.labels[label] = len(self.entry.instructions)
             else:
                 self.entry.instructions.append(self.instruction())
                 scopes.append(self.scope)
@@ -247,14 +252,17 @@ class _Parser(Declarations):
                 instruction.operands = tuple(self.labelled(o, scope, instruction) for o in instruction.operands)
 
     def labelled(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
-        if isinstance(operand, _Unresolved) and instruction.opcode.split(".")[0] not in ("call", "brx"):
-            for outer in scope.chain():
-                if operand.name in outer.labels:
-                    return ir.Label(operand.name, outer.labels[operand.name])
-            self.fail(f"{operand.name} is not declared", instruction.line)
+        """The operand with labels in place of names."""
         if isinstance(operand, ir.Vector) and any(isinstance(o, _Unresolved) for o in _flat(operand.items)):
             return replace(operand, items=tuple(self.labelled(o, scope, instruction) for o in operand.items))
-        return operand
+        if not isinstance(operand, _Unresolved) or instruction.opcode.split(".")[0] == "call":
+            return operand
+        for outer in scope.chain():
+            if operand.name in outer.labels:
+                return ir.Label(operand.name, outer.labels[operand.name])
+            if operand.name in outer.tables:
+                return self.labelled(ir.Vector(outer.tables[operand.name]), scope, instruction)
+        self.fail(f"{operand.name} is not declared", instruction.line)
 
     def lay_out_shared(self) -> None:
         """Static shared variables that the kernel names, in order of appearance, then dynamic shared memory."""

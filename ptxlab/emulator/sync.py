@@ -139,8 +139,8 @@ def _reduction(machine: Machine, kind: str, target: Operand, source: Operand) ->
     read = machine.reader(source, "pred")
     if kind not in ("popc", "and", "or"):
         raise UnknownOpcode(f"bar.red.{kind}")
-    combine: Callable[[Array], Any] = {"popc": np.count_nonzero, "and": np.all, "or": np.any}[kind]
-    return lambda lanes: write(lanes, np.array([combine(read(lanes))]))
+    combine: dict[str, Callable[[Array], Any]] = {"popc": np.count_nonzero, "and": np.all, "or": np.any}
+    return lambda lanes: write(lanes, np.array([combine[kind](read(lanes))]))
 
 
 def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:

@@ -60,7 +60,8 @@ def test_findings_are_counted_not_repeated():
 @pytest.mark.parametrize(
     ("instruction", "row", "found"),
     [
-        ("sub.u32 %s, %r1, %r2; // @lanes d:u8x4 a:u8x4 b:u8x4", (5, 6, 0), [("carry", 1), ("carry", 2), ("carry", 3), ("range", 0)]),
+        ("sub.u32 %s, %r1, %r2; // @lanes d:u8x4 a:u8x4 b:u8x4", (5, 6, 0),
+         [("carry", 1), ("carry", 2), ("carry", 3), ("range", 0)]),
         ("sub.u32 %s, %r1, %r2; // @lanes d:s8x4 a:u8x4 b:u8x4", (0x05000000, 0x06000000, 0), []),
         ("add.u32 %s, %r1, %r2; // @lanes d:s8x4 a:u8x4 b:s8x4", (5, 0xFB, 0), [("carry", 1)]),
         ("vadd4.u32.u32.u32 %s, %r1, %r2, 0; // @lanes d:s8x4 a:u8x4 b:s8x4", (5, 0xFB, 0), []),
@@ -100,7 +101,8 @@ def test_annotation_in_inline_assembly():
     source = r"""
     extern "C" __global__ void k(unsigned* d, const unsigned* a) {
         unsigned r;
-        asm("mad.lo.u32 %0, %1, %2, %3; // @lanes d:u8x4 a:u8x4 b:u32 c:u8x4" : "=r"(r) : "r"(a[threadIdx.x]), "r"(16), "r"(16));
+        asm("mad.lo.u32 %0, %1, %2, %3; // @lanes d:u8x4 a:u8x4 b:u32 c:u8x4"
+            : "=r"(r) : "r"(a[threadIdx.x]), "r"(16), "r"(16));
         d[threadIdx.x] = r;
     }"""
     out, a = np.zeros(32, np.uint32), np.arange(32, dtype=np.uint32)
@@ -118,10 +120,11 @@ def test_annotation_in_inline_assembly():
     ("body", "marker", "said", "thread"),
     [
         ("mov.u32 %r1, 1;\nadd.u32 %s, %r1, %r7;\n", "%r7", "%r7 is read, but never written", (0, 0, 0)),
-        ("mov.u32 %s, %tid.x; setp.lt.u32 %p, %s, 20;\n@%p mov.u32 %r1, 5;\nmov.u32 %s, %r1;\n", "%s, %r1;", "%r1", (20, 0, 0)),
+        ("mov.u32 %s, %tid.x; setp.lt.u32 %p, %s, 20;\n@%p mov.u32 %r1, 5;\nmov.u32 %s, %r1;\n", "%s, %r1;", "%r1",
+         (20, 0, 0)),
         ("mov.u32 %s, 0;\n@%q mov.u32 %s, 1;\n", "@%q", "%q is read", (0, 0, 0)),
-        (MINE + "setp.ne.u32 %p, %r0, 3; @%p st.shared.u32 [%r2], %r0; bar.sync 0;\nld.shared.u32 %s, [%r2];\n", "ld.shared",
-         "byte 12 of shared memory", (3, 0, 0)),
+        (MINE + "setp.ne.u32 %p, %r0, 3; @%p st.shared.u32 [%r2], %r0; bar.sync 0;\nld.shared.u32 %s, [%r2];\n",
+         "ld.shared", "byte 12 of shared memory", (3, 0, 0)),
         ("ld.param.u64 %x1, [a];\nld.global.u32 %s, [%x1+16];\n", "ld.global", "byte 16 of argument 1", (0, 0, 0)),
         (".local .align 4 .b8 mem[8];\nld.local.u32 %s, [mem];\n", "ld.local", "local memory", (0, 0, 0)),
     ],
@@ -138,7 +141,8 @@ def test_uninitialised(body, marker, said, thread):
 
 
 def test_scratch_that_is_written_first_is_fine():
-    body = "ld.param.u64 %x1, [a]; mov.u32 %r0, %tid.x; mul.wide.u32 %x2, %r0, 4; add.u64 %x1, %x1, %x2; st.global.u32 [%x1], 3; ld.global.u32 %s, [%x1];"
+    body = """ld.param.u64 %x1, [a]; mov.u32 %r0, %tid.x; mul.wide.u32 %x2, %r0, 4; add.u64 %x1, %x1, %x2;
+    st.global.u32 [%x1], 3; ld.global.u32 %s, [%x1];"""
     assert not run(
         kernel(body + STORE, TWO), np.zeros(32, np.uint32), np.zeros(32, np.uint32), checks=["init"], uninitialised=[1]
     ).findings
@@ -148,20 +152,27 @@ def test_scratch_that_is_written_first_is_fine():
 
 NEIGHBOUR = "xor.b32 %r3, %r2, 128;\n"  # the same lane of the other warp (1024 + 4 * thread)
 RACES = {
-    "read after write": MINE + NEIGHBOUR + "st.shared.u32 [%r2], %r0;\nBARRIER\nld.shared.u32 %s, [%r3];\n",
-    "write after read": MINE + NEIGHBOUR + "st.shared.u32 [%r2], %r0;\nbar.sync 0;\nld.shared.u32 %s, [%r3];\nBARRIER\nst.shared.u32 [%r2], 0;\n",
-    "write after write": MINE + "mov.u32 %s, 1;\nst.shared.u32 [buf+256], %r1;\nBARRIER\nst.shared.u8 [buf+257], %s;\n".replace(
-        "st.shared.u32 [buf+256], %r1;", "setp.eq.u32 %p, %r0, 0;\n@%p st.shared.u32 [buf+256], 77;").replace(
-        "st.shared.u8", "setp.eq.u32 %q, %r0, 40;\n@%q st.shared.u8"),
-}  # fmt: skip
+    "read after write": "st.shared.u32 [%r2], %r0;\nBARRIER\nld.shared.u32 %s, [%r3];\n",
+    "write after read": """st.shared.u32 [%r2], %r0;
+        bar.sync 0;
+        ld.shared.u32 %s, [%r3];
+        BARRIER
+        st.shared.u32 [%r2], 0;
+        """,
+    "write after write": """mov.u32 %s, 1; setp.eq.u32 %p, %r0, 0; setp.eq.u32 %q, %r0, 40;
+        @%p st.shared.u32 [buf+256], 77;
+        BARRIER
+        @%q st.shared.u8 [buf+257], %s;
+        """,
+}
 
 
 @pytest.mark.parametrize("name", RACES)
 def test_a_missing_barrier_is_a_race(name):
     out = np.zeros(64, np.uint32)
-    with_barrier = kernel(RACES[name].replace("BARRIER", "bar.sync 1;") + STORE, outside=SHARED)
+    with_barrier = kernel(MINE + NEIGHBOUR + RACES[name].replace("BARRIER", "bar.sync 1;") + STORE, outside=SHARED)
     assert not run(with_barrier, out, threads=64, checks=["race", "init"]).findings
-    without = kernel(RACES[name].replace("BARRIER", "") + STORE, outside=SHARED)
+    without = kernel(MINE + NEIGHBOUR + RACES[name].replace("BARRIER", "") + STORE, outside=SHARED)
     (finding,) = run(without, out, threads=64, checks=["race"]).findings
     accesses = [i for i, line in enumerate(without.split("\n"), 1) if "shared.u" in line]
     assert (finding.kind, finding.line) == (

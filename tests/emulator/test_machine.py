@@ -1,13 +1,12 @@
 """Scheduling, memory, and what a launch refuses."""
 
-import time
-
 import numpy as np
 import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
 
+from .benchmark import lane_instructions_per_second
 from .kernels import HEADER, STORE, kernel, run, values
 
 TID = "mov.u32 %r0, %tid.x;"
@@ -33,7 +32,8 @@ def test_divergence_and_reconvergence():
 def test_lanes_meet_again_behind_a_branch():
     """The instruction behind the join is dispatched once for all lanes, not once for each path."""
     out = np.zeros(32, np.uint32)
-    body = f"{TID} and.b32 %r1, %r0, 1; setp.eq.u32 %p, %r1, 0; @%p bra A; mov.u32 %s, 1; bra J; A: mov.u32 %s, 2; J: {STORE}"
+    body = f"""{TID} and.b32 %r1, %r0, 1; setp.eq.u32 %p, %r1, 0; @%p bra A; mov.u32 %s, 1; bra J;
+    A: mov.u32 %s, 2; J: {STORE}"""
     result = run(kernel(body), out)
     assert result.steps == 4 + 3 + 9  # before, the two sides (2 + 1), the store
 
@@ -149,21 +149,45 @@ def test_lanes_of_a_collective_wait_for_each_other():
 
 
 def test_missing_lane_of_a_mask_is_a_deadlock():
-    text = kernel(
-        "mov.u32 %r0, %laneid; setp.lt.u32 %p, %r0, 7; L: @%p bra S; bar.sync 0;\nS: shfl.sync.bfly.b32 %s, %r0, 1, 31, -1; ret;"
-    )
+    body = """mov.u32 %r0, %laneid; setp.lt.u32 %p, %r0, 7; @%p bra S; bar.sync 0;
+    S: shfl.sync.bfly.b32 %s, %r0, 1, 31, -1; ret;"""
+    text = kernel(body)
     with pytest.raises(Deadlock, match="the rest of its warp"):
         run(text, np.zeros(1))
 
 
 def test_special_registers_in_three_dimensions():
-    body = """mov.u32 %r0, %tid.x; mov.u32 %r1, %tid.y; mov.u32 %r2, %tid.z; mad.lo.u32 %r3, %r2, 3, %r1; mad.lo.u32 %r3, %r3, 5, %r0;
-    mov.u32 %r4, %ctaid.y; mov.u32 %r5, %nctaid.x; mov.u32 %r6, %ctaid.x; mad.lo.u32 %r4, %r4, %r5, %r6; mad.lo.u32 %r7, %r4, 30, %r3;
-    ld.param.u64 %x1, [out]; mul.wide.u32 %x2, %r7, 4; add.u64 %x1, %x1, %x2; mov.u32 %r8, %warpid; mad.lo.u32 %r8, %r8, 1000, %r7;
+    body = """mov.u32 %r0, %tid.x; mov.u32 %r1, %tid.y; mov.u32 %r2, %tid.z;
+    mad.lo.u32 %r3, %r2, 3, %r1; mad.lo.u32 %r3, %r3, 5, %r0;
+    mov.u32 %r4, %ctaid.y; mov.u32 %r5, %nctaid.x; mov.u32 %r6, %ctaid.x; mad.lo.u32 %r4, %r4, %r5, %r6;
+    mad.lo.u32 %r7, %r4, 30, %r3;
+    ld.param.u64 %x1, [out]; mul.wide.u32 %x2, %r7, 4; add.u64 %x1, %x1, %x2;
+    mov.u32 %r8, %warpid; mad.lo.u32 %r8, %r8, 1000, %r7;
     st.global.u32 [%x1], %r8; ret;"""
     out = np.zeros(180, np.uint32)
     emulator.run(kernel(body), None, [out], grid=(3, 2), block=(5, 3, 2))
     assert out.tolist() == list(range(180))
+
+
+def test_switch():
+    body = f"""{TID} and.b32 %r1, %r0, 3; mov.u32 %s, 0;
+    T: .branchtargets A, B, C, A;
+    brx.idx %r1, T;
+    A: add.u32 %s, %s, 1; B: add.u32 %s, %s, 10; C: add.u32 %s, %s, 100;"""
+    assert values(body).tolist() == [111, 110, 100, 111] * 8
+    with pytest.raises(EmulationError, match="index 4 of 4 targets"):
+        values(body.replace("and.b32 %r1, %r0, 3", "and.b32 %r1, %r0, 7"))
+
+
+def test_one_array_twice():
+    both = np.zeros(32, np.uint32)
+    body = OUT_AT + "ld.param.u64 %x3, [b]; add.u64 %x3, %x3, %x2; st.global.u32 [%x1], %r0; ld.global.u32 %s, [%x3];"
+    run(
+        kernel(body + "add.u32 %s, %s, 100; st.global.u32 [%x3], %s; ret;", ".param .u64 out, .param .u64 b"),
+        both,
+        both,
+    )
+    assert both.tolist() == list(range(100, 132))
 
 
 def test_many_waves():
@@ -224,7 +248,8 @@ def test_spaces_and_generic_addresses():
     body = f"""{TID} mov.u32 %r1, buf; shl.b32 %r2, %r0, 2; add.u32 %r1, %r1, %r2; st.shared.u32 [%r1], %r0; bar.sync 0;
     mov.u64 %x1, buf; cvta.shared.u64 %x2, %x1; ld.u32 %r3, [%x2+12]; isspacep.shared %p, %x2;
     cvta.to.shared.u64 %x4, %x2; ld.shared.u32 %r5, [%x4+8];
-    .local .align 8 .b8 depot[16]; mov.u64 %x5, depot; st.local.u32 [%x5+4], %r0; cvta.local.u64 %x6, %x5; ld.u32 %r6, [%x6+4];
+    .local .align 8 .b8 depot[16]; mov.u64 %x5, depot; st.local.u32 [%x5+4], %r0;
+    cvta.local.u64 %x6, %x5; ld.u32 %r6, [%x6+4];
     mov.u64 %x7, table; cvta.const.u64 %x7, %x7; ld.u8 %r7, [%x7+2]; ld.const.s8 %r8, [table+3];
     add.u32 %s, %r3, %r5; mad.lo.u32 %s, %r6, 100, %s; add.u32 %s, %s, %r7; add.u32 %s, %s, %r8; @!%p mov.u32 %s, 0;"""
     outside = ".shared .align 8 .b8 buf[256]; .const .align 1 .b8 table[4] = {0, 0, 50, -1};"
@@ -233,14 +258,16 @@ def test_spaces_and_generic_addresses():
 
 def test_dynamic_shared_memory_lies_behind_the_static():
     outside = ".extern .shared .align 16 .b8 dyn[];"
-    body = ".shared .align 4 .b8 fixed[20]; mov.u32 %r1, dyn; mov.u32 %r2, fixed; sub.u32 %s, %r1, %r2; st.shared.u32 [dyn+60], %s;"
+    body = """.shared .align 4 .b8 fixed[20];
+    mov.u32 %r1, dyn; mov.u32 %r2, fixed; sub.u32 %s, %r1, %r2; st.shared.u32 [dyn+60], %s;"""
     assert set(values(body, outside=outside, shared_bytes=64)) == {32}
     with pytest.raises(MemoryFault, match="out of bounds"):
         values(body, outside=outside, shared_bytes=60)
 
 
 def test_narrow_and_wide_registers():
-    body = "mov.u32 %r1, 0x12F4; cvt.u16.u32 %h1, %r1; mov.b32 %r2, {%h1, %h1}; mov.b32 {%h2, %h3}, %r2; cvt.s32.s8 %s, %h3; "
+    body = """mov.u32 %r1, 0x12F4; cvt.u16.u32 %h1, %r1; mov.b32 %r2, {%h1, %h1};
+    mov.b32 {%h2, %h3}, %r2; cvt.s32.s8 %s, %h3; """
     assert set(values(body)) == {0xFFFFFFF4}
 
 
@@ -262,8 +289,11 @@ def test_arguments_are_refused_before_anything_runs():
     for said, args in bad.items():
         with pytest.raises(ArgumentError, match=said):
             emulator.run(text, "k", args, grid=1, block=1)
-    for more, said in [({"block": 2000}, "1024"), ({"grid": 0}, "positive"), ({"checks": ["rase"]}, "rase"), ({"mode": "x"}, "mode"),
-                       ({"shared_bytes": 10**6}, "227"), ({"cluster": 2}, "divide")]:  # fmt: skip
+    launches = {
+        "1024": {"block": 2000}, "positive": {"grid": 0}, "rase": {"checks": ["rase"]}, "mode": {"mode": "x"},
+        "227": {"shared_bytes": 10**6}, "divide": {"cluster": 2},
+    }  # fmt: skip
+    for said, more in launches.items():
         with pytest.raises(ArgumentError, match=said):
             emulator.run(text, "k", good, **{"grid": 1, "block": 1, **more})
     with pytest.raises(ArgumentError, match="one of k"):
@@ -304,14 +334,5 @@ def test_reqntid():
 
 
 def test_speed():
-    """A straight kernel runs at 20 million lane-instructions a second and more (measured: well over 100)."""
-    out = np.zeros(1 << 16, np.uint32)
-    body = kernel("mov.u32 %s, 1;" + "mad.lo.u32 %s, %s, 3, %s; xor.b32 %s, %s, 0x80808080;" * 20 + STORE)
-    best = min(_seconds(lambda: run(body, out, threads=128, blocks=512)) for _ in range(3))
-    assert (1 << 16) * 50 / best > 20e6
-
-
-def _seconds(call) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+    """Parse and copies included; the benchmark shows that there is room."""
+    assert lane_instructions_per_second(1 << 14) > 20e6

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from operator import mul, sub
 
 import numpy as np
 import pytest
@@ -135,8 +136,8 @@ ORACLES = {
     "mad.lo.cc.u32 %t, {a:u32}, {b:u32}, {c:u32}; madc.hi.u32 {d:u32}, {a:u32}, {b:u32}, {g:u32};": (
         lambda a, b, c, g: (a * b >> 32) + g + ((a * b & 0xFFFFFFFF) + c >> 32)
     ),
-    f"dp4a.s32.u32 {ABC}": lambda a, b, c: c + sum(x * y for x, y in zip(parts(a, 8, True), parts(b, 8, False), strict=True)),
-    f"dp2a.hi.u32.s32 {ABC}": lambda a, b, c: c + sum(x * y for x, y in zip(parts(a, 16, False), parts(b, 8, True)[2:], strict=True)),
+    f"dp4a.s32.u32 {ABC}": lambda a, b, c: c + sum(map(mul, parts(a, 8, True), parts(b, 8, False))),
+    f"dp2a.hi.u32.s32 {ABC}": lambda a, b, c: c + sum(map(mul, parts(a, 16, False), parts(b, 8, True)[2:])),
     f"and.b32 {AB}": lambda a, b: a & b,
     f"xor.b64 {QAB}": lambda a, b: a ^ b,
     "not.b16 {d:u16}, {a:u16};": lambda a: ~a,
@@ -168,9 +169,10 @@ ORACLES = {
     f"prmt.b32 {ABC}": prmt,
     "prmt.b32 {d:u32}, {a:u32}, {b:u32}, 0xba98;": lambda a, b: prmt(a, b, 0xBA98),
     "prmt.b32 {d:u32}, 0x12345678, 0x9abcdef0, {a:u32};": lambda a: prmt(0x12345678, 0x9ABCDEF0, a),
-    "prmt.b32.b4e {d:u32}, {a:u32}, {b:u32}, {c:u32};": lambda a, b, c: prmt(a, b, [0x5670, 0x6701, 0x7012, 0x0123][c & 3]),
+    f"prmt.b32.b4e {ABC}": lambda a, b, c: prmt(a, b, [0x5670, 0x6701, 0x7012, 0x0123][c & 3]),
     **{f"setp.{name}.s32 {{p:pred}}, {{a:u32}}, {{b:u32}};": (lambda a, b, f=f: f(s(a), s(b))) for name, f in {
-        "eq": int.__eq__, "ne": int.__ne__, "lt": int.__lt__, "le": int.__le__, "gt": int.__gt__, "ge": int.__ge__}.items()},
+        "eq": int.__eq__, "ne": int.__ne__, "lt": int.__lt__, "le": int.__le__, "gt": int.__gt__, "ge": int.__ge__,
+    }.items()},
     "setp.hi.u32 {p:pred}, {a:u32}, {b:u32};": lambda a, b: a > b,
     "setp.lt.and.u32 _|{q:pred}, {a:u32}, {b:u32}, {c:pred};": lambda a, b, c: (not a < b) and c,
     "selp.b32 {d:u32}, {a:u32}, {b:u32}, {c:pred};": lambda a, b, c: a if c else b,
@@ -196,7 +198,9 @@ ORACLES = {
     f"vmin4.s32.s32.s32 {ABC}": simd(min, 8, True),
     f"vmax2.u32.u32.u32 {ABC}": simd(max, 16, False),
     f"vset4.u32.u32.lt {ABC}": simd(lambda x, y: int(x < y), 8, False),
-    f"vabsdiff4.u32.u32.u32.add {ABC}": lambda a, b, c: c + sum(abs(x - y) for x, y in zip(parts(a, 8, False), parts(b, 8, False), strict=True)),
+    f"vabsdiff4.u32.u32.u32.add {ABC}": (
+        lambda a, b, c: c + sum(map(abs, map(sub, parts(a, 8, False), parts(b, 8, False))))
+    ),
     "vadd4.u32.u32.u32 {d:u32}.b31, {a:u32}.b0246, {b:u32}.b7531, {c:u32};": lambda a, b, c: join(
         [*(v for p in [(parts(a, 8, False) + parts(b, 8, False))] for v in (
             parts(c, 8, False)[0], p[4] + p[3], parts(c, 8, False)[2], p[0] + p[7]))], 8),
@@ -237,7 +241,7 @@ FORMATS = {"f16": (11, -14, 15), "bf16": (8, -126, 127), "f32": (24, -126, 127),
 
 def decode(raw: int, kind: str):
     """Raw bits -> Fraction, or a float that is infinite, not a number, or a negative zero."""
-    precision, low, high = FORMATS[kind]
+    precision, low, _ = FORMATS[kind]
     bits = 16 if "16" in kind else int(kind[1:])
     mantissa, exponent = raw & (1 << precision - 1) - 1, raw >> precision - 1 & (1 << bits - precision) - 1
     sign = -1 if raw >> bits - 1 else 1
@@ -289,7 +293,7 @@ def near_ties(kind):
     """Numbers with few bits at both ends of the mantissa: their sums and products fall halfway, or just beside."""
     precision, width = FORMATS[kind][0], 16 if "16" in kind else int(kind[1:])
     return st.builds(
-        lambda sign, exponent, top, bottom: sign << width - 1 | exponent << precision - 1 | top << precision - 3 | bottom,
+        lambda sign, exponent, top, low: sign << width - 1 | exponent << precision - 1 | top << precision - 3 | low,
         st.integers(0, 1), st.integers(0, (1 << width - precision) - 2), st.integers(0, 3), st.integers(0, 3),
     )  # fmt: skip
 

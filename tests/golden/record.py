@@ -1,8 +1,8 @@
 """Record golden vectors on a GPU: `python tests/golden/record.py [--out DIR]`. Needs CuPy and NumPy, nothing else.
 
 Each case is compiled and run alone, so one that fails costs only itself; failures are listed at the end, and in the
-summary. Writes `vectors.npz` (one array per case and destination, named `case.destination`, and a checksum of each case's
-inputs) and `recorded.json` (device, driver, failures).
+summary. Writes `vectors.npz` (one array per case and destination, named `case.destination`, and a checksum of each
+case's inputs) and `recorded.json` (device, driver, failures).
 """
 
 import argparse
