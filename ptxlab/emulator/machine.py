@@ -89,6 +89,8 @@ class Machine(Wave):
                     step = watcher.around_guard(instruction, step)
         except UnknownOpcode:
             raise UnknownInstruction(f"{instruction.where}: the emulator does not know this instruction") from None
+        except IndexError:
+            raise SourceError(instruction.path, instruction.line, "operands are missing", instruction.text) from None
         except ValueError as error:
             raise SourceError(instruction.path, instruction.line, str(error), instruction.text) from None
         return step

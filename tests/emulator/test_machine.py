@@ -175,7 +175,7 @@ def test_switch():
     brx.idx %r1, T;
     A: add.u32 %s, %s, 1; B: add.u32 %s, %s, 10; C: add.u32 %s, %s, 100;"""
     assert values(body).tolist() == [111, 110, 100, 111] * 8
-    with pytest.raises(EmulationError, match="index 4 of 4 targets"):
+    with pytest.raises(EmulationError, match="index 7 of 4 targets"):
         values(body.replace("and.b32 %r1, %r0, 3", "and.b32 %r1, %r0, 7"))
 
 
