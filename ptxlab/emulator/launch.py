@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 # modules enter their instructions into the tables when they are imported
-from ptxlab.emulator import atomic, collective, convert, floating, integer, sync, video  # noqa: F401
+from ptxlab.emulator import atomic, bits, collective, control, convert, floating, integer, sync, video  # noqa: F401
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
 from ptxlab.emulator.ir import Entry, Module
-from ptxlab.emulator.machine import Launch, Machine
+from ptxlab.emulator.machine import Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
 from ptxlab.emulator.parse import parse
 from ptxlab.emulator.race import Races
 from ptxlab.emulator.types import Array
+from ptxlab.emulator.wave import Launch
 from ptxlab.errors import ArgumentError
 
 CHECKS = frozenset({"lanes", "race", "init", "async"})
@@ -70,7 +71,7 @@ def run(
     started = time.perf_counter()
     module = parse(module) if isinstance(module, str) else module
     kernel = _kernel(module, entry)
-    sizes = [_size(name, value) for name, value in (("grid", grid), ("block", block), ("cluster", cluster))]
+    sizes = _size("grid", grid), _size("block", block), _size("cluster", cluster)
     checks = frozenset(checks)
     _check_launch(kernel, *sizes, shared_bytes, checks, mode)
     _check_arguments(kernel, args)

@@ -100,10 +100,12 @@ class Races(Watcher):
         return (past != 0) & (other != warps) & (self.seen[warps, other] < time)
 
     def compare(self, access: Access, lanes: Lanes, places: Array, warps: Array, events: Array, strong: bool, what: str,
-                among: Array | bool = True) -> None:  # fmt: skip
+                among: Array | None = None) -> None:  # fmt: skip
         """Report the accesses that race with past ones."""
         past = events[places]
-        wrong = self.unordered(past, warps) & among
+        wrong = self.unordered(past, warps)
+        if among is not None:
+            wrong &= among
         if strong:
             wrong &= past & _STRONG == 0
         if not wrong.any():

@@ -47,7 +47,7 @@ def main() -> int:
         for case in every:
             try:
                 outputs = record(case, Path(folder))
-            except Exception as error:  # noqa: BLE001  (whatever the driver says about this one)
+            except Exception as error:
                 failures[case.name] = f"{type(error).__name__}: {str(error)[:300]}"
                 continue
             vectors.update({f"{case.name}.{name}": array for name, array in outputs.items()})
