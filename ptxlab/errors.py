@@ -46,6 +46,10 @@ class UnavailableError(PtxlabError):
     """Something this machine lacks (GPU, CuPy, ptxas ...); the message says what to install or to pass."""
 
 
+class LaunchError(PtxlabError):
+    """The GPU's driver refused a launch, or a kernel failed on the GPU."""
+
+
 class EmulationError(PtxlabError):
     """The emulated kernel did something that would fault or hang on a GPU."""
 

@@ -1,0 +1,16 @@
+// dequant_qoq_channel: the CUDA C++ twin of ptx/dequant/dequant_qoq_channel.ptx; contract, word and tile are stated there.
+// Only unpack; the zero point is left to the epilogue, QServe section 5.2.2.
+#include "dequant.cuh"
+
+extern "C" __global__ void __launch_bounds__(256)
+dequant_qoq_channel(const uint2* __restrict__ qweight,  // u32 [R, K/8]
+                    uint4* __restrict__ out,            // u8  [R, K]
+                    unsigned int pairs)                 // R*K/16: one thread takes a pair of words, 16 weights
+{
+    const unsigned int index = blockIdx.x * 256 + threadIdx.x;
+    if (index >= pairs) return;
+    const uint2 q = __ldcs(qweight + index);
+    const uint2 first = ptxlab::dequant_qoq_channel(q.x);  // @word dequant_qoq_channel(q) -> uint2
+    const uint2 second = ptxlab::dequant_qoq_channel(q.y);
+    __stcs(out + index, make_uint4(first.x, first.y, second.x, second.y));
+}

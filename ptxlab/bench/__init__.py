@@ -1,0 +1,100 @@
+"""Benchmarks: kernels beside their floor and their peers, recorded as JSON."""
+
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+from ptxlab import __version__, gpu, kernels, toolchain
+from ptxlab.bench import dequant, emulation
+from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
+from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, save
+from ptxlab.errors import ArgumentError
+
+__all__ = [
+    "SUITES",
+    "Ceilings",
+    "Record",
+    "Row",
+    "Slower",
+    "as_table",
+    "compare",
+    "default_path",
+    "load",
+    "measure_ceilings",
+    "run_suite",
+    "save",
+    "shortfall",
+]
+
+SUITES: dict[str, Any] = {"dequant": dequant.rows}
+
+
+def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> Record:
+    """Measure a suite, or one kernel of it, on the current GPU (the suite `emulator`: on the CPU).
+
+    Args:
+        suite: `"dequant"`, `"emulator"`, or a kernel's name.
+        progress: called with what is measured next.
+
+    Returns:
+        The record; its `invalid` says why it must not be used, if the card is slower than it should be.
+
+    Raises:
+        ArgumentError: no such suite.
+        BenchmarkError: a timed kernel gave wrong results.
+        UnavailableError: no GPU here, or no ptxas.
+    """
+    if suite == "emulator":
+        device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
+        return Record(suite, device, _versions(None), {}, tuple(emulation.rows(progress)))
+    family = suite if suite in SUITES else kernels.find(suite)[0].family
+    if family not in SUITES:
+        raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
+    info = gpu.device_info()
+    names = [name for name, spec in kernels.specs().items() if suite in (name, spec.family)]
+    progress("ceilings")
+    ceilings = measure_ceilings()
+    rows = tuple(SUITES[family](names, ceilings, progress))
+    return Record(
+        suite=suite,
+        device={
+            "name": info.name,
+            "slug": info.slug,
+            "driver": info.driver,
+            "sms": info.sms,
+            "l2_bytes": info.l2_bytes,
+            "memory_bytes": info.memory_bytes,
+        },
+        versions=_versions(info),
+        ceilings=ceilings.to_json(),
+        rows=rows,
+        invalid=shortfall(ceilings, info.slug),
+    )
+
+
+def as_table(record: Record) -> tuple[str, list[str], list[list[str]]]:
+    """The record for the terminal: title, columns (right-aligned where the name ends in `>`), rows."""
+    ceilings = ", ".join(f"{name} {value:.2f}" for name, value in record.ceilings.items())
+    columns = ["kernel", "measure", "µs>", "rate>", "unit", "of floor>", "set by"]
+    rows = [
+        [
+            f"{row.kernel}.{row.source}",
+            row.measure,
+            f"{row.time_us:.2f}",
+            f"{row.rate:.1f}",
+            row.rate_unit,
+            f"{row.fraction:.1%}",
+            row.limit,
+        ]
+        for row in record.rows
+    ]
+    invalid = f"  NOT VALID: {record.invalid}" if record.invalid else ""
+    return f"{record.suite} on {record.device['name']}: {ceilings}{invalid}", columns, rows
+
+
+def _versions(info: gpu.DeviceInfo | None) -> dict[str, str]:
+    own = {"ptxlab": __version__, "python": platform.python_version(), "numpy": metadata.version("numpy")}
+    if info is None:
+        return own
+    return {**own, "cupy": info.cupy, "cuda-bindings": metadata.version("cuda-bindings"), **toolchain.versions()}

@@ -1,0 +1,70 @@
+"""What this card's memory reaches right now, measured in the same run as everything that is compared with it."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab import cost, gpu
+from ptxlab.bench.timing import measure
+from ptxlab.errors import BenchmarkError
+from ptxlab.sources import Source
+from ptxlab.spec import Launch
+
+ALLOWED_SHORTFALL = 0.03
+_BUFFER = 4 << 30
+_RANDOM = 128 << 20  # distinct random bytes; repeated to fill the buffer
+_THREADS = 512
+_PER_BLOCK = _THREADS * 8 * 16  # bytes that one block of read.ptx reads
+_SUMS = 1024
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Device memory, in TB/s (10^12 bytes): reading alone, and copying with bytes read plus bytes written."""
+
+    read_tbps: float
+    copy_tbps: float
+
+    def to_json(self) -> dict[str, float]:
+        """As JSON-ready values."""
+        return asdict(self)
+
+
+def measure_ceilings() -> Ceilings:
+    """Measure on the current device; takes 4 GiB of its memory for a second or two."""
+    block = np.frombuffer(np.random.default_rng(0).bytes(_RANDOM), np.uint32)
+    data = gpu.empty((_BUFFER // _RANDOM, block.size), np.uint32)
+    first = gpu.to_device(block)
+    for row in data:
+        gpu.copy_bytes(row, first)
+    lower, upper = data[: len(data) // 2], data[len(data) // 2 :]
+    read = _read_tbps(data, block)
+    copied = gpu.time_calls(lambda: gpu.copy_bytes(upper, lower))
+    return Ceilings(read, 2 * lower.nbytes / copied / 1e6)
+
+
+def shortfall(ceilings: Ceilings, device: str) -> str:
+    """Why a record with these ceilings is not valid; empty if it is, or if there is no sheet for the device."""
+    if device not in cost.SHEETS:
+        return ""
+    expected = cost.sheet(device)
+    for what, here, there in (
+        ("read", ceilings.read_tbps, expected.read_tbps),
+        ("copy", ceilings.copy_tbps, expected.copy_tbps),
+    ):
+        if here < there * (1 - ALLOWED_SHORTFALL):
+            return f"memory {what} reaches {here:.2f} TB/s, {1 - here / there:.0%} below the {there:.2f} of this card"
+    return ""
+
+
+def _read_tbps(data: Any, block: np.ndarray) -> float:
+    sums = gpu.to_device(np.zeros(_SUMS, np.uint32))
+    kernel = gpu.load(Source.read(Path(__file__).with_name("read.ptx")), "stream_read")
+    read = gpu.prepare(kernel, [data, sums], Launch((_BUFFER // _PER_BLOCK, 1, 1), (_THREADS, 1, 1)))
+    read()
+    expected = _BUFFER // _RANDOM * block.sum(dtype=np.uint64) % 2**32
+    if gpu.to_host(sums).sum(dtype=np.uint64) % 2**32 != expected:
+        raise BenchmarkError("memory read: the sums of the kernel are wrong")
+    return _BUFFER / measure([read]).us / 1e6

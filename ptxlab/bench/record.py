@@ -1,0 +1,183 @@
+"""Records of measurements: JSON under `notebooks/results/<gpu>/`, written whole, checked when read, compared."""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ptxlab import sources
+from ptxlab.errors import ArgumentError, FileError
+from ptxlab.files import write_whole
+
+SCHEMA = 1
+TOLERANCE = 0.03
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement beside its floor.
+
+    Attributes:
+        kernel: its name.
+        source: `"ptx"` or `"cu"`.
+        measure: what was measured, `"streaming"`, `"registers"` ...
+        sizes: symbols of the spec.
+        config: `-D` constants.
+        time_us: median per call, likewise `fastest_us` and `slowest_us`.
+        rate: what rows are compared by; more is better.
+        rate_unit: its unit.
+        bytes: compulsory traffic of one call.
+        operations: arithmetic operations of one call.
+        floor_us: the least time that one call could take here.
+        fraction: `floor_us / time_us`.
+        limit: what sets the floor.
+        sm_mhz: SM clock during the measurement.
+        checked: how the results of the timed kernel were checked.
+        peers: time of other libraries for the same work in the same run, microseconds by name.
+        more: further figures of this measure.
+    """
+
+    kernel: str
+    source: str
+    measure: str
+    sizes: dict[str, int]
+    time_us: float
+    fastest_us: float
+    slowest_us: float
+    rate: float
+    rate_unit: str
+    bytes: int
+    operations: int
+    floor_us: float
+    fraction: float
+    limit: str
+    sm_mhz: float
+    checked: str
+    config: dict[str, int] = field(default_factory=dict)
+    peers: dict[str, float] = field(default_factory=dict)
+    more: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What identifies the measurement across records."""
+        shape = tuple(sorted(self.sizes.items())), tuple(sorted(self.config.items()))
+        return self.kernel, self.source, self.measure, *shape
+
+    def __str__(self) -> str:
+        shape = ", ".join(f"{n}={v}" for n, v in {**self.sizes, **self.config}.items())
+        return f"{self.kernel}.{self.source} {self.measure} ({shape})"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of a suite.
+
+    Attributes:
+        suite: its name.
+        device: name, slug, driver and sizes of the GPU.
+        versions: of every tool and library that took part.
+        commit: of the sources, with `+` behind it if they were changed since; `"unknown"` outside a checkout.
+        date: when it was measured, UTC, ISO 8601.
+        ceilings: measured in the same run.
+        rows: the measurements.
+        invalid: why the record must not be used; empty for a valid one.
+        schema: version of this layout.
+    """
+
+    suite: str
+    device: dict[str, Any]
+    versions: dict[str, str]
+    ceilings: dict[str, float]
+    rows: tuple[Row, ...]
+    commit: str = field(default_factory=lambda: commit())
+    date: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    invalid: str = ""
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON-ready values."""
+        return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
+
+
+@dataclass(frozen=True)
+class Slower:
+    """A row that got slower than in an older record."""
+
+    row: Row
+    old_rate: float
+
+    def __str__(self) -> str:
+        loss = 1 - self.row.rate / self.old_rate
+        return f"{self.row}: {self.row.rate:.4g} {self.row.rate_unit}, was {self.old_rate:.4g} ({loss:.1%} less)"
+
+
+def default_path(record: Record) -> Path:
+    """`notebooks/results/<gpu>/<suite>.json`."""
+    return sources.results_dir() / str(record.device["slug"]) / f"{record.suite}.json"
+
+
+def save(record: Record, path: Path | None = None) -> Path:
+    """Write a record, whole or not at all; returns where."""
+    path = path or default_path(record)
+    text = json.dumps(record.to_json(), indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{path.parent}: cannot be made: {error.strerror}") from None
+    write_whole(path, lambda file: file.write(text.encode()))
+    return path
+
+
+def load(path: Path) -> Record:
+    """Read a record; `FileError` says in one line why a file is none."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise FileError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise FileError(f"{path}: not a benchmark record of schema {SCHEMA}")
+    try:
+        record = Record(**{**found, "rows": tuple(_row(row) for row in found["rows"])})
+    except (TypeError, KeyError, ValueError) as error:
+        raise FileError(f"{path}: not a benchmark record: {error}") from None
+    return record
+
+
+def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slower]:
+    """Rows whose rate fell by more than `tolerance` against the same row of an older record of the same GPU."""
+    if new.device.get("slug") != old.device.get("slug"):
+        raise ArgumentError("against", f"a record of {new.device.get('slug')}", old.device.get("slug"))
+    before = {row.key: row.rate for row in old.rows}
+    return [
+        Slower(row, before[row.key])
+        for row in new.rows
+        if row.key in before and row.rate < before[row.key] * (1 - tolerance)
+    ]
+
+
+def commit() -> str:
+    """The checkout's commit, with `+` if files differ from it; `$PTXLAB_COMMIT` where there is no history."""
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("PTXLAB_COMMIT", "unknown")
+
+
+def _row(found: Mapping[str, Any]) -> Row:
+    row = Row(**found)
+    for name in (f.name for f in fields(Row) if f.type in (float, int)):
+        if not isinstance(getattr(row, name), int | float):
+            raise ValueError(f"{name} is no number")
+    return row

@@ -1,0 +1,81 @@
+"""Timing by replayed CUDA graphs, with the SM clock measured over the very replays."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import BenchmarkError
+from ptxlab.sources import Source
+from ptxlab.spec import Launch
+
+BEYOND_L2 = 200_000_000  # bytes that calls must touch between two visits of the same buffer
+REPLAYS = 20
+_GRAPH_US = 2000.0  # one replay lasts about this long, so that its launch does not count
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Microseconds per call over `REPLAYS` replays, and the median SM clock meanwhile in MHz."""
+
+    us: float
+    fastest: float
+    slowest: float
+    sm_mhz: float
+
+
+def copies_beyond_l2(nbytes: int) -> int:
+    """How many copies of a buffer to rotate over, so that every call finds it in memory and not in the L2."""
+    return max(1, math.ceil(BEYOND_L2 / nbytes))
+
+
+def measure(calls: Sequence[Callable[[], None]]) -> Measured:
+    """Time calls that enqueue device work (`gpu.prepare`), one after the other, again and again.
+
+    Args:
+        calls: one round: the same kernel over rotating buffers.
+    """
+    probe = gpu.capture(calls).time(replays=3)
+    rounds = max(1, math.ceil(_GRAPH_US / (probe.median * len(calls))))
+    graph = gpu.capture([*calls] * rounds)
+    clock = _Clock()
+    graph.run(clock.start)
+    timing = graph.time(replays=REPLAYS)
+    graph.run(clock.stop)
+    graph.synchronize()
+    return Measured(timing.median, timing.fastest, timing.slowest, clock.mhz())
+
+
+class _Clock:
+    """Stamps every SM's clock counter and the time, twice."""
+
+    def __init__(self) -> None:
+        blocks = 2 * gpu.device_info().sms  # so that every SM gets one
+        stamp = gpu.load(Source.read(Path(__file__).with_name("stamp.ptx")), "stamp")
+        geometry = Launch((blocks, 1, 1), (1, 1, 1))
+        self._stamps = [gpu.to_device(np.zeros((blocks, 3), np.uint64)) for _ in range(2)]
+        self.start, self.stop = (gpu.prepare(stamp, [stamps], geometry) for stamps in self._stamps)
+
+    def mhz(self) -> float:
+        before, after = ({sm: (c, t) for sm, c, t in gpu.to_host(s).tolist()} for s in self._stamps)
+        return clock_mhz(before, after)
+
+
+def clock_mhz(before: dict[int, tuple[int, int]], after: dict[int, tuple[int, int]]) -> float:
+    """Median clock rate over the SMs that were stamped twice.
+
+    Args:
+        before: SM -> (clocks, nanoseconds).
+        after: likewise, later.
+    """
+    rates = [
+        1e3 * (after[sm][0] - clocks) / (after[sm][1] - time)
+        for sm, (clocks, time) in before.items()
+        if sm in after and after[sm][1] > time
+    ]
+    if not rates:
+        raise BenchmarkError("SM clock: no SM was stamped twice")
+    return float(np.median(rates))

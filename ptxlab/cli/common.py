@@ -1,0 +1,52 @@
+"""What all commands share: the console, JSON, progress bars, tables, and errors turned into exit codes."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+FAILED, BAD_INPUT = 1, 2
+
+console = Console()
+notes = Console(stderr=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+Backend = Annotated[str | None, typer.Option(help="gpu or emulator; by default the GPU where there is one.")]
+Arch = Annotated[str, typer.Option(help="Architecture to compile for, such as sm_90a.")]
+
+
+def print_json(value: Any) -> None:
+    """Print JSON on standard output."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+@contextmanager
+def progress_bar(title: str, total: int | None, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A progress bar on the terminal; the callable advances it by one and names what is being done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+
+        def advance(label: str) -> None:
+            progress.update(task, advance=1, description=escape(label))
+
+        yield advance
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
+    """A table; columns whose name ends in `>` are right-aligned, and the first, a name, is never broken."""
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        justify: Literal["left", "right"] = "right" if column.endswith(">") else "left"
+        made.add_column(column.rstrip(">"), justify=justify, overflow="fold", no_wrap=index == 0)
+    for row in rows:
+        made.add_row(*(escape(str(cell)) for cell in row))
+    return made

@@ -1,0 +1,95 @@
+"""Commands that measure: `sass`, `bench`, `report`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ptxlab import counts, kernels
+from ptxlab import report as reports
+from ptxlab import sass as sass_tools
+from ptxlab.cli.common import FAILED, Arch, AsJson, console, print_json, progress_bar, table
+from ptxlab.errors import ArgumentError
+
+
+def sass(
+    targets: Annotated[
+        list[str] | None, typer.Argument(help="NAME, NAME.cu or FILE[:entry]; two are shown side by side.")
+    ] = None,
+    arch: Arch = "sm_90a",
+    record: Annotated[bool, typer.Option(help="Renew the shipped counts of all kernels instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compile and count: instructions by opcode and pipe, registers, spills, ALU instructions per 8 weights."""
+    if record:
+        return console.print(f"recorded in {counts.save()}")
+    if not targets:
+        raise ArgumentError("targets", "one or two kernels or files", "none")
+    found = [_report(target, arch) for target in targets]
+    if as_json:
+        return print_json([r.to_json() for r in found] if len(found) > 1 else found[0].to_json())
+    names = [r.name for r in found]
+    facts = [
+        ("ALU instructions per 8 weights", *("-" if r.alu_per_8 is None else f"{r.alu_per_8:g}" for r in found)),
+        ("registers", *(r.registers for r in found)),
+        ("spilled bytes", *(r.spill_stores + r.spill_loads for r in found)),
+        ("warnings", *("; ".join(r.warnings) or "none" for r in found)),
+    ]
+    columns = [f"{n}>" for n in names]
+    console.print(table(f"{arch}, {', '.join(found[0].tools)}", ("", *columns), facts))
+    for title, columns_of in (
+        ("Per 8 weights, by opcode", [r.opcodes_per_8 for r in found]),
+        ("Whole kernel, by pipe", [r.pipes for r in found]),
+        ("Whole kernel, by opcode", [r.opcodes for r in found]),
+    ):
+        keys = sorted({k for c in columns_of for k in c}, key=lambda k: (-max(c.get(k, 0) for c in columns_of), k))
+        if keys:
+            console.print(table(title, ("", *columns), [(k, *(f"{c.get(k, 0):g}" for c in columns_of)) for k in keys]))
+
+
+def _report(target: str, arch: str) -> sass_tools.Report:
+    _, source, entry = kernels.resolve(target)
+    return sass_tools.report(source, arch, entry=entry)
+
+
+def bench(
+    suite: Annotated[str, typer.Argument(help="A suite (dequant, emulator), or one kernel of it.")],
+    against: Annotated[Path | None, typer.Option(help="A record to compare with: fails if a row got slower.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the record; by default notebooks/results/<gpu>/.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time kernels against their floor on this machine's GPU (the suite emulator: on its CPU), and record it."""
+    from ptxlab import bench as benches
+
+    with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:
+        record = benches.run_suite(suite, progress=advance)
+    path = benches.save(record, out)
+    slower = benches.compare(record, benches.load(against)) if against else []
+    if as_json:
+        print_json(record.to_json())
+    else:
+        console.print(table(*benches.as_table(record)))
+        console.print(f"recorded in {escape(str(path))}", soft_wrap=True)
+        for line in slower:
+            console.print(f"[red]slower[/] {escape(str(line))}")
+    if slower:
+        raise typer.Exit(FAILED)
+
+
+def report(
+    check: Annotated[bool, typer.Option(help="Change nothing; fail if something is out of date.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuild the README's tables and pictures from the specs and the recorded measurements."""
+    changed = reports.update(write=not check)
+    if as_json:
+        print_json([str(path) for path in changed])
+    else:
+        console.print(
+            "\n".join(f"{'out of date' if check else 'updated'}: {path}" for path in changed) or "all up to date"
+        )
+    if check and changed:
+        raise typer.Exit(FAILED)

@@ -1,0 +1,196 @@
+"""Commands on kernels: `list`, `show`, `run`, `verify`."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.markup import escape
+from rich.syntax import Syntax
+
+from ptxlab import emulator, kernels, runtime
+from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
+from ptxlab.errors import ArgumentError
+from ptxlab.files import load_arrays, save_arrays
+from ptxlab.spec import Arg
+from ptxlab.verify import Verdict, plan
+from ptxlab.verify import verify as verify_job
+
+
+def list_kernels(as_json: AsJson = False) -> None:
+    """List the project's kernels."""
+    rows: list[dict[str, Any]] = [
+        {
+            "name": spec.name,
+            "family": spec.family,
+            "sources": [s.language for s in kernels.find(spec.name)[1]],
+            "arch": spec.arch if spec.exact_arch else f"{spec.arch}+",
+            "wrong_by_design": spec.wrong is not None,
+            "summary": spec.summary,
+        }
+        for spec in kernels.specs().values()
+    ]
+    if as_json:
+        return print_json(rows)
+    cells = [
+        (
+            r["name"],
+            " ".join(r["sources"]),
+            r["arch"],
+            ("WRONG BY DESIGN: " if r["wrong_by_design"] else "") + r["summary"],
+        )
+        for r in rows
+    ]
+    console.print(table("Kernels", ("name", "sources", "arch", "what it shows"), cells))
+
+
+def show(name: str, as_json: AsJson = False) -> None:
+    """Show a kernel: contract, arguments, rules and source."""
+    spec, sources = kernels.find(name)
+    if as_json:
+        return print_json(
+            {
+                "name": spec.name,
+                "summary": spec.summary,
+                "args": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape), "role": a.role} for a in spec.args],
+                "rules": [*spec.rules, *spec.value_rules],
+                "sources": {s.label: s.text for s in sources},
+            }
+        )
+    console.print(f"[bold]{spec.name}[/]  {escape(spec.summary)}")
+    cells = [(a.name, a.dtype, _shape(a), a.role) for a in spec.args]
+    console.print(table("Arguments, in launch order", ("name", "dtype", "shape", "role"), cells))
+    for rule in (*spec.rules, *spec.value_rules):
+        console.print(f"  rule  {escape(rule)}", highlight=False)
+    if spec.wrong:
+        console.print(f"  [red]wrong by design[/]: {escape(spec.wrong.why)}")
+    for source in sources:
+        console.print(f"\n[dim]{escape(source.label)}[/]")
+        console.print(Syntax(source.text, "c", background_color="default", word_wrap=True))
+
+
+def _shape(arg: Arg) -> str:
+    return f"[{', '.join(arg.shape)}]" if arg.shape else f"= {arg.value or arg.name}"
+
+
+def run(
+    target: Annotated[str, typer.Argument(help="NAME, NAME.cu, or FILE[:entry].")],
+    inputs: Annotated[Path, typer.Option("--in", help=".npz with the arguments by name; 0-d arrays are scalars.")],
+    outputs: Annotated[Path | None, typer.Option("--out", help=".npz to write what the kernel wrote.")] = None,
+    backend: Backend = None,
+    check: Annotated[str, typer.Option(help="Comma-separated: lanes, race, init, async, or all.")] = "",
+    unchecked: Annotated[bool, typer.Option(help="Admit values that the kernel's rules refuse.")] = False,
+    grid: Annotated[str, typer.Option(help="Blocks, x[,y[,z]]; for files only.")] = "1",
+    block: Annotated[str, typer.Option(help="Threads, x[,y[,z]]; for files only.")] = "32",
+    shared: Annotated[int, typer.Option(help="Dynamic shared memory in bytes; for files only.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""
+    arrays = load_arrays(inputs)
+    checks = _checks(check)
+    spec, source, entry = kernels.resolve(target)
+    if spec is not None:
+        scalars = {n: int(a) for n, a in arrays.items() if a.shape == ()}
+        outcome = runtime.run_spec(
+            spec,
+            source,
+            {n: a for n, a in arrays.items() if a.shape != ()},
+            sizes=scalars,
+            backend=backend,
+            checks=checks,
+            unchecked=unchecked,
+        )
+    else:
+        kernel = runtime.load(source, entry)
+        args = [_argument(arrays, kernel.entry, name) for name in kernel.parameters]
+        if extra := sorted(set(arrays) - set(kernel.parameters)):
+            raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
+        outcome = kernel(
+            *args,
+            grid=_dims("grid", grid),
+            block=_dims("block", block),
+            shared_bytes=shared,
+            backend=backend,
+            checks=checks,
+        )
+    if outputs is not None:
+        save_arrays(outputs, outcome.outputs)
+    if as_json:
+        print_json(
+            {
+                "backend": outcome.backend,
+                "outputs": {n: {"dtype": str(a.dtype), "shape": list(a.shape)} for n, a in outcome.outputs.items()},
+                "findings": [asdict(f) for f in outcome.findings],
+            }
+        )
+    else:
+        for finding in outcome.findings:
+            console.print(escape(str(finding)), soft_wrap=True, highlight=False)
+        wrote = ", ".join(f"{n} {a.dtype}{list(a.shape)}" for n, a in outcome.outputs.items())
+        state = f"{len(outcome.findings)} findings" if outcome.findings else "checks clean" if checks else "no checks"
+        console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", highlight=False)
+    if outcome.findings:
+        raise typer.Exit(FAILED)
+
+
+def _checks(text: str) -> frozenset[str]:
+    chosen = emulator.CHECKS if text == "all" else frozenset(filter(None, text.split(",")))
+    if unknown := sorted(chosen - emulator.CHECKS):
+        raise ArgumentError("--check", f"some of {', '.join(sorted(emulator.CHECKS))}", unknown[0])
+    return chosen
+
+
+def _dims(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentError(f"--{name}", "one to three integers, x[,y[,z]]", text) from None
+
+
+def _argument(arrays: dict[str, np.ndarray], entry: str, name: str) -> Any:
+    if name not in arrays:
+        raise ArgumentError(f"{entry}: {name}", "must be in the --in file", f"only {', '.join(arrays)}")
+    return arrays[name] if arrays[name].shape else arrays[name][()]
+
+
+def verify(
+    names: Annotated[list[str] | None, typer.Argument(help="Kernels; NAME.ptx or NAME.cu selects a source.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
+    backend: Backend = None,
+    seed: Annotated[int, typer.Option(help="Seeds the examples.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Verify kernels against their references on every backend that is here."""
+    if bool(names) == everything:
+        raise ArgumentError("names", "kernels' names, or --all", names or "nothing")
+    jobs, skipped = plan(names or list(kernels.specs()), backend)
+    verdicts = []
+    with progress_bar("verify", len(jobs), quiet=as_json) as advance:
+        for job in jobs:
+            verdicts.append(verify_job(job, seed=seed))
+            advance(f"{job.source.label} on {job.backend}")
+    failed = [v for v in verdicts if not v.passed]
+    if as_json:
+        print_json([v.to_json() for v in verdicts])
+    else:
+        groups: dict[tuple[str, str], list[Verdict]] = {}
+        for v in verdicts:
+            groups.setdefault((v.kernel, v.backend), []).append(v)
+        cells = [
+            (kernel, on, f"{sum(v.passed for v in group)}/{len(group)}", _worst(group).detail)
+            for (kernel, on), group in groups.items()
+        ]
+        console.print(table("", ("kernel", "backend", "passed>", "last or first failing case"), cells))
+        for line in skipped:
+            console.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True, highlight=False)
+        console.print(f"{len(verdicts) - len(failed)} passed, {len(failed)} failed, {len(skipped)} skipped")
+    if failed:
+        raise typer.Exit(FAILED)
+
+
+def _worst(group: list[Verdict]) -> Verdict:
+    """The first failed verdict, else the last one."""
+    worst = next((v for v in group if not v.passed), group[-1])
+    size = ", ".join(f"{k}={v}" for k, v in worst.sizes.items())
+    return worst if worst.passed else replace(worst, detail=f"{size}: {worst.detail}")

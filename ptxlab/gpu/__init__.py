@@ -1,0 +1,50 @@
+"""The GPU side, through CuPy: the device, loading and launching kernels, arrays, graphs.
+
+The only folder that imports CuPy, and only inside functions: `import ptxlab.gpu` works without it. Every launch goes
+through `launch`, on the caller's stream.
+"""
+
+from ptxlab.gpu.arrays import (
+    as_array,
+    caller_stream,
+    check_alignment,
+    copy_bytes,
+    empty,
+    fill_bytes,
+    is_device_array,
+    like,
+    to_device,
+    to_host,
+)
+from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
+from ptxlab.gpu.graph import Graph, Timing, capture, time_calls
+from ptxlab.gpu.launch import launch, prepare
+from ptxlab.gpu.module import GpuKernel, load, load_image
+
+__all__ = [
+    "DeviceInfo",
+    "GpuKernel",
+    "Graph",
+    "Timing",
+    "as_array",
+    "available",
+    "caller_stream",
+    "capture",
+    "check_alignment",
+    "copy_bytes",
+    "device_info",
+    "empty",
+    "fill_bytes",
+    "is_device_array",
+    "launch",
+    "like",
+    "load",
+    "load_image",
+    "prepare",
+    "remedy",
+    "time_calls",
+    "to_device",
+    "to_host",
+    "unused_gpu",
+    "why_not",
+]

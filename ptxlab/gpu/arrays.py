@@ -1,0 +1,136 @@
+"""Arrays of any library: NumPy on the host; CuPy, PyTorch, JAX and others on the device without a copy."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+
+_CUDA = (2, 13)  # DLPack's device types: device memory, managed memory
+_ALIGNMENT = 16  # the widest load or store of one thread
+
+
+def is_device_array(array: Any) -> bool:
+    """Whether the array lies in GPU memory."""
+    if isinstance(array, np.ndarray | np.generic):
+        return False
+    if hasattr(array, "__dlpack_device__"):
+        return array.__dlpack_device__()[0] in _CUDA
+    return hasattr(array, "__cuda_array_interface__")
+
+
+def as_array(name: str, array: Any) -> Any:
+    """A NumPy array or, for GPU memory, a CuPy array on the same memory.
+
+    Args:
+        name: of the argument, for messages.
+        array: NumPy, CuPy, or anything with DLPack or `__cuda_array_interface__` (PyTorch, JAX ...).
+    """
+    if isinstance(array, np.ndarray):
+        return array
+    try:
+        if is_device_array(array):
+            import cupy
+
+            with caller_stream():
+                return cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
+        if hasattr(array, "__dlpack__"):
+            return np.from_dlpack(array)
+    except (BufferError, TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(name, f"an array that can be shared: {error}", type(array).__name__) from None
+    raise ArgumentError(name, "an array: NumPy, CuPy, DLPack or __cuda_array_interface__", type(array).__name__)
+
+
+def check_alignment(name: str, array: Any) -> None:
+    """Raise `ArgumentError` for a NumPy or CuPy array whose first element lies where a kernel could not load it."""
+    if isinstance(array, np.ndarray):
+        if not array.flags.aligned:
+            raise ArgumentError(
+                name, f"aligned to its {array.itemsize}-byte elements", f"address {array.ctypes.data:#x}"
+            )
+    elif array.data.ptr % _ALIGNMENT:
+        raise ArgumentError(name, f"aligned to {_ALIGNMENT} bytes on the GPU", f"address {array.data.ptr:#x}")
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An uninitialised CuPy array on the current device, allocated on the caller's stream."""
+    import cupy
+
+    with caller_stream():
+        return cupy.empty(shape, dtype)
+
+
+def to_device(array: np.ndarray) -> Any:
+    """A CuPy copy of a NumPy array, C-contiguous, made on the caller's stream."""
+    import cupy
+
+    with caller_stream():
+        return cupy.asarray(array, order="C")
+
+
+def to_host(array: Any) -> np.ndarray:
+    """A NumPy copy of a CuPy array, made after everything that was enqueued on the device."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    host: np.ndarray = cupy.asnumpy(array)
+    return host
+
+
+def fill_bytes(array: Any, byte: int) -> None:
+    """Set every byte of a CuPy array, on CuPy's current stream."""
+    import cupy
+
+    cupy.cuda.runtime.memsetAsync(array.data.ptr, byte, array.nbytes, cupy.cuda.get_current_stream().ptr)
+
+
+def copy_bytes(target: Any, source: Any) -> None:
+    """Copy one CuPy array's bytes into another of the same size with the copy engine, on CuPy's current stream."""
+    import cupy
+
+    if target.nbytes != source.nbytes:
+        raise ArgumentError("target", f"{source.nbytes} bytes", target.nbytes)
+    kind, stream = cupy.cuda.runtime.memcpyDeviceToDevice, cupy.cuda.get_current_stream().ptr
+    cupy.cuda.runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, kind, stream)
+
+
+def like(array: Any, example: Any) -> Any:
+    """The array (NumPy or CuPy) as the library of `example` has it, on the same memory."""
+    library = type(example).__module__.partition(".")[0]
+    if library == "torch":
+        return sys.modules["torch"].from_dlpack(array)
+    if library in ("jax", "jaxlib"):
+        return sys.modules["jax"].dlpack.from_dlpack(array)
+    return array
+
+
+@contextmanager
+def caller_stream() -> Iterator[Any]:
+    """CuPy's current stream while inside: the one the caller works on.
+
+    That is CuPy's own if the caller has chosen one (`with stream:`), else PyTorch's current stream where PyTorch is in
+    use. PyTorch is never imported for this.
+    """
+    import cupy
+
+    stream = cupy.cuda.get_current_stream()
+    torch = sys.modules.get("torch")
+    if stream.ptr == 0 and torch is not None and torch.cuda.is_initialized():
+        theirs = torch.cuda.current_stream().cuda_stream
+        if theirs:
+            stream = cupy.cuda.Stream.from_external(_Borrowed(theirs))
+    with stream:
+        yield stream
+
+
+class _Borrowed:
+    """A stream of another library, as the CUDA stream protocol presents it."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle

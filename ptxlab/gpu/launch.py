@@ -1,0 +1,176 @@
+"""The one way to launch: `cuLaunchKernelEx`, with everything checked first, on the caller's stream."""
+
+import ctypes
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError, LaunchError
+from ptxlab.gpu.arrays import as_array, caller_stream, is_device_array
+from ptxlab.gpu.device import device_info
+from ptxlab.gpu.module import GpuKernel
+from ptxlab.spec import Launch
+
+_WITHOUT_ASKING = 48 * 1024  # dynamic shared memory that every kernel may use
+_PORTABLE_CLUSTER = 8
+
+
+def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written: Collection[int] | None = None) -> None:
+    """Launch a kernel.
+
+    Device arrays are passed by address, and the call returns at once. NumPy arrays are copied to the device and, when
+    the kernel has finished, back; then the call waits.
+
+    Args:
+        kernel: from `load`.
+        args: in launch order: arrays (CuPy, NumPy, or of any library that shares device memory), NumPy scalars,
+            `bytes` for a parameter passed by value (a struct, a tensor map).
+        geometry: grid, block, cluster, dynamic shared memory.
+        written: positions of the NumPy arrays to copy back; by default all that can be written to.
+
+    Raises:
+        ArgumentError: arguments or geometry that the kernel or the device cannot take; nothing was launched.
+        LaunchError: the driver refused the launch, or the kernel failed.
+    """
+    import cupy
+
+    with caller_stream() as stream:
+        on_host = {i: a for i, a in enumerate(args) if isinstance(a, np.ndarray)}
+        on_device = [cupy.asarray(a, order="C") if i in on_host else a for i, a in enumerate(args)]
+        _launch(kernel, pack(kernel, on_device), geometry, stream.ptr)
+        back = [i for i, a in on_host.items() if (a.flags.writeable if written is None else i in written)]
+        try:
+            for i in back:
+                on_host[i][...] = cupy.asnumpy(on_device[i])
+            if on_host:
+                stream.synchronize()
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            hint = 'backend="emulator" names the line'
+            raise LaunchError(f"{kernel.name}: failed on the GPU: {error}; {hint}") from None
+
+
+def prepare(kernel: GpuKernel, args: Sequence[Any], geometry: Launch) -> Callable[[], None]:
+    """A launch with its arguments packed once, for calls that are timed or captured.
+
+    Args:
+        kernel: from `load`.
+        args: device arrays, NumPy scalars, `bytes`.
+        geometry: grid, block, cluster, dynamic shared memory.
+
+    Returns:
+        A function that launches on CuPy's current stream and returns at once.
+    """
+    import cupy
+
+    packed = pack(kernel, args)
+    return lambda: _launch(kernel, packed, geometry, cupy.cuda.get_current_stream().ptr)
+
+
+class Packed:
+    """Kernel arguments as the driver takes them: an array of pointers to values, which this object keeps alive."""
+
+    def __init__(self, values: list[bytes], owners: Sequence[Any]) -> None:
+        self._values = [ctypes.create_string_buffer(value, len(value)) for value in values]
+        self._pointers = (ctypes.c_void_p * max(1, len(values)))(*map(ctypes.addressof, self._values))
+        self._owners = owners
+
+    @property
+    def address(self) -> int:
+        """Of the array of pointers."""
+        return ctypes.addressof(self._pointers)
+
+
+def pack(kernel: GpuKernel, args: Sequence[Any]) -> Packed:
+    """Pack device arrays, NumPy scalars and `bytes`; `ArgumentError` if number or size are not the parameters'."""
+    sizes = kernel.parameter_bytes
+    if sizes is not None and len(sizes) != len(args):
+        raise ArgumentError(f"{kernel.name}: args", f"{len(sizes)} arguments", len(args))
+    values = [_value(f"{kernel.name}: args[{i}]", arg) for i, arg in enumerate(args)]
+    for i, value in enumerate(values):
+        if sizes is not None and len(value) != sizes[i]:
+            raise ArgumentError(f"{kernel.name}: args[{i}]", f"a parameter of {sizes[i]} bytes", f"{len(value)} bytes")
+    return Packed(values, args)
+
+
+def _launch(kernel: GpuKernel, packed: Packed, geometry: Launch, stream: int) -> None:
+    from cuda.bindings import driver
+
+    _check_geometry(kernel, geometry)
+    attributes = _attributes(kernel, geometry)
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = geometry.grid
+    config.blockDimX, config.blockDimY, config.blockDimZ = geometry.block
+    config.sharedMemBytes = geometry.shared_bytes
+    config.hStream = stream
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    _check(kernel, *driver.cuLaunchKernelEx(config, kernel.handle, packed.address, 0))
+
+
+def _attributes(kernel: GpuKernel, geometry: Launch) -> list[Any]:
+    from cuda.bindings import driver
+
+    function, identity = driver.CUfunction_attribute, driver.CUlaunchAttributeID
+    if geometry.shared_bytes > _WITHOUT_ASKING:
+        attribute = function.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(kernel, *driver.cuFuncSetAttribute(kernel.handle, attribute, geometry.shared_bytes))
+    attributes = []
+    if geometry.cluster != (1, 1, 1):
+        if math.prod(geometry.cluster) > _PORTABLE_CLUSTER:
+            attribute = function.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+            _check(kernel, *driver.cuFuncSetAttribute(kernel.handle, attribute, 1))
+        cluster = driver.CUlaunchAttribute()
+        cluster.id = identity.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        dimension = cluster.value.clusterDim
+        dimension.x, dimension.y, dimension.z = geometry.cluster
+        attributes.append(cluster)
+    if geometry.programmatic:
+        serialization = driver.CUlaunchAttribute()
+        serialization.id = identity.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        serialization.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(serialization)
+    return attributes
+
+
+def _check_geometry(kernel: GpuKernel, geometry: Launch) -> None:
+    threads = math.prod(geometry.block)
+    if not 0 < threads <= kernel.max_threads:
+        raise ArgumentError(f"{kernel.name}: block", f"1 to {kernel.max_threads} threads", f"{geometry.block}")
+    most = device_info().shared_bytes - kernel.shared_bytes
+    if geometry.shared_bytes > most:
+        rule = f"at most {most} bytes beside {kernel.shared_bytes} static ones"
+        raise ArgumentError(f"{kernel.name}: shared_bytes", rule, geometry.shared_bytes)
+    if min(geometry.grid) < 1 or any(g % c for g, c in zip(geometry.grid, geometry.cluster, strict=True)):
+        raise ArgumentError(f"{kernel.name}: grid", f"whole clusters of {geometry.cluster}", f"{geometry.grid}")
+
+
+def _check(kernel: GpuKernel, result: Any, *_: Any) -> None:
+    if int(result):
+        raise LaunchError(f"{kernel.name}: the driver refused the launch: {getattr(result, 'name', result)}")
+
+
+def _value(name: str, arg: Any) -> bytes:
+    if isinstance(arg, bytes | bytearray):
+        return bytes(arg)
+    if isinstance(arg, np.generic):
+        return arg.tobytes()
+    if is_device_array(arg):
+        return np.uint64(_address(name, arg)).tobytes()
+    if isinstance(arg, bool | int | float):
+        raise ArgumentError(
+            name, "a NumPy scalar, whose dtype says how wide the parameter is (np.uint32(5))", repr(arg)
+        )
+    raise ArgumentError(name, "an array, a NumPy scalar or bytes", type(arg).__name__)
+
+
+def _address(name: str, array: Any) -> int:
+    import cupy
+
+    shared = as_array(name, array)
+    if not shared.flags.c_contiguous:
+        raise ArgumentError(name, "C-contiguous", f"strides {shared.strides}")
+    if shared.size and shared.device.id != cupy.cuda.Device().id:
+        raise ArgumentError(name, f"on the current device {cupy.cuda.Device().id}", f"device {shared.device.id}")
+    return int(shared.data.ptr)

@@ -1,0 +1,138 @@
+"""Loading: a `.cu` through NVRTC and the disk cache, a `.ptx` as it stands: the driver assembles the very text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ptxlab import cache, nvrtc, toolchain
+from ptxlab.errors import ArgumentError, CompileError
+from ptxlab.gpu.device import device_info
+from ptxlab.sources import Source
+
+
+@dataclass(frozen=True)
+class GpuKernel:
+    """One entry, loaded on the current device.
+
+    Attributes:
+        name: the entry symbol.
+        source: where it comes from.
+        raw: CuPy's `RawKernel`, which keeps the module loaded.
+    """
+
+    name: str
+    source: Source
+    raw: Any
+
+    @cached_property
+    def handle(self) -> int:
+        """The driver's `CUfunction`."""
+        return int(self.raw.kernel.ptr)
+
+    @cached_property
+    def parameter_bytes(self) -> tuple[int, ...] | None:
+        """Size of every parameter in bytes; None where the driver is too old to tell (before CUDA 12.4)."""
+        from cuda.bindings import driver
+
+        sizes: list[int] = []
+        try:
+            while True:
+                result, _, size = driver.cuFuncGetParamInfo(self.handle, len(sizes))
+                if int(result):
+                    return tuple(sizes)
+                sizes.append(int(size))
+        except RuntimeError:  # the driver lacks the function
+            return None
+
+    @cached_property
+    def registers(self) -> int:
+        """Registers per thread."""
+        return int(self.raw.num_regs)
+
+    @cached_property
+    def local_bytes(self) -> int:
+        """Local memory per thread: stack and spills."""
+        return int(self.raw.local_size_bytes)
+
+    @cached_property
+    def shared_bytes(self) -> int:
+        """Static shared memory per block."""
+        return int(self.raw.shared_size_bytes)
+
+    @cached_property
+    def max_threads(self) -> int:
+        """Most threads that a block of this kernel can have."""
+        return int(self.raw.max_threads_per_block)
+
+
+_loaded: dict[tuple[object, ...], GpuKernel] = {}
+
+
+def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolchain.NO_DEFINES) -> GpuKernel:
+    """Load one entry of a source on the current device; loading the same again is a look-up.
+
+    Args:
+        source: CUDA C++ is compiled for this device, PTX is handed to the driver as it is.
+        entry: entry symbol.
+        defines: `-D` constants, CUDA C++ only.
+
+    Raises:
+        CompileError: NVRTC or the driver refused it; `log` is what it printed.
+        ArgumentError: the source has no such entry.
+        UnavailableError: no GPU, or no NVRTC.
+    """
+    import cupy
+
+    arch = device_info().arch
+    digest = source.digest() if source.language == "cu" else source.text
+    key = (digest, source.path, entry, tuple(sorted(defines.items())), cupy.cuda.Device().id)
+    if key not in _loaded:
+        _loaded[key] = _load(source, entry, _file(source, arch, defines))
+    return _loaded[key]
+
+
+def load_image(source: Source, image: toolchain.Image, entry: str) -> GpuKernel:
+    """Load one entry of a cubin made before from `source`: the machine code that was looked at is what runs."""
+    device_info()  # or the reason why there is none
+    return _load(source, entry, image.path)
+
+
+def _load(source: Source, entry: str, path: Path) -> GpuKernel:
+    import cupy
+
+    try:
+        raw = cupy.RawModule(path=str(path)).get_function(entry)
+        _ = raw.kernel  # CuPy loads at the latest now
+    except RuntimeError as error:
+        raise _refused(source, entry, path, error) from None
+    return GpuKernel(entry, source, raw)
+
+
+def _file(source: Source, arch: str, defines: Mapping[str, int | str]) -> Path:
+    if source.language == "cu":
+        return toolchain.compile_cuda(source, arch, defines=defines).path
+    if defines:
+        raise ArgumentError("defines", f"none, since {source.label} is PTX", dict(defines))
+    # Under a name that changes with the text, because CuPy remembers modules by their path.
+    return cache.get_or_make(cache.key_of(source.text), ".ptx", source.text.encode)
+
+
+def _refused(source: Source, entry: str, path: Path, error: RuntimeError) -> CompileError | ArgumentError:
+    """Ask the driver again, this time for its log."""
+    if "NOT_FOUND" in str(error):
+        return ArgumentError(f"{source.label}: entry", "an entry of that source", entry)
+    from cuda.bindings import driver
+
+    log = bytearray(1 << 16)
+    option = driver.CUjit_option
+    options = [option.CU_JIT_ERROR_LOG_BUFFER, option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES]
+    result, module = driver.cuModuleLoadDataEx(path.read_bytes() + b"\0", len(options), options, [log, len(log)])
+    if not int(result):
+        driver.cuModuleUnload(module)
+    text = log.partition(b"\0")[0].decode(errors="replace").strip()
+    found = nvrtc.PTXAS_ERROR.search(text)
+    line = int(found[1] or 0) if found else 0
+    problem = found[2] if found else text.partition("\n")[0] or str(error)
+    return CompileError(source.path, line, problem, nvrtc.excerpt(source, line), text)

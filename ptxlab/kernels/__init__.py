@@ -1,0 +1,84 @@
+"""The project's kernels: their specs, found by name, and the Python face of each family."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab import sources
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels import dequant
+from ptxlab.runtime import Outcome, run_spec
+from ptxlab.sources import Source
+from ptxlab.spec import KernelSpec
+
+_FAMILIES = (dequant,)
+
+
+@cache
+def specs() -> dict[str, KernelSpec]:
+    """All specs by name, family after family."""
+    return {spec.name: spec for family in _FAMILIES for spec in family.SPECS}
+
+
+def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
+    """The spec of a kernel and its sources, the `.ptx` first; `dequant_lqq.cu` selects one source.
+
+    Raises:
+        ArgumentError: unknown name (the nearest ones are shown), or a source that the kernel does not have.
+    """
+    stem, _, language = name.partition(".")
+    if stem not in specs():
+        near = difflib.get_close_matches(stem, specs(), n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(near)}?" if near else "`ptxlab list` shows them"
+        raise ArgumentError("kernel", f"a kernel's name; {hint}", name)
+    found = sources.of_kernel(stem)
+    chosen = tuple(s for s in found if language in ("", s.language))
+    if not chosen:
+        raise ArgumentError("kernel", f"{stem} comes as {', '.join(s.label for s in found)}", name)
+    return specs()[stem], chosen
+
+
+def resolve(target: str) -> tuple[KernelSpec | None, Source, str | None]:
+    """What a command line names: one of the project's kernels (`NAME`, `NAME.cu`), or any file (`FILE[:entry]`).
+
+    Returns:
+        The spec (None for a file), the source, the entry symbol (None where the file has to have only one).
+    """
+    path, _, entry = target.partition(":")
+    if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or "/" in path):
+        return None, Source.read(path), entry or None
+    spec, found = find(target)
+    return spec, found[0], spec.name
+
+
+def run(
+    kernel: str,
+    *,
+    backend: str | None = None,
+    checks: Iterable[str] = (),
+    unchecked: bool = False,
+    seed: int = 0,
+    out: Mapping[str, Any] | None = None,
+    **arrays: Any,
+) -> Outcome:
+    """Run one of the project's kernels on arrays given by argument name.
+
+    Args:
+        kernel: its name, or `name.ptx` / `name.cu` to select a source.
+        backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
+        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
+        unchecked: admit values that break the value rules (to look at overflow).
+        seed: orders whatever the emulator may do in any order.
+        out: arrays to write into, by argument name; by default they are allocated.
+        arrays: inputs by argument name; an integer gives a size (`g=64`) where no shape tells it.
+    """
+    spec, found = find(kernel)
+    given = {n: int(v) for n, v in arrays.items() if isinstance(v, (int, np.integer))}
+    inputs = {n: v for n, v in arrays.items() if n not in given}
+    return run_spec(
+        spec, found[0], inputs, sizes=given, backend=backend, checks=checks, unchecked=unchecked, seed=seed, out=out
+    )

@@ -1,0 +1,102 @@
+"""NVRTC through cuda.bindings: CUDA C++ in, cubin or PTX out, and errors that show the line they are about."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from ptxlab.errors import ArgumentError, CompileError, UnavailableError
+from ptxlab.sources import Source
+
+INSTALL = "python -m pip install 'ptxlab[asm]'"
+PTXAS_ERROR = re.compile(r"^ptxas .*?(?:, line (\d+); )?(?:error|fatal) *: *(.*)$", re.MULTILINE)
+
+_ERROR = re.compile(r"^(.+?)\((\d+)\): (?:catastrophic )?error(?: #[^:]*)?: (.*)$", re.MULTILINE)
+_LOC = re.compile(r"^\s*\.loc\s+(\d+)\s+(\d+)")
+_FILE = re.compile(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', re.MULTILINE)
+
+
+def version() -> str | None:
+    """`"13.2"`, or `None` where NVRTC is not installed."""
+    try:
+        return "{}.{}".format(*_call(_library().nvrtcVersion))
+    except UnavailableError:
+        return None
+
+
+def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str]) -> tuple[bytes, str]:
+    """Compile; returns what was asked for, and the log.
+
+    Raises:
+        CompileError: the source is wrong.
+        ArgumentError: NVRTC does not know the architecture, which has to be the first option.
+        UnavailableError: NVRTC is not installed.
+    """
+    nvrtc = _library()
+    program = _call(nvrtc.nvrtcCreateProgram, source.text.encode(), source.path.encode(), 0, None, None)
+    try:
+        (result,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+        if result == nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
+            raise ArgumentError("arch", f"an architecture that NVRTC {version()} knows", options[0])
+        if int(result):
+            raise _error(source, log, ptx=_text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program))
+        if output == "ptx":
+            return _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).encode(), log
+        return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def excerpt(source: Source, line: int, path: str = "") -> str:
+    """That line (from 1) of the source, or of the header at `path`; empty if there is none."""
+    in_header = path not in ("", source.path) and Path(path).is_file()
+    text = Path(path).read_text(encoding="utf-8", errors="replace") if in_header else source.text
+    lines = text.splitlines()
+    return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+
+
+def _library() -> Any:
+    """The module `cuda.bindings.nvrtc`, whose library is loaded by its first call."""
+    try:
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except (ImportError, RuntimeError, OSError):
+        raise UnavailableError(f"NVRTC: needed to compile CUDA C++ and not found; {INSTALL}") from None
+    return nvrtc
+
+
+def _call(function: Callable[..., Any], *args: object) -> Any:
+    """Call NVRTC; for all but the compilation itself a failure means that the code here is wrong."""
+    result, *values = function(*args)
+    if int(result):
+        raise RuntimeError(f"{function.__name__}: {result}")
+    return values[0] if len(values) == 1 else values
+
+
+def _read(size: Callable[..., Any], get: Callable[..., Any], program: Any) -> bytes:
+    buffer = bytearray(_call(size, program))
+    _call(get, program, buffer)
+    return bytes(buffer)
+
+
+def _text(size: Callable[..., Any], get: Callable[..., Any], program: Any) -> str:
+    return _read(size, get, program).decode(errors="replace").rstrip("\0").strip() + "\n"
+
+
+def _error(source: Source, log: str, ptx: str) -> CompileError:
+    """The first error, in the source or in a header; for bad inline assembly, at the statement that emitted it."""
+    found = _ERROR.search(log)
+    if found:
+        path, line, problem = found[1], int(found[2]), found[3]
+        return CompileError(path, line, problem, excerpt(source, line, path), log)
+    found = PTXAS_ERROR.search(log)
+    if not found or not found[1]:
+        return CompileError(source.path, 0, found[2] if found else log.partition("\n")[0], log=log)
+    lines = ptx.splitlines()[: int(found[1])]
+    locations = [loc for line in lines if (loc := _LOC.match(line))]
+    if not locations:
+        return CompileError(source.path, 0, found[2], lines[-1].strip(), log)
+    path = dict(_FILE.findall(ptx)).get(locations[-1][1], source.path)
+    return CompileError(path, int(locations[-1][2]), found[2], lines[-1].strip(), log)

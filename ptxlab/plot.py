@@ -1,0 +1,122 @@
+"""Figures. Every function gives a Matplotlib `Figure`; `save` writes it, `figure` in a notebook shows itself."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from ptxlab import audit, quant, reference
+from ptxlab.files import write_whole
+
+if TYPE_CHECKING:
+    from ptxlab.audit import AuditRow
+    from ptxlab.demo import Row
+
+BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"
+SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}
+SWEEP = range(112, 128)  # protective ranges of the overflow curve
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as the path's suffix says (.png, .svg, .pdf), whole or not at all."""
+    from ptxlab.errors import ArgumentError
+
+    suffix = path.suffix.lstrip(".").lower()
+    if suffix not in ("png", "svg", "pdf"):
+        raise ArgumentError("picture", "a file name that ends in .png, .svg or .pdf", path)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=suffix, dpi=150, bbox_inches="tight", facecolor="white")
+    write_whole(path, lambda file: file.write(buffer.getvalue()))
+
+
+def demo_figure(rows: Sequence["Row"], matrices: dict[str, np.ndarray], what: str) -> Figure:
+    """The demo in one picture: what unpacking costs, why the range is 119, what a wrong order destroys."""
+    name, w = max(matrices.items(), key=lambda item: item[1].size)
+    figure = Figure(figsize=(16, 5.4), layout="constrained")
+    figure.suptitle(f"4-bit weights to 8 bits, every way: {what}", fontsize=12, x=0.01, ha="left", weight="bold")
+    left, middle, right = figure.subplots(1, 3, width_ratios=(1.2, 1, 1.2))
+    _instruction_bars(left, rows)
+    _overflow_curve(middle, w, name)
+    _wrong_tile(right, w, name)
+    return figure
+
+
+def audit_figure(rows: Sequence["AuditRow"], title: str) -> Figure:
+    """Overflowing weights (above) and relative error (below) per tensor, scheme and protective range."""
+    tensors = list(dict.fromkeys(r.tensor for r in rows))
+    figure = Figure(figsize=(max(7, 0.28 * len(tensors) + 3), 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True)
+    for scheme, limit in dict.fromkeys((r.scheme, r.protective_range) for r in rows):
+        chosen = {r.tensor: r for r in rows if (r.scheme, r.protective_range) == (scheme, limit)}
+        marker = {119: "o", 120: "s", 127: "^"}.get(limit, "d")
+        style = {"marker": marker, "linestyle": "none", "markersize": 5, "color": SCHEME_COLOURS[scheme], "alpha": 0.8}
+        label = f"{scheme.upper()} at ±{limit}"
+        above.plot(range(len(tensors)), [chosen[t].overflows for t in tensors], label=label, **style)
+        below.plot(range(len(tensors)), [chosen[t].relative_error for t in tensors], **style)
+    above.set_yscale("symlog", linthresh=1)
+    above.set_ylabel("overflowing weights")
+    above.legend(ncols=3, fontsize=8)
+    above.set_title(f"{title}: overflow and error by protective range", loc="left", weight="bold")
+    below.set_ylabel("relative error")
+    below.set_ylim(bottom=0)
+    below.set_xticks(range(len(tensors)), tensors, rotation=90, fontsize=7)
+    return figure
+
+
+def _instruction_bars(axes: Axes, rows: Sequence["Row"]) -> None:
+    counted = [r for r in rows if r.alu_per_8 is not None]
+    names = [r.kernel.removeprefix("dequant_") for r in counted]
+    values = [float(r.alu_per_8 or 0) for r in counted]
+    bars = axes.barh(names, values, color=[RED if r.wrong else BLUE for r in counted])
+    axes.bar_label(
+        bars,
+        [f"{v:g}" + (" (wrong results)" if r.wrong else "") for v, r in zip(values, counted, strict=True)],
+        padding=3,
+    )
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(values, default=1) * 1.3)
+    axes.set_xlabel("ALU instructions per 8 weights (SASS, sm_90a)")
+    axes.set_title("What unpacking costs, by kernel", loc="left", weight="bold")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _overflow_curve(axes: Axes, w: np.ndarray, name: str) -> None:
+    for scheme in ("qoq", "lqq"):
+        found = audit.audit_matrix(w, schemes=(scheme,), ranges=tuple(SWEEP), group=64)
+        counts = [row.overflows for row in found]
+        axes.plot(
+            SWEEP,
+            counts,
+            color=SCHEME_COLOURS[scheme],
+            marker="o",
+            markersize=4,
+            label={"qoq": "QoQ", "lqq": "LQQ"}[scheme],
+        )
+    axes.axvline(119, color=GREY, linestyle="--", linewidth=1)
+    axes.annotate("up to 119:\nsafe for any\nweights", (118.7, 3), ha="right", fontsize=10, color=GREY)
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(bottom=-0.2)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("protective range of the INT8 level")
+    axes.set_ylabel(f"overflowing weights of {w.size:,}")
+    axes.set_title("Why the range is 119, not 127", loc="left", weight="bold")
+    axes.legend(loc="upper left")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _wrong_tile(axes: Axes, w: np.ndarray, name: str) -> None:
+    rows, columns = 32, 64
+    q = quant.quantize_qoq(w, group=64)
+    q4, scale, zero = q.q4[:rows, :columns], q.group_scale[:rows, :1], q.zero[:rows, :1]
+    wrong = reference.dequant_qoq_presub(q4, scale, zero) != reference.exact_qoq(q4, scale, zero)
+    axes.imshow(wrong, cmap=ListedColormap([PALE, RED]), interpolation="nearest", aspect="auto")
+    axes.set_xticks(range(0, columns + 1, 8))
+    axes.set_xlabel("input channel; four neighbours share a 32-bit word")
+    axes.set_ylabel("output channel")
+    axes.set_title(f"Subtracting first: {wrong.mean():.0%} of a tile wrong (red)", loc="left", weight="bold")

@@ -1,0 +1,42 @@
+"""Per-token INT8 activations (QServe §4.1) with the token sum that zero points in an epilogue need."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab import reference
+from ptxlab.quant.inputs import as_float_matrix, row_scales
+from ptxlab.reference.packed import F32, S8, S32
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedActivations:
+    """Activations as INT8 per token: `q` s8 [M, K] in ±127, `scale` f32 [M], `token_sum` s32 [M] = sum of q over K."""
+
+    q: S8
+    scale: F32
+    token_sum: S32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, K)."""
+        M, K = self.q.shape
+        return M, K
+
+    def dequantize(self) -> F32:
+        """q·scale as f32 [M, K]."""
+        return reference.scale_rows(self.q, self.scale)
+
+
+def quantize_activations(x: npt.NDArray[Any]) -> QuantizedActivations:
+    """Quantise x float [M, K] symmetrically per row: s = max|x| / 127, q = round(x / s), ties to even.
+
+    An all-zero token has scale 1. Raises ArgumentError for bad input (`inputs.as_float_matrix`) or a row whose scale is
+    not a usable float32 (`inputs.row_scales`).
+    """
+    floats = as_float_matrix("x", x)
+    scale = row_scales("x", np.abs(floats).max(axis=1), 127)
+    q = np.rint(floats / scale[:, None]).astype(np.int8)
+    return QuantizedActivations(q, scale, q.sum(axis=1, dtype=np.int32))

@@ -1,0 +1,38 @@
+"""The oracle: one plain function per operation, on logical arrays, written to be read. Imports only NumPy."""
+
+from ptxlab.reference.dequant import (
+    dequant_comet,
+    dequant_int4_naive,
+    dequant_lqq,
+    dequant_lqq_unsigned,
+    dequant_qoq_channel,
+    dequant_qoq_presub,
+    dequant_qoq_vadd4,
+    dequant_qoq_vadd4_s32,
+    dequant_u4_f16,
+    dequant_u4_f16_subnormal,
+    scale_rows,
+)
+from ptxlab.reference.exact import exact_lqq, exact_qoq, fits_s8, presub_wrong
+from ptxlab.reference.packed import as_bytes, as_words, replicate
+
+__all__ = [
+    "as_bytes",
+    "as_words",
+    "dequant_comet",
+    "dequant_int4_naive",
+    "dequant_lqq",
+    "dequant_lqq_unsigned",
+    "dequant_qoq_channel",
+    "dequant_qoq_presub",
+    "dequant_qoq_vadd4",
+    "dequant_qoq_vadd4_s32",
+    "dequant_u4_f16",
+    "dequant_u4_f16_subnormal",
+    "exact_lqq",
+    "exact_qoq",
+    "fits_s8",
+    "presub_wrong",
+    "replicate",
+    "scale_rows",
+]

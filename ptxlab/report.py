@@ -1,0 +1,104 @@
+"""Tables of the README, made from the specs and the recorded measurements: never typed in by hand."""
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+from ptxlab import bench, counts, kernels, sources
+from ptxlab.errors import FileError
+from ptxlab.files import write_whole
+
+_SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def readme() -> Path:
+    """The README of the checkout; `FileError` where there is no checkout."""
+    path = sources.results_dir().parent.parent / "README.md"
+    if not path.is_file():
+        raise FileError(f"{path}: not found; `ptxlab report` works in a checkout")
+    return path
+
+
+def update(*, write: bool = True) -> list[Path]:
+    """Renew every marked section of the README; returns the files that changed (or would)."""
+    path = readme()
+    before = path.read_text(encoding="utf-8")
+    after = _SECTION.sub(lambda found: f"{found[1]}{_section(path, found[2])}{found[3]}", before)
+    if after == before:
+        return []
+    if write:
+        write_whole(path, lambda file: file.write(after.encode()))
+    return [path]
+
+
+def _section(path: Path, name: str) -> str:
+    if name not in SECTIONS:
+        raise FileError(f"{path}: a section named one of {', '.join(SECTIONS)} (got {name})")
+    return SECTIONS[name]()
+
+
+def kernel_table() -> str:
+    """All kernels: what they show, what they cost in instructions, how fast they ran on the recorded GPU."""
+    counted = counts.load()
+    measured = _measured("h200", "dequant")
+    head = "| kernel | shows | ALU per 8 weights | streaming | of the copy ceiling | weights per clock and SM | limit |"
+    lines = [head, "| --- | --- | ---: | ---: | ---: | ---: | --- |"]
+    for spec in kernels.specs().values():
+        source = kernels.find(spec.name)[1][0]
+        twin = " (and `.cu`)" if len(kernels.find(spec.name)[1]) > 1 else ""
+        alu = counted["counts"].get(source.label, {}).get("alu_per_8")
+        streaming = measured.get((spec.name, source.language, "streaming"))
+        registers = measured.get((spec.name, source.language, "registers"))
+        cells = [
+            f"`{spec.name}`{twin}",
+            ("**wrong by design**: " if spec.wrong else "") + spec.summary,
+            "" if alu is None else f"{alu:g}",
+            "" if streaming is None else f"{streaming.rate:,.0f} GB/s",
+            "" if streaming is None else f"{streaming.fraction:.2f}",
+            "" if registers is None else f"{registers.rate:.0f}",
+            "" if registers is None else f"{registers.limit}: {registers.fraction:.2f} of it",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    tools = ", ".join(f"{tool} {version}" for tool, version in counted["tools"].items())
+    notes = [f"Instructions: steady state in {counted['arch']} machine code, {tools}."]
+    if measured:
+        notes.append(_origin("h200", "dequant"))
+    return "\n".join(lines) + "\n\n" + " ".join(notes) + "\n"
+
+
+def _measured(gpu: str, suite: str) -> dict[tuple[str, str, str], bench.Row]:
+    """Rows of a record by kernel, source and measure; empty where nothing is recorded."""
+    path = sources.results_dir() / gpu / f"{suite}.json"
+    if not path.is_file():
+        return {}
+    return {(row.kernel, row.source, row.measure): row for row in bench.load(path).rows}
+
+
+def _origin(gpu: str, suite: str) -> str:
+    """Where a record's figures come from, in a sentence."""
+    record = bench.load(sources.results_dir() / gpu / f"{suite}.json")
+    ceilings = ", ".join(f"{name.removesuffix('_tbps')} {value:.2f} TB/s" for name, value in record.ceilings.items())
+    origin = f"`ptxlab bench {suite}`, {record.date[:10]}, commit {record.commit[:10]}"
+    return f"Measured on one {record.device['name']}: {origin}; ceilings of the same run: {ceilings}."
+
+
+def audit_table() -> str:
+    """Overflow and error of every scheme on the trained weights of the demo, from the recorded audit."""
+    rows = json.loads((sources.results_dir() / "audit" / "all-MiniLM-L6-v2.json").read_text(encoding="utf-8"))
+    audited = [row for row in rows if "scheme" in row]
+    weights = {row["tensor"]: row["weights"] for row in audited}
+    lines = [
+        "| scheme | protective range | overflowing weights | relative error, median |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for scheme, limit in dict.fromkeys((row["scheme"], row["protective_range"]) for row in audited):
+        chosen = [row for row in audited if (row["scheme"], row["protective_range"]) == (scheme, limit)]
+        error = statistics.median(row["relative_error"] for row in chosen)
+        lines.append(f"| {scheme} | ±{limit} | {sum(row['overflows'] for row in chosen):,} | {error:.4f} |")
+    note = f"{sum(weights.values()):,} weights in {len(weights)} matrices, groups of {audited[0]['group']}."
+    return "\n".join(lines) + f"\n\n{note}\n"
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"kernels": kernel_table, "audit": audit_table}

@@ -1,0 +1,277 @@
+"""Runs kernels: any PTX or CUDA file by `load`, a spec's by `run_spec`, on the GPU or in the emulator."""
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab import emulator, gpu, toolchain
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.sources import Source
+from ptxlab.spec import Arg, KernelSpec, Launch
+
+BACKENDS = ("gpu", "emulator")
+EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
+_LANE_INSTRUCTIONS_PER_SECOND = 50e6
+
+_CUDA_ENTRY = re.compile(
+    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)', re.DOTALL
+)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a launch did.
+
+    Attributes:
+        backend: `"gpu"` or `"emulator"`.
+        outputs: arrays that the kernel wrote, by argument name, of the caller's own kind (NumPy, CuPy, PyTorch ...).
+        findings: what the emulator's checks report; empty on the GPU.
+        lane_instructions: executed by the emulator; 0 on the GPU.
+    """
+
+    backend: str
+    outputs: dict[str, Any]
+    findings: tuple[emulator.Finding, ...] = ()
+    lane_instructions: int = 0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`."""
+
+    source: Source
+    entry: str
+    defines: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def module(self) -> emulator.Module:
+        """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
+        if self.source.language == "ptx":
+            return emulator.parse(self.source.text, self.source.path)
+        image = toolchain.compile_cuda(self.source, _EMULATED_ARCH, output="ptx", defines=self.defines)
+        return emulator.parse(image.data.decode(), self.source.path)
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters in launch order; for CUDA C++ read off the signature."""
+        if self.source.language == "ptx":
+            return tuple(p.name for p in self.module.entries[self.entry].params)
+        signature = dict(_CUDA_ENTRY.findall(_COMMENT.sub("", self.source.text)))[self.entry]
+        return tuple(re.findall(r"(\w+)\s*$", p)[0] for p in signature.split(",") if p.strip())
+
+    def launch(
+        self,
+        args: Sequence[Any],
+        launch: Launch,
+        *,
+        backend: str,
+        checks: Iterable[str] = (),
+        uninitialised: Collection[int] = (),
+        written: Collection[int] | None = None,
+        mode: str = "early",
+        seed: int = 0,
+    ) -> emulator.Result | None:
+        """Launch with arguments in order (arrays and NumPy scalars); arrays are written in place.
+
+        `uninitialised` and `written` are positions: of arrays whose contents count as never written, and of the NumPy
+        arrays that the GPU has to give back (None: all).
+        """
+        if 0 in launch.grid:
+            return None
+        if backend == "gpu":
+            gpu.launch(gpu.load(self.source, self.entry, defines=self.defines), args, launch, written=written)
+            return None
+        return emulator.run(
+            self.module,
+            self.entry,
+            args,
+            grid=launch.grid,
+            block=launch.block,
+            shared_bytes=launch.shared_bytes,
+            cluster=launch.cluster,
+            checks=checks,
+            uninitialised=uninitialised,
+            mode=mode,
+            seed=seed,
+        )
+
+    def __call__(
+        self,
+        *args: Any,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        shared_bytes: int = 0,
+        cluster: int | tuple[int, ...] = 1,
+        backend: str | None = None,
+        checks: Iterable[str] = (),
+        seed: int = 0,
+    ) -> Outcome:
+        """Launch on arrays and NumPy scalars in the order of the parameters; arrays are written in place.
+
+        Returns:
+            The outcome; its `outputs` are the array arguments by parameter name.
+        """
+        names = self.parameters
+        if len(args) != len(names):
+            raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
+        geometry = Launch(_dim3("grid", grid), _dim3("block", block), shared_bytes, _dim3("cluster", cluster))
+        backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in args))
+        result = self.launch(args, geometry, backend=backend, checks=checks, seed=seed)
+        arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
+        return _outcome(backend, arrays, result)
+
+
+def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapping[str, int] | None = None) -> Kernel:
+    """Load any PTX or CUDA kernel, without a spec.
+
+    Args:
+        source: path of a `.ptx` or `.cu` file, the text itself, or a `Source`.
+        entry: entry symbol; may be left out where the source has only one.
+        defines: `-D` constants (CUDA C++ only).
+
+    Raises:
+        FileError, SourceError, CompileError: the source cannot be read, parsed or compiled.
+        ArgumentError: no such entry.
+    """
+    if not isinstance(source, Source):
+        is_text = isinstance(source, str) and ("\n" in source or "{" in source)
+        source = Source.from_text(str(source)) if is_text else Source.read(source)
+    if defines and source.language == "ptx":
+        raise ArgumentError("defines", "only for CUDA C++ sources", dict(defines))
+    if source.language == "ptx":
+        entries = list(emulator.parse(source.text, source.path).entries)
+    else:
+        entries = [name for name, _ in _CUDA_ENTRY.findall(_COMMENT.sub("", source.text))]
+    if entry is None and len(entries) == 1:
+        entry = entries[0]
+    if entry not in entries:
+        rule = f"one of {', '.join(entries)}" if entries else 'a kernel (.visible .entry, or extern "C" __global__)'
+        raise ArgumentError(f"{source.path}: entry", rule, entry)
+    return Kernel(source, entry, dict(defines or {}))
+
+
+def run_spec(
+    spec: KernelSpec,
+    source: Source,
+    inputs: Mapping[str, Any],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    out: Mapping[str, Any] | None = None,
+    backend: str | None = None,
+    checks: Iterable[str] = (),
+    unchecked: bool = False,
+    config: Mapping[str, int] | None = None,
+    mode: str = "early",
+    seed: int = 0,
+) -> Outcome:
+    """Run a spec's kernel from one of its sources. Everything is checked before anything is launched.
+
+    Args:
+        spec: the kernel.
+        source: which of its sources.
+        inputs: arrays by argument name: NumPy, CuPy, or anything with DLPack.
+        sizes: sizes that no shape tells.
+        out: arrays to write into, by argument name; by default they are allocated.
+        backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
+        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
+        unchecked: admit values that break the value rules (to look at overflow).
+        config: `-D` constants; by default the spec's first.
+        mode: when the emulator completes what is asynchronous: `early` or `late`.
+        seed: orders whatever the emulator may do in any order.
+    """
+    expected = {a.name for a in spec.inputs}
+    for name in inputs:
+        if name not in expected:
+            raise ArgumentError(f"{spec.name}: arguments", f"{', '.join(sorted(expected))}", name)
+    if missing := sorted(expected - set(inputs)):
+        raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
+    arrays = {n: _accept(spec, spec.arg(n), a) for n, a in {**inputs, **(out or {})}.items()}
+    solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
+    on_device = any(gpu.is_device_array(a) for a in arrays.values())
+    on_host = {n: arrays[n] for n in expected if not gpu.is_device_array(arrays[n])}
+    if not unchecked and len(on_host) == len(expected):  # values on the device are the emulator's to check
+        spec.check_values(on_host, solved)
+
+    kernel = Kernel(source, spec.name, dict(config or spec.configs[0]))
+    launch = spec.launch(solved)
+    backend = choose_backend(backend, kernel, launch, on_device=on_device, spec=spec)
+    for arg in spec.args:
+        if arg.role in ("out", "scratch") and arg.name not in arrays:
+            arrays[arg.name] = (gpu.empty if on_device else np.empty)(arg.resolve(solved), np.dtype(arg.dtype))
+    args = [arrays[a.name] if a.shape else spec.scalar(a, solved) for a in spec.args]
+    result = kernel.launch(
+        args,
+        launch,
+        backend=backend,
+        checks=checks,
+        uninitialised=[i for i, a in enumerate(spec.args) if a.role in ("out", "scratch")],
+        written=[i for i, a in enumerate(spec.args) if a.role in ("out", "inout")],
+        mode=mode,
+        seed=seed,
+    )
+    like = next(iter(inputs.values()))
+    return _outcome(backend, {a.name: gpu.like(arrays[a.name], like) for a in spec.outputs}, result)
+
+
+def choose_backend(
+    backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool, spec: KernelSpec | None = None
+) -> str:
+    """The backend to use, or an error that says why the one asked for cannot run this kernel here."""
+    if backend not in (*BACKENDS, None):
+        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
+    if backend == "emulator":
+        if on_device:
+            raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
+        return backend
+    reason = gpu.why_not(spec.arch if spec else None, exact=bool(spec and spec.exact_arch))
+    if reason is None:
+        return "gpu"
+    if backend == "gpu" or on_device:
+        raise UnavailableError(f'{kernel.entry}: no GPU backend here: {reason}; pass backend="emulator"')
+    seconds = estimate_seconds(kernel, launch)
+    if seconds > EMULATOR_SECONDS:
+        raise UnavailableError(
+            f"{kernel.entry}: no GPU backend here ({reason}), and the emulator would take about {seconds:.0f} s; "
+            'pass backend="emulator" to run it all the same'
+        )
+    return "emulator"
+
+
+def estimate_seconds(kernel: Kernel, launch: Launch) -> float:
+    """Seconds that the emulator will need, if every thread runs every instruction once."""
+    threads = int(np.prod(launch.grid, dtype=np.int64)) * int(np.prod(launch.block, dtype=np.int64))
+    return threads * len(kernel.module.entries[kernel.entry].instructions) / _LANE_INSTRUCTIONS_PER_SECOND
+
+
+def _accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
+    """Check dtype, contiguity and alignment; DLPack arrays become NumPy or CuPy arrays on the same memory."""
+    array = gpu.as_array(f"{spec.name}: {arg.name}", array)
+    if array.dtype != np.dtype(arg.dtype):
+        raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {arg.dtype}", array.dtype)
+    if not array.flags.c_contiguous:
+        raise ArgumentError(f"{spec.name}: {arg.name}", "C-contiguous", f"strides {array.strides}")
+    gpu.check_alignment(f"{spec.name}: {arg.name}", array)
+    return array
+
+
+def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
+    """One to three positive integers as three."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(values) <= 3 or any(v < 1 for v in values):
+        raise ArgumentError(name, "one to three positive integers", value)
+    return (*values, 1, 1)[:3]  # type: ignore[return-value]
+
+
+def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
+    if result is None:
+        return Outcome(backend, outputs)
+    return Outcome(backend, outputs, result.findings, result.lane_instructions)
+
+
+_EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use; raised per spec where needed

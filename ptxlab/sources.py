@@ -1,0 +1,127 @@
+"""Finds the kernels' sources: `ptx/` and `cuda_src/` in a checkout, `ptxlab/_sources/` in an installed wheel.
+
+A source's digest covers everything that its meaning depends on: its text and, recursively, the project headers it
+includes. Caches are keyed by it.
+"""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from ptxlab.errors import ArgumentError, FileError
+
+Language = Literal["ptx", "cu"]
+
+_PACKAGE = Path(__file__).resolve().parent
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
+_PTX_MARK = re.compile(r"^[ \t]*\.version\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One PTX or CUDA C++ source.
+
+    Attributes:
+        name: the stem of the file, which is also the kernel's entry symbol for the project's own kernels.
+        path: where it was read from, or a label such as `<cell>` for text that has no file.
+        language: `"ptx"` or `"cu"`.
+        text: the whole text.
+    """
+
+    name: str
+    path: str
+    language: Language
+    text: str
+
+    @classmethod
+    def read(cls, path: str | Path) -> "Source":
+        """Read a `.ptx` or `.cu` file; `FileError` if it is missing, unreadable or of another kind."""
+        path = Path(path)
+        if path.suffix not in (".ptx", ".cu"):
+            raise ArgumentError("source", "a .ptx or .cu file", path)
+        try:
+            return cls(path.stem, str(path), path.suffix[1:], path.read_text(encoding="utf-8"))  # type: ignore[arg-type]
+        except OSError as error:
+            raise FileError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise FileError(f"{path}: not a text file") from None
+
+    @classmethod
+    def from_text(cls, text: str, label: str = "<text>") -> "Source":
+        """Wrap text that has no file; PTX is told from CUDA C++ by its `.version` directive."""
+        return cls(label.strip("<>"), label, "ptx" if _PTX_MARK.search(text) else "cu", text)
+
+    @property
+    def label(self) -> str:
+        """`name.ptx` or `name.cu`: how tests, records and messages name the source."""
+        return f"{self.name}.{self.language}"
+
+    def include_dirs(self) -> list[Path]:
+        """Folders in which `#include "..."` is looked up: the file's own, then the project's headers."""
+        own = [Path(self.path).resolve().parent] if Path(self.path).is_file() else []
+        return [*own, include_dir()]
+
+    def digest(self) -> str:
+        """SHA-256 over the text and, recursively, every `#include "..."` that is found."""
+        sha = hashlib.sha256()
+        seen: set[Path] = set()
+        pending = [(self.text, self.include_dirs())]
+        while pending:
+            text, folders = pending.pop()
+            sha.update(len(text).to_bytes(8, "little") + text.encode())
+            for include in _INCLUDE.findall(text):
+                found = next((f / include for f in folders if (f / include).is_file()), None)
+                if found is not None and found.resolve() not in seen:
+                    seen.add(found.resolve())
+                    pending.append((found.read_text(encoding="utf-8"), [found.resolve().parent, *folders]))
+        return sha.hexdigest()
+
+
+def _root(folder: str) -> Path:
+    for root in (_PACKAGE.parent, _PACKAGE / "_sources"):
+        if (root / folder).is_dir():
+            return root / folder
+    raise FileError(f"{folder}/: not found beside the package nor inside it; reinstall ptxlab")
+
+
+def ptx_dir() -> Path:
+    """The folder of hand-written PTX: `ptx/<family>/<kernel>.ptx`."""
+    return _root("ptx")
+
+
+def cuda_dir() -> Path:
+    """The folder of hand-written CUDA C++: `cuda_src/<family>/<kernel>.cu`."""
+    return _root("cuda_src")
+
+
+def include_dir() -> Path:
+    """The folder of shared device functions: `cuda_src/include/*.cuh`."""
+    return cuda_dir() / "include"
+
+
+def results_dir() -> Path:
+    """The folder of recorded measurements: `notebooks/results` (`_sources/results` in a wheel)."""
+    checkout = _PACKAGE.parent / "notebooks" / "results"
+    return checkout if checkout.is_dir() else _root("results")
+
+
+@cache
+def _paths() -> dict[str, tuple[Path, ...]]:
+    """Every kernel name with its sources, the `.ptx` first: it is what a bare name means."""
+    found: dict[str, list[Path]] = {}
+    for path in [*sorted(ptx_dir().glob("*/*.ptx")), *sorted(cuda_dir().glob("*/*.cu"))]:
+        found.setdefault(path.stem, []).append(path)
+    return {name: tuple(paths) for name, paths in sorted(found.items())}
+
+
+def names() -> list[str]:
+    """Names of all kernels that have a source, sorted."""
+    return list(_paths())
+
+
+def of_kernel(name: str) -> tuple[Source, ...]:
+    """All sources of a kernel, the `.ptx` before the `.cu`; empty for an unknown name."""
+    return tuple(Source.read(path) for path in _paths().get(name, ()))

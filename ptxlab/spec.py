@@ -1,0 +1,248 @@
+"""`KernelSpec`: the one record per kernel, from which running, verifying, measuring and reporting are derived.
+
+A spec's sizes are symbols (`R`, `K`, `g`): they are read off the shapes of the arguments or given by name, and every
+rule, shape, scalar and count is an expression over them, evaluated here and quoted in error messages.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.layout.words import unpack_u4
+
+Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
+Sizes = Mapping[str, int]
+Arrays = dict[str, Any]
+
+_FUNCTIONS: dict[str, Any] = {
+    "__builtins__": {},
+    "log2": lambda n: int(n).bit_length() - 1,
+    "ceil_div": lambda a, b: -(-a // b),
+    "min": min,
+    "max": max,
+}
+_QUOTIENT = re.compile(r"^(\w+)\s*/\s*(\w+)$")
+
+
+def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
+    """Evaluate a spec's own expression (`"K % g == 0"`, `"R*K/16"`) over sizes or arrays. Never for user input."""
+    return eval(expression, _FUNCTIONS, dict(names))
+
+
+@dataclass(frozen=True)
+class Arg:
+    """One argument of a kernel.
+
+    Attributes:
+        name: also the keyword in `ptxlab.run(kernel, name=array)`.
+        dtype: NumPy's name of the element type.
+        shape: one expression per axis over the sizes; empty for a scalar.
+        role: `in`, `out`, `inout`, `scratch`, `tma` or `scalar`.
+        value: for a scalar, the expression that gives its value.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[str, ...] = ()
+    role: Role = "in"
+    value: str = ""
+
+    def resolve(self, sizes: Sizes) -> tuple[int, ...]:
+        """The shape in numbers."""
+        return tuple(int(evaluate(axis, sizes)) for axis in self.shape)
+
+    def nbytes(self, sizes: Sizes) -> int:
+        """Bytes of the array at these sizes."""
+        return math.prod(self.resolve(sizes)) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Geometry of one launch: grid and block in blocks and threads, dynamic shared memory in bytes."""
+
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int = 0
+    cluster: tuple[int, int, int] = (1, 1, 1)
+    programmatic: bool = False
+
+
+@dataclass(frozen=True)
+class WrongByDesign:
+    """For a kernel that shows a mistake: the truth it misses, and the model of where it misses it.
+
+    Attributes:
+        truth: logical inputs -> the results a correct kernel would give.
+        misses: logical inputs -> boolean array, true exactly where the kernel's result differs from the truth.
+        why: one line for people.
+    """
+
+    truth: Callable[..., np.ndarray]
+    misses: Callable[..., np.ndarray]
+    why: str
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """Everything the project knows of one kernel; nothing here can be derived from anything else here.
+
+    Attributes:
+        name: file stem, entry symbol, test id, bench row and record key.
+        summary: one line: what it shows, with the paper's section.
+        args: arguments in launch order.
+        launch: sizes -> geometry.
+        example: `(rng, **sizes) -> logical inputs`, valid by the rules.
+        pack: logical inputs -> arrays by argument name (inputs only).
+        reference: logical inputs -> expected output, the oracle (`ptxlab.reference`).
+        rules: expressions over the sizes that must hold.
+        value_rules: expressions over sizes and input arrays that must hold everywhere; `nibbles(q)` unpacks words,
+            `per_weight(s)` repeats a group's value over its weights.
+        operations: expression over the sizes: arithmetic operations (a multiply-add counts two), 0 for data movement.
+        configs: `-D` constants of the compiled variants, the first is the default.
+        arch: lowest architecture, or with `exact` the only one.
+        exact_arch: true for architecture-specific code (`sm_90a`).
+        tolerance: allowed relative error of floating outputs; 0 means bit-exact.
+        tolerance_reason: why the tolerance is what it is.
+        wrong: set for kernels that are wrong by design.
+        example_sizes: sizes at which `verify` and the tests draw examples.
+    """
+
+    name: str
+    summary: str
+    args: tuple[Arg, ...]
+    launch: Callable[[Sizes], Launch]
+    example: Callable[..., Arrays]
+    pack: Callable[[Arrays], Arrays]
+    reference: Callable[..., np.ndarray]
+    rules: tuple[str, ...] = ()
+    value_rules: tuple[str, ...] = ()
+    operations: str = "0"
+    configs: tuple[Mapping[str, int], ...] = ({},)
+    arch: str = "sm_75"
+    exact_arch: bool = False
+    tolerance: float = 0.0
+    tolerance_reason: str = "integer results are compared for equality"
+    wrong: WrongByDesign | None = None
+    example_sizes: tuple[Mapping[str, int], ...] = field(default=())
+
+    @property
+    def family(self) -> str:
+        """The part of the name before the first underscore: `dequant`, `load`, `gemm` ..."""
+        return self.name.split("_", 1)[0]
+
+    @cached_property
+    def inputs(self) -> tuple[Arg, ...]:
+        """Arguments that the caller provides."""
+        return tuple(a for a in self.args if a.role in ("in", "inout", "tma"))
+
+    @cached_property
+    def outputs(self) -> tuple[Arg, ...]:
+        """Arguments that the kernel writes for the caller."""
+        return tuple(a for a in self.args if a.role in ("out", "inout"))
+
+    def arg(self, name: str) -> Arg:
+        """The argument of that name."""
+        for arg in self.args:
+            if arg.name == name:
+                return arg
+        raise ArgumentError("argument", f"{self.name} takes {', '.join(a.name for a in self.args)}", name)
+
+    def sizes_of(self, shapes: Mapping[str, tuple[int, ...]], given: Sizes | None = None) -> dict[str, int]:
+        """Read the sizes off the arrays' shapes and check every shape and rule.
+
+        Args:
+            shapes: shape by argument name, for any of the array arguments.
+            given: sizes that the shapes do not determine, or that shall be checked against them.
+        """
+        sizes = dict(given or {})
+        for name, shape in shapes.items():
+            arg = self.arg(name)
+            if len(shape) != len(arg.shape):
+                raise ArgumentError(
+                    f"{self.name}: {name}", f"{len(arg.shape)} axes [{', '.join(arg.shape)}]", f"{shape}"
+                )
+        for arg in self.args:  # launch order, whatever order the caller named them in
+            for axis, length in zip(arg.shape, shapes.get(arg.name, ()), strict=False):
+                _solve(axis, length, sizes)
+        for name, shape in shapes.items():
+            arg = self.arg(name)
+            if tuple(evaluate(axis, sizes) for axis in arg.shape) != tuple(shape):
+                known = ", ".join(f"{k}={v}" for k, v in sizes.items())
+                raise ArgumentError(f"{self.name}: {name}", f"shape [{', '.join(arg.shape)}] with {known}", f"{shape}")
+        self.check_sizes(sizes)
+        return sizes
+
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Raise `ArgumentError` for the first rule that the sizes break."""
+        for rule in self.rules:
+            try:
+                holds = evaluate(rule, sizes)
+            except NameError as error:
+                raise ArgumentError(f"{self.name}: sizes", f"{error.name} must be given", dict(sizes)) from None
+            if not holds:
+                used = {n: v for n, v in sizes.items() if re.search(rf"\b{n}\b", rule)}
+                raise ArgumentError(self.name, rule, ", ".join(f"{n}={v}" for n, v in used.items()))
+
+    def check_values(self, arrays: Mapping[str, np.ndarray], sizes: Sizes) -> None:
+        """Raise `ArgumentError` for the first value rule that an element of the (NumPy) inputs breaks."""
+        for rule in self.value_rules:
+            names = {**sizes, **arrays, "nibbles": _nibbles, "per_weight": lambda a: _per_weight(a, sizes["g"])}
+            holds = np.asarray(evaluate(rule, names))
+            if holds.all():
+                continue
+            place = tuple(int(i) for i in np.argwhere(~holds)[0])
+            shown = [n for n in arrays if re.search(rf"\b{n}\b", rule)]
+            values = [
+                f"{n}[{', '.join(map(str, p))}] = {arrays[n][p]}"
+                for n in shown
+                for p in [_place(place, arrays[n], holds)]
+            ]
+            raise ArgumentError(f"{self.name}: {', '.join(shown)}", rule, ", ".join(values))
+
+    def scalar(self, arg: Arg, sizes: Sizes) -> np.generic:
+        """The value of a scalar argument at these sizes."""
+        value: np.generic = np.dtype(arg.dtype).type(int(evaluate(arg.value or arg.name, sizes)))
+        return value
+
+    def bytes_moved(self, sizes: Sizes) -> int:
+        """Compulsory traffic: every input read once, every output written once."""
+        return sum(
+            a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in self.args if a.shape and a.role != "scratch"
+        )
+
+
+def _solve(axis: str, length: int, sizes: dict[str, int]) -> None:
+    """Learn a size from one axis: `S`, `S/4` or `S/T` with S known. Consistency is checked by the caller."""
+    if axis.isidentifier():
+        sizes.setdefault(axis, length)
+        return
+    quotient = _QUOTIENT.match(axis)
+    if quotient is None:
+        return
+    top, bottom = quotient.groups()
+    if bottom.isdigit():
+        sizes.setdefault(top, length * int(bottom))
+    elif top in sizes and length:
+        sizes.setdefault(bottom, sizes[top] // length)
+
+
+def _nibbles(words: np.ndarray) -> np.ndarray:
+    """The eight nibbles of every word, in logical order, wide enough to compute with."""
+    wide: np.ndarray = unpack_u4(words).astype(np.int32)
+    return wide
+
+
+def _per_weight(values: np.ndarray, group: int) -> np.ndarray:
+    """One value per weight from one per group, wide enough to compute with."""
+    return np.repeat(values.astype(np.int32), group, axis=-1)
+
+
+def _place(place: tuple[int, ...], array: np.ndarray, holds: np.ndarray) -> tuple[int, ...]:
+    """Where in `array` the element lies that decided `holds[place]`: the last axis may be packed or grouped."""
+    return (*place[:-1], place[-1] * array.shape[-1] // holds.shape[-1])

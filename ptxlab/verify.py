@@ -1,0 +1,158 @@
+"""Verification: every source of a kernel, on every backend, against its reference, on poisoned memory, checks on."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from ptxlab import emulator, gpu, kernels, toolchain
+from ptxlab.errors import ArgumentError, PtxlabError, UnavailableError, VerificationError
+from ptxlab.runtime import BACKENDS, run_spec
+from ptxlab.sources import Source
+from ptxlab.spec import Arrays, KernelSpec
+
+_POISONS = (0xA5, 0x5A)  # every output byte differs from one of them: an element that nobody wrote shows
+_GUARD = 256  # bytes of poison before and behind every output
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One kernel source on one backend at one size.
+
+    Attributes:
+        kernel: name with its source, `dequant_lqq.ptx`.
+        backend: `"gpu"` or `"emulator"`.
+        sizes: the sizes of the example.
+        passed: whether everything held.
+        detail: what was compared, or what went wrong, in one line.
+        seconds: wall time.
+    """
+
+    kernel: str
+    backend: str
+    sizes: dict[str, int]
+    passed: bool
+    detail: str
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict as JSON-ready values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One verification to be done: a source of a kernel, a backend, the sizes of the example."""
+
+    spec: KernelSpec
+    source: Source
+    backend: str
+    sizes: Mapping[str, int]
+
+
+def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], list[str]]:
+    """What there is to verify: jobs, and a line for each source that cannot be verified here.
+
+    Args:
+        names: kernels; a bare name means all its sources, `name.ptx` or `name.cu` one of them.
+        backend: `"gpu"` or `"emulator"`; by default every backend that can run the kernel here.
+
+    Raises:
+        ArgumentError: unknown kernel or backend.
+        UnavailableError: the backend, or the compiler of a source asked for by name, is not here.
+    """
+    if backend not in (*BACKENDS, None):
+        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
+    jobs, skipped = [], []
+    for name in names:
+        spec, sources = kernels.find(name)
+        reason = gpu.why_not(spec.arch, exact=spec.exact_arch)
+        if backend == "gpu" and reason is not None:
+            raise UnavailableError(f"{name}: no GPU backend here: {reason}")
+        backends = [backend] if backend else ["emulator"] + ([] if reason else ["gpu"])
+        for source in sources:
+            if source.language == "cu" and "nvrtc" in toolchain.missing():
+                problem = f"{source.label}: NVRTC is not installed; {toolchain.missing()['nvrtc']}"
+                if name == source.label:
+                    raise UnavailableError(problem)
+                skipped.append(problem)
+                continue
+            jobs += [Job(spec, source, on, sizes) for on in backends for sizes in spec.example_sizes]
+    return jobs, skipped
+
+
+def verify(job: Job, *, seed: int = 0) -> Verdict:
+    """Verify one source on one backend at one size; a failure is a verdict, not an exception."""
+    spec, source, backend, sizes = job.spec, job.source, job.backend, job.sizes
+    start = perf_counter()
+    try:
+        passed, detail = True, _check(spec, source, backend, spec.example(np.random.default_rng(seed), **sizes), sizes)
+    except PtxlabError as error:
+        passed, detail = False, str(error)
+    return Verdict(source.label, backend, dict(sizes), passed, detail, perf_counter() - start)
+
+
+def _check(spec: KernelSpec, source: Source, backend: str, logical: Arrays, sizes: Mapping[str, int]) -> str:
+    """Run twice, over two poisons; compare with the reference, the truth, and the guards. Returns what held."""
+    inputs = spec.pack(logical)
+    results: dict[str, np.ndarray] = {}
+    for poison in _POISONS:
+        buffers = {a.name: _guarded(a.resolve(sizes), a.dtype, poison, backend) for a in spec.outputs}
+        outcome = run_spec(
+            spec,
+            source,
+            inputs,
+            sizes=sizes,
+            backend=backend,
+            out={name: view for name, (_, view) in buffers.items()},
+            checks=emulator.CHECKS if backend == "emulator" else (),
+        )
+        for name, (buffer, view) in buffers.items():
+            whole = buffer if isinstance(buffer, np.ndarray) else buffer.get()
+            guards = np.concatenate([whole[:_GUARD], whole[_GUARD + view.nbytes :]])
+            if (guards != poison).any():
+                raise VerificationError(f"{name}: {int((guards != poison).sum())} bytes written outside the array")
+            results[name] = whole[_GUARD : _GUARD + view.nbytes].view(view.dtype).reshape(view.shape)
+        compare(spec, results[spec.outputs[0].name], logical)
+    return _judge_findings(spec, backend, outcome.findings, logical)
+
+
+def compare(spec: KernelSpec, got: np.ndarray, logical: Arrays) -> None:
+    """Raise with the first difference if `got` is not what the spec's reference says."""
+    expected = spec.reference(**logical)
+    if spec.tolerance:
+        wide, truth = got.astype(np.float64), expected.astype(np.float64)
+        wrong = ~(np.abs(wide - truth) <= spec.tolerance * np.maximum(np.abs(truth), np.abs(truth).max()))
+    else:
+        wrong = got.view(f"u{got.itemsize}") != expected.view(f"u{expected.itemsize}")
+    if wrong.any():
+        place = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise VerificationError(
+            f"{int(wrong.sum())} of {wrong.size} elements differ from the reference, "
+            f"first at {list(place)}: {got[place]} instead of {expected[place]}"
+        )
+    if spec.wrong is not None:
+        missed = got.astype(np.int32) != spec.wrong.truth(**logical)
+        if (missed != spec.wrong.misses(**logical)).any():
+            raise VerificationError("misses the truth in other places than its model says")
+
+
+def _judge_findings(spec: KernelSpec, backend: str, findings: tuple[emulator.Finding, ...], logical: Arrays) -> str:
+    if spec.wrong is None:
+        if findings:
+            raise VerificationError(f"{len(findings)} findings, first: {findings[0]}")
+        return "equal to the reference" + (", checks clean" if backend == "emulator" else "")
+    misses = int(spec.wrong.misses(**logical).sum())
+    if backend == "emulator" and misses and not findings:
+        raise VerificationError(f"{misses} elements are wrong by design, yet the checks found nothing")
+    return f"wrong in exactly the {misses} places that its model predicts"
+
+
+def _guarded(shape: tuple[int, ...], dtype: str, poison: int, backend: str) -> tuple[Any, Any]:
+    """A poisoned buffer where the backend works and, inside its guards, the array that the kernel is to write."""
+    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    whole = (gpu.empty if backend == "gpu" else np.empty)((nbytes + 2 * _GUARD,), np.uint8)
+    whole.fill(poison)
+    return whole, whole[_GUARD : _GUARD + nbytes].view(dtype).reshape(shape)

@@ -1,0 +1,69 @@
+"""The measuring itself, on a GPU."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from ptxlab import bench, cost, gpu, kernels
+from ptxlab.bench import dequant
+from ptxlab.bench.timing import measure
+from ptxlab.errors import BenchmarkError
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def ceilings() -> bench.Ceilings:
+    return bench.measure_ceilings()
+
+
+def test_ceilings_are_those_of_the_sheet(ceilings) -> None:
+    slug = gpu.device_info().slug
+    if slug not in cost.SHEETS:
+        pytest.skip(f"no sheet for {slug}")
+    sheet = cost.sheet(slug)
+    assert bench.shortfall(ceilings, slug) == ""
+    assert ceilings.read_tbps < 1.05 * sheet.read_tbps and ceilings.copy_tbps < 1.05 * sheet.copy_tbps
+
+
+def test_clock_and_spread() -> None:
+    source, target = (gpu.to_device(np.arange(64 << 20, dtype=np.uint8)) for _ in range(2))
+    measured = measure([lambda: gpu.copy_bytes(target, source)])
+    assert 300 < measured.sm_mhz < 3000
+    assert measured.fastest <= measured.us <= measured.slowest
+
+
+def test_longer_work_takes_longer() -> None:
+    """Timing is per call: four times the bytes, about four times the time."""
+    spec, (source, *_) = kernels.find("dequant_qoq_channel")
+    words = gpu.to_device(np.arange(16384 * 2048, dtype=np.uint32).reshape(16384, 2048))
+    out = gpu.empty((16384, 16384), np.uint8)
+
+    def time(rows: int) -> float:
+        sizes = {"R": rows, "K": 16384}
+        args = [words[:rows], out[:rows], spec.scalar(spec.arg("pairs"), sizes)]
+        return measure([gpu.prepare(gpu.load(source, spec.name), args, spec.launch(sizes))]).us
+
+    assert 3.5 < time(16384) / time(4096) < 4.5
+
+
+def test_one_kernel_end_to_end(ceilings, monkeypatch) -> None:
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: ceilings)
+    record = bench.run_suite("dequant_lqq")
+    rows = {(row.source, row.measure): row for row in record.rows}
+    assert set(rows) == {("ptx", "streaming"), ("cu", "streaming"), ("ptx", "registers")}
+    assert all(0 < row.fraction < 1.05 for row in record.rows)
+    assert rows["ptx", "streaming"].rate > 0.5 * 1e3 * ceilings.copy_tbps
+    registers = rows["ptx", "registers"]
+    assert 0.5 * registers.more["limit_with_harness"] < registers.rate < 1.02 * registers.more["limit_with_harness"]
+
+
+def test_wrong_results_are_noticed(ceilings) -> None:
+    spec, (source, *_) = kernels.find("dequant_lqq")
+    sizes = {"R": 512, "K": 1024, "g": 128}
+    logical = spec.example(np.random.default_rng(0), **{**sizes, "R": 256})
+    broken = dataclasses.replace(spec, reference=lambda **arrays: spec.reference(**arrays) ^ 1)
+    assert dequant.streaming(spec, source, sizes, logical, ceilings).checked.startswith("all 524288 weights")
+    with pytest.raises(BenchmarkError, match=r"dequant_lqq.ptx: the timed launches gave wrong results"):
+        dequant.streaming(broken, source, sizes, logical, ceilings)

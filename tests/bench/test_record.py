@@ -1,0 +1,150 @@
+"""Records: round trip, what is refused, comparison, and the rule that makes a record invalid."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ptxlab import bench, cost
+from ptxlab.bench.ceilings import Ceilings, shortfall
+from ptxlab.bench.record import Record, Row, commit
+from ptxlab.bench.timing import BEYOND_L2, clock_mhz, copies_beyond_l2
+from ptxlab.errors import ArgumentError, BenchmarkError, FileError
+
+ROW = Row(
+    kernel="dequant_lqq",
+    source="ptx",
+    measure="streaming",
+    sizes={"R": 16384, "K": 16384, "g": 128},
+    time_us=100.0,
+    fastest_us=99.0,
+    slowest_us=103.0,
+    rate=4000.0,
+    rate_unit="GB/s",
+    bytes=407_000_000,
+    operations=536_870_912,
+    floor_us=95.0,
+    fraction=0.95,
+    limit="copy 4.26 TB/s",
+    sm_mhz=1980.0,
+    checked="all",
+    more={"registers": 16},
+)
+RECORD = Record(
+    suite="dequant",
+    device={"name": "NVIDIA H200", "slug": "h200", "driver": "580.1", "sms": 132},
+    versions={"cupy": "14.2.0"},
+    ceilings={"read_tbps": 4.65, "copy_tbps": 4.26},
+    rows=(ROW, replace(ROW, source="cu", rate=3900.0)),
+)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    path = bench.save(RECORD, tmp_path / "new" / "folder" / "r.json")
+    assert bench.load(path) == RECORD
+    assert [p.name for p in path.parent.iterdir()] == ["r.json"]
+    bench.save(replace(RECORD, invalid="slow"), path)
+    assert bench.load(path).invalid == "slow"
+
+
+def test_default_path() -> None:
+    assert bench.default_path(RECORD).parts[-3:] == ("results", "h200", "dequant.json")
+
+
+def test_record_says_when_and_what() -> None:
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", RECORD.date)
+    assert re.fullmatch(r"[0-9a-f]{40}\+?|unknown", commit())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "not a benchmark record of schema 1"),
+        (json.dumps({**RECORD.to_json(), "schema": 99}), "not a benchmark record of schema 1"),
+        (json.dumps({**RECORD.to_json(), "rows": [{"kernel": "x"}]}), "not a benchmark record: "),
+        (json.dumps({**RECORD.to_json(), "surprise": 1}), "surprise"),
+        (json.dumps({k: v for k, v in RECORD.to_json().items() if k != "rows"}), "rows"),
+        (json.dumps(RECORD.to_json()).replace("4000.0", '"fast"'), "rate is no number"),
+    ],
+)
+def test_files_that_are_no_records(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(FileError, match=re.escape(message)) as raised:
+        bench.load(path)
+    assert str(raised.value).startswith(str(path)) and "\n" not in str(raised.value)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="cannot be read: No such file"):
+        bench.load(tmp_path / "nothing.json")
+
+
+@pytest.mark.parametrize(("rate", "slower"), [(4000.0, False), (5000.0, False), (3885.0, False), (3875.0, True)])
+def test_compare(rate: float, slower: bool) -> None:
+    new = replace(RECORD, rows=(replace(ROW, rate=rate), RECORD.rows[1]))
+    found = bench.compare(new, RECORD)
+    assert [s.row.source for s in found] == (["ptx"] if slower else [])
+    if slower:
+        text = "dequant_lqq.ptx streaming (R=16384, K=16384, g=128): 3875 GB/s, was 4000 (3.1% less)"
+        assert str(found[0]) == text
+
+
+def test_compare_only_the_same_measurement() -> None:
+    others = [
+        replace(ROW, kernel="dequant_comet", rate=1.0),
+        replace(ROW, measure="registers", rate=1.0),
+        replace(ROW, sizes={"R": 1, "K": 32, "g": 32}, rate=1.0),
+        replace(ROW, config={"STAGES": 2}, rate=1.0),
+    ]
+    assert bench.compare(replace(RECORD, rows=tuple(others)), RECORD) == []
+    with pytest.raises(ArgumentError, match=r"against: a record of b200 \(got h200\)"):
+        bench.compare(replace(RECORD, device={"slug": "b200"}), RECORD)
+
+
+@pytest.mark.parametrize(
+    ("read", "copy", "reason"),
+    [
+        (4.65, 4.26, ""),
+        (4.52, 4.14, ""),
+        (4.50, 4.26, "memory read reaches 4.50 TB/s, 3% below the 4.65 of this card"),
+        (4.65, 4.00, "memory copy reaches 4.00 TB/s, 6% below the 4.26 of this card"),
+    ],
+)
+def test_slow_card_makes_the_record_invalid(read: float, copy: float, reason: str) -> None:
+    assert shortfall(Ceilings(read, copy), "h200") == reason
+    assert shortfall(Ceilings(read, copy), "some-other-gpu") == ""
+
+
+def test_sheets() -> None:
+    assert cost.sheet("h200").sms == 132
+    with pytest.raises(ArgumentError, match=r"device: a GPU with a sheet: h200 \(got h300\)"):
+        cost.sheet("h300")
+
+
+def test_table_shows_rows_and_invalidity() -> None:
+    title, columns, rows = bench.as_table(replace(RECORD, invalid="memory is slow"))
+    assert title.startswith("dequant on NVIDIA H200") and title.endswith("NOT VALID: memory is slow")
+    assert all(len(row) == len(columns) for row in rows)
+    assert rows[0][0] == "dequant_lqq.ptx" and "4000.0" in rows[0] and "95.0%" in rows[0]
+
+
+def test_clock_rate() -> None:
+    before = {0: (1000, 5000), 1: (0, 5000), 7: (1, 1)}
+    after = {0: (1000 + 1980, 6000), 1: (2 * 1985, 7000), 9: (1, 2)}
+    assert clock_mhz(before, after) == pytest.approx((1980 + 1985) / 2)
+    with pytest.raises(BenchmarkError, match="no SM was stamped twice"):
+        clock_mhz({0: (1, 1)}, {1: (2, 2)})
+
+
+def test_rotation() -> None:
+    assert copies_beyond_l2(BEYOND_L2) == copies_beyond_l2(10 * BEYOND_L2) == 1
+    assert copies_beyond_l2(8_650_000) * 8_650_000 >= BEYOND_L2
+
+
+def test_unknown_suite() -> None:
+    with pytest.raises(ArgumentError, match="dequant_lqq"):
+        bench.run_suite("dequant_lqqq")

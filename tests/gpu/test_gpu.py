@@ -1,0 +1,304 @@
+"""Loading and launching on a GPU: every kind of argument, every attribute, every refusal."""
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu, kernels, sources
+from ptxlab.errors import ArgumentError, CompileError, LaunchError
+from ptxlab.sources import Source
+from ptxlab.spec import Launch
+
+pytestmark = pytest.mark.gpu
+
+ADD = Source.from_text(
+    """.version 6.5
+.target sm_75
+.address_size 64
+.visible .entry add_to(.param .u64 data, .param .u32 amount)
+{
+    .reg .u32 %i, %n, %t, %v;
+    .reg .u64 %p;
+    mov.u32 %i, %ctaid.x;
+    mov.u32 %n, %ntid.x;
+    mov.u32 %t, %tid.x;
+    mad.lo.u32 %i, %i, %n, %t;
+    ld.param.u64 %p, [data];
+    mad.wide.u32 %p, %i, 4, %p;
+    ld.global.u32 %v, [%p];
+    ld.param.u32 %t, [amount];
+    add.u32 %v, %v, %t;
+    st.global.u32 [%p], %v;
+    ret;
+}
+""",
+    "<add>",
+)
+STRUCT = Source.from_text(
+    """
+struct Line { unsigned slope; unsigned offset; unsigned char more[120]; };
+extern "C" __global__ void line(unsigned* y, const __grid_constant__ Line l) {
+    y[threadIdx.x] = l.slope * threadIdx.x + l.offset + l.more[119];
+}
+""",
+    "<struct>",
+)
+SHARED = Source.from_text(
+    """
+extern "C" __global__ void reverse(unsigned* data, unsigned n) {
+    extern __shared__ unsigned tile[];
+    for (unsigned i = threadIdx.x; i < n; i += blockDim.x) tile[i] = data[i];
+    __syncthreads();
+    for (unsigned i = threadIdx.x; i < n; i += blockDim.x) data[i] = tile[n - 1 - i];
+}
+""",
+    "<shared>",
+)
+CLUSTER = Source.from_text(
+    """
+extern "C" __global__ void ranks(unsigned* out) {
+    unsigned rank, size;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    out[blockIdx.x] = size * 100 + rank;
+}
+""",
+    "<cluster>",
+)
+CHAIN = Source.from_text(
+    """
+extern "C" __global__ void chain(unsigned* x) {
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    x[threadIdx.x] = x[threadIdx.x] * 3 + 1;
+}
+""",
+    "<chain>",
+)
+ONE_WARP = Launch((1, 1, 1), (32, 1, 1))
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    import cupy
+
+    return cupy
+
+
+@pytest.fixture
+def add() -> gpu.GpuKernel:
+    return gpu.load(ADD, "add_to")
+
+
+def test_device() -> None:
+    info = gpu.device_info()
+    assert gpu.available() and gpu.why_not("sm_75") is None
+    assert info.sms > 0 and info.l2_bytes > 2**20 and info.memory_bytes > 2**30 and info.shared_bytes >= 48 * 1024
+    assert info.driver.count(".") >= 1
+
+
+def test_numpy_in_place(add) -> None:
+    data = np.arange(64, dtype=np.uint32)
+    gpu.launch(add, [data, np.uint32(5)], Launch((2, 1, 1), (32, 1, 1)))
+    assert (data == np.arange(64) + 5).all()
+
+
+def test_only_what_is_written_comes_back(add) -> None:
+    data = np.arange(32, dtype=np.uint32)
+    gpu.launch(add, [data, np.uint32(5)], ONE_WARP, written=())
+    assert (data == np.arange(32)).all()
+
+
+def test_numpy_that_is_not_contiguous(add) -> None:
+    data = np.arange(64, dtype=np.uint32)
+    gpu.launch(add, [data[::2], np.uint32(5)], ONE_WARP)
+    assert (data[::2] == np.arange(0, 64, 2) + 5).all() and (data[1::2] == np.arange(1, 64, 2)).all()
+
+
+def test_cupy_without_copy(cupy, add) -> None:
+    data = cupy.arange(32, dtype=cupy.uint32)
+    gpu.launch(add, [data, np.uint32(7)], ONE_WARP)
+    assert (data.get() == np.arange(32) + 7).all()
+
+
+def test_torch_without_copy_on_its_stream(add) -> None:
+    torch = pytest.importorskip("torch")
+    data = torch.arange(32, dtype=torch.int32, device="cuda")
+    assert gpu.is_device_array(data)
+    shared = gpu.as_array("data", data)
+    assert shared.data.ptr == data.data_ptr()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), gpu.caller_stream() as current:
+        assert current.ptr == stream.cuda_stream
+        torch.cuda._sleep(20_000_000)  # the launch must queue behind this, and the addition behind the launch
+        gpu.launch(add, [data, np.uint32(1)], ONE_WARP)
+        data += 1
+    stream.synchronize()
+    assert (data.cpu().numpy() == np.arange(32) + 2).all()
+    back = gpu.like(shared, data)
+    assert isinstance(back, torch.Tensor) and back.data_ptr() == data.data_ptr()
+
+
+def test_on_cupys_current_stream(cupy, add) -> None:
+    data = cupy.arange(32, dtype=cupy.uint32)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        gpu.launch(add, [data, np.uint32(1)], ONE_WARP)
+        graph = stream.end_capture()
+    assert (data.get() == np.arange(32)).all()  # captured, not run
+    graph.launch(stream)
+    stream.synchronize()
+    assert (data.get() == np.arange(32) + 1).all()
+
+
+def test_struct_by_value() -> None:
+    kernel = gpu.load(STRUCT, "line")
+    struct = np.zeros(128, np.uint8)
+    struct[:8] = np.array([3, 10], np.uint32).view(np.uint8)
+    struct[-1] = 100
+    out = np.zeros(32, np.uint32)
+    gpu.launch(kernel, [out, struct.tobytes()], ONE_WARP)
+    assert (out == 3 * np.arange(32) + 110).all()
+
+
+def test_large_dynamic_shared_memory() -> None:
+    n = gpu.device_info().shared_bytes // 4
+    data = np.arange(n, dtype=np.uint32)
+    gpu.launch(gpu.load(SHARED, "reverse"), [data, np.uint32(n)], Launch((1, 1, 1), (256, 1, 1), 4 * n))
+    assert (data == np.arange(n)[::-1]).all()
+
+
+@pytest.mark.parametrize("size", [2, 4, 16])
+def test_clusters(size: int) -> None:
+    if reason := gpu.why_not("sm_90"):
+        pytest.skip(reason)
+    out = np.zeros(32, np.uint32)
+    gpu.launch(gpu.load(CLUSTER, "ranks"), [out], Launch((32, 1, 1), (32, 1, 1), cluster=(size, 1, 1)))
+    assert (out == size * 100 + np.arange(32) % size).all()
+
+
+def test_programmatic_launches_in_a_graph(cupy) -> None:
+    if reason := gpu.why_not("sm_90"):
+        pytest.skip(reason)
+    data = cupy.arange(32, dtype=cupy.uint32)
+    call = gpu.prepare(gpu.load(CHAIN, "chain"), [data], Launch((1, 1, 1), (32, 1, 1), programmatic=True))
+    graph = gpu.capture([call] * 5)  # five calls before, five captured
+    graph.replay()
+    graph.synchronize()
+    expected = np.arange(32, dtype=np.uint32)
+    for _ in range(10):
+        expected = expected * np.uint32(3) + np.uint32(1)
+    assert (data.get() == expected).all()
+
+
+def test_graph_timing(cupy, add) -> None:
+    buffers = [cupy.zeros(32, cupy.uint32) for _ in range(3)]
+    graph = gpu.capture([gpu.prepare(add, [b, np.uint32(1)], ONE_WARP) for b in buffers * 10])
+    timing = graph.time(replays=5, warm_up=1)
+    assert timing.calls == 30 and timing.replays == 5
+    assert 0.3 < timing.fastest <= timing.median <= timing.slowest < 1000
+    assert all((b.get() == 10 * (1 + 1 + 5)).all() for b in buffers)
+
+
+def test_what_a_capture_raises_passes_through(cupy, add) -> None:
+    calls = 0
+
+    def fails_second() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        gpu.capture([fails_second])
+    test_cupy_without_copy(cupy, add)  # and nothing is left capturing
+
+
+def test_driver_error_shows_the_line() -> None:
+    wrong = Source.from_text(ADD.text.replace("add.u32", "addd.u32"), "wrong.ptx")
+    with pytest.raises(CompileError, match=r"^wrong.ptx:16: .*: `addd.u32 %v, %v, %t;`$") as raised:
+        gpu.load(wrong, "add_to")
+    assert "addd" in raised.value.log
+
+
+def test_unknown_entry() -> None:
+    for source in (ADD, STRUCT):
+        with pytest.raises(ArgumentError, match=r"entry: an entry of that source \(got nope\)"):
+            gpu.load(source, "nope")
+
+
+def test_edited_source_is_loaded_anew(add) -> None:
+    edited = Source(ADD.name, ADD.path, "ptx", ADD.text.replace("add.u32 %v, %v, %t", "sub.u32 %v, %v, %t"))
+    data = np.full(32, 100, np.uint32)
+    gpu.launch(gpu.load(edited, "add_to"), [data, np.uint32(1)], ONE_WARP)
+    assert (data == 99).all()
+    assert gpu.load(ADD, "add_to") is add
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: [c.zeros(32, c.uint32)], r"add_to: args: 2 arguments \(got 1\)"),
+        (lambda c: [c.zeros(32, c.uint32), np.uint64(1)], r"add_to: args\[1\]: a parameter of 4 bytes \(got 8 bytes\)"),
+        (lambda c: [c.zeros(32, c.uint32), 1], r"args\[1\]: a NumPy scalar.*\(got 1\)"),
+        (lambda c: [c.zeros((32, 2), c.uint32)[:, 0], np.uint32(1)], r"args\[0\]: C-contiguous \(got strides"),
+        (lambda c: ["data", np.uint32(1)], r"args\[0\]: an array, a NumPy scalar or bytes \(got str\)"),
+    ],
+)
+def test_arguments_refused(cupy, add, change, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        gpu.launch(add, change(cupy), ONE_WARP)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "message"),
+    [
+        (Launch((1, 1, 1), (2048, 1, 1)), r"add_to: block: 1 to 1024 threads"),
+        (Launch((0, 1, 1), (32, 1, 1)), r"add_to: grid"),
+        (Launch((3, 1, 1), (32, 1, 1), cluster=(2, 1, 1)), r"add_to: grid: whole clusters"),
+        (Launch((1, 1, 1), (32, 1, 1), 1 << 20), r"add_to: shared_bytes: at most"),
+    ],
+)
+def test_geometry_refused(add, geometry: Launch, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        gpu.launch(add, [np.zeros(32, np.uint32), np.uint32(1)], geometry)
+
+
+def test_refused_by_the_driver(add) -> None:
+    with pytest.raises(LaunchError, match=r"add_to: the driver refused the launch: CUDA_ERROR"):
+        gpu.launch(add, [np.zeros(32, np.uint32), np.uint32(1)], Launch((1, 1 << 20, 1), (32, 1, 1)))
+
+
+def test_misaligned_device_array(cupy) -> None:
+    with pytest.raises(ArgumentError, match=r"x: aligned to 16 bytes on the GPU"):
+        gpu.check_alignment("x", cupy.zeros(64, cupy.uint8)[4:])
+
+
+@pytest.mark.parametrize("name", list(kernels.specs()))
+@pytest.mark.parametrize("library", ["numpy", "cupy", "torch"])
+def test_every_kernel_takes_every_library(cupy, name: str, library: str) -> None:
+    spec, found = kernels.find(name)
+    sizes = spec.example_sizes[-1]
+    logical = spec.example(np.random.default_rng(1), **sizes)
+    expected = spec.reference(**logical)
+    for source in found:
+        inputs = spec.pack(logical)
+        if library == "cupy":
+            inputs = {n: cupy.asarray(a) for n, a in inputs.items()}
+        if library == "torch":
+            torch = pytest.importorskip("torch")
+            inputs = {n: torch.from_dlpack(cupy.asarray(a)) for n, a in inputs.items()}
+        outcome = kernels.run(source.label, backend="gpu", **inputs)
+        (out,) = outcome.outputs.values()
+        assert type(out) is type(next(iter(inputs.values())))
+        host = out if library == "numpy" else cupy.asnumpy(cupy.asarray(out))
+        assert (host.view(np.uint8) == expected.view(np.uint8)).all()
+
+
+def test_kernels_use_no_local_memory() -> None:
+    for name in kernels.specs():
+        for source in sources.of_kernel(name):
+            kernel = gpu.load(source, name)
+            assert kernel.local_bytes == 0 and 0 < kernel.registers <= 64

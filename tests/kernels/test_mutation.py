@@ -1,0 +1,150 @@
+"""Would the tests notice? Every opcode and immediate of every hand-written dequantiser is changed, in turn.
+
+A mutant is killed by a different result, by a fault, or by a finding. The survivors are listed with the reason.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator, kernels
+from ptxlab.errors import PtxlabError
+from ptxlab.runtime import run_spec
+from ptxlab.sources import Source
+from ptxlab.spec import KernelSpec
+
+# What each opcode becomes. Cache operators are not part of the meaning and stay.
+SIBLINGS = {
+    "add.u64": "sub.u64",
+    "and.b32": "or.b32",
+    "cvt.u64.u32": "cvt.s64.s32",
+    "fma.rn.f16x2": "fma.rn.bf16x2",
+    "ld.global.cs.u32": "ld.global.cs.u16",
+    "ld.global.cs.v2.u32": "ld.global.cs.v2.u16",
+    "ld.global.nc.u8": "ld.global.nc.s8",
+    "ld.param.u32": "ld.param.u16",
+    "ld.param.u64": "ld.param.u32",
+    "lop3.b32": "lop3.b32",  # its meaning is the immediate
+    "mad.lo.u32": "mad.hi.u32",
+    "mad.wide.u32": "mad.wide.s32",
+    "mov.b32": "not.b32",
+    "mov.u32": "not.b32",
+    "mul.lo.u32": "mul.hi.u32",
+    "prmt.b32": "prmt.b32.b4e",
+    "ret": "trap",
+    "setp.ge.u32": "setp.gt.u32",
+    "shl.b32": "shr.u32",
+    "shr.s32": "shr.u32",
+    "shr.u32": "shl.b32",
+    "st.global.cs.v4.u32": "st.global.cs.v2.u32",
+    "sub.rn.f16x2": "add.rn.f16x2",
+    "sub.u32": "add.u32",
+    "vadd4.s32.s32.s32": "vsub4.s32.s32.s32",
+    "vadd4.u32.u32.u32": "vsub4.u32.u32.u32",
+    "xor.b32": "or.b32",
+}
+INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?(?P<opcode>[a-z]\w*(?:\.\w+)*)(?P<rest>[^;]*);")
+IMMEDIATE = re.compile(r"(?<![%\w.])(0x[0-9a-f]+|\d+)\b")
+
+# (what survives, why nothing can tell): regular expressions over "old line => new line".
+SURVIVORS = (
+    (r"mad\.wide\.u32 => .*mad\.wide\.s32", "indices stay below 2^31 unless a matrix has 2^35 weights"),
+    (r"cvt\.u64\.u32 => .*cvt\.s64\.s32", "groups number fewer than 2^31"),
+    (r"mov\.u32 (=> not\.b32)? *%none, 0;", "vadd4's third source is taken only where a mask leaves a lane out"),
+    (r"and\.b32 +%d[13], %t, 0xf0f0f0f0; => 4042322161", "the shift has left nothing in bits 0..3 of %t"),
+    (r"ld\.param\.u32 => .*ld\.param\.u16.*\[(pairs|words|shift)\]", "the tests' matrices have fewer than 2^16 pairs"),
+)
+
+
+def mutants(text: str) -> Iterator[tuple[str, str]]:
+    """(description, whole text) of every mutant; without comments, as annotations fit only the original opcode."""
+    lines = [line.partition("//")[0].rstrip() for line in text.splitlines()]
+    for number, line in enumerate(lines):
+        found = INSTRUCTION.match(line)
+        if found is None:
+            continue
+        start, opcode = found.start("opcode"), found["opcode"]
+        if SIBLINGS[opcode] != opcode:
+            changed = line[:start] + SIBLINGS[opcode] + line[start + len(opcode) :]
+            yield (
+                f"{number + 1}: {opcode} => {changed.strip()}",
+                "\n".join([*lines[:number], changed, *lines[number + 1 :]]),
+            )
+        for value in IMMEDIATE.finditer(found["rest"]):
+            at = found.start("rest") + value.start()
+            bumped = str(int(value[0], 0) + 1)
+            changed = line[:at] + bumped + line[at + len(value[0]) :]
+            yield (
+                f"{number + 1}: {line.strip()} => {bumped}",
+                "\n".join([*lines[:number], changed, *lines[number + 1 :]]),
+            )
+
+
+def battery(spec: KernelSpec) -> list[dict[str, np.ndarray]]:
+    """Logical inputs that use every bit: several blocks, the last one partial, lanes that overflow included."""
+    rng = np.random.default_rng(1)
+    chosen = []
+    for rows, K, g in ((5, 1056, 32), (3, 384, 128)):
+        low, high, dtype = (-8, 8, np.int8) if spec.name == "dequant_comet" else (0, 16, np.uint8)
+        logical: dict[str, np.ndarray] = {"q4": rng.integers(low, high, (rows, K), dtype=dtype)}
+        for arg in spec.inputs:
+            if arg.name != "qweight":
+                any_byte = np.iinfo(arg.dtype).min, np.iinfo(arg.dtype).max + 1
+                logical[arg.name] = rng.integers(*any_byte, (rows, K // g), dtype=arg.dtype)
+        chosen.append(logical)
+    return chosen
+
+
+def is_killed(spec: KernelSpec, mutant: Source, inputs: list[dict[str, np.ndarray]]) -> bool:
+    try:
+        for logical in inputs:
+            expected = spec.reference(**logical)
+            poison = np.full_like(expected.view(np.uint8), 0xA5).view(expected.dtype)
+            run_spec(
+                spec,
+                mutant,
+                spec.pack(logical),
+                backend="emulator",
+                unchecked=True,
+                out={"out": poison},
+                checks=("race", "init"),
+            )
+            if poison.tobytes() != expected.tobytes():
+                return True
+    except PtxlabError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", [name for name in kernels.specs() if name.startswith("dequant_")])
+def test_every_changed_opcode_and_immediate_is_noticed(name: str) -> None:
+    spec, sources = kernels.find(name)
+    inputs = battery(spec)
+    assert not is_killed(spec, sources[0], inputs), "the kernel itself must survive its own battery"
+    made = list(mutants(sources[0].text))
+    assert len(made) > 20
+    survivors = [what for what, text in made if not is_killed(spec, replace(sources[0], text=text), inputs)]
+    unexplained = [what for what in survivors if not any(re.search(pattern, what) for pattern, _ in SURVIVORS)]
+    assert unexplained == []
+
+
+def test_every_listed_survivor_still_survives_somewhere() -> None:
+    """A justification that no mutant needs any more is stale."""
+    used = set()
+    for name in ("dequant_qoq_vadd4", "dequant_u4_f16", "dequant_comet"):
+        spec, sources = kernels.find(name)
+        inputs = battery(spec)
+        for what, text in mutants(sources[0].text):
+            if not is_killed(spec, replace(sources[0], text=text), inputs):
+                used |= {pattern for pattern, _ in SURVIVORS if re.search(pattern, what)}
+    assert used == {pattern for pattern, _ in SURVIVORS}
+
+
+def test_mutants_are_run_by_the_emulator() -> None:
+    """The machinery itself: a mutant that the emulator cannot even parse would be killed for the wrong reason."""
+    for name in kernels.specs():
+        for what, text in mutants(kernels.find(name)[1][0].text):
+            assert emulator.parse(text).entries, what

@@ -1,0 +1,76 @@
+"""The quantisers, packings and references dispatch on CuPy arrays: the GPU gives the CPU's integers."""
+
+import numpy as np
+import pytest
+
+from ptxlab import layout, quant, reference
+from ptxlab.errors import ArgumentError
+
+pytestmark = pytest.mark.gpu
+
+QUANTISERS = [
+    quant.quantize_level1,
+    quant.quantize_qoq,
+    quant.quantize_qoq_channel,
+    quant.quantize_activations,
+    quant.quantize_lqq,
+    lambda w: quant.quantize_lqq(w, rounding="ceiling"),
+    lambda w: quant.quantize_lqq(w, rounding="search"),
+]
+
+
+def weights():
+    w = np.random.default_rng(0).standard_normal((64, 512)).astype(np.float32)
+    w[5] = 0
+    return w
+
+
+@pytest.mark.parametrize("quantise", QUANTISERS)
+def test_quantisers(quantise):
+    cupy = pytest.importorskip("cupy")
+    on_cpu, on_gpu = quantise(weights()), quantise(cupy.asarray(weights()))
+    for name, value in vars(on_cpu).items():
+        if isinstance(value, np.ndarray):
+            other = getattr(on_gpu, name)
+            assert isinstance(other, cupy.ndarray)
+            np.testing.assert_array_equal(other.get(), value, strict=True, err_msg=name)
+    np.testing.assert_array_equal(on_gpu.dequantize().get(), on_cpu.dequantize(), strict=True)
+
+
+def test_words():
+    cupy = pytest.importorskip("cupy")
+    q4 = np.random.default_rng(0).integers(0, 16, (7, 64), dtype=np.uint8)
+    packed = layout.pack_u4(cupy.asarray(q4))
+    np.testing.assert_array_equal(packed.get(), layout.pack_u4(q4), strict=True)
+    np.testing.assert_array_equal(layout.unpack_u4(packed).get(), q4, strict=True)
+    signed = q4.view(np.int8) - np.int8(8)
+    np.testing.assert_array_equal(layout.unpack_comet(layout.pack_comet(cupy.asarray(signed))).get(), signed)
+
+
+def test_references():
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(0)
+    q4 = rng.integers(0, 16, (5, 128), dtype=np.uint8)
+    scale, constant = (rng.integers(0, 256, (5, 4), dtype=np.uint8) for _ in range(2))
+    grouped = [reference.dequant_lqq, reference.dequant_lqq_unsigned, reference.dequant_qoq_presub]
+    grouped += [reference.exact_lqq, reference.exact_qoq, reference.presub_wrong]
+    cases = [(function, (q4, scale, constant)) for function in grouped]
+    cases.append((reference.dequant_qoq_vadd4, (q4, scale, constant.view(np.int8))))
+    cases += [
+        (function, (q4,))
+        for function in (reference.dequant_int4_naive, reference.dequant_comet, reference.dequant_qoq_channel)
+    ]
+    cases += [(function, (q4,)) for function in (reference.dequant_u4_f16, reference.dequant_u4_f16_subnormal)]
+    for function, arguments in cases:
+        on_gpu = function(*(cupy.asarray(argument) for argument in arguments))
+        np.testing.assert_array_equal(on_gpu.get(), function(*arguments), strict=True, err_msg=function.__name__)
+
+
+def test_refusals_name_the_place():
+    cupy = pytest.importorskip("cupy")
+    w = weights()
+    w[3, 17] = np.nan
+    with pytest.raises(ArgumentError, match=r"w\[3, 17\] is nan"):
+        quant.quantize_lqq(cupy.asarray(w))
+    with pytest.raises(ArgumentError, match=r"q4\[0, 1\] is 16"):
+        layout.pack_u4(cupy.asarray([[0, 16, 0, 0, 0, 0, 0, 0]], dtype=np.uint8))

@@ -1,0 +1,144 @@
+"""Hypothesis strategies shared by the tests: boundary values by construction, ordinary values in between.
+
+Shapes are small: 1 to 4 rows (R or N) of 1 to 4 groups of 32, 64 or 128 along K.
+"""
+
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from ptxlab.quant import GROUPS
+
+Array: TypeAlias = npt.NDArray[Any]
+Inputs: TypeAlias = dict[str, Array]
+
+Q4_EDGES = (0, 1, 7, 8, 14, 15)
+SCALE_EDGES = (1, 2, 15, 16)
+UNCHECKED_SCALE_EDGES = (*SCALE_EDGES, 17, 255)
+MINIMUM_EDGES = (-128, -119, -104, -1, 0, 119)
+EXTENT_EDGES = (0, 1, 14, 15, 16, 22, 238, 239, 255)  # largest minus smallest q8 of a group
+
+
+class Shape(NamedTuple):
+    rows: int
+    groups: int
+    group: int
+
+    @property
+    def K(self) -> int:  # noqa: N802
+        return self.groups * self.group
+
+
+class IntegerGroups(NamedTuple):
+    """Level-1 integers `q8` s8 [N, K] in groups of `group`."""
+
+    q8: Array
+    group: int
+
+
+class WeightGroups(NamedTuple):
+    """A matrix `w` f32 [N, K] whose level 1 is exactly `q8`, in groups of `group`."""
+
+    w: Array
+    q8: Array
+    group: int
+
+
+def shapes() -> st.SearchStrategy[Shape]:
+    return st.builds(Shape, rows=st.integers(1, 4), groups=st.integers(1, 4), group=st.sampled_from(GROUPS))
+
+
+def near_edges(edges: tuple[int, ...], lowest: int, highest: int) -> st.SearchStrategy[int]:
+    """Integers in lowest..highest, half of them from `edges` as far as those lie inside."""
+    inside = [edge for edge in edges if lowest <= edge <= highest]
+    return st.sampled_from(inside) | st.integers(lowest, highest) if inside else st.integers(lowest, highest)
+
+
+def filled(dtype: type[np.generic], shape: tuple[int, ...], elements: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
+    """Arrays that repeat one drawn element except at some drawn places: cheap to draw, and neighbours differ."""
+    return hnp.arrays(dtype, shape, elements=elements, fill=elements)
+
+
+def q4_matrix(rows: int, K: int) -> st.SearchStrategy[Array]:
+    """u8 [rows, K] in 0..15."""
+    return filled(np.uint8, (rows, K), near_edges(Q4_EDGES, 0, 15))
+
+
+def words(rows: int, count: int) -> st.SearchStrategy[Array]:
+    """u32 [rows, count], any bits."""
+    edges = (0, 0x0F0F0F0F, 0x7F7F7F7F, 0x80808080, 0xF0F0F0F0, 0xFFFFFFFF)
+    return filled(np.uint32, (rows, count), near_edges(edges, 0, 2**32 - 1))
+
+
+def scales(shape: Shape, checked: bool = True) -> st.SearchStrategy[Array]:
+    """Level-2 scales u8 [R, K/g]: 1..16, or any byte if not `checked`."""
+    edges, lowest, highest = (SCALE_EDGES, 1, 16) if checked else (UNCHECKED_SCALE_EDGES, 0, 255)
+    return hnp.arrays(np.uint8, (shape.rows, shape.groups), elements=near_edges(edges, lowest, highest))
+
+
+@st.composite
+def lqq_inputs(draw: st.DrawFn, checked: bool = True) -> Inputs:
+    """q4 u8 [R, K], scale u8 and offset u8 [R, K/g].
+
+    Checked: what quantising at protective range 119 can give, 9 <= q4·scale + offset <= 255 in every lane. Unchecked:
+    any bytes (q4 stays a nibble), so lanes carry into each other.
+    """
+    shape = draw(shapes())
+    q4, scale = draw(q4_matrix(shape.rows, shape.K)), draw(scales(shape, checked))
+    minimum = near_edges(MINIMUM_EDGES, *((-119, 119) if checked else (-128, 127)))
+    offset = draw(hnp.arrays(np.uint8, scale.shape, elements=minimum.map(lambda m: m + 128)))
+    if checked:
+        q4 = np.minimum(q4, np.repeat((255 - offset) // scale, shape.group, axis=1))
+    return {"q4": q4, "scale": scale, "offset": offset}
+
+
+@st.composite
+def qoq_inputs(draw: st.DrawFn, checked: bool = True) -> Inputs:
+    """q4 u8 [R, K]; scale u8, zero u8 (0..15) and offset s8 = -zero·scale modulo 256, [R, K/g].
+
+    Checked: what quantising at protective range 119 can give, (q4 - zero)·scale fits s8 in every lane. Unchecked: any
+    scale byte.
+    """
+    shape = draw(shapes())
+    q4, scale = draw(q4_matrix(shape.rows, shape.K)), draw(scales(shape, checked))
+    zero = draw(hnp.arrays(np.uint8, scale.shape, elements=near_edges(Q4_EDGES, 0, 15)))
+    if checked:
+        zero = np.minimum(zero, 127 // scale)
+        q4 = np.minimum(q4, np.repeat(zero + 127 // scale, shape.group, axis=1))
+    offset = (-zero.astype(np.int32) * scale % 256).astype(np.uint8).view(np.int8)
+    return {"q4": q4, "scale": scale, "zero": zero, "offset": offset}
+
+
+@st.composite
+def integer_group(draw: st.DrawFn, group: int, lowest: int = -119, highest: int = 119) -> Array:
+    """One group of level-1 integers int64 [group]: constant, two-valued, a ramp, or arbitrary, of a boundary extent."""
+    extent = draw(near_edges(EXTENT_EDGES, 0, highest - lowest))
+    low = draw(near_edges(MINIMUM_EDGES, lowest, highest - extent))
+    kind = draw(st.sampled_from(("two-valued", "ramp", "arbitrary")))  # extent 0 makes each of them constant
+    if kind == "two-valued":
+        return low + extent * draw(filled(np.int64, (group,), st.integers(0, 1)))
+    if kind == "ramp":
+        return low + np.arange(group) * extent // (group - 1)
+    return draw(filled(np.int64, (group,), st.integers(low, low + extent)))
+
+
+@st.composite
+def integer_groups(draw: st.DrawFn, lowest: int = -119, highest: int = 119) -> IntegerGroups:
+    """Level-1 integers in lowest..highest, group by group as `integer_group` builds them."""
+    shape = draw(shapes())
+    count = shape.rows * shape.groups
+    groups = [draw(integer_group(shape.group, lowest, highest)) for _ in range(count)]
+    return IntegerGroups(np.stack(groups).astype(np.int8).reshape(shape.rows, shape.K), shape.group)
+
+
+@st.composite
+def weight_groups(draw: st.DrawFn, protective_range: int = 119) -> WeightGroups:
+    """Floats whose level-1 integers are known: integers times a power of two, with the range itself in every row."""
+    q8, group = draw(integer_groups(-protective_range, protective_range))
+    q8[:, draw(st.integers(0, q8.shape[1] - 1))] = draw(st.sampled_from((-protective_range, protective_range)))
+    q8 *= draw(hnp.arrays(np.int8, (len(q8), 1), elements=st.integers(0, 1), fill=st.just(1)))  # some rows are zero
+    exponents = draw(hnp.arrays(np.int32, (len(q8), 1), elements=st.integers(-20, 20)))
+    return WeightGroups(np.ldexp(q8.astype(np.float32), exponents), q8, group)

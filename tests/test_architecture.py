@@ -1,0 +1,86 @@
+"""The rules that keep the project in shape: who may import whom, one name per kernel, sizes of modules."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ptxlab import kernels, sources
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "ptxlab"
+MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
+
+# Imports go down this list: a module may import what stands before it, and its own package.
+ORDER = (
+    "errors", "files", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout", "spec",
+    "emulator", "gpu", "runtime", "kernels", "checkpoint", "audit", "verify", "harness", "sass", "bench", "counts",
+    "demo", "doctor", "plot", "report", "cli", "__main__",
+)  # fmt: skip
+
+
+def imported(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
+    """Dotted names that a module imports."""
+    tree = ast.parse(path.read_text())
+    for node in tree.body if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_only_gpu_imports_cupy(path: Path) -> None:
+    if part(path) != "gpu":
+        assert not [name for name in imported(path) if name.split(".")[0] == "cupy"]
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "reference").glob("*.py")), ids=lambda p: p.name)
+def test_reference_imports_only_numpy(path: Path) -> None:
+    allowed = ("numpy", "typing", "ptxlab.reference", "ptxlab")
+    for name in imported(path):
+        assert name.startswith(allowed) and (not name.startswith("ptxlab") or "reference" in name), name
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down_the_list(path: Path) -> None:
+    mine = part(path)
+    if mine == "__init__":
+        return
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] != "ptxlab" or len(parts) < 2 or parts[1] not in ORDER or parts[1] == mine:
+            continue
+        assert ORDER.index(parts[1]) < ORDER.index(mine), f"{mine} imports {parts[1]}"
+
+
+def test_every_source_has_a_spec_and_every_spec_a_source() -> None:
+    assert set(sources.names()) == set(kernels.specs())
+
+
+@pytest.mark.parametrize("name", sources.names())
+def test_entry_symbol_is_the_name(name: str) -> None:
+    for source in sources.of_kernel(name):
+        pattern = r"\.visible \.entry (\w+)" if source.language == "ptx" else r"__launch_bounds__\(\d+\)\s+(\w+)\("
+        assert re.findall(pattern, source.text) == [name]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_modules_stay_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_nothing_names_a_machine() -> None:
+    """No absolute path of somebody's machine in what is shipped."""
+    tracked = [p for p in ROOT.rglob("*") if p.suffix in {".py", ".md", ".toml", ".ptx", ".cu", ".cuh", ".json"}]
+    home = re.compile(r"(?<![\w.])/(?:home|root|Users|work|mnt)/\w")
+    offenders = [p for p in tracked if not {".git", ".venv", ".scratch"} & set(p.parts) and home.search(p.read_text())]
+    assert [p for p in offenders if p != Path(__file__).resolve()] == []

@@ -1,0 +1,47 @@
+"""What the README says works, and its tables are current."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ptxlab import report
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+
+
+def block(language: str) -> str:
+    found = re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(found) == 1
+    return found[0]
+
+
+def test_your_own_kernel_in_ten_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("add4.ptx").write_text(block("ptx"))
+    exec(block("python"), {})
+    printed = capsys.readouterr().out
+    assert "carry: add4.ptx:10: `add.u32 %x0, %x0, %x1`" in printed
+    assert re.search(r"lane \d .*thread \(\d+,0,0\)", printed)
+
+
+def test_the_tables_are_what_the_records_say() -> None:
+    assert report.update(write=False) == [], "run `ptxlab report`"
+
+
+def test_every_command_it_names_exists() -> None:
+    from ptxlab.cli import app
+
+    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    code = re.findall(r"```[a-z]*\n(.*?)```|`([^`\n]+)`", README.read_text(), re.DOTALL)
+    named = {
+        word for spans in code for span in spans for word in re.findall(r"(?:^|&& )ptxlab (\w+)", span, re.MULTILINE)
+    }
+    assert named and named <= known
+
+
+def test_every_picture_is_there() -> None:
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README.read_text())
+    assert pictures and all((README.parent / p).is_file() for p in pictures)

@@ -1,0 +1,206 @@
+"""`load` and `run`: any kernel on the emulator, and everything that is refused before a launch."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ptxlab
+from ptxlab import runtime
+from ptxlab.errors import ArgumentError, CompileError, FileError, MemoryFault, SourceError, UnavailableError
+from ptxlab.layout.words import pack_u4
+from ptxlab.spec import Launch
+
+CUDA_AXPY = r"""
+// y = a * x + y
+extern "C" __global__ void __launch_bounds__(64)
+axpy(const float* __restrict__ x, float* y, float a, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = a * x[i] + y[i];
+}
+"""
+
+PTX_ADD4 = """
+.version 6.5
+.target sm_75
+.address_size 64
+.visible .entry add4(.param .u64 a, .param .u64 b, .param .u64 sum) {
+    .reg .u64 %p<3>; .reg .u32 %x<2>, %i; .reg .u64 %o;
+    ld.param.u64 %p0, [a]; ld.param.u64 %p1, [b]; ld.param.u64 %p2, [sum];
+    mov.u32 %i, %tid.x; mul.wide.u32 %o, %i, 4;
+    add.u64 %p0, %p0, %o; add.u64 %p1, %p1, %o; add.u64 %p2, %p2, %o;
+    ld.global.u32 %x0, [%p0]; ld.global.u32 %x1, [%p1];
+    add.u32 %x0, %x0, %x1;                     // @lanes d:u8x4 a:u8x4 b:u8x4
+    st.global.u32 [%p2], %x0; ret;
+}
+"""
+
+
+@pytest.fixture
+def lqq() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    q4 = rng.integers(0, 16, (4, 128), dtype=np.uint8)
+    return {
+        "qweight": pack_u4(q4),
+        "scale": rng.integers(1, 9, (4, 2), dtype=np.uint8),
+        "offset": rng.integers(9, 100, (4, 2), dtype=np.uint8),
+    }
+
+
+def test_a_cuda_kernel_without_a_spec_runs_on_the_emulator() -> None:
+    x, y = np.arange(100, dtype=np.float32), np.ones(100, np.float32)
+    kernel = ptxlab.load(CUDA_AXPY)
+    assert kernel.parameters == ("x", "y", "a", "n")
+    outcome = kernel(x, y, np.float32(3), np.int32(100), grid=2, block=64, backend="emulator")
+    assert outcome.backend == "emulator" and outcome.outputs["y"] is y
+    assert np.array_equal(y, 3 * np.arange(100) + 1)
+
+
+def test_a_ptx_kernel_without_a_spec_is_checked_by_lane(tmp_path: Path) -> None:
+    path = tmp_path / "add4.ptx"
+    path.write_text(PTX_ADD4)
+    a = np.full(32, 0x01010101, np.uint32)
+    b = np.full(32, 0x10101010, np.uint32)
+    b[5] = 0x1010FF10
+    total = np.empty_like(a)
+    (finding, *more) = ptxlab.load(path)(a, b, total, grid=1, block=32, backend="emulator", checks=["lanes"]).findings
+    assert np.array_equal(total, a + b)
+    assert {finding.kind, *(f.kind for f in more)} == {"carry", "range"}
+    carry = next(f for f in (finding, *more) if f.kind == "carry")
+    assert carry.line == 1 + PTX_ADD4.split("\n").index(next(x for x in PTX_ADD4.split("\n") if "@lanes" in x))
+    assert carry.thread == (5, 0, 0)
+    assert "add.u32" in str(carry) and "add4.ptx" in str(carry)
+
+
+def test_checks_are_silent_where_nothing_carries() -> None:
+    a = np.full(32, 0x7F7F7F7F, np.uint32)
+    outcome = ptxlab.load(PTX_ADD4)(
+        a, a, np.empty_like(a), grid=1, block=32, backend="emulator", checks=["lanes", "init", "race"]
+    )
+    assert outcome.findings == ()
+
+
+def test_out_of_bounds_is_a_fault_with_the_line_and_the_thread() -> None:
+    a = np.zeros(31, np.uint32)
+    with pytest.raises(MemoryFault, match=r":10: .*ld\.global\.u32.*thread \(31,0,0\).*argument 0 \(a\)"):
+        ptxlab.load(PTX_ADD4)(a, a, np.empty_like(a), grid=1, block=32, backend="emulator")
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (PTX_ADD4.replace("add.u32 %x0, %x0", "add.u32 %x0 %x0"), SourceError, r"<text>:11:"),
+        (PTX_ADD4.replace(", %x1; ", ", %nowhere; "), SourceError, "nowhere"),
+        (
+            CUDA_AXPY.replace("a * x[i]", "a * z[i]"),
+            CompileError,
+            r'<text>:6: .*"z" is undefined.*y\[i\] = a \* z\[i\]',
+        ),
+        ("int main() { return 0; }", ArgumentError, 'entry: a kernel .*extern "C" __global__'),
+    ],
+)
+def test_a_source_that_is_wrong_shows_the_line(text: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ptxlab.load(text)(
+            np.zeros(32, np.uint32),
+            np.zeros(32, np.uint32),
+            np.float32(1),
+            np.int32(1),
+            grid=1,
+            block=32,
+            backend="emulator",
+        )
+
+
+def test_files_that_cannot_be_sources_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"missing\.ptx: cannot be read: No such file"):
+        ptxlab.load(tmp_path / "missing.ptx")
+    with pytest.raises(ArgumentError, match=r"source: a \.ptx or \.cu file"):
+        ptxlab.load(tmp_path / "kernel.cpp")
+    (tmp_path / "binary.ptx").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(FileError, match=r"binary\.ptx: not a text file"):
+        ptxlab.load(tmp_path / "binary.ptx")
+
+
+def test_the_entry_must_exist() -> None:
+    with pytest.raises(ArgumentError, match=r"entry: one of add4 \(got sub4\)"):
+        ptxlab.load(PTX_ADD4, "sub4")
+    with pytest.raises(ArgumentError, match="defines: only for CUDA"):
+        ptxlab.load(PTX_ADD4, defines={"N": 1})
+
+
+def test_run_returns_outputs_by_name(lqq: dict[str, np.ndarray]) -> None:
+    outcome = ptxlab.run("dequant_lqq", **lqq, backend="emulator")
+    assert set(outcome.outputs) == {"out"}
+    assert outcome.outputs["out"].shape == (4, 128) and outcome.outputs["out"].dtype == np.int8
+    twin = ptxlab.run("dequant_lqq.cu", **lqq, backend="emulator")
+    assert np.array_equal(outcome.outputs["out"], twin.outputs["out"])
+
+
+def test_run_writes_into_the_array_it_is_given(lqq: dict[str, np.ndarray]) -> None:
+    out = np.full((4, 128), 99, np.int8)
+    outcome = ptxlab.run("dequant_lqq", **lqq, out={"out": out}, backend="emulator")
+    assert outcome.outputs["out"] is out
+    assert np.array_equal(out, ptxlab.run("dequant_lqq", **lqq, backend="emulator").outputs["out"])
+
+
+def test_an_empty_matrix_gives_an_empty_result() -> None:
+    out = ptxlab.run("dequant_qoq_channel", qweight=np.empty((0, 4), np.uint32), backend="emulator").outputs["out"]
+    assert out.shape == (0, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scale": None}, r"dequant_lqq: scale: must be given"),
+        ({"zero": np.zeros((4, 2), np.uint8)}, r"dequant_lqq: arguments: offset, qweight, scale \(got zero\)"),
+        ({"qweight": np.zeros((4, 16), np.int64)}, r"dequant_lqq: qweight: dtype uint32 \(got int64\)"),
+        ({"qweight": np.zeros((4, 32), np.uint32)[:, ::2]}, r"dequant_lqq: qweight: C-contiguous \(got strides"),
+        ({"qweight": np.zeros((4, 15), np.uint32)}, r"dequant_lqq: .*K"),
+        ({"scale": np.zeros((4, 2), np.uint8)}, r"dequant_lqq: scale: scale >= 1 \(got scale\[0, 0\] = 0\)"),
+        ({"scale": np.full((4, 2), 17, np.uint8)}, r"dequant_lqq: scale: scale <= 16"),
+    ],
+)
+def test_bad_input_is_refused_before_any_launch(lqq: dict[str, np.ndarray], change: dict, message: str) -> None:
+    out = np.full((4, 128), 99, np.int8)
+    inputs = {n: a for n, a in {**lqq, **change}.items() if a is not None}
+    with pytest.raises(ArgumentError, match=message):
+        ptxlab.run("dequant_lqq", **inputs, out={"out": out}, backend="emulator")
+    assert (out == 99).all()
+
+
+def test_a_misaligned_array_is_refused(lqq: dict[str, np.ndarray]) -> None:
+    raw = np.zeros(4 * 16 * 4 + 1, np.uint8)
+    shifted = raw[1:].view(np.uint32).reshape(4, 16)
+    with pytest.raises(ArgumentError, match=r"dequant_lqq: qweight: .*align"):
+        ptxlab.run("dequant_lqq", **{**lqq, "qweight": shifted}, backend="emulator")
+
+
+def test_unchecked_admits_what_the_rules_refuse(lqq: dict[str, np.ndarray]) -> None:
+    lqq["scale"][:] = 255
+    outcome = ptxlab.run("dequant_lqq", **lqq, unchecked=True, checks=["lanes"], backend="emulator")
+    assert {f.kind for f in outcome.findings} == {"carry", "range"}
+
+
+def test_backends_that_do_not_exist_are_named(lqq: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match=r"backend: one of gpu, emulator \(got tpu\)"):
+        ptxlab.run("dequant_lqq", **lqq, backend="tpu")
+    monkeypatch.setattr(runtime.gpu, "why_not", lambda *a, **k: "no CUDA device")
+    with pytest.raises(UnavailableError, match=r'no GPU backend here: no CUDA device; pass backend="emulator"'):
+        ptxlab.run("dequant_lqq", **lqq, backend="gpu")
+
+
+def test_the_emulator_is_not_chosen_silently_for_hours_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.gpu, "why_not", lambda *a, **k: "no CUDA device")
+    kernel = ptxlab.load(PTX_ADD4)
+    with pytest.raises(UnavailableError, match=r'emulator would take about \d+ s; pass backend="emulator"'):
+        runtime.choose_backend(None, kernel, Launch((1 << 20, 1, 1), (1024, 1, 1)), on_device=False)
+    assert runtime.choose_backend(None, kernel, Launch((1, 1, 1), (32, 1, 1)), on_device=False) == "emulator"
+
+
+def test_geometry_is_checked() -> None:
+    a = np.zeros(32, np.uint32)
+    with pytest.raises(ArgumentError, match="grid: one to three positive integers"):
+        ptxlab.load(PTX_ADD4)(a, a, a, grid=0, block=32)
+    with pytest.raises(ArgumentError, match=r"add4: args: 3 arguments \(a, b, sum\) \(got 2\)"):
+        ptxlab.load(PTX_ADD4)(a, a, grid=1, block=32)

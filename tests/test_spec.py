@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+
+from ptxlab import kernels
+from ptxlab.errors import ArgumentError
+from ptxlab.layout.words import pack_u4
+from ptxlab.spec import Arg, KernelSpec
+
+LQQ = kernels.specs()["dequant_lqq"]
+
+
+def shapes(R: int = 3, K: int = 128, g: int = 64) -> dict[str, tuple[int, ...]]:
+    return {"qweight": (R, K // 8), "scale": (R, K // g), "offset": (R, K // g)}
+
+
+def test_sizes_are_read_off_the_shapes() -> None:
+    assert LQQ.sizes_of(shapes()) == {"R": 3, "K": 128, "g": 64}
+
+
+def test_given_sizes_are_checked_against_the_shapes() -> None:
+    with pytest.raises(ArgumentError, match=r"dequant_lqq: qweight: shape \[R, K/8\] with R=3, K=256.*\(3, 16\)"):
+        LQQ.sizes_of(shapes(), {"R": 3, "K": 256})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"scale": (3, 1), "offset": (3, 2)}, r"dequant_lqq: offset: shape \[R, K/g\] with .*g=128.* \(got \(3, 2\)\)"),
+        ({"scale": (4, 2)}, r"dequant_lqq: scale: shape \[R, K/g\]"),
+        ({"qweight": (48,)}, r"dequant_lqq: qweight: 2 axes \[R, K/8\] \(got \(48,\)\)"),
+        ({"scale": (3, 8), "offset": (3, 8)}, r"dequant_lqq: g in \(32, 64, 128\) \(got g=16\)"),
+    ],
+)
+def test_a_wrong_shape_names_argument_rule_and_value(changed: dict[str, tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        LQQ.sizes_of({**shapes(), **changed})
+
+
+def test_a_rule_is_quoted_with_the_sizes_that_break_it() -> None:
+    with pytest.raises(ArgumentError, match=r"^dequant_lqq: K % g == 0 \(got K=4100, g=64\)$"):
+        LQQ.check_sizes({"R": 1, "K": 4100, "g": 64})
+
+
+def test_a_missing_size_is_named() -> None:
+    with pytest.raises(ArgumentError, match=r"dequant_lqq: sizes: g must be given"):
+        LQQ.check_sizes({"R": 1, "K": 64})
+
+
+@pytest.mark.parametrize(
+    ("scale", "offset", "q4", "message"),
+    [
+        (0, 9, 0, r"dequant_lqq: scale: scale >= 1 \(got scale\[1, 0\] = 0\)"),
+        (17, 9, 0, r"dequant_lqq: scale: scale <= 16 \(got scale\[1, 0\] = 17\)"),
+        (16, 16, 15, r"nibbles\(qweight\) \* per_weight\(scale\) \+ per_weight\(offset\) <= 255 .*scale\[1, 0\] = 16"),
+    ],
+)
+def test_a_value_rule_names_the_first_element_that_breaks_it(scale: int, offset: int, q4: int, message: str) -> None:
+    arrays = {
+        "qweight": pack_u4(np.full((2, 32), [[0], [q4]], np.uint8)),
+        "scale": np.array([[1], [scale]], np.uint8),
+        "offset": np.array([[9], [offset]], np.uint8),
+    }
+    with pytest.raises(ArgumentError, match=message):
+        LQQ.check_values(arrays, {"R": 2, "K": 32, "g": 32})
+
+
+def test_bytes_moved_are_compulsory_traffic() -> None:
+    assert LQQ.bytes_moved({"R": 2, "K": 256, "g": 64}) == 2 * (128 + 4 + 4 + 256)
+
+
+def test_scalars_are_computed_from_the_sizes() -> None:
+    sizes = {"R": 2, "K": 256, "g": 64}
+    assert {a.name: LQQ.scalar(a, sizes) for a in LQQ.args if a.role == "scalar"} == {"pairs": 32, "shift": 2}
+    assert LQQ.scalar(LQQ.arg("pairs"), sizes).dtype == np.uint32
+
+
+def test_an_unknown_argument_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="dequant_lqq takes qweight, scale, offset, out, pairs, shift"):
+        LQQ.arg("zero")
+
+
+@pytest.mark.parametrize("spec", kernels.specs().values(), ids=lambda s: s.name)
+def test_every_example_obeys_its_own_rules(spec: KernelSpec) -> None:
+    assert spec.example_sizes
+    for sizes in spec.example_sizes:
+        arrays = spec.pack(spec.example(np.random.default_rng(0), **sizes))
+        assert set(arrays) == {a.name for a in spec.inputs}
+        solved = spec.sizes_of({n: a.shape for n, a in arrays.items()}, sizes)
+        spec.check_values(arrays, solved)
+        for arg in spec.inputs:
+            assert arrays[arg.name].dtype == np.dtype(arg.dtype)
+            assert arrays[arg.name].shape == arg.resolve(sizes)
+
+
+def test_unknown_kernels_suggest_the_nearest() -> None:
+    with pytest.raises(ArgumentError, match=r"did you mean dequant_lqq"):
+        kernels.find("dequant_lq")
+    with pytest.raises(ArgumentError, match=r"dequant_comet comes as dequant_comet.ptx"):
+        kernels.find("dequant_comet.cu")
+
+
+def test_shape_of_an_argument_in_numbers() -> None:
+    assert Arg("scale", "uint8", ("R", "K/g")).resolve({"R": 2, "K": 256, "g": 64}) == (2, 4)

@@ -1,0 +1,97 @@
+"""Verification itself: it has to notice what is wrong."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ptxlab import kernels, toolchain, verify
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.sources import Source
+from ptxlab.spec import KernelSpec, WrongByDesign
+
+LQQ, (PTX, *_) = kernels.find("dequant_lqq")
+SIZES = LQQ.example_sizes[2]
+
+
+def verdict(spec: KernelSpec = LQQ, source: Source = PTX) -> verify.Verdict:
+    return verify.verify(verify.Job(spec, source, "emulator", SIZES))
+
+
+def edited(edit: Callable[[str], str]) -> Source:
+    text = edit(PTX.text)
+    assert text != PTX.text
+    return replace(PTX, text=text)
+
+
+def test_a_right_kernel_passes() -> None:
+    found = verdict()
+    assert found.passed and found.detail == "equal to the reference, checks clean" and found.to_json()["sizes"] == SIZES
+
+
+def test_a_wrong_result_names_the_first_place() -> None:
+    found = verdict(source=edited(lambda text: text.replace("%d3, 0x80808080", "%d3, 0x80808081")))
+    assert not found.passed and "elements differ from the reference, first at [0, 12]" in found.detail
+
+
+def test_an_unwritten_element_is_noticed() -> None:
+    found = verdict(
+        source=edited(
+            lambda text: text.replace("setp.ge.u32     %done", "sub.u32 %count, %count, 1;\n    setp.ge.u32 %done")
+        )
+    )
+    assert not found.passed and "differ from the reference, first at [7, 1008]" in found.detail
+
+
+def test_a_fault_is_a_failed_verdict() -> None:
+    found = verdict(source=edited(lambda text: text.replace("%out, %index, 16", "%out, %index, 32")))
+    assert not found.passed and "out of bounds" in found.detail
+
+
+def test_a_finding_fails_a_kernel_whose_results_are_right() -> None:
+    """An annotation that does not hold: q4 * scale + offset is not a signed byte."""
+    found = verdict(
+        source=edited(
+            lambda text: text.replace("@lanes d:u8x4 a:u8x4 b:u32 c:u8x4", "@lanes d:s8x4 a:u8x4 b:u32 c:u8x4")
+        )
+    )
+    assert not found.passed and "findings, first: range" in found.detail
+
+
+def test_a_kernel_wrong_by_design_must_be_wrong_where_its_model_says() -> None:
+    spec, (source, *_) = kernels.find("dequant_qoq_presub")
+    assert spec.wrong is not None
+    assert verdict(spec, source).passed
+    nowhere = WrongByDesign(spec.wrong.truth, lambda q4, scale, zero: np.zeros(q4.shape, bool), "")
+    found = verdict(replace(spec, wrong=nowhere), source)
+    assert not found.passed and "misses the truth in other places than its model says" in found.detail
+
+
+def test_floats_are_compared_within_the_stated_tolerance_only() -> None:
+    spec = kernels.specs()["dequant_u4_f16"]
+    logical = {"q4": np.full((1, 8), 10, np.uint8)}
+    loose = replace(spec, tolerance=0.01)
+    verify.compare(loose, np.full((1, 8), 10.05, np.float16), logical)
+    for bad in (10.2, np.nan):
+        with pytest.raises(verify.VerificationError):
+            verify.compare(loose, np.full((1, 8), bad, np.float16), logical)
+    with pytest.raises(verify.VerificationError):
+        verify.compare(spec, np.full((1, 8), 10.01, np.float16), logical)
+
+
+def test_a_source_whose_compiler_is_missing_is_skipped_by_name_of_kernel_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "missing", lambda: {"nvrtc": "install it so"})
+    jobs, skipped = verify.plan(["dequant_lqq"], "emulator")
+    assert {job.source.language for job in jobs} == {"ptx"}
+    assert skipped == ["dequant_lqq.cu: NVRTC is not installed; install it so"]
+    with pytest.raises(UnavailableError, match=r"dequant_lqq\.cu: NVRTC is not installed; install it so"):
+        verify.plan(["dequant_lqq.cu"], "emulator")
+
+
+def test_backends_are_checked_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match=r"backend: one of gpu, emulator \(got tpu\)"):
+        verify.plan(["dequant_lqq"], "tpu")
+    monkeypatch.setattr(verify.gpu, "why_not", lambda *a, **k: "no NVIDIA driver found")
+    with pytest.raises(UnavailableError, match="no GPU backend here: no NVIDIA driver found"):
+        verify.plan(["dequant_lqq"], "gpu")
