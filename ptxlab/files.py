@@ -34,7 +34,8 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     """Write arrays as an `.npz`; the file appears under its name only when it is complete."""
     host = {name: array.get() if hasattr(array, "get") else np.asarray(array) for name, array in arrays.items()}
-    write_whole(path, lambda file: np.savez(file, **host))
+    savez: Any = np.savez  # its stub takes the arrays for flags
+    write_whole(path, lambda file: savez(file, **host))
 
 
 def write_whole(path: Path, write: Any) -> None:

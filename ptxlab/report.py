@@ -1,6 +1,8 @@
 """Tables of the README, made from the specs and the recorded measurements: never typed in by hand."""
 
+import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,11 +79,26 @@ def _measured(gpu: str, suite: str) -> dict[tuple[str, str, str], bench.Row]:
 def _origin(gpu: str, suite: str) -> str:
     """Where a record's figures come from, in a sentence."""
     record = bench.load(sources.results_dir() / gpu / f"{suite}.json")
-    ceilings = ", ".join(f"{name} {value:,.0f}" for name, value in record.ceilings.items())
-    return (
-        f"Measured on one {record.device['name']} (`ptxlab bench {suite}`, {record.date[:10]}, commit {record.commit}); "
-        f"ceilings of the same run: {ceilings}."
-    )
+    ceilings = ", ".join(f"{name.removesuffix('_tbps')} {value:.2f} TB/s" for name, value in record.ceilings.items())
+    origin = f"`ptxlab bench {suite}`, {record.date[:10]}, commit {record.commit[:10]}"
+    return f"Measured on one {record.device['name']}: {origin}; ceilings of the same run: {ceilings}."
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"kernels": kernel_table}
+def audit_table() -> str:
+    """Overflow and error of every scheme on the trained weights of the demo, from the recorded audit."""
+    rows = json.loads((sources.results_dir() / "audit" / "all-MiniLM-L6-v2.json").read_text(encoding="utf-8"))
+    audited = [row for row in rows if "scheme" in row]
+    weights = {row["tensor"]: row["weights"] for row in audited}
+    lines = [
+        "| scheme | protective range | overflowing weights | relative error, median |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for scheme, limit in dict.fromkeys((row["scheme"], row["protective_range"]) for row in audited):
+        chosen = [row for row in audited if (row["scheme"], row["protective_range"]) == (scheme, limit)]
+        error = statistics.median(row["relative_error"] for row in chosen)
+        lines.append(f"| {scheme} | ±{limit} | {sum(row['overflows'] for row in chosen):,} | {error:.4f} |")
+    note = f"{sum(weights.values()):,} weights in {len(weights)} matrices, groups of {audited[0]['group']}."
+    return "\n".join(lines) + f"\n\n{note}\n"
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"kernels": kernel_table, "audit": audit_table}

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from ptxlab.audit import SCHEMES, AuditRow, SkippedTensor, audit_file, audit_mat
 from ptxlab.checkpoint import Checkpoint, demo_checkpoint
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.quant import quantize_lqq
+from ptxlab.sources import results_dir
 
 
 def gaussian(N=4, K=256, seed=0):
@@ -168,3 +170,12 @@ def test_trained_weights_errors(trained):
         assert errors[0] > 0.08 and errors[-1] < 0.12
     assert total(trained["lqq_ceiling", 119], "clipped") == 0
     assert total(trained["lqq", 119], "clipped") > 0
+
+
+def test_the_recorded_audit_is_what_the_checkpoint_gives() -> None:
+    path = demo_checkpoint()
+    assert path is not None, "the `demo` extra is part of `test`"
+    recorded = json.loads((results_dir() / "audit" / "all-MiniLM-L6-v2.json").read_text())
+    name = "encoder.layer.3.intermediate.dense.weight"
+    audited = audit_file(path, pattern=name, schemes=tuple(SCHEMES))
+    assert [dataclasses.asdict(row) for row in audited] == [row for row in recorded if row["tensor"] == name]

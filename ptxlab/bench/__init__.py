@@ -6,7 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import dequant
+from ptxlab.bench import dequant, emulation
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, save
 from ptxlab.errors import ArgumentError
@@ -31,10 +31,10 @@ SUITES: dict[str, Any] = {"dequant": dequant.rows}
 
 
 def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> Record:
-    """Measure a suite, or one kernel of it, on the current GPU.
+    """Measure a suite, or one kernel of it, on the current GPU (the suite `emulator`: on the CPU).
 
     Args:
-        suite: `"dequant"`, or a kernel's name.
+        suite: `"dequant"`, `"emulator"`, or a kernel's name.
         progress: called with what is measured next.
 
     Returns:
@@ -45,9 +45,12 @@ def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> R
         BenchmarkError: a timed kernel gave wrong results.
         UnavailableError: no GPU here, or no ptxas.
     """
+    if suite == "emulator":
+        device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
+        return Record(suite, device, _versions(None), {}, tuple(emulation.rows(progress)))
     family = suite if suite in SUITES else kernels.find(suite)[0].family
     if family not in SUITES:
-        raise ArgumentError("suite", f"one of {', '.join(SUITES)}, or a kernel of these families", suite)
+        raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
     info = gpu.device_info()
     names = [name for name, spec in kernels.specs().items() if suite in (name, spec.family)]
     progress("ceilings")
@@ -90,12 +93,8 @@ def as_table(record: Record) -> tuple[str, list[str], list[list[str]]]:
     return f"{record.suite} on {record.device['name']}: {ceilings}{invalid}", columns, rows
 
 
-def _versions(info: gpu.DeviceInfo) -> dict[str, str]:
-    return {
-        "ptxlab": __version__,
-        "python": platform.python_version(),
-        "numpy": metadata.version("numpy"),
-        "cupy": info.cupy,
-        "cuda-bindings": metadata.version("cuda-bindings"),
-        **toolchain.versions(),
-    }
+def _versions(info: gpu.DeviceInfo | None) -> dict[str, str]:
+    own = {"ptxlab": __version__, "python": platform.python_version(), "numpy": metadata.version("numpy")}
+    if info is None:
+        return own
+    return {**own, "cupy": info.cupy, "cuda-bindings": metadata.version("cuda-bindings"), **toolchain.versions()}

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +16,8 @@ ALLOWED_SHORTFALL = 0.03
 _BUFFER = 4 << 30
 _RANDOM = 128 << 20  # distinct random bytes; repeated to fill the buffer
 _THREADS = 512
-_BLOCKS_PER_SM = 4
-_PER_ROUND = 8 * 16  # bytes per thread
+_PER_BLOCK = _THREADS * 8 * 16  # bytes that one block of read.ptx reads
+_SUMS = 1024
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,12 @@ def shortfall(ceilings: Ceilings, device: str) -> str:
     return ""
 
 
-def _read_tbps(data: object, block: np.ndarray) -> float:
-    threads = gpu.device_info().sms * _BLOCKS_PER_SM * _THREADS
-    rounds = _BUFFER // (_PER_ROUND * threads)
-    words = rounds * _PER_ROUND * threads // 4
-    sums = gpu.to_device(np.zeros(threads, np.uint32))
+def _read_tbps(data: Any, block: np.ndarray) -> float:
+    sums = gpu.to_device(np.zeros(_SUMS, np.uint32))
     kernel = gpu.load(Source.read(Path(__file__).with_name("read.ptx")), "stream_read")
-    geometry = Launch((threads // _THREADS, 1, 1), (_THREADS, 1, 1))
-    measured = measure([gpu.prepare(kernel, [data, sums, np.uint32(rounds)], geometry)])
-    whole, rest = divmod(words, block.size)
-    expected = (whole * block.sum(dtype=np.uint64) + block[:rest].sum(dtype=np.uint64)) % 2**32
+    read = gpu.prepare(kernel, [data, sums], Launch((_BUFFER // _PER_BLOCK, 1, 1), (_THREADS, 1, 1)))
+    read()
+    expected = _BUFFER // _RANDOM * block.sum(dtype=np.uint64) % 2**32
     if gpu.to_host(sums).sum(dtype=np.uint64) % 2**32 != expected:
-        raise BenchmarkError("memory read: the sums of the timed kernel are wrong")
-    return 4 * words / measured.us / 1e6
+        raise BenchmarkError("memory read: the sums of the kernel are wrong")
+    return _BUFFER / measure([read]).us / 1e6

@@ -1,6 +1,7 @@
 """Records of measurements: JSON under `notebooks/results/<gpu>/`, written whole, checked when read, compared."""
 
 import json
+import os
 import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -161,7 +162,7 @@ def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slow
 
 
 def commit() -> str:
-    """The checkout's commit, with `+` behind it if files differ from it."""
+    """The checkout's commit, with `+` if files differ from it; `$PTXLAB_COMMIT` where there is no history."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
@@ -171,7 +172,7 @@ def commit() -> str:
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("PTXLAB_COMMIT", "unknown")
 
 
 def _row(found: Mapping[str, Any]) -> Row:

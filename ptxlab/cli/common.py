@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich import box
@@ -42,10 +42,11 @@ def progress_bar(title: str, total: int | None, *, quiet: bool = False) -> Itera
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
-    """A table; columns whose name ends in `>` are right-aligned."""
+    """A table; columns whose name ends in `>` are right-aligned, and the first, a name, is never broken."""
     made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        made.add_column(column.rstrip(">"), justify="right" if column.endswith(">") else "left", overflow="fold")
+    for index, column in enumerate(columns):
+        justify: Literal["left", "right"] = "right" if column.endswith(">") else "left"
+        made.add_column(column.rstrip(">"), justify=justify, overflow="fold", no_wrap=index == 0)
     for row in rows:
         made.add_row(*(escape(str(cell)) for cell in row))
     return made

@@ -54,14 +54,14 @@ def _report(target: str, arch: str) -> sass_tools.Report:
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(help="A suite (dequant), or one kernel of it.")],
+    suite: Annotated[str, typer.Argument(help="A suite (dequant, emulator), or one kernel of it.")],
     against: Annotated[Path | None, typer.Option(help="A record to compare with: fails if a row got slower.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where to write the record; by default notebooks/results/<gpu>/.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time kernels against their floor on this machine's GPU, and record it."""
+    """Time kernels against their floor on this machine's GPU (the suite emulator: on its CPU), and record it."""
     from ptxlab import bench as benches
 
     with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:

@@ -1,5 +1,6 @@
 """Commands on this machine and on weights: `demo`, `doctor`, `audit`."""
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,10 +10,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from ptxlab import audit as audits
+from ptxlab import checkpoint, gpu
 from ptxlab import demo as demos
 from ptxlab import doctor as doctors
-from ptxlab import gpu
 from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
+from ptxlab.errors import UnavailableError
+from ptxlab.files import write_whole
 
 
 def demo(
@@ -81,7 +84,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 
 def audit(
-    file: Annotated[Path, typer.Argument(help="A .safetensors checkpoint.")],
+    file: Annotated[Path | None, typer.Argument(help="A .safetensors checkpoint; by default the demo's.")] = None,
     tensor: Annotated[str, typer.Option(help="Glob over tensor names.")] = "*",
     scheme: Annotated[list[str] | None, typer.Option(help="qoq, lqq; may be repeated. Default: both.")] = None,
     protective_range: Annotated[
@@ -89,9 +92,13 @@ def audit(
     ] = None,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 128,
     picture: Annotated[Path | None, typer.Option("--plot", help="Write a picture (.png, .svg, .pdf).")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON to a file as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Count, per tensor, the weights that each scheme would overflow at each protective range, and the error."""
+    file = file or checkpoint.demo_checkpoint()
+    if file is None:
+        raise UnavailableError("demo weights: not installed; python -m pip install 'ptxlab[demo]', or name a file")
     schemes = tuple(scheme or ("qoq", "lqq"))
     ranges = tuple(protective_range or demos.RANGES)
     rows: list[audits.AuditRow] = []
@@ -114,8 +121,12 @@ def audit(
         from ptxlab import plot
 
         plot.save(plot.audit_figure(rows, file.name), picture)
+    found_json = [asdict(row) for row in rows] + [asdict(item) for item in skipped]
+    if out is not None:
+        text = json.dumps(found_json, indent=1) + "\n"
+        write_whole(out, lambda written: written.write(text.encode()))
     if as_json:
-        return print_json([asdict(row) for row in rows] + [asdict(item) for item in skipped])
+        return print_json(found_json)
     columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "relative error>")
     cells = [
         (

@@ -10,9 +10,10 @@ import numpy as np
 from ptxlab.emulator import ir
 from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import SHARED_START, Machine, Step, binder
+from ptxlab.emulator.machine import Machine, Step, binder
 from ptxlab.emulator.memory import BASE, Region
 from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, count_of, indices_of, is_signed
+from ptxlab.emulator.wave import SHARED_START
 from ptxlab.errors import ArgumentError, MemoryFault
 
 SPACES = ("global", "shared", "shared::cta", "local", "const", "param", "param::entry")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from ptxlab.emulator.ir import Instruction
 from ptxlab.emulator.machine import Machine, Step, binder
 from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, is_float
 
-_EXCHANGE: dict[str, Callable[..., Array]] = {
+_EXCHANGE: dict[str, Callable[..., Any]] = {
     "exch": lambda old, b: np.broadcast_to(b, old.shape),
     "cas": lambda old, b, c: np.where(old == b, c, old),
     "inc": lambda old, b: np.where(old >= b, 0, old + old.dtype.type(1)),
@@ -25,7 +26,7 @@ _UNORDERED = {
 }  # fmt: skip
 
 
-def _function(access: Access) -> Callable[..., Array]:
+def _function(access: Access) -> Callable[..., Any]:
     """old, operands -> new."""
     if len(access.rest) != 1 or access.count != 1:
         raise UnknownOpcode(access.instruction.opcode)

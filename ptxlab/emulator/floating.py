@@ -8,10 +8,11 @@ import numpy as np
 
 from ptxlab.emulator.alu import Form, Opcode, UnknownOpcode, operation
 from ptxlab.emulator.integer import COMPARISONS, compare_form
-from ptxlab.emulator.rounding import CANONICAL_NAN, TINY, element, fused, round_to, two_product, two_sum, widen
+from ptxlab.emulator.rounding import CANONICAL_NAN, TINY, element, fused, rest_sign, round_to, two_sum, widen
 from ptxlab.emulator.types import DTYPES, Array, bits_of
 
 FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
+TINIEST = 2.0**-1074  # stands for "a little more" in hi + lo
 MODES = ("rn", "rz", "rm", "rp")
 DIRECT = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
 
@@ -42,7 +43,9 @@ def wide_form(type_name: str, arity: int, exact: Callable, mode: str, ftz: bool,
         if ftz:
             inputs = [flush(x, type_name) for x in inputs]
         result = exact(*inputs)
-        result = round_to(*result, type_name, mode) if isinstance(result, tuple) else result
+        if isinstance(result, tuple):
+            hi, lo = result
+            result = round_to(hi, lo, type_name, mode)
         if not (ftz or sat or relu):
             return result
         wide = widen(result, type_name)
@@ -74,7 +77,7 @@ def _arithmetic(op: Opcode) -> Form:
 
         return Form((t,), (t, t), compute)
     if op.name == "mul":
-        return wide_form(t, 2, two_product if t == "f64" else lambda a, b: (a * b, 0.0), mode, ftz, sat)
+        return wide_form(t, 2, lambda a, b: fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
     return wide_form(t, 2, lambda a, b: _signed_zero(*two_sum(a, b if op.name == "add" else -b), mode), mode, ftz, sat)
 
 
@@ -96,9 +99,7 @@ def _div(op: Opcode) -> Form:
 
     def divide(a: Array, b: Array) -> tuple[Array, Array]:
         q = a / b
-        ph, pl = two_product(q, b)
-        rest = (a - ph) - pl  # exact, up to its scale; only the sign counts
-        return q, np.where(np.isfinite(rest) & np.isfinite(q), rest * np.copysign(1.0, b), 0.0) * 2.0**-60
+        return q, rest_sign(a, q, b, t) * np.copysign(TINIEST, b)
 
     if mode == "rn":
 
@@ -118,18 +119,19 @@ def _function(op: Opcode) -> Form:
     t, mode, ftz, _ = modifiers(op)
     if not approximate and op.name not in ("rcp", "sqrt"):
         raise UnknownOpcode(op.text)
-    function = {
+    functions: dict[str, Callable[[Array], Array]] = {
         "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "cos": np.cos,
         "lg2": np.log2, "ex2": np.exp2, "tanh": np.tanh,
-    }[op.name]  # fmt: skip
+    }  # fmt: skip
+    function = functions[op.name]
 
     def exact(x: Array) -> tuple[Array, Array]:
         y = function(x)
         if mode == "rn" or approximate:
             return y, np.zeros_like(y)
-        ph, pl = two_product(y, x if op.name == "rcp" else y)
-        rest = ((1.0 if op.name == "rcp" else x) - ph) - pl
-        return y, np.where(np.isfinite(rest) & np.isfinite(y), rest * np.copysign(2.0**-60, x), 0.0)
+        if op.name == "rcp":
+            return y, rest_sign(np.ones_like(x), y, x, t) * np.copysign(TINIEST, x)
+        return y, rest_sign(x, y, y, t) * TINIEST
 
     return wide_form(t, 1, exact, mode, ftz, sat=False)
 

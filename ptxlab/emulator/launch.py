@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 # modules enter their instructions into the tables when they are imported
-from ptxlab.emulator import atomic, collective, convert, floating, integer, sync, video  # noqa: F401
+from ptxlab.emulator import atomic, bits, collective, control, convert, floating, integer, sync, video  # noqa: F401
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
 from ptxlab.emulator.ir import Entry, Module
-from ptxlab.emulator.machine import Launch, Machine
+from ptxlab.emulator.machine import Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
 from ptxlab.emulator.parse import parse
 from ptxlab.emulator.race import Races
 from ptxlab.emulator.types import Array
+from ptxlab.emulator.wave import Launch
 from ptxlab.errors import ArgumentError
 
 CHECKS = frozenset({"lanes", "race", "init", "async"})
@@ -70,7 +71,7 @@ def run(
     started = time.perf_counter()
     module = parse(module) if isinstance(module, str) else module
     kernel = _kernel(module, entry)
-    sizes = [_size(name, value) for name, value in (("grid", grid), ("block", block), ("cluster", cluster))]
+    sizes = _size("grid", grid), _size("block", block), _size("cluster", cluster)
     checks = frozenset(checks)
     _check_launch(kernel, *sizes, shared_bytes, checks, mode)
     _check_arguments(kernel, args)
@@ -158,11 +159,15 @@ def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, bloc
              checks: frozenset[str], max_steps: int | None) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
     """Lay out memory and fill it; returns the launch, and the region of each array."""
     memory = Memory()
-    buffers = [
-        (value, memory.reserve(f"argument {position} ({param.name})", value.nbytes, value.flags.writeable))
-        for position, (value, param) in enumerate(zip(args, kernel.params, strict=True))
-        if isinstance(value, np.ndarray)
-    ]
+    buffers: list[tuple[Array, Region]] = []
+    known: dict[tuple[int, int], Region] = {}  # an array that is passed twice is one buffer
+    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
+        if isinstance(value, np.ndarray):
+            where = value.ctypes.data, value.nbytes
+            if where not in known:
+                name = f"argument {position} ({param.name})"
+                known[where] = memory.reserve(name, value.nbytes, value.flags.writeable)
+            buffers.append((value, known[where]))
     fixed = [(v, memory.reserve(f"{v.space} {v.name}", v.size, v.space == "global")) for v in module.variables]
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
     addresses = {id(variable): region.start + BASE for variable, region in fixed}

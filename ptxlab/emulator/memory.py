@@ -39,16 +39,16 @@ class Memory:
         self.arena: Array = np.zeros(0, np.uint8)
         self.view: dict[int, Array] = {}
 
-    def reserve(self, name: str, size: int, writable: bool = True) -> Region:
-        """A new region of `size` bytes behind all others."""
+    def reserve(self, name: str, size: int, writable: bool = True, gap: int = GAP) -> Region:
+        """A new region of `size` bytes behind all others, and `gap` free bytes behind it."""
         region = Region(name, self.size, self.size + size, writable)
         self.regions.append(region)
-        self.size = -(-region.end // ALIGN) * ALIGN + GAP
+        self.size = -(-region.end // ALIGN) * ALIGN + gap
         return region
 
     def windows(self, names: list[str], size: int) -> Array:
         """One region per name, all of the same size; returns where they start."""
-        return np.array([self.reserve(name, size).start for name in names], np.int64)
+        return np.array([self.reserve(name, size, gap=ALIGN).start for name in names], np.int64)
 
     def allocate(self) -> None:
         """Make the arena, zeroed."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptxlab.emulator.types import Array
+from ptxlab.emulator.types import DTYPES, Array, is_float
 
 _TYPE = re.compile(r"([dabc]):([us])(\d+)(?:x(\d+))?")
 
@@ -142,7 +142,9 @@ def operation_of(opcode: str) -> LaneOperation | None:
         return _OPERATIONS.get(name[:-1])
     if name in ("mul", "mad"):
         return _OPERATIONS.get(f"{name}.{modifiers[0]}") if modifiers else None
-    return None if "cc" in modifiers else _OPERATIONS.get(name)
+    if "cc" in modifiers or any(is_float(m) for m in modifiers if m in DTYPES):
+        return None
+    return _OPERATIONS.get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,49 +171,52 @@ def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str,
     target = types["d"]
     values = {letter: types[letter].decode(sources[letter]) for letter in operation.letters}
     exact = np.broadcast_to(operation.compute(*values.values()), (target.count, len(stored)))
-    faults = []
-
-    def report(kind: str, lane: int, wrong: Array, explain: Callable[[dict[str, int], int], str]) -> None:
-        index = int(np.argmax(wrong))
-        seen = {letter: int(v[lane if len(v) > 1 else 0, index]) for letter, v in values.items()}
-        problem = explain(seen, index)
-        seen["d"] = int(kept[lane, index])
-        faults.append(LaneFault(kind, lane, index, int(np.count_nonzero(wrong)), seen, problem))
-
     kept = target.decode(stored)
-    low, high = target.limits
+    faults: list[LaneFault] = []
+
+    def seen(lane: int, index: int) -> dict[str, int]:
+        return {letter: int(value[lane if len(value) > 1 else 0, index]) for letter, value in values.items()}
+
+    def sum_up(lane: int, index: int) -> str:
+        return f"{operation.format.format(**seen(lane, index))} = {exact[lane, index]}"
+
+    def report(kind: str, lane: int, wrong: Array, problem: str) -> None:
+        index = int(np.argmax(wrong))
+        operands = seen(lane, index) | {"d": int(kept[lane, index])}
+        faults.append(LaneFault(kind, lane, index, int(np.count_nonzero(wrong)), operands, problem))
+
     for lane in range(target.count):
         disturbed = kept[lane] != wrap(exact[lane], target)
         if disturbed.any() and not operation.simd:
-            report("carry", lane, disturbed, lambda _, i, lane=lane: _blame(operation, target, values, exact, lane, i))
-        unfit = (exact[lane] < low) | (exact[lane] > high)
+            index = int(np.argmax(disturbed))
+            culprit, reason = _blame(operation, target, exact[:, index], lane)
+            because = reason if operation.format == "{a} >> {b}" else f"{sum_up(culprit, index)} {reason}"
+            report("carry", lane, disturbed, f"lane {lane} is disturbed by lane {culprit} ({because})")
+        unfit = outside(exact[lane], target)
         if unfit.any() and ".sat" not in opcode:
-            report("range", lane, unfit, lambda seen, i, lane=lane: (
-                f"lane {lane} is {operation.format.format(**seen)} = {exact[lane, i]}, which does not fit {target}"
-            ))  # fmt: skip
+            problem = f"lane {lane} is {sum_up(lane, int(np.argmax(unfit)))}, which does not fit {target}"
+            report("range", lane, unfit, problem)
     for letter, value in values.items():
-        kind = types[letter]
-        unfit = (value[0] < kind.limits[0]) | (value[0] > kind.limits[1])
-        if not kind.count and unfit.any():
-            report("range", 0, unfit, lambda seen, _, letter=letter, kind=kind: (
-                f"operand {letter} is {seen[letter]}, which does not fit {kind}"
-            ))  # fmt: skip
+        unfit = outside(value[0], types[letter])
+        if not types[letter].count and unfit.any():
+            number = int(value[0, int(np.argmax(unfit))])
+            report("range", 0, unfit, f"operand {letter} is {number}, which does not fit {types[letter]}")
     return faults
 
 
-def _blame(
-    operation: LaneOperation, target: LaneType, values: dict[str, Array], exact: Array, lane: int, i: int
-) -> str:
-    """Which lane spilled into `lane`: the nearest below whose bits overflow (above, for a right shift)."""
+def outside(values: Array, lane_type: LaneType) -> Array:
+    """Which values do not fit the type."""
+    low, high = lane_type.limits
+    return (values < low) | (values > high)
+
+
+def _blame(operation: LaneOperation, target: LaneType, exact: Array, lane: int) -> tuple[int, str]:
+    """Which lane spilled into `lane`, and why: the nearest below whose bits overflow (above, for a right shift)."""
     if operation.format == "{a} >> {b}":
-        return f"lane {lane} is disturbed by lane {lane + 1}, whose bits are shifted into it"
+        return lane + 1, "its bits are shifted down"
     top = (1 << target.bits) - 1
-    culprit = next((j for j in range(lane - 1, -1, -1) if not 0 <= exact[j, i] <= top), None)
-    # A negative addend of this very lane, stored as its two's complement, overflows the field below it all the same.
-    if culprit is None:
-        culprit = lane - 1 if lane else 0
-    seen = {letter: int(v[culprit if len(v) > 1 else 0, i]) for letter, v in values.items()}
-    bound = f"> {top}" if exact[culprit, i] > top else "< 0" if exact[culprit, i] < 0 else "with negative addends"
-    return (
-        f"lane {lane} is disturbed by lane {culprit} ({operation.format.format(**seen)} = {exact[culprit, i]} {bound})"
-    )
+    for below in range(lane - 1, -1, -1):
+        if not 0 <= exact[below] <= top:
+            return below, f"> {top}" if exact[below] > top else "< 0"
+    # a sum that fits overflows its field all the same if a negative term went in as its two's complement
+    return max(lane - 1, 0), "with a negative term"

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import re
-import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import NoReturn
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from ptxlab.emulator import ir
+from ptxlab.emulator.declare import SPACES, Declarations, Scope
 from ptxlab.emulator.ir import Entry, Instruction, Module, Operand, Register, Variable
 from ptxlab.emulator.packed import parse_annotation
-from ptxlab.emulator.types import DTYPES, bits_of
-from ptxlab.errors import SourceError
 
-_TOKEN = re.compile(
-    r"""(?P<newline>\n) | (?P<space>[^\S\n]+) | (?P<comment>//[^\n]*) | (?P<block>/\*.*?\*/) | (?P<string>"[^"\n]*")
-      | (?P<number>0[fF][0-9a-fA-F]{8}\b | 0[dD][0-9a-fA-F]{16}\b | 0[xX][0-9a-fA-F]+U? | 0[bB][01]+U?
-                 | \d+\.\d*(?:[eE][+-]?\d+)? | \d+U?)
-      | (?P<word>[.%$A-Za-z_][\w.$]*(?:::[\w.$]+)*)
-      | (?P<mark>[;,{}()\[\]:@!|+\-=<>]) | (?P<other>.)""",
-    re.VERBOSE | re.DOTALL,
-)
-_SPACES = {".param", ".shared", ".local", ".global", ".const"}
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 _SIZES = {"maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqnctapercluster", "maxclusterrank"}
 _FLAGS = {"explicitcluster", "blocksareclusters", "noreturn"}
@@ -31,28 +19,6 @@ _SPECIAL = re.compile(
     r"|lanemask_(?:eq|lt|le|gt|ge)|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?"
     r"|(?:dynamic|total|aggr)_smem_size|reserved_smem_offset_begin)"
 )
-
-
-@dataclass(slots=True)
-class _Token:
-    kind: str
-    text: str
-    line: int
-
-
-@dataclass(slots=True)
-class _Scope:
-    """Names of one `{ ... }`: registers (their type, until first used), variables and labels."""
-
-    parent: _Scope | None
-    names: dict[str, str | Register | Variable] = field(default_factory=dict)
-    labels: dict[str, int] = field(default_factory=dict)
-
-    def chain(self) -> Iterator[_Scope]:
-        scope: _Scope | None = self
-        while scope:
-            yield scope
-            scope = scope.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,106 +37,7 @@ def parse(text: str, path: str = "<ptx>") -> Module:
     return _Parser(text, path).module()
 
 
-class _Parser:
-    def __init__(self, text: str, path: str) -> None:
-        self.result = Module(path, text)
-        self.path = path
-        self.lines = text.split("\n")
-        self.annotations: dict[int, str] = {}
-        self.tokens = list(self.tokenise(text))
-        self.at = 0
-        self.scope = _Scope(None)
-        self.entry = Entry("", 0)
-
-    # Tokens
-
-    def tokenise(self, text: str) -> Iterator[_Token]:
-        line = 1
-        for match in _TOKEN.finditer(text):
-            kind, token = match.lastgroup or "", match[0]
-            if kind == "comment" and "@lanes" in token:
-                self.annotations[line] = token.partition("@lanes")[2]
-            elif kind == "other":
-                self.fail(f"unexpected character {token!r}", line)
-            elif kind in ("word", "number", "mark", "string"):
-                yield _Token(kind, token, line)
-            line += token.count("\n") if kind in ("newline", "block") else 0
-        yield _Token("end", "end of file", line)
-
-    def fail(self, problem: str, line: int | None = None) -> NoReturn:
-        line = line or self.tokens[min(self.at, len(self.tokens) - 1)].line
-        raise SourceError(self.path, line, problem, self.lines[line - 1].strip() if line <= len(self.lines) else "")
-
-    @property
-    def token(self) -> str:
-        return self.tokens[self.at].text
-
-    def take(self) -> str:
-        token = self.tokens[self.at]
-        if token.kind == "end":
-            self.fail("unexpected end of file")
-        self.at += 1
-        return token.text
-
-    def accept(self, text: str) -> bool:
-        if self.tokens[self.at].text != text:
-            return False
-        self.at += 1
-        return True
-
-    def expect(self, text: str) -> None:
-        if not self.accept(text):
-            self.fail(f"expected {text!r} before {self.token!r}")
-
-    def word(self, what: str) -> str:
-        if self.tokens[self.at].kind != "word":
-            self.fail(f"expected {what}, found {self.token!r}")
-        return self.take()
-
-    def integer(self) -> int:
-        sign = -1 if self.accept("-") else 1
-        number = self.number()
-        if number.float_bits:
-            self.fail("expected an integer")
-        return sign * number.bits
-
-    def number(self) -> ir.Immediate:
-        if self.tokens[self.at].kind != "number":
-            self.fail(f"expected a number, found {self.token!r}")
-        text = self.take()
-        prefix, digits = text[:2].lower(), text.removesuffix("U")
-        if prefix in ("0f", "0d"):
-            return ir.Immediate(int(text[2:], 16), 32 if prefix == "0f" else 64)
-        if "." in text:
-            return ir.Immediate(struct.unpack("<Q", struct.pack("<d", float(text)))[0], 64)
-        base = 16 if prefix == "0x" else 2 if prefix == "0b" else 8 if digits[0] == "0" and len(digits) > 1 else 10
-        return ir.Immediate(int(digits, base))
-
-    def comma_separated(self, item: Callable, end: str) -> list:
-        items: list = []
-        while not self.accept(end):
-            if items:
-                self.expect(",")
-            items.append(item())
-        return items
-
-    def skip_line(self) -> None:
-        line = self.tokens[self.at - 1].line
-        while self.tokens[self.at].line == line and self.tokens[self.at].kind != "end":
-            self.at += 1
-
-    def skip_braces(self) -> None:
-        depth = 0
-        while True:
-            text = self.take()
-            depth += (text == "{") - (text == "}")
-            if depth == 0 and text == "}":
-                return
-
-    def skip_statement(self) -> None:
-        while self.take() != ";":
-            pass
-
+class _Parser(Declarations):
     # The module
 
     def module(self) -> Module:
@@ -198,7 +65,7 @@ class _Parser:
                 self.kernel()
             elif directive == ".func":
                 self.function(extern)
-            elif directive in _SPACES:
+            elif directive in SPACES:
                 self.variables(directive[1:], extern)
             else:
                 self.fail(f"unexpected {directive!r} at module level")
@@ -219,12 +86,12 @@ class _Parser:
         entry = self.entry = Entry(self.word("the kernel's name"), line)
         if entry.name in self.result.entries:
             self.fail(f"kernel {entry.name} is defined twice", line)
-        self.scope = _Scope(self.scope)
+        self.scope = Scope(self.scope)
         if self.accept("("):
             self.comma_separated(self.parameter, ")")
         while self.token != "{":
             self.performance_directive(entry)
-        scopes: list[_Scope] = []
+        scopes: list[Scope] = []
         self.body(scopes)
         self.resolve_labels(scopes)
         self.lay_out_shared()
@@ -253,96 +120,15 @@ class _Parser:
         self.entry.params.append(param)
         self.scope.names[param.name] = param
 
-    # Declarations
-
-    def variables(self, space: str, extern: bool = False) -> None:
-        while True:
-            variable = self.declared(space)
-            if space in ("global", "const"):
-                self.result.variables.append(variable)
-            elif space == "local":
-                variable.offset = -(-self.entry.local_bytes // variable.align) * variable.align
-                self.entry.local_bytes = variable.offset + variable.size
-            elif space == "param":
-                self.fail("functions and their parameters are not emulated")
-            self.scope.names[variable.name] = variable
-            if self.accept(";"):
-                return
-            # `.b32 x, y;`: the next name has the same type
-            self.expect(",")
-            self.at -= 1
-            self.tokens[self.at] = _Token("word", f".{variable.type}", self.tokens[self.at].line)
-
-    def declared(self, space: str) -> Variable:
-        """`.align 8 .b8 name[24] = {...}`, `.u64 .ptr .global .align 16 name`."""
-        align, type_name, vector = 0, "", 1
-        while self.token.startswith("."):
-            word = self.take()[1:]
-            if word == "align":
-                align = self.integer()
-            elif word in DTYPES:
-                type_name = word
-            elif word in ("v2", "v4"):
-                vector = int(word[1])
-            elif word == "attribute":
-                self.comma_separated(self.take, ")") if self.accept("(") else None
-            elif f".{word}" not in _SPACES and word != "ptr":
-                self.fail(f"unknown type or attribute .{word}")
-        if not type_name:
-            self.fail("the variable has no type")
-        name, count = self.word("a name"), vector
-        while self.accept("["):
-            count *= 0 if self.token == "]" else self.integer()
-            self.expect("]")
-        element = ir.natural_size(type_name)
-        if space == "param":  # `.ptr .align 16` speaks of what is pointed to
-            align = align if type_name == "b8" else element
-        variable = Variable(name, space, type_name, align or element * vector, element * count)
-        if self.accept("="):
-            self.initialise(variable, element)
-        return variable
-
-    def initialise(self, variable: Variable, element: int) -> None:
-        def values() -> Iterator[bytes]:
-            if self.accept("{"):
-                for _ in iter(lambda: self.accept("}"), True):
-                    yield from values()
-                    self.accept(",")
-                return
-            negative = self.accept("-")
-            number = self.number()
-            bits = -number.bits if negative else number.bits
-            yield (bits & (1 << 8 * element) - 1).to_bytes(element, "little")
-
-        initial = b"".join(values())
-        variable.size = variable.size or len(initial)
-        if len(initial) > variable.size:
-            self.fail(f"{variable.name} has more initial values than elements")
-        variable.initial = initial.ljust(variable.size, b"\0")
-
-    def registers(self) -> None:
-        type_name = self.word("a type")[1:]
-        if type_name not in DTYPES:
-            self.fail(f"registers of type .{type_name} are not emulated")
-        while True:
-            name = self.word("a register")
-            if self.accept("<"):
-                names = [f"{name}{i}" for i in range(self.integer())]
-                self.expect(">")
-            else:
-                names = [name]
-            self.scope.names.update(dict.fromkeys(names, type_name))
-            if self.accept(";"):
-                return
-            self.expect(",")
-
     # Bodies
 
-    def body(self, scopes: list[_Scope]) -> None:
+    def body(self, scopes: list[Scope]) -> None:
         """`{ ... }`: instructions go to the entry, and the scope of each to `scopes`."""
         self.expect("{")
-        self.scope = _Scope(self.scope)
+        self.scope = Scope(self.scope)
         while not self.accept("}"):
+            if self.tokens[self.at].kind == "end":
+                self.fail("unexpected end of file")
             following = self.tokens[self.at + 1].text
             if self.token == "{":
                 self.body(scopes)
@@ -351,7 +137,7 @@ class _Parser:
             elif self.token == ".reg":
                 self.take()
                 self.registers()
-            elif self.token in _SPACES:
+            elif self.token in SPACES:
                 self.variables(self.take()[1:])
             elif self.token in (".loc", ".file"):
                 self.take()
@@ -359,8 +145,13 @@ class _Parser:
             elif self.token == ".pragma":
                 self.skip_statement()
             elif self.tokens[self.at].kind == "word" and following == ":":
-                self.scope.labels[self.take()] = len(self.entry.instructions)
+                label = self.take()
                 self.take()
+                if self.accept(".branchtargets"):
+                    targets = self.comma_separated(lambda: _Unresolved(self.word("a label")), ";")
+                    self.scope.tables[label] = tuple(targets)
+                else:
+                    self.scope.labels[label] = len(self.entry.instructions)
             else:
                 self.entry.instructions.append(self.instruction())
                 scopes.append(self.scope)
@@ -369,9 +160,10 @@ class _Parser:
     def instruction(self) -> Instruction:
         guard = None
         if self.accept("@"):
-            guard = self.operand()
-            if not isinstance(guard, Register) or guard.type != "pred":
+            operand = self.operand()
+            if not isinstance(operand, Register) or operand.type != "pred":
                 self.fail("a guard has to be a predicate register")
+            guard = operand
         line = self.tokens[self.at].line
         opcode = self.word("an instruction")
         if opcode.startswith((".", "%")):
@@ -442,35 +234,35 @@ class _Parser:
             return ir.Sink()
         if name == "WARP_SZ":
             return ir.Immediate(32)
-        for candidate, selector in ((name, ""), name.rpartition(".")[::2]):
-            for scope in self.scope.chain():
-                known = scope.names.get(candidate)
-                if isinstance(known, str):  # first use: registers that are only declared take no row
-                    width = bits_of(known)
-                    known = scope.names[candidate] = Register(candidate, known, self.entry.registers[width])
-                    self.entry.registers[width] += 1
-                if isinstance(known, Register):
-                    return replace(known, selector=selector) if selector else known
-                if known is not None:
-                    return ir.Symbol(known)
+        known = self.known(name)
+        if known is None and "." in name:  # `%r1.b3210`
+            base, _, selector = name.rpartition(".")
+            known = self.known(base)
+            if isinstance(known, Register):
+                return replace(known, selector=selector)
+        if known is not None:
+            return known if isinstance(known, Register) else ir.Symbol(known)
         if _SPECIAL.fullmatch(name):
             return ir.Special(name)
         return _Unresolved(name)  # type: ignore[return-value]
 
-    def resolve_labels(self, scopes: list[_Scope]) -> None:
+    def resolve_labels(self, scopes: list[Scope]) -> None:
         for instruction, scope in zip(self.entry.instructions, scopes, strict=True):
             if any(isinstance(o, _Unresolved) for o in _flat(instruction.operands)):
                 instruction.operands = tuple(self.labelled(o, scope, instruction) for o in instruction.operands)
 
-    def labelled(self, operand: Operand, scope: _Scope, instruction: Instruction) -> Operand:
-        if isinstance(operand, _Unresolved) and instruction.opcode.split(".")[0] not in ("call", "brx"):
-            for outer in scope.chain():
-                if operand.name in outer.labels:
-                    return ir.Label(operand.name, outer.labels[operand.name])
-            self.fail(f"{operand.name} is not declared", instruction.line)
+    def labelled(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
+        """The operand with labels in place of names."""
         if isinstance(operand, ir.Vector) and any(isinstance(o, _Unresolved) for o in _flat(operand.items)):
             return replace(operand, items=tuple(self.labelled(o, scope, instruction) for o in operand.items))
-        return operand
+        if not isinstance(operand, _Unresolved) or instruction.opcode.split(".")[0] == "call":
+            return operand
+        for outer in scope.chain():
+            if operand.name in outer.labels:
+                return ir.Label(operand.name, outer.labels[operand.name])
+            if operand.name in outer.tables:
+                return self.labelled(ir.Vector(outer.tables[operand.name]), scope, instruction)
+        self.fail(f"{operand.name} is not declared", instruction.line)
 
     def lay_out_shared(self) -> None:
         """Static shared variables that the kernel names, in order of appearance, then dynamic shared memory."""

@@ -97,13 +97,15 @@ class Races(Watcher):
         """Which past events are of other warps, and not known to lie before the present of `warps`."""
         time = (past & np.uint64(0xFFFFFF)).astype(np.int32)
         other = (past >> _TIME & np.uint64(0xFFFF)).astype(np.intp)
-        return (past != 0) & (other != warps) & (self.seen[warps, other] < time)
+        return np.asarray((past != 0) & (other != warps) & (self.seen[warps, other] < time))
 
     def compare(self, access: Access, lanes: Lanes, places: Array, warps: Array, events: Array, strong: bool, what: str,
-                among: Array | bool = True) -> None:  # fmt: skip
+                among: Array | None = None) -> None:  # fmt: skip
         """Report the accesses that race with past ones."""
         past = events[places]
-        wrong = self.unordered(past, warps) & among
+        wrong: Array = self.unordered(past, warps)
+        if among is not None:
+            wrong &= among
         if strong:
             wrong &= past & _STRONG == 0
         if not wrong.any():
@@ -116,7 +118,7 @@ class Races(Watcher):
         whose = "warp of thread ({},{},{})".format(*thread) + " of block ({},{},{})".format(*block)
         place = self.machine.memory.byte(int(places[first]))
         message = f"{what} {place} races with line {other.line}, `{other.text}`, by the {whose}"
-        self.report(access.instruction, "race", lanes, by_lane.any(axis=1), message)
+        self.report(access.instruction, "race", lanes, by_lane.max(axis=1), message)
 
     def same_instruction(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Two lanes that store different values to one address."""

@@ -16,7 +16,7 @@ from ptxlab.emulator.types import Array
 
 TINY = {"f16": 2.0**-14, "f16x2": 2.0**-14, "bf16": 2.0**-126, "bf16x2": 2.0**-126, "f32": 2.0**-126, "f64": 2.0**-1022}
 CANONICAL_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF}
-_BITS = {"f16": np.uint16, "bf16": np.uint16, "f32": np.uint32, "f64": np.uint64}
+_BITS = {"f16": "u2", "bf16": "u2", "f32": "u4", "f64": "u8"}
 
 
 def element(type_name: str) -> str:
@@ -35,11 +35,12 @@ def widen(raw: Array, type_name: str) -> Array:
 
 
 def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    """a + b as hi + lo, exactly; lo is 0 where hi is not finite."""
+    """a + b as hi + lo, exactly; where hi overflowed, lo has the sign of what is missing."""
     hi = a + b
     back = hi - a
     lo = (a - (hi - back)) + (b - back)
-    return hi, np.where(np.isfinite(hi), lo, 0.0)
+    overflow = np.isinf(hi) & np.isfinite(a) & np.isfinite(b)
+    return hi, np.where(np.isfinite(hi), lo, np.where(overflow, -np.copysign(1.0, hi), 0.0))
 
 
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
@@ -56,6 +57,21 @@ def two_product(a: Array, b: Array) -> tuple[Array, Array]:
     return hi, np.where(np.isfinite(lo), lo, 0.0)
 
 
+def rest_sign(x: Array, y: Array, z: Array, type_name: str) -> Array:
+    """Sign of x - y * z, exactly, where y is a rounded quotient or root; 0 where anything is not finite."""
+    if type_name != "f64":  # far from the ends of float64's range
+        ph, pl = two_product(y, z)
+        return np.nan_to_num(np.sign((x - ph) - pl))
+    signs = np.zeros(x.shape)
+    for i in np.flatnonzero(np.isfinite(x) & np.isfinite(z) & ~np.isnan(y)):
+        if np.isinf(y[i]):  # it overflowed, or z is zero
+            signs[i] = -np.sign(y[i] * z[i])
+        else:
+            rest = Fraction(x[i]) - Fraction(y[i]) * Fraction(z[i])
+            signs[i] = (rest > 0) - (rest < 0)
+    return np.nan_to_num(signs)
+
+
 def to_odd(hi: Array, lo: Array) -> Array:
     """hi + lo truncated to float64, with the last bit set unless that is exact."""
     hi, lo = np.broadcast_arrays(hi, lo)
@@ -66,12 +82,12 @@ def to_odd(hi: Array, lo: Array) -> Array:
 
 
 def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
-    """The exact value hi + lo as register values of a type; `mode` is rn, rz, rm, rp or rna (ties away from zero)."""
+    """The exact value hi + lo as register values of a type; `mode` is rn, rz, rm or rp."""
     if type_name.endswith("x2"):
         rounded = round_to(hi, lo, element(type_name), mode)
         return np.ascontiguousarray(rounded).view(np.uint32)[:, 0]
     if type_name == "f64":
-        return _step(hi, hi, np.sign(lo), "f64", mode)
+        return _step(hi, hi, np.asarray(np.sign(lo)), "f64", mode)
     exact = to_odd(hi, np.asarray(lo))
     nearest = _nearest(exact, type_name)
     if mode != "rn":
@@ -79,7 +95,7 @@ def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> 
     if type_name not in CANONICAL_NAN:
         return nearest
     raw = nearest.view(_BITS[type_name])
-    canonical = np.where(np.isnan(exact), _BITS[type_name](CANONICAL_NAN[type_name]), raw)
+    canonical = np.where(np.isnan(exact), np.array(CANONICAL_NAN[type_name], raw.dtype), raw)
     return canonical if type_name == "bf16" else canonical.view(nearest.dtype)
 
 
@@ -126,7 +142,8 @@ def fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array:
     result = round_to(np.where(np.isfinite(vh), hi, a * b + c), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
     # near the ends of the exponent range two_product is not exact: take those lanes one by one
     size = np.abs(np.stack((a, b, c, ph)))
-    unsafe = (((size > 2.0**900) | (size < 2.0**-900)) & (size != 0)).any(axis=0) & np.isfinite(size[:3]).all(axis=0)
+    tiny = (np.abs(ph) < 2.0**-900) & (a != 0) & (b != 0)
+    unsafe = ((size > 2.0**900).any(axis=0) | tiny) & np.isfinite(size[:3]).all(axis=0)
     for i in np.flatnonzero(unsafe):
         result[i] = _fused_exactly(float(a[i]), float(b[i]), float(c[i]), mode)
     return result

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from ptxlab.emulator.alu import UnknownOpcode
-from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.ir import Instruction, Operand
 from ptxlab.emulator.machine import Machine, Outcome, Parked, Step, binder
 from ptxlab.emulator.types import Array, Lanes, as_lanes, count_of, indices_of, merge, split
 from ptxlab.errors import EmulationError
@@ -133,11 +134,13 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return barrier
 
 
-def _reduction(machine: Machine, kind: str, target, source) -> Callable[[Lanes], None]:
+def _reduction(machine: Machine, kind: str, target: Operand, source: Operand) -> Callable[[Lanes], None]:
     write = machine.writer(target, "u32" if kind == "popc" else "pred")
     read = machine.reader(source, "pred")
-    combine = {"popc": np.count_nonzero, "and": np.all, "or": np.any}[kind]
-    return lambda lanes: write(lanes, np.array([combine(read(lanes))]))
+    if kind not in ("popc", "and", "or"):
+        raise UnknownOpcode(f"bar.red.{kind}")
+    combine: dict[str, Callable[[Array], Any]] = {"popc": np.count_nonzero, "and": np.all, "or": np.any}
+    return lambda lanes: write(lanes, np.array([combine[kind](read(lanes))]))
 
 
 def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:

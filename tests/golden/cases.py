@@ -1,9 +1,9 @@
 """The instructions whose truth is recorded on a GPU: one small kernel for each, and its inputs.
 
-A case is a line of PTX with its operands as `{name:domain}`. Names d, e, p, q are destinations, m is the address of a word that an
-atomic changes, all others are sources; the domain says what is loaded, from which values, and how results are
-compared. One thread runs one row. Inputs are the same wherever they are made (`RandomState` streams never change), so only
-outputs are stored.
+A case is a line of PTX with its operands as `{name:domain}`. Names d, e, p, q are destinations, m is the address of a
+word that an atomic changes, all others are sources; the domain says what is loaded, from which values, and how results
+are compared. One thread runs one row. Inputs are the same wherever they are made (`RandomState` streams never change),
+so only outputs are stored.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ _I32 = [0, 1, 2, 127, 128, 255, 256, 0x7FFF, 0x8000, 0xFFFF, 0x10000, 0x7FFFFFFF
         0xFFFFFFFF, 0x80808080, 0x7F7F7F7F, 0x01010101, 0xFF00FF00]  # fmt: skip
 _I64 = [0, 1, 2, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1]
 _COUNTS = [0, 1, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 255, 256, 2**31, 2**32 - 1]
-_F32 = [0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 1 + 2**-23, 2.0**-149, -(2.0**-149), 2.0**-126 - 2.0**-149, 2.0**-126,
-        3.4028234663852886e38, -3.4028234663852886e38, np.inf, -np.inf, np.nan, 127.5, 128.0, 255.5, 65504.0, 65520.0, 2.0**31,
-        2147483520.0, -(2.0**31), 2.0**32, 4294967040.0, 2.0**63, -(2.0**63), 2.0**64, 2.0**-25, 2.0**-14, 2.0**-24]  # fmt: skip
+_F32 = [
+    *(0.0, -0.0, 1.0, -1.0, 0.5, -0.5, 1.5, 2.5, -2.5, 1 + 2**-23, np.inf, -np.inf, np.nan),
+    *(2.0**-149, -(2.0**-149), 2.0**-126 - 2.0**-149, 2.0**-126, 2.0**-25, 2.0**-24, 2.0**-14),  # about the smallest
+    *(3.4028234663852886e38, -3.4028234663852886e38, 127.5, 128.0, 255.5, 65504.0, 65520.0),  # limits of types
+    *(2.0**31, 2147483520.0, -(2.0**31), 2.0**32, 4294967040.0, 2.0**63, -(2.0**63), 2.0**64),
+]
 _F64 = [
     *_F32,
     1 + 2.0**-52,
@@ -39,8 +42,8 @@ _F64 = [
     1 + 2.0**-24,
     2147483647.5,
 ]
-_H16 = [0, 0x8000, 0x3C00, 0xBC00, 0x3C01, 0x3800, 0x3E00, 0x4100, 0xC100, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0xFBFF, 0x7C00,
-        0xFC00, 0x7E00, 0x6400, 0x5BF8]  # fmt: skip
+_H16 = [0, 0x8000, 0x3C00, 0xBC00, 0x3C01, 0x3800, 0x3E00, 0x4100, 0xC100, 1, 0x8001, 0x3FF, 0x400, 0x7BFF, 0xFBFF,
+        0x7C00, 0xFC00, 0x7E00, 0x6400, 0x5BF8]  # fmt: skip
 _B16 = [
     0,
     0x8000,
@@ -91,8 +94,10 @@ DOMAINS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One instruction. `relative` and `absolute` bound the error of an approximate result; both 0: equal to the bit (NaNs
-    are all alike)."""
+    """One instruction. `relative` and `absolute` bound the error of an approximate result.
+
+    Both 0: equal to the bit, but that all NaNs are alike.
+    """
 
     name: str
     template: str
@@ -252,9 +257,11 @@ def _cases():
     for o in ("add", "sub"):
         yield f"{o}.cc.u32 {{d:u32}}, {{a:u32}}, {{b:u32}}; {o}c.u32 {{e:u32}}, {{c:u32}}, {{g:u32}};"
         yield f"{o}.cc.u64 {{d:u64}}, {{a:u64}}, {{b:u64}}; {o}c.u64 {{e:u64}}, {{c:u64}}, {{g:u64}};"
-        yield f"{o}.cc.u32 %t, {{a:u32}}, {{b:u32}}; {o}c.cc.u32 {{d:u32}}, {{c:u32}}, {{g:u32}}; {o}c.u32 {{e:u32}}, 0, 0;"
+        first = f"{o}.cc.u32 %t, {{a:u32}}, {{b:u32}};"
+        yield f"{first} {o}c.cc.u32 {{d:u32}}, {{c:u32}}, {{g:u32}}; {o}c.u32 {{e:u32}}, 0, 0;"
     yield "mad.lo.cc.u32 {d:u32}, {a:u32}, {b:u32}, {c:u32}; madc.hi.u32 {e:u32}, {a:u32}, {b:u32}, {g:u32};"
-    yield "mad.lo.cc.u32 {d:u32}, {a:u32}, {b:u32}, {c:u32}; madc.hi.cc.u32 %t, {a:u32}, {b:u32}, {g:u32}; addc.u32 {e:u32}, 0, 0;"
+    first = "mad.lo.cc.u32 {d:u32}, {a:u32}, {b:u32}, {c:u32};"
+    yield f"{first} madc.hi.cc.u32 %t, {{a:u32}}, {{b:u32}}, {{g:u32}}; addc.u32 {{e:u32}}, 0, 0;"
     yield from each("dp4a.@s.@t {d:s32}, {a:u32}, {b:u32}, {c:s32};", s="u32 s32", t="u32 s32")
     yield from each("dp2a.@h.@s.@t {d:s32}, {a:u32}, {b:u32}, {c:s32};", h="lo hi", s="u32 s32", t="u32 s32")
 

@@ -51,6 +51,6 @@ def test_recorded(family: str, vectors) -> None:
             if len(bad):
                 row = {k: hex(int(v[bad[0]])) for k, v in inputs.items() if k not in "depq"}
                 wrong.append(
-                    f"{case.template} {row}: {name} is {result[bad[0]]:#x} and not {expected[bad[0]]:#x} ({len(bad)} rows)"
+                    f"{case.template} {row}: {name} is {result[bad[0]]:#x}, not {expected[bad[0]]:#x} ({len(bad)} rows)"
                 )
     assert not wrong, "\n".join(wrong)

@@ -1,0 +1,142 @@
+"""PTX text -> tokens, and a cursor that reads them."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from ptxlab.emulator.ir import Immediate
+from ptxlab.errors import SourceError
+
+_TOKEN = re.compile(
+    r"""(?P<newline>\n) | (?P<space>[^\S\n]+) | (?P<comment>//[^\n]*) | (?P<block>/\*.*?\*/) | (?P<string>"[^"\n]*")
+      | (?P<number>0[fF][0-9a-fA-F]{8}\b | 0[dD][0-9a-fA-F]{16}\b | 0[xX][0-9a-fA-F]+U? | 0[bB][01]+U?
+                 | \d+\.\d*(?:[eE][+-]?\d+)? | \d+U?)
+      | (?P<word>[.%$A-Za-z_][\w.$]*(?:::[\w.$]+)*)
+      | (?P<mark>[;,{}()\[\]:@!|+\-=<>]) | (?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+@dataclass(slots=True)
+class Token:
+    """A word, number, string or mark; the last one is the end of the file."""
+
+    kind: str
+    text: str
+    line: int
+
+
+class Cursor:
+    """Reads tokens one after another; every complaint is a `SourceError` with path and line."""
+
+    def __init__(self, text: str, path: str) -> None:
+        self.path = path
+        self.lines = text.split("\n")
+        self.annotations: dict[int, str] = {}  # line -> what follows `@lanes` in its comment
+        self.at = 0
+        self.tokens: list[Token] = []
+        self.tokens.extend(self.tokenise(text))
+
+    def tokenise(self, text: str) -> Iterator[Token]:
+        """Tokens in order; comments are dropped but for their `@lanes`."""
+        line = 1
+        for match in _TOKEN.finditer(text):
+            kind, token = match.lastgroup or "", match[0]
+            if kind == "comment" and "@lanes" in token:
+                self.annotations[line] = token.partition("@lanes")[2]
+            elif kind == "other":
+                self.fail(f"unexpected character {token!r}", line)
+            elif kind in ("word", "number", "mark", "string"):
+                yield Token(kind, token, line)
+            line += token.count("\n") if kind in ("newline", "block") else 0
+        yield Token("end", "end of file", line)
+
+    def fail(self, problem: str, line: int | None = None) -> NoReturn:
+        """Raise for a line, by default the one of the next token."""
+        line = line or self.tokens[min(self.at, len(self.tokens) - 1)].line
+        raise SourceError(self.path, line, problem, self.lines[line - 1].strip() if line <= len(self.lines) else "")
+
+    @property
+    def token(self) -> str:
+        """Text of the next token."""
+        return self.tokens[self.at].text
+
+    def take(self) -> str:
+        """Text of the next token, which is passed."""
+        token = self.tokens[self.at]
+        if token.kind == "end":
+            self.fail("unexpected end of file")
+        self.at += 1
+        return token.text
+
+    def accept(self, text: str) -> bool:
+        """Pass the next token if it is this one."""
+        if self.tokens[self.at].text != text:
+            return False
+        self.at += 1
+        return True
+
+    def expect(self, text: str) -> None:
+        """Pass the next token, which has to be this one."""
+        if not self.accept(text):
+            self.fail(f"expected {text!r} before {self.token!r}")
+
+    def word(self, what: str) -> str:
+        """Pass a name; `what` is what it would stand for."""
+        if self.tokens[self.at].kind != "word":
+            self.fail(f"expected {what}, found {self.token!r}")
+        return self.take()
+
+    def integer(self) -> int:
+        """Pass an integer, perhaps negative."""
+        sign = -1 if self.accept("-") else 1
+        number = self.number()
+        if number.float_bits:
+            self.fail("expected an integer")
+        return sign * number.bits
+
+    def number(self) -> Immediate:
+        """Pass an unsigned integer or a float literal."""
+        if self.tokens[self.at].kind != "number":
+            self.fail(f"expected a number, found {self.token!r}")
+        text = self.take()
+        prefix, digits = text[:2].lower(), text.removesuffix("U")
+        if prefix in ("0f", "0d"):
+            return Immediate(int(text[2:], 16), 32 if prefix == "0f" else 64)
+        if "." in text:
+            return Immediate(struct.unpack("<Q", struct.pack("<d", float(text)))[0], 64)
+        base = 16 if prefix == "0x" else 2 if prefix == "0b" else 8 if digits[0] == "0" and len(digits) > 1 else 10
+        return Immediate(int(digits, base))
+
+    def comma_separated(self, item: Callable, end: str) -> list:
+        """What `item` reads, again and again, up to `end`."""
+        items: list = []
+        while not self.accept(end):
+            if items:
+                self.expect(",")
+            items.append(item())
+        return items
+
+    def skip_line(self) -> None:
+        """Pass what is left of the line of the last token."""
+        line = self.tokens[self.at - 1].line
+        while self.tokens[self.at].line == line and self.tokens[self.at].kind != "end":
+            self.at += 1
+
+    def skip_braces(self) -> None:
+        """Pass everything to the end of the next `{ ... }`."""
+        depth = 0
+        while True:
+            text = self.take()
+            depth += (text == "{") - (text == "}")
+            if depth == 0 and text == "}":
+                return
+
+    def skip_statement(self) -> None:
+        """Pass everything to the next semicolon."""
+        while self.take() != ";":
+            pass

@@ -1,0 +1,190 @@
+"""What a launch and a wave of its blocks consist of: lanes, registers, operands.
+
+A lane is a thread of some block of the wave: lane = block * stride + thread, where stride is the block's size rounded
+up to whole warps, so that `lane // 32` names a warp. Registers of one width form an array [register, lane].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ptxlab.emulator import ir
+from ptxlab.emulator.alu import UnknownOpcode
+from ptxlab.emulator.check import Findings
+from ptxlab.emulator.ir import Entry, Operand, Register
+from ptxlab.emulator.memory import Memory
+from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, bits_of, is_float, is_signed
+
+Reader = Callable[[Lanes], Array]
+Writer = Callable[[Lanes, Array], Any]
+
+SHARED_START = 1024  # address of the first byte of a shared window, as on sm_90: null is out of bounds
+
+
+@dataclass
+class Launch:
+    """What all waves of a launch share."""
+
+    entry: Entry
+    memory: Memory
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int  # dynamic
+    addresses: dict[int, int]  # id of a global, const or param variable -> its address
+    shared_windows: Array  # arena offset of each block's shared window, for as many blocks as a wave may have
+    local_window: int
+    findings: Findings
+    checks: frozenset[str]
+    max_steps: int | None
+    defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
+    steps: int = 0
+    lane_instructions: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def stride(self) -> int:
+        """Lanes of a block: its threads, rounded up to whole warps."""
+        return -(-self.threads // 32) * 32
+
+    @property
+    def window_bytes(self) -> int:
+        """Shared memory of a block, static and dynamic."""
+        return self.entry.dynamic_offset + self.shared_bytes if self.shared_bytes else self.entry.shared_bytes
+
+
+class Wave:
+    """The blocks with the given indices (ctaid), shape [blocks, 3]; their lanes and registers."""
+
+    def __init__(self, launch: Launch, blocks: Array) -> None:
+        self.launch, self.blocks = launch, blocks
+        self.memory, self.code = launch.memory, launch.entry.instructions
+        self.stride = launch.stride
+        self.lanes = len(blocks) * self.stride
+        # one more predicate: the carry flag
+        self.files = {
+            bits: np.zeros((rows + (bits == 1), self.lanes), FILES[bits])
+            for bits, rows in launch.entry.registers.items()
+        }
+        self.thread = np.arange(self.lanes) % self.stride
+        self.shared_base = np.repeat(launch.shared_windows[: len(blocks)] - SHARED_START, self.stride)
+        self.local_base = launch.local_window + np.arange(self.lanes, dtype=np.int64) * self.local_pitch
+
+    @property
+    def local_pitch(self) -> int:
+        """Bytes of a lane's local window, and its distance to the next lane's."""
+        return -(-self.launch.entry.local_bytes // 16) * 16
+
+    def row(self, register: Register, type_name: str) -> Array:
+        """The register's row, as the type sees it: the low part of a wider register, if need be."""
+        width, bits = bits_of(register.type), bits_of(type_name)
+        row = self.files[width][register.index]
+        if bits > width:
+            raise ValueError(f"{register.name} has {width} bits, the instruction takes {bits}")
+        if width == 1:
+            return row
+        dtype = DTYPES[type_name]
+        return row.view(dtype) if bits == width else row.view(dtype)[:: width // bits]
+
+    def reader(self, operand: Operand, type_name: str) -> Reader:
+        """Function lanes -> values of a source operand; constants have shape [1]."""
+        if isinstance(operand, Register):
+            row = self.row(operand, type_name)
+            if operand.negated:
+                return lambda lanes: ~row[lanes]
+            return row.__getitem__
+        if isinstance(operand, ir.Special):
+            return self.special(operand.name, type_name)
+        constant = self.constant(operand, type_name)
+        return lambda lanes: constant
+
+    def constant(self, operand: Operand, type_name: str) -> Array:
+        """An immediate, or a variable's address, as an array of shape [1]."""
+        if type_name == "pred" and isinstance(operand, ir.Immediate):
+            return np.array([operand.bits != 0])
+        if isinstance(operand, ir.Symbol):
+            value, float_bits = self.address_of(operand), 0
+        elif isinstance(operand, ir.Immediate):
+            value, float_bits = operand.bits, operand.float_bits
+        else:
+            raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
+        dtype, bits = DTYPES[type_name], bits_of(type_name)
+        if float_bits and dtype.kind == "f":
+            literal = np.array([value], f"u{float_bits // 8}").view(f"f{float_bits // 8}")
+            return literal.astype(dtype)
+        if float_bits > bits:
+            raise ValueError(f"a {float_bits}-bit floating-point literal where the type is {type_name}")
+        return np.array([value & (1 << bits) - 1], f"u{bits // 8}").view(dtype)
+
+    def address_of(self, symbol: ir.Symbol) -> int:
+        """Address of a variable within its state space."""
+        variable = symbol.variable
+        if variable.space == "shared":
+            return SHARED_START + variable.offset + symbol.offset
+        if variable.space == "local":
+            return variable.offset + symbol.offset
+        return self.launch.addresses[id(variable)] + symbol.offset
+
+    def writer(self, operand: Operand, type_name: str) -> Writer:
+        """Function (lanes, values) that stores into a destination, extended to its width by the type's sign."""
+        if isinstance(operand, ir.Sink):
+            return lambda lanes, values: None
+        if not isinstance(operand, Register):
+            raise ValueError("the destination is not a register")
+        width, bits = bits_of(operand.type), bits_of(type_name)
+        if bits == width or width == 1:
+            return self.row(operand, type_name).__setitem__
+        if bits > width:
+            raise ValueError(f"{operand.name} has {width} bits, the instruction writes {bits}")
+        row = self.row(operand, f"{'s' if is_signed(type_name) else 'u'}{width}")
+        if is_float(type_name):
+            return lambda lanes, values: row.__setitem__(lanes, values.view(f"u{bits // 8}"))
+        return row.__setitem__
+
+    @property
+    def carry(self) -> Array:
+        """The carry flag of every lane."""
+        return self.files[1][-1]
+
+    def special(self, name: str, type_name: str) -> Reader:
+        """A special register."""
+        launch, (base, _, axis) = self.launch, name[1:].partition(".")
+        dtype = DTYPES[type_name]
+        if base in ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", "globaltimer_hi"):
+            shift = 32 if base.endswith("_hi") else 0  # the time is the number of instructions dispatched
+            return lambda lanes: np.array([launch.steps >> shift], np.uint64).astype(dtype)
+        x, y, _ = launch.block
+        index = "xyz".find(axis) if axis else 0
+        block = np.arange(self.lanes) // self.stride
+        lane = self.thread % 32
+        one, full = np.uint64(1), np.uint64(0xFFFFFFFF)
+        below = (one << lane.astype(np.uint64)) - one
+        through = below | below + one
+        masks = {"lt": below, "le": through, "eq": below + one, "gt": full ^ through, "ge": full ^ below}
+        values: dict[str, Any] = {
+            "tid": (self.thread % x, self.thread // x % y, self.thread // (x * y))[index],
+            "ntid": launch.block[index],
+            "ctaid": self.blocks[block, index],
+            "nctaid": launch.grid[index],
+            "laneid": lane,
+            "warpid": self.thread // 32,
+            "nwarpid": 64,
+            "smid": block % 132,
+            "nsmid": 132,
+            "gridid": 1,
+            "dynamic_smem_size": launch.shared_bytes,
+            "total_smem_size": launch.window_bytes,
+            **{f"lanemask_{kind}": mask for kind, mask in masks.items()},
+        }
+        if base not in values:
+            raise UnknownOpcode(name)
+        row = np.broadcast_to(np.asarray(values[base]), (self.lanes,)).astype(dtype)
+        return row.__getitem__

@@ -1,0 +1,140 @@
+"""PTX that NVRTC makes of ordinary CUDA, with all checks on."""
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator
+
+from .kernels import cuda
+
+SOURCE = r"""
+#include <cuda_fp16.h>
+extern "C" __global__ void reduce(const float* x, float* y, int n) {
+    __shared__ float part[32];
+    float s = 0;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) s += x[i];
+    for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
+    if (threadIdx.x % 32 == 0) part[threadIdx.x / 32] = s;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        s = threadIdx.x < blockDim.x / 32 ? part[threadIdx.x] : 0.f;
+        for (int o = 16; o; o >>= 1) s += __shfl_down_sync(~0u, s, o);
+        if (!threadIdx.x) y[blockIdx.x] = s;
+    }
+}
+extern "C" __global__ void histogram(const unsigned char* x, unsigned* h, int n) {
+    extern __shared__ unsigned local[];
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) local[i] = 0;
+    __syncthreads();
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) atomicAdd(&local[x[i]], 1u);
+    __syncthreads();
+    for (int i = threadIdx.x; i < 256; i += blockDim.x) if (local[i]) atomicAdd(&h[i], local[i]);
+}
+extern "C" __global__ void axpy(const __half2* x, __half2* y, __half a, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) y[i] = __hfma2(__half2half2(a), x[i], y[i]);
+}
+extern "C" __global__ void divide(const long long* a, const long long* b, long long* q, unsigned long long* r, int n) {
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i < n) { q[i] = a[i] / b[i]; r[i] = (unsigned long long)a[i] % (unsigned long long)b[i]; }
+}
+extern "C" __global__ void collatz(const int* x, int* y) {
+    int i = threadIdx.x, v = x[i], n = 0;
+    while (v != 1) { if (v & 1) v = 3 * v + 1; else v /= 2; n++; }
+    int local[8];
+    for (int k = 0; k < 8; k++) local[k] = n * k;
+    y[i] = local[x[i] & 7];
+}
+__device__ unsigned arrived;
+extern "C" __global__ void last_block(const int* x, int* partial, int* sum) {
+    __shared__ bool last;
+    __shared__ int total;
+    if (threadIdx.x == 0) total = 0;
+    __syncthreads();
+    atomicAdd(&total, x[blockIdx.x * blockDim.x + threadIdx.x]);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        partial[blockIdx.x] = total;
+        __threadfence();
+        last = atomicAdd(&arrived, 1) == gridDim.x - 1;
+        __threadfence();
+    }
+    __syncthreads();
+    if (last && threadIdx.x == 0) {
+        int s = 0;
+        for (int i = 0; i < gridDim.x; i++) s += partial[i];
+        *sum = s;
+    }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def module():
+    return emulator.parse(cuda(SOURCE), "k.ptx")
+
+
+def run(module, entry, *args, grid=1, block=32, **more):
+    result = emulator.run(module, entry, args, grid=grid, block=block, checks=["lanes", "race", "init"], **more)
+    assert not result.findings, str(result.findings[0])
+
+
+def test_block_reduction(module):
+    x = np.random.default_rng(0).integers(0, 8, 20000).astype(np.float32)
+    y = np.zeros(7, np.float32)
+    run(module, "reduce", x, y, np.int32(len(x)), grid=7, block=256)
+    assert y.sum() == x.sum()  # small integers: exact in any order
+
+
+def test_histogram(module):
+    x = np.random.default_rng(1).integers(0, 256, 10000).astype(np.uint8)
+    h = np.zeros(256, np.uint32)
+    run(module, "histogram", x, h, np.int32(len(x)), grid=5, block=96, shared_bytes=1024)
+    assert np.array_equal(h, np.bincount(x, minlength=256))
+
+
+def test_half_axpy(module):
+    x, y = np.random.default_rng(2).standard_normal((2, 2000)).astype(np.float16)
+    a = np.float16(1.7)
+    expected = (np.float64(a) * x + y).astype(np.float16)  # exact in float64, rounded once
+    y = y.copy()
+    run(module, "axpy", x, y, a, np.int32(1000), grid=8, block=128)
+    assert np.array_equal(y, expected)
+
+
+def test_64_bit_division(module):
+    rng = np.random.default_rng(3)
+    a, b = rng.integers(-(2**62), 2**62, 500), rng.integers(1, 2**40, 500) * rng.choice([-1, 1], 500)
+    q, r = np.zeros_like(a), np.zeros(500, np.uint64)
+    run(module, "divide", a, b, q, r, np.int32(500), grid=4, block=128)
+    assert q.tolist() == [
+        int(abs(int(x)) // abs(int(y))) * (1 if (x < 0) == (y < 0) else -1) for x, y in zip(a, b, strict=True)
+    ]
+    assert np.array_equal(r, a.view(np.uint64) % b.view(np.uint64))
+
+
+def test_struct_by_value():
+    text = cuda('struct S { int n; float s; int t[4]; };\nextern "C" __global__ void k(S p, float* y)'
+                "{ int i = threadIdx.x; if (i < p.n) y[i] = p.s * i + p.t[i & 3]; }")  # fmt: skip
+    y = np.zeros(32, np.float32)
+    struct = np.int32(20).tobytes() + np.float32(0.5).tobytes() + np.array([10, 20, 30, 40], np.int32).tobytes()
+    run(emulator.parse(text), "k", struct, y)
+    assert y.tolist() == [0.5 * i + (10, 20, 30, 40)[i & 3] if i < 20 else 0 for i in range(32)]
+
+
+def test_divergent_loop_and_local_memory(module):
+    def steps(v):
+        n = 0
+        while v != 1:
+            v, n = (3 * v + 1 if v & 1 else v // 2), n + 1
+        return n
+
+    x, y = np.arange(1, 65, dtype=np.int32), np.zeros(64, np.int32)
+    run(module, "collatz", x, y, block=64)
+    assert y.tolist() == [steps(v) * (v & 7) for v in range(1, 65)]
+
+
+def test_last_block_sums_up(module):
+    x, partial, total = np.arange(640, dtype=np.int32), np.zeros(10, np.int32), np.zeros(1, np.int32)
+    run(module, "last_block", x, partial, total, grid=10, block=64)
+    assert total[0] == x.sum()
