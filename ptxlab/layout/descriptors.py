@@ -67,7 +67,7 @@ class MatrixDescriptor:
     def decode(cls, bits: int) -> "MatrixDescriptor":
         """The descriptor with these 64 bits. Raises ArgumentError for a base offset: atoms must be aligned here."""
         if bits >> 49 & 7:
-            raise ArgumentError("descriptor", "base offset must be 0 (start atoms at multiples of 8·span)", f"{bits:#x}")
+            raise ArgumentError("descriptor", "base offset must be 0, atoms at multiples of 8·span", f"{bits:#x}")
         start, leading, stride = ((bits >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         return cls(start, stride, leading, {mode: span for span, mode in _MODES.items()}[bits >> 62])
 

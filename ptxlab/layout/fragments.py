@@ -51,12 +51,12 @@ class Fragment:
     @property
     def lanes(self) -> int:
         """32, or 128 for a warp group."""
-        return self.rows.shape[0]
+        return int(self.rows.shape[0])
 
     @property
     def registers(self) -> int:
         """32-bit registers of a lane."""
-        return self.rows.shape[1]
+        return int(self.rows.shape[1])
 
     @cached_property
     def shape(self) -> tuple[int, int]:

@@ -189,7 +189,8 @@ def _wgmma_cases() -> list[FragmentCase]:
             body.append(f"add.u32 %s, %tile, {start}; shr.u32 %s, %s, 4; cvt.u64.u32 %desc, %s;")
             body.append(f"or.b64 %desc, %desc, {mode:#x};")
             body.append(f"setp.ne.u32 %p, {i}, 0;")
-            body.append(f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a}.s8 {_names('d', count)}, {registers}, %desc, %p;")
+            operands = f"{_names('d', count)}, {registers}, %desc, %p"
+            body.append(f"wgmma.mma_async.sync.aligned.m64n{n}k32.s32.{a}.s8 {operands};")
         body += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;", _store("d", count)]
         declare = f".reg .b32 %a<{4 * steps}>, %d<{count}>;"
         ptx = _module(name, list(inputs), n * k, declare, "\n    ".join(body))

@@ -1,4 +1,4 @@
-"""Record the fragment vectors on a GPU of compute capability 9.0: `python tests/golden/record_fragments.py [--out DIR]`.
+"""Record the fragment vectors on an H100 or H200: `python tests/golden/record_fragments.py [--out DIR]`.
 
 Needs CuPy and NumPy, nothing else. Writes `fragments.npz` (one array per case, and a checksum of its kernel and inputs)
 and `fragments.json` (device, driver, failures). Each case is compiled and run alone; failures are listed at the end.
@@ -43,7 +43,7 @@ def main() -> int:
         for case in fragment_cases():
             try:
                 vectors[case.name] = record(case, Path(folder))
-            except Exception as error:  # noqa: BLE001  (whatever the driver says about this one)
+            except Exception as error:  # whatever the driver says about this one
                 failures[case.name] = f"{type(error).__name__}: {str(error)[:300]}"
                 continue
             vectors[f"{case.name}.checksum"] = np.array(case.checksum(), np.uint32)
