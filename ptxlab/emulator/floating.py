@@ -8,7 +8,7 @@ import numpy as np
 
 from ptxlab.emulator.alu import Form, Opcode, UnknownOpcode, operation
 from ptxlab.emulator.integer import COMPARISONS, compare_form
-from ptxlab.emulator.rounding import CANONICAL_NAN, TINY, element, fused, rest_sign, round_to, two_sum, widen
+from ptxlab.emulator.rounding import CANONICAL_NAN, TINY, directed_sum, element, fused, rest_sign, round_to, widen
 from ptxlab.emulator.types import DTYPES, Array, bits_of
 
 FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
@@ -51,7 +51,7 @@ def wide_form(type_name: str, arity: int, exact: Callable, mode: str, ftz: bool,
         wide = widen(result, type_name)
         wide = flush(wide, type_name) if ftz else wide
         wide = saturate(wide) if sat else wide
-        wide = np.where(wide < 0, 0.0, wide) if relu else wide
+        wide = np.where(wide <= 0, 0.0, wide) if relu else wide
         return round_to(wide, 0.0, type_name)
 
     return Form((type_name,), (type_name,) * arity, compute)
@@ -78,12 +78,7 @@ def _arithmetic(op: Opcode) -> Form:
         return Form((t,), (t, t), compute)
     if op.name == "mul":
         return wide_form(t, 2, lambda a, b: fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
-    return wide_form(t, 2, lambda a, b: _signed_zero(*two_sum(a, b if op.name == "add" else -b), mode), mode, ftz, sat)
-
-
-def _signed_zero(hi: Array, lo: Array, mode: str) -> tuple[Array, Array]:
-    """An exact zero sum of opposite numbers is -0 when rounding down."""
-    return (np.where((hi == 0) & (lo == 0) & (mode == "rm"), -np.abs(hi), hi), lo) if mode == "rm" else (hi, lo)
+    return wide_form(t, 2, lambda a, b: directed_sum(a, b if op.name == "add" else -b, mode), mode, ftz, sat)
 
 
 @operation("fma", "mad", floating=True)
@@ -221,7 +216,7 @@ def _test(op: Opcode) -> Form:
         small = (np.abs(x) < TINY[element(t)]) & (x != 0)
         return {
             "finite": np.isfinite(x), "infinite": np.isinf(x), "number": ~np.isnan(x), "notanumber": np.isnan(x),
-            "normal": np.isfinite(x) & ~small & (x != 0), "subnormal": small,
+            "normal": np.isfinite(x) & ~small, "subnormal": small,  # zero is normal
         }[kind]  # fmt: skip
 
     return Form(("pred",), (t,), test)
