@@ -15,6 +15,14 @@ that nothing is constant, and all results are stored, so that nothing is dead. E
 offsets; between harnesses of 8 and 16 words only the word's own instructions, loads and stores differ.
 
 The looping harness keeps 8 words in registers and feeds every result back into its word.
+
+A kernel of the family `load` marks what brings a fragment from shared memory into registers,
+
+    // @begin fragment out:%a0,%a1,%a2,%a3
+    ...
+    // @end fragment
+
+and the repeating harness is the kernel itself with that region in a loop.
 """
 
 import re
@@ -30,6 +38,7 @@ MOST_WORDS = 16
 
 _BEGIN = re.compile(r"^[ \t]*// @begin word (.*)$", re.MULTILINE)
 _END = re.compile(r"^[ \t]*// @end word[ \t]*$", re.MULTILINE)
+_FRAGMENT = re.compile(r"^[ \t]*// @begin fragment out:(\S+)\n(.*?)^[ \t]*// @end fragment\n", re.MULTILINE | re.DOTALL)
 _FIELD = re.compile(r"(in|out|with):(\S*)")
 _CALL = re.compile(r"// @word (\w+)\(([\w, ]+)\) -> uint([24])\b")
 _REG = re.compile(r"^[ \t]*\.reg\b[^;]*;", re.MULTILINE)
@@ -101,6 +110,38 @@ def looping(source: Source) -> Source | None:
     """
     word = word_of(source)
     return Source.from_text(_looping_ptx(word), f"<loop over {source.name}>") if word else None
+
+
+def repeating(source: Source) -> Source | None:
+    """A PTX source whose marked fragment is loaded `repeats` times, a last parameter u32; `None` without a marker.
+
+    What arrives is folded by exclusive or: after an odd number of repeats the kernel's results are what they were. The
+    warp barrier keeps ptxas from loading only once.
+    """
+    found = _FRAGMENT.search(source.text)
+    if found is None:
+        return None
+    registers = found[1].split(",")
+    folded = [f"%_r{i}" for i in range(len(registers))]
+    lines = [
+        f"    .reg .b32 %_r<{len(registers)}>, %_left;",
+        "    .reg .pred %_more;",
+        *(f"    mov.b32 {r}, 0;" for r in folded),
+        "    ld.param.u32 %_left, [repeats];",
+        "REPEAT:",
+        found[2].rstrip("\n"),
+        *(f"    xor.b32 {r}, {r}, {a};" for r, a in zip(folded, registers, strict=True)),
+        "    bar.warp.sync 0xffffffff;",
+        "    sub.u32 %_left, %_left, 1;",
+        "    setp.ne.u32 %_more, %_left, 0;",
+        "    @%_more bra REPEAT;",
+        *(f"    mov.b32 {a}, {r};" for r, a in zip(folded, registers, strict=True)),
+        "",
+    ]
+    text = source.text[: found.start()] + "\n".join(lines) + source.text[found.end() :]
+    signature = re.compile(r"(\.entry \w+\(.*?)\)([^\n]*\n\{)", re.DOTALL)
+    text = signature.sub(r"\1, .param .u32 repeats)\2", text, count=1)
+    return Source(source.name, f"<{source.name}, repeated>", "ptx", text)
 
 
 _FEEDBACK = 0x9E3779B1  # c: keeps the words from settling at zero

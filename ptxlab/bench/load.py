@@ -1,0 +1,147 @@
+"""Suite `load`: fragments streaming from device memory, fragments resident in shared memory, rings of stages."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from ptxlab import dataflow, gpu, harness, sass, toolchain
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.record import Row
+from ptxlab.bench.timing import Measured, copies_beyond_l2, measure
+from ptxlab.errors import BenchmarkError
+from ptxlab.kernels.load import SPECS, TILE
+from ptxlab.sources import Source, of_kernel
+from ptxlab.spec import Arrays, KernelSpec
+
+TILES = 1 << 17  # 268 MB of u4, 537 MB of s8
+STAGES = 1 << 17  # 2.1 GB
+_DISTINCT = 128  # tiles or stages made once and repeated
+_BLOCKS_PER_SM = {"ring": 3, "resident": 8}
+_REPEATS = 4001  # odd: see harness.repeating
+_SHARED_BYTES_PER_CLOCK = 128
+_POISON = 0xA5
+
+
+def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """Measure kernels of the family by name."""
+    for spec in (s for s in SPECS if s.name in names):
+        source = of_kernel(spec.name)[0]
+        progress(f"{spec.name}: streaming")
+        if "B" in spec.example_sizes[0]:
+            yield ring(spec, source, ceilings)
+        else:
+            yield streaming(spec, source, ceilings)
+            progress(f"{spec.name}: resident")
+            yield resident(spec, source)
+
+
+def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
+    """Tiles from device memory to fragments in device memory."""
+    sizes, floor_tbps = {"T": TILES}, ceilings.copy_tbps
+    measured = _timed(spec, source, sizes, {"T": _DISTINCT})
+    return _row(spec, source, "streaming", sizes, measured, spec.bytes_moved(sizes) / floor_tbps / 1e6, "copy")
+
+
+def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
+    """Stages from device memory through the ring into registers; next to nothing is written."""
+    blocks = gpu.device_info().sms * _BLOCKS_PER_SM["ring"]
+    sizes = {"P": STAGES, "B": blocks}
+    measured = _timed(spec, source, sizes, {"P": _DISTINCT, "B": blocks})
+    return _row(spec, source, "streaming", sizes, measured, spec.bytes_moved(sizes) / ceilings.read_tbps / 1e6, "read")
+
+
+def resident(spec: KernelSpec, source: Source) -> Row:
+    """The fragment's loads alone, again and again from the same tile in shared memory."""
+    info = gpu.device_info()
+    repeated = harness.repeating(source)
+    if repeated is None:
+        raise BenchmarkError(f"{source.label}: no fragment is marked (`// @begin fragment`)")
+    image = toolchain.assemble(source, info.arch)
+    cost = dataflow.fragment_cost(sass.parse(toolchain.disassemble(image))[spec.name])
+    sizes = {"T": info.sms * _BLOCKS_PER_SM["resident"]}
+    kernel = gpu.load(repeated, spec.name)
+    logical = spec.example(np.random.default_rng(0), **sizes)
+    arrays = {name: gpu.to_device(array) for name, array in spec.pack(logical).items()}
+    out = gpu.empty(spec.outputs[0].resolve(sizes), spec.outputs[0].dtype)
+    call = gpu.prepare(kernel, [*arrays.values(), out, np.uint32(_REPEATS)], spec.launch(sizes))
+    measured = measure([call])
+    _require_equal(spec, source, gpu.to_host(out), spec.reference(**logical))
+    weights = sizes["T"] * TILE * TILE * _REPEATS
+    useful = spec.inputs[0].nbytes(sizes) * _REPEATS
+    floor = useful / (_SHARED_BYTES_PER_CLOCK * info.sms * measured.sm_mhz)
+    more = {
+        "loads_per_32": cost.loads,
+        "address_per_32": cost.address,
+        "unpack_per_32": cost.unpack,
+        "shared_gbps": useful / measured.us / 1e3,
+        "weights_per_clock_and_sm": weights / (measured.us * measured.sm_mhz * info.sms),
+    }
+    row = _row(spec, source, "resident", sizes, measured, floor, "128 B/clock/SM", bytes_moved=useful)
+    return Row(**{**vars(row), "more": more, "rate": more["weights_per_clock_and_sm"], "rate_unit": "w/clk/SM"})
+
+
+def _timed(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct: dict[str, int]) -> Measured:
+    """Time one launch over inputs that repeat `distinct` ones, and check what it wrote."""
+    logical = spec.example(np.random.default_rng(0), **distinct)
+    arg = spec.inputs[0]
+    small = gpu.to_device(spec.pack(logical)[arg.name])
+    large = gpu.empty(arg.resolve(sizes), arg.dtype)
+    for first in range(0, len(large), len(small)):
+        gpu.copy_bytes(large[first : first + len(small)], small)
+    calls, outputs = [], []
+    for _ in range(copies_beyond_l2(spec.bytes_moved(sizes))):
+        out = gpu.empty(spec.outputs[0].resolve(sizes), spec.outputs[0].dtype)
+        gpu.fill_bytes(out, _POISON)
+        outputs.append(out)
+        scalars = [spec.scalar(a, sizes) for a in spec.args if not a.shape]
+        calls.append(gpu.prepare(gpu.load(source, spec.name), [large, out, *scalars], spec.launch(sizes)))
+    measured = measure(calls)
+    for out in outputs:
+        _require_equal(spec, source, gpu.to_host(out), _expected(spec, logical, sizes, len(small)))
+    return measured
+
+
+def _expected(spec: KernelSpec, logical: Arrays, sizes: dict[str, int], distinct: int) -> np.ndarray:
+    """The reference over all repetitions of the distinct inputs."""
+    if "P" not in sizes:
+        return spec.reference(**logical)
+    words = logical["words"]
+    return spec.reference(words=words[np.arange(sizes["P"]) % distinct], B=sizes["B"])
+
+
+def _require_equal(spec: KernelSpec, source: Source, got: np.ndarray, expected: np.ndarray) -> None:
+    if not (got.reshape(-1, *expected.shape) == expected).all():
+        raise BenchmarkError(f"{source.label}: the timed launches gave wrong results")
+
+
+def _row(
+    spec: KernelSpec,
+    source: Source,
+    what: str,
+    sizes: dict[str, int],
+    measured: Measured,
+    floor: float,
+    limit: str,
+    bytes_moved: int | None = None,
+) -> Row:
+    nbytes = spec.bytes_moved(sizes) if bytes_moved is None else bytes_moved
+    return Row(
+        kernel=spec.name,
+        source=source.language,
+        measure=what,
+        sizes=sizes,
+        time_us=measured.us,
+        fastest_us=measured.fastest,
+        slowest_us=measured.slowest,
+        rate=nbytes / measured.us / 1e3,
+        rate_unit="GB/s",
+        bytes=nbytes,
+        operations=0,
+        floor_us=floor,
+        fraction=floor / measured.us,
+        limit=limit,
+        sm_mhz=measured.sm_mhz,
+        checked="every result equal to the reference",
+    )
+
+
