@@ -39,10 +39,10 @@ def small(tmp_path):
 def test_names_shapes_and_dtypes(small):
     path, _ = small
     assert Checkpoint(path).tensors == {
-        "single": TensorInfo("single", (3, 4), "F32"),
-        "half": TensorInfo("half", (2, 5), "F16"),
-        "double": TensorInfo("double", (7,), "F64"),
-        "ids": TensorInfo("ids", (4,), "I64"),
+        "single": TensorInfo("single", (3, 4), "F32", 48),
+        "half": TensorInfo("half", (2, 5), "F16", 20),
+        "double": TensorInfo("double", (7,), "F64", 56),
+        "ids": TensorInfo("ids", (4,), "I64", 32),
     }
 
 
