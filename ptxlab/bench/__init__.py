@@ -7,6 +7,7 @@ from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
 from ptxlab.bench import dequant, emulation
+from ptxlab.bench import load as load_suite
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, save
 from ptxlab.errors import ArgumentError
@@ -27,7 +28,7 @@ __all__ = [
     "shortfall",
 ]
 
-SUITES: dict[str, Any] = {"dequant": dequant.rows}
+SUITES: dict[str, Any] = {"dequant": dequant.rows, "load": load_suite.rows}
 
 
 def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> Record:

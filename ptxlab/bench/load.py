@@ -143,5 +143,3 @@ def _row(
         sm_mhz=measured.sm_mhz,
         checked="every result equal to the reference",
     )
-
-

@@ -11,11 +11,12 @@ import numpy as np
 from ptxlab import sources
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels import dequant
+from ptxlab.kernels import load as load_family
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 
-_FAMILIES = (dequant,)
+_FAMILIES = (dequant, load_family)
 
 
 @cache

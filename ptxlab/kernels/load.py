@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab import layout
 from ptxlab.layout import fragments
-from ptxlab.layout.packings import tiles_of
 from ptxlab.layout.words import pack_u4
+from ptxlab.quant import QoQChannelWeight
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, WrongByDesign
 
 THREADS = 128
@@ -38,7 +39,7 @@ def operand_a_qserve(tiles: np.ndarray) -> np.ndarray:
 
 
 def _arriving_channels() -> np.ndarray:
-    """Which channel of a k32 step `load_ldmatrix_u4` delivers in place of each: ldmatrix deals eight per lane, in order."""
+    """Which channel of a k32 step `load_ldmatrix_u4` delivers in place of each: eight per lane, in order."""
     place = np.arange(32)
     lane, byte = place % 16 // 4, place % 4
     return 8 * lane + 4 * (place // 16) + byte
@@ -105,8 +106,15 @@ def _tile_kernel(name: str, summary: str, tiles: Arg, out: str, **fields: Any) -
     )
 
 
-def _packed(layout: str) -> Callable[[Arrays], Arrays]:
-    return lambda logical: {"tiles": tiles_of(logical["q4"], layout)}
+def _packed(name: str) -> Callable[[Arrays], Arrays]:
+    """The tiles, stacked to a matrix of 64 columns, in a packing that keeps them apart: u32 [T, 128, 4]."""
+
+    def pack(logical: Arrays) -> Arrays:
+        q4 = logical["q4"].reshape(-1, TILE).view(np.uint8) & np.uint8(15)
+        weight = QoQChannelWeight(q4, np.ones(len(q4), np.float32), np.zeros(len(q4), np.uint8))
+        return {"tiles": layout.pack(weight, name).buffers["words"].reshape(-1, THREADS, 4)}
+
+    return pack
 
 
 def _ring_kernel(name: str, summary: str, **fields: Any) -> KernelSpec:
@@ -158,7 +166,7 @@ SPECS = (
         wrong=WrongByDesign(
             truth=lambda q4: operand_a(q4),
             misses=misses_u4,
-            why="ldmatrix deals equal bytes: thread t gets channels 8 t ..., and its MMA needs 4 t ... and 16 + 4 t ...",
+            why="ldmatrix deals equal bytes: thread t gets channels 8 t ..., its MMA needs 4 t ... and 16 + 4 t ...",
         ),
     ),
     _tile_kernel(
@@ -168,7 +176,7 @@ SPECS = (
         "uint8",
         example=_nibbles,
         pack=lambda logical: {"tiles": pack_u4(logical["q4"])},
-        reference=operand_a,
+        reference=lambda q4: operand_a(q4),
     ),
     _tile_kernel(
         "load_qserve_reorder",
@@ -191,7 +199,7 @@ SPECS = (
     _tile_kernel(
         "load_comet_interleave",
         "weight interleave: one ldmatrix where INT8 needs two (COMET §4.3)",
-        _ROW_MAJOR,
+        _THREAD_ORDER,
         "int8",
         example=_signed_nibbles,
         pack=_packed("comet"),
