@@ -113,7 +113,7 @@ def _packed(name: str) -> Callable[[Arrays], Arrays]:
         q4 = logical["q4"].reshape(-1, TILE).view(np.uint8) & np.uint8(15)
         weight = QoQChannelWeight(q4, np.ones(len(q4), np.float32), np.zeros(len(q4), np.uint8))
         buffers = layout.pack(weight, name).buffers  # without groups a packing holds words and nothing else
-        return {"tiles": buffers["blocks" if name == "dual_mma" else "words"].view(np.uint32).reshape(-1, THREADS, 4)}
+        return {"tiles": buffers["blocks" if name == "dual_mma" else "qweight"].view(np.uint32).reshape(-1, THREADS, 4)}
 
     return pack
 
