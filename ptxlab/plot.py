@@ -17,6 +17,8 @@ from ptxlab.files import write_whole
 if TYPE_CHECKING:
     from ptxlab.audit import AuditRow
     from ptxlab.demo import Row
+    from ptxlab.emulator import SharedAccess
+    from ptxlab.tiles import Holders
 
 BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"
 SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}
@@ -120,3 +122,53 @@ def _wrong_tile(axes: Axes, w: np.ndarray, name: str) -> None:
     axes.set_xlabel("input channel; four neighbours share a 32-bit word")
     axes.set_ylabel("output channel")
     axes.set_title(f"Subtracting first: {wrong.mean():.0%} of a tile wrong (red)", loc="left", weight="bold")
+
+
+def load_figure(held: Sequence["Holders"], accesses: Sequence["SharedAccess"]) -> Figure:
+    """Who holds what: warp 0's rows of the tile by lane (one panel per kernel), and the banks that its loads meet.
+
+    Args:
+        held: the kernels to compare, the one in question first.
+        accesses: the first kernel's loads from shared memory, warp 0.
+    """
+    figure = Figure(figsize=(8 * len(held) + 6, 6.4), layout="constrained")
+    panels = figure.subplots(1, len(held) + 1, width_ratios=[*[1.35] * len(held), 1])
+    for axes, one in zip(panels, held, strict=False):
+        _lane_tile(axes, one)
+    _bank_grid(panels[-1], held[0].name, accesses)
+    return figure
+
+
+def _lane_tile(axes: Axes, held: "Holders") -> None:
+    rows, columns = 16, 64
+    lanes = held.thread[:rows, :columns] % 32
+    axes.imshow(lanes, cmap="twilight", vmin=0, vmax=32, interpolation="nearest", aspect="auto")
+    for row in range(rows):
+        for column in range(0, columns, 4):
+            label = f"{held.thread[row, column]}.a{held.register[row, column]}"
+            wrong = held.wrong[row, column : column + 4].any()
+            style = {"color": "white", "weight": "bold"} if wrong else {"color": "black"}
+            box = {"boxstyle": "square,pad=0.15", "color": RED if wrong else "#ffffffb0", "linewidth": 0}
+            axes.text(column + 1.5, row, label, ha="center", va="center", fontsize=6.5, bbox=box, **style)
+    share = held.wrong.mean()
+    verdict = f"{share:.0%} not where the MMA wants it (red)" if share else "what the MMA wants"
+    axes.set_title(f"{held.name}: {verdict}", loc="left", weight="bold", fontsize=11)
+    axes.set_xticks(range(0, columns + 1, 8))
+    axes.set_xlabel("input channel; label: thread and register that get four channels, colour: lane")
+    axes.set_ylabel("output channel")
+
+
+def _bank_grid(axes: Axes, name: str, accesses: Sequence["SharedAccess"]) -> None:
+    """One line per wavefront: which lanes' words each of the 32 banks delivers."""
+    fronts = [(access, front) for access in accesses for front in access.fronts]
+    grid = np.full((len(fronts), 32), np.nan)
+    for line, (_, front) in enumerate(fronts):
+        for bank, lane in front.items():
+            grid[line, bank] = lane
+            axes.text(bank, line, str(lane), ha="center", va="center", fontsize=6)
+    axes.imshow(grid, cmap="twilight", vmin=0, vmax=32, interpolation="nearest", aspect="auto")
+    least = sum(access.least for access in accesses)
+    axes.set_title(f"{len(fronts)} wavefronts, {least} at best", loc="left", weight="bold", fontsize=11)
+    axes.set_xlabel("bank; label: lane")
+    axes.set_ylabel("wavefront")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
