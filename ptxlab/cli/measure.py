@@ -80,11 +80,25 @@ def bench(
 
 
 def report(
-    check: Annotated[bool, typer.Option(help="Change nothing; fail if something is out of date.")] = False,
+    check: Annotated[bool, typer.Option(help="Change nothing; fail if the README is out of date.")] = False,
+    figures: Annotated[bool, typer.Option(help="Also redraw notebooks/figures.")] = False,
+    notebooks: Annotated[bool, typer.Option(help="Also execute the notebooks and write their .ipynb.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the README's tables and pictures from the specs and the recorded measurements."""
+    """Rebuild the README's tables, the figures and the notebooks from the specs and the recorded measurements."""
     changed = reports.update(write=not check)
+    if figures:
+        from ptxlab import figures as drawings
+
+        changed += drawings.draw_all()
+    if notebooks:
+        from ptxlab import notebooks as books
+
+        scripts = books.scripts()
+        with progress_bar("notebooks", len(scripts), quiet=as_json) as advance:
+            for script in scripts:
+                advance(script.name)
+                changed.append(books.build(script))
     if as_json:
         print_json([str(path) for path in changed])
     else:
