@@ -104,7 +104,9 @@ def audit_table() -> str:
 def load_table() -> str:
     """The family `load`: loads and instructions per 32 weights, resident and streaming rates on the recorded GPU."""
     measured = _measured("h200", "load")
-    head = "| kernel | shows | loads / address / unpack per 32 weights | resident, weights per clock and SM | streaming |"
+    head = (
+        "| kernel | shows | loads / address / unpack per 32 weights | resident, weights per clock and SM | streaming |"
+    )
     lines = [head, "| --- | --- | ---: | ---: | ---: |"]
     for spec in (s for s in kernels.specs().values() if s.family == "load"):
         resident = measured.get((spec.name, "ptx", "resident"))
@@ -115,7 +117,9 @@ def load_table() -> str:
             ("**wrong by design**: " if spec.wrong else "") + spec.summary,
             " / ".join(counts),
             "" if resident is None else f"{resident.rate:.0f} ({resident.fraction:.2f} of 128 B per clock)",
-            "" if streaming is None else f"{streaming.rate:,.0f} GB/s ({streaming.fraction:.2f} of a {streaming.limit})",
+            ""
+            if streaming is None
+            else f"{streaming.rate:,.0f} GB/s ({streaming.fraction:.2f} of a {streaming.limit})",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     note = _origin("h200", "load") if measured else "Not recorded yet."

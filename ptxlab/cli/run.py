@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import emulator, kernels, runtime
+from ptxlab import emulator, kernels, runtime, tiles
 from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
 from ptxlab.files import load_arrays, save_arrays
@@ -45,9 +45,21 @@ def list_kernels(as_json: AsJson = False) -> None:
     console.print(table("Kernels", ("name", "sources", "arch", "what it shows"), cells))
 
 
-def show(name: str, as_json: AsJson = False) -> None:
-    """Show a kernel: contract, arguments, rules and source."""
+def show(
+    name: Annotated[str, typer.Argument(help="A kernel; NAME.ptx or NAME.cu shows one source.")],
+    draw: Annotated[bool, typer.Option("--plot", help="Draw who holds what and the banks (load_* kernels).")] = False,
+    out: Annotated[Path | None, typer.Option(help="Where to draw; by default NAME.png.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a kernel: contract, arguments, rules and source; for a load, which lane gets what."""
     spec, sources = kernels.find(name)
+    if draw:
+        from ptxlab import figures, plot
+
+        picture = out or Path(f"{spec.name}.png")
+        plot.save(figures.load_picture(spec.name), picture)
+        if not as_json:
+            console.print(f"picture: {escape(str(picture))}", soft_wrap=True)
     if as_json:
         return print_json(
             {
@@ -65,6 +77,8 @@ def show(name: str, as_json: AsJson = False) -> None:
         console.print(f"  rule  {escape(rule)}", highlight=False)
     if spec.wrong:
         console.print(f"  [red]wrong by design[/]: {escape(spec.wrong.why)}")
+    if "fragments" in {arg.name for arg in spec.outputs}:
+        console.print(tiles.as_text(spec.name), highlight=False, soft_wrap=True)
     for source in sources:
         console.print(f"\n[dim]{escape(source.label)}[/]")
         console.print(Syntax(source.text, "c", background_color="default", word_wrap=True))
