@@ -40,8 +40,10 @@ class Order:
         return tuple(-(-size // tile) for size, tile in zip(shape, self.tile, strict=True))
 
     def shape(self, *shape: int) -> tuple[int, ...]:
-        """What `store` makes of an array of `shape`: tiles along each axis, then the elements of a tile."""
-        return (*self.tiles(*shape), *((prod(self.tile),) if self.sizes else ()))
+        """What `store` makes of an array of `shape`: tiles in stored order, then the elements of a tile."""
+        counts = self.tiles(*shape)
+        tiles = tuple(self._size(part, counts) for part in self.stored if part not in self.sizes)
+        return (*tiles, prod(self.tile)) if self.sizes else tiles
 
     def store(self, array: npt.NDArray[_Scalar], fill: int = 0) -> npt.NDArray[_Scalar]:
         """The array in stored order, padded with `fill` to whole tiles; see `shape`."""
