@@ -17,8 +17,7 @@ from ptxlab.files import write_whole
 if TYPE_CHECKING:
     from ptxlab.audit import AuditRow
     from ptxlab.demo import Row
-    from ptxlab.emulator import SharedAccess
-    from ptxlab.tiles import Holders
+    from ptxlab.tiles import Holders, WarpAccess
 
 BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"
 SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}
@@ -124,7 +123,7 @@ def _wrong_tile(axes: Axes, w: np.ndarray, name: str) -> None:
     axes.set_title(f"Subtracting first: {wrong.mean():.0%} of a tile wrong (red)", loc="left", weight="bold")
 
 
-def load_figure(held: Sequence["Holders"], accesses: Sequence["SharedAccess"]) -> Figure:
+def load_figure(held: Sequence["Holders"], accesses: Sequence["WarpAccess"]) -> Figure:
     """Who holds what: warp 0's rows of the tile by lane (one panel per kernel), and the banks that its loads meet.
 
     Args:
@@ -158,14 +157,14 @@ def _lane_tile(axes: Axes, held: "Holders") -> None:
     axes.set_ylabel("output channel")
 
 
-def _bank_grid(axes: Axes, name: str, accesses: Sequence["SharedAccess"]) -> None:
+def _bank_grid(axes: Axes, name: str, accesses: Sequence["WarpAccess"]) -> None:
     """One line per wavefront: which lanes' words each of the 32 banks delivers."""
     fronts = [(access, front) for access in accesses for front in access.fronts]
     grid = np.full((len(fronts), 32), np.nan)
     for line, (_, front) in enumerate(fronts):
-        for bank, lane in front.items():
-            grid[line, bank] = lane
-            axes.text(bank, line, str(lane), ha="center", va="center", fontsize=6)
+        for bank, lanes in front.items():
+            grid[line, bank] = lanes[0]
+            axes.text(bank, line, str(lanes[0]), ha="center", va="center", fontsize=6)
     axes.imshow(grid, cmap="twilight", vmin=0, vmax=32, interpolation="nearest", aspect="auto")
     least = sum(access.least for access in accesses)
     axes.set_title(f"{len(fronts)} wavefronts, {least} at best", loc="left", weight="bold", fontsize=11)

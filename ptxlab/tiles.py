@@ -70,7 +70,7 @@ def holders(name: str) -> Holders:
 
 
 def as_text(name: str) -> str:
-    """The first MMA of warp 0 for a terminal: lane and register of every run of four channels, `!` where it is wrong."""
+    """The first MMA of warp 0 for a terminal: lane and register of each run of four channels, `!` where wrong."""
     held = holders(name)
     lines = [f"{name}: which lane gets channels 4 i .. 4 i + 3 of the first MMA's operand A, in which register"]
     lines.append("row  " + "".join(f"{column:>7}" for column in range(0, MMA_K, 4)))
