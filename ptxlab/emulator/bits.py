@@ -141,7 +141,8 @@ def _extract(op: Opcode) -> Form:
     bits, dtype = bits_of(t), DTYPES[t]
 
     def extract(a: Array, b: Array, c: Array) -> Array:
-        position, length = b & np.uint32(255), c & np.uint32(255)
+        # the 32-bit form takes the low bytes; the 64-bit one, which GPUs put together from others, does not
+        position, length = (b & np.uint32(255), c & np.uint32(255)) if bits == 32 else (b, c)
         shifted = a >> np.minimum(position, bits).astype(dtype)
         spare = (bits - np.minimum(length, bits)).astype(dtype)
         field = np.where(length == 0, dtype.type(0), shifted << spare >> spare)

@@ -28,7 +28,7 @@ def _convert(op: Opcode) -> Form:
         return _two_to_pair(target, source, mode, relu)
     if not is_float(source):
         if is_float(target):
-            return Form((target,), (source,), lambda a: round_to(*_exactly(a), target, mode or "rn"))
+            return Form((target,), (source,), lambda a: _integer_to_float(a, target, mode or "rn", sat))
         return Form((target,), (source,), lambda a: _integer_to_integer(a, target, sat))
     if not is_float(target):
         return Form((target,), (source,), lambda a: _float_to_integer(a, source, target, INTEGRAL[mode or "rzi"], ftz))
@@ -44,10 +44,15 @@ def _convert(op: Opcode) -> Form:
             return result
         after = widen(result, target)
         after = flush(after, "f32") if ftz and target == "f32" else after
-        after = saturate(after) if sat else np.where(after < 0, 0.0, after) if relu else after
+        after = saturate(after) if sat else np.where(after <= 0, 0.0, after) if relu else after
         return round_to(after, np.zeros_like(after), target)
 
     return Form((target,), (source,), between_floats)
+
+
+def _integer_to_float(a: Array, target: str, mode: str, sat: bool) -> Array:
+    hi, lo = _exactly(a.clip(0, 1) if sat else a)
+    return round_to(hi, lo, target, mode)
 
 
 def _exactly(a: Array) -> tuple[Array, Array]:
@@ -91,7 +96,7 @@ def _two_to_pair(target: str, source: str, mode: str, relu: bool) -> Form:
     def convert(a: Array, b: Array) -> Array:
         """The first source goes to the upper half."""
         pair = np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
-        pair = np.where(pair < 0, 0.0, pair) if relu else pair
+        pair = np.where(pair <= 0, 0.0, pair) if relu else pair
         return round_to(pair, np.zeros_like(pair), target, mode or "rn")
 
     return Form((target,), (source, source), convert)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ptxlab.emulator.alu import Form, Opcode, UnknownOpcode, operation
 from ptxlab.emulator.integer import COMPARISONS, compare_form
-from ptxlab.emulator.rounding import CANONICAL_NAN, TINY, element, fused, rest_sign, round_to, two_sum, widen
+from ptxlab.emulator.rounding import CANONICAL_NAN, TINY, directed_sum, element, fused, rest_sign, round_to, widen
 from ptxlab.emulator.types import DTYPES, Array, bits_of
 
 FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
@@ -51,7 +51,7 @@ def wide_form(type_name: str, arity: int, exact: Callable, mode: str, ftz: bool,
         wide = widen(result, type_name)
         wide = flush(wide, type_name) if ftz else wide
         wide = saturate(wide) if sat else wide
-        wide = np.where(wide < 0, 0.0, wide) if relu else wide
+        wide = np.where(wide <= 0, 0.0, wide) if relu else wide
         return round_to(wide, 0.0, type_name)
 
     return Form((type_name,), (type_name,) * arity, compute)
@@ -66,24 +66,25 @@ def modifiers(op: Opcode, *types: str) -> tuple[str, str, bool, bool]:
 @operation("add", "sub", "mul", floating=True)
 def _arithmetic(op: Opcode) -> Form:
     t, mode, ftz, sat = modifiers(op)
-    direct = DIRECT[op.name]
-    if t in ("f32", "f64") and mode == "rn":  # NumPy rounds as IEEE 754 does
+    direct, kind = DIRECT[op.name], element(t)
+    if kind != "bf16" and mode == "rn":
+        # NumPy rounds as IEEE 754 does; float32 has more than twice the bits of float16, so rounding twice does no harm
+        wide = DTYPES["f32" if kind == "f16" else kind]
+
+        def numbers(raw: Array) -> Array:
+            halves = np.ascontiguousarray(raw).view(np.float16).reshape(-1, 2) if t.endswith("x2") else raw
+            return flush(halves.astype(wide, copy=False), t) if ftz else halves.astype(wide, copy=False)
 
         def compute(a: Array, b: Array) -> Array:
-            a, b = (flush(a, t), flush(b, t)) if ftz else (a, b)
-            result = direct(a, b)
+            result = direct(numbers(a), numbers(b)).astype(DTYPES[kind], copy=False)
             result = flush(result, t) if ftz else result
-            return saturate(result) if sat else canonical(result, t)
+            result = saturate(result) if sat else canonical(result, kind)
+            return np.ascontiguousarray(result).view(np.uint32)[:, 0] if t.endswith("x2") else result
 
         return Form((t,), (t, t), compute)
     if op.name == "mul":
         return wide_form(t, 2, lambda a, b: fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
-    return wide_form(t, 2, lambda a, b: _signed_zero(*two_sum(a, b if op.name == "add" else -b), mode), mode, ftz, sat)
-
-
-def _signed_zero(hi: Array, lo: Array, mode: str) -> tuple[Array, Array]:
-    """An exact zero sum of opposite numbers is -0 when rounding down."""
-    return (np.where((hi == 0) & (lo == 0) & (mode == "rm"), -np.abs(hi), hi), lo) if mode == "rm" else (hi, lo)
+    return wide_form(t, 2, lambda a, b: directed_sum(a, b if op.name == "add" else -b, mode), mode, ftz, sat)
 
 
 @operation("fma", "mad", floating=True)
@@ -221,7 +222,7 @@ def _test(op: Opcode) -> Form:
         small = (np.abs(x) < TINY[element(t)]) & (x != 0)
         return {
             "finite": np.isfinite(x), "infinite": np.isinf(x), "number": ~np.isnan(x), "notanumber": np.isnan(x),
-            "normal": np.isfinite(x) & ~small & (x != 0), "subnormal": small,
+            "normal": np.isfinite(x) & ~small, "subnormal": small,  # zero is normal
         }[kind]  # fmt: skip
 
     return Form(("pred",), (t,), test)

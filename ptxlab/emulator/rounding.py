@@ -43,6 +43,14 @@ def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
     return hi, np.where(np.isfinite(hi), lo, np.where(overflow, -np.copysign(1.0, hi), 0.0))
 
 
+def directed_sum(a: Array, b: Array, mode: str) -> tuple[Array, Array]:
+    """`two_sum`, with the sign of zero that a rounding mode wants: rounding down, opposite numbers add up to -0."""
+    hi, lo = two_sum(a, b)
+    if mode == "rm":
+        hi = np.where((hi == 0) & (lo == 0) & (np.signbit(a) | np.signbit(b)), -0.0, hi)
+    return hi, lo
+
+
 def two_product(a: Array, b: Array) -> tuple[Array, Array]:
     """a * b as hi + lo; exact as long as nothing over- or underflows."""
 
@@ -133,13 +141,14 @@ def _step(nearest: Array, value: Array, exact: Array, type_name: str, mode: str)
 def fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array:
     """a * b + c of float64 arrays that hold values of a type, rounded once."""
     if element(type_name) != "f64":
-        return round_to(*two_sum(a * b, c), type_name, mode)  # the product is exact: at most 48 bits
+        return round_to(*directed_sum(a * b, c, mode), type_name, mode)  # the product is exact: at most 48 bits
     a, b, c = np.broadcast_arrays(a, b, c)
     ph, pl = two_product(a, b)
     sh, sl = two_sum(c, pl)
     vh, vl = two_sum(ph, sh)
     hi, lo = two_sum(vh, to_odd(*two_sum(sl, vl)))
     result = round_to(np.where(np.isfinite(vh), hi, a * b + c), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
+    result = np.where(result == 0, directed_sum(a * b, c, mode)[0], result)  # the sign of an exact zero
     # near the ends of the exponent range two_product is not exact: take those lanes one by one
     size = np.abs(np.stack((a, b, c, ph)))
     tiny = (np.abs(ph) < 2.0**-900) & (a != 0) & (b != 0)
@@ -152,7 +161,7 @@ def fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array:
 def _fused_exactly(a: float, b: float, c: float, mode: str) -> float:
     exact = Fraction(a) * Fraction(b) + Fraction(c)
     if exact == 0:
-        return a * b + c
+        return float(directed_sum(np.array([a * b]), np.array([c]), mode)[0][0])
     try:
         nearest = float(exact)  # correctly rounded
     except OverflowError:

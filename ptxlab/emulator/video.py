@@ -109,7 +109,10 @@ def _scalar(op: Opcode) -> Form:
         x, y = (select(v, p, t == "s32") for v, p, t in zip((a, b), parts, types, strict=True))
         result = function(x, y)
         size = {"b": 8, "h": 16}.get(target[:1], 32)
-        result = _clamp(result, signed, size) if saturate else result
+        if saturate and signed:
+            result = _clamp(result, True, size)
+        elif saturate:  # as GPUs have it: an unsigned word has no upper bound, its parts have no lower one
+            result = np.maximum(result, 0) if size == 32 else np.minimum(result & 0xFFFFFFFF, (1 << size) - 1)
         if target:  # merged into c
             assert c is not None
             position, mask = size * int(target[1:]), (1 << size) - 1
@@ -117,8 +120,9 @@ def _scalar(op: Opcode) -> Form:
         if second:
             assert c is not None
             other = c.view(np.int32).astype(np.int64) if signed else c.astype(np.int64)
-            low = result.astype(np.int32 if signed else np.uint32).astype(np.int64)
-            result = {"add": np.add, "min": np.minimum, "max": np.maximum}[second](low, other)
+            if op.name in ("vadd", "vsub"):  # the others pass their result on with all its bits
+                result = result.astype(np.int32 if signed else np.uint32).astype(np.int64)
+            result = {"add": np.add, "min": np.minimum, "max": np.maximum}[second](result, other)
         return result.astype(np.uint32)
 
     three = bool(target or second)

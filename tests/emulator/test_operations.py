@@ -68,7 +68,7 @@ def lop3(table):
 
 def bfe(bits, signed):
     def oracle(a, b, c):
-        position, length = b & 255, c & 255
+        position, length = (b & 255, c & 255) if bits == 32 else (b, c)
         value = 0
         top = a >> min(position + length - 1, bits - 1) & 1 if signed and length else 0
         for i in range(bits):
