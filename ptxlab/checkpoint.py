@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -132,7 +133,7 @@ def write_checkpoint(
 
 def _width(info: TensorInfo) -> int:
     """Bytes per element; 0 for an empty tensor, which may lie anywhere."""
-    return info.nbytes // max(1, int(np.prod(info.shape, dtype=np.int64)))
+    return info.nbytes // max(1, prod(info.shape))
 
 
 def demo_checkpoint() -> Path | None:

@@ -102,7 +102,8 @@ class Conversion:
         try:
             if fields["scheme"] == "qoq_channel":
                 return quantize_qoq_channel(w)
-            return {"lqq": quantize_lqq, "qoq": quantize_qoq}[fields["scheme"]](w, group=fields["group"])
+            two_level = quantize_lqq if fields["scheme"] == "lqq" else quantize_qoq
+            return two_level(w, fields["group"])
         except ArgumentError as error:
             raise ArgumentError(name, error.rule, error.value) from None
 

@@ -40,8 +40,10 @@ class Order:
         return tuple(-(-size // tile) for size, tile in zip(shape, self.tile, strict=True))
 
     def shape(self, *shape: int) -> tuple[int, ...]:
-        """What `store` makes of an array of `shape`: tiles along each axis, then the elements of a tile."""
-        return (*self.tiles(*shape), *((prod(self.tile),) if self.sizes else ()))
+        """What `store` makes of an array of `shape`: tiles in stored order, then the elements of a tile."""
+        counts = self.tiles(*shape)
+        tiles = tuple(self._size(part, counts) for part in self.stored if part not in self.sizes)
+        return (*tiles, prod(self.tile)) if self.sizes else tiles
 
     def store(self, array: npt.NDArray[_Scalar], fill: int = 0) -> npt.NDArray[_Scalar]:
         """The array in stored order, padded with `fill` to whole tiles; see `shape`."""
@@ -50,8 +52,8 @@ class Order:
         if any(missing):
             array = np.pad(array, [(0, m) for m in missing], constant_values=fill)
         parts = self.logical.replace(" ", "")
-        split = array.reshape([self._size(part, counts) for part in parts])
-        stored = split.transpose([parts.index(part) for part in self.stored])
+        split = array.reshape(tuple(self._size(part, counts) for part in parts))
+        stored = split.transpose(tuple(parts.index(part) for part in self.stored))
         contiguous = stored if stored.flags.c_contiguous else stored.copy(order="C")
         return contiguous.reshape(shape)
 
@@ -59,9 +61,9 @@ class Order:
         """The array of `shape` that `store` made `stored` of."""
         counts = self.tiles(*shape)
         parts = self.logical.replace(" ", "")
-        split = stored.reshape([self._size(part, counts) for part in self.stored])
-        whole = split.transpose([self.stored.index(part) for part in parts])
-        padded = whole.reshape([n * t for n, t in zip(counts, self.tile, strict=True)])
+        split = stored.reshape(tuple(self._size(part, counts) for part in self.stored))
+        whole = split.transpose(tuple(self.stored.index(part) for part in parts))
+        padded = whole.reshape(tuple(n * t for n, t in zip(counts, self.tile, strict=True)))
         return padded[tuple(slice(size) for size in shape)]
 
     def _size(self, part: str, counts: tuple[int, ...]) -> int:

@@ -8,6 +8,7 @@ protective range.
 import json
 import os
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def announce(name: str, fields: Mapping[str, Any]) -> list[TensorInfo]:
     """The tensors that the packed weight with these header fields will be in a file."""
     shapes = buffer_shapes(*(fields[key] for key in ("layout", "scheme", "N", "K", "group")))
     return [
-        TensorInfo(f"{name}.{buffer}", shape, _DTYPES[dtype], int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        TensorInfo(f"{name}.{buffer}", shape, _DTYPES[dtype], prod(shape) * np.dtype(dtype).itemsize)
         for buffer, (dtype, shape) in shapes.items()
     ]
 
