@@ -106,7 +106,9 @@ class Instruction:
         """Registers that it writes."""
         head = self.opcode.split(".")[0]
         reads_only = head in _NO_DESTINATION or (head in ("bar", "barrier") and ".red" not in self.opcode)
-        return [] if reads_only else list(registers(self.operands[:1]))
+        if reads_only or isinstance((*self.operands, None)[0], Address):  # st, stmatrix, cp.async, mbarrier.init ...
+            return []
+        return list(registers(self.operands[:1]))
 
     @property
     def sources(self) -> list[Register]:
@@ -162,9 +164,7 @@ class Module:
     variables: list[Variable] = field(default_factory=list)  # .global and .const
 
 
-_NO_DESTINATION = frozenset(
-    {"st", "red", "bra", "ret", "exit", "trap", "prefetch", "prefetchu", "nanosleep", "setmaxnreg"}
-)
+_NO_DESTINATION = frozenset({"bra", "ret", "exit", "trap", "nanosleep", "setmaxnreg"})
 
 
 def registers(operands: tuple) -> Iterator[Register]:
