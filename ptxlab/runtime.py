@@ -33,12 +33,14 @@ class Outcome:
         outputs: arrays that the kernel wrote, by argument name, of the caller's own kind (NumPy, CuPy, PyTorch ...).
         findings: what the emulator's checks report; empty on the GPU.
         lane_instructions: executed by the emulator; 0 on the GPU.
+        shared: what accesses to shared memory cost, if the emulator was asked to `count_banks`.
     """
 
     backend: str
     outputs: dict[str, Any]
     findings: tuple[emulator.Finding, ...] = ()
     lane_instructions: int = 0
+    shared: tuple[emulator.SharedAccess, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class Kernel:
             return emulator.parse(self.source.text, self.source.path)
         image = toolchain.compile_cuda(self.source, _EMULATED_ARCH, output="ptx", defines=self.defines)
         return emulator.parse(image.data.decode(), self.source.path)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether it asks for copies that go on while its threads do."""
+        return self.module.entries[self.entry].is_asynchronous
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -76,6 +83,7 @@ class Kernel:
         written: Collection[int] | None = None,
         mode: str = "early",
         seed: int = 0,
+        count_banks: bool = False,
     ) -> emulator.Result | None:
         """Launch with arguments in order (arrays and NumPy scalars); arrays are written in place.
 
@@ -99,6 +107,7 @@ class Kernel:
             uninitialised=uninitialised,
             mode=mode,
             seed=seed,
+            count_banks=count_banks,
         )
 
     def __call__(
@@ -110,7 +119,9 @@ class Kernel:
         cluster: int | tuple[int, ...] = 1,
         backend: str | None = None,
         checks: Iterable[str] = (),
+        mode: str = "early",
         seed: int = 0,
+        count_banks: bool = False,
     ) -> Outcome:
         """Launch on arrays and NumPy scalars in the order of the parameters; arrays are written in place.
 
@@ -122,7 +133,9 @@ class Kernel:
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
         geometry = Launch(_dim3("grid", grid), _dim3("block", block), shared_bytes, _dim3("cluster", cluster))
         backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in args))
-        result = self.launch(args, geometry, backend=backend, checks=checks, seed=seed)
+        result = self.launch(
+            args, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
+        )
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
 
@@ -169,6 +182,7 @@ def run_spec(
     config: Mapping[str, int] | None = None,
     mode: str = "early",
     seed: int = 0,
+    count_banks: bool = False,
 ) -> Outcome:
     """Run a spec's kernel from one of its sources. Everything is checked before anything is launched.
 
@@ -184,6 +198,7 @@ def run_spec(
         config: `-D` constants; by default the spec's first.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
+        count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
     """
     expected = {a.name for a in spec.inputs}
     for name in inputs:
@@ -214,6 +229,7 @@ def run_spec(
         written=[i for i, a in enumerate(spec.args) if a.role in ("out", "inout")],
         mode=mode,
         seed=seed,
+        count_banks=count_banks,
     )
     like = next(iter(inputs.values()))
     return _outcome(backend, {a.name: gpu.like(arrays[a.name], like) for a in spec.outputs}, result)
@@ -271,7 +287,7 @@ def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
 def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
     if result is None:
         return Outcome(backend, outputs)
-    return Outcome(backend, outputs, result.findings, result.lane_instructions)
+    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared)
 
 
 _EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use; raised per spec where needed

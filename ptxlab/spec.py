@@ -81,11 +81,13 @@ class WrongByDesign:
         truth: logical inputs -> the results a correct kernel would give.
         misses: logical inputs -> boolean array, true exactly where the kernel's result differs from the truth.
         why: one line for people.
+        overflows: whether lanes overflow, which the emulator's checks find. No check can know a wrong order.
     """
 
     truth: Callable[..., np.ndarray]
     misses: Callable[..., np.ndarray]
     why: str
+    overflows: bool = True
 
 
 @dataclass(frozen=True)
