@@ -121,7 +121,9 @@ class Races(Watcher):
         self.report(access.instruction, "race", lanes, by_lane.max(axis=1), message)
 
     def same_instruction(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Two lanes that store different values to one address."""
+        """Two lanes that store different values to one address; strong stores may."""
+        if access.order != "weak":
+            return
         order = np.argsort(offsets, kind="stable")
         ordered = offsets[order]
         repeated = ordered[1:] == ordered[:-1]
