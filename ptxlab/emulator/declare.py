@@ -11,6 +11,8 @@ from ptxlab.emulator.tokens import Cursor, Token
 from ptxlab.emulator.types import DTYPES, bits_of
 
 SPACES = {".param", ".shared", ".local", ".global", ".const"}
+MOST_REGISTERS = 1 << 18  # in one declaration
+MOST_BYTES = 1 << 31  # in one variable
 
 
 @dataclass(slots=True)
@@ -82,6 +84,10 @@ class Declarations(Cursor):
         element = ir.natural_size(type_name)
         if space == "param":  # `.ptr .align 16` speaks of what is pointed to
             align = align if type_name == "b8" else element
+        if align < 0 or align & (align - 1):
+            self.fail(f"alignment {align} is not a power of two")
+        if not 0 <= element * count <= MOST_BYTES:
+            self.fail(f"{name} has {element * count} bytes: at most {MOST_BYTES} are emulated")
         variable = Variable(name, space, type_name, align or element * vector, element * count)
         if self.accept("="):
             self.initialise(variable, element)
@@ -115,7 +121,10 @@ class Declarations(Cursor):
         while True:
             name = self.word("a register")
             if self.accept("<"):
-                names = [f"{name}{i}" for i in range(self.integer())]
+                count = self.integer()
+                if not 0 <= count <= MOST_REGISTERS:
+                    self.fail(f"{count} registers: at most {MOST_REGISTERS} are emulated")
+                names = [f"{name}{i}" for i in range(count)]
                 self.expect(">")
             else:
                 names = [name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,21 +29,52 @@ class _Unresolved:
     name: str
 
 
-def parse(text: str, path: str = "<ptx>") -> Module:
+def parse(text: str, path: str = "<ptx>", cuda: str = "") -> Module:
     """Parse a PTX module.
 
-    `path` is what messages call the source. Raises `SourceError` with the line of the first thing that is not PTX,
+    `path` is what messages call the source. Of PTX that a compiler made with line information, `cuda` names the CUDA
+    source: what happens while it runs is then reported at the lines of that source and its headers. Raises `SourceError` with the line of the first thing that is not PTX,
     or that this emulator cannot take (functions with bodies, initialisers that hold addresses).
     """
-    return _Parser(text, path).module()
+    parser = _Parser(text, path)
+    module = parser.module()
+    if cuda:
+        parser.show_cuda(cuda)
+    return module
 
 
 class _Parser(Declarations):
+    def __init__(self, text: str, path: str) -> None:
+        super().__init__(text, path)
+        self.files: dict[int, str] = {}
+        self.here = (0, 0)  # number of a file, line in it, by the last `.loc`; no file has the number 0
+        self.locations: list[tuple[Instruction, tuple[int, int]]] = []
+
+    def show_cuda(self, source: str) -> None:
+        """Move all instructions to where `.loc` says they came from; the source is called as it was named."""
+        for instruction, (file, line) in self.locations:
+            if line and file in self.files:
+                path = self.files[file]
+                instruction.path = source if path in (source, os.path.abspath(source)) else path
+                instruction.line = line
+
+    def location(self) -> None:
+        """`.loc file line ...` or `.file number "path" ...`."""
+        directive, file = self.take(), self.integer()
+        if directive == ".loc":
+            self.here = file, self.integer()
+        else:
+            self.files[file] = self.take().strip('"')
+        self.skip_line()
+
     # The module
 
     def module(self) -> Module:
         extern = False
         while self.tokens[self.at].kind != "end":
+            if self.token in (".file", ".loc"):
+                self.location()
+                continue
             directive = self.word("a directive")
             if directive in _LINKAGE:
                 extern |= directive == ".extern"
@@ -55,8 +87,6 @@ class _Parser(Declarations):
             elif directive == ".address_size":
                 if self.integer() != 64:
                     self.fail("only 64-bit addresses are emulated")
-            elif directive in (".file", ".loc"):
-                self.skip_line()
             elif directive == ".section":
                 self.skip_braces()
             elif directive in (".pragma", ".alias"):
@@ -82,7 +112,7 @@ class _Parser(Declarations):
             self.skip_braces()
 
     def kernel(self) -> None:
-        line = self.tokens[self.at].line
+        line, self.here = self.tokens[self.at].line, (0, 0)
         entry = self.entry = Entry(self.word("the kernel's name"), line)
         if entry.name in self.result.entries:
             self.fail(f"kernel {entry.name} is defined twice", line)
@@ -140,8 +170,7 @@ class _Parser(Declarations):
             elif self.token in SPACES:
                 self.variables(self.take()[1:])
             elif self.token in (".loc", ".file"):
-                self.take()
-                self.skip_line()
+                self.location()
             elif self.token == ".pragma":
                 self.skip_statement()
             elif self.tokens[self.at].kind == "word" and following == ":":
@@ -155,6 +184,7 @@ class _Parser(Declarations):
             else:
                 self.entry.instructions.append(self.instruction())
                 scopes.append(self.scope)
+                self.locations.append((self.entry.instructions[-1], self.here))
         self.scope = self.scope.parent or self.scope
 
     def instruction(self) -> Instruction:
