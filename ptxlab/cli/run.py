@@ -155,8 +155,8 @@ def _dims(name: str, text: str) -> tuple[int, ...]:
 def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int:
     """A size out of the file, an integer without axes."""
     if array.shape or name not in spec.symbols:
-        expected = ", ".join(a.name for a in spec.inputs)
-        raise ArgumentError(f"{spec.name}: arguments", f"{expected}, or a size: {', '.join(sorted(spec.symbols))}", name)
+        inputs, sizes = ", ".join(a.name for a in spec.inputs), ", ".join(sorted(spec.symbols))
+        raise ArgumentError(f"{spec.name}: arguments", f"{inputs}, or a size: {sizes}", name)
     if array.dtype.kind not in "iu":
         raise ArgumentError(f"{spec.name}: {name}", "an integer", array)
     return int(array)

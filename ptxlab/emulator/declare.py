@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ptxlab.emulator import ir
-from ptxlab.emulator.ir import Entry, Module, Register, Variable
+from ptxlab.emulator.ir import Entry, Instruction, Module, Register, Variable
 from ptxlab.emulator.tokens import Cursor, Token
 from ptxlab.emulator.types import DTYPES, bits_of
 
@@ -40,6 +41,26 @@ class Declarations(Cursor):
         self.result = Module(path, text)
         self.scope = Scope(None)
         self.entry = Entry("", 0)
+        self.files: dict[int, str] = {}
+        self.here = (0, 0)  # number of a file, line in it, by the last `.loc`; no file has the number 0
+        self.locations: list[tuple[Instruction, tuple[int, int]]] = []
+
+    def location(self) -> None:
+        """`.loc file line ...` or `.file number "path" ...`."""
+        directive, file = self.take(), self.integer()
+        if directive == ".loc":
+            self.here = file, self.integer()
+        else:
+            self.files[file] = self.take().strip('"')
+        self.skip_line()
+
+    def move_to(self, source: str) -> None:
+        """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
+        for instruction, (file, line) in self.locations:
+            if line and file in self.files:
+                path = self.files[file]
+                instruction.path = source if path in (source, os.path.abspath(source)) else path
+                instruction.line = line
 
     def variables(self, space: str, extern: bool = False) -> None:
         """Variables of a state space, after its name: `.align 4 .b32 x, y[3] = {1, 2};`."""

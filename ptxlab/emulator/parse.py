@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -33,40 +32,18 @@ def parse(text: str, path: str = "<ptx>", cuda: str = "") -> Module:
     """Parse a PTX module.
 
     `path` is what messages call the source. Of PTX that a compiler made with line information, `cuda` names the CUDA
-    source: what happens while it runs is then reported at the lines of that source and its headers. Raises `SourceError` with the line of the first thing that is not PTX,
-    or that this emulator cannot take (functions with bodies, initialisers that hold addresses).
+    source: what happens while it runs is then reported at the lines of that source and its headers. Raises
+    `SourceError` with the line of the first thing that is not PTX, or that this emulator cannot take (functions with
+    bodies, initialisers that hold addresses).
     """
     parser = _Parser(text, path)
     module = parser.module()
     if cuda:
-        parser.show_cuda(cuda)
+        parser.move_to(cuda)
     return module
 
 
 class _Parser(Declarations):
-    def __init__(self, text: str, path: str) -> None:
-        super().__init__(text, path)
-        self.files: dict[int, str] = {}
-        self.here = (0, 0)  # number of a file, line in it, by the last `.loc`; no file has the number 0
-        self.locations: list[tuple[Instruction, tuple[int, int]]] = []
-
-    def show_cuda(self, source: str) -> None:
-        """Move all instructions to where `.loc` says they came from; the source is called as it was named."""
-        for instruction, (file, line) in self.locations:
-            if line and file in self.files:
-                path = self.files[file]
-                instruction.path = source if path in (source, os.path.abspath(source)) else path
-                instruction.line = line
-
-    def location(self) -> None:
-        """`.loc file line ...` or `.file number "path" ...`."""
-        directive, file = self.take(), self.integer()
-        if directive == ".loc":
-            self.here = file, self.integer()
-        else:
-            self.files[file] = self.take().strip('"')
-        self.skip_line()
-
     # The module
 
     def module(self) -> Module:
