@@ -10,6 +10,8 @@ one AND with 0xf0f0f0f0 gives 16·e0..16·e3, and a shift left by 4 with the sam
 micro-kernel word with its two halves exchanged: the half that needs no shift is the high one here.
 """
 
+import math
+
 import numpy as np
 
 from ptxlab.errors import ArgumentError
@@ -35,7 +37,8 @@ def unpack_u4(words: U32) -> U8:
     """The weights u8 [..., K] of micro-kernel words u32 [..., K/8]; the inverse of `pack_u4`."""
     _require_dtype("words", words, np.uint32)
     four = as_bytes(words[..., None])
-    return np.stack([four & np.uint8(15), four >> np.uint8(4)], axis=-2).reshape(*words.shape[:-1], -1)
+    halves = np.stack([four & np.uint8(15), four >> np.uint8(4)], axis=-2)
+    return halves.reshape(*words.shape[:-1], 8 * math.prod(words.shape[-1:]))
 
 
 def pack_comet(values: S8, argument: str = "q4") -> U32:
@@ -60,7 +63,7 @@ def unpack_comet(words: U32) -> S8:
 
 
 def _exchange_halves(values: U8) -> U8:
-    return values.reshape(*values.shape[:-1], -1, 2, 4)[..., ::-1, :].reshape(values.shape)
+    return values.reshape(*values.shape[:-1], values.shape[-1] // 8, 2, 4)[..., ::-1, :].reshape(values.shape)
 
 
 def _require_dtype(argument: str, array: U8 | S8 | U32, dtype: type[np.generic]) -> None:
