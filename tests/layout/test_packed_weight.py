@@ -1,5 +1,7 @@
 """Packing is invisible: what is unpacked equals what was packed, whatever N, K and group; and what packing refuses."""
 
+import time
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -60,6 +62,26 @@ def test_a_packed_weight_is_not_tied_to_its_source() -> None:
     before = packed.buffers["blocks"].copy()
     weight.q4[:] = 0
     np.testing.assert_array_equal(packed.buffers["blocks"], before)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_is_bounded(layout: str) -> None:
+    """The packed weight (0.53 times q4) and all temporaries together stay below twice the input."""
+    weight = random_weight(quant.LQQWeight, 1024, 2048, 64, 0)
+    tracemalloc.start()
+    packed = pack(weight, layout)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert packed.nbytes <= peak < 2 * weight.q4.nbytes
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_speed_on_the_cpu(layout: str) -> None:
+    """An eighth of LLaMA-2-70B's gate and up, 57344 x 8192, which is to pack in 20 seconds."""
+    weight = random_weight(quant.LQQWeight, 57344 // 8, 8192, 64, 0)
+    start = time.perf_counter()
+    pack(weight, layout)
+    assert time.perf_counter() - start < 20 / 8
 
 
 def test_bytes_and_arch() -> None:
