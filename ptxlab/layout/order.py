@@ -52,8 +52,8 @@ class Order:
         if any(missing):
             array = np.pad(array, [(0, m) for m in missing], constant_values=fill)
         parts = self.logical.replace(" ", "")
-        split = array.reshape([self._size(part, counts) for part in parts])
-        stored = split.transpose([parts.index(part) for part in self.stored])
+        split = array.reshape(tuple(self._size(part, counts) for part in parts))
+        stored = split.transpose(tuple(parts.index(part) for part in self.stored))
         contiguous = stored if stored.flags.c_contiguous else stored.copy(order="C")
         return contiguous.reshape(shape)
 
@@ -61,9 +61,9 @@ class Order:
         """The array of `shape` that `store` made `stored` of."""
         counts = self.tiles(*shape)
         parts = self.logical.replace(" ", "")
-        split = stored.reshape([self._size(part, counts) for part in self.stored])
-        whole = split.transpose([self.stored.index(part) for part in parts])
-        padded = whole.reshape([n * t for n, t in zip(counts, self.tile, strict=True)])
+        split = stored.reshape(tuple(self._size(part, counts) for part in self.stored))
+        whole = split.transpose(tuple(self.stored.index(part) for part in parts))
+        padded = whole.reshape(tuple(n * t for n, t in zip(counts, self.tile, strict=True)))
         return padded[tuple(slice(size) for size in shape)]
 
     def _size(self, part: str, counts: tuple[int, ...]) -> int:
