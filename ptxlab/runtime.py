@@ -60,11 +60,6 @@ class Kernel:
         image = toolchain.compile_cuda(self.source, _EMULATED_ARCH, output="ptx", defines=self.defines)
         return emulator.parse(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
 
-    @property
-    def is_asynchronous(self) -> bool:
-        """Whether it asks for copies that go on while its threads do."""
-        return self.module.entries[self.entry].is_asynchronous
-
     @cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters in launch order; for CUDA C++ read off the signature."""
