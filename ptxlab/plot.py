@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ptxlab import audit, quant, reference
+from ptxlab.errors import ArgumentError
 from ptxlab.files import write_whole
 
 if TYPE_CHECKING:
@@ -23,15 +24,18 @@ SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_sea
 SWEEP = range(112, 128)  # protective ranges of the overflow curve
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as the path's suffix says (.png, .svg, .pdf), whole or not at all."""
-    from ptxlab.errors import ArgumentError
-
+def format_of(path: Path) -> str:
+    """The format that a picture's file name asks for; ArgumentError for none of .png, .svg and .pdf."""
     suffix = path.suffix.lstrip(".").lower()
     if suffix not in ("png", "svg", "pdf"):
         raise ArgumentError("picture", "a file name that ends in .png, .svg or .pdf", path)
+    return suffix
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as the path's suffix says (`format_of`), whole or not at all."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix, dpi=150, bbox_inches="tight", facecolor="white")
+    figure.savefig(buffer, format=format_of(path), dpi=150, bbox_inches="tight", facecolor="white")
     write_whole(path, lambda file: file.write(buffer.getvalue()))
 
 
@@ -49,6 +53,8 @@ def demo_figure(rows: Sequence["Row"], matrices: dict[str, np.ndarray], what: st
 
 def audit_figure(rows: Sequence["AuditRow"], title: str) -> Figure:
     """Overflowing weights (above) and relative error (below) per tensor, scheme and protective range."""
+    if not rows:
+        raise ArgumentError("picture", "at least one tensor that could be audited", "none")
     tensors = list(dict.fromkeys(r.tensor for r in rows))
     figure = Figure(figsize=(max(7, 0.28 * len(tensors) + 3), 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)

@@ -18,10 +18,11 @@ BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
 _LANE_INSTRUCTIONS_PER_SECOND = 50e6
 
-_CUDA_ENTRY = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)', re.DOTALL
-)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_CUDA_BOUNDS = re.compile(r"__(?:launch_bounds|cluster_dims|block_size|maxnreg)__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)")
+_CUDA_ENTRY = re.compile(r'(extern\s+"C"\s+)?(?:__global__\s+void|void\s+__global__)\s+(\w+)\s*\(([^)]*)\)')
+_EXTERN_BLOCK = re.compile(r'extern\s+"C"\s*\{')
+_PARAMETER = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)?(?:=.*)?$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,14 @@ class Kernel:
         if self.source.language == "ptx":
             return emulator.parse(self.source.text, self.source.path)
         image = toolchain.compile_cuda(self.source, _EMULATED_ARCH, output="ptx", defines=self.defines)
-        return emulator.parse(image.data.decode(), self.source.path)
+        return emulator.parse(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters in launch order; for CUDA C++ read off the signature."""
         if self.source.language == "ptx":
             return tuple(p.name for p in self.module.entries[self.entry].params)
-        signature = dict(_CUDA_ENTRY.findall(_COMMENT.sub("", self.source.text)))[self.entry]
-        return tuple(re.findall(r"(\w+)\s*$", p)[0] for p in signature.split(",") if p.strip())
+        return _cuda_entries(self.source.text)[self.entry]
 
     def launch(
         self,
@@ -147,13 +147,24 @@ def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapp
     if source.language == "ptx":
         entries = list(emulator.parse(source.text, source.path).entries)
     else:
-        entries = [name for name, _ in _CUDA_ENTRY.findall(_COMMENT.sub("", source.text))]
+        entries = list(_cuda_entries(source.text))
     if entry is None and len(entries) == 1:
         entry = entries[0]
     if entry not in entries:
         rule = f"one of {', '.join(entries)}" if entries else 'a kernel (.visible .entry, or extern "C" __global__)'
         raise ArgumentError(f"{source.path}: entry", rule, entry)
     return Kernel(source, entry, dict(defines or {}))
+
+
+def _cuda_entries(text: str) -> dict[str, tuple[str, ...]]:
+    """The `extern "C"` kernels of a CUDA C++ source, each with the names of its parameters."""
+    text = _CUDA_BOUNDS.sub("", _COMMENT.sub("", text))
+    entries = {}
+    for found in _CUDA_ENTRY.finditer(text):
+        if found[1] or _EXTERN_BLOCK.search(text, 0, found.start()):
+            parameters = re.split(r",(?![^<]*>)", found[3])  # but not at the commas of template arguments
+            entries[found[2]] = tuple(name[1] for p in parameters if (name := _PARAMETER.search(p.strip())))
+    return entries
 
 
 def run_spec(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, kernels, toolchain
-from ptxlab.errors import ArgumentError, PtxlabError, UnavailableError, VerificationError
+from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError, VerificationError
 from ptxlab.runtime import BACKENDS, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
@@ -84,11 +84,16 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
 
 
 def verify(job: Job, *, seed: int = 0) -> Verdict:
-    """Verify one source on one backend at one size; a failure is a verdict, not an exception."""
+    """Verify one source on one backend at one size; a failure is a verdict, not an exception.
+
+    FileError: the cache cannot be written to.
+    """
     spec, source, backend, sizes = job.spec, job.source, job.backend, job.sizes
     start = perf_counter()
     try:
         passed, detail = True, _check(spec, source, backend, spec.example(np.random.default_rng(seed), **sizes), sizes)
+    except FileError:  # the cache cannot be written to: that says nothing of the kernel
+        raise
     except PtxlabError as error:
         passed, detail = False, str(error)
     return Verdict(source.label, backend, dict(sizes), passed, detail, perf_counter() - start)

@@ -163,7 +163,7 @@ class Module:
 
 
 _NO_DESTINATION = frozenset(
-    {"st", "red", "bra", "ret", "exit", "trap", "prefetch", "prefetchu", "nanosleep", "setmaxnreg"}
+    {"st", "red", "bra", "brx", "ret", "exit", "trap", "prefetch", "prefetchu", "nanosleep", "setmaxnreg"}
 )
 
 

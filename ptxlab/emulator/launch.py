@@ -19,6 +19,7 @@ from ptxlab.emulator.race import Races
 from ptxlab.emulator.types import Array
 from ptxlab.emulator.wave import Launch
 from ptxlab.errors import ArgumentError
+from ptxlab.spec import MOST_BLOCKS
 
 CHECKS = frozenset({"lanes", "race", "init", "async"})
 MODES = ("early", "late")
@@ -117,6 +118,8 @@ def _size(name: str, value: Size) -> tuple[int, int, int]:
 
 
 def _check_launch(kernel: Entry, grid, block, cluster, shared_bytes: int, checks: frozenset[str], mode: str) -> None:
+    if any(blocks > most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)):
+        raise ArgumentError("grid", f"has at most {MOST_BLOCKS} blocks", grid)
     threads = block[0] * block[1] * block[2]
     if threads > 1024 or block[2] > 64:
         raise ArgumentError("block", "has at most 1024 threads, and 64 in z", block)
@@ -145,7 +148,7 @@ def _check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
                 raise ArgumentError(name, f"is {param.size} bytes by value, not a buffer", f"array of {value.dtype}")
             if not value.flags.c_contiguous:
                 raise ArgumentError(name, "has to be C-contiguous", f"strides {value.strides}")
-            if value.dtype.hasobject or not value.dtype.isnative:
+            if value.dtype.kind not in "biufcV" or value.dtype.hasobject or not value.dtype.isnative:
                 raise ArgumentError(name, "has to hold numbers in native byte order", value.dtype.str)
         elif isinstance(value, np.generic | bytes):
             size = len(value) if isinstance(value, bytes) else value.dtype.itemsize
