@@ -15,7 +15,7 @@ from ptxlab import demo as demos
 from ptxlab import doctor as doctors
 from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
 from ptxlab.errors import UnavailableError
-from ptxlab.files import write_whole
+from ptxlab.files import write_text
 
 
 def demo(
@@ -126,8 +126,7 @@ def audit(
         plot.save(plot.audit_figure(rows, file.name), picture)
     found_json = [asdict(row) for row in rows] + [asdict(item) for item in skipped]
     if out is not None:
-        text = json.dumps(found_json, indent=1) + "\n"
-        write_whole(out, lambda written: written.write(text.encode()))
+        write_text(out, json.dumps(found_json, indent=1) + "\n")
     if as_json:
         return print_json(found_json)
     columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "relative error>")
