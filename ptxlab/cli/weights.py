@@ -44,7 +44,7 @@ def demo(
 
 
 def _demo_table(rows: list[demos.Row]) -> Table:
-    columns = ("dequant_...", "weights", "exact?", *(f"±{r}>" for r in demos.RANGES), "ALU/8>", "rel. error>")
+    columns = ("dequant_...", "weights", "exact?", *(f"±{r}>" for r in demos.RANGES), "ALU/8>", "error>")
     return table(" " * 42 + "overflows at range", columns, [_cells(row) for row in rows])
 
 
@@ -63,6 +63,7 @@ def _explain(rows: list[demos.Row], picture: Path) -> None:
         f"Each row is a hand-written .ptx file, run by {backend}, every weight compared with the NumPy reference.\n"
         "* by design: it subtracts the zero point before the packed multiplication; wrong exactly where predicted.\n"
         f"ALU/8: arithmetic instructions per 8 weights in sm_90a machine code, {rows[0].alu_source}.\n"
+        "error: relative, the Frobenius norm of what quantising changed over that of the weights.\n"
         f"Picture: {escape(str(picture))}\n\n"
         "Next:  ptxlab show dequant_lqq                                the kernel, commented\n"
         "       ptxlab verify --all                                    every kernel against its reference\n"
