@@ -164,7 +164,8 @@ def run_spec(
     mode: str = "early",
     seed: int = 0,
 ) -> Outcome:
-    """Run a spec's kernel from one of its sources. Everything is checked before anything is launched.
+    """Run a spec's kernel from one of its sources. Everything is checked before anything is launched, but for the
+    values of arrays on a device: looking at them would wait for it.
 
     Args:
         spec: the kernel.
@@ -189,7 +190,7 @@ def run_spec(
     solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
     on_device = any(gpu.is_device_array(a) for a in arrays.values())
     on_host = {n: arrays[n] for n in expected if not gpu.is_device_array(arrays[n])}
-    if not unchecked and len(on_host) == len(expected):  # values on the device are the emulator's to check
+    if not unchecked and len(on_host) == len(expected):
         spec.check_values(on_host, solved)
 
     kernel = Kernel(source, spec.name, dict(config or spec.configs[0]))
@@ -281,4 +282,4 @@ def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | No
     return Outcome(backend, outputs, result.findings, result.lane_instructions)
 
 
-_EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use; raised per spec where needed
+_EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use
