@@ -1,4 +1,11 @@
-"""Runs PTX on the CPU, and checks what a GPU would not: packed lanes, races, uninitialised reads."""
+"""Runs PTX on the CPU, and checks what a GPU would not: packed lanes, races, uninitialised reads.
+
+`parse` (over `tokens`, `declare` and `operands`) makes `ir` of a text. `launch` lays out `memory` and runs the grid as
+waves of blocks; a `machine` is a `wave` that runs. What instructions do stands in tables: register to register in
+`integer`, `bits`, `floating` (over `rounding`), `convert` and `video`, entered into `alu`; everything else in
+`control`, `access`, `atomic`, `sync` and `collective`, entered with `machine.binder`. `check`, `packed` and `race`
+watch.
+"""
 
 from ptxlab.emulator.check import Finding
 from ptxlab.emulator.ir import Entry, Instruction, Module

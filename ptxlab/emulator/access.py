@@ -66,8 +66,8 @@ def locator(machine: Machine, access: Access, address: ir.Operand) -> Locate:
     if not isinstance(address, ir.Address) or address.coordinates:
         raise ValueError("the operand is not an address")
     base, space = address.base, access.space
-    if space == "generic" and isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
-        space = base.variable.space
+    if isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
+        space = base.variable.space  # where the opcode says nothing; or .param, which in a body is a call's
     wide = not (isinstance(base, ir.Register) and bits_of(base.type) == 32)
     read = machine.reader(base, "u64" if wide else "u32")
     windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space)
@@ -147,7 +147,9 @@ def _load(machine: Machine, instruction: Instruction, pc: int) -> Step:
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
     watchers, size = machine.watchers, access.size
-    if access.space == "param" and isinstance(address.base, ir.Symbol):  # the same for every lane, for the whole launch
+    if (
+        access.space == "param" and isinstance(address.base, ir.Symbol) and address.base.variable.space == "param"
+    ):  # the same for every lane, for the whole launch
         offset = int(locate(slice(0, 1))[0]) // (bits // 8)
         constants = [view[offset + i : offset + i + 1].copy() for i in range(access.count)]
 

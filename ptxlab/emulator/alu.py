@@ -30,7 +30,6 @@ class Form:
     out: tuple[str, ...]
     sources: tuple[str, ...]
     compute: Callable[..., Any]
-    optional: int = 0  # how many of the last sources may be left out
 
 
 class Opcode:

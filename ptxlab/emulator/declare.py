@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ptxlab.emulator import ir
 from ptxlab.emulator.ir import Entry, Instruction, Module, Register, Variable
-from ptxlab.emulator.tokens import Cursor, Token
+from ptxlab.emulator.tokens import Cursor
 from ptxlab.emulator.types import DTYPES, bits_of
 
 SPACES = {".param", ".shared", ".local", ".global", ".const"}
@@ -62,27 +62,24 @@ class Declarations(Cursor):
                 instruction.path = source if path in (source, os.path.abspath(source)) else path
                 instruction.line = line
 
-    def variables(self, space: str, extern: bool = False) -> None:
+    def variables(self, space: str) -> None:
         """Variables of a state space, after its name: `.align 4 .b32 x, y[3] = {1, 2};`."""
+        kind = self.kind(space)
         while True:
-            variable = self.declared(space)
+            variable = self.variable(space, *kind)
             if space in ("global", "const"):
                 self.result.variables.append(variable)
-            elif space == "local":
+            elif space in ("local", "param"):  # parameters of a call live in the caller's frame
+                variable.space = "local"
                 variable.offset = -(-self.entry.local_bytes // variable.align) * variable.align
                 self.entry.local_bytes = variable.offset + variable.size
-            elif space == "param":
-                self.fail("functions and their parameters are not emulated")
             self.scope.names[variable.name] = variable
             if self.accept(";"):
                 return
-            # `.b32 x, y;`: the next name has the same type
             self.expect(",")
-            self.at -= 1
-            self.tokens[self.at] = Token("word", f".{variable.type}", self.tokens[self.at].line)
 
-    def declared(self, space: str) -> Variable:
-        """`.align 8 .b8 name[24] = {...}`, `.u64 .ptr .global .align 16 name`."""
+    def kind(self, space: str) -> tuple[str, int, int]:
+        """(type, alignment, elements of a vector) of `.align 8 .b8`, `.u64 .ptr .global .align 16`."""
         align, type_name, vector = 0, "", 1
         while self.token.startswith("."):
             word = self.take()[1:]
@@ -93,23 +90,28 @@ class Declarations(Cursor):
             elif word in ("v2", "v4"):
                 vector = int(word[1])
             elif word == "attribute":
-                self.comma_separated(self.take, ")") if self.accept("(") else None
+                self.expect("(")
+                self.comma_separated(self.take, ")")
             elif f".{word}" not in SPACES and word != "ptr":
                 self.fail(f"unknown type or attribute .{word}")
         if not type_name:
             self.fail("the variable has no type")
-        name, count = self.word("a name"), vector
+        element = ir.natural_size(type_name)
+        if space == "param" and type_name != "b8":  # `.ptr .align 16` speaks of what is pointed to
+            align = element
+        return type_name, align or element * vector, vector
+
+    def variable(self, space: str, type_name: str, align: int, vector: int) -> Variable:
+        """A variable's name, dimensions and initial values."""
+        name, count, element = self.word("a name"), vector, ir.natural_size(type_name)
         while self.accept("["):
             count *= 0 if self.token == "]" else self.integer()
             self.expect("]")
-        element = ir.natural_size(type_name)
-        if space == "param":  # `.ptr .align 16` speaks of what is pointed to
-            align = align if type_name == "b8" else element
         if align < 0 or align & (align - 1):
             self.fail(f"alignment {align} is not a power of two")
         if not 0 <= element * count <= MOST_BYTES:
             self.fail(f"{name} has {element * count} bytes: at most {MOST_BYTES} are emulated")
-        variable = Variable(name, space, type_name, align or element * vector, element * count)
+        variable = Variable(name, space, type_name, align, element * count)
         if self.accept("="):
             self.initialise(variable, element)
         return variable

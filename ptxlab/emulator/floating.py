@@ -66,14 +66,20 @@ def modifiers(op: Opcode, *types: str) -> tuple[str, str, bool, bool]:
 @operation("add", "sub", "mul", floating=True)
 def _arithmetic(op: Opcode) -> Form:
     t, mode, ftz, sat = modifiers(op)
-    direct = DIRECT[op.name]
-    if t in ("f32", "f64") and mode == "rn":  # NumPy rounds as IEEE 754 does
+    direct, kind = DIRECT[op.name], element(t)
+    if kind != "bf16" and mode == "rn":
+        # NumPy rounds as IEEE 754 does; float32 has more than twice the bits of float16, so rounding twice does no harm
+        wide = DTYPES["f32" if kind == "f16" else kind]
+
+        def numbers(raw: Array) -> Array:
+            halves = np.ascontiguousarray(raw).view(np.float16).reshape(-1, 2) if t.endswith("x2") else raw
+            return flush(halves.astype(wide, copy=False), t) if ftz else halves.astype(wide, copy=False)
 
         def compute(a: Array, b: Array) -> Array:
-            a, b = (flush(a, t), flush(b, t)) if ftz else (a, b)
-            result = direct(a, b)
+            result = direct(numbers(a), numbers(b)).astype(DTYPES[kind], copy=False)
             result = flush(result, t) if ftz else result
-            return saturate(result) if sat else canonical(result, t)
+            result = saturate(result) if sat else canonical(result, kind)
+            return np.ascontiguousarray(result).view(np.uint32)[:, 0] if t.endswith("x2") else result
 
         return Form((t,), (t, t), compute)
     if op.name == "mul":

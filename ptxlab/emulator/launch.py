@@ -77,7 +77,7 @@ def run(
     checks = frozenset(checks)
     _check_launch(kernel, *sizes, shared_bytes, checks, mode)
     _check_arguments(kernel, args)
-    launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, checks, max_steps)
+    launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, max_steps)
     if "init" in checks:
         launch.defined = _defined(launch, [region for _, region in buffers], args, uninitialised)
     with np.errstate(all="ignore"):
@@ -160,7 +160,7 @@ def _check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
 
 
 def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, block, cluster, shared_bytes: int,
-             checks: frozenset[str], max_steps: int | None) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
+             max_steps: int | None) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
     """Lay out memory and fill it; returns the launch, and the region of each array."""
     memory = Memory()
     buffers: list[tuple[Array, Region]] = []
@@ -187,7 +187,6 @@ def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, bloc
         np.zeros(0, np.int64),
         0,
         Findings(),
-        checks,
         max_steps,
     )
     count = min(_blocks_per_wave(launch), grid[0] * grid[1] * grid[2])

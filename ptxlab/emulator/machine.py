@@ -197,11 +197,10 @@ def bind_operation(machine: Machine, instruction: Instruction, pc: int) -> Step:
     elif explicit[1:] == ["pred"]:
         operands.insert(1, ir.Sink())
     sources = [t for t in known.sources if t != "cc"]
-    given = len(operands) - len(explicit)
-    if not len(sources) - known.optional <= given <= len(sources):
+    if len(operands) != len(explicit) + len(sources):
         raise ValueError(f"{instruction.opcode} takes {len(explicit) + len(sources)} operands, not {len(operands)}")
     writers = [machine.writer(o, t) for o, t in zip(operands, explicit, strict=False)]
-    readers = [machine.reader(o, t) for o, t in zip(operands[len(explicit) :], sources, strict=False)]
+    readers = [machine.reader(o, t) for o, t in zip(operands[len(explicit) :], sources, strict=True)]
     if "cc" in known.sources:
         readers.append(machine.carry.__getitem__)
     if "cc" in known.out:

@@ -4,28 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ptxlab.emulator import ir
-from ptxlab.emulator.declare import SPACES, Declarations, Scope
+from ptxlab.emulator.declare import SPACES, Scope
 from ptxlab.emulator.ir import Entry, Instruction, Module, Operand, Register, Variable
+from ptxlab.emulator.operands import Operands, Unresolved
 from ptxlab.emulator.packed import parse_annotation
 
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 _SIZES = {"maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqnctapercluster", "maxclusterrank"}
 _FLAGS = {"explicitcluster", "blocksareclusters", "noreturn"}
-_SPECIAL = re.compile(
-    r"%(?:(?:n?tid|n?ctaid|cluster_n?ctaid|n?clusterid)\.[xyz]|cluster_n?ctarank|is_explicit_cluster|n?warpid|laneid|n?smid|gridid"
-    r"|lanemask_(?:eq|lt|le|gt|ge)|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?"
-    r"|(?:dynamic|total|aggr)_smem_size|reserved_smem_offset_begin)"
-)
-
-
-@dataclass(frozen=True, slots=True)
-class _Unresolved:
-    """A name that may be a label further down."""
-
-    name: str
 
 
 def parse(text: str, path: str = "<ptx>", cuda: str = "") -> Module:
@@ -43,20 +32,27 @@ def parse(text: str, path: str = "<ptx>", cuda: str = "") -> Module:
     return module
 
 
-class _Parser(Declarations):
+class _Parser(Operands):
+    def __init__(self, text: str, path: str) -> None:
+        super().__init__(text, path)
+        self.inlining: list[str] = []
+        self.functions: dict[str, int] = {}  # where each begins, as an index of a token; kernels may call what follows
+        for after in [i for i, token in enumerate(self.tokens, 1) if token.text == ".func"]:
+            self.at = after
+            self.function()
+        self.at = 0
+
     # The module
 
     def module(self) -> Module:
-        extern = False
         while self.tokens[self.at].kind != "end":
             if self.token in (".file", ".loc"):
                 self.location()
                 continue
             directive = self.word("a directive")
             if directive in _LINKAGE:
-                extern |= directive == ".extern"
-                continue
-            if directive == ".version":
+                pass
+            elif directive == ".version":
                 self.result.version = self.take()
             elif directive == ".target":
                 self.result.target = self.word("a target")
@@ -71,22 +67,14 @@ class _Parser(Declarations):
             elif directive == ".entry":
                 self.kernel()
             elif directive == ".func":
-                self.function(extern)
+                self.function()
             elif directive in SPACES:
-                self.variables(directive[1:], extern)
+                self.variables(directive[1:])
             else:
                 self.fail(f"unexpected {directive!r} at module level")
-            extern = False
         if not self.result.version:
             self.fail("not a PTX module: .version is missing", 1)
         return self.result
-
-    def function(self, extern: bool) -> None:
-        """Skip a function: calling it is an unknown instruction."""
-        while self.token not in ("{", ";"):
-            self.take()
-        if not self.accept(";"):
-            self.skip_braces()
 
     def kernel(self) -> None:
         line, self.here = self.tokens[self.at].line, (0, 0)
@@ -122,7 +110,7 @@ class _Parser(Declarations):
     def parameter(self) -> None:
         if self.word(".param") != ".param":
             self.fail("expected .param")
-        param = self.declared("param")
+        param = self.variable("param", *self.kind("param"))
         param.offset = -(-self.entry.param_bytes // param.align) * param.align
         self.entry.params.append(param)
         self.scope.names[param.name] = param
@@ -154,14 +142,17 @@ class _Parser(Declarations):
                 label = self.take()
                 self.take()
                 if self.accept(".branchtargets"):
-                    targets = self.comma_separated(lambda: _Unresolved(self.word("a label")), ";")
+                    targets = self.comma_separated(lambda: Unresolved(self.word("a label")), ";")
                     self.scope.tables[label] = tuple(targets)
                 else:
                     self.scope.labels[label] = len(self.entry.instructions)
             else:
-                self.entry.instructions.append(self.instruction())
+                instruction = self.instruction()
+                self.entry.instructions.append(instruction)
                 scopes.append(self.scope)
-                self.locations.append((self.entry.instructions[-1], self.here))
+                self.locations.append((instruction, self.here))
+                if instruction.opcode.split(".")[0] == "call":
+                    self.inline(instruction, scopes)
         self.scope = self.scope.parent or self.scope
 
     def instruction(self) -> Instruction:
@@ -186,83 +177,76 @@ class _Parser(Declarations):
                 self.fail(str(error), last)
         return instruction
 
-    def operand(self) -> Operand:
-        if self.accept("["):
-            return self.address()
-        if self.accept("{"):
-            return ir.Vector(tuple(self.comma_separated(self.operand, "}")))
+    # Functions
+
+    def function(self) -> None:
+        """Remember where a function is; its body is read at each call."""
+        start = self.at
         if self.accept("("):
-            return ir.Vector(tuple(self.comma_separated(self.operand, ")")))
-        if self.accept("!"):
-            register = self.operand()
-            if not isinstance(register, Register):
-                self.fail("! takes a predicate register")
-            return replace(register, negated=not register.negated)
-        if self.tokens[self.at].kind == "number" or self.token == "-":
-            negative = self.accept("-")
-            number = self.number()
-            if negative and number.float_bits:
-                return replace(number, bits=number.bits ^ 1 << number.float_bits - 1)
-            return replace(number, bits=-number.bits) if negative else number
-        first = self.named(self.word("an operand"))
-        if self.accept("|"):
-            return ir.Vector((first, self.operand()), pair=True)
-        if isinstance(first, ir.Symbol) and self.token in ("+", "-"):
-            return replace(first, offset=self.offset())
-        return first
+            self.skip_to(")")
+        name = self.word("the function's name")
+        while self.token not in ("{", ";"):
+            self.take()
+        if not self.accept(";"):
+            self.functions[name] = start
+            self.skip_braces()
 
-    def offset(self) -> int:
-        total = 0
-        while self.token in ("+", "-"):
-            sign = -1 if self.take() == "-" else 1
-            total += sign * self.integer()
-        return total
+    def inline(self, call: Instruction, scopes: list[Scope]) -> None:
+        """Put a function's body in place of the call that has just been read; names of parameters stand for arguments.
 
-    def address(self) -> ir.Address:
-        base = self.operand() if self.tokens[self.at].kind == "word" else ir.Immediate(self.integer())
-        if isinstance(base, ir.Symbol):
-            base, offset = replace(base, offset=0), base.offset
-        elif isinstance(base, Register | ir.Special | ir.Immediate):
-            offset = self.offset()
-        elif isinstance(base, _Unresolved):
-            self.fail(f"{base.name} is not declared")
-        else:
-            self.fail("an address is [register+offset], [variable+offset] or [constant]")
-        coordinates = ()
-        if self.accept(","):
-            vector = self.operand()
-            coordinates = vector.items if isinstance(vector, ir.Vector) else (vector,)
-        self.expect("]")
-        return ir.Address(base, offset, coordinates)
+        A call of what has no body here stays, and is an unknown instruction.
+        """
+        name = next((o.name for o in call.operands if isinstance(o, Unresolved)), "")
+        if name not in self.functions:
+            return
+        if name in self.inlining:
+            self.fail(f"{name} calls itself, which is not emulated", call.line)
+        arguments = [o for vector in call.operands if isinstance(vector, ir.Vector) for o in vector.items]
+        instructions, after, caller = self.entry.instructions, self.at, self.scope
+        if call.guard is None:
+            instructions.pop()
+            scopes.pop()
+        first = len(instructions)
+        self.at, self.scope = self.functions[name], Scope(list(caller.chain())[-1])
+        self.inlining.append(name)
+        formals = self.comma_separated(self.formal, ")") if self.accept("(") else []
+        self.take()
+        formals += self.comma_separated(self.formal, ")") if self.accept("(") else []
+        if len(formals) != len(arguments):
+            self.fail(f"{name} takes {len(formals)} results and parameters, not {len(arguments)}", call.line)
+        for formal, argument in zip(formals, arguments, strict=True):
+            self.scope.names[formal] = argument.variable if isinstance(argument, ir.Symbol) else argument
+        while self.token != "{":
+            self.take()
+        self.body(scopes)
+        end = ir.Label("the end of the call", len(instructions))
+        for instruction in instructions[first:]:
+            if instruction.opcode.split(".")[0] == "ret":
+                instruction.opcode, instruction.operands = "bra", (end,)
+        if call.guard is not None:  # lanes that do not call go around
+            call.opcode, call.operands = "bra", (end,)
+            call.guard = replace(call.guard, negated=not call.guard.negated)
+        self.inlining.pop()
+        self.at, self.scope = after, caller
 
-    def named(self, name: str) -> Operand:
-        """What a name stands for; one that is not known yet may be a label."""
-        if name == "_":
-            return ir.Sink()
-        if name == "WARP_SZ":
-            return ir.Immediate(32)
-        known = self.known(name)
-        if known is None and "." in name:  # `%r1.b3210`
-            base, _, selector = name.rpartition(".")
-            known = self.known(base)
-            if isinstance(known, Register):
-                return replace(known, selector=selector)
-        if known is not None:
-            return known if isinstance(known, Register) else ir.Symbol(known)
-        if _SPECIAL.fullmatch(name):
-            return ir.Special(name)
-        return _Unresolved(name)  # type: ignore[return-value]
+    def formal(self) -> str:
+        """Name of a function's parameter."""
+        if self.accept(".reg"):
+            self.kind("reg")
+            return self.word("a name")
+        self.expect(".param")
+        return self.variable("param", *self.kind("param")).name
 
     def resolve_labels(self, scopes: list[Scope]) -> None:
         for instruction, scope in zip(self.entry.instructions, scopes, strict=True):
-            if any(isinstance(o, _Unresolved) for o in _flat(instruction.operands)):
+            if any(isinstance(o, Unresolved) for o in _flat(instruction.operands)):
                 instruction.operands = tuple(self.labelled(o, scope, instruction) for o in instruction.operands)
 
     def labelled(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
         """The operand with labels in place of names."""
-        if isinstance(operand, ir.Vector) and any(isinstance(o, _Unresolved) for o in _flat(operand.items)):
+        if isinstance(operand, ir.Vector) and any(isinstance(o, Unresolved) for o in _flat(operand.items)):
             return replace(operand, items=tuple(self.labelled(o, scope, instruction) for o in operand.items))
-        if not isinstance(operand, _Unresolved) or instruction.opcode.split(".")[0] == "call":
+        if not isinstance(operand, Unresolved) or instruction.opcode.split(".")[0] == "call":
             return operand
         for outer in scope.chain():
             if operand.name in outer.labels:

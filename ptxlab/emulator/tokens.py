@@ -127,6 +127,11 @@ class Cursor:
         while self.tokens[self.at].line == line and self.tokens[self.at].kind != "end":
             self.at += 1
 
+    def skip_to(self, text: str) -> None:
+        """Pass everything up to and with a mark."""
+        while self.take() != text:
+            pass
+
     def skip_braces(self) -> None:
         """Pass everything to the end of the next `{ ... }`."""
         depth = 0
@@ -138,5 +143,4 @@ class Cursor:
 
     def skip_statement(self) -> None:
         """Pass everything to the next semicolon."""
-        while self.take() != ";":
-            pass
+        self.skip_to(";")

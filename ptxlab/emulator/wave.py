@@ -39,7 +39,6 @@ class Launch:
     shared_windows: Array  # arena offset of each block's shared window, for as many blocks as a wave may have
     local_window: int
     findings: Findings
-    checks: frozenset[str]
     max_steps: int | None
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
     steps: int = 0
@@ -87,10 +86,10 @@ class Wave:
         """The register's row, as the type sees it: the low part of a wider register, if need be."""
         width, bits = bits_of(register.type), bits_of(type_name)
         row = self.files[width][register.index]
+        if (width == 1) != (bits == 1):
+            raise ValueError(f"{register.name} is {'' if width == 1 else 'not '}a predicate")
         if bits > width:
             raise ValueError(f"{register.name} has {width} bits, the instruction takes {bits}")
-        if width == 1:
-            return row
         dtype = DTYPES[type_name]
         return row.view(dtype) if bits == width else row.view(dtype)[:: width // bits]
 
@@ -140,7 +139,7 @@ class Wave:
         if not isinstance(operand, Register):
             raise ValueError("the destination is not a register")
         width, bits = bits_of(operand.type), bits_of(type_name)
-        if bits == width or width == 1:
+        if bits == width or 1 in (bits, width):
             return self.row(operand, type_name).__setitem__
         if bits > width:
             raise ValueError(f"{operand.name} has {width} bits, the instruction writes {bits}")

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
-from ptxlab.quant.inputs import as_float_matrix, row_scales
+from ptxlab.quant.inputs import as_float32, by_strips, row_extremes, row_scales
 from ptxlab.reference.packed import F32, S8, S32
 
 
@@ -33,10 +33,15 @@ class QuantizedActivations:
 def quantize_activations(x: npt.NDArray[Any]) -> QuantizedActivations:
     """Quantise x float [M, K] symmetrically per row: s = max|x| / 127, q = round(x / s), ties to even.
 
-    An all-zero token has scale 1. Raises ArgumentError for bad input (`inputs.as_float_matrix`) or a row whose scale is
+    An all-zero token has scale 1. Raises ArgumentError for bad input (`inputs.row_extremes`) or a row whose scale is
     not a usable float32 (`inputs.row_scales`).
     """
-    floats = as_float_matrix("x", x)
-    scale = row_scales("x", np.abs(floats).max(axis=1), 127)
-    q = np.rint(floats / scale[:, None]).astype(np.int8)
-    return QuantizedActivations(q, scale, q.sum(axis=1, dtype=np.int32))
+    low, high = row_extremes("x", x)
+    scale = row_scales("x", np.maximum(-low, high), 127)
+
+    def rounded(x: npt.NDArray[Any], scale: F32) -> tuple[S8, S32]:
+        q = np.rint(as_float32(x) / scale[:, None]).astype(np.int8)
+        return q, q.sum(axis=1, dtype=np.int32)
+
+    q, token_sum = by_strips(rounded, x, scale)
+    return QuantizedActivations(q, scale, token_sum)

@@ -1,6 +1,7 @@
 """What the quantisers demand of their input, and the scales they derive from it."""
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.reference.packed import F32
 
 GROUPS = (32, 64, 128)  # group sizes along K
+STRIP = 1 << 20  # elements that a quantiser works on at a time
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 # A subnormal scale has lost bits and is flushed to zero by some kernels; one above the maximum turns -128 into -inf.
 _MIN_SCALE = np.finfo(np.float32).tiny
@@ -17,7 +19,13 @@ _MAX_SCALE = np.finfo(np.float32).max / 128
 
 
 def as_float_matrix(argument: str, x: npt.NDArray[Any]) -> F32:
-    """`x` as f32 [rows, K]; f16 and bf16 convert exactly, f64 rounds to f32.
+    """`x` as f32 [rows, K]; f16 and bf16 convert exactly, f64 rounds to f32. Raises what `row_extremes` raises."""
+    row_extremes(argument, x)
+    return as_float32(x)
+
+
+def row_extremes(argument: str, x: npt.NDArray[Any]) -> tuple[F32, F32]:
+    """The smallest and the largest element of each row of a float matrix [rows, K], f32 [rows] each.
 
     Raises ArgumentError: not a NumPy-like array, not a float dtype, not two-dimensional, empty, NaN or infinity (with
     the place of the first).
@@ -29,13 +37,38 @@ def as_float_matrix(argument: str, x: npt.NDArray[Any]) -> F32:
         raise ArgumentError(argument, f"dtype must be one of {', '.join(_FLOATS)}", x.dtype)
     if x.ndim != 2 or 0 in x.shape:
         raise ArgumentError(argument, "must be a non-empty matrix [rows, K]", f"shape {x.shape}")
-    with np.errstate(over="ignore"):  # a float64 beyond float32 is reported below
-        floats: F32 = x.astype(np.float32, copy=False)
-    finite = np.isfinite(floats)
+    low, high = by_strips(_extremes, x)
+    finite = np.isfinite(low) & np.isfinite(high)  # NaN is propagated into both
     if not finite.all():
-        place = [int(i) for i in np.argwhere(~finite)[0]]
-        raise ArgumentError(argument, "must be finite in float32", f"{argument}{place} is {x[tuple(place)]}")
+        row = int(np.argwhere(~finite)[0, 0])
+        column = int(np.argwhere(~np.isfinite(as_float32(x[row])))[0, 0])
+        raise ArgumentError(argument, "must be finite in float32", f"{argument}[{row}, {column}] is {x[row, column]}")
+    return low, high
+
+
+def as_float32(x: npt.NDArray[Any]) -> F32:
+    """`x` as f32; what lies beyond becomes infinite."""
+    with np.errstate(over="ignore"):
+        floats: F32 = x.astype(np.float32, copy=False)
     return floats
+
+
+def _extremes(x: npt.NDArray[Any]) -> tuple[F32, F32]:
+    floats = as_float32(x)
+    return floats.min(axis=1), floats.max(axis=1)
+
+
+def by_strips(
+    function: Callable[..., tuple[npt.NDArray[Any], ...]], *arrays: npt.NDArray[Any]
+) -> tuple[npt.NDArray[Any], ...]:
+    """`function(*arrays)`, whose results' rows depend on the same rows of the arrays alone, on a few rows at a time.
+
+    So its temporaries are bounded, and stay in the cache. The first array is a matrix.
+    """
+    rows, K = arrays[0].shape
+    step = max(1, STRIP // K)
+    strips = [function(*(array[i : i + step] for array in arrays)) for i in range(0, rows, step)]
+    return tuple(np.concatenate(parts) for parts in zip(*strips, strict=True))
 
 
 def row_scales(argument: str, extent: F32, steps: int) -> F32:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from ptxlab import reference
 from ptxlab.errors import ArgumentError
-from ptxlab.quant.inputs import check_group
+from ptxlab.quant.inputs import by_strips, check_group
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.quant.two_level import TwoLevelWeight
 from ptxlab.reference.packed import F32, S8, S32, U8
@@ -70,6 +70,11 @@ def lqq_groups(q8: S8, group: int, rounding: Rounding = "nearest") -> tuple[U8, 
 
     A group of equal values has scale 1 and q4 = 0.
     """
+    q4, scale, minimum = by_strips(lambda strip: _lqq_strip(strip, group, rounding), q8)
+    return q4, scale, minimum
+
+
+def _lqq_strip(q8: S8, group: int, rounding: Rounding) -> tuple[U8, U8, S8]:
     groups = q8.reshape(q8.shape[0], -1, group)
     minimum = groups.min(axis=2)
     shifted = groups.astype(np.float32) - minimum[:, :, None]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
-from ptxlab.quant.inputs import as_float_matrix, check_group, row_scales
+from ptxlab.quant.inputs import as_float32, by_strips, check_group, row_extremes, row_scales
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.quant.two_level import TwoLevelWeight
 from ptxlab.reference.packed import F32, S8, S32, U8
@@ -56,6 +56,11 @@ def qoq_groups(q8: S8, group: int) -> tuple[U8, U8, U8]:
     A group's range is extended to include 0, or the zero point of a one-sided group would not fit u4. A group of zeros
     has scale 1.
     """
+    q4, scale, zero = by_strips(lambda strip: _qoq_strip(strip, group), q8)
+    return q4, scale, zero
+
+
+def _qoq_strip(q8: S8, group: int) -> tuple[U8, U8, U8]:
     groups = q8.reshape(q8.shape[0], -1, group)
     low = np.minimum(groups.min(axis=2), 0).astype(np.float32)
     high = np.maximum(groups.max(axis=2), 0).astype(np.float32)
@@ -90,11 +95,14 @@ def quantize_qoq_channel(w: npt.NDArray[Any]) -> QoQChannelWeight:
 
     An all-zero row has scale 1. Raises ArgumentError as `quantize_level1` does.
     """
-    floats = as_float_matrix("w", w)
-    low = np.minimum(floats.min(axis=1), 0)
-    high = np.maximum(floats.max(axis=1), 0)
+    low, high = row_extremes("w", w)
+    low, high = np.minimum(low, 0), np.maximum(high, 0)
     with np.errstate(over="ignore"):  # an infinite extent is refused as a scale
         scale = row_scales("w", high - low, 15)
     zero = np.rint(-low / scale).clip(0, 15)
-    q4 = (np.rint(floats / scale[:, None]) + zero[:, None]).clip(0, 15)
-    return QoQChannelWeight(q4.astype(np.uint8), scale, zero.astype(np.uint8))
+
+    def rounded(w: npt.NDArray[Any], scale: F32, zero: F32) -> tuple[U8]:
+        return ((np.rint(as_float32(w) / scale[:, None]) + zero[:, None]).clip(0, 15).astype(np.uint8),)
+
+    (q4,) = by_strips(rounded, w, scale, zero)
+    return QoQChannelWeight(q4, scale, zero.astype(np.uint8))

@@ -159,3 +159,43 @@ def test_last_block_sums_up(module):
     x, partial, total = np.arange(640, dtype=np.int32), np.zeros(10, np.int32), np.zeros(1, np.int32)
     run(module, "last_block", x, partial, total, grid=10, block=64)
     assert total[0] == x.sum()
+
+
+MATHS = r"""
+__device__ __noinline__ float twice(float x) { return x * 2; }
+__device__ __noinline__ float four_times(float x) { return twice(twice(x)); }
+extern "C" __global__ void k(const float* x, float* y, double* z, unsigned* w) {
+    int i = threadIdx.x;
+    float v = x[i];
+    y[i] = expf(v); y[i + 32] = logf(fabsf(v) + 1); y[i + 64] = sinf(v * 1e6f); y[i + 96] = v / 3.7f;
+    y[i + 128] = four_times(v);
+    z[i] = exp((double)v); z[i + 32] = sin(v * 1e5); z[i + 64] = 1.0 / v; z[i + 96] = sqrt(fabs((double)v));
+    switch (i % 6) {
+        case 0: w[i] = 10; break;
+        case 1: w[i] = __vadd4(i, 0xff); break;
+        case 2: w[i] = __brev(i); break;
+        case 3: w[i] = __dp4a(i, i, 1); break;
+        case 4: w[i] = __ffs(i); break;
+        default: w[i] = __byte_perm(i, 7, 0x4440);
+    }
+}
+"""
+
+
+def test_libraries_of_cuda():
+    """The compiler's own arithmetic, functions and tables: argument reduction of sin calls a function, switch jumps."""
+    x = np.random.default_rng(4).standard_normal(32).astype(np.float32) * 3
+    y, z, w = np.zeros((5, 32), np.float32), np.zeros((4, 32)), np.zeros(32, np.uint32)
+    run(emulator.parse(cuda(MATHS)), "k", x, y, z, w)
+    wide = x.astype(np.float64)
+    large = (x * np.float32(1e6)).astype(np.float64)
+    # within 2 units in the last place, which is what CUDA promises for these functions
+    expected = np.array([np.exp(wide), np.log(np.abs(wide) + 1), np.sin(large)])
+    assert (np.abs(y[:3] - expected) <= 2**-22 * np.abs(expected) + 2**-23).all()
+    assert np.array_equal(y[3], x / np.float32(3.7)) and np.array_equal(y[4], x * 4)
+    expected = np.array([np.exp(wide), np.sin(wide * 1e5)])
+    assert (np.abs(z[:2] - expected) <= 2**-51 * np.abs(expected)).all()
+    assert np.array_equal(z[2:], [1 / wide, np.sqrt(np.abs(wide))])
+    kinds = [lambda i: 10, lambda i: i & ~255 | i + 255 & 255, lambda i: int(f"{i:032b}"[::-1], 2), lambda i: i * i + 1,
+             lambda i: (i & -i).bit_length(), lambda i: 0x070707 << 8 | i]  # fmt: skip
+    assert w.tolist() == [kinds[i % 6](i) for i in range(32)]

@@ -5,7 +5,7 @@ from ptxlab import emulator
 from ptxlab.emulator.ir import Address, Immediate, Vector
 from ptxlab.errors import SourceError, UnknownInstruction
 
-from .kernels import HEADER, kernel, values
+from .kernels import HEADER, STORE, kernel, values
 
 
 def only(body: str):
@@ -133,6 +133,9 @@ WRONG = {
     "add.u64 %x1, %r1, %x2;": "32 bits, the instruction takes 64",
     "add.u32 %r1, %r2;": "takes 3 operands, not 2",
     "mov.u32 5, %r1;": "destination",
+    "selp.u32 %r1, 1, 0, %r2;": "%r2 is not a predicate",
+    "add.u32 %p, %r1, %r2;": "%p is a predicate",
+    "setp.eq.u32 %r3, %r1, %r2;": "%r3 is not a predicate",
     "add.u32 %r1, %r2, %r3; // @lanes d:u8x4 a:u8x4": "needs a type for operand b",
     "add.u32 %r1, %r2, %r3; // @lanes d:u8x4 a:u4x8 b:u8x4": "number of lanes",
     "add.u32 %r1, %r2, %r3; // @lanes d:u8x4 a:u8*4 b:u8x4": "operand:type",
@@ -159,3 +162,40 @@ def test_wrong_source_names_the_line(body):
 def test_truncated_or_foreign_files(text):
     with pytest.raises(SourceError):
         emulator.parse(text, "x.ptx")
+
+
+FUNCTIONS = """
+.func (.param .b32 result) later (.param .b32 x);
+.func (.reg .b32 r) triple (.reg .b32 a) { .reg .pred %p; setp.gt.u32 %p, a, 20; @%p bra BIG;
+    mul.lo.u32 r, a, 3; ret; BIG: mov.u32 r, 0; ret.uni; }
+"""
+LATER = """
+.func (.param .b32 result) later (.param .b32 x) { .reg .b32 %s, %t; ld.param.b32 %s, [x];
+    call (%t), triple, (%s); call (%t), triple, (%t); st.param.b32 [result], %t; }
+"""
+
+
+def test_functions_are_put_in_place():
+    body = """mov.u32 %s, %tid.x; setp.lt.u32 %p, %s, 10; @%p call (%s), triple, (%s);
+    { .param .b32 in; .param .b32 out; st.param.b32 [in], %s; call.uni (out), later, (in); ld.param.b32 %s, [out]; }"""
+
+    def triple(x):
+        return 0 if x > 20 else 3 * x
+
+    expected = [triple(triple(triple(i) if i < 10 else i)) for i in range(32)]
+    assert values(body, outside=FUNCTIONS + LATER, checks=["init"]).tolist() == expected
+    after = kernel(body + STORE, outside=FUNCTIONS) + LATER
+    out = np.zeros(32, np.uint32)
+    emulator.run(after, "k", [out], grid=1, block=32)
+    assert out.tolist() == expected
+
+
+def test_functions_that_cannot_be():
+    with pytest.raises(SourceError, match="calls itself"):
+        emulator.parse(
+            kernel("call (%s), f, (%s);", outside=".func (.reg .b32 r) f (.reg .b32 a) { call (r), f, (a); }")
+        )
+    with pytest.raises(SourceError, match="2 results and parameters, not 1"):
+        emulator.parse(kernel("call triple, (%s);", outside=FUNCTIONS))
+    with pytest.raises(UnknownInstruction, match="call vprintf"):
+        values("call vprintf, (%x1, %x2);", outside=".extern .func vprintf (.param .b64 a, .param .b64 b);")

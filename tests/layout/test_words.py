@@ -6,6 +6,7 @@ from hypothesis.extra import numpy as hnp
 
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import pack_comet, pack_u4, unpack_comet, unpack_u4
+from ptxlab.layout.words import exchange_nibbles, pack_mma, unpack_mma
 from ptxlab.reference import as_words, dequant_comet
 from tests import strategies
 
@@ -19,6 +20,25 @@ def test_order_of_the_micro_kernel_word():
 
 def test_order_of_the_comet_word():
     assert pack_comet(np.arange(8, dtype=np.int8)).tolist() == [0x37261504]
+
+
+def test_order_of_the_mma_word():
+    """Word t of a k32 step: weights 4t..4t+3 low, 16+4t..19+4t high."""
+    words = pack_mma(np.arange(64, dtype=np.uint8)[None] % 16 // np.array([[1], [4]], np.uint8))
+    assert [f"{word:08x}" for word in words[0]] == ["33221100", "77665544", "bbaa9988", "ffeeddcc"] * 2
+    assert [f"{word:08x}" for word in words[1]] == ["00000000", "11111111", "22222222", "33333333"] * 2
+    step = np.zeros((1, 32), np.uint8)
+    step[0, [5, 17, 31]] = 1, 2, 3
+    assert [f"{word:08x}" for word in pack_mma(step)[0]] == ["00002000", "00000100", "00000000", "30000000"]
+
+
+@given(MATRICES)
+def test_mma_round_trip(q4):
+    words = pack_mma(q4)
+    np.testing.assert_array_equal(unpack_mma(words), q4, strict=True)
+    exchanged = exchange_nibbles(words)
+    np.testing.assert_array_equal(exchange_nibbles(exchanged), words, strict=True)
+    np.testing.assert_array_equal(exchanged >> np.uint32(4) & 0x0F0F0F0F, words & 0x0F0F0F0F)
 
 
 @given(MATRICES)
@@ -68,6 +88,8 @@ def test_any_number_of_axes_and_any_strides():
         (pack_u4, np.array(3, np.uint8), "positive multiple of 8"),
         (pack_u4, np.zeros((2, 8), np.int8), r"qw: dtype must be uint8 \(got int8\)"),
         (pack_u4, [0] * 8, r"qw: dtype must be uint8 \(got list\)"),
+        (pack_mma, np.full((1, 32), 16, np.uint8), r"qw: must be at most 15 .*qw\[0, 0\] is 16"),
+        (pack_mma, np.zeros((1, 40), np.uint8), r"qw: the last axis must be a multiple of 32 .*\(1, 40\)"),
         (pack_comet, np.array([[0] * 7 + [8]], np.int8), r"qw: must lie in -8\.\.7 .*qw\[0, 7\] is 8"),
         (pack_comet, np.full((1, 8), -9, np.int8), r"qw\[0, 0\] is -9"),
         (pack_comet, np.zeros((2, 8), np.uint8), "dtype must be int8"),
@@ -79,7 +101,7 @@ def test_refuses(pack, values, message):
         pack(values, "qw")
 
 
-@pytest.mark.parametrize("unpack", [unpack_u4, unpack_comet])
+@pytest.mark.parametrize("unpack", [unpack_u4, unpack_comet, unpack_mma, exchange_nibbles])
 def test_unpacking_refuses_other_dtypes(unpack):
     with pytest.raises(ArgumentError, match="words: dtype must be uint32"):
         unpack(np.zeros(2, np.int32))

@@ -1,0 +1,204 @@
+"""A quantised weight in one of the packings, and back, bit for bit."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import ArgumentError
+from ptxlab.layout.packings import PACKINGS, Buffers, Packing, Pair, Shapes, Size
+from ptxlab.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight, TwoLevelWeight
+from ptxlab.reference.packed import F32, U8
+
+QuantizedWeight: TypeAlias = LQQWeight | QoQWeight | QoQChannelWeight
+VERSION = 1  # of every packing together: raised when the meaning of any stored byte changes
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PackedWeight:
+    """A weight [N, K] of `scheme` in the packing `layout`; `group` is K for qoq_channel, which has no groups.
+
+    `buffers` are NumPy or CuPy arrays: those of the packing (`layout.packings`), where an offset is the byte that the
+    scheme's dequantiser adds (`weight.offset`), and `channel_scale` f32 [N] (qoq_channel: and `channel_zero` u8 [N])
+    for the epilogue, in the order of the rows. Raises ArgumentError if anything does not fit together.
+    """
+
+    layout: str
+    scheme: str
+    N: int
+    K: int
+    group: int
+    protective_range: int  # of level 1; 0 for qoq_channel, which has none
+    buffers: Mapping[str, npt.NDArray[Any]] = field(repr=False)
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ArgumentError("version", f"must be {VERSION}", self.version)
+        shapes = buffer_shapes(self.layout, self.scheme, self.N, self.K, self.group)
+        if set(self.buffers) != set(shapes):
+            raise ArgumentError("buffers", f"must be {', '.join(shapes)}", ", ".join(self.buffers) or "none")
+        for name, (dtype, shape) in shapes.items():
+            array = self.buffers[name]
+            if array.dtype != dtype or array.shape != shape:
+                rule = f"must be {dtype} {list(shape)} for {self.layout}, {self.scheme}, N={self.N}, K={self.K}"
+                raise ArgumentError(f"buffers[{name}]", rule, f"{array.dtype} {list(array.shape)}")
+
+    @property
+    def arch(self) -> str:
+        """The first architecture whose MMA the packing feeds; `a` marks one that runs nowhere else."""
+        return PACKINGS[self.layout].arch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, padding included."""
+        return sum(int(array.nbytes) for array in self.buffers.values())
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """What packing must know of a scheme: its class, and the offset with which q4 = 0 stands for weight 0."""
+
+    weight: type[QuantizedWeight]
+    zero: int | None  # None: no constants per group
+    rebuild: Callable[..., QuantizedWeight]
+
+
+def _rebuild_lqq(q4: U8, scale: U8, offset: U8, channel_scale: F32, protective_range: int) -> LQQWeight:
+    minimum = (offset ^ np.uint8(0x80)).view(np.int8)
+    return LQQWeight(
+        q4=q4, group_scale=scale, minimum=minimum, channel_scale=channel_scale, protective_range=protective_range
+    )
+
+
+def _rebuild_qoq(q4: U8, scale: U8, offset: U8, channel_scale: F32, protective_range: int) -> QoQWeight:
+    zero = -offset // np.maximum(scale, np.uint8(1))  # offset is -zero·scale modulo 256, and zero·scale is a byte
+    return QoQWeight(
+        q4=q4, group_scale=scale, zero=zero, channel_scale=channel_scale, protective_range=protective_range
+    )
+
+
+_SCHEMES = {
+    "lqq": _Scheme(LQQWeight, 128, _rebuild_lqq),
+    "qoq": _Scheme(QoQWeight, 0, _rebuild_qoq),
+    "qoq_channel": _Scheme(QoQChannelWeight, None, QoQChannelWeight),
+}
+SCHEMES = tuple(_SCHEMES)
+LAYOUTS = tuple(PACKINGS)
+
+
+def buffer_shapes(layout: str, scheme: str, N: int, K: int, group: int) -> Shapes:
+    """The buffers of a packed weight: name -> (dtype, shape).
+
+    Raises ArgumentError: an unknown layout or scheme (with those known), N not a positive multiple of 8, an unknown
+    group, K not a positive multiple of the group (qoq_channel: group not K, or K not a multiple of 32).
+    """
+    packing, size = _packing(layout), _size(scheme, N, K, group)
+    channel: Shapes = {"channel_scale": ("float32", (N,))}
+    return packing.shapes(size) | channel | ({} if size.group else {"channel_zero": ("uint8", (N,))})
+
+
+def pack(weight: QuantizedWeight, layout: str = "row_major") -> PackedWeight:
+    """Pack a quantised weight of NumPy or CuPy arrays; `unpack` gives it back bit for bit.
+
+    Raises ArgumentError: an unknown layout (with those known), N or K as in `buffer_shapes`, an array of the weight
+    with another dtype or shape than its class documents, a q4 or zero point above 15, a QoQ scale outside 1..17.
+    """
+    scheme = next((name for name, known in _SCHEMES.items() if isinstance(weight, known.weight)), None)
+    if scheme is None:
+        raise ArgumentError("weight", "must be an LQQWeight, QoQWeight or QoQChannelWeight", type(weight).__name__)
+    packing = _packing(layout)
+    _require_matrix(weight.q4)
+    N, K = weight.shape
+    group = _group(weight) if isinstance(weight, TwoLevelWeight) else K
+    size = _size(scheme, N, K, group)
+    constants = _constants(weight) if isinstance(weight, TwoLevelWeight) else None
+    buffers = packing.pack(weight.q4, constants, size) | _channel_buffers(weight)
+    protective_range = weight.protective_range if isinstance(weight, TwoLevelWeight) else 0
+    return PackedWeight(
+        layout=layout, scheme=scheme, N=N, K=K, group=group, protective_range=protective_range, buffers=buffers
+    )
+
+
+def unpack(packed: PackedWeight) -> QuantizedWeight:
+    """The quantised weight that was packed, equal to it in every bit, on the device where the buffers lie."""
+    scheme, buffers = _SCHEMES[packed.scheme], packed.buffers
+    q4, constants = PACKINGS[packed.layout].unpack(buffers, _size(packed.scheme, packed.N, packed.K, packed.group))
+    if constants is None:
+        return scheme.rebuild(q4, buffers["channel_scale"], buffers["channel_zero"])
+    return scheme.rebuild(q4, *constants, buffers["channel_scale"], packed.protective_range)
+
+
+def _packing(layout: str) -> Packing:
+    if layout not in PACKINGS:
+        raise ArgumentError("layout", f"must be one of {', '.join(PACKINGS)}", layout)
+    return PACKINGS[layout]
+
+
+def _size(scheme: str, N: int, K: int, group: int) -> Size:
+    if scheme not in _SCHEMES:
+        raise ArgumentError("scheme", f"must be one of {', '.join(_SCHEMES)}", scheme)
+    if N <= 0 or N % 8:
+        raise ArgumentError("weight", "N must be a positive multiple of 8", f"N={N}")
+    if K <= 0 or K % 32:
+        raise ArgumentError("weight", "K must be a positive multiple of 32", f"K={K}")
+    zero = _SCHEMES[scheme].zero
+    if zero is None:
+        if group != K:
+            raise ArgumentError("group", f"{scheme} has none: must be K", f"group={group}, K={K}")
+        return Size(N, K, None)
+    if group not in GROUPS:
+        raise ArgumentError("group", f"must be one of {', '.join(map(str, GROUPS))}", group)
+    if K % group:
+        raise ArgumentError("weight", "K must be a multiple of the group", f"K={K}, group={group}")
+    return Size(N, K, group, zero)
+
+
+def _require_matrix(q4: U8) -> None:
+    if getattr(q4, "ndim", None) != 2:
+        shape = getattr(q4, "shape", type(q4).__name__)
+        raise ArgumentError("weight.q4", "must be a matrix [N, K]", f"shape {shape}")
+
+
+def _group(weight: TwoLevelWeight) -> int:
+    groups = weight.group_scale.shape[-1] if weight.group_scale.ndim == 2 else 0
+    if not groups or weight.shape[1] % groups:
+        rule = "must be [N, K/g], K a multiple of the group"
+        raise ArgumentError("weight.group_scale", rule, f"{weight.group_scale.shape} for q4 {weight.shape}")
+    return weight.group
+
+
+def _constants(weight: LQQWeight | QoQWeight) -> Pair:
+    """Scales and offsets as bytes, after checking that the weight can be told from them."""
+    shape = (weight.shape[0], weight.shape[1] // weight.group)
+    scale = _require(weight, "group_scale", np.uint8, shape)
+    if isinstance(weight, LQQWeight):
+        _require(weight, "minimum", np.int8, shape)
+        return scale, weight.offset
+    zero = _require(weight, "zero", np.uint8, shape)
+    for name, array, low, high in (("zero", zero, 0, 15), ("group_scale", scale, 1, 17)):  # 15·17 is a byte
+        if array.min() < low or array.max() > high:
+            found = f"{int(array.min())}..{int(array.max())}"
+            raise ArgumentError(f"weight.{name}", f"must lie in {low}..{high}", found)
+    return scale, weight.offset.view(np.uint8)
+
+
+def _channel_buffers(weight: QuantizedWeight) -> Buffers:
+    rows = (weight.shape[0],)
+    if isinstance(weight, TwoLevelWeight):
+        return {"channel_scale": _require(weight, "channel_scale", np.float32, rows)}
+    return {
+        "channel_scale": _require(weight, "scale", np.float32, rows),
+        "channel_zero": _require(weight, "zero", np.uint8, rows),
+    }
+
+
+def _require(weight: QuantizedWeight, name: str, dtype: type[np.generic], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """A copy of a field of the weight, so that a packed weight shares no memory with it."""
+    array: npt.NDArray[Any] = getattr(weight, name)
+    if array.dtype != dtype or array.shape != shape:
+        rule = f"must be {np.dtype(dtype)} {list(shape)}"
+        raise ArgumentError(f"weight.{name}", rule, f"{array.dtype} {list(array.shape)}")
+    return array.copy(order="C")

@@ -1,0 +1,148 @@
+"""Each packing as its kernel meets it: loads of one lane -> reference dequantiser -> registers -> the fragment map.
+
+The kernels are simulated in NumPy from the bytes of the buffers and the offsets that the documentation states, so the
+packing code itself is used for nothing but packing.
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ptxlab import reference
+from ptxlab.layout import pack, pack_u4
+from ptxlab.layout.fragments import Fragment, ldmatrix, mma_a, wgmma_a
+from ptxlab.layout.words import exchange_nibbles
+from ptxlab.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight
+
+LANE = np.arange(32)
+G, T = LANE // 4, LANE % 4
+DEQUANT = {LQQWeight: reference.dequant_lqq, QoQWeight: reference.dequant_qoq_vadd4}
+
+
+def random_weight(kind: type, N: int, K: int, group: int, seed: int):
+    """A weight whose integers are random within what the quantisers give at protective range 119."""
+    rng = np.random.default_rng(seed)
+    q4 = rng.integers(0, 16, (N, K), np.uint8)
+    scale_of_row = rng.standard_normal(N).astype(np.float32)
+    if kind is QoQChannelWeight:
+        return QoQChannelWeight(q4, scale_of_row, rng.integers(0, 16, N, np.uint8))
+    shape = (N, K // group)
+    group_scale = rng.integers(1, 9, shape, np.uint8)
+    level2 = (
+        {"minimum": rng.integers(-119, -1, shape, np.int8)}
+        if kind is LQQWeight
+        else {"zero": rng.integers(0, 16, shape, np.uint8)}
+    )
+    return kind(q4=q4, group_scale=group_scale, channel_scale=scale_of_row, protective_range=119, **level2)
+
+
+KINDS = (LQQWeight, QoQWeight, QoQChannelWeight)
+weights = st.builds(
+    lambda kind, n, groups, group, seed: random_weight(kind, 8 * n, groups * group, group, seed),
+    st.sampled_from(KINDS),
+    st.sampled_from([1, 3, 5, 8, 9, 17]),
+    st.integers(1, 5),
+    st.sampled_from(GROUPS),
+    st.integers(0, 2**32 - 1),
+)
+grouped = weights.filter(lambda weight: not isinstance(weight, QoQChannelWeight))
+
+
+def registers(words: np.ndarray, scale: np.ndarray, offset: np.ndarray, dequant) -> np.ndarray:
+    """Operand A [lanes, 4] of one MMA, of two words [lanes, 2] (rows r, r+8) and their constants [lanes, 2]."""
+    a = np.empty((len(words), 4), np.uint32)
+    for half in (0, 1):
+        for nibble in (0, 1):
+            q4 = reference.as_bytes(words[:, [half]] >> np.uint32(4 * nibble) & np.uint32(0x0F0F0F0F))
+            weights = dequant(q4, scale[:, [half]], offset[:, [half]])
+            a[:, half + 2 * nibble] = weights.view(np.uint32)[:, 0]
+    return a
+
+
+def tile_of(matrix: np.ndarray, row: int, column: int, fragment: Fragment) -> np.ndarray:
+    """The part of a matrix that a fragment holds, zero where the matrix has ended."""
+    rows, columns = fragment.shape
+    part = matrix[row : row + rows, column : column + columns]
+    return np.pad(part, ((0, rows - part.shape[0]), (0, columns - part.shape[1])))
+
+
+@given(grouped)
+def test_dual_mma_feeds_wgmma(weight) -> None:
+    blocks, logical = pack(weight, "dual_mma").buffers["blocks"], weight.level1()
+    thread = np.arange(128)
+    w, g = thread // 32, thread % 32 // 4
+    groups, units = max(1, 64 // weight.group), max(1, weight.group // 64)
+    for (row_tile, k_block), block in np.ndenumerate(blocks.view(f"V{blocks.shape[2]}")[..., 0]):
+        memory = np.frombuffer(block.item(), np.uint8)
+        constants = memory[2048 * units :].reshape(-1, groups, 2, 2)[8 * w + g]  # [thread, group, row half, pair]
+        for unit in range(units):
+            lds128 = memory[2048 * unit :][16 * thread[:, None] + np.arange(16)].view(np.uint32)
+            for mma in (0, 1):
+                pairs = constants[:, mma if groups == 2 else 0]
+                offset = pairs[..., 1].view(np.int8) if isinstance(weight, QoQWeight) else pairs[..., 1]
+                a = registers(lds128[:, 2 * mma : 2 * mma + 2], pairs[..., 0], offset, DEQUANT[type(weight)])
+                k = 64 * (units * k_block + unit) + 32 * mma
+                expected = tile_of(logical, 64 * row_tile, k, wgmma_a())
+                np.testing.assert_array_equal(wgmma_a().gather(a, np.int8), expected)
+
+
+@given(grouped)
+def test_qserve_feeds_mma_sync(weight) -> None:
+    buffers, logical = pack(weight, "qserve").buffers, weight.level1()
+    offsets = buffers["offset"].view(np.int8) if isinstance(weight, QoQWeight) else buffers["offset"]
+    for row_tile, k_tile in np.ndindex(buffers["qweight"].shape[:2]):
+        lds128 = buffers["qweight"][row_tile, k_tile].reshape(32, 4)
+        group = 32 * k_tile // weight.group
+        scale, offset = (c[row_tile, group].reshape(8, 4)[G] for c in (buffers["scale"], offsets))  # four rows each
+        for half in (0, 1):
+            rows = slice(2 * half, 2 * half + 2)
+            a = registers(lds128[:, rows], scale[:, rows], offset[:, rows], DEQUANT[type(weight)])
+            expected = tile_of(logical, 32 * row_tile + 16 * half, 32 * k_tile, mma_a(32))
+            np.testing.assert_array_equal(mma_a(32).gather(a, np.int8), expected)
+
+
+@given(weights)
+def test_comet_reaches_the_lanes_by_ldmatrix(weight) -> None:
+    """One ldmatrix.x4 gives each lane what dual_mma's LDS.128 gives it, in COMET's nibble order."""
+    tiles, logical = pack(weight, "comet").buffers["qweight"], weight.q4
+    unscaled = {"scale": np.ones((32, 2), np.uint8), "offset": np.zeros((32, 2), np.int8)}
+    for row_tile, k_tile in np.ndindex(tiles.shape[:2]):
+        rows_of_16_bytes = tiles[row_tile, k_tile].view(np.uint16).reshape(32, 8)
+        words = exchange_nibbles(ldmatrix(4).scatter(rows_of_16_bytes))
+        for mma in (0, 1):
+            a = registers(words[:, 2 * mma : 2 * mma + 2], **unscaled, dequant=reference.dequant_qoq_vadd4)
+            expected = tile_of(logical, 16 * row_tile, 64 * k_tile + 32 * mma, mma_a(32))
+            np.testing.assert_array_equal(mma_a(32).gather(a), expected)
+
+
+@given(weights)
+def test_row_major_is_words_in_place(weight) -> None:
+    buffers = pack(weight, "row_major").buffers
+    np.testing.assert_array_equal(buffers["qweight"], pack_u4(weight.q4), strict=True)
+    if not isinstance(weight, QoQChannelWeight):
+        np.testing.assert_array_equal(buffers["scale"], weight.group_scale, strict=True)
+        np.testing.assert_array_equal(buffers["offset"], weight.offset.view(np.uint8), strict=True)
+
+
+@pytest.mark.parametrize(("group", "size"), [(32, 2048 + 256), (64, 2048 + 128), (128, 4096 + 128)])
+def test_blocks_are_bulk_copies(group: int, size: int) -> None:
+    blocks = pack(random_weight(LQQWeight, 128, 256, group, 0), "dual_mma").buffers["blocks"]
+    assert blocks.shape == (2, 256 // max(64, group), size) and size % 128 == 0 and blocks.flags.c_contiguous
+
+
+def test_channel_blocks_have_no_constants() -> None:
+    assert pack(random_weight(QoQChannelWeight, 72, 96, 96, 0), "dual_mma").buffers["blocks"].shape == (2, 2, 2048)
+
+
+@pytest.mark.parametrize(("layout", "elements"), [("qserve", 32 * 32), ("dual_mma", 64 * 64), ("comet", 16 * 64)])
+def test_two_weights_lie_where_the_diagrams_say(layout: str, elements: int) -> None:
+    """Row 9 = g 1 of the upper half, k 21 = second half of MMA 0, lane 1 of the quad, byte 1."""
+    weight = random_weight(QoQChannelWeight, 64, 64, 64, 0)
+    weight.q4[:] = 0
+    weight.q4[9, 21] = 0xB
+    word = {"qserve": 4 * (4 * 1 + 1) + 1, "dual_mma": 4 * (4 * 1 + 1) + 1, "comet": 32 + 4 * 1 + 1}[layout]
+    nibble = {"qserve": 3, "dual_mma": 3, "comet": 2}[layout]
+    stored = next(iter(pack(weight, layout).buffers.values())).reshape(-1).view(np.uint32)
+    assert np.flatnonzero(stored).tolist() == [word] and stored[word] == 0xB << 4 * nibble
+    assert stored.size * 8 == -(-64 * 64 // elements) * elements
