@@ -89,7 +89,7 @@ def report(
     check: Annotated[bool, typer.Option(help="Change nothing; fail if something is out of date.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the README's tables from the specs and the recorded measurements."""
+    """Rebuild the README's tables and the figures in the kernels' headers from the recorded measurements."""
     changed = reports.update(write=not check)
     if as_json:
         print_json([str(path) for path in changed])
