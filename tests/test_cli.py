@@ -46,7 +46,7 @@ def test_list_as_json(cli: Any) -> None:
     rows = json.loads(out)
     assert code == 0 and [r["name"] for r in rows] == list(kernels.specs())
     assert all({"name", "family", "sources", "arch", "wrong_by_design"} <= set(r) for r in rows)
-    assert [r["name"] for r in rows if r["wrong_by_design"]] == ["dequant_qoq_presub"]
+    assert [r["name"] for r in rows if r["wrong_by_design"]] == ["dequant_qoq_presub", "load_ldmatrix_u4"]
     assert next(r for r in rows if r["name"] == "dequant_lqq")["sources"] == ["ptx", "cu"]
 
 
