@@ -21,6 +21,7 @@
 # Sources: QServe §5.2.1, LiquidGEMM §5.2, COMET §4.3.
 
 # %%
+# %matplotlib inline
 import numpy as np
 from IPython.display import Markdown
 
