@@ -9,6 +9,7 @@ from pathlib import Path
 from ptxlab import bench, counts, kernels, sources
 from ptxlab.errors import FileError
 from ptxlab.files import write_text
+from ptxlab.spec import KernelSpec
 
 _MEASURED = re.compile(r"^// Measured   .*$", re.MULTILINE)
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -36,20 +37,32 @@ def update(*, write: bool = True) -> list[Path]:
 
 
 def _headers() -> dict[Path, str]:
-    """The `.ptx` sources whose header states other figures than the recorded bench, with the text they should have."""
-    measured = _measured("h200", "dequant")
+    """The `.ptx` sources whose header states other figures than the records, with the text they should have."""
     changed = {}
     for spec in kernels.specs().values():
         source = kernels.find(spec.name)[1][0]
-        streaming, registers = (measured.get((spec.name, "ptx", measure)) for measure in ("streaming", "registers"))
-        if source.language != "ptx" or streaming is None or registers is None:
+        figures = _figures(spec)
+        if source.language != "ptx" or not figures:
             continue
-        memory = f"{streaming.rate / 1e3:.2f} TB/s on an H200, {streaming.fraction:.2f} of a copy"
-        line = f"// Measured   {memory}; the word alone in registers: {registers.rate:.0f} weights per clock and SM."
-        text = _MEASURED.sub(line, source.text)
+        text = _MEASURED.sub(f"// Measured   {figures}", source.text)
         if text != source.text:
             changed[Path(source.path)] = text
     return changed
+
+
+def _figures(spec: KernelSpec) -> str:
+    """What was measured of a kernel, in a line; empty where nothing is recorded."""
+    measured = _measured("h200", spec.family)
+    rows = {what: measured.get((spec.name, "ptx", what)) for what in ("streaming", "registers", "resident")}
+    streaming, registers, resident = rows.values()
+    if streaming is None:
+        return ""
+    line = f"{streaming.rate / 1e3:.2f} TB/s on an H200, {streaming.fraction:.2f} of a {streaming.limit}"
+    if registers is not None:
+        line += f"; the word alone in registers: {registers.rate:.0f} weights per clock and SM"
+    if resident is not None:
+        line += f"; from shared memory alone: {resident.rate:.0f} weights per clock and SM"
+    return f"{line}."
 
 
 def _section(path: Path, name: str) -> str:

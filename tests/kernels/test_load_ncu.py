@@ -1,4 +1,4 @@
-"""The bank model against the hardware's own counters, kernel by kernel. Needs a GPU, and ncu with permission to count."""
+"""The bank model against the hardware's counters, kernel by kernel. Needs a GPU, and ncu with permission to count."""
 
 import csv
 import io
