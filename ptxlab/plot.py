@@ -137,11 +137,11 @@ def load_figure(held: Sequence["Holders"], accesses: Sequence["WarpAccess"]) -> 
         held: the kernels to compare, the one in question first.
         accesses: the first kernel's loads from shared memory, warp 0.
     """
-    figure = Figure(figsize=(8 * len(held) + 6, 6.4), layout="constrained")
-    panels = figure.subplots(1, len(held) + 1, width_ratios=[*[1.35] * len(held), 1])
-    for axes, one in zip(panels, held, strict=False):
-        _lane_tile(axes, one)
-    _bank_grid(panels[-1], held[0].name, accesses)
+    figure = Figure(figsize=(15, 6.4 * len(held)), layout="constrained")
+    panels: dict[str, Axes] = figure.subplot_mosaic([[one.name, "banks"] for one in held], width_ratios=(1.35, 1))
+    for one in held:
+        _lane_tile(panels[one.name], one)
+    _bank_grid(panels["banks"], held[0].name, accesses)
     return figure
 
 
@@ -174,7 +174,7 @@ def _bank_grid(axes: Axes, name: str, accesses: Sequence["WarpAccess"]) -> None:
             axes.text(bank, line, str(lanes[0]), ha="center", va="center", fontsize=6, bbox=_PLATE)
     axes.imshow(grid, cmap="twilight", vmin=0, vmax=32, interpolation="nearest", aspect="auto")
     least = sum(access.least for access in accesses)
-    axes.set_title(f"{len(fronts)} wavefronts, {least} at best", loc="left", weight="bold", fontsize=11)
+    axes.set_title(f"{name}: {len(fronts)} wavefronts, {least} at best", loc="left", weight="bold", fontsize=11)
     axes.set_xlabel("bank; label: lane")
     axes.set_ylabel("wavefront")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
