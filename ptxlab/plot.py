@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ptxlab import audit, quant, reference
+from ptxlab.errors import ArgumentError
 from ptxlab.files import write_whole
 
 if TYPE_CHECKING:
@@ -21,18 +22,22 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"
 SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}
+_PLATE: dict[str, Any] = {"boxstyle": "square,pad=0.15", "color": "#ffffffb0", "linewidth": 0}  # under a label
 SWEEP = range(112, 128)  # protective ranges of the overflow curve
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as the path's suffix says (.png, .svg, .pdf), whole or not at all."""
-    from ptxlab.errors import ArgumentError
-
+def format_of(path: Path) -> str:
+    """The format that a picture's file name asks for; ArgumentError for none of .png, .svg and .pdf."""
     suffix = path.suffix.lstrip(".").lower()
     if suffix not in ("png", "svg", "pdf"):
         raise ArgumentError("picture", "a file name that ends in .png, .svg or .pdf", path)
+    return suffix
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as the path's suffix says (`format_of`), whole or not at all."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix, dpi=150, bbox_inches="tight", facecolor="white")
+    figure.savefig(buffer, format=format_of(path), dpi=150, bbox_inches="tight", facecolor="white")
     write_whole(path, lambda file: file.write(buffer.getvalue()))
 
 
@@ -50,22 +55,24 @@ def demo_figure(rows: Sequence["Row"], matrices: dict[str, np.ndarray], what: st
 
 def audit_figure(rows: Sequence["AuditRow"], title: str) -> Figure:
     """Overflowing weights (above) and relative error (below) per tensor, scheme and protective range."""
+    if not rows:
+        raise ArgumentError("picture", "at least one tensor that could be audited", "none")
     tensors = list(dict.fromkeys(r.tensor for r in rows))
     figure = Figure(figsize=(max(7, 0.28 * len(tensors) + 3), 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
+    names = {"qoq": "QoQ", "lqq": "LQQ", "lqq_ceiling": "LQQ ceiling", "lqq_search": "LQQ search"}
     for scheme, limit in dict.fromkeys((r.scheme, r.protective_range) for r in rows):
         chosen = {r.tensor: r for r in rows if (r.scheme, r.protective_range) == (scheme, limit)}
         marker = {119: "o", 120: "s", 127: "^"}.get(limit, "d")
         style = {"marker": marker, "linestyle": "none", "markersize": 5, "color": SCHEME_COLOURS[scheme], "alpha": 0.8}
-        label = f"{scheme.upper()} at ±{limit}"
+        label = f"{names[scheme]} at ±{limit}"
         above.plot(range(len(tensors)), [chosen[t].overflows for t in tensors], label=label, **style)
         below.plot(range(len(tensors)), [chosen[t].relative_error for t in tensors], **style)
     above.set_yscale("symlog", linthresh=1)
     above.set_ylabel("overflowing weights")
-    above.legend(ncols=3, fontsize=8)
-    above.set_title(f"{title}: overflow and error by protective range", loc="left", weight="bold")
+    above.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.02))
+    figure.suptitle(f"{title}: overflow and error by protective range", x=0.01, ha="left", weight="bold")
     below.set_ylabel("relative error")
-    below.set_ylim(bottom=0)
     below.set_xticks(range(len(tensors)), tensors, rotation=90, fontsize=7)
     return figure
 
@@ -130,11 +137,11 @@ def load_figure(held: Sequence["Holders"], accesses: Sequence["WarpAccess"]) -> 
         held: the kernels to compare, the one in question first.
         accesses: the first kernel's loads from shared memory, warp 0.
     """
-    figure = Figure(figsize=(8 * len(held) + 6, 6.4), layout="constrained")
-    panels = figure.subplots(1, len(held) + 1, width_ratios=[*[1.35] * len(held), 1])
-    for axes, one in zip(panels, held, strict=False):
-        _lane_tile(axes, one)
-    _bank_grid(panels[-1], held[0].name, accesses)
+    figure = Figure(figsize=(15, 6.4 * len(held)), layout="constrained")
+    panels: dict[str, Axes] = figure.subplot_mosaic([[one.name, "banks"] for one in held], width_ratios=(1.35, 1))
+    for one in held:
+        _lane_tile(panels[one.name], one)
+    _bank_grid(panels["banks"], held[0].name, accesses)
     return figure
 
 
@@ -146,8 +153,8 @@ def _lane_tile(axes: Axes, held: "Holders") -> None:
         for column in range(0, columns, 4):
             label = f"{held.thread[row, column]}.a{held.register[row, column]}"
             wrong = held.wrong[row, column : column + 4].any()
-            style = {"color": "white", "weight": "bold"} if wrong else {"color": "black"}
-            box = {"boxstyle": "square,pad=0.15", "color": RED if wrong else "#ffffffb0", "linewidth": 0}
+            style: dict[str, Any] = {"color": "white", "weight": "bold"} if wrong else {"color": "black"}
+            box = {**_PLATE, "color": RED} if wrong else _PLATE
             axes.text(column + 1.5, row, label, ha="center", va="center", fontsize=6.5, bbox=box, **style)
     share = held.wrong.mean()
     verdict = f"{share:.0%} not where the MMA wants it (red)" if share else "what the MMA wants"
@@ -164,10 +171,10 @@ def _bank_grid(axes: Axes, name: str, accesses: Sequence["WarpAccess"]) -> None:
     for line, (_, front) in enumerate(fronts):
         for bank, lanes in front.items():
             grid[line, bank] = lanes[0]
-            axes.text(bank, line, str(lanes[0]), ha="center", va="center", fontsize=6)
+            axes.text(bank, line, str(lanes[0]), ha="center", va="center", fontsize=6, bbox=_PLATE)
     axes.imshow(grid, cmap="twilight", vmin=0, vmax=32, interpolation="nearest", aspect="auto")
     least = sum(access.least for access in accesses)
-    axes.set_title(f"{len(fronts)} wavefronts, {least} at best", loc="left", weight="bold", fontsize=11)
+    axes.set_title(f"{name}: {len(fronts)} wavefronts, {least} at best", loc="left", weight="bold", fontsize=11)
     axes.set_xlabel("bank; label: lane")
     axes.set_ylabel("wavefront")
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))

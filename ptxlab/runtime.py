@@ -1,6 +1,5 @@
 """Runs kernels: any PTX or CUDA file by `load`, a spec's by `run_spec`, on the GPU or in the emulator."""
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,17 +10,12 @@ import numpy as np
 
 from ptxlab import emulator, gpu, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.sources import Source
+from ptxlab.sources import Source, cuda_entries
 from ptxlab.spec import Arg, KernelSpec, Launch
 
 BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
 _LANE_INSTRUCTIONS_PER_SECOND = 50e6
-
-_CUDA_ENTRY = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)', re.DOTALL
-)
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -33,12 +27,14 @@ class Outcome:
         outputs: arrays that the kernel wrote, by argument name, of the caller's own kind (NumPy, CuPy, PyTorch ...).
         findings: what the emulator's checks report; empty on the GPU.
         lane_instructions: executed by the emulator; 0 on the GPU.
+        shared: what accesses to shared memory cost, if the emulator was asked to `count_banks`.
     """
 
     backend: str
     outputs: dict[str, Any]
     findings: tuple[emulator.Finding, ...] = ()
     lane_instructions: int = 0
+    shared: tuple[emulator.SharedAccess, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,15 +51,14 @@ class Kernel:
         if self.source.language == "ptx":
             return emulator.parse(self.source.text, self.source.path)
         image = toolchain.compile_cuda(self.source, _EMULATED_ARCH, output="ptx", defines=self.defines)
-        return emulator.parse(image.data.decode(), self.source.path)
+        return emulator.parse(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters in launch order; for CUDA C++ read off the signature."""
         if self.source.language == "ptx":
             return tuple(p.name for p in self.module.entries[self.entry].params)
-        signature = dict(_CUDA_ENTRY.findall(_COMMENT.sub("", self.source.text)))[self.entry]
-        return tuple(re.findall(r"(\w+)\s*$", p)[0] for p in signature.split(",") if p.strip())
+        return cuda_entries(self.source.text)[self.entry]
 
     def launch(
         self,
@@ -76,6 +71,7 @@ class Kernel:
         written: Collection[int] | None = None,
         mode: str = "early",
         seed: int = 0,
+        count_banks: bool = False,
     ) -> emulator.Result | None:
         """Launch with arguments in order (arrays and NumPy scalars); arrays are written in place.
 
@@ -99,6 +95,7 @@ class Kernel:
             uninitialised=uninitialised,
             mode=mode,
             seed=seed,
+            count_banks=count_banks,
         )
 
     def __call__(
@@ -110,9 +107,11 @@ class Kernel:
         cluster: int | tuple[int, ...] = 1,
         backend: str | None = None,
         checks: Iterable[str] = (),
+        mode: str = "early",
         seed: int = 0,
+        count_banks: bool = False,
     ) -> Outcome:
-        """Launch on arrays and NumPy scalars in the order of the parameters; arrays are written in place.
+        """Launch on arrays (of any library) and NumPy scalars in the order of the parameters, written in place.
 
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
@@ -121,8 +120,11 @@ class Kernel:
         if len(args) != len(names):
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
         geometry = Launch(_dim3("grid", grid), _dim3("block", block), shared_bytes, _dim3("cluster", cluster))
-        backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in args))
-        result = self.launch(args, geometry, backend=backend, checks=checks, seed=seed)
+        shared = [_shared(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
+        backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in shared))
+        result = self.launch(
+            shared, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
+        )
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
 
@@ -147,7 +149,7 @@ def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapp
     if source.language == "ptx":
         entries = list(emulator.parse(source.text, source.path).entries)
     else:
-        entries = [name for name, _ in _CUDA_ENTRY.findall(_COMMENT.sub("", source.text))]
+        entries = list(cuda_entries(source.text))
     if entry is None and len(entries) == 1:
         entry = entries[0]
     if entry not in entries:
@@ -169,8 +171,10 @@ def run_spec(
     config: Mapping[str, int] | None = None,
     mode: str = "early",
     seed: int = 0,
+    count_banks: bool = False,
 ) -> Outcome:
-    """Run a spec's kernel from one of its sources. Everything is checked before anything is launched.
+    """Run a spec's kernel from one of its sources. Everything is checked before anything is launched, but for the
+    values of arrays on a device: looking at them would wait for it.
 
     Args:
         spec: the kernel.
@@ -184,6 +188,7 @@ def run_spec(
         config: `-D` constants; by default the spec's first.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
+        count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
     """
     expected = {a.name for a in spec.inputs}
     for name in inputs:
@@ -195,7 +200,7 @@ def run_spec(
     solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
     on_device = any(gpu.is_device_array(a) for a in arrays.values())
     on_host = {n: arrays[n] for n in expected if not gpu.is_device_array(arrays[n])}
-    if not unchecked and len(on_host) == len(expected):  # values on the device are the emulator's to check
+    if not unchecked and len(on_host) == len(expected):
         spec.check_values(on_host, solved)
 
     kernel = Kernel(source, spec.name, dict(config or spec.configs[0]))
@@ -214,6 +219,7 @@ def run_spec(
         written=[i for i, a in enumerate(spec.args) if a.role in ("out", "inout")],
         mode=mode,
         seed=seed,
+        count_banks=count_banks,
     )
     like = next(iter(inputs.values()))
     return _outcome(backend, {a.name: gpu.like(arrays[a.name], like) for a in spec.outputs}, result)
@@ -254,10 +260,23 @@ def _accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
     array = gpu.as_array(f"{spec.name}: {arg.name}", array)
     if array.dtype != np.dtype(arg.dtype):
         raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {arg.dtype}", array.dtype)
-    if not array.flags.c_contiguous:
-        raise ArgumentError(f"{spec.name}: {arg.name}", "C-contiguous", f"strides {array.strides}")
+    _check_contiguous(f"{spec.name}: {arg.name}", array)
     gpu.check_alignment(f"{spec.name}: {arg.name}", array)
     return array
+
+
+def _shared(name: str, arg: Any) -> Any:
+    """An argument of a kernel without a spec: arrays as `_accept` has them, anything else as it is."""
+    if not hasattr(arg, "__dlpack__") and not hasattr(arg, "__cuda_array_interface__"):
+        return arg
+    array = gpu.as_array(name, arg)
+    _check_contiguous(name, array)
+    return array
+
+
+def _check_contiguous(name: str, array: Any) -> None:
+    if not array.flags.c_contiguous:
+        raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
 
 
 def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
@@ -271,7 +290,7 @@ def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
 def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
     if result is None:
         return Outcome(backend, outputs)
-    return Outcome(backend, outputs, result.findings, result.lane_instructions)
+    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared)
 
 
-_EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use; raised per spec where needed
+_EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use

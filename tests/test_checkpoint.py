@@ -5,9 +5,9 @@ import sys
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from ptxlab.checkpoint import Checkpoint, TensorInfo, demo_checkpoint, encoder_matrices
+from ptxlab.checkpoint import Checkpoint, TensorInfo, demo_checkpoint, encoder_matrices, write_checkpoint
 from ptxlab.errors import ArgumentError, FileError
 
 
@@ -75,6 +75,65 @@ def test_refuses_unknown_names_and_dtypes(small, tmp_path):
     eight_bits = write(tmp_path / "f8.safetensors", {"w": ("F8_E4M3", [4], b"1234")})
     with pytest.raises(FileError, match="w has dtype F8_E4M3"):
         Checkpoint(eight_bits).read("w")
+
+
+def test_bytes_of_any_dtype_and_metadata(tmp_path):
+    path = write(tmp_path / "f8.safetensors", {"w": ("F8_E4M3", [2, 2], b"1234"), "v": ("I64", [1], bytes(range(8)))})
+    checkpoint = Checkpoint(path)
+    assert checkpoint.read_bytes("w").tobytes() == b"1234" and checkpoint.read_bytes("v").tobytes() == bytes(range(8))
+    assert checkpoint.tensors["w"].nbytes == 4 and checkpoint.metadata == {}
+
+
+WRITTEN = {
+    "bytes": np.arange(3, dtype=np.uint8),
+    "doubles": np.arange(6.0).reshape(2, 3),
+    "halves": np.ones((3, 1), np.float16),
+    "scalar": np.array(7, np.int32),
+    "empty": np.zeros((0, 4), np.float32),
+}
+SPELLING = {"uint8": "U8", "float64": "F64", "float16": "F16", "int32": "I32", "float32": "F32"}
+ANNOUNCED = [TensorInfo(name, a.shape, SPELLING[str(a.dtype)], a.nbytes) for name, a in WRITTEN.items()]
+
+
+def test_write_in_any_order_and_aligned(tmp_path):
+    path = tmp_path / "new.safetensors"
+    write_checkpoint(path, ANNOUNCED, reversed(WRITTEN.items()), {"format": "pt"})
+    read = load_file(path)
+    assert read.keys() == WRITTEN.keys()
+    for name, array in WRITTEN.items():
+        np.testing.assert_array_equal(read[name], array, strict=True)
+    assert Checkpoint(path).metadata == {"format": "pt"}
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    starts = {name: 8 + length + header[name]["data_offsets"][0] for name, array in WRITTEN.items() if array.size}
+    assert all(start % WRITTEN[name].dtype.itemsize == 0 for name, start in starts.items())
+
+
+def test_write_takes_strided_arrays(tmp_path):
+    array = np.arange(12, dtype=np.int32).reshape(3, 4).T
+    write_checkpoint(tmp_path / "t", [TensorInfo("t", (4, 3), "I32", 48)], [("t", array)], {})
+    np.testing.assert_array_equal(load_file(tmp_path / "t")["t"], array, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ([("bytes", np.zeros(4, np.uint8))], "bytes: 3 bytes announced, 4 given"),
+        ([("bytes", WRITTEN["bytes"])], "announced and not given: doubles, scalar, halves, empty"),
+    ],
+)
+def test_contents_that_break_their_word_leave_nothing(tmp_path, contents, message):
+    with pytest.raises(ValueError, match=message):
+        write_checkpoint(tmp_path / "new", ANNOUNCED, contents, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_differ_and_folders_exist(tmp_path):
+    with pytest.raises(ArgumentError, match=r"tensors: must have different names \(got bytes\)"):
+        write_checkpoint(tmp_path / "new", [ANNOUNCED[0], ANNOUNCED[0]], [], {})
+    with pytest.raises(FileError, match="cannot be written: No such file or directory"):
+        write_checkpoint(tmp_path / "no" / "new", [], [], {})
 
 
 def broken_files(folder):

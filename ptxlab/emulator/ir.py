@@ -106,7 +106,9 @@ class Instruction:
         """Registers that it writes."""
         head = self.opcode.split(".")[0]
         reads_only = head in _NO_DESTINATION or (head in ("bar", "barrier") and ".red" not in self.opcode)
-        return [] if reads_only else list(registers(self.operands[:1]))
+        if reads_only or isinstance((*self.operands, None)[0], Address):  # st, stmatrix, cp.async, mbarrier.init ...
+            return []
+        return list(registers(self.operands[:1]))
 
     @property
     def sources(self) -> list[Register]:
@@ -139,6 +141,11 @@ class Entry:
         return max((p.offset + p.size for p in self.params), default=0)
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether it asks for anything that goes on while its threads do: copies."""
+        return any(i.opcode.startswith("cp.async") for i in self.instructions)
+
+    @property
     def max_threads(self) -> int | None:
         """Largest block that the kernel declares to support (`.maxntid`, `.reqntid`), or None."""
         sizes = self.directives.get("reqntid") or self.directives.get("maxntid")
@@ -162,9 +169,7 @@ class Module:
     variables: list[Variable] = field(default_factory=list)  # .global and .const
 
 
-_NO_DESTINATION = frozenset(
-    {"st", "red", "bra", "ret", "exit", "trap", "prefetch", "prefetchu", "nanosleep", "setmaxnreg"}
-)
+_NO_DESTINATION = frozenset({"bra", "brx", "ret", "exit", "trap", "nanosleep", "setmaxnreg"})
 
 
 def registers(operands: tuple) -> Iterator[Register]:

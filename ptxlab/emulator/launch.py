@@ -9,8 +9,22 @@ from dataclasses import dataclass
 import numpy as np
 
 # modules enter their instructions into the tables when they are imported
-from ptxlab.emulator import atomic, bits, collective, control, convert, floating, integer, sync, video  # noqa: F401
+from ptxlab.emulator import (  # noqa: F401
+    atomic,
+    bits,
+    collective,
+    control,
+    convert,
+    copies,
+    floating,
+    integer,
+    matrix,
+    mbarrier,
+    sync,
+    video,
+)
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
+from ptxlab.emulator.inflight import InFlight
 from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
@@ -18,12 +32,15 @@ from ptxlab.emulator.parse import parse
 from ptxlab.emulator.race import Races
 from ptxlab.emulator.types import Array
 from ptxlab.emulator.wave import Launch
-from ptxlab.errors import ArgumentError
+from ptxlab.emulator.wavefronts import SharedAccess, Wavefronts
+from ptxlab.errors import ArgumentError, EmulationError
+from ptxlab.spec import MOST_BLOCKS
 
 CHECKS = frozenset({"lanes", "race", "init", "async"})
 MODES = ("early", "late")
-# Blocks of one wave run side by side, so that they may wait for each other; 132 blocks of 384 threads fit.
-WAVE_LANES = 1 << 16
+# Blocks of one wave run side by side, so that they may wait for each other: a block of any size per SM of an H200.
+# A grid whose blocks all wait for each other and that has more lanes than this spins for ever.
+WAVE_LANES = 132 * 1024
 POISON = 0xCD  # what shared and local memory hold before they are written
 
 Argument = np.ndarray | np.generic | bytes
@@ -32,12 +49,16 @@ Size = int | Sequence[int]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found, and how much it did: instructions dispatched (`steps`), and those times their lanes."""
+    """What a run found, and how much it did: instructions dispatched (`steps`), and those times their lanes.
+
+    `shared` tells what every access to shared memory cost, in the order of the lines, if `count_banks` was asked for.
+    """
 
     findings: tuple[Finding, ...]
     lane_instructions: int
     steps: int
     seconds: float
+    shared: tuple[SharedAccess, ...] = ()
 
 
 def run(
@@ -54,6 +75,7 @@ def run(
     seed: int = 0,
     max_steps: int | None = None,
     uninitialised: Collection[int] = (),
+    count_banks: bool = False,
 ) -> Result:
     """Run a kernel of a parsed module (or of PTX text).
 
@@ -63,7 +85,7 @@ def run(
     dynamic shared memory. `checks` is any of `CHECKS`; bounds and alignment are always checked. `uninitialised` are
     positions in `args` of buffers whose contents count as never written. `mode` says when asynchronous operations
     complete: "early" at once, "late" when waited for, in an order drawn from `seed`. `max_steps` bounds the
-    instructions dispatched.
+    instructions dispatched. With `count_banks` the result tells what accesses to shared memory cost.
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
     `EmulationError`s with the place in the source. No array is modified then.
@@ -76,28 +98,41 @@ def run(
     _check_launch(kernel, *sizes, shared_bytes, checks, mode)
     _check_arguments(kernel, args)
     launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, max_steps)
+    launch.mode, launch.seed = mode, seed
     if "init" in checks:
         launch.defined = _defined(launch, [region for _, region in buffers], args, uninitialised)
-    with np.errstate(all="ignore"):
-        for blocks in _waves(launch):
-            machine = Machine(launch, blocks)
-            machine.watchers = tuple(_watchers(machine, checks))
-            machine.bind()
-            machine.run()
+    try:
+        with np.errstate(all="ignore"):
+            for blocks in _waves(launch):
+                machine = Machine(launch, blocks)
+                machine.watchers = tuple(_watchers(machine, checks, count_banks))
+                machine.bind()
+                machine.run()
+    except EmulationError as error:
+        first = next(iter(launch.findings.found.values()), None)
+        if first is None:
+            raise
+        raise type(error)(f"{error}\n  found before that: {first}") from error
     for array, region in buffers:
         if region.written:
             array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]
     seconds = time.perf_counter() - started
-    return Result(tuple(launch.findings.found.values()), launch.lane_instructions, launch.steps, seconds)
+    shared = tuple(sorted(launch.shared_accesses.values(), key=lambda access: access.line))
+    return Result(tuple(launch.findings.found.values()), launch.lane_instructions, launch.steps, seconds, shared)
 
 
-def _watchers(machine: Machine, checks: frozenset[str]) -> Iterator[Watcher]:
+def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool) -> Iterator[Watcher]:
+    if count_banks:
+        yield Wavefronts(machine)
     if "lanes" in checks:
         yield PackedLanes(machine)
     if "init" in checks:
         yield Initialised(machine)
+    in_flight = InFlight(machine) if "async" in checks and machine.launch.entry.is_asynchronous else None
     if "race" in checks:
-        yield Races(machine)
+        yield Races(machine, in_flight.busy if in_flight else None)
+    if in_flight:
+        yield in_flight
 
 
 def _kernel(module: Module, name: str | None) -> Entry:
@@ -117,6 +152,8 @@ def _size(name: str, value: Size) -> tuple[int, int, int]:
 
 
 def _check_launch(kernel: Entry, grid, block, cluster, shared_bytes: int, checks: frozenset[str], mode: str) -> None:
+    if any(blocks > most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)):
+        raise ArgumentError("grid", f"has at most {MOST_BLOCKS} blocks", grid)
     threads = block[0] * block[1] * block[2]
     if threads > 1024 or block[2] > 64:
         raise ArgumentError("block", "has at most 1024 threads, and 64 in z", block)
@@ -145,7 +182,7 @@ def _check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
                 raise ArgumentError(name, f"is {param.size} bytes by value, not a buffer", f"array of {value.dtype}")
             if not value.flags.c_contiguous:
                 raise ArgumentError(name, "has to be C-contiguous", f"strides {value.strides}")
-            if value.dtype.hasobject or not value.dtype.isnative:
+            if value.dtype.kind not in "biufcV" or value.dtype.hasobject or not value.dtype.isnative:
                 raise ArgumentError(name, "has to hold numbers in native byte order", value.dtype.str)
         elif isinstance(value, np.generic | bytes):
             size = len(value) if isinstance(value, bytes) else value.dtype.itemsize

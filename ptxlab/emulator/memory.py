@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ptxlab.emulator.types import Array
+from ptxlab.errors import ArgumentError
 
 BASE = 0x7F00_0000_0000
 GAP = 1 << 16
@@ -52,7 +53,10 @@ class Memory:
 
     def allocate(self) -> None:
         """Make the arena, zeroed."""
-        self.arena = np.zeros(self.size, np.uint8)
+        try:
+            self.arena = np.zeros(self.size, np.uint8)
+        except (MemoryError, ValueError):
+            raise ArgumentError("memory", "has to fit this machine", f"{self.size} bytes in all") from None
         self.view = {n: self.arena.view(f"u{n}") for n in (1, 2, 4, 8)}
         self.starts = [region.start for region in self.regions]
         self.ends = [region.end for region in self.regions]
@@ -64,12 +68,12 @@ class Memory:
         index = bisect_right(self.starts, offset) - 1
         return self.regions[index] if index >= 0 else None
 
-    def touched(self, offsets: Array, size: int) -> Region | None:
-        """The one region that holds all `size`-byte accesses at `offsets`, or None."""
+    def touched(self, offsets: Array, end: int) -> Region | None:
+        """The one region that holds all accesses at `offsets`, the last of which ends at `end`; or None."""
         region = self.region_of(int(offsets.min()))
-        return region if region and int(offsets.max()) + size <= region.end else None
+        return region if region and end <= region.end else None
 
-    def touch_each(self, offsets: Array, size: int) -> tuple[Array, list[Region]]:
+    def touch_each(self, offsets: Array, size: int | Array) -> tuple[Array, list[Region]]:
         """For accesses to several regions: which lie outside (bool per access), and the regions of the rest."""
         index = np.searchsorted(self.starts_array, offsets, "right") - 1
         outside = (index < 0) | (offsets + size > self.ends_array[index])

@@ -7,8 +7,8 @@ up to whole warps, so that `lane // 32` names a warp. Registers of one width for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from ptxlab.emulator.check import Findings
 from ptxlab.emulator.ir import Entry, Operand, Register
 from ptxlab.emulator.memory import Memory
 from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, bits_of, is_float, is_signed
+
+if TYPE_CHECKING:
+    from ptxlab.emulator.wavefronts import SharedAccess
 
 Reader = Callable[[Lanes], Array]
 Writer = Callable[[Lanes, Array], Any]
@@ -40,7 +43,10 @@ class Launch:
     local_window: int
     findings: Findings
     max_steps: int | None
+    mode: str = "early"  # when asynchronous copies land; see `pending`
+    seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
+    shared_accesses: dict[tuple[str, int, str], SharedAccess] = field(default_factory=dict)  # by path, line, text
     steps: int = 0
     lane_instructions: int = 0
 
@@ -58,6 +64,13 @@ class Launch:
     def window_bytes(self) -> int:
         """Shared memory of a block, static and dynamic."""
         return self.entry.dynamic_offset + self.shared_bytes if self.shared_bytes else self.entry.shared_bytes
+
+    def is_shared(self, offsets: Array) -> Array:
+        """Which arena offsets lie in a shared window."""
+        if not len(self.shared_windows):
+            return np.zeros(len(offsets), bool)
+        last = self.shared_windows[-1] + self.window_bytes  # nothing else lies between the windows
+        return (offsets >= self.shared_windows[0]) & (offsets < last)
 
 
 class Wave:

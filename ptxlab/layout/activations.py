@@ -70,8 +70,7 @@ def _swizzled(tiles: S8) -> S8:
     """Tiles with their 16-byte columns exchanged; doing it twice undoes it."""
     columns = swizzle(np.arange(0, 8 * SPAN, 16), SPAN) // 16
     atoms = tiles.reshape(-1, len(columns), 16)
-    swizzled: S8 = np.take(atoms, columns.tolist(), axis=1)
-    return swizzled.reshape(tiles.shape)
+    return atoms[:, columns.tolist()].reshape(tiles.shape)
 
 
 def _require_matrix(argument: str, x: npt.NDArray[Any]) -> None:

@@ -1,6 +1,7 @@
 """What every quantiser refuses, and what it accepts."""
 
 import re
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -122,6 +123,30 @@ def test_strides_do_not_matter(quantise):
     w = weights(N=256, K=3).T
     assert not w.flags.c_contiguous
     assert_same(quantise(w), quantise(w.copy()))
+
+
+@pytest.mark.parametrize("strip", [1, 256, 700])
+@every_quantiser
+def test_strips_do_not_matter(quantise, strip, monkeypatch):
+    w = weights(N=7)
+    whole = quantise(w)
+    monkeypatch.setattr("ptxlab.quant.inputs.STRIP", strip)
+    assert_same(quantise(w), whole)
+    w[5, 17] = np.inf
+    with pytest.raises(ArgumentError, match=r"\[5, 17\] is inf"):
+        quantise(w)
+
+
+@every_quantiser
+def test_memory_is_bounded_by_strips(quantise, monkeypatch):
+    """Integers twice (strips and their whole) and at most level 1 beside them, but no float32 copy."""
+    w = weights(N=2048, K=512)
+    monkeypatch.setattr("ptxlab.quant.inputs.STRIP", 1 << 14)
+    tracemalloc.start()
+    quantise(w)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3.6 * w.size
 
 
 @every_quantiser

@@ -1,0 +1,121 @@
+"""The same code packs CuPy arrays, to the same bytes, and fast enough for the largest layer of a 70B model."""
+
+import time
+
+import numpy as np
+import pytest
+
+from ptxlab.layout import LAYOUTS, load, pack, save, unpack
+from ptxlab.layout.activations import (
+    from_fragment_order,
+    from_swizzled_tiles,
+    to_fragment_order,
+    to_swizzled_tiles,
+)
+from ptxlab.quant import LQQWeight, quantize_lqq
+from tests.layout.test_packings import KINDS, random_weight
+
+pytestmark = pytest.mark.gpu
+N, K = 57344, 8192  # gate and up of LLaMA-2-70B
+
+
+def on_gpu(weight):
+    import cupy
+
+    fields = {n: cupy.asarray(v) if isinstance(v, np.ndarray) else v for n, v in vars(weight).items()}
+    return type(weight)(**fields)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns", "group"), [(8, 32, 32), (72, 192, 32), (40, 320, 64), (64, 256, 128)])
+def test_weights(layout: str, kind: type, rows: int, columns: int, group: int) -> None:
+    cupy = pytest.importorskip("cupy")
+    weight = random_weight(kind, rows, columns, group, 0)
+    expected, packed = pack(weight, layout), pack(on_gpu(weight), layout)
+    for name, array in expected.buffers.items():
+        assert isinstance(packed.buffers[name], cupy.ndarray)
+        np.testing.assert_array_equal(packed.buffers[name].get(), array, strict=True, err_msg=name)
+    unpacked = unpack(packed)
+    for name, value in vars(weight).items():
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(getattr(unpacked, name).get(), value, strict=True, err_msg=name)
+
+
+def test_activations() -> None:
+    cupy = pytest.importorskip("cupy")
+    x = np.random.default_rng(0).integers(-128, 128, (19, 200), np.int8)
+    fragments, tiles = to_fragment_order(cupy.asarray(x)), to_swizzled_tiles(cupy.asarray(x), 16)
+    np.testing.assert_array_equal(fragments.get(), to_fragment_order(x), strict=True)
+    np.testing.assert_array_equal(tiles.get(), to_swizzled_tiles(x, 16), strict=True)
+    np.testing.assert_array_equal(from_fragment_order(fragments, 19, 200).get(), x, strict=True)
+    np.testing.assert_array_equal(from_swizzled_tiles(tiles, 19, 200, 16).get(), x, strict=True)
+
+
+def test_saving_copies_from_the_gpu(tmp_path) -> None:
+    pytest.importorskip("cupy")
+    weight = random_weight(LQQWeight, 24, 192, 64, 0)
+    save(pack(on_gpu(weight), "dual_mma"), tmp_path / "w")
+    loaded, expected = load(tmp_path / "w"), pack(weight, "dual_mma")
+    np.testing.assert_array_equal(loaded.buffers["blocks"], expected.buffers["blocks"], strict=True)
+
+
+@pytest.fixture(scope="module")
+def large():
+    cupy = pytest.importorskip("cupy")
+
+    def scattered(rows: int, columns: int, below: int):
+        """u8 [rows, columns] in 0..below-1: the upper bits of a multiplicative hash of the place."""
+        places = cupy.arange(rows * columns, dtype=cupy.uint32)
+        return ((places * cupy.uint32(2654435761) >> cupy.uint32(24)) % below).astype(cupy.uint8).reshape(rows, columns)
+
+    return LQQWeight(
+        q4=scattered(N, K, 16),
+        group_scale=scattered(N, K // 64, 16) + cupy.uint8(1),
+        minimum=scattered(N, K // 64, 100).view(cupy.int8),
+        channel_scale=cupy.ones(N, cupy.float32),
+        protective_range=119,
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_largest_layer_packs_in_two_seconds(layout: str, large) -> None:
+    cupy = pytest.importorskip("cupy")
+    pack(first_rows(large), layout)  # compiles CuPy's kernels
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    cupy.cuda.Device().synchronize()
+    start = time.perf_counter()
+    packed = pack(large, layout)
+    cupy.cuda.Device().synchronize()
+    seconds, held = time.perf_counter() - start, pool.total_bytes() - before
+    print(f"{layout}: {seconds:.3f} s, {held / large.q4.nbytes:.2f} times the input in memory, result included")
+    assert seconds < 2
+    assert held < 3 * large.q4.nbytes
+    assert (unpack(packed).q4 == large.q4).all()
+
+
+def first_rows(weight: LQQWeight) -> LQQWeight:
+    """Its first 64 rows."""
+    return LQQWeight(
+        q4=weight.q4[:64],
+        group_scale=weight.group_scale[:64],
+        minimum=weight.minimum[:64],
+        channel_scale=weight.channel_scale[:64],
+        protective_range=weight.protective_range,
+    )
+
+
+def test_the_largest_layer_quantises_in_bounded_memory() -> None:
+    cupy = pytest.importorskip("cupy")
+    w = cupy.random.default_rng(0).standard_normal((N, K), dtype=cupy.float32)
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    start = time.perf_counter()
+    quantize_lqq(w)
+    cupy.cuda.Device().synchronize()
+    seconds, held = time.perf_counter() - start, pool.total_bytes() - before
+    print(f"quantize_lqq: {seconds:.3f} s, {held / w.size:.2f} bytes per weight beside the input")
+    assert held < 4 * w.size
