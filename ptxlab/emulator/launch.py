@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # modules enter their instructions into the tables when they are imported
-from ptxlab.emulator import atomic, bits, collective, control, convert, floating, integer, matrix, sync, video  # noqa: F401
+from ptxlab.emulator import atomic, bits, collective, control, convert, floating, integer, matrix, mma, sync, video  # noqa: F401
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
 from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Machine

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fragments import FragmentCase, fragment_cases
 
 VECTORS = Path(__file__).parent / "fragments.npz"
-KNOWN = ("ldmatrix", "stmatrix")
+KNOWN = ("ldmatrix", "stmatrix", "mma")
 CASES = {case.name: case for case in fragment_cases() if case.name.startswith(KNOWN)}
 
 
