@@ -2,12 +2,11 @@
 
 Integers: operands become float32, in which every sum of up to 64 products is exact (32 * 255 * 255 < 2^24), so BLAS
 does the work; the accumulation wraps in int32, or saturates. Floating-point: products and their sum in float64, rounded
-once to the accumulator's type. Hardware sums in an order of its own and truncates addends on the way, so that results
-agree where all sums are exact, and are near elsewhere.
+once to the accumulator's type. Hardware adds in an order of its own and truncates on the way, so that results agree
+where all partial sums are exact, and are near elsewhere.
 
 A straight line of mma with nothing in between (no label, no guard) runs as one product where it multiplies each of
-several A by each of several B, as unrolled kernels do: BLAS takes the larger matrices faster, and each operand is
-converted once.
+several A by each of several B, as unrolled kernels do: each operand is converted once, and BLAS gets larger matrices.
 """
 
 from __future__ import annotations
@@ -21,135 +20,129 @@ from ptxlab.emulator import ir
 from ptxlab.emulator.access import elements
 from ptxlab.emulator.alu import Opcode, UnknownOpcode
 from ptxlab.emulator.collective import together
+from ptxlab.emulator.floating import canonical
 from ptxlab.emulator.ir import Instruction
 from ptxlab.emulator.machine import Machine, Outcome, Step, binder
 from ptxlab.emulator.matrix import EVERYBODY, whole_warps
-from ptxlab.emulator.rounding import round_to, widen
-from ptxlab.emulator.types import Array, Lanes, count_of
+from ptxlab.emulator.rounding import widen
+from ptxlab.emulator.types import Array, Lanes, count_of, limits
 from ptxlab.emulator.wave import Reader, Writer
 from ptxlab.layout import fragments
-from ptxlab.layout.fragments import WARP, Fragment
+from ptxlab.layout.fragments import WARP
 
 BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "f16": 16, "bf16": 16}
+FORMS = [({"s8", "u8"}, ("s32",)), ({"s4", "u4"}, ("s32",)), ({"f16"}, ("f16", "f32")), ({"bf16"}, ("f32",))]
 QUAD = np.dtype("V16")  # a register of four neighbouring lanes: a run of a row, in the picture of `fragments`
-LONGEST = 16  # mma of a product
-CHUNK = 128 * WARP  # lanes at a time, so that what they need stays in the cache
+LONGEST = 16  # mma of one product
+CHUNK = 1 << 16  # lanes times mma at a time, so that what they need stays in the cache
+
+Tiles = list[tuple[int, int]]  # per register, its tile: down (rows of A, columns of B), and along k
+Work = tuple[int, int, list[Reader], list[Writer]]  # an mma: which A, which B, registers of C and D
 
 
 @dataclass(frozen=True)
 class Form:
-    """The types of an mma, and its depth: k as in `fragments`, or half of that."""
+    """Types of an mma, and its depth: tiles along k, 2 as in the fragment maps or 1, their left half."""
 
     d: str
     a: str
     b: str
-    c: str
-    k: int
+    depth: int
     saturates: bool
 
-    @property
-    def depth(self) -> int:
-        """Tiles along k: 2 as in the fragment maps, or 1, their left half, with half the registers of A and B."""
-        return self.k * BITS[self.a] // 128
+    @classmethod
+    def of(cls, text: str) -> Form:
+        """The form of an opcode."""
+        opcode = Opcode(text)
+        flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
+        k = int(opcode.choice("m16n8k8", "m16n8k16", "m16n8k32", "m16n8k64")[6:])
+        saturates = opcode.flag("satfinite")
+        d, a, b, c = (*opcode.modifiers, "", "", "", "")[:4]
+        fits = d == c and any({a, b} <= types and d in accumulators for types, accumulators in FORMS)
+        depth, rest = divmod(k * BITS.get(a, 0), 128)
+        fits = fits and not rest and depth in (1, 2) and (d == "s32" or not saturates)
+        if not all(flags) or not fits or len(opcode.modifiers) != 4:
+            raise UnknownOpcode(text)
+        return cls(d, a, b, depth, saturates)
 
-    def tiles(self, operand: str) -> list[tuple[int, int]]:
-        """Which tile, (down, along k), each register of operand "a" or "b" belongs to."""
+    @property
+    def tiles(self) -> tuple[Tiles, Tiles]:
+        """Tiles of A's registers and of B's."""
         bits = BITS[self.a]
-        fragment = fragments.mma_a(256 // bits) if operand == "a" else fragments.mma_b(256 // bits)
-        rows, along = (fragment.rows, fragment.cols) if operand == "a" else (fragment.cols, fragment.rows)
-        return [(int(r) // 8, int(k) // (128 // bits)) for r, k in zip(rows[0, :, 0], along[0, :, 0], strict=True)][
-            : len(rows[0]) * self.depth // 2
+        a, b = fragments.mma_a(256 // bits), fragments.mma_b(256 // bits)
+        places = (a.rows // 8, a.cols * bits // 128), (b.cols // 8, b.rows * bits // 128)
+        both = [
+            [(int(i), int(k)) for i, k in zip(down[0, :, 0], along[0, :, 0], strict=True)] for down, along in places
         ]
+        left = [[tile for tile in tiles if tile[1] < self.depth] for tiles in both]
+        return left[0], left[1]
 
     @property
-    def accumulators(self) -> Fragment:
-        """The map of C and D."""
-        return fragments.mma_c(16 if self.d == "f16" else 32)
-
-
-def decode(text: str) -> Form:
-    """The form of an opcode."""
-    opcode = Opcode(text)
-    known = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
-    shape = opcode.choice("m16n8k8", "m16n8k16", "m16n8k32", "m16n8k64")
-    saturates = opcode.flag("satfinite")
-    if not all(known) or len(opcode.modifiers) != 4:
-        raise UnknownOpcode(text)
-    form = Form(*opcode.modifiers, int(shape.removeprefix("m16n8k")), saturates)
-    pair, accumulators = {form.a, form.b}, {form.d, form.c}
-    if pair <= {"s8", "u8"} or pair <= {"s4", "u4"}:
-        fits = accumulators == {"s32"}
-    else:
-        fits = not saturates and (
-            (pair == {"f16"} and accumulators in ({"f16"}, {"f32"})) or (pair == {"bf16"} and accumulators == {"f32"})
-        )
-    if not fits or form.depth not in (1, 2):
-        raise UnknownOpcode(text)
-    return form
-
-
-# Straight lines
+    def accumulators(self) -> Tiles:
+        """Row tile and column of the first lane's element of C and D, register by register."""
+        c = fragments.mma_c(16 if self.d == "f16" else 32)
+        return [(int(i) // 8, int(j)) for i, j in zip(c.rows[0, :, 0], c.cols[0, :, 0], strict=True)]
 
 
 def group(machine: Machine, start: int) -> int:
-    """Where the group of mma that begins here ends: it runs as one product."""
+    """Where the group of mma that begins here ends: a straight line of each of some A by each of some B."""
     code = machine.code
 
     def types(instruction: Instruction) -> tuple:
-        return instruction.opcode, *(tuple(r.type for r in ir.registers((o,))) for o in instruction.operands)
+        operands = [tuple(register.type for register in ir.registers((o,))) for o in instruction.operands]
+        return instruction.opcode, instruction.guard, *operands
 
-    stop, written, pairs = start + 1, set(), []
+    stop, written, pairs = start + 1, set[str](), set[tuple]()
     if code[start].guard is not None:
         return stop
     for at in range(start, min(start + LONGEST, len(code))):
-        instruction = code[at]
-        fits = instruction.guard is None and types(instruction) == types(code[start])
-        if at > start and (not fits or at in machine.targets):
+        if at > start and (at in machine.targets or types(code[at]) != types(code[start])):
             break
-        d, a, b, _ = instruction.operands
-        if written & {r.name for r in ir.registers((a, b))}:
+        d, a, b, _ = code[at].operands
+        if written & {register.name for register in ir.registers((a, b))}:
             break
-        written |= {r.name for r in ir.registers((d,))}
-        pairs.append((a, b))
-        if len(set(pairs)) == len({a for a, _ in pairs}) * len({b for _, b in pairs}):
+        written |= {register.name for register in ir.registers((d,))}
+        pairs.add((a, b))
+        if len(pairs) == len({a for a, _ in pairs}) * len({b for _, b in pairs}):
             stop = at + 1
     return stop
 
 
 @binder("mma")
 def _mma(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    form = decode(instruction.opcode)
+    form = Form.of(instruction.opcode)
     if pc < machine.done_before:
         return lambda lanes: None
     if len(instruction.operands) != 4:
         raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
     machine.done_before = group(machine, pc)
-    parts = [instruction.operands for instruction in machine.code[pc : machine.done_before]]
-    sources = [list(dict.fromkeys(part[i] for part in parts)) for i in (1, 2)]
-    places = [sources[0].index(part[1]) for part in parts], [sources[1].index(part[2]) for part in parts]
-    count = form.accumulators.registers
+    parts = [each.operands for each in machine.code[pc : machine.done_before]]
+    all_a, all_b = (list(dict.fromkeys(part[i] for part in parts)) for i in (1, 2))
+    tiles_a, tiles_b = form.tiles
+    count, kind = len(form.accumulators), form.d if form.d != "f16" else "b32"
 
     def readers(operand: ir.Operand, registers: int, type_name: str) -> list[Reader]:
         return [machine.reader(register, type_name) for register in elements(operand, registers)]
 
-    a, b = ([readers(o, len(form.tiles(name)), "b32") for o in s] for name, s in zip("ab", sources, strict=True))
-    kind = "s32" if form.d == "s32" else "b32"
-    c = [readers(part[3], count, kind) for part in parts]
-    d = [[machine.writer(register, kind) for register in elements(part[0], count)] for part in parts]
-    accumulate = integer_sums(form) if form.d == "s32" else float_sums(form)
-    work = list(zip(*places, c, d, strict=True))
-    tiles_a, tiles_b = form.tiles("a"), form.tiles("b")
+    a = [readers(operand, len(tiles_a), "b32") for operand in all_a]
+    b = [readers(operand, len(tiles_b), "b32") for operand in all_b]
+    work: list[Work] = [
+        (all_a.index(a), all_b.index(b), readers(c, count, kind), [machine.writer(r, kind) for r in elements(d, count)])
+        for d, a, b, c in parts
+    ]
+    accumulate = accumulation(form)
+    chunk = min(CHUNK // len(work) // WARP * WARP, CHUNK // 4)
 
     def multiply(lanes: Lanes) -> None:
         left = numbers(matrices(a, tiles_a, lanes), form.a)
         right = numbers(matrices(b, tiles_b, lanes, swap=True), form.b)
-        product = np.matmul(left, right.swapaxes(-1, -2))
-        accumulate(product.reshape(len(product), len(a), 2, 8, len(b), 2, 4), work, lanes)
+        products = np.matmul(left, right.swapaxes(-1, -2))
+        accumulate(products.reshape(len(products), len(a), 2, 8, len(b), 2, 4), work, lanes)
 
     def in_chunks(lanes: Lanes) -> None:
         first, last = (lanes.start, lanes.stop) if isinstance(lanes, slice) else (0, len(lanes))
-        for start in range(first, last, CHUNK):
-            part = slice(start, min(start + CHUNK, last))
+        for start in range(first, last, chunk):
+            part = slice(start, min(start + chunk, last))
             multiply(part if isinstance(lanes, slice) else lanes[part])
 
     def checked(lanes: Lanes, members: Array) -> None:
@@ -168,14 +161,10 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return step
 
 
-# Operands
-
-
-def matrices(operands: list[list[Reader]], tiles: list[tuple[int, int]], lanes: Lanes, swap: bool = False) -> Array:
+def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: bool = False) -> Array:
     """Operands of all warps, below each other: bytes [warps, rows, bytes of k]; row 2 t + j at 4 j + t if `swap`."""
-    warps = count_of(lanes) // WARP
-    down, along = (1 + max(tile) for tile in zip(*tiles, strict=True))
-    quads = np.empty((warps, len(operands), down, 8, along), QUAD)
+    warps, (down, along) = count_of(lanes) // WARP, tiles[-1]
+    quads = np.empty((warps, len(operands), down + 1, 8, along + 1), QUAD)
     for i, readers in enumerate(operands):
         for read, (row, column) in zip(readers, tiles, strict=True):
             values = np.ascontiguousarray(read(lanes)).view(QUAD).reshape(warps, 8)
@@ -183,7 +172,7 @@ def matrices(operands: list[list[Reader]], tiles: list[tuple[int, int]], lanes: 
                 quads[:, i, row, :4, column], quads[:, i, row, 4:, column] = values[:, 0::2], values[:, 1::2]
             else:
                 quads[:, i, row, :, column] = values
-    return quads.reshape(warps, -1, along).view(np.uint8)
+    return quads.reshape(warps, -1, along + 1).view(np.uint8)
 
 
 def numbers(raw: Array, type_name: str) -> Array:
@@ -197,52 +186,32 @@ def numbers(raw: Array, type_name: str) -> Array:
     return nibbles.view(dtype).astype(np.float32) * np.float32(1 / 16)
 
 
-# Accumulators: sums take products [warps, A, tile, 8 rows, B, j, t], column 2 t + j of D, and for each mma its A, its B,
-# the readers of C and the writers of D
+def accumulation(form: Form) -> Callable[[Array, list[Work], Lanes], None]:
+    """Function that adds products [warps, A, tile, row, B, j, t], column 2 t + j, to the accumulators of each mma."""
+    kind, places = np.dtype("i4" if form.d == "s32" else "f8"), form.accumulators
 
-Work = list[tuple[int, int, list[Reader], list[Writer]]]
-Sums = Callable[[Array, Work, Lanes], None]
+    def add(c: Array, products: Array) -> Array:
+        if form.d != "s32":
+            return canonical((c + products).astype(c.dtype), form.d)
+        if form.saturates:
+            return np.add(c, products, dtype=np.int64).clip(*limits("s32")).astype(np.int32)
+        return c + products
 
+    def accumulate(products: Array, work: list[Work], lanes: Lanes) -> None:
+        quads = products.astype(kind, copy=False).view(f"V{4 * kind.itemsize}")[..., 0]
 
-def integer_sums(form: Form) -> Sums:
-    """C + product in int32."""
-    places = [(int(row) // 8, int(col)) for row, col in zip(*(f[0, :, 0] for f in _maps(form)), strict=True)]
+        def part(mma: Work, row: int, j: int) -> Array:
+            return np.ascontiguousarray(quads[:, mma[0], row, :, mma[1], j]).reshape(-1).view(kind)
 
-    def wrapped(c: Array, product: Array) -> Array:
-        return c + product
-
-    def saturated(c: Array, product: Array) -> Array:
-        return np.add(c, product, dtype=np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32)
-
-    add = saturated if form.saturates else wrapped
-
-    def sums(product: Array, work: Work, lanes: Lanes) -> None:
-        quads = product.astype(np.int32).view(QUAD)[..., 0]
-        for i, k, readers, writers in work:
-            results = [
-                add(read(lanes), np.ascontiguousarray(quads[:, i, row, :, k, j]).reshape(-1).view(np.int32))
-                for read, (row, j) in zip(readers, places, strict=True)
-            ]
+        for mma in work:
+            _, _, readers, writers = mma
+            if form.d == "f16":  # columns 2 t and 2 t + 1 in one register
+                pairs = [np.ascontiguousarray(read(lanes)).view(np.float16).reshape(-1, 2) for read in readers]
+                sums = [np.stack((part(mma, i, 0), part(mma, i, 1)), axis=1) for i, _ in places]
+                results = [add(*both).view(np.uint32)[:, 0] for both in zip(pairs, sums, strict=True)]
+            else:
+                results = [add(read(lanes), part(mma, *at)) for read, at in zip(readers, places, strict=True)]
             for write, values in zip(writers, results, strict=True):
                 write(lanes, values)
 
-    return sums
-
-
-def _maps(form: Form) -> tuple[Array, Array]:
-    return form.accumulators.rows, form.accumulators.cols
-
-
-def float_sums(form: Form) -> Sums:
-    """C + product in float64, rounded once."""
-    fragment, dtype = form.accumulators, np.dtype(form.d.replace("f", "float"))
-
-    def sums(product: Array, work: Work, lanes: Lanes) -> None:
-        matrix = product.swapaxes(-1, -2)
-        for i, k, readers, writers in work:
-            c = fragment.gather(np.stack([read(lanes).reshape(-1, WARP) for read in readers], axis=-1), dtype)
-            d = round_to(c + matrix[:, i, :, :, k].reshape(c.shape), 0.0, form.d)
-            for write, values in zip(writers, np.moveaxis(fragment.scatter(d), -1, 0), strict=True):
-                write(lanes, values.reshape(-1))
-
-    return sums
+    return accumulate
