@@ -22,7 +22,7 @@ from ptxlab.emulator.alu import Opcode, UnknownOpcode
 from ptxlab.emulator.collective import together
 from ptxlab.emulator.floating import canonical
 from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import Machine, Outcome, Step, binder
+from ptxlab.emulator.machine import Machine, Step, binder
 from ptxlab.emulator.matrix import EVERYBODY, whole_warps
 from ptxlab.emulator.rounding import widen
 from ptxlab.emulator.types import Array, Lanes, count_of, limits
@@ -71,9 +71,7 @@ class Form:
         bits = BITS[self.a]
         a, b = fragments.mma_a(256 // bits), fragments.mma_b(256 // bits)
         places = (a.rows // 8, a.cols * bits // 128), (b.cols // 8, b.rows * bits // 128)
-        both = [
-            [(int(i), int(k)) for i, k in zip(down[0, :, 0], along[0, :, 0], strict=True)] for down, along in places
-        ]
+        both = [zip(down[0, :, 0].tolist(), along[0, :, 0].tolist(), strict=True) for down, along in places]
         left = [[tile for tile in tiles if tile[1] < self.depth] for tiles in both]
         return left[0], left[1]
 
@@ -92,16 +90,16 @@ def group(machine: Machine, start: int) -> int:
         operands = [tuple(register.type for register in ir.registers((o,))) for o in instruction.operands]
         return instruction.opcode, instruction.guard, *operands
 
-    stop, written, pairs = start + 1, set[str](), set[tuple]()
+    stop, written, pairs = start + 1, set[int](), set[tuple]()
     if code[start].guard is not None:
         return stop
     for at in range(start, min(start + LONGEST, len(code))):
         if at > start and (at in machine.targets or types(code[at]) != types(code[start])):
             break
         d, a, b, _ = code[at].operands
-        if written & {register.name for register in ir.registers((a, b))}:
+        if written & {register.index for register in ir.registers((a, b))}:
             break
-        written |= {register.name for register in ir.registers((d,))}
+        written |= {register.index for register in ir.registers((d,))}
         pairs.add((a, b))
         if len(pairs) == len({a for a, _ in pairs}) * len({b for _, b in pairs}):
             stop = at + 1
@@ -127,9 +125,10 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Step:
     a = [readers(operand, len(tiles_a), "b32") for operand in all_a]
     b = [readers(operand, len(tiles_b), "b32") for operand in all_b]
     work: list[Work] = [
-        (all_a.index(a), all_b.index(b), readers(c, count, kind), [machine.writer(r, kind) for r in elements(d, count)])
-        for d, a, b, c in parts
-    ]
+        (all_a.index(p[1]), all_b.index(p[2]), readers(p[3], count, kind),
+         [machine.writer(register, kind) for register in elements(p[0], count)])
+        for p in parts
+    ]  # fmt: skip
     accumulate = accumulation(form)
     chunk = min(CHUNK // len(work) // WARP * WARP, CHUNK // 4)
 
@@ -139,26 +138,14 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Step:
         products = np.matmul(left, right.swapaxes(-1, -2))
         accumulate(products.reshape(len(products), len(a), 2, 8, len(b), 2, 4), work, lanes)
 
-    def in_chunks(lanes: Lanes) -> None:
+    def run(lanes: Lanes, members: Array) -> None:
+        whole_warps(machine, instruction, lanes, members)
         first, last = (lanes.start, lanes.stop) if isinstance(lanes, slice) else (0, len(lanes))
         for start in range(first, last, chunk):
             part = slice(start, min(start + chunk, last))
             multiply(part if isinstance(lanes, slice) else lanes[part])
 
-    def checked(lanes: Lanes, members: Array) -> None:
-        whole_warps(machine, instruction, lanes, members)
-        in_chunks(lanes)
-
-    meeting = together(machine, pc, EVERYBODY, checked)
-
-    def step(lanes: Lanes) -> Outcome:
-        whole = isinstance(lanes, slice) and lanes.start % WARP == 0 == lanes.stop % WARP
-        if not whole or machine.living != machine.lanes or pc in machine.meetings:
-            return meeting(lanes)
-        in_chunks(lanes)
-        return None
-
-    return step
+    return together(machine, pc, EVERYBODY, run)
 
 
 def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: bool = False) -> Array:
