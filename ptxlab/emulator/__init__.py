@@ -9,7 +9,7 @@ watch.
 
 from ptxlab.emulator.check import Finding
 from ptxlab.emulator.ir import Entry, Instruction, Module
-from ptxlab.emulator.launch import CHECKS, Result, run
+from ptxlab.emulator.launch import CHECKS, MODES, Result, run
 from ptxlab.emulator.parse import parse
 
-__all__ = ["CHECKS", "Entry", "Finding", "Instruction", "Module", "Result", "parse", "run"]
+__all__ = ["CHECKS", "MODES", "Entry", "Finding", "Instruction", "Module", "Result", "parse", "run"]

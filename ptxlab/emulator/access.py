@@ -16,13 +16,14 @@ from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, count_of, indic
 from ptxlab.emulator.wave import SHARED_START
 from ptxlab.errors import ArgumentError, MemoryFault
 
-SPACES = ("global", "shared", "shared::cta", "local", "const", "param", "param::entry")
+SPACES = ("global", "shared", "shared::cta", "shared::cluster", "local", "const", "param", "param::entry")
 ORDERS = ("weak", "volatile", "relaxed", "acquire", "release", "acq_rel", "mmio")
 SCOPES = ("cta", "cluster", "gpu", "sys")
 # They steer caches, not results.
 HINTS = ("ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "unified", "noftz")
 
-Locate = Callable[[Lanes], Array]
+Sizes = int | Array  # of accesses: of all, or of each
+Locate = Callable[..., Array]  # lanes[, sizes]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,10 @@ def decode(instruction: Instruction, kind: str) -> Access:
 
 
 def locator(machine: Machine, access: Access, address: ir.Operand) -> Locate:
-    """Function lanes -> arena offsets (int64, one per lane), checked for alignment and bounds."""
+    """Function lanes -> arena offsets (int64, one per lane), checked for alignment and bounds.
+
+    Its second argument, the bytes that each lane touches, may differ from the access's size, by which they are aligned.
+    """
     if not isinstance(address, ir.Address) or address.coordinates:
         raise ValueError("the operand is not an address")
     base, space = address.base, access.space
@@ -85,38 +89,48 @@ def locator(machine: Machine, access: Access, address: ir.Operand) -> Locate:
             value = int(offsets[first]) + (BASE if windows is None else 0)
             raise MemoryFault(f"{where}: address {value:#x} is not a multiple of the {size} bytes accessed")
 
-    def in_window(lanes: Lanes) -> Array:
+    def in_window(lanes: Lanes, sizes: Sizes = size) -> Array:
         offsets = addresses(lanes)
         check_alignment(lanes, offsets)
         assert windows is not None
         start = SHARED_START if space == "shared" else 0
         end = start + (machine.launch.window_bytes if space == "shared" else machine.launch.entry.local_bytes)
-        if int(offsets.min()) < start or int(offsets.max()) + size > end:
-            first = int(np.argmax((offsets < start) | (offsets + size > end)))
+        if int(offsets.min()) < start or furthest(offsets, sizes) > end:
+            first = int(np.argmax((offsets < start) | (offsets + sizes > end)))
             where = machine.fault_place(access.instruction, indices_of(lanes)[first])
-            place = f"{size} bytes at {space} address {int(offsets[first]) - start} (window of {end - start} bytes)"
+            place = f"{size_at(sizes, first)} bytes at {space} address {int(offsets[first]) - start} (window of {end - start} bytes)"
             raise MemoryFault(f"{where}: {place} are out of bounds")
         return windows[lanes] + offsets
 
-    def anywhere(lanes: Lanes) -> Array:
+    def anywhere(lanes: Lanes, sizes: Sizes = size) -> Array:
         offsets = addresses(lanes)
         check_alignment(lanes, offsets)
-        region = machine.memory.touched(offsets, size)
+        region = machine.memory.touched(offsets, furthest(offsets, sizes))
         if region is not None:
             regions = [region]
         else:
-            outside, regions = machine.memory.touch_each(offsets, size)
+            outside, regions = machine.memory.touch_each(offsets, sizes)
             if outside.any():
                 first = int(np.argmax(outside))
                 where = machine.fault_place(access.instruction, indices_of(lanes)[first])
-                described = machine.memory.describe(int(offsets[first]), size)
-                raise MemoryFault(f"{where}: {size} bytes at {described}, are out of bounds")
+                described = machine.memory.describe(int(offsets[first]), size_at(sizes, first))
+                raise MemoryFault(f"{where}: {size_at(sizes, first)} bytes at {described}, are out of bounds")
         if access.kind != "load":
             for region in regions:
                 mark_written(machine, access, lanes, region)
         return offsets
 
     return anywhere if windows is None else in_window
+
+
+def furthest(offsets: Array, sizes: Sizes) -> int:
+    """Where the last access ends."""
+    return int(offsets.max()) + sizes if isinstance(sizes, int) else int((offsets + sizes).max())
+
+
+def size_at(sizes: Sizes, index: int) -> int:
+    """The size of one access."""
+    return sizes if isinstance(sizes, int) else int(sizes[index])
 
 
 def mark_written(machine: Machine, access: Access, lanes: Lanes, region: Region) -> None:

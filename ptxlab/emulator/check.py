@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptxlab.emulator.packed import lane_faults
+from ptxlab.emulator.pending import spans
 from ptxlab.emulator.types import Array, Lanes, bits_of, indices_of
 
 if TYPE_CHECKING:
     from ptxlab.emulator.access import Access
     from ptxlab.emulator.ir import Instruction, Register
     from ptxlab.emulator.machine import Machine, Step
+    from ptxlab.emulator.pending import Copies
 
 Index = tuple[int, int, int]
 
@@ -27,7 +29,7 @@ Index = tuple[int, int, int]
 class Finding:
     """Something a check found: the first occurrence at its line (and packed lane), and how many times it occurred."""
 
-    kind: str  # "carry", "range", "uninitialised", "race"
+    kind: str  # "carry", "range", "uninitialised", "race", "async", "async-dirty"
     path: str
     line: int
     text: str
@@ -105,6 +107,36 @@ class Watcher:
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
         """The barrier is complete; these lanes waited there."""
+
+    def issue(self, copies: Copies) -> None:
+        """Lanes ask for asynchronous copies."""
+
+    def landed(self, copies: Copies) -> None:
+        """Copies have been written; their mbarriers hear of it next."""
+
+    def waited(self, copies: Copies, only_read: bool) -> None:
+        """The lanes that asked have waited for their copies, or for their source to have been read."""
+
+    def settled(self, copies: Copies) -> None:
+        """Somebody has waited for the copies at their mbarrier."""
+
+    def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
+        """What the lanes have written in these spaces becomes visible to the copy engine."""
+
+    def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
+        """Lanes have initialised mbarriers at arena offsets."""
+
+    def phase_arrive(self, place: int, lanes: Lanes) -> None:
+        """Lanes arrive at an mbarrier."""
+
+    def phase_complete(self, place: int) -> None:
+        """A phase of an mbarrier is complete."""
+
+    def phase_wait(self, place: int, lanes: Lanes) -> None:
+        """Lanes have seen that the last phase of an mbarrier is complete."""
+
+    def end(self) -> None:
+        """All lanes have ended."""
 
     def report(
         self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str, **more: Any
@@ -217,6 +249,18 @@ class Initialised(Watcher):
         """The bytes are written now."""
         for words, index, full in self.parts(access, offsets):
             words[index] = full
+
+    def issue(self, copies: Copies) -> None:
+        """Look at the sources; the targets count as written, `inflight` knows when."""
+        wrong = np.zeros(len(copies.lanes), bool)
+        entry = np.repeat(np.arange(len(wrong)), copies.read)
+        source = spans(copies.source, copies.read)
+        np.logical_or.at(wrong, entry, ~self.memory[source])
+        if wrong.any():
+            place = self.machine.memory.byte(int(source[int(np.argmin(self.memory[source]))]))
+            message = f"copies {place}, which was never written"
+            self.report(copies.instruction, "uninitialised", copies.lanes, wrong, message)
+        self.memory[spans(copies.target, copies.size)] = True
 
     def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
         """Reads first."""

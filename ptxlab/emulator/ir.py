@@ -141,6 +141,11 @@ class Entry:
         return max((p.offset + p.size for p in self.params), default=0)
 
     @property
+    def is_asynchronous(self) -> bool:
+        """Whether it asks for anything that goes on while its threads do: copies."""
+        return any(i.opcode.startswith("cp.async") for i in self.instructions)
+
+    @property
     def max_threads(self) -> int | None:
         """Largest block that the kernel declares to support (`.maxntid`, `.reqntid`), or None."""
         sizes = self.directives.get("reqntid") or self.directives.get("maxntid")

@@ -9,8 +9,23 @@ from dataclasses import dataclass
 import numpy as np
 
 # modules enter their instructions into the tables when they are imported
-from ptxlab.emulator import atomic, bits, collective, control, convert, floating, integer, matrix, mma, sync, video  # noqa: F401
+from ptxlab.emulator import (  # noqa: F401
+    atomic,
+    bits,
+    collective,
+    control,
+    convert,
+    copies,
+    floating,
+    integer,
+    matrix,
+    mbarrier,
+    mma,
+    sync,
+    video,
+)
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
+from ptxlab.emulator.inflight import InFlight
 from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
@@ -18,7 +33,7 @@ from ptxlab.emulator.parse import parse
 from ptxlab.emulator.race import Races
 from ptxlab.emulator.types import Array
 from ptxlab.emulator.wave import Launch
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, EmulationError
 
 CHECKS = frozenset({"lanes", "race", "init", "async"})
 MODES = ("early", "late")
@@ -76,14 +91,21 @@ def run(
     _check_launch(kernel, *sizes, shared_bytes, checks, mode)
     _check_arguments(kernel, args)
     launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, max_steps)
+    launch.mode, launch.seed = mode, seed
     if "init" in checks:
         launch.defined = _defined(launch, [region for _, region in buffers], args, uninitialised)
-    with np.errstate(all="ignore"):
-        for blocks in _waves(launch):
-            machine = Machine(launch, blocks)
-            machine.watchers = tuple(_watchers(machine, checks))
-            machine.bind()
-            machine.run()
+    try:
+        with np.errstate(all="ignore"):
+            for blocks in _waves(launch):
+                machine = Machine(launch, blocks)
+                machine.watchers = tuple(_watchers(machine, checks))
+                machine.bind()
+                machine.run()
+    except EmulationError as error:
+        first = next(iter(launch.findings.found.values()), None)
+        if first is None:
+            raise
+        raise type(error)(f"{error}\n  found before that: {first}") from error
     for array, region in buffers:
         if region.written:
             array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]
@@ -96,8 +118,11 @@ def _watchers(machine: Machine, checks: frozenset[str]) -> Iterator[Watcher]:
         yield PackedLanes(machine)
     if "init" in checks:
         yield Initialised(machine)
+    in_flight = InFlight(machine) if "async" in checks and machine.launch.entry.is_asynchronous else None
     if "race" in checks:
-        yield Races(machine)
+        yield Races(machine, in_flight.busy if in_flight else None)
+    if in_flight:
+        yield in_flight
 
 
 def _kernel(module: Module, name: str | None) -> Entry:

@@ -17,12 +17,14 @@ import numpy as np
 from ptxlab.emulator import ir
 from ptxlab.emulator.alu import UnknownOpcode, form
 from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.pending import Pending
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of, merge, split
 from ptxlab.emulator.wave import Launch, Reader, Wave
 from ptxlab.errors import Deadlock, EmulationError, SourceError, UnknownInstruction
 
 if TYPE_CHECKING:
     from ptxlab.emulator.check import Watcher
+    from ptxlab.emulator.mbarrier import MBarrier
     from ptxlab.emulator.sync import Barrier
 
 Outcome = list[tuple[int, Lanes]] | None
@@ -31,6 +33,9 @@ Step = Callable[[Lanes], Outcome]
 # So many instructions are dispatched lowest-pc-first, which reconverges lanes; then as many in turn, so that lanes
 # spinning on a flag cannot starve the one that will set it.
 TURN = 2000
+# So often in a row, when nothing else can run, whoever waits at an mbarrier is told "not yet" before that counts as
+# a deadlock.
+PATIENCE = 50
 
 Binder = Callable[["Machine", Instruction, int], Step]
 BINDERS: dict[str, Binder] = {}
@@ -67,6 +72,9 @@ class Machine(Wave):
         # who waits for the rest of its warp: place -> (instruction index, lanes, masks of those they wait for)
         self.meetings: dict[Any, list[tuple[int, Lanes, Array]]] = {}
         self.barriers: dict[tuple[int, int], Barrier] = {}  # (block, number) -> a barrier with somebody at it
+        self.mbarriers: dict[int, MBarrier] = {}  # by arena offset
+        self.pending = Pending(self)
+        self.turn = self.vain = 0
         everybody, _ = split(slice(0, self.lanes), self.alive)
         assert everybody is not None
         self.ready: dict[int, Lanes] = {0: everybody}
@@ -134,13 +142,26 @@ class Machine(Wave):
             barrier.look_again(self)
 
     def run(self) -> None:
-        """Run all lanes to their end; raises what they run into."""
+        """Run all lanes, and what they have asked for, to their end; raises what they run into."""
+        self.run_ready()
+        while self.pending.advance() or self.answer_in_vain():
+            self.run_ready()
+        if self.living:
+            self.deadlock()
+        for watcher in self.watchers:
+            watcher.end()
+
+    def run_ready(self) -> None:
+        """Run until all lanes have ended or are parked."""
         launch, steps, ready = self.launch, self.steps, self.ready
         end = len(steps)
         last = -1
         while ready:
-            in_turn = launch.steps // TURN & 1
-            pc = min((p for p in ready if p > last), default=min(ready)) if in_turn else min(ready)
+            turn = launch.steps // TURN
+            if turn != self.turn:
+                self.turn = turn
+                self.pending.advance(only_awaited=True)  # lanes that spin on a flag may wait for the lanes that wait
+            pc = min((p for p in ready if p > last), default=min(ready)) if turn & 1 else min(ready)
             lanes = ready.pop(pc)
             last, start, outcome = pc, pc, None
             while outcome is None:
@@ -157,8 +178,16 @@ class Machine(Wave):
                 self.put(target, those)
             if launch.max_steps is not None and launch.steps > launch.max_steps:
                 self.exhausted(ready or {last: lanes})
-        if self.living:
-            self.deadlock()
+
+    def answer_in_vain(self) -> bool:
+        """Tell whoever waits at an mbarrier "not yet"; False if nobody does, or if that has been in vain for long."""
+        waited_at = [barrier for barrier in self.mbarriers.values() if barrier.waiting]
+        self.vain += 1
+        if not waited_at or self.vain > PATIENCE:
+            return False
+        for barrier in waited_at:
+            barrier.answer(False)
+        return True
 
     def exhausted(self, ready: dict[int, Lanes]) -> NoReturn:
         """Raise: the kernel has taken too many steps."""
@@ -171,6 +200,7 @@ class Machine(Wave):
         """Raise: everybody waits; with every waiter's line."""
         waiting = [Parked(pc, lanes, "the rest of its warp") for m in self.meetings.values() for pc, lanes, _ in m]
         waiting += [parked for barrier in self.barriers.values() for parked in barrier.waiting]
+        waiting += [parked for barrier in self.mbarriers.values() for parked in barrier.waiters()]
         lines = [f"{self.place(self.code[p.pc], p.lanes)} waits for {p.why}" for p in waiting]
         raise Deadlock("deadlock: no thread can run\n  " + "\n  ".join(lines))
 

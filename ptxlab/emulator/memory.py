@@ -64,12 +64,12 @@ class Memory:
         index = bisect_right(self.starts, offset) - 1
         return self.regions[index] if index >= 0 else None
 
-    def touched(self, offsets: Array, size: int) -> Region | None:
-        """The one region that holds all `size`-byte accesses at `offsets`, or None."""
+    def touched(self, offsets: Array, end: int) -> Region | None:
+        """The one region that holds all accesses at `offsets`, the last of which ends at `end`; or None."""
         region = self.region_of(int(offsets.min()))
-        return region if region and int(offsets.max()) + size <= region.end else None
+        return region if region and end <= region.end else None
 
-    def touch_each(self, offsets: Array, size: int) -> tuple[Array, list[Region]]:
+    def touch_each(self, offsets: Array, size: int | Array) -> tuple[Array, list[Region]]:
         """For accesses to several regions: which lie outside (bool per access), and the regions of the rest."""
         index = np.searchsorted(self.starts_array, offsets, "right") - 1
         outside = (index < 0) | (offsets + size > self.ends_array[index])

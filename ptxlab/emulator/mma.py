@@ -120,7 +120,9 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Step:
     count, kind = len(form.accumulators), form.d if form.d != "f16" else "b32"
 
     def readers(operand: ir.Operand, registers: int, type_name: str) -> list[Reader]:
-        return [machine.reader(register, type_name) for register in elements(operand, registers)]
+        rows = [machine.reader(register, type_name) for register in elements(operand, registers)]
+        # a constant becomes a row
+        return [lambda lanes, read=read: np.broadcast_to(read(lanes), count_of(lanes)) for read in rows]
 
     a = [readers(operand, len(tiles_a), "b32") for operand in all_a]
     b = [readers(operand, len(tiles_b), "b32") for operand in all_b]

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.types import Array, Lanes, indices_of
+from ptxlab.emulator.pending import spans
+from ptxlab.emulator.types import Array, Lanes, count_of, indices_of
 
 if TYPE_CHECKING:
-    from ptxlab.emulator.access import Access
+    from ptxlab.emulator.access import Access, Sizes
+    from ptxlab.emulator.ir import Instruction
     from ptxlab.emulator.machine import Machine
+    from ptxlab.emulator.pending import Copies
 
 # An event fits in 64 bits: strong (1), instruction index + 1 (23), warp (16), time (24); 0 is none.
 _TIME, _WARP, _CODE, _STRONG = np.uint64(24), np.uint64(40), np.uint64(63), np.uint64(1 << 63)
@@ -28,15 +31,21 @@ _TIME, _WARP, _CODE, _STRONG = np.uint64(24), np.uint64(40), np.uint64(63), np.u
 class Races(Watcher):
     """Conflicting accesses by different warps that nothing orders."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, busy: Array | None = None) -> None:
+        """`busy`: bytes that `inflight` looks at."""
         super().__init__(machine)
         warps = machine.lanes // 32
+        self.busy = busy
         self.index = {id(instruction): i for i, instruction in enumerate(machine.code)}
-        self.seen = np.eye(warps, dtype=np.int32)
+        self.warps = warps
+        actors = 2 * warps if machine.launch.entry.is_asynchronous else warps
+        self.seen = np.eye(warps, actors, dtype=np.int32)
         self.published: dict[int, Array] = {}  # warp -> what it knew at its last fence
         self.pending: dict[int, Array] = {}  # warp -> what strong reads brought, to be known from the next fence on
         self.flags: dict[int, Array] = {}  # arena offset of a flag -> what its last release made known
         self.barriers: dict[tuple[int, int], Array] = {}
+        self.arrived: dict[int, Array] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
+        self.phases: dict[int, Array] = {}  # ... and those of the phases that are complete
         self.writes, self.reads, self.other_reads = (np.zeros(machine.memory.size, np.uint64) for _ in range(3))
 
     # Accesses
@@ -47,12 +56,8 @@ class Races(Watcher):
             return
         strong = access.order != "weak"
         places, warps, events = self.events(access, lanes, offsets, strong)
-        self.compare(access, lanes, places, warps, self.writes, strong, "read of")
-        old = self.reads[places]
-        replace = ~self.unordered(old, warps)  # what it replaces lies before it, so nothing is lost
-        self.reads[places[replace]] = events[replace]
-        second = ~replace | (self.reads[places] != events)
-        self.other_reads[places[second]] = events[second]
+        self.compare(access.instruction, access.size, lanes, places, warps, self.writes, strong, "read of")
+        self.remember_reads(places, warps, events)
         if strong:
             self.acquire(access, warps, places)
 
@@ -69,17 +74,16 @@ class Races(Watcher):
             np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:]))).view(np.uint8).reshape(-1)
         )
         changed = self.machine.memory.arena[places] != new
-        self.compare(access, lanes, places, warps, self.writes, strong, "write to", changed)
-        for readers in (self.reads, self.other_reads):
-            self.compare(access, lanes, places, warps, readers, strong, "write to", changed)
-            readers[places] = 0
+        for past in (self.writes, self.reads, self.other_reads):
+            self.compare(access.instruction, access.size, lanes, places, warps, past, strong, "write to", changed)
+        self.reads[places] = self.other_reads[places] = 0
         self.writes[places] = events
 
     def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
         """Atomics race with ordinary accesses only."""
         places, warps, events = self.events(access, lanes, offsets, True)
         for past in (self.writes, self.reads, self.other_reads):
-            self.compare(access, lanes, places, warps, past, True, "atomic on")
+            self.compare(access.instruction, access.size, lanes, places, warps, past, True, "atomic on")
         self.release(access, lanes, offsets, keep=True)
         self.acquire(access, warps, places)
         self.writes[places] = events
@@ -89,9 +93,19 @@ class Races(Watcher):
         size = access.size
         warps = np.repeat(indices_of(lanes) // 32, size)
         places = (offsets[:, None] + np.arange(size)).reshape(-1)
-        code = np.uint64(self.index[id(access.instruction)] + 1) << _WARP | (_STRONG if strong else np.uint64(0))
         now = self.seen[warps, warps].astype(np.uint64)
-        return places, warps, now | warps.astype(np.uint64) << _TIME | code
+        return places, warps, now | self.actor(access.instruction, warps) | (_STRONG if strong else np.uint64(0))
+
+    def actor(self, instruction: Instruction, actors: Array) -> Array:
+        """The part of an event that tells who did it, by which instruction."""
+        return actors.astype(np.uint64) << _TIME | np.uint64(self.index[id(instruction)] + 1) << _WARP
+
+    def remember_reads(self, places: Array, warps: Array, events: Array) -> None:
+        """Two concurrent readers per byte."""
+        replace = ~self.unordered(self.reads[places], warps)  # what it replaces lies before it, so nothing is lost
+        self.reads[places[replace]] = events[replace]
+        second = ~replace | (self.reads[places] != events)
+        self.other_reads[places[second]] = events[second]
 
     def unordered(self, past: Array, warps: Array) -> Array:
         """Which past events are of other warps, and not known to lie before the present of `warps`."""
@@ -99,26 +113,44 @@ class Races(Watcher):
         other = (past >> _TIME & np.uint64(0xFFFF)).astype(np.intp)
         return np.asarray((past != 0) & (other != warps) & (self.seen[warps, other] < time))
 
-    def compare(self, access: Access, lanes: Lanes, places: Array, warps: Array, events: Array, strong: bool, what: str,
-                among: Array | None = None) -> None:  # fmt: skip
-        """Report the accesses that race with past ones."""
+    def compare(self, instruction: Instruction, sizes: Sizes, lanes: Lanes, places: Array, warps: Array, events: Array,
+                strong: bool, what: str, among: Array | None = None) -> None:  # fmt: skip
+        """Report the accesses, of so many bytes per lane, that race with past ones."""
         past = events[places]
         wrong: Array = self.unordered(past, warps)
         if among is not None:
             wrong &= among
         if strong:
             wrong &= past & _STRONG == 0
+        if self.busy is not None and wrong.any():
+            wrong &= (self.busy[places] == 0) | (past >> _TIME & np.uint64(0xFFFF) < self.warps)
         if not wrong.any():
             return
-        by_lane = wrong.reshape(-1, access.size)
+        lane = np.repeat(np.arange(count_of(lanes)), sizes)
         first = int(np.argmax(wrong))
         event = int(past[first])
         other = self.machine.code[(event >> 40 & 0x7FFFFF) - 1]
-        block, thread = self.machine.place_of((event >> 24 & 0xFFFF) * 32)
+        block, thread = self.machine.place_of((event >> 24 & 0xFFFF) % self.warps * 32)
         whose = "warp of thread ({},{},{})".format(*thread) + " of block ({},{},{})".format(*block)
         place = self.machine.memory.byte(int(places[first]))
         message = f"{what} {place} races with line {other.line}, `{other.text}`, by the {whose}"
-        self.report(access.instruction, "race", lanes, by_lane.max(axis=1), message)
+        self.report(instruction, "race", lanes, np.bincount(lane, wrong, count_of(lanes)) > 0, message)
+
+    def issue(self, copies: Copies) -> None:
+        """What the engine reads and writes, it does from now on until somebody has waited for it."""
+        warps = copies.lanes // 32
+        event = self.actor(copies.instruction, self.warps + warps) | np.uint64(copies.serial)
+        for starts, sizes in ((copies.source, copies.read), (copies.target, copies.size)):
+            places, viewers, events = spans(starts, sizes), np.repeat(warps, sizes), np.repeat(event, sizes)
+            at = copies.instruction, sizes, copies.lanes, places, viewers
+            if starts is copies.source:
+                self.compare(*at, self.writes, False, "copy from")
+                self.remember_reads(places, viewers, events)
+                continue
+            for past in (self.writes, self.reads, self.other_reads):
+                self.compare(*at, past, False, "copy to")
+            self.reads[places] = self.other_reads[places] = 0
+            self.writes[places] = events
 
     def same_instruction(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Two lanes that store different values to one address."""
@@ -177,7 +209,7 @@ class Races(Watcher):
 
     def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
         """A barrier learns what its warps know."""
-        known = self.barriers.setdefault(barrier, np.zeros(len(self.seen), np.int32))
+        known = self.barriers.setdefault(barrier, np.zeros(self.seen.shape[1], np.int32))
         for warp in np.unique(indices_of(lanes) // 32).tolist():
             self.take_pending(warp)
             np.maximum(known, self.seen[warp], out=known)
@@ -189,3 +221,33 @@ class Races(Watcher):
         if lanes is not None:
             warps = np.unique(indices_of(lanes) // 32)
             self.seen[warps] = np.maximum(self.seen[warps], known)
+
+    def waited(self, copies: Copies, only_read: bool) -> None:
+        """The warp knows what its engine has done."""
+        warps = copies.lanes // 32
+        np.maximum.at(self.seen, (warps, self.warps + warps), copies.serial)
+
+    def landed(self, copies: Copies) -> None:
+        """The mbarriers learn what the engine has done."""
+        for warp, place in dict.fromkeys(zip((copies.lanes // 32).tolist(), copies.barrier.tolist(), strict=True)):
+            if place >= 0:
+                known = self.arrived.setdefault(place, np.zeros(self.seen.shape[1], np.int32))
+                known[self.warps + warp] = max(known[self.warps + warp], copies.serial)
+
+    def phase_arrive(self, place: int, lanes: Lanes) -> None:
+        """The mbarrier learns what those know who arrive."""
+        known = self.arrived.setdefault(place, np.zeros(self.seen.shape[1], np.int32))
+        for warp in np.unique(indices_of(lanes) // 32).tolist():
+            self.take_pending(warp)
+            np.maximum(known, self.seen[warp], out=known)
+            self.seen[warp, warp] += 1
+
+    def phase_complete(self, place: int) -> None:
+        """What arrivals made known is there for those who wait."""
+        known = self.arrived.pop(place, np.zeros(self.seen.shape[1], np.int32))
+        self.phases[place] = np.maximum(known, self.phases.get(place, 0))
+
+    def phase_wait(self, place: int, lanes: Lanes) -> None:
+        """Who has waited knows what the mbarrier learnt."""
+        warps = np.unique(indices_of(lanes) // 32)
+        self.seen[warps] = np.maximum(self.seen[warps], self.phases.get(place, 0))

@@ -11,11 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.emulator.access import SCOPES
 from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.ir import Instruction, Operand
 from ptxlab.emulator.machine import Machine, Outcome, Parked, Step, binder
 from ptxlab.emulator.types import Array, Lanes, as_lanes, count_of, indices_of, merge, split
 from ptxlab.errors import EmulationError
+
+# What a fence between the ways to memory makes visible to the copy engine
+PROXY_FENCES = {
+    "mbarrier_init.release": ("mbarrier",),
+    "proxy.alias": (),
+    "proxy.async": ("mbarrier", "shared", "global"),
+    "proxy.async.global": ("global",),
+    "proxy.async.shared::cta": ("mbarrier", "shared"),
+    "proxy.async.shared::cluster": ("mbarrier", "shared"),
+}
 
 # Warps
 
@@ -157,12 +168,21 @@ def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 @binder("membar", "fence")
 def _fence(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    if "proxy" in instruction.opcode and "async" not in instruction.opcode and "alias" not in instruction.opcode:
-        raise UnknownOpcode(instruction.opcode)
+    kind, *more = [part for part in instruction.opcode.split(".")[1:] if part not in SCOPES]
     watchers = machine.watchers
+    if instruction.opcode.startswith("membar") or (kind in ("sc", "acq_rel", "acquire", "release") and not more):
 
-    def fence(lanes: Lanes) -> None:
+        def fence(lanes: Lanes) -> None:
+            for watcher in watchers:
+                watcher.fence(lanes)
+
+        return fence
+    spaces = PROXY_FENCES.get(".".join((kind, *more)))
+    if spaces is None:
+        raise UnknownOpcode(instruction.opcode)
+
+    def proxy_fence(lanes: Lanes) -> None:
         for watcher in watchers:
-            watcher.fence(lanes)
+            watcher.proxy_fence(lanes, spaces)
 
-    return fence
+    return proxy_fence

@@ -40,6 +40,8 @@ class Launch:
     local_window: int
     findings: Findings
     max_steps: int | None
+    mode: str = "early"  # when asynchronous copies land; see `pending`
+    seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
     steps: int = 0
     lane_instructions: int = 0
@@ -58,6 +60,13 @@ class Launch:
     def window_bytes(self) -> int:
         """Shared memory of a block, static and dynamic."""
         return self.entry.dynamic_offset + self.shared_bytes if self.shared_bytes else self.entry.shared_bytes
+
+    def is_shared(self, offsets: Array) -> Array:
+        """Which arena offsets lie in a shared window."""
+        if not len(self.shared_windows):
+            return np.zeros(len(offsets), bool)
+        last = self.shared_windows[-1] + self.window_bytes  # nothing else lies between the windows
+        return (offsets >= self.shared_windows[0]) & (offsets < last)
 
 
 class Wave:

@@ -1,0 +1,163 @@
+"""cp.async and cp.async.bulk: copies that go on while their threads do. When they happen: `pending`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxlab.emulator import ir
+from ptxlab.emulator.access import Access, locator
+from ptxlab.emulator.alu import Opcode, UnknownOpcode
+from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.machine import Machine, Step, binder
+from ptxlab.emulator.mbarrier import MBarriers
+from ptxlab.emulator.pending import UNGROUPED, Copies
+from ptxlab.emulator.types import Array, Lanes, as_lanes, bits_of, indices_of
+from ptxlab.errors import MemoryFault
+
+_GROUP_ACTIONS = ("commit_group", "wait_group", "wait_all")
+_SHARED = ("shared", "shared::cta", "shared::cluster")
+
+
+@binder("cp")
+def _copy(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    opcode = Opcode(instruction.opcode)
+    for hint in ("L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"):
+        opcode.flag(hint)
+    if not opcode.flag("async"):
+        raise UnknownOpcode(instruction.opcode)
+    kind = "bulk" if opcode.flag("bulk") else "cp.async"
+    if action := opcode.choice(*_GROUP_ACTIONS, default=""):
+        step = _group(machine, instruction, opcode, kind, action)
+    elif opcode.flag("mbarrier"):
+        step = _arrive(machine, instruction, opcode)
+    elif kind == "bulk" and opcode.flag("prefetch"):
+        opcode.modifiers.clear()
+        return lambda lanes: None
+    else:
+        step = (_bulk if kind == "bulk" else _small)(machine, instruction, opcode)
+    if opcode.modifiers:
+        raise UnknownOpcode(instruction.opcode)
+    return step
+
+
+def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str, action: str) -> Step:
+    """commit_group, wait_group, wait_all."""
+    pending = machine.pending
+    if action == "commit_group":
+        return lambda lanes: pending.commit(kind, lanes)
+    if action == "wait_all":
+
+        def wait_all(lanes: Lanes) -> None:
+            pending.commit(kind, lanes)
+            pending.wait(kind, lanes, 0)
+
+        return wait_all
+    (newest,), only_read = instruction.operands, opcode.flag("read")
+    if not isinstance(newest, ir.Immediate):
+        raise ValueError("the number of groups has to be a constant")
+    return lambda lanes: pending.wait(kind, lanes, newest.bits, only_read)
+
+
+def _offsets(machine: Machine, instruction: Instruction, kind: str, space: str, operand: ir.Operand, align: int
+             ) -> Callable[[Lanes, Array], Array]:  # fmt: skip
+    """Function (lanes, sizes) -> arena offsets; 0 where the size is 0, as such an address may be anything."""
+    locate = locator(machine, Access(instruction, kind, space, "weak", "b8", align, ()), operand)
+
+    def offsets(lanes: Lanes, sizes: Array) -> Array:
+        found, some = np.zeros(len(sizes), np.int64), sizes > 0
+        if some.any():
+            found[some] = locate(as_lanes(indices_of(lanes)[some]), sizes[some])
+        return found
+
+    return offsets
+
+
+def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
+    """cp.async of 4, 8 or 16 bytes per lane; an optional operand says how many of them to read, or whether none."""
+    cached = opcode.choice("ca", "cg")
+    if not any(opcode.flag(space) for space in _SHARED[:2]) or not opcode.flag("global"):
+        raise UnknownOpcode(instruction.opcode)
+    target, source, size, *more = instruction.operands
+    if "L2::cache_hint" in instruction.opcode:
+        more = more[:-1]  # the policy
+    if not isinstance(size, ir.Immediate) or size.bits not in ((4, 8, 16) if cached == "ca" else (16,)):
+        raise ValueError(f"cp.async.{cached} copies {'4, 8 or 16' if cached == 'ca' else '16'} bytes")
+    count, ignores = size.bits, bool(more) and isinstance(more[0], ir.Register) and bits_of(more[0].type) == 1
+    read_size = machine.reader(more[0] if more else size, "pred" if ignores else "u32")
+    locate_target = _offsets(machine, instruction, "store", "shared", target, count)
+    locate_source = _offsets(machine, instruction, "load", "global", source, count)
+    pending = machine.pending
+
+    def copy(lanes: Lanes) -> None:
+        indices = indices_of(lanes)
+        sizes, wanted = np.full(len(indices), count), np.broadcast_to(read_size(lanes), indices.shape)
+        read = np.where(wanted, 0, count) if ignores else wanted.astype(np.int64)
+        if (read > count).any():
+            place = machine.fault_place(instruction, int(indices[int(np.argmax(read > count))]))
+            raise MemoryFault(f"{place}: {int(read.max())} bytes to read, more than the {count} of the copy")
+        sources, targets, none = locate_source(lanes, read), locate_target(lanes, sizes), np.full(len(indices), -1)
+        group = pending.committed["cp.async"][lanes].copy()
+        pending.issue(Copies(instruction, "cp.async", indices, sources, targets, read, sizes, group, none, none))
+
+    return copy
+
+
+def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
+    """cp.async.mbarrier.arrive: the mbarrier hears of the lane's cp.async so far as of an arrival."""
+    extra = not opcode.flag("noinc")
+    if not opcode.flag("arrive") or not opcode.flag("b64"):
+        raise UnknownOpcode(instruction.opcode)
+    space = opcode.choice(*_SHARED[:2], default="generic").split("::")[0]
+    find = MBarriers(machine, instruction, space, instruction.operands[0], "load").objects
+
+    def arrive(lanes: Lanes) -> None:
+        indices, places = indices_of(lanes), np.zeros(len(indices_of(lanes)), np.int64)
+        for barrier, who in find(lanes):
+            places[who] = barrier.place
+            barrier.missing += len(who) if extra else 0
+        none = np.zeros_like(places)
+        group = none + UNGROUPED
+        machine.pending.arrive(
+            Copies(instruction, "cp.async", indices, none, none, none, none, group, places, none - 1, arrives=True)
+        )
+
+    return arrive
+
+
+def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
+    """cp.async.bulk: any multiple of 16 bytes per lane, by the copy engine, which tells an mbarrier or forms groups."""
+    to, *tail = opcode.modifiers
+    origin = tail[0] if tail else ""
+    told = opcode.flag("mbarrier::complete_tx::bytes")
+    if not told and not opcode.flag("bulk_group"):
+        raise UnknownOpcode(instruction.opcode)
+    legal = (to in _SHARED[1:] and origin == "global") or (to == "shared::cluster" and origin == "shared::cta")
+    if not (legal if told else (to, origin) == ("global", "shared::cta")):
+        raise UnknownOpcode(instruction.opcode)
+    opcode.flag(to)
+    opcode.flag(origin)
+    target, source, size, *more = instruction.operands
+    read_size = machine.reader(size, "u32")
+    locate_target = _offsets(machine, instruction, "store", to.split("::")[0], target, 16)
+    locate_source = _offsets(machine, instruction, "load", origin.split("::")[0], source, 16)
+    find = MBarriers(machine, instruction, "shared", more[0], "load").objects if told else None
+    pending = machine.pending
+
+    def copy(lanes: Lanes) -> None:
+        indices = indices_of(lanes)
+        sizes = np.broadcast_to(read_size(lanes), indices.shape).astype(np.int64)
+        if (sizes % 16).any():
+            place = machine.fault_place(instruction, int(indices[int(np.argmax(sizes % 16 != 0))]))
+            raise MemoryFault(
+                f"{place}: the size has to be a multiple of 16 bytes, not {int(sizes[sizes % 16 != 0][0])}"
+            )
+        sources, targets, barriers = locate_source(lanes, sizes), locate_target(lanes, sizes), np.full(len(indices), -1)
+        for barrier, who in find(lanes) if find else ():
+            barriers[who] = barrier.place
+        group = pending.committed["bulk"][lanes].copy() if not told else np.full(len(indices), UNGROUPED)
+        none = np.full(len(indices), -1)
+        pending.issue(Copies(instruction, "bulk", indices, sources, targets, sizes, sizes, group, barriers, none))
+
+    return copy

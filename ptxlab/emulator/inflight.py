@@ -1,0 +1,177 @@
+"""The check "async": what threads must not do while copies are in flight, and what the copy engine must not meet.
+
+A byte is in flight from the issue of a copy until somebody has waited for it, whatever the mode: nobody may read or
+write a byte that a copy writes, nor write one that a copy reads (kind "async"). The copy engine sees what threads have
+written with ordinary stores or cp.async only after their proxy fence; until then the bytes are dirty ("async-dirty").
+An mbarrier is such a thing too. Two copies that read the same byte count as one: it is free when the first is done.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptxlab.emulator.check import Watcher
+from ptxlab.emulator.pending import Copies, spans
+from ptxlab.emulator.types import Array, Lanes, indices_of
+
+if TYPE_CHECKING:
+    from ptxlab.emulator.access import Access
+    from ptxlab.emulator.ir import Instruction
+    from ptxlab.emulator.machine import Machine
+
+_WRITTEN, _READ = 1, 2  # what a copy in flight does to a byte
+# A dirty byte remembers time (24 bits), instruction (22) and lane (18); 0 is clean.
+_LANE, _TIME = 18, 40
+
+
+class InFlight(Watcher):
+    """Accesses that meet a copy in flight, and copies that meet what is not visible to them."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.pending, self.memory = machine.pending, machine.memory
+        self.busy = np.zeros(machine.memory.size, np.uint8)
+        self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
+        self.index = {id(instruction): i for i, instruction in enumerate(machine.code)}
+        has_engine = any(i.opcode.startswith("cp.async.bulk") for i in machine.code)
+        self.dirty = np.zeros(machine.memory.size, np.int64) if has_engine else None
+        self.time = 1  # counts proxy fences
+        self.fenced = {space: np.zeros(machine.lanes, np.int64) for space in ("shared", "global")}  # time of the last
+        self.begun: dict[int, tuple[int, Instruction]] = {}  # mbarriers that the engine cannot see: lane, mbarrier.init
+
+    # Threads
+
+    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """Nobody may read what a copy writes."""
+        self.meet(access, lanes, offsets, _WRITTEN, "reads")
+
+    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """Nobody may write what a copy reads or writes."""
+        self.meet(access, lanes, offsets, _WRITTEN | _READ, "writes")
+        self.soil(access.instruction, lanes, offsets, np.full(len(offsets), access.size))
+
+    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """Writes."""
+        self.store(access, lanes, offsets, offsets)
+
+    def meet(self, access: Access, lanes: Lanes, offsets: Array, flags: int, does: str) -> None:
+        """Report accesses to bytes that carry one of the flags."""
+        step = min(access.size, 8)
+        pattern = int.from_bytes(bytes([flags]) * step, "little")
+        wrong = np.zeros(len(offsets), bool)
+        for first in range(0, access.size, step):
+            wrong |= self.words[step][(offsets + first) // step] & pattern != 0
+        if wrong.any():
+            start = int(offsets[int(np.argmax(wrong))])
+            place = start + int(np.argmax(self.busy[start : start + access.size] & flags))
+            self.report(access.instruction, "async", lanes, wrong, f"{does} {self.whose(place, flags)}")
+
+    def whose(self, place: int, flags: int) -> str:
+        """A byte in flight, and who moves it, in words."""
+        for copies in self.pending.queue:
+            written = (copies.target <= place) & (place < copies.target + copies.size)
+            read = (copies.source <= place) & (place < copies.source + copies.read)
+            does = "written" if flags & _WRITTEN and written.any() else "read" if flags & _READ and read.any() else ""
+            if does:
+                lane = int(copies.lanes[int(np.argmax(written if does == "written" else read))])
+                thread = "({},{},{})".format(*self.machine.place_of(lane)[1])
+                by = f"line {copies.instruction.line}, `{copies.instruction.text}`, for thread {thread}"
+                return f"{self.memory.byte(place)}, which is still being {does} by {by}: nobody has waited for that,"
+        return f"{self.memory.byte(place)}, which another entry of this copy moves"
+
+    # Copies
+
+    def issue(self, copies: Copies) -> None:
+        """A copy meets others, dirty bytes, and mbarriers that it cannot see; from now on its bytes are in flight."""
+        source, target = spans(copies.source, copies.read), spans(copies.target, copies.size)
+        self.collide(copies, source, copies.read, _WRITTEN, "copies from")
+        self.collide(copies, target, copies.size, _WRITTEN | _READ, "copies to")
+        if copies.kind == "bulk":
+            self.see(copies, source)
+        self.busy[source] |= _READ
+        self.busy[target] |= _WRITTEN
+
+    def collide(self, copies: Copies, places: Array, sizes: Array, flags: int, does: str) -> None:
+        """Report entries that touch bytes in flight."""
+        hit = self.busy[places] & flags != 0
+        if hit.any():
+            what = self.whose(int(places[int(np.argmax(hit))]), flags)
+            self.report(copies.instruction, "async", copies.lanes, by_entry(hit, sizes), f"{does} {what}")
+
+    def see(self, copies: Copies, source: Array) -> None:
+        """Report what the copy engine reads or tells without being able to see it."""
+        for lane, place in zip(copies.lanes.tolist(), copies.barrier.tolist(), strict=True):
+            if place in self.begun:
+                line, text = self.begun[place][1].line, self.begun[place][1].text
+                message = f"tells the mbarrier at {self.memory.byte(place)}, which line {line}, `{text}`, initialised "
+                message += "without fence.mbarrier_init (or fence.proxy.async): the copy engine may not see it"
+                self.report(copies.instruction, "async", np.array([lane]), np.array([True]), message)
+        assert self.dirty is not None
+        marks = self.dirty[source]
+        lanes = marks & (1 << _LANE) - 1
+        shared = self.machine.launch.is_shared(source)
+        fenced = np.where(shared, self.fenced["shared"][lanes], self.fenced["global"][lanes])
+        hit = marks >> _TIME >= np.maximum(fenced, 1)
+        if hit.any():
+            first = int(np.argmax(hit))
+            writer = self.machine.code[int(marks[first] >> _LANE & (1 << _TIME - _LANE) - 1)]
+            message = (
+                f"copies {self.memory.byte(int(source[first]))}, which line {writer.line}, `{writer.text}`, wrote "
+            )
+            message += "without a fence.proxy.async behind it: the copy engine may see what was there before"
+            self.report(copies.instruction, "async-dirty", copies.lanes, by_entry(hit, copies.read), message)
+
+    def soil(self, instruction: Instruction, lanes: Lanes, starts: Array, sizes: Array) -> None:
+        """Lanes have written bytes that the copy engine cannot see yet."""
+        if self.dirty is not None:
+            marks = indices_of(lanes) | self.index[id(instruction)] << _LANE | self.time << _TIME
+            self.dirty[spans(starts, sizes)] = np.repeat(marks, sizes)
+
+    def waited(self, copies: Copies, only_read: bool) -> None:
+        """The lanes' own copies are done, or have read their source."""
+        self.busy[spans(copies.source, copies.read)] &= ~np.uint8(_READ)
+        if not only_read:
+            self.settled(copies)
+
+    def settled(self, copies: Copies) -> None:
+        """The bytes are at rest. What cp.async wrote is like a store; what the engine wrote, it can see."""
+        target = spans(copies.target, copies.size)
+        self.busy[spans(copies.source, copies.read)] &= ~np.uint8(_READ)
+        self.busy[target] &= ~np.uint8(_WRITTEN)
+        if copies.kind == "cp.async":
+            self.soil(copies.instruction, copies.lanes, copies.target, copies.size)
+        elif self.dirty is not None:
+            self.dirty[target] = 0
+
+    # What makes visible
+
+    def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
+        """mbarriers that only their thread knows of."""
+        self.begun.update({int(place): (int(lane), instruction)
+                           for place, lane in zip(places, indices_of(lanes), strict=True)})  # fmt: skip
+
+    def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
+        """The copy engine sees what these lanes have done."""
+        self.time += 1
+        for space in ("shared", "global"):
+            if space in spaces:
+                self.fenced[space][lanes] = self.time
+        if "mbarrier" in spaces:
+            those = set(indices_of(lanes).tolist())
+            self.begun = {place: by for place, by in self.begun.items() if by[0] not in those}
+
+    def end(self) -> None:
+        """Shared memory is gone when its block ends: copies from it must have been waited for."""
+        for copies in self.pending.queue:
+            reading = (copies.read > 0) & (self.busy[copies.source] & _READ != 0)
+            wrong = reading & self.machine.launch.is_shared(copies.source)
+            if wrong.any():
+                message = "reads shared memory, and its block ends without waiting for that"
+                self.report(copies.instruction, "async", copies.lanes, wrong, message)
+
+
+def by_entry(hit: Array, sizes: Array) -> Array:
+    """One bool per byte -> per entry, whether any of its bytes is hit."""
+    return np.bincount(np.repeat(np.arange(len(sizes)), sizes), hit, len(sizes)) > 0
