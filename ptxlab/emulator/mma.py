@@ -25,7 +25,7 @@ from ptxlab.emulator.ir import Instruction
 from ptxlab.emulator.machine import Machine, Step, binder
 from ptxlab.emulator.matrix import EVERYBODY, whole_warps
 from ptxlab.emulator.rounding import widen
-from ptxlab.emulator.types import Array, Lanes, count_of, limits
+from ptxlab.emulator.types import DTYPES, Array, Lanes, count_of, limits
 from ptxlab.emulator.wave import Reader, Writer
 from ptxlab.layout import fragments
 from ptxlab.layout.fragments import WARP
@@ -55,15 +55,13 @@ class Form:
         """The form of an opcode."""
         opcode = Opcode(text)
         flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
-        k = int(opcode.choice("m16n8k8", "m16n8k16", "m16n8k32", "m16n8k64")[6:])
-        saturates = opcode.flag("satfinite")
-        d, a, b, c = (*opcode.modifiers, "", "", "", "")[:4]
+        k, saturates = int(opcode.choice(*(f"m16n8k{k}" for k in (8, 16, 32, 64)))[6:]), opcode.flag("satfinite")
+        d, a, b, c, *more = *opcode.modifiers, "", "", "", ""
         fits = d == c and any({a, b} <= types and d in accumulators for types, accumulators in FORMS)
-        depth, rest = divmod(k * BITS.get(a, 0), 128)
-        fits = fits and not rest and depth in (1, 2) and (d == "s32" or not saturates)
-        if not all(flags) or not fits or len(opcode.modifiers) != 4:
+        depth = k * BITS.get(a, 0) / 128
+        if not all(flags) or not fits or any(more) or depth not in (1, 2) or (saturates and d != "s32"):
             raise UnknownOpcode(text)
-        return cls(d, a, b, depth, saturates)
+        return cls(d, a, b, int(depth), saturates)
 
     @property
     def tiles(self) -> tuple[Tiles, Tiles]:
@@ -72,8 +70,7 @@ class Form:
         a, b = fragments.mma_a(256 // bits), fragments.mma_b(256 // bits)
         places = (a.rows // 8, a.cols * bits // 128), (b.cols // 8, b.rows * bits // 128)
         both = [zip(down[0, :, 0].tolist(), along[0, :, 0].tolist(), strict=True) for down, along in places]
-        left = [[tile for tile in tiles if tile[1] < self.depth] for tiles in both]
-        return left[0], left[1]
+        return tuple([tile for tile in tiles if tile[1] < self.depth] for tiles in both)  # type: ignore[return-value]
 
     @property
     def accumulators(self) -> Tiles:
@@ -91,10 +88,9 @@ def group(machine: Machine, start: int) -> int:
         return instruction.opcode, instruction.guard, *operands
 
     stop, written, pairs = start + 1, set[int](), set[tuple]()
-    if code[start].guard is not None:
-        return stop
     for at in range(start, min(start + LONGEST, len(code))):
-        if at > start and (at in machine.targets or types(code[at]) != types(code[start])):
+        alike = code[at].guard is None and at not in machine.targets and types(code[at]) == types(code[start])
+        if at > start and not alike:
             break
         d, a, b, _ = code[at].operands
         if written & {register.index for register in ir.registers((a, b))}:
@@ -116,13 +112,10 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Step:
     machine.done_before = group(machine, pc)
     parts = [each.operands for each in machine.code[pc : machine.done_before]]
     all_a, all_b = (list(dict.fromkeys(part[i] for part in parts)) for i in (1, 2))
-    tiles_a, tiles_b = form.tiles
-    count, kind = len(form.accumulators), form.d if form.d != "f16" else "b32"
+    (tiles_a, tiles_b), count, kind = form.tiles, len(form.accumulators), "b32" if form.d == "f16" else form.d
 
     def readers(operand: ir.Operand, registers: int, type_name: str) -> list[Reader]:
-        rows = [machine.reader(register, type_name) for register in elements(operand, registers)]
-        # a constant becomes a row
-        return [lambda lanes, read=read: np.broadcast_to(read(lanes), count_of(lanes)) for read in rows]
+        return [machine.reader(register, type_name) for register in elements(operand, registers)]
 
     a = [readers(operand, len(tiles_a), "b32") for operand in all_a]
     b = [readers(operand, len(tiles_b), "b32") for operand in all_b]
@@ -152,11 +145,12 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: bool = False) -> Array:
     """Operands of all warps, below each other: bytes [warps, rows, bytes of k]; row 2 t + j at 4 j + t if `swap`."""
-    warps, (down, along) = count_of(lanes) // WARP, tiles[-1]
+    warps, (down, along) = count_of(lanes) // WARP, tiles[-1]  # the last tile of all
     quads = np.empty((warps, len(operands), down + 1, 8, along + 1), QUAD)
     for i, readers in enumerate(operands):
         for read, (row, column) in zip(readers, tiles, strict=True):
-            values = np.ascontiguousarray(read(lanes)).view(QUAD).reshape(warps, 8)
+            values = np.ascontiguousarray(read(lanes))
+            values = (values if len(values) > 1 else np.repeat(values, WARP * warps)).view(QUAD).reshape(warps, 8)
             if swap:
                 quads[:, i, row, :4, column], quads[:, i, row, 4:, column] = values[:, 0::2], values[:, 1::2]
             else:
@@ -167,7 +161,7 @@ def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: boo
 def numbers(raw: Array, type_name: str) -> Array:
     """Bytes [warps, rows, bytes of k] as numbers; the order of k is any, but the same for A and B."""
     if type_name in ("f16", "bf16"):
-        return widen(raw.view("f2" if type_name == "f16" else "u2"), type_name)
+        return widen(raw.view(DTYPES[type_name]), type_name)
     dtype = np.int8 if type_name[0] == "s" else np.uint8
     if type_name[1:] == "8":
         return raw.view(dtype).astype(np.float32)
@@ -176,7 +170,7 @@ def numbers(raw: Array, type_name: str) -> Array:
 
 
 def accumulation(form: Form) -> Callable[[Array, list[Work], Lanes], None]:
-    """Function that adds products [warps, A, tile, row, B, j, t], column 2 t + j, to the accumulators of each mma."""
+    """Function that adds products [warps, A, tile, row, B, j, t], columns 2 t + j, to the accumulators of each mma."""
     kind, places = np.dtype("i4" if form.d == "s32" else "f8"), form.accumulators
 
     def add(c: Array, products: Array) -> Array:
@@ -193,7 +187,7 @@ def accumulation(form: Form) -> Callable[[Array, list[Work], Lanes], None]:
             return np.ascontiguousarray(quads[:, mma[0], row, :, mma[1], j]).reshape(-1).view(kind)
 
         for mma in work:
-            _, _, readers, writers = mma
+            readers, writers = mma[2:]
             if form.d == "f16":  # columns 2 t and 2 t + 1 in one register
                 pairs = [np.ascontiguousarray(read(lanes)).view(np.float16).reshape(-1, 2) for read in readers]
                 sums = [np.stack((part(mma, i, 0), part(mma, i, 1)), axis=1) for i, _ in places]
