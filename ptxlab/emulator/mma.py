@@ -5,8 +5,8 @@ does the work; the accumulation wraps in int32, or saturates. Floating-point: pr
 once to the accumulator's type. Hardware adds in an order of its own and truncates on the way, so that results agree
 where all partial sums are exact, and are near elsewhere.
 
-A straight line of mma with nothing in between (no label, no guard) runs as one product where it multiplies each of
-several A by each of several B, as unrolled kernels do: each operand is converted once, and BLAS gets larger matrices.
+A straight line of mma (no label or guard in between) that multiplies each of several A by each of several B runs as one
+product: each operand is converted once, and BLAS gets larger matrices.
 """
 
 from __future__ import annotations
@@ -162,11 +162,10 @@ def numbers(raw: Array, type_name: str) -> Array:
     """Bytes [warps, rows, bytes of k] as numbers; the order of k is any, but the same for A and B."""
     if type_name in ("f16", "bf16"):
         return widen(raw.view(DTYPES[type_name]), type_name)
-    dtype = np.int8 if type_name[0] == "s" else np.uint8
-    if type_name[1:] == "8":
-        return raw.view(dtype).astype(np.float32)
-    nibbles = np.concatenate([raw << np.uint8(4), raw & np.uint8(0xF0)], axis=-1)
-    return nibbles.view(dtype).astype(np.float32) * np.float32(1 / 16)
+    if type_name[1:] == "4":  # sixteen times the low halves of the bytes, then the high ones
+        raw = np.concatenate([raw << np.uint8(4), raw & np.uint8(0xF0)], axis=-1)
+    values = raw.view(np.int8 if type_name[0] == "s" else np.uint8).astype(np.float32)
+    return values if type_name[1:] == "8" else values * np.float32(1 / 16)
 
 
 def accumulation(form: Form) -> Callable[[Array, list[Work], Lanes], None]:
