@@ -12,8 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fragments import FragmentCase, fragment_cases
 
 VECTORS = Path(__file__).parent / "fragments.npz"
-KNOWN = ("ldmatrix", "stmatrix")
-CASES = {case.name: case for case in fragment_cases() if case.name.startswith(KNOWN)}
+CASES = {case.name: case for case in fragment_cases()}
 
 
 def emulate(case: FragmentCase) -> np.ndarray:
