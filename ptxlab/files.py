@@ -1,7 +1,10 @@
 """Arrays in and out of `.npz` files: never unpickled, written whole or not at all."""
 
+import contextlib
+import math
 import os
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,9 @@ import numpy as np
 from ptxlab.errors import FileError
 
 MAX_BYTES = 1 << 34  # an .npz that claims to hold more is refused before anything is allocated
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+# What zipfile, zlib and NumPy raise for content that is damaged, encrypted, or compressed in a way they do not know
+_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError)
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -18,17 +24,29 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as archive:
             claimed = sum(info.file_size for info in archive.infolist())
-        if claimed > MAX_BYTES:
-            raise FileError(f"{path}: at most {MAX_BYTES} bytes of arrays (got {claimed})")
+            if claimed > MAX_BYTES:
+                raise FileError(f"{path}: at most {MAX_BYTES} bytes of arrays (got {claimed})")
+            for info in archive.infolist():
+                _check_header(archive, info)
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in archive.files}
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, ValueError, KeyError, EOFError) as error:
+    except _DAMAGE as error:
         raise FileError(f"{path}: not an .npz of plain arrays: {error}") from None
-    if foreign := [name for name, array in arrays.items() if not isinstance(array, np.ndarray)]:
-        raise FileError(f"{path}: not an .npz of plain arrays: {foreign[0]} is not an array")
     return {name: np.array(array, order="C") for name, array in arrays.items()}
+
+
+def _check_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+    """ValueError unless the member is an array, of objects or of just the bytes that follow its header."""
+    with archive.open(info) as member:
+        read_header = _HEADERS.get(np.lib.format.read_magic(member))
+        if read_header is None:
+            raise ValueError(f"{info.filename} holds a structure")
+        shape, _, dtype = read_header(member)
+        nbytes, held = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
+    if nbytes != held and not dtype.hasobject:  # objects are refused by `np.load`
+        raise ValueError(f"{info.filename} claims {nbytes} bytes and holds {held}")
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
@@ -40,6 +58,8 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
 
 def write_whole(path: Path, write: Any) -> None:
     """Let `write(file)` fill a temporary file beside `path`, then rename it into place."""
+    if not path.name:
+        raise FileError(f"{path}: cannot be written: not the name of a file")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(unfinished, "wb") as file:
@@ -48,4 +68,5 @@ def write_whole(path: Path, write: Any) -> None:
     except OSError as error:
         raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it has been renamed, or could not be made
+            unfinished.unlink()

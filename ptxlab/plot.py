@@ -12,26 +12,31 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ptxlab import audit, quant, reference
+from ptxlab.errors import ArgumentError
 from ptxlab.files import write_whole
 
 if TYPE_CHECKING:
     from ptxlab.audit import AuditRow
     from ptxlab.demo import Row
+    from ptxlab.tiles import Holders, WarpAccess
 
 BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"
 SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}
 SWEEP = range(112, 128)  # protective ranges of the overflow curve
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as the path's suffix says (.png, .svg, .pdf), whole or not at all."""
-    from ptxlab.errors import ArgumentError
-
+def format_of(path: Path) -> str:
+    """The format that a picture's file name asks for; ArgumentError for none of .png, .svg and .pdf."""
     suffix = path.suffix.lstrip(".").lower()
     if suffix not in ("png", "svg", "pdf"):
         raise ArgumentError("picture", "a file name that ends in .png, .svg or .pdf", path)
+    return suffix
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as the path's suffix says (`format_of`), whole or not at all."""
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=suffix, dpi=150, bbox_inches="tight", facecolor="white")
+    figure.savefig(buffer, format=format_of(path), dpi=150, bbox_inches="tight", facecolor="white")
     write_whole(path, lambda file: file.write(buffer.getvalue()))
 
 
@@ -49,6 +54,8 @@ def demo_figure(rows: Sequence["Row"], matrices: dict[str, np.ndarray], what: st
 
 def audit_figure(rows: Sequence["AuditRow"], title: str) -> Figure:
     """Overflowing weights (above) and relative error (below) per tensor, scheme and protective range."""
+    if not rows:
+        raise ArgumentError("picture", "at least one tensor that could be audited", "none")
     tensors = list(dict.fromkeys(r.tensor for r in rows))
     figure = Figure(figsize=(max(7, 0.28 * len(tensors) + 3), 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -120,3 +127,53 @@ def _wrong_tile(axes: Axes, w: np.ndarray, name: str) -> None:
     axes.set_xlabel("input channel; four neighbours share a 32-bit word")
     axes.set_ylabel("output channel")
     axes.set_title(f"Subtracting first: {wrong.mean():.0%} of a tile wrong (red)", loc="left", weight="bold")
+
+
+def load_figure(held: Sequence["Holders"], accesses: Sequence["WarpAccess"]) -> Figure:
+    """Who holds what: warp 0's rows of the tile by lane (one panel per kernel), and the banks that its loads meet.
+
+    Args:
+        held: the kernels to compare, the one in question first.
+        accesses: the first kernel's loads from shared memory, warp 0.
+    """
+    figure = Figure(figsize=(8 * len(held) + 6, 6.4), layout="constrained")
+    panels = figure.subplots(1, len(held) + 1, width_ratios=[*[1.35] * len(held), 1])
+    for axes, one in zip(panels, held, strict=False):
+        _lane_tile(axes, one)
+    _bank_grid(panels[-1], held[0].name, accesses)
+    return figure
+
+
+def _lane_tile(axes: Axes, held: "Holders") -> None:
+    rows, columns = 16, 64
+    lanes = held.thread[:rows, :columns] % 32
+    axes.imshow(lanes, cmap="twilight", vmin=0, vmax=32, interpolation="nearest", aspect="auto")
+    for row in range(rows):
+        for column in range(0, columns, 4):
+            label = f"{held.thread[row, column]}.a{held.register[row, column]}"
+            wrong = held.wrong[row, column : column + 4].any()
+            style = {"color": "white", "weight": "bold"} if wrong else {"color": "black"}
+            box = {"boxstyle": "square,pad=0.15", "color": RED if wrong else "#ffffffb0", "linewidth": 0}
+            axes.text(column + 1.5, row, label, ha="center", va="center", fontsize=6.5, bbox=box, **style)
+    share = held.wrong.mean()
+    verdict = f"{share:.0%} not where the MMA wants it (red)" if share else "what the MMA wants"
+    axes.set_title(f"{held.name}: {verdict}", loc="left", weight="bold", fontsize=11)
+    axes.set_xticks(range(0, columns + 1, 8))
+    axes.set_xlabel("input channel; label: thread and register that get four channels, colour: lane")
+    axes.set_ylabel("output channel")
+
+
+def _bank_grid(axes: Axes, name: str, accesses: Sequence["WarpAccess"]) -> None:
+    """One line per wavefront: which lanes' words each of the 32 banks delivers."""
+    fronts = [(access, front) for access in accesses for front in access.fronts]
+    grid = np.full((len(fronts), 32), np.nan)
+    for line, (_, front) in enumerate(fronts):
+        for bank, lanes in front.items():
+            grid[line, bank] = lanes[0]
+            axes.text(bank, line, str(lanes[0]), ha="center", va="center", fontsize=6)
+    axes.imshow(grid, cmap="twilight", vmin=0, vmax=32, interpolation="nearest", aspect="auto")
+    least = sum(access.least for access in accesses)
+    axes.set_title(f"{len(fronts)} wavefronts, {least} at best", loc="left", weight="bold", fontsize=11)
+    axes.set_xlabel("bank; label: lane")
+    axes.set_ylabel("wavefront")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))

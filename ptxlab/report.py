@@ -40,12 +40,12 @@ def _section(path: Path, name: str) -> str:
 
 
 def kernel_table() -> str:
-    """All kernels: what they show, what they cost in instructions, how fast they ran on the recorded GPU."""
+    """The dequantisers: what they show, what they cost in instructions, how fast they ran on the recorded GPU."""
     counted = counts.load()
     measured = _measured("h200", "dequant")
     head = "| kernel | shows | ALU per 8 weights | streaming | of the copy ceiling | weights per clock and SM | limit |"
     lines = [head, "| --- | --- | ---: | ---: | ---: | ---: | --- |"]
-    for spec in kernels.specs().values():
+    for spec in (s for s in kernels.specs().values() if s.family == "dequant"):
         source = kernels.find(spec.name)[1][0]
         twin = " (and `.cu`)" if len(kernels.find(spec.name)[1]) > 1 else ""
         alu = counted["counts"].get(source.label, {}).get("alu_per_8")
@@ -101,4 +101,33 @@ def audit_table() -> str:
     return "\n".join(lines) + f"\n\n{note}\n"
 
 
-SECTIONS: dict[str, Callable[[], str]] = {"kernels": kernel_table, "audit": audit_table}
+def load_table() -> str:
+    """The family `load`: loads and instructions per 32 weights, resident and streaming rates on the recorded GPU."""
+    measured = _measured("h200", "load")
+    head = (
+        "| kernel | shows | loads / address / unpack per 32 weights | resident, weights per clock and SM | streaming |"
+    )
+    lines = [head, "| --- | --- | ---: | ---: | ---: |"]
+    for spec in (s for s in kernels.specs().values() if s.family == "load"):
+        resident = measured.get((spec.name, "ptx", "resident"))
+        streaming = measured.get((spec.name, "ptx", "streaming"))
+        counts = [f"{resident.more[f'{part}_per_32']:g}" for part in ("loads", "address", "unpack")] if resident else []
+        cells = [
+            f"`{spec.name}`",
+            ("**wrong by design**: " if spec.wrong else "") + spec.summary,
+            " / ".join(counts),
+            "" if resident is None else f"{resident.rate:.0f} ({resident.fraction:.2f} of 128 B per clock)",
+            ""
+            if streaming is None
+            else f"{streaming.rate:,.0f} GB/s ({streaming.fraction:.2f} of a {streaming.limit})",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    note = _origin("h200", "load") if measured else "Not recorded yet."
+    return "\n".join(lines) + f"\n\n{note}\n"
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "kernels": kernel_table,
+    "loads": load_table,
+    "audit": audit_table,
+}

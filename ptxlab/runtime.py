@@ -18,10 +18,11 @@ BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
 _LANE_INSTRUCTIONS_PER_SECOND = 50e6
 
-_CUDA_ENTRY = re.compile(
-    r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\s*\([^)]*\)\s*)?(\w+)\s*\(([^)]*)\)', re.DOTALL
-)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_CUDA_BOUNDS = re.compile(r"__(?:launch_bounds|cluster_dims|block_size|maxnreg)__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)")
+_CUDA_ENTRY = re.compile(r'(extern\s+"C"\s+)?(?:__global__\s+void|void\s+__global__)\s+(\w+)\s*\(([^)]*)\)')
+_EXTERN_BLOCK = re.compile(r'extern\s+"C"\s*\{')
+_PARAMETER = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)?(?:=.*)?$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ class Outcome:
         outputs: arrays that the kernel wrote, by argument name, of the caller's own kind (NumPy, CuPy, PyTorch ...).
         findings: what the emulator's checks report; empty on the GPU.
         lane_instructions: executed by the emulator; 0 on the GPU.
+        shared: what accesses to shared memory cost, if the emulator was asked to `count_banks`.
     """
 
     backend: str
     outputs: dict[str, Any]
     findings: tuple[emulator.Finding, ...] = ()
     lane_instructions: int = 0
+    shared: tuple[emulator.SharedAccess, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,15 +58,14 @@ class Kernel:
         if self.source.language == "ptx":
             return emulator.parse(self.source.text, self.source.path)
         image = toolchain.compile_cuda(self.source, _EMULATED_ARCH, output="ptx", defines=self.defines)
-        return emulator.parse(image.data.decode(), self.source.path)
+        return emulator.parse(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters in launch order; for CUDA C++ read off the signature."""
         if self.source.language == "ptx":
             return tuple(p.name for p in self.module.entries[self.entry].params)
-        signature = dict(_CUDA_ENTRY.findall(_COMMENT.sub("", self.source.text)))[self.entry]
-        return tuple(re.findall(r"(\w+)\s*$", p)[0] for p in signature.split(",") if p.strip())
+        return _cuda_entries(self.source.text)[self.entry]
 
     def launch(
         self,
@@ -76,6 +78,7 @@ class Kernel:
         written: Collection[int] | None = None,
         mode: str = "early",
         seed: int = 0,
+        count_banks: bool = False,
     ) -> emulator.Result | None:
         """Launch with arguments in order (arrays and NumPy scalars); arrays are written in place.
 
@@ -99,6 +102,7 @@ class Kernel:
             uninitialised=uninitialised,
             mode=mode,
             seed=seed,
+            count_banks=count_banks,
         )
 
     def __call__(
@@ -110,7 +114,9 @@ class Kernel:
         cluster: int | tuple[int, ...] = 1,
         backend: str | None = None,
         checks: Iterable[str] = (),
+        mode: str = "early",
         seed: int = 0,
+        count_banks: bool = False,
     ) -> Outcome:
         """Launch on arrays and NumPy scalars in the order of the parameters; arrays are written in place.
 
@@ -122,7 +128,9 @@ class Kernel:
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
         geometry = Launch(_dim3("grid", grid), _dim3("block", block), shared_bytes, _dim3("cluster", cluster))
         backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in args))
-        result = self.launch(args, geometry, backend=backend, checks=checks, seed=seed)
+        result = self.launch(
+            args, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
+        )
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
 
@@ -147,13 +155,24 @@ def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapp
     if source.language == "ptx":
         entries = list(emulator.parse(source.text, source.path).entries)
     else:
-        entries = [name for name, _ in _CUDA_ENTRY.findall(_COMMENT.sub("", source.text))]
+        entries = list(_cuda_entries(source.text))
     if entry is None and len(entries) == 1:
         entry = entries[0]
     if entry not in entries:
         rule = f"one of {', '.join(entries)}" if entries else 'a kernel (.visible .entry, or extern "C" __global__)'
         raise ArgumentError(f"{source.path}: entry", rule, entry)
     return Kernel(source, entry, dict(defines or {}))
+
+
+def _cuda_entries(text: str) -> dict[str, tuple[str, ...]]:
+    """The `extern "C"` kernels of a CUDA C++ source, each with the names of its parameters."""
+    text = _CUDA_BOUNDS.sub("", _COMMENT.sub("", text))
+    entries = {}
+    for found in _CUDA_ENTRY.finditer(text):
+        if found[1] or _EXTERN_BLOCK.search(text, 0, found.start()):
+            parameters = re.split(r",(?![^<]*>)", found[3])  # but not at the commas of template arguments
+            entries[found[2]] = tuple(name[1] for p in parameters if (name := _PARAMETER.search(p.strip())))
+    return entries
 
 
 def run_spec(
@@ -169,6 +188,7 @@ def run_spec(
     config: Mapping[str, int] | None = None,
     mode: str = "early",
     seed: int = 0,
+    count_banks: bool = False,
 ) -> Outcome:
     """Run a spec's kernel from one of its sources. Everything is checked before anything is launched.
 
@@ -184,6 +204,7 @@ def run_spec(
         config: `-D` constants; by default the spec's first.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
+        count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
     """
     expected = {a.name for a in spec.inputs}
     for name in inputs:
@@ -214,6 +235,7 @@ def run_spec(
         written=[i for i, a in enumerate(spec.args) if a.role in ("out", "inout")],
         mode=mode,
         seed=seed,
+        count_banks=count_banks,
     )
     like = next(iter(inputs.values()))
     return _outcome(backend, {a.name: gpu.like(arrays[a.name], like) for a in spec.outputs}, result)
@@ -271,7 +293,7 @@ def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
 def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
     if result is None:
         return Outcome(backend, outputs)
-    return Outcome(backend, outputs, result.findings, result.lane_instructions)
+    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared)
 
 
 _EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use; raised per spec where needed

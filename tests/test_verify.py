@@ -95,3 +95,22 @@ def test_backends_are_checked_before_anything_runs(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(verify.gpu, "why_not", lambda *a, **k: "no NVIDIA driver found")
     with pytest.raises(UnavailableError, match="no GPU backend here: no NVIDIA driver found"):
         verify.plan(["dequant_lqq"], "gpu")
+
+
+def test_asynchronous_kernels_are_verified_early_and_late() -> None:
+    """A copy that nobody waits for is there in time only if it happens early."""
+    spec, (source, *_) = kernels.find("load_cp_async")
+    job = verify.Job(spec, source, "emulator", {"P": 11, "B": 2})
+    found = verify.verify(job)
+    assert found.passed and found.detail == "equal to the reference, checks clean, early and late"
+    hasty = replace(source, text=source.text.replace("cp.async.wait_group 3;", ""))
+    found = verify.verify(replace(job, source=hasty))
+    assert not found.passed and "256 of 256 elements differ from the reference" in found.detail
+
+
+def test_a_wrong_order_is_nothing_that_checks_find() -> None:
+    spec, (source, *_) = kernels.find("load_ldmatrix_u4")
+    assert verify.verify(verify.Job(spec, source, "emulator", {"T": 1})).passed
+    racing = replace(source, text=source.text.replace("st.shared.v4.u32 [%at]", "st.shared.v4.u32 [stage]"))
+    found = verify.verify(verify.Job(spec, racing, "emulator", {"T": 1}))
+    assert not found.passed

@@ -6,7 +6,7 @@ from rich.markup import escape
 from ptxlab import __version__
 from ptxlab.cli import measure, quantize, run, weights
 from ptxlab.cli.common import BAD_INPUT, FAILED, notes
-from ptxlab.errors import EmulationError, PtxlabError, VerificationError
+from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(weights.demo)
@@ -34,6 +34,8 @@ def main() -> None:
     """Entry point: turns the package's errors into one line and an exit code."""
     try:
         app()
+    except UnknownInstruction as error:  # nothing ran, so nothing failed
+        _die(error, BAD_INPUT)
     except (EmulationError, VerificationError) as error:
         _die(error, FAILED)
     except PtxlabError as error:

@@ -23,10 +23,15 @@ def sass(
 ) -> None:
     """Compile and count: instructions by opcode and pipe, registers, spills, ALU instructions per 8 weights."""
     if record:
-        return console.print(f"recorded in {counts.save()}")
+        path = counts.save()
+        return print_json(str(path)) if as_json else console.print(f"recorded in {path}")
     if not targets:
         raise ArgumentError("targets", "one or two kernels or files", "none")
-    found = [_report(target, arch) for target in targets]
+    found = []
+    with progress_bar("sass", len(targets), quiet=as_json) as advance:
+        for target in targets:
+            found.append(_report(target, arch))
+            advance(target)
     if as_json:
         return print_json([r.to_json() for r in found] if len(found) > 1 else found[0].to_json())
     names = [r.name for r in found]
@@ -64,10 +69,11 @@ def bench(
     """Time kernels against their floor on this machine's GPU (the suite emulator: on its CPU), and record it."""
     from ptxlab import bench as benches
 
+    before = benches.load(against) if against else None  # a file that is no record is found before anything is measured
     with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:
         record = benches.run_suite(suite, progress=advance)
     path = benches.save(record, out)
-    slower = benches.compare(record, benches.load(against)) if against else []
+    slower = benches.compare(record, before) if before else []
     if as_json:
         print_json(record.to_json())
     else:
@@ -80,11 +86,25 @@ def bench(
 
 
 def report(
-    check: Annotated[bool, typer.Option(help="Change nothing; fail if something is out of date.")] = False,
+    check: Annotated[bool, typer.Option(help="Change nothing; fail if the README is out of date.")] = False,
+    figures: Annotated[bool, typer.Option(help="Also redraw notebooks/figures.")] = False,
+    notebooks: Annotated[bool, typer.Option(help="Also execute the notebooks and write their .ipynb.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the README's tables and pictures from the specs and the recorded measurements."""
+    """Rebuild the README's tables, the figures and the notebooks from the specs and the recorded measurements."""
     changed = reports.update(write=not check)
+    if figures:
+        from ptxlab import figures as drawings
+
+        changed += drawings.draw_all()
+    if notebooks:
+        from ptxlab import notebooks as books
+
+        scripts = books.scripts()
+        with progress_bar("notebooks", len(scripts), quiet=as_json) as advance:
+            for script in scripts:
+                advance(script.name)
+                changed.append(books.build(script))
     if as_json:
         print_json([str(path) for path in changed])
     else:

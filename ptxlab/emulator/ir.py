@@ -169,7 +169,7 @@ class Module:
     variables: list[Variable] = field(default_factory=list)  # .global and .const
 
 
-_NO_DESTINATION = frozenset({"bra", "ret", "exit", "trap", "nanosleep", "setmaxnreg"})
+_NO_DESTINATION = frozenset({"bra", "brx", "ret", "exit", "trap", "nanosleep", "setmaxnreg"})
 
 
 def registers(operands: tuple) -> Iterator[Register]:

@@ -33,7 +33,9 @@ from ptxlab.emulator.parse import parse
 from ptxlab.emulator.race import Races
 from ptxlab.emulator.types import Array
 from ptxlab.emulator.wave import Launch
+from ptxlab.emulator.wavefronts import SharedAccess, Wavefronts
 from ptxlab.errors import ArgumentError, EmulationError
+from ptxlab.spec import MOST_BLOCKS
 
 CHECKS = frozenset({"lanes", "race", "init", "async"})
 MODES = ("early", "late")
@@ -47,12 +49,16 @@ Size = int | Sequence[int]
 
 @dataclass(frozen=True)
 class Result:
-    """What a run found, and how much it did: instructions dispatched (`steps`), and those times their lanes."""
+    """What a run found, and how much it did: instructions dispatched (`steps`), and those times their lanes.
+
+    `shared` tells what every access to shared memory cost, in the order of the lines, if `count_banks` was asked for.
+    """
 
     findings: tuple[Finding, ...]
     lane_instructions: int
     steps: int
     seconds: float
+    shared: tuple[SharedAccess, ...] = ()
 
 
 def run(
@@ -69,6 +75,7 @@ def run(
     seed: int = 0,
     max_steps: int | None = None,
     uninitialised: Collection[int] = (),
+    count_banks: bool = False,
 ) -> Result:
     """Run a kernel of a parsed module (or of PTX text).
 
@@ -78,7 +85,7 @@ def run(
     dynamic shared memory. `checks` is any of `CHECKS`; bounds and alignment are always checked. `uninitialised` are
     positions in `args` of buffers whose contents count as never written. `mode` says when asynchronous operations
     complete: "early" at once, "late" when waited for, in an order drawn from `seed`. `max_steps` bounds the
-    instructions dispatched.
+    instructions dispatched. With `count_banks` the result tells what accesses to shared memory cost.
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
     `EmulationError`s with the place in the source. No array is modified then.
@@ -98,7 +105,7 @@ def run(
         with np.errstate(all="ignore"):
             for blocks in _waves(launch):
                 machine = Machine(launch, blocks)
-                machine.watchers = tuple(_watchers(machine, checks))
+                machine.watchers = tuple(_watchers(machine, checks, count_banks))
                 machine.bind()
                 machine.run()
     except EmulationError as error:
@@ -110,10 +117,13 @@ def run(
         if region.written:
             array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]
     seconds = time.perf_counter() - started
-    return Result(tuple(launch.findings.found.values()), launch.lane_instructions, launch.steps, seconds)
+    shared = tuple(sorted(launch.shared_accesses.values(), key=lambda access: access.line))
+    return Result(tuple(launch.findings.found.values()), launch.lane_instructions, launch.steps, seconds, shared)
 
 
-def _watchers(machine: Machine, checks: frozenset[str]) -> Iterator[Watcher]:
+def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool) -> Iterator[Watcher]:
+    if count_banks:
+        yield Wavefronts(machine)
     if "lanes" in checks:
         yield PackedLanes(machine)
     if "init" in checks:
@@ -142,6 +152,8 @@ def _size(name: str, value: Size) -> tuple[int, int, int]:
 
 
 def _check_launch(kernel: Entry, grid, block, cluster, shared_bytes: int, checks: frozenset[str], mode: str) -> None:
+    if any(blocks > most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)):
+        raise ArgumentError("grid", f"has at most {MOST_BLOCKS} blocks", grid)
     threads = block[0] * block[1] * block[2]
     if threads > 1024 or block[2] > 64:
         raise ArgumentError("block", "has at most 1024 threads, and 64 in z", block)
@@ -170,7 +182,7 @@ def _check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
                 raise ArgumentError(name, f"is {param.size} bytes by value, not a buffer", f"array of {value.dtype}")
             if not value.flags.c_contiguous:
                 raise ArgumentError(name, "has to be C-contiguous", f"strides {value.strides}")
-            if value.dtype.hasobject or not value.dtype.isnative:
+            if value.dtype.kind not in "biufcV" or value.dtype.hasobject or not value.dtype.isnative:
                 raise ArgumentError(name, "has to hold numbers in native byte order", value.dtype.str)
         elif isinstance(value, np.generic | bytes):
             size = len(value) if isinstance(value, bytes) else value.dtype.itemsize

@@ -103,7 +103,7 @@ class Machine(Wave):
                 step = self.guarded(step, self.reader(instruction.guard, "pred"), pc)
                 for watcher in self.watchers:
                     step = watcher.around_guard(instruction, step)
-        except UnknownOpcode:
+        except (UnknownOpcode, KeyError):  # KeyError: a type that there is not
             raise UnknownInstruction(f"{instruction.where}: the emulator does not know this instruction") from None
         except IndexError:
             raise SourceError(instruction.path, instruction.line, "operands are missing", instruction.text) from None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ptxlab.emulator.types import Array
+from ptxlab.errors import ArgumentError
 
 BASE = 0x7F00_0000_0000
 GAP = 1 << 16
@@ -52,7 +53,10 @@ class Memory:
 
     def allocate(self) -> None:
         """Make the arena, zeroed."""
-        self.arena = np.zeros(self.size, np.uint8)
+        try:
+            self.arena = np.zeros(self.size, np.uint8)
+        except (MemoryError, ValueError):
+            raise ArgumentError("memory", "has to fit this machine", f"{self.size} bytes in all") from None
         self.view = {n: self.arena.view(f"u{n}") for n in (1, 2, 4, 8)}
         self.starts = [region.start for region in self.regions]
         self.ends = [region.end for region in self.regions]

@@ -17,13 +17,19 @@ _SIZES = {"maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqn
 _FLAGS = {"explicitcluster", "blocksareclusters", "noreturn"}
 
 
-def parse(text: str, path: str = "<ptx>") -> Module:
+def parse(text: str, path: str = "<ptx>", cuda: str = "") -> Module:
     """Parse a PTX module.
 
-    `path` is what messages call the source. Raises `SourceError` with the line of the first thing that is not PTX,
-    or that this emulator cannot take (functions with bodies, initialisers that hold addresses).
+    `path` is what messages call the source. Of PTX that a compiler made with line information, `cuda` names the CUDA
+    source: what happens while it runs is then reported at the lines of that source and its headers. Raises
+    `SourceError` with the line of the first thing that is not PTX, or that this emulator cannot take (functions with
+    bodies, initialisers that hold addresses).
     """
-    return _Parser(text, path).module()
+    parser = _Parser(text, path)
+    module = parser.module()
+    if cuda:
+        parser.move_to(cuda)
+    return module
 
 
 class _Parser(Operands):
@@ -40,6 +46,9 @@ class _Parser(Operands):
 
     def module(self) -> Module:
         while self.tokens[self.at].kind != "end":
+            if self.token in (".file", ".loc"):
+                self.location()
+                continue
             directive = self.word("a directive")
             if directive in _LINKAGE:
                 pass
@@ -51,8 +60,6 @@ class _Parser(Operands):
             elif directive == ".address_size":
                 if self.integer() != 64:
                     self.fail("only 64-bit addresses are emulated")
-            elif directive in (".file", ".loc"):
-                self.skip_line()
             elif directive == ".section":
                 self.skip_braces()
             elif directive in (".pragma", ".alias"):
@@ -70,7 +77,7 @@ class _Parser(Operands):
         return self.result
 
     def kernel(self) -> None:
-        line = self.tokens[self.at].line
+        line, self.here = self.tokens[self.at].line, (0, 0)
         entry = self.entry = Entry(self.word("the kernel's name"), line)
         if entry.name in self.result.entries:
             self.fail(f"kernel {entry.name} is defined twice", line)
@@ -128,8 +135,7 @@ class _Parser(Operands):
             elif self.token in SPACES:
                 self.variables(self.take()[1:])
             elif self.token in (".loc", ".file"):
-                self.take()
-                self.skip_line()
+                self.location()
             elif self.token == ".pragma":
                 self.skip_statement()
             elif self.tokens[self.at].kind == "word" and following == ":":
@@ -144,6 +150,7 @@ class _Parser(Operands):
                 instruction = self.instruction()
                 self.entry.instructions.append(instruction)
                 scopes.append(self.scope)
+                self.locations.append((instruction, self.here))
                 if instruction.opcode.split(".")[0] == "call":
                     self.inline(instruction, scopes)
         self.scope = self.scope.parent or self.scope

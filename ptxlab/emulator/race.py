@@ -133,7 +133,8 @@ class Races(Watcher):
         block, thread = self.machine.place_of((event >> 24 & 0xFFFF) % self.warps * 32)
         whose = "warp of thread ({},{},{})".format(*thread) + " of block ({},{},{})".format(*block)
         place = self.machine.memory.byte(int(places[first]))
-        message = f"{what} {place} races with line {other.line}, `{other.text}`, by the {whose}"
+        elsewhere = "" if other.path == instruction.path else f" of {other.path}"
+        message = f"{what} {place} races with line {other.line}{elsewhere}, `{other.text}`, by the {whose}"
         self.report(instruction, "race", lanes, np.bincount(lane, wrong, count_of(lanes)) > 0, message)
 
     def issue(self, copies: Copies) -> None:
@@ -153,7 +154,9 @@ class Races(Watcher):
             self.writes[places] = events
 
     def same_instruction(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """Two lanes that store different values to one address."""
+        """Two lanes that store different values to one address; strong stores may."""
+        if access.order != "weak":
+            return
         order = np.argsort(offsets, kind="stable")
         ordered = offsets[order]
         repeated = ordered[1:] == ordered[:-1]

@@ -7,8 +7,8 @@ up to whole warps, so that `lane // 32` names a warp. Registers of one width for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from ptxlab.emulator.check import Findings
 from ptxlab.emulator.ir import Entry, Operand, Register
 from ptxlab.emulator.memory import Memory
 from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, bits_of, is_float, is_signed
+
+if TYPE_CHECKING:
+    from ptxlab.emulator.wavefronts import SharedAccess
 
 Reader = Callable[[Lanes], Array]
 Writer = Callable[[Lanes, Array], Any]
@@ -43,6 +46,7 @@ class Launch:
     mode: str = "early"  # when asynchronous copies land; see `pending`
     seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
+    shared_accesses: dict[tuple[str, int, str], SharedAccess] = field(default_factory=dict)  # by path, line, text
     steps: int = 0
     lane_instructions: int = 0
 

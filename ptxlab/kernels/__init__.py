@@ -50,7 +50,7 @@ def resolve(target: str) -> tuple[KernelSpec | None, Source, str | None]:
         The spec (None for a file), the source, the entry symbol (None where the file has to have only one).
     """
     path, _, entry = target.partition(":")
-    if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or "/" in path):
+    if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or Path(path).stem not in specs()):
         return None, Source.read(path), entry or None
     spec, found = find(target)
     return spec, found[0], spec.name

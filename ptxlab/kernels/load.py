@@ -168,6 +168,7 @@ SPECS = (
             truth=lambda q4: operand_a(q4),
             misses=misses_u4,
             why="ldmatrix deals equal bytes: thread t gets channels 8 t ..., its MMA needs 4 t ... and 16 + 4 t ...",
+            overflows=False,
         ),
     ),
     _tile_kernel(

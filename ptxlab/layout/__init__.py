@@ -1,5 +1,6 @@
 """Where each element lives: fragments, packings with their exact inverses, swizzles, and the banks that they meet."""
 
+from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.storage import load, packed_names, save
 from ptxlab.layout.words import pack_comet, pack_u4, unpack_comet, unpack_u4
@@ -9,12 +10,16 @@ __all__ = [
     "SCHEMES",
     "PackedWeight",
     "buffer_shapes",
+    "from_fragment_order",
+    "from_swizzled_tiles",
     "load",
     "pack",
     "pack_comet",
     "pack_u4",
     "packed_names",
     "save",
+    "to_fragment_order",
+    "to_swizzled_tiles",
     "unpack",
     "unpack_comet",
     "unpack_u4",

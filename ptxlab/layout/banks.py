@@ -90,20 +90,38 @@ def collisions(
     addresses: npt.ArrayLike, width: int, *, active: npt.ArrayLike = True, store: bool = False
 ) -> list[Collision]:
     """Every bank of one warp's access, [32], that has more than one word to move; arguments as for `bank_use`."""
+    return [
+        Collision(phase, bank, words)
+        for (phase, bank), words in sorted(_users(addresses, width, active, store).items())
+        if len(words) > 1
+    ]
+
+
+def wavefronts(
+    addresses: npt.ArrayLike, width: int, *, active: npt.ArrayLike = True, store: bool = False
+) -> list[dict[int, tuple[int, ...]]]:
+    """One warp's access, [32], wavefront by wavefront: which lanes each bank serves; arguments as for `bank_use`."""
+    fronts: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
+    for (phase, bank), words in sorted(_users(addresses, width, active, store).items()):
+        for turn, lanes in enumerate(words.values()):
+            fronts.setdefault((phase, turn), {})[bank] = lanes
+    return [front for _, front in sorted(fronts.items())]
+
+
+def _users(
+    addresses: npt.ArrayLike, width: int, active: npt.ArrayLike, store: bool
+) -> dict[tuple[int, int], dict[int, tuple[int, ...]]]:
+    """One warp's access: (phase, bank) -> address of each word that the bank has to move -> its lanes."""
     lanes, mask = _checked(addresses, width, active)
     if lanes.shape != (WARP,):
         raise ArgumentError("addresses", "must be those of one warp", f"shape {lanes.shape}")
     phases = _phases(lanes, width, mask, store)
-    found: dict[tuple[int, int], dict[int, list[int]]] = {}
+    found: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
     for lane in np.flatnonzero(mask):
         for word in _words(lanes, width)[lane]:
             bank = found.setdefault((int(phases[lane]), int(word) % BANKS), {})
-            bank.setdefault(4 * int(word), []).append(int(lane))
-    return [
-        Collision(phase, bank, {word: tuple(users) for word, users in sorted(words.items())})
-        for (phase, bank), words in sorted(found.items())
-        if len(words) > 1
-    ]
+            bank[4 * int(word)] = (*bank.get(4 * int(word), ()), int(lane))
+    return {place: dict(sorted(words.items())) for place, words in found.items()}
 
 
 def _checked(addresses: npt.ArrayLike, width: int, active: npt.ArrayLike) -> tuple[Counts, npt.NDArray[np.bool_]]:

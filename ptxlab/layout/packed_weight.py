@@ -112,12 +112,10 @@ def pack(weight: QuantizedWeight, layout: str = "row_major") -> PackedWeight:
     packing = _packing(layout)
     _require_matrix(weight.q4)
     N, K = weight.shape
-    group, channel, constants = K, _channel_buffers(weight), None
-    if isinstance(weight, TwoLevelWeight):
-        group = _group(weight)
-        constants = _constants(weight)
+    group = _group(weight) if isinstance(weight, TwoLevelWeight) else K
     size = _size(scheme, N, K, group)
-    buffers = packing.pack(weight.q4, constants, size) | channel
+    constants = _constants(weight) if isinstance(weight, TwoLevelWeight) else None
+    buffers = packing.pack(weight.q4, constants, size) | _channel_buffers(weight)
     protective_range = weight.protective_range if isinstance(weight, TwoLevelWeight) else 0
     return PackedWeight(
         layout=layout, scheme=scheme, N=N, K=K, group=group, protective_range=protective_range, buffers=buffers
@@ -174,16 +172,17 @@ def _group(weight: TwoLevelWeight) -> int:
 
 def _constants(weight: LQQWeight | QoQWeight) -> Pair:
     """Scales and offsets as bytes, after checking that the weight can be told from them."""
-    second = "minimum" if isinstance(weight, LQQWeight) else "zero"
-    for name, dtype in (("group_scale", np.uint8), (second, np.int8 if second == "minimum" else np.uint8)):
-        _require(weight, name, dtype, (weight.shape[0], weight.shape[1] // weight.group))
-    if isinstance(weight, QoQWeight):
-        for name, low, high in (("zero", 0, 15), ("group_scale", 1, 17)):  # 15·17 is the largest product in a byte
-            array = getattr(weight, name)
-            if array.min() < low or array.max() > high:
-                found = f"{int(array.min())}..{int(array.max())}"
-                raise ArgumentError(f"weight.{name}", f"must lie in {low}..{high}", found)
-    return weight.group_scale, weight.offset.view(np.uint8)
+    shape = (weight.shape[0], weight.shape[1] // weight.group)
+    scale = _require(weight, "group_scale", np.uint8, shape)
+    if isinstance(weight, LQQWeight):
+        _require(weight, "minimum", np.int8, shape)
+        return scale, weight.offset
+    zero = _require(weight, "zero", np.uint8, shape)
+    for name, array, low, high in (("zero", zero, 0, 15), ("group_scale", scale, 1, 17)):  # 15·17 is a byte
+        if array.min() < low or array.max() > high:
+            found = f"{int(array.min())}..{int(array.max())}"
+            raise ArgumentError(f"weight.{name}", f"must lie in {low}..{high}", found)
+    return scale, weight.offset.view(np.uint8)
 
 
 def _channel_buffers(weight: QuantizedWeight) -> Buffers:
@@ -197,8 +196,9 @@ def _channel_buffers(weight: QuantizedWeight) -> Buffers:
 
 
 def _require(weight: QuantizedWeight, name: str, dtype: type[np.generic], shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    """A copy of a field of the weight, so that a packed weight shares no memory with it."""
     array: npt.NDArray[Any] = getattr(weight, name)
     if array.dtype != dtype or array.shape != shape:
         rule = f"must be {np.dtype(dtype)} {list(shape)}"
         raise ArgumentError(f"weight.{name}", rule, f"{array.dtype} {list(array.shape)}")
-    return array
+    return array.copy(order="C")

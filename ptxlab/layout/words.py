@@ -18,6 +18,8 @@ frees are two registers of operand A, as the MMA takes them:
     low nibbles -> register of k 0-15, high nibbles -> register of k 16-31, of the same row
 """
 
+import math
+
 import numpy as np
 
 from ptxlab.errors import ArgumentError
@@ -41,7 +43,7 @@ def unpack_u4(words: U32) -> U8:
     """The weights u8 [..., K] of micro-kernel words u32 [..., K/8]; the inverse of `pack_u4`."""
     _require_dtype("words", words, np.uint32)
     halves = np.stack([words & _LOW, words >> np.uint32(4) & _LOW], axis=-1)
-    return as_bytes(halves).reshape(*words.shape[:-1], -1)
+    return as_bytes(halves).reshape(*words.shape[:-1], 8 * math.prod(words.shape[-1:]))
 
 
 def pack_comet(values: S8, argument: str = "q4") -> U32:

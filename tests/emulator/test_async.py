@@ -207,7 +207,7 @@ def test_a_deadlock_names_waiter_barrier_and_phase_at_once():
     """
     for wait in ("try_wait", "test_wait"):
         text = module(body.replace("WAIT", wait))
-        with pytest.raises(Deadlock, match="phase 0 of the mbarrier at byte 2056 .*: 3 of 5 arrivals") as caught:
+        with pytest.raises(Deadlock, match=r"phase 0 of the mbarrier at byte 2056 .*: 3 of 5 arrivals") as caught:
             run(text, np.zeros(2, np.uint32), np.zeros(32, np.uint32), threads=2, max_steps=1000)
         assert f"k.ptx:{line_of(text, 'W: ')}: " in str(caught.value) and "and 1 more" in str(caught.value)
 
@@ -378,7 +378,7 @@ def test_late_copies_happen_even_if_nobody_waits():
 
 def test_findings_survive_a_fault():
     body = "cp.async.ca.shared.global [%r2], [%x1], 4;\nld.shared.u32 %s, [%r2];\nst.shared.u32 [%r2+4096], %s;\n"
-    with pytest.raises(MemoryFault, match="(?s)out of bounds.*found before that: async: k.ptx"):
+    with pytest.raises(MemoryFault, match=r"(?s)out of bounds.*found before that: async: k\.ptx"):
         outcome(body)
 
 

@@ -126,6 +126,7 @@ def test_annotation_in_inline_assembly():
         (MINE + "setp.ne.u32 %p, %r0, 3; @%p st.shared.u32 [%r2], %r0; bar.sync 0;\nld.shared.u32 %s, [%r2];\n",
          "ld.shared", "byte 12 of shared memory", (3, 0, 0)),
         ("ld.param.u64 %x1, [a];\nld.global.u32 %s, [%x1+16];\n", "ld.global", "byte 16 of argument 1", (0, 0, 0)),
+        ("mov.u32 %s, 0;\nT: .branchtargets A, B;\nbrx.idx %r7, T;\nA:\nB:\n", "brx.idx", "%r7 is read", (0, 0, 0)),
         (".local .align 4 .b8 mem[8];\nld.local.u32 %s, [mem];\n", "ld.local", "local memory", (0, 0, 0)),
     ],
 )  # fmt: skip
@@ -187,6 +188,12 @@ def test_lanes_of_one_store_that_disagree():
     assert finding.line == line_of(text, "st.shared") and finding.count == 31
     same = kernel("mov.u32 %s, 5;\nst.shared.u32 [buf], %s;\n" + STORE, outside=SHARED)
     assert not run(same, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings
+
+
+@pytest.mark.parametrize("opcode", ["st.relaxed.gpu.global.u32", "st.volatile.global.u32", "st.release.gpu.global.u32"])
+def test_strong_stores_of_several_threads_do_not_race(opcode):
+    text = kernel(f"mov.u32 %s, %tid.x; ld.param.u64 %x1, [a]; {opcode} [%x1], %s;\n" + STORE, TWO)
+    assert not run(text, np.zeros(64, np.uint32), np.zeros(1, np.uint32), threads=64, checks=["race"]).findings
 
 
 FLAG = """mov.u32 %r0, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a]; setp.eq.u32 %p, %r0, 1;

@@ -12,6 +12,24 @@ def only(body: str):
     return emulator.parse(kernel(body)).entries["k"].instructions[-1]
 
 
+def test_a_type_that_there_is_not_is_an_unknown_instruction():
+    with pytest.raises(UnknownInstruction, match=r"`cvta\.to\.global\.u2 %x1, %x2`"):
+        values("cvta.to.global.u2 %x1, %x2;")
+
+
+@pytest.mark.parametrize(
+    ("declaration", "said"),
+    [
+        (".reg .b32 %z<999999999999>;", "999999999999 registers: at most"),
+        (".shared .b32 z[99999999999];", "z has 399999999996 bytes: at most"),
+        (".shared .align 3 .b32 z[4];", "alignment 3 is not a power of two"),
+    ],
+)
+def test_declarations_that_cannot_be_meant(declaration, said):
+    with pytest.raises(SourceError, match=said):
+        only(declaration + " ret;")
+
+
 def test_real_world_constructs():
     module = emulator.parse(
         """

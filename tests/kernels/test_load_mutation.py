@@ -51,7 +51,7 @@ def mutants(name: str) -> Iterator[Mutant]:
 
 
 def diagnosis(mutant: Mutant, mode: str) -> list[str]:
-    """Lines of the source that are named, or what else happened; nothing if all seems well."""
+    """Findings, the error, or "wrong result"; nothing if all seems well."""
     spec = kernels.specs()[mutant.kernel]
     sizes = {symbol: SIZES[symbol] for symbol in spec.example_sizes[0]}
     logical = spec.example(np.random.default_rng(0), **sizes)
@@ -72,4 +72,83 @@ def diagnosis(mutant: Mutant, mode: str) -> list[str]:
     return found + ([] if right else ["wrong result"])
 
 
+# (what survives, why): regular expressions over mutants.
+SURVIVORS = (
+    (
+        r"load_(ldmatrix_u4|lds32_u4):\d+: bar\.sync",
+        "each warp reads only what its own lanes have stored, and the race check takes the lanes of a warp for one",
+    ),
+)
 MUTANTS = [mutant for name in NAMES for mutant in mutants(name)]
+FATAL = re.compile(r"deadlock: |no initialised mbarrier|arrivals, but the mbarrier")
+
+
+def is_survivor(mutant: Mutant) -> bool:
+    return any(re.match(pattern, str(mutant)) for pattern, _ in SURVIVORS)
+
+
+def memory_lines(source: Source) -> set[int]:
+    """Lines that touch shared memory or its barriers: what a missing synchronisation has to do with."""
+    opcodes = r"\b(ld\.shared|st\.shared|ldmatrix|cp\.async|mbarrier)"
+    return {i for i, line in enumerate(source.text.split("\n"), 1) if re.search(opcodes, line.partition("//")[0])}
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if not is_survivor(m)], ids=str)
+def test_every_missing_step_is_found_early_and_late(mutant: Mutant) -> None:
+    for mode in emulator.MODES:
+        found = diagnosis(mutant, mode)
+        assert found, f"nobody notices, {mode}"
+        first = found[0]
+        line = re.search(r"\.ptx:(\d+): ", first)
+        assert line and int(line[1]) in memory_lines(mutant.source), first
+        assert first.split(":")[0] in ("race", "async") or FATAL.search(first), first
+
+
+def test_survivors_are_real_and_nothing_else_survives() -> None:
+    """A justification that no mutant needs any more is stale."""
+    used = {
+        pattern for pattern, _ in SURVIVORS for m in MUTANTS if re.match(pattern, str(m)) and not diagnosis(m, "late")
+    }
+    assert used == {pattern for pattern, _ in SURVIVORS}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "removed", "named"),
+    [
+        ("load_dual_mma", "bar.sync", r"race: .*`ld\.shared\.v4.* races with line \d+, `st\.shared"),
+        (
+            "load_cp_async",
+            "cp.async.wait_group",
+            r"async: .*`ld\.shared\.v4.*still being written by line \d+, `@%copies cp",
+        ),
+        (
+            "load_bulk_sm90",
+            "fence.mbarrier_init",
+            r"async: .*`cp\.async\.bulk.*line \d+, `mbarrier\.init.*, initialised",
+        ),
+        (
+            "load_bulk_sm90",
+            "mbarrier.try_wait",
+            r"async: .*`ld\.shared\.v4.*still being written by line \d+, `cp\.async\.b",
+        ),
+        (
+            "load_bulk_sm90",
+            "mbarrier.arrive",
+            r"deadlock: (?s:.)*try_wait.* waits for phase 0 of the mbarrier at byte 0 of",
+        ),
+    ],
+)
+def test_what_the_message_says(kernel: str, removed: str, named: str) -> None:
+    mutant = next(m for m in MUTANTS if m.kernel == kernel and m.removed.startswith(removed))
+    assert re.match(named, diagnosis(mutant, "early")[0])
+
+
+def test_every_kind_of_step_is_taken_out() -> None:
+    removed = {re.sub(r"[\s;].*", "", mutant.removed.removeprefix("expect_tx of ")) for mutant in MUTANTS}
+    assert {
+        "bar.sync",
+        "cp.async.commit_group",
+        "cp.async.wait_group",
+        "fence.mbarrier_init.release.cluster",
+    } <= removed
+    assert len(MUTANTS) == 21

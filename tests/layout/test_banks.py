@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.banks import WIDTHS, Collision, bank_use, collisions, ldmatrix_use
+from ptxlab.layout.banks import WIDTHS, Collision, bank_use, collisions, ldmatrix_use, wavefronts
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4
@@ -148,3 +148,15 @@ def test_refuses(call, message: str) -> None:
 
 def test_inactive_lanes_may_hold_anything() -> None:
     assert bank_use(np.where(LANE < 16, 4 * LANE, -1), 4, active=LANE < 16).wavefronts == 1
+
+
+def test_wavefronts_say_whom_each_bank_serves():
+    broadcast = wavefronts(np.zeros(32, int), 4)
+    assert broadcast == [{0: tuple(range(32))}]
+    two_way = wavefronts(np.arange(32) * 8, 4)
+    assert [len(front) for front in two_way] == [16, 16]
+    assert two_way[0][2] == (1,) and two_way[1][2] == (17,)
+    wide = wavefronts(np.arange(32) * 16, 16)
+    assert [sorted({lane for lanes in front.values() for lane in lanes}) for front in wide] == [
+        list(range(8 * phase, 8 * phase + 8)) for phase in range(4)
+    ]

@@ -1,0 +1,28 @@
+"""The pictures of the README and of the notebooks, each drawn by one function into `notebooks/figures/`."""
+
+from pathlib import Path
+
+from ptxlab import demo, plot, sources, tiles
+
+LOADS = ("load_ldmatrix_u4", "load_lds32_u4", "load_dual_mma")  # wrong, slow, right
+
+
+def draw_all() -> list[Path]:
+    """Draw every picture; returns their paths."""
+    folder = sources.results_dir().parent / "figures"
+    folder.mkdir(exist_ok=True)
+    what, matrices = demo.weights()
+    drawn = [folder / "demo.png"]
+    plot.save(plot.demo_figure(list(demo.rows(matrices)), matrices, what), drawn[0])
+    for name in LOADS:
+        drawn.append(folder / f"{name}.png")
+        plot.save(load_picture(name), drawn[-1])
+    return drawn
+
+
+def load_picture(name: str) -> "plot.Figure":
+    """Who holds what after a `load_*` kernel, and the banks it meets; a wrong one beside the right one."""
+    held = [tiles.holders(name)]
+    if held[0].wrong.any():
+        held.append(tiles.holders(tiles.RIGHT))
+    return plot.load_figure(held, tiles.shared_accesses(name))

@@ -1,0 +1,118 @@
+"""Packing and quantising with arrays that are not NumPy's: what CuPy would refuse fails here, without a GPU."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import quant
+from ptxlab.layout import (
+    LAYOUTS,
+    from_fragment_order,
+    from_swizzled_tiles,
+    pack,
+    to_fragment_order,
+    to_swizzled_tiles,
+    unpack,
+)
+from tests.layout.test_packings import KINDS, random_weight
+
+
+class DeviceArray:
+    """A stand-in for a CuPy array: NumPy's functions dispatch on it, but it never becomes or meets a NumPy array."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = np.asarray(array)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("implicit conversion to a NumPy array")
+
+    def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        return to_device(function(*to_host(args), **to_host(kwargs)))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        return to_device(getattr(ufunc, method)(*to_host(args), **to_host(kwargs)))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.array, name)
+        if not callable(value):
+            return value
+        return lambda *args, **kwargs: to_device(value(*to_host(args), **to_host(kwargs)))
+
+    def __getitem__(self, index: Any) -> Any:
+        return to_device(self.array[to_host(index)])
+
+    def __bool__(self) -> bool:
+        return bool(self.array)
+
+    def __int__(self) -> int:
+        return int(self.array)
+
+
+def _operator(name: str) -> Any:
+    return lambda self, *others: to_device(getattr(self.array, name)(*to_host(others)))
+
+
+_OPERATORS = "add sub mul truediv floordiv and or xor lshift rshift lt le gt ge eq ne neg invert radd rmul"
+for _name in _OPERATORS.split(" "):
+    setattr(DeviceArray, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def to_host(value: Any) -> Any:
+    if isinstance(value, DeviceArray):
+        return value.array
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError("a NumPy array among device arrays")
+    if isinstance(value, tuple | list):
+        return type(value)(to_host(item) for item in value)
+    return {key: to_host(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def to_device(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return DeviceArray(value)
+    return type(value)(to_device(item) for item in value) if isinstance(value, tuple | list) else value
+
+
+def assert_same(on_device: Any, on_host: Any) -> None:
+    for name, value in vars(on_host).items():
+        if isinstance(value, np.ndarray):
+            other = getattr(on_device, name)
+            assert isinstance(other, DeviceArray), name
+            np.testing.assert_array_equal(other.array, value, strict=True, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("N", "K", "group"), [(8, 32, 32), (72, 192, 32), (40, 320, 64), (64, 256, 128)])
+def test_packing(layout: str, kind: type, N: int, K: int, group: int) -> None:
+    weight = random_weight(kind, N, K, group, 0)
+    fields = {name: to_device(value) for name, value in vars(weight).items()}
+    packed, expected = pack(type(weight)(**fields), layout), pack(weight, layout)
+    for name, array in expected.buffers.items():
+        np.testing.assert_array_equal(packed.buffers[name].array, array, strict=True, err_msg=name)
+    assert_same(unpack(packed), weight)
+
+
+def test_activations() -> None:
+    x = np.random.default_rng(0).integers(-128, 128, (19, 200), np.int8)
+    fragments, tiles = to_fragment_order(DeviceArray(x)), to_swizzled_tiles(DeviceArray(x), 16)
+    np.testing.assert_array_equal(fragments.array, to_fragment_order(x), strict=True)
+    np.testing.assert_array_equal(tiles.array, to_swizzled_tiles(x, 16), strict=True)
+    np.testing.assert_array_equal(from_fragment_order(fragments, 19, 200).array, x, strict=True)
+    np.testing.assert_array_equal(from_swizzled_tiles(tiles, 19, 200, 16).array, x, strict=True)
+
+
+@pytest.mark.parametrize(
+    "quantise",
+    [
+        quant.quantize_level1,
+        quant.quantize_lqq,
+        quant.quantize_qoq,
+        quant.quantize_qoq_channel,
+        quant.quantize_activations,
+    ],
+)
+def test_quantisers(quantise: Any) -> None:
+    w = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)
+    assert_same(quantise(DeviceArray(w)), quantise(w))
