@@ -19,8 +19,14 @@ Apply = Callable[[Lanes, Array], None]  # lanes and, for each, the mask of those
 def together(machine: Machine, pc: int, mask: ir.Operand | None, apply: Apply) -> Step:
     """Step of a collective: `apply` runs once all lanes of a mask are here; without a mask, on whoever is."""
     read = machine.reader(mask, "u32") if mask is not None else None
+    whole_warps = isinstance(mask, ir.Immediate) and mask.bits & 0xFFFFFFFF == 0xFFFFFFFF
+    everybody = np.full(machine.lanes, 0xFFFFFFFF, np.uint32) if whole_warps else np.zeros(0, np.uint32)
 
     def step(lanes: Lanes) -> Outcome:
+        nobody_missing = whole_warps and machine.living == machine.lanes and pc not in machine.meetings
+        if nobody_missing and isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32:
+            apply(lanes, everybody[lanes])
+            return None
         if read is None:
             present = np.zeros(machine.lanes, bool)
             present[lanes] = True

@@ -20,6 +20,7 @@ from ptxlab.emulator import (  # noqa: F401
     integer,
     matrix,
     mbarrier,
+    mma,
     sync,
     video,
 )

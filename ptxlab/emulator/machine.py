@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -77,8 +78,15 @@ class Machine(Wave):
         everybody, _ = split(slice(0, self.lanes), self.alive)
         assert everybody is not None
         self.ready: dict[int, Lanes] = {0: everybody}
+        self.done_before = 0  # while binding: instructions before this one are part of an earlier one's step
 
     # Binding
+
+    @cached_property
+    def targets(self) -> frozenset[int]:
+        """Instructions that somebody may branch to."""
+        operands = [o for i in self.code for operand in i.operands for o in getattr(operand, "items", (operand,))]
+        return frozenset(o.index for o in operands if isinstance(o, ir.Label))
 
     def bind(self) -> None:
         """Resolve every instruction to its step, and the checks that were asked for around it."""

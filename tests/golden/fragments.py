@@ -140,16 +140,31 @@ def _operand(stream: np.random.RandomState, dtype: str, shape: tuple[int, int]) 
     return halves.view(np.uint32)[..., 0]
 
 
-def _mma_cases() -> list[FragmentCase]:
+def _spread(stream: np.random.RandomState, dtype: str, shape: tuple[int, int]) -> np.ndarray:
+    """Registers full of floats of 2^-6 to 2^6, any significand, so that sums of their products have to be rounded."""
+    numbers = stream.uniform(1, 2, (*shape, 1 if dtype == "f32" else 2)) * 2.0 ** stream.randint(-6, 6, (*shape, 1))
+    numbers *= stream.choice([-1, 1], numbers.shape)
+    if dtype == "bf16":
+        return (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.uint32)[..., 0]
+    return numbers.astype({"f16": "f2", "f32": "f4"}[dtype]).view(np.uint32)[..., 0]
+
+
+def _mma_cases(rounded: bool = False) -> list[FragmentCase]:
     """D = A·B + C of one warp."""
     cases = []
     for k, d, a, b in MMA_TYPES:
-        name = f"mma_m16n8k{k}_{d}_{a}_{b}"
+        name = f"{'rounded_' * rounded}mma_m16n8k{k}_{d}_{a}_{b}"
         stream = _random(name)
         count = 2 if d == "f16" else 4
-        inputs = {"a": _operand(stream, a, (WARP, 4)), "b": _operand(stream, b, (WARP, 2))}
-        c = stream.randint(-1000, 1000, (WARP, count * (2 if d == "f16" else 1)))
-        inputs["c"] = c.astype({"s32": "i4", "f32": "f4", "f16": "f2"}[d]).view(np.uint32)
+        if rounded and d == "s32":
+            continue
+        if rounded:
+            inputs = {"a": _spread(stream, a, (WARP, 4)), "b": _spread(stream, b, (WARP, 2))}
+            inputs["c"] = _spread(stream, d, (WARP, count))
+        else:
+            inputs = {"a": _operand(stream, a, (WARP, 4)), "b": _operand(stream, b, (WARP, 2))}
+            c = stream.randint(-1000, 1000, (WARP, count * (2 if d == "f16" else 1)))
+            inputs["c"] = c.astype({"s32": "i4", "f32": "f4", "f16": "f2"}[d]).view(np.uint32)
         operands = f"{_names('d', count)}, {_names('a', 4)}, {_names('b', 2)}, {_names('c', count)}"
         body = [_load("a", "a", 4), _load("b", "b", 2), _load("c", "c", count),
                 f"mma.sync.aligned.m16n8k{k}.row.col.{d}.{a}.{b}.{d} {operands};", _store("d", count)]  # fmt: skip
@@ -202,3 +217,8 @@ def _wgmma_cases() -> list[FragmentCase]:
 def fragment_cases() -> list[FragmentCase]:
     """All of them."""
     return [*_matrix_cases(), *_mma_cases(), *_wgmma_cases()]
+
+
+def rounded_cases() -> list[FragmentCase]:
+    """Floating-point MMAs whose results depend on how the hardware adds: they bound its distance from exact sums."""
+    return _mma_cases(rounded=True)

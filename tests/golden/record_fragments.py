@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from fragments import FragmentCase, fragment_cases
+from fragments import FragmentCase, fragment_cases, rounded_cases
 
 
 def record(case: FragmentCase, folder: Path) -> np.ndarray:
@@ -40,7 +40,7 @@ def main() -> int:
     vectors: dict[str, np.ndarray] = {}
     failures: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for case in fragment_cases():
+        for case in [*fragment_cases(), *rounded_cases()]:
             try:
                 vectors[case.name] = record(case, Path(folder))
             except Exception as error:  # whatever the driver says about this one
