@@ -185,7 +185,7 @@ def run_spec(
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
         checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
         unchecked: admit values that break the value rules (to look at overflow).
-        config: `-D` constants; by default the spec's first.
+        config: `-D` constants; by default those that the spec chooses for the sizes.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
         count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
@@ -203,8 +203,8 @@ def run_spec(
     if not unchecked and len(on_host) == len(expected):
         spec.check_values(on_host, solved)
 
-    kernel = Kernel(source, spec.name, dict(config or spec.configs[0]))
-    launch = spec.launch(solved)
+    kernel = Kernel(source, spec.name, dict(config or spec.config_for(solved)))
+    launch = spec.launch({**solved, **kernel.defines})
     backend = choose_backend(backend, kernel, launch, on_device=on_device, spec=spec)
     for arg in spec.args:
         if arg.role in ("out", "scratch") and arg.name not in arrays:

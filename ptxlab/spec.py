@@ -115,7 +115,7 @@ class KernelSpec:
         name: file stem, entry symbol, test id, bench row and record key.
         summary: one line: what it shows, with the paper's section.
         args: arguments in launch order.
-        launch: sizes -> geometry.
+        launch: sizes, and the constants of the variant that runs -> geometry.
         example: `(rng, **sizes) -> logical inputs`, valid by the rules.
         pack: logical inputs -> arrays by argument name (inputs only).
         reference: logical inputs -> expected output, the oracle (`ptxlab.reference`).
@@ -124,6 +124,7 @@ class KernelSpec:
             `per_weight(s)` repeats a group's value over its weights.
         operations: expression over the sizes: arithmetic operations (a multiply-add counts two), 0 for data movement.
         configs: `-D` constants of the compiled variants, the first is the default.
+        choose: sizes -> the variant to run; by default the first.
         arch: lowest architecture, or with `exact` the only one.
         exact_arch: true for architecture-specific code (`sm_90a`).
         tolerance: allowed relative error of floating outputs; 0 means bit-exact.
@@ -143,12 +144,17 @@ class KernelSpec:
     value_rules: tuple[str, ...] = ()
     operations: str = "0"
     configs: tuple[Mapping[str, int], ...] = ({},)
+    choose: Callable[[Sizes], Mapping[str, int]] | None = None
     arch: str = "sm_75"
     exact_arch: bool = False
     tolerance: float = 0.0
     tolerance_reason: str = "integer results are compared for equality"
     wrong: WrongByDesign | None = None
     example_sizes: tuple[Mapping[str, int], ...] = field(default=())
+
+    def config_for(self, sizes: Sizes) -> dict[str, int]:
+        """The `-D` constants of the variant that runs at these sizes."""
+        return dict(self.choose(sizes) if self.choose else self.configs[0])
 
     @property
     def family(self) -> str:

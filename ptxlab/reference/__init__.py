@@ -14,6 +14,7 @@ from ptxlab.reference.dequant import (
     scale_rows,
 )
 from ptxlab.reference.exact import exact_lqq, exact_qoq, fits_s8, presub_wrong
+from ptxlab.reference.gemm import gemm_accumulators
 from ptxlab.reference.packed import as_bytes, as_words, replicate
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "exact_lqq",
     "exact_qoq",
     "fits_s8",
+    "gemm_accumulators",
     "presub_wrong",
     "replicate",
     "scale_rows",

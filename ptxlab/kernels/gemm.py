@@ -1,0 +1,99 @@
+"""Family `gemm`: W4A8, integer accumulators of X Wᵀ. The ladder of main loops begins here (QServe §5.2, §5.4)."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ptxlab import layout, quant, reference
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+
+GROUPS = (32, 64, 128)
+INT32 = 3  # OUT: the accumulators themselves
+
+
+def _config(BN: int, BM: int, BK: int, WN: int, WM: int, WK: int, STAGES: int) -> dict[str, int]:
+    return {"BN": BN, "BM": BM, "BK": BK, "WN": WN, "WM": WM, "WK": WK, "STAGES": STAGES}
+
+
+def _choose_qoq_sm80(sizes: Sizes) -> dict[str, int]:
+    """Tile shape by tokens and rows, tuned on an H200 over the layers of LLaMA-2-7B and -70B.
+
+    Few tokens: narrow strips, so that every SM has one, and the warps of a block split K. Many: square tiles.
+    """
+    M, N = sizes["M"], sizes["N"]
+    if M <= 64:
+        BM = max(8, 1 << (M - 1).bit_length())
+        if N <= 8192:
+            tile = _config(32, BM, 512, 1, 1, 8, 4)
+        elif N <= 32768:
+            tile = _config(64, BM, 256, 2, 1, 4, 6)
+        else:
+            tile = _config(128, BM, 128, 4, 1, 2, 6)
+    elif N <= 8192 and M <= 256:
+        tile = _config(64, 64, 128, 2, 1, 2, 4)
+    else:
+        tile = _config(128, 128, 128, 4, 1, 1, 3)
+    return {**tile, "GROUP": sizes["g"], "OUT": INT32}
+
+
+def _launch_qoq_sm80(sizes: Mapping[str, int]) -> Launch:
+    """One block per BN rows and BM tokens; `sizes` has the constants of the variant too."""
+    s = sizes
+    strips, steps, groups = s["BN"] // 32, s["BK"] // 32, max(1, s["BK"] // s["GROUP"])
+    stage = strips * steps * 512 + s["BM"] * s["BK"] + strips * groups * 64
+    results = s["BM"] * (s["BN"] + 4) * 4
+    blocks = -(-s["M"] // s["BM"]) * -(-s["N"] // s["BN"])
+    threads = 32 * s["WN"] * s["WM"] * s["WK"]
+    return Launch((blocks, 1, 1), (threads, 1, 1), max(s["STAGES"] * stage, results))
+
+
+def _example(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> Arrays:
+    w = quant.quantize_qoq(rng.standard_normal((N, K), dtype=np.float32), group=g)
+    return {"x": rng.integers(-128, 128, size=(M, K), dtype=np.int8), "weight": w}
+
+
+def _pack_qoq(logical: Arrays) -> Arrays:
+    """QServe's order; scales are 1 and biases 0, since the accumulators do not see them."""
+    weight, x = logical["weight"], logical["x"]
+    buffers = layout.pack(weight, "qserve").buffers
+    return {
+        "qweight": buffers["qweight"],
+        "scale": buffers["scale"],
+        "offset": buffers["offset"],
+        "w_scale": buffers["channel_scale"],
+        "x": x,
+        "x_scale": np.ones(len(x), np.float32),
+        "bias": np.zeros(len(weight.q4), np.float32),
+    }
+
+
+SPECS = (
+    KernelSpec(
+        name="gemm_w4a8_qoq_sm80",
+        summary="QServe's main loop: mma.sync, cp.async, reordered weights, multiply then vadd4 (QServe §5.2, §5.4)",
+        args=(
+            Arg("qweight", "uint32", ("ceil_div(N, 32)", "K/32", "128")),
+            Arg("scale", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
+            Arg("offset", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
+            Arg("w_scale", "float32", ("N",)),
+            Arg("x", "int8", ("M", "K")),
+            Arg("x_scale", "float32", ("M",)),
+            Arg("bias", "float32", ("N",)),
+            Arg("y", "int32", ("M", "N"), "out"),
+            Arg("M", "int32", role="scalar"),
+            Arg("N", "int32", role="scalar"),
+            Arg("K", "int32", role="scalar"),
+        ),
+        launch=_launch_qoq_sm80,
+        choose=_choose_qoq_sm80,
+        rules=(f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
+        operations="2*M*N*K",
+        example=_example,
+        pack=_pack_qoq,
+        reference=lambda weight, x: reference.gemm_accumulators(x, weight.exact_level1()),
+        arch="sm_80",
+        example_sizes=tuple(
+            {"M": m, "N": n, "K": k, "g": g} for m, n, k, g in ((1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64))
+        ),
+    ),
+)
