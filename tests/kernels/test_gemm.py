@@ -20,7 +20,7 @@ QOQ, (SOURCE, *_) = kernels.find("gemm_w4a8_qoq_sm80")
 
 @st.composite
 def problems(draw: st.DrawFn, tokens: int, rows: int, groups: int) -> dict[str, Any]:
-    """Weights whose bytes are at their limits, activations at -128, -127 and 127, of any shape that the contract has."""
+    """Weights at the limits of a byte, activations at -128, -127 and 127, of any shape that the contract has."""
     g = draw(st.sampled_from(GROUPS))
     M, N, K = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), g * draw(st.integers(1, groups))
     scale = draw(hnp.arrays(np.uint8, (N, K // g), elements=strategies.near_edges((1, 15, 16), 1, 16)))
