@@ -142,8 +142,8 @@ class Entry:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether it asks for anything that goes on while its threads do: copies."""
-        return any(i.opcode.startswith("cp.async") for i in self.instructions)
+        """Whether it asks for anything that goes on while its threads do."""
+        return any(i.opcode.startswith(("cp.async", "wgmma")) for i in self.instructions)
 
     @property
     def max_threads(self) -> int | None:

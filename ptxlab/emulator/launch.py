@@ -23,6 +23,7 @@ from ptxlab.emulator import (  # noqa: F401
     mma,
     sync,
     video,
+    wgmma,
 )
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
 from ptxlab.emulator.inflight import InFlight

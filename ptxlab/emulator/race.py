@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.pending import spans
+from ptxlab.emulator.effects import spans
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of
 
 if TYPE_CHECKING:
     from ptxlab.emulator.access import Access, Sizes
+    from ptxlab.emulator.effects import Effect
     from ptxlab.emulator.ir import Instruction
     from ptxlab.emulator.machine import Machine
-    from ptxlab.emulator.pending import Copies
 
 # An event fits in 64 bits: strong (1), instruction index + 1 (23), warp (16), time (24); 0 is none.
 _TIME, _WARP, _CODE, _STRONG = np.uint64(24), np.uint64(40), np.uint64(63), np.uint64(1 << 63)
@@ -137,19 +137,19 @@ class Races(Watcher):
         message = f"{what} {place} races with line {other.line}{elsewhere}, `{other.text}`, by the {whose}"
         self.report(instruction, "race", lanes, np.bincount(lane, wrong, count_of(lanes)) > 0, message)
 
-    def issue(self, copies: Copies) -> None:
+    def issue(self, effect: Effect) -> None:
         """What the engine reads and writes, it does from now on until somebody has waited for it."""
-        warps = copies.lanes // 32
-        event = self.actor(copies.instruction, self.warps + warps) | np.uint64(copies.serial)
-        for starts, sizes in ((copies.source, copies.read), (copies.target, copies.size)):
-            places, viewers, events = spans(starts, sizes), np.repeat(warps, sizes), np.repeat(event, sizes)
-            at = copies.instruction, sizes, copies.lanes, places, viewers
-            if starts is copies.source:
-                self.compare(*at, self.writes, False, "copy from")
-                self.remember_reads(places, viewers, events)
+        for lanes, starts, sizes, writes in ((*effect.reads, False), (*effect.writes, True)):
+            warps = np.repeat(lanes // 32, sizes)
+            places = spans(starts, sizes)
+            events = self.actor(effect.instruction, self.warps + warps) | np.uint64(effect.serial)
+            at = effect.instruction, sizes, lanes, places, warps
+            if not writes:
+                self.compare(*at, self.writes, False, "read of")
+                self.remember_reads(places, warps, events)
                 continue
             for past in (self.writes, self.reads, self.other_reads):
-                self.compare(*at, past, False, "copy to")
+                self.compare(*at, past, False, "write to")
             self.reads[places] = self.other_reads[places] = 0
             self.writes[places] = events
 
@@ -225,17 +225,17 @@ class Races(Watcher):
             warps = np.unique(indices_of(lanes) // 32)
             self.seen[warps] = np.maximum(self.seen[warps], known)
 
-    def waited(self, copies: Copies, only_read: bool) -> None:
+    def waited(self, effect: Effect, only_read: bool) -> None:
         """The warp knows what its engine has done."""
-        warps = copies.lanes // 32
-        np.maximum.at(self.seen, (warps, self.warps + warps), copies.serial)
+        warps = effect.lanes // 32
+        np.maximum.at(self.seen, (warps, self.warps + warps), effect.serial)
 
-    def landed(self, copies: Copies) -> None:
+    def landed(self, effect: Effect) -> None:
         """The mbarriers learn what the engine has done."""
-        for warp, place in dict.fromkeys(zip((copies.lanes // 32).tolist(), copies.barrier.tolist(), strict=True)):
+        for warp, place in dict.fromkeys(zip((effect.lanes // 32).tolist(), effect.barrier.tolist(), strict=True)):
             if place >= 0:
                 known = self.arrived.setdefault(place, np.zeros(self.seen.shape[1], np.int32))
-                known[self.warps + warp] = max(known[self.warps + warp], copies.serial)
+                known[self.warps + warp] = max(known[self.warps + warp], effect.serial)
 
     def phase_arrive(self, place: int, lanes: Lanes) -> None:
         """The mbarrier learns what those know who arrive."""
