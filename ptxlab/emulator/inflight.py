@@ -35,8 +35,7 @@ class InFlight(Watcher):
         self.pending, self.memory = machine.pending, machine.memory
         self.busy = np.zeros(machine.memory.size, np.uint8)
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
-        self.index = {id(instruction): i for i, instruction in enumerate(machine.code)}
-        has_engine = any(i.opcode.startswith(("cp.async.bulk", "wgmma")) for i in machine.code)
+        has_engine = machine.launch.entry.uses("cp.async.bulk", "wgmma")
         self.dirty = np.zeros(machine.memory.size, np.int64) if has_engine else None
         self.time = 1  # counts proxy fences
         self.fenced = {space: np.zeros(machine.lanes, np.int64) for space in ("shared", "global")}  # time of the last
@@ -125,7 +124,7 @@ class InFlight(Watcher):
     def soil(self, instruction: Instruction, lanes: Lanes, starts: Array, sizes: Array) -> None:
         """Lanes have written bytes that the copy engine cannot see yet."""
         if self.dirty is not None:
-            marks = indices_of(lanes) | self.index[id(instruction)] << _LANE | self.time << _TIME
+            marks = indices_of(lanes) | self.machine.index[id(instruction)] << _LANE | self.time << _TIME
             self.dirty[spans(starts, sizes)] = np.repeat(marks, sizes)
 
     def waited(self, effect: Effect, only_read: bool) -> None:

@@ -36,7 +36,6 @@ class Races(Watcher):
         super().__init__(machine)
         warps = machine.lanes // 32
         self.busy = busy
-        self.index = {id(instruction): i for i, instruction in enumerate(machine.code)}
         self.warps = warps
         actors = 2 * warps if machine.launch.entry.is_asynchronous else warps
         self.seen = np.eye(warps, actors, dtype=np.int32)
@@ -98,7 +97,7 @@ class Races(Watcher):
 
     def actor(self, instruction: Instruction, actors: Array) -> Array:
         """The part of an event that tells who did it, by which instruction."""
-        return actors.astype(np.uint64) << _TIME | np.uint64(self.index[id(instruction)] + 1) << _WARP
+        return actors.astype(np.uint64) << _TIME | np.uint64(self.machine.index[id(instruction)] + 1) << _WARP
 
     def remember_reads(self, places: Array, warps: Array, events: Array) -> None:
         """Two concurrent readers per byte."""

@@ -15,11 +15,11 @@ VECTORS = Path(__file__).parent / "fragments.npz"
 CASES = {case.name: case for case in fragment_cases()}
 
 
-def emulate(case: FragmentCase) -> np.ndarray:
+def emulate(case: FragmentCase, mode: str) -> np.ndarray:
     out = np.full(case.out, 0xDEADBEEF, np.uint32)
     arguments = [*(array.copy() for array in case.inputs.values()), out]
     module = emulator.parse(case.ptx, f"{case.name}.ptx")
-    result = emulator.run(module, case.name, arguments, grid=1, block=case.threads, checks=emulator.CHECKS)
+    result = emulator.run(module, case.name, arguments, grid=1, block=case.threads, checks=emulator.CHECKS, mode=mode)
     assert [str(finding) for finding in result.findings] == []
     return out
 
@@ -27,4 +27,5 @@ def emulate(case: FragmentCase) -> np.ndarray:
 @pytest.mark.parametrize("name", CASES)
 def test_recorded(name: str) -> None:
     with np.load(VECTORS) as vectors:
-        np.testing.assert_array_equal(emulate(CASES[name]), vectors[name], strict=True)
+        for mode in emulator.MODES if name.startswith("wgmma") else emulator.MODES[:1]:
+            np.testing.assert_array_equal(emulate(CASES[name], mode), vectors[name], strict=True)
