@@ -102,6 +102,9 @@ class Watcher:
     def fence(self, lanes: Lanes) -> None:
         """Lanes run a memory fence."""
 
+    def converge(self, lanes: Lanes) -> None:
+        """Lanes have met at bar.warp.sync."""
+
     def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
         """Lanes have come to a barrier, (block of the wave, number)."""
 
