@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ptxlab import emulator
 from ptxlab.errors import Deadlock, EmulationError, MemoryFault, SourceError, UnknownInstruction
@@ -374,6 +376,33 @@ def test_late_copies_happen_even_if_nobody_waits():
     a = np.zeros(64, np.uint32)
     outcome(SEND.replace("cp.async.bulk.wait_group.read 0;", ""), a, threads=64)
     assert set(a) == {7}
+
+
+STEPS = {
+    "copy": "cp.async.ca.shared.global [%r2+{0}], [%x1+{1}], 4;",
+    "zero": "cp.async.ca.shared.global [%r2+{0}], [%x1+{1}], 4, 0;",
+    "store": "st.shared.u32 [%r2+{0}], {1};",
+    "load": "ld.shared.u32 %r9, [%r2+{0}]; mad.lo.u32 %s, %s, 31, %r9;",
+    "give": "st.global.u32 [%x1+{0}], {1};",
+    "commit": "cp.async.commit_group;",
+    "wait": "cp.async.wait_group {2};",
+    "all": "cp.async.wait_all;",
+}
+steps = st.tuples(st.sampled_from(list(STEPS)), *[st.integers(0, 3)] * 3)
+
+
+@given(st.lists(steps, max_size=14), st.integers(0, 2**16))
+@settings(max_examples=60, deadline=None)
+def test_programs_without_findings_mean_the_same_early_and_late(program, seed):
+    """And what is found does not depend on when copies happen."""
+    zeros = "mov.u32 %r9, 0; st.shared.v4.u32 [%r2], {%r9, %r9, %r9, %r9};\n"
+    lines = [STEPS[name].format(4 * first, 4 * second, third) for name, first, second, third in program]
+    results = []
+    for mode, drawn in (("early", 0), ("late", 0), ("late", seed)):
+        a = np.arange(1, 1025, dtype=np.uint32)
+        out, found = outcome(zeros + "\n".join(lines) + "\n", a, mode=mode, seed=drawn)
+        results.append((found, [] if found else out.tolist(), [] if found else a.tolist()))
+    assert results[0] == results[1] == results[2]
 
 
 def test_findings_survive_a_fault():
