@@ -185,7 +185,8 @@ def test_phases_tokens_and_counts(mode):
         ("@%q mbarrier.init.shared.b64 [%r5], 0;", "expects 1 to 1048575 arrivals, not 0"),
         ("mbarrier.init.shared.b64 [%r5], 1;", r"thread \(1,0,0\): the mbarrier at byte 2048 .* initialised already"),
         ("mbarrier.arrive.shared.b64 _, [%r5];", "there is no initialised mbarrier"),
-        ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q mbarrier.arrive.shared.b64 _, [%r5], 3;", "expects only 2 more"),
+        ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q mbarrier.arrive.shared.b64 _, [%r5], 3;", "expects 2 more"),
+        ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q mbarrier.arrive.shared.b64 _, [%r5], 0;", "0 arrivals, but"),
         ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q mbarrier.arrive.noComplete.shared.b64 %x5, [%r5], 2;",
          "would complete a phase"),
         ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q st.shared.u32 [%r5], 3; @%q mbarrier.arrive.shared.b64 _, [%r5];",
@@ -212,6 +213,22 @@ def test_a_deadlock_names_waiter_barrier_and_phase_at_once():
         with pytest.raises(Deadlock, match=r"phase 0 of the mbarrier at byte 2056 .*: 3 of 5 arrivals") as caught:
             run(text, np.zeros(2, np.uint32), np.zeros(32, np.uint32), threads=2, max_steps=1000)
         assert f"k.ptx:{line_of(text, 'W: ')}: " in str(caught.value) and "and 1 more" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("mbarrier.expect_tx.shared.b64 [%r5], 32;", "1 of 1 arrivals are missing, and 32 bytes"),
+        (
+            "mbarrier.complete_tx.shared.b64 [%r5], 16;",
+            "1 of 1 arrivals are missing; 16 bytes came that nobody expected",
+        ),
+    ],
+)
+def test_a_deadlock_says_what_is_missing(before, said):
+    body = f"@!%q bra END; mbarrier.init.shared.b64 [%r5], 1; {before}\n"
+    with pytest.raises(Deadlock, match=said):
+        outcome(body + "W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;\nEND:\n")
 
 
 def test_polling_lanes_may_do_other_things():
