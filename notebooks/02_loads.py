@@ -21,6 +21,7 @@
 # Sources: QServe §5.2.1, LiquidGEMM §5.2, COMET §4.3.
 
 # %%
+# %matplotlib inline
 import numpy as np
 from IPython.display import Markdown
 
@@ -100,8 +101,14 @@ kernel = ptxlab.load(forgetful)
 digest = np.zeros((1, 128), np.uint32)
 geometry = ring.launch({"P": 5, "B": 1})
 outcome = kernel(
-    stages["words"], digest, np.uint32(5), grid=1, block=128, shared_bytes=geometry.shared_bytes,
-    backend="emulator", checks=["async"],
+    stages["words"],
+    digest,
+    np.uint32(5),
+    grid=1,
+    block=128,
+    shared_bytes=geometry.shared_bytes,
+    backend="emulator",
+    checks=["async"],
 )
 print(*outcome.findings[:2], sep="\n")
 

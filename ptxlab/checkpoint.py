@@ -76,8 +76,9 @@ class Checkpoint:
 
     def _read_bfloat16(self, info: TensorInfo) -> npt.NDArray[np.float32]:
         """NumPy has no bfloat16, so the library cannot give it; its bits are the upper half of a float32's."""
-        bits = self.read_bytes(info.name).view("<u2")
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).reshape(info.shape)
+        bits = self.read_bytes(info.name).view("<u2").astype(np.uint32)
+        bits <<= np.uint32(16)
+        return bits.view(np.float32).reshape(info.shape)
 
     def _info(self, name: str) -> TensorInfo:
         entry = self._header[1][name]

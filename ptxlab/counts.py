@@ -7,7 +7,7 @@ from typing import Any
 
 from ptxlab import kernels, sass, sources, toolchain
 from ptxlab.errors import FileError
-from ptxlab.files import write_whole
+from ptxlab.files import write_text
 from ptxlab.sources import Source
 
 ARCH = "sm_90a"
@@ -31,7 +31,7 @@ def save() -> Path:
     path = record_path()
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(measure(), indent=1) + "\n"
-    write_whole(path, lambda file: file.write(text.encode()))
+    write_text(path, text)
     return path
 
 

@@ -56,6 +56,11 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     write_whole(path, lambda file: savez(file, **host))
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, UTF-8, whole or not at all."""
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
 def write_whole(path: Path, write: Any) -> None:
     """Let `write(file)` fill a temporary file beside `path`, then rename it into place."""
     if not path.name:

@@ -3,7 +3,7 @@
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"
 SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}
+_PLATE: dict[str, Any] = {"boxstyle": "square,pad=0.15", "color": "#ffffffb0", "linewidth": 0}  # under a label
 SWEEP = range(112, 128)  # protective ranges of the overflow curve
 
 
@@ -59,19 +60,19 @@ def audit_figure(rows: Sequence["AuditRow"], title: str) -> Figure:
     tensors = list(dict.fromkeys(r.tensor for r in rows))
     figure = Figure(figsize=(max(7, 0.28 * len(tensors) + 3), 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
+    names = {"qoq": "QoQ", "lqq": "LQQ", "lqq_ceiling": "LQQ ceiling", "lqq_search": "LQQ search"}
     for scheme, limit in dict.fromkeys((r.scheme, r.protective_range) for r in rows):
         chosen = {r.tensor: r for r in rows if (r.scheme, r.protective_range) == (scheme, limit)}
         marker = {119: "o", 120: "s", 127: "^"}.get(limit, "d")
         style = {"marker": marker, "linestyle": "none", "markersize": 5, "color": SCHEME_COLOURS[scheme], "alpha": 0.8}
-        label = f"{scheme.upper()} at ±{limit}"
+        label = f"{names[scheme]} at ±{limit}"
         above.plot(range(len(tensors)), [chosen[t].overflows for t in tensors], label=label, **style)
         below.plot(range(len(tensors)), [chosen[t].relative_error for t in tensors], **style)
     above.set_yscale("symlog", linthresh=1)
     above.set_ylabel("overflowing weights")
-    above.legend(ncols=3, fontsize=8)
-    above.set_title(f"{title}: overflow and error by protective range", loc="left", weight="bold")
+    above.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.02))
+    figure.suptitle(f"{title}: overflow and error by protective range", x=0.01, ha="left", weight="bold")
     below.set_ylabel("relative error")
-    below.set_ylim(bottom=0)
     below.set_xticks(range(len(tensors)), tensors, rotation=90, fontsize=7)
     return figure
 
@@ -152,8 +153,8 @@ def _lane_tile(axes: Axes, held: "Holders") -> None:
         for column in range(0, columns, 4):
             label = f"{held.thread[row, column]}.a{held.register[row, column]}"
             wrong = held.wrong[row, column : column + 4].any()
-            style = {"color": "white", "weight": "bold"} if wrong else {"color": "black"}
-            box = {"boxstyle": "square,pad=0.15", "color": RED if wrong else "#ffffffb0", "linewidth": 0}
+            style: dict[str, Any] = {"color": "white", "weight": "bold"} if wrong else {"color": "black"}
+            box = {**_PLATE, "color": RED} if wrong else _PLATE
             axes.text(column + 1.5, row, label, ha="center", va="center", fontsize=6.5, bbox=box, **style)
     share = held.wrong.mean()
     verdict = f"{share:.0%} not where the MMA wants it (red)" if share else "what the MMA wants"
@@ -170,7 +171,7 @@ def _bank_grid(axes: Axes, name: str, accesses: Sequence["WarpAccess"]) -> None:
     for line, (_, front) in enumerate(fronts):
         for bank, lanes in front.items():
             grid[line, bank] = lanes[0]
-            axes.text(bank, line, str(lanes[0]), ha="center", va="center", fontsize=6)
+            axes.text(bank, line, str(lanes[0]), ha="center", va="center", fontsize=6, bbox=_PLATE)
     axes.imshow(grid, cmap="twilight", vmin=0, vmax=32, interpolation="nearest", aspect="auto")
     least = sum(access.least for access in accesses)
     axes.set_title(f"{len(fronts)} wavefronts, {least} at best", loc="left", weight="bold", fontsize=11)

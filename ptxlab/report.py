@@ -1,4 +1,4 @@
-"""Tables of the README, made from the specs and the recorded measurements: never typed in by hand."""
+"""Figures of the README and of the kernels' headers, from the specs and the records: never typed in by hand."""
 
 import json
 import re
@@ -8,8 +8,10 @@ from pathlib import Path
 
 from ptxlab import bench, counts, kernels, sources
 from ptxlab.errors import FileError
-from ptxlab.files import write_whole
+from ptxlab.files import write_text
+from ptxlab.spec import KernelSpec
 
+_MEASURED = re.compile(r"^// Measured   .*$", re.MULTILINE)
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -22,15 +24,45 @@ def readme() -> Path:
 
 
 def update(*, write: bool = True) -> list[Path]:
-    """Renew every marked section of the README; returns the files that changed (or would)."""
+    """Renew the README's marked sections and the headers' `Measured`; returns the files that changed (or would)."""
     path = readme()
     before = path.read_text(encoding="utf-8")
     after = _SECTION.sub(lambda found: f"{found[1]}{_section(path, found[2])}{found[3]}", before)
-    if after == before:
-        return []
+    changed = {path: after} if after != before else {}
+    changed |= _headers()
     if write:
-        write_whole(path, lambda file: file.write(after.encode()))
-    return [path]
+        for file, text in changed.items():
+            write_text(file, text)
+    return list(changed)
+
+
+def _headers() -> dict[Path, str]:
+    """The `.ptx` sources whose header states other figures than the records, with the text they should have."""
+    changed = {}
+    for spec in kernels.specs().values():
+        source = kernels.find(spec.name)[1][0]
+        figures = _figures(spec)
+        if source.language != "ptx" or not figures:
+            continue
+        text = _MEASURED.sub(f"// Measured   {figures}", source.text)
+        if text != source.text:
+            changed[Path(source.path)] = text
+    return changed
+
+
+def _figures(spec: KernelSpec) -> str:
+    """What was measured of a kernel, in a line; empty where nothing is recorded."""
+    measured = _measured("h200", spec.family)
+    rows = {what: measured.get((spec.name, "ptx", what)) for what in ("streaming", "registers", "resident")}
+    streaming, registers, resident = rows.values()
+    if streaming is None:
+        return ""
+    line = f"{streaming.rate / 1e3:.2f} TB/s on an H200, {streaming.fraction:.2f} of a {streaming.limit}"
+    if registers is not None:
+        line += f"; the word alone in registers: {registers.rate:.0f} weights per clock and SM"
+    if resident is not None:
+        line += f"; from shared memory alone: {resident.rate:.0f} weights per clock and SM"
+    return f"{line}."
 
 
 def _section(path: Path, name: str) -> str:

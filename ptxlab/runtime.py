@@ -1,6 +1,5 @@
 """Runs kernels: any PTX or CUDA file by `load`, a spec's by `run_spec`, on the GPU or in the emulator."""
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,18 +10,12 @@ import numpy as np
 
 from ptxlab import emulator, gpu, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.sources import Source
+from ptxlab.sources import Source, cuda_entries
 from ptxlab.spec import Arg, KernelSpec, Launch
 
 BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
 _LANE_INSTRUCTIONS_PER_SECOND = 50e6
-
-_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-_CUDA_BOUNDS = re.compile(r"__(?:launch_bounds|cluster_dims|block_size|maxnreg)__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)")
-_CUDA_ENTRY = re.compile(r'(extern\s+"C"\s+)?(?:__global__\s+void|void\s+__global__)\s+(\w+)\s*\(([^)]*)\)')
-_EXTERN_BLOCK = re.compile(r'extern\s+"C"\s*\{')
-_PARAMETER = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)?(?:=.*)?$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -65,7 +58,7 @@ class Kernel:
         """Names of the parameters in launch order; for CUDA C++ read off the signature."""
         if self.source.language == "ptx":
             return tuple(p.name for p in self.module.entries[self.entry].params)
-        return _cuda_entries(self.source.text)[self.entry]
+        return cuda_entries(self.source.text)[self.entry]
 
     def launch(
         self,
@@ -118,7 +111,7 @@ class Kernel:
         seed: int = 0,
         count_banks: bool = False,
     ) -> Outcome:
-        """Launch on arrays and NumPy scalars in the order of the parameters; arrays are written in place.
+        """Launch on arrays (of any library) and NumPy scalars in the order of the parameters, written in place.
 
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
@@ -127,9 +120,10 @@ class Kernel:
         if len(args) != len(names):
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
         geometry = Launch(_dim3("grid", grid), _dim3("block", block), shared_bytes, _dim3("cluster", cluster))
-        backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in args))
+        shared = [_shared(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
+        backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in shared))
         result = self.launch(
-            args, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
+            shared, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
         )
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
@@ -155,24 +149,13 @@ def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapp
     if source.language == "ptx":
         entries = list(emulator.parse(source.text, source.path).entries)
     else:
-        entries = list(_cuda_entries(source.text))
+        entries = list(cuda_entries(source.text))
     if entry is None and len(entries) == 1:
         entry = entries[0]
     if entry not in entries:
         rule = f"one of {', '.join(entries)}" if entries else 'a kernel (.visible .entry, or extern "C" __global__)'
         raise ArgumentError(f"{source.path}: entry", rule, entry)
     return Kernel(source, entry, dict(defines or {}))
-
-
-def _cuda_entries(text: str) -> dict[str, tuple[str, ...]]:
-    """The `extern "C"` kernels of a CUDA C++ source, each with the names of its parameters."""
-    text = _CUDA_BOUNDS.sub("", _COMMENT.sub("", text))
-    entries = {}
-    for found in _CUDA_ENTRY.finditer(text):
-        if found[1] or _EXTERN_BLOCK.search(text, 0, found.start()):
-            parameters = re.split(r",(?![^<]*>)", found[3])  # but not at the commas of template arguments
-            entries[found[2]] = tuple(name[1] for p in parameters if (name := _PARAMETER.search(p.strip())))
-    return entries
 
 
 def run_spec(
@@ -190,7 +173,8 @@ def run_spec(
     seed: int = 0,
     count_banks: bool = False,
 ) -> Outcome:
-    """Run a spec's kernel from one of its sources. Everything is checked before anything is launched.
+    """Run a spec's kernel from one of its sources. Everything is checked before anything is launched, but for the
+    values of arrays on a device: looking at them would wait for it.
 
     Args:
         spec: the kernel.
@@ -216,7 +200,7 @@ def run_spec(
     solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
     on_device = any(gpu.is_device_array(a) for a in arrays.values())
     on_host = {n: arrays[n] for n in expected if not gpu.is_device_array(arrays[n])}
-    if not unchecked and len(on_host) == len(expected):  # values on the device are the emulator's to check
+    if not unchecked and len(on_host) == len(expected):
         spec.check_values(on_host, solved)
 
     kernel = Kernel(source, spec.name, dict(config or spec.configs[0]))
@@ -276,10 +260,23 @@ def _accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
     array = gpu.as_array(f"{spec.name}: {arg.name}", array)
     if array.dtype != np.dtype(arg.dtype):
         raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {arg.dtype}", array.dtype)
-    if not array.flags.c_contiguous:
-        raise ArgumentError(f"{spec.name}: {arg.name}", "C-contiguous", f"strides {array.strides}")
+    _check_contiguous(f"{spec.name}: {arg.name}", array)
     gpu.check_alignment(f"{spec.name}: {arg.name}", array)
     return array
+
+
+def _shared(name: str, arg: Any) -> Any:
+    """An argument of a kernel without a spec: arrays as `_accept` has them, anything else as it is."""
+    if not hasattr(arg, "__dlpack__") and not hasattr(arg, "__cuda_array_interface__"):
+        return arg
+    array = gpu.as_array(name, arg)
+    _check_contiguous(name, array)
+    return array
+
+
+def _check_contiguous(name: str, array: Any) -> None:
+    if not array.flags.c_contiguous:
+        raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
 
 
 def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
@@ -296,4 +293,4 @@ def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | No
     return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared)
 
 
-_EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use; raised per spec where needed
+_EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use

@@ -18,6 +18,11 @@ Language = Literal["ptx", "cu"]
 _PACKAGE = Path(__file__).resolve().parent
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _PTX_MARK = re.compile(r"^[ \t]*\.version\b", re.MULTILINE)
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_CUDA_BOUNDS = re.compile(r"__(?:launch_bounds|cluster_dims|block_size|maxnreg)__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)")
+_CUDA_ENTRY = re.compile(r'(extern\s+"C"\s+)?(?:__global__\s+void|void\s+__global__)\s+(\w+)\s*\(([^)]*)\)')
+_EXTERN_BLOCK = re.compile(r'extern\s+"C"\s*\{')
+_PARAMETER = re.compile(r"(\w+)\s*(?:\[[^\]]*\]\s*)?(?:=.*)?$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,17 @@ class Source:
                     seen.add(found.resolve())
                     pending.append((found.read_text(encoding="utf-8"), [found.resolve().parent, *folders]))
         return sha.hexdigest()
+
+
+def cuda_entries(text: str) -> dict[str, tuple[str, ...]]:
+    """The `extern "C"` kernels of a CUDA C++ source, each with the names of its parameters."""
+    text = _CUDA_BOUNDS.sub("", _COMMENT.sub("", text))
+    entries = {}
+    for found in _CUDA_ENTRY.finditer(text):
+        if found[1] or _EXTERN_BLOCK.search(text, 0, found.start()):
+            parameters = re.split(r",(?![^<]*>)", found[3])  # but not at the commas of template arguments
+            entries[found[2]] = tuple(name[1] for p in parameters if (name := _PARAMETER.search(p.strip())))
+    return entries
 
 
 def _root(folder: str) -> Path:

@@ -10,8 +10,10 @@ from functools import cache
 import numpy as np
 
 from ptxlab import kernels
+from ptxlab.emulator import SharedAccess
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.load import TILE
+from ptxlab.layout import banks
 from ptxlab.runtime import run_spec
 
 MMA_ROWS, MMA_K = 16, 32  # of one warp's operand A
@@ -69,10 +71,46 @@ def holders(name: str) -> Holders:
     return Holders(name, thread, register, byte, wrong)
 
 
+@dataclass(frozen=True)
+class WarpAccess:
+    """What one warp asks of shared memory with one load.
+
+    Attributes:
+        text: the instruction.
+        requests: instructions of the warp: one.
+        wavefronts: passes over the banks.
+        least: passes that would do without conflicts.
+        fronts: for each pass, which lanes each bank serves; a row of ldmatrix is its lane's.
+    """
+
+    text: str
+    requests: int
+    wavefronts: int
+    least: int
+    fronts: tuple[dict[int, tuple[int, ...]], ...]
+
+
+@cache
+def shared_accesses(name: str) -> tuple[WarpAccess, ...]:
+    """The loads from shared memory of warp 0 of a kernel that brings a tile, in order, as the emulator counts them."""
+    spec, sources = kernels.find(name)
+    logical = spec.example(np.random.default_rng(0), T=1)
+    outcome = run_spec(spec, sources[0], spec.pack(logical), backend="emulator", count_banks=True)
+    return tuple(_of_one_warp(a) for a in outcome.shared if not a.text.startswith("st."))
+
+
+def _of_one_warp(access: SharedAccess) -> WarpAccess:
+    addresses = np.array(access.addresses)
+    active = addresses >= 0
+    fronts = banks.wavefronts(np.where(active, addresses, 0), access.width, active=active, store=access.store)
+    least = (access.wavefronts - access.conflicts) // access.requests
+    return WarpAccess(access.text, 1, len(fronts), least, tuple(fronts))
+
+
 def as_text(name: str) -> str:
     """The first MMA of warp 0 for a terminal: lane and register of each run of four channels, `!` where wrong."""
     held = holders(name)
-    lines = [f"{name}: which lane gets channels 4 i .. 4 i + 3 of the first MMA's operand A, in which register"]
+    lines = [f"{name}: lane and register that get channels 4 i .. 4 i + 3 of the first operand A"]
     lines.append("row  " + "".join(f"{column:>7}" for column in range(0, MMA_K, 4)))
     for row in range(MMA_ROWS):
         cells = []

@@ -15,9 +15,9 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 
 # Imports go down this list: a module may import what stands before it, and its own package.
 ORDER = (
-    "errors", "files", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout", "spec",
-    "emulator", "gpu", "runtime", "kernels", "checkpoint", "audit", "verify", "harness", "sass", "dataflow", "bench",
-    "counts", "demo", "doctor", "tiles", "plot", "figures", "report", "notebooks", "cli", "__main__",
+    "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout",
+    "spec", "emulator", "gpu", "runtime", "kernels", "audit", "convert", "verify", "harness", "sass", "dataflow",
+    "bench", "counts", "demo", "doctor", "tiles", "plot", "figures", "report", "notebooks", "cli", "__main__",
 )  # fmt: skip
 
 

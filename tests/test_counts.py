@@ -27,6 +27,7 @@ ALL = {s.label: (s, spec) for name, spec in kernels.specs().items() for s in ker
 ARCHES = {
     "sm_75": ("sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120"),
     "sm_80": ("sm_80", "sm_89", "sm_90a", "sm_120"),
+    "sm_90": ("sm_90", "sm_90a", "sm_100a", "sm_120"),
 }
 
 

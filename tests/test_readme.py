@@ -1,11 +1,12 @@
 """What the README says works, and its tables are current."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ptxlab import report
+from ptxlab import kernels, report
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 
@@ -29,6 +30,20 @@ def test_your_own_kernel_in_ten_lines(
 
 def test_the_tables_are_what_the_records_say() -> None:
     assert report.update(write=False) == [], "run `ptxlab report`"
+
+
+def test_figures_in_the_headers_are_the_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another record, every header that states a measurement is out of date, and says the new figures."""
+    measured = {**report._measured("h200", "dequant"), **report._measured("h200", "load")}
+    slower = {key: replace(row, rate=row.rate / 2, fraction=0.5) for key, row in measured.items()}
+    monkeypatch.setattr(report, "_measured", lambda gpu, suite: slower)
+    assert {path.stem for path in report._headers()} == set(kernels.specs())
+    lqq = next(text for path, text in report._headers().items() if path.stem == "dequant_lqq")
+    streaming, registers = (slower["dequant_lqq", "ptx", what].rate for what in ("streaming", "registers"))
+    stated = (
+        f"{streaming / 1e3:.2f} TB/s on an H200, 0.50 of a copy; the word alone in registers: {registers:.0f} weights"
+    )
+    assert f"// Measured   {stated}" in lqq
 
 
 def test_every_command_it_names_exists() -> None:

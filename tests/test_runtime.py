@@ -134,6 +134,31 @@ def test_a_ptx_kernel_without_a_spec_is_checked_by_lane(tmp_path: Path) -> None:
     assert "add.u32" in str(carry) and "add4.ptx" in str(carry)
 
 
+def test_a_kernel_without_a_spec_takes_the_arrays_of_other_libraries() -> None:
+    class Foreign:
+        """As PyTorch's tensors on the CPU are: memory that DLPack shares."""
+
+        def __init__(self) -> None:
+            self.array = np.arange(32, dtype=np.uint32)
+            self.shape = self.array.shape
+
+        def __dlpack__(self, **options: object) -> object:
+            return self.array.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return self.array.__dlpack_device__()
+
+    a, b, total = Foreign(), np.ones(32, np.uint32), Foreign()
+    outcome = ptxlab.load(PTX_ADD4)(a, b, total, grid=1, block=32, backend="emulator")
+    assert outcome.outputs["sum"] is total and np.array_equal(total.array, np.arange(32) + 1)
+
+
+def test_an_array_with_gaps_is_refused_on_every_backend() -> None:
+    a = np.zeros(64, np.uint32)
+    with pytest.raises(ArgumentError, match=r"add4: b: C-contiguous \(got strides \(8,\)\)"):
+        ptxlab.load(PTX_ADD4)(a, a[::2], a, grid=1, block=32)
+
+
 def test_checks_are_silent_where_nothing_carries() -> None:
     a = np.full(32, 0x7F7F7F7F, np.uint32)
     outcome = ptxlab.load(PTX_ADD4)(

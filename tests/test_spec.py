@@ -4,7 +4,7 @@ import pytest
 from ptxlab import kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.words import pack_u4
-from ptxlab.spec import Arg, KernelSpec
+from ptxlab.spec import Arg, KernelSpec, Launch
 
 LQQ = kernels.specs()["dequant_lqq"]
 
@@ -39,6 +39,22 @@ def test_a_wrong_shape_names_argument_rule_and_value(changed: dict[str, tuple[in
 def test_a_rule_is_quoted_with_the_sizes_that_break_it() -> None:
     with pytest.raises(ArgumentError, match=r"^dequant_lqq: K % g == 0 \(got K=4100, g=64\)$"):
         LQQ.check_sizes({"R": 1, "K": 4100, "g": 64})
+
+
+def test_a_grid_that_no_gpu_takes_is_refused() -> None:
+    assert Launch((2**31 - 1, 65535, 65535), (1, 1, 1))
+    with pytest.raises(
+        ArgumentError, match=r"grid: at most \(2147483647, 65535, 65535\) blocks \(got \(1, 65536, 1\)\)"
+    ):
+        Launch((1, 65536, 1), (1, 1, 1))
+
+
+def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
+    wanted = {"dequant": ({"R", "K", "g"}, {"R", "K"}), "load": ({"T"}, {"P", "B"})}
+    assert [spec.name for spec in kernels.specs().values() if spec.symbols not in wanted[spec.family]] == []
+    assert LQQ.symbols == {"R", "K", "g"} and kernels.specs()["dequant_comet"].symbols == {"R", "K"}
+    with pytest.raises(ArgumentError, match=r"dequant_lqq: sizes: K, R, g \(got G\)"):
+        LQQ.sizes_of(shapes(), {"G": 64})
 
 
 def test_a_missing_size_is_named() -> None:

@@ -64,7 +64,8 @@ def test_wavefronts_of_one_warp(name: str, loads: int, wavefronts: int, least: i
     assert sum(a.least for a in accesses) == least
     for access in accesses:
         assert len(access.fronts) == access.wavefronts
-        assert all(0 <= bank < 32 and 0 <= lane < 32 for front in access.fronts for bank, lane in front.items())
+        served = [(bank, lane) for front in access.fronts for bank, lanes in front.items() for lane in lanes]
+        assert {lane for _, lane in served} == set(range(32)) and all(0 <= bank < 32 for bank, _ in served)
 
 
 def test_the_pictures_have_a_panel_for_the_right_kernel_beside_a_wrong_one() -> None:

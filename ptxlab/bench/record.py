@@ -11,7 +11,7 @@ from typing import Any
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.files import write_whole
+from ptxlab.files import write_text
 
 SCHEMA = 1
 TOLERANCE = 0.03
@@ -128,7 +128,7 @@ def save(record: Record, path: Path | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{path.parent}: cannot be made: {error.strerror}") from None
-    write_whole(path, lambda file: file.write(text.encode()))
+    write_text(path, text)
     return path
 
 

@@ -91,7 +91,7 @@ def report(
     notebooks: Annotated[bool, typer.Option(help="Also execute the notebooks and write their .ipynb.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the README's tables, the figures and the notebooks from the specs and the recorded measurements."""
+    """Rebuild the README's tables, the headers' figures, pictures and notebooks from the specs and the records."""
     changed = reports.update(write=not check)
     if figures:
         from ptxlab import figures as drawings

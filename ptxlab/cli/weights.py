@@ -15,7 +15,7 @@ from ptxlab import demo as demos
 from ptxlab import doctor as doctors
 from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
 from ptxlab.errors import UnavailableError
-from ptxlab.files import write_whole
+from ptxlab.files import write_text
 
 
 def demo(
@@ -44,7 +44,7 @@ def demo(
 
 
 def _demo_table(rows: list[demos.Row]) -> Table:
-    columns = ("dequant_...", "weights", "exact?", *(f"±{r}>" for r in demos.RANGES), "ALU/8>", "rel. error>")
+    columns = ("dequant_...", "weights", "exact?", *(f"±{r}>" for r in demos.RANGES), "ALU/8>", "error>")
     return table(" " * 42 + "overflows at range", columns, [_cells(row) for row in rows])
 
 
@@ -63,6 +63,7 @@ def _explain(rows: list[demos.Row], picture: Path) -> None:
         f"Each row is a hand-written .ptx file, run by {backend}, every weight compared with the NumPy reference.\n"
         "* by design: it subtracts the zero point before the packed multiplication; wrong exactly where predicted.\n"
         f"ALU/8: arithmetic instructions per 8 weights in sm_90a machine code, {rows[0].alu_source}.\n"
+        "error: relative, the Frobenius norm of what quantising changed over that of the weights.\n"
         f"Picture: {escape(str(picture))}\n\n"
         "Next:  ptxlab show dequant_lqq                                the kernel, commented\n"
         "       ptxlab verify --all                                    every kernel against its reference\n"
@@ -126,8 +127,7 @@ def audit(
         plot.save(plot.audit_figure(rows, file.name), picture)
     found_json = [asdict(row) for row in rows] + [asdict(item) for item in skipped]
     if out is not None:
-        text = json.dumps(found_json, indent=1) + "\n"
-        write_whole(out, lambda written: written.write(text.encode()))
+        write_text(out, json.dumps(found_json, indent=1) + "\n")
     if as_json:
         return print_json(found_json)
     columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "relative error>")

@@ -41,8 +41,9 @@ from ptxlab.spec import MOST_BLOCKS
 
 CHECKS = frozenset({"lanes", "race", "init", "async"})
 MODES = ("early", "late")
-# Blocks of one wave run side by side, so that they may wait for each other; 132 blocks of 384 threads fit.
-WAVE_LANES = 1 << 16
+# Blocks of one wave run side by side, so that they may wait for each other: a block of any size per SM of an H200.
+# A grid whose blocks all wait for each other and that has more lanes than this spins for ever.
+WAVE_LANES = 132 * 1024
 POISON = 0xCD  # what shared and local memory hold before they are written
 
 Argument = np.ndarray | np.generic | bytes

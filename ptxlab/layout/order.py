@@ -8,7 +8,6 @@ needs, and come first in memory; the others are the parts of a tile. They mean t
     g, t  lane 4·g + t of a warp          h, q  row g + 8·h, g + 8·q      c  group of a block
 """
 
-from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
@@ -18,17 +17,11 @@ import numpy.typing as npt
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
-@dataclass(frozen=True)
 class Order:
     """`logical`: the parts of each axis, outermost first, axes apart by spaces; `stored`: all parts as they lie."""
 
-    logical: str
-    stored: str
-    sizes: dict[str, int]
-
     def __init__(self, logical: str, stored: str, **sizes: int) -> None:
-        for name, value in (("logical", logical), ("stored", stored), ("sizes", sizes)):
-            object.__setattr__(self, name, value)
+        self.logical, self.stored, self.sizes = logical, stored, sizes
 
     @property
     def tile(self) -> tuple[int, ...]:
@@ -54,19 +47,22 @@ class Order:
         parts = self.logical.replace(" ", "")
         split = array.reshape(tuple(self._size(part, counts) for part in parts))
         stored = split.transpose(tuple(parts.index(part) for part in self.stored))
-        contiguous = stored if stored.flags.c_contiguous else stored.copy(order="C")
-        return contiguous.reshape(shape)
+        return _contiguous(stored).reshape(shape)
 
     def restore(self, stored: npt.NDArray[Any], *shape: int) -> npt.NDArray[Any]:
-        """The array of `shape` that `store` made `stored` of."""
+        """The array of `shape` that `store` made `stored` of, contiguous."""
         counts = self.tiles(*shape)
         parts = self.logical.replace(" ", "")
         split = stored.reshape(tuple(self._size(part, counts) for part in self.stored))
         whole = split.transpose(tuple(self.stored.index(part) for part in parts))
         padded = whole.reshape(tuple(n * t for n, t in zip(counts, self.tile, strict=True)))
-        return padded[tuple(slice(size) for size in shape)]
+        return _contiguous(padded[tuple(slice(size) for size in shape)])
 
     def _size(self, part: str, counts: tuple[int, ...]) -> int:
         if part in self.sizes:
             return self.sizes[part]
         return next(n for n, axis in zip(counts, self.logical.split(), strict=True) if part in axis)
+
+
+def _contiguous(array: npt.NDArray[_Scalar]) -> npt.NDArray[_Scalar]:
+    return array if array.flags.c_contiguous else array.copy(order="C")

@@ -116,7 +116,7 @@ def pack(weight: QuantizedWeight, layout: str = "row_major") -> PackedWeight:
     size = _size(scheme, N, K, group)
     constants = _constants(weight) if isinstance(weight, TwoLevelWeight) else None
     buffers = packing.pack(weight.q4, constants, size) | _channel_buffers(weight)
-    protective_range = weight.protective_range if isinstance(weight, TwoLevelWeight) else 0
+    protective_range = int(weight.protective_range) if isinstance(weight, TwoLevelWeight) else 0
     return PackedWeight(
         layout=layout, scheme=scheme, N=N, K=K, group=group, protective_range=protective_range, buffers=buffers
     )

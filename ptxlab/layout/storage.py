@@ -34,14 +34,15 @@ def load(path: str | os.PathLike[str], name: str | None = None) -> PackedWeight:
     """The packed weight `name` of a file, in NumPy arrays; without a name, the only one there is.
 
     Raises FileError for a file that is missing, truncated, foreign, of another version, or whose header and buffers do
-    not fit together; ArgumentError for a name that the file has not got, with those it has.
+    not fit together; ArgumentError for a name that the file has not got, with some that it has.
     """
     checkpoint = Checkpoint(path)
     weights = _weights(checkpoint)
     if name is None and len(weights) == 1:
         name = next(iter(weights))
     if name not in weights:
-        raise ArgumentError("name", f"must be one of the packed weights of {path}: {', '.join(weights)}", name)
+        some = ", ".join(list(weights)[:8]) + (", ..." if len(weights) > 8 else "")
+        raise ArgumentError("name", f"must be one of the {len(weights)} packed weights of {path}: {some}", name)
     return _load(checkpoint, name, weights[name])
 
 
@@ -115,4 +116,4 @@ def _load(checkpoint: Checkpoint, name: str, fields: dict[str, Any]) -> PackedWe
         buffers[expected.name.removeprefix(f"{name}.")] = (
             checkpoint.read_bytes(expected.name).view(dtype).reshape(expected.shape)
         )
-    return PackedWeight(**{key: value for key, value in fields.items() if key != "arch"}, buffers=buffers)
+    return PackedWeight(**{key: fields[key] for key in _FIELDS if key != "arch"}, buffers=buffers)

@@ -80,11 +80,17 @@ def pack_mma(values: U8, argument: str = "q4") -> U32:
 
 
 def unpack_mma(words: U32) -> U8:
-    """The weights u8 [..., K] of MMA words u32 [..., K/8]; the inverse of `pack_mma`."""
+    """The weights u8 [..., K] of MMA words u32 [..., K/8]; the inverse of `pack_mma`.
+
+    Raises ArgumentError: dtype not u32, or not four words per 32 weights.
+    """
     _require_dtype("words", words, np.uint32)
-    steps = words.reshape(*words.shape[:-1], -1, 4)
+    if words.ndim == 0 or words.shape[-1] % 4:
+        raise ArgumentError("words", "the last axis must be a multiple of 4", f"shape {words.shape}")
+    leading, count = words.shape[:-1], words.shape[-1]
+    steps = words.reshape(*leading, count // 4, 4)
     halves = np.stack([steps & _LOW, steps >> np.uint32(4) & _LOW], axis=-2)
-    return as_bytes(halves).reshape(*words.shape[:-1], -1)
+    return as_bytes(halves).reshape(*leading, 8 * count)
 
 
 def exchange_nibbles(words: U32) -> U32:

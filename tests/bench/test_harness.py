@@ -8,7 +8,7 @@ from ptxlab.bench import dequant
 from ptxlab.layout.words import unpack_u4
 from ptxlab.sources import Source
 
-NAMES = list(kernels.specs())
+NAMES = [name for name, spec in kernels.specs().items() if spec.family == "dequant"]
 THREADS = 4
 FEEDBACK = 0x9E3779B1
 

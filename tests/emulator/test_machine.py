@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.bench.emulation import WANTED, measure
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
-from ptxlab.kernels.dequant import SPECS
 
 from .kernels import HEADER, STORE, kernel, run, values
 
@@ -332,9 +330,3 @@ def test_reqntid():
     emulator.run(text, None, [], grid=1, block=64)
     with pytest.raises(ArgumentError, match="reqntid"):
         emulator.run(text, None, [], grid=1, block=32)
-
-
-def test_speed():
-    """Parse and copies included; `ptxlab bench emulator` shows how much room there is."""
-    lqq = next(spec for spec in SPECS if spec.name == "dequant_lqq")
-    assert measure(lqq, 1 << 16, ()).rate > WANTED / 1e6

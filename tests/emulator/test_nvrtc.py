@@ -7,6 +7,27 @@ from ptxlab import emulator
 
 from .kernels import cuda
 
+GRID_BARRIER = r"""
+__device__ unsigned arrived;
+extern "C" __global__ void meet(int* y) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        atomicAdd(&arrived, 1);
+        while (*(volatile unsigned*)&arrived < gridDim.x);
+        __threadfence();
+    }
+    __syncthreads();
+    y[blockIdx.x * blockDim.x + threadIdx.x] = arrived;
+}"""
+
+
+def test_as_many_blocks_wait_for_each_other_as_an_h200_has_sms():
+    y = np.zeros(132 * 512, np.int32)
+    emulator.run(cuda(GRID_BARRIER), None, [y], grid=132, block=512, max_steps=20_000)
+    assert (y == 132).all()
+
+
 SOURCE = r"""
 #include <cuda_fp16.h>
 extern "C" __global__ void reduce(const float* x, float* y, int n) {

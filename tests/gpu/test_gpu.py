@@ -114,6 +114,20 @@ def test_numpy_that_is_not_contiguous(add) -> None:
     assert (data[::2] == np.arange(0, 64, 2) + 5).all() and (data[1::2] == np.arange(1, 64, 2)).all()
 
 
+COPY = Source.from_text(
+    """
+extern "C" __global__ void copy(unsigned* to, const unsigned* from) { to[threadIdx.x + 1] = from[threadIdx.x]; }
+""",
+    "<copy>",
+)
+
+
+def test_numpy_passed_twice_is_one_buffer() -> None:
+    data = np.arange(33, dtype=np.uint32)
+    gpu.launch(gpu.load(COPY, "copy"), [data, data], ONE_WARP)
+    assert (data == [0, *range(32)]).all()
+
+
 def test_cupy_without_copy(cupy, add) -> None:
     data = cupy.arange(32, dtype=cupy.uint32)
     gpu.launch(add, [data, np.uint32(7)], ONE_WARP)
@@ -268,7 +282,7 @@ def test_geometry_refused(add, geometry: Launch, message: str) -> None:
 
 def test_refused_by_the_driver(add) -> None:
     with pytest.raises(LaunchError, match=r"add_to: the driver refused the launch: CUDA_ERROR"):
-        gpu.launch(add, [np.zeros(32, np.uint32), np.uint32(1)], Launch((1, 1 << 20, 1), (32, 1, 1)))
+        gpu.launch(add, [np.zeros(32, np.uint32), np.uint32(1)], Launch((1, 1, 1), (1, 1, 128)))  # at most 64 in z
 
 
 def test_misaligned_device_array(cupy) -> None:

@@ -63,16 +63,16 @@ def test_saving_copies_from_the_gpu(tmp_path) -> None:
 @pytest.fixture(scope="module")
 def large():
     cupy = pytest.importorskip("cupy")
-    random = cupy.random.default_rng(0)
 
-    def integers(low, high, shape, dtype):
-        return random.integers(low, high, shape, dtype=dtype)
+    def scattered(rows: int, columns: int, below: int):
+        """u8 [rows, columns] in 0..below-1: the upper bits of a multiplicative hash of the place."""
+        places = cupy.arange(rows * columns, dtype=cupy.uint32)
+        return ((places * cupy.uint32(2654435761) >> cupy.uint32(24)) % below).astype(cupy.uint8).reshape(rows, columns)
 
-    groups = (N, K // 64)
     return LQQWeight(
-        q4=integers(0, 16, (N, K), cupy.uint8),
-        group_scale=integers(1, 17, groups, cupy.uint8),
-        minimum=(integers(0, 100, groups, cupy.uint8)).view(cupy.int8),
+        q4=scattered(N, K, 16),
+        group_scale=scattered(N, K // 64, 16) + cupy.uint8(1),
+        minimum=scattered(N, K // 64, 100).view(cupy.int8),
         channel_scale=cupy.ones(N, cupy.float32),
         protective_range=119,
     )

@@ -32,7 +32,10 @@ def test_round_trip(layout: str, weight) -> None:
     packed = pack(weight, layout)
     assert weight.shape == (packed.N, packed.K) and packed.version == VERSION
     assert packed.group == getattr(weight, "group", packed.K)
-    assert_equal(unpack(packed), weight)
+    unpacked = unpack(packed)
+    assert_equal(unpacked, weight)
+    arrays = [*packed.buffers.values(), *(a for a in vars(unpacked).values() if isinstance(a, np.ndarray))]
+    assert all(array.flags.c_contiguous for array in arrays)  # as kernels take them
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,12 @@ def test_round_trip(tmp_path: Path, layout: str, kind: type) -> None:
     assert_equal(unpack(load(path, "layers.0.up")), weight)
 
 
+def test_a_protective_range_of_numpy_is_saved(tmp_path: Path) -> None:
+    weight = replace(WEIGHT, protective_range=np.int64(120))
+    save(pack(weight), tmp_path / "w")
+    assert load(tmp_path / "w").protective_range == 120
+
+
 def test_the_file_is_plain_safetensors(saved: Path) -> None:
     arrays = load_file(saved)
     packed = pack(WEIGHT, "dual_mma")
@@ -68,7 +75,7 @@ def test_the_file_is_plain_safetensors(saved: Path) -> None:
 
 
 def test_an_unknown_name_lists_those_known(saved: Path) -> None:
-    with pytest.raises(ArgumentError, match=r"name: must be one of the packed weights of .*: weight \(got up\)"):
+    with pytest.raises(ArgumentError, match=r"name: must be one of the 1 packed weights of .*: weight \(got up\)"):
         load(saved, "up")
 
 
@@ -127,6 +134,11 @@ def test_a_header_that_does_not_fit(saved: Path, changes: dict, message: str) ->
     with pytest.raises(FileError, match=message) as error:
         load(saved)
     assert str(error.value).startswith(f"{saved}: ") and "\n" not in str(error.value)
+
+
+def test_a_header_that_says_more(saved: Path) -> None:
+    described(saved, lambda d: d["weights"]["weight"].update(comment="added by a later ptxlab"))
+    assert_equal(unpack(load(saved)), WEIGHT)
 
 
 @pytest.mark.parametrize("weights", [None, [], {"weight": 3}])

@@ -105,3 +105,10 @@ def test_refuses(pack, values, message):
 def test_unpacking_refuses_other_dtypes(unpack):
     with pytest.raises(ArgumentError, match="words: dtype must be uint32"):
         unpack(np.zeros(2, np.int32))
+
+
+def test_unpacking_mma_words_refuses_part_of_a_step():
+    for words in (np.zeros((2, 6), np.uint32), np.array(0, np.uint32)):
+        with pytest.raises(ArgumentError, match="words: the last axis must be a multiple of 4"):
+            unpack_mma(words)
+    assert unpack_mma(np.zeros((3, 0), np.uint32)).shape == (3, 0)

@@ -1,0 +1,39 @@
+"""Every notebook runs from top to bottom without a GPU, and its `.ipynb` is the one made from its source."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from time import perf_counter
+
+import jupytext
+import pytest
+
+from ptxlab import notebooks
+
+SCRIPTS = notebooks.scripts()
+SECONDS = 30  # what a reader without a GPU is promised, on two cores
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def test_runs_from_top_to_bottom(script: Path) -> None:
+    start = perf_counter()
+    done = subprocess.run(
+        [sys.executable, script.name],
+        cwd=script.parent,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "Agg"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert perf_counter() - start < 2 * SECONDS, "beside other tests; alone it has to stay under 30 s"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def test_the_ipynb_is_made_from_the_script(script: Path) -> None:
+    """`ptxlab report --notebooks` renews it."""
+    source, made = jupytext.read(script), jupytext.read(script.with_suffix(".ipynb"))
+    assert [(cell.cell_type, cell.source) for cell in source.cells] == [(c.cell_type, c.source) for c in made.cells]
+    outputs = [output for cell in made.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert outputs and not [o for o in outputs if o.output_type == "error"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
