@@ -114,6 +114,27 @@ def test_run_refuses_what_the_rules_refuse_and_unchecked_admits_it(cli: Any, tmp
     assert all({"line", "thread", "lane", "operands"} <= set(f) for f in findings)
 
 
+def test_run_late_shows_what_a_missing_wait_does(cli: Any, tmp_path: Path) -> None:
+    path, out_path = tmp_path / "hasty.ptx", tmp_path / "out.npz"
+    np.savez(tmp_path / "in.npz", a=np.arange(5, 9, dtype=np.uint32), out=np.zeros(1, np.uint32))
+    path.write_text(
+        """
+    .version 7.0 .target sm_80 .address_size 64
+    .visible .entry hasty(.param .u64 a, .param .u64 out) {
+        .reg .b64 %a, %o; .reg .b32 %r; .shared .align 16 .b8 tile[16];
+        ld.param.u64 %a, [a]; ld.param.u64 %o, [out];
+        cp.async.cg.shared.global [tile], [%a], 16;
+        ld.shared.u32 %r, [tile];
+        st.global.u32 [%o], %r; ret; }""".replace(".version 7.0 .target sm_80 .", ".version 7.0\n.target sm_80\n.")
+    )
+    for late, right in (([], True), (["--late"], False)):
+        command = ["run", path, "--in", tmp_path / "in.npz", "--out", out_path, "--block", "1", "--backend", "emulator"]
+        code, out, _ = cli(*command, "--check", "async", *late)
+        assert code == 1 and f"async: {path}:9: `ld.shared.u32 %r, [tile]`" in out.replace("\n", " ")
+        with np.load(out_path) as stored:
+            assert (stored["out"][0] == 5) == right
+
+
 def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "add4.ptx").write_text(PTX_ADD4)
     a = np.full(32, 0xFF, np.uint32)

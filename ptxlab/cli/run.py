@@ -94,6 +94,7 @@ def run(
     outputs: Annotated[Path | None, typer.Option("--out", help=".npz to write what the kernel wrote.")] = None,
     backend: Backend = None,
     check: Annotated[str, typer.Option(help="Comma-separated: lanes, race, init, async, or all.")] = "",
+    late: Annotated[bool, typer.Option("--late", help="Emulator: copies happen as late as they may.")] = False,
     unchecked: Annotated[bool, typer.Option(help="Admit values that the kernel's rules refuse.")] = False,
     grid: Annotated[str | None, typer.Option(help="Blocks, x[,y[,z]]; for files only. Default 1.")] = None,
     block: Annotated[str | None, typer.Option(help="Threads, x[,y[,z]]; for files only. Default 32.")] = None,
@@ -102,7 +103,7 @@ def run(
 ) -> None:
     """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""
     arrays = load_arrays(inputs)
-    checks = _checks(check)
+    checks, mode = _checks(check), "late" if late else "early"
     spec, source, entry = kernels.resolve(target)
     with progress_bar(f"run {target}", None, quiet=as_json):
         if spec is not None:
@@ -118,6 +119,7 @@ def run(
                 backend=backend,
                 checks=checks,
                 unchecked=unchecked,
+                mode=mode,
             )
         else:
             kernel = runtime.load(source, entry)
@@ -131,6 +133,7 @@ def run(
                 shared_bytes=shared or 0,
                 backend=backend,
                 checks=checks,
+                mode=mode,
             )
     if outputs is not None:
         save_arrays(outputs, outcome.outputs)

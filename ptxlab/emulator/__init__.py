@@ -2,9 +2,11 @@
 
 `parse` (over `tokens`, `declare` and `operands`) makes `ir` of a text. `launch` lays out `memory` and runs the grid as
 waves of blocks; a `machine` is a `wave` that runs. What instructions do stands in tables: register to register in
-`integer`, `bits`, `floating` (over `rounding`), `convert` and `video`, entered into `alu`; everything else in
-`control`, `access`, `atomic`, `sync`, `collective`, `matrix`, `mbarrier` and `copies` (what these ask for waits in
-`pending`), entered with `machine.binder`. `check`, `packed`, `race`, `inflight` and `wavefronts` watch.
+`integer`, `bits`, `floating` (over `rounding`), `convert` and `video`, entered into `alu`; everything else, entered
+with `machine.binder`, in `control`, `access`, `atomic`, `sync`, `collective`, `matrix`, `mma`, `mbarrier`, `copies` and
+`wgmma`. What the last two ask for are `effects`, which wait in `pending`.
+
+`check`, `packed`, `race`, `inflight`, `registers` and `wavefronts` watch.
 """
 
 from ptxlab.emulator.check import Finding

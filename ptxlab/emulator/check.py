@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ptxlab.emulator.effects import by_entry, spans
 from ptxlab.emulator.packed import lane_faults
-from ptxlab.emulator.pending import spans
 from ptxlab.emulator.types import Array, Lanes, bits_of, indices_of
 
 if TYPE_CHECKING:
     from ptxlab.emulator.access import Access
+    from ptxlab.emulator.effects import Effect
     from ptxlab.emulator.ir import Instruction, Register
     from ptxlab.emulator.machine import Machine, Step
-    from ptxlab.emulator.pending import Copies
 
 Index = tuple[int, int, int]
 
@@ -102,23 +102,29 @@ class Watcher:
     def fence(self, lanes: Lanes) -> None:
         """Lanes run a memory fence."""
 
+    def converge(self, lanes: Lanes) -> None:
+        """Lanes have met at bar.warp.sync."""
+
     def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
         """Lanes have come to a barrier, (block of the wave, number)."""
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
         """The barrier is complete; these lanes waited there."""
 
-    def issue(self, copies: Copies) -> None:
-        """Lanes ask for asynchronous copies."""
+    def issue(self, effect: Effect) -> None:
+        """Lanes ask for something that goes on while they do."""
 
-    def landed(self, copies: Copies) -> None:
-        """Copies have been written; their mbarriers hear of it next."""
+    def landed(self, effect: Effect) -> None:
+        """It has been done; mbarriers hear of it next."""
 
-    def waited(self, copies: Copies, only_read: bool) -> None:
-        """The lanes that asked have waited for their copies, or for their source to have been read."""
+    def waited(self, effect: Effect, only_read: bool) -> None:
+        """The lanes that asked have waited for it, or for its operands to have been read."""
 
-    def settled(self, copies: Copies) -> None:
-        """Somebody has waited for the copies at their mbarrier."""
+    def settled(self, effect: Effect) -> None:
+        """Somebody has waited for it at its mbarrier."""
+
+    def register_fence(self, lanes: Lanes) -> None:
+        """Lanes run wgmma.fence."""
 
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
         """What the lanes have written in these spaces becomes visible to the copy engine."""
@@ -250,17 +256,17 @@ class Initialised(Watcher):
         for words, index, full in self.parts(access, offsets):
             words[index] = full
 
-    def issue(self, copies: Copies) -> None:
-        """Look at the sources; the targets count as written, `inflight` knows when."""
-        wrong = np.zeros(len(copies.lanes), bool)
-        entry = np.repeat(np.arange(len(wrong)), copies.read)
-        source = spans(copies.source, copies.read)
-        np.logical_or.at(wrong, entry, ~self.memory[source])
-        if wrong.any():
-            place = self.machine.memory.byte(int(source[int(np.argmin(self.memory[source]))]))
-            message = f"copies {place}, which was never written"
-            self.report(copies.instruction, "uninitialised", copies.lanes, wrong, message)
-        self.memory[spans(copies.target, copies.size)] = True
+    def issue(self, effect: Effect) -> None:
+        """Look at what is read; what is written counts as written, `inflight` knows when."""
+        lanes, starts, sizes = effect.reads
+        places = spans(starts, sizes)
+        known = self.memory[places]
+        if not known.all():
+            message = f"takes {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"
+            self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
+            self.memory[places] = True
+        _, starts, sizes = effect.writes
+        self.memory[spans(starts, sizes)] = True
 
     def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
         """Reads first."""

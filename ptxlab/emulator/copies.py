@@ -9,10 +9,10 @@ import numpy as np
 from ptxlab.emulator import ir
 from ptxlab.emulator.access import Access, locator
 from ptxlab.emulator.alu import Opcode, UnknownOpcode
+from ptxlab.emulator.effects import UNGROUPED, Copies
 from ptxlab.emulator.ir import Instruction
 from ptxlab.emulator.machine import Machine, Step, binder
 from ptxlab.emulator.mbarrier import MBarriers
-from ptxlab.emulator.pending import UNGROUPED, Copies
 from ptxlab.emulator.types import Array, Lanes, as_lanes, bits_of, indices_of
 from ptxlab.errors import MemoryFault
 
@@ -97,9 +97,19 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
         if (read > count).any():
             place = machine.fault_place(instruction, int(indices[int(np.argmax(read > count))]))
             raise MemoryFault(f"{place}: {int(read.max())} bytes to read, more than the {count} of the copy")
-        sources, targets, none = locate_source(lanes, read), locate_target(lanes, sizes), np.full(len(indices), -1)
-        group = pending.committed["cp.async"][lanes].copy()
-        pending.issue(Copies(instruction, "cp.async", indices, sources, targets, read, sizes, group, none, none))
+        pending.issue(
+            Copies(
+                instruction=instruction,
+                kind="cp.async",
+                lanes=indices,
+                source=locate_source(lanes, read),
+                target=locate_target(lanes, sizes),
+                read=read,
+                size=sizes,
+                group=pending.committed["cp.async"][indices],
+                barrier=np.full(len(indices), -1),
+            )
+        )
 
     return copy
 
@@ -117,10 +127,20 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
         for barrier, who in find(lanes):
             places[who] = barrier.place
             barrier.missing += len(who) if extra else 0
-        none = np.zeros_like(places)
-        group = none + UNGROUPED
+        zero = np.zeros_like(places)
         machine.pending.arrive(
-            Copies(instruction, "cp.async", indices, none, none, none, none, group, places, none - 1, arrives=True)
+            Copies(
+                instruction=instruction,
+                kind="cp.async",
+                lanes=indices,
+                source=zero,
+                target=zero,
+                read=zero,
+                size=zero,
+                group=zero + UNGROUPED,
+                barrier=places,
+                arrives=True,
+            )
         )
 
     return arrive
@@ -156,8 +176,18 @@ def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
         sources, targets, barriers = locate_source(lanes, sizes), locate_target(lanes, sizes), np.full(len(indices), -1)
         for barrier, who in find(lanes) if find else ():
             barriers[who] = barrier.place
-        group = pending.committed["bulk"][lanes].copy() if not told else np.full(len(indices), UNGROUPED)
-        none = np.full(len(indices), -1)
-        pending.issue(Copies(instruction, "bulk", indices, sources, targets, sizes, sizes, group, barriers, none))
+        pending.issue(
+            Copies(
+                instruction=instruction,
+                kind="bulk",
+                lanes=indices,
+                source=sources,
+                target=targets,
+                read=sizes,
+                size=sizes,
+                group=np.full(len(indices), UNGROUPED) if told else pending.committed["bulk"][indices],
+                barrier=barriers,
+            )
+        )
 
     return copy

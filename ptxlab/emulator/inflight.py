@@ -1,9 +1,10 @@
-"""The check "async": what threads must not do while copies are in flight, and what the copy engine must not meet.
+"""The check "async": what threads must not do while effects are in flight, and what the copy engine must not meet.
 
-A byte is in flight from the issue of a copy until somebody has waited for it, whatever the mode: nobody may read or
-write a byte that a copy writes, nor write one that a copy reads (kind "async"). The copy engine sees what threads have
-written with ordinary stores or cp.async only after their proxy fence; until then the bytes are dirty ("async-dirty").
-An mbarrier is such a thing too. Two copies that read the same byte count as one: it is free when the first is done.
+A byte is in flight from the issue of a copy or wgmma until somebody has waited for it, whatever the mode: nobody may
+read or write a byte that is being written, nor write one that is being read (kind "async"). The copy engine and wgmma
+see what threads have written with ordinary stores or cp.async only after their proxy fence; until then the bytes are
+dirty ("async-dirty"). So is an mbarrier until its fence. Two copies that read the same byte count as one: it is free
+when the first is done.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.pending import Copies, spans
+from ptxlab.emulator.effects import Effect, by_entry, spans
 from ptxlab.emulator.types import Array, Lanes, indices_of
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ class InFlight(Watcher):
         self.pending, self.memory = machine.pending, machine.memory
         self.busy = np.zeros(machine.memory.size, np.uint8)
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
-        self.index = {id(instruction): i for i, instruction in enumerate(machine.code)}
-        has_engine = any(i.opcode.startswith("cp.async.bulk") for i in machine.code)
+        has_engine = machine.launch.entry.uses("cp.async.bulk", "wgmma")
         self.dirty = np.zeros(machine.memory.size, np.int64) if has_engine else None
         self.time = 1  # counts proxy fences
         self.fenced = {space: np.zeros(machine.lanes, np.int64) for space in ("shared", "global")}  # time of the last
@@ -70,80 +70,81 @@ class InFlight(Watcher):
 
     def whose(self, place: int, flags: int) -> str:
         """A byte in flight, and who moves it, in words."""
-        for copies in self.pending.queue:
-            written = (copies.target <= place) & (place < copies.target + copies.size)
-            read = (copies.source <= place) & (place < copies.source + copies.read)
-            does = "written" if flags & _WRITTEN and written.any() else "read" if flags & _READ and read.any() else ""
-            if does:
-                lane = int(copies.lanes[int(np.argmax(written if does == "written" else read))])
-                thread = "({},{},{})".format(*self.machine.place_of(lane)[1])
-                by = f"line {copies.instruction.line}, `{copies.instruction.text}`, for thread {thread}"
-                return f"{self.memory.byte(place)}, which is still being {does} by {by}: nobody has waited for that,"
+        for effect in self.pending.queue:
+            for does, flag, part in (("written", _WRITTEN, effect.writes), ("read", _READ, effect.reads)):
+                lanes, starts, sizes = part
+                holds = (starts <= place) & (place < starts + sizes)
+                if flags & flag and holds.any():
+                    thread = "({},{},{})".format(*self.machine.place_of(int(lanes[int(np.argmax(holds))]))[1])
+                    by = f"line {effect.instruction.line}, `{effect.instruction.text}`, for thread {thread}"
+                    return f"{self.memory.byte(place)}, still being {does} by {by}, as nobody has waited for that,"
         return f"{self.memory.byte(place)}, which another entry of this copy moves"
 
     # Copies
 
-    def issue(self, copies: Copies) -> None:
-        """A copy meets others, dirty bytes, and mbarriers that it cannot see; from now on its bytes are in flight."""
-        source, target = spans(copies.source, copies.read), spans(copies.target, copies.size)
-        self.collide(copies, source, copies.read, _WRITTEN, "copies from")
-        self.collide(copies, target, copies.size, _WRITTEN | _READ, "copies to")
-        if copies.kind == "bulk":
-            self.see(copies, source)
-        self.busy[source] |= _READ
-        self.busy[target] |= _WRITTEN
+    def issue(self, effect: Effect) -> None:
+        """An effect meets others, dirty bytes, and mbarriers that it cannot see; now its bytes are in flight too."""
+        self.collide(effect, *effect.reads, _WRITTEN, "takes")
+        self.collide(effect, *effect.writes, _WRITTEN | _READ, "copies to")
+        if effect.kind != "cp.async":
+            self.see(effect)
+        for (_, starts, sizes), flag in ((effect.reads, _READ), (effect.writes, _WRITTEN)):
+            self.busy[spans(starts, sizes)] |= flag
 
-    def collide(self, copies: Copies, places: Array, sizes: Array, flags: int, does: str) -> None:
+    def collide(self, effect: Effect, lanes: Array, starts: Array, sizes: Array, flags: int, does: str) -> None:
         """Report entries that touch bytes in flight."""
+        places = spans(starts, sizes)
         hit = self.busy[places] & flags != 0
         if hit.any():
             what = self.whose(int(places[int(np.argmax(hit))]), flags)
-            self.report(copies.instruction, "async", copies.lanes, by_entry(hit, sizes), f"{does} {what}")
+            self.report(effect.instruction, "async", lanes, by_entry(hit, sizes), f"{does} {what}")
 
-    def see(self, copies: Copies, source: Array) -> None:
-        """Report what the copy engine reads or tells without being able to see it."""
-        for lane, place in zip(copies.lanes.tolist(), copies.barrier.tolist(), strict=True):
+    def see(self, effect: Effect) -> None:
+        """Report what the engine reads or tells without being able to see it."""
+        for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if place in self.begun:
                 line, text = self.begun[place][1].line, self.begun[place][1].text
                 message = f"tells the mbarrier at {self.memory.byte(place)}, which line {line}, `{text}`, initialised "
                 message += "without fence.mbarrier_init (or fence.proxy.async): the copy engine may not see it"
-                self.report(copies.instruction, "async", np.array([lane]), np.array([True]), message)
+                self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
         assert self.dirty is not None
+        lanes, starts, sizes = effect.reads
+        source = spans(starts, sizes)
         marks = self.dirty[source]
-        lanes = marks & (1 << _LANE) - 1
-        shared = self.machine.launch.is_shared(source)
-        fenced = np.where(shared, self.fenced["shared"][lanes], self.fenced["global"][lanes])
+        writers, shared = marks & (1 << _LANE) - 1, self.machine.launch.is_shared(source)
+        fenced = np.where(shared, self.fenced["shared"][writers], self.fenced["global"][writers])
         hit = marks >> _TIME >= np.maximum(fenced, 1)
         if hit.any():
             first = int(np.argmax(hit))
             writer = self.machine.code[int(marks[first] >> _LANE & (1 << _TIME - _LANE) - 1)]
-            message = (
-                f"copies {self.memory.byte(int(source[first]))}, which line {writer.line}, `{writer.text}`, wrote "
-            )
-            message += "without a fence.proxy.async behind it: the copy engine may see what was there before"
-            self.report(copies.instruction, "async-dirty", copies.lanes, by_entry(hit, copies.read), message)
+            message = f"takes {self.memory.byte(int(source[first]))}, which line {writer.line}, `{writer.text}`, wrote "
+            message += "without a fence.proxy.async behind it: the engine may see what was there before"
+            self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
     def soil(self, instruction: Instruction, lanes: Lanes, starts: Array, sizes: Array) -> None:
         """Lanes have written bytes that the copy engine cannot see yet."""
         if self.dirty is not None:
-            marks = indices_of(lanes) | self.index[id(instruction)] << _LANE | self.time << _TIME
+            marks = indices_of(lanes) | self.machine.index[id(instruction)] << _LANE | self.time << _TIME
             self.dirty[spans(starts, sizes)] = np.repeat(marks, sizes)
 
-    def waited(self, copies: Copies, only_read: bool) -> None:
-        """The lanes' own copies are done, or have read their source."""
-        self.busy[spans(copies.source, copies.read)] &= ~np.uint8(_READ)
-        if not only_read:
-            self.settled(copies)
+    def waited(self, effect: Effect, only_read: bool) -> None:
+        """The lanes' own effects are done, or have read their source."""
+        self.settled(effect, only_read)
 
-    def settled(self, copies: Copies) -> None:
+    def settled(self, effect: Effect, only_read: bool = False) -> None:
         """The bytes are at rest. What cp.async wrote is like a store; what the engine wrote, it can see."""
-        target = spans(copies.target, copies.size)
-        self.busy[spans(copies.source, copies.read)] &= ~np.uint8(_READ)
-        self.busy[target] &= ~np.uint8(_WRITTEN)
-        if copies.kind == "cp.async":
-            self.soil(copies.instruction, copies.lanes, copies.target, copies.size)
+        (_, source, read), (lanes, target, size) = effect.reads, effect.writes
+        self.busy[spans(source, read)] &= ~np.uint8(_READ)
+        for other in self.pending.queue if effect.kind == "wgmma" else ():  # these often share their operands
+            if other.kind == "wgmma":
+                self.busy[spans(*other.reads[1:])] |= _READ
+        if only_read:
+            return
+        self.busy[spans(target, size)] &= ~np.uint8(_WRITTEN)
+        if effect.kind == "cp.async":
+            self.soil(effect.instruction, lanes, target, size)
         elif self.dirty is not None:
-            self.dirty[target] = 0
+            self.dirty[spans(target, size)] = 0
 
     # What makes visible
 
@@ -164,14 +165,9 @@ class InFlight(Watcher):
 
     def end(self) -> None:
         """Shared memory is gone when its block ends: copies from it must have been waited for."""
-        for copies in self.pending.queue:
-            reading = (copies.read > 0) & (self.busy[copies.source] & _READ != 0)
-            wrong = reading & self.machine.launch.is_shared(copies.source)
+        for effect in self.pending.queue:
+            lanes, starts, sizes = effect.reads
+            wrong = (sizes > 0) & (self.busy[starts] & _READ != 0) & self.machine.launch.is_shared(starts)
             if wrong.any():
                 message = "reads shared memory, and its block ends without waiting for that"
-                self.report(copies.instruction, "async", copies.lanes, wrong, message)
-
-
-def by_entry(hit: Array, sizes: Array) -> Array:
-    """One bool per byte -> per entry, whether any of its bytes is hit."""
-    return np.bincount(np.repeat(np.arange(len(sizes)), sizes), hit, len(sizes)) > 0
+                self.report(effect.instruction, "async", lanes, wrong, message)

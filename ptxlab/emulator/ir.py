@@ -140,10 +140,14 @@ class Entry:
         """Size of the parameter block."""
         return max((p.offset + p.size for p in self.params), default=0)
 
+    def uses(self, *beginnings: str) -> bool:
+        """Whether an opcode begins so."""
+        return any(i.opcode.startswith(beginnings) for i in self.instructions)
+
     @property
     def is_asynchronous(self) -> bool:
-        """Whether it asks for anything that goes on while its threads do: copies."""
-        return any(i.opcode.startswith("cp.async") for i in self.instructions)
+        """Whether it asks for anything that goes on while its threads do."""
+        return self.uses("cp.async", "wgmma")
 
     @property
     def max_threads(self) -> int | None:

@@ -23,6 +23,7 @@ from ptxlab.emulator import (  # noqa: F401
     mma,
     sync,
     video,
+    wgmma,
 )
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
 from ptxlab.emulator.inflight import InFlight
@@ -31,6 +32,7 @@ from ptxlab.emulator.machine import Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
 from ptxlab.emulator.parse import parse
 from ptxlab.emulator.race import Races
+from ptxlab.emulator.registers import RegistersInUse
 from ptxlab.emulator.types import Array
 from ptxlab.emulator.wave import Launch
 from ptxlab.emulator.wavefronts import SharedAccess, Wavefronts
@@ -134,6 +136,8 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool) -> It
         yield Races(machine, in_flight.busy if in_flight else None)
     if in_flight:
         yield in_flight
+    if in_flight and machine.launch.entry.uses("wgmma"):
+        yield RegistersInUse(machine)
 
 
 def _kernel(module: Module, name: str | None) -> Entry:

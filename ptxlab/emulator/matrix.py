@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ptxlab.emulator import ir
@@ -64,3 +66,29 @@ def _matrix(machine: Machine, instruction: Instruction, pc: int) -> Step:
         memory[offsets // 16] = values
 
     return together(machine, pc, EVERYBODY, load if loads else store)
+
+
+_INTEGERS = {"s8": np.int8, "u8": np.uint8}
+_INT32 = np.iinfo(np.int32)
+
+
+def registers_of(machine: Machine, operand: ir.Operand, count: int) -> Callable[[Lanes], Array]:
+    """Function: lanes, whole warps -> what a vector operand holds, u32 [warps, 32, count]."""
+    readers = [machine.reader(register, "b32") for register in elements(operand, count)]
+
+    def read(lanes: Lanes) -> Array:
+        return np.stack([reader(lanes).reshape(-1, 32) for reader in readers], axis=-1)
+
+    return read
+
+
+def integers(fragment: fragments.Fragment, registers: Array, type_name: str) -> Array:
+    """The matrices that registers hold: float32 of 8-bit integers, int64 of s32."""
+    if type_name == "s32":
+        return fragment.gather(registers, np.int32).astype(np.int64)
+    return fragment.gather(registers, _INTEGERS[type_name]).astype(np.float32)
+
+
+def to_int32(sums: Array, saturates: bool) -> Array:
+    """Accumulators int64 as s32: clamped, or modulo 2^32."""
+    return (sums.clip(_INT32.min, _INT32.max) if saturates else sums).astype(np.int32)

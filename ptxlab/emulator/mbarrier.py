@@ -40,8 +40,8 @@ class MBarrier:
 
     def arrive(self, count: int, drop: bool = False) -> None:
         """Threads arrive; with `drop` they will not be expected in later phases."""
-        if count > self.missing:
-            raise ValueError(f"{count} arrivals, but {self} expects only {self.missing} more in this phase")
+        if not 1 <= count <= self.missing:
+            raise ValueError(f"{count} arrivals, but {self} expects {self.missing} more in this phase")
         self.missing -= count
         self.count -= count if drop else 0
         self.look()
@@ -75,9 +75,9 @@ class MBarrier:
 
     def waiters(self) -> Iterator[Parked]:
         """Who waits, for what."""
-        why = (
-            f"phase {self.phase} of {self}: {self.missing} of {self.count} arrivals and {self.bytes} bytes are missing"
-        )
+        why = f"phase {self.phase} of {self}: {self.missing} of {self.count} arrivals are missing"
+        if self.bytes:
+            why += f", and {self.bytes} bytes" if self.bytes > 0 else f"; {-self.bytes} bytes came that nobody expected"
         for parked, _ in self.waiting:
             yield Parked(parked.pc, parked.lanes, why)
 
@@ -168,7 +168,8 @@ def _invalidate(machine: Machine, instruction: Instruction, pc: int, opcode: Opc
 
 def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Step:
     """expect_tx and complete_tx."""
-    _ = opcode.flag("relaxed"), opcode.choice(*SCOPES, default="cta")
+    opcode.flag("relaxed")
+    opcode.choice(*SCOPES, default="cta")
     at = MBarriers(machine, instruction, space, instruction.operands[0], "load")
     read = machine.reader(instruction.operands[1], "u32")
     sign = 1 if "expect_tx" in instruction.opcode else -1

@@ -4,8 +4,10 @@ Each warp has a clock, and knows how much of every other warp's time lies before
 An access at time t of warp v is ordered before one of warp w if `seen[w, v] >= t`. Barriers, release and acquire
 operations, and fences beside strong operations (relaxed, volatile, atomic) hand knowledge on. Per byte the last write
 and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed; so are
-races between blocks of different waves. Lanes of one warp count as one: between them, only two lanes that store
-different values to one address with one instruction are reported. Stores of the value that is there already are not.
+races between blocks of different waves. Lanes of one warp share its clock: what one has done in the present tick is
+not ordered before what another does, though some races are missed as whatever moves the clock (bar.warp.sync, but also
+a fence of one lane) counts for all. Two lanes that store different values to one address with one instruction are
+reported too. Stores of the value that is there already are not.
 """
 
 from __future__ import annotations
@@ -15,28 +17,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.pending import spans
+from ptxlab.emulator.effects import spans
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of
 
 if TYPE_CHECKING:
     from ptxlab.emulator.access import Access, Sizes
+    from ptxlab.emulator.effects import Effect
     from ptxlab.emulator.ir import Instruction
     from ptxlab.emulator.machine import Machine
-    from ptxlab.emulator.pending import Copies
 
-# An event fits in 64 bits: strong (1), instruction index + 1 (23), warp (16), time (24); 0 is none.
-_TIME, _WARP, _CODE, _STRONG = np.uint64(24), np.uint64(40), np.uint64(63), np.uint64(1 << 63)
+# An event fits in 64 bits: strong (1), instruction index + 1 (20), actor (16), lane (5), time (22); 0 is none.
+_LANE, _ACTOR, _CODE, _STRONG = np.uint64(22), np.uint64(27), np.uint64(43), np.uint64(1 << 63)
+_TIMES, _LANES, _ACTORS, _CODES = (np.uint64((1 << bits) - 1) for bits in (22, 5, 16, 20))
 
 
 class Races(Watcher):
-    """Conflicting accesses by different warps that nothing orders."""
+    """Conflicting accesses by different threads that nothing orders."""
 
     def __init__(self, machine: Machine, busy: Array | None = None) -> None:
         """`busy`: bytes that `inflight` looks at."""
         super().__init__(machine)
         warps = machine.lanes // 32
         self.busy = busy
-        self.index = {id(instruction): i for i, instruction in enumerate(machine.code)}
         self.warps = warps
         actors = 2 * warps if machine.launch.entry.is_asynchronous else warps
         self.seen = np.eye(warps, actors, dtype=np.int32)
@@ -55,11 +57,11 @@ class Races(Watcher):
         if access.space in ("local", "param", "const"):
             return
         strong = access.order != "weak"
-        places, warps, events = self.events(access, lanes, offsets, strong)
-        self.compare(access.instruction, access.size, lanes, places, warps, self.writes, strong, "read of")
-        self.remember_reads(places, warps, events)
+        places, threads, events = self.events(access, lanes, offsets, strong)
+        self.compare(access.instruction, access.size, lanes, places, threads, self.writes, strong, "read of")
+        self.remember_reads(places, threads, events)
         if strong:
-            self.acquire(access, warps, places)
+            self.acquire(access, threads // 32, places)
 
     def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """A write races with unordered reads and writes, and with its own like in the other lanes."""
@@ -69,87 +71,89 @@ class Races(Watcher):
         strong = access.order != "weak"
         if strong:
             self.release(access, lanes, offsets, keep=False)
-        places, warps, events = self.events(access, lanes, offsets, strong)
+        places, threads, events = self.events(access, lanes, offsets, strong)
         new = (
             np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:]))).view(np.uint8).reshape(-1)
         )
         changed = self.machine.memory.arena[places] != new
         for past in (self.writes, self.reads, self.other_reads):
-            self.compare(access.instruction, access.size, lanes, places, warps, past, strong, "write to", changed)
+            self.compare(access.instruction, access.size, lanes, places, threads, past, strong, "write to", changed)
         self.reads[places] = self.other_reads[places] = 0
         self.writes[places] = events
 
     def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
         """Atomics race with ordinary accesses only."""
-        places, warps, events = self.events(access, lanes, offsets, True)
+        places, threads, events = self.events(access, lanes, offsets, True)
         for past in (self.writes, self.reads, self.other_reads):
-            self.compare(access.instruction, access.size, lanes, places, warps, past, True, "atomic on")
+            self.compare(access.instruction, access.size, lanes, places, threads, past, True, "atomic on")
         self.release(access, lanes, offsets, keep=True)
-        self.acquire(access, warps, places)
+        self.acquire(access, threads // 32, places)
         self.writes[places] = events
 
     def events(self, access: Access, lanes: Lanes, offsets: Array, strong: bool) -> tuple[Array, Array, Array]:
-        """Per byte: its place, the warp, and the event as it is stored."""
-        size = access.size
-        warps = np.repeat(indices_of(lanes) // 32, size)
-        places = (offsets[:, None] + np.arange(size)).reshape(-1)
+        """Per byte: its place, the thread (as a lane of the wave), and the event as it is stored."""
+        threads = np.repeat(indices_of(lanes), access.size)
+        places = (offsets[:, None] + np.arange(access.size)).reshape(-1)
+        warps = threads // 32
         now = self.seen[warps, warps].astype(np.uint64)
-        return places, warps, now | self.actor(access.instruction, warps) | (_STRONG if strong else np.uint64(0))
+        event = now | self.actor(access.instruction, warps) | threads.astype(np.uint64) % 32 << _LANE
+        return places, threads, event | (_STRONG if strong else np.uint64(0))
 
     def actor(self, instruction: Instruction, actors: Array) -> Array:
         """The part of an event that tells who did it, by which instruction."""
-        return actors.astype(np.uint64) << _TIME | np.uint64(self.index[id(instruction)] + 1) << _WARP
+        return actors.astype(np.uint64) << _ACTOR | np.uint64(self.machine.index[id(instruction)] + 1) << _CODE
 
-    def remember_reads(self, places: Array, warps: Array, events: Array) -> None:
+    def remember_reads(self, places: Array, threads: Array, events: Array) -> None:
         """Two concurrent readers per byte."""
-        replace = ~self.unordered(self.reads[places], warps)  # what it replaces lies before it, so nothing is lost
+        replace = ~self.unordered(self.reads[places], threads)  # what it replaces lies before it, so nothing is lost
         self.reads[places[replace]] = events[replace]
         second = ~replace | (self.reads[places] != events)
         self.other_reads[places[second]] = events[second]
 
-    def unordered(self, past: Array, warps: Array) -> Array:
-        """Which past events are of other warps, and not known to lie before the present of `warps`."""
-        time = (past & np.uint64(0xFFFFFF)).astype(np.int32)
-        other = (past >> _TIME & np.uint64(0xFFFF)).astype(np.intp)
-        return np.asarray((past != 0) & (other != warps) & (self.seen[warps, other] < time))
+    def unordered(self, past: Array, threads: Array) -> Array:
+        """Which past events are of others, and not known to lie before the present of `threads`."""
+        time = (past & _TIMES).astype(np.int32)
+        other, warps = (past >> _ACTOR & _ACTORS).astype(np.intp), threads // 32
+        beside = (other == warps) & ((past >> _LANE & _LANES).astype(np.intp) != threads % 32)
+        return np.asarray((past != 0) & (self.seen[warps, other] < time + beside))
 
-    def compare(self, instruction: Instruction, sizes: Sizes, lanes: Lanes, places: Array, warps: Array, events: Array,
-                strong: bool, what: str, among: Array | None = None) -> None:  # fmt: skip
+    def compare(self, instruction: Instruction, sizes: Sizes, lanes: Lanes, places: Array, threads: Array,
+                events: Array, strong: bool, what: str, among: Array | None = None) -> None:  # fmt: skip
         """Report the accesses, of so many bytes per lane, that race with past ones."""
         past = events[places]
-        wrong: Array = self.unordered(past, warps)
+        wrong: Array = self.unordered(past, threads)
         if among is not None:
             wrong &= among
         if strong:
             wrong &= past & _STRONG == 0
         if self.busy is not None and wrong.any():
-            wrong &= (self.busy[places] == 0) | (past >> _TIME & np.uint64(0xFFFF) < self.warps)
+            wrong &= (self.busy[places] == 0) | (past >> _ACTOR & _ACTORS < self.warps)
         if not wrong.any():
             return
         lane = np.repeat(np.arange(count_of(lanes)), sizes)
         first = int(np.argmax(wrong))
         event = int(past[first])
-        other = self.machine.code[(event >> 40 & 0x7FFFFF) - 1]
-        block, thread = self.machine.place_of((event >> 24 & 0xFFFF) % self.warps * 32)
-        whose = "warp of thread ({},{},{})".format(*thread) + " of block ({},{},{})".format(*block)
+        other = self.machine.code[(event >> int(_CODE) & int(_CODES)) - 1]
+        whose = (event >> int(_ACTOR) & int(_ACTORS)) % self.warps * 32 + (event >> int(_LANE) & int(_LANES))
+        block, thread = ("({},{},{})".format(*index) for index in self.machine.place_of(whose))
         place = self.machine.memory.byte(int(places[first]))
-        elsewhere = "" if other.path == instruction.path else f" of {other.path}"
-        message = f"{what} {place} races with line {other.line}{elsewhere}, `{other.text}`, by the {whose}"
+        where = f"line {other.line}" + ("" if other.path == instruction.path else f" of {other.path}")
+        message = f"{what} {place} races with {where}, `{other.text}`, by thread {thread} of block {block},"
         self.report(instruction, "race", lanes, np.bincount(lane, wrong, count_of(lanes)) > 0, message)
 
-    def issue(self, copies: Copies) -> None:
+    def issue(self, effect: Effect) -> None:
         """What the engine reads and writes, it does from now on until somebody has waited for it."""
-        warps = copies.lanes // 32
-        event = self.actor(copies.instruction, self.warps + warps) | np.uint64(copies.serial)
-        for starts, sizes in ((copies.source, copies.read), (copies.target, copies.size)):
-            places, viewers, events = spans(starts, sizes), np.repeat(warps, sizes), np.repeat(event, sizes)
-            at = copies.instruction, sizes, copies.lanes, places, viewers
-            if starts is copies.source:
-                self.compare(*at, self.writes, False, "copy from")
-                self.remember_reads(places, viewers, events)
+        for lanes, starts, sizes, writes in ((*effect.reads, False), (*effect.writes, True)):
+            places, threads = spans(starts, sizes), np.repeat(lanes, sizes)
+            events = self.actor(effect.instruction, self.warps + threads // 32) | np.uint64(effect.serial)
+            events |= threads.astype(np.uint64) % 32 << _LANE
+            at = effect.instruction, sizes, lanes, places, threads
+            if not writes:
+                self.compare(*at, self.writes, False, "read of")
+                self.remember_reads(places, threads, events)
                 continue
             for past in (self.writes, self.reads, self.other_reads):
-                self.compare(*at, past, False, "copy to")
+                self.compare(*at, past, False, "write to")
             self.reads[places] = self.other_reads[places] = 0
             self.writes[places] = events
 
@@ -210,6 +214,11 @@ class Races(Watcher):
             self.published[warp] = self.seen[warp].copy()
             self.seen[warp, warp] += 1
 
+    def converge(self, lanes: Lanes) -> None:
+        """Lanes of warps have met: a new tick."""
+        warps = np.unique(indices_of(lanes) // 32)
+        self.seen[warps, warps] += 1
+
     def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
         """A barrier learns what its warps know."""
         known = self.barriers.setdefault(barrier, np.zeros(self.seen.shape[1], np.int32))
@@ -225,17 +234,17 @@ class Races(Watcher):
             warps = np.unique(indices_of(lanes) // 32)
             self.seen[warps] = np.maximum(self.seen[warps], known)
 
-    def waited(self, copies: Copies, only_read: bool) -> None:
+    def waited(self, effect: Effect, only_read: bool) -> None:
         """The warp knows what its engine has done."""
-        warps = copies.lanes // 32
-        np.maximum.at(self.seen, (warps, self.warps + warps), copies.serial)
+        warps = effect.lanes // 32
+        np.maximum.at(self.seen, (warps, self.warps + warps), effect.serial)
 
-    def landed(self, copies: Copies) -> None:
+    def landed(self, effect: Effect) -> None:
         """The mbarriers learn what the engine has done."""
-        for warp, place in dict.fromkeys(zip((copies.lanes // 32).tolist(), copies.barrier.tolist(), strict=True)):
+        for warp, place in dict.fromkeys(zip((effect.lanes // 32).tolist(), effect.barrier.tolist(), strict=True)):
             if place >= 0:
                 known = self.arrived.setdefault(place, np.zeros(self.seen.shape[1], np.int32))
-                known[self.warps + warp] = max(known[self.warps + warp], copies.serial)
+                known[self.warps + warp] = max(known[self.warps + warp], effect.serial)
 
     def phase_arrive(self, place: int, lanes: Lanes) -> None:
         """The mbarrier learns what those know who arrive."""

@@ -159,6 +159,9 @@ def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
     def warp_barrier(lanes: Lanes) -> Outcome:
         complete = meet(machine, "bar.warp.sync", pc, lanes, read(lanes))
+        for watcher in machine.watchers:
+            for those in complete.values():
+                watcher.converge(those)
         if complete.get(pc) is lanes and len(complete) == 1:
             return None
         return [(at + 1, those) for at, those in complete.items()]

@@ -79,6 +79,7 @@ class Wave:
     def __init__(self, launch: Launch, blocks: Array) -> None:
         self.launch, self.blocks = launch, blocks
         self.memory, self.code = launch.memory, launch.entry.instructions
+        self.index = {id(instruction): i for i, instruction in enumerate(self.code)}
         self.stride = launch.stride
         self.lanes = len(blocks) * self.stride
         # one more predicate: the carry flag

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ptxlab import emulator
 from ptxlab.errors import Deadlock, EmulationError, MemoryFault, SourceError, UnknownInstruction
@@ -183,7 +185,8 @@ def test_phases_tokens_and_counts(mode):
         ("@%q mbarrier.init.shared.b64 [%r5], 0;", "expects 1 to 1048575 arrivals, not 0"),
         ("mbarrier.init.shared.b64 [%r5], 1;", r"thread \(1,0,0\): the mbarrier at byte 2048 .* initialised already"),
         ("mbarrier.arrive.shared.b64 _, [%r5];", "there is no initialised mbarrier"),
-        ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q mbarrier.arrive.shared.b64 _, [%r5], 3;", "expects only 2 more"),
+        ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q mbarrier.arrive.shared.b64 _, [%r5], 3;", "expects 2 more"),
+        ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q mbarrier.arrive.shared.b64 _, [%r5], 0;", "0 arrivals, but"),
         ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q mbarrier.arrive.noComplete.shared.b64 %x5, [%r5], 2;",
          "would complete a phase"),
         ("@%q mbarrier.init.shared.b64 [%r5], 2; @%q st.shared.u32 [%r5], 3; @%q mbarrier.arrive.shared.b64 _, [%r5];",
@@ -210,6 +213,22 @@ def test_a_deadlock_names_waiter_barrier_and_phase_at_once():
         with pytest.raises(Deadlock, match=r"phase 0 of the mbarrier at byte 2056 .*: 3 of 5 arrivals") as caught:
             run(text, np.zeros(2, np.uint32), np.zeros(32, np.uint32), threads=2, max_steps=1000)
         assert f"k.ptx:{line_of(text, 'W: ')}: " in str(caught.value) and "and 1 more" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "said"),
+    [
+        ("mbarrier.expect_tx.shared.b64 [%r5], 32;", "1 of 1 arrivals are missing, and 32 bytes"),
+        (
+            "mbarrier.complete_tx.shared.b64 [%r5], 16;",
+            "1 of 1 arrivals are missing; 16 bytes came that nobody expected",
+        ),
+    ],
+)
+def test_a_deadlock_says_what_is_missing(before, said):
+    body = f"@!%q bra END; mbarrier.init.shared.b64 [%r5], 1; {before}\n"
+    with pytest.raises(Deadlock, match=said):
+        outcome(body + "W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;\nEND:\n")
 
 
 def test_polling_lanes_may_do_other_things():
@@ -374,6 +393,33 @@ def test_late_copies_happen_even_if_nobody_waits():
     a = np.zeros(64, np.uint32)
     outcome(SEND.replace("cp.async.bulk.wait_group.read 0;", ""), a, threads=64)
     assert set(a) == {7}
+
+
+STEPS = {
+    "copy": "cp.async.ca.shared.global [%r2+{0}], [%x1+{1}], 4;",
+    "zero": "cp.async.ca.shared.global [%r2+{0}], [%x1+{1}], 4, 0;",
+    "store": "st.shared.u32 [%r2+{0}], {1};",
+    "load": "ld.shared.u32 %r9, [%r2+{0}]; mad.lo.u32 %s, %s, 31, %r9;",
+    "give": "st.global.u32 [%x1+{0}], {1};",
+    "commit": "cp.async.commit_group;",
+    "wait": "cp.async.wait_group {2};",
+    "all": "cp.async.wait_all;",
+}
+steps = st.tuples(st.sampled_from(list(STEPS)), *[st.integers(0, 3)] * 3)
+
+
+@given(st.lists(steps, max_size=14), st.integers(0, 2**16))
+@settings(max_examples=60, deadline=None)
+def test_programs_without_findings_mean_the_same_early_and_late(program, seed):
+    """And what is found does not depend on when copies happen."""
+    zeros = "mov.u32 %r9, 0; st.shared.v4.u32 [%r2], {%r9, %r9, %r9, %r9};\n"
+    lines = [STEPS[name].format(4 * first, 4 * second, third) for name, first, second, third in program]
+    results = []
+    for mode, drawn in (("early", 0), ("late", 0), ("late", seed)):
+        a = np.arange(1, 1025, dtype=np.uint32)
+        out, found = outcome(zeros + "\n".join(lines) + "\n", a, mode=mode, seed=drawn)
+        results.append((found, [] if found else out.tolist(), [] if found else a.tolist()))
+    assert results[0] == results[1] == results[2]
 
 
 def test_findings_survive_a_fault():

@@ -182,6 +182,20 @@ def test_a_missing_barrier_is_a_race(name):
     ) and f"races with line {accesses[-2]}," in finding.message
 
 
+@pytest.mark.parametrize(
+    ("between", "clean"),
+    [("", False), ("bar.warp.sync -1;", True), ("bar.sync 0;", True), ("vote.sync.any.pred %p, %p, -1;", False)],
+)
+def test_lanes_of_a_warp_do_not_run_in_step(between, clean):
+    """Each reads what its neighbour has written; a vote does not order memory."""
+    body = f"setp.eq.u32 %p, 0, 0; {MINE} st.shared.u32 [%r2], %r0;\n{between}\nxor.b32 %r3, %r2, 4;\n"
+    text = kernel(body + "ld.shared.u32 %s, [%r3];\n" + STORE, outside=SHARED)
+    result = run(text, np.zeros(32, np.uint32), checks=["race"])
+    assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.shared"))])
+    if not clean:
+        assert "by thread (1,0,0) of block (0,0,0), in block (0,0,0) thread (0,0,0)" in str(result.findings[0])
+
+
 def test_lanes_of_one_store_that_disagree():
     text = kernel("mov.u32 %s, %tid.x;\nst.shared.u32 [buf], %s;\n" + STORE, outside=SHARED)
     (finding,) = run(text, np.zeros(32, np.uint32), checks=["race"]).findings

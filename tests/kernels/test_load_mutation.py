@@ -72,19 +72,8 @@ def diagnosis(mutant: Mutant, mode: str) -> list[str]:
     return found + ([] if right else ["wrong result"])
 
 
-# (what survives, why): regular expressions over mutants.
-SURVIVORS = (
-    (
-        r"load_(ldmatrix_u4|lds32_u4):\d+: bar\.sync",
-        "each warp reads only what its own lanes have stored, and the race check takes the lanes of a warp for one",
-    ),
-)
 MUTANTS = [mutant for name in NAMES for mutant in mutants(name)]
 FATAL = re.compile(r"deadlock: |no initialised mbarrier|arrivals, but the mbarrier")
-
-
-def is_survivor(mutant: Mutant) -> bool:
-    return any(re.match(pattern, str(mutant)) for pattern, _ in SURVIVORS)
 
 
 def memory_lines(source: Source) -> set[int]:
@@ -93,7 +82,7 @@ def memory_lines(source: Source) -> set[int]:
     return {i for i, line in enumerate(source.text.split("\n"), 1) if re.search(opcodes, line.partition("//")[0])}
 
 
-@pytest.mark.parametrize("mutant", [m for m in MUTANTS if not is_survivor(m)], ids=str)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_every_missing_step_is_found_early_and_late(mutant: Mutant) -> None:
     for mode in emulator.MODES:
         found = diagnosis(mutant, mode)
@@ -102,14 +91,6 @@ def test_every_missing_step_is_found_early_and_late(mutant: Mutant) -> None:
         line = re.search(r"\.ptx:(\d+): ", first)
         assert line and int(line[1]) in memory_lines(mutant.source), first
         assert first.split(":")[0] in ("race", "async") or FATAL.search(first), first
-
-
-def test_survivors_are_real_and_nothing_else_survives() -> None:
-    """A justification that no mutant needs any more is stale."""
-    used = {
-        pattern for pattern, _ in SURVIVORS for m in MUTANTS if re.match(pattern, str(m)) and not diagnosis(m, "late")
-    }
-    assert used == {pattern for pattern, _ in SURVIVORS}
 
 
 @pytest.mark.parametrize(

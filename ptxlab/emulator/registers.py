@@ -1,0 +1,116 @@
+"""The check "async" for registers: a running wgmma owns its A (nobody may write it) and its D (nobody may touch it).
+
+They are in use until wgmma.wait_group. And a wgmma sees only what registers held at the last wgmma.fence, which every
+warp needs before its first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptxlab.emulator.check import Watcher
+from ptxlab.emulator.types import Lanes, bits_of
+from ptxlab.emulator.wgmma import Products
+
+if TYPE_CHECKING:
+    from ptxlab.emulator.effects import Effect
+    from ptxlab.emulator.ir import Instruction, Register
+    from ptxlab.emulator.machine import Machine, Step
+
+_TAKEN, _GIVEN = 1, 2  # what a wgmma in flight does to a register
+
+
+class RegistersInUse(Watcher):
+    """Accesses to the registers of a running wgmma, and a wgmma that registers have not been fenced for."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        shape = machine.files[32].shape
+        self.used = np.zeros(shape, np.uint8)
+        self.written = np.zeros(shape, np.int32)  # since the last fence: by which instruction, its index + 1
+        self.fenced = np.zeros(machine.lanes, bool)
+
+    def around(self, instruction: Instruction, step: Step) -> Step:
+        """Look at sources and destinations before; remember destinations after."""
+        if instruction.opcode.startswith("wgmma"):
+            return step
+        sources, targets = words(instruction.sources), words(instruction.destinations)
+        if not sources and not targets:
+            return step
+
+        def checked(lanes: Lanes) -> Any:
+            for register in sources:
+                self.meet(instruction, register, lanes, _GIVEN, "reads")
+            for register in targets:
+                self.meet(instruction, register, lanes, _TAKEN | _GIVEN, "writes")
+            outcome = step(lanes)
+            for register in targets:
+                self.written[register.index, lanes] = self.machine.index[id(instruction)] + 1
+            return outcome
+
+        return checked
+
+    def meet(self, instruction: Instruction, register: Register, lanes: Lanes, flags: int, does: str) -> None:
+        """Report an access to a register in use."""
+        hit = self.used[register.index, lanes] & flags != 0
+        if hit.any():
+            by = next(e.instruction for e in self.machine.pending.queue if self.uses(e, register, flags))
+            message = (
+                f"{does} {register.name}, still in use by line {by.line}, `{by.text}`, as nobody has waited for that,"
+            )
+            self.report(instruction, "async", lanes, hit, message)
+
+    def uses(self, effect: Effect, register: Register, flags: int) -> bool:
+        """Whether it is a wgmma that takes or gives the register."""
+        if not isinstance(effect, Products):
+            return False
+        taken, given = words(effect.form.a_registers), words(effect.form.d_registers)
+        return register in (taken if flags == _TAKEN else given if flags == _GIVEN else taken + given)
+
+    def issue(self, effect: Effect) -> None:
+        """A wgmma meets others, and registers that it cannot see."""
+        if not isinstance(effect, Products):
+            return
+        lanes, instruction = effect.all_lanes, effect.instruction
+        if not self.fenced[lanes].all():
+            self.report(instruction, "async", lanes, ~self.fenced[lanes], "no wgmma.fence since the kernel began,")
+        for register in words((*effect.form.a_registers, *effect.form.d_registers)):
+            late = self.written[register.index, lanes]
+            if late.any():
+                by = self.machine.code[int(late.max()) - 1]
+                message = f"takes {register.name}, which line {by.line}, `{by.text}`, wrote, and no wgmma.fence since,"
+                self.report(instruction, "async", lanes, late != 0, message)
+        for register in words(effect.form.a_registers):
+            self.meet(instruction, register, lanes, _GIVEN, "takes")
+        for register in words(effect.form.d_registers):  # two wgmmas may add to one D, in order
+            self.meet(instruction, register, lanes, _TAKEN, "writes")
+        self.mark(effect)
+
+    def mark(self, effect: Products) -> None:
+        """Its registers are in use."""
+        lanes = effect.all_lanes
+        for registers, flag in ((effect.form.a_registers, _TAKEN), (effect.form.d_registers, _GIVEN)):
+            for register in words(registers):
+                self.used[register.index, lanes] |= flag
+
+    def waited(self, effect: Effect, only_read: bool) -> None:
+        """The registers are free, but for those that others use."""
+        if isinstance(effect, Products):
+            for register in words((*effect.form.a_registers, *effect.form.d_registers)):
+                self.used[register.index, effect.all_lanes] = 0
+            for other in self.machine.pending.queue:
+                if isinstance(other, Products):
+                    self.mark(other)
+
+    def register_fence(self, lanes: Lanes) -> None:
+        """What the registers hold now can be seen."""
+        self.written[:, lanes] = 0
+        self.fenced[lanes] = True
+
+
+def words(registers: Iterable[Register]) -> list[Register]:
+    """The 32-bit registers among operands."""
+    return [register for register in registers if bits_of(register.type) == 32]
