@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from time import perf_counter
 
-import jupytext
 import pytest
 
 from ptxlab import notebooks
 
+jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed: it comes with the extra `test`")
 SCRIPTS = notebooks.scripts()
 SECONDS = 30  # what a reader without a GPU is promised, on two cores
 

@@ -304,7 +304,7 @@ def test_every_kernel_takes_every_library(cupy, name: str, library: str) -> None
         if library == "torch":
             torch = pytest.importorskip("torch")
             inputs = {n: torch.from_dlpack(cupy.asarray(a)) for n, a in inputs.items()}
-        outcome = kernels.run(source.label, backend="gpu", **inputs)
+        outcome = kernels.run(source.label, backend="gpu", **inputs, **sizes)
         (out,) = outcome.outputs.values()
         assert type(out) is type(next(iter(inputs.values())))
         host = out if library == "numpy" else cupy.asnumpy(cupy.asarray(out))
@@ -312,7 +312,8 @@ def test_every_kernel_takes_every_library(cupy, name: str, library: str) -> None
 
 
 def test_kernels_use_no_local_memory() -> None:
-    for name in kernels.specs():
+    for name, spec in kernels.specs().items():
+        most = 255 if spec.family == "gemm" else 64  # accumulators live in registers; what streams needs many warps
         for source in sources.of_kernel(name):
             kernel = gpu.load(source, name)
-            assert kernel.local_bytes == 0 and 0 < kernel.registers <= 64
+            assert kernel.local_bytes == 0 and 0 < kernel.registers <= most
