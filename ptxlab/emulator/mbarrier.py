@@ -108,14 +108,15 @@ class MBarriers:
         offsets = self.locate(lanes)
         for watcher in self.machine.watchers:
             watcher.load(self.access, lanes, offsets)
-        for place in np.unique(offsets):
-            who = np.flatnonzero(offsets == place)
-            barrier = self.machine.mbarriers.get(int(place))
-            where = self.machine.memory.byte(int(place))
+        order = np.argsort(offsets, kind="stable")
+        places, first = np.unique(offsets[order], return_index=True)
+        for place, who in zip(places.tolist(), np.split(order, first[1:]), strict=True):
+            barrier = self.machine.mbarriers.get(place)
             if barrier is None:
+                where = self.machine.memory.byte(place)
                 self.fail(indices_of(lanes)[who[0]], f"there is no initialised mbarrier at {where}")
             if self.machine.memory.view[8][place // 8] != _MARK:
-                self.fail(indices_of(lanes)[who[0]], f"something has written over the mbarrier at {where}")
+                self.fail(indices_of(lanes)[who[0]], f"something has written over {barrier}")
             yield barrier, who
 
 
