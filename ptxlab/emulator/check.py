@@ -267,6 +267,11 @@ class Initialised(Watcher):
             self.memory[places] = True
         _, starts, sizes = effect.writes
         self.memory[spans(starts, sizes)] = True
+        for register, lanes in effect.adds_to:
+            unknown = ~self.registers[bits_of(register.type)][register.index, lanes]
+            if unknown.any():
+                message = f"adds to {register.name}, which was never written"
+                self.report(effect.instruction, "uninitialised", lanes, unknown, message)
 
     def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
         """Reads first."""

@@ -47,14 +47,16 @@ def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str
     pending = machine.pending
     if action == "commit_group":
         return lambda lanes: pending.commit(kind, lanes)
-    if action == "wait_all":
+    if action == "wait_all" and kind == "cp.async":
 
         def wait_all(lanes: Lanes) -> None:
             pending.commit(kind, lanes)
             pending.wait(kind, lanes, 0)
 
         return wait_all
-    (newest,), only_read = instruction.operands, opcode.flag("read")
+    if action == "wait_all":
+        raise UnknownOpcode(instruction.opcode)
+    (newest,), only_read = instruction.operands, kind == "bulk" and opcode.flag("read")
     if not isinstance(newest, ir.Immediate):
         raise ValueError("the number of groups has to be a constant")
     return lambda lanes: pending.wait(kind, lanes, newest.bits, only_read)

@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.ir import Instruction, Register
 from ptxlab.emulator.memory import Memory
 from ptxlab.emulator.types import Array
 
@@ -50,6 +50,11 @@ class Effect:
     def writes(self) -> Places:
         """What of memory it writes."""
         raise NotImplementedError
+
+    @property
+    def adds_to(self) -> list[tuple[Register, Array]]:
+        """Destination registers that it reads too, each with the lanes."""
+        return []
 
     @property
     def in_order(self) -> bool:

@@ -8,7 +8,6 @@ with "not yet", as hardware does after a while; a deadlock is reported once that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import NoReturn
 
 import numpy as np
@@ -95,27 +94,20 @@ class MBarriers:
         """Raise for a lane."""
         raise EmulationError(f"{self.machine.fault_place(self.instruction, lane)}: {problem}")
 
-    @contextmanager
-    def blame(self, lane: int) -> Iterator[None]:
-        """What an mbarrier refuses is the lane's fault."""
-        try:
-            yield
-        except ValueError as error:
-            self.fail(lane, str(error))
-
     def objects(self, lanes: Lanes) -> Iterator[tuple[MBarrier, Array]]:
         """The mbarriers that lanes point to, each with the positions of these lanes."""
         offsets = self.locate(lanes)
         for watcher in self.machine.watchers:
             watcher.load(self.access, lanes, offsets)
-        for place in np.unique(offsets):
-            who = np.flatnonzero(offsets == place)
-            barrier = self.machine.mbarriers.get(int(place))
-            where = self.machine.memory.byte(int(place))
+        order = np.argsort(offsets, kind="stable")
+        places, first = np.unique(offsets[order], return_index=True)
+        for place, who in zip(places.tolist(), np.split(order, first[1:]), strict=True):
+            barrier = self.machine.mbarriers.get(place)
             if barrier is None:
+                where = self.machine.memory.byte(place)
                 self.fail(indices_of(lanes)[who[0]], f"there is no initialised mbarrier at {where}")
             if self.machine.memory.view[8][place // 8] != _MARK:
-                self.fail(indices_of(lanes)[who[0]], f"something has written over the mbarrier at {where}")
+                self.fail(indices_of(lanes)[who[0]], f"something has written over {barrier}")
             yield barrier, who
 
 
@@ -178,8 +170,10 @@ def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: O
         sizes = np.broadcast_to(read(lanes), len(indices_of(lanes))).astype(np.int64)
         for barrier, who in at.objects(lanes):
             for i in who:
-                with at.blame(indices_of(lanes)[i]):
+                try:
                     barrier.expect(sign * int(sizes[i]))
+                except ValueError as error:
+                    at.fail(indices_of(lanes)[i], str(error))
 
     return transact
 
@@ -210,10 +204,12 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
         for barrier, who in at.objects(lanes):
             for watcher in machine.watchers if releases else ():
                 watcher.phase_arrive(barrier.place, as_lanes(indices[who]))
-            for i in who:
+            for i in who.tolist():
                 tokens[i] = barrier.phase << _PENDING | barrier.missing
-                with at.blame(indices[i]):
+                try:
                     change(barrier, arguments[i])
+                except ValueError as error:
+                    at.fail(indices[i], str(error))
         write(lanes, tokens)
 
     return arrive

@@ -112,10 +112,14 @@ class Races(Watcher):
 
     def unordered(self, past: Array, threads: Array) -> Array:
         """Which past events are of others, and not known to lie before the present of `threads`."""
-        time = (past & _TIMES).astype(np.int32)
-        other, warps = (past >> _ACTOR & _ACTORS).astype(np.intp), threads // 32
+        late: Array = past != 0
+        some = np.flatnonzero(late)  # most bytes are met for the first time
+        past, threads = past[some], threads[some]
+        time, warps = (past & _TIMES).astype(np.int32), threads // 32
+        other = (past >> _ACTOR & _ACTORS).astype(np.intp)
         beside = (other == warps) & ((past >> _LANE & _LANES).astype(np.intp) != threads % 32)
-        return np.asarray((past != 0) & (self.seen[warps, other] < time + beside))
+        late[some] = self.seen[warps, other] < time + beside
+        return late
 
     def compare(self, instruction: Instruction, sizes: Sizes, lanes: Lanes, places: Array, threads: Array,
                 events: Array, strong: bool, what: str, among: Array | None = None) -> None:  # fmt: skip

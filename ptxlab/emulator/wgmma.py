@@ -77,6 +77,12 @@ class Products(Effect):
         """All lanes of the warps."""
         return as_lanes((self.lanes[:, None] + np.arange(32)).reshape(-1))
 
+    @property
+    def adds_to(self) -> list[tuple[ir.Register, Array]]:
+        """D, where it is not replaced."""
+        lanes = (self.lanes[self.adds, None] + np.arange(32)).reshape(-1)
+        return [(register, lanes) for register in self.form.d_registers]
+
     def operand(self, memory: Memory, descriptor: int, base: int, rows: int, type_name: str) -> Array:
         """A matrix in shared memory, float32 [rows, 32]."""
         places = (pieces(descriptor, rows) + base) // _PIECE

@@ -433,6 +433,9 @@ def test_findings_survive_a_fault():
     [
         "fence.proxy.tensormap::generic.release.gpu",
         "fence.acquired.gpu",
+        "cp.async.wait_group.read 0",
+        "cp.async.bulk.wait_all",
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%x1], [%r2], 16",
         "mbarrier.wait.shared.b64 [%r5], 1",
     ],
 )

@@ -127,6 +127,14 @@ def test_both_operands_from_shared_memory(a_type, b_type, mode):
     assert np.array_equal(wgmma_d(n).gather(out[:128], np.int32), 2 * (a.astype(np.int64) @ b.T.astype(np.int64)))
 
 
+def test_the_first_product_may_not_add():
+    a = np.zeros((64, 32), np.int8)
+    text = from_shared(8, a, a[:8]).replace("%a, %b, %p;", "%a, %b, %q;")
+    arguments = [np.zeros(4096, np.uint8), np.zeros((128, 4), np.uint32)]
+    (finding,) = emulator.run(text, None, arguments, grid=1, block=128, checks=["init"]).findings
+    assert finding.line == line_of(text, "mma_async") and "adds to %d0, which was never written" in finding.message
+
+
 @pytest.mark.parametrize(
     ("more", "error", "said"),
     [
