@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels
+from ptxlab import emulator, kernels, layout
 from ptxlab.kernels.load import operand_a
 from ptxlab.layout import fragments
+from ptxlab.quant import GROUPS, quantize_lqq
 from ptxlab.runtime import run_spec
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
@@ -112,3 +113,39 @@ def test_every_word_passes_the_ring_in_order(name: str, backend: str, P: int, B:
         for word in words[block::B].transpose(0, 1, 3, 2).reshape(-1, 128):
             hashed = (hashed * np.uint64(0x9E3779B1) + word) % np.uint64(1 << 32)
         assert np.array_equal(got[block], hashed)
+
+
+def tiles_of_packed(packed: layout.PackedWeight) -> np.ndarray:
+    """The words of a packed matrix as tiles of 64 x 64, u32 [rows, columns, 128, 4], with padding."""
+    if packed.layout == "dual_mma":  # blocks of one or two units of 2048 bytes, and constants behind them
+        blocks = packed.buffers["blocks"]
+        units = max(1, packed.group // 64)
+        words = blocks[..., : units * 2048].view(np.uint32)
+        return np.ascontiguousarray(words).reshape(len(blocks), -1, 128, 4)
+    words = packed.buffers["qweight"]  # tiles of 32 x 32, four of them in one of 64 x 64
+    whole = np.pad(words, [(0, words.shape[0] % 2), (0, words.shape[1] % 2), (0, 0)])
+    split = whole.reshape(whole.shape[0] // 2, 2, whole.shape[1] // 2, 2, -1)
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(split.shape[0], split.shape[2], 128, 4)
+
+
+@on_every_backend
+@pytest.mark.parametrize(("name", "packing"), [("load_qserve_reorder", "qserve"), ("load_dual_mma", "dual_mma")])
+@given(N=st.sampled_from((8, 24, 40, 64, 72, 136)), groups=st.integers(1, 3), g=st.sampled_from(GROUPS), seed=seeds)
+@settings(max_examples=15, deadline=None)
+def test_a_packed_weight_arrives_as_the_map_says(
+    name: str, packing: str, N: int, groups: int, g: int, seed: int, backend: str
+) -> None:
+    """A quantised matrix of any shape, packed as a checkpoint would be: every tile of it, at every position."""
+    weight = quantize_lqq(np.random.default_rng(seed).standard_normal((N, g * groups)), group=g)
+    tiles = tiles_of_packed(layout.pack(weight, packing))
+    spec, (source, *_) = kernels.find(name)
+    got = run_spec(spec, source, {"tiles": tiles.reshape(-1, 128, 4)}, backend=backend).outputs["fragments"]
+    padded = np.zeros((64 * tiles.shape[0], 64 * tiles.shape[1]), np.uint8)
+    padded[:N, : g * groups] = weight.q4
+    positions = padded.reshape(tiles.shape[0], 64, tiles.shape[1], 64).swapaxes(1, 2).reshape(-1, 64, 64)
+    inside = np.zeros_like(padded)
+    inside[:N, : g * groups] = 1
+    mask = inside.reshape(tiles.shape[0], 64, tiles.shape[1], 64).swapaxes(1, 2).reshape(-1, 64, 64)
+    wanted, relevant = spec.reference(q4=positions), spec.reference(q4=mask).astype(bool)
+    assert np.array_equal(got[relevant], wanted[relevant])
+    assert relevant.sum() == N * g * groups
