@@ -15,8 +15,9 @@
 # # Loads: from the wrong bytes to zero bank conflicts
 #
 # A tensor core does not want its operand in rows. Every lane of a warp has to hold particular bytes, and a 4-bit
-# weight matrix cannot get them there by the road that an 8-bit one takes. This notebook runs the six kernels of
-# `ptx/load/` in the emulator, which is all that a laptop needs, and asks each of them where its elements went.
+# weight matrix cannot get them there by the road that an 8-bit one takes. This notebook runs the kernels of
+# `ptx/load/` in the emulator, which is all that a laptop needs, and asks the six that bring a tile where its elements
+# went.
 #
 # Sources: QServe §5.2.1, LiquidGEMM §5.2, COMET §4.3.
 
@@ -43,7 +44,7 @@ print(tiles.as_text("load_ldmatrix_s8"))
 # ## The same road with 4-bit weights: wrong
 #
 # `ldmatrix` deals out equal *bytes*. Four bytes are eight channels now, so lane `t` receives channels `8 t` to `8 t +
-# 7`: half of them belong to its neighbour. Only a quarter of the tile is where the MMA wants it.
+# 7`, which belong to lanes `2 t` and `2 t + 1` (modulo 4). Only a quarter of the tile is where the MMA wants it.
 
 # %%
 print(tiles.as_text("load_ldmatrix_u4"))

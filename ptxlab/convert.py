@@ -66,8 +66,11 @@ class Conversion:
         """Quantise, pack and write every planned tensor and copy the others, whole or not at all.
 
         Raises ArgumentError, with the tensor's name, for values that the quantiser refuses (NaN, infinity, unusable
-        scales) and for two tensors that would have one name; FileError if the file cannot be written.
+        scales), for two tensors that would have one name, and for a file that is the checkpoint itself; FileError if
+        the file cannot be written.
         """
+        if os.path.exists(out) and os.path.samefile(out, self.checkpoint.path):
+            raise ArgumentError("out", "must be another file than the checkpoint, which would be lost", out)
         announced = [info for tensor in self.tensors for info in tensor.announced]
         packed = {tensor.info.name: tensor.fields for tensor in self._packed if tensor.fields}
         write_checkpoint(out, announced, self._contents(progress), self.checkpoint.metadata | metadata(packed))

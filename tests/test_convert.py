@@ -128,6 +128,15 @@ def test_values_that_cannot_be_quantised_stop_it_by_name_and_leave_nothing(sourc
     assert list(source.parent.iterdir()) == [source]
 
 
+def test_the_checkpoint_is_not_overwritten(source: Path) -> None:
+    before, alias = source.read_bytes(), source.with_name("alias.safetensors")
+    alias.symlink_to(source)
+    for out in (source, alias):
+        with pytest.raises(ArgumentError, match="out: must be another file than the checkpoint"):
+            convert.plan(source).write(out)
+    assert source.read_bytes() == before and alias.is_symlink()
+
+
 def test_two_tensors_of_one_name(source: Path) -> None:
     save_file(TENSORS | {"layers.0.up.blocks": np.zeros(3, np.uint8)}, source)
     with pytest.raises(ArgumentError, match=r"must have different names \(got layers.0.up.blocks\)"):

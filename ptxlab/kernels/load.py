@@ -129,7 +129,7 @@ def _ring_kernel(name: str, summary: str, **fields: Any) -> KernelSpec:
             Arg("stages", "uint32", role="scalar", value="P"),
         ),
         launch=lambda sizes: Launch((sizes["B"], 1, 1), (THREADS, 1, 1), STAGES * STAGE_TILES * 2048),
-        rules=("1 <= P < 2**31", "1 <= B < 2**31"),
+        rules=("1 <= P < 2**31", "1 <= B < 2**29"),  # a stage four rounds on is a u32
         operations="2*P*8*128*4",
         example=_ring_example,
         pack=lambda logical: {"tiles": logical["words"]},

@@ -42,9 +42,9 @@ class PackedWeight:
             raise ArgumentError("buffers", f"must be {', '.join(shapes)}", ", ".join(self.buffers) or "none")
         for name, (dtype, shape) in shapes.items():
             array = self.buffers[name]
-            if array.dtype != dtype or array.shape != shape:
+            if not _is(array, dtype, shape):
                 rule = f"must be {dtype} {list(shape)} for {self.layout}, {self.scheme}, N={self.N}, K={self.K}"
-                raise ArgumentError(f"buffers[{name}]", rule, f"{array.dtype} {list(array.shape)}")
+                raise ArgumentError(f"buffers[{name}]", rule, _found(array))
 
     @property
     def arch(self) -> str:
@@ -163,10 +163,11 @@ def _require_matrix(q4: U8) -> None:
 
 
 def _group(weight: TwoLevelWeight) -> int:
-    groups = weight.group_scale.shape[-1] if weight.group_scale.ndim == 2 else 0
+    shape: tuple[int, ...] = getattr(weight.group_scale, "shape", ())
+    groups = shape[-1] if len(shape) == 2 else 0
     if not groups or weight.shape[1] % groups:
         rule = "must be [N, K/g], K a multiple of the group"
-        raise ArgumentError("weight.group_scale", rule, f"{weight.group_scale.shape} for q4 {weight.shape}")
+        raise ArgumentError("weight.group_scale", rule, f"{shape} for q4 {weight.shape}")
     return weight.group
 
 
@@ -178,10 +179,8 @@ def _constants(weight: LQQWeight | QoQWeight) -> Pair:
         _require(weight, "minimum", np.int8, shape)
         return scale, weight.offset
     zero = _require(weight, "zero", np.uint8, shape)
-    for name, array, low, high in (("zero", zero, 0, 15), ("group_scale", scale, 1, 17)):  # 15·17 is a byte
-        if array.min() < low or array.max() > high:
-            found = f"{int(array.min())}..{int(array.max())}"
-            raise ArgumentError(f"weight.{name}", f"must lie in {low}..{high}", found)
+    _require_within("zero", zero, 0, 15)
+    _require_within("group_scale", scale, 1, 17)  # 15·17 is a byte
     return scale, weight.offset.view(np.uint8)
 
 
@@ -189,16 +188,27 @@ def _channel_buffers(weight: QuantizedWeight) -> Buffers:
     rows = (weight.shape[0],)
     if isinstance(weight, TwoLevelWeight):
         return {"channel_scale": _require(weight, "channel_scale", np.float32, rows)}
-    return {
-        "channel_scale": _require(weight, "scale", np.float32, rows),
-        "channel_zero": _require(weight, "zero", np.uint8, rows),
-    }
+    zero = _require(weight, "zero", np.uint8, rows)
+    _require_within("zero", zero, 0, 15)
+    return {"channel_scale": _require(weight, "scale", np.float32, rows), "channel_zero": zero}
 
 
 def _require(weight: QuantizedWeight, name: str, dtype: type[np.generic], shape: tuple[int, ...]) -> npt.NDArray[Any]:
     """A copy of a field of the weight, so that a packed weight shares no memory with it."""
     array: npt.NDArray[Any] = getattr(weight, name)
-    if array.dtype != dtype or array.shape != shape:
-        rule = f"must be {np.dtype(dtype)} {list(shape)}"
-        raise ArgumentError(f"weight.{name}", rule, f"{array.dtype} {list(array.shape)}")
+    if not _is(array, dtype, shape):
+        raise ArgumentError(f"weight.{name}", f"must be {np.dtype(dtype)} {list(shape)}", _found(array))
     return array.copy(order="C")
+
+
+def _require_within(name: str, array: npt.NDArray[Any], low: int, high: int) -> None:
+    if array.min() < low or array.max() > high:
+        raise ArgumentError(f"weight.{name}", f"must lie in {low}..{high}", f"{int(array.min())}..{int(array.max())}")
+
+
+def _is(array: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> bool:
+    return getattr(array, "dtype", None) == dtype and array.shape == shape
+
+
+def _found(array: Any) -> str:
+    return f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__

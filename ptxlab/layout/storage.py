@@ -81,7 +81,7 @@ def _weights(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Name -> header fields, of fields that have the right types."""
     try:
         header = json.loads(checkpoint.metadata.get(METADATA_KEY, "null"))
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # not JSON, an integer of thousands of digits, or nested too deeply
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise FileError(f"{checkpoint.path}: holds no packed weights (its metadata says nothing of {FORMAT})")

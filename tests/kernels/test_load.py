@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, layout
+from ptxlab.errors import ArgumentError
 from ptxlab.kernels.load import operand_a
 from ptxlab.layout import fragments
 from ptxlab.quant import GROUPS, quantize_lqq
@@ -113,6 +114,15 @@ def test_every_word_passes_the_ring_in_order(name: str, backend: str, P: int, B:
         for word in words[block::B].transpose(0, 1, 3, 2).reshape(-1, 128):
             hashed = (hashed * np.uint64(0x9E3779B1) + word) % np.uint64(1 << 32)
         assert np.array_equal(got[block], hashed)
+
+
+@pytest.mark.parametrize("name", RINGS)
+def test_the_stage_four_rounds_on_is_a_u32(name: str) -> None:
+    spec = kernels.specs()[name]
+    spec.check_sizes({"P": 2**31 - 1, "B": 2**29 - 1})
+    assert 4 * (2**29 - 1) + 2**31 - 2 < 2**32
+    with pytest.raises(ArgumentError, match=rf"B < 2\*\*29 \(got B={2**29}\)"):
+        spec.check_sizes({"P": 1, "B": 2**29})
 
 
 def tiles_of_packed(packed: layout.PackedWeight) -> np.ndarray:

@@ -127,6 +127,9 @@ CHANNEL = random_weight(quant.QoQChannelWeight, 8, 128, 128, 0)
         (lambda: pack(replace(LQQ, channel_scale=LQQ.channel_scale[:3])), r"channel_scale: must be float32 \[8\]"),
         (lambda: pack(replace(QOQ, zero=QOQ.zero + np.uint8(8))), r"weight.zero: must lie in 0..15 \(got \d+..2\d\)"),
         (lambda: pack(replace(QOQ, group_scale=QOQ.group_scale * 0)), r"weight.group_scale: must lie in 1..17"),
+        (lambda: pack(replace(LQQ, group_scale=[1])), r"weight.group_scale: must be \[N, K/g\]"),
+        (lambda: pack(replace(CHANNEL, scale=[1.0] * 8)), r"weight.scale: must be float32 \[8\] \(got list\)"),
+        (lambda: pack(replace(CHANNEL, zero=CHANNEL.zero | np.uint8(16))), r"weight.zero: must lie in 0..15 \(got 1"),
         (lambda: pack(replace(CHANNEL, scale=CHANNEL.zero)), r"weight.scale: must be float32 \[8\] \(got uint8"),
         (lambda: pack(replace(CHANNEL, zero=CHANNEL.zero[:7])), r"weight.zero: must be uint8 \[8\] \(got uint8 \[7\]"),
         (lambda: pack(random_weight(quant.QoQWeight, 0, 64, 64, 0)), r"N must be a positive multiple of 8 \(got N=0\)"),
@@ -152,6 +155,7 @@ def test_refuses_buffers_that_do_not_fit() -> None:
         ({"blocks": blocks}, r"buffers: must be blocks, channel_scale \(got blocks\)"),
         ({}, r"buffers: must be blocks, channel_scale \(got none\)"),
         ({"blocks": blocks[:, :, 1:], "channel_scale": scale}, r"buffers\[blocks\]: must be uint8 \[1, 2, 2176\]"),
+        ({"blocks": blocks.tolist(), "channel_scale": scale}, r"buffers\[blocks\]: .* \(got list\)"),
         ({"blocks": blocks.view(np.int8), "channel_scale": scale}, r"buffers\[blocks\]: .* \(got int8 "),
     ]:  # fmt: skip
         with pytest.raises(ArgumentError, match=message):

@@ -90,7 +90,9 @@ def test_a_foreign_file(tmp_path: Path) -> None:
     save_file({"w": np.zeros(3, np.float32)}, tmp_path / "a")
     save_file({"w": np.zeros(3, np.float32)}, tmp_path / "b", {"ptxlab": "{"})
     save_file({"w": np.zeros(3, np.float32)}, tmp_path / "c", {"ptxlab": '{"format": "other"}'})
-    for name in "abc":
+    save_file({"w": np.zeros(3, np.float32)}, tmp_path / "nested", {"ptxlab": "[" * 100_000})
+    save_file({"w": np.zeros(3, np.float32)}, tmp_path / "digits", {"ptxlab": "1" * 5000})
+    for name in ("a", "b", "c", "nested", "digits"):
         with pytest.raises(FileError, match=rf"{name}: holds no packed weights"):
             load(tmp_path / name)
     (tmp_path / "d").write_bytes(b"PK\x03\x04" + bytes(100))
