@@ -159,8 +159,8 @@ def _lane_tile(axes: Axes, held: "Holders") -> None:
     share = held.wrong.mean()
     verdict = f"{share:.0%} not where the MMA wants it (red)" if share else "what the MMA wants"
     axes.set_title(f"{held.name}: {verdict}", loc="left", weight="bold", fontsize=11)
-    axes.set_xticks(range(0, columns + 1, 8))
-    axes.set_xlabel("input channel; label: thread and register that get four channels, colour: lane")
+    axes.set_xticks(range(0, columns, 8))
+    axes.set_xlabel("input channel; label: thread and register whose bytes 0-3 are these four channels; colour: lane")
     axes.set_ylabel("output channel")
 
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from ptxlab import bench, counts, kernels, sources
+from ptxlab import bench, counts, kernels, sources, tiles
 from ptxlab.errors import FileError
 from ptxlab.files import write_text
 from ptxlab.spec import KernelSpec
@@ -134,13 +134,14 @@ def audit_table() -> str:
 
 
 def load_table() -> str:
-    """The family `load`: loads and instructions per 32 weights, resident and streaming rates on the recorded GPU."""
+    """The family `load`: instructions per 32 weights, wavefronts by the bank model, rates on the recorded GPU."""
     measured = _measured("h200", "load")
-    head = (
-        "| kernel | shows | loads / address / unpack per 32 weights | resident, weights per clock and SM | streaming |"
-    )
-    lines = [head, "| --- | --- | ---: | ---: | ---: |"]
+    per_32 = "loads / address / unpack per 32 weights | wavefronts of a warp's loads (conflicts)"
+    head = f"| kernel | shows | {per_32} | resident, weights per clock and SM | streaming |"
+    lines = [head, "| --- | --- | ---: | ---: | ---: | ---: |"]
     for spec in (s for s in kernels.specs().values() if s.family == "load"):
+        accesses = tiles.shared_accesses(spec.name) if "T" in spec.example_sizes[0] else ()
+        fronts, least = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "least"))
         resident = measured.get((spec.name, "ptx", "resident"))
         streaming = measured.get((spec.name, "ptx", "streaming"))
         counts = [f"{resident.more[f'{part}_per_32']:g}" for part in ("loads", "address", "unpack")] if resident else []
@@ -148,6 +149,7 @@ def load_table() -> str:
             f"`{spec.name}`",
             ("**wrong by design**: " if spec.wrong else "") + spec.summary,
             " / ".join(counts),
+            f"{fronts} ({fronts - least})" if accesses else "",
             "" if resident is None else f"{resident.rate:.0f} ({resident.fraction:.2f} of 128 B per clock)",
             ""
             if streaming is None
@@ -155,6 +157,7 @@ def load_table() -> str:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     note = _origin("h200", "load") if measured else "Not recorded yet."
+    note += " Wavefronts are those of the bank model."
     return "\n".join(lines) + f"\n\n{note}\n"
 
 

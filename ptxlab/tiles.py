@@ -110,7 +110,7 @@ def _of_one_warp(access: SharedAccess) -> WarpAccess:
 def as_text(name: str) -> str:
     """The first MMA of warp 0 for a terminal: lane and register of each run of four channels, `!` where wrong."""
     held = holders(name)
-    lines = [f"{name}: lane and register that get channels 4 i .. 4 i + 3 of the first operand A"]
+    lines = [f"{name}: lane and register whose bytes 0-3 get channels 4 i .. 4 i + 3 of the first operand A"]
     lines.append("row  " + "".join(f"{column:>7}" for column in range(0, MMA_K, 4)))
     for row in range(MMA_ROWS):
         cells = []

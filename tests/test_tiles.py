@@ -41,6 +41,15 @@ def test_text_names_lane_and_register_and_marks_what_is_wrong() -> None:
     assert wrong[2].split()[2] == "0.a2!" and wrong[-1].startswith("! 75% of the tile")
 
 
+@pytest.mark.parametrize("name", (*RIGHT, "load_qserve_reorder", "load_ldmatrix_u4"))
+def test_four_channels_are_bytes_0_to_3_of_one_register(name: str) -> None:
+    """What one label of the pictures and of the text stands for."""
+    held = tiles.holders(name)
+    assert np.array_equal(held.byte, np.broadcast_to(np.arange(64) % 4, (64, 64)))
+    for places in (held.thread, held.register, held.wrong):
+        assert np.array_equal(places, np.repeat(places[:, ::4], 4, axis=1))
+
+
 def test_only_loads_have_holders() -> None:
     for name in ("dequant_lqq", "load_cp_async"):
         with pytest.raises(ArgumentError, match=f"kernel: one that brings a tile.*got {name}"):
