@@ -126,20 +126,30 @@ def test_the_stage_four_rounds_on_is_a_u32(name: str) -> None:
 
 
 def tiles_of_packed(packed: layout.PackedWeight) -> np.ndarray:
-    """The words of a packed matrix as tiles of 64 x 64, u32 [rows, columns, 128, 4], with padding."""
+    """The words of a packed matrix as tiles of 64 x 64, u32 [rows, columns, 512], with padding."""
     if packed.layout == "dual_mma":  # blocks of one or two units of 2048 bytes, and constants behind them
         blocks = packed.buffers["blocks"]
         units = max(1, packed.group // 64)
         words = blocks[..., : units * 2048].view(np.uint32)
-        return np.ascontiguousarray(words).reshape(len(blocks), -1, 128, 4)
-    words = packed.buffers["qweight"]  # tiles of 32 x 32, four of them in one of 64 x 64
-    whole = np.pad(words, [(0, words.shape[0] % 2), (0, words.shape[1] % 2), (0, 0)])
-    split = whole.reshape(whole.shape[0] // 2, 2, whole.shape[1] // 2, 2, -1)
-    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(split.shape[0], split.shape[2], 128, 4)
+        return np.ascontiguousarray(words).reshape(len(blocks), -1, 512)
+    words = packed.buffers["qweight"]
+    down, across = {"qserve": (2, 2), "comet": (4, 1), "row_major": (64, 8)}[packed.layout]  # pieces of a 64 x 64
+    pieces = words.reshape(*words.shape[:2], -1)
+    whole = np.pad(pieces, [(0, -words.shape[0] % down), (0, -words.shape[1] % across), (0, 0)])
+    split = whole.reshape(whole.shape[0] // down, down, whole.shape[1] // across, across, -1)
+    return np.ascontiguousarray(split.swapaxes(1, 2)).reshape(split.shape[0], split.shape[2], 512)
 
 
 @on_every_backend
-@pytest.mark.parametrize(("name", "packing"), [("load_qserve_reorder", "qserve"), ("load_dual_mma", "dual_mma")])
+@pytest.mark.parametrize(
+    ("name", "packing"),
+    [
+        ("load_lds32_u4", "row_major"),
+        ("load_qserve_reorder", "qserve"),
+        ("load_dual_mma", "dual_mma"),
+        ("load_comet_interleave", "comet"),
+    ],
+)
 @given(N=st.sampled_from((8, 24, 40, 64, 72, 136)), groups=st.integers(1, 3), g=st.sampled_from(GROUPS), seed=seeds)
 @settings(max_examples=15, deadline=None)
 def test_a_packed_weight_arrives_as_the_map_says(
@@ -149,13 +159,16 @@ def test_a_packed_weight_arrives_as_the_map_says(
     weight = quantize_lqq(np.random.default_rng(seed).standard_normal((N, g * groups)), group=g)
     tiles = tiles_of_packed(layout.pack(weight, packing))
     spec, (source, *_) = kernels.find(name)
-    got = run_spec(spec, source, {"tiles": tiles.reshape(-1, 128, 4)}, backend=backend).outputs["fragments"]
+    inputs = {"tiles": tiles.reshape(spec.inputs[0].resolve({"T": tiles.shape[0] * tiles.shape[1]}))}
+    got = run_spec(spec, source, inputs, backend=backend).outputs["fragments"]
     padded = np.zeros((64 * tiles.shape[0], 64 * tiles.shape[1]), np.uint8)
     padded[:N, : g * groups] = weight.q4
     positions = padded.reshape(tiles.shape[0], 64, tiles.shape[1], 64).swapaxes(1, 2).reshape(-1, 64, 64)
     inside = np.zeros_like(padded)
     inside[:N, : g * groups] = 1
     mask = inside.reshape(tiles.shape[0], 64, tiles.shape[1], 64).swapaxes(1, 2).reshape(-1, 64, 64)
+    if packing == "comet":  # its kernel reads the same nibbles as signed ones
+        positions, mask = (positions << 4).view(np.int8) >> 4, mask.view(np.int8)
     wanted, relevant = spec.reference(q4=positions), spec.reference(q4=mask).astype(bool)
     assert np.array_equal(got[relevant], wanted[relevant])
     assert relevant.sum() == N * g * groups
