@@ -10,6 +10,7 @@ import numpy.typing as npt
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.packings import PACKINGS, Buffers, Packing, Pair, Shapes, Size
 from ptxlab.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight, TwoLevelWeight
+from ptxlab.quant.inputs import check_protective_range
 from ptxlab.reference.packed import F32, U8
 
 QuantizedWeight: TypeAlias = LQQWeight | QoQWeight | QoQChannelWeight
@@ -38,6 +39,10 @@ class PackedWeight:
         if self.version != VERSION:
             raise ArgumentError("version", f"must be {VERSION}", self.version)
         shapes = buffer_shapes(self.layout, self.scheme, self.N, self.K, self.group)
+        if _SCHEMES[self.scheme].zero is not None:
+            check_protective_range(self.protective_range)
+        elif self.protective_range != 0:
+            raise ArgumentError("protective_range", f"{self.scheme} has none: must be 0", self.protective_range)
         if set(self.buffers) != set(shapes):
             raise ArgumentError("buffers", f"must be {', '.join(shapes)}", ", ".join(self.buffers) or "none")
         for name, (dtype, shape) in shapes.items():

@@ -116,4 +116,7 @@ def _load(checkpoint: Checkpoint, name: str, fields: dict[str, Any]) -> PackedWe
         buffers[expected.name.removeprefix(f"{name}.")] = (
             checkpoint.read_bytes(expected.name).view(dtype).reshape(expected.shape)
         )
-    return PackedWeight(**{key: fields[key] for key in _FIELDS if key != "arch"}, buffers=buffers)
+    try:
+        return PackedWeight(**{key: fields[key] for key in _FIELDS if key != "arch"}, buffers=buffers)
+    except ArgumentError as error:
+        raise FileError(f"{checkpoint.path}: {name}: {error}") from None

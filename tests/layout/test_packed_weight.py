@@ -160,5 +160,9 @@ def test_refuses_buffers_that_do_not_fit() -> None:
     ]:  # fmt: skip
         with pytest.raises(ArgumentError, match=message):
             PackedWeight(**fields, buffers=buffers)
+    with pytest.raises(ArgumentError, match=r"protective_range: must be an integer in 1..127 \(got 128\)"):
+        PackedWeight(**(fields | {"protective_range": 128}), buffers=packed.buffers)
+    with pytest.raises(ArgumentError, match=r"protective_range: qoq_channel has none: must be 0 \(got 119\)"):
+        replace(pack(CHANNEL), protective_range=119)
     with pytest.raises(ArgumentError, match=rf"version: must be {VERSION} \(got 7\)"):
         PackedWeight(**(fields | {"version": 7}), buffers=packed.buffers)

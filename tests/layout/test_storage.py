@@ -123,6 +123,7 @@ def test_another_version(saved: Path) -> None:
         ({"N": 32.0}, r"damaged header: each weight needs layout, arch, scheme, N, K, group, protective_range"),
         ({"N": True}, "damaged header"),
         ({"K": None}, "damaged header"),
+        ({"protective_range": -7}, r"weight: protective_range: must be an integer in 1..127 \(got -7\)"),
         ({"N": -8}, r"weight: N must be a positive multiple of 8"),
         ({"group": 48}, r"group: must be one of 32, 64, 128"),
         ({"N": 2**62}, r"weight.blocks must be U8 \[\d+, 3, 2176\] \(got U8 \[1, 3, 2176\]\)"),
