@@ -6,8 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import dequant, emulation
-from ptxlab.bench import load as load_suite
+from ptxlab.bench import dequant, emulation, loads
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, save
 from ptxlab.errors import ArgumentError
@@ -28,7 +27,7 @@ __all__ = [
     "shortfall",
 ]
 
-SUITES: dict[str, Any] = {"dequant": dequant.rows, "load": load_suite.rows}
+SUITES: dict[str, Any] = {"dequant": dequant.rows, "load": loads.rows}
 
 
 def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> Record:

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from ptxlab import dataflow, harness, kernels, sass, toolchain
+from ptxlab import dataflow, harness, kernels, nsight, sass, toolchain
+from ptxlab.bench import loads as suite
+from ptxlab.errors import UnavailableError
 from ptxlab.runtime import load
 from ptxlab.sources import of_kernel
 
@@ -72,3 +74,19 @@ def test_every_repeat_is_a_load_in_machine_code(name: str) -> None:
     )
     loads = sum(i.opcode in ("LDS", "LDSM") for i in body)
     assert loads and loads % once.loads == 0
+
+
+def test_the_bank_model_counts_every_warp_of_every_tile() -> None:
+    spec, (source, *_) = kernels.find("load_lds32_u4")
+    counts = suite.modelled_banks(spec, source)
+    warps = 4 * suite.BANK_TILES
+    per_warp = {name: count / warps for name, count in counts.items()}
+    assert per_warp == {"load_wavefronts": 16, "store_wavefronts": 4, "load_conflicts": 8, "conflicts": 8}
+
+
+def test_without_ncu_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nsight.shutil, "which", lambda name: None)
+    with pytest.raises(UnavailableError, match=r"ncu \(Nsight Compute\): not on the PATH"):
+        suite.counted_banks(kernels.specs()["load_dual_mma"])
+    figures = suite._bank_figures(*((found := kernels.find("load_dual_mma"))[0], found[1][0]))
+    assert figures["load_wavefronts_per_warp_model"] == 4 and not any(name.endswith("ncu") for name in figures)

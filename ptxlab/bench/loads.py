@@ -1,15 +1,21 @@
 """Suite `load`: fragments streaming from device memory, fragments resident in shared memory, rings of stages."""
 
+import contextlib
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 
-from ptxlab import dataflow, gpu, harness, sass, toolchain
+from ptxlab import dataflow, gpu, harness, nsight, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.bench.timing import Measured, copies_beyond_l2, measure
-from ptxlab.errors import BenchmarkError
+from ptxlab.errors import BenchmarkError, UnavailableError
+from ptxlab.files import save_arrays
 from ptxlab.kernels.load import SPECS, TILE
+from ptxlab.runtime import run_spec
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec
 
@@ -19,6 +25,13 @@ _DISTINCT = 128  # tiles or stages made once and repeated
 _BLOCKS_PER_SM = {"ring": 3, "resident": 8}
 _REPEATS = 4001  # odd: see harness.repeating
 _SHARED_BYTES_PER_CLOCK = 128
+BANK_TILES = 24  # tiles over which wavefronts are counted
+_COUNTERS = {
+    "load_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum",
+    "store_wavefronts": "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_st.sum",
+    "load_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
+    "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
+}
 _POISON = 0xA5
 
 
@@ -75,9 +88,42 @@ def resident(spec: KernelSpec, source: Source) -> Row:
         "unpack_per_32": cost.unpack,
         "shared_gbps": useful / measured.us / 1e3,
         "weights_per_clock_and_sm": weights / (measured.us * measured.sm_mhz * info.sms),
+        **_bank_figures(spec, source),
     }
     row = _row(spec, source, "resident", sizes, measured, floor, "128 B/clock/SM", bytes_moved=useful)
     return Row(**{**vars(row), "more": more, "rate": more["weights_per_clock_and_sm"], "rate_unit": "w/clk/SM"})
+
+
+def modelled_banks(spec: KernelSpec, source: Source) -> dict[str, float]:
+    """Wavefronts and bank conflicts of `BANK_TILES` tiles, by the bank model on the emulator's addresses."""
+    inputs = spec.pack(spec.example(np.random.default_rng(0), T=BANK_TILES))
+    counts = dict.fromkeys(_COUNTERS, 0.0)
+    for access in run_spec(spec, source, inputs, backend="emulator", count_banks=True).shared:
+        stores = access.text.startswith("st")
+        counts["store_wavefronts" if stores else "load_wavefronts"] += access.wavefronts
+        counts["load_conflicts"] += 0 if stores else access.conflicts
+        counts["conflicts"] += access.conflicts
+    return counts
+
+
+def counted_banks(spec: KernelSpec) -> dict[str, float]:
+    """The same tiles on the GPU, counted by ncu; `UnavailableError` where it cannot."""
+    inputs = spec.pack(spec.example(np.random.default_rng(0), T=BANK_TILES))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "in.npz"
+        save_arrays(file, inputs)
+        command = [sys.executable, "-m", "ptxlab", "run", spec.name, "--in", str(file), "--backend", "gpu"]
+        found = nsight.counters(command, spec.name, list(_COUNTERS.values()))
+    return {name: found[metric] for name, metric in _COUNTERS.items()}
+
+
+def _bank_figures(spec: KernelSpec, source: Source) -> dict[str, float]:
+    """Per warp and tile: what the bank model says and, where ncu may count, what it counts."""
+    warps = 4 * BANK_TILES
+    figures = {f"{name}_per_warp_model": count / warps for name, count in modelled_banks(spec, source).items()}
+    with contextlib.suppress(UnavailableError):  # the record then holds the model's figures alone
+        figures |= {f"{name}_per_warp_ncu": count / warps for name, count in counted_banks(spec).items()}
+    return figures
 
 
 def _timed(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct: dict[str, int]) -> Measured:
