@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab import reference
+from ptxlab import layout, reference
 from ptxlab.checkpoint import FLOATS, Checkpoint, TensorInfo
 from ptxlab.errors import ArgumentError
 from ptxlab.quant import GROUPS, Level1Weight, TwoLevelWeight, quantize_level1, quantize_lqq, quantize_qoq
@@ -33,7 +33,8 @@ class AuditRow:
 
     `overflows` counts the weights whose reconstructed integer leaves s8 (with LQQ their byte then carries into the
     next weight), `clipped` those that the clamp of q4 moves further than rounding would. `relative_error` is
-    ||W - W'||_F / ||W||_F with the integers as they would be without overflow, 0 for an all-zero matrix.
+    ||W - W'||_F / ||W||_F with the integers as they would be without overflow, 0 for an all-zero matrix. Of a weight
+    that is already packed the original is not known, nor these two: None.
     """
 
     tensor: str
@@ -42,8 +43,8 @@ class AuditRow:
     group: int
     weights: int
     overflows: int
-    clipped: int
-    relative_error: float
+    clipped: int | None
+    relative_error: float | None
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,16 @@ def audit_file(
 ) -> Iterator[AuditRow | SkippedTensor]:
     """Audit every float matrix of a safetensors file whose name matches the shell-style `pattern`, one at a time.
 
-    Other tensors under the pattern, and matrices that the quantisers refuse, come as `SkippedTensor`. Memory is bounded
-    by the largest tensor. Raises, before the first tensor is read: FileError for a file that is not safetensors,
-    ArgumentError for an unknown scheme, range or group and for a pattern that matches nothing.
+    Packed weights (`ptxlab quantize`) are unpacked and audited as they are, under their own scheme. Other tensors under
+    the pattern, and matrices that the quantisers refuse, come as `SkippedTensor`. Memory is bounded by the largest.
+    Raises, before the first tensor is read: FileError for a file that is not safetensors, ArgumentError for an unknown
+    scheme, range or group and for a pattern that matches nothing.
     """
     checkpoint = Checkpoint(path)
-    names = [name for name in checkpoint.tensors if fnmatchcase(name, pattern)]
+    packed = layout.packed_names(path) if layout.METADATA_KEY in checkpoint.metadata else []
+    owners = set(packed)  # of a packed weight's buffers: `up.weight` of `up.weight.blocks`
+    whole = [name for name in checkpoint.tensors if name.rpartition(".")[0] not in owners]
+    names = [name for name in (*packed, *whole) if fnmatchcase(name, pattern)]
     if not names:
         raise ArgumentError("pattern", f"must match a tensor of {path}", pattern)
     # Nothing that is wrong with the arguments may look like something wrong with a tensor.
@@ -114,6 +119,9 @@ def audit_file(
         for done, name in enumerate(names):
             if progress is not None:
                 progress(done, len(names), name)
+            if name in owners:
+                yield _audit_packed(name, layout.load(path, name))
+                continue
             reason = _why_not(checkpoint.tensors[name], group)
             if reason:
                 yield SkippedTensor(name, reason)
@@ -127,6 +135,15 @@ def audit_file(
             progress(len(names), len(names), "")
 
     return rows()
+
+
+def _audit_packed(name: str, packed: layout.PackedWeight) -> AuditRow:
+    """A packed weight as it is: only two levels can overflow."""
+    weight = layout.unpack(packed)
+    overflows = int(weight.overflows().sum()) if isinstance(weight, TwoLevelWeight) else 0
+    return AuditRow(
+        name, packed.scheme, packed.protective_range, packed.group, packed.N * packed.K, overflows, None, None
+    )
 
 
 def _why_not(info: TensorInfo, group: int) -> str:

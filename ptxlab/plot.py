@@ -64,10 +64,17 @@ def audit_figure(rows: Sequence["AuditRow"], title: str) -> Figure:
     for scheme, limit in dict.fromkeys((r.scheme, r.protective_range) for r in rows):
         chosen = {r.tensor: r for r in rows if (r.scheme, r.protective_range) == (scheme, limit)}
         marker = {119: "o", 120: "s", 127: "^"}.get(limit, "d")
-        style = {"marker": marker, "linestyle": "none", "markersize": 5, "color": SCHEME_COLOURS[scheme], "alpha": 0.8}
-        label = f"{names[scheme]} at ±{limit}"
-        above.plot(range(len(tensors)), [chosen[t].overflows for t in tensors], label=label, **style)
-        below.plot(range(len(tensors)), [chosen[t].relative_error for t in tensors], **style)
+        style = {
+            "marker": marker,
+            "linestyle": "none",
+            "markersize": 5,
+            "color": SCHEME_COLOURS.get(scheme, GREY),
+            "alpha": 0.8,
+        }
+        label = f"{names.get(scheme, scheme)} at ±{limit}"
+        places = [place for place, tensor in enumerate(tensors) if tensor in chosen]
+        above.plot(places, [chosen[tensors[place]].overflows for place in places], label=label, **style)
+        below.plot(places, [_or_nan(chosen[tensors[place]].relative_error) for place in places], **style)
     above.set_yscale("symlog", linthresh=1)
     above.set_ylabel("overflowing weights")
     above.legend(ncols=3, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.02))
@@ -75,6 +82,10 @@ def audit_figure(rows: Sequence["AuditRow"], title: str) -> Figure:
     below.set_ylabel("relative error")
     below.set_xticks(range(len(tensors)), tensors, rotation=90, fontsize=7)
     return figure
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 def _instruction_bars(axes: Axes, rows: Sequence["Row"]) -> None:

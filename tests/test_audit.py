@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ptxlab import layout
 from ptxlab.audit import SCHEMES, AuditRow, SkippedTensor, audit_file, audit_matrix
 from ptxlab.checkpoint import Checkpoint, demo_checkpoint
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.quant import quantize_lqq
+from ptxlab.quant import quantize_lqq, quantize_qoq
 from ptxlab.sources import results_dir
 
 
@@ -179,3 +180,16 @@ def test_the_recorded_audit_is_what_the_checkpoint_gives() -> None:
     name = "encoder.layer.3.intermediate.dense.weight"
     audited = audit_file(path, pattern=name, schemes=tuple(SCHEMES))
     assert [dataclasses.asdict(row) for row in audited] == [row for row in recorded if row["tensor"] == name]
+
+
+@pytest.mark.parametrize(("protective_range", "clean"), [(119, True), (127, False)])
+def test_a_packed_checkpoint_is_audited_as_it_is(tmp_path, protective_range, clean):
+    """What `ptxlab quantize` wrote: the packed weights under their own scheme, their buffers not as tensors."""
+    w = np.zeros((8, 128), np.float32)
+    w[:, :2] = (-113, 127 if protective_range == 127 else 119)  # a group that overflows at range 127, not at 119
+    packed = layout.pack(quantize_qoq(w, group=128, protective_range=protective_range), "qserve")
+    layout.save(packed, tmp_path / "packed.safetensors", "up.weight")
+    (row,) = audit_file(tmp_path / "packed.safetensors")
+    assert (row.tensor, row.scheme, row.protective_range) == ("up.weight", "qoq", protective_range)
+    assert row.weights == 8 * 128 and row.clipped is None and row.relative_error is None
+    assert (row.overflows == 0) == clean

@@ -41,12 +41,19 @@ def progress_bar(title: str, total: int | None, *, quiet: bool = False) -> Itera
         yield advance
 
 
+_NAME_WIDTH = 20  # of the first column: as much of a name as is never broken
+
+
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
-    """A table; columns whose name ends in `>` are right-aligned, and the first, a name, is never broken."""
+    """A table; columns whose name ends in `>` are right-aligned. Short names in the first column and words in the
+    headers are not broken, however narrow the terminal is."""
     made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    cells = [[escape(str(cell)) for cell in row] for row in rows]
     for index, column in enumerate(columns):
+        header = column.rstrip(">")
+        longest = max([len(row[0]) for row in cells] if index == 0 else map(len, header.split()), default=1)
         justify: Literal["left", "right"] = "right" if column.endswith(">") else "left"
-        made.add_column(column.rstrip(">"), justify=justify, overflow="fold", no_wrap=index == 0)
-    for row in rows:
-        made.add_row(*(escape(str(cell)) for cell in row))
+        made.add_column(header, justify=justify, overflow="fold", min_width=min(longest, _NAME_WIDTH))
+    for row in cells:
+        made.add_row(*row)
     return made

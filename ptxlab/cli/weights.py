@@ -130,7 +130,7 @@ def audit(
         write_text(out, json.dumps(found_json, indent=1) + "\n")
     if as_json:
         return print_json(found_json)
-    columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "relative error>")
+    columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "error>")
     cells = [
         (
             r.tensor,
@@ -138,8 +138,8 @@ def audit(
             f"±{r.protective_range}",
             f"{r.weights:,}",
             f"{r.overflows:,}",
-            f"{r.clipped:,}",
-            f"{r.relative_error:.4f}",
+            "-" if r.clipped is None else f"{r.clipped:,}",
+            "-" if r.relative_error is None else f"{r.relative_error:.4f}",
         )
         for r in rows
     ]
