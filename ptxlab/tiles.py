@@ -115,10 +115,9 @@ def as_text(name: str) -> str:
     for row in range(MMA_ROWS):
         cells = []
         for column in range(0, MMA_K, 4):
-            lanes = np.unique(held.thread[row, column : column + 4])
-            register = held.register[row, column]
-            mark = "!" if held.wrong[row, column : column + 4].any() else " "
-            cells.append(f"{lanes[0]:>3}.a{register}{mark}" if len(lanes) == 1 else "  mixed")
+            run = slice(column, column + 4)  # four neighbours stay together in every kernel: a register's four bytes
+            mark = "!" if held.wrong[row, run].any() else " "
+            cells.append(f"{held.thread[row, column]:>3}.a{held.register[row, column]}{mark}")
         lines.append(f"{row:>3}  " + "".join(f"{cell:>7}" for cell in cells))
     if held.wrong.any():
         lines.append(f"! {held.wrong.mean():.0%} of the tile is in another lane or register than its MMA wants")

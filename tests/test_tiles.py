@@ -80,3 +80,13 @@ def test_wavefronts_of_one_warp(name: str, loads: int, wavefronts: int, least: i
 def test_the_pictures_have_a_panel_for_the_right_kernel_beside_a_wrong_one() -> None:
     assert len(figures.load_picture("load_dual_mma").axes) == 2
     assert len(figures.load_picture("load_ldmatrix_u4").axes) == 3
+
+
+@pytest.mark.parametrize("name", [*RIGHT, "load_ldmatrix_u4", "load_qserve_reorder"])
+def test_four_neighbours_share_a_register(name: str) -> None:
+    """So one label serves four channels, in the text and in the pictures."""
+    held = tiles.holders(name)
+    for places in (held.thread, held.register):
+        runs = places.reshape(64, 16, 4)
+        assert (runs == runs[..., :1]).all()
+    assert np.array_equal(held.byte, np.tile(np.arange(4), (64, 16)))

@@ -1,7 +1,8 @@
 // gemm_w4a8_qoq_sm80: Y = X W^T with INT8 activations and QoQ weights in groups: QServe's main loop (section 5.2, 5.4).
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32 for K <= 65,536;
-//            y = accumulators * x_scale[m] * w_scale[n] + bias[n], rounded once, or the accumulators themselves (OUT == 3).
+// Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32 for K < 131,072;
+//            y = accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output,
+//            or the accumulators themselves (OUT == 3).
 //            Any M >= 1, N a multiple of 8, K a multiple of the group; padding is zero-filled on the way in.
 // Operands   W is operand A (16 rows of N x 32 of K), X operand B (32 of K x 8 tokens), so a thread's accumulators are
 //            rows g and g + 8 of N for tokens 2 t and 2 t + 1.

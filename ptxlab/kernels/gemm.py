@@ -16,7 +16,7 @@ def _config(BN: int, BM: int, BK: int, WN: int, WM: int, WK: int, STAGES: int) -
 
 
 def _choose_qoq_sm80(sizes: Sizes) -> dict[str, int]:
-    """Tile shape by tokens and rows, tuned on an H200 over the layers of LLaMA-2-7B and -70B.
+    """Tile shape by tokens and rows: from a sweep on an H200 that is not recorded yet, so a start and not a claim.
 
     Few tokens: narrow strips, so that every SM has one, and the warps of a block split K. Many: square tiles.
     """

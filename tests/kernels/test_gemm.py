@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from ptxlab import emulator, kernels, quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import GROUPS
-from ptxlab.runtime import run_spec
+from ptxlab.runtime import Kernel, run_spec
 from tests import strategies
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
@@ -92,3 +93,25 @@ def test_bad_input_is_refused_before_any_launch(change: dict[str, np.ndarray], m
     inputs = QOQ.pack(QOQ.example(np.random.default_rng(0), M=2, N=8, K=128, g=32))
     with pytest.raises(ArgumentError, match=message):
         run_spec(QOQ, SOURCE, {**inputs, **change}, backend="emulator")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("variant", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32)])
+def test_scaled_outputs_are_the_epilogue_in_float32(variant: int, dtype: Any, backend: str) -> None:
+    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
+    rng = np.random.default_rng(variant)
+    sizes = {"M": 5, "N": 40, "K": 256, "g": 128}
+    logical = QOQ.example(rng, **sizes)
+    inputs = QOQ.pack(logical)
+    inputs["x_scale"] = rng.uniform(1e-3, 1e-2, 5).astype(np.float32)
+    inputs["bias"] = rng.standard_normal(40, dtype=np.float32)
+    config = {**QOQ.config_for(sizes), "OUT": variant}
+    y = np.zeros((5, 40), dtype)
+    bits = y.view(f"u{y.itemsize}")  # what the kernel is given: NumPy knows no bfloat16
+    arrays = {**inputs, "y": bits}
+    args = [arrays[a.name] if a.shape else QOQ.scalar(a, sizes) for a in QOQ.args]
+    Kernel(SOURCE, QOQ.name, config).launch(args, QOQ.launch({**sizes, **config}), backend=backend)
+    accumulators = QOQ.reference(**logical).astype(np.float32)
+    scaled = accumulators * inputs["x_scale"][:, None] * inputs["w_scale"] + inputs["bias"]
+    assert np.array_equal(bits, scaled.astype(dtype).view(bits.dtype))
+    assert len(np.unique(bits)) > 100
