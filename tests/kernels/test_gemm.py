@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 
 from ptxlab import emulator, kernels, quant
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm import GROUPS
+from ptxlab.kernels.gemm.common import GROUPS
 from ptxlab.runtime import Kernel, run_spec
 from tests import strategies
 

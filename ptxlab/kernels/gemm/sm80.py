@@ -1,14 +1,12 @@
-"""Family `gemm`: W4A8, integer accumulators of X Wᵀ. The ladder of main loops begins here (QServe §5.2, §5.4)."""
+"""The steps of the ladder that run on every architecture from sm_80 on (QServe §5.2, §5.4)."""
 
 from collections.abc import Mapping
 
 import numpy as np
 
-from ptxlab import layout, quant, reference
+from ptxlab import layout, reference
+from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, example_qoq
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
-
-GROUPS = (32, 64, 128)
-INT32 = 3  # OUT: the accumulators themselves
 
 
 def _config(BN: int, BM: int, BK: int, WN: int, WM: int, WK: int, STAGES: int) -> dict[str, int]:
@@ -47,11 +45,6 @@ def _launch_qoq_sm80(sizes: Mapping[str, int]) -> Launch:
     return Launch((blocks, 1, 1), (threads, 1, 1), max(s["STAGES"] * stage, results))
 
 
-def _example(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> Arrays:
-    w = quant.quantize_qoq(rng.standard_normal((N, K), dtype=np.float32), group=g)
-    return {"x": rng.integers(-128, 128, size=(M, K), dtype=np.int8), "weight": w}
-
-
 def _pack_qoq(logical: Arrays) -> Arrays:
     """QServe's order; scales are 1 and biases 0, since the accumulators do not see them."""
     weight, x = logical["weight"], logical["x"]
@@ -77,18 +70,13 @@ SPECS = (
             Arg("offset", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
             Arg("w_scale", "float32", ("N",)),
             Arg("x", "int8", ("M", "K")),
-            Arg("x_scale", "float32", ("M",)),
-            Arg("bias", "float32", ("N",)),
-            Arg("y", "int32", ("M", "N"), "out"),
-            Arg("M", "int32", role="scalar"),
-            Arg("N", "int32", role="scalar"),
-            Arg("K", "int32", role="scalar"),
+            *EPILOGUE,
         ),
         launch=_launch_qoq_sm80,
         choose=_choose_qoq_sm80,
         rules=(f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
         operations="2*M*N*K",
-        example=_example,
+        example=example_qoq,
         pack=_pack_qoq,
         reference=lambda weight, x: reference.gemm_accumulators(x, weight.exact_level1()),
         arch="sm_80",
