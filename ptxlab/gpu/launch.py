@@ -13,7 +13,7 @@ from ptxlab.gpu.device import device_info
 from ptxlab.gpu.module import GpuKernel
 from ptxlab.spec import Launch
 
-_WITHOUT_ASKING = 48 * 1024  # dynamic shared memory that every kernel may use
+_WITHOUT_ASKING = 48 * 1024  # shared memory, static included, that every kernel may use
 _PORTABLE_CLUSTER = 8
 
 
@@ -118,7 +118,7 @@ def _attributes(kernel: GpuKernel, geometry: Launch) -> list[Any]:
     from cuda.bindings import driver
 
     function, identity = driver.CUfunction_attribute, driver.CUlaunchAttributeID
-    if geometry.shared_bytes > _WITHOUT_ASKING:
+    if geometry.shared_bytes + kernel.shared_bytes > _WITHOUT_ASKING:
         attribute = function.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(kernel, *driver.cuFuncSetAttribute(kernel.handle, attribute, geometry.shared_bytes))
     attributes = []
