@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 from ptxlab import emulator, kernels, quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm.common import GROUPS
-from ptxlab.runtime import Kernel, run_spec
+from ptxlab.runtime import run_spec
 from tests import strategies
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
@@ -96,22 +96,50 @@ def test_bad_input_is_refused_before_any_launch(change: dict[str, np.ndarray], m
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(("variant", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32)])
-def test_scaled_outputs_are_the_epilogue_in_float32(variant: int, dtype: Any, backend: str) -> None:
+def test_scaled_outputs_are_the_epilogue_in_float32(variant: int, dtype: Any, with_bias: bool, backend: str) -> None:
     """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
-    rng = np.random.default_rng(variant)
-    sizes = {"M": 5, "N": 40, "K": 256, "g": 128}
-    logical = QOQ.example(rng, **sizes)
-    inputs = QOQ.pack(logical)
-    inputs["x_scale"] = rng.uniform(1e-3, 1e-2, 5).astype(np.float32)
-    inputs["bias"] = rng.standard_normal(40, dtype=np.float32)
-    config = {**QOQ.config_for(sizes), "OUT": variant}
-    y = np.zeros((5, 40), dtype)
-    bits = y.view(f"u{y.itemsize}")  # what the kernel is given: NumPy knows no bfloat16
-    arrays = {**inputs, "y": bits}
-    args = [arrays[a.name] if a.shape else QOQ.scalar(a, sizes) for a in QOQ.args]
-    Kernel.of(QOQ, SOURCE, config).launch(args, QOQ.launch({**sizes, **config}), backend=backend)
-    accumulators = QOQ.reference(**logical).astype(np.float32)
-    scaled = accumulators * inputs["x_scale"][:, None] * inputs["w_scale"] + inputs["bias"]
-    assert np.array_equal(bits, scaled.astype(dtype).view(bits.dtype))
-    assert len(np.unique(bits)) > 100
+    logical = QOQ.example(np.random.default_rng(variant), M=5, N=40, K=256, g=128)
+    if not with_bias:
+        del logical["bias"]  # the kernel is given a null pointer
+    config = {**QOQ.config_for({"M": 5, "N": 40, "K": 256, "g": 128}), "OUT": variant}
+    y = run_spec(QOQ, SOURCE, QOQ.pack(logical), backend=backend, config=config).outputs["y"]
+    assert np.array_equal(y, QOQ.expected(logical, config)["y"])
+    scaled = QOQ.reference(logical["weight"], logical["x"]).astype(np.float32)
+    scaled = scaled * logical["x_scale"][:, None] * logical["weight"].channel_scale + logical.get("bias", np.float32(0))
+    assert np.array_equal(y, scaled.astype(dtype).view(y.dtype))  # NumPy knows no bfloat16: y is its bits
+    assert len(np.unique(y)) > 100
+
+
+@pytest.mark.parametrize(("dtype", "variant"), [("float16", 0), ("bfloat16", 1), ("float32", 2), ("int32", 3)])
+def test_the_array_to_write_into_decides_the_output(dtype: str, variant: int) -> None:
+    logical = QOQ.example(np.random.default_rng(0), M=3, N=8, K=64, g=64)
+    y = np.zeros((3, 8), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    outcome = run_spec(QOQ, SOURCE, QOQ.pack(logical), out={"y": y}, backend="emulator")
+    assert outcome.outputs["y"] is y
+    expected = QOQ.expected(logical, {"OUT": variant})["y"]
+    assert np.array_equal(y.view(expected.dtype), expected)
+
+
+def test_an_output_of_another_dtype_is_refused() -> None:
+    inputs = QOQ.pack(QOQ.example(np.random.default_rng(0), M=2, N=8, K=64, g=64))
+    rule = r"gemm_w4a8_qoq_sm80: y: dtype float16 or bfloat16 or float32 or int32 \(got float64\)"
+    with pytest.raises(ArgumentError, match=rule):
+        run_spec(QOQ, SOURCE, inputs, out={"y": np.zeros((2, 8))}, backend="emulator")
+    config = {**QOQ.config_for({"M": 2, "N": 8, "K": 64, "g": 64}), "OUT": 2}
+    with pytest.raises(ArgumentError, match=r"gemm_w4a8_qoq_sm80: y: dtype float32 \(got float16\)"):
+        run_spec(QOQ, SOURCE, inputs, config=config, out={"y": np.zeros((2, 8), np.float16)}, backend="emulator")
+
+
+def test_torch_gets_bfloat16_as_its_own() -> None:
+    torch = pytest.importorskip("torch")
+    logical = QOQ.example(np.random.default_rng(0), M=3, N=8, K=64, g=64)
+    inputs = {name: torch.from_numpy(array) for name, array in QOQ.pack(logical).items()}
+    config = {**QOQ.config_for({"M": 3, "N": 8, "K": 64, "g": 64}), "OUT": 1}
+    y = run_spec(QOQ, SOURCE, inputs, backend="emulator", config=config).outputs["y"]
+    assert y.dtype == torch.bfloat16
+    assert np.array_equal(y.view(torch.uint16).numpy(), QOQ.expected(logical, config)["y"])
+    out = torch.zeros(3, 8, dtype=torch.bfloat16)
+    assert run_spec(QOQ, SOURCE, inputs, backend="emulator", out={"y": out}).outputs["y"] is out
+    assert torch.equal(out, y)

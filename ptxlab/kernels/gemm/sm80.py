@@ -2,10 +2,8 @@
 
 from collections.abc import Mapping
 
-import numpy as np
-
-from ptxlab import layout, reference
-from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, example_qoq
+from ptxlab import layout
+from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, epilogue, example_qoq, gemm
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 
@@ -46,17 +44,15 @@ def _launch_qoq_sm80(sizes: Mapping[str, int]) -> Launch:
 
 
 def _pack_qoq(logical: Arrays) -> Arrays:
-    """QServe's order; scales are 1 and biases 0, since the accumulators do not see them."""
-    weight, x = logical["weight"], logical["x"]
-    buffers = layout.pack(weight, "qserve").buffers
+    """The weight in QServe's order."""
+    buffers = layout.pack(logical["weight"], "qserve").buffers
     return {
         "qweight": buffers["qweight"],
         "scale": buffers["scale"],
         "offset": buffers["offset"],
         "w_scale": buffers["channel_scale"],
-        "x": x,
-        "x_scale": np.ones(len(x), np.float32),
-        "bias": np.zeros(len(weight.q4), np.float32),
+        "x": logical["x"],
+        **epilogue(logical),
     }
 
 
@@ -78,7 +74,7 @@ SPECS = (
         operations="2*M*N*K",
         example=example_qoq,
         pack=_pack_qoq,
-        reference=lambda weight, x: reference.gemm_accumulators(x, weight.exact_level1()),
+        reference=gemm,
         arch="sm_80",
         example_sizes=tuple(
             {"M": m, "N": n, "K": k, "g": g} for m, n, k, g in ((1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64))
