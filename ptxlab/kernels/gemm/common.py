@@ -42,6 +42,12 @@ def example_lqq(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> 
     return {"weight": weight, **_activations(rng, M, N, K)}
 
 
+def example_channel(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
+    """A per-channel QoQ weight of random numbers, and random activations."""
+    weight = quant.quantize_qoq_channel(rng.standard_normal((N, K), dtype=np.float32))
+    return {"weight": weight, **_activations(rng, M, N, K)}
+
+
 def epilogue(logical: Arrays) -> Arrays:
     """The arguments of `EPILOGUE` that the logical inputs give; scales are 1 where they do not."""
     bias = {"bias": logical["bias"]} if "bias" in logical else {}
@@ -57,6 +63,25 @@ def gemm(
 ) -> np.ndarray:
     """The reference of every step with a two-level weight: the accumulators, or with `OUT` the scaled output."""
     accumulators = reference.gemm_accumulators(x, weight.exact_level1())
-    if OUT == INT32 or x_scale is None:
-        return accumulators
-    return reference.gemm_epilogue(accumulators, x_scale, weight.channel_scale, bias, DTYPES[OUT])
+    return _scaled(accumulators, x_scale, weight.channel_scale, bias, OUT)
+
+
+def gemm_channel(
+    weight: quant.QoQChannelWeight,
+    x: np.ndarray,
+    x_scale: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    x_sum: np.ndarray | None = None,
+    OUT: int = INT32,
+) -> np.ndarray:
+    """The reference for a per-channel weight; the token sum is that of `x` unless another is given."""
+    sums = x.sum(axis=1, dtype=np.int32) if x_sum is None else x_sum
+    accumulators = reference.gemm_accumulators_channel(x, weight.q4, weight.zero, sums)
+    return _scaled(accumulators, x_scale, weight.scale, bias, OUT)
+
+
+def _scaled(
+    accumulators: np.ndarray, x_scale: np.ndarray | None, w_scale: np.ndarray, bias: np.ndarray | None, OUT: int
+) -> np.ndarray:
+    scale = np.ones(len(accumulators), np.float32) if x_scale is None else x_scale
+    return reference.gemm_epilogue(accumulators, scale, w_scale, bias, DTYPES[OUT])
