@@ -1,23 +1,43 @@
 """What a kernel is given: arrays of any library, checked before anything is launched, and sizes in up to three axes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from ptxlab import gpu
+from ptxlab.dtypes import ByVariant, dtype_in, storage
 from ptxlab.errors import ArgumentError
-from ptxlab.spec import Arg, KernelSpec
+from ptxlab.spec import Arg, KernelSpec, Sizes
 
 
 def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
-    """Check dtype, contiguity and alignment; DLPack arrays become NumPy or CuPy arrays on the same memory."""
+    """Check dtype, contiguity and alignment; DLPack arrays become NumPy or CuPy arrays on the same memory.
+
+    Where a constant of the variant decides the dtype, any of its dtypes will do; see `check_variant`.
+    """
     array = gpu.as_array(f"{spec.name}: {arg.name}", array)
-    if array.dtype != np.dtype(arg.dtype):
-        raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {arg.dtype}", array.dtype)
+    known = (arg.dtype,) if isinstance(arg.dtype, str) else arg.dtype.dtypes
+    if array.dtype not in map(storage, known):
+        raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {' or '.join(known)}", array.dtype)
     _check_contiguous(f"{spec.name}: {arg.name}", array)
     gpu.check_alignment(f"{spec.name}: {arg.name}", array)
     return array
+
+
+def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, int]:
+    """The constants of the variant that runs: as the spec chooses by the sizes, but dtypes as the arrays have them."""
+    config = spec.config_for(sizes)
+    for arg in spec.args:
+        if isinstance(arg.dtype, ByVariant) and arg.name in arrays:
+            config[arg.dtype.constant] = [*map(storage, arg.dtype.dtypes)].index(arrays[arg.name].dtype)
+    return config
+
+
+def check_variant(spec: KernelSpec, config: Mapping[str, int], arrays: Mapping[str, Any]) -> None:
+    """Raise `ArgumentError` for an array whose dtype is not the one that the variant takes."""
+    for name, array in arrays.items():
+        wanted = dtype_in(spec.arg(name).dtype, config)
+        if array.dtype != storage(wanted):
+            raise ArgumentError(f"{spec.name}: {name}", f"dtype {wanted}", array.dtype)
 
 
 def shared_array(name: str, arg: Any) -> Any:

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, toolchain
-from ptxlab.arguments import accept, dim3, shared_array
+from ptxlab.arguments import accept, check_variant, dim3, shared_array, variant
+from ptxlab.dtypes import dtype_in, storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.sources import Source, cuda_entries
 from ptxlab.spec import KernelSpec, Launch
 
 BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
+NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 _LANE_INSTRUCTIONS_PER_SECOND = 50e6
 
 
@@ -199,13 +201,14 @@ def run_spec(
     Args:
         spec: the kernel.
         source: which of its sources.
-        inputs: arrays by argument name: NumPy, CuPy, or anything with DLPack.
+        inputs: arrays by argument name: NumPy, CuPy, or anything with DLPack. NumPy and CuPy have no bfloat16: their
+            arrays hold its bits as uint16.
         sizes: sizes that no shape tells.
         out: arrays to write into, by argument name; by default they are allocated.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
         checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
         unchecked: admit values that break the value rules (to look at overflow).
-        config: `-D` constants; by default those that the spec chooses for the sizes.
+        config: `-D` constants; by default those that the spec chooses for the sizes, dtypes as the arrays have them.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
         count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
@@ -214,22 +217,23 @@ def run_spec(
     for name in inputs:
         if name not in expected:
             raise ArgumentError(f"{spec.name}: arguments", f"{', '.join(sorted(expected))}", name)
-    if missing := sorted(expected - set(inputs)):
+    if missing := sorted(a.name for a in spec.inputs if a.name not in inputs and not a.optional):
         raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
     arrays = {n: accept(spec, spec.arg(n), a) for n, a in {**inputs, **(out or {})}.items()}
     solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
     on_device = any(gpu.is_device_array(a) for a in arrays.values())
-    on_host = {n: arrays[n] for n in expected if not gpu.is_device_array(arrays[n])}
-    if not unchecked and len(on_host) == len(expected):
-        spec.check_values(on_host, solved)
+    if not unchecked and not any(gpu.is_device_array(arrays[n]) for n in inputs):
+        spec.check_values({n: arrays[n] for n in inputs}, solved)
 
-    kernel = Kernel.of(spec, source, config or spec.config_for(solved))
+    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays))
+    check_variant(spec, kernel.defines, arrays)
     launch = spec.launch({**solved, **kernel.defines})
     backend = choose_backend(backend, kernel, launch, on_device=on_device)
     for arg in spec.args:
         if arg.role in ("out", "scratch") and arg.name not in arrays:
-            arrays[arg.name] = (gpu.empty if on_device else np.empty)(arg.resolve(solved), np.dtype(arg.dtype))
-    args = [arrays[a.name] if a.shape else spec.scalar(a, solved) for a in spec.args]
+            dtype = storage(dtype_in(arg.dtype, kernel.defines))
+            arrays[arg.name] = (gpu.empty if on_device else np.empty)(arg.resolve(solved), dtype)
+    args = [arrays.get(a.name, NULL) if a.shape else spec.scalar(a, solved) for a in spec.args]
     result = kernel.launch(
         args,
         launch,
@@ -241,8 +245,10 @@ def run_spec(
         seed=seed,
         count_banks=count_banks,
     )
-    like = next(iter(inputs.values()))
-    return _outcome(backend, {a.name: gpu.like(arrays[a.name], like) for a in spec.outputs}, result)
+    like, given = next(iter(inputs.values())), out or {}
+    dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}
+    made = {n: given[n] if n in given else gpu.like(arrays[n], like, dtype) for n, dtype in dtypes.items()}
+    return _outcome(backend, made, result)
 
 
 def choose_backend(backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool) -> str:
