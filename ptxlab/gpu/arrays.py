@@ -130,9 +130,16 @@ def caller_stream() -> Iterator[Any]:
     if stream.ptr == 0 and torch is not None and torch.cuda.is_initialized():
         theirs = torch.cuda.current_stream().cuda_stream
         if theirs:
-            stream = cupy.cuda.Stream.from_external(_Borrowed(theirs))
+            stream = borrow_stream(theirs)
     with stream:
         yield stream
+
+
+def borrow_stream(handle: int) -> Any:
+    """CuPy's view of a stream that another library owns."""
+    import cupy
+
+    return cupy.cuda.Stream.from_external(_Borrowed(handle))
 
 
 class _Borrowed:
