@@ -121,7 +121,8 @@ class Kernel:
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
         geometry = Launch(_dim3("grid", grid), _dim3("block", block), shared_bytes, _dim3("cluster", cluster))
         shared = [_shared(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
-        backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in shared))
+        on_device = any(gpu.is_device_array(a) for a in shared)
+        backend = choose_backend(backend, self, geometry, on_device=on_device, checks=checks)
         result = self.launch(
             shared, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
         )
@@ -205,7 +206,7 @@ def run_spec(
 
     kernel = Kernel(source, spec.name, dict(config or spec.config_for(solved)))
     launch = spec.launch({**solved, **kernel.defines})
-    backend = choose_backend(backend, kernel, launch, on_device=on_device, spec=spec)
+    backend = choose_backend(backend, kernel, launch, on_device=on_device, spec=spec, checks=checks)
     for arg in spec.args:
         if arg.role in ("out", "scratch") and arg.name not in arrays:
             arrays[arg.name] = (gpu.empty if on_device else np.empty)(arg.resolve(solved), np.dtype(arg.dtype))
@@ -226,8 +227,9 @@ def run_spec(
 
 
 def choose_backend(
-    backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool, spec: KernelSpec | None = None
-) -> str:
+    backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool, spec: KernelSpec | None = None,
+    checks: Iterable[str] = (),
+) -> str:  # fmt: skip
     """The backend to use, or an error that says why the one asked for cannot run this kernel here."""
     if backend not in (*BACKENDS, None):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
@@ -235,7 +237,8 @@ def choose_backend(
         if on_device:
             raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
         return backend
-    reason = gpu.why_not(spec.arch if spec else None, exact=bool(spec and spec.exact_arch))
+    missing = gpu.why_not(spec.arch if spec else None, exact=bool(spec and spec.exact_arch))
+    reason = "checks are the emulator's" if checks else missing
     if reason is None:
         return "gpu"
     if backend == "gpu" or on_device:

@@ -99,6 +99,10 @@ def run(
     grid: Annotated[str | None, typer.Option(help="Blocks, x[,y[,z]]; for files only. Default 1.")] = None,
     block: Annotated[str | None, typer.Option(help="Threads, x[,y[,z]]; for files only. Default 32.")] = None,
     shared: Annotated[int | None, typer.Option(help="Dynamic shared memory in bytes; for files only.")] = None,
+    define: Annotated[
+        list[str] | None,
+        typer.Option("-D", metavar="NAME[=N]", help="A constant of a CUDA file, -D TILE=64; -D X is 1."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""
@@ -107,7 +111,7 @@ def run(
     spec, source, entry = kernels.resolve(target)
     with progress_bar(f"run {target}", None, quiet=as_json):
         if spec is not None:
-            for name, value in (("--grid", grid), ("--block", block), ("--shared", shared)):
+            for name, value in (("--grid", grid), ("--block", block), ("--shared", shared), ("-D", define)):
                 if value is not None:
                     raise ArgumentError(name, f"for files only: the spec of {spec.name} says it", value)
             sizes = {n: _size(spec, n, a) for n, a in arrays.items() if n not in {a.name for a in spec.args if a.shape}}
@@ -122,7 +126,7 @@ def run(
                 mode=mode,
             )
         else:
-            kernel = runtime.load(source, entry)
+            kernel = runtime.load(source, entry, defines=_defines(define or []))
             args = [_argument(arrays, kernel.entry, name) for name in kernel.parameters]
             if extra := sorted(set(arrays) - set(kernel.parameters)):
                 raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
@@ -149,8 +153,9 @@ def run(
         for finding in outcome.findings:
             console.print(escape(str(finding)), soft_wrap=True, highlight=False)
         wrote = ", ".join(f"{n} {a.dtype}{list(a.shape)}" for n, a in outcome.outputs.items())
-        state = f"{len(outcome.findings)} findings" if outcome.findings else "checks clean" if checks else "no checks"
-        console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", highlight=False)
+        count = len(outcome.findings)
+        state = f"{count} finding{'s' * (count > 1)}" if count else "checks clean" if checks else "no checks"
+        console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", soft_wrap=True, highlight=False)
     if outcome.findings:
         raise typer.Exit(FAILED)
 
@@ -160,6 +165,18 @@ def _checks(text: str) -> frozenset[str]:
     if unknown := sorted(chosen - emulator.CHECKS):
         raise ArgumentError("--check", f"some of {', '.join(sorted(emulator.CHECKS))}", unknown[0])
     return chosen
+
+
+def _defines(texts: list[str]) -> dict[str, int]:
+    """`TILE=64` or `FIXED`, which counts as 1, as a compiler has it."""
+    constants = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            constants[name] = int(value or "1", 0)
+        except ValueError:
+            raise ArgumentError("-D", "NAME or NAME=INTEGER", text) from None
+    return constants
 
 
 def _dims(name: str, text: str) -> tuple[int, ...]:
