@@ -80,7 +80,7 @@ def test_findings_in_a_cuda_source_are_at_its_own_lines(tmp_path: Path, monkeypa
     race = next(f for f in found if f.kind == "race")
     assert (race.path, race.line) == ("race.cu", 3) and "races with line 10, `st.shared" in race.message
     assert race.callers == (("race.cu", 5), ("race.cu", 11))
-    assert "race.cu:3 (called from line 5, line 11): `ld.shared" in str(race) and " of s in shared" in race.message
+    assert "race.cu:3 (called from line 5, line 11): `ld.shared" in str(race) and "(s + " in race.message
     packed = next(f for f in found if f.kind == "carry")
     header = Path(packed.path).read_text().splitlines()
     assert packed.path.endswith("dequant.cuh") and 'asm("mul.lo.u32' in header[packed.line - 1]

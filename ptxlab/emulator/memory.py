@@ -42,8 +42,7 @@ class Region:
         """A byte of it, in words."""
         for variable in reversed(self.variables):
             if variable.offset <= at and (at < variable.offset + variable.size or not variable.size):
-                name = _LOCAL.sub("", variable.name)
-                return f"byte {at - variable.offset} of {name} in {self.name}"
+                return f"byte {at} of {self.name} ({_LOCAL.sub('', variable.name)} + {at - variable.offset})"
         return f"byte {at} of {self.name}"
 
 
