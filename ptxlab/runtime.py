@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, toolchain
+from ptxlab.arguments import accept, dim3, shared_array
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.sources import Source, cuda_entries
-from ptxlab.spec import Arg, KernelSpec, Launch
+from ptxlab.spec import KernelSpec, Launch
 
 BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
@@ -39,18 +40,28 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`."""
+    """One entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`.
+
+    `arch` is the lowest architecture that it runs on, or with a letter (`sm_90a`) the only one; None: on any.
+    """
 
     source: Source
     entry: str
     defines: Mapping[str, int] = field(default_factory=dict)
+    arch: str | None = None
+
+    @classmethod
+    def of(cls, spec: KernelSpec, source: Source, config: Mapping[str, int]) -> "Kernel":
+        """A spec's kernel, compiled with these constants."""
+        return cls(source, spec.name, dict(config), spec.arch)
 
     @cached_property
     def module(self) -> emulator.Module:
         """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
         if self.source.language == "ptx":
             return emulator.parse(self.source.text, self.source.path)
-        image = toolchain.compile_cuda(self.source, _EMULATED_ARCH, output="ptx", defines=self.defines)
+        arch = max(_EMULATED_ARCH, self.arch or "", key=_number)
+        image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
         return emulator.parse(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
 
     @cached_property
@@ -119,8 +130,8 @@ class Kernel:
         names = self.parameters
         if len(args) != len(names):
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
-        geometry = Launch(_dim3("grid", grid), _dim3("block", block), shared_bytes, _dim3("cluster", cluster))
-        shared = [_shared(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
+        geometry = Launch(dim3("grid", grid), dim3("block", block), shared_bytes, dim3("cluster", cluster))
+        shared = [shared_array(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
         on_device = any(gpu.is_device_array(a) for a in shared)
         backend = choose_backend(backend, self, geometry, on_device=on_device, checks=checks)
         result = self.launch(
@@ -130,13 +141,21 @@ class Kernel:
         return _outcome(backend, arrays, result)
 
 
-def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapping[str, int] | None = None) -> Kernel:
+def load(
+    source: str | Path | Source,
+    entry: str | None = None,
+    *,
+    defines: Mapping[str, int] | None = None,
+    arch: str | None = None,
+) -> Kernel:
     """Load any PTX or CUDA kernel, without a spec.
 
     Args:
         source: path of a `.ptx` or `.cu` file, the text itself, or a `Source`.
         entry: entry symbol; may be left out where the source has only one.
         defines: `-D` constants (CUDA C++ only).
+        arch: the lowest architecture that the kernel runs on, or with a letter (`sm_90a`, for wgmma) the only one; the
+            emulator runs what is compiled for it (CUDA C++ only: PTX names its own).
 
     Raises:
         FileError, SourceError, CompileError: the source cannot be read, parsed or compiled.
@@ -145,8 +164,9 @@ def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapp
     if not isinstance(source, Source):
         is_text = isinstance(source, str) and ("\n" in source or "{" in source)
         source = Source.from_text(str(source)) if is_text else Source.read(source)
-    if defines and source.language == "ptx":
-        raise ArgumentError("defines", "only for CUDA C++ sources", dict(defines))
+    for name, value in (("defines", defines), ("arch", arch)):
+        if value and source.language == "ptx":
+            raise ArgumentError(name, "only for CUDA C++ sources", value)
     if source.language == "ptx":
         entries = list(emulator.parse(source.text, source.path).entries)
     else:
@@ -156,7 +176,7 @@ def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapp
     if entry not in entries:
         rule = f"one of {', '.join(entries)}" if entries else 'a kernel (.visible .entry, or extern "C" __global__)'
         raise ArgumentError(f"{source.path}: entry", rule, entry)
-    return Kernel(source, entry, dict(defines or {}))
+    return Kernel(source, entry, dict(defines or {}), arch and toolchain.check_arch(arch))
 
 
 def run_spec(
@@ -197,16 +217,16 @@ def run_spec(
             raise ArgumentError(f"{spec.name}: arguments", f"{', '.join(sorted(expected))}", name)
     if missing := sorted(expected - set(inputs)):
         raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
-    arrays = {n: _accept(spec, spec.arg(n), a) for n, a in {**inputs, **(out or {})}.items()}
+    arrays = {n: accept(spec, spec.arg(n), a) for n, a in {**inputs, **(out or {})}.items()}
     solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
     on_device = any(gpu.is_device_array(a) for a in arrays.values())
     on_host = {n: arrays[n] for n in expected if not gpu.is_device_array(arrays[n])}
     if not unchecked and len(on_host) == len(expected):
         spec.check_values(on_host, solved)
 
-    kernel = Kernel(source, spec.name, dict(config or spec.config_for(solved)))
+    kernel = Kernel.of(spec, source, config or spec.config_for(solved))
     launch = spec.launch({**solved, **kernel.defines})
-    backend = choose_backend(backend, kernel, launch, on_device=on_device, spec=spec, checks=checks)
+    backend = choose_backend(backend, kernel, launch, on_device=on_device, checks=checks)
     for arg in spec.args:
         if arg.role in ("out", "scratch") and arg.name not in arrays:
             arrays[arg.name] = (gpu.empty if on_device else np.empty)(arg.resolve(solved), np.dtype(arg.dtype))
@@ -227,9 +247,8 @@ def run_spec(
 
 
 def choose_backend(
-    backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool, spec: KernelSpec | None = None,
-    checks: Iterable[str] = (),
-) -> str:  # fmt: skip
+    backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool, checks: Iterable[str] = ()
+) -> str:
     """The backend to use, or an error that says why the one asked for cannot run this kernel here."""
     if backend not in (*BACKENDS, None):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
@@ -237,7 +256,7 @@ def choose_backend(
         if on_device:
             raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
         return backend
-    missing = gpu.why_not(spec.arch if spec else None, exact=bool(spec and spec.exact_arch))
+    missing = gpu.why_not(kernel.arch, exact=(kernel.arch or "0")[-1].isalpha())
     reason = "checks are the emulator's" if checks else missing
     if reason is None:
         return "gpu"
@@ -258,42 +277,14 @@ def estimate_seconds(kernel: Kernel, launch: Launch) -> float:
     return threads * len(kernel.module.entries[kernel.entry].instructions) / _LANE_INSTRUCTIONS_PER_SECOND
 
 
-def _accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
-    """Check dtype, contiguity and alignment; DLPack arrays become NumPy or CuPy arrays on the same memory."""
-    array = gpu.as_array(f"{spec.name}: {arg.name}", array)
-    if array.dtype != np.dtype(arg.dtype):
-        raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {arg.dtype}", array.dtype)
-    _check_contiguous(f"{spec.name}: {arg.name}", array)
-    gpu.check_alignment(f"{spec.name}: {arg.name}", array)
-    return array
-
-
-def _shared(name: str, arg: Any) -> Any:
-    """An argument of a kernel without a spec: arrays as `_accept` has them, anything else as it is."""
-    if not hasattr(arg, "__dlpack__") and not hasattr(arg, "__cuda_array_interface__"):
-        return arg
-    array = gpu.as_array(name, arg)
-    _check_contiguous(name, array)
-    return array
-
-
-def _check_contiguous(name: str, array: Any) -> None:
-    if not array.flags.c_contiguous:
-        raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
-
-
-def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
-    """One to three positive integers as three."""
-    values = (value,) if isinstance(value, int) else tuple(value)
-    if not 1 <= len(values) <= 3 or any(v < 1 for v in values):
-        raise ArgumentError(name, "one to three positive integers", value)
-    return (*values, 1, 1)[:3]  # type: ignore[return-value]
-
-
 def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
     if result is None:
         return Outcome(backend, outputs)
     return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared)
 
 
-_EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use
+def _number(arch: str) -> int:
+    return int("".join(filter(str.isdigit, arch)) or 0)
+
+
+_EMULATED_ARCH = "sm_80"  # compiled for at least: the lowest that has what the emulated CUDA sources use

@@ -107,7 +107,7 @@ def _check(spec: KernelSpec, source: Source, backend: str, logical: Arrays, size
     """
     inputs = spec.pack(logical)
     results: dict[str, np.ndarray] = {}
-    module = Kernel(source, spec.name, spec.config_for(sizes)).module if backend == "emulator" else None
+    module = Kernel.of(spec, source, spec.config_for(sizes)).module if backend == "emulator" else None
     both = module is not None and module.entries[spec.name].is_asynchronous
     modes = emulator.MODES if both else emulator.MODES[:1]
     findings: list[emulator.Finding] = []

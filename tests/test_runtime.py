@@ -113,6 +113,38 @@ def test_cuda_kernels_are_found_however_they_are_declared(declaration: str) -> N
     assert (y == 3).all()
 
 
+CUDA_WGMMA = """
+extern "C" __global__ void k(int* arch) {
+    *arch = __CUDA_ARCH__;
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.fence.sync.aligned;");
+    *arch += 1;
+#endif
+}
+"""
+
+
+def test_the_emulator_runs_what_is_compiled_for_the_kernels_own_architecture() -> None:
+    for arch, seen in ((None, 800), ("sm_75", 800), ("sm_89", 890), ("sm_90", 900), ("sm_90a", 901)):
+        out = np.zeros(1, np.int32)
+        ptxlab.load(CUDA_WGMMA, arch=arch)(out, grid=1, block=32, backend="emulator")
+        assert out[0] == seen
+    with pytest.raises(ArgumentError, match=r"arch: sm_<number>, such as sm_80 or sm_90a \(got hopper\)"):
+        ptxlab.load(CUDA_WGMMA, arch="hopper")
+    with pytest.raises(ArgumentError, match="arch: only for CUDA"):
+        ptxlab.load(PTX_ADD4, arch="sm_80")
+
+
+@pytest.mark.parametrize(("arch", "asked"), [(None, (None, False)), ("sm_90", ("sm_90", False)),
+                                             ("sm_90a", ("sm_90a", True))])  # fmt: skip
+def test_a_gpu_is_asked_whether_it_has_the_architecture(arch, asked, monkeypatch) -> None:
+    monkeypatch.setattr(runtime.gpu, "why_not", lambda arch, exact: heard.append((arch, exact)) or "too old")
+    heard: list = []
+    kernel = ptxlab.load(CUDA_WGMMA, arch=arch)
+    assert runtime.choose_backend(None, kernel, Launch((1, 1, 1), (32, 1, 1)), on_device=False) == "emulator"
+    assert heard == [asked]
+
+
 def test_parameters_that_are_more_than_a_name() -> None:
     kernel = ptxlab.load(
         'extern "C" __global__ void k(std::pair<int, int> p, float y[4], int n = 3, int* __restrict__ z) {}'

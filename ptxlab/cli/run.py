@@ -99,9 +99,9 @@ def run(
     grid: Annotated[str | None, typer.Option(help="Blocks, x[,y[,z]]; for files only. Default 1.")] = None,
     block: Annotated[str | None, typer.Option(help="Threads, x[,y[,z]]; for files only. Default 32.")] = None,
     shared: Annotated[int | None, typer.Option(help="Dynamic shared memory in bytes; for files only.")] = None,
+    arch: Annotated[str | None, typer.Option(help="What to compile a .cu for: sm_90a for wgmma; files only.")] = None,
     define: Annotated[
-        list[str] | None,
-        typer.Option("-D", metavar="NAME[=N]", help="A constant of a CUDA file, -D TILE=64; -D X is 1."),
+        list[str] | None, typer.Option("-D", metavar="NAME[=N]", help="A constant of a .cu, -D TILE=64; -D X is 1.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -111,7 +111,8 @@ def run(
     spec, source, entry = kernels.resolve(target)
     with progress_bar(f"run {target}", None, quiet=as_json):
         if spec is not None:
-            for name, value in (("--grid", grid), ("--block", block), ("--shared", shared), ("-D", define)):
+            only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
+            for name, value in only.items():
                 if value is not None:
                     raise ArgumentError(name, f"for files only: the spec of {spec.name} says it", value)
             sizes = {n: _size(spec, n, a) for n, a in arrays.items() if n not in {a.name for a in spec.args if a.shape}}
@@ -126,7 +127,7 @@ def run(
                 mode=mode,
             )
         else:
-            kernel = runtime.load(source, entry, defines=_defines(define or []))
+            kernel = runtime.load(source, entry, defines=_defines(define or []), arch=arch)
             args = [_argument(arrays, kernel.entry, name) for name in kernel.parameters]
             if extra := sorted(set(arrays) - set(kernel.parameters)):
                 raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
