@@ -134,7 +134,8 @@ class Kernel:
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
         geometry = Launch(dim3("grid", grid), dim3("block", block), shared_bytes, dim3("cluster", cluster))
         shared = [shared_array(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
-        backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in shared))
+        on_device = any(gpu.is_device_array(a) for a in shared)
+        backend = choose_backend(backend, self, geometry, on_device=on_device, checks=checks)
         result = self.launch(
             shared, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
         )
@@ -228,7 +229,7 @@ def run_spec(
     kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays))
     check_variant(spec, kernel.defines, arrays)
     launch = spec.launch({**solved, **kernel.defines})
-    backend = choose_backend(backend, kernel, launch, on_device=on_device)
+    backend = choose_backend(backend, kernel, launch, on_device=on_device, checks=checks)
     for arg in spec.args:
         if arg.role in ("out", "scratch") and arg.name not in arrays:
             dtype = storage(dtype_in(arg.dtype, kernel.defines))
@@ -251,7 +252,9 @@ def run_spec(
     return _outcome(backend, made, result)
 
 
-def choose_backend(backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool) -> str:
+def choose_backend(
+    backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool, checks: Iterable[str] = ()
+) -> str:
     """The backend to use, or an error that says why the one asked for cannot run this kernel here."""
     if backend not in (*BACKENDS, None):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
@@ -259,7 +262,8 @@ def choose_backend(backend: str | None, kernel: Kernel, launch: Launch, *, on_de
         if on_device:
             raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
         return backend
-    reason = gpu.why_not(kernel.arch, exact=(kernel.arch or "0")[-1].isalpha())
+    missing = gpu.why_not(kernel.arch, exact=(kernel.arch or "0")[-1].isalpha())
+    reason = "checks are the emulator's" if checks else missing
     if reason is None:
         return "gpu"
     if backend == "gpu" or on_device:

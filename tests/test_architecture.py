@@ -18,7 +18,7 @@ ORDER = (
     "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout",
     "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "kernels", "audit", "convert",
     "verify", "harness", "sass", "dataflow", "nsight", "bench", "counts", "demo", "doctor", "tiles", "plot",
-    "figures", "report", "notebooks", "cli", "__main__",
+    "figures", "showcase", "report", "notebooks", "cli", "__main__",
 )  # fmt: skip
 
 

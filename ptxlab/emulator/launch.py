@@ -228,9 +228,8 @@ def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, bloc
         max_steps,
     )
     count = min(_blocks_per_wave(launch), grid[0] * grid[1] * grid[2])
-    launch.shared_windows = memory.windows(
-        [f"shared memory of block {i} of the wave" for i in range(count)], launch.window_bytes
-    )
+    names = [f"shared memory of block {i} of the wave" for i in range(count)]
+    launch.shared_windows = memory.windows(names, launch.window_bytes, kernel.shared)
     local = memory.reserve("local memory", count * launch.stride * (-(-kernel.local_bytes // 16) * 16))
     launch.local_window = local.start
     memory.allocate()
