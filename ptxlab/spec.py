@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ptxlab.errors import ArgumentError
+from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.layout.words import unpack_u4
 
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
@@ -52,6 +53,7 @@ class Arg:
         shape: one expression per axis over the sizes; empty for a scalar.
         role: `in`, `out`, `inout`, `scratch`, `tma` or `scalar`.
         value: for a scalar, the expression that gives its value.
+        box, swizzle: for `tma`, an input taken as a `TensorMap`: its box, over sizes and the variant's constants.
     """
 
     name: str
@@ -59,6 +61,8 @@ class Arg:
     shape: tuple[str, ...] = ()
     role: Role = "in"
     value: str = ""
+    box: tuple[str, str] = ("", "")
+    swizzle: int = 0
 
     def resolve(self, sizes: Sizes) -> tuple[int, ...]:
         """The shape in numbers."""
@@ -245,6 +249,18 @@ class KernelSpec:
         """The value of a scalar argument at these sizes."""
         value: np.generic = np.dtype(arg.dtype).type(int(evaluate(arg.value or arg.name, sizes)))
         return value
+
+    def arguments(self, arrays: Mapping[str, Any], sizes: Sizes) -> list[Any]:
+        """The arguments in launch order: arrays, tensor maps over arrays, scalars; at sizes and variant's constants."""
+        return [self._tensor_map(a, arrays[a.name], sizes) if a.role == "tma" else
+                arrays[a.name] if a.shape else self.scalar(a, sizes) for a in self.args]  # fmt: skip
+
+    def _tensor_map(self, arg: Arg, array: Any, sizes: Sizes) -> TensorMap:
+        rows, columns = (int(self._evaluate(side, sizes)) for side in arg.box)
+        try:
+            return TensorMap(array, (rows, columns), arg.swizzle)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.name}: {arg.name}: {error.argument}", error.rule, error.value) from None
 
     def bytes_moved(self, sizes: Sizes) -> int:
         """Compulsory traffic: every input read once, every output written once."""

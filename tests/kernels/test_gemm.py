@@ -109,7 +109,7 @@ def test_scaled_outputs_are_the_epilogue_in_float32(variant: int, dtype: Any, ba
     y = np.zeros((5, 40), dtype)
     bits = y.view(f"u{y.itemsize}")  # what the kernel is given: NumPy knows no bfloat16
     arrays = {**inputs, "y": bits}
-    args = [arrays[a.name] if a.shape else QOQ.scalar(a, sizes) for a in QOQ.args]
+    args = QOQ.arguments(arrays, sizes)
     Kernel.of(QOQ, SOURCE, config).launch(args, QOQ.launch({**sizes, **config}), backend=backend)
     accumulators = QOQ.reference(**logical).astype(np.float32)
     scaled = accumulators * inputs["x_scale"][:, None] * inputs["w_scale"] + inputs["bias"]
