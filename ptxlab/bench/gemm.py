@@ -16,10 +16,11 @@ from ptxlab.bench.shapes import GROUP, LAYERS, TOKENS, Layer
 from ptxlab.bench.stream import measure_stream
 from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
+from ptxlab.expressions import names_in
 from ptxlab.kernels.gemm import SPECS
 from ptxlab.kernels.gemm.common import F16
 from ptxlab.sources import Source, of_kernel
-from ptxlab.spec import Arrays, KernelSpec, Sizes, evaluate, names_in
+from ptxlab.spec import Arrays, KernelSpec, Sizes, evaluate
 
 _REPLAYS = 10
 _POISON = 0xA5
@@ -166,7 +167,9 @@ def point(
     for arrays in arguments:
         outputs.append(gpu.empty((sizes["M"], sizes["N"]), np.float16))
         gpu.fill_bytes(outputs[-1], _POISON)
-        calls.append(gpu.prepare(kernel, launch_args(spec, sizes, {**arrays, "y": outputs[-1]}), geometry))
+        calls.append(
+            gpu.prepare(kernel, launch_args(spec, {**sizes, **constants}, {**arrays, "y": outputs[-1]}), geometry)
+        )
     measured = measure(calls, replays=_REPLAYS)
     expected = scaled(accumulators, *(arguments[0][name] for name in ("x_scale", "w_scale", "bias")))
     bits = expected.view(np.uint16)
@@ -181,7 +184,7 @@ def point(
         measured,
         floor=cost.gemm_floor(stream_us, operations, gpu.device_info().slug),
         checked=f"all {expected.size} results of {len(outputs)} launches equal to the reference, bit for bit",
-        nbytes=spec.bytes_moved(sizes) - expected.nbytes,  # the spec's results are int32, these are FP16
+        nbytes=spec.bytes_moved({**sizes, **constants}),
         rate=(operations / measured.us / 1e6, "TOPS"),
         operations=operations,
         peers=beside,
@@ -197,14 +200,11 @@ def point(
 
 
 def launch_args(spec: KernelSpec, sizes: Sizes, arrays: Arrays) -> list[Any]:
-    """Everything in launch order: scratch is zeroed, scalars are worked out."""
-    args: list[Any] = []
-    for arg in spec.args:
-        if arg.role == "scratch":
-            args.append(gpu.to_device(np.zeros(arg.resolve(sizes), arg.dtype)))
-        else:
-            args.append(arrays[arg.name] if arg.shape else spec.scalar(arg, sizes))
-    return args
+    """Everything in launch order, scratch zeroed; `sizes` has the constants of the variant too."""
+    scratch = {
+        a.name: gpu.to_device(np.zeros(a.resolve(sizes), str(a.dtype))) for a in spec.args if a.role == "scratch"
+    }
+    return spec.arguments({**scratch, **arrays}, sizes)
 
 
 def activation_order(spec: KernelSpec) -> str:

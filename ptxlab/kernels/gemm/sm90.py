@@ -85,7 +85,9 @@ def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Call
         clusters = [c for c in (1, 2, 4, 8) if tile.WN * tile.BM // 8 % c == 0]
         cluster = max([c for c in clusters if _tiles(s, tile) * c <= _SMS * tile.resident], default=1)
         room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
-        stages = max(n for n in range(1, _MOST_STAGES + 1) if _shared_bytes(tile, n, cluster, s["g"], dequantised) <= room)
+        stages = max(
+            n for n in range(1, _MOST_STAGES + 1) if _shared_bytes(tile, n, cluster, s["g"], dequantised) <= room
+        )
         constants = {
             "BM": tile.BM, "WN": tile.WN, "BK": tile.BK, "STAGES": stages, "TILES": dequantised, "CLUSTER": cluster,
             "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32,
@@ -120,6 +122,7 @@ def _pack(logical: Arrays) -> Arrays:
     }
 
 
+_CHANNELS = "max(64, g)"  # of a block of weights
 _ALL_GROUPS = ((1, 8, 32, 32), (5, 40, 256, 128), (17, 200, 192, 64))
 _TEACHING = ((1, 128, 64, 64), (5, 128, 256, 128), (17, 256, 192, 64))
 
@@ -131,7 +134,9 @@ def _step(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> K
         name=name,
         summary=summary,
         args=(
-            Arg("blocks", "uint8", ("ceil_div(N, 64)", "ceil_div(K, max(64, g))", "32*max(64, g) + 128*(max(64, g)//g)")),
+            Arg(
+                "blocks", "uint8", ("ceil_div(N, 64)", "ceil_div(K, max(64, g))", "32*max(64, g) + 128*(max(64, g)//g)")
+            ),
             Arg("w_scale", "float32", ("N",)),
             Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
             *EPILOGUE,
@@ -142,7 +147,9 @@ def _step(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> K
         reference=gemm,
         arch="sm_90a",
         exact_arch=True,
-        example_sizes=tuple(dict(zip("MNKg", sizes, strict=True)) for sizes in (_TEACHING if teaching else _ALL_GROUPS)),
+        example_sizes=tuple(
+            dict(zip("MNKg", sizes, strict=True)) for sizes in (_TEACHING if teaching else _ALL_GROUPS)
+        ),
         **fields,
     )
 
