@@ -77,13 +77,12 @@ def _shared_bytes(tile: Tile, stages: int, cluster: int, group: int, dequantised
 
 
 def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Callable[[Sizes], dict[str, int]]:
-    """The tile by tokens and rows; the largest cluster with which all blocks are resident; as many stages as fit."""
+    """The tile by tokens and rows; clusters of two if all blocks are resident even so; as many stages as fit."""
 
     def choose(s: Sizes) -> dict[str, int]:
         rows, narrow, wide = next(entry for tokens, entry in table.items() if s["M"] <= tokens)
         tile = narrow if s["N"] <= rows else wide
-        clusters = [c for c in (1, 2, 4, 8) if tile.WN * tile.BM // 8 % c == 0]
-        cluster = max([c for c in clusters if _tiles(s, tile) * c <= _SMS * tile.resident], default=1)
+        cluster = 2 if 2 * _tiles(s, tile) <= _SMS * tile.resident else 1
         room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
         stages = max(
             n for n in range(1, _MOST_STAGES + 1) if _shared_bytes(tile, n, cluster, s["g"], dequantised) <= room
