@@ -17,7 +17,8 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 ORDER = (
     "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout",
     "spec", "emulator", "gpu", "runtime", "kernels", "audit", "convert", "verify", "harness", "sass", "dataflow",
-    "nsight", "bench", "counts", "demo", "doctor", "tiles", "plot", "figures", "report", "notebooks", "cli", "__main__",
+    "mainloop", "nsight", "bench", "counts", "demo", "doctor", "tiles", "plot", "ladder", "ladderplot", "figures",
+    "report", "notebooks", "cli", "__main__",
 )  # fmt: skip
 
 
