@@ -5,10 +5,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ptxlab import kernels, sass, sources, toolchain
+from ptxlab import kernels, mainloop, sass, sources, toolchain
+from ptxlab.bench.problem import sizes_at, variant
+from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
 from ptxlab.errors import FileError
 from ptxlab.files import write_text
 from ptxlab.sources import Source
+from ptxlab.spec import KernelSpec
 
 ARCH = "sm_90a"
 
@@ -23,7 +26,19 @@ def measure() -> dict[str, Any]:
     reports = [sass.report(s, ARCH, entry=name) for name in kernels.specs() for s in kernels.find(name)[1]]
     kept = ("alu_per_8", "opcodes_per_8", "pipes_per_8", "registers", "spill_stores", "spill_loads")
     counts = {r.name: {k: v for k, v in r.to_json().items() if k in kept} for r in reports}
-    return {"schema": 1, "arch": ARCH, "tools": toolchain.versions(), "counts": counts}
+    loops = {s.label: main_loops(spec, s) for spec in kernels.gemm.SPECS for s in kernels.find(spec.name)[1]}
+    return {"schema": 1, "arch": ARCH, "tools": toolchain.versions(), "counts": counts, "main_loops": loops}
+
+
+def main_loops(spec: KernelSpec, source: Source) -> dict[str, Any]:
+    """The main loop of a GEMM, JSON-ready by tokens, of the variants that run on the matrix that is taken apart."""
+    loops = {}
+    for M in DISSECTED_TOKENS:
+        defines = variant(spec, sizes_at(spec, DISSECTED, M))
+        code = sass.parse(toolchain.disassemble(toolchain.build(source, ARCH, defines=defines)))[spec.name]
+        found = mainloop.main_loop(code)
+        loops[str(M)] = found and found.to_json()
+    return loops
 
 
 def save() -> Path:

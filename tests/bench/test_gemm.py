@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ptxlab import quant
-from ptxlab.bench import gemm
+from ptxlab.bench import gemm, problem
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.gemm import SPECS
@@ -21,7 +21,7 @@ def test_rows_of_a_small_layer(name: str, emulated_gpu: pytest.MonkeyPatch) -> N
     emulated_gpu.setattr(gemm, "TOKENS", (3, 17))
     emulated_gpu.setattr(gemm.peers, "cublas", lambda N, K, tokens: {M: {"cublas_fp8": 8.0} for M in tokens})
     emulated_gpu.setattr(gemm, "measure_stream", lambda nbytes: 4.0)
-    rows = list(gemm.layer_rows(SMALL, gemm.steps_of([name]), lambda _: None))
+    rows = list(gemm.layer_rows(SMALL, problem.steps_of([name]), lambda _: None))
     assert [row.sizes["M"] for row in rows] == [3, 17]
     row = rows[1]
     assert (row.kernel, row.measure, row.sizes["N"], row.sizes["K"]) == (name, "gemm", 72, 256)
@@ -33,23 +33,23 @@ def test_rows_of_a_small_layer(name: str, emulated_gpu: pytest.MonkeyPatch) -> N
 
 
 def test_a_wrong_result_of_a_timed_launch_is_found(emulated_gpu: pytest.MonkeyPatch) -> None:
-    exact = gemm.scaled
+    exact = problem.scaled
 
     def one_off(*args: Any) -> np.ndarray:
         bits = exact(*args).view(np.uint16)
         bits[2, 71] += 1
         return bits.view(np.float16)
 
-    emulated_gpu.setattr(gemm, "scaled", one_off)
-    (step,) = gemm.steps_of([NAMES[0]])
-    logical = gemm.problem(step.spec, SMALL, 3)
+    emulated_gpu.setattr(problem, "scaled", one_off)
+    (step,) = problem.steps_of([NAMES[0]])
+    logical = problem.problem(step.spec, SMALL, 3)
     with pytest.raises(BenchmarkError, match="the timed launches gave wrong results at"):
-        gemm.point(step, gemm.sizes_at(step.spec, SMALL, 3), logical, step.spec.reference(**logical), 4.0, {})
+        gemm.point(step, problem.sizes_at(step.spec, SMALL, 3), logical, step.spec.reference(**logical), 4.0, {})
 
 
 def test_a_tiled_weight_repeats_its_block() -> None:
     block = quant.quantize_qoq(np.random.default_rng(0).standard_normal((24, 384), np.float32), group=128)
-    tiled = gemm.tiled(block, 40, 512)
+    tiled = problem.tiled(block, 40, 512)
     assert tiled.shape == (40, 512) and tiled.group == 128
     exact = block.exact_level1()
     assert (tiled.exact_level1() == np.block([[exact, exact], [exact, exact]])[:40, :512]).all()
@@ -58,20 +58,22 @@ def test_a_tiled_weight_repeats_its_block() -> None:
 
 def test_packed_bytes_are_those_of_the_weight_and_its_constants() -> None:
     spec = SPECS[0]
-    assert gemm.packed_bytes(spec, gemm.sizes_at(spec, LAYERS[1], 16)) == 4096 * 4096 // 2 + 2 * 4096 * 4096 // 128
+    assert (
+        problem.packed_bytes(spec, problem.sizes_at(spec, LAYERS[1], 16)) == 4096 * 4096 // 2 + 2 * 4096 * 4096 // 128
+    )
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
 def test_every_size_of_the_suite_obeys_the_rules(spec: Any) -> None:
     for layer in LAYERS:
         for M in TOKENS:
-            sizes = gemm.sizes_at(spec, layer, M)
+            sizes = problem.sizes_at(spec, layer, M)
             spec.check_sizes(sizes)
-            assert spec.launch({**sizes, **gemm.variant(spec, sizes)}).shared_bytes <= 227 << 10
+            assert spec.launch({**sizes, **problem.variant(spec, sizes)}).shared_bytes <= 227 << 10
 
 
 def test_blocks_are_no_multiple_of_a_tile() -> None:
-    assert gemm._BLOCK_ROWS % 16 and gemm._BLOCK_K // 128 % 2
+    assert problem.BLOCK_ROWS % 16 and problem.BLOCK_K // 128 % 2
 
 
 def test_layers() -> None:

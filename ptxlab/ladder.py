@@ -1,0 +1,205 @@
+"""The GEMM ladder as recorded: what each step gained, how near it is to the floor and to others, what limits it."""
+
+import csv
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+
+from ptxlab import bench, counts, kernels, sources
+from ptxlab.bench.limits import STALL
+from ptxlab.bench.peers import CUBLAS
+from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
+
+PREFIX = "gemm_w4a8_"
+QSERVE = "qserve_w4a8_g128"
+NOT_RECORDED = "Not recorded yet.\n"
+SAME = 0.05  # stored times stand as they are where cuBLAS took the same in both runs
+_SHOWN_TOKENS = (16, 64, 256)
+_REASONS = 3
+
+Place = tuple[int, int, int]  # N, K, M
+
+
+def recorded(gpu: str = "h200") -> Record | None:
+    """The record of the suite on that GPU, if there is one."""
+    path = sources.results_dir() / gpu / "gemm.json"
+    return bench.load(path) if path.is_file() else None
+
+
+def steps(rows: Iterable[Row]) -> list[str]:
+    """The kernels that were measured, in the order of the ladder."""
+    measured = {row.kernel for row in rows}
+    return [spec.name for spec in kernels.gemm.SPECS if spec.name in measured]
+
+
+def short(name: str) -> str:
+    """A kernel's name without what all have in common."""
+    return name.removeprefix(PREFIX)
+
+
+def place_of(row: Row) -> Place:
+    """Matrix and tokens."""
+    return row.sizes["N"], row.sizes["K"], row.sizes["M"]
+
+
+def layer_of(row: Row) -> Layer:
+    """The matrix by name."""
+    return next(layer for layer in LAYERS if place_of(row)[:2] == (layer.N, layer.K))
+
+
+def mean(values: Iterable[float]) -> float:
+    """Geometric mean; NaN of nothing."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def speed_over(rows: Sequence[Row], kernel: str, base: str, M: int) -> float:
+    """How much faster a step is than another at M tokens, over all matrices where both were measured."""
+    times = {place_of(row): row.time_us for row in rows if row.kernel == base and row.sizes["M"] == M}
+    return mean(times[p] / row.time_us for row in rows if row.kernel == kernel and (p := place_of(row)) in times)
+
+
+def fraction(rows: Sequence[Row], kernel: str, M: int) -> float:
+    """Of the floor, over all matrices."""
+    return mean(row.fraction for row in rows if row.kernel == kernel and row.sizes["M"] == M)
+
+
+@cache
+def stored_times(gpu: str = "h200") -> dict[Place, dict[str, float]]:
+    """Microseconds of other projects' kernels and of cuBLAS, as measured once on such a GPU; empty without the file."""
+    path = sources.results_dir() / gpu / "peers" / "gemm.csv"
+    times: dict[Place, dict[str, float]] = {}
+    if path.is_file():
+        for line in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
+            place = int(line["N"]), int(line["K"]), int(line["M"])
+            times.setdefault(place, {})[line["peer"]] = float(line["us_median"])
+    return times
+
+
+def stored_peers(row: Row, stored: dict[Place, dict[str, float]]) -> tuple[dict[str, float], float]:
+    """Stored times of other projects' kernels for the same work, as this run would have measured them.
+
+    Returns:
+        Microseconds by peer, and the factor by which they were scaled: what cuBLAS took in this run over what it took
+        then, or 1 where that is within 5%. Empty where cuBLAS was not measured in both.
+    """
+    then = stored.get(place_of(row), {})
+    ratios = [row.peers[ours] / then[theirs] for ours, theirs in CUBLAS.items() if ours in row.peers and theirs in then]
+    if not ratios:
+        return {}, 1.0
+    factor = mean(ratios)
+    factor = 1.0 if abs(factor - 1) <= SAME else factor
+    return {peer: us * factor for peer, us in then.items() if peer not in CUBLAS.values()}, factor
+
+
+def speed_over_peer(rows: Sequence[Row], kernel: str, peer: str, stored: dict[Place, dict[str, float]]) -> float:
+    """How much faster a step is than a peer, over all matrices and tokens where the peer's time is known."""
+    ratios = []
+    for row in rows:
+        times = {**row.peers, **stored_peers(row, stored)[0]}
+        if row.kernel == kernel and peer in times:
+            ratios.append(times[peer] / row.time_us)
+    return mean(ratios)
+
+
+def ladder_table(record: Record | None = None) -> str:
+    """Every step: what it shows, its main loop, how near to the floor, what it gained, and against whom."""
+    record = record or recorded()
+    if record is None:
+        return NOT_RECORDED
+    rows, stored = record.rows, stored_times(str(record.device["slug"]))
+    columns = ["step", "shows", "instructions per weight"]
+    columns += [f"of the floor, M = {M}" for M in _SHOWN_TOKENS]
+    columns += [f"over the step before, M = {M}" for M in DISSECTED_TOKENS] + ["over QServe g128", "over cuBLAS FP8"]
+    before, lines = "", []
+    for name in steps(rows):
+        gained = [speed_over(rows, name, before, M) if before else math.nan for M in DISSECTED_TOKENS]
+        others = [speed_over_peer(rows, name, peer, stored) for peer in (QSERVE, "cublas_fp8")]
+        lines.append(
+            [f"`{short(name)}`", kernels.specs()[name].summary, _per_weight(name)]
+            + [_number(fraction(rows, name, M), "{:.2f}") for M in _SHOWN_TOKENS]
+            + [_number(value, "{:.2f}x") for value in [*gained, *others]]
+        )
+        before = name
+    return f"{markdown(columns, lines, left=2)}\n{_origin(record)}\n"
+
+
+def loop_table() -> str:
+    """The main loop of every step in machine code, per weight, at few and at many tokens."""
+    columns = ["step", "M", "weights", "all", "ALU", "FMA", "shared and global", "tensor", "beside, per iteration"]
+    lines = []
+    for label, by_tokens in counts.load()["main_loops"].items():
+        for M, loop in by_tokens.items():
+            weights, pipes = loop["weights"], loop["pipes"]
+            per_weight = [sum(pipes.values()), pipes.get("alu", 0), pipes.get("fma", 0) + pipes.get("fmaheavy", 0)]
+            per_weight += [pipes.get("lsu", 0), pipes.get("tensor", 0)]
+            numbers = [f"{count / weights:.2f}" for count in per_weight]
+            lines.append([f"`{short(label)}`", M, str(weights), *numbers, str(loop["beside"])])
+    return markdown(columns, lines)
+
+
+def limits_table(record: Record | None = None) -> str:
+    """What ncu counted of every step on the matrix that is taken apart."""
+    record = record or recorded()
+    counted = [row for row in record.rows if "tensor_pct" in row.more] if record else []
+    if not counted:
+        return NOT_RECORDED
+    units = ("tensor", "issue", "alu", "fma", "lsu", "dram", "l2")
+    columns = ["step", "M", "µs", "registers", "SM MHz", "executed per weight", *(f"{u} %" for u in units)]
+    columns += ["warps wait for (per issue)"]
+    lines = []
+    for row in sorted(counted, key=lambda row: (steps(counted).index(row.kernel), row.sizes["M"])):
+        more = row.more
+        executed = 32 * more["warp_instructions"] / (row.sizes["N"] * row.sizes["K"])
+        stalls = {name.removeprefix(STALL): value for name, value in more.items() if name.startswith(STALL)}
+        worst = sorted(stalls, key=lambda name: -stalls[name])[:_REASONS]
+        lines.append(
+            [f"`{short(row.kernel)}`", str(row.sizes["M"]), f"{more['ncu_ns'] / 1e3:.1f}", f"{more['registers']:.0f}"]
+            + [f"{1e3 * more['ncu_cycles'] / more['ncu_ns']:.0f}", f"{executed:.2f}"]
+            + [f"{more[f'{unit}_pct']:.0f}" for unit in units]
+            + [", ".join(f"{name.replace('_', ' ')} {stalls[name]:.1f}" for name in worst)]
+        )
+    return markdown(columns, lines) + f"\n{DISSECTED}: {DISSECTED.N} x {DISSECTED.K}, counted by ncu, caches cold.\n"
+
+
+def markdown(columns: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table; the first `left` columns are text, the others numbers."""
+    rule = ["---" if n < left else "---:" for n in range(len(columns))]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, rule, *lines))
+
+
+def _per_weight(name: str) -> str:
+    label = kernels.find(name)[1][0].label
+    loops = counts.load()["main_loops"].get(label, {})
+    return " / ".join(f"{sum(loop['pipes'].values()) / loop['weights']:.1f}" for loop in loops.values() if loop)
+
+
+def _number(value: float, form: str) -> str:
+    return "" if math.isnan(value) else form.format(value)
+
+
+def _origin(record: Record) -> str:
+    """Where the figures come from and what they are means of."""
+    rows, stored = record.rows, stored_times(str(record.device["slug"]))
+    matrices = len({place_of(row)[:2] for row in rows})
+    factors = {place_of(row): stored_peers(row, stored) for row in rows}
+    scaled = [factor for times, factor in factors.values() if times and factor != 1.0]
+    known = sum(bool(times) for times, _ in factors.values())
+    text = (
+        f"Geometric means over {matrices} matrices (over QServe and cuBLAS: also over M = {', '.join(map(str, TOKENS))});"
+        f" instructions per weight: those of every iteration of the main loop, M = {DISSECTED_TOKENS[0]} /"
+        f" {DISSECTED_TOKENS[1]}. Measured on one {record.device['name']}: `ptxlab bench gemm`, {record.date[:10]},"
+        f" commit {record.commit[:10]}; cuBLAS in the same run. QServe's times were measured before, on an H200 too"
+    )
+    if scaled:
+        text += (
+            f"; at {len(scaled)} of {known} points cuBLAS differed by more than {SAME:.0%} between the two runs, and they"
+            f" are scaled by its ratio, {min(scaled):.2f} to {max(scaled):.2f}"
+        )
+    elif known:
+        text += f", cuBLAS taking the same within {SAME:.0%} in both runs"
+    return text + "."
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"ladder": ladder_table, "limits": limits_table}

@@ -1,0 +1,153 @@
+"""The main loop of a GEMM in machine code: which instructions it takes to dequantise and multiply, per weight."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ptxlab.sass import SassInstruction
+
+_NIBBLES = "0xf0f0f0f"  # every unpacking of eight 4-bit weights masks twice with it
+_WEIGHTS_PER_MASK = 4
+
+Blocks = list[list[SassInstruction]]
+
+
+@dataclass(frozen=True)
+class MainLoop:
+    """One iteration of the innermost loop that unpacks 4-bit weights, as one thread executes it.
+
+    Attributes:
+        weights: that the thread unpacks.
+        opcodes: instructions that every iteration executes once, by opcode with modifiers.
+        pipes: the same by pipe.
+        beside: instructions in the loop that not every iteration executes, or not once: branches, loops within.
+    """
+
+    weights: int
+    opcodes: dict[str, int]
+    pipes: dict[str, int]
+    beside: int
+
+    @property
+    def per_weight(self) -> float:
+        """Instructions of one thread per weight, those of every iteration."""
+        return sum(self.pipes.values()) / self.weights
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON-ready values."""
+        return asdict(self)
+
+
+def main_loop(instructions: Sequence[SassInstruction]) -> MainLoop | None:
+    """Find it in one entry; None where no loop unpacks weights in every iteration."""
+    blocks = basic_blocks(instructions)
+    found = [loop for loop in natural_loops(blocks) if any(map(_unpacks, _instructions(blocks, loop.body)))]
+    if not found:
+        return None
+    loop = min(found, key=lambda loop: len(loop.body))
+    once = _instructions(blocks, loop.always)
+    weights = _WEIGHTS_PER_MASK * sum(map(_unpacks, once))
+    if not weights:
+        return None
+    return MainLoop(
+        weights=weights,
+        opcodes=dict(Counter(i.name for i in once).most_common()),
+        pipes=dict(Counter(i.pipe for i in once).most_common()),
+        beside=len(_instructions(blocks, loop.body)) - len(once),
+    )
+
+
+def _unpacks(instruction: SassInstruction) -> bool:
+    return instruction.opcode == "LOP3" and _NIBBLES in instruction.operands
+
+
+def _instructions(blocks: Blocks, chosen: frozenset[int]) -> list[SassInstruction]:
+    return [instruction for index in sorted(chosen) for instruction in blocks[index]]
+
+
+def basic_blocks(instructions: Sequence[SassInstruction]) -> Blocks:
+    """Cut where branches go and after every instruction that may not fall through."""
+    starts = {target for i in instructions if (target := _target(i)) is not None}
+    blocks: Blocks = [[]]
+    for instruction in instructions:
+        if blocks[-1] and (instruction.address in starts or _ends(blocks[-1][-1])):
+            blocks.append([])
+        blocks[-1].append(instruction)
+    return blocks
+
+
+def _ends(instruction: SassInstruction) -> bool:
+    return instruction.opcode in ("BRA", "EXIT", "RET")
+
+
+def _target(instruction: SassInstruction) -> int | None:
+    return int(instruction.operands[-1], 16) if instruction.opcode == "BRA" else None
+
+
+def _successors(blocks: Blocks) -> list[list[int]]:
+    at = {block[0].address: index for index, block in enumerate(blocks)}
+    found = []
+    for index, block in enumerate(blocks):
+        last = block[-1]
+        target = _target(last)
+        # BRA.DIV and its like branch on a condition that is no guard.
+        surely = _ends(last) and not last.guard and len(last.operands) < 2 and not last.modifiers
+        onward = [] if surely or index + 1 == len(blocks) else [index + 1]
+        found.append(onward + ([at[target]] if target in at else []))
+    return found
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A natural loop: its blocks, and those of them that every iteration executes exactly once."""
+
+    body: frozenset[int]
+    always: frozenset[int]
+
+
+def natural_loops(blocks: Blocks) -> list[Loop]:
+    """Every header with all that leads back to it, the loops within as part of it."""
+    successors = _successors(blocks)
+    dominators = _dominators(successors)
+    latches: dict[int, list[int]] = {}
+    for index, onward in enumerate(successors):
+        for header in onward:
+            if header in dominators[index]:
+                latches.setdefault(header, []).append(index)
+    bodies = {header: _body(header, ends, successors) for header, ends in latches.items()}
+    loops = []
+    for header, body in bodies.items():
+        within = frozenset().union(*(b for h, b in bodies.items() if h != header and h in body and b < body))
+        always = body.intersection(*(dominators[latch] for latch in latches[header])) - within
+        loops.append(Loop(body, always))
+    return loops
+
+
+def _dominators(successors: list[list[int]]) -> list[frozenset[int]]:
+    """For every block, the blocks on every way from the entry to it; nothing for one that is not reached."""
+    everything = frozenset(range(len(successors)))
+    predecessors: list[list[int]] = [[] for _ in successors]
+    for index, onward in enumerate(successors):
+        for following in onward:
+            predecessors[following].append(index)
+    found = [frozenset({0}), *[everything] * (len(successors) - 1)]
+    changed = True
+    while changed:
+        changed = False
+        for index in range(1, len(successors)):
+            ways = [found[p] for p in predecessors[index]]
+            dominating = (ways[0].intersection(*ways[1:]) if ways else frozenset()) | {index}
+            changed |= dominating != found[index]
+            found[index] = dominating
+    return found
+
+
+def _body(header: int, latches: list[int], successors: list[list[int]]) -> frozenset[int]:
+    body, pending = {header}, list(latches)
+    while pending:
+        index = pending.pop()
+        if index not in body:
+            body.add(index)
+            pending += [p for p, onward in enumerate(successors) if index in onward]
+    return frozenset(body)
