@@ -22,8 +22,8 @@ NAMES = [name for name in kernels.specs() if name.startswith("gemm_")]
 # Rounds of the ring enough to use every stage again, ending in its first stage or not, and fewer than it has stages; in
 # tiles as small as the kernel takes.
 PROBLEMS = tuple({"M": 9, "N": 40, "K": K, "g": 128} for K in (640, 896, 128))
-TILES: Mapping[str, Mapping[str, int]] = {
-    "gemm_w4a8_qoq_sm80": {"BN": 32, "BM": 8, "BK": 128, "WN": 1, "WM": 1, "WK": 2, "STAGES": 3},
+TILES: Mapping[str, Mapping[str, int]] = {  # by architecture or by name
+    "sm80": {"BN": 32, "BM": 8, "BK": 128, "WN": 1, "WM": 1, "WK": 2, "STAGES": 3},
 }
 SYNCHRONISING = re.compile(
     r"(bar|barrier)\.(cta\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
@@ -31,7 +31,7 @@ SYNCHRONISING = re.compile(
 )
 
 # (what survives, why nothing can tell): regular expressions over "kernel: opcode".
-SURVIVORS = ((r"gemm_w4a8_qoq_sm80:.*wait_group 0", "the groups that the loop has not waited for are empty"),)
+SURVIVORS = ((r"_sm80:.*cp\.async\.wait_group 0", "the groups that the loop has not waited for are empty"),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ def original(name: str) -> tuple[emulator.Module, dict[str, int]]:
     """The kernel's PTX, parsed, and the constants that it was compiled with."""
     spec, (source, *_) = kernels.find(name)
     sizes = {symbol: PROBLEMS[0][symbol] for symbol in spec.example_sizes[0]}
-    config = {**spec.config_for(sizes), **TILES.get(name, {})}
+    config = {**spec.config_for(sizes), **TILES.get(name.rpartition("_")[2], {}), **TILES.get(name, {})}
     text = toolchain.compile_cuda(source, spec.arch, output="ptx", defines=config).data.decode()
     return emulator.parse(text, f"PTX of {source.path}", source.path), config
 
