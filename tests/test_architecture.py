@@ -17,8 +17,8 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 ORDER = (
     "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout",
     "spec", "emulator", "gpu", "arguments", "runtime", "kernels", "audit", "convert", "verify", "harness", "sass",
-    "dataflow", "nsight", "bench", "counts", "demo", "doctor", "tiles", "plot", "figures", "showcase", "report",
-    "notebooks", "cli", "__main__",
+    "dataflow", "nsight", "sanitizer", "bench", "counts", "demo", "doctor", "tiles", "plot", "figures", "showcase",
+    "report", "notebooks", "cli", "__main__",
 )  # fmt: skip
 
 
