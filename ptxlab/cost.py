@@ -17,6 +17,9 @@ class DeviceSheet:
         read_tbps: streaming reads of device memory.
         copy_tbps: device-to-device copy, bytes read plus bytes written.
         int8_tops: integer `wgmma`, operands resident.
+        stream_tbps: weights into shared memory by bulk copies, beyond `stream_start_us`.
+        stream_start_us: what such a launch takes in a graph before and after its bytes.
+        mma_start_us: what a launch takes that has to load, multiply and store.
     """
 
     name: str
@@ -26,6 +29,17 @@ class DeviceSheet:
     read_tbps: float
     copy_tbps: float
     int8_tops: float
+    stream_tbps: float
+    stream_start_us: float
+    mma_start_us: float
+
+    def stream_us(self, nbytes: float) -> float:
+        """Microseconds that weights take into shared memory, replayed in a CUDA graph, never from the L2."""
+        return self.stream_start_us + nbytes / self.stream_tbps / 1e6
+
+    def int8_us(self, operations: float) -> float:
+        """Microseconds that a GEMM takes if only its INT8 multiplications count."""
+        return self.mma_start_us + operations / self.int8_tops / 1e6
 
 
 SHEETS = {
@@ -37,6 +51,9 @@ SHEETS = {
         read_tbps=4.65,
         copy_tbps=4.26,
         int8_tops=1920.0,
+        stream_tbps=4.5,
+        stream_start_us=1.95,
+        mma_start_us=2.0,
     ),
 }
 
@@ -46,3 +63,11 @@ def sheet(name: str) -> DeviceSheet:
     if name not in SHEETS:
         raise ArgumentError("device", f"a GPU with a sheet: {', '.join(SHEETS)}", name)
     return SHEETS[name]
+
+
+def gemm_floor(stream_us: float, operations: float, device: str) -> tuple[float, str]:
+    """The least microseconds of a W4A8 GEMM and what sets them, from its stream floor and the device's sheet."""
+    floors = [(stream_us, "stream")]
+    if device in SHEETS:
+        floors.append((SHEETS[device].int8_us(operations), "int8"))
+    return max(floors)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, toolchain
-from ptxlab.arguments import accept, dim3, shared_array
+from ptxlab.arguments import accept, check_variant, dim3, on_device, shared_array, variant
+from ptxlab.dtypes import dtype_in, storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.sources import Source, cuda_entries
 from ptxlab.spec import KernelSpec, Launch
@@ -84,7 +85,7 @@ class Kernel:
         seed: int = 0,
         count_banks: bool = False,
     ) -> emulator.Result | None:
-        """Launch with arguments in order (arrays and NumPy scalars); arrays are written in place.
+        """Launch with arguments in order (arrays, tensor maps over arrays, NumPy scalars); arrays are written in place.
 
         `uninitialised` and `written` are positions: of arrays whose contents count as never written, and of the NumPy
         arrays that the GPU has to give back (None: all).
@@ -122,7 +123,9 @@ class Kernel:
         seed: int = 0,
         count_banks: bool = False,
     ) -> Outcome:
-        """Launch on arrays (of any library) and NumPy scalars in the order of the parameters, written in place.
+        """Launch on arrays (of any library), tensor maps and NumPy scalars in the order of the parameters.
+
+        Arrays are written in place.
 
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
@@ -132,8 +135,7 @@ class Kernel:
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
         geometry = Launch(dim3("grid", grid), dim3("block", block), shared_bytes, dim3("cluster", cluster))
         shared = [shared_array(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
-        on_device = any(gpu.is_device_array(a) for a in shared)
-        backend = choose_backend(backend, self, geometry, on_device=on_device, checks=checks)
+        backend = choose_backend(backend, self, geometry, on_device=any(map(on_device, shared)), checks=checks)
         result = self.launch(
             shared, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
         )
@@ -200,13 +202,14 @@ def run_spec(
     Args:
         spec: the kernel.
         source: which of its sources.
-        inputs: arrays by argument name: NumPy, CuPy, or anything with DLPack.
+        inputs: arrays by argument name: NumPy, CuPy, or anything with DLPack. NumPy and CuPy have no bfloat16: their
+            arrays hold its bits as uint16.
         sizes: sizes that no shape tells.
         out: arrays to write into, by argument name; by default they are allocated.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
         checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
         unchecked: admit values that break the value rules (to look at overflow).
-        config: `-D` constants; by default those that the spec chooses for the sizes.
+        config: `-D` constants; by default those that the spec chooses for the sizes, dtypes as the arrays have them.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
         count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
@@ -215,22 +218,23 @@ def run_spec(
     for name in inputs:
         if name not in expected:
             raise ArgumentError(f"{spec.name}: arguments", f"{', '.join(sorted(expected))}", name)
-    if missing := sorted(expected - set(inputs)):
+    if missing := sorted(a.name for a in spec.inputs if a.name not in inputs and not a.optional):
         raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
     arrays = {n: accept(spec, spec.arg(n), a) for n, a in {**inputs, **(out or {})}.items()}
     solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
-    on_device = any(gpu.is_device_array(a) for a in arrays.values())
-    on_host = {n: arrays[n] for n in expected if not gpu.is_device_array(arrays[n])}
-    if not unchecked and len(on_host) == len(expected):
-        spec.check_values(on_host, solved)
+    any_on_device = any(map(on_device, arrays.values()))
+    if not unchecked and not any(on_device(arrays[n]) for n in inputs):
+        spec.check_values({n: arrays[n] for n in inputs}, solved)
 
-    kernel = Kernel.of(spec, source, config or spec.config_for(solved))
+    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays))
+    check_variant(spec, kernel.defines, arrays)
     launch = spec.launch({**solved, **kernel.defines})
-    backend = choose_backend(backend, kernel, launch, on_device=on_device, checks=checks)
+    backend = choose_backend(backend, kernel, launch, on_device=any_on_device, checks=checks)
     for arg in spec.args:
         if arg.role in ("out", "scratch") and arg.name not in arrays:
-            arrays[arg.name] = (gpu.empty if on_device else np.empty)(arg.resolve(solved), np.dtype(arg.dtype))
-    args = [arrays[a.name] if a.shape else spec.scalar(a, solved) for a in spec.args]
+            dtype = storage(dtype_in(arg.dtype, kernel.defines))
+            arrays[arg.name] = (gpu.empty if any_on_device else np.empty)(arg.resolve(solved), dtype)
+    args = spec.arguments(arrays, {**solved, **kernel.defines})
     result = kernel.launch(
         args,
         launch,
@@ -242,8 +246,10 @@ def run_spec(
         seed=seed,
         count_banks=count_banks,
     )
-    like = next(iter(inputs.values()))
-    return _outcome(backend, {a.name: gpu.like(arrays[a.name], like) for a in spec.outputs}, result)
+    like, given = next(iter(inputs.values())), out or {}
+    dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}
+    made = {n: given[n] if n in given else gpu.like(arrays[n], like, dtype) for n, dtype in dtypes.items()}
+    return _outcome(backend, made, result)
 
 
 def choose_backend(

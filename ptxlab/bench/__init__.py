@@ -6,7 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import dequant, emulation, loads
+from ptxlab.bench import dequant, emulation, gemm, loads, stream
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, save
 from ptxlab.errors import ArgumentError
@@ -27,14 +27,14 @@ __all__ = [
     "shortfall",
 ]
 
-SUITES: dict[str, Any] = {"dequant": dequant.rows, "load": loads.rows}
+SUITES: dict[str, Any] = {"dequant": dequant.rows, "load": loads.rows, "gemm": gemm.rows}
 
 
 def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> Record:
     """Measure a suite, or one kernel of it, on the current GPU (the suite `emulator`: on the CPU).
 
     Args:
-        suite: `"dequant"`, `"emulator"`, or a kernel's name.
+        suite: `"dequant"`, `"load"`, `"gemm"`, `"emulator"`, or a kernel's name.
         progress: called with what is measured next.
 
     Returns:
@@ -69,7 +69,7 @@ def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> R
         versions=_versions(info),
         ceilings=ceilings.to_json(),
         rows=rows,
-        invalid=shortfall(ceilings, info.slug),
+        invalid=shortfall(ceilings, info.slug) or stream.shortfall(rows, info.slug),
     )
 
 

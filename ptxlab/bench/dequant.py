@@ -7,6 +7,7 @@ import numpy as np
 from ptxlab import emulator, gpu, harness, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
+from ptxlab.bench.rows import row_of
 from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.dequant import SPECS
@@ -52,7 +53,7 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
             arrays[arg.name] = gpu.empty(arg.resolve(sizes), arg.dtype)
             gpu.fill_bytes(arrays[arg.name], _POISON)
             outputs.append(arrays[arg.name])
-        args = [arrays[a.name] if a.shape else spec.scalar(a, sizes) for a in spec.args]
+        args = spec.arguments(arrays, sizes)
         calls.append(gpu.prepare(kernel, args, spec.launch(sizes)))
     measured = measure(calls)
 
@@ -61,25 +62,15 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
         got = gpu.to_host(output).view(np.uint8).reshape(repeats, *expected.shape)
         if not all((part == expected).all() for part in got):
             raise BenchmarkError(f"{source.label}: the timed launches gave wrong results")
-    floor = nbytes / ceilings.copy_tbps / 1e6
-    weights = sizes["R"] * sizes["K"]
-    return Row(
-        kernel=spec.name,
-        source=source.language,
-        measure="streaming",
-        sizes=sizes,
-        time_us=measured.us,
-        fastest_us=measured.fastest,
-        slowest_us=measured.slowest,
-        rate=nbytes / measured.us / 1e3,
-        rate_unit="GB/s",
-        bytes=nbytes,
+    return row_of(
+        spec,
+        source,
+        "streaming",
+        sizes,
+        measured,
+        floor=(nbytes / ceilings.copy_tbps / 1e6, "copy"),
+        checked=f"all {sizes['R'] * sizes['K']} weights equal to the reference",
         operations=int(evaluate(spec.operations, sizes)),
-        floor_us=floor,
-        fraction=floor / measured.us,
-        limit="copy",
-        sm_mhz=measured.sm_mhz,
-        checked=f"all {weights} weights equal to the reference",
         config=dict(spec.configs[0]),
         more={"registers": kernel.registers},
     )
@@ -109,24 +100,16 @@ def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> 
     measured = measure([gpu.prepare(kernel, [*arrays, np.uint32(iterations)], geometry)])
     weights = 8 * words.size * iterations
     counts = sass.per_8(source, info.arch) or {}
-    floor = iterations * clocks_per_round / measured.sm_mhz
-    return Row(
-        kernel=spec.name,
-        source=source.language,
-        measure="registers",
-        sizes={},
-        time_us=measured.us,
-        fastest_us=measured.fastest,
-        slowest_us=measured.slowest,
-        rate=weights / (measured.us * measured.sm_mhz * info.sms),
-        rate_unit="w/clk/SM",
-        bytes=0,
-        operations=0,
-        floor_us=floor,
-        fraction=floor / measured.us,
-        limit=pipe,
-        sm_mhz=measured.sm_mhz,
+    return row_of(
+        spec,
+        source,
+        "registers",
+        {},
+        measured,
+        floor=(iterations * clocks_per_round / measured.sm_mhz, pipe),
         checked=f"{_CHECKED_THREADS} threads, {_CHECKED_ITERATIONS} rounds equal to the emulator",
+        nbytes=0,
+        rate=(weights / (measured.us * measured.sm_mhz * info.sms), "w/clk/SM"),
         more={
             "limit_with_harness": 8 * harness.LOOP_WORDS / per_lane,
             "limit_of_word": 8 / sass.pipe_limit(sass.by_pipe(counts))[0],

@@ -7,6 +7,8 @@ import numpy as np
 
 from ptxlab import emulator
 from ptxlab.bench.record import Row
+from ptxlab.bench.rows import row_of
+from ptxlab.bench.timing import Measured
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.dequant import SPECS
 from ptxlab.sources import of_kernel
@@ -35,9 +37,9 @@ def measure(spec: KernelSpec, lanes: int, checks: tuple[str, ...]) -> Row:
     packed, launch = spec.pack(logical), spec.launch(sizes)
     seconds = []
     for _ in range(_REPEATS):
-        out = np.empty(spec.arg("out").resolve(sizes), spec.arg("out").dtype)
+        out = np.empty(spec.arg("out").resolve(sizes), str(spec.arg("out").dtype))
         arrays = {**packed, "out": out}
-        args = [arrays[a.name] if a.shape else spec.scalar(a, sizes) for a in spec.args]
+        args = spec.arguments(arrays, sizes)
         start = perf_counter()
         module = emulator.parse(source.text, source.path)
         result = emulator.run(module, spec.name, args, grid=launch.grid, block=launch.block, checks=checks)
@@ -46,21 +48,14 @@ def measure(spec: KernelSpec, lanes: int, checks: tuple[str, ...]) -> Row:
             raise BenchmarkError(f"{source.label}: the timed run gave wrong results")
     seconds.sort()
     median = seconds[_REPEATS // 2]
-    return Row(
-        kernel=spec.name,
-        source=source.language,
-        measure="emulator" + "".join(f" +{check}" for check in checks),
-        sizes={**sizes, "lanes": lanes},
-        time_us=median * 1e6,
-        fastest_us=seconds[0] * 1e6,
-        slowest_us=seconds[-1] * 1e6,
-        rate=result.lane_instructions / median / 1e6,
-        rate_unit="Mlane/s",
-        bytes=spec.bytes_moved(sizes),
-        operations=0,
-        floor_us=result.lane_instructions / WANTED * 1e6,
-        fraction=result.lane_instructions / WANTED / median,
-        limit="wanted",
-        sm_mhz=0.0,
+    return row_of(
+        spec,
+        source,
+        "emulator" + "".join(f" +{check}" for check in checks),
+        {**sizes, "lanes": lanes},
+        Measured(median * 1e6, seconds[0] * 1e6, seconds[-1] * 1e6, sm_mhz=0.0),
+        floor=(result.lane_instructions / WANTED * 1e6, "wanted"),
         checked="every weight equal to the reference, every run",
+        nbytes=spec.bytes_moved(sizes),
+        rate=(result.lane_instructions / median / 1e6, "Mlane/s"),
     )

@@ -11,6 +11,7 @@ import numpy as np
 from ptxlab import dataflow, gpu, harness, nsight, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
+from ptxlab.bench.rows import row_of
 from ptxlab.bench.timing import Measured, copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError, UnavailableError
 from ptxlab.files import save_arrays
@@ -33,6 +34,7 @@ _COUNTERS = {
     "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
 }
 _POISON = 0xA5
+_CHECKED = "every result equal to the reference"
 
 
 def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -50,9 +52,10 @@ def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) 
 
 def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
     """Tiles from device memory to fragments in device memory."""
-    sizes, floor_tbps = {"T": TILES}, ceilings.copy_tbps
+    sizes = {"T": TILES}
     measured = _timed(spec, source, sizes, {"T": _DISTINCT})
-    return _row(spec, source, "streaming", sizes, measured, spec.bytes_moved(sizes) / floor_tbps / 1e6, "copy")
+    floor = spec.bytes_moved(sizes) / ceilings.copy_tbps / 1e6, "copy"
+    return row_of(spec, source, "streaming", sizes, measured, floor=floor, checked=_CHECKED)
 
 
 def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
@@ -60,7 +63,8 @@ def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
     blocks = gpu.device_info().sms * _BLOCKS_PER_SM["ring"]
     sizes = {"P": STAGES, "B": blocks}
     measured = _timed(spec, source, sizes, {"P": _DISTINCT, "B": blocks})
-    return _row(spec, source, "streaming", sizes, measured, spec.bytes_moved(sizes) / ceilings.read_tbps / 1e6, "read")
+    floor = spec.bytes_moved(sizes) / ceilings.read_tbps / 1e6, "read"
+    return row_of(spec, source, "streaming", sizes, measured, floor=floor, checked=_CHECKED)
 
 
 def resident(spec: KernelSpec, source: Source) -> Row:
@@ -81,17 +85,26 @@ def resident(spec: KernelSpec, source: Source) -> Row:
     _require_equal(spec, source, gpu.to_host(out), spec.reference(**logical))
     weights = sizes["T"] * TILE * TILE * _REPEATS
     useful = spec.inputs[0].nbytes(sizes) * _REPEATS
-    floor = useful / (_SHARED_BYTES_PER_CLOCK * info.sms * measured.sm_mhz)
-    more = {
-        "loads_per_32": cost.loads,
-        "address_per_32": cost.address,
-        "unpack_per_32": cost.unpack,
-        "shared_gbps": useful / measured.us / 1e3,
-        "weights_per_clock_and_sm": weights / (measured.us * measured.sm_mhz * info.sms),
-        **_bank_figures(spec, source),
-    }
-    row = _row(spec, source, "resident", sizes, measured, floor, "128 B/clock/SM", bytes_moved=useful)
-    return Row(**{**vars(row), "more": more, "rate": more["weights_per_clock_and_sm"], "rate_unit": "w/clk/SM"})
+    per_clock = weights / (measured.us * measured.sm_mhz * info.sms)
+    return row_of(
+        spec,
+        source,
+        "resident",
+        sizes,
+        measured,
+        floor=(useful / (_SHARED_BYTES_PER_CLOCK * info.sms * measured.sm_mhz), "128 B/clock/SM"),
+        checked=_CHECKED,
+        nbytes=useful,
+        rate=(per_clock, "w/clk/SM"),
+        more={
+            "loads_per_32": cost.loads,
+            "address_per_32": cost.address,
+            "unpack_per_32": cost.unpack,
+            "shared_gbps": useful / measured.us / 1e3,
+            "weights_per_clock_and_sm": per_clock,
+            **_bank_figures(spec, source),
+        },
+    )
 
 
 def modelled_banks(spec: KernelSpec, source: Source) -> dict[str, float]:
@@ -158,34 +171,3 @@ def _expected(spec: KernelSpec, logical: Arrays, sizes: dict[str, int], distinct
 def _require_equal(spec: KernelSpec, source: Source, got: np.ndarray, expected: np.ndarray) -> None:
     if not (got.reshape(-1, *expected.shape) == expected).all():
         raise BenchmarkError(f"{source.label}: the timed launches gave wrong results")
-
-
-def _row(
-    spec: KernelSpec,
-    source: Source,
-    what: str,
-    sizes: dict[str, int],
-    measured: Measured,
-    floor: float,
-    limit: str,
-    bytes_moved: int | None = None,
-) -> Row:
-    nbytes = spec.bytes_moved(sizes) if bytes_moved is None else bytes_moved
-    return Row(
-        kernel=spec.name,
-        source=source.language,
-        measure=what,
-        sizes=sizes,
-        time_us=measured.us,
-        fastest_us=measured.fastest,
-        slowest_us=measured.slowest,
-        rate=nbytes / measured.us / 1e3,
-        rate_unit="GB/s",
-        bytes=nbytes,
-        operations=0,
-        floor_us=floor,
-        fraction=floor / measured.us,
-        limit=limit,
-        sm_mhz=measured.sm_mhz,
-        checked="every result equal to the reference",
-    )

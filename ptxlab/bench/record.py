@@ -39,6 +39,9 @@ class Row:
         checked: how the results of the timed kernel were checked.
         peers: time of other libraries for the same work in the same run, microseconds by name.
         more: further figures of this measure.
+        activations: order in memory of the activations of a GEMM.
+        variant: `-D` constants that the spec chose for these sizes. Unlike `config`, which was asked for, they do not
+            tell one measurement from another: what is compared is what the user gets.
     """
 
     kernel: str
@@ -60,6 +63,8 @@ class Row:
     config: dict[str, int] = field(default_factory=dict)
     peers: dict[str, float] = field(default_factory=dict)
     more: dict[str, float] = field(default_factory=dict)
+    activations: str = ""
+    variant: dict[str, int] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[object, ...]:

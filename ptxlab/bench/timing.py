@@ -19,7 +19,7 @@ _GRAPH_US = 2000.0  # one replay lasts about this long, so that its launch does 
 
 @dataclass(frozen=True)
 class Measured:
-    """Microseconds per call over `REPLAYS` replays, and the median SM clock meanwhile in MHz."""
+    """Microseconds per call over the replays, and the median SM clock meanwhile in MHz."""
 
     us: float
     fastest: float
@@ -32,18 +32,25 @@ def copies_beyond_l2(nbytes: int) -> int:
     return max(1, math.ceil(BEYOND_L2 / nbytes))
 
 
-def measure(calls: Sequence[Callable[[], None]]) -> Measured:
+def measure(
+    calls: Sequence[Callable[[], None]],
+    *,
+    replays: int = REPLAYS,
+    capture: Callable[[Sequence[Callable[[], None]]], gpu.Graph] = gpu.capture,
+) -> Measured:
     """Time calls that enqueue device work (`gpu.prepare`), one after the other, again and again.
 
     Args:
         calls: one round: the same kernel over rotating buffers.
+        replays: how many to take the median of.
+        capture: makes a graph of calls; another one for the calls of another library.
     """
-    probe = gpu.capture(calls).time(replays=3)
+    probe = capture(calls).time(replays=3)
     rounds = max(1, math.ceil(_GRAPH_US / (probe.median * len(calls))))
-    graph = gpu.capture([*calls] * rounds)
+    graph = capture([*calls] * rounds)
     clock = _Clock()
     graph.run(clock.start)
-    timing = graph.time(replays=REPLAYS)
+    timing = graph.time(replays=replays)
     graph.run(clock.stop)
     graph.synchronize()
     return Measured(timing.median, timing.fastest, timing.slowest, clock.mhz())

@@ -95,7 +95,7 @@ def _report(target: str, arch: str) -> sass_tools.Report:
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(help="A suite (dequant, emulator), or one kernel of it.")],
+    suite: Annotated[str, typer.Argument(help="A suite (dequant, load, gemm, emulator), or one kernel of it.")],
     against: Annotated[Path | None, typer.Option(help="A record to compare with: fails if a row got slower.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where to write the record; by default notebooks/results/<gpu>/.")

@@ -65,13 +65,15 @@ def show(
             {
                 "name": spec.name,
                 "summary": spec.summary,
-                "args": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape), "role": a.role} for a in spec.args],
+                "args": [
+                    {"name": a.name, "dtype": str(a.dtype), "shape": list(a.shape), "role": a.role} for a in spec.args
+                ],
                 "rules": [*spec.rules, *spec.value_rules],
                 "sources": {s.label: s.text for s in sources},
             }
         )
     console.print(f"[bold]{spec.name}[/]  {escape(spec.summary)}")
-    cells = [(a.name, a.dtype, _shape(a), a.role) for a in spec.args]
+    cells = [(a.name, str(a.dtype), _shape(a), a.role) for a in spec.args]
     console.print(table("Arguments, in launch order", ("name", "dtype", "shape", "role"), cells))
     for rule in (*spec.rules, *spec.value_rules):
         console.print(f"  rule  {escape(rule)}", highlight=False)

@@ -18,7 +18,7 @@ from ptxlab.gpu.arrays import (
     without_pool,
 )
 from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
-from ptxlab.gpu.graph import Graph, Timing, capture, time_calls
+from ptxlab.gpu.graph import Graph, Timing, adopt, capture, time_calls
 from ptxlab.gpu.launch import launch, prepare
 from ptxlab.gpu.module import GpuKernel, load, load_image
 
@@ -27,6 +27,7 @@ __all__ = [
     "GpuKernel",
     "Graph",
     "Timing",
+    "adopt",
     "as_array",
     "available",
     "caller_stream",

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ptxlab.gpu.arrays import borrow_stream
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -100,6 +102,27 @@ def capture(calls: Iterable[Callable[[], None]]) -> Graph:
             raise
         graph = stream.end_capture()
     return Graph(graph, stream, len(calls))
+
+
+def adopt(launch: Callable[[], None], stream: int, calls: int) -> Graph:
+    """A graph that another library captured, so that it is timed like our own.
+
+    Args:
+        launch: replays it on its stream, without waiting.
+        stream: the stream's handle.
+        calls: how many calls it holds.
+    """
+    return Graph(_Foreign(launch), borrow_stream(stream), calls)
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """What `Graph` needs of a graph."""
+
+    replay: Callable[[], None]
+
+    def launch(self, _: Any) -> None:
+        self.replay()
 
 
 def time_calls(call: Callable[[], None], *, repeats: int = 10, warm_up: int = 2) -> float:

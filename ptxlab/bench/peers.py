@@ -1,0 +1,104 @@
+"""cuBLAS through PyTorch, in the same run as the kernels it is compared with. Needs PyTorch only here, on a GPU."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+from ptxlab import gpu
+from ptxlab.bench.timing import copies_beyond_l2, measure
+from ptxlab.errors import BenchmarkError
+
+# Our name -> the column `peer` of the stored times of other projects (`notebooks/results/<gpu>/peers/gemm.csv`).
+CUBLAS = {"cublas_fp8": "fp8_pt", "cublas_int8": "int8_mm", "cublas_fp16": "fp16"}
+_REPLAYS = 10
+_INT8_ROWS = 32  # `_int_mm` takes more than 16 rows
+_CHECKED_ROWS = 256  # of the weight
+_TOLERANCE = 1e-2  # of the largest result: a wrong product shows, rounding does not
+
+
+def importable() -> bool:
+    """Whether PyTorch is installed and has a GPU."""
+    if find_spec("torch") is None:
+        return False
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def cublas(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]]:
+    """Microseconds by tokens and peer for a weight [N, K], rotated beyond the L2; empty without PyTorch.
+
+    FP8: per-tensor scales, FP16 out. INT8: int32 out, nothing dequantised, at least 32 rows. FP16: FP16 out. The
+    quantisation of the activations is in none of them.
+    """
+    times: dict[int, dict[str, float]] = {M: {} for M in tokens}
+    if not importable():
+        return times
+    for name in CUBLAS:
+        weights = list(_weights(name, N, K))
+        for M in tokens:
+            x = _operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
+            times[M][name] = measure(_calls(name, x, weights), replays=_REPLAYS, capture=_capture).us
+    return times
+
+
+def _weights(name: str, N: int, K: int) -> Iterator[Any]:
+    """Copies of one weight, enough that they do not fit the L2."""
+    weight = _operand(name, N, K, seed=0)
+    for _ in range(copies_beyond_l2(weight.nbytes)):
+        yield weight.clone()
+
+
+def _operand(name: str, rows: int, K: int, seed: int) -> Any:
+    """A random matrix [rows, K] of the peer's type."""
+    import torch
+
+    generator = torch.Generator("cuda").manual_seed(seed)
+    if name == "cublas_int8":
+        return torch.randint(-127, 128, (rows, K), dtype=torch.int8, device="cuda", generator=generator)
+    values = torch.randn((rows, K), dtype=torch.float16, device="cuda", generator=generator)
+    return values.to(torch.float8_e4m3fn) if name == "cublas_fp8" else values
+
+
+def _calls(name: str, x: Any, weights: Sequence[Any]) -> list[Callable[[], Any]]:
+    """One call per copy of the weight; the first one's results are checked."""
+    import torch
+
+    one = torch.ones((), device="cuda")
+
+    def product(weight: Any) -> Any:
+        if name == "cublas_fp8":
+            return torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float16)
+        if name == "cublas_int8":
+            return torch._int_mm(x, weight.t())
+        return torch.matmul(x, weight.t())
+
+    expected = x.float().double() @ weights[0][:_CHECKED_ROWS].float().double().t()
+    got = product(weights[0])[:, :_CHECKED_ROWS].double()
+    error = float((got - expected).abs().max() / expected.abs().max())
+    if not error <= (0 if name == "cublas_int8" else _TOLERANCE):
+        raise BenchmarkError(f"{name}: wrong results, relative error {error:.2g}")
+    return [partial(product, weight) for weight in weights]
+
+
+def _capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:
+    """PyTorch captures its own calls: its allocator has to know of the graph."""
+    import torch
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph.capture_begin()
+        for call in calls:
+            call()
+        graph.capture_end()
+
+    def replay() -> None:
+        with torch.cuda.stream(stream):
+            graph.replay()
+
+    return gpu.adopt(replay, stream.cuda_stream, len(calls))

@@ -1,0 +1,51 @@
+"""A GPU made of the emulator, for what the suites do around their launches: arrays are NumPy's, a call runs at once."""
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu
+from ptxlab.bench import gemm, stream
+from ptxlab.bench.timing import Measured
+from ptxlab.runtime import Kernel
+from ptxlab.sources import Source
+from ptxlab.spec import Launch
+
+
+def _load(source: Source, entry: str, *, defines: Any = None) -> Any:
+    return SimpleNamespace(run=Kernel(source, entry, dict(defines or {})), registers=100, local_bytes=0)
+
+
+def _prepare(kernel: Any, args: Sequence[Any], geometry: Launch) -> Callable[[], None]:
+    return lambda: kernel.run.launch(args, geometry, backend="emulator")
+
+
+def _measure(calls: Sequence[Callable[[], None]], **_: Any) -> Measured:
+    for call in calls:
+        call()
+    return Measured(us=10.0, fastest=9.0, slowest=11.0, sm_mhz=1900.0)
+
+
+@pytest.fixture
+def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """`ptxlab.gpu` and the measuring, on the CPU."""
+    stand_ins = {
+        "device_info": lambda: SimpleNamespace(sms=2, slug="h200", arch="sm_90a"),
+        "to_device": lambda array: np.array(array, order="C"),
+        "to_host": lambda array: array,
+        "empty": np.empty,
+        "fill_bytes": lambda array, byte: array.view(np.uint8).fill(byte),
+        "copy_bytes": lambda target, source: np.copyto(target, source),
+        "why_not": lambda arch, exact=False: None,
+        "load": _load,
+        "prepare": _prepare,
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(gpu, name, stand_in)
+    for suite in (gemm, stream):
+        monkeypatch.setattr(suite, "measure", _measure)
+        monkeypatch.setattr(suite, "copies_beyond_l2", lambda nbytes: 2)
+    return monkeypatch

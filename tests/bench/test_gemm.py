@@ -1,0 +1,79 @@
+"""The suite `gemm` without a GPU: its inputs, its checks and its rows, around launches in the emulator."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import quant
+from ptxlab.bench import gemm
+from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
+from ptxlab.errors import BenchmarkError
+from ptxlab.kernels.gemm import SPECS
+
+SMALL = Layer("test", "small", N=72, K=256)
+NAMES = [spec.name for spec in SPECS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_of_a_small_layer(name: str, emulated_gpu: pytest.MonkeyPatch) -> None:
+    emulated_gpu.setattr(gemm, "TOKENS", (3, 17))
+    emulated_gpu.setattr(gemm.peers, "cublas", lambda N, K, tokens: {M: {"cublas_fp8": 8.0} for M in tokens})
+    emulated_gpu.setattr(gemm, "measure_stream", lambda nbytes: 4.0)
+    rows = list(gemm.layer_rows(SMALL, gemm.steps_of([name]), lambda _: None))
+    assert [row.sizes["M"] for row in rows] == [3, 17]
+    row = rows[1]
+    assert (row.kernel, row.measure, row.sizes["N"], row.sizes["K"]) == (name, "gemm", 72, 256)
+    assert (row.floor_us, row.limit, row.fraction, row.time_us) == (4.0, "stream", 0.4, 10.0)
+    assert row.peers == {"cublas_fp8": 8.0} and row.variant["OUT"] == 0 and row.config == {}
+    assert row.operations == 2 * 17 * 72 * 256 and row.rate == pytest.approx(row.operations / 10e6)
+    assert row.checked == f"all {17 * 72} results of 2 launches equal to the reference, bit for bit"
+    assert row.activations in ("rows", "fragments", "swizzled tiles")
+
+
+def test_a_wrong_result_of_a_timed_launch_is_found(emulated_gpu: pytest.MonkeyPatch) -> None:
+    exact = gemm.scaled
+
+    def one_off(*args: Any) -> np.ndarray:
+        bits = exact(*args).view(np.uint16)
+        bits[2, 71] += 1
+        return bits.view(np.float16)
+
+    emulated_gpu.setattr(gemm, "scaled", one_off)
+    (step,) = gemm.steps_of([NAMES[0]])
+    logical = gemm.problem(step.spec, SMALL, 3)
+    with pytest.raises(BenchmarkError, match="the timed launches gave wrong results at"):
+        gemm.point(step, gemm.sizes_at(step.spec, SMALL, 3), logical, step.spec.reference(**logical), 4.0, {})
+
+
+def test_a_tiled_weight_repeats_its_block() -> None:
+    block = quant.quantize_qoq(np.random.default_rng(0).standard_normal((24, 384), np.float32), group=128)
+    tiled = gemm.tiled(block, 40, 512)
+    assert tiled.shape == (40, 512) and tiled.group == 128
+    exact = block.exact_level1()
+    assert (tiled.exact_level1() == np.block([[exact, exact], [exact, exact]])[:40, :512]).all()
+    assert (tiled.channel_scale == np.tile(block.channel_scale, 2)[:40]).all()
+
+
+def test_packed_bytes_are_those_of_the_weight_and_its_constants() -> None:
+    spec = SPECS[0]
+    assert gemm.packed_bytes(spec, gemm.sizes_at(spec, LAYERS[1], 16)) == 4096 * 4096 // 2 + 2 * 4096 * 4096 // 128
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+def test_every_size_of_the_suite_obeys_the_rules(spec: Any) -> None:
+    for layer in LAYERS:
+        for M in TOKENS:
+            sizes = gemm.sizes_at(spec, layer, M)
+            spec.check_sizes(sizes)
+            assert spec.launch({**sizes, **gemm.variant(spec, sizes)}).shared_bytes <= 227 << 10
+
+
+def test_blocks_are_no_multiple_of_a_tile() -> None:
+    assert gemm._BLOCK_ROWS % 16 and gemm._BLOCK_K // 128 % 2
+
+
+def test_layers() -> None:
+    assert len({dataclasses.astuple(layer)[2:] for layer in LAYERS}) == len(LAYERS) <= 12
+    assert all(layer.N % 8 == 0 and layer.K % 128 == 0 for layer in LAYERS)
