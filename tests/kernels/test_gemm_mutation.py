@@ -16,22 +16,22 @@ import pytest
 from ptxlab import emulator, kernels, toolchain
 from ptxlab.emulator import ir
 from ptxlab.errors import EmulationError
+from ptxlab.runtime import Kernel, run_spec
 
 NAMES = [name for name in kernels.specs() if name.startswith("gemm_")]
 # Rounds of the ring enough to use every stage again, ending in its first stage or not, and fewer than it has stages; in
 # tiles as small as the kernel takes.
 PROBLEMS = tuple({"M": 9, "N": 40, "K": K, "g": 128} for K in (640, 896, 128))
-TILES: Mapping[str, Mapping[str, int]] = {
-    "gemm_w4a8_qoq_sm80": {"BN": 32, "BM": 8, "BK": 128, "WN": 1, "WM": 1, "WK": 2, "STAGES": 3},
+TILES: Mapping[str, Mapping[str, int]] = {  # by architecture or by name
+    "sm80": {"BN": 32, "BM": 8, "BK": 128, "WN": 1, "WM": 1, "WK": 2, "STAGES": 3},
 }
-MOST_STEPS = 2_000_000  # a mutant that spins for ever is found by that
 SYNCHRONISING = re.compile(
     r"(bar|barrier)\.(cta\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
     r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\."
 )
 
 # (what survives, why nothing can tell): regular expressions over "kernel: opcode".
-SURVIVORS = ((r"gemm_w4a8_qoq_sm80:.*wait_group 0", "the groups that the loop has not waited for are empty"),)
+SURVIVORS = ((r"_sm80:.*cp\.async\.wait_group 0", "the groups that the loop has not waited for are empty"),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,8 @@ class Mutant:
 def original(name: str) -> tuple[emulator.Module, dict[str, int]]:
     """The kernel's PTX, parsed, and the constants that it was compiled with."""
     spec, (source, *_) = kernels.find(name)
-    config = {**spec.config_for(PROBLEMS[0]), **TILES.get(name, {})}
+    sizes = {symbol: PROBLEMS[0][symbol] for symbol in spec.example_sizes[0]}
+    config = {**spec.config_for(sizes), **TILES.get(name.rpartition("_")[2], {}), **TILES.get(name, {})}
     text = toolchain.compile_cuda(source, spec.arch, output="ptx", defines=config).data.decode()
     return emulator.parse(text, f"PTX of {source.path}", source.path), config
 
@@ -95,47 +96,24 @@ def mutants(name: str) -> Iterator[Mutant]:
             )
 
 
-@cache
-def problem(name: str, which: int) -> tuple[list[Any], np.ndarray]:
-    """The arguments in launch order, and what `y` should be."""
-    spec, sizes = kernels.specs()[name], PROBLEMS[which]
-    logical = spec.example(np.random.default_rng(0), **sizes)
-    arrays = spec.pack(logical)
-    for arg in spec.args:
-        if arg.role in ("out", "scratch"):
-            arrays[arg.name] = np.zeros(arg.resolve(sizes), arg.dtype)
-    return [arrays[a.name] if a.shape else spec.scalar(a, sizes) for a in spec.args], spec.reference(**logical)
-
-
 def diagnosis(name: str, module: emulator.Module, mode: str) -> list[emulator.Finding | str]:
     """Findings, the error, or "wrong result" of the first problem that has any; nothing if all seems well."""
-    return next(filter(None, (diagnosis_of(name, module, mode, which) for which in range(len(PROBLEMS)))), [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "module", module)
+        return next(filter(None, (diagnosis_of(name, sizes, mode) for sizes in PROBLEMS)), [])
 
 
-def diagnosis_of(name: str, module: emulator.Module, mode: str, which: int) -> list[emulator.Finding | str]:
-    spec, config = kernels.specs()[name], original(name)[1]
-    args, expected = problem(name, which)
-    written = [i for i, a in enumerate(spec.args) if a.role in ("out", "scratch")]
-    given = [arg.copy() if i in written else arg for i, arg in enumerate(args)]
-    launch = spec.launch({**PROBLEMS[which], **config})
+def diagnosis_of(name: str, sizes: Mapping[str, int], mode: str) -> list[emulator.Finding | str]:
+    spec, (source, *_) = kernels.find(name)
+    sizes = {symbol: sizes[symbol] for symbol in spec.example_sizes[0]}
+    logical = spec.example(np.random.default_rng(0), **sizes)
+    how: dict[str, Any] = {"backend": "emulator", "checks": ("race", "init", "async"), "mode": mode}
     try:
-        result = emulator.run(
-            module,
-            name,
-            given,
-            grid=launch.grid,
-            block=launch.block,
-            shared_bytes=launch.shared_bytes,
-            cluster=launch.cluster,
-            checks=("race", "init", "async"),
-            mode=mode,
-            max_steps=MOST_STEPS,
-            uninitialised=written,
-        )
+        outcome = run_spec(spec, source, spec.pack(logical), sizes=sizes, config=original(name)[1], **how)
     except EmulationError as error:
         return [str(error)]
-    (y,) = (given[i] for i, a in enumerate(spec.args) if a.role == "out")
-    return [*result.findings, *([] if np.array_equal(y, expected) else ["wrong result"])]
+    right = np.array_equal(outcome.outputs["y"], spec.reference(**logical))
+    return [*outcome.findings, *([] if right else ["wrong result"])]
 
 
 @pytest.mark.parametrize("mode", emulator.MODES)
