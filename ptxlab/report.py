@@ -1,4 +1,4 @@
-"""Figures of the README and of the kernels' headers, from the specs and the records: never typed in by hand."""
+"""Figures of the README and of the kernels' headers, from the specs, the records and runs: never typed in by hand."""
 
 import json
 import re
@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from ptxlab import bench, counts, kernels, sources, tiles
+from ptxlab import bench, counts, kernels, showcase, sources, tiles
 from ptxlab.errors import FileError
 from ptxlab.files import write_text
 from ptxlab.spec import KernelSpec
@@ -165,4 +165,5 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_table,
     "loads": load_table,
     "audit": audit_table,
+    "mistakes": showcase.page,
 }

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, toolchain
+from ptxlab.arguments import accept, check_variant, dim3, on_device, shared_array, variant
+from ptxlab.dtypes import dtype_in, storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.sources import Source, cuda_entries
-from ptxlab.spec import Arg, KernelSpec, Launch
+from ptxlab.spec import KernelSpec, Launch
 
 BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
@@ -39,18 +41,28 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`."""
+    """One entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`.
+
+    `arch` is the lowest architecture that it runs on, or with a letter (`sm_90a`) the only one; None: on any.
+    """
 
     source: Source
     entry: str
     defines: Mapping[str, int] = field(default_factory=dict)
+    arch: str | None = None
+
+    @classmethod
+    def of(cls, spec: KernelSpec, source: Source, config: Mapping[str, int]) -> "Kernel":
+        """A spec's kernel, compiled with these constants."""
+        return cls(source, spec.name, dict(config), spec.arch)
 
     @cached_property
     def module(self) -> emulator.Module:
         """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
         if self.source.language == "ptx":
             return emulator.parse(self.source.text, self.source.path)
-        image = toolchain.compile_cuda(self.source, _EMULATED_ARCH, output="ptx", defines=self.defines)
+        arch = max(_EMULATED_ARCH, self.arch or "", key=_number)
+        image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
         return emulator.parse(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
 
     @cached_property
@@ -73,7 +85,7 @@ class Kernel:
         seed: int = 0,
         count_banks: bool = False,
     ) -> emulator.Result | None:
-        """Launch with arguments in order (arrays and NumPy scalars); arrays are written in place.
+        """Launch with arguments in order (arrays, tensor maps over arrays, NumPy scalars); arrays are written in place.
 
         `uninitialised` and `written` are positions: of arrays whose contents count as never written, and of the NumPy
         arrays that the GPU has to give back (None: all).
@@ -111,7 +123,9 @@ class Kernel:
         seed: int = 0,
         count_banks: bool = False,
     ) -> Outcome:
-        """Launch on arrays (of any library) and NumPy scalars in the order of the parameters, written in place.
+        """Launch on arrays (of any library), tensor maps and NumPy scalars in the order of the parameters.
+
+        Arrays are written in place.
 
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
@@ -119,9 +133,9 @@ class Kernel:
         names = self.parameters
         if len(args) != len(names):
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
-        geometry = Launch(_dim3("grid", grid), _dim3("block", block), shared_bytes, _dim3("cluster", cluster))
-        shared = [_shared(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
-        backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in shared))
+        geometry = Launch(dim3("grid", grid), dim3("block", block), shared_bytes, dim3("cluster", cluster))
+        shared = [shared_array(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
+        backend = choose_backend(backend, self, geometry, on_device=any(map(on_device, shared)), checks=checks)
         result = self.launch(
             shared, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
         )
@@ -129,13 +143,21 @@ class Kernel:
         return _outcome(backend, arrays, result)
 
 
-def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapping[str, int] | None = None) -> Kernel:
+def load(
+    source: str | Path | Source,
+    entry: str | None = None,
+    *,
+    defines: Mapping[str, int] | None = None,
+    arch: str | None = None,
+) -> Kernel:
     """Load any PTX or CUDA kernel, without a spec.
 
     Args:
         source: path of a `.ptx` or `.cu` file, the text itself, or a `Source`.
         entry: entry symbol; may be left out where the source has only one.
         defines: `-D` constants (CUDA C++ only).
+        arch: the lowest architecture that the kernel runs on, or with a letter (`sm_90a`, for wgmma) the only one; the
+            emulator runs what is compiled for it (CUDA C++ only: PTX names its own).
 
     Raises:
         FileError, SourceError, CompileError: the source cannot be read, parsed or compiled.
@@ -144,8 +166,9 @@ def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapp
     if not isinstance(source, Source):
         is_text = isinstance(source, str) and ("\n" in source or "{" in source)
         source = Source.from_text(str(source)) if is_text else Source.read(source)
-    if defines and source.language == "ptx":
-        raise ArgumentError("defines", "only for CUDA C++ sources", dict(defines))
+    for name, value in (("defines", defines), ("arch", arch)):
+        if value and source.language == "ptx":
+            raise ArgumentError(name, "only for CUDA C++ sources", value)
     if source.language == "ptx":
         entries = list(emulator.parse(source.text, source.path).entries)
     else:
@@ -155,7 +178,7 @@ def load(source: str | Path | Source, entry: str | None = None, *, defines: Mapp
     if entry not in entries:
         rule = f"one of {', '.join(entries)}" if entries else 'a kernel (.visible .entry, or extern "C" __global__)'
         raise ArgumentError(f"{source.path}: entry", rule, entry)
-    return Kernel(source, entry, dict(defines or {}))
+    return Kernel(source, entry, dict(defines or {}), arch and toolchain.check_arch(arch))
 
 
 def run_spec(
@@ -179,13 +202,14 @@ def run_spec(
     Args:
         spec: the kernel.
         source: which of its sources.
-        inputs: arrays by argument name: NumPy, CuPy, or anything with DLPack.
+        inputs: arrays by argument name: NumPy, CuPy, or anything with DLPack. NumPy and CuPy have no bfloat16: their
+            arrays hold its bits as uint16.
         sizes: sizes that no shape tells.
         out: arrays to write into, by argument name; by default they are allocated.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
         checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
         unchecked: admit values that break the value rules (to look at overflow).
-        config: `-D` constants; by default those that the spec chooses for the sizes.
+        config: `-D` constants; by default those that the spec chooses for the sizes, dtypes as the arrays have them.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
         count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
@@ -194,22 +218,23 @@ def run_spec(
     for name in inputs:
         if name not in expected:
             raise ArgumentError(f"{spec.name}: arguments", f"{', '.join(sorted(expected))}", name)
-    if missing := sorted(expected - set(inputs)):
+    if missing := sorted(a.name for a in spec.inputs if a.name not in inputs and not a.optional):
         raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
-    arrays = {n: _accept(spec, spec.arg(n), a) for n, a in {**inputs, **(out or {})}.items()}
+    arrays = {n: accept(spec, spec.arg(n), a) for n, a in {**inputs, **(out or {})}.items()}
     solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
-    on_device = any(gpu.is_device_array(a) for a in arrays.values())
-    on_host = {n: arrays[n] for n in expected if not gpu.is_device_array(arrays[n])}
-    if not unchecked and len(on_host) == len(expected):
-        spec.check_values(on_host, solved)
+    any_on_device = any(map(on_device, arrays.values()))
+    if not unchecked and not any(on_device(arrays[n]) for n in inputs):
+        spec.check_values({n: arrays[n] for n in inputs}, solved)
 
-    kernel = Kernel(source, spec.name, dict(config or spec.config_for(solved)))
+    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays))
+    check_variant(spec, kernel.defines, arrays)
     launch = spec.launch({**solved, **kernel.defines})
-    backend = choose_backend(backend, kernel, launch, on_device=on_device, spec=spec)
+    backend = choose_backend(backend, kernel, launch, on_device=any_on_device, checks=checks)
     for arg in spec.args:
         if arg.role in ("out", "scratch") and arg.name not in arrays:
-            arrays[arg.name] = (gpu.empty if on_device else np.empty)(arg.resolve(solved), np.dtype(arg.dtype))
-    args = [arrays[a.name] if a.shape else spec.scalar(a, solved) for a in spec.args]
+            dtype = storage(dtype_in(arg.dtype, kernel.defines))
+            arrays[arg.name] = (gpu.empty if any_on_device else np.empty)(arg.resolve(solved), dtype)
+    args = spec.arguments(arrays, {**solved, **kernel.defines})
     result = kernel.launch(
         args,
         launch,
@@ -221,12 +246,14 @@ def run_spec(
         seed=seed,
         count_banks=count_banks,
     )
-    like = next(iter(inputs.values()))
-    return _outcome(backend, {a.name: gpu.like(arrays[a.name], like) for a in spec.outputs}, result)
+    like, given = next(iter(inputs.values())), out or {}
+    dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}
+    made = {n: given[n] if n in given else gpu.like(arrays[n], like, dtype) for n, dtype in dtypes.items()}
+    return _outcome(backend, made, result)
 
 
 def choose_backend(
-    backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool, spec: KernelSpec | None = None
+    backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool, checks: Iterable[str] = ()
 ) -> str:
     """The backend to use, or an error that says why the one asked for cannot run this kernel here."""
     if backend not in (*BACKENDS, None):
@@ -235,7 +262,8 @@ def choose_backend(
         if on_device:
             raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
         return backend
-    reason = gpu.why_not(spec.arch if spec else None, exact=bool(spec and spec.exact_arch))
+    missing = gpu.why_not(kernel.arch, exact=(kernel.arch or "0")[-1].isalpha())
+    reason = "checks are the emulator's" if checks else missing
     if reason is None:
         return "gpu"
     if backend == "gpu" or on_device:
@@ -255,42 +283,14 @@ def estimate_seconds(kernel: Kernel, launch: Launch) -> float:
     return threads * len(kernel.module.entries[kernel.entry].instructions) / _LANE_INSTRUCTIONS_PER_SECOND
 
 
-def _accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
-    """Check dtype, contiguity and alignment; DLPack arrays become NumPy or CuPy arrays on the same memory."""
-    array = gpu.as_array(f"{spec.name}: {arg.name}", array)
-    if array.dtype != np.dtype(arg.dtype):
-        raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {arg.dtype}", array.dtype)
-    _check_contiguous(f"{spec.name}: {arg.name}", array)
-    gpu.check_alignment(f"{spec.name}: {arg.name}", array)
-    return array
-
-
-def _shared(name: str, arg: Any) -> Any:
-    """An argument of a kernel without a spec: arrays as `_accept` has them, anything else as it is."""
-    if not hasattr(arg, "__dlpack__") and not hasattr(arg, "__cuda_array_interface__"):
-        return arg
-    array = gpu.as_array(name, arg)
-    _check_contiguous(name, array)
-    return array
-
-
-def _check_contiguous(name: str, array: Any) -> None:
-    if not array.flags.c_contiguous:
-        raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
-
-
-def _dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
-    """One to three positive integers as three."""
-    values = (value,) if isinstance(value, int) else tuple(value)
-    if not 1 <= len(values) <= 3 or any(v < 1 for v in values):
-        raise ArgumentError(name, "one to three positive integers", value)
-    return (*values, 1, 1)[:3]  # type: ignore[return-value]
-
-
 def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
     if result is None:
         return Outcome(backend, outputs)
     return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared)
 
 
-_EMULATED_ARCH = "sm_80"  # the lowest that has what the emulated CUDA sources use
+def _number(arch: str) -> int:
+    return int("".join(filter(str.isdigit, arch)) or 0)
+
+
+_EMULATED_ARCH = "sm_80"  # compiled for at least: the lowest that has what the emulated CUDA sources use

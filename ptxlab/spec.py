@@ -4,7 +4,6 @@ A spec's sizes are symbols (`R`, `K`, `g`): they are read off the shapes of the 
 rule, shape, scalar and count is an expression over them, evaluated here and quoted in error messages.
 """
 
-import ast
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -14,32 +13,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ptxlab.dtypes import ByVariant, DType, dtype_in, storage
 from ptxlab.errors import ArgumentError
+from ptxlab.expressions import evaluate as evaluate
+from ptxlab.expressions import names_in, solve
+from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.layout.words import unpack_u4
 
+NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
 Sizes = Mapping[str, int]
 Arrays = dict[str, Any]
-
-_FUNCTIONS: dict[str, Any] = {
-    "__builtins__": {},
-    "log2": lambda n: int(n).bit_length() - 1,
-    "ceil_div": lambda a, b: -(-a // b),
-    "min": min,
-    "max": max,
-}
-_QUOTIENT = re.compile(r"^(\w+)\s*/\s*(\w+)$")
-
-
-def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
-    """Evaluate a spec's own expression (`"K % g == 0"`, `"R*K/16"`) over sizes or arrays. Never for user input."""
-    return eval(expression, _FUNCTIONS, dict(names))
-
-
-def names_in(expression: str) -> set[str]:
-    """The names that an expression takes from outside, without the functions that every expression may use."""
-    nodes = ast.walk(ast.parse(expression, mode="eval"))
-    return {node.id for node in nodes if isinstance(node, ast.Name)} - set(_FUNCTIONS)
 
 
 @dataclass(frozen=True)
@@ -48,25 +32,30 @@ class Arg:
 
     Attributes:
         name: also the keyword in `ptxlab.run(kernel, name=array)`.
-        dtype: NumPy's name of the element type.
+        dtype: name of the element type, or which constant of the variant decides it.
         shape: one expression per axis over the sizes; empty for a scalar.
         role: `in`, `out`, `inout`, `scratch`, `tma` or `scalar`.
         value: for a scalar, the expression that gives its value.
+        optional: an input that may be left out: the kernel is given a null pointer.
+        box, swizzle: for `tma`, an input taken as a `TensorMap`: its box, over sizes and the variant's constants.
     """
 
     name: str
-    dtype: str
+    dtype: DType
     shape: tuple[str, ...] = ()
     role: Role = "in"
     value: str = ""
+    optional: bool = False
+    box: tuple[str, str] = ("", "")
+    swizzle: int = 0
 
     def resolve(self, sizes: Sizes) -> tuple[int, ...]:
         """The shape in numbers."""
         return tuple(int(evaluate(axis, sizes)) for axis in self.shape)
 
     def nbytes(self, sizes: Sizes) -> int:
-        """Bytes of the array at these sizes."""
-        return math.prod(self.resolve(sizes)) * np.dtype(self.dtype).itemsize
+        """Bytes of the array at these sizes, which include the constants of the variant where one decides the dtype."""
+        return math.prod(self.resolve(sizes)) * storage(dtype_in(self.dtype, sizes)).itemsize
 
 
 MOST_BLOCKS = (2**31 - 1, 65535, 65535)  # of a grid in x, y, z, on every GPU
@@ -118,7 +107,8 @@ class KernelSpec:
         launch: sizes, and the constants of the variant that runs -> geometry.
         example: `(rng, **sizes) -> logical inputs`, valid by the rules.
         pack: logical inputs -> arrays by argument name (inputs only).
-        reference: logical inputs -> expected output, the oracle (`ptxlab.reference`).
+        reference: logical inputs -> expected output, or a tuple of them: the oracle (`ptxlab.reference`). A constant
+            that decides a dtype is an argument of it too.
         rules: expressions over the sizes that must hold.
         value_rules: expressions over sizes and input arrays that must hold everywhere; `nibbles(q)` unpacks words,
             `per_weight(s)` repeats a group's value over its weights.
@@ -139,7 +129,7 @@ class KernelSpec:
     launch: Callable[[Sizes], Launch]
     example: Callable[..., Arrays]
     pack: Callable[[Arrays], Arrays]
-    reference: Callable[..., np.ndarray]
+    reference: Callable[..., Any]
     rules: tuple[str, ...] = ()
     value_rules: tuple[str, ...] = ()
     operations: str = "0"
@@ -155,6 +145,18 @@ class KernelSpec:
     def config_for(self, sizes: Sizes) -> dict[str, int]:
         """The `-D` constants of the variant that runs at these sizes."""
         return dict(self.choose(sizes) if self.choose else self.configs[0])
+
+    @cached_property
+    def by_variant(self) -> dict[str, tuple[str, ...]]:
+        """The constants that decide dtypes, with the dtypes that their values 0, 1 ... stand for."""
+        return {a.dtype.constant: a.dtype.dtypes for a in self.args if isinstance(a.dtype, ByVariant)}
+
+    def expected(self, logical: Arrays, config: Mapping[str, int] | None = None) -> Arrays:
+        """What the reference says of every output, by name, in the variant `config` (by default the reference's)."""
+        constants = {name: config[name] for name in self.by_variant if config and name in config}
+        results = self.reference(**logical, **constants)
+        results = results if isinstance(results, tuple) else (results,)
+        return {arg.name: result for arg, result in zip(self.outputs, results, strict=True)}
 
     @property
     def family(self) -> str:
@@ -203,7 +205,7 @@ class KernelSpec:
                 )
         for arg in self.args:  # launch order, whatever order the caller named them in
             for axis, length in zip(arg.shape, shapes.get(arg.name, ()), strict=False):
-                _solve(axis, length, sizes)
+                solve(axis, length, sizes)
         for name, shape in shapes.items():
             arg = self.arg(name)
             if tuple(self._evaluate(axis, sizes) for axis in arg.shape) != tuple(shape):
@@ -243,29 +245,37 @@ class KernelSpec:
 
     def scalar(self, arg: Arg, sizes: Sizes) -> np.generic:
         """The value of a scalar argument at these sizes."""
-        value: np.generic = np.dtype(arg.dtype).type(int(evaluate(arg.value or arg.name, sizes)))
+        value: np.generic = np.dtype(str(arg.dtype)).type(int(evaluate(arg.value or arg.name, sizes)))
         return value
 
+    def arguments(self, arrays: Mapping[str, Any], sizes: Sizes) -> list[Any]:
+        """The arguments in launch order: arrays, tensor maps over arrays, scalars; null for an input left out.
+
+        `sizes` has the constants of the variant too.
+        """
+        return [self._argument(arg, arrays, sizes) for arg in self.args]
+
+    def _argument(self, arg: Arg, arrays: Mapping[str, Any], sizes: Sizes) -> Any:
+        if arg.role == "tma":
+            return self._tensor_map(arg, arrays[arg.name], sizes)
+        return arrays.get(arg.name, NULL) if arg.shape else self.scalar(arg, sizes)
+
+    def _tensor_map(self, arg: Arg, array: Any, sizes: Sizes) -> TensorMap:
+        rows, columns = (int(self._evaluate(side, sizes)) for side in arg.box)
+        try:
+            return TensorMap(array, (rows, columns), arg.swizzle)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.name}: {arg.name}: {error.argument}", error.rule, error.value) from None
+
     def bytes_moved(self, sizes: Sizes) -> int:
-        """Compulsory traffic: every input read once, every output written once."""
+        """Compulsory traffic: every input read once, every output written once.
+
+        `sizes` may hold constants of a variant; by default it is the one that runs at these sizes.
+        """
+        sizes = {**self.config_for(sizes), **sizes}
         return sum(
             a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in self.args if a.shape and a.role != "scratch"
         )
-
-
-def _solve(axis: str, length: int, sizes: dict[str, int]) -> None:
-    """Learn a size from one axis: `S`, `S/4` or `S/T` with S known. Consistency is checked by the caller."""
-    if axis.isidentifier():
-        sizes.setdefault(axis, length)
-        return
-    quotient = _QUOTIENT.match(axis)
-    if quotient is None:
-        return
-    top, bottom = quotient.groups()
-    if bottom.isdigit():
-        sizes.setdefault(top, length * int(bottom))
-    elif top in sizes and length:
-        sizes.setdefault(bottom, sizes[top] // length)
 
 
 def _nibbles(words: np.ndarray) -> np.ndarray:

@@ -96,7 +96,7 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
         if not name.isidentifier():
             raise ArgumentError("defines", "names of macros", name)
     options = [
-        f"-arch={_checked(arch) if output == 'cubin' else _checked(arch).replace('sm_', 'compute_')}",
+        f"-arch={check_arch(arch) if output == 'cubin' else check_arch(arch).replace('sm_', 'compute_')}",
         "-std=c++17",
         "-lineinfo",
         *(f"-D{name}={value}" for name, value in defines.items()),
@@ -110,7 +110,7 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
 def assemble(source: Source, arch: str) -> Image:
     """Assemble PTX with ptxas: `CompileError` names line and instruction, `UnavailableError` says what to install."""
     ptxas = _require("ptxas")
-    options = [f"-arch={_checked(arch)}", "-v", "-lineinfo"]
+    options = [f"-arch={check_arch(arch)}", "-v", "-lineinfo"]
 
     def run() -> tuple[bytes, str]:
         with tempfile.TemporaryDirectory() as folder:
@@ -192,7 +192,8 @@ def _require(tool: str) -> str:
     return path
 
 
-def _checked(arch: str) -> str:
+def check_arch(arch: str) -> str:
+    """The name of an architecture, if it is spelt like one."""
     if not _ARCH.fullmatch(arch):
         raise ArgumentError("arch", "sm_<number>, such as sm_80 or sm_90a", arch)
     return arch

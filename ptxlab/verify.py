@@ -1,14 +1,15 @@
 """Verification: every source of a kernel, on every backend, against its reference, on poisoned memory, checks on."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import cycle, product
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
 from ptxlab import emulator, gpu, kernels, toolchain
+from ptxlab.dtypes import dtype_in, storage, stored
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError, VerificationError
 from ptxlab.runtime import BACKENDS, Kernel, run_spec
 from ptxlab.sources import Source
@@ -25,7 +26,7 @@ class Verdict:
     Attributes:
         kernel: name with its source, `dequant_lqq.ptx`.
         backend: `"gpu"` or `"emulator"`.
-        sizes: the sizes of the example.
+        sizes: the sizes of the example, and the constants that decide dtypes.
         passed: whether everything held.
         detail: what was compared, or what went wrong, in one line.
         seconds: wall time.
@@ -45,12 +46,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Job:
-    """One verification to be done: a source of a kernel, a backend, the sizes of the example."""
+    """One verification to be done: a source of a kernel, a backend, the sizes of the example.
+
+    `config` are the constants of the variant; None: those of the variant that runs at these sizes.
+    """
 
     spec: KernelSpec
     source: Source
     backend: str
     sizes: Mapping[str, int]
+    config: Mapping[str, int] | None = None
 
 
 def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], list[str]]:
@@ -80,8 +85,17 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
                     raise UnavailableError(problem)
                 skipped.append(problem)
                 continue
-            jobs += [Job(spec, source, on, sizes) for on in backends for sizes in spec.example_sizes]
+            jobs += [Job(spec, source, on, *variant) for on in backends for variant in _variants(spec)]
     return jobs, skipped
+
+
+def _variants(spec: KernelSpec) -> Iterator[tuple[Mapping[str, int], Mapping[str, int]]]:
+    """All sizes in the variant that runs there; then the other dtypes, which take turns over the sizes."""
+    yield from ((sizes, spec.config_for(sizes)) for sizes in spec.example_sizes)
+    usual = spec.config_for(spec.example_sizes[-1])
+    others = [(c, i) for c, dtypes in spec.by_variant.items() for i in range(len(dtypes)) if i != usual[c]]
+    for (constant, value), sizes in zip(others, cycle(reversed(spec.example_sizes)), strict=False):
+        yield sizes, {**spec.config_for(sizes), constant: value}
 
 
 def verify(job: Job, *, seed: int = 0) -> Verdict:
@@ -89,30 +103,34 @@ def verify(job: Job, *, seed: int = 0) -> Verdict:
 
     FileError: the cache cannot be written to.
     """
-    spec, source, backend, sizes = job.spec, job.source, job.backend, job.sizes
+    spec, source, sizes = job.spec, job.source, job.sizes
+    config = job.config or spec.config_for(sizes)
     start = perf_counter()
     try:
-        passed, detail = True, _check(spec, source, backend, spec.example(np.random.default_rng(seed), **sizes), sizes)
+        passed, detail = True, _check(job, spec.example(np.random.default_rng(seed), **sizes), config)
     except FileError:  # the cache cannot be written to: that says nothing of the kernel
         raise
     except PtxlabError as error:
         passed, detail = False, str(error)
-    return Verdict(source.label, backend, dict(sizes), passed, detail, perf_counter() - start)
+    named = {**sizes, **{constant: config[constant] for constant in spec.by_variant}}
+    return Verdict(source.label, job.backend, named, passed, detail, perf_counter() - start)
 
 
-def _check(spec: KernelSpec, source: Source, backend: str, logical: Arrays, sizes: Mapping[str, int]) -> str:
+def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
     """Run over two poisons; compare with the reference, the truth, and the guards. Returns what held.
 
     In the emulator, what a kernel asks for asynchronously happens early and late.
     """
-    inputs = spec.pack(logical)
+    spec, source, backend, sizes = job.spec, job.source, job.backend, job.sizes
+    dtypes = {arg.name: dtype_in(arg.dtype, config) for arg in spec.args}
+    inputs = {name: stored(array, dtypes[name]) for name, array in spec.pack(logical).items()}
     results: dict[str, np.ndarray] = {}
-    module = Kernel(source, spec.name, spec.config_for(sizes)).module if backend == "emulator" else None
+    module = Kernel.of(spec, source, config).module if backend == "emulator" else None
     both = module is not None and module.entries[spec.name].is_asynchronous
     modes = emulator.MODES if both else emulator.MODES[:1]
     findings: list[emulator.Finding] = []
     for poison, mode in product(_POISONS, modes):
-        buffers = {a.name: _guarded(a.resolve(sizes), a.dtype, poison, backend) for a in spec.outputs}
+        buffers = {a.name: _guarded(a.resolve(sizes), storage(dtypes[a.name]), poison, backend) for a in spec.outputs}
         outcome = run_spec(
             spec,
             source,
@@ -122,6 +140,7 @@ def _check(spec: KernelSpec, source: Source, backend: str, logical: Arrays, size
             out={name: view for name, (_, view) in buffers.items()},
             checks=emulator.CHECKS if backend == "emulator" else (),
             mode=mode,
+            config=config,
         )
         findings += outcome.findings
         for name, (buffer, view) in buffers.items():
@@ -130,13 +149,23 @@ def _check(spec: KernelSpec, source: Source, backend: str, logical: Arrays, size
             if (guards != poison).any():
                 raise VerificationError(f"{name}: {int((guards != poison).sum())} bytes written outside the array")
             results[name] = whole[_GUARD : _GUARD + view.nbytes].view(view.dtype).reshape(view.shape)
-        compare(spec, results[spec.outputs[0].name], logical)
+        compare(spec, results, logical, config)
     return _judge_findings(spec, backend, findings, logical) + (", early and late" if both else "")
 
 
-def compare(spec: KernelSpec, got: np.ndarray, logical: Arrays) -> None:
-    """Raise with the first difference if `got` is not what the spec's reference says."""
-    expected = spec.reference(**logical)
+def compare(
+    spec: KernelSpec, results: Mapping[str, np.ndarray], logical: Arrays, config: Mapping[str, int] | None = None
+) -> None:
+    """Raise with the first difference if an output is not what the spec's reference says (in the variant `config`)."""
+    for name, expected in spec.expected(logical, config).items():
+        _compare(spec, "" if len(results) == 1 else f"{name}: ", results[name], expected)
+    if spec.wrong is not None:
+        missed = results[spec.outputs[0].name].astype(np.int32) != spec.wrong.truth(**logical)
+        if (missed != spec.wrong.misses(**logical)).any():
+            raise VerificationError("misses the truth in other places than its model says")
+
+
+def _compare(spec: KernelSpec, label: str, got: np.ndarray, expected: np.ndarray) -> None:
     if spec.tolerance:
         wide, truth = got.astype(np.float64), expected.astype(np.float64)
         wrong = ~(np.abs(wide - truth) <= spec.tolerance * np.maximum(np.abs(truth), np.abs(truth).max()))
@@ -145,13 +174,9 @@ def compare(spec: KernelSpec, got: np.ndarray, logical: Arrays) -> None:
     if wrong.any():
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
         raise VerificationError(
-            f"{int(wrong.sum())} of {wrong.size} elements differ from the reference, "
+            f"{label}{int(wrong.sum())} of {wrong.size} elements differ from the reference, "
             f"first at {list(place)}: {got[place]} instead of {expected[place]}"
         )
-    if spec.wrong is not None:
-        missed = got.astype(np.int32) != spec.wrong.truth(**logical)
-        if (missed != spec.wrong.misses(**logical)).any():
-            raise VerificationError("misses the truth in other places than its model says")
 
 
 def _judge_findings(spec: KernelSpec, backend: str, findings: list[emulator.Finding], logical: Arrays) -> str:
@@ -165,9 +190,9 @@ def _judge_findings(spec: KernelSpec, backend: str, findings: list[emulator.Find
     return f"wrong in exactly the {misses} places that its model predicts"
 
 
-def _guarded(shape: tuple[int, ...], dtype: str, poison: int, backend: str) -> tuple[Any, Any]:
+def _guarded(shape: tuple[int, ...], dtype: np.dtype, poison: int, backend: str) -> tuple[Any, Any]:
     """A poisoned buffer where the backend works and, inside its guards, the array that the kernel is to write."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     whole = (gpu.empty if backend == "gpu" else np.empty)((nbytes + 2 * _GUARD,), np.uint8)
     whole.fill(poison)
     return whole, whole[_GUARD : _GUARD + nbytes].view(dtype).reshape(shape)

@@ -179,6 +179,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("bench", "dequant"), "no GPU backend here: "),
         (("run", "missing.ptx", "--in", "{lqq}"), "missing.ptx: cannot be read: No such file"),
         (("run", "dequant_lqq", "--in", "{lqq}", "--grid", "3"), "--grid: for files only: the spec of dequant_lqq"),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--arch", "sm_90a"), "--arch: for files only: the spec of"),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "emulator", "--out", "/"), "/: cannot be written"),
         (("bench", "emulator", "--against", "{lqq}"), "in.npz: not JSON"),
     ],

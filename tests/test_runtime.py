@@ -58,8 +58,9 @@ def test_a_cuda_kernel_without_a_spec_runs_on_the_emulator() -> None:
 
 CUDA_RACE = """#include "dequant.cuh"
 // a comment
+__device__ int at(const int* s, int i) { return s[i]; }
 __device__ int opposite(const int* s, int t) {
-    return s[63 - t];
+    return at(s, 63 - t);
 }
 extern "C" __global__ void race(unsigned* y) {
     __shared__ int s[64];
@@ -77,11 +78,14 @@ def test_findings_in_a_cuda_source_are_at_its_own_lines(tmp_path: Path, monkeypa
     y = np.zeros(64, np.uint32)
     found = ptxlab.load("race.cu")(y, grid=1, block=64, backend="emulator", checks=["race", "lanes"]).findings
     race = next(f for f in found if f.kind == "race")
-    assert (race.path, race.line) == ("race.cu", 4) and "races with line 9, `st.shared" in race.message
+    assert (race.path, race.line) == ("race.cu", 3) and "races with line 10, `st.shared" in race.message
+    assert race.callers == (("race.cu", 5), ("race.cu", 11))
+    assert "race.cu:3 (called from line 5, line 11): `ld.shared" in str(race) and "(s + " in race.message
     packed = next(f for f in found if f.kind == "carry")
     header = Path(packed.path).read_text().splitlines()
     assert packed.path.endswith("dequant.cuh") and 'asm("mul.lo.u32' in header[packed.line - 1]
-    with pytest.raises(MemoryFault, match=r"race\.cu:9: `st\.shared\.u32 .*thread \(64,0,0\)"):
+    assert packed.callers == (("race.cu", 11),) and "(called from line 11 of race.cu)" in str(packed)
+    with pytest.raises(MemoryFault, match=r"race\.cu:10: `st\.shared\.u32 .*thread \(64,0,0\)"):
         ptxlab.load("race.cu")(y, grid=1, block=65, backend="emulator")
 
 
@@ -107,6 +111,38 @@ def test_cuda_kernels_are_found_however_they_are_declared(declaration: str) -> N
     y, v = np.zeros(3, np.float32), np.array([1, 2], np.float32).tobytes()
     kernel(np.ones(3, np.float32), np.int32(3), v, y, grid=1, block=32, backend="emulator")
     assert (y == 3).all()
+
+
+CUDA_WGMMA = """
+extern "C" __global__ void k(int* arch) {
+    *arch = __CUDA_ARCH__;
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    asm volatile("wgmma.fence.sync.aligned;");
+    *arch += 1;
+#endif
+}
+"""
+
+
+def test_the_emulator_runs_what_is_compiled_for_the_kernels_own_architecture() -> None:
+    for arch, seen in ((None, 800), ("sm_75", 800), ("sm_89", 890), ("sm_90", 900), ("sm_90a", 901)):
+        out = np.zeros(1, np.int32)
+        ptxlab.load(CUDA_WGMMA, arch=arch)(out, grid=1, block=32, backend="emulator")
+        assert out[0] == seen
+    with pytest.raises(ArgumentError, match=r"arch: sm_<number>, such as sm_80 or sm_90a \(got hopper\)"):
+        ptxlab.load(CUDA_WGMMA, arch="hopper")
+    with pytest.raises(ArgumentError, match="arch: only for CUDA"):
+        ptxlab.load(PTX_ADD4, arch="sm_80")
+
+
+@pytest.mark.parametrize(("arch", "asked"), [(None, (None, False)), ("sm_90", ("sm_90", False)),
+                                             ("sm_90a", ("sm_90a", True))])  # fmt: skip
+def test_a_gpu_is_asked_whether_it_has_the_architecture(arch, asked, monkeypatch) -> None:
+    monkeypatch.setattr(runtime.gpu, "why_not", lambda arch, exact: heard.append((arch, exact)) or "too old")
+    heard: list = []
+    kernel = ptxlab.load(CUDA_WGMMA, arch=arch)
+    assert runtime.choose_backend(None, kernel, Launch((1, 1, 1), (32, 1, 1)), on_device=False) == "emulator"
+    assert heard == [asked]
 
 
 def test_parameters_that_are_more_than_a_name() -> None:
@@ -279,6 +315,15 @@ def test_backends_that_do_not_exist_are_named(lqq: dict[str, np.ndarray], monkey
     monkeypatch.setattr(runtime.gpu, "why_not", lambda *a, **k: "no CUDA device")
     with pytest.raises(UnavailableError, match=r'no GPU backend here: no CUDA device; pass backend="emulator"'):
         ptxlab.run("dequant_lqq", **lqq, backend="gpu")
+
+
+def test_who_asks_for_checks_gets_the_emulator_also_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime.gpu, "why_not", lambda *a, **k: None)
+    kernel, one_warp = ptxlab.load(PTX_ADD4), Launch((1, 1, 1), (32, 1, 1))
+    assert runtime.choose_backend(None, kernel, one_warp, on_device=False) == "gpu"
+    assert runtime.choose_backend(None, kernel, one_warp, on_device=False, checks=["race"]) == "emulator"
+    with pytest.raises(UnavailableError, match="checks are the emulator's"):
+        runtime.choose_backend("gpu", kernel, one_warp, on_device=False, checks=["race"])
 
 
 def test_the_emulator_is_not_chosen_silently_for_hours_of_work(monkeypatch: pytest.MonkeyPatch) -> None:

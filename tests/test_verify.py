@@ -72,12 +72,12 @@ def test_floats_are_compared_within_the_stated_tolerance_only() -> None:
     spec = kernels.specs()["dequant_u4_f16"]
     logical = {"q4": np.full((1, 8), 10, np.uint8)}
     loose = replace(spec, tolerance=0.01)
-    verify.compare(loose, np.full((1, 8), 10.05, np.float16), logical)
+    verify.compare(loose, {"out": np.full((1, 8), 10.05, np.float16)}, logical)
     for bad in (10.2, np.nan):
         with pytest.raises(verify.VerificationError):
-            verify.compare(loose, np.full((1, 8), bad, np.float16), logical)
+            verify.compare(loose, {"out": np.full((1, 8), bad, np.float16)}, logical)
     with pytest.raises(verify.VerificationError):
-        verify.compare(spec, np.full((1, 8), 10.01, np.float16), logical)
+        verify.compare(spec, {"out": np.full((1, 8), 10.01, np.float16)}, logical)
 
 
 def test_a_source_whose_compiler_is_missing_is_skipped_by_name_of_kernel_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,13 +65,15 @@ def show(
             {
                 "name": spec.name,
                 "summary": spec.summary,
-                "args": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape), "role": a.role} for a in spec.args],
+                "args": [
+                    {"name": a.name, "dtype": str(a.dtype), "shape": list(a.shape), "role": a.role} for a in spec.args
+                ],
                 "rules": [*spec.rules, *spec.value_rules],
                 "sources": {s.label: s.text for s in sources},
             }
         )
     console.print(f"[bold]{spec.name}[/]  {escape(spec.summary)}")
-    cells = [(a.name, a.dtype, _shape(a), a.role) for a in spec.args]
+    cells = [(a.name, str(a.dtype), _shape(a), a.role) for a in spec.args]
     console.print(table("Arguments, in launch order", ("name", "dtype", "shape", "role"), cells))
     for rule in (*spec.rules, *spec.value_rules):
         console.print(f"  rule  {escape(rule)}", highlight=False)
@@ -99,6 +101,10 @@ def run(
     grid: Annotated[str | None, typer.Option(help="Blocks, x[,y[,z]]; for files only. Default 1.")] = None,
     block: Annotated[str | None, typer.Option(help="Threads, x[,y[,z]]; for files only. Default 32.")] = None,
     shared: Annotated[int | None, typer.Option(help="Dynamic shared memory in bytes; for files only.")] = None,
+    arch: Annotated[str | None, typer.Option(help="What to compile a .cu for: sm_90a for wgmma; files only.")] = None,
+    define: Annotated[
+        list[str] | None, typer.Option("-D", metavar="NAME[=N]", help="A constant of a .cu, -D TILE=64; -D X is 1.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""
@@ -107,7 +113,8 @@ def run(
     spec, source, entry = kernels.resolve(target)
     with progress_bar(f"run {target}", None, quiet=as_json):
         if spec is not None:
-            for name, value in (("--grid", grid), ("--block", block), ("--shared", shared)):
+            only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
+            for name, value in only.items():
                 if value is not None:
                     raise ArgumentError(name, f"for files only: the spec of {spec.name} says it", value)
             sizes = {n: _size(spec, n, a) for n, a in arrays.items() if n not in {a.name for a in spec.args if a.shape}}
@@ -122,7 +129,7 @@ def run(
                 mode=mode,
             )
         else:
-            kernel = runtime.load(source, entry)
+            kernel = runtime.load(source, entry, defines=_defines(define or []), arch=arch)
             args = [_argument(arrays, kernel.entry, name) for name in kernel.parameters]
             if extra := sorted(set(arrays) - set(kernel.parameters)):
                 raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
@@ -149,8 +156,9 @@ def run(
         for finding in outcome.findings:
             console.print(escape(str(finding)), soft_wrap=True, highlight=False)
         wrote = ", ".join(f"{n} {a.dtype}{list(a.shape)}" for n, a in outcome.outputs.items())
-        state = f"{len(outcome.findings)} findings" if outcome.findings else "checks clean" if checks else "no checks"
-        console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", highlight=False)
+        count = len(outcome.findings)
+        state = f"{count} finding{'s' * (count > 1)}" if count else "checks clean" if checks else "no checks"
+        console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", soft_wrap=True, highlight=False)
     if outcome.findings:
         raise typer.Exit(FAILED)
 
@@ -160,6 +168,18 @@ def _checks(text: str) -> frozenset[str]:
     if unknown := sorted(chosen - emulator.CHECKS):
         raise ArgumentError("--check", f"some of {', '.join(sorted(emulator.CHECKS))}", unknown[0])
     return chosen
+
+
+def _defines(texts: list[str]) -> dict[str, int]:
+    """`TILE=64` or `FIXED`, which counts as 1, as a compiler has it."""
+    constants = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            constants[name] = int(value or "1", 0)
+        except ValueError:
+            raise ArgumentError("-D", "NAME or NAME=INTEGER", text) from None
+    return constants
 
 
 def _dims(name: str, text: str) -> tuple[int, ...]:

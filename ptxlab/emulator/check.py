@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptxlab.emulator.effects import by_entry, spans
+from ptxlab.emulator.ir import called_from
 from ptxlab.emulator.packed import lane_faults
 from ptxlab.emulator.types import Array, Lanes, bits_of, indices_of
 
@@ -39,11 +40,12 @@ class Finding:
     operands: dict[str, int]
     message: str
     count: int = 1
+    callers: tuple[tuple[str, int], ...] = ()  # (path, line) of the calls, if the line is in an inlined function
 
     def __str__(self) -> str:
         more = f"; {self.count - 1} more" if self.count > 1 else ""
         block, thread = ("({},{},{})".format(*index) for index in (self.block, self.thread))
-        where = f"{self.path}:{self.line}: `{self.text}`"
+        where = f"{self.path}:{self.line}{called_from(self.path, self.callers)}: `{self.text}`"
         return f"{self.kind}: {where}: {self.message} in block {block} thread {thread}{more}"
 
 
@@ -56,7 +58,7 @@ class Findings:
     def add(self, machine: Machine, instruction: Instruction, kind: str, lane_index: int, message: str, count: int = 1,
             packed: int | None = None, operands: dict[str, int] | None = None) -> None:  # fmt: skip
         """Enter `count` occurrences, the first of them in lane `lane_index` of the machine."""
-        key = (kind, instruction.path, instruction.line, packed)
+        key = (kind, instruction.path, instruction.line, instruction.callers, packed)
         known = self.found.get(key)
         if known:
             self.found[key] = replace(known, count=known.count + count)
@@ -73,6 +75,7 @@ class Findings:
             operands or {},
             message,
             count,
+            instruction.callers,
         )
 
 

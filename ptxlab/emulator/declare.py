@@ -12,6 +12,7 @@ from ptxlab.emulator.tokens import Cursor
 from ptxlab.emulator.types import DTYPES, bits_of
 
 SPACES = {".param", ".shared", ".local", ".global", ".const"}
+Frames = tuple[tuple[int, int], ...]  # (number of a file, line in it), then where that was inlined, and so on out
 MOST_REGISTERS = 1 << 18  # in one declaration
 MOST_BYTES = 1 << 31  # in one variable
 
@@ -42,25 +43,33 @@ class Declarations(Cursor):
         self.scope = Scope(None)
         self.entry = Entry("", 0)
         self.files: dict[int, str] = {}
-        self.here = (0, 0)  # number of a file, line in it, by the last `.loc`; no file has the number 0
-        self.locations: list[tuple[Instruction, tuple[int, int]]] = []
+        self.here: Frames = ()  # by the last `.loc`
+        self.inlined: dict[tuple[int, ...], Frames] = {}  # (file, line, column) -> the frames of its last `.loc`
+        self.locations: list[tuple[Instruction, Frames]] = []
 
     def location(self) -> None:
-        """`.loc file line ...` or `.file number "path" ...`."""
+        """`.loc file line column[, function_name name, inlined_at file line column]` or `.file number "path" ...`."""
         directive, file = self.take(), self.integer()
         if directive == ".loc":
-            self.here = file, self.integer()
+            line, column = self.integer(), self.integer()
+            self.here = ((file, line),)
+            if self.accept(","):
+                self.skip_to("inlined_at")
+                caller = self.integer(), self.integer(), self.integer()
+                self.here += self.inlined.get(caller, (caller[:2],))
+            self.inlined[file, line, column] = self.here
         else:
             self.files[file] = self.take().strip('"')
         self.skip_line()
 
     def move_to(self, source: str) -> None:
         """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
-        for instruction, (file, line) in self.locations:
-            if line and file in self.files:
-                path = self.files[file]
-                instruction.path = source if path in (source, os.path.abspath(source)) else path
-                instruction.line = line
+        paths = {n: source if p in (source, os.path.abspath(source)) else p for n, p in self.files.items()}
+        for instruction, frames in self.locations:
+            places = [(paths[file], line) for file, line in frames if line and file in paths]
+            if places:
+                (instruction.path, instruction.line), *callers = places
+                instruction.callers = tuple(callers)
 
     def variables(self, space: str) -> None:
         """Variables of a state space, after its name: `.align 4 .b32 x, y[3] = {1, 2};`."""

@@ -66,17 +66,19 @@ class InFlight(Watcher):
         if wrong.any():
             start = int(offsets[int(np.argmax(wrong))])
             place = start + int(np.argmax(self.busy[start : start + access.size] & flags))
-            self.report(access.instruction, "async", lanes, wrong, f"{does} {self.whose(place, flags)}")
+            self.report(
+                access.instruction, "async", lanes, wrong, f"{does} {self.whose(access.instruction, place, flags)}"
+            )
 
-    def whose(self, place: int, flags: int) -> str:
-        """A byte in flight, and who moves it, in words."""
+    def whose(self, instruction: Instruction, place: int, flags: int) -> str:
+        """A byte in flight that an instruction meets, and who moves it, in words."""
         for effect in self.pending.queue:
             for does, flag, part in (("written", _WRITTEN, effect.writes), ("read", _READ, effect.reads)):
                 lanes, starts, sizes = part
                 holds = (starts <= place) & (place < starts + sizes)
                 if flags & flag and holds.any():
                     thread = "({},{},{})".format(*self.machine.place_of(int(lanes[int(np.argmax(holds))]))[1])
-                    by = f"line {effect.instruction.line}, `{effect.instruction.text}`, for thread {thread}"
+                    by = f"{effect.instruction.seen_from(instruction)}, for thread {thread}"
                     return f"{self.memory.byte(place)}, still being {does} by {by}, as nobody has waited for that,"
         return f"{self.memory.byte(place)}, which another entry of this copy moves"
 
@@ -96,16 +98,16 @@ class InFlight(Watcher):
         places = spans(starts, sizes)
         hit = self.busy[places] & flags != 0
         if hit.any():
-            what = self.whose(int(places[int(np.argmax(hit))]), flags)
+            what = self.whose(effect.instruction, int(places[int(np.argmax(hit))]), flags)
             self.report(effect.instruction, "async", lanes, by_entry(hit, sizes), f"{does} {what}")
 
     def see(self, effect: Effect) -> None:
         """Report what the engine reads or tells without being able to see it."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if place in self.begun:
-                line, text = self.begun[place][1].line, self.begun[place][1].text
-                message = f"tells the mbarrier at {self.memory.byte(place)}, which line {line}, `{text}`, initialised "
-                message += "without fence.mbarrier_init (or fence.proxy.async): the copy engine may not see it"
+                by = self.begun[place][1].seen_from(effect.instruction)
+                message = f"tells the mbarrier at {self.memory.byte(place)}, which {by}, initialised "
+                message += "without fence.mbarrier_init (or fence.proxy.async): the async proxy may not see it,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
         assert self.dirty is not None
         lanes, starts, sizes = effect.reads
@@ -117,8 +119,9 @@ class InFlight(Watcher):
         if hit.any():
             first = int(np.argmax(hit))
             writer = self.machine.code[int(marks[first] >> _LANE & (1 << _TIME - _LANE) - 1)]
-            message = f"takes {self.memory.byte(int(source[first]))}, which line {writer.line}, `{writer.text}`, wrote "
-            message += "without a fence.proxy.async behind it: the engine may see what was there before"
+            by = writer.seen_from(effect.instruction)
+            message = f"takes {self.memory.byte(int(source[first]))}, which {by}, wrote, and no "
+            message += "fence.proxy.async since: the async proxy may see what was there before,"
             self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
     def soil(self, instruction: Instruction, lanes: Lanes, starts: Array, sizes: Array) -> None:

@@ -100,6 +100,7 @@ class Instruction:
     text: str  # the source line without indentation, comment and semicolon
     lanes: LaneTypes | None = None
     path: str = "<ptx>"
+    callers: tuple[tuple[str, int], ...] = ()  # if it came from an inlined function: where that was called, and so on
 
     @property
     def destinations(self) -> list[Register]:
@@ -118,7 +119,11 @@ class Instruction:
     @property
     def where(self) -> str:
         """`path:line: `text``, as every message begins."""
-        return f"{self.path}:{self.line}: `{self.text}`"
+        return f"{self.path}:{self.line}{called_from(self.path, self.callers)}: `{self.text}`"
+
+    def seen_from(self, other: Instruction) -> str:
+        """`line 5, `text``: how a message about another instruction speaks of this one."""
+        return f"{line_of(self.path, self.line, other.path)}{called_from(other.path, self.callers)}, `{self.text}`"
 
 
 @dataclass
@@ -131,6 +136,7 @@ class Entry:
     instructions: list[Instruction] = field(default_factory=list)
     registers: dict[int, int] = field(default_factory=lambda: dict.fromkeys((1, 8, 16, 32, 64), 0))
     directives: dict[str, tuple[int, ...]] = field(default_factory=dict)  # "maxntid" -> (256, 1, 1) ...
+    shared: list[Variable] = field(default_factory=list)  # in the order of their offsets
     shared_bytes: int = 0  # static shared memory; dynamic shared memory follows at `dynamic_offset`
     dynamic_offset: int = 0
     local_bytes: int = 0
@@ -174,6 +180,16 @@ class Module:
 
 
 _NO_DESTINATION = frozenset({"bra", "brx", "ret", "exit", "trap", "nanosleep", "setmaxnreg"})
+
+
+def line_of(path: str, line: int, here: str) -> str:
+    """A line, as a message about a line of the file `here` names it."""
+    return f"line {line}" + ("" if path == here else f" of {path}")
+
+
+def called_from(here: str, callers: tuple[tuple[str, int], ...]) -> str:
+    """` (called from line 7)`; empty for what is not in an inlined function."""
+    return f" (called from {', '.join(line_of(*caller, here) for caller in callers)})" if callers else ""
 
 
 def registers(operands: tuple) -> Iterator[Register]:

@@ -7,14 +7,21 @@ Untouched pages of the arena cost nothing, so the gaps may be wide.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ptxlab.emulator.types import Array
 from ptxlab.errors import ArgumentError
 
+if TYPE_CHECKING:
+    from ptxlab.emulator.ir import Variable
+
+_LOCAL = re.compile(r"^_ZZ.*E\d+(?=[A-Za-z_]\w*$)")  # how C++ decorates the name of a function's own variable
 BASE = 0x7F00_0000_0000
 GAP = 1 << 16
 ALIGN = 1024  # shared windows need it for swizzled tiles; cudaMalloc gives 256
@@ -29,6 +36,14 @@ class Region:
     end: int
     writable: bool = True
     written: bool = False
+    variables: Sequence[Variable] = ()  # those that lie in it, in order
+
+    def place(self, at: int) -> str:
+        """A byte of it, in words."""
+        for variable in reversed(self.variables):
+            if variable.offset <= at and (at < variable.offset + variable.size or not variable.size):
+                return f"byte {at} of {self.name} ({_LOCAL.sub('', variable.name)} + {at - variable.offset})"
+        return f"byte {at} of {self.name}"
 
 
 class Memory:
@@ -47,9 +62,12 @@ class Memory:
         self.size = -(-region.end // ALIGN) * ALIGN + gap
         return region
 
-    def windows(self, names: list[str], size: int) -> Array:
-        """One region per name, all of the same size; returns where they start."""
-        return np.array([self.reserve(name, size, gap=ALIGN).start for name in names], np.int64)
+    def windows(self, names: list[str], size: int, variables: Sequence[Variable]) -> Array:
+        """One region per name, all of the same size and with the same variables; returns where they start."""
+        regions = [self.reserve(name, size, gap=ALIGN) for name in names]
+        for region in regions:
+            region.variables = variables
+        return np.array([region.start for region in regions], np.int64)
 
     def allocate(self) -> None:
         """Make the arena, zeroed."""
@@ -82,7 +100,7 @@ class Memory:
     def byte(self, offset: int) -> str:
         """The place of a valid arena offset, in words."""
         region = self.region_of(offset)
-        return f"byte {offset - region.start} of {region.name}" if region else f"offset {offset}"
+        return region.place(offset - region.start) if region else f"offset {offset}"
 
     def describe(self, offset: int, size: int) -> str:
         """Where an access of `size` bytes at a bad arena offset points, in words."""

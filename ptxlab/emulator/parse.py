@@ -14,6 +14,7 @@ from ptxlab.emulator.packed import parse_annotation
 
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 _SIZES = {"maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqnctapercluster", "maxclusterrank"}
+_LONG_VECTOR = re.compile(r"\{\s*([^{},]+),(?:[^{},]+,){3,}\s*([^{},]+?)\s*\}")  # of more than four elements
 _FLAGS = {"explicitcluster", "blocksareclusters", "noreturn"}
 
 
@@ -77,7 +78,7 @@ class _Parser(Operands):
         return self.result
 
     def kernel(self) -> None:
-        line, self.here = self.tokens[self.at].line, (0, 0)
+        line, self.here = self.tokens[self.at].line, ()
         entry = self.entry = Entry(self.word("the kernel's name"), line)
         if entry.name in self.result.entries:
             self.fail(f"kernel {entry.name} is defined twice", line)
@@ -168,6 +169,7 @@ class _Parser(Operands):
             self.fail(f"expected an instruction, found {opcode!r}")
         operands = tuple(self.comma_separated(self.operand, ";"))
         text = re.sub(r"\s+", " ", self.lines[line - 1].split("//")[0]).strip().rstrip(";")
+        text = _LONG_VECTOR.sub(r"{\1, ..., \2}", text)
         last = self.tokens[self.at - 1].line
         instruction = Instruction(opcode, operands, guard, line, text, path=self.path)
         if last in self.annotations:
@@ -268,6 +270,7 @@ class _Parser(Operands):
         entry.dynamic_offset = -(-entry.shared_bytes // align) * align
         for variable in dynamic:
             variable.offset = entry.dynamic_offset
+        entry.shared = [*fixed, *dynamic]
 
 
 def _flat(operands: tuple) -> Iterator:

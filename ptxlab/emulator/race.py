@@ -141,8 +141,7 @@ class Races(Watcher):
         whose = (event >> int(_ACTOR) & int(_ACTORS)) % self.warps * 32 + (event >> int(_LANE) & int(_LANES))
         block, thread = ("({},{},{})".format(*index) for index in self.machine.place_of(whose))
         place = self.machine.memory.byte(int(places[first]))
-        where = f"line {other.line}" + ("" if other.path == instruction.path else f" of {other.path}")
-        message = f"{what} {place} races with {where}, `{other.text}`, by thread {thread} of block {block},"
+        message = f"{what} {place} races with {other.seen_from(instruction)}, by thread {thread} of block {block},"
         self.report(instruction, "race", lanes, np.bincount(lane, wrong, count_of(lanes)) > 0, message)
 
     def issue(self, effect: Effect) -> None:

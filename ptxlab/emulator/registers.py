@@ -59,7 +59,7 @@ class RegistersInUse(Watcher):
         if hit.any():
             by = next(e.instruction for e in self.machine.pending.queue if self.uses(e, register, flags))
             message = (
-                f"{does} {register.name}, still in use by line {by.line}, `{by.text}`, as nobody has waited for that,"
+                f"{does} {register.name}, still in use by {by.seen_from(instruction)}, as nobody has waited for that,"
             )
             self.report(instruction, "async", lanes, hit, message)
 
@@ -81,7 +81,7 @@ class RegistersInUse(Watcher):
             late = self.written[register.index, lanes]
             if late.any():
                 by = self.machine.code[int(late.max()) - 1]
-                message = f"takes {register.name}, which line {by.line}, `{by.text}`, wrote, and no wgmma.fence since,"
+                message = f"takes {register.name}, which {by.seen_from(instruction)}, wrote, and no wgmma.fence since,"
                 self.report(instruction, "async", lanes, late != 0, message)
         for register in words(effect.form.a_registers):
             self.meet(instruction, register, lanes, _GIVEN, "takes")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
+from ptxlab.gpu.bfloat16 import Bits, is_bfloat16
 
 _CUDA = (2, 13)  # DLPack's device types: device memory, managed memory
 _ALIGNMENT = 16  # the widest load or store of one thread
@@ -27,8 +28,11 @@ def as_array(name: str, array: Any) -> Any:
 
     Args:
         name: of the argument, for messages.
-        array: NumPy, CuPy, or anything with DLPack or `__cuda_array_interface__` (PyTorch, JAX ...).
+        array: NumPy, CuPy, or anything with DLPack or `__cuda_array_interface__` (PyTorch, JAX ...). One of bfloat16
+            becomes an array of its bits, uint16.
     """
+    if is_bfloat16(array):
+        array = array.view(np.uint16) if isinstance(array, np.ndarray) else Bits(array)
     if isinstance(array, np.ndarray):
         return array
     try:
@@ -97,9 +101,14 @@ def copy_bytes(target: Any, source: Any) -> None:
     cupy.cuda.runtime.memcpyAsync(target.data.ptr, source.data.ptr, source.nbytes, kind, stream)
 
 
-def like(array: Any, example: Any) -> Any:
-    """The array (NumPy or CuPy) as the library of `example` has it, on the same memory."""
+def like(array: Any, example: Any, dtype: str = "") -> Any:
+    """The array (NumPy or CuPy) as the library of `example` has it, on the same memory.
+
+    Where `dtype` is bfloat16, the array holds its bits as uint16, and so does what is returned for NumPy and CuPy.
+    """
     library = type(example).__module__.partition(".")[0]
+    if dtype == "bfloat16" and library in ("torch", "jax", "jaxlib"):
+        array = Bits(array, of_bfloat16=True)
     if library == "torch":
         return sys.modules["torch"].from_dlpack(array)
     if library in ("jax", "jaxlib"):

@@ -3,6 +3,7 @@
 from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.storage import METADATA_KEY, load, packed_names, save
+from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.layout.words import pack_comet, pack_u4, unpack_comet, unpack_u4
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "METADATA_KEY",
     "SCHEMES",
     "PackedWeight",
+    "TensorMap",
     "buffer_shapes",
     "from_fragment_order",
     "from_swizzled_tiles",

@@ -14,12 +14,14 @@ from ptxlab.reference.dequant import (
     scale_rows,
 )
 from ptxlab.reference.exact import exact_lqq, exact_qoq, fits_s8, presub_wrong
-from ptxlab.reference.gemm import gemm_accumulators
+from ptxlab.reference.floats import bfloat16_bits, from_bfloat16_bits
+from ptxlab.reference.gemm import gemm_accumulators, gemm_accumulators_channel, gemm_epilogue
 from ptxlab.reference.packed import as_bytes, as_words, replicate
 
 __all__ = [
     "as_bytes",
     "as_words",
+    "bfloat16_bits",
     "dequant_comet",
     "dequant_int4_naive",
     "dequant_lqq",
@@ -33,7 +35,10 @@ __all__ = [
     "exact_lqq",
     "exact_qoq",
     "fits_s8",
+    "from_bfloat16_bits",
     "gemm_accumulators",
+    "gemm_accumulators_channel",
+    "gemm_epilogue",
     "presub_wrong",
     "replicate",
     "scale_rows",

@@ -1,8 +1,12 @@
 """Integer matrix products and their epilogue, on logical arrays (LiquidGEMM §3, QServe §5.2)."""
 
-import numpy as np
+from typing import Any
 
-from ptxlab.reference.packed import S8, S32, require_dtype
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.reference.floats import bfloat16_bits
+from ptxlab.reference.packed import F32, S8, S32, U8, require_dtype
 
 _EXACT_K = 2**53 // (128 * 255)  # float64 adds up so many products of bytes without a rounding
 
@@ -22,3 +26,41 @@ def gemm_accumulators(x_q: S8, weights: S32) -> S32:
         raise ValueError(f"K: at most {_EXACT_K} (got {x_q.shape[1]})")
     exact = x_q.astype(np.float64) @ weights.astype(np.float64).T  # BLAS, and every partial sum is an integer
     return exact.astype(np.int64).astype(np.int32)
+
+
+def gemm_accumulators_channel(x_q: S8, q4: U8, zero: U8, x_sum: S32) -> S32:
+    """X Wᵀ of per-channel weights q4 - zero, int32 [M, N]: the zero point leaves with the token sum (QServe §5.2.2).
+
+    Args:
+        x_q: activations s8 [M, K].
+        q4: weights u8 [N, K] in 0..15.
+        zero: zero points u8 [N].
+        x_sum: token sums int32 [M], sum of x_q over K.
+    """
+    return gemm_accumulators(x_q, q4.astype(np.int32)) - x_sum[:, None] * zero.astype(np.int32)
+
+
+def gemm_epilogue(
+    accumulators: S32, x_scale: F32, w_scale: F32, bias: F32 | None = None, out: str = "float16"
+) -> npt.NDArray[Any]:
+    """accumulators · x_scale · w_scale (+ bias) in float32, each operation rounded, and one rounding to the output.
+
+    Args:
+        accumulators: int32 [M, N].
+        x_scale: of the tokens, f32 [M].
+        w_scale: of the output channels, f32 [N].
+        bias: f32 [N] or None.
+        out: `float16`, `float32`, `bfloat16` (its bits, as uint16), or `int32`: the accumulators as they are.
+
+    Returns:
+        [M, N] of that dtype.
+    """
+    if out == "int32":
+        return accumulators
+    scaled = accumulators.astype(np.float32) * x_scale[:, None] * w_scale
+    if bias is not None:
+        scaled = scaled + bias
+    if out == "bfloat16":
+        return bfloat16_bits(scaled)
+    with np.errstate(over="ignore"):  # beyond 65504 float16 is infinite, as on the GPU
+        return scaled.astype(out)

@@ -27,6 +27,11 @@ def outcome(text: str, mode: str) -> tuple[np.ndarray, list[tuple[str, int]]]:
     return out, sorted({(finding.kind, finding.line) for finding in result.findings})
 
 
+def test_long_lists_of_registers_are_cut_in_messages():
+    (launch, _) = [i for i in emulator.parse(CASE.ptx).entries[CASE.name].instructions if "mma_async" in i.opcode]
+    assert launch.text.endswith("s8 {%d0, ..., %d11}, {%a0, %a1, %a2, %a3}, %desc, %p")
+
+
 RIGHT = outcome(CASE.ptx, "early")[0]
 LAUNCHES = [i for i, line in enumerate(CASE.ptx.split("\n"), 1) if "wgmma.mma_async" in line]
 STORES = [i for i, line in enumerate(CASE.ptx.split("\n"), 1) if "st.global.b32" in line]

@@ -258,7 +258,7 @@ def test_edited_source_is_loaded_anew(add) -> None:
         (lambda c: [c.zeros(32, c.uint32), np.uint64(1)], r"add_to: args\[1\]: a parameter of 4 bytes \(got 8 bytes\)"),
         (lambda c: [c.zeros(32, c.uint32), 1], r"args\[1\]: a NumPy scalar.*\(got 1\)"),
         (lambda c: [c.zeros((32, 2), c.uint32)[:, 0], np.uint32(1)], r"args\[0\]: C-contiguous \(got strides"),
-        (lambda c: ["data", np.uint32(1)], r"args\[0\]: an array, a NumPy scalar or bytes \(got str\)"),
+        (lambda c: ["data", np.uint32(1)], r"args\[0\]: an array, a tensor map, a NumPy scalar or bytes \(got str\)"),
     ],
 )
 def test_arguments_refused(cupy, add, change, message: str) -> None:

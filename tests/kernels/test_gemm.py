@@ -12,15 +12,18 @@ from hypothesis.extra import numpy as hnp
 from ptxlab import emulator, kernels, quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm.common import GROUPS
-from ptxlab.runtime import Kernel, run_spec
+from ptxlab.runtime import run_spec
+from ptxlab.spec import KernelSpec
 from tests import strategies
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 QOQ, (SOURCE, *_) = kernels.find("gemm_w4a8_qoq_sm80")
+CHANNEL = kernels.specs()["gemm_w4a8_qoq_channel_sm80"]
+EDGES = strategies.near_edges((-128, -127, 127), -128, 127)  # of activations
 
 
 @st.composite
-def problems(draw: st.DrawFn, tokens: int, rows: int, groups: int) -> dict[str, Any]:
+def grouped(draw: st.DrawFn, tokens: int, rows: int, groups: int) -> dict[str, Any]:
     """Weights at the limits of a byte, activations at -128, -127 and 127, of any shape that the contract has."""
     g = draw(st.sampled_from(GROUPS))
     M, N, K = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), g * draw(st.integers(1, groups))
@@ -28,40 +31,75 @@ def problems(draw: st.DrawFn, tokens: int, rows: int, groups: int) -> dict[str, 
     zero = np.minimum(draw(hnp.arrays(np.uint8, scale.shape, elements=st.integers(0, 15))), 127 // scale)
     most = np.repeat(zero + 127 // scale, g, axis=1)
     q4 = np.minimum(draw(strategies.q4_matrix(N, K)), most)
-    edges = strategies.near_edges((-128, -127, 127), -128, 127)
     weight = quant.QoQWeight(
         q4=q4, group_scale=scale, zero=zero, channel_scale=np.ones(N, np.float32), protective_range=119
     )
-    return {"weight": weight, "x": draw(strategies.filled(np.int8, (M, K), edges))}
+    return {"weight": weight, "x": draw(strategies.filled(np.int8, (M, K), EDGES))}
 
 
-def accumulators(logical: dict[str, Any], backend: str, **options: Any) -> np.ndarray:
+@st.composite
+def per_channel(draw: st.DrawFn, tokens: int, rows: int, groups: int) -> dict[str, Any]:
+    """All of 0..15 as weight and as zero point, the same activations, K any multiple of 32."""
+    M, N, K = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), 32 * draw(st.integers(1, 4 * groups))
+    zero = draw(hnp.arrays(np.uint8, N, elements=strategies.near_edges((0, 15), 0, 15)))
+    weight = quant.QoQChannelWeight(draw(strategies.q4_matrix(N, K)), np.ones(N, np.float32), zero)
+    return {"weight": weight, "x": draw(strategies.filled(np.int8, (M, K), EDGES))}
+
+
+PROBLEMS = {QOQ.name: grouped, CHANNEL.name: per_channel}
+
+
+def sizes_of(spec: KernelSpec, **sizes: int) -> dict[str, int]:
+    return {name: value for name, value in sizes.items() if name in spec.symbols}
+
+
+def accumulators(spec: KernelSpec, logical: dict[str, Any], backend: str, **options: Any) -> np.ndarray:
     checks = ("race", "init", "async") if backend == "emulator" else ()
-    outcome = run_spec(QOQ, SOURCE, QOQ.pack(logical), backend=backend, checks=checks, **options)
+    source = kernels.find(spec.name)[1][0]
+    outcome = run_spec(spec, source, spec.pack(logical), backend=backend, checks=checks, **options)
     assert outcome.findings == ()
     return outcome.outputs["y"]
 
 
-@given(logical=problems(tokens=40, rows=72, groups=3), mode=st.sampled_from(emulator.MODES))
+@pytest.mark.parametrize("name", PROBLEMS)
+@given(data=st.data(), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=25)
-def test_accumulators_are_exact_in_the_emulator(logical: dict[str, Any], mode: str) -> None:
-    assert np.array_equal(accumulators(logical, "emulator", mode=mode), QOQ.reference(**logical))
+def test_accumulators_are_exact_in_the_emulator(name: str, data: st.DataObject, mode: str) -> None:
+    spec, logical = kernels.specs()[name], data.draw(PROBLEMS[name](tokens=40, rows=72, groups=3))
+    assert np.array_equal(accumulators(spec, logical, "emulator", mode=mode), spec.reference(**logical))
 
 
 @pytest.mark.gpu
-@given(logical=problems(tokens=300, rows=320, groups=12))
-def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any]) -> None:
-    first = accumulators(logical, "gpu")
-    assert np.array_equal(first, QOQ.reference(**logical))
-    assert np.array_equal(first, accumulators(logical, "gpu")), "two runs, the same bits"
+@pytest.mark.parametrize("name", PROBLEMS)
+@given(data=st.data())
+def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> None:
+    spec, logical = kernels.specs()[name], data.draw(PROBLEMS[name](tokens=300, rows=320, groups=12))
+    first = accumulators(spec, logical, "gpu")
+    assert np.array_equal(first, spec.reference(**logical))
+    assert np.array_equal(first, accumulators(spec, logical, "gpu")), "two runs, the same bits"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(("M", "N"), [(1, 8), (16, 8200), (33, 8200), (64, 64), (65, 72), (300, 136)])
-def test_every_tile_shape_is_exact(M: int, N: int, backend: str) -> None:
+def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> None:
     """One problem for each branch of the rule that chooses the tile, with M and N that leave the last tile ragged."""
-    logical = QOQ.example(np.random.default_rng(M), M=M, N=N, K=160 if N < 1000 else 64, g=32)
-    assert np.array_equal(accumulators(logical, backend), QOQ.reference(**logical))
+    spec = kernels.specs()[name]
+    sizes = sizes_of(spec, M=M, N=N, K=160 if N < 1000 else 64, g=32)
+    logical = spec.example(np.random.default_rng(M), **sizes)
+    assert np.array_equal(accumulators(spec, logical, backend), spec.reference(**logical))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_zero_point_leaves_with_the_token_sum(backend: str) -> None:
+    """With the token sum the product is that of q4 - zero; another sum is subtracted as it is given."""
+    logical = CHANNEL.example(np.random.default_rng(0), M=5, N=40, K=96)
+    weight, x = logical["weight"], logical["x"]
+    centred = x.astype(np.int64) @ (weight.q4.astype(np.int64) - weight.zero[:, None]).T
+    assert np.array_equal(accumulators(CHANNEL, logical, backend), centred)
+    logical["x_sum"] = x.sum(axis=1, dtype=np.int32) + np.arange(5, dtype=np.int32)
+    shifted = centred - np.arange(5)[:, None] * weight.zero.astype(np.int64)
+    assert np.array_equal(accumulators(CHANNEL, logical, backend), shifted)
 
 
 def test_the_extremes_add_up_without_a_rounding() -> None:
@@ -77,7 +115,7 @@ def test_the_extremes_add_up_without_a_rounding() -> None:
     )
     x = np.full((3, K), -128, np.int8)
     expected = np.full((3, 8), -128 * 7 * 16 * K, np.int32)
-    assert np.array_equal(accumulators({"weight": weight, "x": x}, "emulator"), expected)
+    assert np.array_equal(accumulators(QOQ, {"weight": weight, "x": x}, "emulator"), expected)
 
 
 @pytest.mark.parametrize(
@@ -96,22 +134,56 @@ def test_bad_input_is_refused_before_any_launch(change: dict[str, np.ndarray], m
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(("variant", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32)])
-def test_scaled_outputs_are_the_epilogue_in_float32(variant: int, dtype: Any, backend: str) -> None:
+def test_scaled_outputs_are_the_epilogue_in_float32(
+    variant: int, dtype: Any, with_bias: bool, name: str, backend: str
+) -> None:
     """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
-    rng = np.random.default_rng(variant)
-    sizes = {"M": 5, "N": 40, "K": 256, "g": 128}
-    logical = QOQ.example(rng, **sizes)
-    inputs = QOQ.pack(logical)
-    inputs["x_scale"] = rng.uniform(1e-3, 1e-2, 5).astype(np.float32)
-    inputs["bias"] = rng.standard_normal(40, dtype=np.float32)
-    config = {**QOQ.config_for(sizes), "OUT": variant}
-    y = np.zeros((5, 40), dtype)
-    bits = y.view(f"u{y.itemsize}")  # what the kernel is given: NumPy knows no bfloat16
-    arrays = {**inputs, "y": bits}
-    args = [arrays[a.name] if a.shape else QOQ.scalar(a, sizes) for a in QOQ.args]
-    Kernel(SOURCE, QOQ.name, config).launch(args, QOQ.launch({**sizes, **config}), backend=backend)
-    accumulators = QOQ.reference(**logical).astype(np.float32)
-    scaled = accumulators * inputs["x_scale"][:, None] * inputs["w_scale"] + inputs["bias"]
-    assert np.array_equal(bits, scaled.astype(dtype).view(bits.dtype))
-    assert len(np.unique(bits)) > 100
+    spec, (source, *_) = kernels.find(name)
+    sizes = sizes_of(spec, M=5, N=40, K=256, g=128)
+    logical = spec.example(np.random.default_rng(variant), **sizes)
+    if not with_bias:
+        del logical["bias"]  # the kernel is given a null pointer
+    config = {**spec.config_for(sizes), "OUT": variant}
+    inputs = spec.pack(logical)
+    y = run_spec(spec, source, inputs, backend=backend, config=config).outputs["y"]
+    assert np.array_equal(y, spec.expected(logical, config)["y"])
+    scaled = spec.reference(logical["weight"], logical["x"]).astype(np.float32)
+    scaled = scaled * inputs["x_scale"][:, None] * inputs["w_scale"] + inputs.get("bias", np.float32(0))
+    assert np.array_equal(y, scaled.astype(dtype).view(y.dtype))  # NumPy knows no bfloat16: y is its bits
+    assert len(np.unique(y)) > 100
+
+
+@pytest.mark.parametrize(("dtype", "variant"), [("float16", 0), ("bfloat16", 1), ("float32", 2), ("int32", 3)])
+def test_the_array_to_write_into_decides_the_output(dtype: str, variant: int) -> None:
+    logical = QOQ.example(np.random.default_rng(0), M=3, N=8, K=64, g=64)
+    y = np.zeros((3, 8), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    outcome = run_spec(QOQ, SOURCE, QOQ.pack(logical), out={"y": y}, backend="emulator")
+    assert outcome.outputs["y"] is y
+    expected = QOQ.expected(logical, {"OUT": variant})["y"]
+    assert np.array_equal(y.view(expected.dtype), expected)
+
+
+def test_an_output_of_another_dtype_is_refused() -> None:
+    inputs = QOQ.pack(QOQ.example(np.random.default_rng(0), M=2, N=8, K=64, g=64))
+    rule = r"gemm_w4a8_qoq_sm80: y: dtype float16 or bfloat16 or float32 or int32 \(got float64\)"
+    with pytest.raises(ArgumentError, match=rule):
+        run_spec(QOQ, SOURCE, inputs, out={"y": np.zeros((2, 8))}, backend="emulator")
+    config = {**QOQ.config_for({"M": 2, "N": 8, "K": 64, "g": 64}), "OUT": 2}
+    with pytest.raises(ArgumentError, match=r"gemm_w4a8_qoq_sm80: y: dtype float32 \(got float16\)"):
+        run_spec(QOQ, SOURCE, inputs, config=config, out={"y": np.zeros((2, 8), np.float16)}, backend="emulator")
+
+
+def test_torch_gets_bfloat16_as_its_own() -> None:
+    torch = pytest.importorskip("torch")
+    logical = QOQ.example(np.random.default_rng(0), M=3, N=8, K=64, g=64)
+    inputs = {name: torch.from_numpy(array) for name, array in QOQ.pack(logical).items()}
+    config = {**QOQ.config_for({"M": 3, "N": 8, "K": 64, "g": 64}), "OUT": 1}
+    y = run_spec(QOQ, SOURCE, inputs, backend="emulator", config=config).outputs["y"]
+    assert y.dtype == torch.bfloat16
+    assert np.array_equal(y.view(torch.uint16).numpy(), QOQ.expected(logical, config)["y"])
+    out = torch.zeros(3, 8, dtype=torch.bfloat16)
+    assert run_spec(QOQ, SOURCE, inputs, backend="emulator", out={"y": out}).outputs["y"] is out
+    assert torch.equal(out, y)

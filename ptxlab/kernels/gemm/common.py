@@ -1,25 +1,87 @@
-"""What the steps of the ladder share: outputs, the arguments behind the weight, the example."""
+"""What the steps of the ladder share: outputs, the arguments behind the weight, examples and their reference."""
 
 import numpy as np
 
-from ptxlab import quant
+from ptxlab import quant, reference
+from ptxlab.dtypes import ByVariant
 from ptxlab.spec import Arg, Arrays
 
 GROUPS = (32, 64, 128)
-F16, BF16, F32, INT32 = range(4)  # OUT: what a kernel is compiled to store; INT32 are the accumulators themselves
+DTYPES = ("float16", "bfloat16", "float32", "int32")  # by OUT: what is stored; int32 are the accumulators themselves
+F16, BF16, F32, INT32 = range(4)
 
 # Behind the weight and the activations every step takes the same arguments.
 EPILOGUE = (
     Arg("x_scale", "float32", ("M",)),
-    Arg("bias", "float32", ("N",)),
-    Arg("y", "int32", ("M", "N"), "out"),
+    Arg("bias", "float32", ("N",), optional=True),
+    Arg("y", ByVariant("OUT", DTYPES), ("M", "N"), "out"),
     Arg("M", "int32", role="scalar"),
     Arg("N", "int32", role="scalar"),
     Arg("K", "int32", role="scalar"),
 )
 
 
+def _activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
+    """Random activations with what the epilogue takes."""
+    return {
+        "x": rng.integers(-128, 128, size=(M, K), dtype=np.int8),
+        "x_scale": rng.uniform(1e-3, 1e-2, M).astype(np.float32),
+        "bias": rng.standard_normal(N, dtype=np.float32),
+    }
+
+
 def example_qoq(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> Arrays:
     """A QoQ weight of random numbers, and random activations."""
     weight = quant.quantize_qoq(rng.standard_normal((N, K), dtype=np.float32), group=g)
-    return {"x": rng.integers(-128, 128, size=(M, K), dtype=np.int8), "weight": weight}
+    return {"weight": weight, **_activations(rng, M, N, K)}
+
+
+def example_lqq(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> Arrays:
+    """An LQQ weight of random numbers, and random activations."""
+    weight = quant.quantize_lqq(rng.standard_normal((N, K), dtype=np.float32), group=g)
+    return {"weight": weight, **_activations(rng, M, N, K)}
+
+
+def example_channel(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
+    """A per-channel QoQ weight of random numbers, and random activations."""
+    weight = quant.quantize_qoq_channel(rng.standard_normal((N, K), dtype=np.float32))
+    return {"weight": weight, **_activations(rng, M, N, K)}
+
+
+def epilogue(logical: Arrays) -> Arrays:
+    """The arguments of `EPILOGUE` that the logical inputs give; scales are 1 where they do not."""
+    bias = {"bias": logical["bias"]} if "bias" in logical else {}
+    return {"x_scale": logical.get("x_scale", np.ones(len(logical["x"]), np.float32)), **bias}
+
+
+def gemm(
+    weight: quant.TwoLevelWeight,
+    x: np.ndarray,
+    x_scale: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    OUT: int = INT32,
+) -> np.ndarray:
+    """The reference of every step with a two-level weight: the accumulators, or with `OUT` the scaled output."""
+    accumulators = reference.gemm_accumulators(x, weight.exact_level1())
+    return _scaled(accumulators, x_scale, weight.channel_scale, bias, OUT)
+
+
+def gemm_channel(
+    weight: quant.QoQChannelWeight,
+    x: np.ndarray,
+    x_scale: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    x_sum: np.ndarray | None = None,
+    OUT: int = INT32,
+) -> np.ndarray:
+    """The reference for a per-channel weight; the token sum is that of `x` unless another is given."""
+    sums = x.sum(axis=1, dtype=np.int32) if x_sum is None else x_sum
+    accumulators = reference.gemm_accumulators_channel(x, weight.q4, weight.zero, sums)
+    return _scaled(accumulators, x_scale, weight.scale, bias, OUT)
+
+
+def _scaled(
+    accumulators: np.ndarray, x_scale: np.ndarray | None, w_scale: np.ndarray, bias: np.ndarray | None, OUT: int
+) -> np.ndarray:
+    scale = np.ones(len(accumulators), np.float32) if x_scale is None else x_scale
+    return reference.gemm_epilogue(accumulators, scale, w_scale, bias, DTYPES[OUT])

@@ -4,8 +4,17 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from ptxlab import layout, reference
-from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, example_qoq
+from ptxlab import layout
+from ptxlab.kernels.gemm.common import (
+    EPILOGUE,
+    GROUPS,
+    INT32,
+    epilogue,
+    example_channel,
+    example_qoq,
+    gemm,
+    gemm_channel,
+)
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 
@@ -13,7 +22,7 @@ def _config(BN: int, BM: int, BK: int, WN: int, WM: int, WK: int, STAGES: int) -
     return {"BN": BN, "BM": BM, "BK": BK, "WN": WN, "WM": WM, "WK": WK, "STAGES": STAGES}
 
 
-def _choose_qoq_sm80(sizes: Sizes) -> dict[str, int]:
+def _choose(sizes: Sizes) -> dict[str, int]:
     """Tile shape by tokens and rows: from a sweep on an H200 that is not recorded yet, so a start and not a claim.
 
     Few tokens: narrow strips, so that every SM has one, and the warps of a block split K. Many: square tiles.
@@ -31,14 +40,19 @@ def _choose_qoq_sm80(sizes: Sizes) -> dict[str, int]:
         tile = _config(64, 64, 128, 2, 1, 2, 4)
     else:
         tile = _config(128, 128, 128, 4, 1, 1, 3)
-    return {**tile, "GROUP": sizes["g"], "OUT": INT32}
+    return {**tile, "OUT": INT32}
 
 
-def _launch_qoq_sm80(sizes: Mapping[str, int]) -> Launch:
+def _choose_qoq(sizes: Sizes) -> dict[str, int]:
+    return {**_choose(sizes), "GROUP": sizes["g"]}
+
+
+def _launch(sizes: Mapping[str, int]) -> Launch:
     """One block per BN rows and BM tokens; `sizes` has the constants of the variant too."""
     s = sizes
-    strips, steps, groups = s["BN"] // 32, s["BK"] // 32, max(1, s["BK"] // s["GROUP"])
-    stage = strips * steps * 512 + s["BM"] * s["BK"] + strips * groups * 64
+    strips, steps = s["BN"] // 32, s["BK"] // 32
+    constants = max(1, s["BK"] // s["GROUP"]) * 64 if "GROUP" in s else 0  # per strip: 32 scales, 32 offsets a group
+    stage = strips * steps * 512 + s["BM"] * s["BK"] + strips * constants
     results = s["BM"] * (s["BN"] + 4) * 4
     blocks = -(-s["M"] // s["BM"]) * -(-s["N"] // s["BN"])
     threads = 32 * s["WN"] * s["WM"] * s["WK"]
@@ -46,19 +60,33 @@ def _launch_qoq_sm80(sizes: Mapping[str, int]) -> Launch:
 
 
 def _pack_qoq(logical: Arrays) -> Arrays:
-    """QServe's order; scales are 1 and biases 0, since the accumulators do not see them."""
-    weight, x = logical["weight"], logical["x"]
-    buffers = layout.pack(weight, "qserve").buffers
+    """The weight in QServe's order."""
+    buffers = layout.pack(logical["weight"], "qserve").buffers
     return {
         "qweight": buffers["qweight"],
         "scale": buffers["scale"],
         "offset": buffers["offset"],
         "w_scale": buffers["channel_scale"],
-        "x": x,
-        "x_scale": np.ones(len(x), np.float32),
-        "bias": np.zeros(len(weight.q4), np.float32),
+        "x": logical["x"],
+        **epilogue(logical),
     }
 
+
+def _pack_channel(logical: Arrays) -> Arrays:
+    """The weight in QServe's order; token sums are those of the activations where the logical inputs give none."""
+    buffers = layout.pack(logical["weight"], "qserve").buffers
+    x = logical["x"]
+    return {
+        "qweight": buffers["qweight"],
+        "w_scale": buffers["channel_scale"],
+        "w_zero": buffers["channel_zero"],
+        "x": x,
+        "x_sum": logical.get("x_sum", x.sum(axis=1, dtype=np.int32)),
+        **epilogue(logical),
+    }
+
+
+X_SCALE, *AFTER_SCALE = EPILOGUE
 
 SPECS = (
     KernelSpec(
@@ -72,16 +100,39 @@ SPECS = (
             Arg("x", "int8", ("M", "K")),
             *EPILOGUE,
         ),
-        launch=_launch_qoq_sm80,
-        choose=_choose_qoq_sm80,
+        launch=_launch,
+        choose=_choose_qoq,
         rules=(f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
         operations="2*M*N*K",
         example=example_qoq,
         pack=_pack_qoq,
-        reference=lambda weight, x: reference.gemm_accumulators(x, weight.exact_level1()),
+        reference=gemm,
         arch="sm_80",
         example_sizes=tuple(
             {"M": m, "N": n, "K": k, "g": g} for m, n, k, g in ((1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64))
         ),
+    ),
+    KernelSpec(
+        name="gemm_w4a8_qoq_channel_sm80",
+        summary="no level 2: unpacking alone, the zero point leaves in the epilogue by the token sum (QServe §5.2.2)",
+        args=(
+            Arg("qweight", "uint32", ("ceil_div(N, 32)", "K/32", "128")),
+            Arg("w_scale", "float32", ("N",)),
+            Arg("w_zero", "uint8", ("N",)),
+            Arg("x", "int8", ("M", "K")),
+            X_SCALE,
+            Arg("x_sum", "int32", ("M",)),
+            *AFTER_SCALE,
+        ),
+        launch=_launch,
+        choose=_choose,
+        rules=("K % 32 == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
+        value_rules=("w_zero <= 15",),
+        operations="2*M*N*K",
+        example=example_channel,
+        pack=_pack_channel,
+        reference=gemm_channel,
+        arch="sm_80",
+        example_sizes=tuple({"M": m, "N": n, "K": k} for m, n, k in ((1, 8, 32), (5, 40, 256), (17, 72, 224))),
     ),
 )

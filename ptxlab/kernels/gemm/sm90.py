@@ -1,5 +1,187 @@
-"""The steps of the ladder for Hopper: wgmma with the weights from registers (LiquidGEMM §5)."""
+"""The steps of the ladder for Hopper: wgmma with the weights from registers (LiquidGEMM §5, §7)."""
 
-from ptxlab.spec import KernelSpec
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-SPECS: tuple[KernelSpec, ...] = ()
+from ptxlab import layout
+from ptxlab.kernels.gemm.common import EPILOGUE, INT32, epilogue, example_lqq, example_qoq, gemm
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+
+_SMS = 132
+_SHARED = 233_472  # bytes of an SM; a block can have 232,448, and takes 2 KiB beside its dynamic ones
+_BESIDE = 2048
+_STORE_PITCH, _STORE_TOKENS = 68, 32  # int32 of the tile through which results are stored (epilogue_sm90.cuh)
+_MOST_STAGES = 12
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tokens x 64-row tiles of a block, channels of a stage, blocks that an SM is to hold."""
+
+    BM: int
+    WN: int
+    BK: int
+    resident: int
+
+
+# Up to so many tokens: rows of W up to which the first tile is better, and the tiles. From sweeps over the layers of
+# LLaMA-2-7B, -70B and Mixtral on an H200: within 1-7% of the best of all tiles, stages and clusters in the mean.
+Table = dict[int, tuple[int, Tile, Tile]]
+_MANY = 1 << 30
+_QOQ: Table = {
+    8: (28672, Tile(8, 2, 256, 3), Tile(8, 1, 256, 3)),
+    16: (22016, Tile(16, 1, 256, 3), Tile(16, 2, 256, 3)),
+    32: (22016, Tile(32, 1, 256, 3), Tile(32, 2, 256, 3)),
+    64: (22016, Tile(64, 1, 256, 3), Tile(64, 2, 256, 2)),
+    128: (8192, Tile(128, 1, 256, 2), Tile(128, 1, 128, 3)),
+    _MANY: (8192, Tile(128, 1, 256, 2), Tile(256, 1, 128, 2)),
+}
+_LQQ: Table = {
+    8: (28672, Tile(8, 2, 256, 3), Tile(8, 2, 256, 2)),
+    16: (22016, Tile(16, 1, 256, 3), Tile(16, 2, 256, 2)),
+    32: (22016, Tile(32, 1, 256, 3), Tile(32, 2, 256, 2)),
+    64: (22016, Tile(64, 1, 256, 3), Tile(64, 2, 256, 2)),
+    128: (12288, Tile(128, 1, 256, 2), Tile(128, 2, 128, 2)),
+    _MANY: (8192, Tile(128, 1, 256, 2), Tile(128, 1, 128, 3)),
+}
+_EXCP: Table = {
+    8: (8192, Tile(8, 2, 128, 1), Tile(8, 2, 128, 2)),
+    16: (8192, Tile(16, 1, 128, 2), Tile(16, 2, 128, 2)),
+    32: (8192, Tile(32, 1, 128, 1), Tile(32, 2, 128, 2)),
+    64: (4096, Tile(64, 1, 128, 1), Tile(64, 1, 128, 2)),
+    128: (4096, Tile(128, 1, 128, 1), Tile(128, 2, 128, 1)),
+    _MANY: (4096, Tile(256, 1, 128, 1), Tile(256, 1, 128, 1)),
+}
+_IMFP: Table = {
+    8: (12288, Tile(8, 2, 256, 1), Tile(8, 2, 256, 2)),
+    16: (4096, Tile(16, 2, 256, 2), Tile(16, 2, 256, 1)),
+    32: (4096, Tile(32, 2, 128, 3), Tile(32, 2, 256, 1)),
+    64: (4096, Tile(64, 2, 256, 1), Tile(64, 2, 256, 1)),
+    128: (4096, Tile(64, 2, 256, 1), Tile(128, 2, 256, 1)),
+    _MANY: (8192, Tile(128, 2, 256, 1), Tile(256, 2, 128, 1)),
+}
+
+
+def _tiles(s: Sizes, tile: Tile) -> int:
+    return -(-s["M"] // tile.BM) * -(-s["N"] // (64 * tile.WN))
+
+
+def _shared_bytes(tile: Tile, stages: int, cluster: int, group: int, dequantised: int = 0) -> int:
+    """Dynamic shared memory: the ring, dequantised tiles, and what the epilogue receives and stores through."""
+    weights = tile.BK * 32 + tile.BK // group * 128  # 64 rows in the dual-MMA layout
+    stage = -(-(tile.BM * tile.BK + tile.WN * weights) // 1024) * 1024
+    received = (cluster - 1) * (tile.WN * tile.BM // 8 // cluster) * 2048
+    stored = tile.WN * min(tile.BM, _STORE_TOKENS) * _STORE_PITCH * 4
+    return stages * stage + dequantised * 64 * tile.WN * 128 + received + stored
+
+
+def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Callable[[Sizes], dict[str, int]]:
+    """The tile by tokens and rows; the largest cluster with which all blocks are resident; as many stages as fit."""
+
+    def choose(s: Sizes) -> dict[str, int]:
+        rows, narrow, wide = next(entry for tokens, entry in table.items() if s["M"] <= tokens)
+        tile = narrow if s["N"] <= rows else wide
+        clusters = [c for c in (1, 2, 4, 8) if tile.WN * tile.BM // 8 % c == 0]
+        cluster = max([c for c in clusters if _tiles(s, tile) * c <= _SMS * tile.resident], default=1)
+        room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
+        stages = max(
+            n for n in range(1, _MOST_STAGES + 1) if _shared_bytes(tile, n, cluster, s["g"], dequantised) <= room
+        )
+        constants = {
+            "BM": tile.BM, "WN": tile.WN, "BK": tile.BK, "STAGES": stages, "TILES": dequantised, "CLUSTER": cluster,
+            "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32,
+        }  # fmt: skip
+        return {name: constants[name] for name in (*names, "BM", "STAGES", "CLUSTER", "GROUP", "OUT")}
+
+    return choose
+
+
+def _launcher(threads: int = 0, persistent: bool = False) -> Callable[[Sizes], Launch]:
+    """A cluster per tile, of `threads` or a warp group per 64 rows; `persistent`: no more blocks than are resident."""
+
+    def launch(s: Sizes) -> Launch:
+        tile = Tile(s["BM"], s.get("WN", 2), s.get("BK", 128), s.get("RESIDENT", 1))
+        blocks = _tiles(s, tile) * s["CLUSTER"]
+        if persistent and s["CLUSTER"] == 1:
+            blocks = min(blocks, _SMS * tile.resident)
+        shared = _shared_bytes(tile, s["STAGES"], s["CLUSTER"], s["GROUP"], s.get("TILES", 0))
+        return Launch((blocks, 1, 1), (threads or 128 * tile.WN, 1, 1), shared, (s["CLUSTER"], 1, 1))
+
+    return launch
+
+
+def _pack(logical: Arrays) -> Arrays:
+    """The weight in the dual-MMA layout."""
+    buffers = layout.pack(logical["weight"], "dual_mma").buffers
+    return {
+        "blocks": buffers["blocks"],
+        "w_scale": buffers["channel_scale"],
+        "x": logical["x"],
+        **epilogue(logical),
+    }
+
+
+_CHANNELS = "max(64, g)"  # of a block of weights
+_ALL_GROUPS = ((1, 8, 32, 32), (5, 40, 256, 128), (17, 200, 192, 64))
+_TEACHING = ((1, 128, 64, 64), (5, 128, 256, 128), (17, 256, 192, 64))
+
+
+def _step(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> KernelSpec:
+    """One step; a `teaching` one takes groups of 64 and 128, and whole tiles of 128 rows."""
+    groups, rows = ((64, 128), 128) if teaching else ((32, 64, 128), 8)
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        args=(
+            Arg(
+                "blocks", "uint8", ("ceil_div(N, 64)", "ceil_div(K, max(64, g))", "32*max(64, g) + 128*(max(64, g)//g)")
+            ),
+            Arg("w_scale", "float32", ("N",)),
+            Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
+            *EPILOGUE,
+        ),
+        rules=(f"g in {groups}", "K % g == 0", f"N % {rows} == 0", "1 <= K < 131072", "M*N < 2**31"),
+        operations="2*M*N*K",
+        pack=_pack,
+        reference=gemm,
+        arch="sm_90a",
+        exact_arch=True,
+        example_sizes=tuple(
+            dict(zip("MNKg", sizes, strict=True)) for sizes in (_TEACHING if teaching else _ALL_GROUPS)
+        ),
+        **fields,
+    )
+
+
+SPECS = (
+    _step(
+        "gemm_w4a8_qoq_sm90",
+        "wgmma, weights dequantised by multiply and vadd4, one thing after the other (LiquidGEMM §7, baseline)",
+        choose=_chooser(_QOQ, ("WN", "BK")),
+        launch=_launcher(),
+        example=example_qoq,
+    ),
+    _step(
+        "gemm_w4a8_lqq_sm90",
+        "the baseline with LiquidQuant: one multiply-add and one XOR per four weights (LiquidGEMM §4, +LQQ)",
+        choose=_chooser(_LQQ, ("WN", "BK")),
+        launch=_launcher(),
+        example=example_lqq,
+    ),
+    _step(
+        "gemm_w4a8_lqq_excp_sm90",
+        "explicit coarse-grained pipeline: warp groups load, dequantise, multiply (LiquidGEMM §5.3, +ExCP)",
+        choose=_chooser(_EXCP, ("WN", "TILES", "RESIDENT"), dequantised=2),
+        launch=_launcher(384),
+        example=example_lqq,
+    ),
+    _step(
+        "gemm_w4a8_lqq_imfp_sm90",
+        "implicit fine-grained pipeline: two warp groups dequantise under each other's wgmma (LiquidGEMM §5.3, +ImFP)",
+        teaching=False,
+        choose=_chooser(_IMFP, ("BK", "RESIDENT")),
+        launch=_launcher(384, persistent=True),
+        example=example_lqq,
+    ),
+)

@@ -1,0 +1,161 @@
+// gemm_w4a8_qoq_channel_sm80: Y = X W^T with INT8 activations and per-channel QoQ weights (QServe section 5.2.2).
+//
+// Contract   accumulators[m, n] = sum_k x[m, k] * q4[n, k] - zero[n] * x_sum[m], exact in int32 for K < 131,072: with
+//            x_sum[m] = sum_k x[m, k] it is the product with q4 - zero, whose sign never burdens the main loop;
+//            y = accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output,
+//            or the accumulators themselves (OUT == 3).
+//            Any M >= 1, N a multiple of 8, K a multiple of 32; padding is zero-filled on the way in.
+// Operands   W is operand A (16 rows of N x 32 of K), X operand B (32 of K x 8 tokens), so a thread's accumulators are
+//            rows g and g + 8 of N for tokens 2 t and 2 t + 1. A q4 is 0..15, so as signed bytes they mean the same.
+// Tile       block: BN rows x BM tokens x BK channels; warps WN x WM x WK: 32 rows, BM / WM tokens, every WK-th k32 step.
+//            W      ring of STAGES; per k32 step and 32 rows one 512-byte tile in QServe's order: LDS.128 per lane is the
+//                   lane's 32 weights: word q = row g + 8 q, low nibbles channels 4 t .. + 3, high ones 16 + 4 t .. + 3
+//            X      row-major [BM][BK], 16-byte chunk c of token m at c ^ (m & 7): ldmatrix without conflicts
+// Dequant    unpacking alone, 3 instructions per 8 weights; no constants of groups, neither in the ring nor in registers.
+// Split K    the WK warps of a row strip take turns of k32 steps and add up in shared memory: exact in any order.
+// Order      blocks of one row strip are neighbours, so that W comes from memory once and X from the L2.
+// PTX ISA    9.7.14 mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
+#include "dequant.cuh"
+#include "mma.cuh"
+#include "output.cuh"
+
+#ifndef BN
+#define BN 128
+#define BM 64
+#define BK 128
+#define WN 4
+#define WM 1
+#define WK 1
+#define STAGES 4
+#define OUT 0
+#endif
+
+namespace {
+
+using ptxlab::u32;
+constexpr int THREADS = 32 * WN * WM * WK;
+constexpr int STEPS = BK / 32;         // k32 steps of a stage
+constexpr int STRIPS = BN / 32;        // 32-row strips of a block
+constexpr int W_BYTES = STRIPS * STEPS * 512;
+constexpr int X_BYTES = BM * BK;
+constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
+constexpr int TOKENS = BM / WM;        // of a warp
+constexpr int TILE_PITCH = BN + 4;     // int32 of the tile of results in shared memory
+
+static_assert(WN == STRIPS && STEPS % WK == 0 && TOKENS % 8 == 0 && BK % 128 == 0, "tile shape");
+
+struct Operands {
+    const uint4* qweight;  // [strips, k32 steps, 32 lanes]
+    const signed char* x;  // [M, K]
+    int M, K, strips, steps;
+};
+
+// Bring stage `stage` of the block's operands into its slot; what lies outside the matrices becomes zero.
+__device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, int stage, int strip0, int token0) {
+    const int thread = threadIdx.x;
+    for (int i = thread; i < W_BYTES / 16; i += THREADS) {
+        const int strip = i / (STEPS * 32), step = i / 32 % STEPS, lane = i % 32;
+        const int s = strip0 + strip, k = stage * STEPS + step;
+        const bool inside = s < in.strips && k < in.steps;
+        ptxlab::cp_async_16(slot + i * 16, inside ? in.qweight + (size_t(s) * in.steps + k) * 32 + lane : in.qweight, inside);
+    }
+    unsigned char* xs = slot + W_BYTES;
+    for (int i = thread; i < X_BYTES / 16; i += THREADS) {
+        const int m = i / (BK / 16), c = i % (BK / 16);
+        const int k = stage * BK + c * 16;
+        const bool inside = token0 + m < in.M && k < in.K;
+        ptxlab::cp_async_16(xs + m * BK + ((c ^ (m & 7)) * 16), inside ? in.x + size_t(token0 + m) * in.K + k : in.x, inside);
+    }
+    ptxlab::cp_async_commit();
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK)
+gemm_w4a8_qoq_channel_sm80(const uint4* __restrict__ qweight,          // u32 [N/32, K/32, 128], QServe's order
+                           const float* __restrict__ w_scale,          // f32 [N]
+                           const unsigned char* __restrict__ w_zero,   // u8  [N]
+                           const signed char* __restrict__ x,          // s8  [M, K]
+                           const float* __restrict__ x_scale,          // f32 [M]
+                           const int* __restrict__ x_sum,              // s32 [M]: sum of x over K
+                           const float* __restrict__ bias,             // f32 [N], or null
+                           void* __restrict__ y,                       // [M, N], by OUT
+                           int M, int N, int K) {
+    extern __shared__ __align__(128) unsigned char ring[];
+    const int token_tiles = (M + BM - 1) / BM;
+    const int token0 = blockIdx.x % token_tiles * BM, strip0 = blockIdx.x / token_tiles * STRIPS;
+    const Operands in{qweight, x, M, K, (N + 31) / 32, K / 32};
+
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int wn = warp % WN, wm = warp / WN % WM, wk = warp / (WN * WM);
+    const int g = lane / 4;
+
+    int acc[2][TOKENS / 8][4] = {};
+    const int stages = (K + BK - 1) / BK;
+    for (int s = 0; s < STAGES - 1; ++s) {
+        if (s < stages) fetch(in, ring + s * STAGE_BYTES, s, strip0, token0);
+        else ptxlab::cp_async_commit();
+    }
+    for (int stage = 0; stage < stages; ++stage) {
+        ptxlab::cp_async_wait<STAGES - 2>();
+        __syncthreads();                               // the stage is there for everyone, and the oldest slot is free
+        const int ahead = stage + STAGES - 1;
+        if (ahead < stages) fetch(in, ring + ahead % STAGES * STAGE_BYTES, ahead, strip0, token0);
+        else ptxlab::cp_async_commit();
+
+        const unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
+        const unsigned char* xs = slot + W_BYTES + wm * TOKENS * BK;
+#pragma unroll
+        for (int i = 0; i < STEPS / WK; ++i) {
+            const int step = i * WK + wk;
+            const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * STEPS + step) * 32 + lane) * 16);
+            uint2 a[4];                                // row g + 8 q: channels 4 t .. (x) and 16 + 4 t .. (y)
+            const u32 words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                a[r] = ptxlab::dequant_qoq_channel(words[r]);
+#pragma unroll
+            for (int m = 0; m < TOKENS / 8; m += 2) {
+                // Two token tiles of 8 by 32 channels: lanes 0-7, 8-15 rows of the first, 16-31 of the second.
+                const int row = m * 8 + (lane & 7) + (lane >> 4 & (TOKENS > 8)) * 8, chunk = step * 2 + (lane >> 3 & 1);
+                u32 b[4];
+                ptxlab::ldmatrix_x4(b, xs + row * BK + ((chunk ^ (row & 7)) * 16));
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    if (m + h >= TOKENS / 8) break;
+                    ptxlab::mma_s8(acc[0][m + h], a[0].x, a[1].x, a[0].y, a[1].y, b[2 * h], b[2 * h + 1]);
+                    ptxlab::mma_s8(acc[1][m + h], a[2].x, a[3].x, a[2].y, a[3].y, b[2 * h], b[2 * h + 1]);
+                }
+            }
+        }
+    }
+
+    // Epilogue: the WK partial sums meet in a tile [BM][BN] that takes the ring's place; then the zero points leave.
+    ptxlab::cp_async_wait<0>();
+    __syncthreads();
+    int* tile = reinterpret_cast<int*>(ring);
+    for (int turn = 0; turn < WK; ++turn) {
+        if (wk == turn) {
+#pragma unroll
+            for (int a = 0; a < 2; ++a)
+#pragma unroll
+                for (int m = 0; m < TOKENS / 8; ++m)
+#pragma unroll
+                    for (int c = 0; c < 4; ++c) {
+                        const int n = wn * 32 + a * 16 + g + c / 2 * 8, token = wm * TOKENS + m * 8 + lane % 4 * 2 + c % 2;
+                        int& sum = tile[token * TILE_PITCH + n];
+                        sum = turn ? sum + acc[a][m][c] : acc[a][m][c];
+                    }
+        }
+        __syncthreads();
+    }
+    for (int i = threadIdx.x; i < BM * BN / 8; i += THREADS) {
+        const int token = token0 + i / (BN / 8), n = strip0 * 32 + i % (BN / 8) * 8;
+        if (token < M && n < N) {
+            int* sums = tile + i / (BN / 8) * TILE_PITCH + i % (BN / 8) * 8;
+#pragma unroll
+            for (int c = 0; c < 8; ++c) sums[c] -= w_zero[n + c] * x_sum[token];
+            ptxlab::store_8<OUT>(y, size_t(token) * N + n, sums, x_scale[token], w_scale + n, bias ? bias + n : nullptr);
+        }
+    }
+}

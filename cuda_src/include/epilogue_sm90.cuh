@@ -1,0 +1,110 @@
+// What follows the main loop of every wgmma GEMM: the blocks of a cluster, each with a slice of K, add up their tiles, and
+// the sums go to Y. A tile is 64 rows of W per warp group x TOKENS; a *piece* is 64 rows x 8 tokens: four accumulators of
+// each of the 128 threads of a warp group.
+//
+// Sum      pieces are dealt to the blocks of the cluster; a block sends the pieces that it does not own to their owner,
+//          registers -> remote shared memory as they are (st.async, 16 bytes per thread), and adds what it receives to its
+//          own registers. Integers: the order does not matter. One mbarrier per block counts the bytes that come.
+// Store    32 tokens at a time through shared memory, int32 [32][PITCH]: written by fragment without bank conflicts
+//          (8 g rows + 4-bank steps of tokens), read by rows, 8 neighbours per thread, 16 bytes of f16 at least.
+#pragma once
+#include "cluster.cuh"
+#include "output.cuh"
+
+namespace ptxlab {
+
+// Only the 128 threads of one of two warp groups; barrier 0 is the whole block's.
+__device__ __forceinline__ void warp_group_sync(int group) {
+    if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
+    else asm volatile("bar.sync 2, 128;" ::: "memory");
+}
+
+// Where the sums go, and what makes numbers of them.
+struct Output {
+    void* y;               // [M, N]
+    const float* x_scale;  // [M]
+    const float* w_scale;  // [N]
+    const float* bias;     // [N], or null
+    int M, N;
+};
+
+template <int WARP_GROUPS, int TOKENS, int BLOCKS>
+struct Epilogue {
+    static constexpr int PER_GROUP = TOKENS / 8, PIECES = WARP_GROUPS * PER_GROUP, OWNED = PIECES / BLOCKS;
+    static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32, PITCH = 68;
+    static constexpr int STORE_BYTES = WARP_GROUPS * CHUNK * PITCH * 4;
+    static constexpr int RECEIVE_BYTES = (BLOCKS - 1) * OWNED * 2048;
+    static_assert(PIECES % BLOCKS == 0 && (64 + 4) == PITCH, "a piece has one owner");
+
+    int4* received;  // [BLOCKS - 1][OWNED][128]
+    int* tile;       // [WARP_GROUPS][CHUNK][PITCH]
+    u64* arrived;    // completes when everything that this block is to receive is there
+    int rank;
+
+    // By one thread, before the cluster's barrier.
+    __device__ __forceinline__ void expect() const {
+        if constexpr (BLOCKS > 1) {
+            mbarrier_init(arrived, 1);
+            mbarrier_arrive_expect(arrived, RECEIVE_BYTES);
+        }
+    }
+
+    // By all 128 threads, after the cluster's barrier: the pieces of rows 64 * group .. that other blocks own.
+    __device__ __forceinline__ void send(const int (&acc)[TOKENS / 2], int group, int thread) const {
+        if constexpr (BLOCKS > 1) {
+#pragma unroll
+            for (int j = 0; j < PER_GROUP; ++j) {
+                const int piece = group * PER_GROUP + j, owner = piece / OWNED;
+                if (owner == rank) continue;
+                const int4* slot = received + ((rank - (rank > owner)) * OWNED + piece % OWNED) * 128 + thread;
+                store_async_16(address_in_block(slot, owner), acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3],
+                               address_in_block(arrived, owner));
+            }
+        }
+    }
+
+    // By all 128 threads, when all pieces are sent: whole sums for those that this block owns.
+    __device__ __forceinline__ void receive(int (&acc)[TOKENS / 2], int group, int thread) const {
+        if constexpr (BLOCKS > 1) {
+            mbarrier_wait(arrived, 0);
+#pragma unroll
+            for (int j = 0; j < PER_GROUP; ++j) {
+                const int piece = group * PER_GROUP + j;
+                if (piece / OWNED != rank) continue;
+#pragma unroll
+                for (int from = 0; from < BLOCKS - 1; ++from) {
+                    const int4 more = received[(from * OWNED + piece % OWNED) * 128 + thread];
+                    acc[4 * j] += more.x, acc[4 * j + 1] += more.y, acc[4 * j + 2] += more.z, acc[4 * j + 3] += more.w;
+                }
+            }
+        }
+    }
+
+    // By all threads of warp group `group`, whose 64 rows begin at n0: the owned pieces become outputs.
+    template <int KIND>
+    __device__ __forceinline__ void store(const int (&acc)[TOKENS / 2], int group, int thread, const Output& out, int token0, int n0) const {
+        int* mine = tile + group * CHUNK * PITCH;
+        const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+#pragma unroll
+        for (int chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
+            warp_group_sync(group);  // the chunk before has been read
+#pragma unroll
+            for (int i = 0; i < CHUNK / 8; ++i) {
+                const int* d = acc + (chunk * CHUNK / 8 + i) * 4;
+#pragma unroll
+                for (int e = 0; e < 4; ++e) mine[(i * 8 + column + e % 2) * PITCH + row + e / 2 * 8] = d[e];
+            }
+            warp_group_sync(group);
+#pragma unroll
+            for (int i = thread; i < CHUNK * 8; i += 128) {
+                const int token = chunk * CHUNK + i / 8, n = n0 + i % 8 * 8;
+                const bool owned = (group * PER_GROUP + token / 8) / OWNED == rank;
+                if (owned && token0 + token < out.M && n < out.N)
+                    store_8<KIND>(out.y, size_t(token0 + token) * out.N + n, mine + i / 8 * PITCH + i % 8 * 8,
+                                 out.x_scale[token0 + token], out.w_scale + n, out.bias ? out.bias + n : nullptr);
+            }
+        }
+    }
+};
+
+}  // namespace ptxlab

@@ -1,0 +1,57 @@
+// One function per instruction: mbarriers, and the copies that complete on them (PTX ISA 9.7.13.15, 9.7.9.25, 9.7.9.27).
+#pragma once
+#include "mma.cuh"
+
+namespace ptxlab {
+
+using u64 = unsigned long long;
+
+// What a kernel takes by value, `const __grid_constant__ TensorMap`, to have a box of a matrix copied.
+struct alignas(64) TensorMap {
+    u64 opaque[16];
+};
+
+__device__ __forceinline__ void mbarrier_init(u64* barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes the initialisation visible to the copy engine and to the other blocks of the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// Arrive, and have the phase wait for `bytes` more from the copy engine.
+__device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+
+// Until the phase of this parity is complete.
+__device__ __forceinline__ void mbarrier_wait(u64* barrier, unsigned parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+        "@!done bra WAIT;\n"
+        "}" ::"r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+}
+
+// `bytes` (a multiple of 16) from global to shared memory.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+// The map's box from (row, column) on; what lies outside the matrix comes as zeros, and counts as bytes all the same.
+__device__ __forceinline__ void tensor_load(void* to, const TensorMap* map, int column, int row, u64* barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
+                     shared_address(to)),
+                 "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+                 : "memory");
+}
+
+}  // namespace ptxlab

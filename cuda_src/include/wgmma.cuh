@@ -1,0 +1,94 @@
+// One function per instruction: wgmma m64nNk32 of 8-bit integers, and what orders it (PTX ISA 9.7.15).
+// D [64, N] += A [64, 32] B [32, N]. Of D a thread holds, in d[4 j .. 4 j + 3], rows r, r, r + 8, r + 8 (r = 16 warp + lane / 4)
+// and columns 8 j + 2 t, 8 j + 2 t + 1 (t = lane % 4), twice.
+#pragma once
+#include "mma.cuh"
+
+namespace ptxlab {
+
+using u64 = unsigned long long;
+
+// A K-major matrix in rows of 128 bytes under the 128-byte swizzle, from an address that is a multiple of 1024;
+// plus 2 for each 32 bytes further along K.
+__device__ __forceinline__ u64 swizzled_128(const void* tile) {
+    return u64(shared_address(tile) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+}
+
+// Before the first wgmma that takes registers which other instructions wrote, accumulators included.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until at most PENDING groups still run.
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// What ordinary shared-memory stores wrote becomes visible to wgmma and the copy engine.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// A warp group gives registers back, or takes more, per thread (PTX ISA 9.7.19.5).
+template <int COUNT>
+__device__ __forceinline__ void fewer_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+template <int COUNT>
+__device__ __forceinline__ void more_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+}
+
+// Tells the compiler that a register may change here, so that it is not moved across an asynchronous instruction.
+template <int COUNT>
+__device__ __forceinline__ void pin(int (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
+
+// The operands of N / 2 accumulators, in the text and in the list of constraints.
+#define PTXLAB_D4 "%0, %1, %2, %3"
+#define PTXLAB_D8 PTXLAB_D4 ", %4, %5, %6, %7"
+#define PTXLAB_D16 PTXLAB_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define PTXLAB_D32 PTXLAB_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define PTXLAB_D64                                                                                                     \
+    PTXLAB_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
+               "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PTXLAB_D128                                                                                                     \
+    PTXLAB_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+               "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, "     \
+               "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, " \
+               "%120, %121, %122, %123, %124, %125, %126, %127"
+#define PTXLAB_R4(i) "+r"(d[(i)]), "+r"(d[(i) + 1]), "+r"(d[(i) + 2]), "+r"(d[(i) + 3])
+#define PTXLAB_R8(i) PTXLAB_R4(i), PTXLAB_R4((i) + 4)
+#define PTXLAB_R16(i) PTXLAB_R8(i), PTXLAB_R8((i) + 8)
+#define PTXLAB_R32(i) PTXLAB_R16(i), PTXLAB_R16((i) + 16)
+#define PTXLAB_R64(i) PTXLAB_R32(i), PTXLAB_R32((i) + 32)
+#define PTXLAB_R128(i) PTXLAB_R64(i), PTXLAB_R64((i) + 64)
+
+// wgmma_TYPE(d, a, b): A from four registers; wgmma_TYPE(d, a, b) with two descriptors: A from shared memory.
+#define PTXLAB_WGMMA(NAME, TYPE, N, D, E0, E1, E2, E3, E4)                                                                 \
+    __device__ __forceinline__ void NAME(int(&d)[D], const unsigned(&a)[4], u64 b) {                                       \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." #TYPE ".s8 {" PTXLAB_D##D "}, {%" #E0 ", %" #E1     \
+                     ", %" #E2 ", %" #E3 "}, %" #E4 ", 1;"                                                                 \
+                     : PTXLAB_R##D(0)                                                                                      \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                  \
+                     : "memory");                                                                                          \
+    }                                                                                                                      \
+    __device__ __forceinline__ void NAME(int(&d)[D], u64 a, u64 b) {                                                       \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." #TYPE ".s8 {" PTXLAB_D##D "}, %" #E0 ", %" #E1 ", 1;" \
+                     : PTXLAB_R##D(0)                                                                                      \
+                     : "l"(a), "l"(b)                                                                                      \
+                     : "memory");                                                                                          \
+    }
+#define PTXLAB_WGMMA_ALL(NAME, TYPE)                         \
+    PTXLAB_WGMMA(NAME, TYPE, 8, 4, 4, 5, 6, 7, 8)            \
+    PTXLAB_WGMMA(NAME, TYPE, 16, 8, 8, 9, 10, 11, 12)        \
+    PTXLAB_WGMMA(NAME, TYPE, 32, 16, 16, 17, 18, 19, 20)     \
+    PTXLAB_WGMMA(NAME, TYPE, 64, 32, 32, 33, 34, 35, 36)     \
+    PTXLAB_WGMMA(NAME, TYPE, 128, 64, 64, 65, 66, 67, 68)    \
+    PTXLAB_WGMMA(NAME, TYPE, 256, 128, 128, 129, 130, 131, 132)
+PTXLAB_WGMMA_ALL(wgmma_s8, s8)  // A signed
+PTXLAB_WGMMA_ALL(wgmma_u8, u8)  // A unsigned
+#undef PTXLAB_WGMMA_ALL
+#undef PTXLAB_WGMMA
+
+}  // namespace ptxlab

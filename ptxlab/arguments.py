@@ -1,0 +1,71 @@
+"""What a kernel is given: arrays of any library, checked before anything is launched, and sizes in up to three axes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ptxlab import gpu
+from ptxlab.dtypes import ByVariant, dtype_in, storage
+from ptxlab.errors import ArgumentError
+from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.spec import Arg, KernelSpec, Sizes
+
+
+def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
+    """Check dtype, contiguity and alignment; DLPack arrays become NumPy or CuPy arrays on the same memory.
+
+    Where a constant of the variant decides the dtype, any of its dtypes will do; see `check_variant`.
+    """
+    array = gpu.as_array(f"{spec.name}: {arg.name}", array)
+    known = (arg.dtype,) if isinstance(arg.dtype, str) else arg.dtype.dtypes
+    if array.dtype not in map(storage, known):
+        raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {' or '.join(known)}", array.dtype)
+    _check_contiguous(f"{spec.name}: {arg.name}", array)
+    gpu.check_alignment(f"{spec.name}: {arg.name}", array)
+    return array
+
+
+def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, int]:
+    """The constants of the variant that runs: as the spec chooses by the sizes, but dtypes as the arrays have them."""
+    config = spec.config_for(sizes)
+    for arg in spec.args:
+        if isinstance(arg.dtype, ByVariant) and arg.name in arrays:
+            config[arg.dtype.constant] = [*map(storage, arg.dtype.dtypes)].index(arrays[arg.name].dtype)
+    return config
+
+
+def check_variant(spec: KernelSpec, config: Mapping[str, int], arrays: Mapping[str, Any]) -> None:
+    """Raise `ArgumentError` for an array whose dtype is not the one that the variant takes."""
+    for name, array in arrays.items():
+        wanted = dtype_in(spec.arg(name).dtype, config)
+        if array.dtype != storage(wanted):
+            raise ArgumentError(f"{spec.name}: {name}", f"dtype {wanted}", array.dtype)
+
+
+def shared_array(name: str, arg: Any) -> Any:
+    """An argument of a kernel without a spec: arrays as `accept` has them, also in a tensor map; the rest as it is."""
+    if isinstance(arg, TensorMap):
+        return replace(arg, array=shared_array(name, arg.array))
+    if not hasattr(arg, "__dlpack__") and not hasattr(arg, "__cuda_array_interface__"):
+        return arg
+    array = gpu.as_array(name, arg)
+    _check_contiguous(name, array)
+    return array
+
+
+def _check_contiguous(name: str, array: Any) -> None:
+    if not array.flags.c_contiguous:
+        raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
+
+
+def dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
+    """One to three positive integers as three."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    if not 1 <= len(values) <= 3 or any(v < 1 for v in values):
+        raise ArgumentError(name, "one to three positive integers", value)
+    return (*values, 1, 1)[:3]  # type: ignore[return-value]
+
+
+def on_device(arg: Any) -> bool:
+    """Whether an argument is, or a tensor map is over, an array in GPU memory."""
+    return gpu.is_device_array(arg.array if isinstance(arg, TensorMap) else arg)

@@ -1,0 +1,44 @@
+"""Element types by name: those that a compiled variant decides, and bfloat16, which NumPy and CuPy do not have.
+
+Arrays of bfloat16 are held as uint16, bit for bit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab import reference
+
+
+@dataclass(frozen=True)
+class ByVariant:
+    """A dtype that one of the variant's `-D` constants decides: 0 stands for the first of `dtypes`, 1 for the next."""
+
+    constant: str
+    dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{'|'.join(self.dtypes)} by {self.constant}"
+
+
+DType = str | ByVariant
+
+
+def dtype_in(dtype: DType, constants: Mapping[str, int]) -> str:
+    """The name of `dtype` in the variant with these constants."""
+    return dtype if isinstance(dtype, str) else dtype.dtypes[constants[dtype.constant]]
+
+
+def storage(name: str) -> np.dtype[Any]:
+    """What NumPy and CuPy hold elements of that name in."""
+    return np.dtype("uint16" if name == "bfloat16" else name)
+
+
+def stored(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
+    """float32 values as that dtype, rounded to nearest even; anything else as it is."""
+    if values.dtype != np.float32 or name == "float32":
+        return values
+    return reference.bfloat16_bits(values) if name == "bfloat16" else values.astype(name)

@@ -1,0 +1,41 @@
+"""bfloat16 between libraries that have it (PyTorch, JAX) and those that do not (NumPy, CuPy): as its bits, uint16.
+
+DLPack describes an array by a struct in a capsule, and the kind of its elements is one byte of it: exchanging that byte
+renames the elements without a copy, in either direction, for every library alike.
+"""
+
+import ctypes
+from typing import Any
+
+_UNSIGNED, _BFLOAT = 1, 4  # DLDataTypeCode
+_CODE = 20  # where DLTensor has dtype.code: behind data (8 bytes), device (4 + 4), ndim (4)
+_TENSOR = {b"dltensor": 0, b"dltensor_versioned": 32}  # where the two kinds of capsule have their DLTensor
+
+
+def is_bfloat16(array: Any) -> bool:
+    """Whether an array of any library holds bfloat16."""
+    return str(getattr(array, "dtype", "")).endswith("bfloat16")
+
+
+class Bits:
+    """An array as DLPack hands it on, with bfloat16 called uint16, or with `of_bfloat16` the other way round."""
+
+    def __init__(self, array: Any, *, of_bfloat16: bool = False) -> None:
+        self._array = array
+        self._code = _BFLOAT if of_bfloat16 else _UNSIGNED
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """The array's own capsule, changed in that byte."""
+        capsule = self._array.__dlpack__(**options)
+        name = next(name for name in _TENSOR if _is_valid(capsule, name))
+        ctypes.c_uint8.from_address(_pointer(capsule, name) + _TENSOR[name] + _CODE).value = self._code
+        return capsule
+
+    def __dlpack_device__(self) -> Any:
+        """Of the array itself."""
+        return self._array.__dlpack_device__()
+
+
+_pointer, _is_valid = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_IsValid
+_pointer.restype, _is_valid.restype = ctypes.c_void_p, ctypes.c_int
+_pointer.argtypes = _is_valid.argtypes = [ctypes.py_object, ctypes.c_char_p]
