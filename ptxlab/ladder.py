@@ -186,20 +186,19 @@ def _origin(record: Record) -> str:
     factors = {place_of(row): stored_peers(row, stored) for row in rows}
     scaled = [factor for times, factor in factors.values() if times and factor != 1.0]
     known = sum(bool(times) for times, _ in factors.values())
-    text = (
-        f"Geometric means over {matrices} matrices (over QServe and cuBLAS: also over M = {', '.join(map(str, TOKENS))});"
-        f" instructions per weight: those of every iteration of the main loop, M = {DISSECTED_TOKENS[0]} /"
-        f" {DISSECTED_TOKENS[1]}. Measured on one {record.device['name']}: `ptxlab bench gemm`, {record.date[:10]},"
-        f" commit {record.commit[:10]}; cuBLAS in the same run. QServe's times were measured before, on an H200 too"
-    )
+    tokens, (few, many) = ", ".join(map(str, TOKENS)), DISSECTED_TOKENS
+    run = f"`ptxlab bench gemm`, {record.date[:10]}, commit {record.commit[:10]}"
+    sentences = [
+        f"Geometric means over {matrices} matrices; over QServe and cuBLAS also over M = {tokens}.",
+        f"Instructions per weight: those of every iteration of the main loop, M = {few} / {many}.",
+        f"Measured on one {record.device['name']}: {run}; cuBLAS in the same run, QServe before that on an H200 too.",
+    ]
     if scaled:
-        text += (
-            f"; at {len(scaled)} of {known} points cuBLAS differed by more than {SAME:.0%} between the two runs, and they"
-            f" are scaled by its ratio, {min(scaled):.2f} to {max(scaled):.2f}"
+        sentences.append(
+            f"At {len(scaled)} of {known} points cuBLAS differed by more than {SAME:.0%} between the two runs: there"
+            f" QServe's times are scaled by its ratio, {min(scaled):.2f} to {max(scaled):.2f}."
         )
-    elif known:
-        text += f", cuBLAS taking the same within {SAME:.0%} in both runs"
-    return text + "."
+    return " ".join(sentences)
 
 
 SECTIONS: dict[str, Callable[[], str]] = {"ladder": ladder_table, "limits": limits_table}

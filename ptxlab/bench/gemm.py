@@ -2,12 +2,21 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from ptxlab import cost, gpu, toolchain
 from ptxlab.bench import limits, peers
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.problem import Step, activation_order, launches, packed_bytes, problem, sizes_at, steps_of, variant
+from ptxlab.bench.problem import (
+    Step,
+    activation_order,
+    first_tokens,
+    launches,
+    packed_bytes,
+    problem,
+    sizes_at,
+    steps_of,
+    variant,
+)
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
@@ -36,19 +45,15 @@ def layer_rows(layer: Layer, steps: Sequence[Step], progress: Callable[[str], No
     for step in steps:
         progress(f"{layer}: {step.spec.name}")
         logical = problem(step.spec, layer, max(TOKENS))
-        accumulators = step.spec.reference(**logical)
         for M in TOKENS:
             sizes = sizes_at(step.spec, layer, M)
             nbytes = packed_bytes(step.spec, sizes)
             if nbytes not in streams:
                 streams[nbytes] = measure_stream(nbytes)
-            first = {**logical, "x": logical["x"][:M]}
-            yield point(step, sizes, first, accumulators[:M], streams[nbytes], beside[M])
+            yield point(step, sizes, first_tokens(logical, M), streams[nbytes], beside[M])
 
 
-def point(
-    step: Step, sizes: dict[str, int], logical: Arrays, accumulators: Any, stream_us: float, beside: dict[str, float]
-) -> Row:
+def point(step: Step, sizes: dict[str, int], logical: Arrays, stream_us: float, beside: dict[str, float]) -> Row:
     """Time one step at one size. Every result of the timed launches has to be the exact one, bit for bit."""
     spec = step.spec
     timed = launches(step, sizes, logical)
@@ -61,7 +66,7 @@ def point(
         sizes,
         measured,
         floor=cost.gemm_floor(stream_us, operations, gpu.device_info().slug),
-        checked=timed.check(accumulators),
+        checked=timed.check(logical),
         nbytes=spec.bytes_moved({**sizes, **timed.variant}),
         rate=(operations / measured.us / 1e6, "TOPS"),
         operations=operations,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ptxlab import gpu, nsight
-from ptxlab.bench.problem import launches, problem, sizes_at, steps_of
+from ptxlab.bench.problem import first_tokens, launches, problem, sizes_at, steps_of
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
 from ptxlab.errors import UnavailableError
@@ -61,7 +61,7 @@ def launch_once(names: Iterable[str]) -> None:
     for step in steps_of(list(names)):
         logical = problem(step.spec, DISSECTED, max(DISSECTED_TOKENS))
         for M in DISSECTED_TOKENS:
-            ready = launches(step, sizes_at(step.spec, DISSECTED, M), {**logical, "x": logical["x"][:M]})
+            ready = launches(step, sizes_at(step.spec, DISSECTED, M), first_tokens(logical, M))
             ready.calls[0]()
             gpu.to_host(ready.outputs[0])  # waits
 

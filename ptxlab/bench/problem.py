@@ -60,12 +60,21 @@ def activation_order(spec: KernelSpec) -> str:
 
 
 def problem(spec: KernelSpec, layer: Layer, M: int) -> Arrays:
-    """Logical inputs on the device: a weight that was quantised in a block and repeated, random activations."""
+    """Logical inputs on the device: a weight that was quantised in a block and repeated; random activations."""
     rng = np.random.default_rng(0)
     known = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": GROUP}
     block = spec.example(rng, **{name: known[name] for name in spec.example_sizes[0]})["weight"]
-    x = rng.integers(-128, 128, (M, layer.K), np.int8)
-    return {"weight": tiled(_with_arrays(block, gpu.to_device), layer.N, layer.K), "x": gpu.to_device(x)}
+    return {
+        "weight": tiled(_with_arrays(block, gpu.to_device), layer.N, layer.K),
+        "x": gpu.to_device(rng.integers(-128, 128, (M, layer.K), np.int8)),
+        "x_scale": gpu.to_device(rng.uniform(1e-3, 1e-2, M).astype(np.float32)),
+        "bias": gpu.to_device(rng.standard_normal(layer.N, dtype=np.float32)),
+    }
+
+
+def first_tokens(logical: Arrays, M: int) -> Arrays:
+    """The same problem with its first M tokens."""
+    return {**logical, "x": logical["x"][:M], "x_scale": logical["x_scale"][:M]}
 
 
 def tiled(weight: Any, N: int, K: int) -> Any:
@@ -80,11 +89,6 @@ def tiled(weight: Any, N: int, K: int) -> Any:
     return _with_arrays(weight, repeated)
 
 
-def scaled(accumulators: Any, x_scale: Any, w_scale: Any, bias: Any) -> Any:
-    """The epilogue as every step computes it: FP32, each operation rounded, then once to FP16."""
-    return (accumulators.astype(np.float32) * x_scale[:, None] * w_scale + bias).astype(np.float16)
-
-
 @dataclass(frozen=True)
 class Launches:
     """Launches of one step that are ready to be timed, one per copy of the weight.
@@ -95,7 +99,6 @@ class Launches:
         variant: the constants it was compiled with.
         kernel: as loaded.
         calls: launch on CuPy's current stream.
-        arguments: of the first call, by name.
         outputs: what each call writes, FP16 [M, N].
     """
 
@@ -104,11 +107,10 @@ class Launches:
     variant: dict[str, int]
     kernel: gpu.GpuKernel
     calls: list[Callable[[], None]]
-    arguments: Arrays
     outputs: list[Any]
 
-    def check(self, accumulators: Any) -> str:
-        """Hold what every call wrote against the exact accumulators, scaled, bit for bit.
+    def check(self, logical: Arrays) -> str:
+        """Hold what every call wrote against the reference of the problem, bit for bit.
 
         Returns:
             What was checked, in a sentence for the record.
@@ -116,12 +118,11 @@ class Launches:
         Raises:
             BenchmarkError: a bit is wrong.
         """
-        expected = scaled(accumulators, *(self.arguments[name] for name in ("x_scale", "w_scale", "bias")))
-        bits = expected.view(np.uint16)
-        if not all(bool((output.view(np.uint16) == bits).all()) for output in self.outputs):
+        expected = self.step.spec.reference(**logical, OUT=F16).view(np.uint16)
+        if not all(bool((output.view(np.uint16) == expected).all()) for output in self.outputs):
             label = self.step.source.label
             raise BenchmarkError(f"{label}: the timed launches gave wrong results at {self.sizes}, {self.variant}")
-        return f"all {bits.size} results of {len(self.outputs)} launches equal to the reference, bit for bit"
+        return f"all {expected.size} results of {len(self.outputs)} launches equal to the reference, bit for bit"
 
 
 def launches(step: Step, sizes: dict[str, int], logical: Arrays) -> Launches:
@@ -129,39 +130,33 @@ def launches(step: Step, sizes: dict[str, int], logical: Arrays) -> Launches:
     spec, source = step
     constants = variant(spec, sizes)
     kernel = gpu.load(source, spec.name, defines=constants)
-    geometry = spec.launch({**sizes, **constants})
-    calls, outputs, rotating = [], [], _rotating(spec, sizes, logical)
-    for arrays in rotating:
+    everything = {**sizes, **constants}
+    calls, outputs = [], []
+    for arrays in _rotating(spec, sizes, logical):
         outputs.append(gpu.empty((sizes["M"], sizes["N"]), np.float16))
         gpu.fill_bytes(outputs[-1], _POISON)
-        args = _in_launch_order(spec, {**sizes, **constants}, {**arrays, "y": outputs[-1]})
-        calls.append(gpu.prepare(kernel, args, geometry))
-    return Launches(step, sizes, constants, kernel, calls, rotating[0], outputs)
+        args = spec.arguments({**arrays, **_scratch(spec, everything), "y": outputs[-1]}, everything)
+        calls.append(gpu.prepare(kernel, args, spec.launch(everything)))
+    return Launches(step, sizes, constants, kernel, calls, outputs)
 
 
 def _rotating(spec: KernelSpec, sizes: Sizes, logical: Arrays) -> list[Arrays]:
-    """The arguments, as often as it takes to exceed the L2.
+    """The inputs, as often as it takes for the weights to exceed the L2.
 
-    Activations and their scales are shared: in a model the previous kernel has just written them.
+    Activations are shared: in a model the previous kernel has just written them.
     """
-    rng = np.random.default_rng(1)
-    scales = {
-        "x_scale": gpu.to_device(rng.uniform(1e-3, 1e-2, sizes["M"]).astype(np.float32)),
-        "bias": gpu.to_device(rng.standard_normal(sizes["N"], dtype=np.float32)),
-    }
     found: list[Arrays] = []
     for _ in range(copies_beyond_l2(packed_bytes(spec, sizes))):
-        packed = {**spec.pack(logical), **scales}
+        packed = spec.pack(logical)
         shared = {name: array for name, array in (found[0] if found else {}).items() if _of_tokens(spec, name)}
         found.append({**packed, **shared})
     return found
 
 
-def _in_launch_order(spec: KernelSpec, sizes: Sizes, arrays: Arrays) -> list[Any]:
-    """Everything, scratch zeroed; `sizes` has the constants of the variant too."""
-    kinds = [arg for arg in spec.args if arg.role == "scratch"]
-    scratch = {arg.name: gpu.to_device(np.zeros(arg.resolve(sizes), str(arg.dtype))) for arg in kinds}
-    return spec.arguments({**scratch, **arrays}, sizes)
+def _scratch(spec: KernelSpec, sizes: Sizes) -> Arrays:
+    """Zeros for what a kernel works in."""
+    scratch = [arg for arg in spec.args if arg.role == "scratch"]
+    return {arg.name: gpu.to_device(np.zeros(arg.resolve(sizes), str(arg.dtype))) for arg in scratch}
 
 
 def _of_tokens(spec: KernelSpec, name: str) -> bool:
