@@ -1,6 +1,7 @@
 """Where each element lives: fragments, packings with their exact inverses, swizzles, and the banks that they meet."""
 
 from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
+from ptxlab.layout.packed_activations import PackedActivations, pack_activations, unpack_activations
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.storage import METADATA_KEY, load, packed_names, save
 from ptxlab.layout.words import pack_comet, pack_u4, unpack_comet, unpack_u4
@@ -9,12 +10,14 @@ __all__ = [
     "LAYOUTS",
     "METADATA_KEY",
     "SCHEMES",
+    "PackedActivations",
     "PackedWeight",
     "buffer_shapes",
     "from_fragment_order",
     "from_swizzled_tiles",
     "load",
     "pack",
+    "pack_activations",
     "pack_comet",
     "pack_u4",
     "packed_names",
@@ -22,6 +25,7 @@ __all__ = [
     "to_fragment_order",
     "to_swizzled_tiles",
     "unpack",
+    "unpack_activations",
     "unpack_comet",
     "unpack_u4",
 ]
