@@ -1,11 +1,13 @@
 """What a kernel is given: arrays of any library, checked before anything is launched, and sizes in up to three axes."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ptxlab import gpu
 from ptxlab.dtypes import ByVariant, dtype_in, storage
 from ptxlab.errors import ArgumentError
+from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.spec import Arg, KernelSpec, Sizes
 
 
@@ -41,7 +43,9 @@ def check_variant(spec: KernelSpec, config: Mapping[str, int], arrays: Mapping[s
 
 
 def shared_array(name: str, arg: Any) -> Any:
-    """An argument of a kernel without a spec: arrays as `accept` has them, anything else as it is."""
+    """An argument of a kernel without a spec: arrays as `accept` has them, also in a tensor map; the rest as it is."""
+    if isinstance(arg, TensorMap):
+        return replace(arg, array=shared_array(name, arg.array))
     if not hasattr(arg, "__dlpack__") and not hasattr(arg, "__cuda_array_interface__"):
         return arg
     array = gpu.as_array(name, arg)
@@ -60,3 +64,8 @@ def dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
     if not 1 <= len(values) <= 3 or any(v < 1 for v in values):
         raise ArgumentError(name, "one to three positive integers", value)
     return (*values, 1, 1)[:3]  # type: ignore[return-value]
+
+
+def on_device(arg: Any) -> bool:
+    """Whether an argument is, or a tensor map is over, an array in GPU memory."""
+    return gpu.is_device_array(arg.array if isinstance(arg, TensorMap) else arg)

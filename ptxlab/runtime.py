@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, toolchain
-from ptxlab.arguments import accept, check_variant, dim3, shared_array, variant
+from ptxlab.arguments import accept, check_variant, dim3, on_device, shared_array, variant
 from ptxlab.dtypes import dtype_in, storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.sources import Source, cuda_entries
@@ -17,7 +17,6 @@ from ptxlab.spec import KernelSpec, Launch
 
 BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
-NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 _LANE_INSTRUCTIONS_PER_SECOND = 50e6
 
 
@@ -86,7 +85,7 @@ class Kernel:
         seed: int = 0,
         count_banks: bool = False,
     ) -> emulator.Result | None:
-        """Launch with arguments in order (arrays and NumPy scalars); arrays are written in place.
+        """Launch with arguments in order (arrays, tensor maps over arrays, NumPy scalars); arrays are written in place.
 
         `uninitialised` and `written` are positions: of arrays whose contents count as never written, and of the NumPy
         arrays that the GPU has to give back (None: all).
@@ -124,7 +123,9 @@ class Kernel:
         seed: int = 0,
         count_banks: bool = False,
     ) -> Outcome:
-        """Launch on arrays (of any library) and NumPy scalars in the order of the parameters, written in place.
+        """Launch on arrays (of any library), tensor maps and NumPy scalars in the order of the parameters.
+
+        Arrays are written in place.
 
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
@@ -134,7 +135,7 @@ class Kernel:
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
         geometry = Launch(dim3("grid", grid), dim3("block", block), shared_bytes, dim3("cluster", cluster))
         shared = [shared_array(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
-        backend = choose_backend(backend, self, geometry, on_device=any(gpu.is_device_array(a) for a in shared))
+        backend = choose_backend(backend, self, geometry, on_device=any(map(on_device, shared)))
         result = self.launch(
             shared, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
         )
@@ -221,19 +222,19 @@ def run_spec(
         raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
     arrays = {n: accept(spec, spec.arg(n), a) for n, a in {**inputs, **(out or {})}.items()}
     solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
-    on_device = any(gpu.is_device_array(a) for a in arrays.values())
-    if not unchecked and not any(gpu.is_device_array(arrays[n]) for n in inputs):
+    any_on_device = any(map(on_device, arrays.values()))
+    if not unchecked and not any(on_device(arrays[n]) for n in inputs):
         spec.check_values({n: arrays[n] for n in inputs}, solved)
 
     kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays))
     check_variant(spec, kernel.defines, arrays)
     launch = spec.launch({**solved, **kernel.defines})
-    backend = choose_backend(backend, kernel, launch, on_device=on_device)
+    backend = choose_backend(backend, kernel, launch, on_device=any_on_device)
     for arg in spec.args:
         if arg.role in ("out", "scratch") and arg.name not in arrays:
             dtype = storage(dtype_in(arg.dtype, kernel.defines))
-            arrays[arg.name] = (gpu.empty if on_device else np.empty)(arg.resolve(solved), dtype)
-    args = [arrays.get(a.name, NULL) if a.shape else spec.scalar(a, solved) for a in spec.args]
+            arrays[arg.name] = (gpu.empty if any_on_device else np.empty)(arg.resolve(solved), dtype)
+    args = spec.arguments(arrays, {**solved, **kernel.defines})
     result = kernel.launch(
         args,
         launch,

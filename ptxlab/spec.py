@@ -17,11 +17,13 @@ from ptxlab.dtypes import ByVariant, DType, dtype_in, storage
 from ptxlab.errors import ArgumentError
 from ptxlab.expressions import evaluate as evaluate
 from ptxlab.expressions import names_in, solve
+from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.layout.words import unpack_u4
 
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
 Sizes = Mapping[str, int]
 Arrays = dict[str, Any]
+NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Arg:
         role: `in`, `out`, `inout`, `scratch`, `tma` or `scalar`.
         value: for a scalar, the expression that gives its value.
         optional: an input that may be left out: the kernel is given a null pointer.
+        box, swizzle: for `tma`, an input taken as a `TensorMap`: its box, over sizes and the variant's constants.
     """
 
     name: str
@@ -43,6 +46,8 @@ class Arg:
     role: Role = "in"
     value: str = ""
     optional: bool = False
+    box: tuple[str, str] = ("", "")
+    swizzle: int = 0
 
     def resolve(self, sizes: Sizes) -> tuple[int, ...]:
         """The shape in numbers."""
@@ -242,6 +247,19 @@ class KernelSpec:
         """The value of a scalar argument at these sizes."""
         value: np.generic = np.dtype(str(arg.dtype)).type(int(evaluate(arg.value or arg.name, sizes)))
         return value
+
+    def arguments(self, arrays: Mapping[str, Any], sizes: Sizes) -> list[Any]:
+        """The arguments in launch order: arrays, tensor maps over arrays, scalars; at sizes and variant's constants."""
+        return [self.tensor_map(a, arrays[a.name], sizes) if a.role == "tma" else
+                arrays.get(a.name, NULL) if a.shape else self.scalar(a, sizes) for a in self.args]  # fmt: skip
+
+    def tensor_map(self, arg: Arg, array: Any, sizes: Sizes) -> TensorMap:
+        """The map of the matrix that a `tma` argument is, at sizes and the variant's constants."""
+        rows, columns = (int(self._evaluate(side, sizes)) for side in arg.box)
+        try:
+            return TensorMap(array, (rows, columns), arg.swizzle)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self.name}: {arg.name}: {error.argument}", error.rule, error.value) from None
 
     def bytes_moved(self, sizes: Sizes) -> int:
         """Compulsory traffic: every input read once, every output written once.

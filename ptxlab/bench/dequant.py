@@ -52,7 +52,7 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
             arrays[arg.name] = gpu.empty(arg.resolve(sizes), arg.dtype)
             gpu.fill_bytes(arrays[arg.name], _POISON)
             outputs.append(arrays[arg.name])
-        args = [arrays[a.name] if a.shape else spec.scalar(a, sizes) for a in spec.args]
+        args = spec.arguments(arrays, sizes)
         calls.append(gpu.prepare(kernel, args, spec.launch(sizes)))
     measured = measure(calls)
 

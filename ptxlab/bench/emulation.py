@@ -37,7 +37,7 @@ def measure(spec: KernelSpec, lanes: int, checks: tuple[str, ...]) -> Row:
     for _ in range(_REPEATS):
         out = np.empty(spec.arg("out").resolve(sizes), str(spec.arg("out").dtype))
         arrays = {**packed, "out": out}
-        args = [arrays[a.name] if a.shape else spec.scalar(a, sizes) for a in spec.args]
+        args = spec.arguments(arrays, sizes)
         start = perf_counter()
         module = emulator.parse(source.text, source.path)
         result = emulator.run(module, spec.name, args, grid=launch.grid, block=launch.block, checks=checks)

@@ -50,7 +50,7 @@ def decode(instruction: Instruction, kind: str) -> Access:
     *modifiers, t = instruction.opcode.split(".")[1:]
     for word in modifiers:
         if word in SPACES:
-            space = word.split("::")[0]
+            space = word if word == "shared::cluster" else word.split("::")[0]
         elif word in ORDERS:
             order = word
         elif word in ("v2", "v4", "v8"):
@@ -74,7 +74,7 @@ def locator(machine: Machine, access: Access, address: ir.Operand) -> Locate:
         space = base.variable.space  # where the opcode says nothing; or .param, which in a body is a call's
     wide = not (isinstance(base, ir.Register) and bits_of(base.type) == 32)
     read = machine.reader(base, "u64" if wide else "u32")
-    windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space)
+    windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space.split("::")[0])
     shift, size = address.offset - (BASE if windows is None else 0), access.size
 
     def addresses(lanes: Lanes) -> Array:
@@ -90,22 +90,26 @@ def locator(machine: Machine, access: Access, address: ir.Operand) -> Locate:
             raise MemoryFault(f"{where}: address {value:#x} is not a multiple of the {size} bytes accessed")
 
     def in_window(lanes: Lanes, sizes: Sizes = size) -> Array:
-        offsets = addresses(lanes)
+        offsets, base = addresses(lanes), windows
         check_alignment(lanes, offsets)
-        assert windows is not None
-        start = SHARED_START if space == "shared" else 0
-        end = start + (machine.launch.window_bytes if space == "shared" else machine.launch.entry.local_bytes)
+        assert base is not None
+        far = space == "shared::cluster" and machine.peers.is_far(offsets)
+        if far:
+            blocks, offsets = machine.peers.resolve(access.instruction, lanes, offsets)
+        start = 0 if space == "local" else SHARED_START
+        end = start + (machine.launch.entry.local_bytes if space == "local" else machine.launch.window_bytes)
         if int(offsets.min()) < start or furthest(offsets, sizes) > end:
             first = int(np.argmax((offsets < start) | (offsets + sizes > end)))
             where = machine.fault_place(access.instruction, indices_of(lanes)[first])
-            place = f"{size_at(sizes, first)} bytes at {space} address {int(offsets[first]) - start}"
+            place = f"{size_at(sizes, first)} bytes at {space.split('::')[0]} address {int(offsets[first]) - start}"
             raise MemoryFault(f"{where}: {place} (window of {end - start} bytes) are out of bounds")
-        return windows[lanes] + offsets
+        return machine.peers.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
 
     def anywhere(lanes: Lanes, sizes: Sizes = size) -> Array:
         offsets = addresses(lanes)
         check_alignment(lanes, offsets)
-        region = machine.memory.touched(offsets, furthest(offsets, sizes))
+        end = furthest(offsets, sizes)
+        region = machine.memory.touched(offsets, end)
         if region is not None:
             regions = [region]
         else:
@@ -115,6 +119,8 @@ def locator(machine: Machine, access: Access, address: ir.Operand) -> Locate:
                 where = machine.fault_place(access.instruction, indices_of(lanes)[first])
                 described = machine.memory.describe(int(offsets[first]), size_at(sizes, first))
                 raise MemoryFault(f"{where}: {size_at(sizes, first)} bytes at {described}, are out of bounds")
+        if end > machine.peers.first_window:  # shared memory lies behind all buffers
+            machine.peers.check_generic(access.instruction, lanes, offsets)
         if access.kind != "load":
             for region in regions:
                 mark_written(machine, access, lanes, region)

@@ -111,6 +111,15 @@ def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Ste
         sign = -1 if to else 1
         row = (sign * base).astype(DTYPES[t])
         return lambda lanes: write(lanes, read(lanes) + row[lanes])
+    if space == "shared::cluster" and t == "u64":
+        peers = machine.peers
+
+        def convert(lanes: Lanes) -> None:
+            addresses = np.broadcast_to(read(lanes).view(np.int64), (count_of(lanes),))
+            found = peers.from_generic(lanes, addresses) if to else peers.to_generic(instruction, lanes, addresses)
+            write(lanes, found.astype(np.uint64))
+
+        return convert
     if space in ("global", "const", "param"):
         return lambda lanes: write(lanes, read(lanes))
     raise UnknownOpcode(instruction.opcode)
@@ -127,7 +136,15 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Step:
         in_shared = (shared >= 0) & (shared < machine.launch.window_bytes)
         local = offsets - machine.launch.local_window
         in_local = (local >= 0) & (local < machine.local_pitch * machine.lanes)
-        spaces = {"shared": in_shared, "shared::cta": in_shared, "local": in_local, "global": ~in_shared & ~in_local}
+        peers, blocks = machine.peers, machine.peers.block_at(offsets)
+        in_cluster = (blocks >= 0) & (blocks // peers.size == peers.block[lanes] // peers.size)
+        spaces = {
+            "shared": in_shared,
+            "shared::cta": in_shared,
+            "shared::cluster": in_cluster,
+            "local": in_local,
+            "global": (blocks < 0) & ~in_local,
+        }
         write(lanes, spaces.get(space, np.zeros_like(in_shared)))
 
     return is_space

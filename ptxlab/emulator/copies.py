@@ -1,23 +1,23 @@
-"""cp.async and cp.async.bulk: copies that go on while their threads do. When they happen: `pending`."""
+"""cp.async: copies that go on while their threads do, and the groups of all such. When they happen: `pending`.
+
+Those of the copy engine, cp.async.bulk, stand in `bulk`.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 
 from ptxlab.emulator import ir
-from ptxlab.emulator.access import Access, locator
 from ptxlab.emulator.alu import Opcode, UnknownOpcode
+from ptxlab.emulator.bulk import SHARED, bulk, offsets_of
 from ptxlab.emulator.effects import UNGROUPED, Copies
 from ptxlab.emulator.ir import Instruction
 from ptxlab.emulator.machine import Machine, Step, binder
 from ptxlab.emulator.mbarrier import MBarriers
-from ptxlab.emulator.types import Array, Lanes, as_lanes, bits_of, indices_of
+from ptxlab.emulator.types import Lanes, bits_of, indices_of
 from ptxlab.errors import MemoryFault
 
 _GROUP_ACTIONS = ("commit_group", "wait_group", "wait_all")
-_SHARED = ("shared", "shared::cta", "shared::cluster")
 
 
 @binder("cp")
@@ -36,7 +36,7 @@ def _copy(machine: Machine, instruction: Instruction, pc: int) -> Step:
         opcode.modifiers.clear()
         return lambda lanes: None
     else:
-        step = (_bulk if kind == "bulk" else _small)(machine, instruction, opcode)
+        step = (bulk if kind == "bulk" else _small)(machine, instruction, opcode)
     if opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
     return step
@@ -62,24 +62,10 @@ def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str
     return lambda lanes: pending.wait(kind, lanes, newest.bits, only_read)
 
 
-def _offsets(machine: Machine, instruction: Instruction, kind: str, space: str, operand: ir.Operand, align: int
-             ) -> Callable[[Lanes, Array], Array]:  # fmt: skip
-    """Function (lanes, sizes) -> arena offsets; 0 where the size is 0, as such an address may be anything."""
-    locate = locator(machine, Access(instruction, kind, space, "weak", "b8", align, ()), operand)
-
-    def offsets(lanes: Lanes, sizes: Array) -> Array:
-        found, some = np.zeros(len(sizes), np.int64), sizes > 0
-        if some.any():
-            found[some] = locate(as_lanes(indices_of(lanes)[some]), sizes[some])
-        return found
-
-    return offsets
-
-
 def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
     """cp.async of 4, 8 or 16 bytes per lane; an optional operand says how many of them to read, or whether none."""
     cached = opcode.choice("ca", "cg")
-    if not any(opcode.flag(space) for space in _SHARED[:2]) or not opcode.flag("global"):
+    if not any(opcode.flag(space) for space in SHARED[:2]) or not opcode.flag("global"):
         raise UnknownOpcode(instruction.opcode)
     target, source, size, *more = instruction.operands
     if "L2::cache_hint" in instruction.opcode:
@@ -88,8 +74,8 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
         raise ValueError(f"cp.async.{cached} copies {'4, 8 or 16' if cached == 'ca' else '16'} bytes")
     count, ignores = size.bits, bool(more) and isinstance(more[0], ir.Register) and bits_of(more[0].type) == 1
     read_size = machine.reader(more[0] if more else size, "pred" if ignores else "u32")
-    locate_target = _offsets(machine, instruction, "store", "shared", target, count)
-    locate_source = _offsets(machine, instruction, "load", "global", source, count)
+    locate_target = offsets_of(machine, instruction, "store", "shared", target, count)
+    locate_source = offsets_of(machine, instruction, "load", "global", source, count)
     pending = machine.pending
 
     def copy(lanes: Lanes) -> None:
@@ -121,7 +107,7 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
     extra = not opcode.flag("noinc")
     if not opcode.flag("arrive") or not opcode.flag("b64"):
         raise UnknownOpcode(instruction.opcode)
-    space = opcode.choice(*_SHARED[:2], default="generic").split("::")[0]
+    space = opcode.choice(*SHARED[:2], default="generic").split("::")[0]
     find = MBarriers(machine, instruction, space, instruction.operands[0], "load").objects
 
     def arrive(lanes: Lanes) -> None:
@@ -146,50 +132,3 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
         )
 
     return arrive
-
-
-def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
-    """cp.async.bulk: any multiple of 16 bytes per lane, by the copy engine, which tells an mbarrier or forms groups."""
-    to, *tail = opcode.modifiers
-    origin = tail[0] if tail else ""
-    told = opcode.flag("mbarrier::complete_tx::bytes")
-    if not told and not opcode.flag("bulk_group"):
-        raise UnknownOpcode(instruction.opcode)
-    legal = (to in _SHARED[1:] and origin == "global") or (to == "shared::cluster" and origin == "shared::cta")
-    if not (legal if told else (to, origin) == ("global", "shared::cta")):
-        raise UnknownOpcode(instruction.opcode)
-    opcode.flag(to)
-    opcode.flag(origin)
-    target, source, size, *more = instruction.operands
-    read_size = machine.reader(size, "u32")
-    locate_target = _offsets(machine, instruction, "store", to.split("::")[0], target, 16)
-    locate_source = _offsets(machine, instruction, "load", origin.split("::")[0], source, 16)
-    find = MBarriers(machine, instruction, "shared", more[0], "load").objects if told else None
-    pending = machine.pending
-
-    def copy(lanes: Lanes) -> None:
-        indices = indices_of(lanes)
-        sizes = np.broadcast_to(read_size(lanes), indices.shape).astype(np.int64)
-        if (sizes % 16).any():
-            place = machine.fault_place(instruction, int(indices[int(np.argmax(sizes % 16 != 0))]))
-            raise MemoryFault(
-                f"{place}: the size has to be a multiple of 16 bytes, not {int(sizes[sizes % 16 != 0][0])}"
-            )
-        sources, targets, barriers = locate_source(lanes, sizes), locate_target(lanes, sizes), np.full(len(indices), -1)
-        for barrier, who in find(lanes) if find else ():
-            barriers[who] = barrier.place
-        pending.issue(
-            Copies(
-                instruction=instruction,
-                kind="bulk",
-                lanes=indices,
-                source=sources,
-                target=targets,
-                read=sizes,
-                size=sizes,
-                group=np.full(len(indices), UNGROUPED) if told else pending.committed["bulk"][indices],
-                barrier=barriers,
-            )
-        )
-
-    return copy

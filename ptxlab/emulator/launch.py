@@ -12,6 +12,7 @@ import numpy as np
 from ptxlab.emulator import (  # noqa: F401
     atomic,
     bits,
+    clusters,
     collective,
     control,
     convert,
@@ -25,6 +26,16 @@ from ptxlab.emulator import (  # noqa: F401
     video,
     wgmma,
 )
+from ptxlab.emulator.arguments import (
+    Argument,
+    Size,
+    array_of,
+    check_arguments,
+    check_launch,
+    cluster_of,
+    kernel_named,
+    size_of,
+)
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
 from ptxlab.emulator.inflight import InFlight
 from ptxlab.emulator.ir import Entry, Module
@@ -36,18 +47,13 @@ from ptxlab.emulator.registers import RegistersInUse
 from ptxlab.emulator.types import Array
 from ptxlab.emulator.wave import Launch
 from ptxlab.emulator.wavefronts import SharedAccess, Wavefronts
-from ptxlab.errors import ArgumentError, EmulationError
-from ptxlab.spec import MOST_BLOCKS
+from ptxlab.errors import EmulationError
+from ptxlab.layout.tensor_map import TensorMap
 
-CHECKS = frozenset({"lanes", "race", "init", "async"})
-MODES = ("early", "late")
 # Blocks of one wave run side by side, so that they may wait for each other: a block of any size per SM of an H200.
 # A grid whose blocks all wait for each other and that has more lanes than this spins for ever.
 WAVE_LANES = 132 * 1024
 POISON = 0xCD  # what shared and local memory hold before they are written
-
-Argument = np.ndarray | np.generic | bytes
-Size = int | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -83,23 +89,24 @@ def run(
     """Run a kernel of a parsed module (or of PTX text).
 
     `entry` may be None if the module has one kernel. `args` in launch order: a C-contiguous array is a global buffer,
-    modified in place once the kernel has ended; a NumPy scalar is passed by value and has exactly the parameter's
-    size; bytes are a struct passed by value. `grid`, `block` and `cluster` are sizes in x, y, z; `shared_bytes` is
-    dynamic shared memory. `checks` is any of `CHECKS`; bounds and alignment are always checked. `uninitialised` are
-    positions in `args` of buffers whose contents count as never written. `mode` says when asynchronous operations
-    complete: "early" at once, "late" when waited for, in an order drawn from `seed`. `max_steps` bounds the
-    instructions dispatched. With `count_banks` the result tells what accesses to shared memory cost.
+    modified in place once the kernel has ended; a `TensorMap` is one over such an array; a NumPy scalar is passed by
+    value and has exactly the parameter's size; bytes are a struct passed by value. `grid`, `block` and `cluster` are
+    sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS`; bounds and alignment are
+    always checked. `uninitialised` are positions in `args` of buffers whose contents count as never written. `mode`
+    says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from `seed`.
+    `max_steps` bounds the instructions dispatched. With `count_banks` the result tells what accesses to shared memory
+    cost.
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
     `EmulationError`s with the place in the source. No array is modified then.
     """
     started = time.perf_counter()
     module = parse(module) if isinstance(module, str) else module
-    kernel = _kernel(module, entry)
-    sizes = _size("grid", grid), _size("block", block), _size("cluster", cluster)
+    kernel = kernel_named(module, entry)
+    sizes = size_of("grid", grid), size_of("block", block), cluster_of(kernel, size_of("cluster", cluster))
     checks = frozenset(checks)
-    _check_launch(kernel, *sizes, shared_bytes, checks, mode)
-    _check_arguments(kernel, args)
+    check_launch(kernel, *sizes, shared_bytes, checks, mode)
+    check_arguments(kernel, args)
     launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, max_steps)
     launch.mode, launch.seed = mode, seed
     if "init" in checks:
@@ -140,63 +147,6 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool) -> It
         yield RegistersInUse(machine)
 
 
-def _kernel(module: Module, name: str | None) -> Entry:
-    if name is None and len(module.entries) == 1:
-        return next(iter(module.entries.values()))
-    if name not in module.entries:
-        raise ArgumentError("entry", f"has to be one of {', '.join(module.entries) or 'no kernels'}", name)
-    return module.entries[name]
-
-
-def _size(name: str, value: Size) -> tuple[int, int, int]:
-    sizes = (value,) if isinstance(value, int | np.integer) else tuple(value)
-    if not 1 <= len(sizes) <= 3 or any(not isinstance(s, int | np.integer) or s < 1 for s in sizes):
-        raise ArgumentError(name, "has to be one to three positive integers", value)
-    x, y, z = (*map(int, sizes), 1, 1)[:3]
-    return x, y, z
-
-
-def _check_launch(kernel: Entry, grid, block, cluster, shared_bytes: int, checks: frozenset[str], mode: str) -> None:
-    if any(blocks > most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)):
-        raise ArgumentError("grid", f"has at most {MOST_BLOCKS} blocks", grid)
-    threads = block[0] * block[1] * block[2]
-    if threads > 1024 or block[2] > 64:
-        raise ArgumentError("block", "has at most 1024 threads, and 64 in z", block)
-    required = kernel.directives.get("reqntid")
-    if required and (*required, 1, 1)[:3] != block:
-        raise ArgumentError("block", f"has to be {required}, by .reqntid of {kernel.name}", block)
-    if kernel.max_threads is not None and threads > kernel.max_threads:
-        raise ArgumentError("block", f"has at most {kernel.max_threads} threads, by .maxntid of {kernel.name}", block)
-    if any(g % c for g, c in zip(grid, cluster, strict=True)):
-        raise ArgumentError("cluster", f"has to divide the grid {grid}", cluster)
-    if shared_bytes < 0 or kernel.dynamic_offset + shared_bytes > 227 * 1024:
-        raise ArgumentError("shared_bytes", "has to fit 227 KB with the kernel's static shared memory", shared_bytes)
-    if checks - CHECKS:
-        raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS))}", ", ".join(sorted(checks - CHECKS)))
-    if mode not in MODES:
-        raise ArgumentError("mode", f"is one of {', '.join(MODES)}", mode)
-
-
-def _check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
-    if len(args) != len(kernel.params):
-        raise ArgumentError("args", f"{kernel.name} takes {len(kernel.params)} arguments", len(args))
-    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
-        name = f"argument {position} ({param.name})"
-        if isinstance(value, np.ndarray):
-            if param.size != 8:
-                raise ArgumentError(name, f"is {param.size} bytes by value, not a buffer", f"array of {value.dtype}")
-            if not value.flags.c_contiguous:
-                raise ArgumentError(name, "has to be C-contiguous", f"strides {value.strides}")
-            if value.dtype.kind not in "biufcV" or value.dtype.hasobject or not value.dtype.isnative:
-                raise ArgumentError(name, "has to hold numbers in native byte order", value.dtype.str)
-        elif isinstance(value, np.generic | bytes):
-            size = len(value) if isinstance(value, bytes) else value.dtype.itemsize
-            if size != param.size:
-                raise ArgumentError(name, f"has to have {param.size} bytes", f"{type(value).__name__} of {size}")
-        else:
-            raise ArgumentError(name, "has to be an array, a NumPy scalar or bytes", type(value).__name__)
-
-
 def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, block, cluster, shared_bytes: int,
              max_steps: int | None) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
     """Lay out memory and fill it; returns the launch, and the region of each array."""
@@ -204,12 +154,13 @@ def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, bloc
     buffers: list[tuple[Array, Region]] = []
     known: dict[tuple[int, int], Region] = {}  # an array that is passed twice is one buffer
     for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
-        if isinstance(value, np.ndarray):
-            where = value.ctypes.data, value.nbytes
+        array = array_of(value)
+        if array is not None:
+            where = array.ctypes.data, array.nbytes
             if where not in known:
                 name = f"argument {position} ({param.name})"
-                known[where] = memory.reserve(name, value.nbytes, value.flags.writeable)
-            buffers.append((value, known[where]))
+                known[where] = memory.reserve(name, array.nbytes, array.flags.writeable)
+            buffers.append((array, known[where]))
     fixed = [(v, memory.reserve(f"{v.space} {v.name}", v.size, v.space == "global")) for v in module.variables]
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
     addresses = {id(variable): region.start + BASE for variable, region in fixed}
@@ -238,23 +189,22 @@ def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, bloc
         memory.arena[region.start : region.end] = array.reshape(-1).view(np.uint8)
     for variable, region in fixed:
         memory.arena[region.start : region.end] = np.frombuffer(variable.initial or bytes(variable.size), np.uint8)
-    starts = iter(region.start + BASE for _, region in buffers)
+    starts = iter(region.start for _, region in buffers)
     for value, param in zip(args, kernel.params, strict=True):
-        raw = (
-            next(starts).to_bytes(8, "little")
-            if isinstance(value, np.ndarray)
-            else value.tobytes()
-            if isinstance(value, np.generic)
-            else value
-        )
-        memory.arena[params.start + param.offset :][: param.size] = np.frombuffer(raw, np.uint8)
+        at = params.start + param.offset
+        if isinstance(value, TensorMap):  # its bytes are opaque; who asks for it is given the map itself
+            launch.tensor_maps[at] = value, next(starts)
+            continue
+        address = np.uint64(next(starts) + BASE) if isinstance(value, np.ndarray) else value
+        raw = address if isinstance(address, bytes) else address.tobytes()
+        memory.arena[at : at + param.size] = np.frombuffer(raw, np.uint8)
     return launch, buffers
 
 
 def _defined(launch: Launch, buffers: list[Region], args: Sequence[Argument], uninitialised: Collection[int]) -> Array:
     """Which bytes of the arena count as written at the start: all but the buffers in `uninitialised`."""
     defined = np.ones(launch.memory.size, bool)
-    positions = [position for position, value in enumerate(args) if isinstance(value, np.ndarray)]
+    positions = [position for position, value in enumerate(args) if array_of(value) is not None]
     for position, region in zip(positions, buffers, strict=True):
         defined[region.start : region.end] = position not in uninitialised
     return defined

@@ -17,6 +17,7 @@ import numpy as np
 from ptxlab.emulator import ir
 from ptxlab.emulator.alu import UnknownOpcode, form
 from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.peers import Peers
 from ptxlab.emulator.pending import Pending
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of, merge, split
 from ptxlab.emulator.wave import Launch, Reader, Wave
@@ -24,6 +25,7 @@ from ptxlab.errors import Deadlock, EmulationError, SourceError, UnknownInstruct
 
 if TYPE_CHECKING:
     from ptxlab.emulator.check import Watcher
+    from ptxlab.emulator.clusters import ClusterBarrier
     from ptxlab.emulator.mbarrier import MBarrier
     from ptxlab.emulator.sync import Barrier
 
@@ -42,7 +44,10 @@ BINDERS: dict[str, Binder] = {}
 
 
 def binder(*names: str) -> Callable[[Binder], Binder]:
-    """Enter a function (machine, instruction, its index) -> step for opcodes that begin with these names."""
+    """Enter a function (machine, instruction, its index) -> step for opcodes that begin with these names.
+
+    A name is the first word of an opcode, or the first two where these are to be told apart.
+    """
 
     def enter(function: Binder) -> Binder:
         BINDERS.update(dict.fromkeys(names, function))
@@ -71,7 +76,9 @@ class Machine(Wave):
         self.living = int(np.count_nonzero(self.alive))
         # who waits for the rest of its warp: place -> (instruction index, lanes, masks of those they wait for)
         self.meetings: dict[Any, list[tuple[int, Lanes, Array]]] = {}
+        self.peers = Peers(self)
         self.barriers: dict[tuple[int, int], Barrier] = {}  # (block, number) -> a barrier with somebody at it
+        self.cluster_barriers: dict[int, ClusterBarrier] = {}  # by cluster of the wave
         self.mbarriers: dict[int, MBarrier] = {}  # by arena offset
         self.pending = Pending(self)
         self.turn = self.vain = 0
@@ -94,9 +101,11 @@ class Machine(Wave):
 
     def bound(self, instruction: Instruction, pc: int) -> Step:
         """The step of one instruction, behind its guard."""
-        head = instruction.opcode.split(".")[0]
+        head, *more = instruction.opcode.split(".")
         try:
-            step = (BINDERS.get(head) or bind_operation)(self, instruction, pc)
+            step = (BINDERS.get(".".join((head, *more[:1]))) or BINDERS.get(head) or bind_operation)(
+                self, instruction, pc
+            )
             for watcher in self.watchers:
                 step = watcher.around(instruction, step)
             if instruction.guard is not None:
@@ -140,6 +149,8 @@ class Machine(Wave):
                 self.put(pc, those)
         for barrier in list(self.barriers.values()):
             barrier.look_again(self)
+        for of_cluster in self.cluster_barriers.values():
+            of_cluster.look_again()
 
     def run(self) -> None:
         """Run all lanes, and what they have asked for, to their end; raises what they run into."""
@@ -200,6 +211,7 @@ class Machine(Wave):
         """Raise: everybody waits; with every waiter's line."""
         waiting = [Parked(pc, lanes, "the rest of its warp") for m in self.meetings.values() for pc, lanes, _ in m]
         waiting += [parked for barrier in self.barriers.values() for parked in barrier.waiting]
+        waiting += [parked for barrier in self.cluster_barriers.values() for parked in barrier.waiting]
         waiting += [parked for barrier in self.mbarriers.values() for parked in barrier.waiters()]
         lines = [f"{self.place(self.code[p.pc], p.lanes)} waits for {p.why}" for p in waiting]
         raise Deadlock("deadlock: no thread can run\n  " + "\n  ".join(lines))

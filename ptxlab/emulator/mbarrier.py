@@ -94,9 +94,9 @@ class MBarriers:
         """Raise for a lane."""
         raise EmulationError(f"{self.machine.fault_place(self.instruction, lane)}: {problem}")
 
-    def objects(self, lanes: Lanes) -> Iterator[tuple[MBarrier, Array]]:
-        """The mbarriers that lanes point to, each with the positions of these lanes."""
-        offsets = self.locate(lanes)
+    def objects(self, lanes: Lanes, offsets: Array | None = None) -> Iterator[tuple[MBarrier, Array]]:
+        """The mbarriers that lanes point to (or that are at these offsets), each with the positions of these lanes."""
+        offsets = self.locate(lanes) if offsets is None else offsets
         for watcher in self.machine.watchers:
             watcher.load(self.access, lanes, offsets)
         order = np.argsort(offsets, kind="stable")
@@ -115,7 +115,7 @@ class MBarriers:
 def _mbarrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
     opcode = Opcode(instruction.opcode)
     action = opcode.choice(*_ACTIONS)
-    space = opcode.choice("shared", "shared::cta", "shared::cluster", default="generic").split("::")[0]
+    space = opcode.choice("shared", "shared::cta", "shared::cluster", default="generic")
     if not opcode.flag("b64"):
         raise UnknownOpcode(instruction.opcode)
     step = _ACTIONS[action](machine, instruction, pc, opcode, space)

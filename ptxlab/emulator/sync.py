@@ -22,6 +22,8 @@ from ptxlab.errors import EmulationError
 PROXY_FENCES = {
     "mbarrier_init.release": ("mbarrier",),
     "proxy.alias": (),
+    "proxy.tensormap::generic.acquire": (),  # a kernel here cannot change its tensor maps
+    "proxy.tensormap::generic.release": (),
     "proxy.async": ("mbarrier", "shared", "global"),
     "proxy.async.global": ("global",),
     "proxy.async.shared::cta": ("mbarrier", "shared"),

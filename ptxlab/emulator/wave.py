@@ -6,6 +6,7 @@ up to whole warps, so that `lane // 32` names a warp. Registers of one width for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from ptxlab.emulator.check import Findings
 from ptxlab.emulator.ir import Entry, Operand, Register
 from ptxlab.emulator.memory import Memory
 from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, bits_of, is_float, is_signed
+from ptxlab.layout.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from ptxlab.emulator.wavefronts import SharedAccess
@@ -46,6 +48,7 @@ class Launch:
     mode: str = "early"  # when asynchronous copies land; see `pending`
     seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
+    tensor_maps: dict[int, tuple[TensorMap, int]] = field(default_factory=dict)  # by arena offset; where its array is
     shared_accesses: dict[tuple[str, int, str], SharedAccess] = field(default_factory=dict)  # by path, line, text
     steps: int = 0
     lane_instructions: int = 0
@@ -175,6 +178,7 @@ class Wave:
             shift = 32 if base.endswith("_hi") else 0  # the time is the number of instructions dispatched
             return lambda lanes: np.array([launch.steps >> shift], np.uint64).astype(dtype)
         x, y, _ = launch.block
+        cluster = launch.cluster
         index = "xyz".find(axis) if axis else 0
         block = np.arange(self.lanes) // self.stride
         lane = self.thread % 32
@@ -187,6 +191,13 @@ class Wave:
             "ntid": launch.block[index],
             "ctaid": self.blocks[block, index],
             "nctaid": launch.grid[index],
+            "cluster_ctaid": self.blocks[block, index] % cluster[index],
+            "cluster_nctaid": cluster[index],
+            "clusterid": self.blocks[block, index] // cluster[index],
+            "nclusterid": launch.grid[index] // cluster[index],
+            "cluster_ctarank": block % math.prod(cluster),  # blocks of a cluster lie side by side in a wave
+            "cluster_nctarank": math.prod(cluster),
+            "is_explicit_cluster": math.prod(cluster) > 1,
             "laneid": lane,
             "warpid": self.thread // 32,
             "nwarpid": 64,

@@ -3,6 +3,7 @@
 import ctypes
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.gpu.arrays import as_array, caller_stream, is_device_array
 from ptxlab.gpu.device import device_info
 from ptxlab.gpu.module import GpuKernel
+from ptxlab.gpu.tensor_map import encode
+from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.spec import Launch
 
 _WITHOUT_ASKING = 48 * 1024  # dynamic shared memory that every kernel may use
@@ -25,8 +28,8 @@ def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written:
 
     Args:
         kernel: from `load`.
-        args: in launch order: arrays (CuPy, NumPy, or of any library that shares device memory), NumPy scalars,
-            `bytes` for a parameter passed by value (a struct, a tensor map).
+        args: in launch order: arrays (CuPy, NumPy, or of any library that shares device memory), tensor maps over such
+            arrays, NumPy scalars, `bytes` for a parameter passed by value (a struct).
         geometry: grid, block, cluster, dynamic shared memory.
         written: positions of the NumPy arrays to copy back; by default all that can be written to.
 
@@ -38,18 +41,27 @@ def launch(kernel: GpuKernel, args: Sequence[Any], geometry: Launch, *, written:
 
     with caller_stream() as stream:
         on_host = {i: a for i, a in enumerate(args) if isinstance(a, np.ndarray)}
-        on_device, copies = list(args), {}
-        for i, a in on_host.items():  # an array that is passed twice is one buffer, as in the emulator
+        on_device: list[Any] = list(args)
+        copies: dict[tuple[Any, ...], Any] = {}
+
+        def copied(a: np.ndarray) -> Any:
+            """An array that is passed twice is one buffer, as in the emulator."""
             where = a.ctypes.data, a.shape, a.strides, a.dtype.str
             if where not in copies:
                 copies[where] = cupy.asarray(a, order="C")
-            on_device[i] = copies[where]
+            return copies[where]
+
+        for i, a in enumerate(args):
+            if isinstance(a, np.ndarray):
+                on_device[i] = copied(a)
+            elif isinstance(a, TensorMap) and isinstance(a.array, np.ndarray):  # read only, so it need not come back
+                on_device[i] = replace(a, array=copied(a.array))
         _launch(kernel, pack(kernel, on_device), geometry, stream.ptr)
         back = [i for i, a in on_host.items() if (a.flags.writeable if written is None else i in written)]
         try:
             for i in back:
                 on_host[i][...] = cupy.asnumpy(on_device[i])
-            if on_host:
+            if copies:
                 stream.synchronize()
         except cupy.cuda.runtime.CUDARuntimeError as error:
             hint = 'backend="emulator" names the line'
@@ -61,7 +73,7 @@ def prepare(kernel: GpuKernel, args: Sequence[Any], geometry: Launch) -> Callabl
 
     Args:
         kernel: from `load`.
-        args: device arrays, NumPy scalars, `bytes`.
+        args: device arrays, tensor maps over them, NumPy scalars, `bytes`.
         geometry: grid, block, cluster, dynamic shared memory.
 
     Returns:
@@ -88,7 +100,10 @@ class Packed:
 
 
 def pack(kernel: GpuKernel, args: Sequence[Any]) -> Packed:
-    """Pack device arrays, NumPy scalars and `bytes`; `ArgumentError` if number or size are not the parameters'."""
+    """Pack device arrays, tensor maps over them, NumPy scalars and `bytes`.
+
+    `ArgumentError` if number or size are not the parameters'.
+    """
     sizes = kernel.parameter_bytes
     if sizes is not None and len(sizes) != len(args):
         raise ArgumentError(f"{kernel.name}: args", f"{len(sizes)} arguments", len(args))
@@ -161,13 +176,17 @@ def _value(name: str, arg: Any) -> bytes:
         return bytes(arg)
     if isinstance(arg, np.generic):
         return arg.tobytes()
+    if isinstance(arg, TensorMap):
+        if not is_device_array(arg.array):
+            raise ArgumentError(name, "a tensor map over an array on the GPU", type(arg.array).__name__)
+        return encode(name, arg, _address(name, arg.array))
     if is_device_array(arg):
         return np.uint64(_address(name, arg)).tobytes()
     if isinstance(arg, bool | int | float):
         raise ArgumentError(
             name, "a NumPy scalar, whose dtype says how wide the parameter is (np.uint32(5))", repr(arg)
         )
-    raise ArgumentError(name, "an array, a NumPy scalar or bytes", type(arg).__name__)
+    raise ArgumentError(name, "an array, a tensor map, a NumPy scalar or bytes", type(arg).__name__)
 
 
 def _address(name: str, array: Any) -> int:

@@ -39,7 +39,7 @@ def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int) 
     return {"x": x, "rows": rows, "span": span}
 
 
-def quantized(x: np.ndarray, rows: int, span: int, IN: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantized(x: np.ndarray, rows: int, span: int, IN: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The reference: `quant.quantize_activations` of x f32 [M, K] as IN stores it, in the order of `span`."""
     values = stored(x, DTYPES[IN])
     values = reference.from_bfloat16_bits(values) if DTYPES[IN] == "bfloat16" else values

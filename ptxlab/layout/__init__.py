@@ -4,6 +4,7 @@ from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, 
 from ptxlab.layout.packed_activations import PackedActivations, pack_activations, unpack_activations
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.storage import METADATA_KEY, load, packed_names, save
+from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.layout.words import pack_comet, pack_u4, unpack_comet, unpack_u4
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "SCHEMES",
     "PackedActivations",
     "PackedWeight",
+    "TensorMap",
     "buffer_shapes",
     "from_fragment_order",
     "from_swizzled_tiles",

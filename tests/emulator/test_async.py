@@ -431,7 +431,7 @@ def test_findings_survive_a_fault():
 @pytest.mark.parametrize(
     "opcode",
     [
-        "fence.proxy.tensormap::generic.release.gpu",
+        "fence.proxy.tensormap::generic.acq_rel.gpu",
         "fence.acquired.gpu",
         "cp.async.wait_group.read 0",
         "cp.async.bulk.wait_all",

@@ -1,0 +1,201 @@
+"""Tensor maps: boxes of a matrix by cp.async.bulk.tensor, on every backend, and what is refused or found."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ptxlab
+from ptxlab import emulator
+from ptxlab.errors import ArgumentError, EmulationError, MemoryFault
+from ptxlab.layout import TensorMap
+from ptxlab.runtime import run_spec
+from ptxlab.sources import Source
+from ptxlab.spec import Arg, KernelSpec, Launch
+
+BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
+IMAGE = 32768  # bytes of shared memory that the kernel shows
+SOURCE = r"""
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+__device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// Shared memory, 0xAA at first, after a box each at (row, column) and (row + 1, column - 16) has landed in it.
+extern "C" __global__ void __launch_bounds__(128)
+boxes(const __grid_constant__ TensorMap map, unsigned* image, int row, int column, int bytes, int place, int more) {
+    extern __shared__ __align__(1024) unsigned tile[];
+    __shared__ __align__(8) unsigned long long full;
+    for (int i = threadIdx.x; i < 8192; i += 128) tile[i] = 0xAAAAAAAA;
+    if (threadIdx.x == 0) {
+        asm volatile("prefetch.tensormap [%0];" :: "l"(&map) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at(&full)) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    asm volatile("fence.proxy.async;" ::: "memory");
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                     :: "r"(at(&full)), "r"(bytes * (more + 1)) : "memory");
+        for (int i = 0; i <= more; i++)
+            asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                         ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;"
+                         :: "r"(at(tile) + place + i * 16384), "l"(&map), "r"(column - 16 * i), "r"(row + i),
+                            "r"(at(&full)), "l"(0x12F0000000000000ull) : "memory");  // EVICT_FIRST
+    }
+    /* WAIT */ asm volatile("{ .reg .pred P1; LAB_WAIT: mbarrier.try_wait.parity.shared::cta.b64 P1, [%0], 0;"
+                 "@P1 bra DONE; bra LAB_WAIT; DONE: }" :: "r"(at(&full)) : "memory");
+    for (int i = threadIdx.x; i < 8192; i += 128) image[i] = tile[i];
+}
+"""
+
+
+def bring(array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, column: int, place: int, more: int,
+          backend: str = "emulator", source: str = SOURCE, **options: Any) -> tuple[np.ndarray, list[str]]:  # fmt: skip
+    """The kernel's picture of shared memory, and the findings."""
+    image = np.zeros(IMAGE, np.uint8)
+    tensor_map = TensorMap(array, box, swizzle)
+    numbers = map(np.int32, (row, column, tensor_map.box_bytes, place, more))
+    kernel = ptxlab.load(Source.from_text(source, "<boxes>"), arch="sm_90a")
+    before = array.tobytes()
+    outcome = kernel(
+        tensor_map, image.view(np.uint32), *numbers, grid=1, block=128, shared_bytes=IMAGE, backend=backend, **options
+    )
+    assert array.tobytes() == before
+    return image, [str(finding) for finding in outcome.findings]
+
+
+def expected(array: np.ndarray, box: tuple[int, int], swizzle: int, row: int, column: int, place: int, more: int):
+    """The same by the definition, byte by byte: zeros outside; 16-byte columns of a line are XORed with its number."""
+    image = np.full(IMAGE, 0xAA, np.uint8)
+    for i in range(more + 1):
+        rows, columns = row + i + np.arange(box[0])[:, None], column - 16 * i + np.arange(box[1])
+        inside = (rows >= 0) & (rows < array.shape[0]) & (columns >= 0) & (columns < array.shape[1])
+        values = np.where(inside, array[rows % array.shape[0], columns % array.shape[1]], array.dtype.type(0))
+        linear = np.arange(values.nbytes) + place + 16384 * i  # the window begins at a multiple of 1024
+        line, chunk, byte = linear // 128, linear // 16 % 8, linear % 16
+        chunk = chunk ^ (line % 8 & (max(swizzle, 16) // 16 - 1))
+        image[line * 128 + chunk * 16 + byte] = values.reshape(-1).view(np.uint8)
+    return image
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple:
+    """A matrix of any element size, and a box that may lie partly or wholly outside."""
+    dtype = np.dtype(draw(st.sampled_from(["u1", "i1", "u2", "f2", "u4", "f4", "u8"])))
+    swizzle = draw(st.sampled_from([0, 32, 64, 128]))
+    unit = 16 // dtype.itemsize
+    columns = unit * draw(st.integers(1, 20))
+    width = swizzle // dtype.itemsize if swizzle else unit * draw(st.integers(1, 256 // unit))
+    array = np.random.default_rng(draw(st.integers(0, 99))).integers(
+        0, 256, (draw(st.integers(1, 40)), columns * dtype.itemsize)
+    )
+    array = array.astype(np.uint8).view(dtype)
+    rows = draw(st.integers(1, min(256, 12288 // (width * dtype.itemsize))))
+    row, column = draw(st.integers(-rows - 2, 42)), draw(st.integers(-width - 5, columns + 5))
+    return array, (rows, width), swizzle, row, column, 128 * draw(st.integers(0, 8)), draw(st.integers(0, 1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(copies(), st.sampled_from(emulator.MODES))
+@settings(max_examples=60, deadline=None)
+def test_boxes_land_where_the_definition_says(backend: str, copy: tuple, mode: str) -> None:
+    options = {"checks": emulator.CHECKS, "mode": mode} if backend == "emulator" else {}
+    image, found = bring(*copy, backend=backend, **options)
+    assert found == [] and np.array_equal(image, expected(*copy))
+
+
+ARRAY = np.arange(64 * 256, dtype=np.uint32).astype(np.uint8).reshape(64, 256)
+PLAIN = (ARRAY, (16, 128), 128, 3, 0, 0, 0)
+
+
+@pytest.mark.parametrize("mode", emulator.MODES)
+def test_a_box_that_nobody_waits_for_is_found(mode: str) -> None:
+    wait = SOURCE[SOURCE.index("/* WAIT */") : SOURCE.index("    for (int i = threadIdx.x; i < 8192; i += 128) image")]
+    image, found = bring(*PLAIN, source=SOURCE.replace(wait, "\n"), checks=emulator.CHECKS, mode=mode)
+    assert any("async" in line and "still being written by line" in line and "tensor.2d" in line for line in found)
+    assert mode == "early" or not np.array_equal(image, expected(*PLAIN))
+
+
+def test_overlapping_boxes_are_found() -> None:
+    _, found = bring(*PLAIN[:-1], 1, source=SOURCE.replace("i * 16384", "i * 1024"), checks=["async"])
+    assert any("copies to byte 2048" in line and "still being written" in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "error", "message"),
+    [
+        ((), {"place": 64}, MemoryFault, "not a multiple of the 128 bytes"),
+        ((), {"place": 32768 - 1024}, MemoryFault, "2048 bytes at shared address .* out of bounds"),
+        (('"l"(&map), "r"(column', '"l"(image), "r"(column'), {}, MemoryFault, "no argument that is a tensor map"),
+        (("tile.mbarrier", "tile::gather4.mbarrier"), {}, EmulationError, "does not know"),
+        (('"r"(bytes * (more', '"r"(16 + bytes * (more'), {}, EmulationError, "deadlock"),
+    ],
+)
+def test_what_a_kernel_may_not_do(change: tuple, options: dict, error: type, message: str) -> None:
+    array, box, swizzle, row, column, place, more = PLAIN
+    source = SOURCE.replace(*change) if change else SOURCE
+    with pytest.raises(error, match=message):
+        bring(array, box, swizzle, row, column, options.get("place", place), more, source=source)
+
+
+@pytest.mark.parametrize(
+    ("array", "box", "swizzle", "message"),
+    [
+        (ARRAY[0], (1, 16), 0, r"array: an array of two axes, neither empty \(got shape \(256,\)\)"),
+        (ARRAY[:0], (1, 16), 0, "two axes, neither empty"),
+        (ARRAY[:, :128], (1, 16), 0, "C-contiguous"),
+        (ARRAY.view("V16"), (1, 16), 0, "integers or floats of 1, 2, 4 or 8 bytes"),
+        (ARRAY[:, :24].copy(), (1, 16), 0, r"rows of a multiple of 16 bytes \(got 24 bytes\)"),
+        (ARRAY, (0, 16), 0, r"each 1 to 256 \(got \(0, 16\)\)"),
+        (ARRAY, (257, 16), 0, "each 1 to 256"),
+        (ARRAY, (1, 24), 0, "rows of a multiple of 16 bytes"),
+        (ARRAY, (1, 32), 16, r"swizzle: one of 0, 32, 64, 128 \(got 16\)"),
+        (ARRAY, (1, 128), 64, r"rows as wide as the swizzle of 64 bytes \(got 128 bytes\)"),
+    ],
+)
+def test_maps_that_the_driver_would_refuse(array: Any, box: tuple, swizzle: int, message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"^tensor map: .*{message}"):
+        TensorMap(array, box, swizzle)
+
+
+PARAM = """.version 8.0\n.target sm_90\n.address_size 64\n.visible .entry k(.param .align 64 .b8 m[{}]) {{ ret; }}"""
+
+
+def test_a_map_is_for_a_parameter_of_128_bytes_and_no_other() -> None:
+    tensor_map = TensorMap(ARRAY, (1, 16))
+    emulator.run(PARAM.format(128), None, [tensor_map], grid=1, block=32)
+    with pytest.raises(ArgumentError, match=r"argument 0 \(m\): is 64 bytes by value, not the 128 of a tensor map"):
+        emulator.run(PARAM.format(64), None, [tensor_map], grid=1, block=32)
+    with pytest.raises(ArgumentError, match="is 128 bytes by value, not a buffer"):
+        emulator.run(PARAM.format(128), None, [ARRAY], grid=1, block=32)
+
+
+SPEC = KernelSpec(
+    name="boxes",
+    summary="one box",
+    args=(
+        Arg("x", "uint8", ("M", "K"), "tma", box=("BM", "2 * 64"), swizzle=128),
+        Arg("image", "uint32", ("8192",), "out"),
+        *(Arg(name, "int32", role="scalar", value=value) for name, value in
+          (("row", "M // 2"), ("column", "0"), ("bytes", "2048"), ("place", "0"), ("more", "0"))),
+    ),
+    launch=lambda sizes: Launch((1, 1, 1), (128, 1, 1), IMAGE),
+    example=dict,
+    pack=dict,
+    reference=expected,
+    configs=({"BM": 16},),
+    arch="sm_90a",
+    exact_arch=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_specs_argument_becomes_a_tensor_map(backend: str) -> None:
+    outcome = run_spec(SPEC, Source.from_text(SOURCE, "<boxes>"), {"x": ARRAY}, backend=backend)
+    assert np.array_equal(outcome.outputs["image"].view(np.uint8), expected(ARRAY, (16, 128), 128, 32, 0, 0, 0))
+    assert SPEC.bytes_moved({"M": 64, "K": 256}) == ARRAY.nbytes + IMAGE
+    wrong = dataclasses.replace(SPEC, configs=({"BM": 512},))
+    with pytest.raises(ArgumentError, match=r"^boxes: x: tensor map: box: \(rows, columns\), each 1 to 256"):
+        run_spec(wrong, Source.from_text(SOURCE, "<boxes>"), {"x": ARRAY}, backend="emulator")
