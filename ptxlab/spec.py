@@ -24,6 +24,7 @@ NULL = np.uint64(0)  # what a kernel is given for an optional array that is left
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
 Sizes = Mapping[str, int]
 Arrays = dict[str, Any]
+NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 
 
 @dataclass(frozen=True)
@@ -257,10 +258,11 @@ class KernelSpec:
 
     def _argument(self, arg: Arg, arrays: Mapping[str, Any], sizes: Sizes) -> Any:
         if arg.role == "tma":
-            return self._tensor_map(arg, arrays[arg.name], sizes)
+            return self.tensor_map(arg, arrays[arg.name], sizes)
         return arrays.get(arg.name, NULL) if arg.shape else self.scalar(arg, sizes)
 
-    def _tensor_map(self, arg: Arg, array: Any, sizes: Sizes) -> TensorMap:
+    def tensor_map(self, arg: Arg, array: Any, sizes: Sizes) -> TensorMap:
+        """The map of the matrix that a `tma` argument is, at sizes and the variant's constants."""
         rows, columns = (int(self._evaluate(side, sizes)) for side in arg.box)
         try:
             return TensorMap(array, (rows, columns), arg.swizzle)

@@ -17,7 +17,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 ORDER = (
     "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout",
     "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "kernels", "audit", "convert",
-    "verify", "harness", "sass", "dataflow", "mainloop", "nsight", "bench", "counts", "demo", "doctor", "tiles",
+    "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench", "counts", "demo", "doctor", "tiles",
     "plot", "ladder", "ladderplot", "figures", "showcase", "report", "notebooks", "cli", "__main__",
 )  # fmt: skip
 
