@@ -24,7 +24,6 @@ NULL = np.uint64(0)  # what a kernel is given for an optional array that is left
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
 Sizes = Mapping[str, int]
 Arrays = dict[str, Any]
-NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 
 
 @dataclass(frozen=True)
