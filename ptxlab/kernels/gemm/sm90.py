@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptxlab import layout
-from ptxlab.kernels.gemm.common import EPILOGUE, INT32, epilogue, example_lqq, example_qoq, gemm
+from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, epilogue, example_lqq, example_qoq, gemm
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 _SMS = 132
@@ -123,12 +123,12 @@ def _pack(logical: Arrays) -> Arrays:
 
 _CHANNELS = "max(64, g)"  # of a block of weights
 _ALL_GROUPS = ((1, 8, 32, 32), (5, 40, 256, 128), (17, 200, 192, 64))
-_TEACHING = ((1, 128, 64, 64), (5, 128, 256, 128), (17, 256, 192, 64))
+_TEACHING = ((1, 8, 64, 64), (5, 40, 256, 128), (17, 200, 192, 64))
 
 
 def _step(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> KernelSpec:
-    """One step; a `teaching` one takes groups of 64 and 128, and whole tiles of 128 rows."""
-    groups, rows = ((64, 128), 128) if teaching else ((32, 64, 128), 8)
+    """One step; a `teaching` one takes groups of 64 and 128 only."""
+    groups = (64, 128) if teaching else GROUPS
     return KernelSpec(
         name=name,
         summary=summary,
@@ -140,7 +140,7 @@ def _step(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> K
             Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
             *EPILOGUE,
         ),
-        rules=(f"g in {groups}", "K % g == 0", f"N % {rows} == 0", "1 <= K < 131072", "M*N < 2**31"),
+        rules=(f"g in {groups}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
         operations="2*M*N*K",
         pack=_pack,
         reference=gemm,
