@@ -18,16 +18,15 @@ both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 
 
 def outcome(source: str, mode: str, seed: int = 0, checks=emulator.CHECKS, *, tokens: int = 40, channels: int = 128,
-            depth: int = 512, blocks: int = 2) -> tuple[bool, list[str]]:  # fmt: skip
+            depth: int = 512, blocks: int = 2, backend: str = "emulator") -> tuple[bool, list[str]]:  # fmt: skip
     """Whether the product is right, and the findings."""
     args, right, _ = specialised.problem(seed, tokens, channels, depth)
     kernel = ptxlab.load(Source.from_text(source, "gemm.cu"), arch="sm_90a")
     launch = Launch((blocks, 1, 1), (specialised.THREADS, 1, 1), specialised.SHARED_BYTES, (2, 1, 1))
-    result = kernel.launch(args, launch, backend="emulator", checks=checks, mode=mode, seed=seed)
+    result = kernel.launch(args, launch, backend=backend, checks=checks, mode=mode, seed=seed)
     registers = args[2].reshape(-1, specialised.ACC, 2, 128).transpose(0, 2, 3, 1)
     sums = wgmma_d(specialised.BM).gather(np.ascontiguousarray(registers), np.int32)
-    assert result is not None
-    return np.array_equal(sums.reshape(right.shape), right), [str(finding) for finding in result.findings]
+    return np.array_equal(sums.reshape(right.shape), right), [str(f) for f in (result.findings if result else ())]
 
 
 @both_modes
@@ -42,6 +41,15 @@ BOX = r"cp\.async\.bulk\.tensor\.2d"
 STORE = r"cp\.async\.bulk\.global\.shared::cta"
 NEVER = "deadlock: "
 ENDED = r"shared memory of block \(\d,0,0\), which (may have|has) ended"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("blocks", [2, 8, 132])
+def test_hardware_agrees(blocks: int) -> None:
+    sizes = {"tokens": 301, "channels": 1024, "depth": 4096}
+    assert outcome(specialised.SOURCE, "early", blocks=blocks, backend="gpu", **sizes) == (True, [])
+
+
 FENCE = 'asm volatile("wgmma.fence.sync.aligned;" ::: "memory");'
 COMMIT = 'asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");'
 MISTAKES = {
