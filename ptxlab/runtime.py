@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,10 @@ class Kernel:
     def module(self) -> emulator.Module:
         """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
         if self.source.language == "ptx":
-            return emulator.parse(self.source.text, self.source.path)
+            return _parsed(self.source.text, self.source.path)
         arch = max(_EMULATED_ARCH, self.arch or "", key=_number)
         image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
-        return emulator.parse(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
+        return _parsed(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
@@ -287,6 +287,9 @@ def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | No
     if result is None:
         return Outcome(backend, outputs)
     return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared)
+
+
+_parsed = lru_cache(maxsize=32)(emulator.parse)  # a module is the same for every launch of it
 
 
 def _number(arch: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class Access:
     count: int  # elements of a vector access
     rest: tuple[str, ...]  # modifiers that are left: the operation of an atomic
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes that a lane touches."""
         return bits_of(self.type) // 8 * self.count

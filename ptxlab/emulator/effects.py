@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -157,7 +158,7 @@ class Boxes(Effect):
             slice(bytes_.start - byte, max(bytes_.stop - byte, 0)),
         )
 
-    @property
+    @cached_property
     def reads(self) -> Places:
         """What there is of the boxes' rows."""
         lanes, starts, sizes = [], [], []

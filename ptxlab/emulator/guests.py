@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     from ptxlab.emulator.race import Races
 
 
+def _first_of_each(pairs: Array) -> tuple[Array, Array]:
+    """The distinct columns, as rows, and where each of them stands first."""
+    distinct, first = np.unique(pairs, axis=1, return_index=True)
+    return distinct.T, first
+
+
 class Guests(Watcher):
     """Accesses to the shared memory of a block that may have ended."""
 
@@ -57,9 +63,10 @@ class Guests(Watcher):
         """Remember who was where."""
         peers = self.machine.peers
         blocks = peers.block_at(offsets)
-        for i in np.flatnonzero((blocks >= 0) & (blocks != peers.block[indices])).tolist():
-            known = self.visits.setdefault(int(blocks[i]), {})
-            known[int(actors[i])] = int(times[i]), instruction, int(indices[i])
+        far = np.flatnonzero((blocks >= 0) & (blocks != peers.block[indices]))
+        pairs = np.stack((blocks[far], actors[far]))
+        for (block, actor), i in zip(*(a.tolist() for a in _first_of_each(pairs)), strict=True):
+            self.visits.setdefault(block, {})[actor] = int(times[far[i]]), instruction, int(indices[far[i]])
 
     def exit(self, lanes: Lanes) -> None:
         """The last warp of a block takes the memory with it."""

@@ -2,9 +2,9 @@
 
 A byte is in flight from the issue of a copy or wgmma until somebody has waited for it, whatever the mode: nobody may
 read or write a byte that is being written, nor write one that is being read (kind "async"). The copy engine and wgmma
-see what threads have written with ordinary stores or cp.async only after their proxy fence; until then the bytes are
-dirty ("async-dirty"). So is an mbarrier until its fence. Two copies that read the same byte count as one: it is free
-when the first is done.
+see what threads have written with ordinary stores or cp.async, and write over it, only after their proxy fence; until
+then the bytes are dirty ("async-dirty"). So is an mbarrier until its fence. Two copies that read the same byte count as
+one: it is free when the first is done.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.effects import Effect, by_entry, spans
+from ptxlab.emulator.effects import Boxes, Copies, Effect, by_entry, spans
 from ptxlab.emulator.types import Array, Lanes, indices_of
 
 if TYPE_CHECKING:
@@ -111,19 +111,26 @@ class InFlight(Watcher):
                 message = f"tells the mbarrier at {self.memory.byte(place)}, which {by}, initialised "
                 message += "without fence.mbarrier_init (or fence.proxy.async): the async proxy may not see it,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
+        self.unfenced(effect, *effect.reads, "takes", "the engine may see what was there before")
+        if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
+            self.unfenced(effect, *effect.writes, "copies over", "that may land behind the copy")
+
+    def unfenced(
+        self, effect: Effect, lanes: Array, starts: Array, sizes: Array, does: str, consequence: str
+    ) -> None:  # fmt: skip
+        """Report bytes that threads have written, and not fenced since."""
         assert self.dirty is not None
-        lanes, starts, sizes = effect.reads
-        source = spans(starts, sizes)
-        marks = self.dirty[source]
-        writers, shared = marks & (1 << _LANE) - 1, self.machine.launch.is_shared(source)
+        places = spans(starts, sizes)
+        marks = self.dirty[places]
+        writers, shared = marks & (1 << _LANE) - 1, self.machine.launch.is_shared(places)
         fenced = np.where(shared, self.fenced["shared"][writers], self.fenced["global"][writers])
         hit = marks >> _TIME >= np.maximum(fenced, 1)
         if hit.any():
             first = int(np.argmax(hit))
             writer = self.machine.code[int(marks[first] >> _LANE & (1 << _TIME - _LANE) - 1)]
             by = writer.seen_from(effect.instruction)
-            message = f"takes {self.memory.byte(int(source[first]))}, which {by}, wrote, and no "
-            message += "fence.proxy.async since: the async proxy may see what was there before,"
+            message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, wrote "
+            message += f"without a fence.proxy.async behind it: {consequence},"
             self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
     def soil(self, instruction: Instruction, lanes: Lanes, starts: Array, sizes: Array) -> None:

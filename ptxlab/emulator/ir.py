@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ptxlab.emulator.packed import LaneTypes
 from ptxlab.emulator.types import DTYPES
@@ -89,9 +90,12 @@ class Address:
 Operand = Register | Special | Immediate | Symbol | Label | Vector | Sink | Address
 
 
-@dataclass(slots=True)
+@dataclass
 class Instruction:
-    """One instruction: `opcode` in full ("mad.lo.u32"), its operands in source order, and where it stands."""
+    """One instruction: `opcode` in full ("mad.lo.u32"), its operands in source order, and where it stands.
+
+    What it reads and writes is asked for by every launch, but not before the parser is done with it.
+    """
 
     opcode: str
     operands: tuple
@@ -102,7 +106,7 @@ class Instruction:
     path: str = "<ptx>"
     callers: tuple[tuple[str, int], ...] = ()  # if it came from an inlined function: where that was called, and so on
 
-    @property
+    @cached_property
     def destinations(self) -> list[Register]:
         """Registers that it writes."""
         head = self.opcode.split(".")[0]
@@ -111,7 +115,7 @@ class Instruction:
             return []
         return list(registers(self.operands[:1]))
 
-    @property
+    @cached_property
     def sources(self) -> list[Register]:
         """Registers that it reads, the guard apart; those of addresses among them."""
         return list(registers(self.operands[1:] if self.destinations else self.operands))

@@ -121,11 +121,13 @@ def run(
                 machine.watchers = tuple(_watchers(machine, checks, count_banks))
                 machine.bind()
                 machine.run()
+                vars(machine).clear()  # its steps refer to it: without that, only the garbage collector would free it
     except EmulationError as error:
-        first = next(iter(launch.findings.found.values()), None)
-        if first is None:
+        first = {finding.kind: finding for finding in reversed(launch.findings.found.values())}  # of each kind
+        if not first:
             raise
-        raise type(error)(f"{error}\n  found before that: {first}") from error
+        before = "".join(f"\n  found before that: {finding}" for finding in first.values())
+        raise type(error)(f"{error}{before}") from error
     for array, region in buffers:
         if region.written:
             array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]

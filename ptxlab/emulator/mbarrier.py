@@ -204,6 +204,10 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
         for barrier, who in at.objects(lanes):
             for watcher in machine.watchers if releases else ():
                 watcher.phase_arrive(barrier.place, as_lanes(indices[who]))
+            if not (drop or expects or partial or argument) and len(who) <= barrier.missing:  # one each
+                tokens[who] = barrier.phase << _PENDING | barrier.missing - np.arange(len(who))
+                barrier.arrive(len(who))
+                continue
             for i in who.tolist():
                 tokens[i] = barrier.phase << _PENDING | barrier.missing
                 try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.types import Lanes, bits_of
+from ptxlab.emulator.types import Lanes, bits_of, indices_of
 from ptxlab.emulator.wgmma import Products
 
 if TYPE_CHECKING:
@@ -67,40 +67,41 @@ class RegistersInUse(Watcher):
         """Whether it is a wgmma that takes or gives the register."""
         if not isinstance(effect, Products):
             return False
-        taken, given = words(effect.form.a_registers), words(effect.form.d_registers)
+        taken, given = effect.form.a_registers, effect.form.d_registers
         return register in (taken if flags == _TAKEN else given if flags == _GIVEN else taken + given)
 
     def issue(self, effect: Effect) -> None:
         """A wgmma meets others, and registers that it cannot see."""
         if not isinstance(effect, Products):
             return
-        lanes, instruction = effect.all_lanes, effect.instruction
+        lanes, instruction = indices_of(effect.all_lanes), effect.instruction
         if not self.fenced[lanes].all():
             self.report(instruction, "async", lanes, ~self.fenced[lanes], "no wgmma.fence since the kernel began,")
-        for register in words((*effect.form.a_registers, *effect.form.d_registers)):
-            late = self.written[register.index, lanes]
-            if late.any():
-                by = self.machine.code[int(late.max()) - 1]
-                message = f"takes {register.name}, which {by.seen_from(instruction)}, wrote, and no wgmma.fence since,"
-                self.report(instruction, "async", lanes, late != 0, message)
-        for register in words(effect.form.a_registers):
-            self.meet(instruction, register, lanes, _GIVEN, "takes")
-        for register in words(effect.form.d_registers):  # two wgmmas may add to one D, in order
-            self.meet(instruction, register, lanes, _TAKEN, "writes")
+        form, (a_rows, d_rows) = effect.form, effect.form.rows
+        for registers, rows, flag, does in (
+            (form.a_registers, a_rows, _GIVEN, "takes"),
+            (form.d_registers, d_rows, _TAKEN, "writes"),  # two wgmmas may add to one D, in order
+        ):
+            late = self.written[rows, lanes]
+            for i in np.flatnonzero(late.any(axis=1)).tolist():
+                by = self.machine.code[int(late[i].max()) - 1].seen_from(instruction)
+                message = f"takes {registers[i].name}, which {by}, wrote, and no wgmma.fence since,"
+                self.report(instruction, "async", lanes, late[i] != 0, message)
+            for i in np.flatnonzero((self.used[rows, lanes] & flag).any(axis=1)).tolist():
+                self.meet(instruction, registers[i], lanes, flag, does)
         self.mark(effect)
 
     def mark(self, effect: Products) -> None:
         """Its registers are in use."""
-        lanes = effect.all_lanes
-        for registers, flag in ((effect.form.a_registers, _TAKEN), (effect.form.d_registers, _GIVEN)):
-            for register in words(registers):
-                self.used[register.index, lanes] |= flag
+        lanes = indices_of(effect.all_lanes)
+        for rows, flag in zip(effect.form.rows, (_TAKEN, _GIVEN), strict=True):
+            self.used[rows, lanes] |= flag
 
     def waited(self, effect: Effect, only_read: bool) -> None:
         """The registers are free, but for those that others use."""
         if isinstance(effect, Products):
-            for register in words((*effect.form.a_registers, *effect.form.d_registers)):
-                self.used[register.index, effect.all_lanes] = 0
+            for rows in effect.form.rows:
+                self.used[rows, indices_of(effect.all_lanes)] = 0
             for other in self.machine.pending.queue:
                 if isinstance(other, Products):
                     self.mark(other)

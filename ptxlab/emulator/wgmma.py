@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
@@ -59,6 +59,13 @@ class Form:
     a_registers: tuple[ir.Register, ...]
     d_registers: tuple[ir.Register, ...]
 
+    @cached_property
+    def rows(self) -> tuple[Array, Array]:
+        """Rows of A's and of D's registers in the file of 32-bit registers, each [registers, 1]."""
+        both = self.a_registers, self.d_registers
+        a, d = (np.array([register.index for register in some], np.intp)[:, None] for some in both)
+        return a, d
+
 
 @dataclass(eq=False, kw_only=True)
 class Products(Effect):
@@ -104,7 +111,7 @@ class Products(Effect):
             else:
                 whole = self.operand(memory, a % (1 << 64), base, 4 * ROWS, form.a_type).reshape(4, ROWS, 32)
                 left = whole[self.quarter[warps]]
-            taken[warps] = (left.reshape(-1, 32) @ right).reshape(-1, ROWS, form.n)
+            taken[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
         self.taken = taken
 
     def write(self, memory: Memory) -> None:
@@ -119,7 +126,7 @@ class Products(Effect):
             write(lanes, columns[:, :, i].reshape(-1))
         self.taken = None
 
-    @property
+    @cached_property
     def reads(self) -> Places:
         """The operands in shared memory, piece by piece."""
         lanes, starts = [], []

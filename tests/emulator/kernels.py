@@ -6,7 +6,7 @@ import numpy as np
 
 from ptxlab import emulator
 
-HEADER = ".version 8.0\n.target sm_90\n.address_size 64\n"
+HEADER = ".version 8.1\n.target sm_90\n.address_size 64\n"
 
 
 def kernel(body: str, params: str = ".param .u64 out", outside: str = "", directives: str = "") -> str:

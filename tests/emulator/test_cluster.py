@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
 
@@ -250,6 +251,26 @@ def test_blocks_of_other_clusters_are_out_of_reach() -> None:
     )
     with pytest.raises(MemoryFault, match=r"shared memory of block \(0,0,0\), which is of another cluster"):
         outcome(body, checks=())
+
+
+SENT = ASYNC.replace("BYTES", "256")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "body",
+    [
+        PASS_ON,
+        LAST + FETCH,
+        "cvt.u64.u32 %x1, %r4;\n" + GENERIC,
+        *(SENT.replace("SEND", send) for send in SENDS.values()),
+    ],
+    ids=["store", "load", "generic", *SENDS],
+)
+def test_hardware_agrees(body: str) -> None:
+    out = np.zeros(BLOCKS * THREADS, np.uint32)
+    ptxlab.load(module(body))(out, grid=BLOCKS, block=THREADS, cluster=3, backend="gpu")
+    assert out.tolist() == BEFORE
 
 
 def test_sizes_of_clusters() -> None:

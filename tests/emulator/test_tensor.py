@@ -1,6 +1,7 @@
 """Tensor maps: boxes of a matrix by cp.async.bulk.tensor, on every backend, and what is refused or found."""
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,13 @@ def test_a_box_that_nobody_waits_for_is_found(mode: str) -> None:
     assert mode == "early" or not np.array_equal(image, expected(*PLAIN))
 
 
+@pytest.mark.parametrize("mode", emulator.MODES)
+def test_a_box_over_what_threads_have_written_needs_a_fence(mode: str) -> None:
+    source = SOURCE.replace('asm volatile("fence.proxy.async;" ::: "memory");', "")
+    found = "\n".join(bring(*PLAIN, source=source, checks=emulator.CHECKS, mode=mode)[1])
+    assert re.search(r"async-dirty: .*tensor\.2d.* copies over byte \d+ .* `st\.shared.*, wrote without a fence", found)
+
+
 def test_overlapping_boxes_are_found() -> None:
     _, found = bring(*PLAIN[:-1], 1, source=SOURCE.replace("i * 16384", "i * 1024"), checks=["async"])
     assert any("copies to byte 2048" in line and "still being written" in line for line in found)
@@ -170,6 +178,68 @@ def test_a_map_is_for_a_parameter_of_128_bytes_and_no_other() -> None:
         emulator.run(PARAM.format(64), None, [tensor_map], grid=1, block=32)
     with pytest.raises(ArgumentError, match="is 128 bytes by value, not a buffer"):
         emulator.run(PARAM.format(128), None, [ARRAY], grid=1, block=32)
+
+
+SHARE = r"""
+struct alignas(64) TensorMap { unsigned char bytes[128]; };
+__device__ unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// Each of four blocks brings eight rows, for the blocks in the mask; all show what they have.
+extern "C" __global__ void __cluster_dims__(4, 1, 1) __launch_bounds__(64)
+share(const __grid_constant__ TensorMap map, unsigned* image, int mask) {
+    __shared__ __align__(1024) unsigned tile[1024];
+    __shared__ __align__(8) unsigned long long full;
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    for (int i = threadIdx.x; i < 1024; i += 64) tile[i] = 0xAAAAAAAA;
+    if (threadIdx.x == 0) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" :: "r"(at(&full)) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                     :: "r"(at(&full)), "r"(mask >> rank & 1 ? 4096 : 0) : "memory");
+    }
+    asm volatile("fence.proxy.async;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+    if (threadIdx.x == 0)
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                     ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
+                     :: "r"(at(tile) + rank * 1024), "l"(&map), "r"(64), "r"(rank * 8), "r"(at(&full)), "h"((short)mask) : "memory");
+    asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;"
+                 "@!done bra AGAIN; }" :: "r"(at(&full)) : "memory");
+    for (int i = threadIdx.x; i < 1024; i += 64) image[rank * 1024 + i] = tile[i];
+    /* END */ asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
+}
+"""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", emulator.MODES)
+@pytest.mark.parametrize("mask", [0b1111, 0b1010, 0b0001])
+def test_boxes_for_several_blocks(mask: int, mode: str, backend: str) -> None:
+    image = np.zeros((4, 4096), np.uint8)
+    kernel = ptxlab.load(SHARE, arch="sm_90a")
+    options = {"checks": emulator.CHECKS, "mode": mode} if backend == "emulator" else {}
+    outcome = kernel(TensorMap(ARRAY, (8, 128), 128), image.view(np.uint32), np.int32(mask), grid=4, block=64,
+                     cluster=4, backend=backend, **options)  # fmt: skip
+    whole = expected(ARRAY, (32, 128), 128, 0, 64, 0, 0)[:4096]
+    assert not outcome.findings
+    assert [(block == whole).all() for block in image] == [bool(mask >> rank & 1) for rank in range(4)]
+
+
+@pytest.mark.parametrize("mode", emulator.MODES)
+def test_a_block_may_not_end_before_its_boxes_have_come(mode: str) -> None:
+    """Who is not among those that wait for it may be gone."""
+    source = SHARE[: SHARE.index("/* END */")] + "}\n"
+    source = source.replace('asm volatile("{ .reg', 'if (rank) asm volatile("{ .reg')
+    kernel = ptxlab.load(source, arch="sm_90a")
+    image = np.zeros((4, 4096), np.uint8)
+    try:
+        outcome = kernel(TensorMap(ARRAY, (8, 128), 128), image.view(np.uint32), np.int32(15), grid=4, block=64,
+                         cluster=4, backend="emulator", mode=mode, checks=["race", "async"])  # fmt: skip
+        found = "\n".join(map(str, outcome.findings))
+    except MemoryFault as error:
+        found = str(error)
+    assert re.search(r"shared memory of block \(0,0,0\), which (may have|has) ended", found)
 
 
 SPEC = KernelSpec(
