@@ -257,10 +257,11 @@ class KernelSpec:
 
     def _argument(self, arg: Arg, arrays: Mapping[str, Any], sizes: Sizes) -> Any:
         if arg.role == "tma":
-            return self._tensor_map(arg, arrays[arg.name], sizes)
+            return self.tensor_map(arg, arrays[arg.name], sizes)
         return arrays.get(arg.name, NULL) if arg.shape else self.scalar(arg, sizes)
 
-    def _tensor_map(self, arg: Arg, array: Any, sizes: Sizes) -> TensorMap:
+    def tensor_map(self, arg: Arg, array: Any, sizes: Sizes) -> TensorMap:
+        """The map of the matrix that a `tma` argument is, at sizes and the variant's constants."""
         rows, columns = (int(self._evaluate(side, sizes)) for side in arg.box)
         try:
             return TensorMap(array, (rows, columns), arg.swizzle)

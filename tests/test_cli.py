@@ -354,3 +354,14 @@ def test_audit_of_a_file_without_matrices_has_nothing_to_draw(cli: Any, tmp_path
 def test_the_module_is_a_command_too() -> None:
     done = subprocess.run([sys.executable, "-m", "ptxlab", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "0.1.0"
+
+
+def test_verify_at_other_sizes_too(cli: Any) -> None:
+    kernel = ("verify", "gemm_w4a8_qoq_sm80", "--backend", "emulator")
+    code, out, _ = cli(*kernel, "--sizes", "M=3,N=16,K=96,g=32", "--json")
+    sizes = [verdict["sizes"] for verdict in json.loads(out)]
+    assert code == 0 and {"M": 3, "N": 16, "K": 96, "g": 32}.items() <= sizes[-1].items()
+    code, _, err = cli(*kernel, "--sizes", "M=3,N=16,K=97,g=32")
+    assert code == 2 and "K % g == 0 (got K=97, g=32)" in err
+    code, _, err = cli(*kernel, "--sizes", "M=three")
+    assert code == 2 and "--sizes: NAME=INTEGER (got M=three)" in err

@@ -1,12 +1,13 @@
-"""Commands that measure: `sass`, `bench`, `report`."""
+"""Commands that measure: `sass`, `bench`, `report`, and NVIDIA's tools over the kernels: `sanitize`."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from ptxlab import counts, kernels
+from ptxlab import counts, kernels, sanitizer
 from ptxlab import report as reports
 from ptxlab import sass as sass_tools
 from ptxlab.cli.common import FAILED, Arch, AsJson, console, print_json, progress_bar, table
@@ -51,6 +52,41 @@ def sass(
         keys = sorted({k for c in columns_of for k in c}, key=lambda k: (-max(c.get(k, 0) for c in columns_of), k))
         if keys:
             console.print(table(title, ("", *columns), [(k, *(f"{c.get(k, 0):g}" for c in columns_of)) for k in keys]))
+
+
+def sanitize(
+    names: Annotated[list[str], typer.Argument(help="Kernels, or the name of a family: dequant, load, gemm.")],
+    tool: Annotated[list[str] | None, typer.Option(help="memcheck, initcheck, synccheck, racecheck; or all.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Sizes beside those of the examples, M=130,N=1032,K=2048.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Verify kernels on the GPU under compute-sanitizer."""
+    chosen = [n for name in names for n in [k for k, s in kernels.specs().items() if s.family == name] or [name]]
+    for name in chosen:
+        kernels.find(name)
+    tools, verdicts = tool or sanitizer.TOOLS, list[sanitizer.Verdict]()
+    with progress_bar("sanitize", len(tools), quiet=as_json) as advance:
+        for each in tools:
+            verdicts += sanitizer.sanitize(each, chosen, sizes)
+            advance(each)
+    if as_json:
+        print_json([asdict(v) for v in verdicts])
+    else:
+        cells = [
+            (
+                v.tool,
+                v.kernels[0] if len(v.kernels) == 1 else f"{len(v.kernels)} kernels",
+                v.summary,
+                f"{v.seconds:.0f} s",
+            )
+            for v in verdicts
+        ]
+        console.print(table("compute-sanitizer", ("tool", "on", "found", "took>"), cells))
+        for v in verdicts:
+            if v.first:
+                console.print(f"{v.tool}, {', '.join(v.kernels)}, first report:\n{escape(v.first)}", highlight=False)
+    if any(v.problems for v in verdicts):
+        raise typer.Exit(FAILED)
 
 
 def _report(target: str, arch: str) -> sass_tools.Report:

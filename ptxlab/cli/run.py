@@ -14,7 +14,7 @@ from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, prog
 from ptxlab.errors import ArgumentError
 from ptxlab.files import load_arrays, save_arrays
 from ptxlab.spec import Arg, KernelSpec
-from ptxlab.verify import Verdict, plan
+from ptxlab.verify import Job, Verdict, plan
 from ptxlab.verify import verify as verify_job
 
 
@@ -129,7 +129,7 @@ def run(
                 mode=mode,
             )
         else:
-            kernel = runtime.load(source, entry, defines=_defines(define or []), arch=arch)
+            kernel = runtime.load(source, entry, defines=_integers("-D", define or []), arch=arch)
             args = [_argument(arrays, kernel.entry, name) for name in kernel.parameters]
             if extra := sorted(set(arrays) - set(kernel.parameters)):
                 raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
@@ -170,16 +170,16 @@ def _checks(text: str) -> frozenset[str]:
     return chosen
 
 
-def _defines(texts: list[str]) -> dict[str, int]:
+def _integers(option: str, texts: list[str]) -> dict[str, int]:
     """`TILE=64` or `FIXED`, which counts as 1, as a compiler has it."""
-    constants = {}
+    values = {}
     for text in texts:
         name, _, value = text.partition("=")
         try:
-            constants[name] = int(value or "1", 0)
+            values[name] = int(value or "1", 0)
         except ValueError:
-            raise ArgumentError("-D", "NAME or NAME=INTEGER", text) from None
-    return constants
+            raise ArgumentError(option, "NAME=INTEGER", text) from None
+    return values
 
 
 def _dims(name: str, text: str) -> tuple[int, ...]:
@@ -210,12 +210,14 @@ def verify(
     everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
     backend: Backend = None,
     seed: Annotated[int, typer.Option(help="Seeds the examples.")] = 0,
+    sizes: Annotated[str | None, typer.Option(help="Verify at these sizes too, M=130,N=1032,K=2048,g=128.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Verify kernels against their references on every backend that is here."""
     if bool(names) == everything:
         raise ArgumentError("names", "kernels' names, or --all", names or "nothing")
     jobs, skipped = plan(names or list(kernels.specs()), backend)
+    jobs += _jobs_at(_integers("--sizes", sizes.split(",")), jobs) if sizes else []
     verdicts = []
     with progress_bar("verify", len(jobs), quiet=as_json) as advance:
         for job in jobs:
@@ -238,6 +240,16 @@ def verify(
         console.print(f"{len(verdicts) - len(failed)} passed, {len(failed)} failed, {len(skipped)} skipped")
     if failed:
         raise typer.Exit(FAILED)
+
+
+def _jobs_at(sizes: dict[str, int], jobs: list[Job]) -> list[Job]:
+    """The same kernels on the same backends at other sizes; each takes those that it has."""
+    added = []
+    for job in {(job.source.label, job.backend): job for job in jobs}.values():
+        own = {symbol: size for symbol, size in sizes.items() if symbol in job.spec.example_sizes[0]}
+        job.spec.check_sizes(own)
+        added.append(Job(job.spec, job.source, job.backend, own))
+    return added
 
 
 def _worst(group: list[Verdict]) -> Verdict:

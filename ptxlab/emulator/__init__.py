@@ -3,10 +3,11 @@
 `parse` (over `tokens`, `declare` and `operands`) makes `ir` of a text. `launch` lays out `memory` and runs the grid as
 waves of blocks; a `machine` is a `wave` that runs. What instructions do stands in tables: register to register in
 `integer`, `bits`, `floating` (over `rounding`), `convert` and `video`, entered into `alu`; everything else, entered
-with `machine.binder`, in `control`, `access`, `atomic`, `sync`, `collective`, `matrix`, `mma`, `mbarrier`, `clusters`
-(over `peers`), `copies` (over `bulk`) and `wgmma`. What the last two ask for are `effects`, which wait in `pending`.
+with `machine.binder`, in `control`, `access`, `atomic`, `sync`, `collective`, `matrix`, `maxnreg`, `mma`,
+`mbarrier`, `clusters` (over `peers`), `copies` (over `bulk`), `remote` and `wgmma`. What the last three ask for are
+`effects`, which wait in `pending`.
 
-`check`, `packed`, `race`, `inflight`, `registers` and `wavefronts` watch.
+`check`, `packed`, `race`, `guests`, `inflight`, `registers` and `wavefronts` watch.
 """
 
 from ptxlab.emulator.arguments import CHECKS, MODES

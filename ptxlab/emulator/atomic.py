@@ -26,15 +26,17 @@ _UNORDERED = {
 }  # fmt: skip
 
 
-def _function(access: Access) -> Callable[..., Any]:
+def combination(name: str, t: str) -> Callable[..., Any]:
     """old, operands -> new."""
+    return _EXCHANGE.get(name) or form(f"{name}.{t}").compute
+
+
+def _function(access: Access) -> Callable[..., Any]:
+    """What an atomic does to memory."""
     if len(access.rest) != 1 or access.count != 1:
         raise UnknownOpcode(access.instruction.opcode)
-    (name,) = access.rest
-    if name in _EXCHANGE:
-        return _EXCHANGE[name]
     flush = "ftz." if access.type == "f32" and access.space == "global" else ""  # as the L2's adders do
-    return form(f"{name}.{flush}{access.type}").compute
+    return combination(access.rest[0], flush + access.type)
 
 
 def rounds(offsets: Array) -> list[Array]:

@@ -144,6 +144,9 @@ class Watcher:
     def phase_wait(self, place: int, lanes: Lanes) -> None:
         """Lanes have seen that the last phase of an mbarrier is complete."""
 
+    def exit(self, lanes: Lanes) -> None:
+        """Lanes have left the kernel."""
+
     def end(self) -> None:
         """All lanes have ended."""
 
@@ -268,8 +271,13 @@ class Initialised(Watcher):
             message = f"takes {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"
             self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
             self.memory[places] = True
-        _, starts, sizes = effect.writes
-        self.memory[spans(starts, sizes)] = True
+        lanes, starts, sizes = effect.writes
+        places = spans(starts, sizes)
+        known = self.memory[places]
+        if effect.accumulates and not known.all():
+            message = f"adds to {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"
+            self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
+        self.memory[places] = True
         for register, lanes in effect.adds_to:
             unknown = ~self.registers[bits_of(register.type)][register.index, lanes]
             if unknown.any():

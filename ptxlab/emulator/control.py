@@ -150,6 +150,14 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return is_space
 
 
-@binder("nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol", "setmaxnreg")
+@binder("nanosleep", "prefetch", "prefetchu", "discard", "applypriority")
 def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    return lambda lanes: None
+
+
+@binder("griddepcontrol")
+def _grid_dependency(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    """Launches run one after the other: the grid before this one has always ended."""
+    if instruction.opcode not in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
+        raise UnknownOpcode(instruction.opcode)
     return lambda lanes: None

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from ptxlab.emulator.ir import Instruction
     from ptxlab.emulator.machine import Machine
 
-_WRITTEN, _READ = 1, 2  # what a copy in flight does to a byte
+_WRITTEN, _READ, _ADDED = 1, 2, 4  # what a copy in flight does to a byte
+_CHANGED = _WRITTEN | _ADDED
 # A dirty byte remembers time (24 bits), instruction (22) and lane (18); 0 is clean.
 _LANE, _TIME = 18, 40
 
@@ -35,7 +36,7 @@ class InFlight(Watcher):
         self.pending, self.memory = machine.pending, machine.memory
         self.busy = np.zeros(machine.memory.size, np.uint8)
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
-        has_engine = machine.launch.entry.uses("cp.async.bulk", "wgmma")
+        has_engine = machine.launch.entry.uses("cp.async.bulk", "wgmma", "st.async", "red.async")
         self.dirty = np.zeros(machine.memory.size, np.int64) if has_engine else None
         self.time = 1  # counts proxy fences
         self.fenced = {space: np.zeros(machine.lanes, np.int64) for space in ("shared", "global")}  # time of the last
@@ -45,11 +46,11 @@ class InFlight(Watcher):
 
     def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
         """Nobody may read what a copy writes."""
-        self.meet(access, lanes, offsets, _WRITTEN, "reads")
+        self.meet(access, lanes, offsets, _CHANGED, "reads")
 
     def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Nobody may write what a copy reads or writes."""
-        self.meet(access, lanes, offsets, _WRITTEN | _READ, "writes")
+        self.meet(access, lanes, offsets, _CHANGED | _READ, "writes")
         self.soil(access.instruction, lanes, offsets, np.full(len(offsets), access.size))
 
     def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
@@ -73,7 +74,7 @@ class InFlight(Watcher):
     def whose(self, instruction: Instruction, place: int, flags: int) -> str:
         """A byte in flight that an instruction meets, and who moves it, in words."""
         for effect in self.pending.queue:
-            for does, flag, part in (("written", _WRITTEN, effect.writes), ("read", _READ, effect.reads)):
+            for does, flag, part in (("written", _CHANGED, effect.writes), ("read", _READ, effect.reads)):
                 lanes, starts, sizes = part
                 holds = (starts <= place) & (place < starts + sizes)
                 if flags & flag and holds.any():
@@ -86,11 +87,12 @@ class InFlight(Watcher):
 
     def issue(self, effect: Effect) -> None:
         """An effect meets others, dirty bytes, and mbarriers that it cannot see; now its bytes are in flight too."""
-        self.collide(effect, *effect.reads, _WRITTEN, "takes")
-        self.collide(effect, *effect.writes, _WRITTEN | _READ, "copies to")
+        self.collide(effect, *effect.reads, _CHANGED, "takes")
+        adds = _ADDED if effect.accumulates else 0  # which several may do at once
+        self.collide(effect, *effect.writes, (_CHANGED | _READ) & ~adds, "copies to")
         if effect.kind != "cp.async":
             self.see(effect)
-        for (_, starts, sizes), flag in ((effect.reads, _READ), (effect.writes, _WRITTEN)):
+        for (_, starts, sizes), flag in ((effect.reads, _READ), (effect.writes, adds or _WRITTEN)):
             self.busy[spans(starts, sizes)] |= flag
 
     def collide(self, effect: Effect, lanes: Array, starts: Array, sizes: Array, flags: int, does: str) -> None:
@@ -143,7 +145,7 @@ class InFlight(Watcher):
                 self.busy[spans(*other.reads[1:])] |= _READ
         if only_read:
             return
-        self.busy[spans(target, size)] &= ~np.uint8(_WRITTEN)
+        self.busy[spans(target, size)] &= ~np.uint8(_CHANGED)
         if effect.kind == "cp.async":
             self.soil(effect.instruction, lanes, target, size)
         elif self.dirty is not None:

@@ -153,7 +153,7 @@ class Entry:
     @property
     def is_asynchronous(self) -> bool:
         """Whether it asks for anything that goes on while its threads do."""
-        return self.uses("cp.async", "wgmma")
+        return self.uses("cp.async", "wgmma", "st.async", "red.async")
 
     @property
     def max_threads(self) -> int | None:

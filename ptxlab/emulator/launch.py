@@ -20,8 +20,10 @@ from ptxlab.emulator import (  # noqa: F401
     floating,
     integer,
     matrix,
+    maxnreg,
     mbarrier,
     mma,
+    remote,
     sync,
     video,
     wgmma,
@@ -37,6 +39,7 @@ from ptxlab.emulator.arguments import (
     size_of,
 )
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
+from ptxlab.emulator.guests import Guests
 from ptxlab.emulator.inflight import InFlight
 from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Machine
@@ -140,7 +143,9 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool) -> It
         yield Initialised(machine)
     in_flight = InFlight(machine) if "async" in checks and machine.launch.entry.is_asynchronous else None
     if "race" in checks:
-        yield Races(machine, in_flight.busy if in_flight else None)
+        yield (races := Races(machine, in_flight.busy if in_flight else None))
+        if machine.peers.size > 1:
+            yield Guests(machine, races)
     if in_flight:
         yield in_flight
     if in_flight and machine.launch.entry.uses("wgmma"):

@@ -26,6 +26,7 @@ from ptxlab.errors import Deadlock, EmulationError, SourceError, UnknownInstruct
 if TYPE_CHECKING:
     from ptxlab.emulator.check import Watcher
     from ptxlab.emulator.clusters import ClusterBarrier
+    from ptxlab.emulator.maxnreg import RegisterBudget
     from ptxlab.emulator.mbarrier import MBarrier
     from ptxlab.emulator.sync import Barrier
 
@@ -81,6 +82,7 @@ class Machine(Wave):
         self.cluster_barriers: dict[int, ClusterBarrier] = {}  # by cluster of the wave
         self.mbarriers: dict[int, MBarrier] = {}  # by arena offset
         self.pending = Pending(self)
+        self.budget: RegisterBudget | None = None  # of a kernel that has setmaxnreg
         self.turn = self.vain = 0
         everybody, _ = split(slice(0, self.lanes), self.alive)
         assert everybody is not None
@@ -143,6 +145,8 @@ class Machine(Wave):
         """Lanes that leave the kernel; who waits for them looks again."""
         self.alive[lanes] = False
         self.living -= count_of(lanes)
+        for watcher in self.watchers:
+            watcher.exit(lanes)
         parked, self.meetings = self.meetings, {}
         for waiting in parked.values():
             for pc, those, _ in waiting:
@@ -159,6 +163,8 @@ class Machine(Wave):
             self.run_ready()
         if self.living:
             self.deadlock()
+        if self.budget is not None:
+            self.budget.check_groups()
         for watcher in self.watchers:
             watcher.end()
 

@@ -147,12 +147,16 @@ class Pending:
     def tell(self, effect: Effect) -> None:
         """The mbarriers hear of an effect that has landed."""
         sizes = effect.writes[2]
-        for i in np.flatnonzero(effect.barrier >= 0):
+        for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
+            mine = effect.barrier == place
             try:
-                barrier = self.machine.mbarriers.get(int(effect.barrier[i]))
+                barrier = self.machine.mbarriers.get(place)
                 if barrier is None:
                     raise ValueError("its mbarrier has been invalidated")
-                barrier.arrive(1) if effect.arrives else barrier.expect(-int(sizes[i]))
+                if not effect.arrives:
+                    barrier.expect(-int(sizes[mine].sum()))
+                for _ in range(np.count_nonzero(mine) if effect.arrives else 0):
+                    barrier.arrive(1)
             except ValueError as error:
-                where = self.machine.fault_place(effect.instruction, int(effect.lanes[i]))
+                where = self.machine.fault_place(effect.instruction, int(effect.lanes[int(np.argmax(mine))]))
                 raise EmulationError(f"{where}: {error}") from None

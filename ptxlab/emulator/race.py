@@ -150,15 +150,16 @@ class Races(Watcher):
             places, threads = spans(starts, sizes), np.repeat(lanes, sizes)
             events = self.actor(effect.instruction, self.warps + threads // 32) | np.uint64(effect.serial)
             events |= threads.astype(np.uint64) % 32 << _LANE
+            strong = effect.accumulates  # as an atomic
             at = effect.instruction, sizes, lanes, places, threads
             if not writes:
                 self.compare(*at, self.writes, False, "read of")
                 self.remember_reads(places, threads, events)
                 continue
             for past in (self.writes, self.reads, self.other_reads):
-                self.compare(*at, past, False, "write to")
+                self.compare(*at, past, strong, "write to")
             self.reads[places] = self.other_reads[places] = 0
-            self.writes[places] = events
+            self.writes[places] = events | (_STRONG if strong else np.uint64(0))
 
     def same_instruction(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Two lanes that store different values to one address; strong stores may."""

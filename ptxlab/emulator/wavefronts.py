@@ -60,8 +60,11 @@ class Wavefronts(Watcher):
         indices = indices_of(lanes)
         warps, row = np.unique(indices // 32, return_inverse=True)
         addresses = np.full((len(warps), 32), -1)
-        addresses[row, indices % 32] = offsets - launch.shared_windows[indices // self.machine.stride]
+        own = offsets - launch.shared_windows[indices // self.machine.stride]
+        addresses[row, indices % 32] = np.where((own >= 0) & (own < launch.window_bytes), own, -1)
         active = addresses >= 0
+        if not active.any():  # shared memory of other blocks
+            return
         use = bank_use(np.where(active, addresses, 0), access.size, active=active, store=store)
         key = instruction.path, instruction.line, instruction.text
         known = launch.shared_accesses.get(key) or SharedAccess(

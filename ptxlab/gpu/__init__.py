@@ -15,6 +15,7 @@ from ptxlab.gpu.arrays import (
     like,
     to_device,
     to_host,
+    without_pool,
 )
 from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
 from ptxlab.gpu.graph import Graph, Timing, adopt, capture, time_calls
@@ -48,4 +49,5 @@ __all__ = [
     "to_host",
     "unused_gpu",
     "why_not",
+    "without_pool",
 ]

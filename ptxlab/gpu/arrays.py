@@ -14,6 +14,13 @@ _CUDA = (2, 13)  # DLPack's device types: device memory, managed memory
 _ALIGNMENT = 16  # the widest load or store of one thread
 
 
+def without_pool() -> None:
+    """From now on every CuPy array is an allocation of its own, so that tools see where it ends."""
+    import cupy
+
+    cupy.cuda.set_allocator(None)
+
+
 def is_device_array(array: Any) -> bool:
     """Whether the array lies in GPU memory."""
     if isinstance(array, np.ndarray | np.generic):

@@ -10,13 +10,13 @@ import numpy as np
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels import dequant, gemm
+from ptxlab.kernels import dequant, gemm, quantize
 from ptxlab.kernels import load as load_family
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 
-_FAMILIES = (dequant, load_family, gemm)
+_FAMILIES = (dequant, load_family, quantize, gemm)
 
 
 @cache

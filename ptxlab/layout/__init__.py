@@ -1,6 +1,7 @@
 """Where each element lives: fragments, packings with their exact inverses, swizzles, and the banks that they meet."""
 
 from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
+from ptxlab.layout.packed_activations import PackedActivations, pack_activations, unpack_activations
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.storage import METADATA_KEY, load, packed_names, save
 from ptxlab.layout.tensor_map import TensorMap
@@ -10,6 +11,7 @@ __all__ = [
     "LAYOUTS",
     "METADATA_KEY",
     "SCHEMES",
+    "PackedActivations",
     "PackedWeight",
     "TensorMap",
     "buffer_shapes",
@@ -17,6 +19,7 @@ __all__ = [
     "from_swizzled_tiles",
     "load",
     "pack",
+    "pack_activations",
     "pack_comet",
     "pack_u4",
     "packed_names",
@@ -24,6 +27,7 @@ __all__ = [
     "to_fragment_order",
     "to_swizzled_tiles",
     "unpack",
+    "unpack_activations",
     "unpack_comet",
     "unpack_u4",
 ]

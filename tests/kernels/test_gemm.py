@@ -7,46 +7,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from ptxlab import emulator, kernels, quant
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm.common import GROUPS
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
-from tests import strategies
+from tests import gemm_problems
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 QOQ, (SOURCE, *_) = kernels.find("gemm_w4a8_qoq_sm80")
 CHANNEL = kernels.specs()["gemm_w4a8_qoq_channel_sm80"]
-EDGES = strategies.near_edges((-128, -127, 127), -128, 127)  # of activations
 
 
-@st.composite
-def grouped(draw: st.DrawFn, tokens: int, rows: int, groups: int) -> dict[str, Any]:
-    """Weights at the limits of a byte, activations at -128, -127 and 127, of any shape that the contract has."""
-    g = draw(st.sampled_from(GROUPS))
-    M, N, K = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), g * draw(st.integers(1, groups))
-    scale = draw(hnp.arrays(np.uint8, (N, K // g), elements=strategies.near_edges((1, 15, 16), 1, 16)))
-    zero = np.minimum(draw(hnp.arrays(np.uint8, scale.shape, elements=st.integers(0, 15))), 127 // scale)
-    most = np.repeat(zero + 127 // scale, g, axis=1)
-    q4 = np.minimum(draw(strategies.q4_matrix(N, K)), most)
-    weight = quant.QoQWeight(
-        q4=q4, group_scale=scale, zero=zero, channel_scale=np.ones(N, np.float32), protective_range=119
-    )
-    return {"weight": weight, "x": draw(strategies.filled(np.int8, (M, K), EDGES))}
-
-
-@st.composite
-def per_channel(draw: st.DrawFn, tokens: int, rows: int, groups: int) -> dict[str, Any]:
-    """All of 0..15 as weight and as zero point, the same activations, K any multiple of 32."""
-    M, N, K = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), 32 * draw(st.integers(1, 4 * groups))
-    zero = draw(hnp.arrays(np.uint8, N, elements=strategies.near_edges((0, 15), 0, 15)))
-    weight = quant.QoQChannelWeight(draw(strategies.q4_matrix(N, K)), np.ones(N, np.float32), zero)
-    return {"weight": weight, "x": draw(strategies.filled(np.int8, (M, K), EDGES))}
-
-
-PROBLEMS = {QOQ.name: grouped, CHANNEL.name: per_channel}
+PROBLEMS = {QOQ.name: gemm_problems.qoq, CHANNEL.name: gemm_problems.channel}
 
 
 def sizes_of(spec: KernelSpec, **sizes: int) -> dict[str, int]:

@@ -13,47 +13,104 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import emulator, kernels, toolchain
+from ptxlab import emulator, kernels
 from ptxlab.emulator import ir
-from ptxlab.errors import EmulationError
+from ptxlab.errors import EmulationError, UnknownInstruction
+from ptxlab.kernels.gemm import sm90
+from ptxlab.runtime import Kernel, run_spec
 
 NAMES = [name for name in kernels.specs() if name.startswith("gemm_")]
-# Rounds of the ring enough to use every stage again, ending in its first stage or not, and fewer than it has stages; in
-# tiles as small as the kernel takes.
-PROBLEMS = tuple({"M": 9, "N": 40, "K": K, "g": 128} for K in (640, 896, 128))
-TILES: Mapping[str, Mapping[str, int]] = {
-    "gemm_w4a8_qoq_sm80": {"BN": 32, "BM": 8, "BK": 128, "WN": 1, "WM": 1, "WK": 2, "STAGES": 3},
-}
-MOST_STEPS = 2_000_000  # a mutant that spins for ever is found by that
+Place = tuple[tuple[str, int], ...]
+STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A kernel, in tiles as small as it takes, on problems of a few stages (by `STEPS`)."""
+
+    kernel: str
+    label: str
+    tile: Mapping[str, int]
+    M: int
+    N: int
+    channels: int  # of a stage, over all blocks of a cluster
+    sms: int = 132  # what a persistent kernel believes that there are
+    plain: "Variant | None" = None  # whose statements are not taken out once more
+
+    @property
+    def problems(self) -> Iterator[dict[str, int]]:
+        """Sizes."""
+        symbols = kernels.specs()[self.kernel].example_sizes[0]
+        for steps in STEPS:
+            sizes = {"M": self.M, "N": self.N, "K": self.channels * steps, "g": 128}
+            yield {symbol: sizes[symbol] for symbol in symbols}
+
+    @property
+    def config(self) -> dict[str, int]:
+        """The constants to compile with: the kernel's own, but for the tile."""
+        usual = kernels.specs()[self.kernel].config_for(next(self.problems))
+        return usual | {name: value for name, value in self.tile.items() if name in usual}
+
+    def __str__(self) -> str:
+        return f"{self.kernel}{self.label and '-'}{self.label}"
+
+
+def variants(name: str) -> Iterator[Variant]:
+    """On Hopper, alone and split over a cluster; a persistent kernel has one block for two tiles."""
+    if name.endswith("sm80"):
+        tile = {"BN": 32, "BM": 8, "BK": 128, "WN": 1, "WM": 1, "WK": 2, "STAGES": 3}
+        yield Variant(name, "", tile, M=9, N=40, channels=128)
+        return
+    tile = {"BM": 64, "WN": 2, "BK": 128, "STAGES": 3, "CLUSTER": 1, "RESIDENT": 1}  # results go out in two chunks
+    persistent = "imfp" in name
+    plain = Variant(name, "", tile, M=40, N=256 if persistent else 128, channels=128, sms=1)
+    yield from (plain, Variant(name, "cluster", tile | {"CLUSTER": 2}, M=40, N=128, channels=256, plain=plain))
+
+
+VARIANTS = [variant for name in NAMES for variant in variants(name)]
 SYNCHRONISING = re.compile(
     r"(bar|barrier)\.(cta\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
     r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\."
 )
 
-# (what survives, why nothing can tell): regular expressions over "kernel: opcode".
-SURVIVORS = ((r"gemm_w4a8_qoq_sm80:.*wait_group 0", "the groups that the loop has not waited for are empty"),)
+# (kernel, its source where the statement stands and one line on, why nothing can tell): regular expressions.
+SURVIVORS = (
+    (r"_sm80$", r"cp_async_wait<0>", "the groups that the loop has not waited for are empty"),
+    (
+        r"_excp_sm90$",
+        r"wait\(&full.*\n.*wait\(&ready",
+        "who dequantises waits for the same before saying ready; the wait is kept, as what the copy engine wrote is "
+        "promised only to those who wait for it themselves",
+    ),
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Mutant:
     """A kernel without one statement, which stood at `place`, the lines from the innermost function outwards."""
 
-    kernel: str
+    variant: Variant
     removed: str
-    place: tuple[tuple[str, int], ...]
+    place: Place
     module: emulator.Module
 
+    @property
+    def survives(self) -> bool:
+        """Whether it is listed among those that nobody can notice."""
+        source = kernels.find(self.variant.kernel)[1][0]
+        line = next((line for path, line in self.place if path == source.path), 0)
+        context = "\n".join(source.text.splitlines()[line - 1 : line + 1])
+        return any(re.search(name, self.variant.kernel) and re.search(text, context) for name, text, _ in SURVIVORS)
+
     def __str__(self) -> str:
-        return f"{self.kernel}:{'<'.join(str(line) for _, line in self.place)}: {self.removed}"
+        return f"{self.variant}:{'<'.join(str(line) for _, line in self.place)}: {self.removed}"
 
 
 @cache
-def original(name: str) -> tuple[emulator.Module, dict[str, int]]:
-    """The kernel's PTX, parsed, and the constants that it was compiled with."""
-    spec, (source, *_) = kernels.find(name)
-    config = {**spec.config_for(PROBLEMS[0]), **TILES.get(name, {})}
-    text = toolchain.compile_cuda(source, spec.arch, output="ptx", defines=config).data.decode()
-    return emulator.parse(text, f"PTX of {source.path}", source.path), config
+def original(variant: Variant) -> emulator.Module:
+    """The kernel's PTX, parsed."""
+    spec, (source, *_) = kernels.find(variant.kernel)
+    return Kernel.of(spec, source, variant.config).module
 
 
 def without(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
@@ -70,95 +127,80 @@ def not_expecting(instruction: emulator.Instruction, index: int) -> emulator.Ins
     return replace(instruction, opcode=opcode, operands=instruction.operands[:2])
 
 
-def mutants(name: str) -> Iterator[Mutant]:
-    """One for every synchronising statement, and one more for every arrival that expects bytes."""
-    module, _ = original(name)
-    entry = module.entries[name]
-    statements: dict[tuple, list[int]] = {}
-    for index, instruction in enumerate(entry.instructions):
+def statements(variant: Variant) -> dict[tuple[str, Place], list[int]]:
+    """The synchronising statements, by opcode and place, each with the instructions that the compiler made of it."""
+    found: dict[tuple[str, Place], list[int]] = {}
+    for index, instruction in enumerate(original(variant).entries[variant.kernel].instructions):
         if SYNCHRONISING.match(instruction.opcode):
             place = ((instruction.path, instruction.line), *instruction.callers)
-            statements.setdefault((instruction.opcode, place), []).append(index)
-    for (opcode, place), copies in statements.items():
-        changes = {opcode: without}
+            found.setdefault((instruction.opcode, place), []).append(index)
+    return found
+
+
+def mutants(variant: Variant) -> Iterator[Mutant]:
+    """One for every synchronising statement, and one more for every arrival that expects bytes."""
+    module = original(variant)
+    entry, known = module.entries[variant.kernel], statements(variant.plain) if variant.plain else {}
+    for (opcode, place), copies in statements(variant).items():
+        if (opcode, place) in known:
+            continue
+        text = re.sub(r"%\w+", "%", entry.instructions[copies[0]].text)
+        changes = {text: without}
         if ".expect_tx" in opcode:
-            changes[f"expect_tx of {opcode}"] = not_expecting
+            changes[f"expect_tx of {text}"] = not_expecting
         for what, change in changes.items():
             code = list(entry.instructions)
             for index in copies:
                 code[index] = change(code[index], index)
-            yield Mutant(
-                name,
-                what.replace(opcode, entry.instructions[copies[0]].text),
-                place,
-                replace(module, entries={name: replace(entry, instructions=code)}),
-            )
+            changed = replace(module, entries={entry.name: replace(entry, instructions=code)})
+            yield Mutant(variant, what, place, changed)
 
 
-@cache
-def problem(name: str, which: int) -> tuple[list[Any], np.ndarray]:
-    """The arguments in launch order, and what `y` should be."""
-    spec, sizes = kernels.specs()[name], PROBLEMS[which]
-    logical = spec.example(np.random.default_rng(0), **sizes)
-    arrays = spec.pack(logical)
-    for arg in spec.args:
-        if arg.role in ("out", "scratch"):
-            arrays[arg.name] = np.zeros(arg.resolve(sizes), arg.dtype)
-    return [arrays[a.name] if a.shape else spec.scalar(a, sizes) for a in spec.args], spec.reference(**logical)
-
-
-def diagnosis(name: str, module: emulator.Module, mode: str) -> list[emulator.Finding | str]:
+def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emulator.Finding | str]:
     """Findings, the error, or "wrong result" of the first problem that has any; nothing if all seems well."""
-    return next(filter(None, (diagnosis_of(name, module, mode, which) for which in range(len(PROBLEMS)))), [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Kernel, "module", module)
+        patch.setattr(sm90, "_SMS", variant.sms)
+        try:
+            return next(filter(None, (diagnosis_of(variant, sizes, mode) for sizes in variant.problems)), [])
+        except UnknownInstruction as missing:
+            pytest.skip(str(missing))
 
 
-def diagnosis_of(name: str, module: emulator.Module, mode: str, which: int) -> list[emulator.Finding | str]:
-    spec, config = kernels.specs()[name], original(name)[1]
-    args, expected = problem(name, which)
-    written = [i for i, a in enumerate(spec.args) if a.role in ("out", "scratch")]
-    given = [arg.copy() if i in written else arg for i, arg in enumerate(args)]
-    launch = spec.launch({**PROBLEMS[which], **config})
+def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emulator.Finding | str]:
+    spec, (source, *_) = kernels.find(variant.kernel)
+    logical = spec.example(np.random.default_rng(0), **sizes)
+    how: dict[str, Any] = {"backend": "emulator", "checks": ("race", "init", "async"), "mode": mode}
     try:
-        result = emulator.run(
-            module,
-            name,
-            given,
-            grid=launch.grid,
-            block=launch.block,
-            shared_bytes=launch.shared_bytes,
-            cluster=launch.cluster,
-            checks=("race", "init", "async"),
-            mode=mode,
-            max_steps=MOST_STEPS,
-            uninitialised=written,
-        )
+        outcome = run_spec(spec, source, spec.pack(logical), sizes=sizes, config=variant.config, **how)
+    except UnknownInstruction:
+        raise
     except EmulationError as error:
         return [str(error)]
-    (y,) = (given[i] for i, a in enumerate(spec.args) if a.role == "out")
-    return [*result.findings, *([] if np.array_equal(y, expected) else ["wrong result"])]
+    right = np.array_equal(outcome.outputs["y"], spec.reference(**logical))
+    return [*outcome.findings, *([] if right else ["wrong result"])]
 
 
 @pytest.mark.parametrize("mode", emulator.MODES)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_kernel_itself_is_clean(name: str, mode: str) -> None:
-    assert diagnosis(name, original(name)[0], mode) == []
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_the_kernel_itself_is_clean(variant: Variant, mode: str) -> None:
+    assert diagnosis(variant, original(variant), mode) == []
 
 
 def names_the_source(found: emulator.Finding | str, name: str) -> bool:
     """Whether a finding, or an error's text, is about a line of the kernel's own `.cu`."""
     path = kernels.find(name)[1][0].path
     if isinstance(found, str):
-        return path in found or f"{name}.cu" in found
+        return path in found
     return path in (found.path, *(caller for caller, _ in found.callers))
 
 
-@pytest.mark.parametrize("mutant", [mutant for name in NAMES for mutant in mutants(name)], ids=str)
+@pytest.mark.parametrize("mutant", [mutant for variant in VARIANTS for mutant in mutants(variant)], ids=str)
 def test_every_missing_statement_is_found_early_and_late(mutant: Mutant) -> None:
-    survives = any(re.search(pattern, str(mutant)) for pattern, _ in SURVIVORS)
     for mode in emulator.MODES:
-        found = diagnosis(mutant.kernel, mutant.module, mode)
-        if survives:
+        found = diagnosis(mutant.variant, mutant.module, mode)
+        if mutant.survives:
             assert not found, "a justification that is not needed any more"
             continue
         assert found, f"nobody notices, {mode}"
-        assert names_the_source(found[0], mutant.kernel), found[0]
+        assert names_the_source(found[0], mutant.variant.kernel), found[0]

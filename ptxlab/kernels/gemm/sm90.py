@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptxlab import layout
-from ptxlab.kernels.gemm.common import EPILOGUE, INT32, epilogue, example_lqq, example_qoq, gemm
+from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, epilogue, example_lqq, example_qoq, gemm
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 _SMS = 132
@@ -55,8 +55,8 @@ _EXCP: Table = {
 }
 _IMFP: Table = {
     8: (12288, Tile(8, 2, 256, 1), Tile(8, 2, 256, 2)),
-    16: (4096, Tile(16, 2, 256, 2), Tile(16, 2, 256, 1)),
-    32: (4096, Tile(32, 2, 128, 3), Tile(32, 2, 256, 1)),
+    16: (4096, Tile(16, 2, 256, 1), Tile(16, 2, 256, 1)),
+    32: (4096, Tile(32, 2, 256, 1), Tile(32, 2, 256, 1)),
     64: (4096, Tile(64, 2, 256, 1), Tile(64, 2, 256, 1)),
     128: (4096, Tile(64, 2, 256, 1), Tile(128, 2, 256, 1)),
     _MANY: (8192, Tile(128, 2, 256, 1), Tile(256, 2, 128, 1)),
@@ -77,13 +77,12 @@ def _shared_bytes(tile: Tile, stages: int, cluster: int, group: int, dequantised
 
 
 def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Callable[[Sizes], dict[str, int]]:
-    """The tile by tokens and rows; the largest cluster with which all blocks are resident; as many stages as fit."""
+    """The tile by tokens and rows; clusters of two if all blocks are resident even so; as many stages as fit."""
 
     def choose(s: Sizes) -> dict[str, int]:
         rows, narrow, wide = next(entry for tokens, entry in table.items() if s["M"] <= tokens)
         tile = narrow if s["N"] <= rows else wide
-        clusters = [c for c in (1, 2, 4, 8) if tile.WN * tile.BM // 8 % c == 0]
-        cluster = max([c for c in clusters if _tiles(s, tile) * c <= _SMS * tile.resident], default=1)
+        cluster = 2 if 2 * _tiles(s, tile) <= _SMS * tile.resident else 1
         room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
         stages = max(
             n for n in range(1, _MOST_STAGES + 1) if _shared_bytes(tile, n, cluster, s["g"], dequantised) <= room
@@ -124,12 +123,12 @@ def _pack(logical: Arrays) -> Arrays:
 
 _CHANNELS = "max(64, g)"  # of a block of weights
 _ALL_GROUPS = ((1, 8, 32, 32), (5, 40, 256, 128), (17, 200, 192, 64))
-_TEACHING = ((1, 128, 64, 64), (5, 128, 256, 128), (17, 256, 192, 64))
+_TEACHING = ((1, 8, 64, 64), (5, 40, 256, 128), (17, 200, 192, 64))
 
 
 def _step(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> KernelSpec:
-    """One step; a `teaching` one takes groups of 64 and 128, and whole tiles of 128 rows."""
-    groups, rows = ((64, 128), 128) if teaching else ((32, 64, 128), 8)
+    """One step; a `teaching` one takes groups of 64 and 128 only."""
+    groups = (64, 128) if teaching else GROUPS
     return KernelSpec(
         name=name,
         summary=summary,
@@ -141,7 +140,7 @@ def _step(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> K
             Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
             *EPILOGUE,
         ),
-        rules=(f"g in {groups}", "K % g == 0", f"N % {rows} == 0", "1 <= K < 131072", "M*N < 2**31"),
+        rules=(f"g in {groups}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
         operations="2*M*N*K",
         pack=_pack,
         reference=gemm,

@@ -1,0 +1,27 @@
+// sum_activations_s8: the token sums that zero points in an epilogue need (QServe section 5.2.2), for activations that come
+// without them.
+//
+// Contract   token_sum[m] = sum_k x_q[m, k], x_q s8 [M, K] row-major, K a multiple of 16.
+// Tile       one block per token, 16 bytes per thread and step, four bytes by one dp4a.
+// PTX ISA    9.7.1 dp4a; 9.7.13 redux.sync.
+#include "reduce.cuh"
+
+#ifndef THREADS
+#define THREADS 128
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+sum_activations_s8(const uint4* __restrict__ x_q,  // s8  [M, K]
+                   int* __restrict__ token_sum,    // s32 [M]
+                   int K) {
+    __shared__ unsigned partial[32];
+    const uint4* row = x_q + size_t(blockIdx.x) * (K / 16);
+    int sum = 0;
+    for (int c = threadIdx.x; c < K / 16; c += THREADS) {
+        const uint4 q = row[c];
+        sum = __dp4a(int(q.x), 0x01010101, __dp4a(int(q.y), 0x01010101, sum));
+        sum = __dp4a(int(q.z), 0x01010101, __dp4a(int(q.w), 0x01010101, sum));
+    }
+    sum = ptxlab::block_sum<THREADS>(sum, partial);
+    if (threadIdx.x == 0) token_sum[blockIdx.x] = sum;
+}

@@ -1,0 +1,118 @@
+"""Family `quantize`: activations to INT8 per token with their sums, in the order that a GEMM reads (QServe §4.1)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ptxlab import layout, quant, reference
+from ptxlab.dtypes import ByVariant, stored
+from ptxlab.layout.packed_activations import ORDERS
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+
+DTYPES = ("float16", "bfloat16", "float32")  # by IN
+MOST_THREADS = 512
+MOST_CHUNKS = 4  # of 16 values, that a thread keeps in registers between its two looks at the row
+_ORDER_OF_SPAN = {32: "row_major", 64: "fragment", 128: "tiles"}
+
+
+def _choose(sizes: Sizes) -> dict[str, int]:
+    """As many threads as there are chunks of 16, or half, a third ... of that where a block cannot have so many."""
+    chunks = -(-sizes["K"] // sizes["span"]) * sizes["span"] // 16
+    each = -(-chunks // MOST_THREADS)
+    threads = -(-chunks // (32 * each)) * 32
+    order = ORDERS.index(_ORDER_OF_SPAN[sizes["span"]])
+    return {"IN": 0, "LAYOUT": order, "THREADS": threads, "CHUNKS": min(each, MOST_CHUNKS)}
+
+
+def _launch(sizes: Mapping[str, int]) -> Launch:
+    """A block per token, those of the padding included."""
+    tokens = -(-sizes["M"] // sizes["rows"]) * sizes["rows"]
+    return Launch((tokens, 1, 1), (sizes["THREADS"], 1, 1))
+
+
+def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int) -> Arrays:
+    """Activations with outlier channels, and a token of zeros."""
+    x = rng.standard_normal((M, K), dtype=np.float32)
+    x[:, rng.integers(0, K, size=max(1, K // 64))] *= 20
+    x[M // 2] = 0
+    return {"x": x, "rows": rows, "span": span}
+
+
+def quantized(x: np.ndarray, rows: int, span: int, IN: int = 2) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The reference: `quant.quantize_activations` of x f32 [M, K] as IN stores it, in the order of `span`."""
+    values = stored(x, DTYPES[IN])
+    values = reference.from_bfloat16_bits(values) if DTYPES[IN] == "bfloat16" else values
+    order = _ORDER_OF_SPAN[span]
+    packed = layout.pack_activations(quant.quantize_activations(values), order, rows)
+    (M, K), (tokens, channels) = x.shape, (rows, span)
+    padded = packed.x_q.reshape(-(-M // tokens) * tokens, -(-K // channels) * channels)
+    return padded, packed.scale, packed.token_sum
+
+
+def _rows_of(sizes: str) -> tuple[dict[str, int], ...]:
+    names = ("M", "K", "rows", "span")
+    return tuple(dict(zip(names, map(int, line.split()), strict=True)) for line in sizes.split(","))
+
+
+QUANTIZE = KernelSpec(
+    name="quantize_activations_s8",
+    summary="per-token INT8 with token sums, row-major, in fragment order or in swizzled tiles (QServe §4.1)",
+    args=(
+        Arg("x", ByVariant("IN", DTYPES), ("M", "K")),
+        Arg("x_q", "int8", ("ceil_div(M, rows)*rows", "ceil_div(K, span)*span"), "out"),
+        Arg("scale", "float32", ("M",), "out"),
+        Arg("token_sum", "int32", ("M",), "out"),
+        Arg("M", "int32", role="scalar"),
+        Arg("K", "int32", role="scalar"),
+        Arg("rows", "int32", role="scalar"),
+    ),
+    launch=_launch,
+    choose=_choose,
+    rules=(
+        "K % 32 == 0",
+        "1 <= K < 131072",
+        "span in (32, 64, 128)",  # a tile is rows x span: row-major, fragment order, swizzled tiles
+        "rows == 1 or span != 32",
+        "rows == 8 or span != 64",
+        "rows % 8 == 0 and 8 <= rows <= 256 or span != 128",
+        "M < 2**31 - 256",
+    ),
+    example=_example,
+    pack=lambda logical: {"x": logical["x"]},
+    reference=quantized,
+    arch="sm_80",
+    tolerance_reason="every operation is IEEE's, so scales too are compared for equality",
+    example_sizes=_rows_of("1 32 1 32, 5 416 1 32, 2 33024 1 32, 3 96 8 64, 9 1088 8 64, 5 160 16 128, 17 1152 8 128"),
+)
+
+
+def _sum_example(rng: np.random.Generator, *, M: int, K: int) -> Arrays:
+    return {"x_q": rng.integers(-128, 128, size=(M, K), dtype=np.int8)}
+
+
+def _token_sum(x_q: np.ndarray) -> np.ndarray:
+    sums: np.ndarray = x_q.sum(axis=1, dtype=np.int32)
+    return sums
+
+
+SUM = KernelSpec(
+    name="sum_activations_s8",
+    summary="token sums of activations that come without them (QServe §5.2.2)",
+    args=(
+        Arg("x_q", "int8", ("M", "K")),
+        Arg("token_sum", "int32", ("M",), "out"),
+        Arg("K", "int32", role="scalar"),
+    ),
+    launch=lambda sizes: Launch((sizes["M"], 1, 1), (sizes["THREADS"], 1, 1)),
+    configs=({"THREADS": 128},),
+    rules=("K % 16 == 0", "1 <= K < 2**31", "M < 2**31"),
+    operations="M*K",
+    example=_sum_example,
+    pack=dict[str, Any],
+    reference=_token_sum,
+    arch="sm_80",
+    example_sizes=({"M": 1, "K": 16}, {"M": 5, "K": 4128}, {"M": 33, "K": 256}),
+)
+
+SPECS = (QUANTIZE, SUM)

@@ -1,0 +1,120 @@
+"""The Hopper steps of the GEMM ladder: exact in every tile, with K split or not, early and late; and built as meant."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptxlab import emulator, kernels, toolchain
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels.gemm import sm90
+from ptxlab.runtime import run_spec
+from ptxlab.spec import KernelSpec
+from tests import gemm_problems
+
+BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
+SPECS = {spec.name: spec for spec in sm90.SPECS}
+CHECKS = ("race", "init", "async")
+# Tiles that the emulator runs in a moment: few tokens, a short ring, clusters of one, two and four.
+TILES = (
+    {"BM": 8, "STAGES": 2, "CLUSTER": 1, "WN": 2, "BK": 128},
+    {"BM": 16, "STAGES": 3, "CLUSTER": 2, "WN": 1, "BK": 256},
+    {"BM": 32, "STAGES": 2, "CLUSTER": 4, "WN": 1, "BK": 128},
+    {"BM": 32, "STAGES": 3, "CLUSTER": 2, "WN": 2, "BK": 128},
+)
+
+
+def problems(spec: KernelSpec, **limits: int) -> st.SearchStrategy[dict[str, Any]]:
+    groups = [g for g in (32, 64, 128) if str(g) in spec.rules[0]]
+    return (gemm_problems.qoq if "_qoq_" in spec.name else gemm_problems.lqq)(of=groups, **limits)
+
+
+def group(logical: Mapping[str, Any]) -> int:
+    return int(logical["weight"].group)
+
+
+def accumulators(
+    spec: KernelSpec, logical: dict[str, Any], backend: str, tile: Mapping[str, int], **options: Any
+) -> Any:
+    M, K = logical["x"].shape
+    sizes = {"M": M, "N": len(logical["weight"].q4), "K": K, "g": group(logical)}
+    usual = spec.config_for(sizes)
+    config = {**usual, **{name: value for name, value in tile.items() if name in usual}}
+    outcome = run_spec(
+        spec,
+        kernels.find(spec.name)[1][0],
+        spec.pack(logical),
+        sizes={"g": sizes["g"]},
+        backend=backend,
+        checks=CHECKS if backend == "emulator" else (),
+        config=config,
+        **options,
+    )
+    assert outcome.findings == ()
+    return outcome.outputs["y"]
+
+
+@pytest.mark.parametrize("name", SPECS)
+@given(data=st.data(), tile=st.sampled_from(TILES), mode=st.sampled_from(emulator.MODES))
+@settings(max_examples=25)
+def test_accumulators_are_exact_in_the_emulator(
+    name: str, data: st.DataObject, tile: dict[str, int], mode: str
+) -> None:
+    spec = SPECS[name]
+    logical = data.draw(problems(spec, tokens=40, rows=200, groups=6))
+    assert np.array_equal(accumulators(spec, logical, "emulator", tile, mode=mode), spec.reference(**logical))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECS)
+@given(data=st.data(), tile=st.sampled_from(({}, *TILES)))
+def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject, tile: dict[str, int]) -> None:
+    spec = SPECS[name]
+    logical = data.draw(problems(spec, tokens=300, rows=640, groups=12))
+    first = accumulators(spec, logical, "gpu", tile)
+    assert np.array_equal(first, spec.reference(**logical))
+    assert np.array_equal(first, accumulators(spec, logical, "gpu", tile)), "two runs, the same bits"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("M", [1, 8, 9, 16, 32, 64, 65, 128, 129, 256, 300])
+@pytest.mark.parametrize("N", [1088, 30016])
+def test_every_chosen_tile_is_exact(name: str, M: int, N: int) -> None:
+    """Both columns of the table of tiles, with M and N that leave the last tile ragged, and K the last stage."""
+    spec = SPECS[name]
+    logical = spec.example(np.random.default_rng(M), M=M, N=N, K=448, g=64)
+    assert np.array_equal(accumulators(spec, logical, "gpu", {}), spec.reference(**logical))
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("g", [64, 128])
+@pytest.mark.parametrize("N", [4096, 57344])
+def test_no_tile_spills_or_waits_for_its_own_wgmma(name: str, g: int, N: int) -> None:
+    """No local memory, and none of ptxas' notes that wgmma was serialised (C7510, C7511, C7514, C7515)."""
+    spec, (source, *_) = kernels.find(name)
+    for M in (1, 16, 32, 64, 128, 256):
+        config = {**spec.config_for({"M": M, "N": N, "K": 8192, "g": g}), "OUT": 0}
+        image = toolchain.compile_cuda(source, spec.arch, defines=config)
+        resources = image.resources[name]
+        assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
+        assert not [note for note in image.warnings if "C7519" not in note], config
+        assert resources.registers * spec.launch({"M": M, "N": N, "K": 8192, "g": g, **config}).block[0] <= 65536
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"M": 2, "N": 64, "K": 64, "g": 32}, r"gemm_w4a8_lqq_sm90: g in \(64, 128\)"),
+        ({"M": 2, "N": 12, "K": 64, "g": 64}, r"N % 8 == 0"),
+        ({"M": 2, "N": 64, "K": 96, "g": 64}, r"K % g == 0"),
+    ],
+)
+def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        SPECS["gemm_w4a8_lqq_sm90"].sizes_of(
+            {"x": (sizes["M"], sizes["K"]), "w_scale": (sizes["N"],)}, {"g": sizes["g"]}
+        )
