@@ -35,11 +35,15 @@ def cublas(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]]
     times: dict[int, dict[str, float]] = {M: {} for M in tokens}
     if not importable():
         return times
+    import torch
+
     for name in CUBLAS:
         weights = list(_weights(name, N, K))
         for M in tokens:
             x = _operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
             times[M][name] = measure(_calls(name, x, weights), replays=_REPLAYS, capture=_capture).us
+        weights.clear()
+    torch.cuda.empty_cache()  # what the graphs held; the kernels to be compared need memory too
     return times
 
 
