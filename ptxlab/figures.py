@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
-from ptxlab import demo, plot, sources, tiles
+from ptxlab import demo, ladder, ladderplot, plot, sources, tiles
+from ptxlab.errors import FileError
 
+LADDER = ("ablation", "times", "fraction", "roofline")
 LOADS = ("load_ldmatrix_u4", "load_lds32_u4", "load_dual_mma")  # wrong, slow, right
 
 
@@ -17,6 +19,9 @@ def draw_all() -> list[Path]:
     for name in LOADS:
         drawn.append(folder / f"{name}.png")
         plot.save(load_picture(name), drawn[-1])
+    for name in ("peers", *(LADDER if ladder.recorded() else ())):
+        drawn.append(folder / f"ladder_{name}.png")
+        plot.save(ladder_picture(name), drawn[-1])
     return drawn
 
 
@@ -26,3 +31,24 @@ def load_picture(name: str) -> "plot.Figure":
     if held[0].wrong.any():
         held.append(tiles.holders(tiles.RIGHT))
     return plot.load_figure(held, tiles.shared_accesses(name))
+
+
+def ladder_picture(name: str) -> "plot.Figure":
+    """`peers`: where others stand; of the GEMM ladder as recorded: `ablation`, `times`, `fraction`, `roofline`.
+
+    Raises FileError where nothing is recorded.
+    """
+    stored = ladder.stored_times()
+    if name == "peers":
+        return ladderplot.peers_figure(stored)
+    record = ladder.recorded()
+    if record is None:
+        raise FileError("gemm.json: no record of the GEMM ladder; `ptxlab bench gemm` makes one on a GPU")
+    if name == "times":
+        return ladderplot.times_figure(record.rows, stored)
+    draw = {
+        "ablation": ladderplot.ablation_figure,
+        "fraction": ladderplot.fraction_figure,
+        "roofline": ladderplot.roofline_figure,
+    }
+    return draw[name](record.rows)

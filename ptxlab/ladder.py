@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from ptxlab import bench, counts, kernels, sources
@@ -13,10 +13,13 @@ from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Lay
 
 PREFIX = "gemm_w4a8_"
 QSERVE = "qserve_w4a8_g128"
-NOT_RECORDED = "Not recorded yet.\n"
+NOT_RECORDED = "Not measured yet."
 SAME = 0.05  # stored times stand as they are where cuBLAS took the same in both runs
 _SHOWN_TOKENS = (16, 64, 256)
 _REASONS = 3
+_COUNTED_LOOP = "Instructions per weight: those of every iteration of the main loop, M = {} / {}.".format(
+    *DISSECTED_TOKENS
+)
 
 Place = tuple[int, int, int]  # N, K, M
 
@@ -106,14 +109,12 @@ def speed_over_peer(rows: Sequence[Row], kernel: str, peer: str, stored: dict[Pl
 def ladder_table(record: Record | None = None) -> str:
     """Every step: what it shows, its main loop, how near to the floor, what it gained, and against whom."""
     record = record or recorded()
-    if record is None:
-        return NOT_RECORDED
-    rows, stored = record.rows, stored_times(str(record.device["slug"]))
+    rows, stored = record.rows if record else (), stored_times()
     columns = ["step", "shows", "instructions per weight"]
     columns += [f"of the floor, M = {M}" for M in _SHOWN_TOKENS]
     columns += [f"over the step before, M = {M}" for M in DISSECTED_TOKENS] + ["over QServe g128", "over cuBLAS FP8"]
     before, lines = "", []
-    for name in steps(rows):
+    for name in steps(rows) or [spec.name for spec in kernels.gemm.SPECS]:
         gained = [speed_over(rows, name, before, M) if before else math.nan for M in DISSECTED_TOKENS]
         others = [speed_over_peer(rows, name, peer, stored) for peer in (QSERVE, "cublas_fp8")]
         lines.append(
@@ -122,7 +123,8 @@ def ladder_table(record: Record | None = None) -> str:
             + [_number(value, "{:.2f}x") for value in [*gained, *others]]
         )
         before = name
-    return f"{markdown(columns, lines, left=2)}\n{_origin(record)}\n"
+    note = _origin(record) if record else f"{NOT_RECORDED} {_COUNTED_LOOP}"
+    return f"{markdown(columns, lines, left=2)}\n{note}\n"
 
 
 def loop_table() -> str:
@@ -135,7 +137,7 @@ def loop_table() -> str:
             per_weight = [sum(pipes.values()), pipes.get("alu", 0), pipes.get("fma", 0) + pipes.get("fmaheavy", 0)]
             per_weight += [pipes.get("lsu", 0), pipes.get("tensor", 0)]
             numbers = [f"{count / weights:.2f}" for count in per_weight]
-            lines.append([f"`{short(label)}`", M, str(weights), *numbers, str(loop["beside"])])
+            lines.append([f"`{short(label.partition('.')[0])}`", M, str(weights), *numbers, str(loop["beside"])])
     return markdown(columns, lines)
 
 
@@ -144,7 +146,7 @@ def limits_table(record: Record | None = None) -> str:
     record = record or recorded()
     counted = [row for row in record.rows if "tensor_pct" in row.more] if record else []
     if not counted:
-        return NOT_RECORDED
+        return f"{NOT_RECORDED}\n"
     units = ("tensor", "issue", "alu", "fma", "lsu", "dram", "l2")
     columns = ["step", "M", "µs", "registers", "SM MHz", "executed per weight", *(f"{u} %" for u in units)]
     columns += ["warps wait for (per issue)"]
@@ -181,16 +183,16 @@ def _number(value: float, form: str) -> str:
 
 def _origin(record: Record) -> str:
     """Where the figures come from and what they are means of."""
-    rows, stored = record.rows, stored_times(str(record.device["slug"]))
+    rows, stored = record.rows, stored_times()
     matrices = len({place_of(row)[:2] for row in rows})
     factors = {place_of(row): stored_peers(row, stored) for row in rows}
     scaled = [factor for times, factor in factors.values() if times and factor != 1.0]
     known = sum(bool(times) for times, _ in factors.values())
-    tokens, (few, many) = ", ".join(map(str, TOKENS)), DISSECTED_TOKENS
+    tokens = ", ".join(map(str, TOKENS))
     run = f"`ptxlab bench gemm`, {record.date[:10]}, commit {record.commit[:10]}"
     sentences = [
         f"Geometric means over {matrices} matrices; over QServe and cuBLAS also over M = {tokens}.",
-        f"Instructions per weight: those of every iteration of the main loop, M = {few} / {many}.",
+        _COUNTED_LOOP,
         f"Measured on one {record.device['name']}: {run}; cuBLAS in the same run, QServe before that on an H200 too.",
     ]
     if scaled:
@@ -199,6 +201,3 @@ def _origin(record: Record) -> str:
             f" QServe's times are scaled by its ratio, {min(scaled):.2f} to {max(scaled):.2f}."
         )
     return " ".join(sentences)
-
-
-SECTIONS: dict[str, Callable[[], str]] = {"ladder": ladder_table, "limits": limits_table}

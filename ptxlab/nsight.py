@@ -60,7 +60,7 @@ def numbers(row: dict[str, str]) -> dict[str, float]:
     found = {}
     for name, value in row.items():
         try:
-            found[name] = float(value.replace(",", ""))
+            found[name] = float(str(value).replace(",", ""))
         except ValueError:
             continue
     return found

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from ptxlab import bench, counts, kernels, showcase, sources, tiles
+from ptxlab import bench, counts, kernels, ladder, showcase, sources, tiles
 from ptxlab.errors import FileError
 from ptxlab.files import write_text
 from ptxlab.spec import KernelSpec
@@ -161,9 +161,16 @@ def load_table() -> str:
     return "\n".join(lines) + f"\n\n{note}\n"
 
 
+def ladder_section() -> str:
+    """The GEMM ladder, and where it is recorded its ablation as a picture."""
+    picture = "What each step gained, by tokens](notebooks/figures/ladder_ablation.png)"
+    return ladder.ladder_table() + (f"\n![{picture}\n" if ladder.recorded() else "")
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "kernels": kernel_table,
     "loads": load_table,
+    "ladder": ladder_section,
     "audit": audit_table,
     "mistakes": showcase.page,
 }

@@ -76,21 +76,31 @@ def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> R
 def as_table(record: Record) -> tuple[str, list[str], list[list[str]]]:
     """The record for the terminal: title, columns (right-aligned where the name ends in `>`), rows."""
     ceilings = ", ".join(f"{name} {value:.2f}" for name, value in record.ceilings.items())
-    columns = ["kernel", "measure", "µs>", "rate>", "unit", "of floor>", "set by"]
+    columns = ["kernel", "measure", "sizes", "µs>", "rate>", "unit", "of floor>", "set by", "best peer", "µs>"]
     rows = [
         [
             f"{row.kernel}.{row.source}",
             row.measure,
+            " ".join(f"{name}={size}" for name, size in row.sizes.items()),
             f"{row.time_us:.2f}",
             f"{row.rate:.1f}",
             row.rate_unit,
             f"{row.fraction:.1%}",
             row.limit,
+            *_best_peer(row),
         ]
         for row in record.rows
     ]
     invalid = f"  NOT VALID: {record.invalid}" if record.invalid else ""
     return f"{record.suite} on {record.device['name']}: {ceilings}{invalid}", columns, rows
+
+
+def _best_peer(row: Row) -> tuple[str, str]:
+    """Name and microseconds of the fastest peer, if there is one."""
+    if not row.peers:
+        return "", ""
+    name = min(row.peers, key=row.peers.__getitem__)
+    return name, f"{row.peers[name]:.2f}"
 
 
 def _versions(info: gpu.DeviceInfo | None) -> dict[str, str]:

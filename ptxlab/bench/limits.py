@@ -1,4 +1,4 @@
-"""What limits each step of the GEMM ladder, counted by ncu: `python -m ptxlab.bench.limits NAME...` is what it runs."""
+"""What limits each step of the GEMM ladder, counted by ncu in a process that runs `launch_once`."""
 
 import re
 import sys
@@ -26,6 +26,7 @@ METRICS = {
     "warp_instructions": "smsp__inst_executed.sum",
     "active_warps": "smsp__warps_active.avg.per_cycle_active",
 }
+_LAUNCH = "import sys; from ptxlab.bench import limits; limits.launch_once(sys.argv[1:])"
 STALL = "stall_"  # more["stall_barrier"]: warps that wait for a barrier, per issued instruction
 _STALLED = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _NO_REASON = re.compile(r"(not_)?selected|.*_not_issued")
@@ -37,7 +38,7 @@ def with_limits(rows: Sequence[Row]) -> list[Row]:
     if not places:
         return list(rows)
     names = list(dict.fromkeys(rows[n].kernel for n in places))
-    command = [sys.executable, "-m", "ptxlab.bench.limits", *names]
+    command = [sys.executable, "-c", _LAUNCH, *names]
     try:
         counted = nsight.launches(command, [rows[n].kernel for n in places], list(METRICS.values()), ["WarpStateStats"])
         found = {n: figures(numbers) for n, numbers in zip(places, counted, strict=True)}
@@ -69,7 +70,3 @@ def launch_once(names: Iterable[str]) -> None:
 def _is_counted(row: Row) -> bool:
     sizes = row.sizes["N"], row.sizes["K"], row.sizes["M"]
     return sizes in [(DISSECTED.N, DISSECTED.K, M) for M in DISSECTED_TOKENS]
-
-
-if __name__ == "__main__":
-    launch_once(sys.argv[1:])

@@ -11,6 +11,7 @@ from ptxlab.errors import BenchmarkError
 
 # Our name -> the column `peer` of the stored times of other projects (`notebooks/results/<gpu>/peers/gemm.csv`).
 CUBLAS = {"cublas_fp8": "fp8_pt", "cublas_int8": "int8_mm", "cublas_fp16": "fp16"}
+_DEVICE = "cuda"
 _REPLAYS = 10
 _INT8_ROWS = 32  # `_int_mm` takes more than 16 rows
 _CHECKED_ROWS = 256  # of the weight
@@ -35,11 +36,15 @@ def cublas(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]]
     times: dict[int, dict[str, float]] = {M: {} for M in tokens}
     if not importable():
         return times
+    import torch
+
     for name in CUBLAS:
         weights = list(_weights(name, N, K))
         for M in tokens:
             x = _operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
             times[M][name] = measure(_calls(name, x, weights), replays=_REPLAYS, capture=_capture).us
+        weights.clear()
+    torch.cuda.empty_cache()  # what the graphs held; the kernels to be compared need memory too
     return times
 
 
@@ -54,10 +59,10 @@ def _operand(name: str, rows: int, K: int, seed: int) -> Any:
     """A random matrix [rows, K] of the peer's type."""
     import torch
 
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(_DEVICE).manual_seed(seed)
     if name == "cublas_int8":
-        return torch.randint(-127, 128, (rows, K), dtype=torch.int8, device="cuda", generator=generator)
-    values = torch.randn((rows, K), dtype=torch.float16, device="cuda", generator=generator)
+        return torch.randint(-127, 128, (rows, K), dtype=torch.int8, device=_DEVICE, generator=generator)
+    values = torch.randn((rows, K), dtype=torch.float16, device=_DEVICE, generator=generator)
     return values.to(torch.float8_e4m3fn) if name == "cublas_fp8" else values
 
 
@@ -65,7 +70,7 @@ def _calls(name: str, x: Any, weights: Sequence[Any]) -> list[Callable[[], Any]]
     """One call per copy of the weight; the first one's results are checked."""
     import torch
 
-    one = torch.ones((), device="cuda")
+    one = torch.ones((), device=_DEVICE)
 
     def product(weight: Any) -> Any:
         if name == "cublas_fp8":

@@ -21,10 +21,6 @@ def test_rows_of_a_small_layer(name: str, emulated_gpu: pytest.MonkeyPatch) -> N
     emulated_gpu.setattr(gemm, "TOKENS", (3, 17))
     emulated_gpu.setattr(gemm.peers, "cublas", lambda N, K, tokens: {M: {"cublas_fp8": 8.0} for M in tokens})
     emulated_gpu.setattr(gemm, "measure_stream", lambda nbytes: 4.0)
-    # No clusters: they exchange results by an instruction that the emulator does not know.
-    chosen = problem.variant
-    alone = lambda spec, sizes: {n: 1 if n == "CLUSTER" else v for n, v in chosen(spec, sizes).items()}  # noqa: E731
-    emulated_gpu.setattr(problem, "variant", alone)
     rows = list(gemm.layer_rows(SMALL, problem.steps_of([name]), lambda _: None))
     assert [row.sizes["M"] for row in rows] == [3, 17]
     row = rows[1]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, cost, gpu, kernels
-from ptxlab.bench import dequant
+from ptxlab.bench import dequant, gemm, peers, problem, stream
+from ptxlab.bench.shapes import Layer
 from ptxlab.bench.timing import measure
 from ptxlab.errors import BenchmarkError
 
@@ -67,3 +68,33 @@ def test_wrong_results_are_noticed(ceilings) -> None:
     assert dequant.streaming(spec, source, sizes, logical, ceilings).checked.startswith("all 524288 weights")
     with pytest.raises(BenchmarkError, match=r"dequant_lqq.ptx: the timed launches gave wrong results"):
         dequant.streaming(broken, source, sizes, logical, ceilings)
+
+
+def test_streams_take_what_the_sheet_says() -> None:
+    slug = gpu.device_info().slug
+    if slug not in cost.SHEETS:
+        pytest.skip(f"no sheet for {slug}")
+    sheet = cost.sheet(slug)
+    for nbytes in (8_650_752, 46_530_560, 242_221_056):
+        assert 0.9 < stream.measure_stream(nbytes) / sheet.stream_us(nbytes) < 1.05
+
+
+def test_cublas_is_measured_where_pytorch_is() -> None:
+    if not peers.importable():
+        pytest.skip("PyTorch with a GPU is not installed")
+    times = peers.cublas(4096, 4096, (4, 64))
+    assert set(times) == {4, 64} and all(set(by_name) == set(peers.CUBLAS) for by_name in times.values())
+    assert all(2 < us < 100 for by_name in times.values() for us in by_name.values())
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in kernels.gemm.SPECS])
+def test_a_gemm_is_timed_and_its_results_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = problem.steps_of([name])
+    if not steps:
+        pytest.skip(f"{name} does not run on this GPU")
+    monkeypatch.setattr(gemm, "TOKENS", (4, 100))
+    monkeypatch.setattr(gemm.peers, "cublas", lambda N, K, tokens: {M: {} for M in tokens})
+    rows = list(gemm.layer_rows(Layer("7B", "O", 4096, 4096), steps, lambda _: None))
+    assert [row.sizes["M"] for row in rows] == [4, 100]
+    assert all(row.checked.startswith(f"all {row.sizes['M'] * 4096} results of ") for row in rows)
+    assert all(0.02 < row.fraction < 1.1 for row in rows)

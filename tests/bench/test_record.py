@@ -130,6 +130,9 @@ def test_table_shows_rows_and_invalidity() -> None:
     assert title.startswith("dequant on NVIDIA H200") and title.endswith("NOT VALID: memory is slow")
     assert all(len(row) == len(columns) for row in rows)
     assert rows[0][0] == "dequant_lqq.ptx" and "4000.0" in rows[0] and "95.0%" in rows[0]
+    assert rows[0][2] == "R=16384 K=16384 g=128" and rows[0][-2:] == ["", ""]
+    beside = replace(RECORD, rows=(replace(ROW, peers={"slow": 130.0, "fast": 101.0}),))
+    assert bench.as_table(beside)[2][0][-2:] == ["fast", "101.00"]
 
 
 def test_clock_rate() -> None:
