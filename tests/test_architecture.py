@@ -16,7 +16,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 # Imports go down this list: a module may import what stands before it, and its own package.
 ORDER = (
     "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant", "layout",
-    "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "kernels", "audit", "convert",
+    "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "plan", "kernels", "audit", "convert",
     "verify", "harness", "sass", "dataflow", "nsight", "bench", "counts", "demo", "doctor", "tiles", "plot",
     "figures", "report", "notebooks", "cli", "__main__",
 )  # fmt: skip

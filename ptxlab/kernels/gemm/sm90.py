@@ -1,5 +1,6 @@
 """The steps of the ladder for Hopper: wgmma with the weights from registers (LiquidGEMM §5)."""
 
-from ptxlab.spec import KernelSpec
+from ptxlab.kernels.gemm.common import Step
 
-SPECS: tuple[KernelSpec, ...] = ()
+STEPS: tuple[Step, ...] = ()
+SPECS = tuple(step.spec for step in STEPS)
