@@ -3,6 +3,8 @@
 import ast
 import re
 from collections.abc import Mapping
+from functools import cache
+from types import CodeType
 from typing import Any
 
 _FUNCTIONS: dict[str, Any] = {
@@ -17,7 +19,12 @@ _QUOTIENT = re.compile(r"^(\w+)\s*/\s*(\w+)$")
 
 def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
     """Evaluate a spec's own expression (`"K % g == 0"`, `"R*K/16"`) over sizes or arrays. Never for user input."""
-    return eval(expression, _FUNCTIONS, dict(names))
+    return eval(_compiled(expression), _FUNCTIONS, dict(names))
+
+
+@cache
+def _compiled(expression: str) -> CodeType:
+    return compile(expression, f"<{expression}>", "eval")
 
 
 def names_in(expression: str) -> set[str]:

@@ -16,10 +16,10 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 # Imports go down this list: a module may import what stands before it, and its own package.
 ORDER = (
     "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant",
-    "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "kernels", "audit",
-    "convert", "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench", "counts",
-    "demo", "doctor", "tiles", "plot", "ladder", "ladderplot", "figures", "showcase", "report", "notebooks",
-    "cli", "__main__",
+    "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "plan", "kernels",
+    "audit", "convert", "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench",
+    "counts", "demo", "doctor", "tiles", "plot", "ladder", "ladderplot", "figures", "showcase", "report",
+    "notebooks", "cli", "__main__",
 )  # fmt: skip
 
 

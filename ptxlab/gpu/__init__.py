@@ -19,35 +19,46 @@ from ptxlab.gpu.arrays import (
 )
 from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
 from ptxlab.gpu.graph import Graph, Timing, adopt, capture, time_calls
-from ptxlab.gpu.launch import launch, prepare
+from ptxlab.gpu.launch import bind, launch, prepare
 from ptxlab.gpu.module import GpuKernel, load, load_image
+from ptxlab.gpu.tensor_map import encode
+from ptxlab.gpu.view import View, current_device, handed, is_capturing, new, stream_handle, view
 
 __all__ = [
     "DeviceInfo",
     "GpuKernel",
     "Graph",
     "Timing",
+    "View",
     "adopt",
     "as_array",
     "available",
+    "bind",
     "caller_stream",
     "capture",
     "check_alignment",
     "copy_bytes",
+    "current_device",
     "device_info",
     "empty",
+    "encode",
     "fill_bytes",
+    "handed",
+    "is_capturing",
     "is_device_array",
     "launch",
     "like",
     "load",
     "load_image",
+    "new",
     "prepare",
     "remedy",
+    "stream_handle",
     "time_calls",
     "to_device",
     "to_host",
     "unused_gpu",
+    "view",
     "why_not",
     "without_pool",
 ]

@@ -25,6 +25,8 @@ def is_device_array(array: Any) -> bool:
     """Whether the array lies in GPU memory."""
     if isinstance(array, np.ndarray | np.generic):
         return False
+    if hasattr(array, "is_cuda"):  # PyTorch, which takes long over the question below
+        return bool(array.is_cuda)
     if hasattr(array, "__dlpack_device__"):
         return array.__dlpack_device__()[0] in _CUDA
     return hasattr(array, "__cuda_array_interface__")

@@ -114,11 +114,40 @@ def pack(kernel: GpuKernel, args: Sequence[Any]) -> Packed:
     return Packed(values, args)
 
 
-def _launch(kernel: GpuKernel, packed: Packed, geometry: Launch, stream: int) -> None:
+def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
+    """A launch of which everything but arguments and stream is checked and set up, for calls that have to be quick.
+
+    Args:
+        kernel: from `load`.
+        geometry: grid, block, cluster, dynamic shared memory.
+
+    Returns:
+        A function of the address of the array of pointers to the arguments (see `Packed`), and of a stream's handle.
+    """
     from cuda.bindings import driver
 
     _check_geometry(kernel, geometry)
     attributes = _attributes(kernel, geometry)
+    configs: dict[int, Any] = {}  # one per stream, so that two threads do not share one
+
+    def launch(arguments: int, stream: int) -> None:
+        config = configs.get(stream)
+        if config is None:
+            config = configs[stream] = _config(geometry, attributes, stream)
+        result = driver.cuLaunchKernelEx(config, kernel.handle, arguments, 0)
+        if result[0]:
+            _check(kernel, *result)
+
+    return launch
+
+
+def _launch(kernel: GpuKernel, packed: Packed, geometry: Launch, stream: int) -> None:
+    bind(kernel, geometry)(packed.address, stream)
+
+
+def _config(geometry: Launch, attributes: list[Any], stream: int) -> Any:
+    from cuda.bindings import driver
+
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = geometry.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = geometry.block
@@ -126,7 +155,7 @@ def _launch(kernel: GpuKernel, packed: Packed, geometry: Launch, stream: int) ->
     config.hStream = stream
     config.attrs = attributes
     config.numAttrs = len(attributes)
-    _check(kernel, *driver.cuLaunchKernelEx(config, kernel.handle, packed.address, 0))
+    return config
 
 
 def _attributes(kernel: GpuKernel, geometry: Launch) -> list[Any]:
@@ -135,7 +164,8 @@ def _attributes(kernel: GpuKernel, geometry: Launch) -> list[Any]:
     function, identity = driver.CUfunction_attribute, driver.CUlaunchAttributeID
     if geometry.shared_bytes + kernel.shared_bytes > _WITHOUT_ASKING:
         attribute = function.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _check(kernel, *driver.cuFuncSetAttribute(kernel.handle, attribute, geometry.shared_bytes))
+        most = device_info().shared_bytes - kernel.shared_bytes  # for every geometry: a bound launch sets it only once
+        _check(kernel, *driver.cuFuncSetAttribute(kernel.handle, attribute, most))
     attributes = []
     if geometry.cluster != (1, 1, 1):
         if math.prod(geometry.cluster) > _PORTABLE_CLUSTER:

@@ -1,6 +1,6 @@
 """Floats to integers: the quantisers, and the formats they produce."""
 
-from ptxlab.quant.activations import QuantizedActivations, quantize_activations
+from ptxlab.quant.activations import QuantizedActivations, quantize_activations, token_scales
 from ptxlab.quant.inputs import GROUPS
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, Level1Weight, quantize_level1
 from ptxlab.quant.lqq import LQQWeight, Rounding, lqq_groups, quantize_lqq
@@ -24,4 +24,5 @@ __all__ = [
     "quantize_lqq",
     "quantize_qoq",
     "quantize_qoq_channel",
+    "token_scales",
 ]

@@ -33,11 +33,9 @@ class QuantizedActivations:
 def quantize_activations(x: npt.NDArray[Any]) -> QuantizedActivations:
     """Quantise x float [M, K] symmetrically per row: s = max|x| / 127, q = round(x / s), ties to even.
 
-    An all-zero token has scale 1. Raises ArgumentError for bad input (`inputs.row_extremes`) or a row whose scale is
-    not a usable float32 (`inputs.row_scales`).
+    An all-zero token has scale 1. Raises ArgumentError as `token_scales` does.
     """
-    low, high = row_extremes("x", x)
-    scale = row_scales("x", np.maximum(-low, high), 127)
+    scale = token_scales(x)
 
     def rounded(x: npt.NDArray[Any], scale: F32) -> tuple[S8, S32]:
         q = np.rint(as_float32(x) / scale[:, None]).astype(np.int8)
@@ -45,3 +43,13 @@ def quantize_activations(x: npt.NDArray[Any]) -> QuantizedActivations:
 
     q, token_sum = by_strips(rounded, x, scale)
     return QuantizedActivations(q, scale, token_sum)
+
+
+def token_scales(x: npt.NDArray[Any]) -> F32:
+    """The scale of every token of x float [M, K], f32 [M]: max|x| / 127, and 1 for a token of zeros.
+
+    Raises ArgumentError for bad input (`inputs.row_extremes`) or a row whose scale is not a usable float32
+    (`inputs.row_scales`).
+    """
+    low, high = row_extremes("x", x)
+    return row_scales("x", np.maximum(-low, high), 127)

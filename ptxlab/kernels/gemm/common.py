@@ -1,10 +1,13 @@
-"""What the steps of the ladder share: outputs, the arguments behind the weight, examples and their reference."""
+"""What the steps of the ladder share: what one is fed, outputs, arguments, examples and their reference."""
+
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from ptxlab import quant, reference
 from ptxlab.dtypes import ByVariant
-from ptxlab.spec import Arg, Arrays
+from ptxlab.spec import Arg, Arrays, KernelSpec
 
 GROUPS = (32, 64, 128)
 DTYPES = ("float16", "bfloat16", "float32", "int32")  # by OUT: what is stored; int32 are the accumulators themselves
@@ -19,6 +22,41 @@ EPILOGUE = (
     Arg("N", "int32", role="scalar"),
     Arg("K", "int32", role="scalar"),
 )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kernel of the ladder and what it is fed: all that `gemm_w4a8` chooses, dispatches and complains by.
+
+    Attributes:
+        spec: the kernel. Its inputs but `x`, `x_scale`, `x_sum` and `bias` are buffers of the packed weight.
+        scheme: of the weight it multiplies: `qoq`, `qoq_channel` or `lqq`.
+        packing: the layout of that weight.
+        order: of the activations: `row_major`, `fragment` or `tiles`.
+        suits: expression over M, N, K, g: where it is the one to take. Of those that suit the highest step is taken.
+    """
+
+    spec: KernelSpec
+    scheme: str
+    packing: str
+    order: str = "row_major"
+    suits: str = "True"
+
+    @cached_property
+    def buffers(self) -> tuple[tuple[str, str], ...]:
+        """Arguments that are buffers of the packed weight, with the buffers' names."""
+        names = (arg.name for arg in self.spec.inputs if arg.name not in ("x", "x_scale", "x_sum", "bias"))
+        return tuple((name, {"w_scale": "channel_scale", "w_zero": "channel_zero"}.get(name, name)) for name in names)
+
+    @cached_property
+    def needs_sum(self) -> bool:
+        """Whether it takes the token sums."""
+        return any(arg.name == "x_sum" for arg in self.spec.inputs)
+
+    def sizes(self, M: int, N: int, K: int, group: int) -> dict[str, int]:
+        """The sizes that the kernel knows of."""
+        known = {"M": M, "N": N, "K": K, "g": group}
+        return {name: known[name] for name in sorted(self.spec.symbols)}
 
 
 def _activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:

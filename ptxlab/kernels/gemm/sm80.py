@@ -9,6 +9,7 @@ from ptxlab.kernels.gemm.common import (
     EPILOGUE,
     GROUPS,
     INT32,
+    Step,
     epilogue,
     example_channel,
     example_qoq,
@@ -88,51 +89,53 @@ def _pack_channel(logical: Arrays) -> Arrays:
 
 X_SCALE, *AFTER_SCALE = EPILOGUE
 
-SPECS = (
-    KernelSpec(
-        name="gemm_w4a8_qoq_sm80",
-        summary="QServe's main loop: mma.sync, cp.async, reordered weights, multiply then vadd4 (QServe §5.2, §5.4)",
-        args=(
-            Arg("qweight", "uint32", ("ceil_div(N, 32)", "K/32", "128")),
-            Arg("scale", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
-            Arg("offset", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
-            Arg("w_scale", "float32", ("N",)),
-            Arg("x", "int8", ("M", "K")),
-            *EPILOGUE,
-        ),
-        launch=_launch,
-        choose=_choose_qoq,
-        rules=(f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
-        operations="2*M*N*K",
-        example=example_qoq,
-        pack=_pack_qoq,
-        reference=gemm,
-        arch="sm_80",
-        example_sizes=tuple(
-            {"M": m, "N": n, "K": k, "g": g} for m, n, k, g in ((1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64))
-        ),
+QOQ = KernelSpec(
+    name="gemm_w4a8_qoq_sm80",
+    summary="QServe's main loop: mma.sync, cp.async, reordered weights, multiply then vadd4 (QServe §5.2, §5.4)",
+    args=(
+        Arg("qweight", "uint32", ("ceil_div(N, 32)", "K/32", "128")),
+        Arg("scale", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
+        Arg("offset", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
+        Arg("w_scale", "float32", ("N",)),
+        Arg("x", "int8", ("M", "K")),
+        *EPILOGUE,
     ),
-    KernelSpec(
-        name="gemm_w4a8_qoq_channel_sm80",
-        summary="no level 2: unpacking alone, the zero point leaves in the epilogue by the token sum (QServe §5.2.2)",
-        args=(
-            Arg("qweight", "uint32", ("ceil_div(N, 32)", "K/32", "128")),
-            Arg("w_scale", "float32", ("N",)),
-            Arg("w_zero", "uint8", ("N",)),
-            Arg("x", "int8", ("M", "K")),
-            X_SCALE,
-            Arg("x_sum", "int32", ("M",)),
-            *AFTER_SCALE,
-        ),
-        launch=_launch,
-        choose=_choose,
-        rules=("K % 32 == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
-        value_rules=("w_zero <= 15",),
-        operations="2*M*N*K",
-        example=example_channel,
-        pack=_pack_channel,
-        reference=gemm_channel,
-        arch="sm_80",
-        example_sizes=tuple({"M": m, "N": n, "K": k} for m, n, k in ((1, 8, 32), (5, 40, 256), (17, 72, 224))),
+    launch=_launch,
+    choose=_choose_qoq,
+    rules=(f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
+    operations="2*M*N*K",
+    example=example_qoq,
+    pack=_pack_qoq,
+    reference=gemm,
+    arch="sm_80",
+    example_sizes=tuple(
+        {"M": m, "N": n, "K": k, "g": g} for m, n, k, g in ((1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64))
     ),
 )
+
+CHANNEL = KernelSpec(
+    name="gemm_w4a8_qoq_channel_sm80",
+    summary="no level 2: unpacking alone, the zero point leaves in the epilogue by the token sum (QServe §5.2.2)",
+    args=(
+        Arg("qweight", "uint32", ("ceil_div(N, 32)", "K/32", "128")),
+        Arg("w_scale", "float32", ("N",)),
+        Arg("w_zero", "uint8", ("N",)),
+        Arg("x", "int8", ("M", "K")),
+        X_SCALE,
+        Arg("x_sum", "int32", ("M",)),
+        *AFTER_SCALE,
+    ),
+    launch=_launch,
+    choose=_choose,
+    rules=("K % 32 == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31"),
+    value_rules=("w_zero <= 15",),
+    operations="2*M*N*K",
+    example=example_channel,
+    pack=_pack_channel,
+    reference=gemm_channel,
+    arch="sm_80",
+    example_sizes=tuple({"M": m, "N": n, "K": k} for m, n, k in ((1, 8, 32), (5, 40, 256), (17, 72, 224))),
+)
+
+STEPS = (Step(QOQ, "qoq", "qserve"), Step(CHANNEL, "qoq_channel", "qserve"))
+SPECS = tuple(step.spec for step in STEPS)

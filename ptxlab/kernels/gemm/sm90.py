@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptxlab import layout
-from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, epilogue, example_lqq, example_qoq, gemm
+from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, Step, epilogue, example_lqq, example_qoq, gemm
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 _SMS = 132
@@ -121,20 +121,20 @@ def _pack(logical: Arrays) -> Arrays:
     }
 
 
-_CHANNELS = "max(64, g)"  # of a block of weights
+_BLOCK_K = "max(64, g)"  # channels of a block of weights
 _ALL_GROUPS = ((1, 8, 32, 32), (5, 40, 256, 128), (17, 200, 192, 64))
 _TEACHING = ((1, 8, 64, 64), (5, 40, 256, 128), (17, 200, 192, 64))
 
 
-def _step(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> KernelSpec:
-    """One step; a `teaching` one takes groups of 64 and 128 only."""
+def _spec(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> KernelSpec:
+    """One kernel; a `teaching` one takes groups of 64 and 128 only."""
     groups = (64, 128) if teaching else GROUPS
     return KernelSpec(
         name=name,
         summary=summary,
         args=(
             Arg(
-                "blocks", "uint8", ("ceil_div(N, 64)", "ceil_div(K, max(64, g))", "32*max(64, g) + 128*(max(64, g)//g)")
+                "blocks", "uint8", ("ceil_div(N, 64)", f"ceil_div(K, {_BLOCK_K})", f"{_BLOCK_K}*32 + {_BLOCK_K}//g*128")
             ),
             Arg("w_scale", "float32", ("N",)),
             Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
@@ -146,36 +146,34 @@ def _step(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> K
         reference=gemm,
         arch="sm_90a",
         exact_arch=True,
-        example_sizes=tuple(
-            dict(zip("MNKg", sizes, strict=True)) for sizes in (_TEACHING if teaching else _ALL_GROUPS)
-        ),
+        example_sizes=tuple(dict(zip("MNKg", s, strict=True)) for s in (_TEACHING if teaching else _ALL_GROUPS)),
         **fields,
     )
 
 
-SPECS = (
-    _step(
+QOQ, LQQ, EXCP, IMFP = (
+    _spec(
         "gemm_w4a8_qoq_sm90",
         "wgmma, weights dequantised by multiply and vadd4, one thing after the other (LiquidGEMM §7, baseline)",
         choose=_chooser(_QOQ, ("WN", "BK")),
         launch=_launcher(),
         example=example_qoq,
     ),
-    _step(
+    _spec(
         "gemm_w4a8_lqq_sm90",
         "the baseline with LiquidQuant: one multiply-add and one XOR per four weights (LiquidGEMM §4, +LQQ)",
         choose=_chooser(_LQQ, ("WN", "BK")),
         launch=_launcher(),
         example=example_lqq,
     ),
-    _step(
+    _spec(
         "gemm_w4a8_lqq_excp_sm90",
         "explicit coarse-grained pipeline: warp groups load, dequantise, multiply (LiquidGEMM §5.3, +ExCP)",
         choose=_chooser(_EXCP, ("WN", "TILES", "RESIDENT"), dequantised=2),
         launch=_launcher(384),
         example=example_lqq,
     ),
-    _step(
+    _spec(
         "gemm_w4a8_lqq_imfp_sm90",
         "implicit fine-grained pipeline: two warp groups dequantise under each other's wgmma (LiquidGEMM §5.3, +ImFP)",
         teaching=False,
@@ -184,3 +182,12 @@ SPECS = (
         example=example_lqq,
     ),
 )
+
+STEPS = (
+    Step(QOQ, "qoq", "dual_mma"),
+    Step(LQQ, "lqq", "dual_mma"),
+    Step(EXCP, "lqq", "dual_mma", suits="False"),  # the way through shared memory never pays
+    # From the sweep of the tables above: from 9 to 64 tokens more and smaller blocks hide as much, and share better.
+    Step(IMFP, "lqq", "dual_mma", suits="g == 32 or M <= 8 or M > 64 or K > N"),
+)
+SPECS = tuple(step.spec for step in STEPS)

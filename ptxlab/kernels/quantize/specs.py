@@ -1,4 +1,4 @@
-"""Family `quantize`: activations to INT8 per token with their sums, in the order that a GEMM reads (QServe §4.1)."""
+"""The specs of the family `quantize`, and what they compute."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,0 +1,105 @@
+"""What a launch has to know of a device array, read off quickly: nothing is converted, allocated or waited for."""
+
+import sys
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab.dtypes import storage
+from ptxlab.errors import ArgumentError
+from ptxlab.gpu.arrays import as_array, caller_stream, empty, is_device_array, like
+
+_ALIGNMENT = 16  # bytes: the widest load or store of one thread
+
+
+class View(NamedTuple):
+    """A device array: `dtype` is its name, and `owner` keeps the memory while the view is used."""
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    device: int
+    owner: Any
+
+    def require(self, name: str, dtype: str, shape: tuple[int, ...], device: int) -> "View":
+        """The view itself; ArgumentError unless it is that dtype, shape and device, and aligned to 16 bytes.
+
+        bfloat16 may come as its bits, uint16.
+        """
+        if self.dtype != dtype and (self.dtype, dtype) != ("uint16", "bfloat16"):
+            raise ArgumentError(name, f"dtype {dtype}", self.dtype)
+        if self.shape != shape:
+            raise ArgumentError(name, f"shape {list(shape)}", list(self.shape))
+        if self.device != device:
+            raise ArgumentError(name, f"on the current device {device}", f"device {self.device}")
+        if self.address % _ALIGNMENT:
+            raise ArgumentError(name, f"aligned to {_ALIGNMENT} bytes on the GPU", f"address {self.address:#x}")
+        return self
+
+
+def view(name: str, array: Any) -> View:
+    """What there is to know of an array of any library; ArgumentError unless it is contiguous and on the GPU."""
+    library = type(array).__module__.partition(".")[0]
+    if library == "torch" and array.is_cuda:
+        if not array.is_contiguous():
+            raise ArgumentError(name, "C-contiguous", f"strides {array.stride()}")
+        return View(array.data_ptr(), tuple(array.shape), _torch_name(array.dtype), array.get_device(), array)
+    if library != "cupy":
+        if not is_device_array(array):
+            raise ArgumentError(name, "an array on the GPU (ptxlab.to_device brings it there)", type(array).__name__)
+        array = as_array(name, array)
+    if not array.flags.c_contiguous:
+        raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
+    return View(array.data.ptr, array.shape, _name(array.dtype), array.device.id, array)
+
+
+@cache
+def _name(dtype: np.dtype[Any]) -> str:
+    return dtype.name
+
+
+@cache
+def _torch_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def stream_handle() -> int:
+    """The caller's stream (see `caller_stream`), as the driver's handle."""
+    import cupy
+
+    handle = int(cupy.cuda.get_current_stream().ptr)
+    torch = sys.modules.get("torch")
+    if handle == 0 and torch is not None and torch.cuda.is_initialized():
+        return int(torch.cuda.current_stream().cuda_stream)
+    return handle
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether what is enqueued on that stream goes into a CUDA graph that is being captured."""
+    import cupy
+
+    return stream != 0 and bool(cupy.cuda.runtime.streamIsCapturing(stream))
+
+
+def current_device() -> int:
+    """CuPy's current device."""
+    import cupy
+
+    return int(cupy.cuda.runtime.getDevice())
+
+
+def new(example: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """An uninitialised device array for a result that goes to the caller: PyTorch's own for PyTorch, else CuPy's."""
+    if type(example).__module__.partition(".")[0] == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=example.device)
+    return empty(shape, storage(dtype))
+
+
+def handed(array: Any, example: Any, dtype: str) -> Any:
+    """What `new` made, as the caller's library has it, once everything that writes it is enqueued."""
+    if type(array) is type(example):
+        return array
+    with caller_stream():
+        return like(array, example, dtype)

@@ -1,0 +1,58 @@
+"""What `gemm_w4a8` is asked for, after everything that needs no GPU has been checked."""
+
+from typing import Any, NamedTuple
+
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels.gemm.common import DTYPES
+from ptxlab.layout import PackedActivations, PackedWeight
+from ptxlab.runtime import BACKENDS
+
+
+class Call(NamedTuple):
+    """One product. `dtype` is the output's name, `kernel` a step's or None."""
+
+    x_q: Any
+    x_scale: Any
+    x_sum: Any
+    order: str
+    rows: int
+    M: int
+    weight: PackedWeight
+    bias: Any
+    out: Any
+    dtype: str
+    kernel: str | None
+
+
+def checked(
+    x_q: Any, x_scale: Any, weight: Any, *, x_sum: Any, bias: Any, out: Any, out_dtype: Any, kernel: Any, backend: Any
+) -> Call:
+    """The arguments of `gemm_w4a8` as a call; raises ArgumentError for what does not fit together."""
+    if not isinstance(weight, PackedWeight):
+        raise ArgumentError("gemm_w4a8: weight", "must be a PackedWeight (layout.pack)", type(weight).__name__)
+    if isinstance(x_q, PackedActivations):
+        if x_scale is not None or x_sum is not None:
+            name = "x_scale" if x_scale is not None else "x_sum"
+            raise ArgumentError(f"gemm_w4a8: {name}", "must be None: PackedActivations have theirs", "another")
+        order, rows, shape = x_q.layout, x_q.rows, (x_q.M, x_q.K)
+        x_q, x_scale, x_sum = x_q.x_q, x_q.scale, x_q.token_sum
+    else:
+        order, rows, shape = "row_major", 1, tuple(getattr(x_q, "shape", ()))
+    if len(shape) != 2:
+        raise ArgumentError("gemm_w4a8: x_q", "must be an array [M, K] or PackedActivations", f"shape {shape}")
+    if shape[1] != weight.K:
+        raise ArgumentError("gemm_w4a8: x_q", f"K must be {weight.K} as the weight's", f"shape {shape}")
+    dtype = out_dtype or ("float16" if out is None else dtype_of(out))
+    if dtype not in DTYPES:
+        raise ArgumentError("gemm_w4a8: out_dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+    if x_scale is None and dtype != "int32":
+        raise ArgumentError("gemm_w4a8: x_scale", "must be given unless the output is int32", "nothing")
+    if backend not in (*BACKENDS, None):
+        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
+    return Call(x_q, x_scale, x_sum, order, rows, shape[0], weight, bias, out, dtype, kernel)
+
+
+def dtype_of(array: Any) -> str:
+    """The name of an array's dtype in any library; uint16 are bits of bfloat16."""
+    name = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
+    return "bfloat16" if name == "uint16" else name

@@ -1,0 +1,89 @@
+"""`gemm_w4a8`, the Python face of the ladder: any array library, any step, in eager calls and in CUDA graphs."""
+
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels.gemm import ladder
+from ptxlab.kernels.gemm.call import Call, checked
+from ptxlab.kernels.gemm.common import DTYPES
+from ptxlab.kernels.gemm.device import Workspace, on_gpu
+from ptxlab.layout import PackedWeight
+from ptxlab.runtime import run_spec
+from ptxlab.sources import of_kernel
+
+
+def gemm_w4a8(
+    x_q: Any,
+    x_scale: Any = None,
+    weight: PackedWeight | None = None,
+    *,
+    x_sum: Any = None,
+    bias: Any = None,
+    out: Any = None,
+    out_dtype: str | None = None,
+    kernel: str | None = None,
+    backend: str | None = None,
+    workspace: Workspace | None = None,
+) -> Any:
+    """Y = X Wᵀ of INT8 activations and 4-bit weights: exact integers, scaled once (QServe §5.2, LiquidGEMM §5).
+
+    On the GPU a call only enqueues, on the caller's stream; after the first call of a shape it allocates nothing but
+    the result, if `out` does not provide that. So it can be captured into a CUDA graph: with `out`, and with
+    `workspace` for a per-channel weight without `x_sum`.
+
+    Args:
+        x_q: s8 [M, K], M >= 0; or `PackedActivations` (from `quantize_activations`), which bring scale and sum along
+            and may be in another order. NumPy, CuPy, PyTorch or JAX: the result is of the same kind.
+        x_scale: f32 [M]; may be left out for int32 output.
+        weight: packed; where the activations are, on the host or on the GPU (`ptxlab.to_device`).
+        x_sum: s32 [M], sum of x_q over K, for per-channel weights; computed where it is not given.
+        bias: f32 [N] or None.
+        out: [M, N] to write into; it is what is returned.
+        out_dtype: `float16`, `bfloat16`, `float32`, or `int32` for the accumulators; by default that of `out`, else
+            float16. NumPy and CuPy have no bfloat16: they get its bits, uint16.
+        kernel: a step of the ladder by name; by default the highest that takes this weight and runs here.
+        backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
+        workspace: from `gemm_workspace`.
+
+    Returns:
+        Y [M, N].
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched.
+        UnavailableError: no kernel for this weight runs here; the message names those that would.
+    """
+    call = checked(
+        x_q, x_scale, weight, x_sum=x_sum, bias=bias, out=out, out_dtype=out_dtype, kernel=kernel, backend=backend
+    )
+    if workspace is not None and not isinstance(workspace, Workspace):
+        raise ArgumentError("gemm_w4a8: workspace", "must come from gemm_workspace", type(workspace).__name__)
+    if not gpu.is_device_array(call.x_q):
+        return _on_host(call, backend)
+    if backend == "emulator":
+        raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
+    return on_gpu(call, workspace)
+
+
+def _on_host(call: Call, backend: str | None) -> Any:
+    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
+    weight, M = call.weight, call.M
+    step = ladder.choose(weight, call.order, M, kernel=call.kernel, backend=backend)
+    spec, sizes = step.spec, step.sizes(M, weight.N, weight.K, weight.group)
+    given = {"x": call.x_q, "x_scale": call.x_scale, "x_sum": call.x_sum, "bias": call.bias}
+    inputs = {name: array for name, array in given.items() if array is not None}
+    inputs |= {name: weight.buffers[buffer] for name, buffer in step.buffers}
+    for name, array in inputs.items():
+        if gpu.is_device_array(array):
+            raise ArgumentError(f"gemm_w4a8: {name}", "must be on the host, as x_q is", "an array on the GPU")
+    inputs.setdefault("x_scale", np.ones(M, np.float32))  # of int32 output, which does not see it
+    if not step.needs_sum:
+        inputs.pop("x_sum", None)
+    elif call.x_sum is None:
+        inputs["x_sum"] = gpu.as_array("x_q", call.x_q).sum(axis=1, dtype=np.int32)
+    config = {**spec.config_for(sizes), "OUT": DTYPES.index(call.dtype)}
+    out = {} if call.out is None else {"y": call.out}
+    source = of_kernel(spec.name)[0]
+    return run_spec(spec, source, inputs, sizes=sizes, out=out, backend=backend, config=config).outputs["y"]

@@ -1,0 +1,68 @@
+"""The ladder, and which of its steps a weight and activations are for."""
+
+from collections.abc import Iterable
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.expressions import evaluate
+from ptxlab.kernels.gemm import sm80, sm90
+from ptxlab.kernels.gemm.common import Step
+from ptxlab.layout import PackedWeight
+
+LADDER: tuple[Step, ...] = (*sm80.STEPS, *sm90.STEPS)
+
+
+def choose(weight: PackedWeight, order: str, M: int, *, kernel: str | None, backend: str | None) -> Step:
+    """The step to take: the one asked for, or the highest that takes this weight, suits the sizes and runs here.
+
+    Args:
+        weight: decides scheme, packing, N, K and group.
+        order: of the activations.
+        M: tokens.
+        kernel: a step's name, or None.
+        backend: "gpu", or "emulator", on which every step runs; None: the GPU where a step runs there, else the latter.
+
+    Raises:
+        ArgumentError: an unknown kernel, or one that takes another weight or order; or no kernel takes them.
+        UnavailableError: those that take them do not run on this GPU; names those that would.
+    """
+    names = [step.spec.name for step in LADDER]
+    if kernel not in (*names, None):
+        raise ArgumentError("gemm_w4a8: kernel", f"must be one of {', '.join(names)}", kernel)
+    taking = _that_take([step for step in LADDER if kernel in (None, step.spec.name)], weight, order)
+    here = [step for step in taking if why_not(step) is None]
+    if backend == "gpu" and not here:
+        raise _unavailable(taking, weight)
+    usable = taking if backend == "emulator" or not here else here
+    sizes = {"M": M, "N": weight.N, "K": weight.K, "g": weight.group}
+    return next((step for step in reversed(usable) if evaluate(step.suits, sizes)), usable[-1])
+
+
+def why_not(step: Step) -> str | None:
+    """Why a step cannot run on the GPU here; None if it can."""
+    return gpu.why_not(step.spec.arch, exact=step.spec.exact_arch)
+
+
+def _that_take(steps: list[Step], weight: PackedWeight, order: str) -> list[Step]:
+    fed = [step for step in steps if (step.scheme, step.packing) == (weight.scheme, weight.layout)]
+    if not fed:
+        raise ArgumentError("gemm_w4a8: weight", f"must be {_listed(steps)}", f"{weight.scheme} in {weight.layout}")
+    if not any(step.order == order for step in fed):
+        orders = " or ".join(dict.fromkeys(step.order for step in fed))
+        names = ", ".join(step.spec.name for step in fed)
+        raise ArgumentError("gemm_w4a8: x_q", f"must be {orders} for {names}", order)
+    return [step for step in fed if step.order == order]
+
+
+def _unavailable(taking: list[Step], weight: PackedWeight) -> UnavailableError:
+    names = ", ".join(step.spec.name for step in taking)
+    problem = f"gemm_w4a8: {weight.scheme} in {weight.layout} takes {names}: {why_not(taking[-1])}"
+    working = [step for step in LADDER if why_not(step) is None]
+    if not working:
+        return UnavailableError(f'{problem}; pass backend="emulator"')
+    same = [step for step in working if step.scheme == weight.scheme]
+    return UnavailableError(f"{problem}; here a weight can be {_listed(same or working)}")
+
+
+def _listed(steps: Iterable[Step]) -> str:
+    return " or ".join(f"{step.scheme} in {step.packing} ({step.spec.name})" for step in steps)

@@ -1,0 +1,62 @@
+"""`Plan`: a spec's kernel at fixed sizes, compiled, loaded and checked once; a call only fills in addresses.
+
+What a decoder does some hundred times per token has no time for looking anything up twice. A call allocates nothing on
+the device and waits for nothing, so that it can be captured into a CUDA graph.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from typing import Any
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES
+from ptxlab.sources import of_kernel
+from ptxlab.spec import KernelSpec
+
+_MOST_MAPS = 256  # tensor maps that a plan remembers
+
+
+class Plan:
+    """Launches one variant of a kernel at one set of sizes, on the device that is current when it is made.
+
+    Raises ArgumentError for sizes that break a rule, CompileError or UnavailableError as `gpu.load` does.
+    """
+
+    def __init__(self, spec: KernelSpec, config: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+        spec.check_sizes(sizes)
+        self.spec, self.sizes = spec, {**sizes, **config}
+        kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
+        scalars = {arg.name: spec.scalar(arg, sizes).tobytes() for arg in spec.args if not arg.shape}
+        passed = {arg.name: TENSOR_MAP_BYTES if arg.role == "tma" else 8 for arg in spec.args}
+        wanted = tuple({**passed, **{name: len(value) for name, value in scalars.items()}}.values())
+        if kernel.parameter_bytes not in (None, wanted):
+            raise ArgumentError(f"{spec.name}: args", f"parameters of {kernel.parameter_bytes} bytes", wanted)
+        self._launch = gpu.bind(kernel, spec.launch(self.sizes))
+        # Every parameter but a tensor map fits 8 bytes, of which the driver copies as many as it has.
+        self._values = [(arg.name, int.from_bytes(scalars.get(arg.name, b""), "little")) for arg in spec.args]
+        self._words = ctypes.c_uint64 * len(spec.args)
+        self._tensor_maps = [(i, arg.name) for i, arg in enumerate(spec.args) if arg.role == "tma"]
+        self._encoded: dict[tuple[str, int], Any] = {}
+
+    def __call__(self, stream: int, arrays: Mapping[str, gpu.View]) -> None:
+        """Launch on `arrays` by argument name, which the caller has checked; what is missing is a null pointer."""
+        values = self._words(*[arrays[name].address if name in arrays else value for name, value in self._values])
+        base = ctypes.addressof(values)
+        pointers = self._words(*range(base, base + ctypes.sizeof(values), 8))
+        maps = [self._map(name, arrays[name]) for _, name in self._tensor_maps]
+        for (position, _), encoded in zip(self._tensor_maps, maps, strict=True):
+            pointers[position] = ctypes.addressof(encoded)
+        self._launch(ctypes.addressof(pointers), stream)
+
+    def _map(self, name: str, view: gpu.View) -> Any:
+        """The tensor map over an array, remembered by its address: at fixed sizes nothing else tells maps apart."""
+        key = name, view.address
+        if key not in self._encoded:
+            if len(self._encoded) == _MOST_MAPS:
+                self._encoded.clear()
+            label = f"{self.spec.name}: {name}"
+            tensor_map = self.spec.tensor_map(self.spec.arg(name), gpu.as_array(label, view.owner), self.sizes)
+            encoded = gpu.encode(label, tensor_map, view.address)
+            self._encoded[key] = ctypes.create_string_buffer(encoded, TENSOR_MAP_BYTES)
+        return self._encoded[key]

@@ -1,0 +1,120 @@
+"""A GPU that isn't one: "device" arrays are NumPy's in disguise, and what is launched runs in the emulator.
+
+So everything between a Python call and the driver runs as it does on a GPU: views, plans, packed parameters, capture.
+"""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator, gpu
+from ptxlab.gpu.view import View
+from ptxlab.runtime import Kernel
+from ptxlab.spec import Launch
+
+
+class DeviceArray:
+    """A NumPy array that claims to lie on device `device`."""
+
+    def __init__(self, host: Any, device: int = 0) -> None:
+        self.host, self.device = np.ascontiguousarray(host), device
+
+    shape = property(lambda self: self.host.shape)
+    dtype = property(lambda self: self.host.dtype)
+    nbytes = property(lambda self: self.host.nbytes)
+
+
+class FakeGpu:
+    """What was done, and what to answer.
+
+    Attributes:
+        launched: (kernel, stream) of every launch.
+        loads: how many kernels were loaded; likewise `allocations`.
+        stream: the caller's.
+        capturing: whether that is being captured.
+        arch: compute capability times ten.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.launched: list[tuple[str, int]] = []
+        self.loads = self.allocations = 0
+        self.stream, self.capturing, self.arch, self.runs = 7, False, 90, True
+        self._memory: dict[int, DeviceArray] = {}
+        replaced = {
+            "is_device_array": lambda array: isinstance(array, DeviceArray),
+            "why_not": self.why_not,
+            "current_device": lambda: 0,
+            "stream_handle": lambda: self.stream,
+            "is_capturing": lambda stream: stream == self.stream and self.capturing,
+            "view": self.view,
+            "empty": self.empty,
+            "new": lambda example, shape, dtype: self.empty(shape, "uint16" if dtype == "bfloat16" else dtype),
+            "handed": lambda array, example, dtype: array,
+            "load": self.load,
+            "bind": self.bind,
+        }
+        for name, function in replaced.items():
+            monkeypatch.setattr(gpu, name, function)
+
+    def why_not(self, arch: str | None, *, exact: bool = False) -> str | None:
+        needed = int("".join(filter(str.isdigit, arch or "0")))
+        works = self.arch == needed if exact else self.arch >= needed
+        return None if works else f"it runs on {arch}, and this is sm_{self.arch}"
+
+    def view(self, name: str, array: Any) -> View:
+        assert isinstance(array, DeviceArray), name
+        address = array.host.ctypes.data
+        self._memory[address] = array
+        return View(address, array.shape, array.dtype.name, array.device, array)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        self.allocations += 1
+        return DeviceArray(np.empty(shape, dtype))
+
+    def load(self, source: Any, entry: str, *, defines: Any) -> Any:
+        self.loads += 1
+        return _Loaded(Kernel(source, entry, dict(defines)))
+
+    def bind(self, loaded: "_Loaded", geometry: Launch) -> Any:
+        kernel = loaded.kernel
+        params = kernel.module.entries[kernel.entry].params
+
+        def launch(arguments: int, stream: int) -> None:
+            self.launched.append((kernel.entry, stream))
+            if not self.runs:
+                return
+            pointers = (ctypes.c_uint64 * len(params)).from_address(arguments)
+            values = [ctypes.string_at(p, param.size) for p, param in zip(pointers, params, strict=True)]
+            args = [self._argument(value) for value in values]
+            grid, block = geometry.grid, geometry.block
+            emulator.run(kernel.module, kernel.entry, args, grid=grid, block=block, shared_bytes=geometry.shared_bytes)
+
+        return launch
+
+    def _argument(self, value: bytes) -> Any:
+        array = self._memory.get(int.from_bytes(value, "little")) if len(value) == 8 else None
+        return value if array is None else array.host
+
+
+class _Loaded:
+    parameter_bytes = None
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+
+def on_device(packed: Any) -> Any:
+    """Packed weights or activations as if `ptxlab.to_device` had brought them there."""
+    if isinstance(packed, np.ndarray):
+        return DeviceArray(packed)
+    import copy
+
+    moved = copy.copy(packed)
+    for name, value in vars(packed).items():
+        if isinstance(value, np.ndarray):
+            object.__setattr__(moved, name, DeviceArray(value))
+        elif isinstance(value, dict):
+            object.__setattr__(moved, name, {key: DeviceArray(array) for key, array in value.items()})
+    return moved

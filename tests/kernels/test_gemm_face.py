@@ -1,0 +1,306 @@
+"""`gemm_w4a8` without a GPU: on host arrays in the emulator, and its GPU side on a GPU that isn't one."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ptxlab
+from ptxlab import gpu, quant, reference
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.kernels.gemm import device, ladder
+from ptxlab.kernels.gemm.common import DTYPES, Step
+from tests.fake_gpu import DeviceArray, FakeGpu, on_device
+
+M, N, K = 5, 40, 256
+RNG = np.random.default_rng(0)
+X = RNG.integers(-128, 128, (M, K), dtype=np.int8)
+X_SCALE = RNG.uniform(1e-3, 1e-2, M).astype(np.float32)
+BIAS = RNG.standard_normal(N, dtype=np.float32)
+W = RNG.standard_normal((N, K), dtype=np.float32)
+GROUPED = quant.quantize_qoq(W, group=64)
+CHANNEL = quant.quantize_qoq_channel(W)
+WEIGHTS = {"qoq": ptxlab.pack(GROUPED, "qserve"), "qoq_channel": ptxlab.pack(CHANNEL, "qserve")}
+
+
+def expected(scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: np.ndarray = X) -> np.ndarray:
+    if scheme == "qoq":
+        integers, scale = GROUPED.exact_level1(), GROUPED.channel_scale
+    else:
+        integers, scale = CHANNEL.q4.astype(np.int32) - CHANNEL.zero[:, None], CHANNEL.scale
+    accumulators = reference.gemm_accumulators(x, integers)
+    return reference.gemm_epilogue(accumulators, X_SCALE[: len(x)], scale, bias, dtype)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    monkeypatch.setattr(device, "_prepared", {})
+    monkeypatch.setattr(device, "_shared", {})
+    return FakeGpu(monkeypatch)
+
+
+@pytest.mark.parametrize("scheme", WEIGHTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_output_on_the_host(scheme: str, dtype: str) -> None:
+    y = ptxlab.gemm_w4a8(X, X_SCALE, WEIGHTS[scheme], bias=BIAS, out_dtype=dtype, backend="emulator")
+    wanted = expected(scheme, dtype, BIAS)
+    assert y.dtype == wanted.dtype and np.array_equal(y, wanted)
+
+
+def test_accumulators_need_no_scale() -> None:
+    y = ptxlab.gemm_w4a8(X, weight=WEIGHTS["qoq"], out_dtype="int32", backend="emulator")
+    assert np.array_equal(y, expected("qoq", "int32"))
+
+
+def test_quantised_activations_bring_scale_and_sum() -> None:
+    activations = ptxlab.quantize_activations(RNG.standard_normal((M, K), dtype=np.float32), backend="emulator")
+    for weight in WEIGHTS.values():
+        y = ptxlab.gemm_w4a8(activations, weight=weight, backend="emulator")
+        given = ptxlab.gemm_w4a8(
+            activations.x_q, activations.scale, weight, x_sum=activations.token_sum, backend="emulator"
+        )
+        assert np.array_equal(y, given)
+
+
+def test_out_is_written_and_returned_and_decides_the_dtype() -> None:
+    out = np.zeros((M, N), np.float32)
+    assert ptxlab.gemm_w4a8(X, X_SCALE, WEIGHTS["qoq"], out=out, backend="emulator") is out
+    assert np.array_equal(out, expected("qoq", "float32"))
+
+
+def test_no_tokens_give_an_empty_result() -> None:
+    y = ptxlab.gemm_w4a8(X[:0], X_SCALE[:0], WEIGHTS["qoq_channel"], backend="emulator")
+    assert y.shape == (0, N) and y.dtype == np.float16
+
+
+def test_torch_on_the_cpu() -> None:
+    torch = pytest.importorskip("torch")
+    x, scale = torch.from_numpy(X), torch.from_numpy(X_SCALE)
+    y = ptxlab.gemm_w4a8(x, scale, WEIGHTS["qoq_channel"], out_dtype="bfloat16", backend="emulator")
+    assert y.dtype == torch.bfloat16
+    assert np.array_equal(y.view(torch.uint16).numpy(), expected("qoq_channel", "bfloat16"))
+
+
+def test_the_accumulators_kernel_reads_no_scale() -> None:
+    """On the GPU it is given a null pointer then; in the emulator that faults if it is read."""
+    spec, (source, *_) = ptxlab.find("gemm_w4a8_qoq_sm80")
+    logical = spec.example(np.random.default_rng(0), M=2, N=8, K=64, g=64)
+    inputs = spec.pack(logical)
+    del inputs["x_scale"]
+    args = tuple(replace(a, optional=True) if a.name == "x_scale" else a for a in spec.args)
+    outcome = ptxlab.runtime.run_spec(replace(spec, args=args), source, inputs, backend="emulator")
+    assert np.array_equal(outcome.outputs["y"], spec.reference(logical["weight"], logical["x"]))
+
+
+FEW = X[:, :128]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"weight": GROUPED}, r"gemm_w4a8: weight: must be a PackedWeight \(layout.pack\) \(got QoQWeight\)"),
+    ({"weight": None}, r"gemm_w4a8: weight: must be a PackedWeight .*\(got NoneType\)"),
+    ({"x_q": X[0]}, r"gemm_w4a8: x_q: must be an array \[M, K\] or PackedActivations \(got shape \(256,\)\)"),
+    ({"x_q": FEW}, r"gemm_w4a8: x_q: K must be 256 as the weight's \(got shape \(5, 128\)\)"),
+    ({"x_q": X.astype(np.int16)}, r"x: dtype int8 \(got int16\)"),
+    ({"x_scale": None}, r"gemm_w4a8: x_scale: must be given unless the output is int32 \(got nothing\)"),
+    ({"x_scale": X_SCALE[:3]}, r"x_scale: shape \[M\] .*\(got \(3,\)\)"),
+    ({"bias": BIAS[:8]}, r"bias: shape \[N\] .*\(got \(8,\)\)"),
+    ({"out": np.zeros((M, 8), np.float16)}, r"y: shape \[M, N\] .*\(got \(5, 8\)\)"),
+    ({"out": np.zeros((M, N))}, r"gemm_w4a8: out_dtype: must be one of float16, .*\(got float64\)"),
+    ({"out": np.zeros((M, N), np.float16), "out_dtype": "float32"}, r"y: dtype float32 \(got float16\)"),
+    ({"out_dtype": "int8"}, r"gemm_w4a8: out_dtype: must be one of float16, bfloat16, float32, int32 \(got int8\)"),
+    ({"kernel": "gemm"}, r"gemm_w4a8: kernel: must be one of gemm_w4a8_qoq_sm80, .*\(got gemm\)"),
+    (
+        {"kernel": "gemm_w4a8_qoq_channel_sm80"},
+        r"gemm_w4a8: weight: must be qoq_channel in qserve \(gemm_w4a8_qoq_channel_sm80\) \(got qoq in qserve\)",
+    ),
+    ({"weight": ptxlab.pack(GROUPED, "comet")}, r"gemm_w4a8: weight: must be qoq in qserve .*\(got qoq in comet\)"),
+    ({"backend": "tpu"}, r"backend: one of gpu, emulator \(got tpu\)"),
+    ({"workspace": 5}, r"gemm_w4a8: workspace: must come from gemm_workspace \(got int\)"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[next(iter(change)) for change, _ in REFUSED])
+def test_bad_input_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    given = {"x_q": X, "x_scale": X_SCALE, "weight": WEIGHTS["qoq"], "backend": "emulator", **change}
+    with pytest.raises(ArgumentError, match=message) as raised:
+        ptxlab.gemm_w4a8(**given)
+    assert "\n" not in str(raised.value)
+
+
+def test_packed_activations_have_their_own_scale_and_an_order() -> None:
+    tiles = ptxlab.quantize_activations(np.ones((M, K), np.float32), layout="tiles", rows=8, backend="emulator")
+    with pytest.raises(ArgumentError, match=r"x_scale: must be None: PackedActivations have theirs"):
+        ptxlab.gemm_w4a8(tiles, X_SCALE, WEIGHTS["qoq"])
+    with pytest.raises(ArgumentError, match=r"x_q: must be row_major for gemm_w4a8_qoq_sm80 \(got tiles\)"):
+        ptxlab.gemm_w4a8(tiles, weight=WEIGHTS["qoq"])
+
+
+# --- the GPU side ----------------------------------------------------------------------------------------------------
+
+
+def call(scheme: str = "qoq", x: np.ndarray = X, **options: Any) -> Any:
+    return ptxlab.gemm_w4a8(DeviceArray(x), DeviceArray(X_SCALE[: len(x)]), on_device(WEIGHTS[scheme]), **options)
+
+
+@pytest.mark.parametrize("scheme", WEIGHTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_output_from_device_arrays(fake: FakeGpu, scheme: str, dtype: str) -> None:
+    y = call(scheme, bias=DeviceArray(BIAS), out_dtype=dtype)
+    wanted = expected(scheme, dtype, BIAS)
+    assert y.dtype == wanted.dtype and np.array_equal(y.host, wanted)
+    sums = [("sum_activations_s8", 7)] if scheme == "qoq_channel" else []
+    name = {"qoq": "gemm_w4a8_qoq_sm80", "qoq_channel": "gemm_w4a8_qoq_channel_sm80"}[scheme]
+    assert fake.launched == [*sums, (name, 7)]
+
+
+def test_after_the_first_call_of_a_shape_nothing_is_loaded_or_allocated(fake: FakeGpu) -> None:
+    out = fake.empty((M, N), "float16")
+    call("qoq_channel", out=out)
+    loads, allocations = fake.loads, fake.allocations
+    assert loads == 2
+    for stream in (7, 7):
+        fake.stream = stream
+        assert call("qoq_channel", out=out) is out
+    assert (fake.loads, fake.allocations) == (loads, allocations)
+    assert np.array_equal(out.host, expected("qoq_channel"))
+    fake.stream = 9  # calls on another stream may run at the same time: they get memory of their own
+    call("qoq_channel", out=out)
+    assert (fake.loads, fake.allocations) == (loads, allocations + 1)
+    assert fake.launched[-1] == ("gemm_w4a8_qoq_channel_sm80", 9)
+
+
+def test_a_given_sum_or_packed_activations_need_no_other_kernel(fake: FakeGpu) -> None:
+    y = call("qoq_channel", x_sum=DeviceArray(X.sum(axis=1, dtype=np.int32)))
+    assert [name for name, _ in fake.launched] == ["gemm_w4a8_qoq_channel_sm80"]
+    assert np.array_equal(y.host, expected("qoq_channel"))
+
+
+def test_accumulators_from_device_arrays_need_no_scale(fake: FakeGpu) -> None:
+    y = ptxlab.gemm_w4a8(DeviceArray(X), weight=on_device(WEIGHTS["qoq"]), out_dtype="int32")
+    assert np.array_equal(y.host, expected("qoq", "int32"))
+
+
+def test_no_tokens_launch_nothing(fake: FakeGpu) -> None:
+    assert call(x=X[:0]).shape == (0, N)
+    out = fake.empty((0, N), "float16")
+    assert call(x=X[:0], out=out) is out
+    assert fake.launched == [] and fake.loads == 0
+
+
+def test_a_workspace_serves_fewer_tokens_too(fake: FakeGpu) -> None:
+    weight = on_device(WEIGHTS["qoq_channel"])
+    workspace = ptxlab.gemm_workspace(weight, M)
+    assert workspace.nbytes == 4 * M and ptxlab.gemm_workspace(on_device(WEIGHTS["qoq"]), M).nbytes == 0
+    for tokens in (M, 2):
+        y = call("qoq_channel", x=X[:tokens], workspace=workspace)
+        assert np.array_equal(y.host, expected("qoq_channel", x=X[:tokens]))
+    with pytest.raises(
+        ArgumentError, match=r"workspace: must be gemm_workspace\(weight, 5\) or larger \(got one for M=2"
+    ):
+        call("qoq_channel", workspace=ptxlab.gemm_workspace(weight, 2))
+
+
+def test_a_capture_is_told_what_to_make_before_it(fake: FakeGpu) -> None:
+    out, workspace = fake.empty((M, N), "float16"), ptxlab.gemm_workspace(on_device(WEIGHTS["qoq_channel"]), M)
+    fake.capturing = True
+    with pytest.raises(
+        ArgumentError, match=r"gemm_w4a8: out: must be given in a capture: make an array \[5, 40\] of float"
+    ):
+        call()
+    with pytest.raises(ArgumentError, match=r"gemm_w4a8: the first call of a shape loads .*\(got M=5, N=40, K=256\)"):
+        call(out=out)
+    with pytest.raises(
+        ArgumentError, match=r"workspace: must be given in a capture .*make gemm_workspace\(weight, 5\)"
+    ):
+        call("qoq_channel", out=out)
+    assert fake.launched == [] and fake.loads == 0
+    fake.capturing = False
+    call("qoq_channel", out=out, workspace=workspace)
+    fake.capturing, allocations = True, fake.allocations
+    call("qoq_channel", out=out, workspace=workspace)
+    assert fake.allocations == allocations and np.array_equal(out.host, expected("qoq_channel"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x_q": DeviceArray(X.astype(np.uint8))}, r"x_q: dtype int8 \(got uint8\)"),
+        ({"x_q": DeviceArray(X, device=1)}, r"x_q: on the current device 0 \(got device 1\)"),
+        ({"x_scale": DeviceArray(X_SCALE[:3])}, r"x_scale: shape \[5\] \(got \[3\]\)"),
+        ({"x_scale": DeviceArray(X_SCALE.astype(np.float64))}, r"x_scale: dtype float32 \(got float64\)"),
+        ({"bias": DeviceArray(BIAS[:8])}, r"bias: shape \[40\] \(got \[8\]\)"),
+        ({"out": DeviceArray(np.zeros((N, M), np.float16))}, r"out: shape \[5, 40\] \(got \[40, 5\]\)"),
+        ({"backend": "emulator"}, r"backend: arrays on the CPU"),
+    ],
+)
+def test_bad_device_arrays_are_refused_before_any_launch(fake: FakeGpu, change: dict[str, Any], message: str) -> None:
+    given = {"x_q": DeviceArray(X), "x_scale": DeviceArray(X_SCALE), "weight": on_device(WEIGHTS["qoq"]), **change}
+    with pytest.raises(ArgumentError, match=message):
+        ptxlab.gemm_w4a8(**given)
+    assert fake.launched == [] and fake.loads == 0
+
+
+def test_host_activations_and_a_weight_on_the_gpu_are_refused(fake: FakeGpu) -> None:
+    with pytest.raises(ArgumentError, match=r"gemm_w4a8: qweight: must be on the host, as x_q is"):
+        ptxlab.gemm_w4a8(X, X_SCALE, on_device(WEIGHTS["qoq"]))
+
+
+@pytest.fixture
+def hopper_step(monkeypatch: pytest.MonkeyPatch) -> Step:
+    """As if there were another step for Hopper alone, for the same activations and the weight in another packing."""
+    first = ladder.LADDER[0]
+    spec = replace(first.spec, name="gemm_w4a8_qoq_sm90", arch="sm_90a", exact_arch=True)
+    step = replace(first, spec=spec, packing="comet")
+    monkeypatch.setattr(ladder, "LADDER", (*ladder.LADDER, step))
+    return step
+
+
+def test_an_arch_that_lacks_the_kernel_is_told_which_would_do(fake: FakeGpu, hopper_step: Step) -> None:
+    weight = ptxlab.pack(GROUPED, "comet")
+    fake.arch = 80
+    message = (
+        r"gemm_w4a8: qoq in comet takes gemm_w4a8_qoq_sm90: it runs on sm_90a, and this is sm_80; "
+        r"here a weight can be qoq in qserve \(gemm_w4a8_qoq_sm80\)"
+    )
+    with pytest.raises(UnavailableError, match=message):
+        ladder.choose(weight, "row_major", M, kernel=None, backend="gpu")
+    assert ladder.choose(weight, "row_major", M, kernel=None, backend="emulator") is hopper_step
+    fake.arch = 75
+    with pytest.raises(UnavailableError, match=r'this is sm_75; pass backend="emulator"'):
+        ladder.choose(weight, "row_major", M, kernel=None, backend="gpu")
+
+
+def test_the_highest_step_that_suits_and_runs_is_taken(
+    fake: FakeGpu, hopper_step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    higher = replace(hopper_step, packing="qserve", suits="M >= 16")
+    monkeypatch.setattr(ladder, "LADDER", (*ladder.LADDER[:2], higher))
+
+    def chosen(M: int, **options: Any) -> str:
+        options = {"kernel": None, "backend": None, **options}
+        return ladder.choose(WEIGHTS["qoq"], "row_major", M, **options).spec.name
+
+    assert chosen(16) == "gemm_w4a8_qoq_sm90" and chosen(15) == "gemm_w4a8_qoq_sm80"
+    assert chosen(16, kernel="gemm_w4a8_qoq_sm80") == "gemm_w4a8_qoq_sm80"
+    assert chosen(15, kernel="gemm_w4a8_qoq_sm90") == "gemm_w4a8_qoq_sm90"
+    fake.arch = 89
+    assert chosen(16) == chosen(16, backend="gpu") == "gemm_w4a8_qoq_sm80"
+    assert chosen(16, backend="emulator") == "gemm_w4a8_qoq_sm90"
+
+
+def test_shapes_are_remembered_up_to_a_limit(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_MOST_SHAPES", 2)
+    fake.runs = False
+    for tokens in (1, 2, 3, 1):
+        call(x=X[:tokens])
+    assert len(device._prepared) <= 2 and fake.loads == 4
+
+
+def test_a_packed_weight_goes_to_the_gpu_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "device_info", lambda: None)
+    monkeypatch.setattr(gpu, "to_device", lambda array: array.copy())
+    moved = ptxlab.to_device(WEIGHTS["qoq"])
+    assert moved.scheme == "qoq" and moved.buffers["qweight"] is not WEIGHTS["qoq"].buffers["qweight"]
+    activations = ptxlab.quantize_activations(np.ones((2, 32), np.float32), backend="emulator")
+    assert np.array_equal(ptxlab.to_device(activations).x_q, activations.x_q)
+    with pytest.raises(ArgumentError, match=r"packed: must be a PackedWeight or PackedActivations \(got ndarray\)"):
+        ptxlab.to_device(X)
