@@ -113,9 +113,7 @@ class InFlight(Watcher):
         if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
             self.unfenced(effect, *effect.writes, "copies over", "that may land behind the copy")
 
-    def unfenced(
-        self, effect: Effect, lanes: Array, starts: Array, sizes: Array, does: str, consequence: str
-    ) -> None:  # fmt: skip
+    def unfenced(self, effect: Effect, lanes: Array, starts: Array, sizes: Array, does: str, consequence: str) -> None:
         """Report bytes that threads have written, and not fenced since."""
         assert self.dirty is not None
         places = spans(starts, sizes)
@@ -126,10 +124,8 @@ class InFlight(Watcher):
         if hit.any():
             first = int(np.argmax(hit))
             writer = self.machine.code[int(marks[first] >> _LANE & (1 << _TIME - _LANE) - 1)]
-            message = (
-                f"{does} {self.memory.byte(int(places[first]))}, which line {writer.line}, `{writer.text}`, wrote "
-            )
-            message += f"without a fence.proxy.async behind it: {consequence}"
+            wrote = f"line {writer.line}, `{writer.text}`, wrote without a fence.proxy.async behind it"
+            message = f"{does} {self.memory.byte(int(places[first]))}, which {wrote}: {consequence}"
             self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
     def soil(self, instruction: Instruction, lanes: Lanes, starts: Array, sizes: Array) -> None:
