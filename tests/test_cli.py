@@ -135,6 +135,17 @@ def test_run_late_shows_what_a_missing_wait_does(cli: Any, tmp_path: Path) -> No
             assert (stored["out"][0] == 5) == right
 
 
+def test_run_compiles_a_file_for_the_architecture_that_it_needs(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "k.cu").write_text('extern "C" __global__ void k(int* arch) { *arch = __CUDA_ARCH__; }')
+    given, got = tmp_path / "in.npz", tmp_path / "o.npz"
+    np.savez(given, arch=np.zeros(1, np.int32))
+    command = ("run", tmp_path / "k.cu", "--in", given, "--out", got, "--backend", "emulator")
+    for more, seen in (((), 800), (("--arch", "sm_90a"), 900)):
+        assert cli(*command, *more)[0] == 0
+        with np.load(got) as stored:
+            assert stored["arch"][0] == seen
+
+
 def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "add4.ptx").write_text(PTX_ADD4)
     a = np.full(32, 0xFF, np.uint32)

@@ -50,13 +50,7 @@ def bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
     opcode.flag("tile")  # the mode of a tensor copy that is meant without it too
     told, multicast = opcode.flag("mbarrier::complete_tx::bytes"), opcode.flag("multicast::cluster")
     to, origin = (*opcode.modifiers, "", "")[:2]
-    if told == opcode.flag("bulk_group"):
-        raise UnknownOpcode(instruction.opcode)
-    legal = [(space, "global") for space in SHARED[1:]]
-    legal += [] if tensor or multicast else [("shared::cluster", "shared::cta")]
-    if (to, origin) not in (legal if told else [] if tensor or multicast else [("global", "shared::cta")]):
-        raise UnknownOpcode(instruction.opcode)
-    if multicast and to != "shared::cluster":
+    if told == opcode.flag("bulk_group") or (to, origin) not in _ways(tensor, told, multicast):
         raise UnknownOpcode(instruction.opcode)
     opcode.modifiers = [word for word in opcode.modifiers if word not in (to, origin)]
     target, source, *more = instruction.operands
@@ -66,6 +60,16 @@ def bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
     if size is None:
         return _boxes(machine, instruction, source, place, route)
     return _runs(machine, instruction, source, origin, size, place, route)
+
+
+def _ways(tensor: bool, told: bool, multicast: bool) -> set[tuple[str, str]]:
+    """What copies of a kind go (to, from)."""
+    if multicast:
+        return {("shared::cluster", "global")} if told else set()
+    if told:
+        filled = {("shared::cta", "global"), ("shared::cluster", "global")}
+        return filled if tensor else filled | {("shared::cluster", "shared::cta")}
+    return set() if tensor else {("global", "shared::cta")}
 
 
 def _route(machine: Machine, instruction: Instruction, more: list[ir.Operand], told: bool, multicast: bool) -> Route:
@@ -138,6 +142,15 @@ def _boxes(machine: Machine, instruction: Instruction, source: ir.Operand, place
             raise MemoryFault(f"{where}: no argument that is a tensor map is at address {offset + BASE:#x}")
         return known
 
+    def aligned(tensor_map: TensorMap, indices: Array, columns: Array) -> None:
+        """Refuse columns that hardware takes for an illegal instruction (seen on an H200)."""
+        wrong = columns * tensor_map.itemsize % 16 != 0
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            where = machine.fault_place(instruction, int(indices[first]))
+            rule = f"the column has to be a multiple of {16 // tensor_map.itemsize}, 16 bytes"
+            raise MemoryFault(f"{where}: {rule}, not {int(columns[first])}")
+
     def copy(lanes: Lanes) -> None:
         everybody = indices_of(lanes)
         maps = np.broadcast_to(read_map(lanes).view(np.int64) + shift, everybody.shape)
@@ -146,6 +159,7 @@ def _boxes(machine: Machine, instruction: Instruction, source: ir.Operand, place
             mine = maps == offset
             indices = everybody[mine]
             tensor_map, start = map_at(offset, int(indices[0]))
+            aligned(tensor_map, indices, columns[mine])
             targets = place(as_lanes(indices), np.full(len(indices), tensor_map.box_bytes))
             who, targets, barriers = route(as_lanes(indices), targets)
             pending.issue(

@@ -94,7 +94,8 @@ def copies(draw: st.DrawFn) -> tuple:
     )
     array = array.astype(np.uint8).view(dtype)
     rows = draw(st.integers(1, min(256, 12288 // (width * dtype.itemsize))))
-    row, column = draw(st.integers(-rows - 2, 42)), draw(st.integers(-width - 5, columns + 5))
+    row = draw(st.integers(-rows - 2, 42))
+    column = unit * draw(st.integers(-(width // unit) - 2, columns // unit + 2))  # of whole 16 bytes
     return array, (rows, width), swizzle, row, column, 128 * draw(st.integers(0, 8)), draw(st.integers(0, 1))
 
 
@@ -134,6 +135,7 @@ def test_overlapping_boxes_are_found() -> None:
 @pytest.mark.parametrize(
     ("change", "options", "error", "message"),
     [
+        ((), {"column": 8}, MemoryFault, r"the column has to be a multiple of 16, 16 bytes, not 8"),
         ((), {"place": 64}, MemoryFault, "not a multiple of the 128 bytes"),
         ((), {"place": 32768 - 1024}, MemoryFault, "2048 bytes at shared address .* out of bounds"),
         (('"l"(&map), "r"(column', '"l"(image), "r"(column'), {}, MemoryFault, "no argument that is a tensor map"),
@@ -203,8 +205,8 @@ share(const __grid_constant__ TensorMap map, unsigned* image, int mask) {
     if (threadIdx.x == 0)
         asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-                     :: "r"(at(tile) + rank * 1024), "l"(&map), "r"(64), "r"(rank * 8), "r"(at(&full)), "h"((short)mask)
-                     : "memory");
+                     :: "r"(at(tile) + rank * 1024), "l"(&map), "r"(64), "r"(rank * 8),
+                        "r"(at(&full)), "h"((short)mask) : "memory");
     asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;"
                  "@!done bra AGAIN; }" :: "r"(at(&full)) : "memory");
     for (int i = threadIdx.x; i < 1024; i += 64) image[rank * 1024 + i] = tile[i];
