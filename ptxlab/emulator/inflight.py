@@ -115,9 +115,7 @@ class InFlight(Watcher):
         if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
             self.unfenced(effect, *effect.writes, "copies over", "that may land behind the copy")
 
-    def unfenced(
-        self, effect: Effect, lanes: Array, starts: Array, sizes: Array, does: str, consequence: str
-    ) -> None:  # fmt: skip
+    def unfenced(self, effect: Effect, lanes: Array, starts: Array, sizes: Array, does: str, consequence: str) -> None:
         """Report bytes that threads have written, and not fenced since."""
         assert self.dirty is not None
         places = spans(starts, sizes)

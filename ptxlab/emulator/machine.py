@@ -36,6 +36,8 @@ Step = Callable[[Lanes], Outcome]
 # So many instructions are dispatched lowest-pc-first, which reconverges lanes; then as many in turn, so that lanes
 # spinning on a flag cannot starve the one that will set it.
 TURN = 2000
+# What lanes wait for at an mbarrier lands after so many at the latest: lanes that spin on a flag may wait for these.
+SOON = 250
 # So often in a row, when nothing else can run, whoever waits at an mbarrier is told "not yet" before that counts as
 # a deadlock.
 PATIENCE = 50
@@ -83,7 +85,8 @@ class Machine(Wave):
         self.mbarriers: dict[int, MBarrier] = {}  # by arena offset
         self.pending = Pending(self)
         self.budget: RegisterBudget | None = None  # of a kernel that has setmaxnreg
-        self.turn = self.vain = 0
+        self.soon = launch.steps + SOON
+        self.vain = 0
         everybody, _ = split(slice(0, self.lanes), self.alive)
         assert everybody is not None
         self.ready: dict[int, Lanes] = {0: everybody}
@@ -174,10 +177,10 @@ class Machine(Wave):
         end = len(steps)
         last = -1
         while ready:
+            if launch.steps >= self.soon:
+                self.soon = launch.steps + SOON
+                self.pending.advance(only_awaited=True)
             turn = launch.steps // TURN
-            if turn != self.turn:
-                self.turn = turn
-                self.pending.advance(only_awaited=True)  # lanes that spin on a flag may wait for the lanes that wait
             pc = min((p for p in ready if p > last), default=min(ready)) if turn & 1 else min(ready)
             lanes = ready.pop(pc)
             last, start, outcome = pc, pc, None

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # An event fits in 64 bits: strong (1), instruction index + 1 (20), actor (16), lane (5), time (22); 0 is none.
 _LANE, _ACTOR, _CODE, _STRONG = np.uint64(22), np.uint64(27), np.uint64(43), np.uint64(1 << 63)
+_WEAK = np.uint64(0)
 _TIMES, _LANES, _ACTORS, _CODES = (np.uint64((1 << bits) - 1) for bits in (22, 5, 16, 20))
 
 
@@ -92,34 +93,43 @@ class Races(Watcher):
 
     def events(self, access: Access, lanes: Lanes, offsets: Array, strong: bool) -> tuple[Array, Array, Array]:
         """Per byte: its place, the thread (as a lane of the wave), and the event as it is stored."""
-        threads = np.repeat(indices_of(lanes), access.size)
-        places = (offsets[:, None] + np.arange(access.size)).reshape(-1)
+        threads = indices_of(lanes)
         warps = threads // 32
-        now = self.seen[warps, warps].astype(np.uint64)
-        event = now | self.actor(access.instruction, warps) | threads.astype(np.uint64) % 32 << _LANE
-        return places, threads, event | (_STRONG if strong else np.uint64(0))
+        events = self.event(access.instruction, threads, warps, self.seen[warps, warps], strong)
+        places = (offsets[:, None] + np.arange(access.size)).reshape(-1)
+        return places, np.repeat(threads, access.size), np.repeat(events, access.size)
 
-    def actor(self, instruction: Instruction, actors: Array) -> Array:
-        """The part of an event that tells who did it, by which instruction."""
-        return actors.astype(np.uint64) << _ACTOR | np.uint64(self.machine.index[id(instruction)] + 1) << _CODE
+    def event(self, instruction: Instruction, threads: Array, actors: Array, times: Array, strong: bool) -> Array:
+        """What is stored of each thread: who did it, when, by which instruction."""
+        event = times.astype(np.uint64) | threads.astype(np.uint64) % 32 << _LANE | actors.astype(np.uint64) << _ACTOR
+        return event | np.uint64(self.machine.index[id(instruction)] + 1) << _CODE | (_STRONG if strong else _WEAK)
 
     def remember_reads(self, places: Array, threads: Array, events: Array) -> None:
         """Two concurrent readers per byte."""
         replace = ~self.unordered(self.reads[places], threads)  # what it replaces lies before it, so nothing is lost
-        self.reads[places[replace]] = events[replace]
-        second = ~replace | (self.reads[places] != events)
-        self.other_reads[places[second]] = events[second]
+        if replace.all():
+            self.reads[places] = events
+            second = self.reads[places] != events
+        else:
+            self.reads[places[replace]] = events[replace]
+            second = ~replace | (self.reads[places] != events)
+        if second.any():
+            self.other_reads[places[second]] = events[second]
 
     def unordered(self, past: Array, threads: Array) -> Array:
         """Which past events are of others, and not known to lie before the present of `threads`."""
-        late: Array = past != 0
-        some = np.flatnonzero(late)  # most bytes are met for the first time
-        past, threads = past[some], threads[some]
+        if not past.any():  # most bytes are met for the first time
+            return np.zeros(len(past), bool)
+        # neighbouring bytes have the same past
+        first = np.flatnonzero((past[1:] != past[:-1]) | (threads[1:] != threads[:-1])) + 1
+        starts = np.concatenate(([0], first))
+        counts = np.diff(starts, append=len(past))
+        past, threads = past[starts], threads[starts]
         time, warps = (past & _TIMES).astype(np.int32), threads // 32
         other = (past >> _ACTOR & _ACTORS).astype(np.intp)
         beside = (other == warps) & ((past >> _LANE & _LANES).astype(np.intp) != threads % 32)
-        late[some] = self.seen[warps, other] < time + beside
-        return late
+        late: Array = (past != 0) & (self.seen[warps, other] < time + beside)
+        return np.repeat(late, counts)
 
     def compare(self, instruction: Instruction, sizes: Sizes, lanes: Lanes, places: Array, threads: Array,
                 events: Array, strong: bool, what: str, among: Array | None = None) -> None:  # fmt: skip
@@ -148,9 +158,10 @@ class Races(Watcher):
         """What the engine reads and writes, it does from now on until somebody has waited for it."""
         for lanes, starts, sizes, writes in ((*effect.reads, False), (*effect.writes, True)):
             places, threads = spans(starts, sizes), np.repeat(lanes, sizes)
-            events = self.actor(effect.instruction, self.warps + threads // 32) | np.uint64(effect.serial)
-            events |= threads.astype(np.uint64) % 32 << _LANE
-            strong = effect.accumulates  # as an atomic
+            strong = writes and effect.accumulates  # as an atomic
+            serials = np.full(len(lanes), effect.serial)
+            events = self.event(effect.instruction, lanes, self.warps + lanes // 32, serials, strong)
+            events = np.repeat(events, sizes)
             at = effect.instruction, sizes, lanes, places, threads
             if not writes:
                 self.compare(*at, self.writes, False, "read of")
@@ -159,7 +170,7 @@ class Races(Watcher):
             for past in (self.writes, self.reads, self.other_reads):
                 self.compare(*at, past, strong, "write to")
             self.reads[places] = self.other_reads[places] = 0
-            self.writes[places] = events | (_STRONG if strong else np.uint64(0))
+            self.writes[places] = events
 
     def same_instruction(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Two lanes that store different values to one address; strong stores may."""

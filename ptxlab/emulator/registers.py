@@ -32,12 +32,15 @@ class RegistersInUse(Watcher):
         self.used = np.zeros(shape, np.uint8)
         self.written = np.zeros(shape, np.int32)  # since the last fence: by which instruction, its index + 1
         self.fenced = np.zeros(machine.lanes, bool)
+        multiplies = (i for i in machine.code if i.opcode.startswith("wgmma.mma_async"))
+        self.concerned = {register.index for i in multiplies for register in words((*i.destinations, *i.sources))}
 
     def around(self, instruction: Instruction, step: Step) -> Step:
         """Look at sources and destinations before; remember destinations after."""
         if instruction.opcode.startswith("wgmma"):
             return step
-        sources, targets = words(instruction.sources), words(instruction.destinations)
+        some = instruction.sources, instruction.destinations
+        sources, targets = ([r for r in words(of) if r.index in self.concerned] for of in some)
         if not sources and not targets:
             return step
 

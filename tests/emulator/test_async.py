@@ -244,6 +244,28 @@ def test_polling_lanes_may_do_other_things():
 
 
 @both_modes
+def test_lanes_may_spin_while_others_wait_for_what_is_late(mode):
+    """The lower warp polls a flag that the upper one raises when its seven copies have come, one after the other."""
+    body = """@%q mbarrier.init.shared.b64 [%r5], 1;
+    @%q fence.mbarrier_init.release.cluster;
+    bar.sync 0; mov.u32 %r10, 0; mov.u32 %r11, 0;
+    setp.lt.u32 %p, %r0, 32; @%p bra SPIN;
+    NEXT: setp.ne.u32 %p, %r0, 32; @%p bra WAIT;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r5], 512;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%x3], 512, [%r5];
+    WAIT: mbarrier.try_wait.parity.shared.b64 %p, [%r5], %r11; @!%p bra WAIT;
+    bar.warp.sync -1;
+    xor.b32 %r11, %r11, 1; add.u32 %r10, %r10, 1; setp.lt.u32 %p, %r10, 7; @%p bra NEXT;
+    ld.shared.u32 %s, [%r6]; st.release.gpu.global.u32 [%x3+2048], %s; bra END;
+    SPIN: nanosleep.u32 20; ld.acquire.gpu.global.u32 %r9, [%x3+2048]; setp.ne.u32 %p, %r9, 1; @%p bra SPIN;
+    mov.u32 %s, 9;
+    END:
+    """
+    out, found = outcome(body, threads=64, mode=mode, max_steps=10_000)
+    assert not found and out.tolist() == [9] * 32 + [1] * 32
+
+
+@both_modes
 @pytest.mark.parametrize("order", ["relaxed.cta", "release.cta"])
 def test_arrivals_hand_knowledge_on(order, mode):
     """The upper warp writes and arrives; the lower one waits and reads."""

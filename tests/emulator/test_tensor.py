@@ -203,8 +203,8 @@ share(const __grid_constant__ TensorMap map, unsigned* image, int mask) {
     if (threadIdx.x == 0)
         asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
                      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;"
-                     :: "r"(at(tile) + rank * 1024), "l"(&map), "r"(64), "r"(rank * 8), "r"(at(&full)), "h"((short)mask)
-                     : "memory");
+                     :: "r"(at(tile) + rank * 1024), "l"(&map), "r"(64), "r"(rank * 8),
+                        "r"(at(&full)), "h"((short)mask) : "memory");
     asm volatile("{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;"
                  "@!done bra AGAIN; }" :: "r"(at(&full)) : "memory");
     for (int i = threadIdx.x; i < 1024; i += 64) image[rank * 1024 + i] = tile[i];
