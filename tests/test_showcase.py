@@ -50,7 +50,7 @@ def line_of(name: str, text: str) -> int:
 
 
 FOUND = {  # kind, what is on the line that is found, on the one that called it, and in the message
-    "missing_proxy_fence": ("async-dirty", '"l"(a), "l"(b));', "wgmma(d, ", r"no fence\.proxy\.async since"),
+    "missing_proxy_fence": ("async-dirty", '"l"(a), "l"(b));', "wgmma(d, ", r"without a fence\.proxy\.async behind it"),
     "reused_fragment": ("async", "a[0] = ", None, r"still in use by line \d+ .*`wgmma.* nobody has waited"),
     "carrying_multiply": ("carry", "mul.lo.u32", "__vsub4(low, z)", r"lane 1 is disturbed by lane 0 .* < 0"),
 }

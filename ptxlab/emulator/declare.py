@@ -65,8 +65,10 @@ class Declarations(Cursor):
     def move_to(self, source: str) -> None:
         """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
         paths = {n: source if p in (source, os.path.abspath(source)) else p for n, p in self.files.items()}
+        places: list[tuple[str, int]] = []
         for instruction, frames in self.locations:
-            places = [(paths[file], line) for file, line in frames if line and file in paths]
+            # what has no place of its own, such as a constant that the compiler moved, is shown where the text stands
+            places = [(paths[file], line) for file, line in frames if line and file in paths] or places
             if places:
                 (instruction.path, instruction.line), *callers = places
                 instruction.callers = tuple(callers)

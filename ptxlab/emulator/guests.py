@@ -40,6 +40,8 @@ class Guests(Watcher):
         """Shared memory is named by the window of the cluster, or by a generic address."""
         if access.space not in ("shared::cluster", "generic"):
             return
+        if ".async" in access.instruction.opcode:  # it looks at the mbarrier; the visit is the effect
+            return
         indices = indices_of(lanes)
         warps = indices // 32
         self.visit(access.instruction, indices, offsets, warps, self.races.seen[warps, warps])

@@ -85,16 +85,16 @@ MISTAKES = {
         r"async: .*mma_async.* takes %r\d+, which line \d+, `add\.u32 .* wrote, and no wgmma\.fence since"),
     "a sum is read while it is computed": (
         COMMIT, COMMIT + 'asm volatile("{ .reg .b32 t; mov.b32 t, %0; }" :: "r"(d[0]));',
-        r"async: .*mov\.b32 t.* reads %r\d+, still in use by line \d+, `.*mma_async"),
+        r"async: .*mov\.b32 t.* reads %r\d+, still in use by line \d+ .*`.*mma_async"),
     "products are not committed": (
         COMMIT, "",
-        r"async: .* %r\d+, still in use by line \d+, `.*mma_async"),
+        r"async: .* %r\d+, still in use by line \d+ .*`.*mma_async"),
     "products are not waited for": (
         'asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");', "",
-        r"async: .* %r\d+, still in use by line \d+, `.*mma_async"),
+        r"async: .* %r\d+, still in use by line \d+ .*`.*mma_async"),
     "the last products are not waited for": (
         "wgmma.wait_group.sync.aligned 0", "wgmma.wait_group.sync.aligned 1",
-        r"async: .* %r\d+, still in use by line \d+, `.*mma_async"),
+        r"async: .* %r\d+, still in use by line \d+ .*`.*mma_async"),
     "sums are sent over those that are read": (
         "wait(at(&s.taken), round ^ 1);", "", r"race: .*st\.shared::cluster.* write to .*`ld\.shared"),
     "sums are not announced": ("                arrive_there(of_block(at(&s.sent), 0));\n", "", NEVER),
