@@ -59,7 +59,7 @@ SURVIVORS = (
 )
 
 
-def mutants(text: str) -> Iterator[tuple[str, str]]:
+def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[str, str]]:
     """(description, whole text) of every mutant; without comments, as annotations fit only the original opcode."""
     lines = [line.partition("//")[0].rstrip() for line in text.splitlines()]
     for number, line in enumerate(lines):
@@ -67,8 +67,8 @@ def mutants(text: str) -> Iterator[tuple[str, str]]:
         if found is None:
             continue
         start, opcode = found.start("opcode"), found["opcode"]
-        if SIBLINGS[opcode] != opcode:
-            changed = line[:start] + SIBLINGS[opcode] + line[start + len(opcode) :]
+        if siblings[opcode] != opcode:
+            changed = line[:start] + siblings[opcode] + line[start + len(opcode) :]
             yield (
                 f"{number + 1}: {opcode} => {changed.strip()}",
                 "\n".join([*lines[:number], changed, *lines[number + 1 :]]),

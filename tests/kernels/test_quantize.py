@@ -223,3 +223,12 @@ def test_no_gpu_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ptxlab.gpu, "why_not", lambda *a, **k: "no NVIDIA driver found")
     with pytest.raises(UnavailableError, match="no NVIDIA driver found"):
         ptxlab.quantize_activations(np.ones((2, 32), np.float32), backend="gpu")
+
+
+def test_an_older_gpu_is_said(fake: FakeGpu) -> None:
+    fake.arch = 75
+    with pytest.raises(
+        UnavailableError, match=r"quantize_activations: it runs on sm_80, and this is sm_75; pass backend="
+    ):
+        ptxlab.quantize_activations(DeviceArray(np.ones((2, 32), np.float16)))
+    assert fake.loads == 0

@@ -134,19 +134,22 @@ def _prepare(call: Call, device: int) -> _Prepared:
 def _views(call: Call, prepared: _Prepared, device: int) -> dict[str, gpu.View]:
     """Every array of the call by argument name, checked."""
     M, N = call.M, call.weight.N
-    views = {"x": gpu.view("x_q", call.x_q).require("x_q", "int8", prepared.x_shape, device)}
+    wanted = [("x", "gemm_w4a8: x_q", call.x_q, "int8", prepared.x_shape)]
     if call.x_scale is not None:
-        views["x_scale"] = gpu.view("x_scale", call.x_scale).require("x_scale", "float32", (M,), device)
+        wanted.append(("x_scale", "gemm_w4a8: x_scale", call.x_scale, "float32", (M,)))
     if call.x_sum is not None and prepared.step.needs_sum:
-        views["x_sum"] = gpu.view("x_sum", call.x_sum).require("x_sum", "int32", (M,), device)
+        wanted.append(("x_sum", "gemm_w4a8: x_sum", call.x_sum, "int32", (M,)))
     if call.bias is not None:
-        views["bias"] = gpu.view("bias", call.bias).require("bias", "float32", (N,), device)
+        wanted.append(("bias", "gemm_w4a8: bias", call.bias, "float32", (N,)))
     if call.out is not None:
-        views["y"] = gpu.view("out", call.out).require("out", call.dtype, (M, N), device)
-    for name, buffer in prepared.step.buffers:  # their dtypes and shapes are the PackedWeight's own concern
-        views[name] = view = gpu.view("weight", call.weight.buffers[buffer])
+        wanted.append(("y", "gemm_w4a8: out", call.out, call.dtype, (M, N)))
+    views = {}
+    for name, label, array, dtype, shape in wanted:
+        views[name] = gpu.view(label, array).require(label, dtype, shape, device)
+    for name, buffer in prepared.step.buffers:  # whose dtypes and shapes are the PackedWeight's own concern
+        views[name] = view = gpu.view("gemm_w4a8: weight", call.weight.buffers[buffer])
         if view.device != device:
-            raise ArgumentError("weight", f"on the current device {device}", f"device {view.device}")
+            raise ArgumentError("gemm_w4a8: weight", f"on the current device {device}", f"device {view.device}")
     return views
 
 

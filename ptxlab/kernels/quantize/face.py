@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, quant, reference
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.quantize.specs import DTYPES, QUANTIZE
 from ptxlab.layout import PackedActivations
 from ptxlab.layout.packed_activations import stored_shape, tile_of
@@ -43,6 +43,7 @@ def quantize_activations(
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
             or a token whose scale is not a normal float32, with the place of the first.
+        UnavailableError: no GPU backend here, or one below sm_80.
     """
     tokens, span = tile_of(layout, rows)
     shape = tuple(getattr(x, "shape", ()))
@@ -67,14 +68,16 @@ def quantize_activations(
 def _on_gpu(x: Any, sizes: dict[str, int], layout: str, out: PackedActivations | None) -> PackedActivations:
     M, K, rows = sizes["M"], sizes["K"], sizes["rows"]
     device, stream = gpu.current_device(), gpu.stream_handle()
-    view = gpu.view("x", x)
+    view = gpu.view("quantize_activations: x", x)
     dtype = "bfloat16" if view.dtype == "uint16" else view.dtype
     if dtype not in DTYPES:
         raise ArgumentError("quantize_activations: x", f"dtype {' or '.join(DTYPES)}", view.dtype)
-    view.require("x", dtype, (M, K), device)
+    view.require("quantize_activations: x", dtype, (M, K), device)
     plan = _plans.get(key := (*sizes.values(), dtype, device))
     if plan is None:
         QUANTIZE.check_sizes(sizes)
+        if reason := gpu.why_not(QUANTIZE.arch):
+            raise UnavailableError(f'quantize_activations: {reason}; pass backend="emulator" with NumPy arrays')
     if (plan is None or out is None) and gpu.is_capturing(stream):
         rule = "must be given in a capture" if out is None else "the first call of a shape is made before the capture"
         raise ArgumentError("quantize_activations: out", rule, f"M={M}, K={K}")
@@ -87,7 +90,7 @@ def _on_gpu(x: Any, sizes: dict[str, int], layout: str, out: PackedActivations |
         made = {name: gpu.new(x, shape, dtype_of) for name, (dtype_of, shape) in wanted.items()}
     else:
         made = {name: getattr(out, name) for name in wanted}
-    views = {n: gpu.view(f"out.{n}", made[n]).require(f"out.{n}", *of, device) for n, of in wanted.items()}
+    views = {n: _checked(f"quantize_activations: out.{n}", made[n], *of, device) for n, of in wanted.items()}
     if M:
         if plan is None:
             if len(_plans) >= _MOST_SHAPES:
@@ -98,6 +101,10 @@ def _on_gpu(x: Any, sizes: dict[str, int], layout: str, out: PackedActivations |
         return out
     handed = {name: gpu.handed(array, x, wanted[name][0]) for name, array in made.items()}
     return PackedActivations(layout=layout, M=M, K=K, rows=rows, **handed)
+
+
+def _checked(name: str, array: Any, dtype: str, shape: tuple[int, ...], device: int) -> gpu.View:
+    return gpu.view(name, array).require(name, dtype, shape, device)
 
 
 def _on_host(
