@@ -77,6 +77,11 @@ SYNCHRONISING = re.compile(
 SURVIVORS = (
     (r"_sm80$", r"cp_async_wait<0>", "the groups that the loop has not waited for are empty"),
     (
+        r"_(excp|imfp)_sm90$",
+        r"cluster_wait\(\);\n *\} else",
+        "these warps touch no other block's memory; they wait since whoever arrives at the cluster's barrier has to",
+    ),
+    (
         r"_excp_sm90$",
         r"wait\(&full.*\n.*wait\(&ready",
         "who dequantises waits for the same before saying ready; the wait is kept, as what the copy engine wrote is "

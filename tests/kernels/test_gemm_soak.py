@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, kernels
+import ptxlab
+from ptxlab import PackedWeight, gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.runtime import run_spec
+from ptxlab.kernels.gemm.common import Step
+from ptxlab.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.sources import Source
-from ptxlab.spec import Arrays, KernelSpec, Launch
-from ptxlab.verify import plan
+from ptxlab.spec import KernelSpec, Launch
 
 pytestmark = pytest.mark.gpu
 
@@ -40,19 +41,18 @@ extern "C" __global__ void compare(int* y, const int* expected, unsigned size, u
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel on one problem, on the device."""
+    """A step of the ladder on one problem, on the device."""
 
-    spec: KernelSpec
-    source: Source
+    kernel: str
     sizes: dict[str, int]
-    inputs: Arrays
+    x: Any
+    weight: PackedWeight
     expected: Any  # int32 accumulators
     wrong: Any  # uint64 [1]: elements that were not as expected, so far
 
     def call(self) -> Any:
-        """The accumulators, on the current stream: what the 20,000 calls are calls of is decided here."""
-        how: dict[str, Any] = {"sizes": self.sizes, "backend": "gpu"}
-        return run_spec(self.spec, self.source, self.inputs, **how).outputs["y"]
+        """The accumulators, on the current stream: what the 20,000 calls are calls of."""
+        return ptxlab.gemm_w4a8(self.x, weight=self.weight, out_dtype="int32", kernel=self.kernel)
 
     def check(self, y: Any) -> None:
         """Count wrong elements on the device."""
@@ -61,7 +61,7 @@ class Case:
         gpu.launch(gpu.load(COMPARE, "compare"), arguments, Launch(blocks, (256, 1, 1)))
 
     def __str__(self) -> str:
-        return f"{self.spec.name}({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
+        return f"{self.kernel}({', '.join(f'{name}={size}' for name, size in self.sizes.items())})"
 
 
 def draw_sizes(spec: KernelSpec, rng: np.random.Generator) -> dict[str, int]:
@@ -77,12 +77,12 @@ def draw_sizes(spec: KernelSpec, rng: np.random.Generator) -> dict[str, int]:
         return sizes
 
 
-def draw_case(spec: KernelSpec, source: Source, rng: np.random.Generator) -> Case:
-    sizes = draw_sizes(spec, rng)
-    logical = spec.example(rng, **sizes)
-    inputs = {name: gpu.to_device(array) for name, array in spec.pack(logical).items()}
-    expected = gpu.to_device(spec.reference(**logical))
-    return Case(spec, source, sizes, inputs, expected, gpu.to_device(np.zeros(1, np.uint64)))
+def draw_case(step: Step, rng: np.random.Generator) -> Case:
+    sizes = draw_sizes(step.spec, rng)
+    logical = step.spec.example(rng, **sizes)
+    x, expected = gpu.to_device(logical["x"]), gpu.to_device(step.spec.reference(**logical))
+    weight = ptxlab.to_device(ptxlab.pack(logical["weight"], step.packing))
+    return Case(step.spec.name, sizes, x, weight, expected, gpu.to_device(np.zeros(1, np.uint64)))
 
 
 class BusyStream:
@@ -125,9 +125,8 @@ def test_twenty_thousand_calls_beside_a_busy_stream() -> None:
     import cupy
 
     rng = np.random.default_rng(0)
-    names = [name for name in kernels.specs() if name.startswith("gemm_")]
-    runnable = {job.source.label: (job.spec, job.source) for job in plan(names)[0] if job.backend == "gpu"}
-    cases = [draw_case(*kernel, rng) for kernel in runnable.values() for _ in range(CASES)]
+    steps = [step for step in LADDER if why_not(step) is None and step.order == "row_major"]
+    cases = [draw_case(step, rng) for step in steps for _ in range(CASES)]
     busy, stream = BusyStream(cases), cupy.cuda.Stream(non_blocking=True)
 
     first = cases[0]
@@ -156,4 +155,4 @@ def test_twenty_thousand_calls_beside_a_busy_stream() -> None:
     assert after["held"] - before["held"] <= 2 * largest
     assert before["free"] - after["free"] <= after["held"] - before["held"]
     seconds = time.monotonic() - start
-    print(f"{CALLS} calls of {len(runnable)} kernels, {busy.calls} more beside them, in {seconds:.0f} s; {after}")
+    print(f"{CALLS} calls of {len(steps)} kernels, {busy.calls} more beside them, in {seconds:.0f} s; {after}")
