@@ -10,10 +10,10 @@ from ptxlab import quant
 from ptxlab.bench import gemm, problem
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
 from ptxlab.errors import BenchmarkError
-from ptxlab.kernels.gemm import SPECS
+from ptxlab.kernels.gemm import STEPS
 
 SMALL = Layer("test", "small", N=128, K=256)
-NAMES = [spec.name for spec in SPECS]
+NAMES = [spec.name for spec in STEPS]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,13 +54,13 @@ def test_a_tiled_weight_repeats_its_block() -> None:
 
 
 def test_packed_bytes_are_those_of_the_weight_and_its_constants() -> None:
-    spec = SPECS[0]
+    spec = STEPS[0]
     assert (
         problem.packed_bytes(spec, problem.sizes_at(spec, LAYERS[1], 16)) == 4096 * 4096 // 2 + 2 * 4096 * 4096 // 128
     )
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", STEPS, ids=lambda s: s.name)
 def test_every_size_of_the_suite_obeys_the_rules(spec: Any) -> None:
     for layer in LAYERS:
         for M in TOKENS:
