@@ -141,8 +141,7 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
             }
             ptxlab::fence_proxy_async();  // wgmma reads what these stores wrote
             ptxlab::mbarrier_arrive(&ready[dequantised.index]);
-            __syncwarp();
-            if (thread % 32 == 0) ptxlab::mbarrier_arrive(&empty[slot.index]);
+            ptxlab::mbarrier_arrive_warp(&empty[slot.index]);
         }
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else {  // multiply
@@ -161,9 +160,9 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                 for (int i = 0; i < WN; ++i) ptxlab::wgmma_s8(acc[i], w_tile + i * (64 * 128 / 16) + step * 2, x_tile + step * 2);
             ptxlab::wgmma_commit();
             ptxlab::wgmma_wait<1>();      // the stage before is done with
-            if (slot_before >= 0 && thread % 32 == 0) {
-                ptxlab::mbarrier_arrive(&empty[slot_before]);
-                ptxlab::mbarrier_arrive(&spent[tile_before]);
+            if (slot_before >= 0) {
+                ptxlab::mbarrier_arrive_warp(&empty[slot_before]);
+                ptxlab::mbarrier_arrive_warp(&spent[tile_before]);
             }
             slot_before = slot.index, tile_before = dequantised.index;
         }
