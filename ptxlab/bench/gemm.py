@@ -22,6 +22,7 @@ from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
 from ptxlab.bench.stream import measure_stream
 from ptxlab.bench.timing import measure
+from ptxlab.errors import ArgumentError
 from ptxlab.spec import Arrays, evaluate
 
 _REPLAYS = 10
@@ -30,6 +31,8 @@ _REPLAYS = 10
 def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) -> list[Row]:
     """Measure kernels of the family by name, as far as this GPU runs them."""
     steps = steps_of(names)
+    if not steps:
+        raise ArgumentError("suite", "a step of the GEMM ladder that this GPU runs", ", ".join(names))
     progress("compiling")
     _compile_all(steps)
     measured = [row for layer in LAYERS for row in layer_rows(layer, steps, progress)]

@@ -11,7 +11,7 @@ from ptxlab.bench.shapes import GROUP, Layer
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
 from ptxlab.expressions import names_in
-from ptxlab.kernels.gemm import SPECS
+from ptxlab.kernels.gemm import LADDER
 from ptxlab.kernels.gemm.common import F16
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
@@ -30,7 +30,7 @@ class Step(NamedTuple):
 
 def steps_of(names: Sequence[str]) -> list[Step]:
     """The steps among `names` that this GPU runs, in the order of the ladder."""
-    wanted = [s for s in SPECS if s.name in names and gpu.why_not(s.arch, exact=s.exact_arch) is None]
+    wanted = [s for s in LADDER if s.name in names and gpu.why_not(s.arch, exact=s.exact_arch) is None]
     return [Step(spec, of_kernel(spec.name)[0]) for spec in wanted]
 
 

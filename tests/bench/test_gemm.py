@@ -8,12 +8,13 @@ import pytest
 
 from ptxlab import quant
 from ptxlab.bench import gemm, problem
+from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
-from ptxlab.errors import BenchmarkError
-from ptxlab.kernels.gemm import SPECS
+from ptxlab.errors import ArgumentError, BenchmarkError
+from ptxlab.kernels.gemm import LADDER
 
 SMALL = Layer("test", "small", N=128, K=256)
-NAMES = [spec.name for spec in SPECS]
+NAMES = [spec.name for spec in LADDER]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,6 +45,11 @@ def test_a_wrong_result_of_a_timed_launch_is_found(emulated_gpu: pytest.MonkeyPa
         timed.check(logical)
 
 
+def test_what_is_no_step_is_no_suite(emulated_gpu: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match=r"a step of the GEMM ladder that this GPU runs \(got gemm_tile_lqq_sm80"):
+        gemm.rows(["gemm_tile_lqq_sm80"], Ceilings(4.6, 4.2), lambda _: None)
+
+
 def test_a_tiled_weight_repeats_its_block() -> None:
     block = quant.quantize_qoq(np.random.default_rng(0).standard_normal((24, 384), np.float32), group=128)
     tiled = problem.tiled(block, 40, 512)
@@ -54,13 +60,13 @@ def test_a_tiled_weight_repeats_its_block() -> None:
 
 
 def test_packed_bytes_are_those_of_the_weight_and_its_constants() -> None:
-    spec = SPECS[0]
+    spec = LADDER[0]
     assert (
         problem.packed_bytes(spec, problem.sizes_at(spec, LAYERS[1], 16)) == 4096 * 4096 // 2 + 2 * 4096 * 4096 // 128
     )
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", LADDER, ids=lambda s: s.name)
 def test_every_size_of_the_suite_obeys_the_rules(spec: Any) -> None:
     for layer in LAYERS:
         for M in TOKENS:
