@@ -33,7 +33,7 @@ def recorded(gpu: str = "h200") -> Record | None:
 def steps(rows: Iterable[Row]) -> list[str]:
     """The kernels that were measured, in the order of the ladder."""
     measured = {row.kernel for row in rows}
-    return [spec.name for spec in kernels.gemm.LADDER if spec.name in measured]
+    return [spec.name for spec in kernels.gemm.STEPS if spec.name in measured]
 
 
 def short(name: str) -> str:
@@ -114,7 +114,7 @@ def ladder_table(record: Record | None = None) -> str:
     columns += [f"of the floor, M = {M}" for M in _SHOWN_TOKENS]
     columns += [f"over the step before, M = {M}" for M in DISSECTED_TOKENS] + ["over QServe g128", "over cuBLAS FP8"]
     before, lines = "", []
-    for name in steps(rows) or [spec.name for spec in kernels.gemm.LADDER]:
+    for name in steps(rows) or [spec.name for spec in kernels.gemm.STEPS]:
         gained = [speed_over(rows, name, before, M) if before else math.nan for M in DISSECTED_TOKENS]
         others = [speed_over_peer(rows, name, peer, stored) for peer in (QSERVE, "cublas_fp8")]
         lines.append(

@@ -7,7 +7,7 @@ from ptxlab.bench.problem import packed_bytes, sizes_at, variant
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
 
-NAMES = [spec.name for spec in kernels.gemm.LADDER]
+NAMES = [spec.name for spec in kernels.gemm.STEPS]
 # Time over the floor at few and at many tokens, step by step.
 SLOWDOWN = dict(zip(NAMES, ((2.2, 4.0), (2.0, 3.2), (1.9, 2.4), (1.7, 2.0), (1.9, 1.9), (1.35, 1.4)), strict=True))
 CUBLAS = {"cublas_fp8": 1.7, "cublas_int8": 2.2, "cublas_fp16": 3.1}
@@ -45,7 +45,7 @@ def row(name: str, layer: Layer, M: int) -> Row:
         sm_mhz=1755.0,
         checked="nothing: this row is made up",
         peers={peer: floor * factor for peer, factor in CUBLAS.items()},
-        activations="rows",
+        activations="row_major",
         variant=variant(spec, sizes),
         more={"stream_us": stream, "packed_bytes": nbytes, "registers": 128, "local_bytes": 0, **counted},
     )

@@ -87,7 +87,7 @@ def test_cublas_is_measured_where_pytorch_is() -> None:
     assert all(2 < us < 100 for by_name in times.values() for us in by_name.values())
 
 
-@pytest.mark.parametrize("name", [spec.name for spec in kernels.gemm.LADDER])
+@pytest.mark.parametrize("name", [spec.name for spec in kernels.gemm.STEPS])
 def test_a_gemm_is_timed_and_its_results_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = problem.steps_of([name])
     if not steps:

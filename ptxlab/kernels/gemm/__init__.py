@@ -3,8 +3,10 @@
 from ptxlab.kernels.gemm import sm80, sm90, tile
 from ptxlab.kernels.gemm.device import Workspace, gemm_workspace
 from ptxlab.kernels.gemm.face import gemm_w4a8
+from ptxlab.kernels.gemm.ladder import LADDER
 
-LADDER = (*sm80.SPECS, *sm90.SPECS)  # whole GEMMs, step by step
-SPECS = (*tile.SPECS, *LADDER)
+SPECS = (*tile.SPECS, *sm80.SPECS, *sm90.SPECS)
 
-__all__ = ["LADDER", "SPECS", "Workspace", "gemm_w4a8", "gemm_workspace"]
+STEPS = tuple(step.spec for step in LADDER)  # what `gemm_w4a8` may take, in the order of the ladder
+
+__all__ = ["SPECS", "STEPS", "Workspace", "gemm_w4a8", "gemm_workspace"]
