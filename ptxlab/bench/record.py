@@ -167,7 +167,9 @@ def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slow
 
 
 def commit() -> str:
-    """The checkout's commit, with `+` if files differ from it; `$PTXLAB_COMMIT` where there is no history."""
+    """`$PTXLAB_COMMIT`, for copies whose history says something else; or the checkout's, `+` if files differ from it."""
+    if said := os.environ.get("PTXLAB_COMMIT"):
+        return said
     root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
@@ -177,7 +179,7 @@ def commit() -> str:
     try:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("PTXLAB_COMMIT", "unknown")
+        return "unknown"
 
 
 def _row(found: Mapping[str, Any]) -> Row:

@@ -135,7 +135,12 @@ def test_overlapping_boxes_are_found() -> None:
 @pytest.mark.parametrize(
     ("change", "options", "error", "message"),
     [
-        (('"r"(column - 16 * i)', '"r"(column + 8)'), {}, MemoryFault, "multiple of 16, 16 bytes, not 8"),
+        (
+            ('"r"(column - 16 * i)', '"r"(column + 8)'),
+            {},
+            MemoryFault,
+            r"the column has to be a multiple of 16, 16 bytes, not 8",
+        ),
         ((), {"place": 64}, MemoryFault, "not a multiple of the 128 bytes"),
         ((), {"place": 32768 - 1024}, MemoryFault, "2048 bytes at shared address .* out of bounds"),
         (('"l"(&map), "r"(column', '"l"(image), "r"(column'), {}, MemoryFault, "no argument that is a tensor map"),

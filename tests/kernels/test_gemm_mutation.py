@@ -17,9 +17,10 @@ from ptxlab import emulator, kernels
 from ptxlab.emulator import ir
 from ptxlab.errors import EmulationError, UnknownInstruction
 from ptxlab.kernels.gemm import sm90
+from ptxlab.kernels.gemm.ladder import LADDER
 from ptxlab.runtime import Kernel, run_spec
 
-NAMES = [name for name in kernels.specs() if name.startswith("gemm_")]
+NAMES = [step.spec.name for step in LADDER]
 Place = tuple[tuple[str, int], ...]
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
 

@@ -3,6 +3,7 @@
 The host waits for the device only at the beginning and at the end.
 """
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -153,6 +154,7 @@ def test_twenty_thousand_calls_beside_a_busy_stream() -> None:
     assert after["used"] == before["used"]
     largest = max(case.expected.nbytes for case in cases)  # the pool may split blocks in another way
     assert after["held"] - before["held"] <= 2 * largest
-    assert before["free"] - after["free"] <= after["held"] - before["held"]
+    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1":  # or other workers allocate on the device as well
+        assert before["free"] - after["free"] <= after["held"] - before["held"]
     seconds = time.monotonic() - start
     print(f"{CALLS} calls of {len(steps)} kernels, {busy.calls} more beside them, in {seconds:.0f} s; {after}")
