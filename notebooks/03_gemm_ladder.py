@@ -63,7 +63,7 @@ figures.ladder_picture("peers")
 # One thing changes from step to step.
 
 # %%
-for spec in kernels.gemm.SPECS:
+for spec in kernels.gemm.STEPS:
     print(f"{ladder.short(spec.name):18} {spec.summary}")
 
 # %% [markdown]

@@ -45,7 +45,7 @@ def row(name: str, layer: Layer, M: int) -> Row:
         sm_mhz=1755.0,
         checked="nothing: this row is made up",
         peers={peer: floor * factor for peer, factor in CUBLAS.items()},
-        activations="rows",
+        activations="row_major",
         variant=variant(spec, sizes),
         more={"stream_us": stream, "packed_bytes": nbytes, "registers": 128, "local_bytes": 0, **counted},
     )

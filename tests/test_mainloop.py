@@ -5,7 +5,7 @@ import pytest
 from ptxlab import counts, kernels, mainloop, sass, toolchain
 from ptxlab.bench.problem import sizes_at, variant
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
-from ptxlab.kernels.gemm import SPECS
+from ptxlab.kernels.gemm import STEPS
 
 # Two loops, the second within the first; a slow path behind the end that goes back into the inner one.
 NESTED = """
@@ -67,7 +67,7 @@ def test_first_step(M: int) -> None:
     assert 13 / 8 <= arithmetic / found.weights < 1.4 * 13 / 8
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", STEPS, ids=lambda s: s.name)
 def test_every_step_has_its_main_loop_in_the_record(spec: kernels.KernelSpec) -> None:
     for source in kernels.find(spec.name)[1]:
         found = counts.load()["main_loops"][source.label]

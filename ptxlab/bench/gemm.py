@@ -7,13 +7,12 @@ from ptxlab import cost, gpu, toolchain
 from ptxlab.bench import limits, peers
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.problem import (
-    Step,
-    activation_order,
     first_tokens,
     launches,
     packed_bytes,
     problem,
     sizes_at,
+    source_of,
     steps_of,
     variant,
 )
@@ -22,6 +21,8 @@ from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
 from ptxlab.bench.stream import measure_stream
 from ptxlab.bench.timing import measure
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels.gemm.common import Step
 from ptxlab.spec import Arrays, evaluate
 
 _REPLAYS = 10
@@ -30,6 +31,8 @@ _REPLAYS = 10
 def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) -> list[Row]:
     """Measure kernels of the family by name, as far as this GPU runs them."""
     steps = steps_of(names)
+    if not steps:
+        raise ArgumentError("suite", "a step of the GEMM ladder that this GPU runs", ", ".join(names))
     progress("compiling")
     _compile_all(steps)
     measured = [row for layer in LAYERS for row in layer_rows(layer, steps, progress)]
@@ -61,7 +64,7 @@ def point(step: Step, sizes: dict[str, int], logical: Arrays, stream_us: float, 
     operations = int(evaluate(spec.operations, sizes))
     return row_of(
         spec,
-        step.source,
+        source_of(step),
         "gemm",
         sizes,
         measured,
@@ -71,7 +74,7 @@ def point(step: Step, sizes: dict[str, int], logical: Arrays, stream_us: float, 
         rate=(operations / measured.us / 1e6, "TOPS"),
         operations=operations,
         peers=beside,
-        activations=activation_order(spec),
+        activations=step.order,
         variant=timed.variant,
         more={
             "stream_us": stream_us,
@@ -86,9 +89,9 @@ def _compile_all(steps: Sequence[Step]) -> None:
     """Compile every variant that will run, side by side: loading finds them in the cache."""
     arch = gpu.device_info().arch
     variants = {
-        (step.source, tuple(variant(step.spec, sizes_at(step.spec, layer, M)).items()))
+        (source_of(step), tuple(variant(step.spec, sizes_at(step.spec, layer, M)).items()))
         for step in steps
-        if step.source.language == "cu"
+        if source_of(step).language == "cu"
         for layer in LAYERS
         for M in TOKENS
     }

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -11,8 +11,8 @@ from ptxlab.bench.shapes import GROUP, Layer
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
 from ptxlab.expressions import names_in
-from ptxlab.kernels.gemm import STEPS
-from ptxlab.kernels.gemm.common import F16
+from ptxlab.kernels.gemm.common import F16, Step
+from ptxlab.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
 
@@ -21,17 +21,14 @@ _POISON = 0xA5
 BLOCK_ROWS, BLOCK_K = 520, 7 * 128
 
 
-class Step(NamedTuple):
-    """One kernel of the ladder and its source."""
-
-    spec: KernelSpec
-    source: Source
-
-
 def steps_of(names: Sequence[str]) -> list[Step]:
     """The steps among `names` that this GPU runs, in the order of the ladder."""
-    wanted = [s for s in STEPS if s.name in names and gpu.why_not(s.arch, exact=s.exact_arch) is None]
-    return [Step(spec, of_kernel(spec.name)[0]) for spec in wanted]
+    return [step for step in LADDER if step.spec.name in names and why_not(step) is None]
+
+
+def source_of(step: Step) -> Source:
+    """The source that is measured: the one that a bare name means."""
+    return of_kernel(step.spec.name)[0]
 
 
 def sizes_at(spec: KernelSpec, layer: Layer, M: int) -> dict[str, int]:
@@ -49,14 +46,6 @@ def variant(spec: KernelSpec, sizes: Sizes) -> dict[str, int]:
 def packed_bytes(spec: KernelSpec, sizes: Sizes) -> int:
     """Bytes of the packed weight: the matrices among the inputs that know nothing of the tokens."""
     return sum(a.nbytes(sizes) for a in spec.inputs if len(a.shape) > 1 and not _of_tokens(spec, a.name))
-
-
-def activation_order(spec: KernelSpec) -> str:
-    """How the activations lie in memory (`layout.activations`)."""
-    shape = spec.arg("x").shape
-    if len(shape) == 2:
-        return "rows"
-    return "fragments" if shape[-1] == "512" else "swizzled tiles"
 
 
 def problem(spec: KernelSpec, layer: Layer, M: int) -> Arrays:
@@ -120,16 +109,16 @@ class Launches:
         """
         expected = self.step.spec.reference(**logical, OUT=F16).view(np.uint16)
         if not all(bool((output.view(np.uint16) == expected).all()) for output in self.outputs):
-            label = self.step.source.label
-            raise BenchmarkError(f"{label}: the timed launches gave wrong results at {self.sizes}, {self.variant}")
+            where = f"{source_of(self.step).label} with {self.variant}"
+            raise BenchmarkError(f"{where}: the timed launches gave wrong results at {self.sizes}")
         return f"all {expected.size} results of {len(self.outputs)} launches equal to the reference, bit for bit"
 
 
 def launches(step: Step, sizes: dict[str, int], logical: Arrays) -> Launches:
     """Prepare launches that find every weight in memory and not in the L2."""
-    spec, source = step
+    spec = step.spec
     constants = variant(spec, sizes)
-    kernel = gpu.load(source, spec.name, defines=constants)
+    kernel = gpu.load(source_of(step), spec.name, defines=constants)
     everything = {**sizes, **constants}
     calls, outputs = [], []
     for arrays in _rotating(spec, sizes, logical):

@@ -167,7 +167,7 @@ def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slow
 
 
 def commit() -> str:
-    """`$PTXLAB_COMMIT`, for copies whose history says something else; or the checkout's, `+` if files differ from it."""
+    """`$PTXLAB_COMMIT`, for copies with another history; else the checkout's, with `+` if files differ from it."""
     if said := os.environ.get("PTXLAB_COMMIT"):
         return said
     root = Path(__file__).resolve().parents[2]

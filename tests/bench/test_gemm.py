@@ -8,8 +8,9 @@ import pytest
 
 from ptxlab import quant
 from ptxlab.bench import gemm, problem
+from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
-from ptxlab.errors import BenchmarkError
+from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.kernels.gemm import STEPS
 
 SMALL = Layer("test", "small", N=128, K=256)
@@ -29,7 +30,7 @@ def test_rows_of_a_small_layer(name: str, emulated_gpu: pytest.MonkeyPatch) -> N
     assert row.peers == {"cublas_fp8": 8.0} and row.variant["OUT"] == 0 and row.config == {}
     assert row.operations == 2 * 17 * 128 * 256 and row.rate == pytest.approx(row.operations / 10e6)
     assert row.checked == f"all {17 * 128} results of 2 launches equal to the reference, bit for bit"
-    assert row.activations in ("rows", "fragments", "swizzled tiles")
+    assert row.activations == "row_major"
 
 
 def test_a_wrong_result_of_a_timed_launch_is_found(emulated_gpu: pytest.MonkeyPatch) -> None:
@@ -42,6 +43,11 @@ def test_a_wrong_result_of_a_timed_launch_is_found(emulated_gpu: pytest.MonkeyPa
     timed.outputs[1].view(np.uint16)[2, 127] += 1
     with pytest.raises(BenchmarkError, match="the timed launches gave wrong results at"):
         timed.check(logical)
+
+
+def test_what_is_no_step_is_no_suite(emulated_gpu: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match=r"a step of the GEMM ladder that this GPU runs \(got gemm_tile_lqq_sm80"):
+        gemm.rows(["gemm_tile_lqq_sm80"], Ceilings(4.6, 4.2), lambda _: None)
 
 
 def test_a_tiled_weight_repeats_its_block() -> None:
