@@ -123,6 +123,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                 const unsigned char* w = x_slot + X_BYTES + group * W_BYTES;
                 const u64 x_tile = ptxlab::swizzled_128(x_slot);
                 ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+                __syncwarp();                                              // all lanes have read the slot before this one
                 uint4 q[BK / 64];
                 u32 c[BK / 64][GROUPS];
 #pragma unroll
@@ -138,7 +139,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                     int words[4] = {int(q[unit].x), int(q[unit].y), int(q[unit].z), int(q[unit].w)};
                     ptxlab::wgmma_wait<1>();                               // the unit before the last has left its registers
                     ptxlab::pin(words);
-                    if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive_warp(&empty[before]);
+                    if (unit == 1 && before >= 0 && thread % 32 == 0) ptxlab::mbarrier_arrive(&empty[before]);
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         const u32 pair = c[unit][j / 2 * (GROUPS - 1)] >> 16 * (j & 1);
