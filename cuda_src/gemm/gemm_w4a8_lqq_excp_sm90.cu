@@ -11,7 +11,7 @@
 // Tile       block: 64 WN rows x BM tokens x BK = 128 channels. Two rings:
 //            STAGES as they come   full: the copy engine has brought X [BM][128] and WN blocks of W in the dual-MMA layout
 //                                  (LDS.128 at 16 * thread: word j rows r, r + 8 (j & 1), k 32 (j >> 1) .. of 64 k);
-//                                  empty: the four warps that dequantise and the four that multiply are done with them
+//                                  empty: the 128 threads that dequantise and the four warps that multiply have done with them
 //            TILES dequantised     ready: 128 threads have written s8 [64 WN][128]; spent: four warps have multiplied them
 // Lanes      lane 4 g + t writes 4 bytes of row r at 16-byte column c ^ g, + 4 t: all 32 banks, once.
 // Dequant    multiply-add with the offset 128 + min, then flip the top bits (LiquidGEMM section 4), 7 instructions per 8 weights.
@@ -78,7 +78,7 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 1);
-            ptxlab::mbarrier_init(&empty[s], 8);
+            ptxlab::mbarrier_init(&empty[s], 128 + 4);
         }
         for (int t = 0; t < TILES; ++t) {
             ptxlab::mbarrier_init(&ready[t], 128);
@@ -141,7 +141,7 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
             }
             ptxlab::fence_proxy_async();  // wgmma reads what these stores wrote
             ptxlab::mbarrier_arrive(&ready[dequantised.index]);
-            ptxlab::mbarrier_arrive_warp(&empty[slot.index]);
+            ptxlab::mbarrier_arrive(&empty[slot.index]);
         }
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else {  // multiply
@@ -160,9 +160,9 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                 for (int i = 0; i < WN; ++i) ptxlab::wgmma_s8(acc[i], w_tile + i * (64 * 128 / 16) + step * 2, x_tile + step * 2);
             ptxlab::wgmma_commit();
             ptxlab::wgmma_wait<1>();      // the stage before is done with
-            if (slot_before >= 0) {
-                ptxlab::mbarrier_arrive_warp(&empty[slot_before]);
-                ptxlab::mbarrier_arrive_warp(&spent[tile_before]);
+            if (slot_before >= 0 && thread % 32 == 0) {  // nobody but wgmma reads them
+                ptxlab::mbarrier_arrive(&empty[slot_before]);
+                ptxlab::mbarrier_arrive(&spent[tile_before]);
             }
             slot_before = slot.index, tile_before = dequantised.index;
         }

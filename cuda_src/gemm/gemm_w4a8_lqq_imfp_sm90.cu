@@ -10,7 +10,7 @@
 // Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K, registers), X operand B (32 of K x BM tokens, shared
 //            memory). Thread 128 w + 32 v + 4 g + t has rows r = 64 w + 16 v + g and r + 8.
 // Tile       block: 2 warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES, each with two mbarriers:
-//            full   completes when the copy engine has brought X and W; empty, when the eight warps are done with them
+//            full   completes when the copy engine has brought X and W; empty, when the 256 threads are done with them
 //            X      BK / 128 boxes [BM][128] under the 128-byte swizzle, by the copy engine from row-major X
 //            W      2 runs of blocks in the dual-MMA layout: 2048 bytes of weights per 64 k, LDS.128 at 16 * thread is
 //                   the thread's 32 weights: word j rows r, r + 8 (j & 1) of MMA j >> 1; then the constants: 4 bytes per
@@ -75,7 +75,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 1);
-            ptxlab::mbarrier_init(&empty[s], 8);
+            ptxlab::mbarrier_init(&empty[s], 256);
         }
         epilogue.expect();
         ptxlab::fence_mbarrier_init();
@@ -123,7 +123,6 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                 const unsigned char* w = x_slot + X_BYTES + group * W_BYTES;
                 const u64 x_tile = ptxlab::swizzled_128(x_slot);
                 ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-                __syncwarp();                                              // all lanes have read the slot before this one
                 uint4 q[BK / 64];
                 u32 c[BK / 64][GROUPS];
 #pragma unroll
@@ -139,7 +138,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                     int words[4] = {int(q[unit].x), int(q[unit].y), int(q[unit].z), int(q[unit].w)};
                     ptxlab::wgmma_wait<1>();                               // the unit before the last has left its registers
                     ptxlab::pin(words);
-                    if (unit == 1 && before >= 0 && thread % 32 == 0) ptxlab::mbarrier_arrive(&empty[before]);
+                    if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         const u32 pair = c[unit][j / 2 * (GROUPS - 1)] >> 16 * (j & 1);
@@ -157,7 +156,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
             }
             ptxlab::wgmma_wait<0>();
             ptxlab::pin(acc);
-            if (before >= 0) ptxlab::mbarrier_arrive_warp(&empty[before]);
+            if (before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
 
             if (CLUSTER > 1) ptxlab::cluster_wait();                       // the other blocks have their barriers
             epilogue.send(acc, group, thread);

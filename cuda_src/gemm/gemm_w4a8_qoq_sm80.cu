@@ -58,21 +58,30 @@ struct Operands {
 // Bring stage `stage` of the block's operands into its slot; what lies outside the matrices becomes zero.
 __device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, int stage, int strip0, int token0) {
     const int thread = threadIdx.x;
-    for (int i = thread; i < W_BYTES / 16; i += THREADS) {
+#pragma unroll
+    for (int first = 0; first < W_BYTES / 16; first += THREADS) {
+        const int i = first + thread;
+        if (W_BYTES / 16 % THREADS && i >= W_BYTES / 16) break;
         const int strip = i / (STEPS * 32), step = i / 32 % STEPS, lane = i % 32;
         const int s = strip0 + strip, k = stage * STEPS + step;
         const bool inside = s < in.strips && k < in.steps;
         ptxlab::cp_async_16(slot + i * 16, inside ? in.qweight + (size_t(s) * in.steps + k) * 32 + lane : in.qweight, inside);
     }
     unsigned char* xs = slot + W_BYTES;
-    for (int i = thread; i < X_BYTES / 16; i += THREADS) {
+#pragma unroll
+    for (int first = 0; first < X_BYTES / 16; first += THREADS) {
+        const int i = first + thread;
+        if (X_BYTES / 16 % THREADS && i >= X_BYTES / 16) break;
         const int m = i / (BK / 16), c = i % (BK / 16);
         const int k = stage * BK + c * 16;
         const bool inside = token0 + m < in.M && k < in.K;
         ptxlab::cp_async_16(xs + m * BK + ((c ^ (m & 7)) * 16), inside ? in.x + size_t(token0 + m) * in.K + k : in.x, inside);
     }
     unsigned char* cs = xs + X_BYTES;
-    for (int i = thread; i < C_BYTES / 16; i += THREADS) {
+#pragma unroll
+    for (int first = 0; first < C_BYTES / 16; first += THREADS) {
+        const int i = first + thread;
+        if (C_BYTES / 16 % THREADS && i >= C_BYTES / 16) break;
         const int strip = i / (GROUPS * 4), group = i / 4 % GROUPS, piece = i % 4;
         const int s = strip0 + strip, g = (stage * BK) / GROUP + group;
         const bool inside = s < in.strips && g < in.groups;

@@ -22,12 +22,6 @@ __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// One arrival for a whole warp, behind everything that its lanes have read and written.
-__device__ __forceinline__ void mbarrier_arrive_warp(u64* barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(barrier);
-}
-
 // Arrive, and have the phase wait for `bytes` more from the copy engine.
 __device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, unsigned bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
