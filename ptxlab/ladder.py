@@ -106,6 +106,19 @@ def speed_over_peer(rows: Sequence[Row], kernel: str, peer: str, stored: dict[Pl
     return mean(ratios)
 
 
+def figures(kernel: str) -> str:
+    """What was measured of a step, in a line; empty where it is not recorded."""
+    record = recorded()
+    rows = record.rows if record else ()
+    if record is None or kernel not in steps(rows):
+        return ""
+    of_floor = ", ".join(f"{fraction(rows, kernel, M):.2f}" for M in _SHOWN_TOKENS)
+    tokens = ", ".join(map(str, _SHOWN_TOKENS))
+    over = speed_over_peer(rows, kernel, "cublas_fp8", stored_times())
+    device = record.device["name"].removeprefix("NVIDIA ")
+    return f"{of_floor} of the floor at M = {tokens} on an {device}; {over:.2f} times as fast as cuBLAS FP8 (means)."
+
+
 def ladder_table(record: Record | None = None) -> str:
     """Every step: what it shows, its main loop, how near to the floor, what it gained, and against whom."""
     record = record or recorded()

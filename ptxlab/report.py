@@ -37,12 +37,12 @@ def update(*, write: bool = True) -> list[Path]:
 
 
 def _headers() -> dict[Path, str]:
-    """The `.ptx` sources whose header states other figures than the records, with the text they should have."""
+    """The sources whose header states other figures than the records, with the text they should have."""
     changed = {}
     for spec in kernels.specs().values():
         source = kernels.find(spec.name)[1][0]
-        figures = _figures(spec)
-        if source.language != "ptx" or not figures:
+        figures = ladder.figures(spec.name) if spec in kernels.gemm.STEPS else _figures(spec)
+        if not figures:
             continue
         text = _MEASURED.sub(f"// Measured   {figures}", source.text)
         if text != source.text:
