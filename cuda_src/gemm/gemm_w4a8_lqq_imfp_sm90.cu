@@ -138,7 +138,10 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                     int words[4] = {int(q[unit].x), int(q[unit].y), int(q[unit].z), int(q[unit].w)};
                     ptxlab::wgmma_wait<1>();                               // the unit before the last has left its registers
                     ptxlab::pin(words);
-                    if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive_warp(&empty[before]);
+                    if (unit == 1) {
+                        __syncwarp();  // all lanes have read this stage; if `before` decided, ptxas would serialise wgmma
+                        if (before >= 0 && thread % 32 == 0) ptxlab::mbarrier_arrive(&empty[before]);
+                    }
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         const u32 pair = c[unit][j / 2 * (GROUPS - 1)] >> 16 * (j & 1);
@@ -156,7 +159,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
             }
             ptxlab::wgmma_wait<0>();
             ptxlab::pin(acc);
-            if (before >= 0) ptxlab::mbarrier_arrive_warp(&empty[before]);
+            if (before >= 0 && thread % 32 == 0) ptxlab::mbarrier_arrive(&empty[before]);
 
             if (CLUSTER > 1) ptxlab::cluster_wait();                       // the other blocks have their barriers
             epilogue.send(acc, group, thread);
