@@ -20,21 +20,15 @@ if TYPE_CHECKING:
     from ptxlab.emulator.race import Races
 
 
-def _first_of_each(pairs: Array) -> tuple[Array, Array]:
-    """The distinct columns, as rows, and where each of them stands first."""
-    distinct, first = np.unique(pairs, axis=1, return_index=True)
-    return distinct.T, first
-
-
 class Guests(Watcher):
     """Accesses to the shared memory of a block that may have ended."""
 
     def __init__(self, machine: Machine, races: Races) -> None:
         super().__init__(machine)
-        self.races = races
-        # block -> actor, as `race` numbers them -> when it was there last, by which instruction, of which lane
-        self.visits: dict[int, dict[int, tuple[int, Instruction, int]]] = {}
-        self.known: dict[int, Array] = {}  # block -> what its warps knew that have ended
+        self.clocks = races.clocks
+        # block -> for each column of `clocks.rows`, when that actor was there last, and by which instruction
+        self.visits: dict[int, tuple[Array, Array]] = {}
+        self.known: dict[int, Array] = {}  # block -> what its lanes knew that have ended
 
     def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
         """Shared memory is named by the window of the cluster, or by a generic address."""
@@ -43,8 +37,7 @@ class Guests(Watcher):
         if ".async" in access.instruction.opcode:  # it looks at the mbarrier; the visit is the effect
             return
         indices = indices_of(lanes)
-        warps = indices // 32
-        self.visit(access.instruction, indices, offsets, warps, self.races.seen[warps, warps])
+        self.visit(access.instruction, indices, offsets, self.clocks.own[indices], engine=False)
 
     def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """As a load."""
@@ -58,31 +51,33 @@ class Guests(Watcher):
         """What is under way to another block."""
         lanes, targets, sizes = effect.writes
         if len(lanes) and sizes[0]:
-            actors = self.races.warps + lanes // 32
-            self.visit(effect.instruction, lanes, targets, actors, np.full(len(lanes), effect.serial))
+            self.visit(effect.instruction, lanes, targets, np.full(len(lanes), effect.serial), engine=True)
 
-    def visit(self, instruction: Instruction, indices: Array, offsets: Array, actors: Array, times: Array) -> None:
+    def visit(self, instruction: Instruction, indices: Array, offsets: Array, times: Array, engine: bool) -> None:
         """Remember who was where."""
-        peers = self.machine.peers
+        peers, clocks = self.machine.peers, self.clocks
         blocks = peers.block_at(offsets)
-        far = np.flatnonzero((blocks >= 0) & (blocks != peers.block[indices]))
-        pairs = np.stack((blocks[far], actors[far]))
-        for (block, actor), i in zip(*(a.tolist() for a in _first_of_each(pairs)), strict=True):
-            self.visits.setdefault(block, {})[actor] = int(times[far[i]]), instruction, int(indices[far[i]])
+        far = (blocks >= 0) & (blocks != peers.block[indices])
+        for block in np.unique(blocks[far]).tolist():
+            here = far & (blocks == block)
+            columns = indices[here] % clocks.size + engine * clocks.size
+            last, code = self.visits.setdefault(block, (*np.zeros((2, clocks.rows.shape[1]), np.int32),))
+            last[columns], code[columns] = times[here], self.machine.index[id(instruction)]
 
     def exit(self, lanes: Lanes) -> None:
         """The last warp of a block takes the memory with it."""
         machine, indices = self.machine, indices_of(lanes)
         for block in np.unique(machine.peers.block[indices]).tolist():
-            warps = np.unique(indices[machine.peers.block[indices] == block] // 32)
-            known = np.max(self.races.seen[warps], axis=0)
-            self.known[block] = np.maximum(known, self.known.get(block, 0))
-            if machine.alive[block * machine.stride : (block + 1) * machine.stride].any():
+            rows = np.unique(self.clocks.row[indices[machine.peers.block[indices] == block]])
+            known = self.clocks.rows[rows].max(axis=0)
+            known = self.known[block] = np.maximum(known, self.known.get(block, 0))
+            if machine.alive[block * machine.stride : (block + 1) * machine.stride].any() or block not in self.visits:
                 continue
-            for actor, (time, instruction, lane) in self.visits.pop(block, {}).items():
-                if self.known[block][actor] < time:
-                    whose = "({},{},{})".format(*machine.blocks[block])
-                    message = (
-                        f"shared memory of block {whose}, which may have ended by then: it does not wait for this,"
-                    )
-                    self.report(instruction, "race", np.array([lane]), np.array([True]), message)
+            last, code = self.visits.pop(block)
+            late = np.flatnonzero(known < last)
+            first = block // machine.peers.size * self.clocks.size  # lane of the cluster
+            whose = "({},{},{})".format(*machine.blocks[block])
+            message = f"shared memory of block {whose}, which may have ended by then: it does not wait for this,"
+            for index in np.unique(code[late]).tolist():
+                lanes = np.unique(first + late[code[late] == index] % self.clocks.size)
+                self.report(machine.code[index], "race", lanes, np.ones(len(lanes), bool), message)

@@ -1,13 +1,12 @@
 """Data races, by vector clocks.
 
-Each warp has a clock, and knows how much of every other warp's time lies before its own present: `seen[warp, other]`.
-An access at time t of warp v is ordered before one of warp w if `seen[w, v] >= t`. Barriers, release and acquire
-operations, and fences beside strong operations (relaxed, volatile, atomic) hand knowledge on. Per byte the last write
-and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed; so are
-races between blocks of different waves. Lanes of one warp share its clock: what one has done in the present tick is
-not ordered before what another does, though some races are missed as whatever moves the clock (bar.warp.sync, but also
-a fence of one lane) counts for all. Two lanes that store different values to one address with one instruction are
-reported too. Stores of the value that is there already are not.
+An access is ordered before another one if the lane that does the latter knows of it (`clocks`). Barriers, release and
+acquire operations, and fences beside strong operations (relaxed, volatile, atomic) hand knowledge on: that of the lanes
+which do so, to the lanes which do so. Lanes of one warp order each other by `bar.warp.sync` and barriers alone; neither
+running in step nor exchanging values (shfl, vote) does. Per byte the last write and two concurrent readers are
+remembered, so a third reader that alone is unordered with a write is missed; so are races between blocks of different
+waves. Two lanes that store different values to one address with one instruction are reported too. Stores of the value
+that is there already are not.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptxlab.emulator.check import Watcher
+from ptxlab.emulator.clocks import Clock, Clocks, by_clock, join
 from ptxlab.emulator.effects import spans
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of
 
@@ -26,10 +26,15 @@ if TYPE_CHECKING:
     from ptxlab.emulator.ir import Instruction
     from ptxlab.emulator.machine import Machine
 
-# An event fits in 64 bits: strong (1), instruction index + 1 (20), actor (16), lane (5), time (22); 0 is none.
-_LANE, _ACTOR, _CODE, _STRONG = np.uint64(22), np.uint64(27), np.uint64(43), np.uint64(1 << 63)
+# An event fits in 64 bits: strong (1), instruction index + 1 (20), actor (21), time (22); 0 is none.
+_ACTOR, _CODE, _STRONG = np.uint64(22), np.uint64(43), np.uint64(1 << 63)
 _WEAK = np.uint64(0)
-_TIMES, _LANES, _ACTORS, _CODES = (np.uint64((1 << bits) - 1) for bits in (22, 5, 16, 20))
+_TIMES, _ACTORS, _CODES = (np.uint64((1 << bits) - 1) for bits in (22, 21, 20))
+
+
+def actors_of(events: Array) -> Array:
+    """Who did it: a lane, or an engine for it."""
+    return (events >> _ACTOR & _ACTORS).astype(np.intp)
 
 
 class Races(Watcher):
@@ -38,17 +43,16 @@ class Races(Watcher):
     def __init__(self, machine: Machine, busy: Array | None = None) -> None:
         """`busy`: bytes that `inflight` looks at."""
         super().__init__(machine)
-        warps = machine.lanes // 32
         self.busy = busy
-        self.warps = warps
-        actors = 2 * warps if machine.launch.entry.is_asynchronous else warps
-        self.seen = np.eye(warps, actors, dtype=np.int32)
-        self.published: dict[int, Array] = {}  # warp -> what it knew at its last fence
-        self.pending: dict[int, Array] = {}  # warp -> what strong reads brought, to be known from the next fence on
-        self.flags: dict[int, Array] = {}  # arena offset of a flag -> what its last release made known
-        self.barriers: dict[tuple[int, int], Array] = {}
-        self.arrived: dict[int, Array] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
-        self.phases: dict[int, Array] = {}  # ... and those of the phases that are complete
+        cluster = machine.peers.size * machine.stride
+        self.clocks = Clocks(machine.lanes, cluster, machine.launch.entry.is_asynchronous)
+        self.fenced: dict[int, Clock] = {}  # lane -> what its warp knew at its last fence, and
+        self.own_at_fence = self.clocks.own.copy()  # what it had done itself
+        self.pending: dict[int, Clock] = {}  # lane -> what strong reads brought, to be known from the next fence on
+        self.flags: dict[int, Clock] = {}  # arena offset of a flag -> what its last release made known
+        self.barriers: dict[tuple[int, int], Clock] = {}
+        self.arrived: dict[int, Clock] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
+        self.phases: dict[int, Clock] = {}  # ... and those of the phases that are complete
         self.writes, self.reads, self.other_reads = (np.zeros(machine.memory.size, np.uint64) for _ in range(3))
 
     # Accesses
@@ -62,7 +66,7 @@ class Races(Watcher):
         self.compare(access.instruction, access.size, lanes, places, threads, self.writes, strong, "read of")
         self.remember_reads(places, threads, events)
         if strong:
-            self.acquire(access, threads // 32, places)
+            self.acquire(access, threads, places)
 
     def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """A write races with unordered reads and writes, and with its own like in the other lanes."""
@@ -88,20 +92,19 @@ class Races(Watcher):
         for past in (self.writes, self.reads, self.other_reads):
             self.compare(access.instruction, access.size, lanes, places, threads, past, True, "atomic on")
         self.release(access, lanes, offsets, keep=True)
-        self.acquire(access, threads // 32, places)
+        self.acquire(access, threads, places)
         self.writes[places] = events
 
     def events(self, access: Access, lanes: Lanes, offsets: Array, strong: bool) -> tuple[Array, Array, Array]:
         """Per byte: its place, the thread (as a lane of the wave), and the event as it is stored."""
         threads = indices_of(lanes)
-        warps = threads // 32
-        events = self.event(access.instruction, threads, warps, self.seen[warps, warps], strong)
+        events = self.event(access.instruction, threads, self.clocks.own[threads], strong)
         places = (offsets[:, None] + np.arange(access.size)).reshape(-1)
         return places, np.repeat(threads, access.size), np.repeat(events, access.size)
 
-    def event(self, instruction: Instruction, threads: Array, actors: Array, times: Array, strong: bool) -> Array:
-        """What is stored of each thread: who did it, when, by which instruction."""
-        event = times.astype(np.uint64) | threads.astype(np.uint64) % 32 << _LANE | actors.astype(np.uint64) << _ACTOR
+    def event(self, instruction: Instruction, actors: Array, times: Array, strong: bool) -> Array:
+        """What is stored of each actor: who did it, when, by which instruction."""
+        event = times.astype(np.uint64) | actors.astype(np.uint64) << _ACTOR
         return event | np.uint64(self.machine.index[id(instruction)] + 1) << _CODE | (_STRONG if strong else _WEAK)
 
     def remember_reads(self, places: Array, threads: Array, events: Array) -> None:
@@ -125,10 +128,9 @@ class Races(Watcher):
         starts = np.concatenate(([0], first))
         counts = np.diff(starts, append=len(past))
         past, threads = past[starts], threads[starts]
-        time, warps = (past & _TIMES).astype(np.int32), threads // 32
-        other = (past >> _ACTOR & _ACTORS).astype(np.intp)
-        beside = (other == warps) & ((past >> _LANE & _LANES).astype(np.intp) != threads % 32)
-        late: Array = (past != 0) & (self.seen[warps, other] < time + beside)
+        late = past != 0
+        past, threads = past[late], threads[late]
+        late[late] = ~self.clocks.knows(threads, actors_of(past), (past & _TIMES).astype(np.int32))
         return np.repeat(late, counts)
 
     def compare(self, instruction: Instruction, sizes: Sizes, lanes: Lanes, places: Array, threads: Array,
@@ -141,14 +143,13 @@ class Races(Watcher):
         if strong:
             wrong &= past & _STRONG == 0
         if self.busy is not None and wrong.any():
-            wrong &= (self.busy[places] == 0) | (past >> _ACTOR & _ACTORS < self.warps)
+            wrong &= (self.busy[places] == 0) | (actors_of(past) < self.machine.lanes)
         if not wrong.any():
             return
         lane = np.repeat(np.arange(count_of(lanes)), sizes)
         first = int(np.argmax(wrong))
-        event = int(past[first])
-        other = self.machine.code[(event >> int(_CODE) & int(_CODES)) - 1]
-        whose = (event >> int(_ACTOR) & int(_ACTORS)) % self.warps * 32 + (event >> int(_LANE) & int(_LANES))
+        other = self.machine.code[(int(past[first]) >> int(_CODE) & int(_CODES)) - 1]
+        whose = int(actors_of(past[first])) % self.machine.lanes
         block, thread = ("({},{},{})".format(*index) for index in self.machine.place_of(whose))
         place = self.machine.memory.byte(int(places[first]))
         message = f"{what} {place} races with {other.seen_from(instruction)}, by thread {thread} of block {block},"
@@ -160,7 +161,7 @@ class Races(Watcher):
             places, threads = spans(starts, sizes), np.repeat(lanes, sizes)
             strong = writes and effect.accumulates  # as an atomic
             serials = np.full(len(lanes), effect.serial)
-            events = self.event(effect.instruction, lanes, self.warps + lanes // 32, serials, strong)
+            events = self.event(effect.instruction, self.machine.lanes + lanes, serials, strong)
             events = np.repeat(events, sizes)
             at = effect.instruction, sizes, lanes, places, threads
             if not writes:
@@ -192,89 +193,105 @@ class Races(Watcher):
     # Order
 
     def release(self, access: Access, lanes: Lanes, offsets: Array, keep: bool) -> None:
-        """What the warp knows (or knew at its last fence) goes with the flag; an atomic keeps what was there."""
+        """What the lanes know (or knew at their last fence) goes with the flag; an atomic keeps what was there."""
         releasing = access.order in ("release", "acq_rel")
-        if not releasing and not self.published:
+        if not releasing and not self.fenced:
             return
-        for warp, place in dict.fromkeys(zip((indices_of(lanes) // 32).tolist(), offsets.tolist(), strict=True)):
-            known = self.seen[warp].copy() if releasing else self.published.get(warp)
-            if known is None:
-                continue
-            before = self.flags.get(place)
-            self.flags[place] = known if before is None or not keep else np.maximum(known, before)
-            self.seen[warp, warp] += releasing
+        indices = indices_of(lanes)
+        for place in np.unique(offsets).tolist():
+            known = self.released(indices[offsets == place], releasing)
+            if known is not None:
+                if keep:
+                    join(known, self.flags.get(place, {}))
+                self.flags[place] = known
+        if releasing:
+            self.clocks.tick(indices)
 
-    def acquire(self, access: Access, warps: Array, places: Array) -> None:
-        """The warp takes over what came with the flag, at once or at its next fence."""
-        if not self.flags:
-            return
-        for warp, place in dict.fromkeys(zip(warps.tolist(), places.tolist(), strict=True)):
+    def released(self, lanes: Array, now: bool) -> Clock | None:
+        """What the lanes make known together, of now or of their last fences."""
+        if now:
+            return self.clocks.known_to(lanes)
+        known: Clock = {}
+        for clock, those in by_clock(self.fenced, lanes):
+            join(known, self.clocks.known_to(those, clock, self.own_at_fence))
+        return known or None
+
+    def acquire(self, access: Access, threads: Array, places: Array) -> None:
+        """The lanes take over what came with the flag, at once or at their next fence."""
+        for place in np.unique(places).tolist() if self.flags else ():
             known = self.flags.get(place)
             if known is None:
                 continue
+            lanes = np.unique(threads[places == place])
             if access.order in ("acquire", "acq_rel"):
-                np.maximum(self.seen[warp], known, out=self.seen[warp])
-            else:
-                self.pending[warp] = np.maximum(self.pending.get(warp, 0), known)
+                self.clocks.learn(lanes, known)
+                continue
+            for clock, those in by_clock(self.pending, lanes):
+                if clock is not known:
+                    both = dict(clock)
+                    join(both, known)
+                    self.pending.update(dict.fromkeys(those.tolist(), both))
+            self.pending = dict.fromkeys(lanes.tolist(), known) | self.pending
 
-    def take_pending(self, warp: int) -> None:
+    def take_pending(self, lanes: Array) -> None:
         """What strong reads brought becomes known."""
-        if warp in self.pending:
-            np.maximum(self.seen[warp], self.pending.pop(warp), out=self.seen[warp])
+        for clock, those in by_clock(self.pending, lanes):
+            self.clocks.learn(those, clock)
+            for lane in those.tolist():
+                del self.pending[lane]
 
     def fence(self, lanes: Lanes) -> None:
         """Strong reads before it acquire, strong writes after it release."""
-        for warp in np.unique(indices_of(lanes) // 32).tolist():
-            self.take_pending(warp)
-            self.published[warp] = self.seen[warp].copy()
-            self.seen[warp, warp] += 1
+        indices = indices_of(lanes)
+        self.take_pending(indices)
+        rows = self.clocks.row[indices]
+        for row in np.unique(rows).tolist():
+            mine = indices[rows == row]
+            self.fenced.update(dict.fromkeys(mine.tolist(), self.clocks.shared_by(mine)))
+        actors = self.clocks.columns(indices)[1]
+        self.own_at_fence[actors] = self.clocks.own[actors]
+        self.clocks.tick(indices)
 
     def converge(self, lanes: Lanes) -> None:
-        """Lanes of warps have met: a new tick."""
-        warps = np.unique(indices_of(lanes) // 32)
-        self.seen[warps, warps] += 1
+        """Lanes of warps have met."""
+        self.clocks.meet(indices_of(lanes))
 
     def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
-        """A barrier learns what its warps know."""
-        known = self.barriers.setdefault(barrier, np.zeros(self.seen.shape[1], np.int32))
-        for warp in np.unique(indices_of(lanes) // 32).tolist():
-            self.take_pending(warp)
-            np.maximum(known, self.seen[warp], out=known)
-            self.seen[warp, warp] += 1
+        """A barrier learns what the lanes know."""
+        self.publish(self.barriers.setdefault(barrier, {}), lanes)
+
+    def publish(self, clock: Clock, lanes: Lanes) -> None:
+        """The clock comes to hold what the lanes know."""
+        indices = indices_of(lanes)
+        self.take_pending(indices)
+        join(clock, self.clocks.known_to(indices))
+        self.clocks.tick(indices)
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
         """Whoever waited knows what the barrier learnt."""
         known = self.barriers.pop(barrier)
-        if lanes is not None:
-            warps = np.unique(indices_of(lanes) // 32)
-            self.seen[warps] = np.maximum(self.seen[warps], known)
+        if lanes is not None:  # what they knew, the barrier has learnt from them: they now know the same
+            self.clocks.meet(indices_of(lanes))
+            self.clocks.learn(indices_of(lanes), known)
 
     def waited(self, effect: Effect, only_read: bool) -> None:
-        """The warp knows what its engine has done."""
-        warps = effect.lanes // 32
-        np.maximum.at(self.seen, (warps, self.warps + warps), effect.serial)
+        """The lanes know what their engines have done; whole warps wait for wgmma."""
+        self.clocks.wait(effect.lanes, effect.serial, effect.kind == "wgmma")
 
     def landed(self, effect: Effect) -> None:
-        """The mbarriers learn what the engine has done."""
-        for warp, place in dict.fromkeys(zip((effect.lanes // 32).tolist(), effect.barrier.tolist(), strict=True)):
-            if place >= 0:
-                known = self.arrived.setdefault(place, np.zeros(self.seen.shape[1], np.int32))
-                known[self.warps + warp] = max(known[self.warps + warp], effect.serial)
+        """The mbarriers learn what the engines have done."""
+        for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
+            lanes = np.unique(effect.lanes[effect.barrier == place])
+            join(self.arrived.setdefault(place, {}), self.clocks.engines(lanes, effect.serial))
 
     def phase_arrive(self, place: int, lanes: Lanes) -> None:
         """The mbarrier learns what those know who arrive."""
-        known = self.arrived.setdefault(place, np.zeros(self.seen.shape[1], np.int32))
-        for warp in np.unique(indices_of(lanes) // 32).tolist():
-            self.take_pending(warp)
-            np.maximum(known, self.seen[warp], out=known)
-            self.seen[warp, warp] += 1
+        self.publish(self.arrived.setdefault(place, {}), lanes)
 
     def phase_complete(self, place: int) -> None:
         """What arrivals made known is there for those who wait."""
-        known = self.arrived.pop(place, np.zeros(self.seen.shape[1], np.int32))
-        self.phases[place] = np.maximum(known, self.phases.get(place, 0))
+        join(self.phases.setdefault(place, {}), self.arrived.pop(place, {}))
 
     def phase_wait(self, place: int, lanes: Lanes) -> None:
         """Who has waited knows what the mbarrier learnt."""
-        warps = np.unique(indices_of(lanes) // 32)
-        self.seen[warps] = np.maximum(self.seen[warps], self.phases.get(place, 0))
+        self.clocks.learn(indices_of(lanes), self.phases.get(place, {}))

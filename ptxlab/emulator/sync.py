@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -161,9 +162,8 @@ def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
     def warp_barrier(lanes: Lanes) -> Outcome:
         complete = meet(machine, "bar.warp.sync", pc, lanes, read(lanes))
-        for watcher in machine.watchers:
-            for those in complete.values():
-                watcher.converge(those)
+        for watcher in machine.watchers if complete else ():
+            watcher.converge(reduce(merge, complete.values()))
         if complete.get(pc) is lanes and len(complete) == 1:
             return None
         return [(at + 1, those) for at, those in complete.items()]

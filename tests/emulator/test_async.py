@@ -285,6 +285,89 @@ def test_arrivals_hand_knowledge_on(order, mode):
     assert found == ([] if order == "release.cta" else [("race", 9)])
 
 
+HANDOVER = """@%q mbarrier.init.shared.b64 [%r5], COUNT;
+    bar.sync 0;
+    and.b32 %r7, %r0, 31; setp.ge.u32 %p, %r0, 32; @!%p bra READ;
+    st.shared.u32 [%r2], %r0;
+    WROTE
+    ARRIVE
+    bra END;
+    READ: setp.ge.u32 %p, %r7, WAITERS; @%p bra MET;
+    W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0;
+    @!%p bra W;
+    MET: WAITED
+    ld.shared.u32 %s, [%r2+512];
+    END:
+"""
+ONE_ARRIVES = "setp.eq.u32 %p, %r7, 0; @%p mbarrier.arrive.shared.b64 _, [%r5];"
+ALL_ARRIVE = "mbarrier.arrive.shared.b64 _, [%r5];"
+MEET = "bar.warp.sync -1;"
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("count", "arrive", "wrote", "waiters", "waited", "clean"),
+    [
+        (1, ONE_ARRIVES, MEET, 32, "", True),
+        (1, ONE_ARRIVES, "", 32, "", False),
+        (1, ONE_ARRIVES, "fence.acq_rel.cta;", 32, "", False),
+        (1, ONE_ARRIVES, "vote.sync.any.pred %p, %p, -1;", 32, "", False),
+        (1, ONE_ARRIVES, "bar.sync 1, 32;", 32, "", True),
+        (32, ALL_ARRIVE, "", 32, "", True),
+        (1, ONE_ARRIVES, MEET, 1, MEET, True),
+        (1, ONE_ARRIVES, MEET, 1, "", False),
+        (1, ONE_ARRIVES, MEET, 1, "vote.sync.any.pred %p, %p, -1;", False),
+    ],
+)
+def test_a_lane_arrives_and_waits_for_itself(count, arrive, wrote, waiters, waited, clean, mode):
+    """All lanes of the upper warp write, those of the lower one read; only where a warp meets do others count too."""
+    body = HANDOVER.replace("COUNT", str(count)).replace("ARRIVE", arrive).replace("WROTE", wrote)
+    body = body.replace("WAITERS", str(waiters)).replace("WAITED", waited)
+    _, found = outcome(body, threads=64, mode=mode)
+    assert found == ([] if clean else [("race", 12)])
+
+
+@both_modes
+@pytest.mark.parametrize("meet", [MEET, ""])
+@pytest.mark.parametrize("access", ["ld.shared.u32 %s, [%r2+-512];", "st.shared.u32 [%r2+-512], %s;"])
+def test_a_slot_is_free_when_all_lanes_have_done_with_it(access, meet, mode):
+    """The lower warp copies, the upper one uses it, and its lane 0 says so; then comes the next copy."""
+    body = f"""@%q mbarrier.init.shared.b64 [%r5], 1; @%q mbarrier.init.shared.b64 [%r5+8], 1;
+    @%q fence.mbarrier_init.release.cluster;
+    bar.sync 0;
+    and.b32 %r7, %r0, 31; setp.ge.u32 %p, %r0, 32; @%p bra USE;
+    @!%q bra END;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r5], 512;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%x3], 512, [%r5];
+    EMPTY: mbarrier.try_wait.parity.shared.b64 %p, [%r5+8], 0; @!%p bra EMPTY;
+    mbarrier.arrive.expect_tx.shared.b64 _, [%r5], 512;
+    cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%x3], 512, [%r5];
+    LAST: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 1; @!%p bra LAST;
+    bra END;
+    USE: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra USE;
+    {access}
+    fence.proxy.async.shared::cta;
+    {meet}
+    setp.eq.u32 %p, %r7, 0; @%p mbarrier.arrive.shared.b64 _, [%r5+8];
+    END:
+    """
+    _, found = outcome(body, threads=64, mode=mode)
+    assert found == ([] if meet else [("race", 10)])
+
+
+@both_modes
+@pytest.mark.parametrize("meet", [MEET, ""])
+def test_each_lane_waits_for_its_own_copies(meet, mode):
+    """A lane reads what its neighbour has copied and waited for."""
+    body = f"""cp.async.cg.shared.global [%r2], [%x1], 16;
+    cp.async.wait_all;
+    {meet}
+    xor.b32 %r7, %r2, 16;
+    ld.shared.u32 %s, [%r7];
+    """
+    assert outcome(body, mode=mode)[1] == ([] if meet else [("race", 5)])
+
+
 @both_modes
 def test_cp_async_arrives_at_an_mbarrier(mode):
     """With and without an arrival of its own; who waits may read what the other warp has copied."""

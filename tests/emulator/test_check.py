@@ -251,3 +251,42 @@ def test_flags_order_what_they_should(release, acquire, fence, clean):
     result = run(text, out, np.zeros(1, np.uint32), threads=1, blocks=2, checks=["race"])
     assert out[0] == 42
     assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.global.u32 %s"))])
+
+
+WARP_FLAG = """mov.u32 %r0, %tid.x; mov.u32 %r1, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a];
+    mul.wide.u32 %x3, %r0, 4; add.u64 %x3, %x1, %x3; mov.u32 %r4, 9;
+    setp.eq.u32 %q, %r0, 0; setp.eq.u32 %p, %r1, 1; @%p bra READ;
+    st.global.u32 [%x3], 42;
+    {wrote}
+    ret;
+    READ:
+    {read}
+    ld.global.u32 %s, [%x3];
+    st.global.u32 [%x3+128], %s; ret;"""
+POLL = "L: ld.acquire.gpu.global.u32 %r2, [%x2]; setp.eq.u32 %p, %r2, 0; @%p bra L;\n"
+MEET = "bar.warp.sync -1;\n"
+
+
+@pytest.mark.parametrize(
+    ("wrote", "read", "clean"),
+    [
+        (MEET + "@%q st.release.gpu.global.u32 [%x2], 1;", POLL, True),
+        ("@%q st.release.gpu.global.u32 [%x2], 1;", POLL, False),
+        ("@%q red.release.gpu.global.add.u32 [%x2], 1;", POLL, False),
+        ("red.release.gpu.global.add.u32 [%x2], 1;", POLL.replace("eq.u32 %p, %r2, 0", "ne.u32 %p, %r2, 32"), True),
+        (MEET + "@%q fence.acq_rel.gpu; @%q st.relaxed.gpu.global.u32 [%x2], 1;", POLL, True),
+        ("fence.acq_rel.gpu;" + MEET + "@%q st.relaxed.gpu.global.u32 [%x2], 1;", POLL, False),
+        ("fence.acq_rel.gpu; @%q st.relaxed.gpu.global.u32 [%x2], 1;", POLL, False),
+        ("bar.sync 0; @%q st.release.gpu.global.u32 [%x2], 1;", POLL, True),
+        ("@!%q bar.arrive 1, 32; @%q bar.sync 1, 32; @%q st.release.gpu.global.u32 [%x2], 1;", POLL, True),
+        (MEET + "@%q st.release.gpu.global.u32 [%x2], 1;", "@!%q bra MET;\n" + POLL + "MET:" + MEET, True),
+        (MEET + "@%q st.release.gpu.global.u32 [%x2], 1;", "@!%q bra MET;\n" + POLL + "MET:", False),
+    ],
+)
+def test_a_flag_stands_for_the_lane_that_sets_it(wrote, read, clean):
+    """Lanes of one block write, lanes of the other one read; lane 0 or all of them say so and hear of it."""
+    text = kernel(WARP_FLAG.replace("{wrote}", wrote).replace("{read}", read), TWO)
+    out = np.zeros(64, np.uint32)
+    result = run(text, out, np.zeros(1, np.uint32), threads=32, blocks=2, checks=["race"])
+    assert out[32:].tolist() == [42] * 32
+    assert kinds(result) == ([] if clean else [("race", line_of(text, "ld.global.u32 %s"))])

@@ -43,7 +43,9 @@ class Variant:
         """Sizes."""
         symbols = kernels.specs()[self.kernel].example_sizes[0]
         for steps in STEPS:
-            sizes = {"M": self.M, "N": self.N, "K": self.channels * steps, "g": 128}
+            # a block that needs one stage per tile is back at the ring's start after more tiles
+            tiles = 1 if steps > self.tile["STAGES"] or self.sms > 1 else 2
+            sizes = {"M": self.M, "N": self.N * tiles, "K": self.channels * steps, "g": 128}
             yield {symbol: sizes[symbol] for symbol in symbols}
 
     @property
@@ -70,11 +72,11 @@ def variants(name: str) -> Iterator[Variant]:
 
 VARIANTS = [variant for name in NAMES for variant in variants(name)]
 SYNCHRONISING = re.compile(
-    r"(bar|barrier)\.(cta\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
+    r"(bar|barrier)\.(cta\.|warp\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
     r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\."
 )
 
-# (kernel, its source where the statement stands and one line on, why nothing can tell): regular expressions.
+# (kernel, the statement and its source where it stands and one line on, why nothing can tell): regular expressions.
 SURVIVORS = (
     (r"_sm80$", r"cp_async_wait<0>", "the groups that the loop has not waited for are empty"),
     (
@@ -87,6 +89,21 @@ SURVIVORS = (
         r"wait\(&full.*\n.*wait\(&ready",
         "who dequantises waits for the same before saying ready; the wait is kept, as what the copy engine wrote is "
         "promised only to those who wait for it themselves",
+    ),
+    (
+        r"_(excp|imfp)_sm90$",
+        r"^bar\.warp\.sync.*\n *__syncwarp\(\);\n.*cluster_wait\(\)",
+        "these lanes have nothing more to do; they meet since all of a warp has to wait for the cluster at once",
+    ),
+    (
+        r"_excp_sm90$",
+        r"^bar\.warp\.sync.*\n.*arrive_warp\(&empty\[slot\.index\]\)",
+        "the slot is given back by those who multiply as well, and each lane has told them by saying ready",
+    ),
+    (
+        r"_excp_sm90$",
+        r"^bar\.warp\.sync.*\n.*arrive_warp\(&(empty\[slot_before\]|spent)",
+        "wgmma alone has read what is given back, and who arrives has waited for it, as all of its warp",
     ),
 )
 
@@ -105,7 +122,7 @@ class Mutant:
         """Whether it is listed among those that nobody can notice."""
         source = kernels.find(self.variant.kernel)[1][0]
         line = next((line for path, line in self.place if path == source.path), 0)
-        context = "\n".join(source.text.splitlines()[line - 1 : line + 1])
+        context = "\n".join([self.removed, *source.text.splitlines()[line - 1 : line + 1]])
         return any(re.search(name, self.variant.kernel) and re.search(text, context) for name, text, _ in SURVIVORS)
 
     def __str__(self) -> str:

@@ -1,0 +1,188 @@
+"""Who knows what of whom to lie before its present: vector clocks, exact to the lane.
+
+An *actor* is a lane, or what it has asked the engines for (copies, wgmma), numbered behind all lanes. A lane's own time
+moves on whenever it makes something known; an engine's is the serial of what it does. What lanes know stands in rows,
+one for all lanes of a warp that know the same, as they do once they have met: it parts where some of them learn
+something for themselves. A row tells of the actors of the lane's cluster; what it knows of other clusters, which takes
+a flag in global memory, is kept aside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ptxlab.emulator.types import Array
+
+# Cluster -> times of its actors (lanes, then engines): what lies before. Arrays in it are shared, and never changed.
+Clock = dict[int, Array]
+
+
+def join(clock: Clock, other: Clock) -> None:
+    """`clock` comes to hold what `other` does."""
+    for cluster, times in other.items():
+        mine = clock.get(cluster)
+        clock[cluster] = times if mine is None or (times >= mine).all() else np.maximum(mine, times)
+
+
+def by_clock(clocks: dict[int, Clock], lanes: Array) -> list[tuple[Clock, Array]]:
+    """The lanes that have a clock, together where it is the very same one."""
+    groups: dict[int, tuple[Clock, list[int]]] = {}
+    for lane in lanes.tolist() if clocks else ():
+        clock = clocks.get(lane)
+        if clock is not None:
+            groups.setdefault(id(clock), (clock, []))[1].append(lane)
+    return [(clock, np.array(those)) for clock, those in groups.values()]
+
+
+class Clocks:
+    """The knowledge of all lanes of a wave. Sets of lanes are sorted index arrays here."""
+
+    def __init__(self, lanes: int, cluster: int, engines: bool) -> None:
+        """`cluster`: lanes of one."""
+        self.lanes, self.size, self.kinds = lanes, cluster, 1 + engines
+        self.own = np.zeros(self.kinds * lanes, np.int32)  # what a lane has done, and which effects it has waited for
+        self.own[:lanes] = 1
+        self.rows = np.zeros((lanes // 32, self.kinds * cluster), np.int32)
+        self.far: dict[int, Clock] = {}  # row -> what is known of other clusters
+        self.row = np.arange(lanes) // 32  # of each lane
+        self.members = np.full(lanes // 32, 32)  # of each row
+        self.free: list[int] = []  # rows without any
+
+    # Questions
+
+    def knows(self, lanes: Array, actors: Array, times: Array) -> Array:
+        """For each lane, whether it knows what that actor has done until then."""
+        whose, rows = actors % self.lanes, self.row[lanes]
+        columns = whose % self.size + actors // self.lanes * self.size
+        known = self.rows[rows, columns]
+        mine = whose == lanes
+        known[mine] = np.maximum(known, self.own[actors])[mine]
+        clusters = whose // self.size
+        far = np.flatnonzero(clusters != lanes // self.size)
+        if len(far):
+            known[far] = 0
+            pairs = np.stack((rows[far], clusters[far]))
+            for row, cluster in np.unique(pairs, axis=1).T.tolist() if self.far else ():
+                if cluster in self.far.get(row, ()):
+                    here = far[(pairs == [[row], [cluster]]).all(axis=0)]
+                    known[here] = self.far[row][cluster][columns[here]]
+        result: Array = known >= times
+        return result
+
+    def shared_by(self, lanes: Array) -> Clock:
+        """What stands in these lanes' rows, together."""
+        clock: Clock = {}
+        for cluster, those in self.by_cluster(lanes):
+            rows = np.unique(self.row[those])
+            join(clock, {cluster: self.rows[rows].max(axis=0)})
+            for row in rows.tolist() if self.far else ():
+                join(clock, self.far.get(row, {}))
+        return clock
+
+    def known_to(self, lanes: Array, shared: Clock | None = None, own: Array | None = None) -> Clock:
+        """What these lanes know, and have done themselves, together; if need be, when their rows said `shared`."""
+        clock = self.shared_by(lanes) if shared is None else dict(shared)
+        own = self.own if own is None else own
+        for cluster, those in self.by_cluster(lanes):
+            columns, actors = self.columns(those)
+            times = clock[cluster] = clock[cluster].copy()
+            times[columns] = np.maximum(times[columns], own[actors])
+        return clock
+
+    def engines(self, lanes: Array, serial: int) -> Clock:
+        """What is known where these lanes' engines have done something."""
+        clock: Clock = {}
+        for cluster, those in self.by_cluster(lanes):
+            clock[cluster] = np.zeros(self.rows.shape[1], np.int32)
+            clock[cluster][self.size + those % self.size] = serial
+        return clock
+
+    def columns(self, lanes: Array) -> tuple[Array, Array]:
+        """Where the rows of its cluster tell of each lane and its engine; and the numbers of these actors."""
+        if self.kinds == 1:
+            return lanes % self.size, lanes
+        place = lanes % self.size
+        return np.concatenate((place, self.size + place)), np.concatenate((lanes, self.lanes + lanes))
+
+    def by_cluster(self, lanes: Array) -> Iterator[tuple[int, Array]]:
+        """The lanes of each cluster."""
+        clusters = lanes // self.size
+        if clusters[0] == clusters[-1]:
+            yield int(clusters[0]), lanes
+            return
+        for cluster in np.unique(clusters).tolist():
+            yield cluster, lanes[clusters == cluster]
+
+    # Changes
+
+    def tick(self, lanes: Array) -> None:
+        """What these lanes do from now on is not part of what they have made known."""
+        self.own[lanes] += 1
+
+    def wait(self, lanes: Array, serial: int, for_warp: bool) -> None:
+        """These lanes have waited for what they have asked for; each for its warp, where that has asked as one."""
+        engines = self.lanes + lanes
+        self.own[engines] = np.maximum(self.own[engines], serial)
+        if for_warp:
+            warp = (lanes[:, None] // 32 * 32 + np.arange(32)).reshape(-1)
+            at = self.row[warp], np.repeat(self.size + lanes % self.size, 32)
+            self.rows[at] = np.maximum(self.rows[at], serial)
+
+    def learn(self, lanes: Array, clock: Clock) -> None:
+        """These lanes, and no others, come to know it."""
+        for cluster, those in self.by_cluster(lanes):
+            elsewhere = {at: times for at, times in clock.items() if at != cluster}
+            news = clock.get(cluster, np.zeros(1, np.int32))
+            if not elsewhere and (self.rows[np.unique(self.row[those])] >= news).all():
+                continue
+            rows = self.apart(those)
+            self.rows[rows] = np.maximum(self.rows[rows], news)
+            for row in rows.tolist() if elsewhere else ():
+                join(self.far.setdefault(row, {}), elsewhere)
+
+    def meet(self, lanes: Array) -> None:
+        """In each warp these lanes come to know what any of them knows and has done."""
+        rows, warps = self.apart(lanes), np.unique(lanes // 32)
+        for warp in warps.tolist() if len(rows) > len(warps) else ():
+            self.unite(lanes[lanes // 32 == warp])
+        columns, actors = self.columns(lanes)
+        at = np.tile(self.row[lanes], self.kinds), columns
+        self.rows[at] = np.maximum(self.rows[at], self.own[actors])
+        self.tick(lanes)
+
+    def apart(self, lanes: Array) -> Array:
+        """The rows of these lanes, made theirs alone."""
+        rows, counts = np.unique(self.row[lanes], return_counts=True)
+        parted = rows[counts < self.members[rows]].tolist()
+        for row in parted:
+            mine = lanes[self.row[lanes] == row]
+            new = self.new_row()
+            self.rows[new] = self.rows[row]
+            if row in self.far:
+                self.far[new] = dict(self.far[row])
+            self.row[mine] = new
+            self.members[new] = len(mine)
+            self.members[row] -= len(mine)
+        return np.unique(self.row[lanes]) if parted else rows
+
+    def unite(self, lanes: Array) -> None:
+        """Lanes of one warp, with rows of their own, share one."""
+        row, *others = np.unique(self.row[lanes]).tolist()
+        for other in others:
+            self.rows[row] = np.maximum(self.rows[row], self.rows[other])
+            if other in self.far:
+                join(self.far.setdefault(row, {}), self.far.pop(other))
+        self.row[lanes] = row
+        self.members[row] = len(lanes)
+        self.free += others
+
+    def new_row(self) -> int:
+        """A row that nobody has."""
+        if not self.free:
+            count = len(self.rows)
+            self.rows = np.concatenate((self.rows, np.zeros_like(self.rows)))
+            self.members = np.concatenate((self.members, np.zeros_like(self.members)))
+            self.free = list(range(2 * count - 1, count - 1, -1))
+        return self.free.pop()
