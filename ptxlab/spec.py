@@ -261,8 +261,9 @@ class KernelSpec:
         return arrays.get(arg.name, NULL) if arg.shape else self.scalar(arg, sizes)
 
     def tensor_map(self, arg: Arg, array: Any, sizes: Sizes) -> TensorMap:
-        """The map of the matrix that a `tma` argument is, at sizes and the variant's constants."""
+        """The map of the matrix, or of the boxes one after the other, that a `tma` argument is; `sizes` as above."""
         rows, columns = (int(self._evaluate(side, sizes)) for side in arg.box)
+        array = array if len(arg.shape) == 2 else array.reshape(-1, columns)
         try:
             return TensorMap(array, (rows, columns), arg.swizzle)
         except ArgumentError as error:

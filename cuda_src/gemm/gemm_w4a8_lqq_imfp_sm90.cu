@@ -11,7 +11,8 @@
 //            memory). Thread 128 w + 32 v + 4 g + t has rows r = 64 w + 16 v + g and r + 8.
 // Tile       block: 2 warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES, each with two mbarriers:
 //            full   completes when the copy engine has brought X and W; empty, when the 256 threads are done with them
-//            X      BK / 128 boxes [BM][128] under the 128-byte swizzle, by the copy engine from row-major X
+//            X      BK / 128 boxes [BM][128] under the 128-byte swizzle, by the copy engine from row-major X, or as they
+//                   are from X in tiles (ORDER)
 //            W      2 runs of blocks in the dual-MMA layout: 2048 bytes of weights per 64 k, LDS.128 at 16 * thread is
 //                   the thread's 32 weights: word j rows r, r + 8 (j & 1) of MMA j >> 1; then the constants: 4 bytes per
 //                   group at 4 * (8 v + g) * groups: scale r, offset r, scale r + 8, offset r + 8
@@ -33,6 +34,9 @@
 #define RESIDENT 1
 #define GROUP 128
 #define OUT 0
+#endif
+#ifndef ORDER
+#define ORDER 0  // of X: 0 row-major, 1 swizzled tiles of BM tokens (quantize_activations, layout="tiles", rows=BM)
 #endif
 
 namespace {
@@ -69,7 +73,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0;
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64, w_blocks = (K + GROUP_K - 1) / GROUP_K;
-    const int tiles = token_tiles * ((row_tiles + 1) / 2);
+    const int tiles = token_tiles * ((row_tiles + 1) / 2), k_tiles = (K + 127) / 128;
     const int all = (K + BK - 1) / BK, first = all * rank / CLUSTER, stages = all * (rank + 1) / CLUSTER - first;
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
@@ -96,8 +100,12 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                     u64* barrier = &full[slot.index];
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                     ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + 2 * W_BYTES);
-                    for (int i = 0; i < BK / 128; ++i)
-                        ptxlab::tensor_load(to + i * BM * 128, &x, stage * BK + i * 128, token0, barrier);
+                    for (int i = 0; i < BK / 128; ++i) {
+                        const int k_tile = stage * (BK / 128) + i;               // tiles lie one behind the other, along K first
+                        const int row = k_tile < k_tiles ? (tile % token_tiles * k_tiles + k_tile) * BM : -BM;
+                        if (ORDER == 0) ptxlab::tensor_load(to + i * BM * 128, &x, k_tile * 128, token0, barrier);
+                        else ptxlab::tensor_load(to + i * BM * 128, &x, 0, row, barrier);
+                    }
                     // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will do.
                     const int block = stage * (BK / GROUP_K), there = min(BK / GROUP_K, w_blocks - block);
                     for (int i = 0; i < 2; ++i) {

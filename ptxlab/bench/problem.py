@@ -23,7 +23,7 @@ BLOCK_ROWS, BLOCK_K = 520, 7 * 128
 
 def steps_of(names: Sequence[str]) -> list[Step]:
     """The steps among `names` that this GPU runs, in the order of the ladder."""
-    return [step for step in LADDER if step.spec.name in names and why_not(step) is None]
+    return [s for s in LADDER if s.spec.name in names and s.order == "row_major" and why_not(s) is None]
 
 
 def source_of(step: Step) -> Source:

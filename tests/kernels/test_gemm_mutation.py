@@ -20,7 +20,7 @@ from ptxlab.kernels.gemm import sm90
 from ptxlab.kernels.gemm.ladder import LADDER
 from ptxlab.runtime import Kernel, run_spec
 
-NAMES = [step.spec.name for step in LADDER]
+NAMES = [step.spec.name for step in LADDER if step.order == "row_major"]
 Place = tuple[tuple[str, int], ...]
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
 

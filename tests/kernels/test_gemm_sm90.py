@@ -118,3 +118,25 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
         SPECS["gemm_w4a8_lqq_sm90"].sizes_of(
             {"x": (sizes["M"], sizes["K"]), "w_scale": (sizes["N"],)}, {"g": sizes["g"]}
         )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(data=st.data(), rows=st.sampled_from((8, 16, 32)), mode=st.sampled_from(emulator.MODES))
+@settings(max_examples=15)
+def test_activations_in_tiles(backend: str, data: Any, rows: int, mode: str) -> None:
+    """The same kernel on swizzled tiles, whatever M and K leave of the last one."""
+    spec = sm90.IMFP_TILES
+    logical = data.draw(gemm_problems.lqq(tokens=40, rows=200, groups=6))
+    M, K = logical["x"].shape
+    sizes = {"M": M, "N": len(logical["weight"].q4), "K": K, "g": group(logical), "rows": rows}
+    outcome = run_spec(
+        spec,
+        kernels.find(spec.name)[1][0],
+        spec.pack({**logical, "rows": rows}),
+        sizes=sizes,
+        backend=backend,
+        config={**spec.config_for(sizes), "STAGES": 3},
+        checks=CHECKS if backend == "emulator" else (),
+        mode=mode if backend == "emulator" else "early",
+    )
+    assert outcome.findings == () and np.array_equal(outcome.outputs["y"], spec.reference(**logical))

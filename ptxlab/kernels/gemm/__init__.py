@@ -7,6 +7,6 @@ from ptxlab.kernels.gemm.ladder import LADDER
 
 SPECS = (*tile.SPECS, *sm80.SPECS, *sm90.SPECS)
 
-STEPS = tuple(step.spec for step in LADDER)  # what `gemm_w4a8` may take, in the order of the ladder
+STEPS = tuple(step.spec for step in LADDER if step.order == "row_major")  # the ladder, one spec per kernel
 
 __all__ = ["SPECS", "STEPS", "Workspace", "gemm_w4a8", "gemm_workspace"]

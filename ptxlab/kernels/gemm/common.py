@@ -53,9 +53,9 @@ class Step:
         """Whether it takes the token sums."""
         return any(arg.name == "x_sum" for arg in self.spec.inputs)
 
-    def sizes(self, M: int, N: int, K: int, group: int) -> dict[str, int]:
-        """The sizes that the kernel knows of."""
-        known = {"M": M, "N": N, "K": K, "g": group}
+    def sizes(self, M: int, N: int, K: int, group: int, rows: int) -> dict[str, int]:
+        """The sizes that the kernel knows of; `rows` are the tokens of a tile of activations."""
+        known = {"M": M, "N": N, "K": K, "g": group, "rows": rows}
         return {name: known[name] for name in sorted(self.spec.symbols)}
 
 

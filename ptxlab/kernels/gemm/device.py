@@ -56,10 +56,10 @@ class _Prepared:
     def __init__(self, call: Call) -> None:
         weight = call.weight
         self.step = ladder.choose(weight, call.order, call.M, kernel=call.kernel, backend="gpu")
-        self.scratch = scratch(self.step, weight, call.M)
+        self.scratch = scratch(self.step, weight, call.M, call.rows)
         self.x_shape = stored_shape(call.order, call.M, weight.K, call.rows)
         self.out = DTYPES.index(call.dtype)
-        self.sizes = self.step.sizes(call.M, weight.N, weight.K, weight.group)
+        self.sizes = self.step.sizes(call.M, weight.N, weight.K, weight.group, call.rows)
         self.step.spec.check_sizes(self.sizes)
 
     @cached_property
@@ -89,9 +89,9 @@ def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -
     return Workspace(M, {s.name: gpu.empty(s.shape, s.dtype) for s in scratch(step, weight, M)})
 
 
-def scratch(step: Step, weight: PackedWeight, M: int) -> tuple[Scratch, ...]:
+def scratch(step: Step, weight: PackedWeight, M: int, rows: int = 1) -> tuple[Scratch, ...]:
     """The spec's scratch arguments, and the token sums, which the caller may give instead."""
-    sizes = step.sizes(M, weight.N, weight.K, weight.group)
+    sizes = step.sizes(M, weight.N, weight.K, weight.group, rows)
     sizes = {**sizes, **step.spec.config_for(sizes)}
     own = [Scratch(a.name, a.resolve(sizes), storage(str(a.dtype))) for a in step.spec.args if a.role == "scratch"]
     return (*([Scratch("x_sum", (M,), storage("int32"))] if step.needs_sum else []), *own)

@@ -71,7 +71,7 @@ def _on_host(call: Call, backend: str | None) -> Any:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
     weight, M = call.weight, call.M
     step = ladder.choose(weight, call.order, M, kernel=call.kernel, backend=backend)
-    spec, sizes = step.spec, step.sizes(M, weight.N, weight.K, weight.group)
+    spec, sizes = step.spec, step.sizes(M, weight.N, weight.K, weight.group, call.rows)
     given = {"x": call.x_q, "x_scale": call.x_scale, "x_sum": call.x_sum, "bias": call.bias}
     inputs = {name: array for name, array in given.items() if array is not None}
     inputs |= {name: weight.buffers[buffer] for name, buffer in step.buffers}

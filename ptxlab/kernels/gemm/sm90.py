@@ -1,7 +1,7 @@
 """The steps of the ladder for Hopper: wgmma with the weights from registers (LiquidGEMM §5, §7)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ptxlab import layout
@@ -77,23 +77,25 @@ def _shared_bytes(tile: Tile, stages: int, cluster: int, group: int, dequantised
 
 
 def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Callable[[Sizes], dict[str, int]]:
-    """The tile by tokens and rows; clusters of two if all blocks are resident even so; as many stages as fit."""
+    """The tile by tokens and rows."""
 
     def choose(s: Sizes) -> dict[str, int]:
         rows, narrow, wide = next(entry for tokens, entry in table.items() if s["M"] <= tokens)
-        tile = narrow if s["N"] <= rows else wide
-        cluster = 2 if 2 * _tiles(s, tile) <= _SMS * tile.resident else 1
-        room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
-        stages = max(
-            n for n in range(1, _MOST_STAGES + 1) if _shared_bytes(tile, n, cluster, s["g"], dequantised) <= room
-        )
-        constants = {
-            "BM": tile.BM, "WN": tile.WN, "BK": tile.BK, "STAGES": stages, "TILES": dequantised, "CLUSTER": cluster,
-            "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32,
-        }  # fmt: skip
-        return {name: constants[name] for name in (*names, "BM", "STAGES", "CLUSTER", "GROUP", "OUT")}
+        return _constants(narrow if s["N"] <= rows else wide, s, names, dequantised)
 
     return choose
+
+
+def _constants(tile: Tile, s: Sizes, names: tuple[str, ...], dequantised: int = 0) -> dict[str, int]:
+    """Clusters of two if all blocks are resident even so, and as many stages as fit; constants of a kernel by name."""
+    cluster = 2 if 2 * _tiles(s, tile) <= _SMS * tile.resident else 1
+    room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
+    sizes = [_shared_bytes(tile, n, cluster, s["g"], dequantised) for n in range(1, _MOST_STAGES + 1)]
+    constants = {
+        "BM": tile.BM, "WN": tile.WN, "BK": tile.BK, "STAGES": sum(size <= room for size in sizes), "CLUSTER": cluster,
+        "TILES": dequantised, "RESIDENT": tile.resident, "GROUP": s["g"], "OUT": INT32,
+    }  # fmt: skip
+    return {name: constants[name] for name in (*names, "BM", "STAGES", "CLUSTER", "GROUP", "OUT")}
 
 
 def _launcher(threads: int = 0, persistent: bool = False) -> Callable[[Sizes], Launch]:
@@ -119,6 +121,13 @@ def _pack(logical: Arrays) -> Arrays:
         "x": logical["x"],
         **epilogue(logical),
     }
+
+
+def _pack_tiles(logical: Arrays) -> Arrays:
+    """The same, with the activations in swizzled tiles of `rows` tokens."""
+    rows = int(logical["rows"])
+    packed = _pack({name: value for name, value in logical.items() if name != "rows"})
+    return {**packed, "x": layout.to_swizzled_tiles(logical["x"], rows)}
 
 
 _BLOCK_K = "max(64, g)"  # channels of a block of weights
@@ -183,11 +192,36 @@ QOQ, LQQ, EXCP, IMFP = (
     ),
 )
 
+_WGMMA_TOKENS = (8, 16, 32, 64, 128, 256)
+
+
+def _choose_tiles(s: Sizes) -> dict[str, int]:
+    """The tile is that of the activations."""
+    tile = Tile(s["rows"], 2, 256 if s["rows"] <= 128 else 128, 1)
+    return {**_constants(tile, s, ("BK", "RESIDENT")), "ORDER": 1}
+
+
+# ImFP on activations in swizzled tiles: the same source, another variant, and x as it lies in memory.
+IMFP_TILES = replace(
+    IMFP,
+    args=tuple(
+        Arg("x", "int8", ("ceil_div(M, rows)", "ceil_div(K, 128)", "128*rows"), "tma", box=("rows", "128"))
+        if arg.name == "x"
+        else arg
+        for arg in IMFP.args
+    ),
+    rules=(*IMFP.rules, f"rows in {_WGMMA_TOKENS}"),
+    choose=_choose_tiles,
+    pack=_pack_tiles,
+    example_sizes=({"M": 17, "N": 200, "K": 192, "g": 64, "rows": 16}, {"M": 5, "N": 72, "K": 416, "g": 32, "rows": 8}),
+)
+
 STEPS = (
     Step(QOQ, "qoq", "dual_mma"),
     Step(LQQ, "lqq", "dual_mma"),
     Step(EXCP, "lqq", "dual_mma", suits="False"),  # the way through shared memory never pays
     # From the sweep of the tables above: from 9 to 64 tokens more and smaller blocks hide as much, and share better.
+    Step(IMFP_TILES, "lqq", "dual_mma", "tiles"),
     Step(IMFP, "lqq", "dual_mma", suits="g == 32 or M <= 8 or M > 64 or K > N"),
 )
-SPECS = tuple(step.spec for step in STEPS)
+SPECS = (QOQ, LQQ, EXCP, IMFP)
