@@ -82,6 +82,8 @@ def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Call
     def choose(s: Sizes) -> dict[str, int]:
         rows, narrow, wide = next(entry for tokens, entry in table.items() if s["M"] <= tokens)
         tile = narrow if s["N"] <= rows else wide
+        if s["g"] == 32 and tile.BM == 8:  # the constants of so many groups do not fit two blocks' share of registers
+            tile = narrow
         cluster = 2 if 2 * _tiles(s, tile) <= _SMS * tile.resident else 1
         room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
         stages = max(
