@@ -42,6 +42,24 @@ def check_variant(spec: KernelSpec, config: Mapping[str, int], arrays: Mapping[s
             raise ArgumentError(f"{spec.name}: {name}", f"dtype {wanted}", array.dtype)
 
 
+def require_on_host(name: str, array: Any, dtype: str, shape: tuple[int, ...], *, written: bool = False) -> Any:
+    """The array as NumPy's; ArgumentError unless it is on the host, of that dtype and shape, and C-contiguous.
+
+    bfloat16 may come as its bits, uint16. What is `written` has to be writeable.
+    """
+    if gpu.is_device_array(array):
+        raise ArgumentError(name, "must be on the host, as the other arrays are", "an array on the GPU")
+    array = gpu.as_array(name, array)
+    if array.dtype != storage(dtype):
+        raise ArgumentError(name, f"dtype {dtype}", array.dtype)
+    if array.shape != shape:
+        raise ArgumentError(name, f"shape {list(shape)}", list(array.shape))
+    _check_contiguous(name, array)
+    if written and not array.flags.writeable:
+        raise ArgumentError(name, "must be writeable", "a read-only array")
+    return array
+
+
 def shared_array(name: str, arg: Any) -> Any:
     """An argument of a kernel without a spec: arrays as `accept` has them, also in a tensor map; the rest as it is."""
     if isinstance(arg, TensorMap):

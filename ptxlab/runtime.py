@@ -234,7 +234,8 @@ def run_spec(
         if arg.role in ("out", "scratch") and arg.name not in arrays:
             dtype = storage(dtype_in(arg.dtype, kernel.defines))
             arrays[arg.name] = (gpu.empty if any_on_device else np.empty)(arg.resolve(solved), dtype)
-    args = spec.arguments(arrays, {**solved, **kernel.defines})
+    # Of nothing there is no tensor map, nor anything to launch.
+    args = [] if 0 in launch.grid else spec.arguments(arrays, {**solved, **kernel.defines})
     result = kernel.launch(
         args,
         launch,

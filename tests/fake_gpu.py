@@ -11,6 +11,7 @@ import pytest
 
 from ptxlab import emulator, gpu
 from ptxlab.gpu.view import View
+from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.runtime import Kernel
 from ptxlab.spec import Launch
 
@@ -31,7 +32,7 @@ class FakeGpu:
 
     Attributes:
         launched: (kernel, stream) of every launch.
-        loads: how many kernels were loaded; likewise `allocations`.
+        loads: how many kernels were loaded; likewise `allocations`, and tensor maps that were `encoded`.
         stream: the caller's.
         capturing: whether that is being captured.
         arch: compute capability times ten.
@@ -39,15 +40,19 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[tuple[str, int]] = []
-        self.loads = self.allocations = 0
+        self.loads = self.allocations = self.encoded = 0
         self.stream, self.capturing, self.arch, self.runs = 7, False, 90, True
         self._memory: dict[int, DeviceArray] = {}
+        self._maps: dict[bytes, TensorMap] = {}
+        as_array = gpu.as_array
         replaced = {
             "is_device_array": lambda array: isinstance(array, DeviceArray),
             "why_not": self.why_not,
             "current_device": lambda: 0,
             "stream_handle": lambda: self.stream,
             "is_capturing": lambda stream: stream == self.stream and self.capturing,
+            "as_array": lambda name, array: array.host if isinstance(array, DeviceArray) else as_array(name, array),
+            "encode": self.encode,
             "view": self.view,
             "empty": self.empty,
             "new": lambda example, shape, dtype: self.empty(shape, "uint16" if dtype == "bfloat16" else dtype),
@@ -77,6 +82,13 @@ class FakeGpu:
         self.loads += 1
         return _Loaded(Kernel(source, entry, dict(defines)))
 
+    def encode(self, name: str, tensor_map: TensorMap, address: int) -> bytes:
+        assert address == tensor_map.array.ctypes.data, name
+        self.encoded += 1
+        encoded = self.encoded.to_bytes(TENSOR_MAP_BYTES, "little")
+        self._maps[encoded] = tensor_map
+        return encoded
+
     def bind(self, loaded: "_Loaded", geometry: Launch) -> Any:
         kernel = loaded.kernel
         params = kernel.module.entries[kernel.entry].params
@@ -88,12 +100,21 @@ class FakeGpu:
             pointers = (ctypes.c_uint64 * len(params)).from_address(arguments)
             values = [ctypes.string_at(p, param.size) for p, param in zip(pointers, params, strict=True)]
             args = [self._argument(value) for value in values]
-            grid, block = geometry.grid, geometry.block
-            emulator.run(kernel.module, kernel.entry, args, grid=grid, block=block, shared_bytes=geometry.shared_bytes)
+            emulator.run(
+                kernel.module,
+                kernel.entry,
+                args,
+                grid=geometry.grid,
+                block=geometry.block,
+                shared_bytes=geometry.shared_bytes,
+                cluster=geometry.cluster,
+            )
 
         return launch
 
     def _argument(self, value: bytes) -> Any:
+        if value in self._maps:
+            return self._maps[value]
         array = self._memory.get(int.from_bytes(value, "little")) if len(value) == 8 else None
         return value if array is None else array.host
 

@@ -1,4 +1,4 @@
-// One function per instruction: blocks of a cluster and their shared memory (PTX ISA 9.7.13.4, 9.7.8.22, 9.7.9.12).
+// One function per instruction: blocks of a cluster and their shared memory (PTX ISA 9.7.13.3, 9.7.9.23, 9.7.9.12).
 #pragma once
 #include "mbarrier.cuh"
 

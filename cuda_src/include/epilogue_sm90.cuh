@@ -6,7 +6,7 @@
 //          registers -> remote shared memory as they are (st.async, 16 bytes per thread), and adds what it receives to its
 //          own registers. Integers: the order does not matter. One mbarrier per block counts the bytes that come.
 // Store    32 tokens at a time through shared memory, int32 [32][PITCH]: written by fragment without bank conflicts
-//          (8 g rows + 4-bank steps of tokens), read by rows, 8 neighbours per thread, 16 bytes of f16 at least.
+//          (lane 4 g + t at bank 8 t + g), read by rows, 8 neighbours per thread, 16 bytes of f16 at least.
 #pragma once
 #include "cluster.cuh"
 #include "output.cuh"

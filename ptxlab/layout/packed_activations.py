@@ -1,6 +1,7 @@
 """Quantised activations in one of the orders that a GEMM reads them in (`layout.activations`), with scales and sums."""
 
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from ptxlab.errors import ArgumentError
@@ -50,9 +51,9 @@ def tile_of(layout: str, rows: int | None = None) -> tuple[int, int]:
     if layout not in ORDERS:
         raise ArgumentError("layout", f"must be one of {', '.join(ORDERS)}", layout)
     if layout == "tiles":
-        if rows is None or rows % 8 or not 8 <= rows <= 256:
+        if not isinstance(rows, Integral) or rows % 8 or not 8 <= rows <= 256:
             raise ArgumentError("rows", "must be a multiple of 8 in 8..256 for tiles", rows)
-        return rows, SPAN
+        return int(rows), SPAN
     fixed, span = (1, 32) if layout == "row_major" else (8, 64)
     if rows not in (None, fixed):
         raise ArgumentError("rows", f"{layout} has {fixed}", rows)

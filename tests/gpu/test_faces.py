@@ -21,13 +21,16 @@ QUANTIZED = quant.quantize_activations(X)
 BIAS = RNG.standard_normal(N, dtype=np.float32)
 W = RNG.standard_normal((N, K), dtype=np.float32)
 GROUPED, CHANNEL = quant.quantize_qoq(W, group=64), quant.quantize_qoq_channel(W)
-SCHEMES = ("qoq", "qoq_channel")
+LQQ = quant.quantize_lqq(W, group=64)
+ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="wgmma needs sm_90a")
+SCHEMES = ("qoq", "qoq_channel", pytest.param("lqq", marks=ON_HOPPER))
 LIBRARIES = ("cupy", "torch", "jax")
 
 
 def expected(scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: Any = QUANTIZED) -> np.ndarray:
-    if scheme == "qoq":
-        integers, scale = GROUPED.exact_level1(), GROUPED.channel_scale
+    if scheme != "qoq_channel":
+        weight = {"qoq": GROUPED, "lqq": LQQ}[scheme]
+        integers, scale = weight.exact_level1(), weight.channel_scale
     else:
         integers, scale = CHANNEL.q4.astype(np.int32) - CHANNEL.zero[:, None], CHANNEL.scale
     return reference.gemm_epilogue(reference.gemm_accumulators(x.q, integers), x.scale, scale, bias, dtype)
@@ -43,6 +46,8 @@ def cupy() -> Any:
 @pytest.fixture(scope="module")
 def weights() -> dict[str, Any]:
     packed = {"qoq": ptxlab.pack(GROUPED, "qserve"), "qoq_channel": ptxlab.pack(CHANNEL, "qserve")}
+    if gpu.why_not("sm_90a", exact=True) is None:
+        packed["lqq"] = ptxlab.pack(LQQ, "dual_mma")  # through a tensor map and clusters
     return {scheme: ptxlab.to_device(weight) for scheme, weight in packed.items()}
 
 

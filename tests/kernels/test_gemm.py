@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, quant
+from ptxlab import emulator, kernels, quant, toolchain
 from ptxlab.errors import ArgumentError
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
@@ -62,6 +62,17 @@ def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> N
     sizes = sizes_of(spec, M=M, N=N, K=160 if N < 1000 else 64, g=32)
     logical = spec.example(np.random.default_rng(M), **sizes)
     assert np.array_equal(accumulators(spec, logical, backend), spec.reference(**logical))
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("N", [4096, 57344])
+def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:
+    """On sm_80, for groups of 32, whose constants are the most."""
+    spec, (source, *_) = kernels.find(name)
+    for M in (1, 16, 32, 64, 128, 256):
+        config = {**spec.config_for(sizes_of(spec, M=M, N=N, K=8192, g=32)), "OUT": 0}
+        resources = toolchain.compile_cuda(source, spec.arch, defines=config).resources[name]
+        assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

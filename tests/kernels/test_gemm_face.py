@@ -20,13 +20,20 @@ X_SCALE = RNG.uniform(1e-3, 1e-2, M).astype(np.float32)
 BIAS = RNG.standard_normal(N, dtype=np.float32)
 W = RNG.standard_normal((N, K), dtype=np.float32)
 GROUPED = quant.quantize_qoq(W, group=64)
+LQQ = quant.quantize_lqq(W, group=64)
 CHANNEL = quant.quantize_qoq_channel(W)
-WEIGHTS = {"qoq": ptxlab.pack(GROUPED, "qserve"), "qoq_channel": ptxlab.pack(CHANNEL, "qserve")}
+WEIGHTS = {
+    "qoq": ptxlab.pack(GROUPED, "qserve"),
+    "qoq_channel": ptxlab.pack(CHANNEL, "qserve"),
+    "lqq": ptxlab.pack(LQQ, "dual_mma"),  # through a tensor map and clusters
+}
+STEPS = [(step.spec.name, step.scheme, step.packing) for step in ladder.LADDER]
 
 
 def expected(scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: np.ndarray = X) -> np.ndarray:
-    if scheme == "qoq":
-        integers, scale = GROUPED.exact_level1(), GROUPED.channel_scale
+    if scheme != "qoq_channel":
+        weight = {"qoq": GROUPED, "lqq": LQQ}[scheme]
+        integers, scale = weight.exact_level1(), weight.channel_scale
     else:
         integers, scale = CHANNEL.q4.astype(np.int32) - CHANNEL.zero[:, None], CHANNEL.scale
     accumulators = reference.gemm_accumulators(x, integers)
@@ -69,8 +76,12 @@ def test_out_is_written_and_returned_and_decides_the_dtype() -> None:
     assert np.array_equal(out, expected("qoq", "float32"))
 
 
-def test_no_tokens_give_an_empty_result() -> None:
-    y = ptxlab.gemm_w4a8(X[:0], X_SCALE[:0], WEIGHTS["qoq_channel"], backend="emulator")
+@pytest.mark.parametrize(("kernel", "scheme", "packing"), STEPS, ids=[name for name, *_ in STEPS])
+def test_every_step_by_name_and_of_no_tokens(kernel: str, scheme: str, packing: str) -> None:
+    weight = ptxlab.pack({"qoq": GROUPED, "lqq": LQQ, "qoq_channel": CHANNEL}[scheme], packing)
+    y = ptxlab.gemm_w4a8(X, X_SCALE, weight, bias=BIAS, kernel=kernel, backend="emulator")
+    assert np.array_equal(y, expected(scheme, bias=BIAS))
+    y = ptxlab.gemm_w4a8(X[:0], X_SCALE[:0], weight, kernel=kernel, backend="emulator")
     assert y.shape == (0, N) and y.dtype == np.float16
 
 
@@ -99,13 +110,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weight": None}, r"gemm_w4a8: weight: must be a PackedWeight .*\(got NoneType\)"),
     ({"x_q": X[0]}, r"gemm_w4a8: x_q: must be an array \[M, K\] or PackedActivations \(got shape \(256,\)\)"),
     ({"x_q": FEW}, r"gemm_w4a8: x_q: K must be 256 as the weight's \(got shape \(5, 128\)\)"),
-    ({"x_q": X.astype(np.int16)}, r"x: dtype int8 \(got int16\)"),
+    ({"x_q": X.astype(np.int16)}, r"gemm_w4a8: x_q: dtype int8 \(got int16\)"),
+    ({"x_q": np.full((M, K), np.nan), "weight": WEIGHTS["qoq_channel"]}, r"x_q: dtype int8 \(got float64\)"),
+    ({"x_q": np.asfortranarray(X)}, r"gemm_w4a8: x_q: C-contiguous \(got strides \(1, 5\)\)"),
     ({"x_scale": None}, r"gemm_w4a8: x_scale: must be given unless the output is int32 \(got nothing\)"),
-    ({"x_scale": X_SCALE[:3]}, r"x_scale: shape \[M\] .*\(got \(3,\)\)"),
-    ({"bias": BIAS[:8]}, r"bias: shape \[N\] .*\(got \(8,\)\)"),
-    ({"out": np.zeros((M, 8), np.float16)}, r"y: shape \[M, N\] .*\(got \(5, 8\)\)"),
-    ({"out": np.zeros((M, N))}, r"gemm_w4a8: out_dtype: must be one of float16, .*\(got float64\)"),
-    ({"out": np.zeros((M, N), np.float16), "out_dtype": "float32"}, r"y: dtype float32 \(got float16\)"),
+    ({"x_scale": X_SCALE[:3]}, r"gemm_w4a8: x_scale: shape \[5\] \(got \[3\]\)"),
+    ({"bias": BIAS[:8]}, r"gemm_w4a8: bias: shape \[40\] \(got \[8\]\)"),
+    ({"bias": 1.0}, r"gemm_w4a8: bias: an array: NumPy, .*\(got float\)"),
+    ({"x_sum": BIAS[:M], "weight": WEIGHTS["qoq_channel"]}, r"gemm_w4a8: x_sum: dtype int32 \(got float32\)"),
+    ({"out": np.zeros((M, 8), np.float16)}, r"gemm_w4a8: out: shape \[5, 40\] \(got \[5, 8\]\)"),
+    ({"out": np.zeros((M, N))}, r"gemm_w4a8: out: dtype must be one of float16, .*\(got float64\)"),
+    ({"out": np.zeros((M, N), np.float16), "out_dtype": "float32"}, r"out: dtype float32 \(got float16\)"),
+    ({"out": np.frombuffer(bytes(2 * M * N), np.float16).reshape(M, N)}, r"out: must be writeable \(got a read-only"),
+    ({"out_dtype": ""}, r"gemm_w4a8: out_dtype: must be one of float16"),
     ({"out_dtype": "int8"}, r"gemm_w4a8: out_dtype: must be one of float16, bfloat16, float32, int32 \(got int8\)"),
     ({"kernel": "gemm"}, r"gemm_w4a8: kernel: must be one of gemm_w4a8_qoq_sm80, .*\(got gemm\)"),
     (
@@ -148,7 +165,11 @@ def test_every_output_from_device_arrays(fake: FakeGpu, scheme: str, dtype: str)
     wanted = expected(scheme, dtype, BIAS)
     assert y.dtype == wanted.dtype and np.array_equal(y.host, wanted)
     sums = [("sum_activations_s8", 7)] if scheme == "qoq_channel" else []
-    name = {"qoq": "gemm_w4a8_qoq_sm80", "qoq_channel": "gemm_w4a8_qoq_channel_sm80"}[scheme]
+    name = {
+        "qoq": "gemm_w4a8_qoq_sm80",
+        "qoq_channel": "gemm_w4a8_qoq_channel_sm80",
+        "lqq": "gemm_w4a8_lqq_imfp_sm90",
+    }[scheme]
     assert fake.launched == [*sums, (name, 7)]
 
 
@@ -166,6 +187,15 @@ def test_after_the_first_call_of_a_shape_nothing_is_loaded_or_allocated(fake: Fa
     call("qoq_channel", out=out)
     assert (fake.loads, fake.allocations) == (loads, allocations + 1)
     assert fake.launched[-1] == ("gemm_w4a8_qoq_channel_sm80", 9)
+
+
+def test_a_tensor_map_is_encoded_once_for_each_address(fake: FakeGpu) -> None:
+    weight, scale = on_device(WEIGHTS["lqq"]), DeviceArray(X_SCALE)
+    here, there = DeviceArray(X), DeviceArray(X[::-1])
+    for x in (here, there, here, there):
+        y = ptxlab.gemm_w4a8(x, scale, weight)
+        assert np.array_equal(y.host, expected("lqq", x=x.host))
+    assert fake.encoded == 2 and fake.loads == 1
 
 
 def test_a_given_sum_or_packed_activations_need_no_other_kernel(fake: FakeGpu) -> None:
@@ -197,6 +227,12 @@ def test_a_workspace_serves_fewer_tokens_too(fake: FakeGpu) -> None:
         ArgumentError, match=r"workspace: must be gemm_workspace\(weight, 5\) or larger \(got one for M=2"
     ):
         call("qoq_channel", workspace=ptxlab.gemm_workspace(weight, 2))
+    elsewhere = ptxlab.kernels.gemm.Workspace(M, {"x_sum": DeviceArray(np.zeros(M, np.int32), device=1)})
+    with pytest.raises(ArgumentError, match=r"workspace: on the current device 0 \(got device 1\)"):
+        call("qoq_channel", workspace=elsewhere)
+    for change, message in (((X, M), "weight: must be a PackedWeight"), ((weight, -1), r"M: .* \(got -1\)")):
+        with pytest.raises(ArgumentError, match=f"gemm_workspace: {message}"):
+            ptxlab.gemm_workspace(*change)
 
 
 def test_a_capture_is_told_what_to_make_before_it(fake: FakeGpu) -> None:
@@ -240,7 +276,7 @@ def test_bad_device_arrays_are_refused_before_any_launch(fake: FakeGpu, change: 
 
 
 def test_host_activations_and_a_weight_on_the_gpu_are_refused(fake: FakeGpu) -> None:
-    with pytest.raises(ArgumentError, match=r"gemm_w4a8: qweight: must be on the host, as x_q is"):
+    with pytest.raises(ArgumentError, match=r"gemm_w4a8: weight: must be on the host, as x_q is"):
         ptxlab.gemm_w4a8(X, X_SCALE, on_device(WEIGHTS["qoq"]))
 
 

@@ -27,9 +27,12 @@ TILES = (
 )
 
 
+def groups_of(spec: KernelSpec) -> list[int]:
+    return [g for g in (32, 64, 128) if str(g) in spec.rules[0]]
+
+
 def problems(spec: KernelSpec, **limits: int) -> st.SearchStrategy[dict[str, Any]]:
-    groups = [g for g in (32, 64, 128) if str(g) in spec.rules[0]]
-    return (gemm_problems.qoq if "_qoq_" in spec.name else gemm_problems.lqq)(of=groups, **limits)
+    return (gemm_problems.qoq if "_qoq_" in spec.name else gemm_problems.lqq)(of=groups_of(spec), **limits)
 
 
 def group(logical: Mapping[str, Any]) -> int:
@@ -90,8 +93,7 @@ def test_every_chosen_tile_is_exact(name: str, M: int, N: int) -> None:
     assert np.array_equal(accumulators(spec, logical, "gpu", {}), spec.reference(**logical))
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("g", [64, 128])
+@pytest.mark.parametrize(("name", "g"), [(name, g) for name, spec in SPECS.items() for g in groups_of(spec)])
 @pytest.mark.parametrize("N", [4096, 57344])
 def test_no_tile_spills_or_waits_for_its_own_wgmma(name: str, g: int, N: int) -> None:
     """No local memory, and none of ptxas' notes that wgmma was serialised (C7510, C7511, C7514, C7515)."""

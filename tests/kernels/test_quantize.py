@@ -1,5 +1,6 @@
 """Activations to INT8: the kernel equal to `quant.quantize_activations` in every bit, in every order; and its face."""
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -140,7 +141,8 @@ NAN[1, 7], SMALL[1] = np.nan, 1e-37
         (np.ones((2, 48), np.float32), {}, r"K % 32 == 0 \(got K=48\)"),
         (np.ones((2, 131072), np.float32), {}, r"1 <= K < 131072 \(got K=131072\)"),
         (np.ones((2, 32)), {}, r"x: dtype float16 or bfloat16 or float32 \(got float64\)"),
-        (np.ones((2, 32), np.int8), {}, r"x: dtype must be one of float16"),
+        (np.ones((2, 32), np.int8), {}, r"quantize_activations: x: dtype float16 or .* \(got int8\)"),
+        (np.ones((2, 0), np.float32), {}, r"1 <= K < 131072 \(got K=0\)"),
         (NAN, {}, r"x: must be finite in float32 \(got x\[1, 7\] is nan\)"),
         (SMALL, {}, r"x: row scales must lie in .*\(got row 1 has"),
         (
@@ -153,6 +155,8 @@ NAN[1, 7], SMALL[1] = np.nan, 1e-37
             {"layout": "tiles"},
             r"rows: must be a multiple of 8 in 8..256 for tiles \(got None",
         ),
+        (np.ones((2, 32), np.float32), {"layout": "tiles", "rows": "8"}, r"rows: must be a multiple of 8"),
+        (np.ones((2, 32), np.float32), {"out": np.zeros((2, 32))}, r"out: must be PackedActivations \(got ndarray\)"),
         (np.ones((2, 32), np.float32), {"rows": 8}, r"rows: row_major has 1 \(got 8\)"),
         (np.ones((2, 32), np.float32), {"backend": "tpu"}, r"backend: one of gpu, emulator \(got tpu\)"),
     ],
@@ -167,6 +171,23 @@ def test_out_must_be_of_the_same_shape_and_order() -> None:
     out = ptxlab.quantize_activations(x, layout="fragment", backend="emulator")
     with pytest.raises(ArgumentError, match=r"out: must have M=2, K=32, layout=row_major, rows=1 \(got M=2.*fragment"):
         ptxlab.quantize_activations(x, out=out, backend="emulator")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x_q: np.asfortranarray(x_q), r"out\.x_q: C-contiguous"),  # else a copy would be written into
+        (lambda x_q: x_q.astype(np.int16), r"out\.x_q: dtype int8 \(got int16\)"),
+        (lambda x_q: np.frombuffer(x_q.tobytes(), np.int8).reshape(x_q.shape), r"out\.x_q: must be writeable"),
+    ],
+)
+def test_out_must_be_of_arrays_that_can_be_written(change: Any, message: str) -> None:
+    x = RNG.standard_normal((20, 512), dtype=np.float32)
+    out = ptxlab.quantize_activations(x, layout="tiles", rows=8, backend="emulator")
+    with pytest.raises(ArgumentError, match=message):
+        ptxlab.quantize_activations(
+            x, layout="tiles", rows=8, out=replace(out, x_q=change(out.x_q)), backend="emulator"
+        )
 
 
 def test_packed_activations_check_their_shapes() -> None:

@@ -42,14 +42,32 @@ def checked(
         raise ArgumentError("gemm_w4a8: x_q", "must be an array [M, K] or PackedActivations", f"shape {shape}")
     if shape[1] != weight.K:
         raise ArgumentError("gemm_w4a8: x_q", f"K must be {weight.K} as the weight's", f"shape {shape}")
-    dtype = out_dtype or ("float16" if out is None else dtype_of(out))
+    dtype, source = out_dtype, "out_dtype"
+    if dtype is None:
+        dtype, source = ("float16" if out is None else dtype_of(out)), "out"
     if dtype not in DTYPES:
-        raise ArgumentError("gemm_w4a8: out_dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+        rule = f"{'dtype ' if source == 'out' else ''}must be one of {', '.join(DTYPES)}"
+        raise ArgumentError(f"gemm_w4a8: {source}", rule, dtype)
     if x_scale is None and dtype != "int32":
         raise ArgumentError("gemm_w4a8: x_scale", "must be given unless the output is int32", "nothing")
     if backend not in (*BACKENDS, None):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     return Call(x_q, x_scale, x_sum, order, rows, shape[0], weight, bias, out, dtype, kernel)
+
+
+def arrays(call: Call, x_shape: tuple[int, ...], needs_sum: bool) -> list[tuple[str, str, Any, str, tuple[int, ...]]]:
+    """What was given beside the weight: the kernel's argument, the label for messages, the array, dtype and shape."""
+    M, N = call.M, call.weight.N
+    wanted = [("x", "gemm_w4a8: x_q", call.x_q, "int8", x_shape)]
+    if call.x_scale is not None:
+        wanted.append(("x_scale", "gemm_w4a8: x_scale", call.x_scale, "float32", (M,)))
+    if call.x_sum is not None and needs_sum:
+        wanted.append(("x_sum", "gemm_w4a8: x_sum", call.x_sum, "int32", (M,)))
+    if call.bias is not None:
+        wanted.append(("bias", "gemm_w4a8: bias", call.bias, "float32", (N,)))
+    if call.out is not None:
+        wanted.append(("y", "gemm_w4a8: out", call.out, call.dtype, (M, N)))
+    return wanted
 
 
 def dtype_of(array: Any) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ from ptxlab import gpu
 from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
-from ptxlab.kernels.gemm.call import Call
+from ptxlab.kernels.gemm.call import Call, arrays
 from ptxlab.kernels.gemm.common import DTYPES, Step
 from ptxlab.kernels.quantize import SUM
 from ptxlab.layout import PackedWeight
@@ -83,8 +84,12 @@ _shared: dict[tuple[int, int, str], Any] = {}  # by device, stream and name: wha
 def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -> Workspace:
     """The memory that `gemm_w4a8` needs for this weight and up to M tokens, on the current device; empty if none.
 
-    Raises what choosing the kernel raises.
+    Raises ArgumentError for what is no packed weight or no number of tokens, and what choosing the kernel raises.
     """
+    if not isinstance(weight, PackedWeight):
+        raise ArgumentError("gemm_workspace: weight", "must be a PackedWeight (layout.pack)", type(weight).__name__)
+    if not isinstance(M, Integral) or M < 0:
+        raise ArgumentError("gemm_workspace: M", "must be an integer, 0 or more", repr(M))
     step = ladder.choose(weight, "row_major", M, kernel=kernel, backend="gpu")
     return Workspace(M, {s.name: gpu.empty(s.shape, s.dtype) for s in scratch(step, weight, M)})
 
@@ -133,18 +138,8 @@ def _prepare(call: Call, device: int) -> _Prepared:
 
 def _views(call: Call, prepared: _Prepared, device: int) -> dict[str, gpu.View]:
     """Every array of the call by argument name, checked."""
-    M, N = call.M, call.weight.N
-    wanted = [("x", "gemm_w4a8: x_q", call.x_q, "int8", prepared.x_shape)]
-    if call.x_scale is not None:
-        wanted.append(("x_scale", "gemm_w4a8: x_scale", call.x_scale, "float32", (M,)))
-    if call.x_sum is not None and prepared.step.needs_sum:
-        wanted.append(("x_sum", "gemm_w4a8: x_sum", call.x_sum, "int32", (M,)))
-    if call.bias is not None:
-        wanted.append(("bias", "gemm_w4a8: bias", call.bias, "float32", (N,)))
-    if call.out is not None:
-        wanted.append(("y", "gemm_w4a8: out", call.out, call.dtype, (M, N)))
     views = {}
-    for name, label, array, dtype, shape in wanted:
+    for name, label, array, dtype, shape in arrays(call, prepared.x_shape, prepared.step.needs_sum):
         views[name] = gpu.view(label, array).require(label, dtype, shape, device)
     for name, buffer in prepared.step.buffers:  # whose dtypes and shapes are the PackedWeight's own concern
         views[name] = view = gpu.view("gemm_w4a8: weight", call.weight.buffers[buffer])
@@ -181,4 +176,7 @@ def _memory(item: Scratch, workspace: Workspace | None, M: int, place: tuple[int
             rule = f"must be gemm_workspace(weight, {M}) or larger"
             raise ArgumentError("gemm_w4a8: workspace", rule, f"one for M={workspace.M}")
         buffer = _shared[*place, item.name] = gpu.empty((item.nbytes,), np.uint8)
-    return gpu.view("workspace", buffer)
+    view = gpu.view("gemm_w4a8: workspace", buffer)
+    if view.device != place[0]:
+        raise ArgumentError("gemm_w4a8: workspace", f"on the current device {place[0]}", f"device {view.device}")
+    return view

@@ -5,12 +5,14 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
+from ptxlab.arguments import require_on_host
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
-from ptxlab.kernels.gemm.call import Call, checked
+from ptxlab.kernels.gemm.call import Call, arrays, checked
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.kernels.gemm.device import Workspace, on_gpu
 from ptxlab.layout import PackedWeight
+from ptxlab.layout.packed_activations import stored_shape
 from ptxlab.runtime import run_spec
 from ptxlab.sources import of_kernel
 
@@ -35,8 +37,9 @@ def gemm_w4a8(
     `workspace` for a per-channel weight without `x_sum`.
 
     Args:
-        x_q: s8 [M, K], M >= 0; or `PackedActivations` (from `quantize_activations`), which bring scale and sum along
-            and may be in another order. NumPy, CuPy, PyTorch or JAX: the result is of the same kind.
+        x_q: s8 [M, K], M >= 0; or `PackedActivations` (from `quantize_activations`), which bring scale and sum along,
+            in the order that the kernel reads (`row_major`, for every step so far). NumPy, CuPy, PyTorch or JAX: the
+            result is of the same kind.
         x_scale: f32 [M]; may be left out for int32 output.
         weight: packed; where the activations are, on the host or on the GPU (`ptxlab.to_device`).
         x_sum: s32 [M], sum of x_q over K, for per-channel weights; computed where it is not given.
@@ -72,18 +75,19 @@ def _on_host(call: Call, backend: str | None) -> Any:
     weight, M = call.weight, call.M
     step = ladder.choose(weight, call.order, M, kernel=call.kernel, backend=backend)
     spec, sizes = step.spec, step.sizes(M, weight.N, weight.K, weight.group, call.rows)
-    given = {"x": call.x_q, "x_scale": call.x_scale, "x_sum": call.x_sum, "bias": call.bias}
-    inputs = {name: array for name, array in given.items() if array is not None}
-    inputs |= {name: weight.buffers[buffer] for name, buffer in step.buffers}
-    for name, array in inputs.items():
-        if gpu.is_device_array(array):
-            raise ArgumentError(f"gemm_w4a8: {name}", "must be on the host, as x_q is", "an array on the GPU")
+    given = {}
+    for name, label, array, dtype, shape in arrays(
+        call, stored_shape(call.order, M, weight.K, call.rows), step.needs_sum
+    ):
+        require_on_host(label, array, dtype, shape, written=name == "y")
+        given[name] = array
+    out = {"y": given.pop("y")} if "y" in given else {}
+    inputs = given | {name: weight.buffers[buffer] for name, buffer in step.buffers}
+    if any(gpu.is_device_array(array) for array in weight.buffers.values()):
+        raise ArgumentError("gemm_w4a8: weight", "must be on the host, as x_q is", "one on the GPU")
     inputs.setdefault("x_scale", np.ones(M, np.float32))  # of int32 output, which does not see it
-    if not step.needs_sum:
-        inputs.pop("x_sum", None)
-    elif call.x_sum is None:
+    if step.needs_sum and "x_sum" not in inputs:
         inputs["x_sum"] = gpu.as_array("x_q", call.x_q).sum(axis=1, dtype=np.int32)
     config = {**spec.config_for(sizes), "OUT": DTYPES.index(call.dtype)}
-    out = {} if call.out is None else {"y": call.out}
     source = of_kernel(spec.name)[0]
     return run_spec(spec, source, inputs, sizes=sizes, out=out, backend=backend, config=config).outputs["y"]

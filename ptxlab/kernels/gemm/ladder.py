@@ -65,4 +65,8 @@ def _unavailable(taking: list[Step], weight: PackedWeight) -> UnavailableError:
 
 
 def _listed(steps: Iterable[Step]) -> str:
-    return " or ".join(f"{step.scheme} in {step.packing} ({step.spec.name})" for step in steps)
+    """Which weights they take, each with the steps that do."""
+    taking: dict[str, list[str]] = {}
+    for step in steps:
+        taking.setdefault(f"{step.scheme} in {step.packing}", []).append(step.spec.name)
+    return " or ".join(f"{weight} ({', '.join(names)})" for weight, names in taking.items())

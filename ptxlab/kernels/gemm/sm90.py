@@ -81,7 +81,10 @@ def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Call
 
     def choose(s: Sizes) -> dict[str, int]:
         rows, narrow, wide = next(entry for tokens, entry in table.items() if s["M"] <= tokens)
-        return _constants(narrow if s["N"] <= rows else wide, s, names, dequantised)
+        tile = narrow if s["N"] <= rows else wide
+        if s["g"] == 32 and tile.BM == 8:  # the constants of so many groups do not fit two blocks' share of registers
+            tile = narrow
+        return _constants(tile, s, names, dequantised)
 
     return choose
 

@@ -5,6 +5,8 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, quant, reference
+from ptxlab.arguments import require_on_host
+from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.quantize.specs import DTYPES, QUANTIZE
 from ptxlab.layout import PackedActivations
@@ -53,6 +55,8 @@ def quantize_activations(
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     M, K = shape
     wanted = (M, K, layout, tokens)
+    if out is not None and not isinstance(out, PackedActivations):
+        raise ArgumentError("quantize_activations: out", "must be PackedActivations", type(out).__name__)
     if out is not None and (out.M, out.K, out.layout, out.rows) != wanted:
         rule = f"must have M={M}, K={K}, layout={layout}, rows={tokens}"
         got = f"M={out.M}, K={out.K}, layout={out.layout}, rows={out.rows}"
@@ -81,11 +85,7 @@ def _on_gpu(x: Any, sizes: dict[str, int], layout: str, out: PackedActivations |
     if (plan is None or out is None) and gpu.is_capturing(stream):
         rule = "must be given in a capture" if out is None else "the first call of a shape is made before the capture"
         raise ArgumentError("quantize_activations: out", rule, f"M={M}, K={K}")
-    wanted = {
-        "x_q": ("int8", stored_shape(layout, M, K, rows)),
-        "scale": ("float32", (M,)),
-        "token_sum": ("int32", (M,)),
-    }
+    wanted = _results(layout, M, K, rows)
     if out is None:
         made = {name: gpu.new(x, shape, dtype_of) for name, (dtype_of, shape) in wanted.items()}
     else:
@@ -103,6 +103,15 @@ def _on_gpu(x: Any, sizes: dict[str, int], layout: str, out: PackedActivations |
     return PackedActivations(layout=layout, M=M, K=K, rows=rows, **handed)
 
 
+def _results(layout: str, M: int, K: int, rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtypes and shapes of the arrays of `PackedActivations`."""
+    return {
+        "x_q": ("int8", stored_shape(layout, M, K, rows)),
+        "scale": ("float32", (M,)),
+        "token_sum": ("int32", (M,)),
+    }
+
+
 def _checked(name: str, array: Any, dtype: str, shape: tuple[int, ...], device: int) -> gpu.View:
     return gpu.view(name, array).require(name, dtype, shape, device)
 
@@ -111,13 +120,20 @@ def _on_host(
     x: Any, sizes: dict[str, int], layout: str, out: PackedActivations | None, backend: str | None
 ) -> PackedActivations:
     M, K, rows = sizes["M"], sizes["K"], sizes["rows"]
-    values = gpu.as_array("x", x)
+    values = gpu.as_array("quantize_activations: x", x)
+    if values.dtype not in map(storage, DTYPES):
+        raise ArgumentError("quantize_activations: x", f"dtype {' or '.join(DTYPES)}", values.dtype)
+    require_on_host("quantize_activations: x", x, values.dtype.name, (M, K))
+    QUANTIZE.check_sizes(sizes)
     if M:
         quant.token_scales(reference.from_bfloat16_bits(values) if values.dtype == np.uint16 else values)
     padded = QUANTIZE.arg("x_q").resolve(sizes)
-    given = {name: getattr(out, name) for name in ("x_q", "scale", "token_sum")} if out is not None else {}
+    given = {}
+    for name, (dtype, stored) in _results(layout, M, K, rows).items() if out is not None else ():
+        given[name] = getattr(out, name)
+        require_on_host(f"quantize_activations: out.{name}", given[name], dtype, stored, written=True)
     if given:
-        given["x_q"] = given["x_q"].reshape(padded)
+        given["x_q"] = given["x_q"].reshape(padded)  # contiguous, so the same memory
     source = of_kernel(QUANTIZE.name)[0]
     results = run_spec(QUANTIZE, source, {"x": x}, sizes=sizes, out=given, backend=backend).outputs
     if out is not None:
