@@ -97,6 +97,14 @@ def test_activations_of_every_library(library: str, order: str, rows: int | None
     assert np.array_equal(moved.scale, QUANTIZED.scale) and np.array_equal(moved.token_sum, QUANTIZED.token_sum)
 
 
+@ON_HOPPER
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("rows", [8, 32, 256])
+def test_a_gemm_on_tiles(weights, library: str, rows: int) -> None:
+    tiles = ptxlab.quantize_activations(sent(X, library), layout="tiles", rows=rows)
+    assert same(ptxlab.gemm_w4a8(tiles, weight=weights["lqq"]), expected("lqq"))
+
+
 @pytest.mark.parametrize("library", ["torch", "jax"])
 def test_bfloat16_goes_in_and_comes_out(weights, library: str) -> None:
     values = reference.from_bfloat16_bits(reference.bfloat16_bits(X.astype(np.float32)))

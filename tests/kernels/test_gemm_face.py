@@ -70,6 +70,21 @@ def test_quantised_activations_bring_scale_and_sum() -> None:
         assert np.array_equal(y, given)
 
 
+@pytest.mark.parametrize("rows", [8, 16])
+def test_lqq_weights_take_activations_in_tiles(rows: int) -> None:
+    floats = RNG.standard_normal((M, K), dtype=np.float32)
+    tiles = ptxlab.quantize_activations(floats, layout="tiles", rows=rows, backend="emulator")
+    plain = ptxlab.quantize_activations(floats, backend="emulator")
+    y = ptxlab.gemm_w4a8(tiles, weight=WEIGHTS["lqq"], bias=BIAS, backend="emulator")
+    assert np.array_equal(y, ptxlab.gemm_w4a8(plain, weight=WEIGHTS["lqq"], bias=BIAS, backend="emulator"))
+
+
+def test_tiles_that_no_wgmma_has_are_refused() -> None:
+    tiles = ptxlab.quantize_activations(np.ones((M, K), np.float32), layout="tiles", rows=24, backend="emulator")
+    with pytest.raises(ArgumentError, match=r"gemm_w4a8_lqq_imfp_sm90: rows in \(8, 16, 32, 64, 128, 256\)"):
+        ptxlab.gemm_w4a8(tiles, weight=WEIGHTS["lqq"], backend="emulator")
+
+
 def test_out_is_written_and_returned_and_decides_the_dtype() -> None:
     out = np.zeros((M, N), np.float32)
     assert ptxlab.gemm_w4a8(X, X_SCALE, WEIGHTS["qoq"], out=out, backend="emulator") is out
