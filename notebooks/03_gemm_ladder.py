@@ -128,16 +128,18 @@ Markdown(ladder.limits_table())
 # %% [markdown]
 # ## What the figures say
 #
-# - **LiquidQuant pays at every size**, and by about the same factor: one multiply-add and one XOR where QoQ needs a
-#   multiply and an emulated byte-wise add. The kernels are the same but for that one function.
+# - **LiquidQuant pays at every number of tokens**, 1.12 to 1.16 times in the mean: one multiply-add and one XOR where
+#   QoQ needs a multiply and an emulated byte-wise add. The kernels are the same but for that one function, each with
+#   the tiles that suit it; at 2 of 60 points, where the tiles differ, QoQ is ahead.
 # - **A way through shared memory never pays here.** In the explicit pipeline four warps dequantise for the whole block,
-#   write every weight back as a byte and wait for the warps that multiply: it is the slowest step on wgmma at all
-#   sizes, least so at many tokens, where the multiplication is long enough to hide it.
+#   write every weight back as a byte and wait for the warps that multiply: it is the slowest step on wgmma in the
+#   mean at every number of tokens, least so at many, where the multiplication is long enough to hide it: from 64 tokens
+#   on there are matrices on which it passes the baseline.
 # - **Overlap has two sources.** The implicit pipeline gets it from two warp groups that share nothing but the
 #   activations; the plain loop gets it from two or three blocks on an SM, each of which waits at other times. With 16
-#   to 64 tokens the small blocks win, because 64-row tiles divide a matrix more evenly among 132 SMs than 128-row
-#   tiles do; from 128 tokens on fewer of them fit, and the implicit pipeline wins.
+#   to 64 tokens the small blocks win in the mean, because 64-row tiles divide a matrix more evenly among 132 SMs than
+#   128-row tiles do; from 128 tokens on fewer of them fit, and the implicit pipeline wins.
 # - **With few tokens the L2 is busier than the memory behind it.** Every block reads all activations of its tile
 #   again, beside its weights. Sharing activations between blocks, or keeping them, is what is left to gain.
-# - **At 4 tokens unpacking alone on mma.sync is the fastest of all**: strips of 32 rows give every SM its share, the
-#   warps of a block split K without leaving the SM, and nothing is padded to 64 rows.
+# - **At 4 tokens unpacking alone on mma.sync is the fastest of all**, on 9 of 10 matrices: strips of 32 rows give every
+#   SM its share, the warps of a block split K without leaving the SM, and nothing is padded to 64 rows.
