@@ -124,14 +124,12 @@ class Races(Watcher):
         if not past.any():  # most bytes are met for the first time
             return np.zeros(len(past), bool)
         # neighbouring bytes have the same past
-        first = np.flatnonzero((past[1:] != past[:-1]) | (threads[1:] != threads[:-1])) + 1
-        starts = np.concatenate(([0], first))
-        counts = np.diff(starts, append=len(past))
-        past, threads = past[starts], threads[starts]
-        late = past != 0
-        past, threads = past[late], threads[late]
-        late[late] = ~self.clocks.knows(threads, actors_of(past), (past & _TIMES).astype(np.int32))
-        return np.repeat(late, counts)
+        starts = np.concatenate(([True], (past[1:] != past[:-1]) | (threads[1:] != threads[:-1])))
+        old, whose = past[starts], threads[starts]
+        late = old != 0
+        old, whose = old[late], whose[late]
+        late[late] = ~self.clocks.knows(whose, actors_of(old), (old & _TIMES).astype(np.int32))
+        return late[np.cumsum(starts) - 1] if late.any() else np.zeros(len(past), bool)
 
     def compare(self, instruction: Instruction, sizes: Sizes, lanes: Lanes, places: Array, threads: Array,
                 events: Array, strong: bool, what: str, among: Array | None = None) -> None:  # fmt: skip
