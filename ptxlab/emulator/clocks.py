@@ -9,21 +9,46 @@ a flag in global memory, is kept aside.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from ptxlab.emulator.types import Array
 
-# Cluster -> times of its actors (lanes, then engines): what lies before. Arrays in it are shared, and never changed.
+# Cluster -> times of its actors (lanes, then engines): what lies before. Clocks are shared, and never changed.
 Clock = dict[int, Array]
+NOTHING: Clock = {}
 
 
-def join(clock: Clock, other: Clock) -> None:
-    """`clock` comes to hold what `other` does."""
-    for cluster, times in other.items():
-        mine = clock.get(cluster)
-        clock[cluster] = times if mine is None or (times >= mine).all() else np.maximum(mine, times)
+def joined(a: Clock, b: Clock) -> Clock:
+    """What either holds; `a` itself, or `b`, where that is all."""
+    if a is b or not a:
+        return b
+    news = {at: times for at, times in b.items() if at not in a or (a[at] is not times and (a[at] < times).any())}
+    if not news:
+        return a
+    both = a | {at: times if at not in a or (times >= a[at]).all() else np.maximum(times, a[at])
+                for at, times in news.items()}  # fmt: skip
+    return b if len(both) == len(b) and all(both[at] is times for at, times in b.items()) else both
+
+
+def remembering() -> Callable[[Clock, Clock], Clock]:
+    """`joined` for many rows: in most of them stand the same two clocks."""
+    known: dict[tuple[int, int], tuple[Clock, Clock, Clock]] = {}
+
+    def join(a: Clock, b: Clock) -> Clock:
+        pair = id(a), id(b)
+        if pair not in known:
+            known[pair] = a, b, joined(a, b)
+        return known[pair][2]
+
+    return join
+
+
+def groups(keys: Array) -> list[Array]:
+    """Positions of equal keys, in their order."""
+    order = np.argsort(keys, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(keys[order])) + 1)
 
 
 def by_clock(clocks: dict[int, Clock], lanes: Array) -> list[tuple[Clock, Array]]:
@@ -62,23 +87,34 @@ class Clocks:
         clusters = whose // self.size
         far = np.flatnonzero(clusters != lanes // self.size)
         if len(far):
-            known[far] = 0
-            pairs = np.stack((rows[far], clusters[far]))
-            for row, cluster in np.unique(pairs, axis=1).T.tolist() if self.far else ():
-                if cluster in self.far.get(row, ()):
-                    here = far[(pairs == [[row], [cluster]]).all(axis=0)]
-                    known[here] = self.far[row][cluster][columns[here]]
+            known[far] = self.known_of_others(rows[far], clusters[far], columns[far])
         result: Array = known >= times
         return result
 
+    def known_of_others(self, rows: Array, clusters: Array, columns: Array) -> Array:
+        """What stands aside for each row, of another cluster's actor."""
+        known = np.zeros(len(rows), np.int32)
+        distinct, at = np.unique(rows, return_inverse=True)
+        clocks = [self.far.get(row, NOTHING) for row in distinct.tolist()]
+        first: dict[int, int] = {}  # few clocks, many rows
+        which = np.array([first.setdefault(id(clock), i) for i, clock in enumerate(clocks)])[at]
+        for group in groups(which * (self.lanes // self.size) + clusters) if len(self.far) else ():
+            times = clocks[which[group[0]]].get(int(clusters[group[0]]))
+            if times is not None:
+                known[group] = times[columns[group]]
+        return known
+
     def shared_by(self, lanes: Array) -> Clock:
         """What stands in these lanes' rows, together."""
-        clock: Clock = {}
+        rows = np.unique(self.row[lanes])
+        clocks = map(self.far.__getitem__, self.far.keys() & rows.tolist()) if self.far else ()
+        clock = NOTHING
+        for other in {id(other): other for other in clocks}.values():
+            clock = joined(clock, other)
+        clock = dict(clock)
         for cluster, those in self.by_cluster(lanes):
-            rows = np.unique(self.row[those])
-            join(clock, {cluster: self.rows[rows].max(axis=0)})
-            for row in rows.tolist() if self.far else ():
-                join(clock, self.far.get(row, {}))
+            here = self.rows[np.unique(self.row[those])].max(axis=0)
+            clock[cluster] = np.maximum(here, clock.get(cluster, 0))
         return clock
 
     def known_to(self, lanes: Array, shared: Clock | None = None, own: Array | None = None) -> Clock:
@@ -112,8 +148,8 @@ class Clocks:
         if clusters[0] == clusters[-1]:
             yield int(clusters[0]), lanes
             return
-        for cluster in np.unique(clusters).tolist():
-            yield cluster, lanes[clusters == cluster]
+        for group in groups(clusters):
+            yield int(clusters[group[0]]), lanes[group]
 
     # Changes
 
@@ -132,21 +168,24 @@ class Clocks:
 
     def learn(self, lanes: Array, clock: Clock) -> None:
         """These lanes, and no others, come to know it."""
+        join = remembering()
         for cluster, those in self.by_cluster(lanes):
-            elsewhere = {at: times for at, times in clock.items() if at != cluster}
+            elsewhere = len(clock) > (cluster in clock)
             news = clock.get(cluster, np.zeros(1, np.int32))
             if not elsewhere and (self.rows[np.unique(self.row[those])] >= news).all():
                 continue
             rows = self.apart(those)
             self.rows[rows] = np.maximum(self.rows[rows], news)
             for row in rows.tolist() if elsewhere else ():
-                join(self.far.setdefault(row, {}), elsewhere)
+                self.far[row] = join(self.far.get(row, NOTHING), clock)
 
     def meet(self, lanes: Array) -> None:
         """In each warp these lanes come to know what any of them knows and has done."""
-        rows, warps = self.apart(lanes), np.unique(lanes // 32)
-        for warp in warps.tolist() if len(rows) > len(warps) else ():
-            self.unite(lanes[lanes // 32 == warp])
+        warps = lanes // 32
+        if len(self.apart(lanes)) > len(np.unique(warps)):
+            join = remembering()
+            for group in groups(warps):
+                self.unite(lanes[group], join)
         columns, actors = self.columns(lanes)
         at = np.tile(self.row[lanes], self.kinds), columns
         self.rows[at] = np.maximum(self.rows[at], self.own[actors])
@@ -155,25 +194,29 @@ class Clocks:
     def apart(self, lanes: Array) -> Array:
         """The rows of these lanes, made theirs alone."""
         rows, counts = np.unique(self.row[lanes], return_counts=True)
-        parted = rows[counts < self.members[rows]].tolist()
-        for row in parted:
-            mine = lanes[self.row[lanes] == row]
+        if (counts == self.members[rows]).all():
+            return rows
+        for group in groups(self.row[lanes]):
+            mine = lanes[group]
+            row = int(self.row[mine[0]])
+            if len(mine) == self.members[row]:
+                continue
             new = self.new_row()
             self.rows[new] = self.rows[row]
             if row in self.far:
-                self.far[new] = dict(self.far[row])
+                self.far[new] = self.far[row]
             self.row[mine] = new
             self.members[new] = len(mine)
             self.members[row] -= len(mine)
-        return np.unique(self.row[lanes]) if parted else rows
+        return np.unique(self.row[lanes])
 
-    def unite(self, lanes: Array) -> None:
+    def unite(self, lanes: Array, join: Callable[[Clock, Clock], Clock]) -> None:
         """Lanes of one warp, with rows of their own, share one."""
         row, *others = np.unique(self.row[lanes]).tolist()
         for other in others:
             self.rows[row] = np.maximum(self.rows[row], self.rows[other])
             if other in self.far:
-                join(self.far.setdefault(row, {}), self.far.pop(other))
+                self.far[row] = join(self.far.get(row, NOTHING), self.far.pop(other))
         self.row[lanes] = row
         self.members[row] = len(lanes)
         self.free += others

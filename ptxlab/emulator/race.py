@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.clocks import Clock, Clocks, by_clock, join
+from ptxlab.emulator.clocks import NOTHING, Clock, Clocks, by_clock, groups, joined
 from ptxlab.emulator.effects import spans
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of
 
@@ -124,14 +124,12 @@ class Races(Watcher):
         if not past.any():  # most bytes are met for the first time
             return np.zeros(len(past), bool)
         # neighbouring bytes have the same past
-        first = np.flatnonzero((past[1:] != past[:-1]) | (threads[1:] != threads[:-1])) + 1
-        starts = np.concatenate(([0], first))
-        counts = np.diff(starts, append=len(past))
-        past, threads = past[starts], threads[starts]
-        late = past != 0
-        past, threads = past[late], threads[late]
-        late[late] = ~self.clocks.knows(threads, actors_of(past), (past & _TIMES).astype(np.int32))
-        return np.repeat(late, counts)
+        starts = np.concatenate(([True], (past[1:] != past[:-1]) | (threads[1:] != threads[:-1])))
+        old, whose = past[starts], threads[starts]
+        late = old != 0
+        old, whose = old[late], whose[late]
+        late[late] = ~self.clocks.knows(whose, actors_of(old), (old & _TIMES).astype(np.int32))
+        return late[np.cumsum(starts) - 1] if late.any() else np.zeros(len(past), bool)
 
     def compare(self, instruction: Instruction, sizes: Sizes, lanes: Lanes, places: Array, threads: Array,
                 events: Array, strong: bool, what: str, among: Array | None = None) -> None:  # fmt: skip
@@ -198,39 +196,34 @@ class Races(Watcher):
         if not releasing and not self.fenced:
             return
         indices = indices_of(lanes)
-        for place in np.unique(offsets).tolist():
-            known = self.released(indices[offsets == place], releasing)
-            if known is not None:
-                if keep:
-                    join(known, self.flags.get(place, {}))
-                self.flags[place] = known
+        for group in groups(offsets):
+            place, known = int(offsets[group[0]]), self.released(indices[group], releasing)
+            if known:
+                self.flags[place] = joined(known, self.flags.get(place, NOTHING)) if keep else known
         if releasing:
             self.clocks.tick(indices)
 
-    def released(self, lanes: Array, now: bool) -> Clock | None:
+    def released(self, lanes: Array, now: bool) -> Clock:
         """What the lanes make known together, of now or of their last fences."""
         if now:
             return self.clocks.known_to(lanes)
-        known: Clock = {}
+        known = NOTHING
         for clock, those in by_clock(self.fenced, lanes):
-            join(known, self.clocks.known_to(those, clock, self.own_at_fence))
-        return known or None
+            known = joined(known, self.clocks.known_to(those, clock, self.own_at_fence))
+        return known
 
     def acquire(self, access: Access, threads: Array, places: Array) -> None:
         """The lanes take over what came with the flag, at once or at their next fence."""
-        for place in np.unique(places).tolist() if self.flags else ():
-            known = self.flags.get(place)
+        for group in groups(places) if self.flags else ():
+            known = self.flags.get(int(places[group[0]]))
             if known is None:
                 continue
-            lanes = np.unique(threads[places == place])
+            lanes = np.unique(threads[group])
             if access.order in ("acquire", "acq_rel"):
                 self.clocks.learn(lanes, known)
                 continue
             for clock, those in by_clock(self.pending, lanes):
-                if clock is not known:
-                    both = dict(clock)
-                    join(both, known)
-                    self.pending.update(dict.fromkeys(those.tolist(), both))
+                self.pending.update(dict.fromkeys(those.tolist(), joined(clock, known)))
             self.pending = dict.fromkeys(lanes.tolist(), known) | self.pending
 
     def take_pending(self, lanes: Array) -> None:
@@ -244,9 +237,8 @@ class Races(Watcher):
         """Strong reads before it acquire, strong writes after it release."""
         indices = indices_of(lanes)
         self.take_pending(indices)
-        rows = self.clocks.row[indices]
-        for row in np.unique(rows).tolist():
-            mine = indices[rows == row]
+        for group in groups(self.clocks.row[indices]):
+            mine = indices[group]
             self.fenced.update(dict.fromkeys(mine.tolist(), self.clocks.shared_by(mine)))
         actors = self.clocks.columns(indices)[1]
         self.own_at_fence[actors] = self.clocks.own[actors]
@@ -258,14 +250,15 @@ class Races(Watcher):
 
     def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
         """A barrier learns what the lanes know."""
-        self.publish(self.barriers.setdefault(barrier, {}), lanes)
+        self.barriers[barrier] = joined(self.barriers.get(barrier, NOTHING), self.told_by(lanes))
 
-    def publish(self, clock: Clock, lanes: Lanes) -> None:
-        """The clock comes to hold what the lanes know."""
+    def told_by(self, lanes: Lanes) -> Clock:
+        """What the lanes know, and now make known."""
         indices = indices_of(lanes)
         self.take_pending(indices)
-        join(clock, self.clocks.known_to(indices))
+        known = self.clocks.known_to(indices)
         self.clocks.tick(indices)
+        return known
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
         """Whoever waited knows what the barrier learnt."""
@@ -282,16 +275,17 @@ class Races(Watcher):
         """The mbarriers learn what the engines have done."""
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             lanes = np.unique(effect.lanes[effect.barrier == place])
-            join(self.arrived.setdefault(place, {}), self.clocks.engines(lanes, effect.serial))
+            done = self.clocks.engines(lanes, effect.serial)
+            self.arrived[place] = joined(self.arrived.get(place, NOTHING), done)
 
     def phase_arrive(self, place: int, lanes: Lanes) -> None:
         """The mbarrier learns what those know who arrive."""
-        self.publish(self.arrived.setdefault(place, {}), lanes)
+        self.arrived[place] = joined(self.arrived.get(place, NOTHING), self.told_by(lanes))
 
     def phase_complete(self, place: int) -> None:
         """What arrivals made known is there for those who wait."""
-        join(self.phases.setdefault(place, {}), self.arrived.pop(place, {}))
+        self.phases[place] = joined(self.phases.get(place, NOTHING), self.arrived.pop(place, NOTHING))
 
     def phase_wait(self, place: int, lanes: Lanes) -> None:
         """Who has waited knows what the mbarrier learnt."""
-        self.clocks.learn(indices_of(lanes), self.phases.get(place, {}))
+        self.clocks.learn(indices_of(lanes), self.phases.get(place, NOTHING))

@@ -161,12 +161,18 @@ def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
     read = machine.reader(instruction.operands[0], "u32")
 
     def warp_barrier(lanes: Lanes) -> Outcome:
-        complete = meet(machine, "bar.warp.sync", pc, lanes, read(lanes))
-        for watcher in machine.watchers if complete else ():
-            watcher.converge(reduce(merge, complete.values()))
-        if complete.get(pc) is lanes and len(complete) == 1:
-            return None
-        return [(at + 1, those) for at, those in complete.items()]
+        masks = np.broadcast_to(read(lanes), (count_of(lanes),))
+        on: list[tuple[int, Lanes]] = []
+        for mask in np.unique(masks):  # lanes that name different members do not meet
+            chosen, _ = split(lanes, masks == mask)
+            assert chosen is not None
+            complete = meet(machine, ("bar.warp.sync", int(mask)), pc, chosen, masks[masks == mask])
+            for watcher in machine.watchers if complete else ():
+                watcher.converge(reduce(merge, complete.values()))
+            if complete.get(pc) is lanes and len(complete) == 1:
+                return None
+            on += [(at + 1, those) for at, those in complete.items()]
+        return on
 
     return warp_barrier
 

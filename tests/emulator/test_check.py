@@ -184,10 +184,17 @@ def test_a_missing_barrier_is_a_race(name):
 
 @pytest.mark.parametrize(
     ("between", "clean"),
-    [("", False), ("bar.warp.sync -1;", True), ("bar.sync 0;", True), ("vote.sync.any.pred %p, %p, -1;", False)],
+    [
+        ("", False),
+        ("bar.warp.sync -1;", True),
+        ("setp.lt.u32 %q, %r0, 16; selp.b32 %r4, 0xffff, 0xffff0000, %q; bar.warp.sync %r4;", True),
+        ("and.b32 %r4, %r0, 1; shl.b32 %r4, 0x55555555, %r4; bar.warp.sync %r4;", False),
+        ("bar.sync 0;", True),
+        ("vote.sync.any.pred %p, %p, -1;", False),
+    ],
 )
 def test_lanes_of_a_warp_do_not_run_in_step(between, clean):
-    """Each reads what its neighbour has written; a vote does not order memory."""
+    """Each reads what its neighbour has written; neither a vote orders memory, nor a meeting with others."""
     body = f"setp.eq.u32 %p, 0, 0; {MINE} st.shared.u32 [%r2], %r0;\n{between}\nxor.b32 %r3, %r2, 4;\n"
     text = kernel(body + "ld.shared.u32 %s, [%r3];\n" + STORE, outside=SHARED)
     result = run(text, np.zeros(32, np.uint32), checks=["race"])
