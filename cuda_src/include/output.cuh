@@ -12,28 +12,28 @@ __device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, floa
         int4* to = reinterpret_cast<int4*>(static_cast<int*>(y) + at);
         to[0] = make_int4(acc[0], acc[1], acc[2], acc[3]);
         to[1] = make_int4(acc[4], acc[5], acc[6], acc[7]);
-        return;
-    }
-    float v[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        v[i] = __fmul_rn(__fmul_rn(float(acc[i]), x_scale), w_scale[i]);
-        if (bias) v[i] = __fadd_rn(v[i], bias[i]);
-    }
-    if constexpr (KIND == 2) {
-        float4* to = reinterpret_cast<float4*>(static_cast<float*>(y) + at);
-        to[0] = make_float4(v[0], v[1], v[2], v[3]);
-        to[1] = make_float4(v[4], v[5], v[6], v[7]);
-    } else if constexpr (KIND == 1) {
-        __nv_bfloat162 h[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) h[i] = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
-        *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(y) + at) = *reinterpret_cast<uint4*>(h);
     } else {
-        __half2 h[4];
+        float v[8];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) h[i] = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
-        *reinterpret_cast<uint4*>(static_cast<__half*>(y) + at) = *reinterpret_cast<uint4*>(h);
+        for (int i = 0; i < 8; ++i) {
+            v[i] = __fmul_rn(__fmul_rn(float(acc[i]), x_scale), w_scale[i]);
+            if (bias) v[i] = __fadd_rn(v[i], bias[i]);
+        }
+        if constexpr (KIND == 2) {
+            float4* to = reinterpret_cast<float4*>(static_cast<float*>(y) + at);
+            to[0] = make_float4(v[0], v[1], v[2], v[3]);
+            to[1] = make_float4(v[4], v[5], v[6], v[7]);
+        } else if constexpr (KIND == 1) {
+            __nv_bfloat162 h[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) h[i] = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
+            *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(y) + at) = *reinterpret_cast<uint4*>(h);
+        } else {
+            __half2 h[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) h[i] = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
+            *reinterpret_cast<uint4*>(static_cast<__half*>(y) + at) = *reinterpret_cast<uint4*>(h);
+        }
     }
 }
 

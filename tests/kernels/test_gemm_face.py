@@ -145,6 +145,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"gemm_w4a8: weight: must be qoq_channel in qserve \(gemm_w4a8_qoq_channel_sm80\) \(got qoq in qserve\)",
     ),
     ({"weight": ptxlab.pack(GROUPED, "comet")}, r"gemm_w4a8: weight: must be qoq in qserve .*\(got qoq in comet\)"),
+    (
+        {"weight": ptxlab.pack(quant.quantize_lqq(W, group=64, protective_range=127), "dual_mma")},
+        r"gemm_w4a8: weight: must have a protective_range of at most 119, .*\(got 127\)",
+    ),
     ({"backend": "tpu"}, r"backend: one of gpu, emulator \(got tpu\)"),
     ({"workspace": 5}, r"gemm_w4a8: workspace: must come from gemm_workspace \(got int\)"),
 ]

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.layout import PackedActivations, PackedWeight
+from ptxlab.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.runtime import BACKENDS
 
 
@@ -30,6 +31,9 @@ def checked(
     """The arguments of `gemm_w4a8` as a call; raises ArgumentError for what does not fit together."""
     if not isinstance(weight, PackedWeight):
         raise ArgumentError("gemm_w4a8: weight", "must be a PackedWeight (layout.pack)", type(weight).__name__)
+    if weight.protective_range > PROTECTIVE_RANGE:
+        rule = f"must have a protective_range of at most {PROTECTIVE_RANGE}, beyond which its bytes may overflow"
+        raise ArgumentError("gemm_w4a8: weight", rule, weight.protective_range)
     if isinstance(x_q, PackedActivations):
         if x_scale is not None or x_sum is not None:
             name = "x_scale" if x_scale is not None else "x_sum"
