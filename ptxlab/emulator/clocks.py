@@ -53,12 +53,12 @@ def groups(keys: Array) -> list[Array]:
 
 def by_clock(clocks: dict[int, Clock], lanes: Array) -> list[tuple[Clock, Array]]:
     """The lanes that have a clock, together where it is the very same one."""
-    groups: dict[int, tuple[Clock, list[int]]] = {}
+    found: dict[int, tuple[Clock, list[int]]] = {}
     for lane in lanes.tolist() if clocks else ():
         clock = clocks.get(lane)
         if clock is not None:
-            groups.setdefault(id(clock), (clock, []))[1].append(lane)
-    return [(clock, np.array(those)) for clock, those in groups.values()]
+            found.setdefault(id(clock), (clock, []))[1].append(lane)
+    return [(clock, np.array(those)) for clock, those in found.values()]
 
 
 class Clocks:
