@@ -209,8 +209,9 @@ def _origin(record: Record) -> str:
         f"Measured on one {record.device['name']}: {run}; cuBLAS in the same run, QServe before that on an H200 too.",
     ]
     if scaled:
+        ratios = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(scaled), max(scaled))))
         sentences.append(
             f"At {len(scaled)} of {known} points cuBLAS differed by more than {SAME:.0%} between the two runs: there"
-            f" QServe's times are scaled by its ratio, {min(scaled):.2f} to {max(scaled):.2f}."
+            f" QServe's times are scaled by its ratio, {ratios}."
         )
     return " ".join(sentences)
