@@ -1,5 +1,6 @@
 """What `gemm_w4a8` is asked for, after everything that needs no GPU has been checked."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 from ptxlab.errors import ArgumentError
@@ -76,5 +77,10 @@ def arrays(call: Call, x_shape: tuple[int, ...], needs_sum: bool) -> list[tuple[
 
 def dtype_of(array: Any) -> str:
     """The name of an array's dtype in any library; uint16 are bits of bfloat16."""
-    name = str(getattr(array, "dtype", type(array).__name__)).removeprefix("torch.")
+    return _named(getattr(array, "dtype", type(array).__name__))
+
+
+@cache
+def _named(dtype: Any) -> str:
+    name = str(dtype).removeprefix("torch.")
     return "bfloat16" if name == "uint16" else name
