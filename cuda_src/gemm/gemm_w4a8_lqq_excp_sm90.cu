@@ -48,15 +48,6 @@ constexpr int TILE_BYTES = 64 * WN * BK;
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
 using Epilogue = ptxlab::Epilogue<WN, BM, CLUSTER>;
 
-// A place of a ring of COUNT, and the parity of its current round.
-template <int COUNT>
-struct Slot {
-    int index = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++index == COUNT) index = 0, parity ^= 1;
-    }
-};
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(384, RESIDENT)
@@ -93,8 +84,8 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
     __syncthreads();
     if (CLUSTER > 1) ptxlab::cluster_arrive();
 
-    Slot<STAGES> slot;
-    Slot<TILES> dequantised;
+    ptxlab::Slot<STAGES> slot;
+    ptxlab::Slot<TILES> dequantised;
     if (role == 0) {  // load: one thread asks, the copy engine does
         if (RESIDENT == 1) ptxlab::fewer_registers<40>();
         if (thread == 0) {

@@ -52,14 +52,6 @@ constexpr int STAGE_BYTES = (X_BYTES + 2 * W_BYTES + 1023) / 1024 * 1024;    // 
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
 using Epilogue = ptxlab::Epilogue<2, BM, CLUSTER>;
 
-// A stage of the ring, and the parity of its current round.
-struct Slot {
-    int index = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++index == STAGES) index = 0, parity ^= 1;
-    }
-};
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(384, RESIDENT)
@@ -90,7 +82,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
     __syncthreads();
     if (CLUSTER > 1) ptxlab::cluster_arrive();
 
-    Slot slot;
+    ptxlab::Slot<STAGES> slot;
     if (threadIdx.x < 128) {  // the warp group that loads: one thread asks, the copy engine does
         ptxlab::fewer_registers<RESIDENT == 1 ? 40 : 24>();
         if (threadIdx.x == 0) {

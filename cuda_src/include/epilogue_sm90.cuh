@@ -32,9 +32,8 @@ template <int WARP_GROUPS, int TOKENS, int BLOCKS>
 struct Epilogue {
     static constexpr int PER_GROUP = TOKENS / 8, PIECES = WARP_GROUPS * PER_GROUP, OWNED = PIECES / BLOCKS;
     static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32, PITCH = 68;
-    static constexpr int STORE_BYTES = WARP_GROUPS * CHUNK * PITCH * 4;
     static constexpr int RECEIVE_BYTES = (BLOCKS - 1) * OWNED * 2048;
-    static_assert(PIECES % BLOCKS == 0 && (64 + 4) == PITCH, "a piece has one owner");
+    static_assert(PIECES % BLOCKS == 0, "a piece has one owner");
 
     int4* received;  // [BLOCKS - 1][OWNED][128]
     int* tile;       // [WARP_GROUPS][CHUNK][PITCH]

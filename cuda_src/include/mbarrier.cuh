@@ -1,4 +1,4 @@
-// One function per instruction: mbarriers, and the copies that complete on them (PTX ISA 9.7.13.15, 9.7.9.25, 9.7.9.27).
+// One function per instruction: mbarriers, and the copies that complete on them; and the place in a ring that they guard (PTX ISA 9.7.13.15, 9.7.9.25, 9.7.9.27).
 #pragma once
 #include "mma.cuh"
 
@@ -9,6 +9,15 @@ using u64 = unsigned long long;
 // What a kernel takes by value, `const __grid_constant__ TensorMap`, to have a box of a matrix copied.
 struct alignas(64) TensorMap {
     u64 opaque[16];
+};
+
+// A place of a ring of COUNT, and the parity of its current round.
+template <int COUNT>
+struct Slot {
+    int index = 0, parity = 0;
+    __device__ __forceinline__ void advance() {
+        if (++index == COUNT) index = 0, parity ^= 1;
+    }
 };
 
 __device__ __forceinline__ void mbarrier_init(u64* barrier, unsigned arrivals) {

@@ -64,7 +64,7 @@ __device__ __forceinline__ void pin(int (&d)[COUNT]) {
 #define PTXLAB_R64(i) PTXLAB_R32(i), PTXLAB_R32((i) + 32)
 #define PTXLAB_R128(i) PTXLAB_R64(i), PTXLAB_R64((i) + 64)
 
-// wgmma_TYPE(d, a, b): A from four registers; wgmma_TYPE(d, a, b) with two descriptors: A from shared memory.
+// wgmma_s8(d, a, b): A from four registers; with two descriptors: A from shared memory.
 #define PTXLAB_WGMMA(NAME, TYPE, N, D, E0, E1, E2, E3, E4)                                                                 \
     __device__ __forceinline__ void NAME(int(&d)[D], const unsigned(&a)[4], u64 b) {                                       \
         asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." #TYPE ".s8 {" PTXLAB_D##D "}, {%" #E0 ", %" #E1     \
@@ -86,8 +86,7 @@ __device__ __forceinline__ void pin(int (&d)[COUNT]) {
     PTXLAB_WGMMA(NAME, TYPE, 64, 32, 32, 33, 34, 35, 36)     \
     PTXLAB_WGMMA(NAME, TYPE, 128, 64, 64, 65, 66, 67, 68)    \
     PTXLAB_WGMMA(NAME, TYPE, 256, 128, 128, 129, 130, 131, 132)
-PTXLAB_WGMMA_ALL(wgmma_s8, s8)  // A signed
-PTXLAB_WGMMA_ALL(wgmma_u8, u8)  // A unsigned
+PTXLAB_WGMMA_ALL(wgmma_s8, s8)
 #undef PTXLAB_WGMMA_ALL
 #undef PTXLAB_WGMMA
 

@@ -57,7 +57,7 @@ def sass(
 def sanitize(
     names: Annotated[list[str], typer.Argument(help="Kernels, or the name of a family: dequant, load, gemm.")],
     tool: Annotated[list[str] | None, typer.Option(help="memcheck, initcheck, synccheck, racecheck; or all.")] = None,
-    sizes: Annotated[str | None, typer.Option(help="Sizes beside those of the examples, M=130,N=1024,K=2048.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Sizes beside the examples', M=136,N=1040,K=2048,g=128.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Verify kernels on the GPU under compute-sanitizer."""

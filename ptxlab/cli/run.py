@@ -210,7 +210,7 @@ def verify(
     everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
     backend: Backend = None,
     seed: Annotated[int, typer.Option(help="Seeds the examples.")] = 0,
-    sizes: Annotated[str | None, typer.Option(help="Verify at these sizes too, M=130,N=1032,K=2048,g=128.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Verify at these sizes too, M=136,N=1040,K=2048,g=128.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Verify kernels against their references on every backend that is here."""

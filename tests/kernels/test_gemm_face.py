@@ -79,6 +79,13 @@ def test_lqq_weights_take_activations_in_tiles(rows: int) -> None:
     assert np.array_equal(y, ptxlab.gemm_w4a8(plain, weight=WEIGHTS["lqq"], bias=BIAS, backend="emulator"))
 
 
+def test_a_kernel_for_two_orders_is_named_once() -> None:
+    fragments = ptxlab.quantize_activations(np.ones((M, K), np.float32), layout="fragment", backend="emulator")
+    with pytest.raises(ArgumentError, match=r"x_q: must be row_major or tiles for [^()]* \(got fragment\)") as raised:
+        ptxlab.gemm_w4a8(fragments, weight=WEIGHTS["lqq"], backend="emulator")
+    assert str(raised.value).count("gemm_w4a8_lqq_imfp_sm90") == 1
+
+
 def test_tiles_that_no_wgmma_has_are_refused() -> None:
     tiles = ptxlab.quantize_activations(np.ones((M, K), np.float32), layout="tiles", rows=24, backend="emulator")
     with pytest.raises(ArgumentError, match=r"gemm_w4a8_lqq_imfp_sm90: rows in \(8, 16, 32, 64, 128, 256\)"):
@@ -139,7 +146,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"out": np.frombuffer(bytes(2 * M * N), np.float16).reshape(M, N)}, r"out: must be writeable \(got a read-only"),
     ({"out_dtype": ""}, r"gemm_w4a8: out_dtype: must be one of float16"),
     ({"out_dtype": "int8"}, r"gemm_w4a8: out_dtype: must be one of float16, bfloat16, float32, int32 \(got int8\)"),
-    ({"kernel": "gemm"}, r"gemm_w4a8: kernel: must be one of gemm_w4a8_qoq_sm80, .*\(got gemm\)"),
+    (
+        {"kernel": "gemm"},
+        r"gemm_w4a8: kernel: must be one of gemm_w4a8_qoq_sm80, .*, gemm_w4a8_lqq_imfp_sm90 \(got gemm\)",
+    ),
     (
         {"kernel": "gemm_w4a8_qoq_channel_sm80"},
         r"gemm_w4a8: weight: must be qoq_channel in qserve \(gemm_w4a8_qoq_channel_sm80\) \(got qoq in qserve\)",

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.layout import PackedActivations, PackedWeight
-from ptxlab.quant.level1 import PROTECTIVE_RANGE
+from ptxlab.quant import PROTECTIVE_RANGE
 from ptxlab.runtime import BACKENDS
 
 

@@ -1,17 +1,29 @@
 """What the steps of the ladder share: what one is fed, outputs, arguments, examples and their reference."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
 from ptxlab import quant, reference
 from ptxlab.dtypes import ByVariant
-from ptxlab.spec import Arg, Arrays, KernelSpec
+from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes
 
+Tile = TypeVar("Tile")
+
+MANY = 1 << 30  # tokens: the last row of a table of tiles
 GROUPS = (32, 64, 128)
 DTYPES = ("float16", "bfloat16", "float32", "int32")  # by OUT: what is stored; int32 are the accumulators themselves
-F16, BF16, F32, INT32 = range(4)
+F16, INT32 = DTYPES.index("float16"), DTYPES.index("int32")
+
+# A weight with constants per group in QServe's order, as kernels on mma.sync take it.
+QSERVE = (
+    Arg("qweight", "uint32", ("ceil_div(N, 32)", "K/32", "128")),
+    Arg("scale", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
+    Arg("offset", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
+)
 
 # Behind the weight and the activations every step takes the same arguments.
 EPILOGUE = (
@@ -57,6 +69,17 @@ class Step:
         """The sizes that the kernel knows of; `rows` are the tokens of a tile of activations."""
         known = {"M": M, "N": N, "K": K, "g": group, "rows": rows}
         return {name: known[name] for name in sorted(self.spec.symbols)}
+
+
+def tile_for(table: Mapping[int, tuple[int, Tile, Tile]], sizes: Sizes) -> Tile:
+    """The tile of a table {most tokens: (rows, tile up to so many rows, tile beyond)}."""
+    rows, narrow, wide = next(entry for tokens, entry in table.items() if sizes["M"] <= tokens)
+    return narrow if sizes["N"] <= rows else wide
+
+
+def examples(names: str, *rows: tuple[int, ...]) -> tuple[dict[str, int], ...]:
+    """Sizes of a spec's examples: one letter of `names` per number of a row."""
+    return tuple(dict(zip(names, row, strict=True)) for row in rows)
 
 
 def _activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:

@@ -38,8 +38,8 @@ def gemm_w4a8(
 
     Args:
         x_q: s8 [M, K], M >= 0; or `PackedActivations` (from `quantize_activations`), which bring scale and sum along,
-            in the order that the kernel reads (`row_major`, for every step so far). NumPy, CuPy, PyTorch or JAX: the
-            result is of the same kind.
+            in an order that a kernel for this weight reads: `row_major`, for LQQ in `dual_mma` also `tiles` of 8, 16,
+            32, 64, 128 or 256 tokens. NumPy, CuPy, PyTorch or JAX: the result is of the same kind.
         x_scale: f32 [M]; may be left out for int32 output.
         weight: packed; where the activations are, on the host or on the GPU (`ptxlab.to_device`).
         x_sum: s32 [M], sum of x_q over K, for per-channel weights; computed where it is not given.

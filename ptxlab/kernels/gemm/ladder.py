@@ -26,9 +26,8 @@ def choose(weight: PackedWeight, order: str, M: int, *, kernel: str | None, back
         ArgumentError: an unknown kernel, or one that takes another weight or order; or no kernel takes them.
         UnavailableError: those that take them do not run on this GPU; names those that would.
     """
-    names = [step.spec.name for step in LADDER]
-    if kernel not in (*names, None):
-        raise ArgumentError("gemm_w4a8: kernel", f"must be one of {', '.join(names)}", kernel)
+    if kernel not in (*(step.spec.name for step in LADDER), None):
+        raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_names(LADDER)}", kernel)
     taking = _that_take([step for step in LADDER if kernel in (None, step.spec.name)], weight, order)
     here = [step for step in taking if why_not(step) is None]
     if backend == "gpu" and not here:
@@ -49,14 +48,12 @@ def _that_take(steps: list[Step], weight: PackedWeight, order: str) -> list[Step
         raise ArgumentError("gemm_w4a8: weight", f"must be {_listed(steps)}", f"{weight.scheme} in {weight.layout}")
     if not any(step.order == order for step in fed):
         orders = " or ".join(dict.fromkeys(step.order for step in fed))
-        names = ", ".join(step.spec.name for step in fed)
-        raise ArgumentError("gemm_w4a8: x_q", f"must be {orders} for {names}", order)
+        raise ArgumentError("gemm_w4a8: x_q", f"must be {orders} for {_names(fed)}", order)
     return [step for step in fed if step.order == order]
 
 
 def _unavailable(taking: list[Step], weight: PackedWeight) -> UnavailableError:
-    names = ", ".join(step.spec.name for step in taking)
-    problem = f"gemm_w4a8: {weight.scheme} in {weight.layout} takes {names}: {why_not(taking[-1])}"
+    problem = f"gemm_w4a8: {weight.scheme} in {weight.layout} takes {_names(taking)}: {why_not(taking[-1])}"
     working = [step for step in LADDER if why_not(step) is None]
     if not working:
         return UnavailableError(f'{problem}; pass backend="emulator"')
@@ -66,7 +63,12 @@ def _unavailable(taking: list[Step], weight: PackedWeight) -> UnavailableError:
 
 def _listed(steps: Iterable[Step]) -> str:
     """Which weights they take, each with the steps that do."""
-    taking: dict[str, list[str]] = {}
+    taking: dict[str, list[Step]] = {}
     for step in steps:
-        taking.setdefault(f"{step.scheme} in {step.packing}", []).append(step.spec.name)
-    return " or ".join(f"{weight} ({', '.join(names)})" for weight, names in taking.items())
+        taking.setdefault(f"{step.scheme} in {step.packing}", []).append(step)
+    return " or ".join(f"{weight} ({_names(those)})" for weight, those in taking.items())
+
+
+def _names(steps: Iterable[Step]) -> str:
+    """Of their kernels, each once: one may be a step for several orders."""
+    return ", ".join(dict.fromkeys(step.spec.name for step in steps))

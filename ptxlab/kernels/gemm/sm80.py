@@ -10,12 +10,16 @@ from ptxlab.kernels.gemm.common import (
     EPILOGUE,
     GROUPS,
     INT32,
+    MANY,
+    QSERVE,
     Step,
     epilogue,
     example_channel,
     example_qoq,
+    examples,
     gemm,
     gemm_channel,
+    tile_for,
 )
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
@@ -35,21 +39,19 @@ class Tile(NamedTuple):
 # Up to so many tokens: rows of W up to which the first tile is better, and the tiles. From a sweep over the layers of
 # LLaMA-2-7B and -70B on an H200: within 1-9% of the best of all tiles in the mean. None takes more than the 99 KiB of
 # shared memory that every architecture from sm_80 on has.
-_MANY = 1 << 30
 _TILES: dict[int, tuple[int, Tile, Tile]] = {
     8: (4096, Tile(32, 8, 512, 1, 1, 8, 6), Tile(32, 8, 512, 1, 1, 4, 6)),
     16: (12288, Tile(32, 16, 512, 1, 1, 4, 4), Tile(64, 16, 512, 2, 1, 2, 3)),
     32: (12288, Tile(32, 32, 512, 1, 1, 4, 3), Tile(64, 32, 128, 2, 1, 2, 8)),
     64: (4096, Tile(32, 64, 512, 1, 2, 4, 2), Tile(64, 64, 256, 2, 1, 2, 3)),
     128: (12288, Tile(64, 64, 256, 2, 1, 2, 3), Tile(64, 128, 128, 2, 2, 1, 3)),
-    _MANY: (4096, Tile(64, 64, 256, 2, 1, 2, 3), Tile(64, 128, 128, 2, 2, 1, 3)),
+    MANY: (4096, Tile(64, 64, 256, 2, 1, 2, 3), Tile(64, 128, 128, 2, 2, 1, 3)),
 }
 
 
 def _choose(sizes: Sizes) -> dict[str, int]:
     """The tile by tokens and rows: few tokens, narrow strips, so that every SM has one, and the warps split K."""
-    rows, narrow, wide = next(entry for tokens, entry in _TILES.items() if sizes["M"] <= tokens)
-    return {**(narrow if sizes["N"] <= rows else wide)._asdict(), "OUT": INT32}
+    return {**tile_for(_TILES, sizes)._asdict(), "OUT": INT32}
 
 
 def _choose_qoq(sizes: Sizes) -> dict[str, int]:
@@ -101,9 +103,7 @@ QOQ = KernelSpec(
     name="gemm_w4a8_qoq_sm80",
     summary="QServe's main loop: mma.sync, cp.async, reordered weights, multiply then vadd4 (QServe §5.2, §5.4)",
     args=(
-        Arg("qweight", "uint32", ("ceil_div(N, 32)", "K/32", "128")),
-        Arg("scale", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
-        Arg("offset", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
+        *QSERVE,
         Arg("w_scale", "float32", ("N",)),
         Arg("x", "int8", ("M", "K")),
         *EPILOGUE,
@@ -116,16 +116,14 @@ QOQ = KernelSpec(
     pack=_pack_qoq,
     reference=gemm,
     arch="sm_80",
-    example_sizes=tuple(
-        {"M": m, "N": n, "K": k, "g": g} for m, n, k, g in ((1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64))
-    ),
+    example_sizes=examples("MNKg", (1, 8, 32, 32), (5, 40, 256, 128), (17, 72, 192, 64)),
 )
 
 CHANNEL = KernelSpec(
     name="gemm_w4a8_qoq_channel_sm80",
     summary="no level 2: unpacking alone, the zero point leaves in the epilogue by the token sum (QServe §5.2.2)",
     args=(
-        Arg("qweight", "uint32", ("ceil_div(N, 32)", "K/32", "128")),
+        QSERVE[0],
         Arg("w_scale", "float32", ("N",)),
         Arg("w_zero", "uint8", ("N",)),
         Arg("x", "int8", ("M", "K")),
@@ -142,7 +140,7 @@ CHANNEL = KernelSpec(
     pack=_pack_channel,
     reference=gemm_channel,
     arch="sm_80",
-    example_sizes=tuple({"M": m, "N": n, "K": k} for m, n, k in ((1, 8, 32), (5, 40, 256), (17, 72, 224))),
+    example_sizes=examples("MNK", (1, 8, 32), (5, 40, 256), (17, 72, 224)),
 )
 
 STEPS = (Step(QOQ, "qoq", "qserve"), Step(CHANNEL, "qoq_channel", "qserve"))

@@ -5,7 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ptxlab import layout
-from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, Step, epilogue, example_lqq, example_qoq, gemm
+from ptxlab.kernels.gemm.common import (
+    EPILOGUE,
+    GROUPS,
+    INT32,
+    MANY,
+    Step,
+    epilogue,
+    example_lqq,
+    example_qoq,
+    examples,
+    gemm,
+    tile_for,
+)
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 _SMS = 132
@@ -28,14 +40,13 @@ class Tile:
 # Up to so many tokens: rows of W up to which the first tile is better, and the tiles. From sweeps over the layers of
 # LLaMA-2-7B, -70B and Mixtral on an H200: within 1-7% of the best of all tiles, stages and clusters in the mean.
 Table = dict[int, tuple[int, Tile, Tile]]
-_MANY = 1 << 30
 _QOQ: Table = {
     8: (28672, Tile(8, 2, 256, 3), Tile(8, 1, 256, 3)),
     16: (22016, Tile(16, 1, 256, 3), Tile(16, 2, 256, 3)),
     32: (22016, Tile(32, 1, 256, 3), Tile(32, 2, 256, 3)),
     64: (22016, Tile(64, 1, 256, 3), Tile(64, 2, 256, 2)),
     128: (8192, Tile(128, 1, 256, 2), Tile(128, 1, 128, 3)),
-    _MANY: (8192, Tile(128, 1, 256, 2), Tile(256, 1, 128, 2)),
+    MANY: (8192, Tile(128, 1, 256, 2), Tile(256, 1, 128, 2)),
 }
 _LQQ: Table = {
     8: (28672, Tile(8, 2, 256, 3), Tile(8, 2, 256, 2)),
@@ -43,7 +54,7 @@ _LQQ: Table = {
     32: (22016, Tile(32, 1, 256, 3), Tile(32, 2, 256, 2)),
     64: (22016, Tile(64, 1, 256, 3), Tile(64, 2, 256, 2)),
     128: (12288, Tile(128, 1, 256, 2), Tile(128, 2, 128, 2)),
-    _MANY: (8192, Tile(128, 1, 256, 2), Tile(128, 1, 128, 3)),
+    MANY: (8192, Tile(128, 1, 256, 2), Tile(128, 1, 128, 3)),
 }
 _EXCP: Table = {
     8: (8192, Tile(8, 2, 128, 1), Tile(8, 2, 128, 2)),
@@ -51,7 +62,7 @@ _EXCP: Table = {
     32: (8192, Tile(32, 1, 128, 1), Tile(32, 2, 128, 2)),
     64: (4096, Tile(64, 1, 128, 1), Tile(64, 1, 128, 2)),
     128: (4096, Tile(128, 1, 128, 1), Tile(128, 2, 128, 1)),
-    _MANY: (4096, Tile(256, 1, 128, 1), Tile(256, 1, 128, 1)),
+    MANY: (4096, Tile(256, 1, 128, 1), Tile(256, 1, 128, 1)),
 }
 _IMFP: Table = {
     8: (12288, Tile(8, 2, 256, 1), Tile(8, 2, 256, 2)),
@@ -59,7 +70,7 @@ _IMFP: Table = {
     32: (4096, Tile(32, 2, 256, 1), Tile(32, 2, 256, 1)),
     64: (4096, Tile(64, 2, 256, 1), Tile(64, 2, 256, 1)),
     128: (4096, Tile(64, 2, 256, 1), Tile(128, 2, 256, 1)),
-    _MANY: (8192, Tile(128, 2, 256, 1), Tile(256, 2, 128, 1)),
+    MANY: (8192, Tile(128, 2, 256, 1), Tile(256, 2, 128, 1)),
 }
 
 
@@ -80,10 +91,9 @@ def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Call
     """The tile by tokens and rows."""
 
     def choose(s: Sizes) -> dict[str, int]:
-        rows, narrow, wide = next(entry for tokens, entry in table.items() if s["M"] <= tokens)
-        tile = narrow if s["N"] <= rows else wide
+        tile = tile_for(table, s)
         if s["g"] == 32 and tile.BM == 8:  # the constants of so many groups do not fit two blocks' share of registers
-            tile = narrow
+            tile = replace(tile, resident=1)
         return _constants(tile, s, names, dequantised)
 
     return choose
@@ -128,14 +138,10 @@ def _pack(logical: Arrays) -> Arrays:
 
 def _pack_tiles(logical: Arrays) -> Arrays:
     """The same, with the activations in swizzled tiles of `rows` tokens."""
-    rows = int(logical["rows"])
-    packed = _pack({name: value for name, value in logical.items() if name != "rows"})
-    return {**packed, "x": layout.to_swizzled_tiles(logical["x"], rows)}
+    return {**_pack(logical), "x": layout.to_swizzled_tiles(logical["x"], logical["rows"])}
 
 
 _BLOCK_K = "max(64, g)"  # channels of a block of weights
-_ALL_GROUPS = ((1, 8, 32, 32), (5, 40, 256, 128), (17, 200, 192, 64))
-_TEACHING = ((1, 8, 64, 64), (5, 40, 256, 128), (17, 200, 192, 64))
 
 
 def _spec(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> KernelSpec:
@@ -158,7 +164,7 @@ def _spec(name: str, summary: str, *, teaching: bool = True, **fields: Any) -> K
         reference=gemm,
         arch="sm_90a",
         exact_arch=True,
-        example_sizes=tuple(dict(zip("MNKg", s, strict=True)) for s in (_TEACHING if teaching else _ALL_GROUPS)),
+        example_sizes=examples("MNKg", (1, 8, groups[0], groups[0]), (5, 40, 256, 128), (17, 200, 192, 64)),
         **fields,
     )
 
@@ -216,15 +222,15 @@ IMFP_TILES = replace(
     rules=(*IMFP.rules, f"rows in {_WGMMA_TOKENS}"),
     choose=_choose_tiles,
     pack=_pack_tiles,
-    example_sizes=({"M": 17, "N": 200, "K": 192, "g": 64, "rows": 16}, {"M": 5, "N": 72, "K": 416, "g": 32, "rows": 8}),
+    example_sizes=(),  # an example is drawn by the sizes of IMFP; `rows` only say how it is packed
 )
 
 STEPS = (
     Step(QOQ, "qoq", "dual_mma"),
     Step(LQQ, "lqq", "dual_mma"),
     Step(EXCP, "lqq", "dual_mma", suits="False"),  # the way through shared memory never pays
-    # From the sweep of the tables above: from 9 to 64 tokens more and smaller blocks hide as much, and share better.
     Step(IMFP_TILES, "lqq", "dual_mma", "tiles"),
+    # From the sweep of the tables above: from 9 to 64 tokens more and smaller blocks hide as much, and share better.
     Step(IMFP, "lqq", "dual_mma", suits="g == 32 or M <= 8 or M > 64 or K > N"),
 )
 SPECS = (QOQ, LQQ, EXCP, IMFP)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ptxlab import layout
-from ptxlab.kernels.gemm.common import GROUPS, example_lqq, gemm
+from ptxlab.kernels.gemm.common import GROUPS, QSERVE, example_lqq, examples, gemm
 from ptxlab.quant import LQQWeight
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
@@ -33,9 +33,7 @@ TILE = KernelSpec(
     name="gemm_tile_lqq_sm80",
     summary="one warp's main loop: LiquidQuant's mad and xor feed mma.sync, to be read (LiquidGEMM §4)",
     args=(
-        Arg("qweight", "uint32", ("ceil_div(N, 32)", "K/32", "128")),
-        Arg("scale", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
-        Arg("offset", "uint8", ("ceil_div(N, 32)", "K/g", "32")),
+        *QSERVE,
         Arg("x", "int8", ("K/64", "M/8", "512")),
         Arg("y", "int32", ("M", "N"), "out"),
         Arg("N", "uint32", role="scalar"),
@@ -59,8 +57,6 @@ TILE = KernelSpec(
     pack=_pack,
     reference=_reference,
     arch="sm_80",
-    example_sizes=tuple(
-        {"M": m, "N": n, "K": k, "g": g} for m, n, k, g in ((8, 16, 64, 32), (8, 48, 256, 128), (24, 64, 192, 64))
-    ),
+    example_sizes=examples("MNKg", (8, 16, 64, 32), (8, 48, 256, 128), (24, 64, 192, 64)),
 )
 SPECS = (TILE,)
