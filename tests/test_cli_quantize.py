@@ -53,7 +53,7 @@ def test_as_json(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--layout", "zigzag"), "layout: must be one of row_major, qserve, dual_mma, comet (got zigzag)"),
+        (("--layout", "zigzag"), "layout: must be one of row_major, qserve, dual_mma, comet, strips (got zigzag)"),
         (("--scheme", "awq"), "scheme: must be one of lqq, qoq, qoq_channel (got awq)"),
         (("--group", "48"), "group: must be one of 32, 64, 128 (got 48)"),
         (("--tensor", "*bias"), "pattern: must match a matrix of"),

@@ -101,7 +101,7 @@ def test_a_pattern_selects(source: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layout": "zigzag"}, r"layout: must be one of row_major, qserve, dual_mma, comet \(got zigzag\)"),
+        ({"layout": "zigzag"}, r"layout: must be one of row_major, qserve, dual_mma, comet, strips \(got zigzag\)"),
         ({"scheme": "awq"}, r"scheme: must be one of lqq, qoq, qoq_channel \(got awq\)"),
         ({"group": 48}, r"group: must be one of 32, 64, 128 \(got 48\)"),
         ({"pattern": "*norm"}, r"pattern: must match a matrix of .* that can be packed \(got \*norm\)"),

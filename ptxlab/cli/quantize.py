@@ -15,7 +15,7 @@ def quantize(
     out: Annotated[Path, typer.Option(help="Where to write the packed checkpoint.")],
     scheme: Annotated[str, typer.Option(help="lqq, qoq or qoq_channel.")] = "lqq",
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 64,
-    layout: Annotated[str, typer.Option(help="row_major, qserve, dual_mma or comet.")] = "dual_mma",
+    layout: Annotated[str, typer.Option(help="row_major, qserve, dual_mma, comet or strips.")] = "dual_mma",
     tensor: Annotated[str, typer.Option(help="Glob over tensor names; '*layers.*' leaves embeddings alone.")] = "*",
     as_json: AsJson = False,
 ) -> None:

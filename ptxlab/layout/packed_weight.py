@@ -22,8 +22,9 @@ class PackedWeight:
     """A weight [N, K] of `scheme` in the packing `layout`; `group` is K for qoq_channel, which has no groups.
 
     `buffers` are NumPy or CuPy arrays: those of the packing (`layout.packings`), where an offset is the byte that the
-    scheme's dequantiser adds (`weight.offset`), and `channel_scale` f32 [N] (qoq_channel: and `channel_zero` u8 [N])
-    for the epilogue, in the order of the rows. Raises ArgumentError if anything does not fit together.
+    scheme's dequantiser adds (`weight.offset`; in `strips` that of the unsigned form), and `channel_scale` f32 [N]
+    (qoq_channel: and `channel_zero` u8 [N]) for the epilogue, in the order of the rows. Raises ArgumentError if
+    anything does not fit together.
     """
 
     layout: str

@@ -39,6 +39,27 @@ and differ only in the order of these words. N and K are padded to whole tiles w
               0 takes 0-3 and 8-11; for m16n8k32 it is 0-3 and 16-19). The four 8 x 8 matrices of one ldmatrix.x4 are
               (k 0-31, rows 0-7), (k 0-31, rows 8-15), (k 32-63, rows 0-7), (k 32-63, rows 8-15), so that
               lane i addresses byte 16·i and receives the words that `dual_mma` gives it. Constants [N, K/g].
+
+`strips`      for kernels that feed the MMA *unsigned* bytes. A *strip* is 16 rows over all of K, contiguous: what
+              one warp takes, for mma.sync m16n8k32 or for its quarter of a wgmma m64nNk32, so that one packed weight
+              serves every number of tokens. A *block* of it is 16 rows x 128 k: two units of 64 k, 512 bytes each, of
+              which lane 4·g + t loads bytes 16·lane to 16·lane+15 with one LDS.128, the words that `dual_mma` gives it:
+
+                  bytes         0-3        4-7        8-11       12-15
+                  row           g          g+8        g          g+8
+                  k within  |------ MMA 0: 0-31 -----|----- MMA 1: 32-63 -----|
+                  unit
+
+              Then the constants, 32 bytes per group of the block (one for g = 128, two for g = 64, four for g = 32),
+              groups in order. Those of rows g and g+8 are one 32-bit load:
+
+                  32 bits at 1024 + 32·group + 4·g
+                  bits  31-24 offset of g+8 | 23-16 scale of g+8 | 15-8 offset of g | 7-0 scale of g
+
+              A block is 1056 bytes (g = 128), 1088 (g = 64) or 1152 (g = 32), always a multiple of 32: one bulk copy
+              brings any number of neighbouring blocks of a strip. The stored offset is that of the unsigned form in
+              every scheme, w + 128 = q4·scale + offset: 128 + min for LQQ, 128 - z·scale for QoQ, modulo 256. No byte
+              carries at protective range 119. The epilogue takes 128 times the token sum off again.
 """
 
 from abc import ABC, abstractmethod
@@ -133,46 +154,65 @@ class Separate(Packing):
         return q4, (scale, offset)
 
 
-class DualMMA(Packing):
-    """Units and constants of each block beside each other in one buffer, `blocks` u8 [N/64, K/max(64, g), bytes]."""
+@dataclass(frozen=True)
+class Blocks(Packing):
+    """Words and constants of each block beside each other in one buffer, u8 [blocks along N, along K, bytes].
 
-    name = "dual_mma"
-    arch = "sm_90a"
+    `orders` gives those of MMA words and of constants for a group (None: no constants). With `unsigned`, offsets are
+    stored such that q4 = 0 stands for the weight 0 at offset 128, whatever the scheme's own `zero`.
+    """
+
+    name: str
+    arch: str
+    buffer: str
+    orders: Callable[[int | None], tuple[Order, Order]]
+    unsigned: bool = False
 
     def shapes(self, size: Size) -> Shapes:
         """See `Packing.shapes`."""
-        words, constants = self._orders(size)
+        words, constants = self.orders(size.group)
         row_tiles, k_tiles, block_words = words.shape(size.N, size.K // 8)
         constant_bytes = 2 * prod(constants.tile) if size.group else 0
-        return {"blocks": ("uint8", (row_tiles, k_tiles, 4 * block_words + constant_bytes))}
+        return {self.buffer: ("uint8", (row_tiles, k_tiles, 4 * block_words + constant_bytes))}
 
     def pack(self, q4: U8, constants: Pair | None, size: Size) -> Buffers:
         """See `Packing.pack`."""
-        word_order, constant_order = self._orders(size)
+        word_order, constant_order = self.orders(size.group)
         blocks = as_bytes(word_order.store(pack_mma(q4)))
         if constants is not None:
-            scale, offset = (constant_order.store(c, fill) for c, fill in zip(constants, (1, size.zero), strict=True))
+            scale = constant_order.store(constants[0], fill=1)
+            offset = constant_order.store(constants[1], fill=size.zero) ^ self._flip(size)
             pairs = np.stack([scale, offset], axis=-1).reshape(*blocks.shape[:2], -1)
             blocks = np.concatenate([blocks, pairs], axis=2)
-        return {"blocks": blocks}
+        return {self.buffer: blocks}
 
     def unpack(self, buffers: Mapping[str, npt.NDArray[Any]], size: Size) -> tuple[U8, Pair | None]:
         """See `Packing.unpack`."""
-        word_order, constant_order = self._orders(size)
-        blocks, end = buffers["blocks"], 4 * prod(word_order.tile)
+        word_order, constant_order = self.orders(size.group)
+        blocks, end = buffers[self.buffer], 4 * prod(word_order.tile)
         q4 = unpack_mma(word_order.restore(as_words(blocks[:, :, :end]), size.N, size.K // 8))
         if not size.group:
             return q4, None
         pairs = blocks[:, :, end:].reshape(*blocks.shape[:2], -1, 2)
         scale, offset = (constant_order.restore(pairs[..., i], size.N, size.groups) for i in (0, 1))
-        return q4, (scale, offset)
+        return q4, (scale, offset ^ self._flip(size))
 
-    @staticmethod
-    def _orders(size: Size) -> tuple[Order, Order]:
-        """The orders of MMA words and of constants: blocks of u units of 64 k, and of c groups."""
-        group = size.group or 64
-        words = Order("Nwhg Kumt", "NKuwgtmh", w=4, h=2, g=8, u=max(1, group // 64), m=2, t=4)
-        return words, Order("Nwhg Kc", "NKwgch", w=4, h=2, g=8, c=max(1, 64 // group))
+    def _flip(self, size: Size) -> np.uint8:
+        """The bits in which a stored offset differs from the scheme's: modulo 256, adding 128 flips the top bit."""
+        return np.uint8(size.zero ^ 0x80 if self.unsigned else 0)
+
+
+def _of_warp_group(group: int | None) -> tuple[Order, Order]:
+    """Blocks of 64 rows, u units of 64 k, c groups."""
+    group = group or 64
+    words = Order("Nwhg Kumt", "NKuwgtmh", w=4, h=2, g=8, u=max(1, group // 64), m=2, t=4)
+    return words, Order("Nwhg Kc", "NKwgch", w=4, h=2, g=8, c=max(1, 64 // group))
+
+
+def _of_warp(group: int | None) -> tuple[Order, Order]:
+    """Blocks of 16 rows, two units of 64 k, c groups."""
+    words = Order("Nhg Kumt", "NKugtmh", h=2, g=8, u=2, m=2, t=4)
+    return words, Order("Nhg Kc", "NKcgh", h=2, g=8, c=128 // (group or 128))
 
 
 _IN_PLACE = Order("N K", "NK")
@@ -189,7 +229,7 @@ PACKINGS: dict[str, Packing] = {
             Order("Nqg Kt", "NKgtq", q=4, g=8, t=4),
             Order("Nqg K", "NKgq", q=4, g=8),
         ),
-        DualMMA(),
+        Blocks("dual_mma", "sm_90a", "blocks", _of_warp_group),
         Separate(
             "comet",
             "sm_80",
@@ -198,5 +238,6 @@ PACKINGS: dict[str, Packing] = {
             Order("Nhg Kmt", "NKmhgt", h=2, g=8, m=2, t=4),
             _IN_PLACE,
         ),
+        Blocks("strips", "sm_90a", "strips", _of_warp, unsigned=True),
     )
 }

@@ -93,7 +93,7 @@ def test_bytes_and_arch() -> None:
     packed = {layout: pack(weight, layout) for layout in LAYOUTS}
     assert {p.nbytes for p in packed.values()} == {128 * 512 // 2 + 2 * 128 * 8 + 4 * 128}  # no padding: all alike
     assert {name: p.arch for name, p in packed.items()} == {
-        "row_major": "sm_80", "qserve": "sm_80", "dual_mma": "sm_90a", "comet": "sm_80"
+        "row_major": "sm_80", "qserve": "sm_80", "dual_mma": "sm_90a", "comet": "sm_80", "strips": "sm_90a"
     }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ CHANNEL = random_weight(quant.QoQChannelWeight, 8, 128, 128, 0)
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: pack(LQQ, "zigzag"), r"layout: must be one of row_major, qserve, dual_mma, comet \(got zigzag\)"),
+        (lambda: pack(LQQ, "zigzag"), r"layout: must be one of row_major, .*, comet, strips \(got zigzag\)"),
         (lambda: pack(LQQ.q4), r"weight: must be an LQQWeight, QoQWeight or QoQChannelWeight \(got ndarray\)"),
         (lambda: pack(replace(LQQ, q4=LQQ.q4[0])), r"weight.q4: must be a matrix \[N, K\] \(got shape \(128,\)\)"),
         (lambda: pack(replace(LQQ, q4=[1])), r"weight.q4: must be a matrix \[N, K\] \(got shape list\)"),
