@@ -56,10 +56,10 @@ and differ only in the order of these words. N and K are padded to whole tiles w
                   32 bits at 1024 + 32·group + 4·g
                   bits  31-24 offset of g+8 | 23-16 scale of g+8 | 15-8 offset of g | 7-0 scale of g
 
-              A block is 1056 bytes (g = 128), 1088 (g = 64) or 1152 (g = 32), always a multiple of 32: one bulk copy
-              brings any number of neighbouring blocks of a strip. The stored offset is that of the unsigned form in
-              every scheme, w + 128 = q4·scale + offset: 128 + min for LQQ, 128 - z·scale for QoQ, modulo 256. No byte
-              carries at protective range 119. The epilogue takes 128 times the token sum off again.
+              A block is 1056 bytes (g = 128), 1088 (g = 64), 1152 (g = 32) or 1024 (no groups), a multiple of 32: one
+              bulk copy brings any number of neighbouring blocks of a strip. The stored offset is that of the unsigned
+              form in every scheme, w + 128 = q4·scale + offset: 128 + min for LQQ, 128 - z·scale for QoQ, modulo 256.
+              No byte carries at protective range 119. The epilogue takes 128 times the token sum off again.
 """
 
 from abc import ABC, abstractmethod

@@ -24,7 +24,10 @@ def dequant_lqq(q4: U8, scale: U8, offset: U8) -> S8:
 
 
 def dequant_lqq_unsigned(q4: U8, scale: U8, offset: U8) -> U8:
-    """LQQ without the XOR: u8 [R, K] = weight + 128; the GEMM takes 128 times the token sum off again."""
+    """LQQ without the XOR: u8 [R, K] = weight + 128; the GEMM takes 128 times the token sum off again.
+
+    QoQ at protective range 119 takes the same form, with the constant a = 128 - z·s1.
+    """
     return as_bytes(_lqq_words(q4, scale, offset))
 
 

@@ -13,7 +13,8 @@ from ptxlab import reference
 from ptxlab.layout import pack, pack_u4
 from ptxlab.layout.fragments import Fragment, ldmatrix, mma_a, wgmma_a
 from ptxlab.layout.words import exchange_nibbles
-from ptxlab.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight
+from ptxlab.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight, quantize_lqq, quantize_qoq
+from tests import strategies
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4
@@ -116,6 +117,67 @@ def test_comet_reaches_the_lanes_by_ldmatrix(weight) -> None:
             np.testing.assert_array_equal(mma_a(32).gather(a), expected)
 
 
+@given(grouped)
+def test_strips_feeds_one_warp_with_unsigned_bytes(weight) -> None:
+    strips, logical = pack(weight, "strips").buffers["strips"], weight.level1()
+    for row_tile, k_block in np.ndindex(strips.shape[:2]):
+        memory = strips[row_tile, k_block]
+        constants = memory[1024:].reshape(-1, 8, 2, 2)[:, G]  # [group of the block, lane, row half, pair]
+        for unit, mma in np.ndindex(2, 2):
+            k = 64 * unit + 32 * mma
+            pairs = constants[k // weight.group]
+            lds128 = memory[512 * unit :][16 * LANE[:, None] + np.arange(16)].view(np.uint32)
+            words = lds128[:, 2 * mma : 2 * mma + 2]
+            a = registers(words, pairs[..., 0], pairs[..., 1], reference.dequant_lqq_unsigned)
+            expected = tile_of(logical, 16 * row_tile, 128 * k_block + k, mma_a(32)).view(np.uint8) ^ np.uint8(0x80)
+            np.testing.assert_array_equal(mma_a(32).gather(a), expected)  # weight + 128, padding too
+
+
+@pytest.mark.parametrize("kind", [LQQWeight, QoQWeight])
+@pytest.mark.parametrize(("group", "K"), [(32, 96), (32, 160), (64, 64), (64, 192), (128, 128), (128, 384)])
+def test_strips_by_hand(kind: type, group: int, K: int) -> None:
+    """From the definition: which byte and nibble holds weight (row, k), where its constants lie, and what pads."""
+    weight = random_weight(kind, 24, K, group, 0)
+    strips = pack(weight, "strips").buffers["strips"]
+    assert strips.shape == (2, -(-K // 128), 1024 + 32 * (128 // group)) and strips.flags.c_contiguous
+    q4, scale, offset = read_strips(strips, group)
+    spread = [np.repeat(constants.astype(int), group, axis=1) for constants in (weight.group_scale, unsigned(weight))]
+    for found, expected, padding in zip((q4, scale, offset), (weight.q4, *spread), (0, 1, 128), strict=True):
+        np.testing.assert_array_equal(found[:24, :K], expected)
+        assert (found[24:] == padding).all() and (found[:, K:] == padding).all()
+
+
+@pytest.mark.parametrize("quantise", [quantize_lqq, quantize_qoq])
+@given(case=strategies.weight_groups())
+def test_unsigned_form_never_carries_at_range_119(quantise, case) -> None:
+    weight = quantise(np.tile(case.w, (8, 1)), case.group)
+    assert ((unsigned(weight) >= 0) & (unsigned(weight) <= 255)).all()  # so nothing was lost to the modulo either
+    q4, scale, offset = read_strips(pack(weight, "strips").buffers["strips"], case.group)
+    sums = q4.astype(int) * scale + offset
+    assert sums.min() >= 0 and sums.max() <= 255
+    N, K = weight.shape
+    np.testing.assert_array_equal(sums[:N, :K], weight.exact_level1() + 128)
+    np.testing.assert_array_equal(reference.dequant_lqq_unsigned(q4, scale[:, ::32], offset[:, ::32]), sums)
+
+
+def read_strips(strips: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """q4, scale and stored offset of every weight of a buffer, padding included, all u8 [rows, k]."""
+    row, k = np.indices((16 * strips.shape[0], 128 * strips.shape[1]))
+    half, g = row % 16 // 8, row % 8
+    unit, step, high, t, byte = k % 128 // 64, k % 64 // 32, k % 32 // 16, k % 16 // 4, k % 4
+    pairs = strips[row // 16, k // 128, 512 * unit + 16 * (4 * g + t) + 4 * (2 * step + half) + byte]
+    scale_at = 1024 + 32 * (k % 128 // group) + 4 * g + 2 * half
+    scale, offset = (strips[row // 16, k // 128, scale_at + i] for i in (0, 1))
+    return pairs >> (4 * high).astype(np.uint8) & np.uint8(15), scale, offset
+
+
+def unsigned(weight) -> np.ndarray:
+    """The offsets of the unsigned form in wide arithmetic, [N, K/g]."""
+    if isinstance(weight, LQQWeight):
+        return 128 + weight.minimum.astype(int)
+    return 128 - weight.zero.astype(int) * weight.group_scale
+
+
 @given(weights)
 def test_row_major_is_words_in_place(weight) -> None:
     buffers = pack(weight, "row_major").buffers
@@ -132,17 +194,18 @@ def test_blocks_are_bulk_copies(group: int, size: int) -> None:
 
 
 def test_channel_blocks_have_no_constants() -> None:
-    assert pack(random_weight(QoQChannelWeight, 72, 96, 96, 0), "dual_mma").buffers["blocks"].shape == (2, 2, 2048)
+    weight = random_weight(QoQChannelWeight, 72, 96, 96, 0)
+    assert pack(weight, "dual_mma").buffers["blocks"].shape == (2, 2, 2048)
+    assert pack(weight, "strips").buffers["strips"].shape == (5, 1, 1024)
 
 
-@pytest.mark.parametrize(("layout", "elements"), [("qserve", 32 * 32), ("dual_mma", 64 * 64), ("comet", 16 * 64)])
-def test_two_weights_lie_where_the_diagrams_say(layout: str, elements: int) -> None:
+@pytest.mark.parametrize("layout", ["qserve", "dual_mma", "comet", "strips"])
+def test_two_weights_lie_where_the_diagrams_say(layout: str) -> None:
     """Row 9 = g 1 of the upper half, k 21 = second half of MMA 0, lane 1 of the quad, byte 1."""
-    weight = random_weight(QoQChannelWeight, 64, 64, 64, 0)
+    weight = random_weight(QoQChannelWeight, 64, 128, 128, 0)
     weight.q4[:] = 0
     weight.q4[9, 21] = 0xB
-    word = {"qserve": 4 * (4 * 1 + 1) + 1, "dual_mma": 4 * (4 * 1 + 1) + 1, "comet": 32 + 4 * 1 + 1}[layout]
-    nibble = {"qserve": 3, "dual_mma": 3, "comet": 2}[layout]
+    word, nibble = (32 + 4 * 1 + 1, 2) if layout == "comet" else (4 * (4 * 1 + 1) + 1, 3)
     stored = next(iter(pack(weight, layout).buffers.values())).reshape(-1).view(np.uint32)
     assert np.flatnonzero(stored).tolist() == [word] and stored[word] == 0xB << 4 * nibble
-    assert stored.size * 8 == -(-64 * 64 // elements) * elements
+    assert stored.size * 8 == 64 * 128
