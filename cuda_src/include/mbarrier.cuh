@@ -36,6 +36,13 @@ __device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, unsigned by
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
 }
 
+// True in one lane of a warp that is all here: the compiler knows that what follows runs once, and needs no loop over lanes.
+__device__ __forceinline__ bool elect() {
+    unsigned elected;
+    asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(elected));
+    return elected;
+}
+
 // Until the phase of this parity is complete.
 __device__ __forceinline__ void mbarrier_wait(u64* barrier, unsigned parity) {
     asm volatile(
@@ -46,6 +53,18 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, unsigned parity) {
         "@!done bra WAIT;\n"
         "}" ::"r"(shared_address(barrier)), "r"(parity)
         : "memory");
+}
+
+// Shared memory to registers, just here: the compiler does not move it.
+__device__ __forceinline__ uint4 load_shared_16(const void* p) {
+    uint4 q;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "r"(shared_address(p)) : "memory");
+    return q;
+}
+__device__ __forceinline__ unsigned load_shared_4(const void* p) {
+    unsigned q;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(q) : "r"(shared_address(p)) : "memory");
+    return q;
 }
 
 // `bytes` (a multiple of 16) from global to shared memory.

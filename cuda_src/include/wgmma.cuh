@@ -87,6 +87,7 @@ __device__ __forceinline__ void pin(int (&d)[COUNT]) {
     PTXLAB_WGMMA(NAME, TYPE, 128, 64, 64, 65, 66, 67, 68)    \
     PTXLAB_WGMMA(NAME, TYPE, 256, 128, 128, 129, 130, 131, 132)
 PTXLAB_WGMMA_ALL(wgmma_s8, s8)
+PTXLAB_WGMMA_ALL(wgmma_u8, u8)  // A unsigned
 #undef PTXLAB_WGMMA_ALL
 #undef PTXLAB_WGMMA
 
