@@ -150,7 +150,7 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return is_space
 
 
-@binder("nanosleep", "prefetch", "prefetchu", "discard", "applypriority")
+@binder("nanosleep", "prefetchu", "discard", "applypriority")
 def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return lambda lanes: None
 
