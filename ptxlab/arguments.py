@@ -1,6 +1,6 @@
 """What a kernel is given: arrays of any library, checked before anything is launched, and sizes in up to three axes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +74,13 @@ def shared_array(name: str, arg: Any) -> Any:
 def _check_contiguous(name: str, array: Any) -> None:
     if not array.flags.c_contiguous:
         raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
+
+
+def positions(label: str, chosen: Collection[str], names: Sequence[str]) -> list[int]:
+    """Where the chosen ones stand among the names."""
+    if unknown := sorted(set(chosen) - set(names)):
+        raise ArgumentError(label, f"some of {', '.join(names)}", unknown[0])
+    return [names.index(name) for name in chosen]
 
 
 def dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ the device and waits for nothing, so that it can be captured into a CUDA graph.
 
 import ctypes
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ptxlab import gpu
@@ -20,10 +21,15 @@ _MOST_MAPS = 256  # tensor maps that a plan remembers
 class Plan:
     """Launches one variant of a kernel at one set of sizes, on the device that is current when it is made.
 
+    With `programmatic` the kernel may begin before the one before it on the stream has ended, for which it has to wait
+    by itself (`KernelSpec.after_wait`).
+
     Raises ArgumentError for sizes that break a rule, CompileError or UnavailableError as `gpu.load` does.
     """
 
-    def __init__(self, spec: KernelSpec, config: Mapping[str, int], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, spec: KernelSpec, config: Mapping[str, int], sizes: Mapping[str, int], *, programmatic: bool = False
+    ) -> None:
         spec.check_sizes(sizes)
         self.spec, self.sizes = spec, {**sizes, **config}
         kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
@@ -32,7 +38,7 @@ class Plan:
         wanted = tuple({**passed, **{name: len(value) for name, value in scalars.items()}}.values())
         if kernel.parameter_bytes not in (None, wanted):
             raise ArgumentError(f"{spec.name}: args", f"parameters of {kernel.parameter_bytes} bytes", wanted)
-        self._launch = gpu.bind(kernel, spec.launch(self.sizes))
+        self._launch = gpu.bind(kernel, replace(spec.launch(self.sizes), programmatic=programmatic))
         # Every parameter but a tensor map fits 8 bytes, of which the driver copies as many as it has.
         self._values = [(arg.name, int.from_bytes(scalars.get(arg.name, b""), "little")) for arg in spec.args]
         self._words = ctypes.c_uint64 * len(spec.args)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, toolchain
-from ptxlab.arguments import accept, check_variant, dim3, on_device, shared_array, variant
+from ptxlab.arguments import accept, check_variant, dim3, on_device, positions, shared_array, variant
 from ptxlab.dtypes import dtype_in, storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.sources import Source, cuda_entries
@@ -73,22 +73,12 @@ class Kernel:
         return cuda_entries(self.source.text)[self.entry]
 
     def launch(
-        self,
-        args: Sequence[Any],
-        launch: Launch,
-        *,
-        backend: str,
-        checks: Iterable[str] = (),
-        uninitialised: Collection[int] = (),
-        written: Collection[int] | None = None,
-        mode: str = "early",
-        seed: int = 0,
-        count_banks: bool = False,
+        self, args: Sequence[Any], launch: Launch, *, backend: str, written: Collection[int] | None = None, **more: Any
     ) -> emulator.Result | None:
         """Launch with arguments in order (arrays, tensor maps over arrays, NumPy scalars); arrays are written in place.
 
-        `uninitialised` and `written` are positions: of arrays whose contents count as never written, and of the NumPy
-        arrays that the GPU has to give back (None: all).
+        `written` are positions of the NumPy arrays that the GPU has to give back (None: all); `more` is for the
+        emulator alone: `checks`, `mode` and whatever else `emulator.run` takes.
         """
         if 0 in launch.grid:
             return None
@@ -103,11 +93,7 @@ class Kernel:
             block=launch.block,
             shared_bytes=launch.shared_bytes,
             cluster=launch.cluster,
-            checks=checks,
-            uninitialised=uninitialised,
-            mode=mode,
-            seed=seed,
-            count_banks=count_banks,
+            **more,
         )
 
     def __call__(
@@ -122,10 +108,12 @@ class Kernel:
         mode: str = "early",
         seed: int = 0,
         count_banks: bool = False,
+        after_wait: Collection[str] = (),
     ) -> Outcome:
         """Launch on arrays (of any library), tensor maps and NumPy scalars in the order of the parameters.
 
-        Arrays are written in place.
+        Arrays are written in place. `after_wait` names parameters that the kernel may read only once it has waited for
+        the one before it on the stream (griddepcontrol.wait), which the check for races looks at then.
 
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
@@ -133,11 +121,19 @@ class Kernel:
         names = self.parameters
         if len(args) != len(names):
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
+        waits = positions(f"{self.entry}: after_wait", after_wait, names)
         geometry = Launch(dim3("grid", grid), dim3("block", block), shared_bytes, dim3("cluster", cluster))
         shared = [shared_array(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
         backend = choose_backend(backend, self, geometry, on_device=any(map(on_device, shared)), checks=checks)
         result = self.launch(
-            shared, geometry, backend=backend, checks=checks, mode=mode, seed=seed, count_banks=count_banks
+            shared,
+            geometry,
+            backend=backend,
+            checks=checks,
+            after_wait=waits,
+            mode=mode,
+            seed=seed,
+            count_banks=count_banks,
         )
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
@@ -242,6 +238,7 @@ def run_spec(
         backend=backend,
         checks=checks,
         uninitialised=[i for i, a in enumerate(spec.args) if a.role in ("out", "scratch")],
+        after_wait=[i for i, a in enumerate(spec.args) if a.name in spec.after_wait],
         written=[i for i, a in enumerate(spec.args) if a.role in ("out", "inout")],
         mode=mode,
         seed=seed,

@@ -72,7 +72,7 @@ class Launch:
     block: tuple[int, int, int]
     shared_bytes: int = 0
     cluster: tuple[int, int, int] = (1, 1, 1)
-    programmatic: bool = False
+    programmatic: bool = False  # may begin before the kernel before it on the stream has ended, for which it waits
 
     def __post_init__(self) -> None:
         if any(blocks > most for blocks, most in zip(self.grid, MOST_BLOCKS, strict=True)):
@@ -121,6 +121,8 @@ class KernelSpec:
         tolerance_reason: why the tolerance is what it is.
         wrong: set for kernels that are wrong by design.
         example_sizes: sizes at which `verify` and the tests draw examples.
+        after_wait: inputs that the kernel before on the stream may still be writing: this one waits for it
+            (griddepcontrol.wait) before it reads them, and before it writes anything. Empty: it does not wait.
     """
 
     name: str
@@ -141,6 +143,7 @@ class KernelSpec:
     tolerance_reason: str = "integer results are compared for equality"
     wrong: WrongByDesign | None = None
     example_sizes: tuple[Mapping[str, int], ...] = field(default=())
+    after_wait: tuple[str, ...] = ()
 
     def config_for(self, sizes: Sizes) -> dict[str, int]:
         """The `-D` constants of the variant that runs at these sizes."""

@@ -32,6 +32,7 @@ class FakeGpu:
 
     Attributes:
         launched: (kernel, stream) of every launch.
+        geometries: how each was launched.
         loads: how many kernels were loaded; likewise `allocations`, and tensor maps that were `encoded`.
         stream: the caller's.
         capturing: whether that is being captured.
@@ -40,6 +41,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.launched: list[tuple[str, int]] = []
+        self.geometries: list[Launch] = []
         self.loads = self.allocations = self.encoded = 0
         self.stream, self.capturing, self.arch, self.runs = 7, False, 90, True
         self._memory: dict[int, DeviceArray] = {}
@@ -95,6 +97,7 @@ class FakeGpu:
 
         def launch(arguments: int, stream: int) -> None:
             self.launched.append((kernel.entry, stream))
+            self.geometries.append(geometry)
             if not self.runs:
                 return
             pointers = (ctypes.c_uint64 * len(params)).from_address(arguments)

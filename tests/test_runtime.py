@@ -71,6 +71,22 @@ extern "C" __global__ void race(unsigned* y) {
 """
 
 
+def test_any_kernel_is_judged_by_what_comes_from_the_one_before_it() -> None:
+    source = """#include "griddep.cuh"
+extern "C" __global__ void twice(const int* x, int* y) {
+    const int early = x[threadIdx.x];
+    ptxlab::wait_for_predecessors();
+    y[threadIdx.x] = early + x[threadIdx.x];
+}"""
+    twice, x, y = ptxlab.load(source), np.arange(32, dtype=np.int32), np.zeros(32, np.int32)
+    options = {"grid": 1, "block": 32, "backend": "emulator", "checks": ["race"]}
+    assert twice(x, y, **options).findings == ()
+    (finding,) = twice(x, y, after_wait=["x"], **options).findings
+    assert finding.line == 3 and "ahead of griddepcontrol.wait" in finding.message and (y == 2 * x).all()
+    with pytest.raises(ArgumentError, match=r"^twice: after_wait: some of x, y \(got z\)$"):
+        twice(x, y, after_wait=["z"], **options)
+
+
 def test_findings_in_a_cuda_source_are_at_its_own_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not at those of the PTX that NVRTC made of it, which nobody sees; in a header, at the header's."""
     monkeypatch.chdir(tmp_path)

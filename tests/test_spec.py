@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from ptxlab import kernels
+from ptxlab import kernels, sources
 from ptxlab.dtypes import ByVariant, storage
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.words import pack_u4
@@ -125,3 +125,13 @@ def test_unknown_kernels_suggest_the_nearest() -> None:
 
 def test_shape_of_an_argument_in_numbers() -> None:
     assert Arg("scale", "uint8", ("R", "K/g")).resolve({"R": 2, "K": 256, "g": 64}) == (2, 4)
+
+
+@pytest.mark.parametrize("name", kernels.specs())
+def test_a_kernel_waits_for_the_one_before_it_if_its_spec_says_so(name: str) -> None:
+    """And the spec names inputs: another name would be looked for in vain."""
+    spec = kernels.specs()[name]
+    assert set(spec.after_wait) <= {arg.name for arg in spec.inputs}
+    for source in sources.of_kernel(name):
+        waits = "griddepcontrol.wait" in source.text or "wait_for_predecessors()" in source.text
+        assert waits == bool(spec.after_wait)

@@ -202,6 +202,19 @@ def _load(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return load_vector
 
 
+@binder("prefetch")
+def _prefetch(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    """A hint, that moves nothing; but what it names has to be there."""
+    if "global" not in instruction.opcode.split("."):
+        return lambda lanes: None
+    locate = locator(machine, Access(instruction, "load", "global", "weak", "b8", 1, ()), instruction.operands[0])
+
+    def prefetch(lanes: Lanes) -> None:
+        locate(lanes)
+
+    return prefetch
+
+
 @binder("st")
 def _store(machine: Machine, instruction: Instruction, pc: int) -> Step:
     access = decode(instruction, "store")

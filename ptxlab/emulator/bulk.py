@@ -92,20 +92,48 @@ def _route(machine: Machine, instruction: Instruction, more: list[ir.Operand], t
     return route
 
 
+def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> Callable[[Lanes], Array]:
+    """Function lanes -> bytes of their copies, multiples of 16."""
+    read = machine.reader(operand, "u32")
+
+    def sizes(lanes: Lanes) -> Array:
+        indices = indices_of(lanes)
+        found = np.broadcast_to(read(lanes), indices.shape).astype(np.int64)
+        wrong = found % 16 != 0
+        if wrong.any():
+            where = machine.fault_place(instruction, int(indices[int(np.argmax(wrong))]))
+            raise MemoryFault(f"{where}: the size has to be a multiple of 16 bytes, not {int(found[wrong][0])}")
+        return found
+
+    return sizes
+
+
+def prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
+    """cp.async.bulk.prefetch: a hint, that moves nothing; but a run of bytes has to be there, where a box need not."""
+    tensor = opcode.flag("tensor")
+    if not (opcode.flag("L2") and opcode.flag("global") and (not tensor or opcode.flag("2d"))):
+        raise UnknownOpcode(instruction.opcode)
+    if tensor:
+        opcode.flag("tile")
+        return lambda lanes: None
+    source, size = instruction.operands[:2]
+    sizes_of = _sizes(machine, instruction, size)
+    locate = offsets_of(machine, instruction, "load", "global", source, 16)
+
+    def look(lanes: Lanes) -> None:
+        locate(lanes, sizes_of(lanes))
+
+    return look
+
+
 def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin: str, size: ir.Operand,
           place: Callable[[Lanes, Array], Array], route: Route) -> Step:  # fmt: skip
     """Any multiple of 16 bytes per lane."""
-    read_size, pending = machine.reader(size, "u32"), machine.pending
+    sizes_of, pending = _sizes(machine, instruction, size), machine.pending
     locate_source = offsets_of(machine, instruction, "load", origin, source, 16)
 
     def copy(lanes: Lanes) -> None:
-        indices = indices_of(lanes)
-        sizes = np.broadcast_to(read_size(lanes), indices.shape).astype(np.int64)
-        if (sizes % 16).any():
-            where = machine.fault_place(instruction, int(indices[int(np.argmax(sizes % 16 != 0))]))
-            raise MemoryFault(
-                f"{where}: the size has to be a multiple of 16 bytes, not {int(sizes[sizes % 16 != 0][0])}"
-            )
+        indices, sizes = indices_of(lanes), sizes_of(lanes)
         sources = locate_source(lanes, sizes)
         who, targets, barriers = route(lanes, place(lanes, sizes))
         told = barriers >= 0

@@ -144,6 +144,9 @@ class Watcher:
     def phase_wait(self, place: int, lanes: Lanes) -> None:
         """Lanes have seen that the last phase of an mbarrier is complete."""
 
+    def wait_for_predecessors(self, lanes: Lanes) -> None:
+        """Lanes have waited for the kernel before."""
+
     def exit(self, lanes: Lanes) -> None:
         """Lanes have left the kernel."""
 

@@ -150,14 +150,21 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return is_space
 
 
-@binder("nanosleep", "prefetch", "prefetchu", "discard", "applypriority")
+@binder("nanosleep", "prefetchu", "discard", "applypriority")
 def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return lambda lanes: None
 
 
 @binder("griddepcontrol")
 def _grid_dependency(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    """Launches run one after the other: the grid before this one has always ended."""
-    if instruction.opcode not in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
+    """Launches run one after the other: the grid before this one has always ended. Only the watchers see a wait."""
+    if instruction.opcode == "griddepcontrol.launch_dependents":
+        return lambda lanes: None
+    if instruction.opcode != "griddepcontrol.wait":
         raise UnknownOpcode(instruction.opcode)
-    return lambda lanes: None
+
+    def wait(lanes: Lanes) -> None:
+        for watcher in machine.watchers:
+            watcher.wait_for_predecessors(lanes)
+
+    return wait

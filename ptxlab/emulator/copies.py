@@ -9,7 +9,7 @@ import numpy as np
 
 from ptxlab.emulator import ir
 from ptxlab.emulator.alu import Opcode, UnknownOpcode
-from ptxlab.emulator.bulk import SHARED, bulk, offsets_of
+from ptxlab.emulator.bulk import SHARED, bulk, offsets_of, prefetch
 from ptxlab.emulator.effects import UNGROUPED, Copies
 from ptxlab.emulator.ir import Instruction
 from ptxlab.emulator.machine import Machine, Step, binder
@@ -33,8 +33,7 @@ def _copy(machine: Machine, instruction: Instruction, pc: int) -> Step:
     elif opcode.flag("mbarrier"):
         step = _arrive(machine, instruction, opcode)
     elif kind == "bulk" and opcode.flag("prefetch"):
-        opcode.modifiers.clear()
-        return lambda lanes: None
+        step = prefetch(machine, instruction, opcode)
     else:
         step = (bulk if kind == "bulk" else _small)(machine, instruction, opcode)
     if opcode.modifiers:

@@ -45,6 +45,7 @@ from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
 from ptxlab.emulator.parse import parse
+from ptxlab.emulator.predecessor import WAIT, Predecessor
 from ptxlab.emulator.race import Races
 from ptxlab.emulator.registers import RegistersInUse
 from ptxlab.emulator.types import Array
@@ -87,6 +88,7 @@ def run(
     seed: int = 0,
     max_steps: int | None = None,
     uninitialised: Collection[int] = (),
+    after_wait: Collection[int] = (),
     count_banks: bool = False,
 ) -> Result:
     """Run a kernel of a parsed module (or of PTX text).
@@ -95,10 +97,11 @@ def run(
     modified in place once the kernel has ended; a `TensorMap` is one over such an array; a NumPy scalar is passed by
     value and has exactly the parameter's size; bytes are a struct passed by value. `grid`, `block` and `cluster` are
     sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS`; bounds and alignment are
-    always checked. `uninitialised` are positions in `args` of buffers whose contents count as never written. `mode`
-    says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from `seed`.
-    `max_steps` bounds the instructions dispatched. With `count_banks` the result tells what accesses to shared memory
-    cost.
+    always checked. `uninitialised` are positions in `args` of buffers whose contents count as never written,
+    `after_wait` of those that the kernel before on the stream may still write when this one begins (`predecessor`).
+    `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
+    `seed`. `max_steps` bounds the instructions dispatched. With `count_banks` the result tells what accesses to shared
+    memory cost.
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
     `EmulationError`s with the place in the source. No array is modified then.
@@ -112,8 +115,11 @@ def run(
     check_arguments(kernel, args)
     launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, max_steps)
     launch.mode, launch.seed = mode, seed
+    positions = [position for position, value in enumerate(args) if array_of(value) is not None]
+    regions = {position: region for position, (_, region) in zip(positions, buffers, strict=True)}
+    launch.after_wait = [regions[position].start for position in after_wait if position in regions]
     if "init" in checks:
-        launch.defined = _defined(launch, [region for _, region in buffers], args, uninitialised)
+        launch.defined = _defined(launch, regions, uninitialised)
     try:
         with np.errstate(all="ignore"):
             for blocks in _waves(launch):
@@ -148,6 +154,8 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool) -> It
         yield (races := Races(machine, in_flight.busy if in_flight else None))
         if machine.peers.size > 1:
             yield Guests(machine, races)
+        if machine.launch.entry.uses(WAIT):
+            yield Predecessor(machine, races)
     if in_flight:
         yield in_flight
     if in_flight and machine.launch.entry.uses("wgmma"):
@@ -207,11 +215,10 @@ def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, bloc
     return launch, buffers
 
 
-def _defined(launch: Launch, buffers: list[Region], args: Sequence[Argument], uninitialised: Collection[int]) -> Array:
+def _defined(launch: Launch, regions: dict[int, Region], uninitialised: Collection[int]) -> Array:
     """Which bytes of the arena count as written at the start: all but the buffers in `uninitialised`."""
     defined = np.ones(launch.memory.size, bool)
-    positions = [position for position, value in enumerate(args) if array_of(value) is not None]
-    for position, region in zip(positions, buffers, strict=True):
+    for position, region in regions.items():
         defined[region.start : region.end] = position not in uninitialised
     return defined
 

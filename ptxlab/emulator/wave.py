@@ -7,7 +7,7 @@ up to whole warps, so that `lane // 32` names a warp. Registers of one width for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,7 @@ class Launch:
     mode: str = "early"  # when asynchronous copies land; see `pending`
     seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
+    after_wait: Sequence[int] = ()  # arena offsets of buffers that the kernel before makes (check "race")
     tensor_maps: dict[int, tuple[TensorMap, int]] = field(default_factory=dict)  # by arena offset; where its array is
     shared_accesses: dict[tuple[str, int, str], SharedAccess] = field(default_factory=dict)  # by path, line, text
     steps: int = 0

@@ -74,6 +74,11 @@ def test_a_copy_arrives_with_zeros_behind_it(copy, words, mode):
         ("@%q cp.async.bulk.global.shared::cta.bulk_group [%x1], [%r2], 24;", MemoryFault, "a multiple of 16 bytes"),
         ("@%q cp.async.bulk.global.shared::cta.bulk_group [%x1+8], [%r2], 16;", MemoryFault, "not a multiple"),
         ("@%q cp.async.bulk.global.shared::cta.bulk_group [%x1], [%r2], 2096;", MemoryFault, "2096 bytes at shared"),
+        ("cp.async.bulk.prefetch.L2.global [%x1], 24;", MemoryFault, "a multiple of 16 bytes, not 24"),
+        ("cp.async.bulk.prefetch.L2.global [%x1+8], 16;", MemoryFault, "not a multiple of the 16 bytes"),
+        ("cp.async.bulk.prefetch.L2.global [%x1], 4000;", MemoryFault, "past its end"),
+        ("cp.async.bulk.prefetch.L2.shared [%x1], 16;", UnknownInstruction, "does not know"),
+        ("prefetch.global.L2 [%x1+4000];", MemoryFault, "1 bytes at byte 4096 of argument 1"),
         ("cp.async.bulk.global.global.bulk_group [%x1], [%x2], 16;", UnknownInstruction, "does not know"),
     ],
 )  # fmt: skip
@@ -492,6 +497,15 @@ def test_reading_is_done_before_writing():
     assert outcome(body, np.zeros(64, np.uint32), threads=64)[1] == [("async", 12)]
     out, found = outcome(body.replace("group.read", "group"), np.zeros(64, np.uint32), threads=64)
     assert not found and out[0] == 100
+
+
+def test_prefetches_move_nothing():
+    body = """prefetch.global.L2 [%x1];
+    cp.async.bulk.prefetch.L2.global [%x3], 4096;
+    cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%x3, {%r0, %r0}];
+    ld.global.u32 %s, [%x1];
+    """
+    assert outcome(body)[1] == []
 
 
 def test_late_copies_happen_even_if_nobody_waits():

@@ -195,6 +195,30 @@ def test_many_waves():
     assert (out == np.repeat(np.arange(300), 1000)).all()
 
 
+@pytest.mark.parametrize("mode", emulator.MODES)
+@pytest.mark.parametrize("add", ["red.shared.add.s32 [%r4], %r1;", "atom.shared.add.s32 %r2, [%r4], %r1;",
+                                 "atom.shared::cta.add.u32 %r2, [%r4], %r1;"])  # fmt: skip
+def test_sums_in_shared_memory(add: str, mode: str) -> None:
+    """Negative numbers of four warps at eight places; a race only where nothing orders them and the plain accesses."""
+    body = f"""mov.u32 %r0, %tid.x; and.b32 %r3, %r0, 7; shl.b32 %r3, %r3, 2; mov.u32 %r4, buf; add.u32 %r4, %r4, %r3;
+    setp.lt.u32 %p, %r0, 8; @%p st.shared.s32 [%r4], -5; bar.sync 0;
+    sub.s32 %r1, 60, %r0;
+    {add}
+    bar.sync 0; ld.shared.s32 %s, [%r4];
+    """
+    sums = np.array([-5 + sum(60 - t for t in range(128) if t % 8 == i) for i in range(8)] * 16)
+    out = np.zeros(128, np.int32)
+    for text, clean in (
+        (body, True),
+        (body.replace("bar.sync 0; ld", "ld"), False),
+        (body.replace("bar.sync 0;\n", ""), False),
+    ):
+        ptx = kernel(text + STORE, outside=".shared .align 4 .b8 buf[32];")
+        findings = run(ptx, out, threads=128, mode=mode, checks=emulator.CHECKS).findings
+        assert [f.kind for f in findings][:1] == ([] if clean else ["race"])
+        assert not clean or (out == sums).all()
+
+
 def test_atomics_on_one_address():
     params, out, total = ".param .u64 out, .param .u64 sum", np.zeros(96, np.uint32), np.zeros(1, np.uint32)
     run(kernel("ld.param.u64 %x1, [sum]; atom.global.inc.u32 %s, [%x1], 49;" + STORE, params), out, total, threads=96)

@@ -159,6 +159,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"weight": ptxlab.pack(quant.quantize_lqq(W, group=64, protective_range=127), "dual_mma")},
         r"gemm_w4a8: weight: must have a protective_range of at most 119, .*\(got 127\)",
     ),
+    ({"programmatic": 1}, r"gemm_w4a8: programmatic: must be True or False \(got 1\)"),
     ({"backend": "tpu"}, r"backend: one of gpu, emulator \(got tpu\)"),
     ({"workspace": 5}, r"gemm_w4a8: workspace: must come from gemm_workspace \(got int\)"),
 ]
@@ -181,6 +182,11 @@ def test_packed_activations_have_their_own_scale_and_an_order() -> None:
 
 
 # --- the GPU side ----------------------------------------------------------------------------------------------------
+
+
+def with_wait(step: Step, after_wait: tuple[str, ...]) -> Step:
+    """The step, with a spec that says so."""
+    return replace(step, spec=replace(step.spec, after_wait=after_wait))
 
 
 def call(scheme: str = "qoq", x: np.ndarray = X, **options: Any) -> Any:
@@ -236,6 +242,51 @@ def test_a_given_sum_or_packed_activations_need_no_other_kernel(fake: FakeGpu) -
 def test_accumulators_from_device_arrays_need_no_scale(fake: FakeGpu) -> None:
     y = ptxlab.gemm_w4a8(DeviceArray(X), weight=on_device(WEIGHTS["qoq"]), out_dtype="int32")
     assert np.array_equal(y.host, expected("qoq", "int32"))
+
+
+@pytest.mark.parametrize("scheme", WEIGHTS)
+def test_a_kernel_that_does_not_wait_is_not_launched_programmatically(
+    fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.setattr(ladder, "LADDER", tuple(with_wait(step, ()) for step in ladder.LADDER))
+    name = ladder.choose(WEIGHTS[scheme], "row_major", M, kernel=None, backend="gpu").spec.name
+    message = (
+        rf"gemm_w4a8: programmatic: only for kernels that wait for the one before them \(none yet\) \(got {name}\)"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        call(scheme, programmatic=True)
+    with pytest.raises(ArgumentError, match=r"programmatic: only for kernels that wait"):
+        ptxlab.gemm_w4a8(X, X_SCALE, WEIGHTS[scheme], backend="emulator", programmatic=True)
+    assert fake.launched == [] and fake.loads == 0
+
+
+@pytest.mark.parametrize("scheme", WEIGHTS)
+def test_a_programmatic_call_has_a_plan_of_its_own(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    """The token sums, which do not wait, are launched plainly before it: they wait for all that comes before."""
+    monkeypatch.setattr(ladder, "LADDER", tuple(with_wait(step, ("x",)) for step in ladder.LADDER))
+    sums = [False] if scheme == "qoq_channel" else []
+    for programmatic in (False, True, False, True):
+        y = call(scheme, programmatic=programmatic)
+        assert np.array_equal(y.host, expected(scheme))
+        assert [geometry.programmatic for geometry in fake.geometries] == [*sums, programmatic]
+        fake.geometries.clear()
+    assert fake.loads == 2 * (1 + len(sums))
+    y = ptxlab.gemm_w4a8(X, X_SCALE, WEIGHTS[scheme], backend="emulator", programmatic=True)
+    assert np.array_equal(y, expected(scheme))
+
+
+def test_a_programmatic_call_in_a_capture_is_prepared_before(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "LADDER", tuple(with_wait(step, ("x",)) for step in ladder.LADDER))
+    out = fake.empty((M, N), "float16")
+    call(out=out)
+    fake.capturing = True
+    with pytest.raises(ArgumentError, match=r"gemm_w4a8: the first call of a shape loads its kernel"):
+        call(out=out, programmatic=True)
+    fake.capturing = False
+    call(out=out, programmatic=True)
+    fake.capturing = True
+    call(out=out, programmatic=True)
+    assert [geometry.programmatic for geometry in fake.geometries] == [False, True, True]
 
 
 def test_no_tokens_launch_nothing(fake: FakeGpu) -> None:

@@ -11,7 +11,7 @@ from ptxlab.runtime import BACKENDS
 
 
 class Call(NamedTuple):
-    """One product. `dtype` is the output's name, `kernel` a step's or None."""
+    """One product. `dtype` is the output's name, `kernel` a step's or None; `programmatic` says how to launch it."""
 
     x_q: Any
     x_scale: Any
@@ -24,10 +24,21 @@ class Call(NamedTuple):
     out: Any
     dtype: str
     kernel: str | None
+    programmatic: bool
 
 
 def checked(
-    x_q: Any, x_scale: Any, weight: Any, *, x_sum: Any, bias: Any, out: Any, out_dtype: Any, kernel: Any, backend: Any
+    x_q: Any,
+    x_scale: Any,
+    weight: Any,
+    *,
+    x_sum: Any,
+    bias: Any,
+    out: Any,
+    out_dtype: Any,
+    kernel: Any,
+    backend: Any,
+    programmatic: Any,
 ) -> Call:
     """The arguments of `gemm_w4a8` as a call; raises ArgumentError for what does not fit together."""
     if not isinstance(weight, PackedWeight):
@@ -57,7 +68,9 @@ def checked(
         raise ArgumentError("gemm_w4a8: x_scale", "must be given unless the output is int32", "nothing")
     if backend not in (*BACKENDS, None):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
-    return Call(x_q, x_scale, x_sum, order, rows, shape[0], weight, bias, out, dtype, kernel)
+    if not isinstance(programmatic, bool):
+        raise ArgumentError("gemm_w4a8: programmatic", "must be True or False", repr(programmatic))
+    return Call(x_q, x_scale, x_sum, order, rows, shape[0], weight, bias, out, dtype, kernel, programmatic)
 
 
 def arrays(call: Call, x_shape: tuple[int, ...], needs_sum: bool) -> list[tuple[str, str, Any, str, tuple[int, ...]]]:

@@ -56,7 +56,10 @@ class _Prepared:
 
     def __init__(self, call: Call) -> None:
         weight = call.weight
-        self.step = ladder.choose(weight, call.order, call.M, kernel=call.kernel, backend="gpu")
+        self.step = ladder.choose(
+            weight, call.order, call.M, kernel=call.kernel, backend="gpu", programmatic=call.programmatic
+        )
+        self.programmatic = call.programmatic
         self.scratch = scratch(self.step, weight, call.M, call.rows)
         self.x_shape = stored_shape(call.order, call.M, weight.K, call.rows)
         self.out = DTYPES.index(call.dtype)
@@ -65,9 +68,9 @@ class _Prepared:
 
     @cached_property
     def plans(self) -> tuple[Plan, Plan | None]:
-        """The product, and the token sums where the step needs them."""
+        """The product, and the token sums where the step needs them: these wait for what is before, and it for them."""
         spec, sizes = self.step.spec, self.sizes
-        gemm = Plan(spec, {**spec.config_for(sizes), "OUT": self.out}, sizes)
+        gemm = Plan(spec, {**spec.config_for(sizes), "OUT": self.out}, sizes, programmatic=self.programmatic)
         sums = {name: sizes[name] for name in ("M", "K")}
         return gemm, Plan(SUM, SUM.configs[0], sums) if self.step.needs_sum else None
 
@@ -127,7 +130,7 @@ def on_gpu(call: Call, workspace: Workspace | None) -> Any:
 def _prepare(call: Call, device: int) -> _Prepared:
     weight = call.weight
     shape = call.M, weight.N, weight.K, weight.group, call.rows
-    key = weight.scheme, weight.layout, call.order, shape, call.dtype, call.kernel, device
+    key = weight.scheme, weight.layout, call.order, shape, call.dtype, call.kernel, call.programmatic, device
     prepared = _prepared.get(key)
     if prepared is None:
         if len(_prepared) >= _MOST_SHAPES:

@@ -29,6 +29,7 @@ def gemm_w4a8(
     kernel: str | None = None,
     backend: str | None = None,
     workspace: Workspace | None = None,
+    programmatic: bool = False,
 ) -> Any:
     """Y = X Wᵀ of INT8 activations and 4-bit weights: exact integers, scaled once (QServe §5.2, LiquidGEMM §5).
 
@@ -50,6 +51,10 @@ def gemm_w4a8(
         kernel: a step of the ladder by name; by default the highest that takes this weight and runs here.
         backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
         workspace: from `gemm_workspace`.
+        programmatic: the call may begin before the kernel before it on the stream has ended (programmatic dependent
+            launch): it reads weight and bias at once, so no kernel that may still run then may write these; before it
+            reads activations, scales or sums, or writes the output, it waits by itself. Only for kernels that do so;
+            of no effect on host arrays.
 
     Returns:
         Y [M, N].
@@ -59,7 +64,16 @@ def gemm_w4a8(
         UnavailableError: no kernel for this weight runs here; the message names those that would.
     """
     call = checked(
-        x_q, x_scale, weight, x_sum=x_sum, bias=bias, out=out, out_dtype=out_dtype, kernel=kernel, backend=backend
+        x_q,
+        x_scale,
+        weight,
+        x_sum=x_sum,
+        bias=bias,
+        out=out,
+        out_dtype=out_dtype,
+        kernel=kernel,
+        backend=backend,
+        programmatic=programmatic,
     )
     if workspace is not None and not isinstance(workspace, Workspace):
         raise ArgumentError("gemm_w4a8: workspace", "must come from gemm_workspace", type(workspace).__name__)
@@ -73,7 +87,7 @@ def gemm_w4a8(
 def _on_host(call: Call, backend: str | None) -> Any:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
     weight, M = call.weight, call.M
-    step = ladder.choose(weight, call.order, M, kernel=call.kernel, backend=backend)
+    step = ladder.choose(weight, call.order, M, kernel=call.kernel, backend=backend, programmatic=call.programmatic)
     spec, sizes = step.spec, step.sizes(M, weight.N, weight.K, weight.group, call.rows)
     given = {}
     for name, label, array, dtype, shape in arrays(

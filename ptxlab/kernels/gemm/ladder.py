@@ -12,7 +12,9 @@ from ptxlab.layout import PackedWeight
 LADDER: tuple[Step, ...] = (*sm80.STEPS, *sm90.STEPS)
 
 
-def choose(weight: PackedWeight, order: str, M: int, *, kernel: str | None, backend: str | None) -> Step:
+def choose(
+    weight: PackedWeight, order: str, M: int, *, kernel: str | None, backend: str | None, programmatic: bool = False
+) -> Step:
     """The step to take: the one asked for, or the highest that takes this weight, suits the sizes and runs here.
 
     Args:
@@ -21,9 +23,11 @@ def choose(weight: PackedWeight, order: str, M: int, *, kernel: str | None, back
         M: tokens.
         kernel: a step's name, or None.
         backend: "gpu", or "emulator", on which every step runs; None: the GPU where a step runs there, else the latter.
+        programmatic: it is to wait by itself for the kernel before it.
 
     Raises:
-        ArgumentError: an unknown kernel, or one that takes another weight or order; or no kernel takes them.
+        ArgumentError: an unknown kernel, or one that takes another weight or order; or no kernel takes them; or the one
+            to take does not wait.
         UnavailableError: those that take them do not run on this GPU; names those that would.
     """
     if kernel not in (*(step.spec.name for step in LADDER), None):
@@ -34,7 +38,12 @@ def choose(weight: PackedWeight, order: str, M: int, *, kernel: str | None, back
         raise _unavailable(taking, weight)
     usable = taking if backend == "emulator" or not here else here
     sizes = {"M": M, "N": weight.N, "K": weight.K, "g": weight.group}
-    return next((step for step in reversed(usable) if evaluate(step.suits, sizes)), usable[-1])
+    step = next((step for step in reversed(usable) if evaluate(step.suits, sizes)), usable[-1])
+    if programmatic and not step.spec.after_wait:
+        waiting = _names(step for step in LADDER if step.spec.after_wait) or "none yet"
+        rule = f"only for kernels that wait for the one before them ({waiting})"
+        raise ArgumentError("gemm_w4a8: programmatic", rule, step.spec.name)
+    return step
 
 
 def why_not(step: Step) -> str | None:

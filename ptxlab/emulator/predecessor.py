@@ -1,0 +1,102 @@
+"""Part of the check "race": what the kernel before on the stream may still be using, until griddepcontrol.wait.
+
+A kernel in which that instruction stands is judged as one that begins before its predecessor has ended; every other is
+left alone. Until then it may not write to global memory at all (the predecessor may still read or write there), nor
+read the buffers that the caller says come from the predecessor. An access, or the issue of a copy, lies behind a wait
+if its thread has waited itself, or if something orders it behind a thread of its cluster that has: a barrier, an
+mbarrier, release and acquire, as in `race`; or knowing that a copy is done which was issued behind a wait. Waits in
+other clusters are not looked at.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptxlab.emulator.check import Watcher
+from ptxlab.emulator.types import Array, Lanes, indices_of
+
+if TYPE_CHECKING:
+    from ptxlab.emulator.access import Access
+    from ptxlab.emulator.effects import Effect
+    from ptxlab.emulator.ir import Instruction
+    from ptxlab.emulator.machine import Machine
+    from ptxlab.emulator.race import Races
+
+WAIT = "griddepcontrol.wait"
+
+
+class Predecessor(Watcher):
+    """Accesses to global memory that do not wait for the kernel before."""
+
+    def __init__(self, machine: Machine, races: Races) -> None:
+        super().__init__(machine)
+        self.clocks = clocks = races.clocks
+        self.behind = np.zeros(machine.lanes, bool)  # lanes of which it is known; once so, always so
+        # cluster, and column of `clocks.rows` -> since when that actor is behind a wait; 0: it is not
+        self.since = np.zeros((machine.lanes // clocks.size, clocks.rows.shape[1]), np.int32)
+        self.theirs = np.isin(machine.memory.starts, machine.launch.after_wait)  # of each region
+
+    def wait_for_predecessors(self, lanes: Lanes) -> None:
+        """From now on these lanes may do as they like."""
+        indices = indices_of(lanes)
+        self.behind[indices] = True
+        self.enter(indices, self.clocks.own[indices], engine=False)
+
+    def enter(self, indices: Array, times: Array | int, engine: bool) -> None:
+        """These actors are behind a wait, since then if not before."""
+        size = self.clocks.size
+        at = indices // size, indices % size + engine * size
+        self.since[at] = np.where(self.since[at] == 0, times, self.since[at])
+
+    def look(self, indices: Array) -> Array:
+        """Which of these lanes are behind a wait, by what they know."""
+        clocks = self.clocks
+        for row in np.unique(clocks.row[indices[~self.behind[indices]]]).tolist():
+            members = np.flatnonzero(clocks.row == row)
+            since = self.since[members[0] // clocks.size]
+            self.behind[members] |= bool(((since > 0) & (clocks.rows[row] >= since)).any())
+        return self.behind[indices]
+
+    # Accesses
+
+    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """Of what the predecessor makes."""
+        self.read(access.instruction, indices_of(lanes), offsets)
+
+    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """To whatever the predecessor may use."""
+        self.write(access.instruction, indices_of(lanes), offsets)
+
+    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """As a store."""
+        self.write(access.instruction, indices_of(lanes), offsets)
+
+    def issue(self, effect: Effect) -> None:
+        """The engines read and write from now on; who learns that they have, knows that the wait was before."""
+        for (lanes, starts, sizes), judge in ((effect.reads, self.read), (effect.writes, self.write)):
+            judge(effect.instruction, lanes[sizes > 0], starts[sizes > 0])
+        behind = effect.lanes[self.look(effect.lanes)]
+        self.enter(behind, effect.serial, engine=True)
+
+    def read(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
+        """Report reads of the predecessor's buffers that lie behind no wait."""
+        if self.theirs.any():
+            theirs = self.theirs[np.searchsorted(self.machine.memory.starts_array, offsets, "right") - 1]
+            self.judge(instruction, indices, offsets, theirs, "read of", "write")
+
+    def write(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
+        """Report writes to global memory that lie behind no wait."""
+        ours = offsets < self.machine.peers.first_window  # shared and local memory lie behind all buffers
+        self.judge(instruction, indices, offsets, ours, "write to", "use")
+
+    def judge(self, instruction: Instruction, indices: Array, offsets: Array, mask: Array, what: str, may: str) -> None:
+        """Report those of the accesses in `mask` that lie behind no wait."""
+        if not mask.any() or self.behind[indices].all():
+            return
+        wrong = mask & ~self.look(indices)
+        if wrong.any():
+            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
+            message = f"{what} {place} ahead of {WAIT}: the kernel before may still {may} it,"
+            self.report(instruction, "race", indices, wrong, message)
