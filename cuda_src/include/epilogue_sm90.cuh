@@ -13,8 +13,11 @@
 
 namespace ptxlab {
 
-// Only the 128 threads of one warp group; barrier 0 is the whole block's.
-__device__ __forceinline__ void warp_group_sync(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+// Only the 128 threads of one of two warp groups; barrier 0 is the whole block's.
+__device__ __forceinline__ void warp_group_sync(int group) {
+    if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
+    else asm volatile("bar.sync 2, 128;" ::: "memory");
+}
 
 // Where the sums go, and what makes numbers of them.
 struct Output {
@@ -23,17 +26,9 @@ struct Output {
     const float* w_scale;  // [N]
     const float* bias;     // [N], or null
     int M, N;
-
-    // Eight neighbouring results of a token.
-    template <int KIND>
-    __device__ __forceinline__ void put(int token, int n, const int* acc) const {
-        if (token < M && n < N)
-            store_8<KIND>(y, size_t(token) * N + n, acc, x_scale[token], w_scale + n, bias ? bias + n : nullptr);
-    }
 };
 
-// WARP_GROUPS tiles of 64 rows, shared by STORING warp groups.
-template <int WARP_GROUPS, int TOKENS, int BLOCKS, int STORING = WARP_GROUPS>
+template <int WARP_GROUPS, int TOKENS, int BLOCKS>
 struct Epilogue {
     static constexpr int PER_GROUP = TOKENS / 8, PIECES = WARP_GROUPS * PER_GROUP, OWNED = PIECES / BLOCKS;
     static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32, PITCH = 68;
@@ -84,27 +79,28 @@ struct Epilogue {
         }
     }
 
-    // By all threads of a warp group, for the 64 rows `group`, which begin at n0: the owned pieces become outputs.
-    template <int KIND, class To>
-    __device__ __forceinline__ void store(const int (&acc)[TOKENS / 2], int group, int thread, const To& out, int token0, int n0) const {
-        const int warp_group = group / (WARP_GROUPS / STORING);
-        int* mine = tile + warp_group * CHUNK * PITCH;
+    // By all threads of warp group `group`, whose 64 rows begin at n0: the owned pieces become outputs.
+    template <int KIND>
+    __device__ __forceinline__ void store(const int (&acc)[TOKENS / 2], int group, int thread, const Output& out, int token0, int n0) const {
+        int* mine = tile + group * CHUNK * PITCH;
         const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll
         for (int chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
-            warp_group_sync(warp_group);  // the chunk before has been read
+            warp_group_sync(group);  // the chunk before has been read
 #pragma unroll
             for (int i = 0; i < CHUNK / 8; ++i) {
                 const int* d = acc + (chunk * CHUNK / 8 + i) * 4;
 #pragma unroll
                 for (int e = 0; e < 4; ++e) mine[(i * 8 + column + e % 2) * PITCH + row + e / 2 * 8] = d[e];
             }
-            warp_group_sync(warp_group);
+            warp_group_sync(group);
 #pragma unroll
             for (int i = thread; i < CHUNK * 8; i += 128) {
                 const int token = chunk * CHUNK + i / 8, n = n0 + i % 8 * 8;
                 const bool owned = (group * PER_GROUP + token / 8) / OWNED == rank;
-                if (owned) out.template put<KIND>(token0 + token, n, mine + i / 8 * PITCH + i % 8 * 8);
+                if (owned && token0 + token < out.M && n < out.N)
+                    store_8<KIND>(out.y, size_t(token0 + token) * out.N + n, mine + i / 8 * PITCH + i % 8 * 8,
+                                 out.x_scale[token0 + token], out.w_scale + n, out.bias ? out.bias + n : nullptr);
             }
         }
     }

@@ -55,31 +55,24 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, unsigned parity) {
         : "memory");
 }
 
-// Shared memory to registers, just here: the compiler does not move it.
-__device__ __forceinline__ uint4 load_shared_16(const void* p) {
-    uint4 q;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "r"(shared_address(p)) : "memory");
-    return q;
-}
-__device__ __forceinline__ unsigned load_shared_4(const void* p) {
-    unsigned q;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(q) : "r"(shared_address(p)) : "memory");
-    return q;
-}
-
-// `bytes` (a multiple of 16) from global to shared memory.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned bytes, u64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier))
+// `bytes` (a multiple of 16) from global to shared memory. Addresses of shared memory, so that a loop can count them up.
+__device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
+                 "r"(barrier)
                  : "memory");
+}
+__device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned bytes, u64* barrier) {
+    bulk_load(shared_address(to), from, bytes, shared_address(barrier));
 }
 
 // The map's box from (row, column) on; what lies outside the matrix comes as zeros, and counts as bytes all the same.
-__device__ __forceinline__ void tensor_load(void* to, const TensorMap* map, int column, int row, u64* barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(
-                     shared_address(to)),
-                 "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
+__device__ __forceinline__ void tensor_load(unsigned to, const TensorMap* map, int column, int row, unsigned barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+                 "l"(map), "r"(column), "r"(row), "r"(barrier)
                  : "memory");
+}
+__device__ __forceinline__ void tensor_load(void* to, const TensorMap* map, int column, int row, u64* barrier) {
+    tensor_load(shared_address(to), map, column, row, shared_address(barrier));
 }
 
 }  // namespace ptxlab

@@ -26,6 +26,24 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
                  : "memory");
 }
 
+// Four 8 x 8 matrices of 16-bit elements turned over: lane 8 i + j gives the address of column j of matrix i (PTX ISA 9.7.14.5.16).
+__device__ __forceinline__ void store_matrices_transposed(unsigned column, const unsigned (&r)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(column), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+// Shared memory to registers, in this place: the compiler does not move it over other volatile instructions.
+__device__ __forceinline__ uint4 load_shared_16(unsigned address) {
+    uint4 q;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(q.x), "=r"(q.y), "=r"(q.z), "=r"(q.w) : "r"(address) : "memory");
+    return q;
+}
+__device__ __forceinline__ unsigned load_shared_4(unsigned address) {
+    unsigned q;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(q) : "r"(address) : "memory");
+    return q;
+}
+
 // d += A B with A [16, 32] s8, B [32, 8] s8.
 __device__ __forceinline__ void mma_s8(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

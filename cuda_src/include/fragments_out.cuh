@@ -1,0 +1,93 @@
+// From the accumulators of a wgmma with weights as operand A straight to Y, one warp by itself: no barrier of the warp group.
+// A warp has 16 rows of W (n) and TOKENS columns; lane 4 g + t holds, of every 8 tokens, rows g, g, g + 8, g + 8 at tokens
+// 2 t, 2 t + 1, twice.
+//
+// 2-byte outputs   16 tokens at a time: results in pairs of tokens, one stmatrix.x4.trans turns four 8 x 8 matrices
+//                  [n][token] over, and 16 tokens x 16 rows lie in 512 bytes of shared memory, 32 bytes per token, from
+//                  where each lane takes 16 bytes. The halves of tokens 4..7 of every 8 change places: no bank conflicts.
+// 4-byte outputs   from the registers: eight lanes write one sector of 32 bytes.
+#pragma once
+#include "mma.cuh"
+#include "output.cuh"
+
+namespace ptxlab {
+
+// What makes numbers of a warp's sums. Arrays in shared memory begin at the tile's first token.
+struct Scaling {
+    const float* x_scale;    // [TOKENS]
+    const int* x_sum;        // [TOKENS], times 128 to be taken off, or null
+    float w_scale[2];        // of rows g and g + 8
+    float bias[2];
+    bool biased;
+};
+
+// y = acc * x_scale * w_scale + bias in f32, each operation rounded.
+__device__ __forceinline__ float scaled(int acc, float x_scale, float w_scale, float bias, bool biased) {
+    const float v = __fmul_rn(__fmul_rn(float(acc), x_scale), w_scale);
+    return biased ? __fadd_rn(v, bias) : v;
+}
+
+template <int KIND>
+__device__ __forceinline__ unsigned pair_of(float a, float b) {
+    if constexpr (KIND == 1) {
+        const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
+        return *reinterpret_cast<const unsigned*>(&h);
+    } else {
+        const __half2 h = __floats2half2_rn(a, b);
+        return *reinterpret_cast<const unsigned*>(&h);
+    }
+}
+
+// Tokens token0 .. of rows n0 .. n0 + 15, as far as they are below M and `end`; `own(piece)` says whether the sums of tokens
+// 8 * piece .. are here. `buffer`: 512 bytes of this warp.
+template <int KIND, int TOKENS, class Own>
+__device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], const Scaling& s, void* y, unsigned char* buffer, int lane,
+                                                int token0, int n0, int M, int N, int end, Own own) {
+    const int g = lane / 4, t = lane % 4;
+    if constexpr (KIND >= 2) {
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; ++j) {
+            if (!own(j)) continue;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                const int token = j * 8 + 2 * t + e % 2, n = n0 + g + e / 2 * 8;
+                if (token0 + token >= M || n >= end) continue;
+                const int sum = acc[4 * j + e] - (s.x_sum ? 128 * s.x_sum[token] : 0);
+                const size_t at = size_t(token0 + token) * N + n;
+                if constexpr (KIND == 3) static_cast<int*>(y)[at] = sum;
+                else static_cast<float*>(y)[at] = scaled(sum, s.x_scale[token], s.w_scale[e / 2], s.bias[e / 2], s.biased);
+            }
+        }
+    } else {
+        constexpr int AT_ONCE = TOKENS < 16 ? 1 : 2;
+        const int row = lane % 8, matrix = lane / 8;                       // whose address this lane gives: token, and (half, 8 tokens)
+        const unsigned to = shared_address(buffer) + (matrix / 2 * 8 + row) * 32 + ((matrix % 2) ^ (row / 4)) * 16;
+        const int out = lane / 2, half = lane % 2;                         // what this lane writes: token, and 8 rows
+        const unsigned from = shared_address(buffer) + out * 32 + (half ^ (out / 4 % 2)) * 16;
+#pragma unroll
+        for (int j = 0; j < TOKENS / 8; j += AT_ONCE) {
+            if (!own(j) && !(AT_ONCE == 2 && own(j + 1))) continue;
+            unsigned h[4] = {};
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i) {
+                const int token = (j + i) * 8 + 2 * t;
+                const float2 scale = *reinterpret_cast<const float2*>(s.x_scale + token);
+                const int2 sum = s.x_sum ? *reinterpret_cast<const int2*>(s.x_sum + token) : make_int2(0, 0);
+                const int* d = acc + 4 * (j + i);
+#pragma unroll
+                for (int r = 0; r < 2; ++r)
+                    h[2 * i + r] = pair_of<KIND>(scaled(d[2 * r] - 128 * sum.x, scale.x, s.w_scale[r], s.bias[r], s.biased),
+                                                 scaled(d[2 * r + 1] - 128 * sum.y, scale.y, s.w_scale[r], s.bias[r], s.biased));
+            }
+            __syncwarp();                                                  // what was there has been taken
+            store_matrices_transposed(to, h);
+            __syncwarp();
+            const uint4 v = load_shared_16(from);
+            const int token = token0 + j * 8 + out, n = n0 + half * 8;
+            if (out < AT_ONCE * 8 && own(j + out / 8) && token < M && n < end)
+                *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + size_t(token) * N + n) = v;
+        }
+    }
+}
+
+}  // namespace ptxlab
