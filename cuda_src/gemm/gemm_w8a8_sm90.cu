@@ -41,6 +41,7 @@ using ptxlab::u64;
 constexpr int THREADS = 128 + 128 * WGS, ROWS = 64 * WGS, BOX = 128;  // channels of a box
 constexpr int X_BYTES = BM * BK, W_BYTES = ROWS * BK, STAGE_BYTES = X_BYTES + W_BYTES;
 constexpr int PART = BM / SHARE;  // tokens that a block brings
+constexpr bool UNEVEN = WGS == 2 && RESIDENT == 1;  // registers: 168 for each thread would not do for 256 tokens
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
 static_assert(PART % 8 == 0 && (SPLIT == 1 || SHARE == 1), "swizzled rows come by eights; a cluster splits or shares");
 using Epilogue = ptxlab::Epilogue<WGS, BM, SPLIT>;
@@ -92,7 +93,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
 
     ptxlab::Slot<STAGES> slot;
     if (threadIdx.x < 128) {  // the warp group that loads: one thread asks, the copy engine does
-        if (WGS == 2) ptxlab::fewer_registers<RESIDENT == 1 ? 56 : RESIDENT == 2 ? 32 : 24>();
+        if (UNEVEN) ptxlab::fewer_registers<56>();
         if (threadIdx.x == 0) {
             for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
                 const Place place = place_of(tile, row_tiles, token_tiles);
@@ -119,7 +120,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
         __syncwarp();
         if (SPLIT > 1) ptxlab::cluster_wait();
     } else {                  // a warp group that multiplies
-        if (WGS == 2) ptxlab::more_registers<RESIDENT == 1 ? 224 : RESIDENT == 2 ? 104 : 72>();
+        if (UNEVEN) ptxlab::more_registers<224>();
         const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
         const bool leads = thread % 32 == 0;                                   // gives slots back for its warp
         for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
