@@ -152,6 +152,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
             epilogue.receive(acc, group, thread);
             epilogue.store<OUT>(acc, group, thread, {y, x_scale, w_scale, bias, M, N}, place.tokens * BM,
                                 (place.rows * SHARE + part) * ROWS + group * 64);
+            if (SPLIT > 1) break;                                              // its sums are received once
         }
     }
 }

@@ -5,8 +5,10 @@
 // Sum      pieces are dealt to the blocks of the cluster; a block sends the pieces that it does not own to their owner,
 //          registers -> remote shared memory as they are (st.async, 16 bytes per thread), and adds what it receives to its
 //          own registers. Integers: the order does not matter. One mbarrier per block counts the bytes that come.
-// Store    32 tokens at a time through shared memory, int32 [32][PITCH]: written by fragment without bank conflicts
-//          (lane 4 g + t at bank 8 t + g), read by rows, 8 neighbours per thread, 16 bytes of f16 at least.
+// Store    through shared memory, from which 8 neighbours in a row of Y go out at once. Of 16 bits: rounded before, 64 tokens
+//          at a time, [64][64] transposed by stmatrix; 16-byte columns at their number xor the token's, so that neither side
+//          has bank conflicts. Of 32 bits, or few tokens: 32 tokens at a time, int32 [32][PITCH], written by fragment without
+//          conflicts (lane 4 g + t at bank 8 t + g).
 #pragma once
 #include "cluster.cuh"
 #include "output.cuh"
@@ -36,9 +38,14 @@ struct Epilogue {
     static_assert(PIECES % BLOCKS == 0, "a piece has one owner");
 
     int4* received;  // [BLOCKS - 1][OWNED][128]
-    int* tile;       // [WARP_GROUPS][CHUNK][PITCH]
+    int* tile;       // [WARP_GROUPS][CHUNK][PITCH], at a multiple of 16 bytes
     u64* arrived;    // completes when everything that this block is to receive is there
     int rank;
+
+    // Whether the sums of piece `j` of a warp group come to be in this block.
+    __device__ __forceinline__ bool owns(int group, int j) const {
+        return BLOCKS == 1 || (group * PER_GROUP + j) / OWNED == rank;
+    }
 
     // By one thread, before the cluster's barrier.
     __device__ __forceinline__ void expect() const {
@@ -69,7 +76,7 @@ struct Epilogue {
 #pragma unroll
             for (int j = 0; j < PER_GROUP; ++j) {
                 const int piece = group * PER_GROUP + j;
-                if (piece / OWNED != rank) continue;
+                if (!owns(group, j)) continue;
 #pragma unroll
                 for (int from = 0; from < BLOCKS - 1; ++from) {
                     const int4 more = received[(from * OWNED + piece % OWNED) * 128 + thread];
@@ -82,6 +89,7 @@ struct Epilogue {
     // By all threads of warp group `group`, whose 64 rows begin at n0: the owned pieces become outputs.
     template <int KIND>
     __device__ __forceinline__ void store(const int (&acc)[TOKENS / 2], int group, int thread, const Output& out, int token0, int n0) const {
+        if constexpr (KIND < 2 && TOKENS >= 32) return store_16<KIND>(acc, group, thread, out, token0, n0);
         int* mine = tile + group * CHUNK * PITCH;
         const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll
@@ -97,10 +105,53 @@ struct Epilogue {
 #pragma unroll
             for (int i = thread; i < CHUNK * 8; i += 128) {
                 const int token = chunk * CHUNK + i / 8, n = n0 + i % 8 * 8;
-                const bool owned = (group * PER_GROUP + token / 8) / OWNED == rank;
-                if (owned && token0 + token < out.M && n < out.N)
+                if (owns(group, token / 8) && token0 + token < out.M && n < out.N)
                     store_8<KIND>(out.y, size_t(token0 + token) * out.N + n, mine + i / 8 * PITCH + i % 8 * 8,
                                  out.x_scale[token0 + token], out.w_scale + n, out.bias ? out.bias + n : nullptr);
+            }
+        }
+    }
+
+    // The same for outputs of 16 bits.
+    template <int KIND>
+    __device__ __forceinline__ void store_16(const int (&acc)[TOKENS / 2], int group, int thread, const Output& out, int token0,
+                                             int n0) const {
+        constexpr int TURN = TOKENS < 64 ? TOKENS : 64;
+        char* mine = reinterpret_cast<char*>(tile + group * CHUNK * PITCH);  // [TURN][8] columns of 16 bytes
+        const auto column = [&](int token, int number) { return mine + token * 128 + (number ^ token % 8) * 16; };
+        const int lane = thread % 32, row = n0 + thread / 32 * 16 + lane / 4;
+        float w_scale[2] = {}, bias[2] = {-0.0f, -0.0f};                     // of rows r, r + 8; adding -0 changes nothing
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (row + 8 * i < out.N) w_scale[i] = out.w_scale[row + 8 * i];
+            if (out.bias && row + 8 * i < out.N) bias[i] = out.bias[row + 8 * i];
+        }
+#pragma unroll
+        for (int turn = 0; turn < TOKENS / TURN; ++turn) {
+            warp_group_sync(group);  // the turn before has been read
+#pragma unroll
+            for (int i = 0; i < TURN / 8; ++i) {
+                const int j = turn * TURN / 8 + i, token = token0 + j * 8 + lane % 4 * 2;
+                if (!owns(group, j)) continue;
+                unsigned pair[2];
+                const float x_scale[2] = {token < out.M ? out.x_scale[token] : 0, token + 1 < out.M ? out.x_scale[token + 1] : 0};
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                    float v[2];
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        v[e] = __fadd_rn(__fmul_rn(__fmul_rn(float(acc[4 * j + 2 * r + e]), x_scale[e]), w_scale[r]), bias[r]);
+                    pair[r] = rounded_pair<KIND>(v[0], v[1]);
+                }
+                stmatrix_x2_trans(column(i * 8 + lane % 8, thread / 32 * 2 + lane / 8 % 2), pair[0], pair[1]);
+            }
+            warp_group_sync(group);
+#pragma unroll
+            for (int i = thread; i < TURN * 8; i += 128) {
+                const int j = turn * TURN / 8 + i / 64, token = token0 + turn * TURN + i / 8, n = n0 + i % 8 * 8;
+                if (owns(group, j) && token < out.M && n < out.N)
+                    *reinterpret_cast<uint4*>(static_cast<unsigned short*>(out.y) + size_t(token) * out.N + n) =
+                        *reinterpret_cast<const uint4*>(column(i / 8, i % 8));
             }
         }
     }

@@ -1,4 +1,4 @@
-// One function per instruction: cp.async, ldmatrix, mma.sync.
+// One function per instruction: cp.async, ldmatrix, stmatrix, mma.sync.
 #pragma once
 
 namespace ptxlab {
@@ -23,6 +23,12 @@ __device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(shared_address(row))
+                 : "memory");
+}
+
+// Two 8 x 8 matrices of 16-bit elements, transposed; lane 8 i + j, of the first 16, gives the address of column j of matrix i.
+__device__ __forceinline__ void stmatrix_x2_trans(void* column, unsigned r0, unsigned r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(column)), "r"(r0), "r"(r1)
                  : "memory");
 }
 

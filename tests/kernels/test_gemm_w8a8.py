@@ -29,6 +29,7 @@ TILES = (
     {**asdict(Tile(32, WGS=2, BK=256, SHARE=2)), "STAGES": 3},
     {**asdict(Tile(64, WGS=1, SHARE=4, BAND=3)), "STAGES": 2},
 )
+OUTPUT_TILES = (*TILES[1:4], {**asdict(Tile(128)), "STAGES": 2})
 
 
 def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
@@ -82,21 +83,27 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tile", TILES[1:4], ids=["split 2", "split 4", "share"])
+@pytest.mark.parametrize("tile", OUTPUT_TILES, ids=["few tokens", "split", "share", "many tokens"])
+@pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(
     ("variant", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32), (3, np.int32)]
 )
 def test_scaled_outputs_are_the_epilogue_in_float32(
-    variant: int, dtype: Any, tile: dict[str, int], backend: str
+    variant: int, dtype: Any, with_bias: bool, tile: dict[str, int], backend: str
 ) -> None:
     """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
-    logical = W8A8.example(np.random.default_rng(variant), M=21, N=136, K=400)
+    logical = W8A8.example(np.random.default_rng(variant), M=85, N=136, K=400)
+    logical["x"][3], logical["x_scale"][3] = 0, -1  # which makes -0 of its results
+    if not with_bias:
+        del logical["bias"]  # the kernel is given a null pointer
     y = output(logical, backend, {**tile, "OUT": variant})
     exact = logical["x"].astype(np.int32) @ logical["w"].T.astype(np.int32)
-    scaled = exact.astype(np.float32) * logical["x_scale"][:, None] * logical["w_scale"] + logical["bias"]
+    scaled = exact.astype(np.float32) * logical["x_scale"][:, None] * logical["w_scale"]
+    scaled = scaled + logical["bias"] if with_bias else scaled
     expected = exact if dtype is np.int32 else scaled.astype(dtype)
-    assert np.array_equal(y, expected.view(y.dtype))  # NumPy knows no bfloat16: y is its bits
-    assert np.array_equal(y, W8A8.expected(logical, {"OUT": variant})["y"])
+    bits = f"u{y.itemsize}"
+    assert np.array_equal(y.view(bits), expected.view(bits))
+    assert np.array_equal(y.view(bits), W8A8.expected(logical, {"OUT": variant})["y"].view(bits))
 
 
 def chosen(M: int, N: int, K: int) -> dict[str, int]:

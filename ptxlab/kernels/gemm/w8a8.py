@@ -14,6 +14,7 @@ from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 _MOST_STAGES = 8
 # Of an SM, for the choice of a tile: bytes per clock that the L2 gives, clocks of a block beside its main loop.
 _L2_BYTES, _FIXED, _EXCHANGE = 36, 3000, 1500
+_LEFT_OVER = 4  # SMs that no cluster of four can have: they do not come by fours in every part of the chip
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,12 @@ class Tile:
 
 
 def _candidates(s: Sizes) -> Iterator[Tile]:
-    """Tiles about as high as the tokens need; one that stands earlier is to be preferred."""
+    """Tiles about as high as the tokens need, and none that spills; one that stands earlier is to be preferred."""
     highest = next((BM for BM in (16, 32, 64, 128) if s["M"] <= BM), 256)
     heights = [BM for BM in (256, 128, 64) if highest >= BM] or [highest]
     for BM, WGS, (SPLIT, SHARE) in product(heights, (2, 1), ((1, 2), (1, 1), (2, 1), (4, 1))):
         tile = Tile(BM, WGS, 128 if BM == 256 else 256, SPLIT, SHARE, BAND=8 // SHARE)
-        if tile.stages >= 3 and (SHARE == 1 or BM >= 128):
+        if tile.stages >= 3 and (SHARE == 1 or BM >= 128) and (SPLIT == 1 or WGS * BM < 512):
             yield tile
 
 
@@ -85,7 +86,8 @@ def _launch(s: Sizes) -> Launch:
     """Persistent blocks, or a cluster per tile where K is split."""
     tile = Tile(**{name: s[name] for name in Tile.__dataclass_fields__})
     cluster, tiles = tile.SPLIT * tile.SHARE, tile.tiles(s)
-    clusters = tiles if tile.SPLIT > 1 else min(tiles, sm90._SMS * tile.RESIDENT // cluster)
+    usable = sm90._SMS - (_LEFT_OVER if cluster == 4 else 0)
+    clusters = tiles if tile.SPLIT > 1 else min(tiles, usable * tile.RESIDENT // cluster)
     slot, beside = tile.shared_bytes
     shared = s["STAGES"] * slot + beside
     return Launch((clusters * cluster, 1, 1), (128 * (tile.WGS + 1), 1, 1), shared, (cluster, 1, 1))
