@@ -44,7 +44,7 @@ constexpr int PART = BM / SHARE;  // tokens that a block brings
 constexpr bool UNEVEN = WGS == 2 && RESIDENT == 1;  // registers: 168 for each thread would not do for 256 tokens
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
 static_assert(PART % 8 == 0 && (SPLIT == 1 || SHARE == 1), "swizzled rows come by eights; a cluster splits or shares");
-using Epilogue = ptxlab::Epilogue<WGS, BM, SPLIT>;
+using Epilogue = ptxlab::Epilogue<WGS, BM, SPLIT, true>;
 
 // Which tile: of rows, and of tokens.
 struct Place {

@@ -53,7 +53,7 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     logical=gemm_problems.w8a8(tokens=80, rows=400, sixteens=60),
     tile=st.sampled_from(TILES),
     mode=st.sampled_from(emulator.MODES),
-    sms=st.sampled_from((4, 132)),
+    sms=st.sampled_from((8, 132)),
 )
 @settings(max_examples=60)
 def test_accumulators_are_exact_in_the_emulator(
