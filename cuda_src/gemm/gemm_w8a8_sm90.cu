@@ -20,7 +20,7 @@
 // Tuned      tile, split and share by tokens and rows: see ptxlab/kernels/gemm/w8a8.py.
 // Measured   not yet measured
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.27 tensor copies, multicast; 9.7.13.15 mbarrier; 9.7.19.5 setmaxnreg.
-#include "epilogue_sm90.cuh"
+#include "narrow_epilogue_sm90.cuh"
 #include "wgmma.cuh"
 
 #ifndef BM
@@ -44,7 +44,7 @@ constexpr int PART = BM / SHARE;  // tokens that a block brings
 constexpr bool UNEVEN = WGS == 2 && RESIDENT == 1;  // registers: 168 for each thread would not do for 256 tokens
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
 static_assert(PART % 8 == 0 && (SPLIT == 1 || SHARE == 1), "swizzled rows come by eights; a cluster splits or shares");
-using Epilogue = ptxlab::Epilogue<WGS, BM, SPLIT, true>;
+using Epilogue = ptxlab::NarrowEpilogue<WGS, BM, SPLIT>;
 
 // Which tile: of rows, and of tokens.
 struct Place {
