@@ -12,8 +12,9 @@ from ptxlab.kernels.gemm.common import EPILOGUE, INT32, activations, epilogue, e
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 _MOST_STAGES = 8
-# Of an SM, for the choice of a tile: bytes per clock that the L2 gives, clocks of a block beside its main loop.
-_L2_BYTES, _FIXED, _EXCHANGE = 36, 3000, 1500
+# For the choice of a tile, of an SM: bytes per clock from the L2 and from memory; clocks of a block beside its main
+# loop, and for each other block that it adds up with. Estimates, not measurements.
+_L2_BYTES, _MEMORY_BYTES, _FIXED, _EXCHANGE = 36, 20, 3000, 1500
 _LEFT_OVER = 4  # SMs that no cluster of four can have: they do not come by fours in every part of the chip
 
 
@@ -58,12 +59,13 @@ class Tile:
         return -(-s["M"] // self.BM) * -(-s["N"] // (64 * self.WGS * self.SHARE))
 
     def clocks(self, s: Sizes) -> int:
-        """Roughly how long a matrix takes: rounds of blocks, each as long as its products or its bytes take."""
+        """An estimate: rounds of blocks, each as long as its products or its bytes; or as the weights from memory."""
         blocks = self.tiles(s) * self.SPLIT * self.SHARE
         products = 2 * self.WGS * self.BM  # of 128 channels
         loads = (64 * self.WGS + self.BM // self.SHARE) * 128 // _L2_BYTES
         main_loop = -(-s["K"] // (128 * self.SPLIT)) * max(products, loads)
-        return -(-blocks // sm90._SMS) * (main_loop + _FIXED + (self.SPLIT - 1) * _EXCHANGE)
+        rounds = -(-blocks // sm90._SMS) * (main_loop + _FIXED + (self.SPLIT - 1) * _EXCHANGE)
+        return max(rounds, s["N"] * s["K"] // (_MEMORY_BYTES * sm90._SMS) + _FIXED)
 
 
 def _candidates(s: Sizes) -> Iterator[Tile]:
