@@ -11,7 +11,7 @@ from ptxlab import quant
 from ptxlab.kernels.gemm.common import GROUPS
 from tests import strategies
 
-_EDGES = strategies.near_edges((-128, -127, 127), -128, 127)  # of activations
+_EDGES = strategies.near_edges((-128, -127, 127), -128, 127)  # of bytes that are multiplied as they are
 
 
 @st.composite
@@ -53,6 +53,13 @@ def channel(draw: st.DrawFn, tokens: int, rows: int, groups: int) -> dict[str, A
     zero = draw(hnp.arrays(np.uint8, N, elements=strategies.near_edges((0, 15), 0, 15)))
     weight = quant.QoQChannelWeight(draw(strategies.q4_matrix(N, K)), np.ones(N, np.float32), zero)
     return {"weight": weight, "x": _activations(draw, M, K)}
+
+
+@st.composite
+def w8a8(draw: st.DrawFn, tokens: int, rows: int, sixteens: int) -> dict[str, Any]:
+    """Any bytes, K any multiple of 16."""
+    M, N, K = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), 16 * draw(st.integers(1, sixteens))
+    return {"w": draw(strategies.filled(np.int8, (N, K), _EDGES)), "x": _activations(draw, M, K)}
 
 
 def _sizes(draw: st.DrawFn, tokens: int, rows: int, groups: int, of: Sequence[int]) -> tuple[int, int, int, int]:

@@ -27,17 +27,6 @@ __device__ __forceinline__ float scaled(int acc, float x_scale, float w_scale, f
     return biased ? __fadd_rn(v, bias) : v;
 }
 
-template <int KIND>
-__device__ __forceinline__ unsigned pair_of(float a, float b) {
-    if constexpr (KIND == 1) {
-        const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
-        return *reinterpret_cast<const unsigned*>(&h);
-    } else {
-        const __half2 h = __floats2half2_rn(a, b);
-        return *reinterpret_cast<const unsigned*>(&h);
-    }
-}
-
 // Tokens token0 .. of rows n0 .. n0 + 15, as far as they are below M and `end`; `own(piece)` says whether the sums of tokens
 // 8 * piece .. are here. `buffer`: 512 bytes of this warp.
 template <int KIND, int TOKENS, class Own>
@@ -76,7 +65,7 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
                 const int* d = acc + 4 * (j + i);
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
-                    h[2 * i + r] = pair_of<KIND>(scaled(d[2 * r] - 128 * sum.x, scale.x, s.w_scale[r], s.bias[r], s.biased),
+                    h[2 * i + r] = rounded_pair<KIND>(scaled(d[2 * r] - 128 * sum.x, scale.x, s.w_scale[r], s.bias[r], s.biased),
                                                  scaled(d[2 * r + 1] - 128 * sum.y, scale.y, s.w_scale[r], s.bias[r], s.biased));
             }
             __syncwarp();                                                  // what was there has been taken

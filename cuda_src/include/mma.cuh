@@ -1,4 +1,4 @@
-// One function per instruction: cp.async, ldmatrix, mma.sync.
+// One function per instruction: cp.async, ldmatrix, stmatrix, mma.sync.
 #pragma once
 
 namespace ptxlab {
@@ -42,6 +42,12 @@ __device__ __forceinline__ unsigned load_shared_4(unsigned address) {
     unsigned q;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(q) : "r"(address) : "memory");
     return q;
+}
+
+// Two 8 x 8 matrices of 16-bit elements, transposed; lane 8 i + j, of the first 16, gives the address of column j of matrix i.
+__device__ __forceinline__ void stmatrix_x2_trans(void* column, unsigned r0, unsigned r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(column)), "r"(r0), "r"(r1)
+                 : "memory");
 }
 
 // d += A B with A [16, 32] s8, B [32, 8] s8.

@@ -5,6 +5,19 @@
 
 namespace ptxlab {
 
+// Two neighbours, rounded to f16 (KIND 0) or bf16 (1).
+template <int KIND>
+__device__ __forceinline__ unsigned rounded_pair(float a, float b) {
+    static_assert(KIND < 2, "16 bits each");
+    if constexpr (KIND == 1) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+        return *reinterpret_cast<const unsigned*>(&pair);
+    } else {
+        const __half2 pair = __floats2half2_rn(a, b);
+        return *reinterpret_cast<const unsigned*>(&pair);
+    }
+}
+
 // y = acc * x_scale * w_scale + bias in f32, each operation rounded, then one rounding to the output.
 template <int KIND>
 __device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, float x_scale, const float* w_scale, const float* bias) {
@@ -23,16 +36,10 @@ __device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, floa
             float4* to = reinterpret_cast<float4*>(static_cast<float*>(y) + at);
             to[0] = make_float4(v[0], v[1], v[2], v[3]);
             to[1] = make_float4(v[4], v[5], v[6], v[7]);
-        } else if constexpr (KIND == 1) {
-            __nv_bfloat162 h[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) h[i] = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
-            *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(y) + at) = *reinterpret_cast<uint4*>(h);
         } else {
-            __half2 h[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) h[i] = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
-            *reinterpret_cast<uint4*>(static_cast<__half*>(y) + at) = *reinterpret_cast<uint4*>(h);
+            *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at) =
+                make_uint4(rounded_pair<KIND>(v[0], v[1]), rounded_pair<KIND>(v[2], v[3]), rounded_pair<KIND>(v[4], v[5]),
+                           rounded_pair<KIND>(v[6], v[7]));
         }
     }
 }

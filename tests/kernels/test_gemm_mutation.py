@@ -6,7 +6,7 @@ mutant is found by a finding, by an error (a deadlock, a fault), or by a wrong r
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,10 +17,12 @@ from ptxlab import emulator, kernels
 from ptxlab.emulator import ir
 from ptxlab.errors import EmulationError, UnknownInstruction
 from ptxlab.kernels.gemm import sm90
+from ptxlab.kernels.gemm.common import F16
 from ptxlab.kernels.gemm.ladder import LADDER
+from ptxlab.kernels.gemm.w8a8 import W8A8, Tile
 from ptxlab.runtime import Kernel, run_spec
 
-NAMES = [step.spec.name for step in LADDER if step.order == "row_major"]
+NAMES = [*(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name]
 Place = tuple[tuple[str, int], ...]
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
 
@@ -44,7 +46,7 @@ class Variant:
         symbols = kernels.specs()[self.kernel].example_sizes[0]
         for steps in STEPS:
             # a block that needs one stage per tile is back at the ring's start after more tiles
-            tiles = 1 if steps > self.tile["STAGES"] or self.sms > 1 else 2
+            tiles = 1 if steps > self.tile["STAGES"] or self.sms == 132 else 2
             sizes = {"M": self.M, "N": self.N * tiles, "K": self.channels * steps, "g": 128}
             yield {symbol: sizes[symbol] for symbol in symbols}
 
@@ -59,10 +61,18 @@ class Variant:
 
 
 def variants(name: str) -> Iterator[Variant]:
-    """On Hopper, alone and split over a cluster; a persistent kernel has one block for two tiles."""
+    """On Hopper, alone and in a cluster; a persistent kernel has one block, or one cluster, for two tiles."""
     if name.endswith("sm80"):
         tile = {"BN": 32, "BM": 8, "BK": 128, "WN": 1, "WM": 1, "WK": 2, "STAGES": 3}
         yield Variant(name, "", tile, M=9, N=40, channels=128)
+        return
+    if name == W8A8.name:
+        tile = asdict(Tile(64)) | {"STAGES": 3}  # results go out in two chunks
+        plain = Variant(name, "", tile, M=40, N=256, channels=128, sms=1)
+        split = Variant(name, "split", tile | {"SPLIT": 2}, M=40, N=128, channels=256, plain=plain)
+        share = Variant(name, "share", tile | {"SHARE": 2}, M=40, N=512, channels=128, sms=2, plain=plain)
+        rounded = Variant(name, "f16", tile | {"BM": 128, "OUT": F16}, M=72, N=256, channels=128, sms=1, plain=plain)
+        yield from (plain, split, share, rounded)  # 16 bits go out in two turns too
         return
     tile = {"BM": 64, "WN": 2, "BK": 128, "STAGES": 3, "CLUSTER": 1, "RESIDENT": 1}  # results go out in two chunks
     persistent = "imfp" in name
@@ -80,7 +90,7 @@ SYNCHRONISING = re.compile(
 SURVIVORS = (
     (r"_sm80$", r"cp_async_wait<0>", "the groups that the loop has not waited for are empty"),
     (
-        r"_(excp|imfp)_sm90$",
+        r"_(excp|imfp|w8a8)_sm90$",
         r"cluster_wait\(\);\n *\} else",
         "these warps touch no other block's memory; they wait since whoever arrives at the cluster's barrier has to",
     ),
@@ -91,7 +101,7 @@ SURVIVORS = (
         "promised only to those who wait for it themselves",
     ),
     (
-        r"_(excp|imfp)_sm90$",
+        r"_(excp|imfp|w8a8)_sm90$",
         r"^bar\.warp\.sync.*\n *__syncwarp\(\);\n.*cluster_wait\(\)",
         "these lanes have nothing more to do; they meet since all of a warp has to wait for the cluster at once",
     ),
@@ -200,7 +210,7 @@ def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emu
         raise
     except EmulationError as error:
         return [str(error)]
-    right = np.array_equal(outcome.outputs["y"], spec.reference(**logical))
+    right = np.array_equal(outcome.outputs["y"], spec.expected(logical, variant.config)["y"])
     return [*outcome.findings, *([] if right else ["wrong result"])]
 
 

@@ -82,7 +82,7 @@ def examples(names: str, *rows: tuple[int, ...]) -> tuple[dict[str, int], ...]:
     return tuple(dict(zip(names, row, strict=True)) for row in rows)
 
 
-def _activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
+def activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
     """Random activations with what the epilogue takes."""
     return {
         "x": rng.integers(-128, 128, size=(M, K), dtype=np.int8),
@@ -94,19 +94,19 @@ def _activations(rng: np.random.Generator, M: int, N: int, K: int) -> Arrays:
 def example_qoq(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> Arrays:
     """A QoQ weight of random numbers, and random activations."""
     weight = quant.quantize_qoq(rng.standard_normal((N, K), dtype=np.float32), group=g)
-    return {"weight": weight, **_activations(rng, M, N, K)}
+    return {"weight": weight, **activations(rng, M, N, K)}
 
 
 def example_lqq(rng: np.random.Generator, *, M: int, N: int, K: int, g: int) -> Arrays:
     """An LQQ weight of random numbers, and random activations."""
     weight = quant.quantize_lqq(rng.standard_normal((N, K), dtype=np.float32), group=g)
-    return {"weight": weight, **_activations(rng, M, N, K)}
+    return {"weight": weight, **activations(rng, M, N, K)}
 
 
 def example_channel(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
     """A per-channel QoQ weight of random numbers, and random activations."""
     weight = quant.quantize_qoq_channel(rng.standard_normal((N, K), dtype=np.float32))
-    return {"weight": weight, **_activations(rng, M, N, K)}
+    return {"weight": weight, **activations(rng, M, N, K)}
 
 
 def epilogue(logical: Arrays) -> Arrays:
@@ -124,7 +124,7 @@ def gemm(
 ) -> np.ndarray:
     """The reference of every step with a two-level weight: the accumulators, or with `OUT` the scaled output."""
     accumulators = reference.gemm_accumulators(x, weight.exact_level1())
-    return _scaled(accumulators, x_scale, weight.channel_scale, bias, OUT)
+    return scaled(accumulators, x_scale, weight.channel_scale, bias, OUT)
 
 
 def gemm_channel(
@@ -138,11 +138,12 @@ def gemm_channel(
     """The reference for a per-channel weight; the token sum is that of `x` unless another is given."""
     sums = x.sum(axis=1, dtype=np.int32) if x_sum is None else x_sum
     accumulators = reference.gemm_accumulators_channel(x, weight.q4, weight.zero, sums)
-    return _scaled(accumulators, x_scale, weight.scale, bias, OUT)
+    return scaled(accumulators, x_scale, weight.scale, bias, OUT)
 
 
-def _scaled(
+def scaled(
     accumulators: np.ndarray, x_scale: np.ndarray | None, w_scale: np.ndarray, bias: np.ndarray | None, OUT: int
 ) -> np.ndarray:
+    """The accumulators, or with `OUT` the scaled output; scales of the tokens are 1 where there are none."""
     scale = np.ones(len(accumulators), np.float32) if x_scale is None else x_scale
     return reference.gemm_epilogue(accumulators, scale, w_scale, bias, DTYPES[OUT])

@@ -1,0 +1,156 @@
+"""The 8-bit GEMM: exact in every tile, K split or not, X shared or not, early and late; built and chosen as meant."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptxlab import emulator, kernels, toolchain
+from ptxlab.bench.shapes import LAYERS
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels.gemm import sm90
+from ptxlab.kernels.gemm.w8a8 import W8A8, Tile
+from ptxlab.runtime import run_spec
+from tests import gemm_problems
+
+BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
+(SOURCE,) = kernels.find(W8A8.name)[1]
+# Tiles that the emulator runs in a moment: few tokens, a short ring, clusters that split K or share X.
+TILES = (
+    {**asdict(Tile(8, WGS=2)), "STAGES": 2},
+    {**asdict(Tile(16, WGS=1, BK=256, SPLIT=2)), "STAGES": 3},
+    {**asdict(Tile(32, WGS=2, SPLIT=4)), "STAGES": 2},
+    {**asdict(Tile(16, WGS=1, SHARE=2, BAND=2)), "STAGES": 2},
+    {**asdict(Tile(32, WGS=2, BK=256, SHARE=2)), "STAGES": 3},
+    {**asdict(Tile(64, WGS=1, SHARE=4, BAND=3)), "STAGES": 2},
+)
+OUTPUT_TILES = (*TILES[1:4], {**asdict(Tile(128)), "STAGES": 2})
+
+
+def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
+    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    (M, K), N = logical["x"].shape, len(logical["w"])
+    outcome = run_spec(
+        W8A8,
+        SOURCE,
+        W8A8.pack(dict(logical)),
+        backend=backend,
+        checks=("race", "init", "async") if backend == "emulator" else (),
+        config={**W8A8.config_for({"M": M, "N": N, "K": K}), **config},
+        **options,
+    )
+    assert outcome.findings == ()
+    y: np.ndarray = outcome.outputs["y"]
+    return y
+
+
+@given(
+    logical=gemm_problems.w8a8(tokens=80, rows=400, sixteens=60),
+    tile=st.sampled_from(TILES),
+    mode=st.sampled_from(emulator.MODES),
+    sms=st.sampled_from((8, 132)),
+)
+@settings(max_examples=60)
+def test_accumulators_are_exact_in_the_emulator(
+    logical: dict[str, Any], tile: dict[str, int], mode: str, sms: int
+) -> None:
+    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sm90, "_SMS", sms)
+        assert np.array_equal(output(logical, "emulator", tile, mode=mode), W8A8.reference(**logical))
+
+
+@pytest.mark.gpu
+@given(logical=gemm_problems.w8a8(tokens=600, rows=1200, sixteens=120), tile=st.sampled_from(({}, *TILES)))
+def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[str, int]) -> None:
+    first = output(logical, "gpu", tile)
+    assert np.array_equal(first, W8A8.reference(**logical))
+    assert np.array_equal(first, output(logical, "gpu", tile)), "two runs, the same bits"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 8, 9, 16, 32, 64, 65, 128, 129, 256, 300, 2048, 2056])
+@pytest.mark.parametrize("N", [1088, 4096, 30016])
+def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
+    """With M and N that leave the last tile ragged, and K the last stage."""
+    logical = W8A8.example(np.random.default_rng(M), M=M, N=N, K=1072)
+    assert np.array_equal(output(logical, "gpu", {}), W8A8.reference(**logical))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tile", OUTPUT_TILES, ids=["few tokens", "split", "share", "many tokens"])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(
+    ("variant", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32), (3, np.int32)]
+)
+def test_scaled_outputs_are_the_epilogue_in_float32(
+    variant: int, dtype: Any, with_bias: bool, tile: dict[str, int], backend: str
+) -> None:
+    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
+    logical = W8A8.example(np.random.default_rng(variant), M=85, N=136, K=400)
+    logical["x"][3], logical["x_scale"][3] = 0, -1  # which makes -0 of its results
+    if not with_bias:
+        del logical["bias"]  # the kernel is given a null pointer
+    y = output(logical, backend, {**tile, "OUT": variant})
+    exact = logical["x"].astype(np.int32) @ logical["w"].T.astype(np.int32)
+    scaled = exact.astype(np.float32) * logical["x_scale"][:, None] * logical["w_scale"]
+    scaled = scaled + logical["bias"] if with_bias else scaled
+    expected = exact if dtype is np.int32 else scaled.astype(dtype)
+    bits = f"u{y.itemsize}"
+    assert np.array_equal(y.view(bits), expected.view(bits))
+    assert np.array_equal(y.view(bits), W8A8.expected(logical, {"OUT": variant})["y"].view(bits))
+
+
+def chosen(M: int, N: int, K: int) -> dict[str, int]:
+    return {**W8A8.config_for({"M": M, "N": N, "K": K}), "OUT": 0}
+
+
+@pytest.mark.parametrize(
+    "config",
+    list(
+        {
+            tuple(chosen(M, layer.N, layer.K).items())
+            for layer in LAYERS
+            for M in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+        }
+    ),
+    ids=lambda config: "-".join(f"{name}{value}" for name, value in config),
+)
+def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int], ...]) -> None:
+    """No local memory, and none of ptxas' notes, of which C7510, C7511, C7514, C7515 say that wgmma was serialised."""
+    image = toolchain.compile_cuda(SOURCE, W8A8.arch, defines=dict(config))
+    resources = image.resources[W8A8.name]
+    assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
+    assert image.warnings == ()
+    launch = W8A8.launch({"M": 256, "N": 4096, "K": 4096, **dict(config)})
+    assert resources.registers * launch.block[0] <= 65536
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+@pytest.mark.parametrize("M", [1, 16, 64, 256, 512, 1024, 2048, 4096, 8192])
+def test_chosen_tiles_leave_few_sms_idle(layer: Any, M: int) -> None:
+    """A cluster or a persistent block for nearly every SM, and in the last round of tiles too."""
+    sizes = {"M": M, "N": layer.N, "K": layer.K}
+    config = W8A8.config_for(sizes)
+    tile = Tile(**{name: config[name] for name in Tile.__dataclass_fields__})
+    assert config["STAGES"] >= 2
+    rounds = tile.tiles(sizes) * tile.SPLIT * tile.SHARE / 132
+    assert rounds / -(-rounds // 1) >= 0.6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"M": 2, "N": 64, "K": 24}, r"gemm_w8a8_sm90: K % 16 == 0 \(got K=24\)"),
+        ({"M": 2, "N": 12, "K": 64}, r"gemm_w8a8_sm90: N % 8 == 0 \(got N=12\)"),
+        ({"M": 2, "N": 8, "K": 131072}, r"gemm_w8a8_sm90: 1 <= K < 131072 \(got K=131072\)"),
+    ],
+)
+def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        W8A8.sizes_of({"x": (sizes["M"], sizes["K"]), "w": (sizes["N"], sizes["K"])})
