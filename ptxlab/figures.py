@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ptxlab import demo, ladder, ladderplot, plot, sources, tiles
+from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
 
 LADDER = ("ablation", "times", "fraction", "roofline")
@@ -38,17 +39,17 @@ def ladder_picture(name: str) -> "plot.Figure":
 
     Raises FileError where nothing is recorded.
     """
-    stored = ladder.stored_times()
+    stored = stored_times()
     if name == "peers":
         return ladderplot.peers_figure(stored)
-    record = ladder.recorded()
-    if record is None:
+    rows = ladder.rows_of(ladder.recorded())
+    if not rows:
         raise FileError("gemm.json: no record of the GEMM ladder; `ptxlab bench gemm` makes one on a GPU")
     if name == "times":
-        return ladderplot.times_figure(record.rows, stored)
+        return ladderplot.times_figure(rows, stored)
     draw = {
         "ablation": ladderplot.ablation_figure,
         "fraction": ladderplot.fraction_figure,
         "roofline": ladderplot.roofline_figure,
     }
-    return draw[name](record.rows)
+    return draw[name](rows)

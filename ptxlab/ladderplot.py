@@ -1,7 +1,7 @@
 """Figures of the GEMM ladder, from a record; the first one needs only the stored times of others."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,17 @@ from matplotlib.figure import Figure
 from ptxlab import cost
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS, Layer
+from ptxlab.bench.stored import Stored
 from ptxlab.ladder import (
     QSERVE,
-    Place,
     fraction,
     layer_of,
     mean,
+    peers_of,
     place_of,
     short,
     speed_over,
     steps,
-    stored_peers,
 )
 from ptxlab.plot import GREY, ORANGE, RED
 
@@ -57,7 +57,7 @@ def packed_bytes(layer: Layer, group: int = 128) -> int:
     return layer.N * layer.K // 2 + 2 * layer.N * layer.K // group
 
 
-def peers_figure(stored: Mapping[Place, Mapping[str, float]], device: str = "h200") -> Figure:
+def peers_figure(stored: Stored, device: str = "h200") -> Figure:
     """How far others are from the floor of a W4A8 GEMM: the means over the matrices that they were measured on."""
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.subplots()
@@ -74,7 +74,7 @@ def peers_figure(stored: Mapping[Place, Mapping[str, float]], device: str = "h20
     return figure
 
 
-def _over_floor(stored: Mapping[Place, Mapping[str, float]], peer: str, M: int, device: str) -> float:
+def _over_floor(stored: Stored, peer: str, M: int, device: str) -> float:
     ratios = []
     for layer in LAYERS:
         times = stored.get((layer.N, layer.K, M), {})
@@ -84,7 +84,7 @@ def _over_floor(stored: Mapping[Place, Mapping[str, float]], peer: str, M: int, 
     return mean(ratios)
 
 
-def times_figure(rows: Sequence[Row], stored: dict[Place, dict[str, float]]) -> Figure:
+def times_figure(rows: Sequence[Row], stored: Stored) -> Figure:
     """Time over tokens, a panel per matrix: every step, the floor, and the peers."""
     layers = [layer for layer in LAYERS if any(layer_of(row) == layer for row in rows)]
     columns = min(5, len(layers))
@@ -105,13 +105,13 @@ def times_figure(rows: Sequence[Row], stored: dict[Place, dict[str, float]]) -> 
     return figure
 
 
-def _times(axes: Axes, rows: Sequence[Row], stored: dict[Place, dict[str, float]]) -> None:
+def _times(axes: Axes, rows: Sequence[Row], stored: Stored) -> None:
     tokens = _tokens(rows)
     floor = [min(row.floor_us for row in rows if row.sizes["M"] == M) for M in tokens]
     axes.fill_between(range(len(tokens)), floor, 0.1, color="#e9ecf0", linewidth=0)
     axes.plot(range(len(tokens)), floor, color="black", linewidth=1.2, label="floor")
     for peer, (label, style) in _PEERS.items():
-        known = {row.sizes["M"]: {**row.peers, **stored_peers(row, stored)[0]}.get(peer) for row in rows}
+        known = {row.sizes["M"]: peers_of(row, stored).get(peer) for row in rows}
         values = [known.get(M) or np.nan for M in tokens]
         axes.plot(range(len(tokens)), values, linewidth=1.2, label=label, **style)
     for name in steps(rows):

@@ -117,6 +117,7 @@ class KernelSpec:
         choose: sizes -> the variant to run; by default the first.
         arch: lowest architecture, or with `exact` the only one.
         exact_arch: true for architecture-specific code (`sm_90a`).
+        programmatic: whether it waits with griddepcontrol.wait before it touches what a predecessor writes.
         tolerance: allowed relative error of floating outputs; 0 means bit-exact.
         tolerance_reason: why the tolerance is what it is.
         wrong: set for kernels that are wrong by design.
@@ -137,6 +138,7 @@ class KernelSpec:
     choose: Callable[[Sizes], Mapping[str, int]] | None = None
     arch: str = "sm_75"
     exact_arch: bool = False
+    programmatic: bool = False
     tolerance: float = 0.0
     tolerance_reason: str = "integer results are compared for equality"
     wrong: WrongByDesign | None = None
