@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from ptxlab import demo, ladder, ladderplot, plot, sources, tiles
+from ptxlab import demo, headline, headlineplot, ladder, ladderplot, plot, sources, tiles
 from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
 
 LADDER = ("ablation", "times", "fraction", "roofline")
+GEMM = ("headline", "beyond")
 LOADS = ("load_ldmatrix_u4", "load_lds32_u4", "load_dual_mma")  # wrong, slow, right
 
 
@@ -23,6 +24,9 @@ def draw_all() -> list[Path]:
     for name in ("peers", *(LADDER if ladder.recorded() else ())):
         drawn.append(folder / f"ladder_{name}.png")
         plot.save(ladder_picture(name), drawn[-1])
+    for name in GEMM if headline.points(ladder.recorded()) else ():
+        drawn.append(folder / f"gemm_{name}.png")
+        plot.save(gemm_picture(name), drawn[-1])
     return drawn
 
 
@@ -53,3 +57,15 @@ def ladder_picture(name: str) -> "plot.Figure":
         "roofline": ladderplot.roofline_figure,
     }
     return draw[name](rows)
+
+
+def gemm_picture(name: str) -> "plot.Figure":
+    """`headline`: every point that `gemm_w4a8` was measured at; `beyond`: chains, experts, untuned shapes.
+
+    Raises FileError where nothing is recorded.
+    """
+    record = ladder.recorded()
+    rows = headline.points(record)
+    if record is None or not rows:
+        raise FileError("gemm.json: no record of gemm_w4a8; `ptxlab bench gemm` makes one on a GPU")
+    return headlineplot.headline_figure(rows) if name == "headline" else headlineplot.beyond_figure(record)

@@ -66,10 +66,10 @@ def peers_figure(stored: Stored, device: str = "h200") -> Figure:
         axes.plot(range(len(TOKENS)), times, "o-", color=colour, label=label)
     axes.axhline(1, color="black", linewidth=1)
     axes.text(len(TOKENS) - 1, 0.97, "the floor of a W4A8 GEMM", ha="right", va="top", fontsize=9)
-    _token_axis(axes)
+    token_axis(axes, TOKENS)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("time over the floor")
-    _title(axes, f"Where others stand on an {device.upper()}: LLaMA-2-7B and -70B, geometric mean of 8 matrices")
+    title(axes, f"Where others stand on an {device.upper()}: LLaMA-2-7B and -70B, geometric mean of 8 matrices")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
 
@@ -96,8 +96,8 @@ def times_figure(rows: Sequence[Row], stored: Stored) -> Figure:
             continue
         here = [row for row in rows if layer_of(row) == layers[place]]
         _times(axes, here, stored)
-        _token_axis(axes, here, label=place >= len(layers) - columns)
-        _title(axes, f"{layers[place]}  {layers[place].N} x {layers[place].K}", size=10)
+        token_axis(axes, _tokens(here), label=place >= len(layers) - columns)
+        title(axes, f"{layers[place]}  {layers[place].N} x {layers[place].K}", size=10)
         if place % columns == 0:
             axes.set_ylabel("µs")
     handles, labels = panels.flat[0].get_legend_handles_labels()
@@ -139,10 +139,10 @@ def ablation_figure(rows: Sequence[Row], base: str = "") -> Figure:
         for place, speed in zip(places, speeds, strict=True):
             axes.text(place, 0.03, f"{speed:.2f}", rotation=90, ha="center", va="bottom", fontsize=8, color=ink)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    _token_axis(axes, rows)
+    token_axis(axes, tokens)
     axes.set_ylabel(f"speed over {short(base)}")
     matrices = len({place_of(row)[:2] for row in rows})
-    _title(axes, f"What each step gained: geometric mean over {matrices} matrices")
+    title(axes, f"What each step gained: geometric mean over {matrices} matrices")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
 
@@ -167,7 +167,7 @@ def fraction_figure(rows: Sequence[Row]) -> Figure:
             if not np.isnan(value):
                 axes.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=8)
         overall = mean(fraction(rows, names[place], M) for M in tokens)
-        _title(axes, f"{short(names[place])}: {overall:.2f}", size=10)
+        title(axes, f"{short(names[place])}: {overall:.2f}", size=10)
         axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize=8)
         axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
         if place >= len(names) - columns:
@@ -205,7 +205,7 @@ def roofline_figure(rows: Sequence[Row], device: str = "h200") -> Figure:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("operations per byte of packed weight")
     axes.set_ylabel("TOPS")
-    _title(axes, f"Roofline of one {device.upper()}; lines: {DISSECTED}, M = {TOKENS[0]} to {TOKENS[-1]}; dots: all")
+    title(axes, f"Roofline of one {device.upper()}; lines: {DISSECTED}, M = {TOKENS[0]} to {TOKENS[-1]}; dots: all")
     axes.legend(loc="lower right", frameon=False)
     return figure
 
@@ -223,13 +223,14 @@ def _step_style(name: str) -> dict[str, Any]:
     return {"color": COLOURS.get(short(name), "#555555"), "label": short(name)}
 
 
-def _token_axis(axes: Axes, rows: Sequence[Row] | None = None, *, label: bool = True) -> None:
-    tokens = _tokens(rows) if rows else TOKENS
+def token_axis(axes: Axes, tokens: Sequence[int], *, label: bool = True) -> None:
+    """An axis of numbers of tokens, equally far apart."""
     axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
     if label:
         axes.set_xlabel("tokens M")
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _title(axes: Axes, text: str, size: int = 11) -> None:
+def title(axes: Axes, text: str, size: int = 11) -> None:
+    """The title of a panel, at its left."""
     axes.set_title(text, loc="left", weight="bold", fontsize=size)

@@ -20,7 +20,7 @@ from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.reference.packed import S32
 from ptxlab.spec import Arrays, evaluate
 
-LOOP = "experts"  # the measure of the loop
+LOOP, MEASURE = "experts", "grouped"  # what rows of the loop are called, and those of a grouped kernel
 _REPLAYS = 10
 
 
