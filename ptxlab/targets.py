@@ -22,6 +22,7 @@ from ptxlab.headline import (
 )
 from ptxlab.ladder import NOT_RECORDED, QSERVE, markdown, mean
 
+COLUMNS = ("target", "wanted", "measured>", "verdict>")
 LEVEL = 1 - TOLERANCE  # two runs of the same kernel differ by so much
 _MANY_TOKENS = tuple(M for M in ALL_TOKENS if M > MOST_FEW)
 _TIMES, _FRACTION, _PERCENT = "{:.2f}x", "{:.2f}", "{:+.1%}"
@@ -89,16 +90,19 @@ def targets(record: Record | None) -> list[Target]:
     ]
 
 
-def table(record: Record | None) -> str:
-    """Every target, what was measured, and whether it is met."""
-    found = targets(record)
-    if all(target.verdict == "" for target in found):
-        return f"{NOT_RECORDED}\n"
-    lines = [
+def lines(record: Record | None) -> list[list[str]]:
+    """Every target, its bound, what was measured, and whether it is met."""
+    return [
         [t.what, t.wanted, "" if math.isnan(t.value) else t.form.format(t.value), t.verdict or "not measured"]
-        for t in found
+        for t in targets(record)
     ]
-    return markdown(["target", "wanted", "measured", ""], lines, left=2)
+
+
+def table(record: Record | None) -> str:
+    """The lines as Markdown."""
+    if not any(target.verdict for target in targets(record)):
+        return f"{NOT_RECORDED}\n"
+    return markdown([name.rstrip(">") for name in COLUMNS], lines(record), left=2)
 
 
 def _of_eight_bits(record: Record | None) -> list[Target]:

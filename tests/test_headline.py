@@ -155,8 +155,15 @@ def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.Monkey
         figures.gemm_picture("headline")
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
     assert "(notebooks/figures/gemm_headline.png)" in report.headline_section()
-    for name in figures.GEMM:
+    for name in ("headline", "beyond"):
         assert figures.gemm_picture(name).axes
+
+
+def test_what_a_record_has_is_drawn(tmp_path: Path) -> None:
+    assert [path.name for path in figures.draw_gemm(RECORD, tmp_path)] == ["gemm_headline.png", "gemm_beyond.png"]
+    one_kernel = replace(RECORD, rows=tuple(row for row in RECORD.rows if row.measure == "headline"))
+    assert [path.name for path in figures.draw_gemm(one_kernel, tmp_path)] == ["gemm_headline.png"]
+    assert figures.draw_gemm(ladder_record.record(), tmp_path) == figures.draw_gemm(None, tmp_path) == []
 
 
 @pytest.fixture

@@ -1,22 +1,25 @@
 """What `gemm_w4a8` launches, alone, in chains and with experts, measured without a GPU: launches are emulated."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ptxlab.bench import chain, gemm, grouped, headline, problem, quantiser, untuned, w8a8
+from ptxlab import bench
+from ptxlab.bench import chain, gemm, grouped, headline, problem, quantiser, steps, untuned, w8a8
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.record import Row
+from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, EXPERTS, GROUPS, LLAMA, MIXTRAL, UNTUNED, UNTUNED_TOKENS, Layer
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.kernels.gemm.common import Step
 from ptxlab.layout.packed_activations import ORDERS
 
-SMALL = Layer("test", "small", N=128, K=256)
+SMALL, NEXT = Layer("test", "small", N=128, K=256), Layer("test", "next", N=64, K=128)
 FP8 = {"cublas_fp8": 8.0}
 
 
@@ -101,7 +104,7 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
 
 
 def test_a_chain(emulated_gpu: pytest.MonkeyPatch) -> None:
-    layers = [SMALL, Layer("test", "next", N=64, K=128)]
+    layers = [SMALL, NEXT]
     spec = headline.steps()[0].spec
     logical = [problem.problem(spec, layer, 5) for layer in layers]
     row = chain.chain(layers, 5, logical, stream_us, {"cublas_fp8": 30.0})
@@ -196,6 +199,36 @@ def test_a_quantiser_that_writes_nothing_is_found(emulated_gpu: pytest.MonkeyPat
 
 def test_token_sums(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert quantiser.token_sum_us(3, 256) == 10.0
+
+
+def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
+    patches: dict[Any, dict[str, Any]] = {
+        gemm: {"LAYERS": (SMALL,), "LLAMA": (SMALL,), "TOKENS": (3,), "ALL_TOKENS": (3, 9)},
+        steps: {"LAYERS": (SMALL,), "TOKENS": (3,)},
+        headline: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9)},
+        quantiser: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9)},
+        chain: {"CHAINS": ((SMALL, NEXT),), "FEW_TOKENS": (3,)},
+        grouped: {"MIXTRAL": (SMALL,), "ROUTED_TOKENS": (1, 2)},
+        untuned: {"UNTUNED": (NEXT,), "UNTUNED_TOKENS": (2,)},
+        gemm.peers: {
+            "cublas": lambda N, K, tokens, names=("cublas_fp8",): {M: dict.fromkeys(names, 8.0) for M in tokens},
+            "cublas_chain": lambda matrices, tokens: {M: {"cublas_fp8": 30.0} for M in tokens},
+        },
+        gemm.points: {"compile_all": list, "streams": lambda: stream_us},
+        gemm.limits: {"with_limits": list},
+    }
+    for module, replaced in patches.items():
+        for name, value in replaced.items():
+            emulated_gpu.setattr(module, name, value)
+    rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet)
+    found = Counter(row.measure for row in rows)
+    assert found == {"gemm": 6, "headline": 8, "quantise": 6, "chain": 1, "experts": 2, "untuned": 1}
+    record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
+    assert bench.load(bench.save(record, tmp_path / "r.json")) == record
+    assert len({row.key for row in rows}) == len(rows)
+    slow = replace(record, rows=tuple(replace(row, rate=0.9 * row.rate) for row in rows))
+    assert bench.compare(record, record) == [] and len(bench.compare(slow, record)) == len(rows)
 
 
 def test_the_whole_suite_has_every_part(emulated_gpu: pytest.MonkeyPatch) -> None:
