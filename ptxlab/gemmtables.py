@@ -44,14 +44,17 @@ def means_table(record: Record | None) -> str:
     rows = points(record)
     if not rows:
         return _MISSING
-    columns = ["M", "of the floor", "over the best peer", "over QServe g128", "over cuBLAS FP8", "slower than a peer"]
+    columns = ["M", "of the floor", "in groups of 64", "over the best peer", "over QServe g128", "over cuBLAS FP8"]
+    finer = points(record, group=64)
     few = f"{FEW_TOKENS[0]} to {FEW_TOKENS[-1]}"
-    parts = {str(M): at(rows, M) for M in ALL_TOKENS} | {few: at(rows, *FEW_TOKENS)}
     lines = []
-    for label, part in parts.items():
+    for label, tokens in [*((str(M), (M,)) for M in ALL_TOKENS), (few, FEW_TOKENS)]:
+        part = at(rows, *tokens)
+        near = [fraction(part), fraction(at(finer, *tokens))]
         speeds = [mean(over(part, peer)) for peer in ("", QSERVE, "cublas_fp8")]
-        lines.append([label, f"{fraction(part):.2f}", *map(_times, speeds), f"{len(slower(part))} of {len(part)}"])
-    return f"{markdown(columns, lines)}\n{_slower_points(rows)}\n"
+        behind = f"{len(slower(part))} of {len(part)}"
+        lines.append([label, *("" if math.isnan(f) else f"{f:.2f}" for f in near), *map(_times, speeds), behind])
+    return f"{markdown([*columns, 'slower than a peer'], lines)}\n{_slower_points(rows)}\n"
 
 
 def orders_table(record: Record | None) -> str:

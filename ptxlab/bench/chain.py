@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ptxlab import cost, gpu
 from ptxlab.bench import headline, peers
 from ptxlab.bench.points import StreamTime
-from ptxlab.bench.problem import Launches, expected, first_tokens, launches, packed_bytes, problem, source_of
+from ptxlab.bench.problem import Launches, expected, first_tokens, launches, packed_bytes, source_of, tokens
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import CHAINS, FEW_TOKENS, GROUP, Layer
@@ -22,11 +22,10 @@ _REPLAYS = 10
 
 def rows(stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
     """Every model at every number of tokens of a step of decoding."""
-    spec = headline.steps()[0].spec
     for layers in CHAINS:
         progress(f"{layers[0].model}: chain")
         beside = peers.cublas_chain([(layer.N, layer.K) for layer in layers], FEW_TOKENS)
-        logical = [problem(spec, layer, max(FEW_TOKENS)) for layer in layers]
+        logical = [{**headline.weight_of(layer), **tokens(layer, max(FEW_TOKENS))} for layer in layers]
         for M in FEW_TOKENS:
             yield chain(layers, M, [first_tokens(inputs, M) for inputs in logical], stream_us, beside[M])
 

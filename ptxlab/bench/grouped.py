@@ -12,7 +12,7 @@ import numpy as np
 from ptxlab import cost, gpu
 from ptxlab.bench import headline
 from ptxlab.bench.points import StreamTime
-from ptxlab.bench.problem import expected, launches, packed_bytes, source_of, tokens, weights
+from ptxlab.bench.problem import expected, launches, packed_bytes, source_of, tokens
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import CHOSEN_EXPERTS, EXPERTS, GROUP, MIXTRAL, ROUTED_TOKENS, Layer
@@ -60,10 +60,9 @@ class Experts:
 
 def rows(stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
     """The loop at every number of tokens. A grouped kernel's row comes behind it, with its time among the peers."""
-    spec = headline.steps()[0].spec
     for layer in MIXTRAL:
         progress(f"{layer}: {EXPERTS} experts")
-        by_expert = [weights(spec, layer, seed=expert) for expert in range(EXPERTS)]
+        by_expert = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]
         activations = tokens(layer, CHOSEN_EXPERTS * max(ROUTED_TOKENS))
         for count in ROUTED_TOKENS:
             theirs = {name: array[: CHOSEN_EXPERTS * count] for name, array in activations.items()}

@@ -40,6 +40,12 @@ def steps() -> list[Step]:
     return [s for s in ladder.LADDER if (s.scheme, s.packing) == (SCHEME, PACKING) and ladder.why_not(s) is None]
 
 
+def weight_of(layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
+    """The logical weight of one matrix on the device."""
+    drawn = next(step.spec for step in steps() if step.spec.example_sizes)
+    return weights(drawn, layer, group, seed)
+
+
 def chosen(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> Step:
     """The step that `gemm_w4a8` takes."""
     weight: Any = _Weight(SCHEME, PACKING, layer.N, layer.K, group)
@@ -83,7 +89,7 @@ def layer_rows(
     activations = tokens(layer, max(ALL_TOKENS))
     for group in GROUPS:
         progress(f"{layer}: {FACE}, groups of {group}")
-        logical = {**weights(steps()[0].spec, layer, group), **activations}
+        logical = {**weight_of(layer, group), **activations}
         for M in ALL_TOKENS:
             peers, more = all_peers(layer.N, layer.K, M, cublas[M])
             beside = {"stream_us": stream_us, "peers": peers, "more": more}

@@ -59,6 +59,13 @@ def test_a_tiled_weight_repeats_its_block() -> None:
     assert (tiled.channel_scale == np.tile(block.channel_scale, 2)[:40]).all()
 
 
+def test_a_weight_of_plain_arrays_is_tiled_likewise() -> None:
+    """As 8-bit weights are, which need no class of their own."""
+    q, scale = np.arange(6, dtype=np.int8).reshape(2, 3), np.array([1.0, 2.0], np.float32)
+    assert problem.tiled(q, 3, 4).tolist() == [[0, 1, 2, 0], [3, 4, 5, 3], [0, 1, 2, 0]]
+    assert problem.tiled(scale, 3, 4).tolist() == [1.0, 2.0, 1.0]
+
+
 def test_packed_bytes_are_those_of_the_weight_and_its_constants() -> None:
     spec = STEPS[0]
     assert (

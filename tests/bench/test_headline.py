@@ -35,29 +35,36 @@ def names() -> list[str]:
     return [step.spec.name for step in ladder.LADDER]
 
 
-def rows_of_small(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+def rows_of_small(monkeypatch: pytest.MonkeyPatch, needs_sum: bool = False) -> list[Row]:
     monkeypatch.setattr(headline, "ALL_TOKENS", (1, 17))
+    monkeypatch.setattr(Step, "needs_sum", property(lambda _: needs_sum))
     return list(headline.layer_rows(SMALL, names(), {1: FP8, 17: FP8}, stream_us, quiet))
 
 
 def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.MonkeyPatch) -> None:
     rows = rows_of_small(emulated_gpu)
     found = [(row.sizes["g"], row.sizes["M"], row.activations) for row in rows]
-    assert sorted(found) == sorted((g, M, order) for g in GROUPS for M in (1, 17) for order in ("row_major", "tiles"))
+    assert sorted(found) == sorted((g, M, order) for g in GROUPS for M in (1, 17) for order in headline._orders())
     for row in rows:
-        weight: Any = headline._Weight("lqq", "dual_mma", 128, 256, row.sizes["g"])
+        weight: Any = headline._Weight(headline.SCHEME, headline.PACKING, 128, 256, row.sizes["g"])
         taken = ladder.choose(weight, row.activations, row.sizes["M"], kernel=None, backend="gpu")
         assert (row.kernel, row.face, row.measure) == (taken.spec.name, "gemm_w4a8", "headline")
         assert row.peers == FP8 and (row.floor_us, row.time_us, row.fraction) == (4.0, 10.0, 0.4)
         assert row.checked == f"all {row.sizes['M'] * 128} results of 2 launches equal to the reference, bit for bit"
-    assert {row.sizes["rows"] for row in rows if row.activations == "tiles"} == {8, 32}
     assert len({row.key for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("order", "M", "rows"),
+    [("row_major", 17, 1), ("fragment", 17, 8), ("tiles", 1, 8), ("tiles", 17, 32), ("tiles", 8192, 128)],
+)
+def test_a_tile_of_activations_holds_all_tokens_up_to_128(order: str, M: int, rows: int) -> None:
+    assert headline.rows_of_tile(M, order) == rows
 
 
 def test_sums_of_activations_from_elsewhere_are_part_of_the_time(emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(headline, "token_sum_us", lambda M, K: 2.5)
-    emulated_gpu.setattr(Step, "needs_sum", property(lambda _: True))
-    rows = rows_of_small(emulated_gpu)
+    rows = rows_of_small(emulated_gpu, needs_sum=True)
     with_sums = [row for row in rows if row.activations == "row_major+sum"]
     free = [row for row in rows if row.activations == "row_major"]
     assert len(with_sums) == len(free) == 4
@@ -105,8 +112,7 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
 
 def test_a_chain(emulated_gpu: pytest.MonkeyPatch) -> None:
     layers = [SMALL, NEXT]
-    spec = headline.steps()[0].spec
-    logical = [problem.problem(spec, layer, 5) for layer in layers]
+    logical = [{**headline.weight_of(layer), **problem.tokens(layer, 5)} for layer in layers]
     row = chain.chain(layers, 5, logical, stream_us, {"cublas_fp8": 30.0})
     assert (row.measure, row.sizes, row.face) == ("chain", {"hidden": 256, "M": 5, "g": 128}, "gemm_w4a8")
     assert row.operations == 2 * 5 * (128 * 256 + 64 * 128)
@@ -121,7 +127,7 @@ def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pyte
     seen: list[bool] = []
     emulated_gpu.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
     step, sizes = headline.at(SMALL, 3)
-    logical = problem.problem(step.spec, SMALL, 3)
+    logical = {**headline.weight_of(SMALL), **problem.tokens(SMALL, 3)}
     waiting = replace(step, spec=replace(step.spec, programmatic=True))
     for each in (step, waiting):
         for programmatic in (False, True):
@@ -141,8 +147,7 @@ def test_routing(count: int) -> None:
 
 
 def test_the_loop_over_experts(emulated_gpu: pytest.MonkeyPatch) -> None:
-    spec = headline.steps()[0].spec
-    weights = [problem.weights(spec, SMALL, seed=expert) for expert in range(EXPERTS)]
+    weights = [headline.weight_of(SMALL, seed=expert) for expert in range(EXPERTS)]
     offsets = np.array([0, 0, 3, 3, 4, 4, 4, 4, 8], np.int32)
     experts = grouped.Experts(SMALL, weights, problem.tokens(SMALL, 8), offsets)
     assert [M for M, _ in experts.problems()] == [3, 1, 4]
@@ -221,9 +226,11 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
     for module, replaced in patches.items():
         for name, value in replaced.items():
             emulated_gpu.setattr(module, name, value)
+    emulated_gpu.setattr(Step, "needs_sum", property(lambda _: False))
     rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet)
     found = Counter(row.measure for row in rows)
-    assert found == {"gemm": 6, "headline": 8, "quantise": 6, "chain": 1, "experts": 2, "untuned": 1}
+    launched = 2 * 2 * len(headline._orders())  # groups, numbers of tokens
+    assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 1, "experts": 2, "untuned": 1}
     record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
     assert len({row.key for row in rows}) == len(rows)

@@ -86,6 +86,8 @@ def test_cublas_is_measured_where_pytorch_is() -> None:
     times = peers.cublas(4096, 4096, (4, 64))
     assert set(times) == {4, 64} and all(set(by_name) == set(peers.CUBLAS) for by_name in times.values())
     assert all(2 < us < 100 for by_name in times.values() for us in by_name.values())
+    chained = peers.cublas_chain([(4096, 4096), (4096, 11008)], (4, 64))
+    assert all(times[M]["cublas_fp8"] < chained[M]["cublas_fp8"] < 100 for M in (4, 64))
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in kernels.gemm.STEPS])
@@ -116,12 +118,18 @@ def test_what_is_launched_is_timed_and_its_results_are_exact(launched: None, mon
 
 
 def test_a_chain_takes_about_as_long_as_its_links(launched: None) -> None:
-    layers, spec, stream_us = LAYERS[:4], headline.steps()[0].spec, points.streams()
-    logical = [problem.problem(spec, layer, 16) for layer in layers]
+    layers, stream_us = LAYERS[:4], points.streams()
+    logical = [{**headline.weight_of(layer), **problem.tokens(layer, 16)} for layer in layers]
     row = chain.chain(layers, 16, logical, stream_us, {})
     alone = [
         headline.launched(
-            layer, 16, inputs, problem.expected(spec, inputs), measured_as="", stream_us=stream_us, peers={}
+            layer,
+            16,
+            inputs,
+            problem.expected(headline.chosen(layer, 16).spec, inputs),
+            measured_as="",
+            stream_us=stream_us,
+            peers={},
         )
         for layer, inputs in zip(layers, logical, strict=True)
     ]
@@ -130,8 +138,8 @@ def test_a_chain_takes_about_as_long_as_its_links(launched: None) -> None:
 
 
 def test_a_loop_over_experts(launched: None) -> None:
-    layer, spec = Layer("Mixtral", "down", 4096, 14336), headline.steps()[0].spec
-    weights = [problem.weights(spec, layer, seed=expert) for expert in range(EXPERTS)]
+    layer = Layer("Mixtral", "down", 4096, 14336)
+    weights = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]
     row = grouped.loop(grouped.Experts(layer, weights, problem.tokens(layer, 32), grouped.routed(16)), points.streams())
     assert row.more["launches"] > 4 and 0.05 < row.fraction < 1.1
 
