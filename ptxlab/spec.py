@@ -117,11 +117,12 @@ class KernelSpec:
         choose: sizes -> the variant to run; by default the first.
         arch: lowest architecture, or with `exact` the only one.
         exact_arch: true for architecture-specific code (`sm_90a`).
-        programmatic: whether it waits with griddepcontrol.wait before it touches what a predecessor writes.
         tolerance: allowed relative error of floating outputs; 0 means bit-exact.
         tolerance_reason: why the tolerance is what it is.
         wrong: set for kernels that are wrong by design.
         example_sizes: sizes at which `verify` and the tests draw examples.
+        after_wait: inputs that the kernel before on the stream may still be writing: this one waits for it
+            (griddepcontrol.wait) before it reads them, and before it writes anything. Empty: it does not wait.
     """
 
     name: str
@@ -138,11 +139,11 @@ class KernelSpec:
     choose: Callable[[Sizes], Mapping[str, int]] | None = None
     arch: str = "sm_75"
     exact_arch: bool = False
-    programmatic: bool = False
     tolerance: float = 0.0
     tolerance_reason: str = "integer results are compared for equality"
     wrong: WrongByDesign | None = None
     example_sizes: tuple[Mapping[str, int], ...] = field(default=())
+    after_wait: tuple[str, ...] = ()
 
     def config_for(self, sizes: Sizes) -> dict[str, int]:
         """The `-D` constants of the variant that runs at these sizes."""

@@ -1,6 +1,6 @@
 """The four GEMMs of a decoder layer one after the other, where each may begin while the one before it ends.
 
-In one CUDA graph, launched programmatically (PDL) where a kernel is made for that, over weights that no chain finds in
+In one CUDA graph, launched programmatically (PDL) where a kernel waits by itself, over weights that no chain finds in
 the L2. Beside it the same chain launched plainly, and cuBLAS's.
 """
 

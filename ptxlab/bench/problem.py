@@ -145,15 +145,13 @@ def launches(
         sizes: symbols of its spec.
         logical: inputs on the device, with `rows` where the activations lie in tiles.
         copies: of the weight, one launch each; by default as many as exceed the L2.
-        programmatic: a launch may begin while the one before it still runs, if the kernel is made for that.
+        programmatic: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
     """
     spec = step.spec
     constants = variant(spec, sizes)
     kernel = gpu.load(source_of(step), spec.name, defines=constants)
     everything = {**sizes, **constants}
-    geometry = spec.launch(everything)
-    if programmatic and spec.programmatic:
-        geometry = replace(geometry, programmatic=True)
+    geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))
     calls, outputs = [], []
     for arrays in _rotating(spec, logical, copies or copies_beyond_l2(packed_bytes(spec, sizes))):
         outputs.append(gpu.empty((sizes["M"], sizes["N"]), np.float16))

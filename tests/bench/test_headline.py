@@ -128,7 +128,7 @@ def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pyte
     emulated_gpu.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
     step, sizes = headline.at(SMALL, 3)
     logical = {**headline.weight_of(SMALL), **problem.tokens(SMALL, 3)}
-    waiting = replace(step, spec=replace(step.spec, programmatic=True))
+    waiting = replace(step, spec=replace(step.spec, after_wait=("x", "x_scale")))
     for each in (step, waiting):
         for programmatic in (False, True):
             problem.launches(each, sizes, logical, copies=1, programmatic=programmatic)
