@@ -50,11 +50,11 @@ class Experts:
     offsets: S32
 
     def problems(self) -> Iterator[tuple[int, Arrays]]:
-        """Tokens and logical inputs of the experts that have tokens."""
+        """Tokens and logical inputs of the experts that have tokens, each array where any kernel may load it."""
         for expert, weight in enumerate(self.weights):
             rows = slice(*self.offsets[expert : expert + 2].tolist())
             if rows.stop > rows.start:
-                theirs = {name: array[rows] for name, array in self.activations.items()}
+                theirs = {name: array[rows].copy() for name, array in self.activations.items()}
                 yield rows.stop - rows.start, {**weight, **theirs}
 
 

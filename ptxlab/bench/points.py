@@ -21,7 +21,7 @@ Point = tuple[Step, dict[str, int]]
 
 def streams() -> StreamTime:
     """The stream floors of one run: each number of bytes is measured when it is first asked for."""
-    return cache(lambda nbytes: measure_stream(nbytes))
+    return cache(measure_stream)
 
 
 def point(

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import bench
+from ptxlab import bench, gpu
 from ptxlab.bench import chain, gemm, grouped, headline, problem, quantiser, steps, untuned, w8a8
 from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.points import Point, all_peers
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, EXPERTS, GROUPS, LLAMA, MIXTRAL, UNTUNED, UNTUNED_TOKENS, Layer
 from ptxlab.errors import BenchmarkError
@@ -81,8 +82,6 @@ def test_only_what_is_asked_for_is_measured(emulated_gpu: pytest.MonkeyPatch) ->
 
 
 def test_stored_peers_stand_beside(emulated_gpu: pytest.MonkeyPatch) -> None:
-    from ptxlab.bench.points import all_peers
-
     peers, more = all_peers(12288, 4096, 16, {"cublas_fp8": 16.0, "cublas_int8": 19.0, "cublas_fp16": 28.0})
     assert len(peers) == 9 and peers["qserve_w4a8_g128"] == 20.33 and more == {"stored_factor": 1.0}
     assert all_peers(12288, 4096, 8192, FP8) == (FP8, {})
@@ -95,7 +94,7 @@ def test_a_point_that_was_chosen_otherwise_is_still_the_same_point(emulated_gpu:
 
 
 def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch) -> None:
-    def launched() -> Iterator[problem.Any]:
+    def launched() -> Iterator[Point]:
         yield from headline.points(names())
         yield from untuned.points()
         for layer in MIXTRAL:
@@ -122,8 +121,6 @@ def test_a_chain(emulated_gpu: pytest.MonkeyPatch) -> None:
 
 
 def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pytest.MonkeyPatch) -> None:
-    from ptxlab import gpu
-
     seen: list[bool] = []
     emulated_gpu.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
     step, sizes = headline.at(SMALL, 3)
@@ -193,8 +190,6 @@ def test_the_quantiser(order: str, emulated_gpu: pytest.MonkeyPatch) -> None:
 
 
 def test_a_quantiser_that_writes_nothing_is_found(emulated_gpu: pytest.MonkeyPatch) -> None:
-    from ptxlab import gpu
-
     emulated_gpu.setattr(gpu, "prepare", lambda *_: lambda: None)
     with pytest.raises(BenchmarkError, match="wrong results in the order fragment at M=5, K=256"):
         quantiser.quantised(quantiser._activations(5, 256), "fragment", Ceilings(4.6, 4.2))
