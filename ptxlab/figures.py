@@ -2,16 +2,23 @@
 
 from pathlib import Path
 
-from ptxlab import demo, ladder, ladderplot, plot, sources, tiles
+from ptxlab import demo, headline, headlineplot, ladder, ladderplot, plot, sources, tiles
+from ptxlab.bench.record import Record
+from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
 
 LADDER = ("ablation", "times", "fraction", "roofline")
 LOADS = ("load_ldmatrix_u4", "load_lds32_u4", "load_dual_mma")  # wrong, slow, right
 
 
+def drawn_into() -> Path:
+    """`notebooks/figures`."""
+    return sources.results_dir().parent / "figures"
+
+
 def draw_all() -> list[Path]:
     """Draw every picture; returns their paths."""
-    folder = sources.results_dir().parent / "figures"
+    folder = drawn_into()
     folder.mkdir(exist_ok=True)
     what, matrices = demo.weights()
     drawn = [folder / "demo.png"]
@@ -22,7 +29,7 @@ def draw_all() -> list[Path]:
     for name in ("peers", *(LADDER if ladder.recorded() else ())):
         drawn.append(folder / f"ladder_{name}.png")
         plot.save(ladder_picture(name), drawn[-1])
-    return drawn
+    return drawn + draw_gemm(ladder.recorded(), folder)
 
 
 def load_picture(name: str) -> "plot.Figure":
@@ -38,17 +45,45 @@ def ladder_picture(name: str) -> "plot.Figure":
 
     Raises FileError where nothing is recorded.
     """
-    stored = ladder.stored_times()
+    stored = stored_times()
     if name == "peers":
         return ladderplot.peers_figure(stored)
-    record = ladder.recorded()
-    if record is None:
+    rows = ladder.rows_of(ladder.recorded())
+    if not rows:
         raise FileError("gemm.json: no record of the GEMM ladder; `ptxlab bench gemm` makes one on a GPU")
     if name == "times":
-        return ladderplot.times_figure(record.rows, stored)
+        return ladderplot.times_figure(rows, stored)
     draw = {
         "ablation": ladderplot.ablation_figure,
         "fraction": ladderplot.fraction_figure,
         "roofline": ladderplot.roofline_figure,
     }
-    return draw[name](record.rows)
+    return draw[name](rows)
+
+
+def gemm_picture(name: str, record: Record | None = None) -> "plot.Figure":
+    """`headline`: every point that `gemm_w4a8` was measured at; `beyond`: chains, experts, untuned shapes.
+
+    Of a record of the suite, by default the stored one; raises FileError where that lacks them.
+    """
+    record = record or ladder.recorded()
+    if record is None or name not in _drawable(record):
+        raise FileError("gemm.json: no record of gemm_w4a8; `ptxlab bench gemm` makes one on a GPU")
+    if name == "headline":
+        return headlineplot.headline_figure(headline.points(record))
+    return headlineplot.beyond_figure(record)
+
+
+def draw_gemm(record: Record | None, folder: Path) -> list[Path]:
+    """Draw what a record of the suite `gemm` has into `folder`; returns the pictures' paths."""
+    drawn = []
+    for name in _drawable(record):
+        drawn.append(folder / f"gemm_{name}.png")
+        plot.save(gemm_picture(name, record), drawn[-1])
+    return drawn
+
+
+def _drawable(record: Record | None) -> list[str]:
+    """The pictures of `gemm_picture` that a record is enough for; one kernel alone has no chains."""
+    found = {"headline": headline.points(record), "beyond": list(headline.chains(record))}
+    return [name for name, rows in found.items() if rows]

@@ -1,33 +1,34 @@
 """The GEMM ladder as recorded: what each step gained, how near it is to the floor and to others, what limits it."""
 
-import csv
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache
 
 from ptxlab import bench, counts, kernels, sources
 from ptxlab.bench.limits import STALL
-from ptxlab.bench.peers import CUBLAS
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
+from ptxlab.bench.steps import MEASURE
+from ptxlab.bench.stored import SAME, Place, Stored, stored_peers, stored_times
 
 PREFIX = "gemm_w4a8_"
 QSERVE = "qserve_w4a8_g128"
 NOT_RECORDED = "Not measured yet."
-SAME = 0.05  # stored times stand as they are where cuBLAS took the same in both runs
 _SHOWN_TOKENS = (16, 64, 256)
 _REASONS = 3
 _COUNTED_LOOP = "Instructions per weight: those of every iteration of the main loop, M = {} / {}.".format(
     *DISSECTED_TOKENS
 )
 
-Place = tuple[int, int, int]  # N, K, M
-
 
 def recorded(gpu: str = "h200") -> Record | None:
     """The record of the suite on that GPU, if there is one."""
     path = sources.results_dir() / gpu / "gemm.json"
     return bench.load(path) if path.is_file() else None
+
+
+def rows_of(record: Record | None) -> tuple[Row, ...]:
+    """The ladder's rows of a record of the suite; none of no record."""
+    return tuple(row for row in record.rows if row.measure == MEASURE) if record else ()
 
 
 def steps(rows: Iterable[Row]) -> list[str]:
@@ -68,39 +69,16 @@ def fraction(rows: Sequence[Row], kernel: str, M: int) -> float:
     return mean(row.fraction for row in rows if row.kernel == kernel and row.sizes["M"] == M)
 
 
-@cache
-def stored_times(gpu: str = "h200") -> dict[Place, dict[str, float]]:
-    """Microseconds of other projects' kernels and of cuBLAS, as measured once on such a GPU; empty without the file."""
-    path = sources.results_dir() / gpu / "peers" / "gemm.csv"
-    times: dict[Place, dict[str, float]] = {}
-    if path.is_file():
-        for line in csv.DictReader(path.read_text(encoding="utf-8").splitlines()):
-            place = int(line["N"]), int(line["K"]), int(line["M"])
-            times.setdefault(place, {})[line["peer"]] = float(line["us_median"])
-    return times
+def peers_of(row: Row, stored: Stored) -> dict[str, float]:
+    """Microseconds of everyone else at a point: measured beside it, and stored."""
+    return {**row.peers, **stored_peers(place_of(row), row.peers, stored)[0]}
 
 
-def stored_peers(row: Row, stored: dict[Place, dict[str, float]]) -> tuple[dict[str, float], float]:
-    """Stored times of other projects' kernels for the same work, as this run would have measured them.
-
-    Returns:
-        Microseconds by peer, and the factor by which they were scaled: what cuBLAS took in this run over what it took
-        then, or 1 where that is within 5%. Empty where cuBLAS was not measured in both.
-    """
-    then = stored.get(place_of(row), {})
-    ratios = [row.peers[ours] / then[theirs] for ours, theirs in CUBLAS.items() if ours in row.peers and theirs in then]
-    if not ratios:
-        return {}, 1.0
-    factor = mean(ratios)
-    factor = 1.0 if abs(factor - 1) <= SAME else factor
-    return {peer: us * factor for peer, us in then.items() if peer not in CUBLAS.values()}, factor
-
-
-def speed_over_peer(rows: Sequence[Row], kernel: str, peer: str, stored: dict[Place, dict[str, float]]) -> float:
+def speed_over_peer(rows: Sequence[Row], kernel: str, peer: str, stored: Stored) -> float:
     """How much faster a step is than a peer, over all matrices and tokens where the peer's time is known."""
     ratios = []
     for row in rows:
-        times = {**row.peers, **stored_peers(row, stored)[0]}
+        times = peers_of(row, stored)
         if row.kernel == kernel and peer in times:
             ratios.append(times[peer] / row.time_us)
     return mean(ratios)
@@ -109,7 +87,7 @@ def speed_over_peer(rows: Sequence[Row], kernel: str, peer: str, stored: dict[Pl
 def figures(kernel: str) -> str:
     """What was measured of a step, in a line; empty where it is not recorded."""
     record = recorded()
-    rows = record.rows if record else ()
+    rows = rows_of(record)
     if record is None or kernel not in steps(rows):
         return ""
     of_floor = ", ".join(f"{fraction(rows, kernel, M):.2f}" for M in _SHOWN_TOKENS)
@@ -122,7 +100,7 @@ def figures(kernel: str) -> str:
 def ladder_table(record: Record | None = None) -> str:
     """Every step: what it shows, its main loop, how near to the floor, what it gained, and against whom."""
     record = record or recorded()
-    rows, stored = record.rows if record else (), stored_times()
+    rows, stored = rows_of(record), stored_times()
     columns = ["step", "shows", "instructions per weight"]
     columns += [f"of the floor, M = {M}" for M in _SHOWN_TOKENS]
     columns += [f"over the step before, M = {M}" for M in DISSECTED_TOKENS] + ["over QServe g128", "over cuBLAS FP8"]
@@ -157,7 +135,7 @@ def loop_table() -> str:
 def limits_table(record: Record | None = None) -> str:
     """What ncu counted of every step on the matrix that is taken apart."""
     record = record or recorded()
-    counted = [row for row in record.rows if "tensor_pct" in row.more] if record else []
+    counted = [row for row in rows_of(record) if "tensor_pct" in row.more]
     if not counted:
         return f"{NOT_RECORDED}\n"
     units = ("tensor", "issue", "alu", "fma", "lsu", "dram", "l2")
@@ -196,9 +174,9 @@ def _number(value: float, form: str) -> str:
 
 def _origin(record: Record) -> str:
     """Where the figures come from and what they are means of."""
-    rows, stored = record.rows, stored_times()
+    rows, stored = rows_of(record), stored_times()
     matrices = len({place_of(row)[:2] for row in rows})
-    factors = {place_of(row): stored_peers(row, stored) for row in rows}
+    factors = {place_of(row): stored_peers(place_of(row), row.peers, stored) for row in rows}
     scaled = [factor for times, factor in factors.values() if times and factor != 1.0]
     known = sum(bool(times) for times, _ in factors.values())
     tokens = ", ".join(map(str, TOKENS))

@@ -1,7 +1,7 @@
 """Figures of the GEMM ladder, from a record; the first one needs only the stored times of others."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +12,17 @@ from matplotlib.figure import Figure
 from ptxlab import cost
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS, Layer
+from ptxlab.bench.stored import Stored
 from ptxlab.ladder import (
     QSERVE,
-    Place,
     fraction,
     layer_of,
     mean,
+    peers_of,
     place_of,
     short,
     speed_over,
     steps,
-    stored_peers,
 )
 from ptxlab.plot import GREY, ORANGE, RED
 
@@ -57,7 +57,7 @@ def packed_bytes(layer: Layer, group: int = 128) -> int:
     return layer.N * layer.K // 2 + 2 * layer.N * layer.K // group
 
 
-def peers_figure(stored: Mapping[Place, Mapping[str, float]], device: str = "h200") -> Figure:
+def peers_figure(stored: Stored, device: str = "h200") -> Figure:
     """How far others are from the floor of a W4A8 GEMM: the means over the matrices that they were measured on."""
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.subplots()
@@ -66,15 +66,15 @@ def peers_figure(stored: Mapping[Place, Mapping[str, float]], device: str = "h20
         axes.plot(range(len(TOKENS)), times, "o-", color=colour, label=label)
     axes.axhline(1, color="black", linewidth=1)
     axes.text(len(TOKENS) - 1, 0.97, "the floor of a W4A8 GEMM", ha="right", va="top", fontsize=9)
-    _token_axis(axes)
+    token_axis(axes, TOKENS)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("time over the floor")
-    _title(axes, f"Where others stand on an {device.upper()}: LLaMA-2-7B and -70B, geometric mean of 8 matrices")
+    title(axes, f"Where others stand on an {device.upper()}: LLaMA-2-7B and -70B, geometric mean of 8 matrices")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
 
 
-def _over_floor(stored: Mapping[Place, Mapping[str, float]], peer: str, M: int, device: str) -> float:
+def _over_floor(stored: Stored, peer: str, M: int, device: str) -> float:
     ratios = []
     for layer in LAYERS:
         times = stored.get((layer.N, layer.K, M), {})
@@ -84,7 +84,7 @@ def _over_floor(stored: Mapping[Place, Mapping[str, float]], peer: str, M: int, 
     return mean(ratios)
 
 
-def times_figure(rows: Sequence[Row], stored: dict[Place, dict[str, float]]) -> Figure:
+def times_figure(rows: Sequence[Row], stored: Stored) -> Figure:
     """Time over tokens, a panel per matrix: every step, the floor, and the peers."""
     layers = [layer for layer in LAYERS if any(layer_of(row) == layer for row in rows)]
     columns = min(5, len(layers))
@@ -96,8 +96,8 @@ def times_figure(rows: Sequence[Row], stored: dict[Place, dict[str, float]]) -> 
             continue
         here = [row for row in rows if layer_of(row) == layers[place]]
         _times(axes, here, stored)
-        _token_axis(axes, here, label=place >= len(layers) - columns)
-        _title(axes, f"{layers[place]}  {layers[place].N} x {layers[place].K}", size=10)
+        token_axis(axes, _tokens(here), label=place >= len(layers) - columns)
+        title(axes, f"{layers[place]}  {layers[place].N} x {layers[place].K}", size=10)
         if place % columns == 0:
             axes.set_ylabel("µs")
     handles, labels = panels.flat[0].get_legend_handles_labels()
@@ -105,13 +105,13 @@ def times_figure(rows: Sequence[Row], stored: dict[Place, dict[str, float]]) -> 
     return figure
 
 
-def _times(axes: Axes, rows: Sequence[Row], stored: dict[Place, dict[str, float]]) -> None:
+def _times(axes: Axes, rows: Sequence[Row], stored: Stored) -> None:
     tokens = _tokens(rows)
     floor = [min(row.floor_us for row in rows if row.sizes["M"] == M) for M in tokens]
     axes.fill_between(range(len(tokens)), floor, 0.1, color="#e9ecf0", linewidth=0)
     axes.plot(range(len(tokens)), floor, color="black", linewidth=1.2, label="floor")
     for peer, (label, style) in _PEERS.items():
-        known = {row.sizes["M"]: {**row.peers, **stored_peers(row, stored)[0]}.get(peer) for row in rows}
+        known = {row.sizes["M"]: peers_of(row, stored).get(peer) for row in rows}
         values = [known.get(M) or np.nan for M in tokens]
         axes.plot(range(len(tokens)), values, linewidth=1.2, label=label, **style)
     for name in steps(rows):
@@ -139,10 +139,10 @@ def ablation_figure(rows: Sequence[Row], base: str = "") -> Figure:
         for place, speed in zip(places, speeds, strict=True):
             axes.text(place, 0.03, f"{speed:.2f}", rotation=90, ha="center", va="bottom", fontsize=8, color=ink)
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    _token_axis(axes, rows)
+    token_axis(axes, tokens)
     axes.set_ylabel(f"speed over {short(base)}")
     matrices = len({place_of(row)[:2] for row in rows})
-    _title(axes, f"What each step gained: geometric mean over {matrices} matrices")
+    title(axes, f"What each step gained: geometric mean over {matrices} matrices")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
 
@@ -167,7 +167,7 @@ def fraction_figure(rows: Sequence[Row]) -> Figure:
             if not np.isnan(value):
                 axes.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=8)
         overall = mean(fraction(rows, names[place], M) for M in tokens)
-        _title(axes, f"{short(names[place])}: {overall:.2f}", size=10)
+        title(axes, f"{short(names[place])}: {overall:.2f}", size=10)
         axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize=8)
         axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
         if place >= len(names) - columns:
@@ -205,7 +205,7 @@ def roofline_figure(rows: Sequence[Row], device: str = "h200") -> Figure:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("operations per byte of packed weight")
     axes.set_ylabel("TOPS")
-    _title(axes, f"Roofline of one {device.upper()}; lines: {DISSECTED}, M = {TOKENS[0]} to {TOKENS[-1]}; dots: all")
+    title(axes, f"Roofline of one {device.upper()}; lines: {DISSECTED}, M = {TOKENS[0]} to {TOKENS[-1]}; dots: all")
     axes.legend(loc="lower right", frameon=False)
     return figure
 
@@ -223,13 +223,14 @@ def _step_style(name: str) -> dict[str, Any]:
     return {"color": COLOURS.get(short(name), "#555555"), "label": short(name)}
 
 
-def _token_axis(axes: Axes, rows: Sequence[Row] | None = None, *, label: bool = True) -> None:
-    tokens = _tokens(rows) if rows else TOKENS
+def token_axis(axes: Axes, tokens: Sequence[int], *, label: bool = True) -> None:
+    """An axis of numbers of tokens, equally far apart."""
     axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
     if label:
         axes.set_xlabel("tokens M")
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _title(axes: Axes, text: str, size: int = 11) -> None:
+def title(axes: Axes, text: str, size: int = 11) -> None:
+    """The title of a panel, at its left."""
     axes.set_title(text, loc="left", weight="bold", fontsize=size)

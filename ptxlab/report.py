@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from ptxlab import bench, counts, kernels, ladder, showcase, sources, tiles
+from ptxlab import bench, counts, gemmtables, headline, kernels, ladder, showcase, sources, tiles
 from ptxlab.errors import FileError
 from ptxlab.files import write_text
 from ptxlab.spec import KernelSpec
@@ -161,6 +161,13 @@ def load_table() -> str:
     return "\n".join(lines) + f"\n\n{note}\n"
 
 
+def headline_section() -> str:
+    """`gemm_w4a8` against everyone else, and where it is recorded at all numbers of tokens as a picture."""
+    record = ladder.recorded()
+    picture = "How near to the floor, and how far ahead of the fastest peer](notebooks/figures/gemm_headline.png)"
+    return gemmtables.matrices_table(record) + (f"\n![{picture}\n" if headline.points(record) else "")
+
+
 def ladder_section() -> str:
     """The GEMM ladder, and where it is recorded its ablation as a picture."""
     picture = "What each step gained, by tokens](notebooks/figures/ladder_ablation.png)"
@@ -168,6 +175,7 @@ def ladder_section() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
+    "headline": headline_section,
     "kernels": kernel_table,
     "loads": load_table,
     "ladder": ladder_section,

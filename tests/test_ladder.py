@@ -10,36 +10,14 @@ from ptxlab import figures, ladder, ladderplot, plot, report
 from ptxlab.bench import compare
 from ptxlab.bench.peers import CUBLAS
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS
+from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
-from tests.ladder_record import NAMES, record, row
+from tests.ladder_record import NAMES, record
 
 RECORD = record()
-STORED = ladder.stored_times()
+STORED = stored_times()
 FIRST = RECORD.rows[0]
 PLACE = ladder.place_of(FIRST)
-
-
-def test_stored_times_cover_the_llama_matrices() -> None:
-    for layer in LAYERS:
-        for M in TOKENS:
-            assert ((layer.N, layer.K, M) in STORED) == (layer.model != "Mixtral")
-    assert STORED[12288, 4096, 16]["qserve_w4a8_g128"] == 20.33
-    assert set(CUBLAS.values()) <= set(STORED[12288, 4096, 16])
-
-
-@pytest.mark.parametrize(("ratio", "factor"), [(1.0, 1.0), (0.96, 1.0), (1.049, 1.0), (1.06, 1.06), (0.5, 0.5)])
-def test_stored_times_are_scaled_where_cublas_differs(ratio: float, factor: float) -> None:
-    ours = replace(FIRST, peers={name: ratio * STORED[PLACE][theirs] for name, theirs in CUBLAS.items()})
-    times, scaled_by = ladder.stored_peers(ours, STORED)
-    assert scaled_by == pytest.approx(factor)
-    assert times[ladder.QSERVE] == pytest.approx(factor * STORED[PLACE][ladder.QSERVE])
-    assert not set(times) & set(CUBLAS.values())
-
-
-def test_without_cublas_in_both_runs_stored_times_do_not_count() -> None:
-    assert ladder.stored_peers(replace(FIRST, peers={}), STORED) == ({}, 1.0)
-    assert ladder.stored_peers(row(NAMES[0], LAYERS[-1], 16), STORED) == ({}, 1.0), "Mixtral was not measured then"
-    assert ladder.stored_peers(FIRST, {}) == ({}, 1.0)
 
 
 def test_gains_are_geometric_means_over_matrices() -> None:
@@ -142,12 +120,13 @@ def measured() -> ladder.Record:
 
 def test_the_record_is_valid_and_whole(measured: ladder.Record) -> None:
     assert measured.invalid == ""
-    points = {(r.kernel, *ladder.place_of(r)) for r in measured.rows}
+    rows = ladder.rows_of(measured)
+    points = {(r.kernel, *ladder.place_of(r)) for r in rows}
     assert points == {(name, layer.N, layer.K, M) for name in NAMES for layer in LAYERS for M in TOKENS}
-    assert all(set(r.peers) == set(CUBLAS) and "bit for bit" in r.checked for r in measured.rows)
-    assert all(0 < r.fraction < 1.1 for r in measured.rows)
+    assert all(set(r.peers) == set(CUBLAS) and "bit for bit" in r.checked for r in rows)
+    assert all(0 < r.fraction < 1.1 for r in rows)
 
 
 def test_the_first_step_is_no_slower_than_qserve(measured: ladder.Record) -> None:
     """QServe's own kernel of the same scheme, over the matrices of LLaMA-2-7B and -70B: at most 1.1 times its time."""
-    assert 1 / ladder.speed_over_peer(measured.rows, NAMES[0], ladder.QSERVE, STORED) <= 1.1
+    assert 1 / ladder.speed_over_peer(ladder.rows_of(measured), NAMES[0], ladder.QSERVE, STORED) <= 1.1

@@ -81,7 +81,7 @@ def as_table(record: Record) -> tuple[str, list[str], list[list[str]]]:
         [
             f"{row.kernel}.{row.source}",
             row.measure,
-            " ".join(f"{name}={size}" for name, size in row.sizes.items()),
+            " ".join([*(f"{name}={size}" for name, size in row.sizes.items()), row.activations]).rstrip(),
             f"{row.time_us:.2f}",
             f"{row.rate:.1f}",
             row.rate_unit,

@@ -10,6 +10,7 @@ from ptxlab import gpu, nsight
 from ptxlab.bench.problem import first_tokens, launches, problem, sizes_at, steps_of
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
+from ptxlab.bench.steps import MEASURE
 from ptxlab.errors import UnavailableError
 
 # Name in a row's `more` -> ncu's metric. Percentages are of what the unit could do while it was active.
@@ -68,5 +69,7 @@ def launch_once(names: Iterable[str]) -> None:
 
 
 def _is_counted(row: Row) -> bool:
+    if row.measure != MEASURE:
+        return False
     sizes = row.sizes["N"], row.sizes["K"], row.sizes["M"]
     return sizes in [(DISSECTED.N, DISSECTED.K, M) for M in DISSECTED_TOKENS]

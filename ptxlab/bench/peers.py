@@ -1,18 +1,17 @@
 """cuBLAS through PyTorch, in the same run as the kernels it is compared with. Needs PyTorch only here, on a GPU."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 from ptxlab import gpu
-from ptxlab.bench.timing import copies_beyond_l2, measure
+from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure, replays_at
 from ptxlab.errors import BenchmarkError
 
 # Our name -> the column `peer` of the stored times of other projects (`notebooks/results/<gpu>/peers/gemm.csv`).
 CUBLAS = {"cublas_fp8": "fp8_pt", "cublas_int8": "int8_mm", "cublas_fp16": "fp16"}
 _DEVICE = "cuda"
-_REPLAYS = 10
 _INT8_ROWS = 32  # `_int_mm` takes more than 16 rows
 _CHECKED_ROWS = 256  # of the weight
 _TOLERANCE = 1e-2  # of the largest result: a wrong product shows, rounding does not
@@ -27,7 +26,7 @@ def importable() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def cublas(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]]:
+def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] = tuple(CUBLAS)) -> dict[int, dict[str, float]]:
     """Microseconds by tokens and peer for a weight [N, K], rotated beyond the L2; empty without PyTorch.
 
     FP8: per-tensor scales, FP16 out. INT8: int32 out, nothing dequantised, at least 32 rows. FP16: FP16 out. The
@@ -38,21 +37,38 @@ def cublas(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]]
         return times
     import torch
 
-    for name in CUBLAS:
-        weights = list(_weights(name, N, K))
+    for name in names:
+        weights = _copies(_operand(name, N, K, seed=0))
         for M in tokens:
             x = _operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
-            times[M][name] = measure(_calls(name, x, weights), replays=_REPLAYS, capture=_capture).us
+            times[M][name] = measure(_calls(name, x, weights), replays=replays_at(M), capture=_capture).us
         weights.clear()
     torch.cuda.empty_cache()  # what the graphs held; the kernels to be compared need memory too
     return times
 
 
-def _weights(name: str, N: int, K: int) -> Iterator[Any]:
-    """Copies of one weight, enough that they do not fit the L2."""
-    weight = _operand(name, N, K, seed=0)
-    for _ in range(copies_beyond_l2(weight.nbytes)):
-        yield weight.clone()
+def cublas_chain(matrices: Sequence[tuple[int, int]], tokens: Sequence[int]) -> dict[int, dict[str, float]]:
+    """Microseconds by tokens for FP8 GEMMs of weights [N, K] one after the other, as `cublas` measures each alone."""
+    times: dict[int, dict[str, float]] = {M: {} for M in tokens}
+    if not importable():
+        return times
+    import torch
+
+    name = "cublas_fp8"
+    together = sum(N * K for N, K in matrices)  # bytes
+    weights = [_copies(_operand(name, N, K, seed=0), together) for N, K in matrices]
+    for M in tokens:
+        links = [_calls(name, _operand(name, M, copies[0].shape[1], seed=M), copies) for copies in weights]
+        chains = [in_turn(calls) for calls in zip(*links, strict=True)]
+        times[M][name] = measure(chains, replays=replays_at(M), capture=_capture).us
+    weights.clear()
+    torch.cuda.empty_cache()
+    return times
+
+
+def _copies(weight: Any, nbytes: int = 0) -> list[Any]:
+    """Copies of a weight, enough that they do not fit the L2; or that `nbytes`, of which it is a part, do not."""
+    return [weight.clone() for _ in range(copies_beyond_l2(nbytes or weight.nbytes))]
 
 
 def _operand(name: str, rows: int, K: int, seed: int) -> Any:

@@ -1,4 +1,4 @@
-"""One step of the GEMM ladder on one matrix: inputs on the device, launches over rotating weights, exact results."""
+"""A GEMM on one matrix: inputs on the device, launches over rotating weights, exact results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,19 +11,21 @@ from ptxlab.bench.shapes import GROUP, Layer
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
 from ptxlab.expressions import names_in
+from ptxlab.kernels.gemm import STEPS
 from ptxlab.kernels.gemm.common import F16, Step
 from ptxlab.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
 
 _POISON = 0xA5
+_OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no part of the weight; nor is the bias
 # Quantised once and repeated. No multiple of a tile in either direction, so that a tile of the wrong place shows.
 BLOCK_ROWS, BLOCK_K = 520, 7 * 128
 
 
 def steps_of(names: Sequence[str]) -> list[Step]:
-    """The steps among `names` that this GPU runs, in the order of the ladder."""
-    return [s for s in LADDER if s.spec.name in names and s.order == "row_major" and why_not(s) is None]
+    """The steps of the ladder among `names` that this GPU runs, in its order."""
+    return [s for s in LADDER if s.spec.name in names and s.spec in STEPS and why_not(s) is None]
 
 
 def source_of(step: Step) -> Source:
@@ -31,9 +33,9 @@ def source_of(step: Step) -> Source:
     return of_kernel(step.spec.name)[0]
 
 
-def sizes_at(spec: KernelSpec, layer: Layer, M: int) -> dict[str, int]:
-    """The spec's sizes; those without groups know no `g`."""
-    sizes = {"M": M, "N": layer.N, "K": layer.K, "g": GROUP}
+def sizes_at(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, rows: int = 1) -> dict[str, int]:
+    """The spec's sizes: those without groups know no `g`, and only tiles of activations have `rows`."""
+    sizes = {"M": M, "N": layer.N, "K": layer.K, "g": group, "rows": rows}
     return {name: size for name, size in sizes.items() if name in spec.symbols}
 
 
@@ -48,16 +50,27 @@ def packed_bytes(spec: KernelSpec, sizes: Sizes) -> int:
     return sum(a.nbytes(sizes) for a in spec.inputs if len(a.shape) > 1 and not _of_tokens(spec, a.name))
 
 
-def problem(spec: KernelSpec, layer: Layer, M: int) -> Arrays:
+def problem(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, seed: int = 0) -> Arrays:
     """Logical inputs on the device: a weight that was quantised in a block and repeated; random activations."""
-    rng = np.random.default_rng(0)
-    known = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": GROUP}
-    block = spec.example(rng, **{name: known[name] for name in spec.example_sizes[0]})["weight"]
+    return {**weights(spec, layer, group, seed), **tokens(layer, M, seed)}
+
+
+def weights(spec: KernelSpec, layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
+    """The part of the logical inputs that knows nothing of the tokens."""
+    rng = np.random.default_rng(seed)
+    known = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": group}
+    block = spec.example(rng, **{name: known[name] for name in spec.example_sizes[0]})
+    parts = {name: part for name, part in block.items() if name not in (*_OF_TOKENS, "bias")}
+    repeated = {name: tiled(_with_arrays(part, gpu.to_device), layer.N, layer.K) for name, part in parts.items()}
+    return {**repeated, "bias": gpu.to_device(rng.standard_normal(layer.N, dtype=np.float32))}
+
+
+def tokens(layer: Layer, M: int, seed: int = 0) -> Arrays:
+    """Random activations [M, K] with their scales."""
+    rng = np.random.default_rng(seed)
     return {
-        "weight": tiled(_with_arrays(block, gpu.to_device), layer.N, layer.K),
         "x": gpu.to_device(rng.integers(-128, 128, (M, layer.K), np.int8)),
         "x_scale": gpu.to_device(rng.uniform(1e-3, 1e-2, M).astype(np.float32)),
-        "bias": gpu.to_device(rng.standard_normal(layer.N, dtype=np.float32)),
     }
 
 
@@ -66,16 +79,25 @@ def first_tokens(logical: Arrays, M: int) -> Arrays:
     return {**logical, "x": logical["x"][:M], "x_scale": logical["x_scale"][:M]}
 
 
-def tiled(weight: Any, N: int, K: int) -> Any:
-    """A quantised weight repeated to [N, K]; what is left over at the ends is cut off. NumPy or CuPy arrays."""
-    n, k = weight.shape
+def tiled(part: Any, N: int, K: int) -> Any:
+    """A quantised weight, or an array of one, repeated to [N, K]; what is left over at the ends is cut off.
+
+    NumPy or CuPy arrays.
+    """
+    n, k = part.shape[0], part.shape[-1]
 
     def repeated(array: Any) -> Any:
         if array.ndim == 1:
             return np.tile(array, -(-N // n))[:N]
         return np.tile(array, (-(-N // n), -(-K // k)))[:N, : K * array.shape[1] // k].copy()
 
-    return _with_arrays(weight, repeated)
+    return _with_arrays(part, repeated)
+
+
+def expected(spec: KernelSpec, logical: Arrays) -> Any:
+    """The bits of the reference's FP16 results, u16 [M, N], on the device. `rows` only say how activations lie."""
+    inputs = {name: value for name, value in logical.items() if name != "rows"}
+    return spec.reference(**inputs, OUT=F16).view(np.uint16)
 
 
 @dataclass(frozen=True)
@@ -98,8 +120,8 @@ class Launches:
     calls: list[Callable[[], None]]
     outputs: list[Any]
 
-    def check(self, logical: Arrays) -> str:
-        """Hold what every call wrote against the reference of the problem, bit for bit.
+    def check(self, right: Any) -> str:
+        """Hold what every call wrote against the right bits, u16 [M, N] (`expected`).
 
         Returns:
             What was checked, in a sentence for the record.
@@ -107,39 +129,43 @@ class Launches:
         Raises:
             BenchmarkError: a bit is wrong.
         """
-        expected = self.step.spec.reference(**logical, OUT=F16).view(np.uint16)
-        if not all(bool((output.view(np.uint16) == expected).all()) for output in self.outputs):
+        if not all(bool((output.view(np.uint16) == right).all()) for output in self.outputs):
             where = f"{source_of(self.step).label} with {self.variant}"
             raise BenchmarkError(f"{where}: the timed launches gave wrong results at {self.sizes}")
-        return f"all {expected.size} results of {len(self.outputs)} launches equal to the reference, bit for bit"
+        return f"all {right.size} results of {len(self.outputs)} launches equal to the reference, bit for bit"
 
 
-def launches(step: Step, sizes: dict[str, int], logical: Arrays) -> Launches:
-    """Prepare launches that find every weight in memory and not in the L2."""
+def launches(
+    step: Step, sizes: dict[str, int], logical: Arrays, *, copies: int | None = None, programmatic: bool = False
+) -> Launches:
+    """Prepare launches that find every weight in memory and not in the L2.
+
+    Args:
+        step: the kernel.
+        sizes: symbols of its spec.
+        logical: inputs on the device, with `rows` where the activations lie in tiles.
+        copies: of the weight, one launch each; by default as many as exceed the L2.
+        programmatic: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
+    """
     spec = step.spec
     constants = variant(spec, sizes)
     kernel = gpu.load(source_of(step), spec.name, defines=constants)
     everything = {**sizes, **constants}
+    geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))
     calls, outputs = [], []
-    for arrays in _rotating(spec, sizes, logical):
+    for arrays in _rotating(spec, logical, copies or copies_beyond_l2(packed_bytes(spec, sizes))):
         outputs.append(gpu.empty((sizes["M"], sizes["N"]), np.float16))
         gpu.fill_bytes(outputs[-1], _POISON)
         args = spec.arguments({**arrays, **_scratch(spec, everything), "y": outputs[-1]}, everything)
-        calls.append(gpu.prepare(kernel, args, spec.launch(everything)))
+        calls.append(gpu.prepare(kernel, args, geometry))
     return Launches(step, sizes, constants, kernel, calls, outputs)
 
 
-def _rotating(spec: KernelSpec, sizes: Sizes, logical: Arrays) -> list[Arrays]:
-    """The inputs, as often as it takes for the weights to exceed the L2.
-
-    Activations are shared: in a model the previous kernel has just written them.
-    """
-    found: list[Arrays] = []
-    for _ in range(copies_beyond_l2(packed_bytes(spec, sizes))):
-        packed = spec.pack(logical)
-        shared = {name: array for name, array in (found[0] if found else {}).items() if _of_tokens(spec, name)}
-        found.append({**packed, **shared})
-    return found
+def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:
+    """The packed inputs, so often. Activations are shared: in a model the previous kernel has just written them."""
+    packed = spec.pack(logical)
+    own = [name for name in packed if not _of_tokens(spec, name)]
+    return [packed, *({**packed, **{name: packed[name].copy() for name in own}} for _ in range(copies - 1))]
 
 
 def _scratch(spec: KernelSpec, sizes: Sizes) -> Arrays:
@@ -152,6 +178,9 @@ def _of_tokens(spec: KernelSpec, name: str) -> bool:
     return any("M" in names_in(axis) for axis in spec.arg(name).shape)
 
 
-def _with_arrays(weight: Any, change: Callable[[Any], Any]) -> Any:
-    values = {field.name: getattr(weight, field.name) for field in fields(weight)}
-    return replace(weight, **{name: change(v) for name, v in values.items() if hasattr(v, "ndim")})
+def _with_arrays(part: Any, change: Callable[[Any], Any]) -> Any:
+    """An array, or a dataclass of arrays, with every array changed."""
+    if hasattr(part, "ndim"):
+        return change(part)
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    return replace(part, **{name: change(v) for name, v in values.items() if hasattr(v, "ndim")})

@@ -37,11 +37,14 @@ class Row:
         limit: what sets the floor.
         sm_mhz: SM clock during the measurement.
         checked: how the results of the timed kernel were checked.
-        peers: time of other libraries for the same work in the same run, microseconds by name.
+        peers: time of others for the same work, microseconds by name: those of the same run, and stored ones
+            (`bench.stored`) where `more` has `stored_factor`, by which they were scaled.
         more: further figures of this measure.
-        activations: order in memory of the activations of a GEMM.
+        activations: order in memory of the activations of a GEMM; with `+sum` behind it they came without their token
+            sums, and making these is part of the time.
         variant: `-D` constants that the spec chose for these sizes. Unlike `config`, which was asked for, they do not
             tell one measurement from another: what is compared is what the user gets.
+        face: the Python function that chose the kernel. Then it tells measurements apart, and not the kernel.
     """
 
     kernel: str
@@ -65,16 +68,18 @@ class Row:
     more: dict[str, float] = field(default_factory=dict)
     activations: str = ""
     variant: dict[str, int] = field(default_factory=dict)
+    face: str = ""
 
     @property
     def key(self) -> tuple[object, ...]:
         """What identifies the measurement across records."""
         shape = tuple(sorted(self.sizes.items())), tuple(sorted(self.config.items()))
-        return self.kernel, self.source, self.measure, *shape
+        return self.face or self.kernel, self.source, self.measure, self.activations, *shape
 
     def __str__(self) -> str:
-        shape = ", ".join(f"{n}={v}" for n, v in {**self.sizes, **self.config}.items())
-        return f"{self.kernel}.{self.source} {self.measure} ({shape})"
+        shape = [f"{n}={v}" for n, v in {**self.sizes, **self.config}.items()]
+        shape += [self.activations] if self.activations else []
+        return f"{self.kernel}.{self.source} {self.measure} ({', '.join(shape)})"
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,12 @@ def row_of(
         checked: how the results of the timed kernel were checked.
         nbytes: traffic of one call, by default the compulsory one.
         rate: what rows are compared by and its unit, by default the traffic per second.
-        further: other fields of `Row` by name.
+        further: other fields of `Row` by name; `kernel` where a call launches others too.
     """
     nbytes = spec.bytes_moved(sizes) if nbytes is None else nbytes
     value, unit = rate or (nbytes / measured.us / 1e3, "GB/s")
     floor_us, limit = floor
     return Row(
-        kernel=spec.name,
         source=source.language,
         measure=measure,
         sizes=sizes,
@@ -53,5 +52,5 @@ def row_of(
         limit=limit,
         sm_mhz=measured.sm_mhz,
         checked=checked,
-        **{"operations": 0, **further},
+        **{"kernel": spec.name, "operations": 0, **further},
     )

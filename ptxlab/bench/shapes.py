@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-TOKENS = (4, 16, 32, 64, 128, 256)
+TOKENS = (4, 16, 32, 64, 128, 256)  # of the ladder
 GROUP = 128
 
 
@@ -34,3 +34,37 @@ LAYERS = (
 # Where every step is taken apart, in machine code and by ncu: the largest matrix shows the steady state best.
 DISSECTED = LAYERS[6]
 DISSECTED_TOKENS = (16, 256)
+
+# What `gemm_w4a8` launches: on LLaMA-2, alone and in the order of a decoder layer.
+LLAMA = LAYERS[:8]
+ALL_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192)
+MOST_FEW = 256  # up to so many tokens a step of decoding has
+FEW_TOKENS = tuple(M for M in ALL_TOKENS if M <= MOST_FEW)
+GROUPS = (GROUP, 64)
+CHAINS = (LAYERS[:4], LAYERS[4:8])
+
+# Mixtral-8x7B: so many experts, of which each token takes so many.
+MIXTRAL = LAYERS[8:]
+EXPERTS, CHOSEN_EXPERTS = 8, 2
+ROUTED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+
+def decoder(model: str, hidden: int, intermediate: int, heads: int, kv_heads: int) -> tuple[Layer, ...]:
+    """The four matrices of a model by its published configuration."""
+    head = hidden // heads
+    return (
+        Layer(model, "QKV", hidden + 2 * kv_heads * head, hidden),
+        Layer(model, "O", hidden, hidden),
+        Layer(model, "gate+up", 2 * intermediate, hidden),
+        Layer(model, "down", hidden, intermediate),
+    )
+
+
+# Models and numbers of tokens that nothing was tuned for.
+UNTUNED = (
+    *decoder("Yi-34B", 7168, 20480, 56, 8),
+    *decoder("Qwen1.5-72B", 8192, 24576, 64, 64),
+    *decoder("LLaMA-13B", 5120, 13824, 40, 40),
+    *decoder("LLaMA-3-8B", 4096, 14336, 32, 8),
+)
+UNTUNED_TOKENS = (3, 17, 33, 100, 200)

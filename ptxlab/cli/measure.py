@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import counts, kernels, sanitizer
+from ptxlab import counts, headline, kernels, sanitizer, targets
 from ptxlab import report as reports
 from ptxlab import sass as sass_tools
+from ptxlab.bench.record import Record
 from ptxlab.cli.common import FAILED, Arch, AsJson, console, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
 
@@ -102,7 +103,10 @@ def bench(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time kernels against their floor on this machine's GPU (the suite emulator: on its CPU), and record it."""
+    """Time kernels against their floor on this machine's GPU (the suite emulator: on its CPU), and record it.
+
+    Where gemm_w4a8 was measured it is also drawn, and held against what was aimed at.
+    """
     from ptxlab import bench as benches
 
     before = benches.load(against) if against else None  # a file that is no record is found before anything is measured
@@ -110,15 +114,28 @@ def bench(
         record = benches.run_suite(suite, progress=advance)
     path = benches.save(record, out)
     slower = benches.compare(record, before) if before else []
+    pictures = _drawn(record, out)
     if as_json:
         print_json(record.to_json())
     else:
         console.print(table(*benches.as_table(record)))
-        console.print(f"recorded in {escape(str(path))}", soft_wrap=True)
+        if headline.points(record):
+            console.print(table("what was aimed at", targets.COLUMNS, targets.lines(record)))
+        for written in (path, *pictures):
+            console.print(f"recorded in {escape(str(written))}", soft_wrap=True)
         for line in slower:
             console.print(f"[red]slower[/] {escape(str(line))}")
     if slower:
         raise typer.Exit(FAILED)
+
+
+def _drawn(record: Record, out: Path | None) -> list[Path]:
+    """Pictures of a record that has any: beside `out`, or where the README looks for them."""
+    if not headline.points(record):
+        return []
+    from ptxlab import figures  # Matplotlib takes half a second that other suites need not pay
+
+    return figures.draw_gemm(record, out.parent if out else figures.drawn_into())
 
 
 def report(

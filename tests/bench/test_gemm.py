@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ptxlab import quant
-from ptxlab.bench import gemm, problem
+from ptxlab.bench import gemm, problem, steps
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
 from ptxlab.errors import ArgumentError, BenchmarkError
@@ -19,10 +19,9 @@ NAMES = [spec.name for spec in STEPS]
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_a_small_layer(name: str, emulated_gpu: pytest.MonkeyPatch) -> None:
-    emulated_gpu.setattr(gemm, "TOKENS", (3, 17))
-    emulated_gpu.setattr(gemm.peers, "cublas", lambda N, K, tokens: {M: {"cublas_fp8": 8.0} for M in tokens})
-    emulated_gpu.setattr(gemm, "measure_stream", lambda nbytes: 4.0)
-    rows = list(gemm.layer_rows(SMALL, problem.steps_of([name]), lambda _: None))
+    emulated_gpu.setattr(steps, "TOKENS", (3, 17))
+    cublas = {M: {"cublas_fp8": 8.0} for M in (3, 17)}
+    rows = list(steps.layer_rows(SMALL, problem.steps_of([name]), cublas, lambda nbytes: 4.0, lambda _: None))
     assert [row.sizes["M"] for row in rows] == [3, 17]
     row = rows[1]
     assert (row.kernel, row.measure, row.sizes["N"], row.sizes["K"]) == (name, "gemm", 128, 256)
@@ -37,16 +36,17 @@ def test_a_wrong_result_of_a_timed_launch_is_found(emulated_gpu: pytest.MonkeyPa
     (step,) = problem.steps_of([NAMES[0]])
     logical = problem.problem(step.spec, SMALL, 3)
     timed = problem.launches(step, problem.sizes_at(step.spec, SMALL, 3), logical)
+    right = problem.expected(step.spec, logical)
     for call in timed.calls:
         call()
-    assert "bit for bit" in timed.check(logical)
+    assert "bit for bit" in timed.check(right)
     timed.outputs[1].view(np.uint16)[2, 127] += 1
     with pytest.raises(BenchmarkError, match="the timed launches gave wrong results at"):
-        timed.check(logical)
+        timed.check(right)
 
 
 def test_what_is_no_step_is_no_suite(emulated_gpu: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match=r"a step of the GEMM ladder that this GPU runs \(got gemm_tile_lqq_sm80"):
+    with pytest.raises(ArgumentError, match=r"a kernel of the GEMM suite that this GPU runs \(got gemm_tile_lqq_sm80"):
         gemm.rows(["gemm_tile_lqq_sm80"], Ceilings(4.6, 4.2), lambda _: None)
 
 
@@ -57,6 +57,13 @@ def test_a_tiled_weight_repeats_its_block() -> None:
     exact = block.exact_level1()
     assert (tiled.exact_level1() == np.block([[exact, exact], [exact, exact]])[:40, :512]).all()
     assert (tiled.channel_scale == np.tile(block.channel_scale, 2)[:40]).all()
+
+
+def test_a_weight_of_plain_arrays_is_tiled_likewise() -> None:
+    """As 8-bit weights are, which need no class of their own."""
+    q, scale = np.arange(6, dtype=np.int8).reshape(2, 3), np.array([1.0, 2.0], np.float32)
+    assert problem.tiled(q, 3, 4).tolist() == [[0, 1, 2, 0], [3, 4, 5, 3], [0, 1, 2, 0]]
+    assert problem.tiled(scale, 3, 4).tolist() == [1.0, 2.0, 1.0]
 
 
 def test_packed_bytes_are_those_of_the_weight_and_its_constants() -> None:

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, cost, gpu, kernels
-from ptxlab.bench import dequant, gemm, peers, problem, stream
-from ptxlab.bench.shapes import Layer
+from ptxlab.bench import chain, dequant, grouped, headline, peers, points, problem, quantiser, steps, stream
+from ptxlab.bench.shapes import EXPERTS, LAYERS, Layer
 from ptxlab.bench.timing import measure
 from ptxlab.errors import BenchmarkError
+from ptxlab.layout.packed_activations import ORDERS
 
 pytestmark = pytest.mark.gpu
 
@@ -85,16 +86,66 @@ def test_cublas_is_measured_where_pytorch_is() -> None:
     times = peers.cublas(4096, 4096, (4, 64))
     assert set(times) == {4, 64} and all(set(by_name) == set(peers.CUBLAS) for by_name in times.values())
     assert all(2 < us < 100 for by_name in times.values() for us in by_name.values())
+    chained = peers.cublas_chain([(4096, 4096), (4096, 11008)], (4, 64))
+    assert all(times[M]["cublas_fp8"] < chained[M]["cublas_fp8"] < 100 for M in (4, 64))
 
 
 @pytest.mark.parametrize("name", [spec.name for spec in kernels.gemm.STEPS])
 def test_a_gemm_is_timed_and_its_results_are_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = problem.steps_of([name])
-    if not steps:
+    measured = problem.steps_of([name])
+    if not measured:
         pytest.skip(f"{name} does not run on this GPU")
-    monkeypatch.setattr(gemm, "TOKENS", (4, 100))
-    monkeypatch.setattr(gemm.peers, "cublas", lambda N, K, tokens: {M: {} for M in tokens})
-    rows = list(gemm.layer_rows(Layer("7B", "O", 4096, 4096), steps, lambda _: None))
+    monkeypatch.setattr(steps, "TOKENS", (4, 100))
+    rows = list(steps.layer_rows(LAYERS[1], measured, {4: {}, 100: {}}, points.streams(), lambda _: None))
     assert [row.sizes["M"] for row in rows] == [4, 100]
     assert all(row.checked.startswith(f"all {row.sizes['M'] * 4096} results of ") for row in rows)
     assert all(0.02 < row.fraction < 1.1 for row in rows)
+
+
+@pytest.fixture
+def launched() -> None:
+    if not headline.steps():
+        pytest.skip("what gemm_w4a8 launches for such a weight does not run on this GPU")
+
+
+def test_what_is_launched_is_timed_and_its_results_are_exact(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headline, "ALL_TOKENS", (1, 100))
+    names = [step.spec.name for step in headline.steps()]
+    rows = list(headline.layer_rows(LAYERS[1], names, {1: {}, 100: {}}, points.streams(), lambda _: None))
+    assert {row.sizes["M"] for row in rows} == {1, 100} and len({row.key for row in rows}) == len(rows)
+    assert all(row.checked.startswith(f"all {row.sizes['M'] * 4096} results of ") for row in rows)
+    assert all(0.02 < row.fraction < 1.1 for row in rows)
+
+
+def test_a_chain_takes_about_as_long_as_its_links(launched: None) -> None:
+    layers, stream_us = LAYERS[:4], points.streams()
+    logical = [{**headline.weight_of(layer), **problem.tokens(layer, 16)} for layer in layers]
+    row = chain.chain(layers, 16, logical, stream_us, {})
+    alone = [
+        headline.launched(
+            layer,
+            16,
+            inputs,
+            problem.expected(headline.chosen(layer, 16).spec, inputs),
+            measured_as="",
+            stream_us=stream_us,
+            peers={},
+        )
+        for layer, inputs in zip(layers, logical, strict=True)
+    ]
+    assert 0.5 < row.time_us / sum(link.time_us for link in alone) < 1.1
+    assert row.checked.count("bit for bit") == 4
+
+
+def test_a_loop_over_experts(launched: None) -> None:
+    layer = Layer("Mixtral", "down", 4096, 14336)
+    weights = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]
+    row = grouped.loop(grouped.Experts(layer, weights, problem.tokens(layer, 32), grouped.routed(16)), points.streams())
+    assert row.more["launches"] > 4 and 0.05 < row.fraction < 1.1
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_quantiser_is_timed_and_exact(order: str, ceilings) -> None:
+    row = quantiser.quantised(quantiser._activations(64, 4096), order, ceilings)
+    assert 0.5 < row.time_us < 20
+    assert 0.5 < quantiser.token_sum_us(64, 4096) < 20

@@ -33,6 +33,18 @@ def test_every_peer_at_every_number_of_tokens(on_cpu: pytest.MonkeyPatch) -> Non
     assert peers.cublas(64, 128, (4, 64)) == {M: dict.fromkeys(peers.CUBLAS, 7.0) for M in (4, 64)}
 
 
+def test_a_chain_rotates_over_whole_chains(on_cpu: pytest.MonkeyPatch) -> None:
+    together: list[int] = []
+
+    def copies(nbytes: int) -> int:
+        together.append(nbytes)
+        return 3
+
+    on_cpu.setattr(peers, "copies_beyond_l2", copies)
+    assert peers.cublas_chain([(64, 128), (32, 64)], (4, 16)) == {M: {"cublas_fp8": 7.0} for M in (4, 16)}
+    assert together == [64 * 128 + 32 * 64] * 2
+
+
 def test_few_tokens_are_padded_for_int8(on_cpu: pytest.MonkeyPatch) -> None:
     """`torch._int_mm` refuses 16 rows and fewer on a GPU; the stored times were padded in the same way."""
     rows: list[int] = []
@@ -44,8 +56,7 @@ def test_few_tokens_are_padded_for_int8(on_cpu: pytest.MonkeyPatch) -> None:
         return operand(name, count, K, seed)
 
     on_cpu.setattr(peers, "_operand", remembered)
-    on_cpu.setattr(peers, "CUBLAS", {"cublas_int8": "int8_mm"})
-    peers.cublas(64, 128, (4, 16, 32, 64))
+    peers.cublas(64, 128, (4, 16, 32, 64), ["cublas_int8"])
     assert rows == [32, 32, 32, 64]
 
 
@@ -62,7 +73,7 @@ def test_wrong_products_are_found(name: str, on_cpu: pytest.MonkeyPatch) -> None
 
 def test_without_a_gpu_there_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "importable", lambda: False)
-    assert peers.cublas(64, 128, (4, 16)) == {4: {}, 16: {}}
+    assert peers.cublas(64, 128, (4, 16)) == peers.cublas_chain([(64, 128)], (4, 16)) == {4: {}, 16: {}}
     monkeypatch.undo()
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert not peers.importable()

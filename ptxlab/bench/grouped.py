@@ -1,0 +1,100 @@
+"""The experts of Mixtral: as many GEMMs as experts have tokens, one after the other in a graph.
+
+That loop of `gemm_w4a8`'s own kernels is what a grouped kernel has to beat, on the same inputs: each expert's weight,
+and the tokens of all experts as rows of one matrix, sorted by expert.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxlab import cost, gpu
+from ptxlab.bench import headline
+from ptxlab.bench.points import StreamTime
+from ptxlab.bench.problem import expected, launches, packed_bytes, source_of, tokens
+from ptxlab.bench.record import Row
+from ptxlab.bench.rows import row_of
+from ptxlab.bench.shapes import CHOSEN_EXPERTS, EXPERTS, GROUP, MIXTRAL, ROUTED_TOKENS, Layer
+from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
+from ptxlab.reference.packed import S32
+from ptxlab.spec import Arrays, evaluate
+
+LOOP, MEASURE = "experts", "grouped"  # what rows of the loop are called, and those of a grouped kernel
+_REPLAYS = 10
+
+
+def routed(count: int, seed: int = 0) -> S32:
+    """Tokens by expert when each of `count` tokens takes its experts at random: offsets into the sorted rows, [E+1]."""
+    rng = np.random.default_rng(seed)
+    taken = rng.permuted(np.tile(np.arange(EXPERTS), (count, 1)), axis=1)[:, :CHOSEN_EXPERTS]
+    offsets = np.zeros(EXPERTS + 1, np.int32)
+    offsets[1:] = np.cumsum(np.bincount(taken.ravel(), minlength=EXPERTS))
+    return offsets
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One matrix of every expert, and tokens for them.
+
+    Attributes:
+        layer: the matrix.
+        weights: the logical inputs of a GEMM that know nothing of tokens, by expert.
+        activations: x s8 [T, K] and x_scale f32 [T], sorted by expert.
+        offsets: s32 [E+1], where an expert's rows begin.
+    """
+
+    layer: Layer
+    weights: Sequence[Arrays]
+    activations: Arrays
+    offsets: S32
+
+    def problems(self) -> Iterator[tuple[int, Arrays]]:
+        """Tokens and logical inputs of the experts that have tokens, each array where any kernel may load it."""
+        for expert, weight in enumerate(self.weights):
+            rows = slice(*self.offsets[expert : expert + 2].tolist())
+            if rows.stop > rows.start:
+                theirs = {name: array[rows].copy() for name, array in self.activations.items()}
+                yield rows.stop - rows.start, {**weight, **theirs}
+
+
+def rows(stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
+    """The loop at every number of tokens. A grouped kernel's row comes behind it, with its time among the peers."""
+    for layer in MIXTRAL:
+        progress(f"{layer}: {EXPERTS} experts")
+        by_expert = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]
+        activations = tokens(layer, CHOSEN_EXPERTS * max(ROUTED_TOKENS))
+        for count in ROUTED_TOKENS:
+            theirs = {name: array[: CHOSEN_EXPERTS * count] for name, array in activations.items()}
+            yield loop(Experts(layer, by_expert, theirs, routed(count)), stream_us)
+
+
+def loop(experts: Experts, stream_us: StreamTime) -> Row:
+    """Time the GEMMs of all experts as one call, and check what every one of them wrote."""
+    layer = experts.layer
+    problems = list(experts.problems())
+    links = [headline.at(layer, M) for M, _ in problems]
+    nbytes = sum(packed_bytes(step.spec, sizes) for step, sizes in links)
+    operations = sum(int(evaluate(step.spec.operations, sizes)) for step, sizes in links)
+    copies = copies_beyond_l2(nbytes)
+    ready = [launches(*link, inputs, copies=copies) for link, (_, inputs) in zip(links, problems, strict=True)]
+    measured = measure(
+        [in_turn(calls) for calls in zip(*(link.calls for link in ready), strict=True)], replays=_REPLAYS
+    )
+    checked = [link.check(expected(link.step.spec, i)) for link, (_, i) in zip(ready, problems, strict=True)]
+    return row_of(
+        links[0][0].spec,
+        source_of(links[0][0]),
+        LOOP,
+        {"tokens": int(experts.offsets[-1]) // CHOSEN_EXPERTS, "N": layer.N, "K": layer.K, "g": GROUP},
+        measured,
+        floor=cost.gemm_floor(stream_us(nbytes), operations, gpu.device_info().slug),
+        checked="; ".join(dict.fromkeys(checked)),
+        nbytes=sum(link.step.spec.bytes_moved({**link.sizes, **link.variant}) for link in ready),
+        rate=(operations / measured.us / 1e6, "TOPS"),
+        operations=operations,
+        activations=headline.ORDER,
+        kernel=", ".join(dict.fromkeys(step.spec.name for step, _ in links)),
+        face=headline.FACE,
+        more={"launches": len(links), "stream_us": stream_us(nbytes), "packed_bytes": nbytes},
+    )

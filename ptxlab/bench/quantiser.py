@@ -1,0 +1,94 @@
+"""The fused quantiser by the order that it writes, and what token sums take that come from nowhere."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu, layout, quant
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.record import Row
+from ptxlab.bench.rows import row_of
+from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
+from ptxlab.bench.timing import measure, replays_at
+from ptxlab.errors import BenchmarkError
+from ptxlab.kernels.quantize import QUANTIZE, SUM
+from ptxlab.kernels.quantize.specs import DTYPES
+from ptxlab.layout.packed_activations import ORDERS, tile_of
+from ptxlab.sources import of_kernel
+from ptxlab.spec import KernelSpec, Sizes
+
+MEASURE = "quantise"
+TILE = 64  # tokens, of the order `tiles`
+_DISTINCT = 64  # tokens that are made on the host; repeated
+_POISON = 0xA5
+
+
+def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """From FP16 activations as another kernel has just left them in the L2, at every depth and number of tokens."""
+    for K in sorted({layer.K for layer in LLAMA}):
+        progress(f"quantize_activations, K = {K}")
+        x = _activations(max(ALL_TOKENS), K)
+        for M in ALL_TOKENS:
+            for order in ORDERS:
+                yield quantised(x[:M], order, ceilings)
+
+
+def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
+    """Time the quantiser on x f16 [M, K]; every byte that it writes has to be the reference's."""
+    M, K = x.shape
+    tokens, span = tile_of(order, TILE if order == "tiles" else None)
+    sizes = {"M": M, "K": K, "rows": tokens, "span": span}
+    config = {**QUANTIZE.config_for(sizes), "IN": DTYPES.index("float16")}
+    out = _outputs(QUANTIZE, sizes)
+    measured = _timed(QUANTIZE, {**sizes, **config}, config, {"x": x, **out}, M)
+    packed = layout.pack_activations(quant.quantize_activations(x), order, tokens)
+    right = packed.x_q.reshape(out["x_q"].shape), packed.scale, packed.token_sum
+    if not all(bool((a == b).all()) for a, b in zip(out.values(), right, strict=True)):
+        raise BenchmarkError(f"{QUANTIZE.name}: wrong results in the order {order} at M={M}, K={K}")
+    nbytes = QUANTIZE.bytes_moved({**sizes, **config})
+    return row_of(
+        QUANTIZE,
+        of_kernel(QUANTIZE.name)[0],
+        MEASURE,
+        sizes,
+        measured,
+        floor=(nbytes / ceilings.copy_tbps / 1e6, "copy"),
+        checked="every value, scale and sum equal to the reference",
+        nbytes=nbytes,
+        activations=order,
+        variant=config,
+    )
+
+
+@cache
+def token_sum_us(M: int, K: int) -> float:
+    """Microseconds for the sums of x s8 [M, K] in the L2 by a kernel of their own."""
+    sizes, config = {"M": M, "K": K}, dict(SUM.configs[0])
+    x = gpu.to_device(np.random.default_rng(0).integers(-128, 128, (M, K), np.int8))
+    out = _outputs(SUM, sizes)
+    measured = _timed(SUM, {**sizes, **config}, config, {"x_q": x, **out}, M)
+    if not bool((out["token_sum"] == x.sum(axis=1, dtype=np.int32)).all()):
+        raise BenchmarkError(f"{SUM.name}: wrong results at M={M}, K={K}")
+    return measured.us
+
+
+def _timed(spec: KernelSpec, everything: Sizes, config: dict[str, int], arrays: dict[str, Any], M: int) -> Any:
+    kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
+    call = gpu.prepare(kernel, spec.arguments(arrays, everything), spec.launch(everything))
+    return measure([call], replays=replays_at(M))
+
+
+def _outputs(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
+    """Its outputs by name, full of what no kernel writes."""
+    made = {arg.name: gpu.empty(arg.resolve(sizes), str(arg.dtype)) for arg in spec.outputs}
+    for array in made.values():
+        gpu.fill_bytes(array, _POISON)
+    return made
+
+
+def _activations(M: int, K: int) -> Any:
+    """Random activations f16 [M, K] on the device."""
+    some = np.random.default_rng(0).standard_normal((_DISTINCT, K), dtype=np.float32).astype(np.float16)
+    return np.tile(gpu.to_device(some), (-(-M // _DISTINCT), 1))[:M]

@@ -1,0 +1,36 @@
+"""Every step of the W4A8 ladder on the matrices of three models, with row-major activations."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ptxlab.bench.points import Point, StreamTime, point
+from ptxlab.bench.problem import expected, first_tokens, problem, sizes_at
+from ptxlab.bench.record import Row
+from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
+from ptxlab.kernels.gemm.common import Step
+
+MEASURE = "gemm"
+
+
+def points(steps: Sequence[Step]) -> Iterator[Point]:
+    """Every step with its sizes."""
+    for step in steps:
+        for layer in LAYERS:
+            for M in TOKENS:
+                yield step, sizes_at(step.spec, layer, M)
+
+
+def layer_rows(
+    layer: Layer,
+    steps: Sequence[Step],
+    cublas: Mapping[int, Mapping[str, float]],
+    stream_us: StreamTime,
+    progress: Callable[[str], None],
+) -> Iterator[Row]:
+    """Every step at every number of tokens on one matrix."""
+    for step in steps:
+        progress(f"{layer}: {step.spec.name}")
+        logical = problem(step.spec, layer, max(TOKENS))
+        for M in TOKENS:
+            sizes, inputs = sizes_at(step.spec, layer, M), first_tokens(logical, M)
+            right = expected(step.spec, inputs)
+            yield point(step, sizes, inputs, right, measured_as=MEASURE, stream_us=stream_us, peers=cublas[M])

@@ -1,0 +1,45 @@
+"""The same GEMM with 8-bit weights, which come as they are multiplied: what W4A8 costs beyond it is dequantisation."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ptxlab import kernels
+from ptxlab.bench.points import Point, StreamTime, point
+from ptxlab.bench.problem import expected, first_tokens, problem, sizes_at
+from ptxlab.bench.record import Row
+from ptxlab.bench.shapes import ALL_TOKENS, LLAMA, Layer
+from ptxlab.kernels.gemm.common import Step
+from ptxlab.kernels.gemm.ladder import why_not
+
+KERNEL = "gemm_w8a8_sm90"
+MEASURE = "w8a8"
+
+
+def steps(names: Sequence[str]) -> list[Step]:
+    """The kernel as a step, where it is among `names` and runs on this GPU."""
+    found = [Step(spec, "int8", "") for name, spec in kernels.specs().items() if name == KERNEL and name in names]
+    return [step for step in found if why_not(step) is None]
+
+
+def points(names: Sequence[str]) -> Iterator[Point]:
+    """The kernel with its sizes."""
+    for step in steps(names):
+        for layer in LLAMA:
+            for M in ALL_TOKENS:
+                yield step, sizes_at(step.spec, layer, M)
+
+
+def layer_rows(
+    layer: Layer,
+    names: Sequence[str],
+    cublas: Mapping[int, Mapping[str, float]],
+    stream_us: StreamTime,
+    progress: Callable[[str], None],
+) -> Iterator[Row]:
+    """One matrix at every number of tokens, beside cuBLAS."""
+    for step in steps(names):
+        progress(f"{layer}: {KERNEL}")
+        logical = problem(step.spec, layer, max(ALL_TOKENS))
+        for M in ALL_TOKENS:
+            sizes, inputs = sizes_at(step.spec, layer, M), first_tokens(logical, M)
+            right = expected(step.spec, inputs)
+            yield point(step, sizes, inputs, right, measured_as=MEASURE, stream_us=stream_us, peers=cublas[M])

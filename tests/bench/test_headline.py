@@ -1,0 +1,245 @@
+"""What `gemm_w4a8` launches, alone, in chains and with experts, measured without a GPU: launches are emulated."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import bench, gpu
+from ptxlab.bench import chain, gemm, grouped, headline, problem, quantiser, steps, untuned, w8a8
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.points import Point, all_peers
+from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import ALL_TOKENS, EXPERTS, GROUPS, LLAMA, MIXTRAL, UNTUNED, UNTUNED_TOKENS, Layer
+from ptxlab.errors import BenchmarkError
+from ptxlab.kernels.gemm import ladder
+from ptxlab.kernels.gemm.common import Step
+from ptxlab.layout.packed_activations import ORDERS
+
+SMALL, NEXT = Layer("test", "small", N=128, K=256), Layer("test", "next", N=64, K=128)
+FP8 = {"cublas_fp8": 8.0}
+
+
+def stream_us(nbytes: int) -> float:
+    return 4.0
+
+
+def quiet(_: str) -> None:
+    """No progress."""
+
+
+def names() -> list[str]:
+    return [step.spec.name for step in ladder.LADDER]
+
+
+def rows_of_small(monkeypatch: pytest.MonkeyPatch, needs_sum: bool = False) -> list[Row]:
+    monkeypatch.setattr(headline, "ALL_TOKENS", (1, 17))
+    monkeypatch.setattr(Step, "needs_sum", property(lambda _: needs_sum))
+    return list(headline.layer_rows(SMALL, names(), {1: FP8, 17: FP8}, stream_us, quiet))
+
+
+def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.MonkeyPatch) -> None:
+    rows = rows_of_small(emulated_gpu)
+    found = [(row.sizes["g"], row.sizes["M"], row.activations) for row in rows]
+    assert sorted(found) == sorted((g, M, order) for g in GROUPS for M in (1, 17) for order in headline._orders())
+    for row in rows:
+        weight: Any = headline._Weight(headline.SCHEME, headline.PACKING, 128, 256, row.sizes["g"])
+        taken = ladder.choose(weight, row.activations, row.sizes["M"], kernel=None, backend="gpu")
+        assert (row.kernel, row.face, row.measure) == (taken.spec.name, "gemm_w4a8", "headline")
+        assert row.peers == FP8 and (row.floor_us, row.time_us, row.fraction) == (4.0, 10.0, 0.4)
+        assert row.checked == f"all {row.sizes['M'] * 128} results of 2 launches equal to the reference, bit for bit"
+    assert len({row.key for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("order", "M", "rows"),
+    [("row_major", 17, 1), ("fragment", 17, 8), ("tiles", 1, 8), ("tiles", 17, 32), ("tiles", 8192, 128)],
+)
+def test_a_tile_of_activations_holds_all_tokens_up_to_128(order: str, M: int, rows: int) -> None:
+    assert headline.rows_of_tile(M, order) == rows
+
+
+def test_sums_of_activations_from_elsewhere_are_part_of_the_time(emulated_gpu: pytest.MonkeyPatch) -> None:
+    emulated_gpu.setattr(headline, "token_sum_us", lambda M, K: 2.5)
+    rows = rows_of_small(emulated_gpu, needs_sum=True)
+    with_sums = [row for row in rows if row.activations == "row_major+sum"]
+    free = [row for row in rows if row.activations == "row_major"]
+    assert len(with_sums) == len(free) == 4
+    for row, other in zip(with_sums, free, strict=True):
+        assert row.time_us == 12.5 and row.more["token_sum_us"] == 2.5 and row.fraction == 4.0 / 12.5
+        assert row.rate * row.time_us == pytest.approx(other.rate * other.time_us)
+        assert row.key != other.key
+
+
+def test_only_what_is_asked_for_is_measured(emulated_gpu: pytest.MonkeyPatch) -> None:
+    emulated_gpu.setattr(headline, "ALL_TOKENS", (1,))
+    assert list(headline.layer_rows(SMALL, ["gemm_w4a8_qoq_sm80"], {1: FP8}, stream_us, quiet)) == []
+    assert list(headline.points(["gemm_w4a8_qoq_sm80"])) == []
+
+
+def test_stored_peers_stand_beside(emulated_gpu: pytest.MonkeyPatch) -> None:
+    peers, more = all_peers(12288, 4096, 16, {"cublas_fp8": 16.0, "cublas_int8": 19.0, "cublas_fp16": 28.0})
+    assert len(peers) == 9 and peers["qserve_w4a8_g128"] == 20.33 and more == {"stored_factor": 1.0}
+    assert all_peers(12288, 4096, 8192, FP8) == (FP8, {})
+
+
+def test_a_point_that_was_chosen_otherwise_is_still_the_same_point(emulated_gpu: pytest.MonkeyPatch) -> None:
+    row = rows_of_small(emulated_gpu)[0]
+    assert replace(row, kernel="another").key == row.key
+    assert replace(row, kernel="another", face="").key != replace(row, face="").key
+
+
+def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch) -> None:
+    def launched() -> Iterator[Point]:
+        yield from headline.points(names())
+        yield from untuned.points()
+        for layer in MIXTRAL:
+            for M in range(1, 160):
+                yield headline.at(layer, M)
+
+    found = list(launched())
+    for step, sizes in found:
+        step.spec.check_sizes(sizes)
+        assert step.spec.launch({**sizes, **problem.variant(step.spec, sizes)}).shared_bytes <= 227 << 10
+    headlines = len(LLAMA) * len(GROUPS) * len(ALL_TOKENS) * len(headline._orders())
+    assert len(found) == headlines + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
+
+
+def test_a_chain(emulated_gpu: pytest.MonkeyPatch) -> None:
+    layers = [SMALL, NEXT]
+    logical = [{**headline.weight_of(layer), **problem.tokens(layer, 5)} for layer in layers]
+    row = chain.chain(layers, 5, logical, stream_us, {"cublas_fp8": 30.0})
+    assert (row.measure, row.sizes, row.face) == ("chain", {"hidden": 256, "M": 5, "g": 128}, "gemm_w4a8")
+    assert row.operations == 2 * 5 * (128 * 256 + 64 * 128)
+    assert row.more["packed_bytes"] == sum(layer.N * layer.K * 33 // 64 for layer in layers)
+    assert row.peers == {"cublas_fp8": 30.0} and row.more["plain_us"] == 10.0
+    assert row.checked.count("bit for bit") == 2
+
+
+def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    emulated_gpu.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
+    step, sizes = headline.at(SMALL, 3)
+    logical = {**headline.weight_of(SMALL), **problem.tokens(SMALL, 3)}
+    waiting = replace(step, spec=replace(step.spec, after_wait=("x", "x_scale")))
+    for each in (step, waiting):
+        for programmatic in (False, True):
+            problem.launches(each, sizes, logical, copies=1, programmatic=programmatic)
+    assert seen == [False, False, False, True]
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 512])
+def test_routing(count: int) -> None:
+    offsets = grouped.routed(count)
+    by_expert = np.diff(offsets)
+    assert offsets.dtype == np.int32 and offsets[0] == 0 and offsets[-1] == 2 * count
+    assert (by_expert >= 0).all() and by_expert.max() <= count, "a token takes an expert once"
+    assert (offsets == grouped.routed(count)).all()
+    if count == 512:
+        assert by_expert.min() > 90 and len(set(by_expert.tolist())) > 1, "balanced, and random"
+
+
+def test_the_loop_over_experts(emulated_gpu: pytest.MonkeyPatch) -> None:
+    weights = [headline.weight_of(SMALL, seed=expert) for expert in range(EXPERTS)]
+    offsets = np.array([0, 0, 3, 3, 4, 4, 4, 4, 8], np.int32)
+    experts = grouped.Experts(SMALL, weights, problem.tokens(SMALL, 8), offsets)
+    assert [M for M, _ in experts.problems()] == [3, 1, 4]
+    row = grouped.loop(experts, stream_us)
+    assert (row.measure, row.sizes) == ("experts", {"tokens": 4, "N": 128, "K": 256, "g": 128})
+    assert row.more["launches"] == 3 and row.operations == 2 * 8 * 128 * 256
+    assert row.more["packed_bytes"] == 3 * 128 * 256 * 33 // 64
+    assert "all 512 results of 2 launches" in row.checked
+
+
+def test_untuned_shapes(emulated_gpu: pytest.MonkeyPatch) -> None:
+    emulated_gpu.setattr(untuned, "UNTUNED", (SMALL,))
+    emulated_gpu.setattr(untuned, "UNTUNED_TOKENS", (3,))
+    emulated_gpu.setattr(
+        untuned.peers, "cublas", lambda N, K, tokens, names: {M: dict.fromkeys(names, 8.0) for M in tokens}
+    )
+    (row,) = untuned.rows(stream_us, quiet)
+    assert (row.measure, row.sizes["M"], row.peers, row.face) == ("untuned", 3, FP8, "gemm_w4a8")
+
+
+def test_untuned_shapes_are_those_of_the_published_configurations() -> None:
+    by_name = {str(layer): (layer.N, layer.K) for layer in UNTUNED}
+    assert len(by_name) == 16
+    assert by_name["Yi-34B QKV"] == (9216, 7168) and by_name["LLaMA-3-8B QKV"] == (6144, 4096)
+    assert by_name["Qwen1.5-72B gate+up"] == (49152, 8192) and by_name["LLaMA-13B down"] == (5120, 13824)
+
+
+def test_w8a8_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
+    """The kernel comes by its name; here another one stands in for it."""
+    emulated_gpu.setattr(w8a8, "KERNEL", "gemm_w4a8_lqq_sm90")
+    emulated_gpu.setattr(w8a8, "ALL_TOKENS", (3,))
+    assert w8a8.steps(["gemm_w4a8_qoq_sm80"]) == []
+    (row,) = w8a8.layer_rows(SMALL, names(), {3: FP8}, stream_us, quiet)
+    assert (row.measure, row.kernel, row.face, row.peers) == ("w8a8", "gemm_w4a8_lqq_sm90", "", FP8)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_quantiser(order: str, emulated_gpu: pytest.MonkeyPatch) -> None:
+    x = quantiser._activations(5, 256)
+    row = quantiser.quantised(x, order, Ceilings(4.6, 4.2))
+    assert (row.measure, row.activations, row.sizes["M"], row.sizes["K"]) == ("quantise", order, 5, 256)
+    assert row.variant["IN"] == 0 and row.floor_us == pytest.approx(row.bytes / 4.2e6)
+
+
+def test_a_quantiser_that_writes_nothing_is_found(emulated_gpu: pytest.MonkeyPatch) -> None:
+    emulated_gpu.setattr(gpu, "prepare", lambda *_: lambda: None)
+    with pytest.raises(BenchmarkError, match="wrong results in the order fragment at M=5, K=256"):
+        quantiser.quantised(quantiser._activations(5, 256), "fragment", Ceilings(4.6, 4.2))
+    with pytest.raises(BenchmarkError, match="wrong results at M=5, K=256"):
+        quantiser.token_sum_us(5, 256)
+
+
+def test_token_sums(emulated_gpu: pytest.MonkeyPatch) -> None:
+    assert quantiser.token_sum_us(3, 256) == 10.0
+
+
+def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
+    patches: dict[Any, dict[str, Any]] = {
+        gemm: {"LAYERS": (SMALL,), "LLAMA": (SMALL,), "TOKENS": (3,), "ALL_TOKENS": (3, 9)},
+        steps: {"LAYERS": (SMALL,), "TOKENS": (3,)},
+        headline: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9)},
+        quantiser: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9)},
+        chain: {"CHAINS": ((SMALL, NEXT),), "FEW_TOKENS": (3,)},
+        grouped: {"MIXTRAL": (SMALL,), "ROUTED_TOKENS": (1, 2)},
+        untuned: {"UNTUNED": (NEXT,), "UNTUNED_TOKENS": (2,)},
+        gemm.peers: {
+            "cublas": lambda N, K, tokens, names=("cublas_fp8",): {M: dict.fromkeys(names, 8.0) for M in tokens},
+            "cublas_chain": lambda matrices, tokens: {M: {"cublas_fp8": 30.0} for M in tokens},
+        },
+        gemm.points: {"compile_all": list, "streams": lambda: stream_us},
+        gemm.limits: {"with_limits": list},
+    }
+    for module, replaced in patches.items():
+        for name, value in replaced.items():
+            emulated_gpu.setattr(module, name, value)
+    emulated_gpu.setattr(Step, "needs_sum", property(lambda _: False))
+    rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet)
+    found = Counter(row.measure for row in rows)
+    launched = 2 * 2 * len(headline._orders())  # groups, numbers of tokens
+    assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 1, "experts": 2, "untuned": 1}
+    record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
+    assert bench.load(bench.save(record, tmp_path / "r.json")) == record
+    assert len({row.key for row in rows}) == len(rows)
+    slow = replace(record, rows=tuple(replace(row, rate=0.9 * row.rate) for row in rows))
+    assert bench.compare(record, record) == [] and len(bench.compare(slow, record)) == len(rows)
+
+
+def test_the_whole_suite_has_every_part(emulated_gpu: pytest.MonkeyPatch) -> None:
+    """One kernel has its points alone; the family also chains, experts, untuned shapes and the quantiser."""
+    parts = ("chain", "grouped", "untuned", "quantiser")
+    emulated_gpu.setattr(gemm.points, "compile_all", list)
+    emulated_gpu.setattr(gemm, "layer_rows", lambda *_: [])
+    emulated_gpu.setattr(gemm.limits, "with_limits", list)
+    for part in parts:
+        emulated_gpu.setattr(getattr(gemm, part), "rows", lambda *_, part=part: [part])
+    assert gemm.rows(["gemm_w4a8_lqq_sm90"], Ceilings(4.6, 4.2), quiet) == []
+    assert sorted(map(str, gemm.rows(names(), Ceilings(4.6, 4.2), quiet))) == sorted(parts)

@@ -1,0 +1,49 @@
+"""`ptxlab bench` on a machine whose measurements are made up: what is recorded, drawn, printed and compared."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptxlab import bench
+from tests import ladder_record
+from tests.headline_record import record
+from tests.test_cli import cli
+
+__all__ = ["cli"]
+
+RECORD = record()
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, found: bench.Record) -> None:
+    monkeypatch.setattr(bench, "run_suite", lambda suite, progress: found)
+
+
+def test_one_command_records_draws_and_says_what_is_met(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(monkeypatch, RECORD)
+    code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json")
+    assert code == 0 and bench.load(tmp_path / "r.json") == RECORD
+    assert {path.name for path in tmp_path.iterdir()} == {"r.json", "gemm_headline.png", "gemm_beyond.png"}
+    assert "what was aimed at" in out and "missed" in out and "gemm_beyond.png" in out.replace("\n", "")
+    code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--json")
+    assert code == 0 and len(json.loads(out)["rows"]) == len(RECORD.rows)
+
+
+def test_the_ladder_alone_is_recorded_alone(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, ladder_record.record())
+    code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json")
+    assert code == 0 and [path.name for path in tmp_path.iterdir()] == ["r.json"] and "aimed at" not in out
+
+
+def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = bench.save(RECORD, tmp_path / "before.json")
+    measured(monkeypatch, replace(RECORD, rows=tuple(replace(row, rate=0.98 * row.rate) for row in RECORD.rows)))
+    assert cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", before)[0] == 0
+    slow = replace(RECORD.rows[-1], rate=0.96 * RECORD.rows[-1].rate)
+    measured(monkeypatch, replace(RECORD, rows=(*RECORD.rows[:-1], slow)))
+    code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", before)
+    assert code == 1 and out.count("slower gemm") == 1 and "4.0% less" in out.replace("\n", " ")
