@@ -1,4 +1,34 @@
-// gemm_w4a8_sm90
+// gemm_w4a8_sm90: Y = X W^T on Hopper's tensor cores, weights in strips, from a few tokens to thousands.
+//
+// LiquidGEMM's implicit pipeline (section 5.3: warp groups dequantise into registers under each other's wgmma) with unsigned
+// weights, tiles whose height is a number of strips, and warp groups along K as well as along the rows: what of it pays where
+// is measured (ptxlab/kernels/gemm/strips_tiles.py).
+//
+// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators * x_scale[m]
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
+//            Any M >= 1, N a multiple of 8, K of the group. W in strips serves LiquidQuant and QoQ: o1 = 128 + min, or
+//            128 - zero * s1.
+// Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K, registers), X operand B (32 of K x BM tokens, shared memory).
+//            Unsigned LiquidQuant: wgmma is given w + 128 as u8, and the sum of a token's x, times 128, is taken off at the
+//            end: 5 instructions per 8 weights. Without token sums (SIGNED) the top bits are flipped instead: 7.
+// Tile       BM tokens x up to STRIPS strips of 16 rows, shared out evenly: heights differ by one strip at most. WN warp groups
+//            x MN MMAs lie along the rows: warp v of MMA h of group w has strip 4 (MN w + h) + v; one without a strip takes
+//            the last once more and stores nothing. WK warp groups take stages in turn and add up in the ring at the end.
+//            SPLIT blocks of a cluster each take a slice of K and add up through distributed shared memory.
+// Ring       STAGES slots of BK channels: X as BK / 128 boxes [BM][128] under the 128-byte swizzle (from row-major X, or as they
+//            are from X in tiles: ORDER), and W_SLOT bytes of each strip. full completes when the copy engine has brought
+//            all of it, empty when the WN warp groups that use the slot are done with it.
+// W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
+//            channels: word j rows g, g + 8 (j & 1) of MMA j >> 1 (lane 4 g + t); then 32 bytes of constants per group:
+//            4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8
+// Pipeline   a warp group has the words of the next 64 channels under way, dequantises one unit into the registers that wgmma
+//            has left (wait_group 1), and issues it. Persistent: the loads of a tile begin under the end of the one before.
+// Copies     four warps ask, each for every fourth strip, through elect.sync: a plain `if (thread == 0)` makes the compiler
+//            loop over lanes around each copy, about 64 ns each, which was what limited this kernel.
+// Output     from the fragments, each warp by itself (fragments_out.cuh).
+// PDL        the first weights do not wait for the kernel before; activations, scales and results do.
+// PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
+//            9.7.19.5 setmaxnreg; 9.7.14.5.16 stmatrix
 #include "dequant.cuh"
 #include "epilogue_sm90.cuh"
 #include "fragments_out.cuh"
@@ -55,9 +85,14 @@ __device__ __forceinline__ void multiply(int (&acc)[BM / 2], const u32 (&a)[4], 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm_w4a8_sm90(const unsigned char* __restrict__ strips, const float* __restrict__ w_scale,
-               const __grid_constant__ ptxlab::TensorMap x, const float* __restrict__ x_scale, const int* __restrict__ x_sum,
-               const float* __restrict__ bias, void* __restrict__ y, int M, int N, int K) {
+gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
+               const float* __restrict__ w_scale,            // f32 [N]
+               const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled; or tiles
+               const float* __restrict__ x_scale,            // f32 [M]
+               const int* __restrict__ x_sum,                // s32 [M]; null if SIGNED
+               const float* __restrict__ bias,               // f32 [N], or null
+               void* __restrict__ y,                         // [M, N], by OUT
+               int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
@@ -156,7 +191,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips, const float* __restrict
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 ws[h][r] = w_scale[min(n + 8 * r, N - 1)];
-                b[h][r] = bias ? bias[min(n + 8 * r, N - 1)] : 0;
+                b[h][r] = bias ? bias[min(n + 8 * r, N - 1)] : -0.0f;
             }
         }
         float xs[(BM + 127) / 128];
@@ -270,7 +305,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips, const float* __restrict
         for (int h = 0; h < MN; ++h) {
             const int tile_row = wn * MN + h;
             sums.receive(acc[h], tile_row, thread);
-            const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}, bias != nullptr};
+            const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}};
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0, (strip0 + tile_row * 4 + warp) * 16,
                                              M, N, min(N, end * 16),
                                              [&](int piece) { return (tile_row * Sums::PER_GROUP + piece) / Sums::OWNED == slice; });

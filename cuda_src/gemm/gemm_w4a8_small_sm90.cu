@@ -1,133 +1,152 @@
-// gemm_w4a8_small_sm90
+// gemm_w4a8_small_sm90: Y = X W^T for a few tokens: every SM keeps all of X, and streams whole strips of W past it.
+//
+// At up to 16 tokens or so the product costs nothing beside the weights' way from memory. So everything serves the stream:
+// a strip, 16 rows over all of K, lies contiguous in memory and comes in few long copies; each block has the same number of
+// strips, give or take one; and nothing is exchanged between blocks.
+//
+// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators * x_scale[m]
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
+//            1 <= M <= 32, as far as X fits shared memory; N a multiple of 8, K of the group. W in strips serves LiquidQuant
+//            and QoQ: o1 = 128 + min, or 128 - zero * s1.
+// Operands   W is operand A of m16n8k32, X operand B. Unsigned LiquidQuant: the MMA is given w + 128 as u8, and the sum of a
+//            token's x, times 128, is taken off at the end. Without token sums (SIGNED) the top bits are flipped instead.
+// Block      ROWS strips at a time x BM tokens; ROWS x SLICES warps multiply, warp ROWS r + s strip r, and of a stage of
+//            SLICES * 128 channels the 128 channels s. One warp more asks for copies, one turns sums into outputs.
+//            full      completes when a stage's W (and, with the first strips, its X) is there
+//            empty     when all multiplying warps are done with it
+//            summed    when all have added a tile's sums to shared memory (atomics: integers, the order does not matter);
+//            cleared   when the last warp has taken them out again: two tiles take turns
+// W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
+//            channels: word j rows g, g + 8 (j & 1) of MMA j >> 1 (lane 4 g + t); then 32 bytes of constants per group:
+//            4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8
+// X          ORDER 0, row-major: boxes [BM][128] under the 128-byte swizzle, LDS.32 at row g, column (4 unit + i) ^ g, word t;
+//            ORDER 1, fragments: LDS.128 at 512 * (unit of 64 channels, 8 tokens) + 16 * lane. Neither has bank conflicts.
+// PDL        the first weights do not wait for the kernel before; activations, scales and results do.
+// PTX ISA    9.7.14.5.9 mma.m16n8k32 (.u8.s8); 9.7.9.25, 27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect
 #include "dequant.cuh"
 #include "griddep.cuh"
 #include "mbarrier.cuh"
 #include "output.cuh"
 
 #ifndef BM
-#define BM 16
-#define ROWS 2     // strips at a time
-#define SLICES 8   // warps that share the channels of a stage
+#define BM 16       // tokens, a multiple of 8
+#define ROWS 2
+#define SLICES 8
 #define STAGES 6
+#define RESIDENT 1
 #define GROUP 128
 #define OUT 0
-#define ORDER 0    // of X: 0 row-major, 1 fragments
-#endif
-#ifndef RESIDENT
-#define RESIDENT 1
+#define ORDER 0
+#define SIGNED 0
 #endif
 
 namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUPS = 128 / GROUP;
-constexpr int BLOCK = 1024 + GROUPS * 32;
+constexpr int GROUPS = 128 / GROUP;                            // of a block of W
+constexpr int BLOCK = 1024 + GROUPS * 32;                      // bytes of 16 rows x 128 channels
 constexpr int WARPS = ROWS * SLICES, THREADS = 32 * (WARPS + 2);
-constexpr int W_BYTES = SLICES * BLOCK;              // of a strip and a stage
-constexpr int STAGE_BYTES = ROWS * W_BYTES;
-constexpr int MMAS = BM / 8;
-constexpr int X_UNIT = BM * 64;                       // bytes of 64 channels of X, in fragment order
-constexpr int PITCH = ROWS * 16 + 4, TILE = BM * PITCH;
-constexpr int ITEMS = (BM * ROWS * 2 + 31) / 32;
+constexpr int W_BYTES = SLICES * BLOCK, X_BYTES = SLICES * 128 * BM;  // of a strip and a stage; of X and a stage
+constexpr int MMAS = BM / 8;                                   // along the tokens
+constexpr int PITCH = ROWS * 16 + 4, TILE = BM * PITCH;        // of sums: lane 4 g + t at bank 8 t + g
+constexpr int ITEMS = (BM * ROWS * 2 + 31) / 32;               // of 8 results, per lane of the last warp
 
-// Row-major X to fragment order, and the sum of each token.
-__device__ __forceinline__ void bring_row_major(unsigned char* xs, int* sums, const signed char* x, int tokens, int K, int units) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, j = lane % 4, turn = g / 2;
-    for (int m = 0; m < MMAS; ++m) {
-        const int token = m * 8 + g;
-        int sum = 0;
-#pragma unroll 4
-        for (int unit = warp; unit < units; unit += WARPS) {
-            const int k = unit * 64 + j * 16;
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (token < tokens && k < K) v = *reinterpret_cast<const uint4*>(x + size_t(token) * K + k);
-            sum = __dp4a(int(v.x), 0x01010101, sum), sum = __dp4a(int(v.y), 0x01010101, sum);
-            sum = __dp4a(int(v.z), 0x01010101, sum), sum = __dp4a(int(v.w), 0x01010101, sum);
-            // word t goes to lane 4 g + t; the lanes begin with different words, so that their banks differ
-            if (turn & 1) v = make_uint4(v.y, v.z, v.w, v.x);
-            if (turn & 2) v = make_uint4(v.z, v.w, v.x, v.y);
-            u32* to = reinterpret_cast<u32*>(xs + unit * X_UNIT + m * 512 + g * 64) + j;
-            to[(turn & 3) * 4] = v.x, to[(turn + 1 & 3) * 4] = v.y, to[(turn + 2 & 3) * 4] = v.z, to[(turn + 3 & 3) * 4] = v.w;
-        }
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if (j == 0) atomicAdd(sums + token, sum);
-    }
+__device__ __forceinline__ void multiply(int (&d)[4], const uint2 (&a)[4], int step, u32 b0, u32 b1) {
+    const uint2 low = a[2 * step], high = a[2 * step + 1];     // rows g and g + 8
+    if (SIGNED) ptxlab::mma_s8(d, low.x, high.x, low.y, high.y, b0, b1);
+    else ptxlab::mma_u8(d, low.x, high.x, low.y, high.y, b0, b1);
+}
+
+// Operand B of 64 channels and 8 tokens: two registers for each of two MMAs.
+__device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int unit, int m, int lane) {
+    if (ORDER == 1) return *reinterpret_cast<const uint4*>(x + ((block * 2 + unit) * MMAS + m) * 512 + lane * 16);
+    const int g = lane / 4, t = lane % 4;
+    const unsigned char* row = x + (block * BM + m * 8 + g) * 128 + t * 4;
+    u32 word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) word[i] = *reinterpret_cast<const u32*>(row + ((unit * 4 + i) ^ g) * 16);
+    return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips, const float* __restrict__ w_scale, const signed char* __restrict__ x,
-                     const float* __restrict__ x_scale, const int* __restrict__ x_sum, const float* __restrict__ bias,
-                     void* __restrict__ y, int M, int N, int K) {
-    extern __shared__ __align__(128) unsigned char ring[];
+gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
+                     const float* __restrict__ w_scale,            // f32 [N]
+                     const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled; or fragments
+                     const float* __restrict__ x_scale,            // f32 [M]
+                     const int* __restrict__ x_sum,                // s32 [M]; null if SIGNED
+                     const float* __restrict__ bias,               // f32 [N], or null
+                     void* __restrict__ y,                         // [M, N], by OUT
+                     int M, int N, int K) {
+    extern __shared__ __align__(1024) unsigned char x_tile[];
     __shared__ u64 full[STAGES], empty[STAGES], summed[2], cleared[2];
-    __shared__ int token_sum[BM];
-    const int w_blocks = (K + 127) / 128, chunks = (w_blocks + SLICES - 1) / SLICES, units = 2 * w_blocks;
+    const int w_blocks = (K + 127) / 128, stages = (w_blocks + SLICES - 1) / SLICES;
     const int all = (N + 15) / 16, least = all / int(gridDim.x), larger = all % int(gridDim.x);
     const int strip0 = int(blockIdx.x) * least + min(int(blockIdx.x), larger), strips_here = least + (int(blockIdx.x) < larger);
-    const int x_units = (K + 63) / 64;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    unsigned char* xs = ring + STAGES * STAGE_BYTES;
-    int* sums = reinterpret_cast<int*>(xs + units * X_UNIT);
+    unsigned char* ring = x_tile + stages * X_BYTES;
+    int* sums = reinterpret_cast<int*>(ring + STAGES * ROWS * W_BYTES);  // [2][BM][PITCH]
 
     ptxlab::Slot<STAGES> slot;
-    if (warp == WARPS) {  // asks for weights, and for activations in fragments
+    if (warp == WARPS) {  // asks for copies: one thread does, the copy engine works
         const bool elected = ptxlab::elect();
-        const size_t pitch = size_t(w_blocks) * BLOCK;
-        const unsigned char* from = strips + strip0 * pitch;
-        const auto load_w = [&](int row, int chunk, int slot_index) {
-            const int bytes = min(SLICES, w_blocks - chunk * SLICES) * BLOCK, rows = min(ROWS, strips_here - row);
-            const int x_bytes = ORDER == 1 && row == 0 ? min(SLICES * 2, x_units - chunk * SLICES * 2) * X_UNIT : 0;
+        const u32 pitch = w_blocks * BLOCK;                                  // bytes of a strip
+        const unsigned char* from = strips + size_t(strip0) * pitch;
+        const auto load_w = [&](int row, int stage, int slot_index) {
+            const u32 bytes = min(SLICES, w_blocks - stage * SLICES) * BLOCK, rows = min(ROWS, strips_here - row);
+            const u32 x_bytes = row > 0 ? 0 : ORDER == 1 ? X_BYTES : min(SLICES, w_blocks - stage * SLICES) * 128 * BM;
             if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], rows * bytes + x_bytes);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
                 if (i < rows && elected)
-                    ptxlab::bulk_load(ring + slot_index * STAGE_BYTES + i * W_BYTES, from + (row + i) * pitch + chunk * W_BYTES, bytes, &full[slot_index]);
+                    ptxlab::bulk_load(ring + (slot_index * ROWS + i) * W_BYTES, from + (row + i) * pitch + stage * W_BYTES, bytes, &full[slot_index]);
         };
-        const auto load_x = [&](int chunk, int slot_index) {
-            const int first = chunk * SLICES * 2, count = min(SLICES * 2, x_units - first);
-            if (elected) ptxlab::bulk_load(xs + first * X_UNIT, x + size_t(first) * X_UNIT, count * X_UNIT, &full[slot_index]);
+        const auto load_x = [&](int stage, int slot_index) {
+            unsigned char* to = x_tile + stage * X_BYTES;
+            if (ORDER == 1) {
+                if (elected) ptxlab::tensor_load(to, &x, 0, stage * (X_BYTES / 128), &full[slot_index]);
+            } else {
+#pragma unroll 1
+                for (int i = 0; i < min(SLICES, w_blocks - stage * SLICES); ++i)
+                    if (elected) ptxlab::tensor_load(to + i * 128 * BM, &x, (stage * SLICES + i) * 128, 0, &full[slot_index]);
+            }
         };
         if (elected) {
-            for (int s = 0; s < STAGES; ++s) ptxlab::mbarrier_init(&full[s], 1), ptxlab::mbarrier_init(&empty[s], 32 * WARPS);
-            for (int b = 0; b < 2; ++b) ptxlab::mbarrier_init(&summed[b], 32 * WARPS), ptxlab::mbarrier_init(&cleared[b], 32);
+            for (int s = 0; s < STAGES; ++s) {
+                ptxlab::mbarrier_init(&full[s], 1);
+                ptxlab::mbarrier_init(&empty[s], 32 * WARPS);
+            }
+            for (int b = 0; b < 2; ++b) {
+                ptxlab::mbarrier_init(&summed[b], 32 * WARPS);
+                ptxlab::mbarrier_init(&cleared[b], 32);
+            }
             ptxlab::fence_mbarrier_init();
         }
         __syncwarp();
-        const int early = min(STAGES, chunks);
-        load_w(0, 0, 0);
+        load_w(0, 0, 0);                                                     // weights do not wait for the kernel before
         __syncthreads();
         if (elected) ptxlab::launch_dependents();
-        if (ORDER == 1) {
-            ptxlab::wait_for_predecessors();
-            load_x(0, 0);
-        }
-        for (int chunk = 1; chunk < early; ++chunk) {
-            load_w(0, chunk, chunk);
-            if (ORDER == 1) load_x(chunk, chunk);
-        }
+        ptxlab::wait_for_predecessors();
         for (int row = 0; row < strips_here; row += ROWS)
-            for (int chunk = 0; chunk < chunks; ++chunk, slot.advance()) {
-                if (row == 0 && chunk < early) continue;
-                ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
-                load_w(row, chunk, slot.index);
-                if (ORDER == 1 && row == 0) load_x(chunk, slot.index);
+            for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+                if (row > 0 || stage > 0) {
+                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                    load_w(row, stage, slot.index);
+                }
+                if (row == 0) load_x(stage, slot.index);
             }
         return;
     }
-    for (int i = threadIdx.x; i < 2 * TILE; i += 32 * WARPS) sums[i] = 0;
-    if (ORDER == 1 && x_units < units)  // K ends within a block: no channels, and no zeros from memory
-        for (int i = threadIdx.x; i < X_UNIT / 4; i += 32 * WARPS) reinterpret_cast<u32*>(xs + x_units * X_UNIT)[i] = 0;
-    if (threadIdx.x < BM) token_sum[threadIdx.x] = 0;
+    if (warp < WARPS)
+        for (int i = threadIdx.x; i < 2 * TILE; i += 32 * WARPS) sums[i] = 0;
     __syncthreads();
+    int buffer = 0, parity = 0;                                              // of the tiles of sums
     if (warp == WARPS + 1) {  // sums -> outputs
-        const int part = lane % (ROWS * 2);
-        float xs_of[ITEMS];
+        const int part = lane % (ROWS * 2);                                  // 8 rows of the ROWS * 16
+        float scale[ITEMS];
         int extra[ITEMS];
-        int buffer = 0, parity = 0;
         for (int row = 0; row < strips_here; row += ROWS) {
             const int n = (strip0 + row) * 16 + part * 8;
             const bool inside = n < N && row + part / 2 < strips_here;
@@ -141,74 +160,65 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips, const float* __re
 #pragma unroll
                 for (int i = 0; i < ITEMS; ++i) {
                     const int token = (i * 32 + lane) / (ROWS * 2);
-                    xs_of[i] = token < M ? x_scale[token] : 0;
-                    extra[i] = x_sum && token < M ? 128 * x_sum[token] : 0;
+                    scale[i] = token < M ? x_scale[token] : 0;
+                    extra[i] = !SIGNED && token < M ? 128 * x_sum[token] : 0;
                 }
             }
             ptxlab::mbarrier_wait(&summed[buffer], parity);
-            int* tile = sums + buffer * TILE;
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 const int token = (i * 32 + lane) / (ROWS * 2);
-                if (row == 0 && !x_sum && token < BM) extra[i] = 128 * token_sum[token];
-                if (token >= BM) continue;
-                int4* at = reinterpret_cast<int4*>(tile + token * PITCH + part * 8);
-                const int4 lo = at[0], hi = at[1];
+                if (token >= M) continue;
+                int4* at = reinterpret_cast<int4*>(sums + buffer * TILE + token * PITCH + part * 8);
+                const int4 low = at[0], high = at[1];
                 at[0] = at[1] = make_int4(0, 0, 0, 0);
-                const int v[8] = {lo.x - extra[i], lo.y - extra[i], lo.z - extra[i], lo.w - extra[i],
-                                  hi.x - extra[i], hi.y - extra[i], hi.z - extra[i], hi.w - extra[i]};
-                if (!inside || token >= M) continue;
-                if (bias) ptxlab::store_8<OUT>(y, size_t(token) * N + n, v, xs_of[i], ws, b);
-                else ptxlab::store_8<OUT>(y, size_t(token) * N + n, v, xs_of[i], ws, nullptr);
+                const int v[8] = {low.x - extra[i], low.y - extra[i], low.z - extra[i], low.w - extra[i],
+                                  high.x - extra[i], high.y - extra[i], high.z - extra[i], high.w - extra[i]};
+                if (!inside) continue;
+                if (bias) ptxlab::store_8<OUT>(y, size_t(token) * N + n, v, scale[i], ws, b);
+                else ptxlab::store_8<OUT>(y, size_t(token) * N + n, v, scale[i], ws, nullptr);
             }
             ptxlab::mbarrier_arrive(&cleared[buffer]);
             if ((buffer ^= 1) == 0) parity ^= 1;
         }
         return;
     }
-    if (ORDER == 0) {
-        ptxlab::wait_for_predecessors();
-        bring_row_major(xs, token_sum, x, M, K, units);
-        asm volatile("bar.sync 1, %0;" ::"n"(32 * WARPS) : "memory");
-    }
     const int strip = warp / SLICES, slice = warp % SLICES, g = lane / 4;
-    int buffer = 0, parity = 0;
     for (int row = 0; row < strips_here; row += ROWS) {
         const bool mine = row + strip < strips_here;
         int acc[MMAS][4] = {};
-        for (int chunk = 0; chunk < chunks; ++chunk, slot.advance()) {
-            const int block = chunk * SLICES + slice;
+        for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+            const int block = stage * SLICES + slice;
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
             if (mine && block < w_blocks) {
-                const unsigned char* w = ring + slot.index * STAGE_BYTES + strip * W_BYTES + slice * BLOCK;
+                const unsigned char* w = ring + (slot.index * ROWS + strip) * W_BYTES + slice * BLOCK;
                 const uint4 q[2] = {*reinterpret_cast<const uint4*>(w + lane * 16), *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
                 u32 c[GROUPS];
 #pragma unroll
                 for (int i = 0; i < GROUPS; ++i) c[i] = *reinterpret_cast<const u32*>(w + 1024 + i * 32 + g * 4);
 #pragma unroll
                 for (int unit = 0; unit < 2; ++unit) {
-                    uint4 b[MMAS];
-#pragma unroll
-                    for (int m = 0; m < MMAS; ++m) b[m] = *reinterpret_cast<const uint4*>(xs + (block * 2 + unit) * X_UNIT + m * 512 + lane * 16);
                     const u32 words[4] = {q[unit].x, q[unit].y, q[unit].z, q[unit].w};
                     uint2 a[4];
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         const u32 pair = c[(unit * 64 + j / 2 * 32) / GROUP] >> 16 * (j & 1);
-                        a[j] = ptxlab::dequant_lqq_unsigned(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
+                        const u32 scale = pair & 0xff, offset = __byte_perm(pair, 0, 0x1111);
+                        a[j] = SIGNED ? ptxlab::dequant_lqq(words[j], scale, offset) : ptxlab::dequant_lqq_unsigned(words[j], scale, offset);
                     }
 #pragma unroll
                     for (int m = 0; m < MMAS; ++m) {
-                        ptxlab::mma_u8(acc[m], a[0].x, a[1].x, a[0].y, a[1].y, b[m].x, b[m].y);
-                        ptxlab::mma_u8(acc[m], a[2].x, a[3].x, a[2].y, a[3].y, b[m].z, b[m].w);
+                        const uint4 b = fragment(x_tile, block, unit, m, lane);
+                        multiply(acc[m], a, 0, b.x, b.y);
+                        multiply(acc[m], a, 1, b.z, b.w);
                     }
                 }
             }
             ptxlab::mbarrier_arrive(&empty[slot.index]);
         }
-        ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);
-        int* tile = sums + buffer * TILE + strip * 16 + g;
+        ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);                 // the first two tiles are clear
         if (mine) {
+            int* tile = sums + buffer * TILE + strip * 16 + g;
 #pragma unroll
             for (int m = 0; m < MMAS; ++m)
 #pragma unroll

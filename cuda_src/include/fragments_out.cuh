@@ -17,14 +17,12 @@ struct Scaling {
     const float* x_scale;    // [TOKENS]
     const int* x_sum;        // [TOKENS], times 128 to be taken off, or null
     float w_scale[2];        // of rows g and g + 8
-    float bias[2];
-    bool biased;
+    float bias[2];           // -0 where there is none: adding it changes nothing
 };
 
 // y = acc * x_scale * w_scale + bias in f32, each operation rounded.
-__device__ __forceinline__ float scaled(int acc, float x_scale, float w_scale, float bias, bool biased) {
-    const float v = __fmul_rn(__fmul_rn(float(acc), x_scale), w_scale);
-    return biased ? __fadd_rn(v, bias) : v;
+__device__ __forceinline__ float scaled(int acc, float x_scale, float w_scale, float bias) {
+    return __fadd_rn(__fmul_rn(__fmul_rn(float(acc), x_scale), w_scale), bias);
 }
 
 // Tokens token0 .. of rows n0 .. n0 + 15, as far as they are below M and `end`; `own(piece)` says whether the sums of tokens
@@ -44,7 +42,7 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
                 const int sum = acc[4 * j + e] - (s.x_sum ? 128 * s.x_sum[token] : 0);
                 const size_t at = size_t(token0 + token) * N + n;
                 if constexpr (KIND == 3) static_cast<int*>(y)[at] = sum;
-                else static_cast<float*>(y)[at] = scaled(sum, s.x_scale[token], s.w_scale[e / 2], s.bias[e / 2], s.biased);
+                else static_cast<float*>(y)[at] = scaled(sum, s.x_scale[token], s.w_scale[e / 2], s.bias[e / 2]);
             }
         }
     } else {
@@ -65,8 +63,8 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
                 const int* d = acc + 4 * (j + i);
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
-                    h[2 * i + r] = rounded_pair<KIND>(scaled(d[2 * r] - 128 * sum.x, scale.x, s.w_scale[r], s.bias[r], s.biased),
-                                                 scaled(d[2 * r + 1] - 128 * sum.y, scale.y, s.w_scale[r], s.bias[r], s.biased));
+                    h[2 * i + r] = rounded_pair<KIND>(scaled(d[2 * r] - 128 * sum.x, scale.x, s.w_scale[r], s.bias[r]),
+                                                 scaled(d[2 * r + 1] - 128 * sum.y, scale.y, s.w_scale[r], s.bias[r]));
             }
             __syncwarp();                                                  // what was there has been taken
             store_matrices_transposed(to, h);
