@@ -5,12 +5,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ptxlab.bench import chain, grouped, quantiser, untuned, w8a8
-from ptxlab.bench.headline import MEASURE
+from ptxlab.bench.headline import MEASURE, WITHOUT_SUMS
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, CHAINS, GROUP, LLAMA, UNTUNED, Layer
 from ptxlab.ladder import mean, place_of
 
-SUMMED = "+sum"  # behind the order of activations that came without their sums
 PEERS = {  # name -> how tables call it
     "cublas_fp8": "FP8",
     "cublas_int8": "INT8",
@@ -29,12 +28,12 @@ def points(record: Record | None, group: int = GROUP) -> list[Row]:
 
     Sums of tokens are the quantiser's. `without_sums` has the same points for activations that came without them.
     """
-    return _fastest(row for row in of(record, MEASURE, group) if not row.activations.endswith(SUMMED))
+    return _fastest(row for row in of(record, MEASURE, group) if row.activations != WITHOUT_SUMS)
 
 
 def without_sums(record: Record | None, group: int = GROUP) -> list[Row]:
-    """The points for row-major activations from elsewhere; [] where no sums are needed."""
-    return _fastest(row for row in of(record, MEASURE, group) if row.activations.endswith(SUMMED))
+    """The points for row-major activations from elsewhere, without token sums."""
+    return _fastest(row for row in of(record, MEASURE, group) if row.activations == WITHOUT_SUMS)
 
 
 def of(record: Record | None, measure: str, group: int = GROUP) -> list[Row]:

@@ -1,8 +1,8 @@
 """What `gemm_w4a8` launches where no kernel is asked for, at every point of the suite and in every order it takes.
 
 The weight is packed once, for all numbers of tokens. Activations come with their token sums from the quantiser that
-writes them in that order. Row-major ones stand beside once more as if they came from elsewhere: then making the sums
-is part of the time.
+writes them in that order. Row-major ones stand beside once more as if they came from elsewhere, without sums: then the
+kernel does without.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,18 +11,19 @@ from typing import Any, NamedTuple
 
 from ptxlab.bench.points import Point, StreamTime, all_peers, point
 from ptxlab.bench.problem import expected, first_tokens, sizes_at, tokens, weights
-from ptxlab.bench.quantiser import token_sum_us
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, Layer
+from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.kernels.gemm.common import Step
 from ptxlab.spec import Arrays
 
 FACE = "gemm_w4a8"
 MEASURE = "headline"
-SCHEME, PACKING = "lqq", "dual_mma"
+WITHOUT_SUMS = "row_major-sums"  # order of a row whose activations came without token sums
+SCHEME, PACKING = "lqq", "strips"
 ORDER = "row_major"  # of the activations where only one is measured: in chains, with experts, on untuned shapes
-_TILES = (8, 16, 32, 64, 128)  # tokens of a tile of activations: the first that holds all, else the last
+_TILES = (8, 16, 32, 64, 128, 256)  # tokens of a tile of activations: the first that holds all, else the last
 
 
 class _Weight(NamedTuple):
@@ -70,7 +71,7 @@ def points(names: Sequence[str]) -> Iterator[Point]:
     for layer in LLAMA:
         for group in GROUPS:
             for M in ALL_TOKENS:
-                for order in _orders():
+                for order in _orders(layer, M, group):
                     step, sizes = at(layer, M, group, order)
                     if step.spec.name in names:
                         yield step, sizes
@@ -105,32 +106,26 @@ def launched(
     return point(step, sizes, fed, right, face=FACE, **further)
 
 
-def _orders() -> list[str]:
-    """The orders of activations that these kernels read."""
-    return list(dict.fromkeys(step.order for step in steps()))
+def _orders(layer: Layer, M: int, group: int) -> list[str]:
+    """The orders of activations that a kernel reads at this size."""
+    orders = dict.fromkeys(step.order for step in steps())
+    return [order for order in orders if _is_taken(*at(layer, M, group, order))]
+
+
+def _is_taken(step: Step, sizes: dict[str, int]) -> bool:
+    try:
+        step.spec.check_sizes(sizes)
+    except ArgumentError:
+        return False
+    return True
 
 
 def _rows_at(layer: Layer, M: int, group: int, logical: Arrays, names: Sequence[str], **beside: Any) -> Iterator[Row]:
-    orders = {order: chosen(layer, M, group, order) for order in _orders()}
+    orders = {order: chosen(layer, M, group, order) for order in _orders(layer, M, group)}
     orders = {order: step for order, step in orders.items() if step.spec.name in names}
     right = expected(next(iter(orders.values())).spec, logical) if orders else None
-    for order, step in orders.items():
-        row = launched(layer, M, logical, right, group=group, order=order, measured_as=MEASURE, **beside)
-        yield row
-        if order == "row_major" and step.needs_sum:
-            yield with_token_sums(row, token_sum_us(M, layer.K))
-
-
-def with_token_sums(row: Row, sum_us: float) -> Row:
-    """The row as if its activations had come without their token sums, which take so many microseconds."""
-    time = row.time_us + sum_us
-    return replace(
-        row,
-        time_us=time,
-        fastest_us=row.fastest_us + sum_us,
-        slowest_us=row.slowest_us + sum_us,
-        rate=row.rate * row.time_us / time,
-        fraction=row.floor_us / time,
-        activations=f"{row.activations}+sum",
-        more={**row.more, "token_sum_us": sum_us},
-    )
+    for order in orders:
+        yield launched(layer, M, logical, right, group=group, order=order, measured_as=MEASURE, **beside)
+    if "row_major" in orders:
+        row = launched(layer, M, logical, right, group=group, sums=False, measured_as=MEASURE, **beside)
+        yield replace(row, activations=WITHOUT_SUMS)

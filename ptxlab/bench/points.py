@@ -34,6 +34,7 @@ def point(
     stream_us: StreamTime,
     peers: Mapping[str, float],
     more: Mapping[str, float] | None = None,
+    sums: bool = True,
     **further: Any,
 ) -> Row:
     """Time one step at one size. Every result of the timed launches has to be the right one, bit for bit.
@@ -47,10 +48,11 @@ def point(
         stream_us: the run's stream floors.
         peers: microseconds by name.
         more: further figures of the row.
+        sums: whether a kernel that does without token sums is given them all the same.
         further: other fields of `Row` by name.
     """
     spec = step.spec
-    timed = launches(step, sizes, logical)
+    timed = launches(step, sizes, logical, sums=sums)
     measured = measure(timed.calls, replays=replays_at(sizes["M"]))
     operations, nbytes = int(evaluate(spec.operations, sizes)), packed_bytes(spec, sizes)
     return row_of(

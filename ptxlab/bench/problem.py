@@ -39,10 +39,11 @@ def sizes_at(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, rows: i
     return {name: size for name, size in sizes.items() if name in spec.symbols}
 
 
-def variant(spec: KernelSpec, sizes: Sizes) -> dict[str, int]:
-    """The constants that the spec chooses, with FP16 results where there is a choice."""
+def variant(spec: KernelSpec, sizes: Sizes, sums: bool = True) -> dict[str, int]:
+    """The constants that the spec chooses; where there is a choice, for FP16 results and for token sums or none."""
+    wanted = {"OUT": F16, "SIGNED": int(not sums)}
     config = spec.config_for(sizes)
-    return {**config, "OUT": F16} if "OUT" in config else config
+    return {**config, **{name: value for name, value in wanted.items() if name in config}}
 
 
 def packed_bytes(spec: KernelSpec, sizes: Sizes) -> int:
@@ -136,7 +137,13 @@ class Launches:
 
 
 def launches(
-    step: Step, sizes: dict[str, int], logical: Arrays, *, copies: int | None = None, programmatic: bool = False
+    step: Step,
+    sizes: dict[str, int],
+    logical: Arrays,
+    *,
+    sums: bool = True,
+    copies: int | None = None,
+    programmatic: bool = False,
 ) -> Launches:
     """Prepare launches that find every weight in memory and not in the L2.
 
@@ -144,11 +151,12 @@ def launches(
         step: the kernel.
         sizes: symbols of its spec.
         logical: inputs on the device, with `rows` where the activations lie in tiles.
+        sums: whether a kernel that does without token sums is given them all the same.
         copies: of the weight, one launch each; by default as many as exceed the L2.
         programmatic: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
     """
     spec = step.spec
-    constants = variant(spec, sizes)
+    constants = variant(spec, sizes, sums)
     kernel = gpu.load(source_of(step), spec.name, defines=constants)
     everything = {**sizes, **constants}
     geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))

@@ -40,8 +40,8 @@ class Row:
         peers: time of others for the same work, microseconds by name: those of the same run, and stored ones
             (`bench.stored`) where `more` has `stored_factor`, by which they were scaled.
         more: further figures of this measure.
-        activations: order in memory of the activations of a GEMM; with `+sum` behind it they came without their token
-            sums, and making these is part of the time.
+        activations: order in memory of the activations of a GEMM; with `-sums` behind it they came without their token
+            sums.
         variant: `-D` constants that the spec chose for these sizes. Unlike `config`, which was asked for, they do not
             tell one measurement from another: what is compared is what the user gets.
         face: the Python function that chose the kernel. Then it tells measurements apart, and not the kernel.

@@ -100,23 +100,6 @@ def _vote(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return together(machine, pc, mask[0] if sync else None, apply)
 
 
-@binder("elect")
-def _elect(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    """PTX ISA 9.7.13.16 leaves open which lane it is: the lowest of the mask, as on the hardware."""
-    if instruction.opcode != "elect.sync":
-        raise UnknownOpcode(instruction.opcode)
-    target, mask = instruction.operands
-    elected, predicate = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
-    write, write_predicate = machine.writer(elected, "u32"), machine.writer(predicate, "pred")
-
-    def apply(lanes: Lanes, members: Array) -> None:
-        lowest = np.argmax(member_matrix(members), axis=1)
-        write(lanes, lowest.astype(np.uint32))
-        write_predicate(lanes, indices_of(lanes) % 32 == lowest)
-
-    return together(machine, pc, mask, apply)
-
-
 @binder("activemask")
 def _active(machine: Machine, instruction: Instruction, pc: int) -> Step:
     write = machine.writer(instruction.operands[0], "u32")

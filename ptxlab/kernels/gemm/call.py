@@ -73,13 +73,13 @@ def checked(
     return Call(x_q, x_scale, x_sum, order, rows, shape[0], weight, bias, out, dtype, kernel, programmatic)
 
 
-def arrays(call: Call, x_shape: tuple[int, ...], needs_sum: bool) -> list[tuple[str, str, Any, str, tuple[int, ...]]]:
+def arrays(call: Call, x_shape: tuple[int, ...], takes_sum: bool) -> list[tuple[str, str, Any, str, tuple[int, ...]]]:
     """What was given beside the weight: the kernel's argument, the label for messages, the array, dtype and shape."""
     M, N = call.M, call.weight.N
     wanted = [("x", "gemm_w4a8: x_q", call.x_q, "int8", x_shape)]
     if call.x_scale is not None:
         wanted.append(("x_scale", "gemm_w4a8: x_scale", call.x_scale, "float32", (M,)))
-    if call.x_sum is not None and needs_sum:
+    if call.x_sum is not None and takes_sum:
         wanted.append(("x_sum", "gemm_w4a8: x_sum", call.x_sum, "int32", (M,)))
     if call.bias is not None:
         wanted.append(("bias", "gemm_w4a8: bias", call.bias, "float32", (N,)))

@@ -61,9 +61,19 @@ class Step:
         return tuple((name, {"w_scale": "channel_scale", "w_zero": "channel_zero"}.get(name, name)) for name in names)
 
     @cached_property
-    def needs_sum(self) -> bool:
+    def takes_sum(self) -> bool:
         """Whether it takes the token sums."""
         return any(arg.name == "x_sum" for arg in self.spec.inputs)
+
+    @cached_property
+    def needs_sum(self) -> bool:
+        """Whether it does not do without them."""
+        return any(arg.name == "x_sum" and not arg.optional for arg in self.spec.inputs)
+
+    def config(self, sizes: Sizes, OUT: int, sums: bool) -> dict[str, int]:
+        """Constants of the variant for these sizes that stores dtype `OUT`, fed token sums or not."""
+        config = {**self.spec.config_for(sizes), "OUT": OUT}
+        return {**config, "SIGNED": int(not sums)} if "SIGNED" in config else config
 
     def sizes(self, M: int, N: int, K: int, group: int, rows: int) -> dict[str, int]:
         """The sizes that the kernel knows of; `rows` are the tokens of a tile of activations."""

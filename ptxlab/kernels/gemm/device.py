@@ -62,7 +62,7 @@ class _Prepared:
         self.programmatic = call.programmatic
         self.scratch = scratch(self.step, weight, call.M, call.rows)
         self.x_shape = stored_shape(call.order, call.M, weight.K, call.rows)
-        self.out = DTYPES.index(call.dtype)
+        self.out, self.has_sum = DTYPES.index(call.dtype), call.x_sum is not None
         self.sizes = self.step.sizes(call.M, weight.N, weight.K, weight.group, call.rows)
         self.step.spec.check_sizes(self.sizes)
 
@@ -70,7 +70,7 @@ class _Prepared:
     def plans(self) -> tuple[Plan, Plan | None]:
         """The product, and the token sums where the step needs them: these wait for what is before, and it for them."""
         spec, sizes = self.step.spec, self.sizes
-        gemm = Plan(spec, {**spec.config_for(sizes), "OUT": self.out}, sizes, programmatic=self.programmatic)
+        gemm = Plan(spec, self.step.config(sizes, self.out, self.has_sum), sizes, programmatic=self.programmatic)
         sums = {name: sizes[name] for name in ("M", "K")}
         return gemm, Plan(SUM, SUM.configs[0], sums) if self.step.needs_sum else None
 
@@ -130,7 +130,8 @@ def on_gpu(call: Call, workspace: Workspace | None) -> Any:
 def _prepare(call: Call, device: int) -> _Prepared:
     weight = call.weight
     shape = call.M, weight.N, weight.K, weight.group, call.rows
-    key = weight.scheme, weight.layout, call.order, shape, call.dtype, call.kernel, call.programmatic, device
+    asked = call.dtype, call.kernel, call.programmatic, call.x_sum is None
+    key = weight.scheme, weight.layout, call.order, shape, *asked, device
     prepared = _prepared.get(key)
     if prepared is None:
         if len(_prepared) >= _MOST_SHAPES:
@@ -142,7 +143,7 @@ def _prepare(call: Call, device: int) -> _Prepared:
 def _views(call: Call, prepared: _Prepared, device: int) -> dict[str, gpu.View]:
     """Every array of the call by argument name, checked."""
     views = {}
-    for name, label, array, dtype, shape in arrays(call, prepared.x_shape, prepared.step.needs_sum):
+    for name, label, array, dtype, shape in arrays(call, prepared.x_shape, prepared.step.takes_sum):
         views[name] = gpu.view(label, array).require(label, dtype, shape, device)
     for name, buffer in prepared.step.buffers:  # whose dtypes and shapes are the PackedWeight's own concern
         views[name] = view = gpu.view("gemm_w4a8: weight", call.weight.buffers[buffer])

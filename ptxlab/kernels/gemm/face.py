@@ -39,11 +39,13 @@ def gemm_w4a8(
 
     Args:
         x_q: s8 [M, K], M >= 0; or `PackedActivations` (from `quantize_activations`), which bring scale and sum along,
-            in an order that a kernel for this weight reads: `row_major`, for LQQ in `dual_mma` also `tiles` of 8, 16,
-            32, 64, 128 or 256 tokens. NumPy, CuPy, PyTorch or JAX: the result is of the same kind.
+            in an order that a kernel for this weight reads: `row_major`, for LQQ in `dual_mma` and for `strips` also
+            `tiles` of 8, 16, 32, 64, 128 or 256 tokens, for `strips` also `fragment` of up to 32 tokens. NumPy, CuPy,
+            PyTorch or JAX: the result is of the same kind.
         x_scale: f32 [M]; may be left out for int32 output.
         weight: packed; where the activations are, on the host or on the GPU (`ptxlab.to_device`).
-        x_sum: s32 [M], sum of x_q over K, for per-channel weights; computed where it is not given.
+        x_sum: s32 [M], sum of x_q over K, for per-channel weights, where it is computed if it is not given; and for
+            `strips`, where the kernel needs fewer instructions with it.
         bias: f32 [N] or None.
         out: [M, N] to write into; it is what is returned.
         out_dtype: `float16`, `bfloat16`, `float32`, or `int32` for the accumulators; by default that of `out`, else
@@ -91,7 +93,7 @@ def _on_host(call: Call, backend: str | None) -> Any:
     spec, sizes = step.spec, step.sizes(M, weight.N, weight.K, weight.group, call.rows)
     given = {}
     for name, label, array, dtype, shape in arrays(
-        call, stored_shape(call.order, M, weight.K, call.rows), step.needs_sum
+        call, stored_shape(call.order, M, weight.K, call.rows), step.takes_sum
     ):
         require_on_host(label, array, dtype, shape, written=name == "y")
         given[name] = array
@@ -102,6 +104,6 @@ def _on_host(call: Call, backend: str | None) -> Any:
     inputs.setdefault("x_scale", np.ones(M, np.float32))  # of int32 output, which does not see it
     if step.needs_sum and "x_sum" not in inputs:
         inputs["x_sum"] = gpu.as_array("x_q", call.x_q).sum(axis=1, dtype=np.int32)
-    config = {**spec.config_for(sizes), "OUT": DTYPES.index(call.dtype)}
+    config = step.config(sizes, DTYPES.index(call.dtype), "x_sum" in inputs)
     source = of_kernel(spec.name)[0]
     return run_spec(spec, source, inputs, sizes=sizes, out=out, backend=backend, config=config).outputs["y"]

@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.expressions import evaluate
-from ptxlab.kernels.gemm import sm80, sm90
+from ptxlab.kernels.gemm import sm80, sm90, strips
 from ptxlab.kernels.gemm.common import Step
 from ptxlab.layout import PackedWeight
 
-LADDER: tuple[Step, ...] = (*sm80.STEPS, *sm90.STEPS)
+LADDER: tuple[Step, ...] = (*sm80.STEPS, *sm90.STEPS, *strips.STEPS)
 
 
 def choose(

@@ -1,0 +1,141 @@
+"""W4A8 for weights in strips: one packing from one token to thousands, LQQ and QoQ alike (LiquidGEMM §4, §5.3)."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab import layout
+from ptxlab.kernels.gemm import small_tiles, strips_tiles
+from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, Step, epilogue, example_lqq, examples, gemm
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+
+SCHEMES = ("lqq", "qoq")
+X_SCALE, *AFTER_SCALE = EPILOGUE
+
+
+def _choose(s: Sizes) -> dict[str, int]:
+    order = int("rows" in s)
+    return {**strips_tiles.choose(s).constants, "GROUP": s["g"], "OUT": INT32, "ORDER": order, "SIGNED": 1}
+
+
+def _launch(s: Sizes) -> Launch:
+    """A block per tile, or where one can do several tiles no more than there are SMs; a cluster where K is split."""
+    tile, split = strips_tiles.Tile(*(s[name] for name in strips_tiles.Tile._fields)), s["SPLIT"]
+    blocks = strips_tiles.tiles(s, tile.BM, s["STRIPS"]) * split
+    if tile.WK == split == 1:
+        blocks = min(blocks, strips_tiles.SMS)
+    shared = strips_tiles.shared_bytes(tile, s["STRIPS"], s["STAGES"], split, s["GROUP"])
+    return Launch((blocks, 1, 1), (128 * (tile.WN * tile.WK + 1), 1, 1), shared, (split, 1, 1))
+
+
+def _choose_small(s: Sizes) -> dict[str, int]:
+    return {**small_tiles.choose(s), "GROUP": s["g"], "OUT": INT32, "ORDER": 0, "SIGNED": 1}
+
+
+def _launch_small(s: Sizes) -> Launch:
+    """As many blocks as are resident, each with its share of the strips."""
+    tile = small_tiles.Tile(*(s[name] for name in small_tiles.Tile._fields))
+    blocks = min(-(-s["N"] // 16), strips_tiles.SMS * tile.RESIDENT)
+    shared = small_tiles.shared_bytes(tile, s["STAGES"], s)
+    return Launch((blocks, 1, 1), (32 * (tile.ROWS * tile.SLICES + 2), 1, 1), shared)
+
+
+def _pack(logical: Arrays) -> Arrays:
+    """The weight in strips, and the token sums for variants that take them."""
+    buffers = layout.pack(logical["weight"], "strips").buffers
+    x = logical["x"]
+    return {
+        "strips": buffers["strips"],
+        "w_scale": buffers["channel_scale"],
+        "x": x,
+        "x_sum": x.sum(axis=1, dtype=np.int32),
+        **epilogue(logical),
+    }
+
+
+def _pack_tiles(logical: Arrays) -> Arrays:
+    """The same with the activations in swizzled tiles of `rows` tokens."""
+    return {**_pack(logical), "x": layout.to_swizzled_tiles(logical["x"], logical["rows"])}
+
+
+def _pack_fragments(logical: Arrays) -> Arrays:
+    """The same with the activations in the order of the MMA's operand."""
+    return {**_pack(logical), "x": layout.to_fragment_order(logical["x"])}
+
+
+def _spec(name: str, summary: str, **fields: Any) -> KernelSpec:
+    return KernelSpec(
+        name=name,
+        summary=summary,
+        args=(
+            Arg("strips", "uint8", ("ceil_div(N, 16)", "ceil_div(K, 128)", "1024 + 128//g*32")),
+            Arg("w_scale", "float32", ("N",)),
+            Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
+            X_SCALE,
+            Arg("x_sum", "int32", ("M",), optional=True),
+            *AFTER_SCALE,
+        ),
+        operations="2*M*N*K",
+        example=example_lqq,
+        pack=_pack,
+        reference=gemm,
+        arch="sm_90a",
+        exact_arch=True,
+        after_wait=("x", "x_scale", "x_sum"),
+        **fields,
+    )
+
+
+_RULES = (f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N < 2**31")
+
+SMALL = _spec(
+    "gemm_w4a8_small_sm90",
+    "few tokens: activations resident, whole strips streamed past them, unsigned LiquidQuant (LiquidGEMM §4)",
+    rules=(*_RULES, "M <= 32", "ceil_div(M, 8)*8*ceil_div(K, 1024)*1024 <= 204800"),
+    choose=_choose_small,
+    launch=_launch_small,
+    example_sizes=examples("MNKg", (1, 8, 32, 32), (5, 40, 1152, 128), (17, 200, 192, 64)),
+)
+LARGE = _spec(
+    "gemm_w4a8_sm90",
+    "unsigned LiquidQuant dequantised under wgmma, tiles of evenly shared strips (LiquidGEMM §4, §5.3)",
+    rules=_RULES,
+    choose=_choose,
+    launch=_launch,
+    example_sizes=examples("MNKg", (1, 8, 32, 32), (5, 40, 256, 128), (17, 200, 192, 64)),
+)
+
+
+def _with_x(spec: KernelSpec, x: Arg, **fields: Any) -> KernelSpec:
+    """The same kernel on activations in another order."""
+    args = tuple(x if arg.name == "x" else arg for arg in spec.args)
+    return replace(spec, args=args, example_sizes=(), **fields)  # an example is drawn by the sizes of the spec itself
+
+
+SMALL_FRAGMENTS = _with_x(
+    SMALL,
+    Arg("x", "int8", ("ceil_div(K, 64)", "ceil_div(M, 8)", "512"), "tma", box=("BM*SLICES", "128")),
+    choose=lambda s: {**_choose_small(s), "ORDER": 1},
+    pack=_pack_fragments,
+)
+LARGE_TILES = _with_x(
+    LARGE,
+    Arg("x", "int8", ("ceil_div(M, rows)", "ceil_div(K, 128)", "128*rows"), "tma", box=("rows", "128")),
+    rules=(*_RULES, f"rows in {strips_tiles.BMS}"),
+    pack=_pack_tiles,
+)
+
+# From the sweeps: up to 16 tokens, while all of X fits beside a ring worth having.
+_FEW = "M <= 16 and ceil_div(M, 8)*K <= 24576"
+STEPS = tuple(
+    Step(spec, scheme, "strips", order, suits)
+    for scheme in SCHEMES
+    for spec, order, suits in (
+        (LARGE, "row_major", "True"),
+        (LARGE_TILES, "tiles", "True"),
+        (SMALL_FRAGMENTS, "fragment", "True"),
+        (SMALL, "row_major", _FEW),
+    )
+)
+SPECS = (SMALL, LARGE)
