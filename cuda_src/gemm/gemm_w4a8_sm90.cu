@@ -15,7 +15,7 @@
 //            x MN MMAs lie along the rows: warp v of MMA h of group w has strip 4 (MN w + h) + v; one without a strip takes
 //            the last once more and stores nothing. WK warp groups take stages in turn and add up in the ring at the end.
 //            SPLIT blocks of a cluster each take a slice of K and add up through distributed shared memory.
-// Ring       STAGES slots of BK channels: X as BK / 128 boxes [BM][128] under the 128-byte swizzle (from row-major X, or as they
+// Ring       STAGES slots of BK channels: X as BK / 128 tiles [BM][128] under the 128-byte swizzle (from row-major X, or as they
 //            are from X in tiles: ORDER), and W_SLOT bytes of each strip. full completes when the copy engine has brought
 //            all of it, empty when the WN warp groups that use the slot are done with it.
 // W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
@@ -107,6 +107,18 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     unsigned char* buffers = behind + Sums::RECEIVE_BYTES;                   // 512 bytes of each warp
     Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
 
+    // Rows of X that a copy brings: rows outside the matrix are slow to come, so that where tiles are not full copies are
+    // smaller, none is made for tokens that are not there, and what wgmma reads of these is zero from the beginning.
+    const int box = ORDER == 1 || M % BM == 0 ? BM : M <= 64 ? min(BM, (M + 7) / 8 * 8) : min(BM, 32);
+    if (ORDER == 0 && M % BM != 0) {
+        const int there = (M % BM + box - 1) / box * box, missing = (BM - there) * 8;  // 16 bytes each, of 128 channels
+        for (int i = threadIdx.x; i < STAGES * (BK / 128) * missing; i += THREADS) {
+            const int tile = i / missing;
+            unsigned char* x_tile = ring + tile / (BK / 128) * STAGE_BYTES + tile % (BK / 128) * (BM * 128);
+            *reinterpret_cast<int4*>(x_tile + there * 128 + i % missing * 16) = make_int4(0, 0, 0, 0);
+        }
+        ptxlab::fence_proxy_async();
+    }
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 4);
@@ -123,17 +135,18 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring), full_at = ptxlab::shared_address(full);
-        int tile = blockIdx.x / SPLIT, height = 0, token_tile = 0;
+        int tile = blockIdx.x / SPLIT, height = 0, token_tile = 0, boxes = 0;
         const unsigned char* from = nullptr;                                 // this warp's weights of the next stage
         const auto begin = [&] {
             const int strip0 = strip_of(tile / token_tiles) + warp;
             height = strip_of(tile / token_tiles + 1) - strip0;
             from = strips + size_t(strip0) * pitch + first * (BK / 128 * BLOCK);
             token_tile = tile % token_tiles;
+            boxes = ORDER == 1 ? 1 : (min(BM, M - token_tile * BM) + box - 1) / box;
         };
         const auto load_w = [&](int stage, int slot_index) {                 // every fourth strip
             const int there = min(BK / 128, w_blocks - stage * (BK / 128));  // blocks; behind the end of K any will do, as X is zero
-            const u32 barrier = full_at + slot_index * 8, bytes = (warp == 3 ? X_BYTES : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
+            const u32 barrier = full_at + slot_index * 8, bytes = (warp == 3 ? boxes * box * BK : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
             u32 to = ring_at + slot_index * STAGE_BYTES + X_BYTES + warp * W_SLOT;
             const unsigned char* strip = from;
             if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], bytes);
@@ -153,7 +166,9 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
                 const int k_tile = stage * (BK / 128) + i;
                 const int column = ORDER == 0 ? k_tile * 128 : 0;
                 const int row = ORDER == 0 ? token_tile * BM : k_tile < w_blocks ? (token_tile * w_blocks + k_tile) * BM : -BM;
-                if (elected && warp == 3) ptxlab::tensor_load(to + i * BM * 128, &x, column, row, barrier);
+#pragma unroll 1
+                for (int b = 0; b < boxes; ++b)
+                    if (elected && warp == 3) ptxlab::tensor_load(to + (i * BM + b * box) * 128, &x, column, row + b * box, barrier);
             }
         };
         ptxlab::fewer_registers<FEWER>();
