@@ -83,7 +83,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
     const Sums sums{reinterpret_cast<int4*>(behind), nullptr, &arrived, slice};
     unsigned char* buffers = behind + Sums::RECEIVE_BYTES;                     // 512 bytes of each warp
-    float* scales = reinterpret_cast<float*>(buffers + WN * 4 * 512);          // 2 BM of each warp group: of this tile, and the one before
+    float* scales = reinterpret_cast<float*>(buffers + WN * 4 * 512);          // of each warp group 2 BM, for tiles in turn
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 2);
