@@ -11,7 +11,9 @@
 // Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K, registers), X operand B (32 of K x BM tokens, shared memory).
 //            Unsigned LiquidQuant: wgmma is given w + 128 as u8, and the sum of a token's x, times 128, is taken off at the
 //            end: 5 instructions per 8 weights. Without token sums (SIGNED) the top bits are flipped instead: 7.
-// Tile       BM tokens x up to STRIPS strips of 16 rows, shared out evenly: heights differ by one strip at most. WN warp groups
+// Tile       BM tokens x up to STRIPS strips of 16 rows, shared out evenly: heights differ by one strip at most, and so do the
+//            tokens: a copy brings as many rows of X as a tile has tokens, since rows outside the matrix are slow to come, and
+//            wgmma finds zeros behind them. WN warp groups
 //            x MN MMAs lie along the rows: warp v of MMA h of group w has strip 4 (MN w + h) + v; one without a strip takes
 //            the last once more and stores nothing. WK warp groups take stages in turn and add up in the ring at the end.
 //            SPLIT blocks of a cluster each take a slice of K and add up through distributed shared memory.
@@ -98,6 +100,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
     const int w_blocks = (K + 127) / 128, all_strips = (N + 15) / 16;
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (all_strips + STRIPS - 1) / STRIPS, tiles = token_tiles * row_tiles;
+    const int tokens = ORDER == 1 ? BM : ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
     const int least = all_strips / row_tiles, larger = all_strips % row_tiles;  // strips of a row tile; tiles that have one more
     const auto strip_of = [&](int row_tile) { return row_tile * least + min(row_tile, larger); };
@@ -107,15 +110,12 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     unsigned char* buffers = behind + Sums::RECEIVE_BYTES;                   // 512 bytes of each warp
     Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
 
-    // Rows of X that a copy brings: rows outside the matrix are slow to come, so that where tiles are not full copies are
-    // smaller, none is made for tokens that are not there, and what wgmma reads of these is zero from the beginning.
-    const int box = ORDER == 1 || M % BM == 0 ? BM : M <= 64 ? min(BM, (M + 7) / 8 * 8) : min(BM, 32);
-    if (ORDER == 0 && M % BM != 0) {
-        const int there = (M % BM + box - 1) / box * box, missing = (BM - there) * 8;  // 16 bytes each, of 128 channels
+    if (tokens < BM) {  // what wgmma reads behind the copies' rows
+        const int missing = (BM - tokens) * 8;                               // 16 bytes each, of 128 channels
         for (int i = threadIdx.x; i < STAGES * (BK / 128) * missing; i += THREADS) {
             const int tile = i / missing;
             unsigned char* x_tile = ring + tile / (BK / 128) * STAGE_BYTES + tile % (BK / 128) * (BM * 128);
-            *reinterpret_cast<int4*>(x_tile + there * 128 + i % missing * 16) = make_int4(0, 0, 0, 0);
+            *reinterpret_cast<int4*>(x_tile + tokens * 128 + i % missing * 16) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
     }
@@ -135,18 +135,17 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring), full_at = ptxlab::shared_address(full);
-        int tile = blockIdx.x / SPLIT, height = 0, token_tile = 0, boxes = 0;
+        int tile = blockIdx.x / SPLIT, height = 0, token_tile = 0;
         const unsigned char* from = nullptr;                                 // this warp's weights of the next stage
         const auto begin = [&] {
             const int strip0 = strip_of(tile / token_tiles) + warp;
             height = strip_of(tile / token_tiles + 1) - strip0;
             from = strips + size_t(strip0) * pitch + first * (BK / 128 * BLOCK);
             token_tile = tile % token_tiles;
-            boxes = ORDER == 1 ? 1 : (min(BM, M - token_tile * BM) + box - 1) / box;
         };
         const auto load_w = [&](int stage, int slot_index) {                 // every fourth strip
             const int there = min(BK / 128, w_blocks - stage * (BK / 128));  // blocks; behind the end of K any will do, as X is zero
-            const u32 barrier = full_at + slot_index * 8, bytes = (warp == 3 ? boxes * box * BK : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
+            const u32 barrier = full_at + slot_index * 8, bytes = (warp == 3 ? tokens * BK : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
             u32 to = ring_at + slot_index * STAGE_BYTES + X_BYTES + warp * W_SLOT;
             const unsigned char* strip = from;
             if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], bytes);
@@ -165,10 +164,8 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
             for (int i = 0; i < BK / 128; ++i) {
                 const int k_tile = stage * (BK / 128) + i;
                 const int column = ORDER == 0 ? k_tile * 128 : 0;
-                const int row = ORDER == 0 ? token_tile * BM : k_tile < w_blocks ? (token_tile * w_blocks + k_tile) * BM : -BM;
-#pragma unroll 1
-                for (int b = 0; b < boxes; ++b)
-                    if (elected && warp == 3) ptxlab::tensor_load(to + (i * BM + b * box) * 128, &x, column, row + b * box, barrier);
+                const int row = ORDER == 0 ? token_tile * tokens : k_tile < w_blocks ? (token_tile * w_blocks + k_tile) * BM : -BM;
+                if (elected && warp == 3) ptxlab::tensor_load(to + i * BM * 128, &x, column, row, barrier);
             }
         };
         ptxlab::fewer_registers<FEWER>();
@@ -198,7 +195,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     if (WK > 1)
         for (int i = 0; i < wk; ++i) slot.advance();
     for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
-        const int token0 = tile % token_tiles * BM;
+        const int token0 = tile % token_tiles * tokens;
         const int strip0 = strip_of(tile / token_tiles), end = strip_of(tile / token_tiles + 1), height = end - strip0;
         int acc[MN][BM / 2] = {};
         u32 a[2][MN][2][4];                                                  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
@@ -327,7 +324,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
             sums.receive(acc[h], tile_row, thread);
             const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}};
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0, (strip0 + tile_row * 4 + warp) * 16,
-                                             M, N, min(N, end * 16),
+                                             min(M, token0 + tokens), N, min(N, end * 16),
                                              [&](int piece) { return (tile_row * Sums::PER_GROUP + piece) / Sums::OWNED == slice; });
         }
     }

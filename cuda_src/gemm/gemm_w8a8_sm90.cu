@@ -99,9 +99,9 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
     if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const auto load = [&](const ptxlab::TensorMap& operand, int rows, int offset, auto row_of) {
+        const auto load = [&](const ptxlab::TensorMap& operand, int rows, int offset, int Place::*along) {
             for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
-                const int row = row_of(place_of(tile, row_tiles, token_tiles));
+                const int row = place_of(tile, row_tiles, token_tiles).*along * rows;
 #pragma unroll 1
                 for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
                     unsigned char* to = ring + slot.index * STAGE_BYTES + offset;
@@ -116,10 +116,10 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
         };
         if (UNEVEN) ptxlab::fewer_registers<FEWER>();
         ptxlab::launch_dependents();
-        if (warp == 0) load(w, ROWS, X_BYTES, [](Place place) { return place.rows * ROWS; });
+        if (warp == 0) load(w, ROWS, X_BYTES, &Place::rows);
         if (warp == 1) {
             ptxlab::wait_for_predecessors();
-            load(x, BM, 0, [](Place place) { return place.tokens * BM; });
+            load(x, BM, 0, &Place::tokens);
         }
         __syncwarp();
         if (SPLIT > 1) ptxlab::cluster_wait();

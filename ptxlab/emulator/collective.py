@@ -153,3 +153,19 @@ def _match(machine: Machine, instruction: Instruction, pc: int) -> Step:
         write_predicate(lanes, same)
 
     return together(machine, pc, mask, apply)
+
+
+@binder("elect")
+def _elect(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    if instruction.opcode != "elect.sync":
+        raise UnknownOpcode(instruction.opcode)
+    target, mask = instruction.operands
+    target, predicate = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
+    write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
+
+    def apply(lanes: Lanes, members: Array) -> None:
+        leader = np.argmax(member_matrix(members), axis=1)
+        write(lanes, leader)
+        write_predicate(lanes, leader == indices_of(lanes) % 32)
+
+    return together(machine, pc, mask, apply)

@@ -101,7 +101,7 @@ SMALL = _spec(
 LARGE = _spec(
     "gemm_w4a8_sm90",
     "unsigned LiquidQuant dequantised under wgmma, tiles of evenly shared strips (LiquidGEMM §4, §5.3)",
-    box="BM if M % BM == 0 else min(BM, ceil_div(M, 8)*8) if M <= 64 else min(BM, 32)",
+    box="ceil_div(ceil_div(M, ceil_div(M, BM)), 8)*8",
     rules=_RULES,
     choose=_choose,
     launch=_launch,
