@@ -146,16 +146,17 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
         const auto load_w = [&](int stage, int slot_index) {                 // every fourth strip
             const int there = min(BK / 128, w_blocks - stage * (BK / 128));  // blocks; behind the end of K any will do, as X is zero
             const u32 barrier = full_at + slot_index * 8, bytes = (warp == 3 ? tokens * BK : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
-            u32 to = ring_at + slot_index * STAGE_BYTES + X_BYTES + warp * W_SLOT;
-            const unsigned char* strip = from;
-            if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], bytes);
-#pragma unroll 1
-            for (int i = 0; i < height; i += 4, to += 4 * W_SLOT, strip += 4 * pitch) {
-                if (elected) ptxlab::bulk_load(to, strip, there * BLOCK, barrier);
-#pragma unroll 1
-                for (int b = there; b < BK / 128; ++b)
-                    if (elected) ptxlab::bulk_load(to + b * BLOCK, strip, BLOCK, barrier);
+            const u32 to = ring_at + slot_index * STAGE_BYTES + X_BYTES + warp * W_SLOT;
+            if (elected) {
+                ptxlab::mbarrier_arrive_expect(&full[slot_index], bytes);
+#pragma unroll
+                for (int i = 0; i < (STRIPS + 3) / 4; ++i)
+                    if (4 * i < height) ptxlab::bulk_load(to + 4 * i * W_SLOT, from + size_t(4 * i * pitch), there * BLOCK, barrier);
             }
+#pragma unroll 1
+            for (int b = there; b < BK / 128; ++b)
+                for (int i = 0; i < height; i += 4)
+                    if (elected) ptxlab::bulk_load(to + i * W_SLOT + b * BLOCK, from + size_t(i * pitch), BLOCK, barrier);
             from += BK / 128 * BLOCK;
         };
         const auto load_x = [&](int stage, int slot_index) {                 // by the last warp, which has the fewest strips
