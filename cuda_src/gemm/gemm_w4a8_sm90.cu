@@ -90,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
                const float* __restrict__ w_scale,            // f32 [N]
                const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled; or tiles
-               const float* __restrict__ x_scale,            // f32 [M]
-               const int* __restrict__ x_sum,                // s32 [M]; null if SIGNED
+               const float* x_scale,                         // f32 [M]; null if OUT == 3. Not __restrict__: a read-only load may be
+               const int* x_sum,                             // s32 [M]; null if SIGNED. moved ahead of griddepcontrol.wait
                const float* __restrict__ bias,               // f32 [N], or null
                void* __restrict__ y,                         // [M, N], by OUT
                int M, int N, int K) {
@@ -218,7 +218,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i) {
             const int token = min(token0 + i * 128 + thread, M - 1);
-            xs[i] = x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
+            xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
         }
         uint4 q[2][MN];
         u32 c[MN][GROUPS], c_next[MN][GROUPS];

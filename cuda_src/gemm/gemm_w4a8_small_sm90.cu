@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
                      const float* __restrict__ w_scale,            // f32 [N]
                      const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [M][128] swizzled; or fragments
-                     const float* __restrict__ x_scale,            // f32 [M]
-                     const int* __restrict__ x_sum,                // s32 [M]; null if SIGNED
+                     const float* x_scale,                         // f32 [M]; null if OUT == 3. Not __restrict__: a read-only load may
+                     const int* x_sum,                             // s32 [M]; null if SIGNED.  be moved ahead of griddepcontrol.wait
                      const float* __restrict__ bias,               // f32 [N], or null
                      void* __restrict__ y,                         // [M, N], by OUT
                      int M, int N, int K) {
@@ -165,7 +165,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
 #pragma unroll
                 for (int i = 0; i < ITEMS; ++i) {
                     const int token = (i * 32 + lane) / (ROWS * 2);
-                    scale[i] = token < M ? x_scale[token] : 0;
+                    scale[i] = OUT != 3 && token < M ? x_scale[token] : 1;
                     extra[i] = !SIGNED && token < M ? 128 * x_sum[token] : 0;
                 }
             }
