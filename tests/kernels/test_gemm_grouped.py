@@ -1,7 +1,6 @@
 """The grouped GEMM: exact for any share of the rows among the experts, early and late; built and chosen as meant."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import ml_dtypes
@@ -13,8 +12,8 @@ from hypothesis import strategies as st
 from ptxlab import emulator, kernels, toolchain
 from ptxlab.bench.shapes import MIXTRAL
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm import sm90
-from ptxlab.kernels.gemm.grouped import GROUPED, Tile, offsets_of
+from ptxlab.kernels.gemm import grouped
+from ptxlab.kernels.gemm.grouped import GROUPED, most_tiles, offsets_of
 from ptxlab.runtime import run_spec
 from tests import gemm_problems
 
@@ -22,12 +21,13 @@ BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 (SOURCE,) = kernels.find(GROUPED.name)[1]
 # Tiles that the emulator runs in a moment: few tokens, a short ring, rows that are no multiple of a warp group's.
 TILES = (
-    {**asdict(Tile(8, STRIPS=8, BK=128)), "STAGES": 2},
-    {**asdict(Tile(16, WN=1, STRIPS=3, BK=256)), "STAGES": 3},
-    {**asdict(Tile(32, MN=2, STRIPS=11, BK=128)), "STAGES": 2},
-    {**asdict(Tile(64, WN=1, MN=2, STRIPS=8, BK=256)), "STAGES": 2},
+    {"BM": 8, "WN": 2, "MN": 1, "STRIPS": 8, "BK": 128, "STAGES": 2},
+    {"BM": 16, "WN": 1, "MN": 1, "STRIPS": 3, "BK": 256, "STAGES": 3},
+    {"BM": 32, "WN": 2, "MN": 2, "STRIPS": 11, "BK": 128, "STAGES": 2},
+    {"BM": 64, "WN": 1, "MN": 2, "STRIPS": 8, "BK": 256, "STAGES": 2},
+    {"BM": 8, "WN": 3, "MN": 1, "STRIPS": 12, "BK": 512, "STAGES": 2},
 )
-OUTPUT_TILES = (*TILES[:3], {**asdict(Tile(128, BK=128)), "STAGES": 2})
+OUTPUT_TILES = (*TILES[:3], {"BM": 128, "WN": 2, "MN": 1, "STRIPS": 8, "BK": 128, "STAGES": 2})
 
 
 def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
@@ -62,7 +62,7 @@ def test_accumulators_are_exact_in_the_emulator(
 ) -> None:
     """On few SMs a block has many tiles, and the ring goes on from one to the next."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90, "_SMS", sms)
+        patch.setattr(grouped, "SMS", sms)
         y = output(logical, "emulator", {**tile, "SIGNED": signed}, mode=mode)
     assert np.array_equal(y, GROUPED.reference(**logical))
 
@@ -71,7 +71,7 @@ def test_accumulators_are_exact_in_the_emulator(
 @pytest.mark.parametrize("experts", [32, 33, 100])
 def test_more_experts_than_a_warp_has_lanes(experts: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most without rows, among them the first and the last, and one with several tiles; on few SMs."""
-    monkeypatch.setattr(sm90, "_SMS", 3)
+    monkeypatch.setattr(grouped, "SMS", 3)
     counts = np.zeros(experts, np.int64)
     counts[[3, 31, experts - 3]] = 1, 19, 4
     logical = GROUPED.example(np.random.default_rng(0), M=24, N=24, K=64, E=experts, g=64)
@@ -154,8 +154,8 @@ def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int]
 @pytest.mark.parametrize("experts", [1, 8, 40])
 @pytest.mark.parametrize("BM", [8, 64])
 def test_no_share_of_the_rows_makes_more_tiles_than_there_are_blocks_for(BM: int, experts: int, rows: int) -> None:
-    tile = Tile(BM)
-    rng, most = np.random.default_rng(0), tile.most_tiles({"M": rows, "E": experts, "N": 128})
+    rng = np.random.default_rng(0)
+    most = most_tiles({"M": rows, "E": experts, "N": 128, "BM": BM, "STRIPS": 8})
     shares = [
         rng.multinomial(rows, rng.dirichlet(np.full(experts, spread))) for spread in (0.1, 1, 100) for _ in range(30)
     ]

@@ -2,116 +2,71 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
 
 import numpy as np
 
 from ptxlab import layout, quant
-from ptxlab.kernels.gemm import sm90
 from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, activations, examples, gemm
+from ptxlab.kernels.gemm.strips_tiles import COSTS, ROOM, SMS, Tile, shared_bytes
 from ptxlab.quant import TwoLevelWeight
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
-_MOST_STAGES = 8
+_MOST_STAGES = 12
 _MOST_EXPERTS = 65536
-# For the choice of a tile, of an SM: bytes per clock from the L2 and from memory; clocks in which a warp group
-# dequantises 64 rows x 128 channels; clocks of a stage and of a tile beside that. Estimates, not measurements.
-_L2_BYTES, _MEMORY_BYTES, _DEQUANT, _PER_STAGE, _PER_TILE = 40, 20, 75, 60, 1500
+LAYOUT, SCHEMES = "strips", ("lqq", "qoq")  # of the weights
 
 
-@dataclass(frozen=True)
-class Tile:
-    """What a block does at a time.
-
-    Attributes:
-        BM: tokens of one expert.
-        WN: warp groups.
-        MN: MMAs of 64 rows of each.
-        STRIPS: most strips of 16 rows.
-        BK: channels of a stage.
-    """
-
-    BM: int
-    WN: int = 2
-    MN: int = 1
-    STRIPS: int = 8
-    BK: int = 256
-
-    def stage_bytes(self, group: int) -> int:
-        """Of a slot of the ring."""
-        strip = -(-self.BK // 128 * _block_bytes(group) // 128) * 128
-        return -(-(self.BM * self.BK + self.STRIPS * strip) // 1024) * 1024
-
-    @property
-    def epilogue_bytes(self) -> int:
-        """Of the warps' buffers and the warp groups' scales, behind the ring."""
-        return self.WN * (4 * 512 + 8 * self.BM)
-
-    def stages(self, group: int) -> int:
-        """As many as fit."""
-        room = sm90._SHARED - 1024 - sm90._BESIDE - self.epilogue_bytes
-        return min(_MOST_STAGES, room // self.stage_bytes(group))
-
-    def row_tiles(self, N: int) -> int:
-        """Of a weight."""
-        return -(-N // (16 * self.STRIPS))
-
-    def most_tiles(self, s: Sizes) -> int:
-        """That there can be, however the rows are shared out among the experts."""
-        active = min(s["E"], s["M"])
-        return (active + (s["M"] - active) // self.BM) * self.row_tiles(s["N"])
-
-    def likely_tiles(self, s: Sizes) -> float:
-        """That are to be expected when every row takes any expert with the same probability."""
-        mean = s["M"] / s["E"]
-        deviation = math.sqrt(2 * max(mean * (1 - 1 / s["E"]), 1e-9))
-        beyond = (math.erfc((tile * self.BM + 0.5 - mean) / deviation) / 2 for tile in range(1, -(-s["M"] // self.BM)))
-        return s["E"] * (_active(s) + sum(beyond)) * self.row_tiles(s["N"])
-
-    def clocks(self, s: Sizes) -> float:
-        """An estimate: rounds of tiles, each as long as its products or its bytes; and the weights from memory."""
-        block = _block_bytes(s["g"])
-        multiply, dequantise = 2 * self.BM * self.WN * self.MN, _DEQUANT * self.WN * self.MN
-        compute = max(multiply, dequantise) if self.WN > 1 else multiply + dequantise
-        load = (self.STRIPS * block + self.BM * 128) / _L2_BYTES
-        tile = s["K"] / 128 * (max(compute, load) + _PER_STAGE * 128 / self.BK) + _PER_TILE
-        weights = s["E"] * _active(s) * s["N"] / 16 * s["K"] / 128 * block
-        at_work = math.ceil(self.likely_tiles(s) / sm90._SMS) * tile
-        from_memory = weights / (_MEMORY_BYTES * sm90._SMS)
-        return max(at_work, from_memory) + min(at_work, from_memory) / 8
+def constants(tile: Tile, strips: int, group: int) -> dict[str, int]:
+    """Of the variant with this tile, up to so many strips, and as many stages as fit."""
+    ring = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, _MOST_STAGES + 1)]
+    shape = {"BM": tile.BM, "WN": tile.WN, "MN": tile.MN, "STRIPS": strips, "BK": tile.BK}
+    return {**shape, "STAGES": sum(nbytes <= ROOM for nbytes in ring), "GROUP": group, "OUT": INT32, "SIGNED": 1}
 
 
-def _block_bytes(group: int) -> int:
-    """Of 16 rows x 128 channels, with their constants."""
-    return 1024 + 128 // group * 32
+def likely_token_tiles(s: Sizes, BM: int) -> int:
+    """Tiles of tokens of all experts together, when every row takes any expert with the same probability."""
+    mean, elsewhere = s["M"] / s["E"], 1 - 1 / s["E"]
+    deviation = math.sqrt(2 * mean * elsewhere) or math.inf
+    further = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, -(-s["M"] // BM)))
+    return round(s["E"] * (1 - elsewhere ** s["M"] + sum(further))) if s["E"] > 1 else -(-s["M"] // BM)
 
 
-def _active(s: Sizes) -> float:
-    """The probability that an expert has rows."""
-    return 1 - (1 - 1 / s["E"]) ** s["M"] if s["E"] > 1 else min(1.0, float(s["M"]))
+def most_tiles(s: Sizes) -> int:
+    """Tiles that there can be, however the rows are shared out among the experts."""
+    active = min(s["E"], s["M"])
+    return (active + (s["M"] - active) // s["BM"]) * _row_tiles(s["N"], s["STRIPS"])
 
 
-def _candidates(group: int) -> Iterator[Tile]:
-    """Tiles of all heights; one that stands earlier is to be preferred."""
-    for BM, (WN, MN), BK in product((8, 16, 32, 64, 128), ((2, 1), (2, 2)), (256, 128)):
-        for STRIPS in range(4 * WN * MN, 2 * WN * MN, -1):
-            tile = Tile(BM, WN, MN, STRIPS, BK)
-            if tile.stages(group) >= 3:
-                yield tile
+def _row_tiles(N: int, strips: int) -> int:
+    return -(-N // 16 // strips)
+
+
+def _candidates(group: int) -> Iterator[dict[str, int]]:
+    """Tiles of which a block can do several, of any height that needs all of their MMAs."""
+    for tile in COSTS:
+        for strips in range(tile.strips, tile.strips // 2, -1) if tile.WK == 1 else ():
+            found = constants(tile, strips, group)
+            if found["STAGES"] >= 3:
+                yield found
+
+
+def _microseconds(s: Sizes) -> float:
+    """Rounds of blocks, each as long as its stages and the end of its tile, by the costs of a single GEMM."""
+    cost, row_tiles = COSTS[Tile(s["BM"], s["WN"], 1, s["MN"], s["BK"])], _row_tiles(s["N"], s["STRIPS"])
+    rounds = -(-likely_token_tiles(s, s["BM"]) * row_tiles // SMS)
+    stages, height = -(-s["K"] // s["BK"]), s["N"] / 16 / row_tiles
+    return rounds * (stages * (cost.stage + cost.strip * height) + cost.tile) + cost.launch
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    """The quickest tile by its estimate."""
-    tile = min(_candidates(s["g"]), key=lambda tile: tile.clocks(s))
-    return {**asdict(tile), "STAGES": tile.stages(s["g"]), "GROUP": s["g"], "OUT": INT32, "SIGNED": 0}
+    """The quickest by the costs; of equals the one with the fewest tokens, then the highest."""
+    return min(_candidates(s["g"]), key=lambda found: _microseconds({**s, **found}))
 
 
 def _launch(s: Sizes) -> Launch:
     """Persistent blocks, no more than there can be tiles."""
-    tile = Tile(**{name: s[name] for name in Tile.__dataclass_fields__})
-    shared = s["STAGES"] * tile.stage_bytes(s["GROUP"]) + tile.epilogue_bytes
-    return Launch((min(tile.most_tiles(s), sm90._SMS), 1, 1), (128 * (tile.WN + 1), 1, 1), shared)
+    shared = shared_bytes(Tile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), s["STRIPS"], s["STAGES"], 1, s["GROUP"])
+    return Launch((min(most_tiles(s), SMS), 1, 1), (128 * (s["WN"] + 1), 1, 1), shared)
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K: int, E: int, g: int) -> Arrays:
@@ -130,7 +85,7 @@ def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
 
 def _pack(logical: Arrays) -> Arrays:
     """The weights in strips, one behind the other, and the token sums."""
-    packed = [layout.pack(weight, "strips").buffers for weight in logical["weights"]]
+    packed = [layout.pack(weight, LAYOUT).buffers for weight in logical["weights"]]
     x = logical["x"]
     return {
         "strips": np.stack([buffers["strips"] for buffers in packed]),
@@ -164,7 +119,7 @@ def _by_expert(args: Mapping[str, Arg]) -> tuple[Arg, ...]:
     """The arguments behind the activations: of each expert a bias, and how many experts there are."""
     return (
         args["x_scale"],
-        Arg("x_sum", "int32", ("M",)),
+        Arg("x_sum", "int32", ("M",), optional=True),
         Arg("bias", "float32", ("E", "N"), optional=True),
         *(args[name] for name in ("y", "M", "N", "K")),
         Arg("E", "int32", role="scalar"),
