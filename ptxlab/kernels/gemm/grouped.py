@@ -106,10 +106,12 @@ def _reference(
     bias: np.ndarray | None = None,
     OUT: int = INT32,
 ) -> np.ndarray:
-    """One GEMM after the other, each with its expert's rows."""
+    """One GEMM after the other, each with its expert's rows, of which there is one at least."""
     ys = []
     for expert, weight in enumerate(weights):
         rows = slice(int(offsets[expert]), int(offsets[expert + 1]))
+        if rows.start == rows.stop:
+            continue
         scale, beside = None if x_scale is None else x_scale[rows], None if bias is None else bias[expert]
         ys.append(gemm(weight, x[rows], scale, beside, OUT))
     return np.concatenate(ys)
