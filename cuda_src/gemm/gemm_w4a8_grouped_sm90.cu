@@ -23,7 +23,8 @@
 //            has left (wait_group 1), and issues it. Persistent: the loads of a tile begin under the end of the one before.
 // Copies     four warps ask, each for every fourth strip, through elect.sync.
 // Output     from the fragments, each warp by itself (fragments_out.cuh).
-// PDL        everything waits for the kernel before: which weights are wanted is what that one may be writing.
+// PDL        everything waits for the kernel before: which weights are wanted is what that one may be writing. What it may
+//            write is not __restrict__: ptxas moves loads of read-only data (ld.global.nc) ahead of griddepcontrol.wait.
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
 //            9.7.19.5 setmaxnreg; 9.7.14.5.16 stmatrix
 #include "dequant.cuh"
@@ -80,9 +81,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, N/16, K/128, 1024 + 32 * 128 / g]
                        const float* __restrict__ w_scale,            // f32 [E, N]
                        const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
-                       const int* __restrict__ offsets,              // s32 [E + 1]
-                       const float* __restrict__ x_scale,            // f32 [M]; not read if OUT == 3
-                       const int* __restrict__ x_sum,                // s32 [M]; null if SIGNED
+                       const int* offsets,                           // s32 [E + 1]
+                       const float* x_scale,                         // f32 [M]; not read if OUT == 3
+                       const int* x_sum,                             // s32 [M]; null if SIGNED
                        const float* __restrict__ bias,               // f32 [E, N], or null
                        void* __restrict__ y,                         // [M, N], by OUT
                        int M, int N, int K, int E) {
