@@ -1,15 +1,16 @@
 """ptxlab: a workbench for low-bit LLM kernels."""
 
 from ptxlab.kernels import find, run, specs
-from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_workspace
+from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.packed import to_device
 from ptxlab.kernels.quantize import quantize_activations
-from ptxlab.layout import PackedActivations, PackedWeight, pack
+from ptxlab.layout import ExpertWeights, PackedActivations, PackedWeight, pack, stack_experts
 from ptxlab.runtime import Kernel, Outcome, load
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ExpertWeights",
     "Kernel",
     "Outcome",
     "PackedActivations",
@@ -18,11 +19,13 @@ __all__ = [
     "__version__",
     "find",
     "gemm_w4a8",
+    "gemm_w4a8_grouped",
     "gemm_workspace",
     "load",
     "pack",
     "quantize_activations",
     "run",
     "specs",
+    "stack_experts",
     "to_device",
 ]

@@ -13,12 +13,12 @@ from ptxlab.headline import (
     experts,
     fraction,
     named,
+    otherwise,
     over,
     points,
     reordering,
     slower,
     untuned_points,
-    without_sums,
 )
 from ptxlab.ladder import NOT_RECORDED, QSERVE, markdown, mean, place_of
 
@@ -58,12 +58,11 @@ def means_table(record: Record | None) -> str:
 
 
 def orders_table(record: Record | None) -> str:
-    """What activations cost that do not come from the quantiser, and what the quantiser's orders cost."""
-    fastest = {place_of(row): row.time_us for row in points(record)}
-    ratios = {f"quantising into {order}, over row-major": found for order, found in reordering(record).items()}
-    summed = [row.time_us / fastest[place_of(row)] for row in without_sums(record)]
-    if summed:
-        ratios["GEMM on row-major activations without token sums, over the fastest"] = summed
+    """What activations cost in another order, or without their token sums; and what the quantiser's orders cost."""
+    usual = {place_of(row): row.time_us for row in points(record)}
+    ratios = {f"quantising: {order} over row_major": found for order, found in reordering(record).items()}
+    for order, rows in otherwise(record).items():
+        ratios[f"GEMM: {order} over row_major"] = [row.time_us / usual[place_of(row)] for row in rows]
     lines = [[what, f"{mean(found):.3f}", f"{max(found):.3f}"] for what, found in ratios.items()]
     return markdown(["time", "mean", "at most"], lines) if lines else _MISSING
 

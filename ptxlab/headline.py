@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ptxlab.bench import chain, grouped, quantiser, untuned, w8a8
-from ptxlab.bench.headline import MEASURE, WITHOUT_SUMS
+from ptxlab.bench.headline import MEASURE, ORDER
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, CHAINS, GROUP, LLAMA, UNTUNED, Layer
 from ptxlab.ladder import mean, place_of
@@ -24,16 +24,18 @@ PEERS = {  # name -> how tables call it
 
 
 def points(record: Record | None, group: int = GROUP) -> list[Row]:
-    """The headline: at every point of LLaMA-2 the fastest order of activations, by matrix and tokens; [] of no record.
+    """The headline: every point of LLaMA-2 with row-major activations, by matrix and tokens; [] of no record.
 
     Sums of tokens are the quantiser's. `without_sums` has the same points for activations that came without them.
     """
-    return _fastest(row for row in of(record, MEASURE, group) if row.activations != WITHOUT_SUMS)
+    return _in_order(row for row in of(record, MEASURE, group) if row.activations == ORDER)
 
 
-def without_sums(record: Record | None, group: int = GROUP) -> list[Row]:
-    """The points for row-major activations from elsewhere, without token sums."""
-    return _fastest(row for row in of(record, MEASURE, group) if row.activations == WITHOUT_SUMS)
+def otherwise(record: Record | None, group: int = GROUP) -> dict[str, list[Row]]:
+    """The points with activations in other orders, or without their token sums, by what `Row.activations` says."""
+    rows = of(record, MEASURE, group)
+    orders = dict.fromkeys(row.activations for row in rows if row.activations != ORDER)
+    return {order: _in_order(row for row in rows if row.activations == order) for order in orders}
 
 
 def of(record: Record | None, measure: str, group: int = GROUP) -> list[Row]:
@@ -152,12 +154,8 @@ def _shape(row: Row) -> tuple[int, int]:
     return row.sizes["M"], row.sizes["K"]
 
 
-def _fastest(rows: Iterable[Row]) -> list[Row]:
-    """The fastest row of every point, in the order of matrices and tokens."""
-    best: dict[tuple[int, int, int], Row] = {}
-    for row in rows:
-        place = place_of(row)
-        if place not in best or row.time_us < best[place].time_us:
-            best[place] = row
+def _in_order(rows: Iterable[Row]) -> list[Row]:
+    """The rows in the order of matrices and tokens."""
+    found = {place_of(row): row for row in rows}
     places = [(layer.N, layer.K, M) for layer in LLAMA for M in ALL_TOKENS]
-    return [best[place] for place in places if place in best]
+    return [found[place] for place in places if place in found]

@@ -1,6 +1,7 @@
 """Problems for the GEMMs, drawn: weights at the limits of a byte, activations at -128, -127 and 127, of any shape."""
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from ptxlab import quant
 from ptxlab.kernels.gemm.common import GROUPS
+from ptxlab.kernels.gemm.grouped import offsets_of
 from tests import strategies
 
 _EDGES = strategies.near_edges((-128, -127, 127), -128, 127)  # of bytes that are multiplied as they are
@@ -60,6 +62,25 @@ def w8a8(draw: st.DrawFn, tokens: int, rows: int, sixteens: int) -> dict[str, An
     """Any bytes, K any multiple of 16."""
     M, N, K = draw(st.integers(1, tokens)), 8 * draw(st.integers(1, rows // 8)), 16 * draw(st.integers(1, sixteens))
     return {"w": draw(strategies.filled(np.int8, (N, K), _EDGES)), "x": _activations(draw, M, K)}
+
+
+@st.composite
+def grouped(draw: st.DrawFn, experts: int, tokens: int, rows: int, groups: int) -> dict[str, Any]:
+    """Experts of either scheme, some without tokens; `tokens` are the most of one expert."""
+    kind = draw(st.sampled_from((lqq, qoq)))
+    counts = draw(st.lists(st.one_of(st.just(0), st.integers(1, tokens)), min_size=1, max_size=experts).filter(any))
+    first = draw(kind(1, rows, groups))["weight"]
+    order = np.array(draw(st.permutations(range(len(counts)))))
+    weights = [_turned(first, 3 * int(turn)) for turn in order]  # drawing each would be too much
+    return {"weights": weights, "offsets": offsets_of(counts), "x": _activations(draw, sum(counts), first.shape[1])}
+
+
+def _turned(weight: Any, rows: int) -> Any:
+    """The weight with its rows turned round by so many."""
+    arrays = {field.name: getattr(weight, field.name) for field in fields(weight)}
+    return replace(
+        weight, **{name: np.roll(a, rows, axis=0) for name, a in arrays.items() if isinstance(a, np.ndarray)}
+    )
 
 
 def _sizes(draw: st.DrawFn, tokens: int, rows: int, groups: int, of: Sequence[int]) -> tuple[int, int, int, int]:

@@ -11,11 +11,13 @@
 // Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K, registers), X operand B (32 of K x BM tokens, shared memory).
 //            Unsigned LiquidQuant: wgmma is given w + 128 as u8, and the sum of a token's x, times 128, is taken off at the
 //            end: 5 instructions per 8 weights. Without token sums (SIGNED) the top bits are flipped instead: 7.
-// Tile       BM tokens x up to STRIPS strips of 16 rows, shared out evenly: heights differ by one strip at most. WN warp groups
+// Tile       BM tokens x up to STRIPS strips of 16 rows, shared out evenly: heights differ by one strip at most, and so do the
+//            tokens: a copy brings as many rows of X as a tile has tokens, since rows outside the matrix are slow to come, and
+//            wgmma finds zeros behind them. WN warp groups
 //            x MN MMAs lie along the rows: warp v of MMA h of group w has strip 4 (MN w + h) + v; one without a strip takes
 //            the last once more and stores nothing. WK warp groups take stages in turn and add up in the ring at the end.
 //            SPLIT blocks of a cluster each take a slice of K and add up through distributed shared memory.
-// Ring       STAGES slots of BK channels: X as BK / 128 boxes [BM][128] under the 128-byte swizzle (from row-major X, or as they
+// Ring       STAGES slots of BK channels: X as BK / 128 tiles [BM][128] under the 128-byte swizzle (from row-major X, or as they
 //            are from X in tiles: ORDER), and W_SLOT bytes of each strip. full completes when the copy engine has brought
 //            all of it, empty when the WN warp groups that use the slot are done with it.
 // W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
@@ -88,8 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
                const float* __restrict__ w_scale,            // f32 [N]
                const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled; or tiles
-               const float* __restrict__ x_scale,            // f32 [M]
-               const int* __restrict__ x_sum,                // s32 [M]; null if SIGNED
+               const float* x_scale,                         // f32 [M]; null if OUT == 3. Not __restrict__: a read-only load may be
+               const int* x_sum,                             // s32 [M]; null if SIGNED. moved ahead of griddepcontrol.wait
                const float* __restrict__ bias,               // f32 [N], or null
                void* __restrict__ y,                         // [M, N], by OUT
                int M, int N, int K) {
@@ -98,6 +100,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
     const int w_blocks = (K + 127) / 128, all_strips = (N + 15) / 16;
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (all_strips + STRIPS - 1) / STRIPS, tiles = token_tiles * row_tiles;
+    const int tokens = ORDER == 1 ? BM : ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
     const int least = all_strips / row_tiles, larger = all_strips % row_tiles;  // strips of a row tile; tiles that have one more
     const auto strip_of = [&](int row_tile) { return row_tile * least + min(row_tile, larger); };
@@ -107,6 +110,15 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     unsigned char* buffers = behind + Sums::RECEIVE_BYTES;                   // 512 bytes of each warp
     Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
 
+    if (tokens < BM) {  // what wgmma reads behind the copies' rows
+        const int missing = (BM - tokens) * 8;                               // 16 bytes each, of 128 channels
+        for (int i = threadIdx.x; i < STAGES * (BK / 128) * missing; i += THREADS) {
+            const int tile = i / missing;
+            unsigned char* x_tile = ring + tile / (BK / 128) * STAGE_BYTES + tile % (BK / 128) * (BM * 128);
+            *reinterpret_cast<int4*>(x_tile + tokens * 128 + i % missing * 16) = make_int4(0, 0, 0, 0);
+        }
+        ptxlab::fence_proxy_async();
+    }
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 4);
@@ -133,17 +145,18 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
         };
         const auto load_w = [&](int stage, int slot_index) {                 // every fourth strip
             const int there = min(BK / 128, w_blocks - stage * (BK / 128));  // blocks; behind the end of K any will do, as X is zero
-            const u32 barrier = full_at + slot_index * 8, bytes = (warp == 3 ? X_BYTES : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
-            u32 to = ring_at + slot_index * STAGE_BYTES + X_BYTES + warp * W_SLOT;
-            const unsigned char* strip = from;
-            if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], bytes);
-#pragma unroll 1
-            for (int i = 0; i < height; i += 4, to += 4 * W_SLOT, strip += 4 * pitch) {
-                if (elected) ptxlab::bulk_load(to, strip, there * BLOCK, barrier);
-#pragma unroll 1
-                for (int b = there; b < BK / 128; ++b)
-                    if (elected) ptxlab::bulk_load(to + b * BLOCK, strip, BLOCK, barrier);
+            const u32 barrier = full_at + slot_index * 8, bytes = (warp == 3 ? tokens * BK : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
+            const u32 to = ring_at + slot_index * STAGE_BYTES + X_BYTES + warp * W_SLOT;
+            if (elected) {
+                ptxlab::mbarrier_arrive_expect(&full[slot_index], bytes);
+#pragma unroll
+                for (int i = 0; i < (STRIPS + 3) / 4; ++i)
+                    if (4 * i < height) ptxlab::bulk_load(to + 4 * i * W_SLOT, from + size_t(4 * i * pitch), there * BLOCK, barrier);
             }
+#pragma unroll 1
+            for (int b = there; b < BK / 128; ++b)
+                for (int i = 0; i < height; i += 4)
+                    if (elected) ptxlab::bulk_load(to + i * W_SLOT + b * BLOCK, from + size_t(i * pitch), BLOCK, barrier);
             from += BK / 128 * BLOCK;
         };
         const auto load_x = [&](int stage, int slot_index) {                 // by the last warp, which has the fewest strips
@@ -152,7 +165,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
             for (int i = 0; i < BK / 128; ++i) {
                 const int k_tile = stage * (BK / 128) + i;
                 const int column = ORDER == 0 ? k_tile * 128 : 0;
-                const int row = ORDER == 0 ? token_tile * BM : k_tile < w_blocks ? (token_tile * w_blocks + k_tile) * BM : -BM;
+                const int row = ORDER == 0 ? token_tile * tokens : k_tile < w_blocks ? (token_tile * w_blocks + k_tile) * BM : -BM;
                 if (elected && warp == 3) ptxlab::tensor_load(to + i * BM * 128, &x, column, row, barrier);
             }
         };
@@ -183,7 +196,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     if (WK > 1)
         for (int i = 0; i < wk; ++i) slot.advance();
     for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
-        const int token0 = tile % token_tiles * BM;
+        const int token0 = tile % token_tiles * tokens;
         const int strip0 = strip_of(tile / token_tiles), end = strip_of(tile / token_tiles + 1), height = end - strip0;
         int acc[MN][BM / 2] = {};
         u32 a[2][MN][2][4];                                                  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
@@ -205,7 +218,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i) {
             const int token = min(token0 + i * 128 + thread, M - 1);
-            xs[i] = x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
+            xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
         }
         uint4 q[2][MN];
         u32 c[MN][GROUPS], c_next[MN][GROUPS];
@@ -312,7 +325,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
             sums.receive(acc[h], tile_row, thread);
             const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}};
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0, (strip0 + tile_row * 4 + warp) * 16,
-                                             M, N, min(N, end * 16),
+                                             min(M, token0 + tokens), N, min(N, end * 16),
                                              [&](int piece) { return (tile_row * Sums::PER_GROUP + piece) / Sums::OWNED == slice; });
         }
     }

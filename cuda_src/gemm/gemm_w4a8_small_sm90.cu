@@ -19,7 +19,7 @@
 // W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
 //            channels: word j rows g, g + 8 (j & 1) of MMA j >> 1 (lane 4 g + t); then 32 bytes of constants per group:
 //            4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8
-// X          ORDER 0, row-major: boxes [BM][128] under the 128-byte swizzle, LDS.32 at row g, column (4 unit + i) ^ g, word t;
+// X          ORDER 0, row-major: boxes [M][128] under the 128-byte swizzle, LDS.32 at row g, column (4 unit + i) ^ g, word t;
 //            ORDER 1, fragments: LDS.128 at 512 * (unit of 64 channels, 8 tokens) + 16 * lane. Neither has bank conflicts.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
 // PTX ISA    9.7.14.5.9 mma.m16n8k32 (.u8.s8); 9.7.9.25, 27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect
@@ -74,9 +74,9 @@ __device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
                      const float* __restrict__ w_scale,            // f32 [N]
-                     const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled; or fragments
-                     const float* __restrict__ x_scale,            // f32 [M]
-                     const int* __restrict__ x_sum,                // s32 [M]; null if SIGNED
+                     const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [M][128] swizzled; or fragments
+                     const float* x_scale,                         // f32 [M]; null if OUT == 3. Not __restrict__: a read-only load may
+                     const int* x_sum,                             // s32 [M]; null if SIGNED.  be moved ahead of griddepcontrol.wait
                      const float* __restrict__ bias,               // f32 [N], or null
                      void* __restrict__ y,                         // [M, N], by OUT
                      int M, int N, int K) {
@@ -96,7 +96,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
         const unsigned char* from = strips + size_t(strip0) * pitch;
         const auto load_w = [&](int row, int stage, int slot_index) {
             const u32 bytes = min(SLICES, w_blocks - stage * SLICES) * BLOCK, rows = min(ROWS, strips_here - row);
-            const u32 x_bytes = row > 0 ? 0 : ORDER == 1 ? X_BYTES : min(SLICES, w_blocks - stage * SLICES) * 128 * BM;
+            const u32 x_bytes = row > 0 ? 0 : ORDER == 1 ? X_BYTES : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
             if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], rows * bytes + x_bytes);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
@@ -139,8 +139,13 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
             }
         return;
     }
-    if (warp < WARPS)
+    if (warp < WARPS) {
         for (int i = threadIdx.x; i < 2 * TILE; i += 32 * WARPS) sums[i] = 0;
+        // Row-major X comes without the tokens that fill up the tile: rows outside the matrix are slow to come.
+        const int missing = (BM - M) * 8;                                    // 16 bytes each, of 128 channels
+        for (int i = threadIdx.x; ORDER == 0 && i < w_blocks * missing; i += 32 * WARPS)
+            *reinterpret_cast<int4*>(x_tile + (i / missing * BM + M) * 128 + i % missing * 16) = make_int4(0, 0, 0, 0);
+    }
     __syncthreads();
     int buffer = 0, parity = 0;                                              // of the tiles of sums
     if (warp == WARPS + 1) {  // sums -> outputs
@@ -160,7 +165,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
 #pragma unroll
                 for (int i = 0; i < ITEMS; ++i) {
                     const int token = (i * 32 + lane) / (ROWS * 2);
-                    scale[i] = token < M ? x_scale[token] : 0;
+                    scale[i] = OUT != 3 && token < M ? x_scale[token] : 1;
                     extra[i] = !SIGNED && token < M ? 128 * x_sum[token] : 0;
                 }
             }

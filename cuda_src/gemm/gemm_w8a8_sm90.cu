@@ -1,50 +1,53 @@
 // gemm_w8a8_sm90: Y = X W^T on Hopper's tensor cores, 8-bit weights: nothing to dequantise, both operands from shared memory.
 //
-// The 8-bit sibling of gemm_w4a8_lqq_imfp_sm90: the same pipeline without its dequantisation, hence what that costs is the
-// difference. One warp group loads, the others multiply. Persistent blocks: the loads of a tile begin under the epilogue of
-// the one before.
+// The 8-bit sibling of gemm_w4a8_sm90: the same pipeline without its dequantisation, hence what that costs is the difference.
+// One warp group loads, the others multiply. Persistent blocks: the loads of a tile begin under the end of the one before.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k], exact in int32; y = accumulators * x_scale[m] * w_scale[n]
 //            + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
 //            Any M >= 1, N a multiple of 8, K a multiple of 16; padding is zero-filled on the way in.
 // Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K), X operand B (32 of K x BM tokens), both as they lie in
-//            shared memory. Thread 128 w + 32 v + 4 g + t has rows r = 64 w + 16 v + g and r + 8 of the accumulators.
-// Tile       block: WGS warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES, each with its mbarriers:
+//            shared memory. Thread 32 v + 4 g + t of warp group w has rows r = 64 w + 16 v + g and r + 8 of the accumulators.
+// Tile       block: WN warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES, each with its mbarriers:
 //            full   completes when the copy engine has brought X and W; empty, when all warps are done with them
-//            X, W   BK / 128 boxes [BM][128] and [64 WGS][128] under the 128-byte swizzle, by the copy engine, row-major
+//            X, W   BK / 128 boxes [BM][128] and [64 WN][128] under the 128-byte swizzle, by the copy engine, row-major
 //            Tiles in bands of BAND tiles of rows, all tokens of a band before the next, so that what neighbours in time
 //            share of W and X is in the L2.
 // Split K    SPLIT blocks of a cluster share a tile, each with a slice of K; they add up through distributed shared memory.
-// Share X    SHARE blocks of a cluster have tiles of neighbouring rows and the same tokens: each brings its part of X to
-//            all of them (multicast). A slot is refilled when all have done with it: `ready` counts the other blocks.
-// Tuned      tile, split and share by tokens and rows: see ptxlab/kernels/gemm/w8a8.py.
+// Copies     one warp asks for W, another for X, both through elect.sync: a plain `if (thread == 0)` makes the compiler loop
+//            over lanes around each copy.
+// Output     from the fragments, each warp by itself (fragments_out.cuh).
+// PDL        W does not wait for the kernel before, as far as the ring takes it; X, scales of tokens and results do.
+// Tuned      tile and split by tokens and rows: see ptxlab/kernels/gemm/w8a8.py.
 // Measured   not yet measured
-// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.27 tensor copies, multicast; 9.7.13.15 mbarrier; 9.7.19.5 setmaxnreg.
-#include "narrow_epilogue_sm90.cuh"
+// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.27 tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15 mbarrier;
+//            9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
+#include "epilogue_sm90.cuh"
+#include "fragments_out.cuh"
+#include "griddep.cuh"
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 128
-#define WGS 2
+#define BM 128     // tokens of a tile
+#define WN 2       // warp groups of 64 rows of W
 #define BK 128
 #define STAGES 6
-#define SPLIT 1
-#define SHARE 1
+#define SPLIT 1    // blocks of a cluster, along K
 #define BAND 1
-#define RESIDENT 1
 #define OUT 0
 #endif
 
 namespace {
 
 using ptxlab::u64;
-constexpr int THREADS = 128 + 128 * WGS, ROWS = 64 * WGS, BOX = 128;  // channels of a box
+constexpr int THREADS = 128 * (WN + 1), ROWS = 64 * WN, BOX = 128;  // channels of a box
 constexpr int X_BYTES = BM * BK, W_BYTES = ROWS * BK, STAGE_BYTES = X_BYTES + W_BYTES;
-constexpr int PART = BM / SHARE;  // tokens that a block brings
-constexpr bool UNEVEN = WGS == 2 && RESIDENT == 1;  // registers: 168 for each thread would not do for 256 tokens
+// Registers of a thread that multiplies and of one that loads; with one warp group there are enough for all.
+constexpr bool UNEVEN = WN > 1;
+constexpr int MORE = WN <= 2 ? 232 : 152, FEWER = 40;
+static_assert(WN <= 3, "registers of four warp groups that multiply would have to be shared out otherwise");
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
-static_assert(PART % 8 == 0 && (SPLIT == 1 || SHARE == 1), "swizzled rows come by eights; a cluster splits or shares");
-using Epilogue = ptxlab::NarrowEpilogue<WGS, BM, SPLIT>;
+using Sums = ptxlab::Epilogue<WN, BM, SPLIT>;
 
 // Which tile: of rows, and of tokens.
 struct Place {
@@ -58,73 +61,86 @@ __device__ __forceinline__ Place place_of(int tile, int row_tiles, int token_til
     return {band * BAND + inside % rows, inside / rows};
 }
 
+// Only the 128 threads of a warp group that multiplies; barrier 0 is the whole block's.
+__device__ __forceinline__ void sync_warp_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
+
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxes [64 WGS][128] swizzled
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxes [64 WN][128] swizzled
                const float* __restrict__ w_scale,            // f32 [N]
-               const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM / SHARE][128] swizzled
+               const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
                const float* __restrict__ x_scale,            // f32 [M]
                const float* __restrict__ bias,               // f32 [N], or null
                void* __restrict__ y,                         // [M, N], by OUT
                int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
-    __shared__ u64 full[STAGES], empty[STAGES], ready[STAGES], arrived;
-    constexpr int CLUSTER = SPLIT * SHARE;
-    const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0, slice = SPLIT > 1 ? rank : 0, part = SHARE > 1 ? rank : 0;
-    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + ROWS * SHARE - 1) / (ROWS * SHARE);  // of a cluster
-    const int tiles = token_tiles * row_tiles;
+    __shared__ u64 full[STAGES], empty[STAGES], arrived;
+    const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
+    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + ROWS - 1) / ROWS, tiles = token_tiles * row_tiles;
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
-    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES), &arrived, slice};
+    const Sums sums{reinterpret_cast<int4*>(behind), nullptr, &arrived, slice};
+    unsigned char* buffers = behind + Sums::RECEIVE_BYTES;                     // 512 bytes of each warp
+    float* scales = reinterpret_cast<float*>(buffers + WN * 4 * 512);          // of each warp group 2 BM, for tiles in turn
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
-            ptxlab::mbarrier_init(&full[s], 1);
-            ptxlab::mbarrier_init(&empty[s], 4 * WGS);
-            if (SHARE > 1) ptxlab::mbarrier_init(&ready[s], SHARE - 1);
+            ptxlab::mbarrier_init(&full[s], 2);
+            ptxlab::mbarrier_init(&empty[s], 4 * WN);
         }
-        epilogue.expect();
+        sums.expect();
         ptxlab::fence_mbarrier_init();
     }
     __syncthreads();
-    if (CLUSTER > 1) ptxlab::cluster_arrive();
-    if (SHARE > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
+    if (SPLIT > 1) ptxlab::cluster_arrive();
 
     ptxlab::Slot<STAGES> slot;
-    if (threadIdx.x < 128) {  // the warp group that loads: one thread asks, the copy engine does
-        if (UNEVEN) ptxlab::fewer_registers<56>();
-        if (threadIdx.x == 0) {
-            for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
-                const Place place = place_of(tile, row_tiles, token_tiles);
-                const int token0 = place.tokens * BM + part * PART, row0 = (place.rows * SHARE + part) * ROWS;
+    if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
+        const bool elected = ptxlab::elect();
+        const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+        const auto load = [&](const ptxlab::TensorMap& operand, int rows, int offset, int Place::*along) {
+            for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
+                const int row = place_of(tile, row_tiles, token_tiles).*along * rows;
+#pragma unroll 1
                 for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
-                    unsigned char* to = ring + slot.index * STAGE_BYTES;
+                    unsigned char* to = ring + slot.index * STAGE_BYTES + offset;
                     u64* barrier = &full[slot.index];
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                    ptxlab::mbarrier_arrive_expect(barrier, STAGE_BYTES);        // of X too what other blocks bring
-                    for (int other = 1; other < SHARE; ++other)
-                        ptxlab::mbarrier_arrive_in_block(&ready[slot.index], rank ^ other);
+                    if (elected) ptxlab::mbarrier_arrive_expect(barrier, rows * BK);
+#pragma unroll
                     for (int i = 0; i < BK / BOX; ++i)
-                        ptxlab::tensor_load(to + X_BYTES + i * ROWS * BOX, &w, stage * BK + i * BOX, row0, barrier);
-                    if (SHARE > 1) ptxlab::mbarrier_wait(&ready[slot.index], slot.parity);
-                    for (int i = 0; i < BK / BOX; ++i) {
-                        unsigned char* box = to + (i * BM + part * PART) * BOX;
-                        const int channel = stage * BK + i * BOX;
-                        if (SHARE == 1) ptxlab::tensor_load(box, &x, channel, token0, barrier);
-                        else ptxlab::tensor_load_multicast(box, &x, channel, token0, barrier, (1 << SHARE) - 1);
-                    }
+                        if (elected) ptxlab::tensor_load(to + i * rows * BOX, &operand, stage * BK + i * BOX, row, barrier);
                 }
             }
+        };
+        if (UNEVEN) ptxlab::fewer_registers<FEWER>();
+        ptxlab::launch_dependents();
+        if (warp == 0) load(w, ROWS, X_BYTES, &Place::rows);
+        if (warp == 1) {
+            ptxlab::wait_for_predecessors();
+            load(x, BM, 0, &Place::tokens);
         }
         __syncwarp();
         if (SPLIT > 1) ptxlab::cluster_wait();
     } else {                  // a warp group that multiplies
-        if (UNEVEN) ptxlab::more_registers<224>();
-        const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128;
-        const bool leads = thread % 32 == 0;                                   // gives slots back for its warp
-        for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
+        if (UNEVEN) ptxlab::more_registers<MORE>();
+        const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+        scales += group * 2 * BM, buffers += (group * 4 + warp) * 512;
+        ptxlab::wait_for_predecessors();
+        for (int tile = blockIdx.x / SPLIT, turn = 0; tile < tiles; tile += gridDim.x / SPLIT, turn ^= 1) {
             const Place place = place_of(tile, row_tiles, token_tiles);
+            const int token0 = place.tokens * BM, n0 = place.rows * ROWS + group * 64 + warp * 16;
+            ptxlab::Scaling scaling{scales + turn * BM, nullptr};
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int n = min(n0 + lane / 4 + 8 * r, N - 1);
+                scaling.w_scale[r] = w_scale[n], scaling.bias[r] = bias ? bias[n] : -0.0f;
+            }
+            float token_scales[(BM + 127) / 128];
+#pragma unroll
+            for (int i = 0; i < (BM + 127) / 128; ++i) token_scales[i] = x_scale[min(token0 + i * 128 + thread, M - 1)];
+
             int acc[BM / 2] = {};
             int before = -1;                                                   // the slot that wgmma may still read
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
@@ -140,18 +156,22 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                 }
                 ptxlab::wgmma_commit();
                 ptxlab::wgmma_wait<1>();                                       // the stage before has been read
-                if (leads && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+                if (lane == 0 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
                 before = slot.index;
             }
             ptxlab::wgmma_wait<0>();
             ptxlab::pin(acc);
-            if (leads && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+            if (lane == 0 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
 
             if (SPLIT > 1) ptxlab::cluster_wait();                             // the other blocks have their barriers
-            epilogue.send(acc, group, thread);
-            epilogue.receive(acc, group, thread);
-            epilogue.store<OUT>(acc, group, thread, {y, x_scale, w_scale, bias, M, N}, place.tokens * BM,
-                                (place.rows * SHARE + part) * ROWS + group * 64);
+            sums.send(acc, group, thread);
+#pragma unroll
+            for (int i = 0; i < (BM + 127) / 128; ++i)
+                if (i * 128 + thread < BM) scales[turn * BM + i * 128 + thread] = token_scales[i];
+            sync_warp_group(group);                                            // those of the tile before may still be read
+            sums.receive(acc, group, thread);
+            ptxlab::store_fragments<OUT, BM>(acc, scaling, y, buffers, lane, token0, n0, M, N, N,
+                                             [&](int piece) { return (group * Sums::PER_GROUP + piece) / Sums::OWNED == slice; });
             if (SPLIT > 1) break;                                              // its sums are received once
         }
     }

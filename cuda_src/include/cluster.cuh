@@ -1,4 +1,4 @@
-// One function per instruction: blocks of a cluster and their shared memory (PTX ISA 9.7.13.3, 9.7.9.23, 9.7.9.12, 9.7.13.15, 9.7.9.27).
+// One function per instruction: blocks of a cluster and their shared memory (PTX ISA 9.7.13.3, 9.7.9.23, 9.7.9.12).
 #pragma once
 #include "mbarrier.cuh"
 
@@ -25,22 +25,6 @@ __device__ __forceinline__ unsigned address_in_block(const void* p, unsigned ran
 __device__ __forceinline__ void store_async_16(unsigned to, int a, int b, int c, int d, unsigned barrier) {
     asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(a),
                  "r"(b), "r"(c), "r"(d), "r"(barrier)
-                 : "memory");
-}
-
-// Arrive at the mbarrier that lies in block `rank` where `barrier` does in this one: whoever waits there sees what this
-// thread has seen, of whatever block.
-__device__ __forceinline__ void mbarrier_arrive_in_block(u64* barrier, unsigned rank) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in_block(barrier, rank)) : "memory");
-}
-
-// The map's box from (row, column) on, to the same place in every block of the cluster whose bit is set in `blocks`; each
-// counts the bytes at its own mbarrier, where `barrier` lies in this one.
-__device__ __forceinline__ void tensor_load_multicast(void* to, const TensorMap* map, int column, int row, u64* barrier,
-                                                      unsigned short blocks) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
-                 " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
-                 "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "h"(blocks)
                  : "memory");
 }
 

@@ -44,12 +44,6 @@ __device__ __forceinline__ unsigned load_shared_4(unsigned address) {
     return q;
 }
 
-// Two 8 x 8 matrices of 16-bit elements, transposed; lane 8 i + j, of the first 16, gives the address of column j of matrix i.
-__device__ __forceinline__ void stmatrix_x2_trans(void* column, unsigned r0, unsigned r1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared_address(column)), "r"(r0), "r"(r1)
-                 : "memory");
-}
-
 // d += A B with A [16, 32] s8, B [32, 8] s8.
 __device__ __forceinline__ void mma_s8(int (&d)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, unsigned b0, unsigned b1) {
     asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

@@ -14,10 +14,11 @@ from ptxlab.errors import ArgumentError
 def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) -> list[Row]:
     """Measure kernels of the family by name, as far as this GPU runs them.
 
-    Chains, experts, untuned shapes and the quantiser are measured if all kernels that `gemm_w4a8` may launch are.
+    Chains, experts, untuned shapes and the quantiser are measured if all kernels that `gemm_w4a8` may launch are;
+    experts also if the grouped kernel is.
     """
     whole = _all_launched(names)
-    planned = [*steps.points(steps_of(names)), *headline.points(names), *w8a8.points(names)]
+    planned = [*steps.points(steps_of(names)), *headline.points(names), *w8a8.points(names), *grouped.points(names)]
     if not planned:
         raise ArgumentError("suite", "a kernel of the GEMM suite that this GPU runs", ", ".join(names))
     progress("compiling")
@@ -26,8 +27,10 @@ def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) 
     measured = [row for layer in LAYERS for row in layer_rows(layer, names, stream_us, progress)]
     if whole:
         measured += quantiser.rows(ceilings, progress)
-        for part in (chain, grouped, untuned):
-            measured += part.rows(stream_us, progress)
+        measured += chain.rows(stream_us, progress)
+        measured += untuned.rows(stream_us, progress)
+    if whole or any(grouped.points(names)):
+        measured += grouped.rows(stream_us, progress)
     progress("counting with ncu")
     return limits.with_limits(measured)
 

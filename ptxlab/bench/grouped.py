@@ -1,6 +1,6 @@
-"""The experts of Mixtral: as many GEMMs as experts have tokens, one after the other in a graph.
+"""The experts of Mixtral: as many GEMMs as experts have tokens, one after the other in a graph; and all in one launch.
 
-That loop of `gemm_w4a8`'s own kernels is what a grouped kernel has to beat, on the same inputs: each expert's weight,
+That loop of `gemm_w4a8`'s own kernels is what the grouped kernel has to beat, on the same inputs: each expert's weight,
 and the tokens of all experts as rows of one matrix, sorted by expert.
 """
 
@@ -11,17 +11,35 @@ import numpy as np
 
 from ptxlab import cost, gpu
 from ptxlab.bench import headline
-from ptxlab.bench.points import StreamTime
+from ptxlab.bench.points import Point, StreamTime
 from ptxlab.bench.problem import expected, launches, packed_bytes, source_of, tokens
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import CHOSEN_EXPERTS, EXPERTS, GROUP, MIXTRAL, ROUTED_TOKENS, Layer
 from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
+from ptxlab.kernels.gemm.common import Step
+from ptxlab.kernels.gemm.grouped import GROUPED, LAYOUT
+from ptxlab.kernels.gemm.ladder import why_not
 from ptxlab.reference.packed import S32
 from ptxlab.spec import Arrays, evaluate
 
 LOOP, MEASURE = "experts", "grouped"  # what rows of the loop are called, and those of a grouped kernel
+STEP = Step(GROUPED, headline.SCHEME, LAYOUT)
+FACE = "gemm_w4a8_grouped"
 _REPLAYS = 10
+
+
+def points(names: Sequence[str]) -> Iterator[Point]:
+    """The grouped kernel with its sizes, if it is among `names` and runs on this GPU."""
+    if GROUPED.name in names and why_not(STEP) is None:
+        for layer in MIXTRAL:
+            for count in ROUTED_TOKENS:
+                yield STEP, sizes_at(layer, CHOSEN_EXPERTS * count)
+
+
+def sizes_at(layer: Layer, rows: int) -> dict[str, int]:
+    """The grouped kernel's."""
+    return {"M": rows, "N": layer.N, "K": layer.K, "E": EXPERTS, "g": GROUP}
 
 
 def routed(count: int, seed: int = 0) -> S32:
@@ -49,6 +67,22 @@ class Experts:
     activations: Arrays
     offsets: S32
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What tells rows apart."""
+        tokens = int(self.offsets[-1]) // CHOSEN_EXPERTS
+        return {"tokens": tokens, "N": self.layer.N, "K": self.layer.K, "g": GROUP}
+
+    @property
+    def logical(self) -> Arrays:
+        """The logical inputs of the grouped kernel."""
+        return {
+            "weights": [weight["weight"] for weight in self.weights],
+            "bias": np.stack([weight["bias"] for weight in self.weights]),
+            "offsets": gpu.to_device(self.offsets),
+            **self.activations,
+        }
+
     def problems(self) -> Iterator[tuple[int, Arrays]]:
         """Tokens and logical inputs of the experts that have tokens, each array where any kernel may load it."""
         for expert, weight in enumerate(self.weights):
@@ -59,14 +93,16 @@ class Experts:
 
 
 def rows(stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
-    """The loop at every number of tokens. A grouped kernel's row comes behind it, with its time among the peers."""
+    """At every number of tokens the loop, and behind it the grouped kernel with the loop's time among its peers."""
     for layer in MIXTRAL:
         progress(f"{layer}: {EXPERTS} experts")
         by_expert = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]
         activations = tokens(layer, CHOSEN_EXPERTS * max(ROUTED_TOKENS))
         for count in ROUTED_TOKENS:
             theirs = {name: array[: CHOSEN_EXPERTS * count] for name, array in activations.items()}
-            yield loop(Experts(layer, by_expert, theirs, routed(count)), stream_us)
+            experts = Experts(layer, by_expert, theirs, routed(count))
+            yield (looped := loop(experts, stream_us))
+            yield at_once(experts, stream_us, looped.time_us)
 
 
 def loop(experts: Experts, stream_us: StreamTime) -> Row:
@@ -86,7 +122,7 @@ def loop(experts: Experts, stream_us: StreamTime) -> Row:
         links[0][0].spec,
         source_of(links[0][0]),
         LOOP,
-        {"tokens": int(experts.offsets[-1]) // CHOSEN_EXPERTS, "N": layer.N, "K": layer.K, "g": GROUP},
+        experts.sizes,
         measured,
         floor=cost.gemm_floor(stream_us(nbytes), operations, gpu.device_info().slug),
         checked="; ".join(dict.fromkeys(checked)),
@@ -97,4 +133,31 @@ def loop(experts: Experts, stream_us: StreamTime) -> Row:
         kernel=", ".join(dict.fromkeys(step.spec.name for step, _ in links)),
         face=headline.FACE,
         more={"launches": len(links), "stream_us": stream_us(nbytes), "packed_bytes": nbytes},
+    )
+
+
+def at_once(experts: Experts, stream_us: StreamTime, loop_us: float) -> Row:
+    """Time the grouped kernel, whose floor is that of the experts with tokens alone, and check what it wrote."""
+    sizes = sizes_at(experts.layer, int(experts.offsets[-1]))
+    active = int((np.diff(experts.offsets) > 0).sum())
+    nbytes = GROUPED.arg("strips").nbytes({**sizes, "E": active})
+    operations = int(evaluate(GROUPED.operations, sizes))
+    ready = launches(STEP, sizes, experts.logical, copies=copies_beyond_l2(nbytes))
+    measured = measure(ready.calls, replays=_REPLAYS)
+    return row_of(
+        GROUPED,
+        source_of(STEP),
+        MEASURE,
+        experts.sizes,
+        measured,
+        floor=cost.gemm_floor(stream_us(nbytes), operations, gpu.device_info().slug),
+        checked=ready.check(expected(GROUPED, experts.logical)),
+        nbytes=GROUPED.bytes_moved({**sizes, **ready.variant, "E": active}),
+        rate=(operations / measured.us / 1e6, "TOPS"),
+        operations=operations,
+        peers={LOOP: loop_us},
+        activations=STEP.order,
+        variant=ready.variant,
+        face=FACE,
+        more={"experts": active, "stream_us": stream_us(nbytes), "packed_bytes": nbytes},
     )

@@ -6,6 +6,10 @@ read the buffers that the caller says come from the predecessor. An access, or t
 if its thread has waited itself, or if something orders it behind a thread of its cluster that has: a barrier, an
 mbarrier, release and acquire, as in `race`; or knowing that a copy is done which was issued behind a wait. Waits in
 other clusters are not looked at.
+
+Nor may it read those buffers by ld.global.nc, even behind the wait: that says that they do not change while the kernel
+runs, and ptxas has moved such loads ahead of the wait, which the compiler makes of `const T* __restrict__` (found in
+the SASS of a kernel that read offsets so, 13.0).
 """
 
 from __future__ import annotations
@@ -63,7 +67,10 @@ class Predecessor(Watcher):
 
     def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
         """Of what the predecessor makes."""
-        self.read(access.instruction, indices_of(lanes), offsets)
+        if "nc" in access.instruction.opcode.split("."):
+            self.read_as_constant(access.instruction, indices_of(lanes), offsets)
+        else:
+            self.read(access.instruction, indices_of(lanes), offsets)
 
     def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """To whatever the predecessor may use."""
@@ -82,9 +89,22 @@ class Predecessor(Watcher):
 
     def read(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
         """Report reads of the predecessor's buffers that lie behind no wait."""
-        if self.theirs.any():
-            theirs = self.theirs[np.searchsorted(self.machine.memory.starts_array, offsets, "right") - 1]
-            self.judge(instruction, indices, offsets, theirs, "read of", "write")
+        self.judge(instruction, indices, offsets, self.made(offsets), "read of", "write")
+
+    def read_as_constant(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
+        """Report reads of the predecessor's buffers that may be moved ahead of the wait, wherever they stand."""
+        made = self.made(offsets)
+        if made.any():
+            place = self.machine.memory.byte(int(offsets[int(np.argmax(made))]))
+            message = f"read of {place} as read-only (.nc), which ptxas may move ahead of {WAIT}"
+            self.report(instruction, "race", indices, made, message)
+
+    def made(self, offsets: Array) -> Array:
+        """Which of these bytes lie in the predecessor's buffers."""
+        if not self.theirs.any():
+            return np.zeros(len(offsets), bool)
+        inside: Array = self.theirs[np.searchsorted(self.machine.memory.starts_array, offsets, "right") - 1]
+        return inside
 
     def write(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
         """Report writes to global memory that lie behind no wait."""

@@ -7,24 +7,26 @@ import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.layout import PackedActivations, PackedWeight
+from ptxlab.layout import ExpertWeights, PackedActivations, PackedWeight
 
-_Packed = TypeVar("_Packed", PackedWeight, PackedActivations)
+_Packed = TypeVar("_Packed", PackedWeight, ExpertWeights, PackedActivations)
 
 
 def to_device(packed: _Packed) -> _Packed:
-    """A packed weight or packed activations whose NumPy arrays are copied to the current GPU, as CuPy's.
+    """Packed weights, experts' or one, or packed activations, with NumPy arrays copied to the current GPU, as CuPy's.
 
     Raises ArgumentError for anything else, UnavailableError where there is no GPU.
     """
     gpu.device_info()  # or the reason why there is none
     changed: dict[str, Any]
-    if isinstance(packed, PackedWeight):
+    if isinstance(packed, (PackedWeight, ExpertWeights)):
         changed = {"buffers": {name: _copied(array) for name, array in packed.buffers.items()}}
     elif isinstance(packed, PackedActivations):
         changed = {name: _copied(getattr(packed, name)) for name in ("x_q", "scale", "token_sum")}
     else:
-        raise ArgumentError("packed", "must be a PackedWeight or PackedActivations", type(packed).__name__)
+        raise ArgumentError(
+            "packed", "must be a PackedWeight, ExpertWeights or PackedActivations", type(packed).__name__
+        )
     return replace(packed, **changed)
 
 

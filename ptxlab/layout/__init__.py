@@ -1,6 +1,7 @@
 """Where each element lives: fragments, packings with their exact inverses, swizzles, and the banks that they meet."""
 
 from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
+from ptxlab.layout.expert_weights import ExpertWeights, stack_experts
 from ptxlab.layout.packed_activations import PackedActivations, pack_activations, unpack_activations
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.storage import METADATA_KEY, load, packed_names, save
@@ -11,6 +12,7 @@ __all__ = [
     "LAYOUTS",
     "METADATA_KEY",
     "SCHEMES",
+    "ExpertWeights",
     "PackedActivations",
     "PackedWeight",
     "TensorMap",
@@ -24,6 +26,7 @@ __all__ = [
     "pack_u4",
     "packed_names",
     "save",
+    "stack_experts",
     "to_fragment_order",
     "to_swizzled_tiles",
     "unpack",

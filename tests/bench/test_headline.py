@@ -155,6 +155,33 @@ def test_the_loop_over_experts(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert "all 512 results of 2 launches" in row.checked
 
 
+def test_experts_at_once(emulated_gpu: pytest.MonkeyPatch) -> None:
+    """The floor is that of the two experts that have tokens, of which one has two tiles of them at least."""
+    weights = [headline.weight_of(SMALL, seed=expert) for expert in range(EXPERTS)]
+    offsets = np.array([0, 0, 9, 9, 9, 10, 10, 10, 10], np.int32)
+    experts = grouped.Experts(SMALL, weights, problem.tokens(SMALL, 10), offsets)
+    row = grouped.at_once(experts, stream_us, 12.5)
+    assert (row.measure, row.sizes) == ("grouped", {"tokens": 5, "N": 128, "K": 256, "g": 128})
+    assert (row.kernel, row.face, row.peers) == (grouped.GROUPED.name, "gemm_w4a8_grouped", {"experts": 12.5})
+    assert row.operations == 2 * 10 * 128 * 256 and row.more["experts"] == 2
+    assert row.more["packed_bytes"] == 2 * 128 * 256 * 33 // 64
+    assert row.checked == "all 1280 results of 2 launches equal to the reference, bit for bit"
+
+
+def test_the_grouped_kernel_can_be_measured_alone(emulated_gpu: pytest.MonkeyPatch) -> None:
+    assert list(grouped.points(names())) == []
+    sizes = [sizes for _, sizes in grouped.points([grouped.GROUPED.name])]
+    assert len(sizes) == 20 and sizes[0] == {"M": 2, "N": 28672, "K": 4096, "E": 8, "g": 128}
+    emulated_gpu.setattr(gemm, "LAYERS", ())
+    emulated_gpu.setattr(gemm.points, "compile_all", list)
+    emulated_gpu.setattr(gemm.points, "streams", lambda: stream_us)
+    emulated_gpu.setattr(gemm.limits, "with_limits", list)
+    emulated_gpu.setattr(grouped, "MIXTRAL", (SMALL,))
+    emulated_gpu.setattr(grouped, "ROUTED_TOKENS", (1,))
+    rows = gemm.rows([grouped.GROUPED.name], Ceilings(4.6, 4.2), quiet)
+    assert [row.measure for row in rows] == ["experts", "grouped"]
+
+
 def test_untuned_shapes(emulated_gpu: pytest.MonkeyPatch) -> None:
     emulated_gpu.setattr(untuned, "UNTUNED", (SMALL,))
     emulated_gpu.setattr(untuned, "UNTUNED_TOKENS", (3,))
@@ -225,7 +252,8 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
     rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet)
     found = Counter(row.measure for row in rows)
     launched = 2 * 2 * len(headline._orders())  # groups, numbers of tokens
-    assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 1, "experts": 2, "untuned": 1}
+    experts = {"experts": 2, "grouped": 2}
+    assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 1, "untuned": 1} | experts
     record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
     assert len({row.key for row in rows}) == len(rows)

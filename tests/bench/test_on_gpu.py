@@ -144,6 +144,14 @@ def test_a_loop_over_experts(launched: None) -> None:
     assert row.more["launches"] > 4 and 0.05 < row.fraction < 1.1
 
 
+def test_experts_at_once(launched: None) -> None:
+    layer = Layer("Mixtral", "down", 4096, 14336)
+    weights = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]
+    experts = grouped.Experts(layer, weights, problem.tokens(layer, 32), grouped.routed(16))
+    row = grouped.at_once(experts, points.streams(), 100.0)
+    assert row.checked.startswith(f"all {32 * 4096} results of ") and 0.1 < row.fraction < 1.1
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_quantiser_is_timed_and_exact(order: str, ceilings) -> None:
     row = quantiser.quantised(quantiser._activations(64, 4096), order, ceilings)

@@ -59,6 +59,15 @@ def test_each_thread_waits() -> None:
     expect(outcome(early), early, read="%r6, [%x1]", write="[%x0], %r5")
 
 
+def test_a_read_only_load_may_be_moved_ahead_of_the_wait() -> None:
+    """Of what the predecessor makes; that of w is as good as any."""
+    constant = EACH.replace("ld.global.u32 %r5, [%x2]", "ld.global.nc.u32 %r5, [%x2]")
+    assert outcome(constant) == []
+    (found,) = outcome(constant.replace("ld.global.u32 %r6, [%x1]", "ld.global.nc.u32 %r6, [%x1]"))
+    assert (found.kind, found.count) == ("race", 2 * THREADS)
+    assert "argument 1 (x) as read-only (.nc), which ptxas may move ahead of griddepcontrol.wait" in found.message
+
+
 def test_what_the_caller_names_is_the_predecessors() -> None:
     early = EACH.replace(WAIT, "") + WAIT
     expect(outcome(early, after_wait=()), early, write="[%x0], %r5")

@@ -16,13 +16,14 @@ import pytest
 from ptxlab import emulator, kernels
 from ptxlab.emulator import ir
 from ptxlab.errors import EmulationError, UnknownInstruction
-from ptxlab.kernels.gemm import sm90
+from ptxlab.kernels.gemm import grouped, sm90
 from ptxlab.kernels.gemm.common import F16
+from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.ladder import LADDER
 from ptxlab.kernels.gemm.w8a8 import W8A8, Tile
 from ptxlab.runtime import Kernel, run_spec
 
-NAMES = [*(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name]
+NAMES = [*(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name]
 Place = tuple[tuple[str, int], ...]
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
 
@@ -47,7 +48,7 @@ class Variant:
         for steps in STEPS:
             # a block that needs one stage per tile is back at the ring's start after more tiles
             tiles = 1 if steps > self.tile["STAGES"] or self.sms == 132 else 2
-            sizes = {"M": self.M, "N": self.N * tiles, "K": self.channels * steps, "g": 128}
+            sizes = {"M": self.M, "N": self.N * tiles, "K": self.channels * steps, "g": 128, "E": 2}
             yield {symbol: sizes[symbol] for symbol in symbols}
 
     @property
@@ -67,12 +68,18 @@ def variants(name: str) -> Iterator[Variant]:
         yield Variant(name, "", tile, M=9, N=40, channels=128)
         return
     if name == W8A8.name:
-        tile = asdict(Tile(64)) | {"STAGES": 3}  # results go out in two chunks
+        # accumulators as they are would not need the scales, whose barriers are to be missed
+        tile = asdict(Tile(64)) | {"STAGES": 3, "OUT": F16}
         plain = Variant(name, "", tile, M=40, N=256, channels=128, sms=1)
-        split = Variant(name, "split", tile | {"SPLIT": 2}, M=40, N=128, channels=256, plain=plain)
-        share = Variant(name, "share", tile | {"SHARE": 2}, M=40, N=512, channels=128, sms=2, plain=plain)
-        rounded = Variant(name, "f16", tile | {"BM": 128, "OUT": F16}, M=72, N=256, channels=128, sms=1, plain=plain)
-        yield from (plain, split, share, rounded)  # 16 bits go out in two turns too
+        yield from (plain, Variant(name, "split", tile | {"SPLIT": 2}, M=40, N=128, channels=256, plain=plain))
+        return
+    if name == GROUPED.name:
+        tile = {"BM": 16, "WN": 2, "MN": 1, "STRIPS": 8, "BK": 128, "STAGES": 3, "SIGNED": 0}
+        plain = Variant(name, "", tile, M=40, N=128, channels=128, sms=1)
+        yield from (
+            plain,
+            Variant(name, "f16", tile | {"BM": 32, "OUT": F16}, M=40, N=128, channels=128, sms=1, plain=plain),
+        )
         return
     tile = {"BM": 64, "WN": 2, "BK": 128, "STAGES": 3, "CLUSTER": 1, "RESIDENT": 1}  # results go out in two chunks
     persistent = "imfp" in name
@@ -194,6 +201,7 @@ def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emul
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Kernel, "module", module)
         patch.setattr(sm90, "_SMS", variant.sms)
+        patch.setattr(grouped, "SMS", variant.sms)
         try:
             return next(filter(None, (diagnosis_of(variant, sizes, mode) for sizes in variant.problems)), [])
         except UnknownInstruction as missing:

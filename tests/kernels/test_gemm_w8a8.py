@@ -1,4 +1,4 @@
-"""The 8-bit GEMM: exact in every tile, K split or not, X shared or not, early and late; built and chosen as meant."""
+"""The 8-bit GEMM: exact in every tile, K split or not, early and late; built and chosen as meant."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -20,16 +20,16 @@ from tests import gemm_problems
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 (SOURCE,) = kernels.find(W8A8.name)[1]
-# Tiles that the emulator runs in a moment: few tokens, a short ring, clusters that split K or share X.
+# Tiles that the emulator runs in a moment: few tokens, a short ring, one to three warp groups, clusters that split K.
 TILES = (
-    {**asdict(Tile(8, WGS=2)), "STAGES": 2},
-    {**asdict(Tile(16, WGS=1, BK=256, SPLIT=2)), "STAGES": 3},
-    {**asdict(Tile(32, WGS=2, SPLIT=4)), "STAGES": 2},
-    {**asdict(Tile(16, WGS=1, SHARE=2, BAND=2)), "STAGES": 2},
-    {**asdict(Tile(32, WGS=2, BK=256, SHARE=2)), "STAGES": 3},
-    {**asdict(Tile(64, WGS=1, SHARE=4, BAND=3)), "STAGES": 2},
+    {**asdict(Tile(8, WN=2)), "STAGES": 2},
+    {**asdict(Tile(16, WN=1, BK=256, SPLIT=2)), "STAGES": 3},
+    {**asdict(Tile(32, WN=2, SPLIT=4)), "STAGES": 2},
+    {**asdict(Tile(16, WN=3, BAND=2)), "STAGES": 2},
+    {**asdict(Tile(32, WN=3, BK=256, SPLIT=2)), "STAGES": 3},
+    {**asdict(Tile(64, WN=1, BAND=3)), "STAGES": 2},
 )
-OUTPUT_TILES = (*TILES[1:4], {**asdict(Tile(128)), "STAGES": 2})
+OUTPUT_TILES = (*TILES[:3], *TILES[4:], {**asdict(Tile(256)), "STAGES": 2})
 
 
 def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
@@ -83,7 +83,7 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tile", OUTPUT_TILES, ids=["few tokens", "split", "share", "many tokens"])
+@pytest.mark.parametrize("tile", OUTPUT_TILES, ids="BM{BM}-WN{WN}-SPLIT{SPLIT}".format_map)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(
     ("variant", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32), (3, np.int32)]
@@ -139,7 +139,7 @@ def test_chosen_tiles_leave_few_sms_idle(layer: Any, M: int) -> None:
     config = W8A8.config_for(sizes)
     tile = Tile(**{name: config[name] for name in Tile.__dataclass_fields__})
     assert config["STAGES"] >= 2
-    rounds = tile.tiles(sizes) * tile.SPLIT * tile.SHARE / 132
+    rounds = tile.tiles(sizes) * tile.SPLIT / 132
     assert rounds / -(-rounds // 1) >= 0.6
 
 

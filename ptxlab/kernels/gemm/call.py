@@ -46,31 +46,56 @@ def checked(
     if weight.protective_range > PROTECTIVE_RANGE:
         rule = f"must have a protective_range of at most {PROTECTIVE_RANGE}, beyond which its bytes may overflow"
         raise ArgumentError("gemm_w4a8: weight", rule, weight.protective_range)
-    if isinstance(x_q, PackedActivations):
-        if x_scale is not None or x_sum is not None:
-            name = "x_scale" if x_scale is not None else "x_sum"
-            raise ArgumentError(f"gemm_w4a8: {name}", "must be None: PackedActivations have theirs", "another")
-        order, rows, shape = x_q.layout, x_q.rows, (x_q.M, x_q.K)
-        x_q, x_scale, x_sum = x_q.x_q, x_q.scale, x_q.token_sum
-    else:
-        order, rows, shape = "row_major", 1, tuple(getattr(x_q, "shape", ()))
+    x_q, x_scale, x_sum, order, rows, shape = opened("gemm_w4a8", x_q, x_scale, x_sum)
     if len(shape) != 2:
         raise ArgumentError("gemm_w4a8: x_q", "must be an array [M, K] or PackedActivations", f"shape {shape}")
     if shape[1] != weight.K:
         raise ArgumentError("gemm_w4a8: x_q", f"K must be {weight.K} as the weight's", f"shape {shape}")
+    dtype = output_dtype("gemm_w4a8", out_dtype, out, x_scale)
+    check_how("gemm_w4a8", backend, programmatic)
+    return Call(x_q, x_scale, x_sum, order, rows, shape[0], weight, bias, out, dtype, kernel, programmatic)
+
+
+class Opened(NamedTuple):
+    """Activations with what comes along with them: arrays or None, their order, tokens of a tile, and shape [M, K]."""
+
+    x_q: Any
+    x_scale: Any
+    x_sum: Any
+    order: str
+    rows: int
+    shape: tuple[int, ...]
+
+
+def opened(face: str, x_q: Any, x_scale: Any, x_sum: Any) -> Opened:
+    """What was given as activations; raises ArgumentError for a scale or sum beside PackedActivations."""
+    if not isinstance(x_q, PackedActivations):
+        return Opened(x_q, x_scale, x_sum, "row_major", 1, tuple(getattr(x_q, "shape", ())))
+    if x_scale is not None or x_sum is not None:
+        name = "x_scale" if x_scale is not None else "x_sum"
+        raise ArgumentError(f"{face}: {name}", "must be None: PackedActivations have theirs", "another")
+    return Opened(x_q.x_q, x_q.scale, x_q.token_sum, x_q.layout, x_q.rows, (x_q.M, x_q.K))
+
+
+def output_dtype(face: str, out_dtype: Any, out: Any, x_scale: Any) -> str:
+    """The output's dtype by name; raises ArgumentError for one that there is not, or that lacks a scale."""
     dtype, source = out_dtype, "out_dtype"
     if dtype is None:
         dtype, source = ("float16" if out is None else dtype_of(out)), "out"
     if dtype not in DTYPES:
         rule = f"{'dtype ' if source == 'out' else ''}must be one of {', '.join(DTYPES)}"
-        raise ArgumentError(f"gemm_w4a8: {source}", rule, dtype)
+        raise ArgumentError(f"{face}: {source}", rule, dtype)
     if x_scale is None and dtype != "int32":
-        raise ArgumentError("gemm_w4a8: x_scale", "must be given unless the output is int32", "nothing")
+        raise ArgumentError(f"{face}: x_scale", "must be given unless the output is int32", "nothing")
+    return str(dtype)
+
+
+def check_how(face: str, backend: Any, programmatic: Any) -> None:
+    """Raise ArgumentError for a backend that there is not, or a flag that is none."""
     if backend not in (*BACKENDS, None):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     if not isinstance(programmatic, bool):
-        raise ArgumentError("gemm_w4a8: programmatic", "must be True or False", repr(programmatic))
-    return Call(x_q, x_scale, x_sum, order, rows, shape[0], weight, bias, out, dtype, kernel, programmatic)
+        raise ArgumentError(f"{face}: programmatic", "must be True or False", repr(programmatic))
 
 
 def arrays(call: Call, x_shape: tuple[int, ...], takes_sum: bool) -> list[tuple[str, str, Any, str, tuple[int, ...]]]:

@@ -164,12 +164,17 @@ def _refuse_in_capture(call: Call, stream: int, is_loaded: bool, lacks_workspace
     if lacks_workspace:
         rule = f"must be given in a capture unless x_sum is: make gemm_workspace(weight, {M}) before"
         raise ArgumentError("gemm_w4a8: workspace", rule, "nothing")
-    if call.out is None:
-        rule = f"must be given in a capture: make an array [{M}, {N}] of {call.dtype} before"
-        raise ArgumentError("gemm_w4a8: out", rule, "nothing")
+    refuse_in_capture("gemm_w4a8", call.out, call.dtype, is_loaded, M=M, N=N, K=K)
+
+
+def refuse_in_capture(face: str, out: Any, dtype: str, is_loaded: bool, **sizes: int) -> None:
+    """Say what a capture needs before it begins: an output, and a kernel that has been loaded."""
+    if out is None:
+        rule = f"must be given in a capture: make an array [{sizes['M']}, {sizes['N']}] of {dtype} before"
+        raise ArgumentError(f"{face}: out", rule, "nothing")
     if not is_loaded:
         rule = "the first call of a shape loads its kernel: make it before the capture"
-        raise ArgumentError("gemm_w4a8", rule, f"M={M}, N={N}, K={K}")
+        raise ArgumentError(face, rule, ", ".join(f"{name}={size}" for name, size in sizes.items()))
 
 
 def _memory(item: Scratch, workspace: Workspace | None, M: int, place: tuple[int, int]) -> gpu.View:

@@ -64,14 +64,14 @@ def _pack_fragments(logical: Arrays) -> Arrays:
     return {**_pack(logical), "x": layout.to_fragment_order(logical["x"])}
 
 
-def _spec(name: str, summary: str, **fields: Any) -> KernelSpec:
+def _spec(name: str, summary: str, box: str, **fields: Any) -> KernelSpec:
     return KernelSpec(
         name=name,
         summary=summary,
         args=(
             Arg("strips", "uint8", ("ceil_div(N, 16)", "ceil_div(K, 128)", "1024 + 128//g*32")),
             Arg("w_scale", "float32", ("N",)),
-            Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
+            Arg("x", "int8", ("M", "K"), "tma", box=(box, "128"), swizzle=128),
             X_SCALE,
             Arg("x_sum", "int32", ("M",), optional=True),
             *AFTER_SCALE,
@@ -92,6 +92,7 @@ _RULES = (f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N 
 SMALL = _spec(
     "gemm_w4a8_small_sm90",
     "few tokens: activations resident, whole strips streamed past them, unsigned LiquidQuant (LiquidGEMM §4)",
+    box="M",
     rules=(*_RULES, "M <= 32", "ceil_div(M, 8)*8*ceil_div(K, 1024)*1024 <= 204800"),
     choose=_choose_small,
     launch=_launch_small,
@@ -100,6 +101,7 @@ SMALL = _spec(
 LARGE = _spec(
     "gemm_w4a8_sm90",
     "unsigned LiquidQuant dequantised under wgmma, tiles of evenly shared strips (LiquidGEMM §4, §5.3)",
+    box="ceil_div(ceil_div(M, ceil_div(M, BM)), 8)*8",
     rules=_RULES,
     choose=_choose,
     launch=_launch,

@@ -1,4 +1,4 @@
-"""W8A8 on Hopper: the sibling of the ladder's steps that has nothing to dequantise, for what dequantisation costs."""
+"""W8A8 on Hopper: the sibling of gemm_w4a8_sm90 that has nothing to dequantise, for what dequantisation costs."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -11,11 +11,10 @@ from ptxlab.kernels.gemm import sm90
 from ptxlab.kernels.gemm.common import EPILOGUE, INT32, activations, epilogue, examples, scaled
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
-_MOST_STAGES = 8
+_MOST_STAGES = 12
 # For the choice of a tile, of an SM: bytes per clock from the L2 and from memory; clocks of a block beside its main
 # loop, and for each other block that it adds up with. Estimates, not measurements.
 _L2_BYTES, _MEMORY_BYTES, _FIXED, _EXCHANGE = 36, 20, 3000, 1500
-_LEFT_OVER = 4  # SMs that no cluster of four can have: they do not come by fours in every part of the chip
 
 
 @dataclass(frozen=True)
@@ -23,48 +22,47 @@ class Tile:
     """What a block does, and with whom.
 
     Attributes:
-        BM: tokens.
-        WGS: warp groups of 64 rows, 1 or 2.
+        BM: tokens, up to 256; up to 128 with three warp groups.
+        WN: warp groups of 64 rows, 1 to 3.
         BK: channels of a stage.
         SPLIT: blocks that share a tile, each with a slice of K.
-        SHARE: blocks with neighbouring rows that share tokens; only where K is not split.
-        BAND: clusters' tiles of rows that go before the next tokens.
-        RESIDENT: blocks that an SM is to hold.
+        BAND: tiles of rows that go before the next tokens.
     """
 
     BM: int
-    WGS: int = 2
+    WN: int = 2
     BK: int = 128
     SPLIT: int = 1
-    SHARE: int = 1
     BAND: int = 1
-    RESIDENT: int = 1
 
     @property
     def shared_bytes(self) -> tuple[int, int]:
-        """Of a slot of the ring; and of what the epilogue receives and stores through (epilogue_sm90.cuh)."""
-        received = (self.SPLIT - 1) * (self.WGS * self.BM // 8 // self.SPLIT) * 2048
-        stored = self.WGS * min(self.BM, sm90._STORE_TOKENS) * sm90._STORE_PITCH * 4
-        return (self.BM + 64 * self.WGS) * self.BK, received + stored
+        """Of a slot of the ring; and of what the epilogue receives, stores through and scales by."""
+        received = (self.SPLIT - 1) * (self.WN * self.BM // 8 // self.SPLIT) * 2048
+        stored, scales = self.WN * 4 * 512, self.WN * 2 * self.BM * 4
+        return (self.BM + 64 * self.WN) * self.BK, received + stored + scales
 
     @property
     def stages(self) -> int:
         """As many as fit."""
-        room = min(sm90._SHARED // self.RESIDENT, sm90._SHARED - 1024) - sm90._BESIDE
         slot, beside = self.shared_bytes
-        return min(_MOST_STAGES, (room - beside) // slot)
+        return min(_MOST_STAGES, (sm90._SHARED - 1024 - sm90._BESIDE - beside) // slot)
+
+    @property
+    def runs(self) -> bool:
+        """Whether there are registers enough, and the blocks of a cluster have as many sums each."""
+        return self.WN * self.BM <= 512 and self.WN * self.BM // 8 % self.SPLIT == 0
 
     def tiles(self, s: Sizes) -> int:
-        """Of a matrix; those of the blocks that share tokens are one."""
-        return -(-s["M"] // self.BM) * -(-s["N"] // (64 * self.WGS * self.SHARE))
+        """Of a matrix."""
+        return -(-s["M"] // self.BM) * -(-s["N"] // (64 * self.WN))
 
     def clocks(self, s: Sizes) -> int:
         """An estimate: rounds of blocks, each as long as its products or its bytes; or as the weights from memory."""
-        blocks = self.tiles(s) * self.SPLIT * self.SHARE
-        products = 2 * self.WGS * self.BM  # of 128 channels
-        loads = (64 * self.WGS + self.BM // self.SHARE) * 128 // _L2_BYTES
+        products = 2 * self.WN * self.BM  # of 128 channels
+        loads = (64 * self.WN + self.BM) * 128 // _L2_BYTES
         main_loop = -(-s["K"] // (128 * self.SPLIT)) * max(products, loads)
-        rounds = -(-blocks // sm90._SMS) * (main_loop + _FIXED + (self.SPLIT - 1) * _EXCHANGE)
+        rounds = -(-self.tiles(s) * self.SPLIT // sm90._SMS) * (main_loop + _FIXED + (self.SPLIT - 1) * _EXCHANGE)
         return max(rounds, s["N"] * s["K"] // (_MEMORY_BYTES * sm90._SMS) + _FIXED)
 
 
@@ -72,9 +70,9 @@ def _candidates(s: Sizes) -> Iterator[Tile]:
     """Tiles about as high as the tokens need, and none that spills; one that stands earlier is to be preferred."""
     highest = next((BM for BM in (16, 32, 64, 128) if s["M"] <= BM), 256)
     heights = [BM for BM in (256, 128, 64) if highest >= BM] or [highest]
-    for BM, WGS, (SPLIT, SHARE) in product(heights, (2, 1), ((1, 2), (1, 1), (2, 1), (4, 1))):
-        tile = Tile(BM, WGS, 128 if BM == 256 else 256, SPLIT, SHARE, BAND=8 // SHARE)
-        if tile.stages >= 3 and (SHARE == 1 or BM >= 128) and (SPLIT == 1 or WGS * BM < 512):
+    for BM, WN, SPLIT in product(heights, (2, 3, 1), (1, 2, 4)):
+        tile = Tile(BM, WN, 256 if BM + 64 * WN <= 256 else 128, SPLIT, BAND=8)
+        if tile.runs and tile.stages >= 3:
             yield tile
 
 
@@ -87,12 +85,10 @@ def _choose(s: Sizes) -> dict[str, int]:
 def _launch(s: Sizes) -> Launch:
     """Persistent blocks, or a cluster per tile where K is split."""
     tile = Tile(**{name: s[name] for name in Tile.__dataclass_fields__})
-    cluster, tiles = tile.SPLIT * tile.SHARE, tile.tiles(s)
-    usable = sm90._SMS - (_LEFT_OVER if cluster == 4 else 0)
-    clusters = tiles if tile.SPLIT > 1 else min(tiles, usable * tile.RESIDENT // cluster)
+    clusters = tile.tiles(s) if tile.SPLIT > 1 else min(tile.tiles(s), sm90._SMS)
     slot, beside = tile.shared_bytes
     shared = s["STAGES"] * slot + beside
-    return Launch((clusters * cluster, 1, 1), (128 * (tile.WGS + 1), 1, 1), shared, (cluster, 1, 1))
+    return Launch((clusters * tile.SPLIT, 1, 1), (128 * (tile.WN + 1), 1, 1), shared, (tile.SPLIT, 1, 1))
 
 
 def _example(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arrays:
@@ -124,9 +120,9 @@ W8A8 = KernelSpec(
     name="gemm_w8a8_sm90",
     summary="8-bit weights: wgmma from shared memory, nothing to dequantise: what W4A8 is measured against",
     args=(
-        Arg("w", "int8", ("N", "K"), "tma", box=("64*WGS", "128"), swizzle=128),
+        Arg("w", "int8", ("N", "K"), "tma", box=("64*WN", "128"), swizzle=128),
         Arg("w_scale", "float32", ("N",)),
-        Arg("x", "int8", ("M", "K"), "tma", box=("BM//SHARE", "128"), swizzle=128),
+        Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
         *EPILOGUE,
     ),
     launch=_launch,
@@ -139,6 +135,7 @@ W8A8 = KernelSpec(
     arch="sm_90a",
     exact_arch=True,
     example_sizes=examples("MNK", (1, 8, 16), (5, 40, 272), (17, 200, 192), (130, 264, 144)),
+    after_wait=("x", "x_scale"),
 )
 
 SPECS = (W8A8,)

@@ -1,0 +1,59 @@
+// The tiles of a grouped GEMM, worked out on the device from where each expert's rows begin: expert by expert, of an expert
+// one row tile of W after the other, of a row tile one tile of tokens after the other, which find its weights in the L2. An
+// expert without rows has none.
+#pragma once
+
+namespace ptxlab {
+
+// A tile: rows token0 .. of X, as far as they are below end_token, times row tile `row_tile` of the weight of `expert`.
+struct ExpertTile {
+    int expert, token0, end_token, row_tile;
+};
+
+// Finds tiles in rising order of their numbers. By a whole warp, which looks at 32 experts at a time, an expert per lane.
+template <int TOKENS>
+class ExpertTiles {
+    const int* offsets;  // [experts + 1]
+    int experts, row_tiles, lane;
+    int first_expert = 0, first_tile = 0;  // of the 32
+    int begin, end, behind;                // rows of this lane's expert; the number of the first tile behind its own
+
+    static __device__ __forceinline__ int tiles_of(int rows) { return (rows + TOKENS - 1) / TOKENS; }
+
+    __device__ __forceinline__ void look() {
+        const int expert = first_expert + lane;
+        begin = offsets[min(expert, experts)], end = offsets[min(expert + 1, experts)];
+        behind = tiles_of(end - begin) * row_tiles;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int before = __shfl_up_sync(~0u, behind, step);
+            if (lane >= step) behind += before;
+        }
+        behind += first_tile;
+    }
+
+public:
+    // After the wait for whatever writes `offsets`.
+    __device__ __forceinline__ ExpertTiles(const int* offsets, int experts, int row_tiles)
+        : offsets(offsets), experts(experts), row_tiles(row_tiles), lane(threadIdx.x % 32) {
+        look();
+    }
+
+    // False behind the last tile.
+    __device__ __forceinline__ bool find(int tile, ExpertTile& found) {
+        for (int last; tile >= (last = __shfl_sync(~0u, behind, 31)); look()) {
+            first_expert += 32, first_tile = last;
+            if (first_expert >= experts) return false;
+        }
+        const int which = __popc(__ballot_sync(~0u, behind <= tile));
+        const int before = __shfl_sync(~0u, behind, max(which - 1, 0)), row0 = __shfl_sync(~0u, begin, which);
+        found.end_token = __shfl_sync(~0u, end, which);
+        const int token_tiles = tiles_of(found.end_token - row0), own = tile - (which > 0 ? before : first_tile);
+        found.expert = first_expert + which;
+        found.row_tile = own / token_tiles;
+        found.token0 = row0 + own % token_tiles * TOKENS;
+        return true;
+    }
+};
+
+}  // namespace ptxlab

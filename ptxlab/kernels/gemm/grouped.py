@@ -1,0 +1,162 @@
+"""The experts of a layer in one launch (mixture of experts): W4A8 on Hopper, a weight for each expert."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ptxlab import layout, quant
+from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, activations, examples, gemm
+from ptxlab.kernels.gemm.strips_tiles import COSTS, ROOM, SMS, Tile, shared_bytes
+from ptxlab.quant import TwoLevelWeight
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+
+_MOST_STAGES = 12
+_MOST_EXPERTS = 65536
+LAYOUT, SCHEMES = "strips", ("lqq", "qoq")  # of the weights
+
+
+def constants(tile: Tile, strips: int, group: int) -> dict[str, int]:
+    """Of the variant with this tile, up to so many strips, and as many stages as fit."""
+    ring = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, _MOST_STAGES + 1)]
+    shape = {"BM": tile.BM, "WN": tile.WN, "MN": tile.MN, "STRIPS": strips, "BK": tile.BK}
+    return {**shape, "STAGES": sum(nbytes <= ROOM for nbytes in ring), "GROUP": group, "OUT": INT32, "SIGNED": 1}
+
+
+def likely_token_tiles(s: Sizes, BM: int) -> int:
+    """Tiles of tokens of all experts together, when every row takes any expert with the same probability."""
+    mean, elsewhere = s["M"] / s["E"], 1 - 1 / s["E"]
+    deviation = math.sqrt(2 * mean * elsewhere) or math.inf
+    further = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, -(-s["M"] // BM)))
+    return round(s["E"] * (1 - elsewhere ** s["M"] + sum(further))) if s["E"] > 1 else -(-s["M"] // BM)
+
+
+def most_tiles(s: Sizes) -> int:
+    """Tiles that there can be, however the rows are shared out among the experts."""
+    active = min(s["E"], s["M"])
+    return (active + (s["M"] - active) // s["BM"]) * _row_tiles(s["N"], s["STRIPS"])
+
+
+def _row_tiles(N: int, strips: int) -> int:
+    return -(-N // 16 // strips)
+
+
+def _candidates(group: int) -> Iterator[dict[str, int]]:
+    """Tiles of which a block can do several, of any height that needs all of their MMAs."""
+    for tile in COSTS:
+        for strips in range(tile.strips, tile.strips // 2, -1) if tile.WK == 1 else ():
+            found = constants(tile, strips, group)
+            if found["STAGES"] >= 3:
+                yield found
+
+
+def _microseconds(s: Sizes) -> float:
+    """Rounds of blocks, each as long as its stages and the end of its tile, by the costs of a single GEMM."""
+    cost, row_tiles = COSTS[Tile(s["BM"], s["WN"], 1, s["MN"], s["BK"])], _row_tiles(s["N"], s["STRIPS"])
+    rounds = -(-likely_token_tiles(s, s["BM"]) * row_tiles // SMS)
+    stages, height = -(-s["K"] // s["BK"]), s["N"] / 16 / row_tiles
+    return rounds * (stages * (cost.stage + cost.strip * height) + cost.tile) + cost.launch
+
+
+def _choose(s: Sizes) -> dict[str, int]:
+    """The quickest by the costs; of equals the one with the fewest tokens, then the highest."""
+    return min(_candidates(s["g"]), key=lambda found: _microseconds({**s, **found}))
+
+
+def _launch(s: Sizes) -> Launch:
+    """Persistent blocks, no more than there can be tiles."""
+    shared = shared_bytes(Tile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), s["STRIPS"], s["STAGES"], 1, s["GROUP"])
+    return Launch((min(most_tiles(s), SMS), 1, 1), (128 * (s["WN"] + 1), 1, 1), shared)
+
+
+def _example(rng: np.random.Generator, *, M: int, N: int, K: int, E: int, g: int) -> Arrays:
+    """Weights of random numbers, and rows that go to experts at random, of which some are never taken."""
+    weights = [quant.quantize_lqq(rng.standard_normal((N, K), dtype=np.float32), group=g) for _ in range(E)]
+    taken = rng.permutation(E)[: max(1, E - E // 3)]
+    counts = np.bincount(rng.choice(taken, M), minlength=E)
+    logical = {"weights": weights, "offsets": offsets_of(counts), **activations(rng, M, N, K)}
+    return {**logical, "bias": rng.standard_normal((E, N), dtype=np.float32)}
+
+
+def offsets_of(counts: np.ndarray | Sequence[int]) -> np.ndarray:
+    """Where the rows of each expert begin, s32 [E+1], from how many each has."""
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
+def _pack(logical: Arrays) -> Arrays:
+    """The weights in strips, one behind the other, and the token sums."""
+    packed = [layout.pack(weight, LAYOUT).buffers for weight in logical["weights"]]
+    x = logical["x"]
+    return {
+        "strips": np.stack([buffers["strips"] for buffers in packed]),
+        "w_scale": np.stack([buffers["channel_scale"] for buffers in packed]),
+        "x": x,
+        "offsets": logical["offsets"],
+        "x_scale": logical.get("x_scale", np.ones(len(x), np.float32)),
+        "x_sum": x.sum(axis=1, dtype=np.int32),
+        **({"bias": logical["bias"]} if "bias" in logical else {}),
+    }
+
+
+def _reference(
+    weights: Sequence[TwoLevelWeight],
+    x: np.ndarray,
+    offsets: np.ndarray,
+    x_scale: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    OUT: int = INT32,
+) -> np.ndarray:
+    """One GEMM after the other, each with its expert's rows, of which there is one at least."""
+    ys = []
+    for expert, weight in enumerate(weights):
+        rows = slice(int(offsets[expert]), int(offsets[expert + 1]))
+        if rows.start == rows.stop:
+            continue
+        scale, beside = None if x_scale is None else x_scale[rows], None if bias is None else bias[expert]
+        ys.append(gemm(weight, x[rows], scale, beside, OUT))
+    return np.concatenate(ys)
+
+
+def _by_expert(args: Mapping[str, Arg]) -> tuple[Arg, ...]:
+    """The arguments behind the activations: of each expert a bias, and how many experts there are."""
+    return (
+        args["x_scale"],
+        Arg("x_sum", "int32", ("M",), optional=True),
+        Arg("bias", "float32", ("E", "N"), optional=True),
+        *(args[name] for name in ("y", "M", "N", "K")),
+        Arg("E", "int32", role="scalar"),
+    )
+
+
+GROUPED = KernelSpec(
+    name="gemm_w4a8_grouped_sm90",
+    summary="mixture of experts: the tiles of all experts that have tokens, worked out on the device, in one launch",
+    args=(
+        Arg("strips", "uint8", ("E", "ceil_div(N, 16)", "ceil_div(K, 128)", "1024 + 32*(128//g)")),
+        Arg("w_scale", "float32", ("E", "N")),
+        Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
+        Arg("offsets", "int32", ("E + 1",)),
+        *_by_expert({arg.name: arg for arg in EPILOGUE}),
+    ),
+    launch=_launch,
+    choose=_choose,
+    rules=(
+        f"g in {GROUPS}",
+        "K % g == 0",
+        "N % 8 == 0",
+        "1 <= K < 131072",
+        f"1 <= E <= {_MOST_EXPERTS}",
+        "M*N < 2**31",
+    ),
+    value_rules=("offsets[:1] == 0", "offsets[1:] >= offsets[:-1]", "(offsets == M) | (offsets < offsets[-1])"),
+    operations="2*M*N*K",
+    example=_example,
+    pack=_pack,
+    reference=_reference,
+    arch="sm_90a",
+    exact_arch=True,
+    example_sizes=examples("MNKEg", (1, 8, 128, 1, 128), (9, 40, 192, 4, 64), (70, 200, 160, 3, 32)),
+    after_wait=("offsets", "x", "x_scale", "x_sum"),
+)
+
+SPECS = (GROUPED,)
