@@ -10,16 +10,18 @@ import pytest
 from ptxlab import kernels, sources
 
 SWEEPS = sources.results_dir() / "h200" / "sweeps"
+FILES = {"gemm_w4a8_sm90": "gemm_strips.csv", "gemm_w4a8_small_sm90": "gemm_strips_small.csv"}
+FED = {"ORDER": 0, "SIGNED": 0}  # row-major activations with their token sums: what kernels for strips are compared on
 Point = tuple[int, int, int]  # N, K, M
 
 
 def swept(kernel: str) -> dict[Point, dict[tuple[tuple[str, int], ...], float]]:
     """Microseconds by point and constants."""
-    arch = kernel.rpartition("_")[2]
+    name = FILES.get(kernel, f"gemm_{kernel.rpartition('_')[2]}.csv")
     points: dict[Point, dict[tuple[tuple[str, int], ...], float]] = defaultdict(dict)
-    with (SWEEPS / f"gemm_{arch}.csv").open() as file:
+    with (SWEEPS / name).open() as file:
         for line in csv.DictReader(file):
-            if line.pop("kernel") == kernel:
+            if line.pop("kernel") == kernel and all(int(line.get(name, fed)) == fed for name, fed in FED.items()):
                 N, K, M, us = (line.pop(name) for name in ("N", "K", "M", "us"))
                 constants = tuple(sorted((name, int(value)) for name, value in line.items()))
                 points[int(N), int(K), int(M)][constants] = float(us)
@@ -30,7 +32,7 @@ def losses(kernel: str) -> Iterator[tuple[int, float]]:
     """(M, time of the chosen constants over that of the best) of every point where the chosen ones were tried."""
     spec = kernels.specs()[kernel]
     for (N, K, M), times in swept(kernel).items():
-        chosen = spec.config_for({"M": M, "N": N, "K": K, "g": 128})
+        chosen = {**spec.config_for({"M": M, "N": N, "K": K, "g": 128}), **FED}
         tried = {
             constants: us
             for constants, us in times.items()
@@ -58,3 +60,20 @@ def test_the_chosen_tiles_are_near_the_best_of_the_sweep(kernel: str, most: floa
     for M, logs in by_tokens.items():
         assert len(logs) >= 5, "the chosen constants were hardly tried"
         assert math.exp(sum(logs) / len(logs)) <= most, M
+
+
+@pytest.mark.parametrize(
+    ("kernel", "tokens"),
+    [("gemm_w4a8_sm90", {8, 16, 32, 64, 128, 256, 512, 2048}), ("gemm_w4a8_small_sm90", {1, 4, 16})],
+)
+def test_the_costs_choose_tiles_near_the_best_of_the_sweep(kernel: str, tokens: set[int]) -> None:
+    """At numbers of tokens that the kernel is taken for: 1.5% over all points, 2% at any one number."""
+    by_tokens: dict[int, list[float]] = defaultdict(list)
+    for M, loss in losses(kernel):
+        by_tokens[M].append(math.log(loss))
+    assert set(by_tokens) >= tokens
+    logs = [log for M in tokens for log in by_tokens[M]]
+    assert math.exp(sum(logs) / len(logs)) <= 1.015
+    for M in tokens:
+        assert len(by_tokens[M]) >= 9, "the chosen constants were hardly tried"
+        assert math.exp(sum(by_tokens[M]) / len(by_tokens[M])) <= 1.02, M

@@ -1,7 +1,7 @@
 """Which tile `gemm_w4a8_sm90` takes: costs that were measured, and the rule that adds them up.
 
 The costs are fits to sweeps over the layers of LLaMA-2-7B, -13B and -70B, Mixtral and Yi-34B on an H200, groups of 128
-(`notebooks/results/h200/sweeps/gemm_strips.csv`). The tiles they choose are within 1% of the best of each point in the
+(`notebooks/results/h200/sweeps/gemm_strips.csv`). The tiles they choose are 1.2% from the best of each point in the
 mean, and they say what a matrix that nobody swept will like.
 """
 
@@ -66,6 +66,7 @@ COSTS = {
     Tile(256, 1, 1, 1, 128): Cost(0.308, 0.008, 2.338, 0.984, 0.871),
     Tile(256, 2, 1, 1, 128): Cost(0.574, 0.006, 2.728, 0.893, math.inf),
 }
+_FULL = Tile(64, 2, 2, 1, 256)  # in a cluster, registers for the constants of groups of 128 alone
 BMS = tuple(dict.fromkeys(tile.BM for tile in COSTS))
 
 
@@ -103,10 +104,10 @@ def _candidates(s: Sizes) -> Iterator[Chosen]:
     """Tiles about as wide as there are tokens, so high that the last round of blocks is full or nearly so."""
     widest = next((BM for BM in BMS if s["M"] <= BM), BMS[-1])
     wanted = {s["rows"]} if "rows" in s else {widest, *(BM for BM in BMS if 64 <= BM < widest)}
-    for tile, cost in COSTS.items():
+    for tile in COSTS:
         if tile.BM not in wanted:
             continue
-        for split in (1, 2) if cost.split < math.inf else (1,):
+        for split in _splits(tile, s["g"]):
             blocks, token_tiles = SMS // split, -(-s["M"] // tile.BM)
             heights = {-(-_strips(s) // rows) for n in range(1, 9) if (rows := n * blocks // token_tiles)}
             for strips in {min(tile.strips, height) for height in heights if height > tile.strips // 2} | {tile.strips}:
@@ -114,6 +115,11 @@ def _candidates(s: Sizes) -> Iterator[Chosen]:
                 stages = _stages(tile, strips, split, s["g"])
                 if once and stages >= 2 * tile.WK:
                     yield Chosen(tile, strips, stages, split)
+
+
+def _splits(tile: Tile, group: int) -> tuple[int, ...]:
+    """Sizes of its clusters."""
+    return (1, 2) if COSTS[tile].split < math.inf and (tile != _FULL or group == 128) else (1,)
 
 
 def _stages(tile: Tile, strips: int, split: int, group: int) -> int:
