@@ -6,7 +6,7 @@ mutant is found by a finding, by an error (a deadlock, a fault), or by a wrong r
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -16,11 +16,11 @@ import pytest
 from ptxlab import emulator, kernels
 from ptxlab.emulator import ir
 from ptxlab.errors import EmulationError, UnknownInstruction
-from ptxlab.kernels.gemm import grouped, sm90
+from ptxlab.kernels.gemm import grouped, sm90, strips_tiles
 from ptxlab.kernels.gemm.common import F16
 from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.ladder import LADDER
-from ptxlab.kernels.gemm.w8a8 import W8A8, Tile
+from ptxlab.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import Kernel, run_spec
 
 NAMES = [*(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name]
@@ -69,7 +69,7 @@ def variants(name: str) -> Iterator[Variant]:
         return
     if name == W8A8.name:
         # accumulators as they are would not need the scales, whose barriers are to be missed
-        tile = asdict(Tile(64)) | {"STAGES": 3, "OUT": F16}
+        tile = {"BM": 64, "WN": 2, "BK": 128, "STAGES": 3, "SPLIT": 1, "OUT": F16}
         plain = Variant(name, "", tile, M=40, N=256, channels=128, sms=1)
         yield from (plain, Variant(name, "split", tile | {"SPLIT": 2}, M=40, N=128, channels=256, plain=plain))
         return
@@ -202,6 +202,7 @@ def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emul
         patch.setattr(Kernel, "module", module)
         patch.setattr(sm90, "_SMS", variant.sms)
         patch.setattr(grouped, "SMS", variant.sms)
+        patch.setattr(strips_tiles, "SMS", variant.sms)
         try:
             return next(filter(None, (diagnosis_of(variant, sizes, mode) for sizes in variant.problems)), [])
         except UnknownInstruction as missing:
