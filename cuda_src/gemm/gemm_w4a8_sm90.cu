@@ -67,7 +67,7 @@ static_assert(STAGES >= 2 * WK, "a slot is given back while the next stage is wo
 using Sums = ptxlab::Epilogue<TILES, BM, SPLIT>;
 
 constexpr int THREADS = 128 * (WGS + 1);
-constexpr int MORE = WGS <= 2 ? 232 : WGS == 3 ? 152 : 112, FEWER = WGS <= 3 ? 40 : 24;
+constexpr int MORE = WGS <= 2 ? 232 : WGS == 3 ? 152 : 112, FEWER = WGS == 1 ? 56 : WGS <= 3 ? 40 : 24;
 
 // What a warp group needs to make numbers of its sums.
 struct Scales {
