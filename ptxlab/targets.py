@@ -84,7 +84,7 @@ def targets(record: Record | None) -> list[Target]:
         *_of_untuned(record),
         Target(
             f"quantising into the headline's order ({ORDER.replace('_', '-')}) beside row-major, every size",
-            0.0 if ORDER == "row_major" else _most(ratio - 1 for ratio in reordering(record).get(ORDER, ())),
+            _most(ratio - 1 for ratio in reordering(record).get(ORDER, ())),
             _PERCENT,
             most=0.05,
         ),

@@ -14,10 +14,9 @@ from ptxlab.bench import chain, gemm, grouped, headline, problem, quantiser, ste
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.points import Point, all_peers
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import ALL_TOKENS, EXPERTS, GROUPS, LLAMA, MIXTRAL, UNTUNED, UNTUNED_TOKENS, Layer
+from ptxlab.bench.shapes import ALL_TOKENS, EXPERTS, GROUP, GROUPS, LLAMA, MIXTRAL, UNTUNED, UNTUNED_TOKENS, Layer
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.gemm import ladder
-from ptxlab.kernels.gemm.common import Step
 from ptxlab.layout.packed_activations import ORDERS
 
 SMALL, NEXT = Layer("test", "small", N=128, K=256), Layer("test", "next", N=64, K=128)
@@ -36,17 +35,23 @@ def names() -> list[str]:
     return [step.spec.name for step in ladder.LADDER]
 
 
-def rows_of_small(monkeypatch: pytest.MonkeyPatch, needs_sum: bool = False) -> list[Row]:
+def rows_of_small(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     monkeypatch.setattr(headline, "ALL_TOKENS", (1, 17))
-    monkeypatch.setattr(Step, "needs_sum", property(lambda _: needs_sum))
     return list(headline.layer_rows(SMALL, names(), {1: FP8, 17: FP8}, stream_us, quiet))
 
 
 def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.MonkeyPatch) -> None:
     rows = rows_of_small(emulated_gpu)
     found = [(row.sizes["g"], row.sizes["M"], row.activations) for row in rows]
-    assert sorted(found) == sorted((g, M, order) for g in GROUPS for M in (1, 17) for order in headline._orders())
+    beside = ("fragment", "row_major-sums", "tiles")
+    assert sorted(found) == sorted(
+        (g, M, order) for g in GROUPS for M in (1, 17) for order in ("row_major", *(beside if g == GROUP else ()))
+    )
     for row in rows:
+        if row.activations == headline.WITHOUT_SUMS:
+            assert row.variant["SIGNED"] == 1
+            continue
+        assert row.variant["SIGNED"] == 0
         weight: Any = headline._Weight(headline.SCHEME, headline.PACKING, 128, 256, row.sizes["g"])
         taken = ladder.choose(weight, row.activations, row.sizes["M"], kernel=None, backend="gpu")
         assert (row.kernel, row.face, row.measure) == (taken.spec.name, "gemm_w4a8", "headline")
@@ -57,22 +62,14 @@ def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.Mo
 
 @pytest.mark.parametrize(
     ("order", "M", "rows"),
-    [("row_major", 17, 1), ("fragment", 17, 8), ("tiles", 1, 8), ("tiles", 17, 32), ("tiles", 8192, 128)],
+    [("row_major", 17, 1), ("fragment", 17, 8), ("tiles", 1, 8), ("tiles", 17, 32), ("tiles", 8192, 256)],
 )
-def test_a_tile_of_activations_holds_all_tokens_up_to_128(order: str, M: int, rows: int) -> None:
+def test_a_tile_of_activations_holds_all_tokens_up_to_256(order: str, M: int, rows: int) -> None:
     assert headline.rows_of_tile(M, order) == rows
 
 
-def test_sums_of_activations_from_elsewhere_are_part_of_the_time(emulated_gpu: pytest.MonkeyPatch) -> None:
-    emulated_gpu.setattr(headline, "token_sum_us", lambda M, K: 2.5)
-    rows = rows_of_small(emulated_gpu, needs_sum=True)
-    with_sums = [row for row in rows if row.activations == "row_major+sum"]
-    free = [row for row in rows if row.activations == "row_major"]
-    assert len(with_sums) == len(free) == 4
-    for row, other in zip(with_sums, free, strict=True):
-        assert row.time_us == 12.5 and row.more["token_sum_us"] == 2.5 and row.fraction == 4.0 / 12.5
-        assert row.rate * row.time_us == pytest.approx(other.rate * other.time_us)
-        assert row.key != other.key
+def test_fragments_only_of_as_many_tokens_as_their_kernel_takes(emulated_gpu: pytest.MonkeyPatch) -> None:
+    assert "fragment" in headline._orders(SMALL, 32, GROUP) and "fragment" not in headline._orders(SMALL, 33, GROUP)
 
 
 def test_only_what_is_asked_for_is_measured(emulated_gpu: pytest.MonkeyPatch) -> None:
@@ -105,7 +102,7 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
     for step, sizes in found:
         step.spec.check_sizes(sizes)
         assert step.spec.launch({**sizes, **problem.variant(step.spec, sizes)}).shared_bytes <= 227 << 10
-    headlines = len(LLAMA) * len(GROUPS) * len(ALL_TOKENS) * len(headline._orders())
+    headlines = sum(len(headline._orders(la, M, g)) for la in LLAMA for g in GROUPS for M in ALL_TOKENS)
     assert len(found) == headlines + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
 
 
@@ -125,8 +122,8 @@ def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pyte
     emulated_gpu.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
     step, sizes = headline.at(SMALL, 3)
     logical = {**headline.weight_of(SMALL), **problem.tokens(SMALL, 3)}
-    waiting = replace(step, spec=replace(step.spec, after_wait=("x", "x_scale")))
-    for each in (step, waiting):
+    impatient = replace(step, spec=replace(step.spec, after_wait=()))
+    for each in (impatient, step):
         for programmatic in (False, True):
             problem.launches(each, sizes, logical, copies=1, programmatic=programmatic)
     assert seen == [False, False, False, True]
@@ -220,12 +217,6 @@ def test_a_quantiser_that_writes_nothing_is_found(emulated_gpu: pytest.MonkeyPat
     emulated_gpu.setattr(gpu, "prepare", lambda *_: lambda: None)
     with pytest.raises(BenchmarkError, match="wrong results in the order fragment at M=5, K=256"):
         quantiser.quantised(quantiser._activations(5, 256), "fragment", Ceilings(4.6, 4.2))
-    with pytest.raises(BenchmarkError, match="wrong results at M=5, K=256"):
-        quantiser.token_sum_us(5, 256)
-
-
-def test_token_sums(emulated_gpu: pytest.MonkeyPatch) -> None:
-    assert quantiser.token_sum_us(3, 256) == 10.0
 
 
 def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -234,7 +225,7 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
         gemm: {"LAYERS": (SMALL,), "LLAMA": (SMALL,), "TOKENS": (3,), "ALL_TOKENS": (3, 9)},
         steps: {"LAYERS": (SMALL,), "TOKENS": (3,)},
         headline: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9)},
-        quantiser: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9)},
+        quantiser: {"LLAMA": (SMALL,), "_TOKENS": (3, 9)},
         chain: {"CHAINS": ((SMALL, NEXT),), "FEW_TOKENS": (3,)},
         grouped: {"MIXTRAL": (SMALL,), "ROUTED_TOKENS": (1, 2)},
         untuned: {"UNTUNED": (NEXT,), "UNTUNED_TOKENS": (2,)},
@@ -248,10 +239,9 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
     for module, replaced in patches.items():
         for name, value in replaced.items():
             emulated_gpu.setattr(module, name, value)
-    emulated_gpu.setattr(Step, "needs_sum", property(lambda _: False))
     rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet)
     found = Counter(row.measure for row in rows)
-    launched = 2 * 2 * len(headline._orders())  # groups, numbers of tokens
+    launched = 2 * (4 + 1)  # numbers of tokens; three orders and none of sums, and one order of the other group
     experts = {"experts": 2, "grouped": 2}
     assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 1, "untuned": 1} | experts
     record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
