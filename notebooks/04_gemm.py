@@ -42,7 +42,7 @@ figures.ladder_picture("peers")
 # ## Every matrix, one to 8192 tokens
 #
 # Weights in groups of 128 from memory, never from the L2; FP16 out, every bit of it compared with the reference.
-# Activations come from the fused quantiser, with their token sums, in the order that is fastest at the point.
+# Activations come from the fused quantiser, row-major with their token sums.
 
 # %%
 figures.gemm_picture("headline") if measured else ladder.NOT_RECORDED
@@ -54,8 +54,8 @@ Markdown(gemmtables.matrices_table(record))
 Markdown(gemmtables.means_table(record))
 
 # %% [markdown]
-# What other activations cost: the quantiser writes every order in about the same time; activations from elsewhere
-# need their token sums made first.
+# What other activations cost, in the quantiser and in the GEMM. Those from elsewhere come without token sums: then the
+# kernel flips the weights' top bits instead.
 
 # %%
 Markdown(gemmtables.orders_table(record))
@@ -78,10 +78,10 @@ Markdown(targets.table(record))
 Markdown(gemmtables.chains_table(record))
 
 # %% [markdown]
-# ## Experts, and shapes that nothing was tuned for
+# ## Experts, and other models
 #
-# Mixtral's experts: a loop of single GEMMs over those that have tokens, and one grouped launch. Then four models whose
-# matrices and numbers of tokens no table of tiles knows.
+# Mixtral's experts: a loop of single GEMMs over those that have tokens, and one grouped launch. Then four other
+# models, at numbers of tokens that no sweep has; seven of their sixteen matrices are in sweeps at others.
 
 # %%
 figures.gemm_picture("beyond") if measured else ladder.NOT_RECORDED

@@ -3,7 +3,7 @@
 import math
 
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import ALL_TOKENS, CHOSEN_EXPERTS, EXPERTS, FEW_TOKENS, LLAMA, MIXTRAL, UNTUNED
+from ptxlab.bench.shapes import ALL_TOKENS, CHOSEN_EXPERTS, EXPERTS, FEW_TOKENS, LLAMA, MIXTRAL, SWEPT, UNTUNED
 from ptxlab.bench.stored import FACTOR, SAME
 from ptxlab.headline import (
     PEERS,
@@ -93,7 +93,7 @@ def experts_table(record: Record | None) -> str:
 
 
 def untuned_table(record: Record | None) -> str:
-    """Shapes that nothing was tuned for, model by model."""
+    """Other models and odd numbers of tokens, model by model."""
     found = untuned_points(record)
     if not found:
         return _MISSING
@@ -102,6 +102,8 @@ def untuned_table(record: Record | None) -> str:
         rows = [row for row, layer in found if layer.model == model]
         speeds = over(rows, "cublas_fp8")
         lines.append([model, f"{fraction(rows):.2f}", _times(mean(speeds)), _times(min(speeds, default=math.nan))])
+    unseen = [row for row, layer in found if (layer.N, layer.K) not in SWEPT]
+    lines.append(["matrices in no sweep", f"{fraction(unseen):.2f}", _times(mean(over(unseen, "cublas_fp8"))), ""])
     everything = [row for row, _ in found]
     tuned = at(points(record), *FEW_TOKENS)
     lines.append(["all", f"{fraction(everything):.2f}", _times(mean(over(everything, "cublas_fp8"))), ""])

@@ -123,7 +123,7 @@ def _routing(row: Row) -> tuple[int, ...]:
 
 
 def untuned_points(record: Record | None) -> list[tuple[Row, Layer]]:
-    """Shapes that nothing was tuned for, with their names."""
+    """Matrices of other models at odd numbers of tokens, with their names."""
     return [(row, named(row, UNTUNED)) for row in of(record, untuned.MEASURE)]
 
 

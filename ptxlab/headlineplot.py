@@ -45,7 +45,7 @@ def headline_figure(rows: Sequence[Row]) -> Figure:
 
 
 def beyond_figure(record: Record) -> Figure:
-    """Beyond single GEMMs of LLaMA-2: chains of a layer, experts, untuned shapes."""
+    """Beyond single GEMMs of LLaMA-2: chains of a layer, experts, other models."""
     figure = Figure(figsize=(15, 4.4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     _chains(left, record)
@@ -98,7 +98,7 @@ def _untuned(axes: Axes, record: Record) -> None:
     axes.axhline(tuned, color="black", linestyle=":", label=f"tuned shapes, M <= {FEW_TOKENS[-1]}, mean")
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("floor / time")
-    _finish(axes, "Shapes that nothing was tuned for", UNTUNED_TOKENS)
+    _finish(axes, "Other models, odd numbers of tokens", UNTUNED_TOKENS)
     axes.legend(frameon=False, loc="lower left")
 
 

@@ -154,7 +154,7 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool) -> It
         yield (races := Races(machine, in_flight.busy if in_flight else None))
         if machine.peers.size > 1:
             yield Guests(machine, races)
-        if machine.launch.entry.uses(WAIT):
+        if machine.launch.entry.uses(WAIT) or machine.launch.after_wait:
             yield Predecessor(machine, races)
     if in_flight:
         yield in_flight

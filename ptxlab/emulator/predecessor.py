@@ -1,11 +1,11 @@
 """Part of the check "race": what the kernel before on the stream may still be using, until griddepcontrol.wait.
 
-A kernel in which that instruction stands is judged as one that begins before its predecessor has ended; every other is
-left alone. Until then it may not write to global memory at all (the predecessor may still read or write there), nor
-read the buffers that the caller says come from the predecessor. An access, or the issue of a copy, lies behind a wait
-if its thread has waited itself, or if something orders it behind a thread of its cluster that has: a barrier, an
-mbarrier, release and acquire, as in `race`; or knowing that a copy is done which was issued behind a wait. Waits in
-other clusters are not looked at.
+A kernel in which that instruction stands, or of which the caller says what it reads from its predecessor, is judged as
+one that begins before that has ended; every other is left alone. Until the wait it may not write to global memory at
+all (the predecessor may still read or write there), nor read the buffers that the caller says come from the
+predecessor. An access, or the issue of a copy, lies behind a wait if its thread has waited itself, or if something
+orders it behind a thread of its cluster that has: a barrier, an mbarrier, release and acquire, as in `race`; or knowing
+that a copy is done which was issued behind a wait. Waits in other clusters are not looked at.
 
 Nor may it read those buffers by ld.global.nc, even behind the wait: that says that they do not change while the kernel
 runs, and ptxas has moved such loads ahead of the wait, which the compiler makes of `const T* __restrict__` (found in

@@ -1,5 +1,6 @@
 """What `gemm_w4a8` launches, alone, in chains and with experts, measured without a GPU: launches are emulated."""
 
+import csv
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,12 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import bench, gpu
+from ptxlab import bench, gpu, sources
 from ptxlab.bench import chain, gemm, grouped, headline, problem, quantiser, steps, untuned, w8a8
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.points import Point, all_peers
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import ALL_TOKENS, EXPERTS, GROUP, GROUPS, LLAMA, MIXTRAL, UNTUNED, UNTUNED_TOKENS, Layer
+from ptxlab.bench.shapes import (
+    ALL_TOKENS,
+    EXPERTS,
+    GROUP,
+    GROUPS,
+    LLAMA,
+    MIXTRAL,
+    SWEPT,
+    UNTUNED,
+    UNTUNED_TOKENS,
+    Layer,
+)
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.layout.packed_activations import ORDERS
@@ -261,3 +273,11 @@ def test_the_whole_suite_has_every_part(emulated_gpu: pytest.MonkeyPatch) -> Non
         emulated_gpu.setattr(getattr(gemm, part), "rows", lambda *_, part=part: [part])
     assert gemm.rows(["gemm_w4a8_lqq_sm90"], Ceilings(4.6, 4.2), quiet) == []
     assert sorted(map(str, gemm.rows(names(), Ceilings(4.6, 4.2), quiet))) == sorted(parts)
+
+
+def test_which_matrices_of_other_models_the_sweeps_have() -> None:
+    with (sources.results_dir() / "h200" / "sweeps" / "gemm_strips.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    swept = {(int(line["N"]), int(line["K"])) for line in lines}
+    assert {(layer.N, layer.K) for layer in UNTUNED} & swept == SWEPT
+    assert not {int(line["M"]) for line in lines} & set(UNTUNED_TOKENS)

@@ -74,8 +74,10 @@ def test_what_the_caller_names_is_the_predecessors() -> None:
     assert len(outcome(EACH, after_wait=(1, 2))) == 1  # w, which is read ahead of the wait
 
 
-def test_a_kernel_that_never_waits_is_not_judged() -> None:
-    assert outcome(EACH.replace(WAIT, "")) == []
+def test_a_kernel_that_never_waits_is_judged_if_something_is_its_predecessors() -> None:
+    never = EACH.replace(WAIT, "")
+    assert outcome(never, after_wait=()) == []
+    expect(outcome(never), never, read="%r6, [%x1]", write="[%x0], %r5")
 
 
 def test_it_is_part_of_the_check_for_races() -> None:

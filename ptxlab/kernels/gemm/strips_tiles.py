@@ -2,7 +2,7 @@
 
 The costs are fits to sweeps over the layers of LLaMA-2-7B, -13B and -70B, Mixtral and Yi-34B on an H200, groups of 128
 (`notebooks/results/h200/sweeps/gemm_strips.csv`). The tiles they choose are 1.2% from the best of each point in the
-mean, and they say what a matrix that nobody swept will like.
+mean, and they say what a matrix that no sweep has seen will like.
 """
 
 import math
