@@ -16,14 +16,18 @@ import pytest
 from ptxlab import emulator, kernels
 from ptxlab.emulator import ir
 from ptxlab.errors import EmulationError, UnknownInstruction
-from ptxlab.kernels.gemm import grouped, sm90
+from ptxlab.kernels.gemm import grouped, sm90, strips_tiles
 from ptxlab.kernels.gemm.common import F16
 from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.ladder import LADDER
+from ptxlab.kernels.gemm.strips import LARGE, SMALL
+from ptxlab.kernels.gemm.strips_tiles import Chosen
 from ptxlab.kernels.gemm.w8a8 import W8A8, Tile
 from ptxlab.runtime import Kernel, run_spec
 
-NAMES = [*(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name]
+NAMES = list(
+    dict.fromkeys([*(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name])
+)
 Place = tuple[tuple[str, int], ...]
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
 
@@ -81,6 +85,16 @@ def variants(name: str) -> Iterator[Variant]:
             Variant(name, "f16", tile | {"BM": 32, "OUT": F16}, M=40, N=128, channels=128, sms=1, plain=plain),
         )
         return
+    if name == SMALL.name:  # one block, whose tiles of sums have their turns again
+        tile = {"ROWS": 2, "SLICES": 2, "STAGES": 3, "SIGNED": 0, "OUT": F16}
+        yield Variant(name, "", tile, M=9, N=136, channels=256, sms=1)
+        return
+    if name == LARGE.name:
+        tile = Chosen(strips_tiles.Tile(32, WN=2, WK=1, MN=1, BK=128), 8, 3, 1).constants | {"SIGNED": 0, "OUT": F16}
+        plain = Variant(name, "", tile, M=72, N=136, channels=128, sms=1)
+        split = tile | {"WN": 1, "WK": 2, "STRIPS": 4, "STAGES": 4, "SPLIT": 2}
+        yield from (plain, Variant(name, "split", split, M=24, N=64, channels=512, plain=plain))
+        return
     tile = {"BM": 64, "WN": 2, "BK": 128, "STAGES": 3, "CLUSTER": 1, "RESIDENT": 1}  # results go out in two chunks
     persistent = "imfp" in name
     plain = Variant(name, "", tile, M=40, N=256 if persistent else 128, channels=128, sms=1)
@@ -90,7 +104,7 @@ def variants(name: str) -> Iterator[Variant]:
 VARIANTS = [variant for name in NAMES for variant in variants(name)]
 SYNCHRONISING = re.compile(
     r"(bar|barrier)\.(cta\.|warp\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
-    r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\."
+    r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\.|griddepcontrol\.wait"
 )
 
 # (kernel, the statement and its source where it stands and one line on, why nothing can tell): regular expressions.
@@ -202,6 +216,7 @@ def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emul
         patch.setattr(Kernel, "module", module)
         patch.setattr(sm90, "_SMS", variant.sms)
         patch.setattr(grouped, "SMS", variant.sms)
+        patch.setattr(strips_tiles, "SMS", variant.sms)
         try:
             return next(filter(None, (diagnosis_of(variant, sizes, mode) for sizes in variant.problems)), [])
         except UnknownInstruction as missing:
