@@ -11,15 +11,16 @@
 // Tile       block: WN warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES, each with its mbarriers:
 //            full   completes when the copy engine has brought X and W; empty, when all warps are done with them
 //            X, W   BK / 128 boxes [BM][128] and [64 WN][128] under the 128-byte swizzle, by the copy engine, row-major
-//            Tiles in bands of BAND tiles of rows, all tokens of a band before the next, so that what neighbours in time
-//            share of W and X is in the L2.
+//            Tokens are shared out evenly: a copy brings as many rows of X as a tile has tokens, since rows outside the
+//            matrix are slow to come, and wgmma finds zeros behind them. All tokens of some rows of W before the next rows.
 // Split K    SPLIT blocks of a cluster share a tile, each with a slice of K; they add up through distributed shared memory.
 // Copies     one warp asks for W, another for X, both through elect.sync: a plain `if (thread == 0)` makes the compiler loop
 //            over lanes around each copy.
 // Output     from the fragments, each warp by itself (fragments_out.cuh).
 // PDL        W does not wait for the kernel before, as far as the ring takes it; X, scales of tokens and results do.
-// Tuned      tile and split by tokens and rows: see ptxlab/kernels/gemm/w8a8.py.
-// Measured   not yet measured
+// Tuned      tile and split by measured costs: see ptxlab/kernels/gemm/w8a8_tiles.py.
+// Measured   one H200, f16 out, best tiles of the sweep: 7B O 7.0 us at 1 token, 9.1 at 256; 70B gate+up 112 us at 1 token,
+//            181 at 256, 1,247 at 2,048 (1,544 TOPS)
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.27 tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15 mbarrier;
 //            9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include "epilogue_sm90.cuh"
@@ -28,12 +29,11 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 128     // tokens of a tile
+#define BM 128     // most tokens of a tile
 #define WN 2       // warp groups of 64 rows of W
 #define BK 128
 #define STAGES 6
 #define SPLIT 1    // blocks of a cluster, along K
-#define BAND 1
 #define OUT 0
 #endif
 
@@ -49,17 +49,10 @@ static_assert(WN <= 3, "registers of four warp groups that multiply would have t
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
 using Sums = ptxlab::Epilogue<WN, BM, SPLIT>;
 
-// Which tile: of rows, and of tokens.
+// Where a tile begins.
 struct Place {
-    int rows, tokens;
+    int row, token;
 };
-
-// Rows go fastest within a band, then tokens.
-__device__ __forceinline__ Place place_of(int tile, int row_tiles, int token_tiles) {
-    const int band = tile / (BAND * token_tiles), inside = tile % (BAND * token_tiles);
-    const int rows = min(BAND, row_tiles - band * BAND);
-    return {band * BAND + inside % rows, inside / rows};
-}
 
 // Only the 128 threads of a warp group that multiplies; barrier 0 is the whole block's.
 __device__ __forceinline__ void sync_warp_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
@@ -69,21 +62,32 @@ __device__ __forceinline__ void sync_warp_group(int group) { asm volatile("bar.s
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxes [64 WN][128] swizzled
                const float* __restrict__ w_scale,            // f32 [N]
-               const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
-               const float* __restrict__ x_scale,            // f32 [M]
+               const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [tokens of a tile][128] swizzled
+               const float* x_scale,                         // f32 [M]; not __restrict__: a read-only load may be moved ahead of griddepcontrol.wait
                const float* __restrict__ bias,               // f32 [N], or null
                void* __restrict__ y,                         // [M, N], by OUT
                int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
-    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + ROWS - 1) / ROWS, tiles = token_tiles * row_tiles;
+    const int token_tiles = (M + BM - 1) / BM, tiles = token_tiles * ((N + ROWS - 1) / ROWS);
+    const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
+    const auto place_of = [&](int tile) { return Place{tile / token_tiles * ROWS, tile % token_tiles * tokens}; };
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
     const Sums sums{reinterpret_cast<int4*>(behind), nullptr, &arrived, slice};
     unsigned char* buffers = behind + Sums::RECEIVE_BYTES;                     // 512 bytes of each warp
     float* scales = reinterpret_cast<float*>(buffers + WN * 4 * 512);          // of each warp group 2 BM, for tiles in turn
+    if (tokens < BM) {  // what wgmma reads behind the copies' rows
+        const int missing = (BM - tokens) * 8;                                 // 16 bytes each, of a box
+        for (int i = threadIdx.x; i < STAGES * (BK / BOX) * missing; i += THREADS) {
+            const int box = i / missing;
+            unsigned char* x_box = ring + box / (BK / BOX) * STAGE_BYTES + box % (BK / BOX) * (BM * BOX);
+            *reinterpret_cast<int4*>(x_box + tokens * BOX + i % missing * 16) = make_int4(0, 0, 0, 0);
+        }
+        ptxlab::fence_proxy_async();
+    }
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 2);
@@ -99,9 +103,9 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
     if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const auto load = [&](const ptxlab::TensorMap& operand, int rows, int offset, int Place::*along) {
+        const auto load = [&](const ptxlab::TensorMap& operand, int rows, int box_bytes, int offset, int Place::*along) {
             for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
-                const int row = place_of(tile, row_tiles, token_tiles).*along * rows;
+                const int row = place_of(tile).*along;
 #pragma unroll 1
                 for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
                     unsigned char* to = ring + slot.index * STAGE_BYTES + offset;
@@ -110,16 +114,16 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                     if (elected) ptxlab::mbarrier_arrive_expect(barrier, rows * BK);
 #pragma unroll
                     for (int i = 0; i < BK / BOX; ++i)
-                        if (elected) ptxlab::tensor_load(to + i * rows * BOX, &operand, stage * BK + i * BOX, row, barrier);
+                        if (elected) ptxlab::tensor_load(to + i * box_bytes, &operand, stage * BK + i * BOX, row, barrier);
                 }
             }
         };
         if (UNEVEN) ptxlab::fewer_registers<FEWER>();
         ptxlab::launch_dependents();
-        if (warp == 0) load(w, ROWS, X_BYTES, &Place::rows);
+        if (warp == 0) load(w, ROWS, ROWS * BOX, X_BYTES, &Place::row);
         if (warp == 1) {
             ptxlab::wait_for_predecessors();
-            load(x, BM, 0, &Place::tokens);
+            load(x, tokens, BM * BOX, 0, &Place::token);
         }
         __syncwarp();
         if (SPLIT > 1) ptxlab::cluster_wait();
@@ -129,8 +133,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
         scales += group * 2 * BM, buffers += (group * 4 + warp) * 512;
         ptxlab::wait_for_predecessors();
         for (int tile = blockIdx.x / SPLIT, turn = 0; tile < tiles; tile += gridDim.x / SPLIT, turn ^= 1) {
-            const Place place = place_of(tile, row_tiles, token_tiles);
-            const int token0 = place.tokens * BM, n0 = place.rows * ROWS + group * 64 + warp * 16;
+            const int token0 = place_of(tile).token, n0 = place_of(tile).row + group * 64 + warp * 16;
             ptxlab::Scaling scaling{scales + turn * BM, nullptr};
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
@@ -170,7 +173,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                 if (i * 128 + thread < BM) scales[turn * BM + i * 128 + thread] = token_scales[i];
             sync_warp_group(group);                                            // those of the tile before may still be read
             sums.receive(acc, group, thread);
-            ptxlab::store_fragments<OUT, BM>(acc, scaling, y, buffers, lane, token0, n0, M, N, N,
+            ptxlab::store_fragments<OUT, BM>(acc, scaling, y, buffers, lane, token0, n0, min(M, token0 + tokens), N, N,
                                              [&](int piece) { return (group * Sums::PER_GROUP + piece) / Sums::OWNED == slice; });
             if (SPLIT > 1) break;                                              // its sums are received once
         }

@@ -107,8 +107,8 @@ def launched(
 
 
 def _orders(layer: Layer, M: int, group: int) -> list[str]:
-    """The orders of activations that a kernel reads at this size."""
-    orders = dict.fromkeys(step.order for step in steps())
+    """The orders of activations that a kernel reads at this size; those beside the usual one with the usual group."""
+    orders = dict.fromkeys(step.order for step in steps() if group == GROUP or step.order == ORDER)
     return [order for order in orders if _is_taken(*at(layer, M, group, order))]
 
 
@@ -126,6 +126,6 @@ def _rows_at(layer: Layer, M: int, group: int, logical: Arrays, names: Sequence[
     right = expected(next(iter(orders.values())).spec, logical) if orders else None
     for order in orders:
         yield launched(layer, M, logical, right, group=group, order=order, measured_as=MEASURE, **beside)
-    if "row_major" in orders:
+    if ORDER in orders and group == GROUP:
         row = launched(layer, M, logical, right, group=group, sums=False, measured_as=MEASURE, **beside)
         yield replace(row, activations=WITHOUT_SUMS)

@@ -10,7 +10,7 @@ from ptxlab import gpu, layout, quant
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
-from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
+from ptxlab.bench.shapes import LLAMA
 from ptxlab.bench.timing import measure, replays_at
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.quantize import QUANTIZE, SUM
@@ -21,6 +21,7 @@ from ptxlab.spec import KernelSpec, Sizes
 
 MEASURE = "quantise"
 TILE = 64  # tokens, of the order `tiles`
+_TOKENS = (1, 16, 64, 256, 2048)
 _DISTINCT = 64  # tokens that are made on the host; repeated
 _POISON = 0xA5
 
@@ -29,8 +30,8 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """From FP16 activations as another kernel has just left them in the L2, at every depth and number of tokens."""
     for K in sorted({layer.K for layer in LLAMA}):
         progress(f"quantize_activations, K = {K}")
-        x = _activations(max(ALL_TOKENS), K)
-        for M in ALL_TOKENS:
+        x = _activations(max(_TOKENS), K)
+        for M in _TOKENS:
             for order in ORDERS:
                 yield quantised(x[:M], order, ceilings)
 

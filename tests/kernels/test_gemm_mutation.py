@@ -6,7 +6,7 @@ mutant is found by a finding, by an error (a deadlock, a fault), or by a wrong r
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from ptxlab import emulator, kernels
 from ptxlab.emulator import ir
+from ptxlab.emulator.predecessor import WAIT
 from ptxlab.errors import EmulationError, UnknownInstruction
 from ptxlab.kernels.gemm import grouped, sm90, strips_tiles
 from ptxlab.kernels.gemm.common import F16
@@ -22,12 +23,10 @@ from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.ladder import LADDER
 from ptxlab.kernels.gemm.strips import LARGE, SMALL
 from ptxlab.kernels.gemm.strips_tiles import Chosen
-from ptxlab.kernels.gemm.w8a8 import W8A8, Tile
+from ptxlab.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import Kernel, run_spec
 
-NAMES = list(
-    dict.fromkeys([*(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name])
-)
+NAMES = (*dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name)
 Place = tuple[tuple[str, int], ...]
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
 
@@ -73,7 +72,7 @@ def variants(name: str) -> Iterator[Variant]:
         return
     if name == W8A8.name:
         # accumulators as they are would not need the scales, whose barriers are to be missed
-        tile = asdict(Tile(64)) | {"STAGES": 3, "OUT": F16}
+        tile = {"BM": 64, "WN": 2, "BK": 128, "STAGES": 3, "SPLIT": 1, "OUT": F16}
         plain = Variant(name, "", tile, M=40, N=256, channels=128, sms=1)
         yield from (plain, Variant(name, "split", tile | {"SPLIT": 2}, M=40, N=128, channels=256, plain=plain))
         return
@@ -111,8 +110,8 @@ SYNCHRONISING = re.compile(
 SURVIVORS = (
     (r"_sm80$", r"cp_async_wait<0>", "the groups that the loop has not waited for are empty"),
     (
-        r"_(excp|imfp|w8a8)_sm90$",
-        r"cluster_wait\(\);\n *\} else",
+        r"_(excp|imfp|w8a8|w4a8)_sm90$",
+        r"cluster_wait\(\);\n *(\} else|return;)",
         "these warps touch no other block's memory; they wait since whoever arrives at the cluster's barrier has to",
     ),
     (
@@ -122,9 +121,14 @@ SURVIVORS = (
         "promised only to those who wait for it themselves",
     ),
     (
-        r"_(excp|imfp|w8a8)_sm90$",
+        r"_(excp|imfp|w8a8|w4a8)_sm90$",
         r"^bar\.warp\.sync.*\n *__syncwarp\(\);\n.*cluster_wait\(\)",
         "these lanes have nothing more to do; they meet since all of a warp has to wait for the cluster at once",
+    ),
+    (
+        r"_small_sm90$",
+        r"^bar\.warp\.sync.*\n.*__syncwarp\(\);\n *load_w\(0, 0, 0\)",
+        "the lane that has made the barriers is the one that uses them; the others wait so that the warp is together",
     ),
     (
         r"_excp_sm90$",
@@ -206,6 +210,8 @@ def mutants(variant: Variant) -> Iterator[Mutant]:
             code = list(entry.instructions)
             for index in copies:
                 code[index] = change(code[index], index)
+            if opcode == WAIT:
+                code.append(entry.instructions[copies[0]])  # never reached, but it says that the kernel is to wait
             changed = replace(module, entries={entry.name: replace(entry, instructions=code)})
             yield Mutant(variant, what, place, changed)
 

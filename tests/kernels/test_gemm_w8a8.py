@@ -1,7 +1,9 @@
 """The 8-bit GEMM: exact in every tile, K split or not, early and late; built and chosen as meant."""
 
+import csv
+import math
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import ml_dtypes
@@ -10,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, toolchain
+from ptxlab import emulator, kernels, sources, toolchain
 from ptxlab.bench.shapes import LAYERS
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm import sm90
-from ptxlab.kernels.gemm.w8a8 import W8A8, Tile
+from ptxlab.kernels.gemm import strips_tiles, w8a8_tiles
+from ptxlab.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import run_spec
 from tests import gemm_problems
 
@@ -22,14 +24,15 @@ BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 (SOURCE,) = kernels.find(W8A8.name)[1]
 # Tiles that the emulator runs in a moment: few tokens, a short ring, one to three warp groups, clusters that split K.
 TILES = (
-    {**asdict(Tile(8, WN=2)), "STAGES": 2},
-    {**asdict(Tile(16, WN=1, BK=256, SPLIT=2)), "STAGES": 3},
-    {**asdict(Tile(32, WN=2, SPLIT=4)), "STAGES": 2},
-    {**asdict(Tile(16, WN=3, BAND=2)), "STAGES": 2},
-    {**asdict(Tile(32, WN=3, BK=256, SPLIT=2)), "STAGES": 3},
-    {**asdict(Tile(64, WN=1, BAND=3)), "STAGES": 2},
+    {"BM": 8, "WN": 2, "BK": 128, "SPLIT": 1, "STAGES": 2},
+    {"BM": 16, "WN": 1, "BK": 256, "SPLIT": 2, "STAGES": 3},
+    {"BM": 32, "WN": 2, "BK": 128, "SPLIT": 4, "STAGES": 2},
+    {"BM": 16, "WN": 3, "BK": 128, "SPLIT": 1, "STAGES": 2},
+    {"BM": 32, "WN": 3, "BK": 256, "SPLIT": 2, "STAGES": 3},
+    {"BM": 64, "WN": 1, "BK": 128, "SPLIT": 1, "STAGES": 2},
 )
-OUTPUT_TILES = (*TILES[:3], *TILES[4:], {**asdict(Tile(256)), "STAGES": 2})
+OUTPUT_TILES = (*TILES[:3], *TILES[4:], {"BM": 256, "WN": 2, "BK": 128, "SPLIT": 1, "STAGES": 2})
+SWEEP = sources.results_dir() / "h200" / "sweeps" / "gemm_w8a8.csv"
 
 
 def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
@@ -61,7 +64,7 @@ def test_accumulators_are_exact_in_the_emulator(
 ) -> None:
     """On few SMs a block has many tiles, and the ring goes on from one to the next."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sm90, "_SMS", sms)
+        patch.setattr(strips_tiles, "SMS", sms)
         assert np.array_equal(output(logical, "emulator", tile, mode=mode), W8A8.reference(**logical))
 
 
@@ -112,7 +115,7 @@ def chosen(M: int, N: int, K: int) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     "config",
-    list(
+    sorted(
         {
             tuple(chosen(M, layer.N, layer.K).items())
             for layer in LAYERS
@@ -136,11 +139,26 @@ def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int]
 def test_chosen_tiles_leave_few_sms_idle(layer: Any, M: int) -> None:
     """A cluster or a persistent block for nearly every SM, and in the last round of tiles too."""
     sizes = {"M": M, "N": layer.N, "K": layer.K}
-    config = W8A8.config_for(sizes)
-    tile = Tile(**{name: config[name] for name in Tile.__dataclass_fields__})
-    assert config["STAGES"] >= 2
-    rounds = tile.tiles(sizes) * tile.SPLIT / 132
+    tile, stages, split = w8a8_tiles.choose(sizes)
+    assert stages >= 2
+    rounds = w8a8_tiles.tiles(sizes, tile) * split / 132
     assert rounds / -(-rounds // 1) >= 0.6
+
+
+def test_the_chosen_tiles_are_near_the_best_of_the_sweep() -> None:
+    """Time of the chosen constants over that of the best, by matrix and tokens."""
+    points: dict[tuple[int, int, int], dict[tuple[int, ...], float]] = defaultdict(dict)
+    names = ("BM", "WN", "BK", "SPLIT", "STAGES")
+    with SWEEP.open() as file:
+        for line in csv.DictReader(file):
+            constants = tuple(int(line[name]) for name in names)
+            points[int(line["M"]), int(line["N"]), int(line["K"])][constants] = float(line["us"])
+    losses = [
+        times[tuple(chosen(*point)[name] for name in names)] / min(times.values()) for point, times in points.items()
+    ]
+    assert len(losses) >= 50
+    assert math.exp(sum(map(math.log, losses)) / len(losses)) <= 1.02
+    assert max(losses) <= 1.12
 
 
 @pytest.mark.parametrize(
