@@ -26,7 +26,7 @@ PEERS = {  # name -> how tables call it
 def points(record: Record | None, group: int = GROUP) -> list[Row]:
     """The headline: every point of LLaMA-2 with row-major activations, by matrix and tokens; [] of no record.
 
-    Sums of tokens are the quantiser's. `without_sums` has the same points for activations that came without them.
+    Sums of tokens are the quantiser's. `otherwise` has the points for activations without them, or in another order.
     """
     return _in_order(row for row in of(record, MEASURE, group) if row.activations == ORDER)
 

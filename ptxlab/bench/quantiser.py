@@ -1,7 +1,6 @@
-"""The fused quantiser by the order that it writes, and what token sums take that come from nowhere."""
+"""The fused quantiser by the order that it writes."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import LLAMA
 from ptxlab.bench.timing import measure, replays_at
 from ptxlab.errors import BenchmarkError
-from ptxlab.kernels.quantize import QUANTIZE, SUM
+from ptxlab.kernels.quantize import QUANTIZE
 from ptxlab.kernels.quantize.specs import DTYPES
 from ptxlab.layout.packed_activations import ORDERS, tile_of
 from ptxlab.sources import of_kernel
@@ -61,18 +60,6 @@ def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
         activations=order,
         variant=config,
     )
-
-
-@cache
-def token_sum_us(M: int, K: int) -> float:
-    """Microseconds for the sums of x s8 [M, K] in the L2 by a kernel of their own."""
-    sizes, config = {"M": M, "K": K}, dict(SUM.configs[0])
-    x = gpu.to_device(np.random.default_rng(0).integers(-128, 128, (M, K), np.int8))
-    out = _outputs(SUM, sizes)
-    measured = _timed(SUM, {**sizes, **config}, config, {"x_q": x, **out}, M)
-    if not bool((out["token_sum"] == x.sum(axis=1, dtype=np.int32)).all()):
-        raise BenchmarkError(f"{SUM.name}: wrong results at M={M}, K={K}")
-    return measured.us
 
 
 def _timed(spec: KernelSpec, everything: Sizes, config: dict[str, int], arrays: dict[str, Any], M: int) -> Any:

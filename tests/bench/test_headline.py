@@ -14,13 +14,13 @@ from ptxlab.bench import chain, gemm, grouped, headline, problem, quantiser, ste
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.points import Point, all_peers
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import ALL_TOKENS, EXPERTS, GROUPS, LLAMA, MIXTRAL, UNTUNED, UNTUNED_TOKENS, Layer
+from ptxlab.bench.shapes import ALL_TOKENS, EXPERTS, GROUP, GROUPS, LLAMA, MIXTRAL, UNTUNED, UNTUNED_TOKENS, Layer
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.gemm import ladder
-from ptxlab.kernels.gemm.common import Step
 from ptxlab.layout.packed_activations import ORDERS
 
 SMALL, NEXT = Layer("test", "small", N=128, K=256), Layer("test", "next", N=64, K=128)
+SIZES = {"M": 17, "N": 128, "K": 256, "g": 128}
 FP8 = {"cublas_fp8": 8.0}
 
 
@@ -36,19 +36,21 @@ def names() -> list[str]:
     return [step.spec.name for step in ladder.LADDER]
 
 
-def rows_of_small(monkeypatch: pytest.MonkeyPatch, needs_sum: bool = False) -> list[Row]:
+def rows_of_small(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     monkeypatch.setattr(headline, "ALL_TOKENS", (1, 17))
-    monkeypatch.setattr(Step, "needs_sum", property(lambda _: needs_sum))
     return list(headline.layer_rows(SMALL, names(), {1: FP8, 17: FP8}, stream_us, quiet))
 
 
 def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.MonkeyPatch) -> None:
     rows = rows_of_small(emulated_gpu)
     found = [(row.sizes["g"], row.sizes["M"], row.activations) for row in rows]
-    assert sorted(found) == sorted((g, M, order) for g in GROUPS for M in (1, 17) for order in headline._orders())
+    usual = [(g, M, "row_major") for g in GROUPS for M in (1, 17)]
+    beside = [(GROUP, M, order) for M in (1, 17) for order in ("tiles", "fragment", headline.WITHOUT_SUMS)]
+    assert sorted(found) == sorted(usual + beside)
     for row in rows:
         weight: Any = headline._Weight(headline.SCHEME, headline.PACKING, 128, 256, row.sizes["g"])
-        taken = ladder.choose(weight, row.activations, row.sizes["M"], kernel=None, backend="gpu")
+        order = row.activations.removesuffix("-sums")
+        taken = ladder.choose(weight, order, row.sizes["M"], kernel=None, backend="gpu")
         assert (row.kernel, row.face, row.measure) == (taken.spec.name, "gemm_w4a8", "headline")
         assert row.peers == FP8 and (row.floor_us, row.time_us, row.fraction) == (4.0, 10.0, 0.4)
         assert row.checked == f"all {row.sizes['M'] * 128} results of 2 launches equal to the reference, bit for bit"
@@ -57,22 +59,18 @@ def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.Mo
 
 @pytest.mark.parametrize(
     ("order", "M", "rows"),
-    [("row_major", 17, 1), ("fragment", 17, 8), ("tiles", 1, 8), ("tiles", 17, 32), ("tiles", 8192, 128)],
+    [("row_major", 17, 1), ("fragment", 17, 8), ("tiles", 1, 8), ("tiles", 17, 32), ("tiles", 8192, 256)],
 )
-def test_a_tile_of_activations_holds_all_tokens_up_to_128(order: str, M: int, rows: int) -> None:
+def test_a_tile_of_activations_holds_all_tokens_up_to_256(order: str, M: int, rows: int) -> None:
     assert headline.rows_of_tile(M, order) == rows
 
 
-def test_sums_of_activations_from_elsewhere_are_part_of_the_time(emulated_gpu: pytest.MonkeyPatch) -> None:
-    emulated_gpu.setattr(headline, "token_sum_us", lambda M, K: 2.5)
-    rows = rows_of_small(emulated_gpu, needs_sum=True)
-    with_sums = [row for row in rows if row.activations == "row_major+sum"]
-    free = [row for row in rows if row.activations == "row_major"]
-    assert len(with_sums) == len(free) == 4
-    for row, other in zip(with_sums, free, strict=True):
-        assert row.time_us == 12.5 and row.more["token_sum_us"] == 2.5 and row.fraction == 4.0 / 12.5
-        assert row.rate * row.time_us == pytest.approx(other.rate * other.time_us)
-        assert row.key != other.key
+def test_activations_without_token_sums_stand_beside(emulated_gpu: pytest.MonkeyPatch) -> None:
+    """They are launched as another variant, which is not the headline."""
+    rows = {row.activations: row for row in rows_of_small(emulated_gpu) if row.sizes == SIZES}
+    usual, without = rows["row_major"], rows[headline.WITHOUT_SUMS]
+    assert (usual.variant["SIGNED"], without.variant["SIGNED"]) == (0, 1) and usual.key != without.key
+    assert (usual.kernel, usual.sizes, usual.bytes) == (without.kernel, without.sizes, without.bytes)
 
 
 def test_only_what_is_asked_for_is_measured(emulated_gpu: pytest.MonkeyPatch) -> None:
@@ -105,8 +103,9 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
     for step, sizes in found:
         step.spec.check_sizes(sizes)
         assert step.spec.launch({**sizes, **problem.variant(step.spec, sizes)}).shared_bytes <= 227 << 10
-    headlines = len(LLAMA) * len(GROUPS) * len(ALL_TOKENS) * len(headline._orders())
-    assert len(found) == headlines + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
+    fragments = 4 * len(LLAMA) - 8  # up to 32 tokens, where shared memory has room for them
+    headlines = len(LLAMA) * len(ALL_TOKENS) * 3  # row-major with both groups, tiles with the usual one
+    assert len(found) == headlines + fragments + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
 
 
 def test_a_chain(emulated_gpu: pytest.MonkeyPatch) -> None:
@@ -125,8 +124,7 @@ def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pyte
     emulated_gpu.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
     step, sizes = headline.at(SMALL, 3)
     logical = {**headline.weight_of(SMALL), **problem.tokens(SMALL, 3)}
-    waiting = replace(step, spec=replace(step.spec, after_wait=("x", "x_scale")))
-    for each in (step, waiting):
+    for each in (replace(step, spec=replace(step.spec, after_wait=())), step):
         for programmatic in (False, True):
             problem.launches(each, sizes, logical, copies=1, programmatic=programmatic)
     assert seen == [False, False, False, True]
@@ -220,12 +218,6 @@ def test_a_quantiser_that_writes_nothing_is_found(emulated_gpu: pytest.MonkeyPat
     emulated_gpu.setattr(gpu, "prepare", lambda *_: lambda: None)
     with pytest.raises(BenchmarkError, match="wrong results in the order fragment at M=5, K=256"):
         quantiser.quantised(quantiser._activations(5, 256), "fragment", Ceilings(4.6, 4.2))
-    with pytest.raises(BenchmarkError, match="wrong results at M=5, K=256"):
-        quantiser.token_sum_us(5, 256)
-
-
-def test_token_sums(emulated_gpu: pytest.MonkeyPatch) -> None:
-    assert quantiser.token_sum_us(3, 256) == 10.0
 
 
 def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -234,7 +226,7 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
         gemm: {"LAYERS": (SMALL,), "LLAMA": (SMALL,), "TOKENS": (3,), "ALL_TOKENS": (3, 9)},
         steps: {"LAYERS": (SMALL,), "TOKENS": (3,)},
         headline: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9)},
-        quantiser: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9)},
+        quantiser: {"LLAMA": (SMALL,), "_TOKENS": (3, 9)},
         chain: {"CHAINS": ((SMALL, NEXT),), "FEW_TOKENS": (3,)},
         grouped: {"MIXTRAL": (SMALL,), "ROUTED_TOKENS": (1, 2)},
         untuned: {"UNTUNED": (NEXT,), "UNTUNED_TOKENS": (2,)},
@@ -248,10 +240,9 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
     for module, replaced in patches.items():
         for name, value in replaced.items():
             emulated_gpu.setattr(module, name, value)
-    emulated_gpu.setattr(Step, "needs_sum", property(lambda _: False))
     rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet)
     found = Counter(row.measure for row in rows)
-    launched = 2 * 2 * len(headline._orders())  # groups, numbers of tokens
+    launched = 2 * (2 + 3)  # numbers of tokens: row-major with both groups; tiles, fragments, without sums
     experts = {"experts": 2, "grouped": 2}
     assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 1, "untuned": 1} | experts
     record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))

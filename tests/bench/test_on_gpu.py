@@ -156,4 +156,3 @@ def test_experts_at_once(launched: None) -> None:
 def test_the_quantiser_is_timed_and_exact(order: str, ceilings) -> None:
     row = quantiser.quantised(quantiser._activations(64, 4096), order, ceilings)
     assert 0.5 < row.time_us < 20
-    assert 0.5 < quantiser.token_sum_us(64, 4096) < 20
