@@ -61,6 +61,7 @@ def orders_table(record: Record | None) -> str:
     """What activations cost in another order, or without their token sums; and what the quantiser's orders cost."""
     usual = {place_of(row): row.time_us for row in points(record)}
     ratios = {f"quantising: {order} over row_major": found for order, found in reordering(record).items()}
+    ratios.pop("quantising: row_major over row_major", None)
     for order, rows in otherwise(record).items():
         ratios[f"GEMM: {order} over row_major"] = [row.time_us / usual[place_of(row)] for row in rows]
     lines = [[what, f"{mean(found):.3f}", f"{max(found):.3f}"] for what, found in ratios.items()]

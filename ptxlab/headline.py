@@ -26,7 +26,7 @@ PEERS = {  # name -> how tables call it
 def points(record: Record | None, group: int = GROUP) -> list[Row]:
     """The headline: every point of LLaMA-2 with row-major activations, by matrix and tokens; [] of no record.
 
-    Sums of tokens are the quantiser's. `otherwise` has the points for activations without them, or in another order.
+    Their token sums come from the quantiser. `otherwise` has the same points for activations that came otherwise.
     """
     return _in_order(row for row in of(record, MEASURE, group) if row.activations == ORDER)
 
@@ -143,7 +143,7 @@ def reordering(record: Record | None) -> dict[str, list[float]]:
     """Time of the quantiser over that of the row-major one, by the order that it writes."""
     rows = of(record, quantiser.MEASURE)
     plain = {_shape(row): row.time_us for row in rows if row.activations == "row_major"}
-    orders = dict.fromkeys(row.activations for row in rows if row.activations != "row_major")
+    orders = dict.fromkeys(row.activations for row in rows)
     return {
         order: [row.time_us / plain[_shape(row)] for row in rows if row.activations == order and _shape(row) in plain]
         for order in orders

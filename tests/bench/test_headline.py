@@ -20,7 +20,6 @@ from ptxlab.kernels.gemm import ladder
 from ptxlab.layout.packed_activations import ORDERS
 
 SMALL, NEXT = Layer("test", "small", N=128, K=256), Layer("test", "next", N=64, K=128)
-SIZES = {"M": 17, "N": 128, "K": 256, "g": 128}
 FP8 = {"cublas_fp8": 8.0}
 
 
@@ -44,13 +43,17 @@ def rows_of_small(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
 def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.MonkeyPatch) -> None:
     rows = rows_of_small(emulated_gpu)
     found = [(row.sizes["g"], row.sizes["M"], row.activations) for row in rows]
-    usual = [(g, M, "row_major") for g in GROUPS for M in (1, 17)]
-    beside = [(GROUP, M, order) for M in (1, 17) for order in ("tiles", "fragment", headline.WITHOUT_SUMS)]
-    assert sorted(found) == sorted(usual + beside)
+    beside = ("fragment", "row_major-sums", "tiles")
+    assert sorted(found) == sorted(
+        (g, M, order) for g in GROUPS for M in (1, 17) for order in ("row_major", *(beside if g == GROUP else ()))
+    )
     for row in rows:
+        if row.activations == headline.WITHOUT_SUMS:
+            assert row.variant["SIGNED"] == 1
+            continue
+        assert row.variant["SIGNED"] == 0
         weight: Any = headline._Weight(headline.SCHEME, headline.PACKING, 128, 256, row.sizes["g"])
-        order = row.activations.removesuffix("-sums")
-        taken = ladder.choose(weight, order, row.sizes["M"], kernel=None, backend="gpu")
+        taken = ladder.choose(weight, row.activations, row.sizes["M"], kernel=None, backend="gpu")
         assert (row.kernel, row.face, row.measure) == (taken.spec.name, "gemm_w4a8", "headline")
         assert row.peers == FP8 and (row.floor_us, row.time_us, row.fraction) == (4.0, 10.0, 0.4)
         assert row.checked == f"all {row.sizes['M'] * 128} results of 2 launches equal to the reference, bit for bit"
@@ -65,12 +68,8 @@ def test_a_tile_of_activations_holds_all_tokens_up_to_256(order: str, M: int, ro
     assert headline.rows_of_tile(M, order) == rows
 
 
-def test_activations_without_token_sums_stand_beside(emulated_gpu: pytest.MonkeyPatch) -> None:
-    """They are launched as another variant, which is not the headline."""
-    rows = {row.activations: row for row in rows_of_small(emulated_gpu) if row.sizes == SIZES}
-    usual, without = rows["row_major"], rows[headline.WITHOUT_SUMS]
-    assert (usual.variant["SIGNED"], without.variant["SIGNED"]) == (0, 1) and usual.key != without.key
-    assert (usual.kernel, usual.sizes, usual.bytes) == (without.kernel, without.sizes, without.bytes)
+def test_fragments_only_of_as_many_tokens_as_their_kernel_takes(emulated_gpu: pytest.MonkeyPatch) -> None:
+    assert "fragment" in headline._orders(SMALL, 32, GROUP) and "fragment" not in headline._orders(SMALL, 33, GROUP)
 
 
 def test_only_what_is_asked_for_is_measured(emulated_gpu: pytest.MonkeyPatch) -> None:
@@ -103,9 +102,8 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
     for step, sizes in found:
         step.spec.check_sizes(sizes)
         assert step.spec.launch({**sizes, **problem.variant(step.spec, sizes)}).shared_bytes <= 227 << 10
-    fragments = 4 * len(LLAMA) - 8  # up to 32 tokens, where shared memory has room for them
-    headlines = len(LLAMA) * len(ALL_TOKENS) * 3  # row-major with both groups, tiles with the usual one
-    assert len(found) == headlines + fragments + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
+    headlines = sum(len(headline._orders(la, M, g)) for la in LLAMA for g in GROUPS for M in ALL_TOKENS)
+    assert len(found) == headlines + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
 
 
 def test_a_chain(emulated_gpu: pytest.MonkeyPatch) -> None:
@@ -124,7 +122,8 @@ def test_only_kernels_that_wait_are_launched_programmatically(emulated_gpu: pyte
     emulated_gpu.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
     step, sizes = headline.at(SMALL, 3)
     logical = {**headline.weight_of(SMALL), **problem.tokens(SMALL, 3)}
-    for each in (replace(step, spec=replace(step.spec, after_wait=())), step):
+    impatient = replace(step, spec=replace(step.spec, after_wait=()))
+    for each in (impatient, step):
         for programmatic in (False, True):
             problem.launches(each, sizes, logical, copies=1, programmatic=programmatic)
     assert seen == [False, False, False, True]
@@ -242,7 +241,7 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
             emulated_gpu.setattr(module, name, value)
     rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet)
     found = Counter(row.measure for row in rows)
-    launched = 2 * (2 + 3)  # numbers of tokens: row-major with both groups; tiles, fragments, without sums
+    launched = 2 * (4 + 1)  # numbers of tokens; three orders and none of sums, and one order of the other group
     experts = {"experts": 2, "grouped": 2}
     assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 1, "untuned": 1} | experts
     record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
