@@ -190,7 +190,7 @@ def test_what_kernels_for_strips_do_not_take() -> None:
     with pytest.raises(ArgumentError, match=r"gemm_w4a8: x_sum: shape \[33\] \(got \[5\]\)"):
         ptxlab.gemm_w4a8(x, x_sum=np.zeros(5, np.int32), **call)
     with pytest.raises(
-        ArgumentError, match=r"weight: must be qoq in strips .* or lqq in strips .*\(got lqq in dual_mma"
+        ArgumentError, match=r"weight: must be lqq in strips .* or qoq in strips .*\(got lqq in dual_mma"
     ):
         ptxlab.gemm_w4a8(x, kernel="gemm_w4a8_sm90", **{**call, "weight": WEIGHTS["lqq"]})
 
