@@ -15,15 +15,18 @@ import pytest
 
 from ptxlab import emulator, kernels
 from ptxlab.emulator import ir
+from ptxlab.emulator.predecessor import WAIT
 from ptxlab.errors import EmulationError, UnknownInstruction
 from ptxlab.kernels.gemm import grouped, sm90, strips_tiles
 from ptxlab.kernels.gemm.common import F16
 from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.ladder import LADDER
+from ptxlab.kernels.gemm.strips import LARGE, SMALL
+from ptxlab.kernels.gemm.strips_tiles import Chosen
 from ptxlab.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import Kernel, run_spec
 
-NAMES = [*(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name]
+NAMES = (*dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name)
 Place = tuple[tuple[str, int], ...]
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
 
@@ -81,6 +84,16 @@ def variants(name: str) -> Iterator[Variant]:
             Variant(name, "f16", tile | {"BM": 32, "OUT": F16}, M=40, N=128, channels=128, sms=1, plain=plain),
         )
         return
+    if name == SMALL.name:  # one block, whose tiles of sums have their turns again
+        tile = {"ROWS": 2, "SLICES": 2, "STAGES": 3, "SIGNED": 0, "OUT": F16}
+        yield Variant(name, "", tile, M=9, N=136, channels=256, sms=1)
+        return
+    if name == LARGE.name:
+        tile = Chosen(strips_tiles.Tile(32, WN=2, WK=1, MN=1, BK=128), 8, 3, 1).constants | {"SIGNED": 0, "OUT": F16}
+        plain = Variant(name, "", tile, M=72, N=136, channels=128, sms=1)
+        split = tile | {"WN": 1, "WK": 2, "STRIPS": 4, "STAGES": 4, "SPLIT": 2}
+        yield from (plain, Variant(name, "split", split, M=24, N=64, channels=512, plain=plain))
+        return
     tile = {"BM": 64, "WN": 2, "BK": 128, "STAGES": 3, "CLUSTER": 1, "RESIDENT": 1}  # results go out in two chunks
     persistent = "imfp" in name
     plain = Variant(name, "", tile, M=40, N=256 if persistent else 128, channels=128, sms=1)
@@ -90,15 +103,15 @@ def variants(name: str) -> Iterator[Variant]:
 VARIANTS = [variant for name in NAMES for variant in variants(name)]
 SYNCHRONISING = re.compile(
     r"(bar|barrier)\.(cta\.|warp\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
-    r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\."
+    r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\.|griddepcontrol\.wait"
 )
 
 # (kernel, the statement and its source where it stands and one line on, why nothing can tell): regular expressions.
 SURVIVORS = (
     (r"_sm80$", r"cp_async_wait<0>", "the groups that the loop has not waited for are empty"),
     (
-        r"_(excp|imfp|w8a8)_sm90$",
-        r"cluster_wait\(\);\n *\} else",
+        r"_(excp|imfp|w8a8|w4a8)_sm90$",
+        r"cluster_wait\(\);\n *(\} else|return;)",
         "these warps touch no other block's memory; they wait since whoever arrives at the cluster's barrier has to",
     ),
     (
@@ -108,9 +121,14 @@ SURVIVORS = (
         "promised only to those who wait for it themselves",
     ),
     (
-        r"_(excp|imfp|w8a8)_sm90$",
+        r"_(excp|imfp|w8a8|w4a8)_sm90$",
         r"^bar\.warp\.sync.*\n *__syncwarp\(\);\n.*cluster_wait\(\)",
         "these lanes have nothing more to do; they meet since all of a warp has to wait for the cluster at once",
+    ),
+    (
+        r"_small_sm90$",
+        r"^bar\.warp\.sync.*\n.*__syncwarp\(\);\n *load_w\(0, 0, 0\)",
+        "the lane that has made the barriers is the one that uses them; the others wait so that the warp is together",
     ),
     (
         r"_excp_sm90$",
@@ -192,6 +210,8 @@ def mutants(variant: Variant) -> Iterator[Mutant]:
             code = list(entry.instructions)
             for index in copies:
                 code[index] = change(code[index], index)
+            if opcode == WAIT:
+                code.append(entry.instructions[copies[0]])  # never reached, but it says that the kernel is to wait
             changed = replace(module, entries={entry.name: replace(entry, instructions=code)})
             yield Mutant(variant, what, place, changed)
 

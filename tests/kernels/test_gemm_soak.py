@@ -15,7 +15,7 @@ import pytest
 import ptxlab
 from ptxlab import PackedWeight, gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm.common import Step
+from ptxlab.kernels.gemm.common import Step, example_channel, example_lqq, example_qoq
 from ptxlab.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.gpu
 
 CALLS, SECONDS = 20_000, 300
 CASES = 6  # shapes, each with its own weights, per kernel
+EXAMPLES = {"qoq": example_qoq, "qoq_channel": example_channel, "lqq": example_lqq}
 TOKENS, MOST_ROWS, MOST_CHANNELS = (1, 2, 7, 16, 33, 64, 129, 256), 4096, 4096
 COPY_BYTES, COPIES, BATCHES = 128 << 20, 16, 2  # of the busy stream: what a batch copies, and batches in flight
 
@@ -47,13 +48,14 @@ class Case:
     kernel: str
     sizes: dict[str, int]
     x: Any
+    x_sum: Any  # or None
     weight: PackedWeight
     expected: Any  # int32 accumulators
     wrong: Any  # uint64 [1]: elements that were not as expected, so far
 
     def call(self) -> Any:
         """The accumulators, on the current stream: what the 20,000 calls are calls of."""
-        return ptxlab.gemm_w4a8(self.x, weight=self.weight, out_dtype="int32", kernel=self.kernel)
+        return ptxlab.gemm_w4a8(self.x, weight=self.weight, x_sum=self.x_sum, out_dtype="int32", kernel=self.kernel)
 
     def check(self, y: Any) -> None:
         """Count wrong elements on the device."""
@@ -80,10 +82,11 @@ def draw_sizes(spec: KernelSpec, rng: np.random.Generator) -> dict[str, int]:
 
 def draw_case(step: Step, rng: np.random.Generator) -> Case:
     sizes = draw_sizes(step.spec, rng)
-    logical = step.spec.example(rng, **sizes)
+    logical = EXAMPLES[step.scheme](rng, **sizes)
     x, expected = gpu.to_device(logical["x"]), gpu.to_device(step.spec.reference(**logical))
+    x_sum = gpu.to_device(logical["x"].sum(axis=1, dtype=np.int32)) if rng.integers(2) else None
     weight = ptxlab.to_device(ptxlab.pack(logical["weight"], step.packing))
-    return Case(step.spec.name, sizes, x, weight, expected, gpu.to_device(np.zeros(1, np.uint64)))
+    return Case(step.spec.name, sizes, x, x_sum, weight, expected, gpu.to_device(np.zeros(1, np.uint64)))
 
 
 class BusyStream:

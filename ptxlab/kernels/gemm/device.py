@@ -60,11 +60,11 @@ class _Prepared:
             weight, call.order, call.M, kernel=call.kernel, backend="gpu", programmatic=call.programmatic
         )
         self.programmatic = call.programmatic
+        self.sizes = self.step.sizes(call.M, weight.N, weight.K, weight.group, call.rows)
+        self.step.spec.check_sizes(self.sizes)
         self.scratch = scratch(self.step, weight, call.M, call.rows)
         self.x_shape = stored_shape(call.order, call.M, weight.K, call.rows)
         self.out, self.has_sum = DTYPES.index(call.dtype), call.x_sum is not None
-        self.sizes = self.step.sizes(call.M, weight.N, weight.K, weight.group, call.rows)
-        self.step.spec.check_sizes(self.sizes)
 
     @cached_property
     def plans(self) -> tuple[Plan, Plan | None]:

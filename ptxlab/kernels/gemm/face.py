@@ -91,6 +91,7 @@ def _on_host(call: Call, backend: str | None) -> Any:
     weight, M = call.weight, call.M
     step = ladder.choose(weight, call.order, M, kernel=call.kernel, backend=backend, programmatic=call.programmatic)
     spec, sizes = step.spec, step.sizes(M, weight.N, weight.K, weight.group, call.rows)
+    spec.check_sizes(sizes)
     given = {}
     for name, label, array, dtype, shape in arrays(
         call, stored_shape(call.order, M, weight.K, call.rows), step.takes_sum

@@ -47,7 +47,7 @@ COSTS = {
 
 def choose(s: Sizes) -> dict[str, int]:
     """Constants of the quickest tile by the costs; those of 16 tokens serve more. Sizes: M, N, K, g."""
-    BM = -(-s["M"] // 8) * 8
+    BM = max(1, -(-s["M"] // 8)) * 8
     known = [tile for tile in COSTS if min(BM, 16) == tile.BM and _stages(tile._replace(BM=BM), s) >= 2]
     best = min(known, key=lambda tile: _microseconds(tile, s)) if known else Tile(BM, 1, 8, 1)
     tile = best._replace(BM=BM)

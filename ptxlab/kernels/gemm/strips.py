@@ -34,9 +34,9 @@ def _choose_small(s: Sizes) -> dict[str, int]:
 
 
 def _launch_small(s: Sizes) -> Launch:
-    """As many blocks as are resident, each with its share of the strips."""
+    """As many blocks as are resident, each with its share of the strips; none of no tokens."""
     tile = small_tiles.Tile(*(s[name] for name in small_tiles.Tile._fields))
-    blocks = min(-(-s["N"] // 16), strips_tiles.SMS * tile.RESIDENT)
+    blocks = min(-(-s["N"] // 16), strips_tiles.SMS * tile.RESIDENT) if s["M"] else 0
     shared = small_tiles.shared_bytes(tile, s["STAGES"], s)
     return Launch((blocks, 1, 1), (32 * (tile.ROWS * tile.SLICES + 2), 1, 1), shared)
 

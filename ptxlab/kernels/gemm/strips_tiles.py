@@ -108,7 +108,7 @@ def _candidates(s: Sizes) -> Iterator[Chosen]:
         if tile.BM not in wanted:
             continue
         for split in _splits(tile, s["g"]):
-            blocks, token_tiles = SMS // split, -(-s["M"] // tile.BM)
+            blocks, token_tiles = SMS // split, max(1, -(-s["M"] // tile.BM))
             heights = {-(-_strips(s) // rows) for n in range(1, 9) if (rows := n * blocks // token_tiles)}
             for strips in {min(tile.strips, height) for height in heights if height > tile.strips // 2} | {tile.strips}:
                 once = tile.WK == split == 1 or tiles(s, tile.BM, strips) <= blocks
