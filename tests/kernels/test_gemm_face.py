@@ -309,6 +309,8 @@ def test_strips_from_device_arrays(fake: FakeGpu, tokens: int, with_sum: bool) -
         assert np.array_equal(y.host, wanted) and fake.launched.pop() == (name, 7)
         assert fake.geometries.pop().programmatic == programmatic
     assert fake.launched == [] and ptxlab.gemm_workspace(weight, tokens).nbytes == 0
+    with pytest.raises(ArgumentError, match=r"gemm_w4a8_small_sm90: M <= 32 \(got M=40"):
+        ptxlab.gemm_workspace(weight, 40, kernel="gemm_w4a8_small_sm90")
 
 
 def test_after_the_first_call_of_a_shape_nothing_is_loaded_or_allocated(fake: FakeGpu) -> None:

@@ -94,6 +94,7 @@ def gemm_workspace(weight: PackedWeight, M: int, *, kernel: str | None = None) -
     if not isinstance(M, Integral) or M < 0:
         raise ArgumentError("gemm_workspace: M", "must be an integer, 0 or more", repr(M))
     step = ladder.choose(weight, "row_major", M, kernel=kernel, backend="gpu")
+    step.spec.check_sizes(step.sizes(M, weight.N, weight.K, weight.group, 1))
     return Workspace(M, {s.name: gpu.empty(s.shape, s.dtype) for s in scratch(step, weight, M)})
 
 

@@ -7,18 +7,17 @@ import numpy as np
 
 from ptxlab import layout, quant
 from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, activations, examples, gemm
-from ptxlab.kernels.gemm.strips_tiles import COSTS, ROOM, SMS, Tile, shared_bytes
+from ptxlab.kernels.gemm.strips_tiles import COSTS, MOST_STAGES, ROOM, SMS, Tile, shared_bytes
 from ptxlab.quant import TwoLevelWeight
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
-_MOST_STAGES = 12
 _MOST_EXPERTS = 65536
-LAYOUT, SCHEMES = "strips", ("lqq", "qoq")  # of the weights
+LAYOUT = "strips"  # of the weights
 
 
 def constants(tile: Tile, strips: int, group: int) -> dict[str, int]:
     """Of the variant with this tile, up to so many strips, and as many stages as fit."""
-    ring = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, _MOST_STAGES + 1)]
+    ring = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, MOST_STAGES + 1)]
     shape = {"BM": tile.BM, "WN": tile.WN, "MN": tile.MN, "STRIPS": strips, "BK": tile.BK}
     return {**shape, "STAGES": sum(nbytes <= ROOM for nbytes in ring), "GROUP": group, "OUT": INT32, "SIGNED": 1}
 

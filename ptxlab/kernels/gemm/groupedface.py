@@ -10,7 +10,8 @@ from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm.call import check_how, opened, output_dtype
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.kernels.gemm.device import refuse_in_capture
-from ptxlab.kernels.gemm.grouped import GROUPED, LAYOUT, SCHEMES
+from ptxlab.kernels.gemm.grouped import GROUPED, LAYOUT
+from ptxlab.kernels.gemm.strips import SCHEMES
 from ptxlab.layout import ExpertWeights
 from ptxlab.plan import Plan
 from ptxlab.quant import PROTECTIVE_RANGE

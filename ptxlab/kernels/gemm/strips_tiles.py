@@ -13,7 +13,7 @@ from ptxlab.spec import Sizes
 
 SMS = 132
 ROOM = 232_448 - 1_536  # bytes of shared memory of a block, less its static ones
-_MOST_STAGES = 12
+MOST_STAGES = 12
 
 
 class Tile(NamedTuple):
@@ -126,7 +126,7 @@ def _stages(tile: Tile, strips: int, split: int, group: int) -> int:
     """As many as fit; none if what the warp groups along K add up through does not fit the ring."""
     stages = (ROOM - shared_bytes(tile, strips, 0, split, group)) // _stage_bytes(tile, strips, group)
     partial = (tile.WK - 1) * tile.WN * tile.MN * tile.BM // 8 * 2048
-    return min(stages, _MOST_STAGES) if stages * _stage_bytes(tile, strips, group) >= partial else 0
+    return min(stages, MOST_STAGES) if stages * _stage_bytes(tile, strips, group) >= partial else 0
 
 
 def _stage_bytes(tile: Tile, strips: int, group: int) -> int:

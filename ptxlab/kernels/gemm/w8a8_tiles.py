@@ -7,10 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ptxlab.kernels.gemm.strips_tiles import ROOM, SMS
+from ptxlab.kernels.gemm.strips_tiles import MOST_STAGES, ROOM, SMS
 from ptxlab.spec import Sizes
-
-_MOST_STAGES = 12
 
 
 class Tile(NamedTuple):
@@ -63,7 +61,7 @@ def choose(s: Sizes) -> Chosen:
     """The quickest by the costs. Sizes: M, N, K."""
     tile, split = min(_candidates(s), key=lambda candidate: _microseconds(s, *candidate))
     room = ROOM - shared_bytes(tile, 0, split)
-    return Chosen(tile, min(room // _stage_bytes(tile), _MOST_STAGES), split)
+    return Chosen(tile, min(room // _stage_bytes(tile), MOST_STAGES), split)
 
 
 def tiles(s: Sizes, tile: Tile) -> int:
