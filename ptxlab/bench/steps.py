@@ -25,12 +25,16 @@ def layer_rows(
     cublas: Mapping[int, Mapping[str, float]],
     stream_us: StreamTime,
     progress: Callable[[str], None],
+    *,
+    tokens: Sequence[int] | None = None,
+    measured_as: str = MEASURE,
 ) -> Iterator[Row]:
-    """Every step at every number of tokens on one matrix."""
+    """Every step on one matrix, at the ladder's numbers of tokens or others, beside cuBLAS."""
+    tokens = tokens or TOKENS
     for step in steps:
         progress(f"{layer}: {step.spec.name}")
-        logical = problem(step.spec, layer, max(TOKENS))
-        for M in TOKENS:
+        logical = problem(step.spec, layer, max(tokens))
+        for M in tokens:
             sizes, inputs = sizes_at(step.spec, layer, M), first_tokens(logical, M)
             right = expected(step.spec, inputs)
-            yield point(step, sizes, inputs, right, measured_as=MEASURE, stream_us=stream_us, peers=cublas[M])
+            yield point(step, sizes, inputs, right, measured_as=measured_as, stream_us=stream_us, peers=cublas[M])

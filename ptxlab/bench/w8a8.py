@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ptxlab import kernels
-from ptxlab.bench.points import Point, StreamTime, point
-from ptxlab.bench.problem import expected, first_tokens, problem, sizes_at
+from ptxlab.bench.points import Point, StreamTime
+from ptxlab.bench.problem import sizes_at
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA, Layer
+from ptxlab.bench.steps import layer_rows as rows_of_steps
 from ptxlab.kernels.gemm.common import Step
 from ptxlab.kernels.gemm.ladder import why_not
 
@@ -36,10 +37,5 @@ def layer_rows(
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
     """One matrix at every number of tokens, beside cuBLAS."""
-    for step in steps(names):
-        progress(f"{layer}: {KERNEL}")
-        logical = problem(step.spec, layer, max(ALL_TOKENS))
-        for M in ALL_TOKENS:
-            sizes, inputs = sizes_at(step.spec, layer, M), first_tokens(logical, M)
-            right = expected(step.spec, inputs)
-            yield point(step, sizes, inputs, right, measured_as=MEASURE, stream_us=stream_us, peers=cublas[M])
+    chosen = steps(names)
+    return rows_of_steps(layer, chosen, cublas, stream_us, progress, tokens=ALL_TOKENS, measured_as=MEASURE)
