@@ -198,18 +198,7 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
                 ptxlab::wgmma_wait<1>();
                 if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
 #pragma unroll
-                for (int h = 0; h < MN; ++h) {
-                    const uint4 v = q[unit % 2][h];
-                    const u32 words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        const u32 pair = c[h][(unit % 2 * 64 + j / 2 * 32) / GROUP] >> 16 * (j & 1);
-                        const u32 scale = pair & 0xff, offset = __byte_perm(pair, 0, 0x1111);
-                        const uint2 d = SIGNED ? ptxlab::dequant_lqq(words[j], scale, offset) : ptxlab::dequant_lqq_unsigned(words[j], scale, offset);
-                        a[unit % 2][h][j / 2][j & 1] = d.x;                  // k 4 t .. of row g or g + 8
-                        a[unit % 2][h][j / 2][2 + (j & 1)] = d.y;            // k 16 + 4 t ..
-                    }
-                }
+                for (int h = 0; h < MN; ++h) ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
                 ptxlab::wgmma_fence();
                 const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
 #pragma unroll
