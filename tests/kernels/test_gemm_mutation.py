@@ -15,7 +15,6 @@ import pytest
 
 from ptxlab import emulator, kernels
 from ptxlab.emulator import ir
-from ptxlab.emulator.predecessor import WAIT
 from ptxlab.errors import EmulationError, UnknownInstruction
 from ptxlab.kernels.gemm import grouped, sm90, strips_tiles
 from ptxlab.kernels.gemm.common import F16
@@ -210,8 +209,6 @@ def mutants(variant: Variant) -> Iterator[Mutant]:
             code = list(entry.instructions)
             for index in copies:
                 code[index] = change(code[index], index)
-            if opcode == WAIT:
-                code.append(entry.instructions[copies[0]])  # never reached, but it says that the kernel is to wait
             changed = replace(module, entries={entry.name: replace(entry, instructions=code)})
             yield Mutant(variant, what, place, changed)
 

@@ -34,6 +34,7 @@ EPILOGUE = (
     Arg("N", "int32", role="scalar"),
     Arg("K", "int32", role="scalar"),
 )
+X_SCALE, *AFTER_SCALE = EPILOGUE  # kernels that take token sums take them behind the scales
 
 
 @dataclass(frozen=True)

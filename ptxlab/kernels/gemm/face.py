@@ -1,4 +1,4 @@
-"""`gemm_w4a8`, the Python face of the ladder: any array library, any step, in eager calls and in CUDA graphs."""
+"""`gemm_w4a8`, the Python face of the kernels: any array library, any of them, in eager calls and in CUDA graphs."""
 
 from typing import Any
 
@@ -50,7 +50,8 @@ def gemm_w4a8(
         out: [M, N] to write into; it is what is returned.
         out_dtype: `float16`, `bfloat16`, `float32`, or `int32` for the accumulators; by default that of `out`, else
             float16. NumPy and CuPy have no bfloat16: they get its bits, uint16.
-        kernel: a step of the ladder by name; by default the highest that takes this weight and runs here.
+        kernel: one of the kernels by name; by default, of those that take this weight and run here, the one that suits
+            the sizes best.
         backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
         workspace: from `gemm_workspace`.
         programmatic: the call may begin before the kernel before it on the stream has ended (programmatic dependent

@@ -40,7 +40,7 @@ def choose(
     sizes = {"M": M, "N": weight.N, "K": weight.K, "g": weight.group}
     step = next((step for step in reversed(usable) if evaluate(step.suits, sizes)), usable[-1])
     if programmatic and not step.spec.after_wait:
-        waiting = _names(step for step in LADDER if step.spec.after_wait) or "none yet"
+        waiting = _names(step for step in LADDER if step.spec.after_wait)
         rule = f"only for kernels that wait for the one before them ({waiting})"
         raise ArgumentError("gemm_w4a8: programmatic", rule, step.spec.name)
     return step

@@ -7,11 +7,13 @@ import numpy as np
 
 from ptxlab import layout
 from ptxlab.kernels.gemm.common import (
+    AFTER_SCALE,
     EPILOGUE,
     GROUPS,
     INT32,
     MANY,
     QSERVE,
+    X_SCALE,
     Step,
     epilogue,
     example_channel,
@@ -96,8 +98,6 @@ def _pack_channel(logical: Arrays) -> Arrays:
         **epilogue(logical),
     }
 
-
-X_SCALE, *AFTER_SCALE = EPILOGUE
 
 QOQ = KernelSpec(
     name="gemm_w4a8_qoq_sm80",

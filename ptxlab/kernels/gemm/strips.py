@@ -7,11 +7,10 @@ import numpy as np
 
 from ptxlab import layout
 from ptxlab.kernels.gemm import small_tiles, strips_tiles
-from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, Step, epilogue, example_lqq, examples, gemm
+from ptxlab.kernels.gemm.common import AFTER_SCALE, GROUPS, INT32, X_SCALE, Step, epilogue, example_lqq, examples, gemm
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 SCHEMES = ("lqq", "qoq")
-X_SCALE, *AFTER_SCALE = EPILOGUE
 
 
 def _choose(s: Sizes) -> dict[str, int]:
