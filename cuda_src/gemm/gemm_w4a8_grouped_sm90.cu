@@ -91,6 +91,13 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
                        int M, int N, int K, int E) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES];
+    if (threadIdx.x == 128) {  // not a warp that asks for copies: it has divisions to do
+        for (int s = 0; s < STAGES; ++s) {
+            ptxlab::mbarrier_init(&full[s], 4);
+            ptxlab::mbarrier_init(&empty[s], 128 * WN);
+        }
+        ptxlab::fence_mbarrier_init();
+    }
     const int w_blocks = (K + 127) / 128, stages = (K + BK - 1) / BK;
     const int all_strips = (N + 15) / 16, row_tiles = (all_strips + STRIPS - 1) / STRIPS;
     const int least = all_strips / row_tiles, larger = all_strips % row_tiles;  // strips of a row tile; tiles that have one more
@@ -99,13 +106,6 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
     unsigned char* buffers = ring + STAGES * STAGE_BYTES;                    // 512 bytes of each warp
     Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
 
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            ptxlab::mbarrier_init(&full[s], 4);
-            ptxlab::mbarrier_init(&empty[s], 128 * WN);
-        }
-        ptxlab::fence_mbarrier_init();
-    }
     __syncthreads();
     if (threadIdx.x == 0) ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
@@ -126,12 +126,12 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
                 const u32 bytes = min(BK / 128, w_blocks - stage * (BK / 128)) * BLOCK, barrier = full_at + slot.index * 8;
                 const u32 x_at = ring_at + slot.index * STAGE_BYTES;
                 ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
-                if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], (warp == 3 ? X_BYTES : 0) + own * bytes);
-                u32 to = x_at + X_BYTES + warp * W_SLOT;
-                const unsigned char* strip = from;
-#pragma unroll 1
-                for (int i = 0; i < own; ++i, to += 4 * W_SLOT, strip += 4 * pitch)
-                    if (elected) ptxlab::bulk_load(to, strip, bytes, barrier);
+                if (elected) {
+                    ptxlab::mbarrier_arrive_expect(&full[slot.index], (warp == 3 ? X_BYTES : 0) + own * bytes);
+#pragma unroll
+                    for (int i = 0; i < (STRIPS + 3) / 4; ++i)
+                        if (i < own) ptxlab::bulk_load(x_at + X_BYTES + (warp + 4 * i) * W_SLOT, from + size_t(4 * i * pitch), bytes, barrier);
+                }
 #pragma unroll
                 for (int i = 0; i < BK / 128; ++i)                           // X by the last warp, which has the fewest strips
                     if (elected && warp == 3) ptxlab::tensor_load(x_at + i * BM * 128, &x, (stage * (BK / 128) + i) * 128, tile.token0, barrier);

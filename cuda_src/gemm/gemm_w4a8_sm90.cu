@@ -100,12 +100,22 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
                int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
+    if (threadIdx.x == 128) {  // not a warp that asks for copies: it has divisions to do
+        for (int s = 0; s < STAGES; ++s) {
+            ptxlab::mbarrier_init(&full[s], 4);
+            ptxlab::mbarrier_init(&empty[s], 128 * WN);
+        }
+        if (SPLIT > 1) Sums{nullptr, nullptr, &arrived, int(ptxlab::cluster_rank())}.expect();
+        ptxlab::fence_mbarrier_init();
+    }
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
     const int w_blocks = (K + 127) / 128, all_strips = (N + 15) / 16;
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (all_strips + STRIPS - 1) / STRIPS, tiles = token_tiles * row_tiles;
-    const int tokens = ORDER == 1 ? BM : ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
+    const bool one = token_tiles == 1;                                       // spares divisions, which the first copy would wait for
+    const int tokens = ORDER == 1 ? BM : ((one ? M : (M + token_tiles - 1) / token_tiles) + 7) / 8 * 8;  // of a tile
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
     const int least = all_strips / row_tiles, larger = all_strips % row_tiles;  // strips of a row tile; tiles that have one more
+    const auto row_tile_of = [&](int tile) { return one ? tile : tile / token_tiles; };
     const auto strip_of = [&](int row_tile) { return row_tile * least + min(row_tile, larger); };
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
@@ -115,20 +125,11 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
 
     if (tokens < BM) {  // what wgmma reads behind the copies' rows
         const int missing = (BM - tokens) * 8;                               // 16 bytes each, of 128 channels
-        for (int i = threadIdx.x; i < STAGES * (BK / 128) * missing; i += THREADS) {
-            const int tile = i / missing;
+        for (int tile = threadIdx.x / 32; tile < STAGES * (BK / 128); tile += THREADS / 32) {
             unsigned char* x_tile = ring + tile / (BK / 128) * STAGE_BYTES + tile % (BK / 128) * (BM * 128);
-            *reinterpret_cast<int4*>(x_tile + tokens * 128 + i % missing * 16) = make_int4(0, 0, 0, 0);
+            for (int i = threadIdx.x % 32; i < missing; i += 32) *reinterpret_cast<int4*>(x_tile + tokens * 128 + i * 16) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
-    }
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) {
-            ptxlab::mbarrier_init(&full[s], 4);
-            ptxlab::mbarrier_init(&empty[s], 128 * WN);
-        }
-        sums.expect();
-        ptxlab::fence_mbarrier_init();
     }
     __syncthreads();
     if (SPLIT > 1) ptxlab::cluster_arrive();
@@ -141,10 +142,10 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
         int tile = blockIdx.x / SPLIT, height = 0, token_tile = 0;
         const unsigned char* from = nullptr;                                 // this warp's weights of the next stage
         const auto begin = [&] {
-            const int strip0 = strip_of(tile / token_tiles) + warp;
-            height = strip_of(tile / token_tiles + 1) - strip0;
+            const int row_tile = row_tile_of(tile), strip0 = strip_of(row_tile) + warp;
+            height = strip_of(row_tile + 1) - strip0;
             from = strips + size_t(strip0) * pitch + first * (BK / 128 * BLOCK);
-            token_tile = tile % token_tiles;
+            token_tile = tile - row_tile * token_tiles;
         };
         const auto load_w = [&](int stage, int slot_index) {                 // every fourth strip
             const int there = min(BK / 128, w_blocks - stage * (BK / 128));  // blocks; behind the end of K any will do, as X is zero
@@ -199,8 +200,8 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     if (WK > 1)
         for (int i = 0; i < wk; ++i) slot.advance();
     for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
-        const int token0 = tile % token_tiles * tokens;
-        const int strip0 = strip_of(tile / token_tiles), end = strip_of(tile / token_tiles + 1), height = end - strip0;
+        const int row_tile = row_tile_of(tile), token0 = (tile - row_tile * token_tiles) * tokens;
+        const int strip0 = strip_of(row_tile), end = strip_of(row_tile + 1), height = end - strip0;
         int acc[MN][BM / 2] = {};
         u32 a[2][MN][2][4];                                                  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
         u32 at[MN];
@@ -318,7 +319,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
             const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}};
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0, (strip0 + tile_row * 4 + warp) * 16,
                                              min(M, token0 + tokens), N, min(N, end * 16),
-                                             [&](int piece) { return (tile_row * Sums::PER_GROUP + piece) / Sums::OWNED == slice; });
+                                             [&](int piece) { return Sums::owner(tile_row, piece) == slice; });
         }
     }
 }

@@ -1,8 +1,9 @@
 // gemm_w4a8_small_sm90: Y = X W^T for a few tokens: every SM keeps all of X, and streams whole strips of W past it.
 //
 // At up to 16 tokens or so the product costs nothing beside the weights' way from memory. So everything serves the stream:
-// a strip, 16 rows over all of K, lies contiguous in memory and comes in few long copies; each block has the same number of
-// strips, give or take one; and nothing is exchanged between blocks.
+// a strip, 16 rows over all of K, lies contiguous in memory and comes in few long copies; each block takes every so many-th
+// strip, so that all have the same number, give or take one, and the first copy does not wait for a division; and nothing is
+// exchanged between blocks.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators * x_scale[m]
 //            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
@@ -72,6 +73,10 @@ __device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
+// The block's barrier. The warp that asks for copies does not wait there for the others, which fill X up with zeros first.
+__device__ __forceinline__ void arrive() { asm volatile("bar.arrive 0, %0;" ::"n"(THREADS) : "memory"); }
+__device__ __forceinline__ void sync() { asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory"); }
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -86,8 +91,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
     extern __shared__ __align__(1024) unsigned char x_tile[];
     __shared__ u64 full[STAGES], empty[STAGES], summed[2], cleared[2];
     const int w_blocks = (K + 127) / 128, stages = (w_blocks + SLICES - 1) / SLICES;
-    const int all = (N + 15) / 16, least = all / int(gridDim.x), larger = all % int(gridDim.x);
-    const int strip0 = int(blockIdx.x) * least + min(int(blockIdx.x), larger), strips_here = least + (int(blockIdx.x) < larger);
+    const int all = (N + 15) / 16, blocks = gridDim.x, first = blockIdx.x;     // strips: every blocks-th, from the first on
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     unsigned char* ring = x_tile + stages * X_BYTES;
     int* sums = reinterpret_cast<int*>(ring + STAGES * ROWS * W_BYTES);  // [2][BM][PITCH]
@@ -96,15 +100,17 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
     if (warp == WARPS) {  // asks for copies: one thread does, the copy engine works
         const bool elected = ptxlab::elect();
         const u32 pitch = w_blocks * BLOCK;                                  // bytes of a strip
-        const unsigned char* from = strips + size_t(strip0) * pitch;
-        const auto load_w = [&](int row, int stage, int slot_index) {
-            const u32 bytes = min(SLICES, w_blocks - stage * SLICES) * BLOCK, rows = min(ROWS, strips_here - row);
-            const u32 x_bytes = row > 0 ? 0 : ORDER == 1 ? X_BYTES : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
-            if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], rows * bytes + x_bytes);
+        const auto load_w = [&](int strip0, int stage, int slot_index) {
+            const u32 bytes = min(SLICES, w_blocks - stage * SLICES) * BLOCK;
+            u32 expected = strip0 != first ? 0 : ORDER == 1 ? X_BYTES : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) expected += strip0 + i * blocks < all ? bytes : 0;
+            if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], expected);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
-                if (i < rows && elected)
-                    ptxlab::bulk_load(ring + (slot_index * ROWS + i) * W_BYTES, from + (row + i) * pitch + stage * W_BYTES, bytes, &full[slot_index]);
+                if (strip0 + i * blocks < all && elected)
+                    ptxlab::bulk_load(ring + (slot_index * ROWS + i) * W_BYTES, strips + size_t(strip0 + i * blocks) * pitch + stage * W_BYTES, bytes,
+                                      &full[slot_index]);
         };
         const auto load_x = [&](int stage, int slot_index) {
             unsigned char* to = x_tile + stage * X_BYTES;
@@ -128,17 +134,17 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
             ptxlab::fence_mbarrier_init();
         }
         __syncwarp();
-        load_w(0, 0, 0);                                                     // weights do not wait for the kernel before
-        __syncthreads();
+        load_w(first, 0, 0);                                                  // weights do not wait for the kernel before
+        arrive();
         if (elected) ptxlab::launch_dependents();
         ptxlab::wait_for_predecessors();
-        for (int row = 0; row < strips_here; row += ROWS)
+        for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks)
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-                if (row > 0 || stage > 0) {
+                if (strip0 != first || stage > 0) {
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                    load_w(row, stage, slot.index);
+                    load_w(strip0, stage, slot.index);
                 }
-                if (row == 0) load_x(stage, slot.index);
+                if (strip0 == first) load_x(stage, slot.index);
             }
         return;
     }
@@ -146,24 +152,24 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
         for (int i = threadIdx.x; i < 2 * TILE; i += 32 * WARPS) sums[i] = 0;
         // Row-major X comes without the tokens that fill up the tile: rows outside the matrix are slow to come.
         const int missing = (BM - M) * 8;                                    // 16 bytes each, of 128 channels
-        for (int i = threadIdx.x; ORDER == 0 && i < w_blocks * missing; i += 32 * WARPS)
-            *reinterpret_cast<int4*>(x_tile + (i / missing * BM + M) * 128 + i % missing * 16) = make_int4(0, 0, 0, 0);
+        for (int block = warp; ORDER == 0 && block < w_blocks; block += WARPS)
+            for (int i = lane; i < missing; i += 32) *reinterpret_cast<int4*>(x_tile + (block * BM + M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
     }
-    __syncthreads();
+    sync();
     int buffer = 0, parity = 0;                                              // of the tiles of sums
     if (warp == WARPS + 1) {  // sums -> outputs
         const int part = lane % (ROWS * 2);                                  // 8 rows of the ROWS * 16
         float scale[ITEMS];
         int extra[ITEMS];
-        for (int row = 0; row < strips_here; row += ROWS) {
-            const int n = (strip0 + row) * 16 + part * 8;
-            const bool inside = n < N && row + part / 2 < strips_here;
+        for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks) {
+            const int n = (strip0 + part / 2 * blocks) * 16 + part % 2 * 8;
+            const bool inside = n < N;
             float ws[8] = {}, b[8] = {};
             if (inside) {
 #pragma unroll
                 for (int i = 0; i < 8; ++i) ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
             }
-            if (row == 0) {
+            if (strip0 == first) {
                 ptxlab::wait_for_predecessors();
 #pragma unroll
                 for (int i = 0; i < ITEMS; ++i) {
@@ -192,8 +198,8 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
         return;
     }
     const int strip = warp / SLICES, slice = warp % SLICES, g = lane / 4;
-    for (int row = 0; row < strips_here; row += ROWS) {
-        const bool mine = row + strip < strips_here;
+    for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks) {
+        const bool mine = strip0 + strip * blocks < all;
         int acc[MMAS][4] = {};
         for (int stage = 0; stage < stages; ++stage, slot.advance()) {
             const int block = stage * SLICES + slice;

@@ -174,7 +174,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
             sync_warp_group(group);                                            // those of the tile before may still be read
             sums.receive(acc, group, thread);
             ptxlab::store_fragments<OUT, BM>(acc, scaling, y, buffers, lane, token0, n0, min(M, token0 + tokens), N, N,
-                                             [&](int piece) { return (group * Sums::PER_GROUP + piece) / Sums::OWNED == slice; });
+                                             [&](int piece) { return Sums::owner(group, piece) == slice; });
             if (SPLIT > 1) break;                                              // its sums are received once
         }
     }

@@ -30,10 +30,18 @@ struct Output {
 
 template <int WARP_GROUPS, int TOKENS, int BLOCKS>
 struct Epilogue {
-    static constexpr int PER_GROUP = TOKENS / 8, PIECES = WARP_GROUPS * PER_GROUP, OWNED = PIECES / BLOCKS;
+    static constexpr int PER_GROUP = TOKENS / 8, PIECES = WARP_GROUPS * PER_GROUP, OWNED = (PIECES + BLOCKS - 1) / BLOCKS;
     static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32, PITCH = 68;
     static constexpr int RECEIVE_BYTES = (BLOCKS - 1) * OWNED * 2048;
-    static_assert(PIECES % BLOCKS == 0, "a piece has one owner");
+    static constexpr bool SHARED_OUT = PER_GROUP % BLOCKS == 0;  // every warp group's pieces: then all of them store alike
+
+    // Which block adds up piece `j` of a group and stores it, and its place among that block's pieces.
+    static __device__ __forceinline__ int owner(int group, int j) {
+        return SHARED_OUT ? j / (PER_GROUP / BLOCKS) : (group * PER_GROUP + j) / OWNED;
+    }
+    static __device__ __forceinline__ int place(int group, int j) {
+        return SHARED_OUT ? group * (PER_GROUP / BLOCKS) + j % (PER_GROUP / BLOCKS) : (group * PER_GROUP + j) % OWNED;
+    }
 
     int4* received;  // [BLOCKS - 1][OWNED][128]
     int* tile;       // [WARP_GROUPS][CHUNK][PITCH]
@@ -44,7 +52,8 @@ struct Epilogue {
     __device__ __forceinline__ void expect() const {
         if constexpr (BLOCKS > 1) {
             mbarrier_init(arrived, 1);
-            mbarrier_arrive_expect(arrived, RECEIVE_BYTES);
+            const int mine = SHARED_OUT ? OWNED : max(0, min(OWNED, PIECES - rank * OWNED));
+            mbarrier_arrive_expect(arrived, (BLOCKS - 1) * mine * 2048);
         }
     }
 
@@ -53,11 +62,11 @@ struct Epilogue {
         if constexpr (BLOCKS > 1) {
 #pragma unroll
             for (int j = 0; j < PER_GROUP; ++j) {
-                const int piece = group * PER_GROUP + j, owner = piece / OWNED;
-                if (owner == rank) continue;
-                const int4* slot = received + ((rank - (rank > owner)) * OWNED + piece % OWNED) * 128 + thread;
-                store_async_16(address_in_block(slot, owner), acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3],
-                               address_in_block(arrived, owner));
+                const int to = owner(group, j);
+                if (to == rank) continue;
+                const int4* slot = received + ((rank - (rank > to)) * OWNED + place(group, j)) * 128 + thread;
+                store_async_16(address_in_block(slot, to), acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3],
+                               address_in_block(arrived, to));
             }
         }
     }
@@ -68,11 +77,10 @@ struct Epilogue {
             mbarrier_wait(arrived, 0);
 #pragma unroll
             for (int j = 0; j < PER_GROUP; ++j) {
-                const int piece = group * PER_GROUP + j;
-                if (piece / OWNED != rank) continue;
+                if (owner(group, j) != rank) continue;
 #pragma unroll
                 for (int from = 0; from < BLOCKS - 1; ++from) {
-                    const int4 more = received[(from * OWNED + piece % OWNED) * 128 + thread];
+                    const int4 more = received[(from * OWNED + place(group, j)) * 128 + thread];
                     acc[4 * j] += more.x, acc[4 * j + 1] += more.y, acc[4 * j + 2] += more.z, acc[4 * j + 3] += more.w;
                 }
             }
@@ -97,7 +105,7 @@ struct Epilogue {
 #pragma unroll
             for (int i = thread; i < CHUNK * 8; i += 128) {
                 const int token = chunk * CHUNK + i / 8, n = n0 + i % 8 * 8;
-                const bool owned = (group * PER_GROUP + token / 8) / OWNED == rank;
+                const bool owned = owner(group, token / 8) == rank;
                 if (owned && token0 + token < out.M && n < out.N)
                     store_8<KIND>(out.y, size_t(token0 + token) * out.N + n, mine + i / 8 * PITCH + i % 8 * 8,
                                  out.x_scale[token0 + token], out.w_scale + n, out.bias ? out.bias + n : nullptr);

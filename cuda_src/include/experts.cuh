@@ -50,8 +50,8 @@ public:
         found.end_token = __shfl_sync(~0u, end, which);
         const int token_tiles = tiles_of(found.end_token - row0), own = tile - (which > 0 ? before : first_tile);
         found.expert = first_expert + which;
-        found.row_tile = own / token_tiles;
-        found.token0 = row0 + own % token_tiles * TOKENS;
+        found.row_tile = token_tiles == 1 ? own : own / token_tiles;  // a division takes its time
+        found.token0 = row0 + (own - found.row_tile * token_tiles) * TOKENS;
         return true;
     }
 };

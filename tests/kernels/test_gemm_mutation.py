@@ -4,6 +4,7 @@ What is changed is the PTX that NVRTC makes: every copy of the statement goes, h
 mutant is found by a finding, by an error (a deadlock, a fault), or by a wrong result, early and late.
 """
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -42,15 +43,16 @@ class Variant:
     channels: int  # of a stage, over all blocks of a cluster
     sms: int = 132  # what a persistent kernel believes that there are
     plain: "Variant | None" = None  # whose statements are not taken out once more
+    full: int = 0  # further tokens, which fill up their tiles: no fence for zeros behind them stands in for another
 
     @property
     def problems(self) -> Iterator[dict[str, int]]:
         """Sizes."""
         symbols = kernels.specs()[self.kernel].example_sizes[0]
-        for steps in STEPS:
+        for M, steps in itertools.product(filter(None, (self.M, self.full)), STEPS):
             # a block that needs one stage per tile is back at the ring's start after more tiles
             tiles = 1 if steps > self.tile["STAGES"] or self.sms == 132 else 2
-            sizes = {"M": self.M, "N": self.N * tiles, "K": self.channels * steps, "g": 128, "E": 2}
+            sizes = {"M": M, "N": self.N * tiles, "K": self.channels * steps, "g": 128, "E": 2}
             yield {symbol: sizes[symbol] for symbol in symbols}
 
     @property
@@ -89,7 +91,7 @@ def variants(name: str) -> Iterator[Variant]:
         return
     if name == LARGE.name:
         tile = Chosen(strips_tiles.Tile(32, WN=2, WK=1, MN=1, BK=128), 8, 3, 1).constants | {"SIGNED": 0, "OUT": F16}
-        plain = Variant(name, "", tile, M=72, N=136, channels=128, sms=1)
+        plain = Variant(name, "", tile, M=72, N=136, channels=128, sms=1, full=96)
         split = tile | {"WN": 1, "WK": 2, "STRIPS": 4, "STAGES": 4, "SPLIT": 2}
         yield from (plain, Variant(name, "split", split, M=24, N=64, channels=512, plain=plain))
         return
@@ -123,11 +125,6 @@ SURVIVORS = (
         r"_(excp|imfp|w8a8|w4a8)_sm90$",
         r"^bar\.warp\.sync.*\n *__syncwarp\(\);\n.*cluster_wait\(\)",
         "these lanes have nothing more to do; they meet since all of a warp has to wait for the cluster at once",
-    ),
-    (
-        r"_small_sm90$",
-        r"^bar\.warp\.sync.*\n.*__syncwarp\(\);\n *load_w\(0, 0, 0\)",
-        "the lane that has made the barriers is the one that uses them; the others wait so that the warp is together",
     ),
     (
         r"_excp_sm90$",

@@ -64,7 +64,7 @@ def test_the_chosen_tiles_are_near_the_best_of_the_sweep(kernel: str, most: floa
 
 @pytest.mark.parametrize(
     ("kernel", "tokens"),
-    [("gemm_w4a8_sm90", {8, 16, 32, 64, 128, 256, 512, 2048}), ("gemm_w4a8_small_sm90", {1, 4, 16})],
+    [("gemm_w4a8_sm90", {4, 16, 32, 33, 64, 100, 128, 200, 256, 512, 2048}), ("gemm_w4a8_small_sm90", {1, 4, 16})],
 )
 def test_the_costs_choose_tiles_near_the_best_of_the_sweep(kernel: str, tokens: set[int]) -> None:
     """At numbers of tokens that the kernel is taken for: 1.5% over all points, 2% at any one number."""

@@ -1,6 +1,6 @@
 """What the steps of the ladder share: what one is fed, outputs, arguments, examples and their reference."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
@@ -37,6 +37,11 @@ EPILOGUE = (
 X_SCALE, *AFTER_SCALE = EPILOGUE  # kernels that take token sums take them behind the scales
 
 
+def anywhere(_: Sizes) -> bool:
+    """For a step that suits all sizes."""
+    return True
+
+
 @dataclass(frozen=True)
 class Step:
     """A kernel of the ladder and what it is fed: all that `gemm_w4a8` chooses, dispatches and complains by.
@@ -46,14 +51,14 @@ class Step:
         scheme: of the weight it multiplies: `qoq`, `qoq_channel` or `lqq`.
         packing: the layout of that weight.
         order: of the activations: `row_major`, `fragment` or `tiles`.
-        suits: expression over M, N, K, g: where it is the one to take. Of those that suit the highest step is taken.
+        suits: M, N, K, g -> whether it is the one to take. Of those that suit the highest step is taken.
     """
 
     spec: KernelSpec
     scheme: str
     packing: str
     order: str = "row_major"
-    suits: str = "True"
+    suits: Callable[[Sizes], bool] = anywhere
 
     @cached_property
     def buffers(self) -> tuple[tuple[str, str], ...]:

@@ -7,7 +7,18 @@ import numpy as np
 
 from ptxlab import layout, quant
 from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, activations, examples, gemm
-from ptxlab.kernels.gemm.strips_tiles import COSTS, MOST_STAGES, ROOM, SMS, Tile, shared_bytes
+from ptxlab.kernels.gemm.strips_tiles import (
+    BMS,
+    COSTS,
+    MOST_STAGES,
+    ROOM,
+    SMS,
+    Tile,
+    kind,
+    of_a_tile,
+    shared_bytes,
+    stream,
+)
 from ptxlab.quant import TwoLevelWeight
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
@@ -27,7 +38,11 @@ def likely_token_tiles(s: Sizes, BM: int) -> int:
     mean, elsewhere = s["M"] / s["E"], 1 - 1 / s["E"]
     deviation = math.sqrt(2 * mean * elsewhere) or math.inf
     further = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, -(-s["M"] // BM)))
-    return round(s["E"] * (1 - elsewhere ** s["M"] + sum(further))) if s["E"] > 1 else -(-s["M"] // BM)
+    if s["E"] == 1:
+        return -(-s["M"] // BM)
+    return math.ceil(
+        s["E"] * (1 - elsewhere ** s["M"] + sum(further)) - 0.4
+    )  # one that is nearly as likely as not counts
 
 
 def most_tiles(s: Sizes) -> int:
@@ -41,24 +56,26 @@ def _row_tiles(N: int, strips: int) -> int:
 
 
 def _candidates(group: int) -> Iterator[dict[str, int]]:
-    """Tiles of which a block can do several, of any height that needs all of their MMAs."""
-    for tile in COSTS:
-        for strips in range(tile.strips, tile.strips // 2, -1) if tile.WK == 1 else ():
+    """Tiles of which a block can do several, of any width, and of any height that needs all of their MMAs."""
+    for tile in (tile._replace(BM=BM) for tile in COSTS for BM in BMS if kind(tile._replace(BM=BM)) == tile):
+        for strips in range(tile.strips // 2 + 1, tile.strips + 1) if tile.WK == 1 else ():
             found = constants(tile, strips, group)
             if found["STAGES"] >= 3:
                 yield found
 
 
-def _microseconds(s: Sizes) -> float:
-    """Rounds of blocks, each as long as its stages and the end of its tile, by the costs of a single GEMM."""
-    cost, row_tiles = COSTS[Tile(s["BM"], s["WN"], 1, s["MN"], s["BK"])], _row_tiles(s["N"], s["STRIPS"])
+def _microseconds(s: Sizes) -> tuple[float, float]:
+    """As of one GEMM: rounds of blocks, but not less than the stream of all experts' weights; and without that bound."""
+    tile, row_tiles = Tile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), _row_tiles(s["N"], s["STRIPS"])
     rounds = -(-likely_token_tiles(s, s["BM"]) * row_tiles // SMS)
     stages, height = -(-s["K"] // s["BK"]), s["N"] / 16 / row_tiles
-    return rounds * (stages * (cost.stage + cost.strip * height) + cost.tile) + cost.launch
+    cost, active = COSTS[kind(tile)], likely_token_tiles(s, max(1, s["M"]))
+    us = rounds * of_a_tile(tile, stages, height) + cost.launch
+    return max(us, stream({**s, "N": active * s["N"]}) + cost.drain), us
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    """The quickest by the costs; of equals the one with the fewest tokens, then the highest."""
+    """The quickest by the costs; of equals the one of the fewest tokens, then the lowest, which more blocks share."""
     return min(_candidates(s["g"]), key=lambda found: _microseconds({**s, **found}))
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.expressions import evaluate
 from ptxlab.kernels.gemm import sm80, sm90, strips
 from ptxlab.kernels.gemm.common import Step
 from ptxlab.layout import PackedWeight
@@ -38,7 +37,7 @@ def choose(
         raise _unavailable(taking, weight)
     usable = taking if backend == "emulator" or not here else here
     sizes = {"M": M, "N": weight.N, "K": weight.K, "g": weight.group}
-    step = next((step for step in reversed(usable) if evaluate(step.suits, sizes)), usable[-1])
+    step = next((step for step in reversed(usable) if step.suits(sizes)), usable[-1])
     if programmatic and not step.spec.after_wait:
         waiting = _names(step for step in LADDER if step.spec.after_wait)
         rule = f"only for kernels that wait for the one before them ({waiting})"

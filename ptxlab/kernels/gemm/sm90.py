@@ -228,9 +228,9 @@ IMFP_TILES = replace(
 STEPS = (
     Step(QOQ, "qoq", "dual_mma"),
     Step(LQQ, "lqq", "dual_mma"),
-    Step(EXCP, "lqq", "dual_mma", suits="False"),  # the way through shared memory never pays
+    Step(EXCP, "lqq", "dual_mma", suits=lambda s: False),  # the way through shared memory never pays
     Step(IMFP_TILES, "lqq", "dual_mma", "tiles"),
     # From the sweep of the tables above: from 9 to 64 tokens more and smaller blocks hide as much, and share better.
-    Step(IMFP, "lqq", "dual_mma", suits="g == 32 or M <= 8 or M > 64 or K > N"),
+    Step(IMFP, "lqq", "dual_mma", suits=lambda s: s["g"] == 32 or not 8 < s["M"] <= 64 or s["K"] > s["N"]),
 )
 SPECS = (QOQ, LQQ, EXCP, IMFP)

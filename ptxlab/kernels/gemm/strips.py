@@ -7,7 +7,18 @@ import numpy as np
 
 from ptxlab import layout
 from ptxlab.kernels.gemm import small_tiles, strips_tiles
-from ptxlab.kernels.gemm.common import AFTER_SCALE, GROUPS, INT32, X_SCALE, Step, epilogue, example_lqq, examples, gemm
+from ptxlab.kernels.gemm.common import (
+    AFTER_SCALE,
+    GROUPS,
+    INT32,
+    X_SCALE,
+    Step,
+    anywhere,
+    epilogue,
+    example_lqq,
+    examples,
+    gemm,
+)
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 SCHEMES = ("lqq", "qoq")
@@ -127,16 +138,23 @@ LARGE_TILES = _with_x(
     pack=_pack_tiles,
 )
 
-# From the sweeps: up to 16 tokens, while all of X fits beside a ring worth having.
-_FEW = "M <= 16 and ceil_div(M, 8)*K <= 24576"
+
+def _few(s: Sizes) -> bool:
+    """Up to 16 tokens, while all of X fits beside a ring worth having, and the costs say so."""
+    if s["M"] > 16 or -(-s["M"] // 8) * s["K"] > 24576:
+        return False
+    small = small_tiles.microseconds(small_tiles.quickest(s), s)
+    return small <= strips_tiles.microseconds(strips_tiles.choose(s), s)
+
+
 STEPS = tuple(
     Step(spec, scheme, "strips", order, suits)
     for scheme in SCHEMES
     for spec, order, suits in (
-        (LARGE, "row_major", "True"),
-        (LARGE_TILES, "tiles", "True"),
-        (SMALL_FRAGMENTS, "fragment", "True"),
-        (SMALL, "row_major", _FEW),
+        (LARGE, "row_major", anywhere),
+        (LARGE_TILES, "tiles", anywhere),
+        (SMALL_FRAGMENTS, "fragment", anywhere),
+        (SMALL, "row_major", _few),
     )
 )
 SPECS = (SMALL, LARGE)

@@ -1,8 +1,8 @@
 """Which tile `gemm_w4a8_sm90` takes: costs that were measured, and the rule that adds them up.
 
-The costs are fits to sweeps over the layers of LLaMA-2-7B, -13B and -70B, Mixtral and Yi-34B on an H200, groups of 128
-(`notebooks/results/h200/sweeps/gemm_strips.csv`). The tiles they choose are 1.2% from the best of each point in the
-mean, and they say what a matrix that no sweep has seen will like.
+The costs are fits to a sweep over layers of LLaMA-2-7B, -13B and -70B, LLaMA-3-8B, Mixtral and Yi-34B on an H200,
+groups of 128 (`notebooks/results/h200/sweeps/gemm_strips.csv`). The tiles they choose are 0.8% from the best of each
+point in the mean, and they say what a matrix that no sweep has seen will like.
 """
 
 import math
@@ -32,42 +32,55 @@ class Tile(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """Microseconds: of a stage, and per strip of it; of a tile; of the launch; of adding up in a cluster of two."""
+    """Microseconds: of a stage, more of it for all tokens of the kind, and per strip; of a tile; of the launch;
+    of adding up in a cluster of two; and at least on top of the stream of the weights.
+    """
 
     stage: float
+    wide: float
     strip: float
     tile: float
     launch: float
     split: float
+    drain: float
 
 
-# Infinite where clusters of two were never better or the accumulators leave no room for them.
+# Of the widest tile of a kind; those of fewer tokens, as far as the kind before, only have narrower MMAs.
 COSTS = {
-    Tile(8, 1, 3, 1, 512): Cost(0.129, 0.084, 3.512, 0.000, math.inf),
-    Tile(8, 2, 1, 1, 512): Cost(0.623, 0.012, 3.647, 0.000, 1.006),
-    Tile(8, 2, 1, 2, 512): Cost(1.051, 0.000, 5.490, 0.000, 0.467),
-    Tile(16, 1, 3, 1, 256): Cost(0.188, 0.019, 3.154, 0.000, 0.493),
-    Tile(16, 2, 1, 1, 512): Cost(0.628, 0.017, 3.210, 0.410, 0.983),
-    Tile(16, 2, 1, 2, 512): Cost(1.047, 0.020, 4.800, 0.000, 0.664),
-    Tile(16, 2, 2, 1, 512): Cost(0.555, 0.015, 3.809, 0.000, 1.236),
-    Tile(16, 3, 1, 1, 512): Cost(0.943, 0.000, 4.216, 0.222, 0.863),
-    Tile(32, 1, 3, 1, 512): Cost(0.201, 0.075, 3.761, 0.000, 0.497),
-    Tile(32, 2, 1, 1, 512): Cost(0.710, 0.016, 2.364, 1.238, 1.233),
-    Tile(32, 3, 1, 1, 512): Cost(1.021, 0.000, 3.564, 1.055, 1.063),
-    Tile(64, 1, 2, 1, 256): Cost(0.243, 0.012, 3.448, 0.000, 0.901),
-    Tile(64, 2, 1, 1, 512): Cost(0.897, 0.011, 1.492, 2.587, 0.938),
-    Tile(64, 2, 1, 2, 256): Cost(0.841, 0.002, 2.669, 2.256, 1.233),
-    Tile(64, 2, 2, 1, 256): Cost(0.398, 0.010, 4.012, 0.000, 1.197),
-    Tile(64, 3, 1, 1, 256): Cost(0.674, 0.001, 1.829, 2.583, 0.920),
-    Tile(128, 1, 1, 2, 256): Cost(0.639, 0.004, 2.150, 1.678, 1.949),
-    Tile(128, 1, 2, 1, 256): Cost(0.292, 0.029, 3.797, 0.000, 0.697),
-    Tile(128, 2, 1, 2, 256): Cost(1.240, 0.000, 2.673, 0.921, math.inf),
-    Tile(128, 3, 1, 1, 256): Cost(0.839, 0.009, 2.518, 1.483, math.inf),
-    Tile(256, 1, 1, 1, 128): Cost(0.308, 0.008, 2.338, 0.984, 0.871),
-    Tile(256, 2, 1, 1, 128): Cost(0.574, 0.006, 2.728, 0.893, math.inf),
+    Tile(8, 1, 3, 1, 512): Cost(0.370, 0.000, 0.000, 2.500, 0.000, 1.880, 1.8),
+    Tile(8, 2, 1, 1, 512): Cost(0.677, 0.000, 0.000, 3.655, 0.000, 0.353, 2.5),
+    Tile(8, 2, 1, 2, 512): Cost(1.117, 0.000, 0.000, 3.790, 0.000, 0.352, 3.8),
+    Tile(8, 2, 2, 1, 512): Cost(0.599, 0.000, 0.000, 3.278, 0.000, 0.865, 2.5),
+    Tile(8, 3, 1, 1, 512): Cost(0.888, 0.000, 0.000, 3.570, 0.000, 0.681, 3.2),
+    Tile(16, 1, 2, 1, 512): Cost(0.383, 0.000, 0.011, 2.500, 0.000, 1.887, 2.1),
+    Tile(16, 1, 3, 1, 256): Cost(0.204, 0.000, 0.025, 2.688, 0.000, 0.526, 1.9),
+    Tile(16, 2, 1, 1, 512): Cost(0.733, 0.000, 0.000, 3.415, 0.000, 0.680, 2.8),
+    Tile(16, 2, 1, 2, 512): Cost(1.400, 0.000, 0.000, 4.004, 0.000, 0.704, 3.5),
+    Tile(16, 2, 2, 1, 512): Cost(0.624, 0.000, 0.000, 3.369, 0.000, 1.049, 2.7),
+    Tile(16, 3, 1, 1, 512): Cost(0.959, 0.000, 0.000, 3.511, 0.000, 0.787, 3.7),
+    Tile(32, 1, 2, 1, 512): Cost(0.393, 0.000, 0.000, 3.579, 0.000, 0.000, 2.5),
+    Tile(32, 2, 1, 1, 512): Cost(0.812, 0.000, 0.000, 3.371, 0.000, 0.886, 3.4),
+    Tile(32, 2, 1, 2, 256): Cost(0.716, 0.000, 0.000, 3.715, 0.000, 0.552, 4.4),
+    Tile(32, 3, 1, 1, 512): Cost(1.018, 0.000, 0.003, 3.847, 0.000, 0.765, 3.9),
+    Tile(64, 1, 2, 1, 256): Cost(0.143, 0.077, 0.021, 3.200, 0.000, 0.967, 2.8),
+    Tile(64, 2, 1, 1, 512): Cost(0.732, 0.190, 0.003, 1.855, 1.944, 1.139, 3.8),
+    Tile(64, 2, 1, 2, 256): Cost(0.469, 0.378, 0.001, 3.575, 0.122, 1.984, 5.0),
+    Tile(64, 2, 2, 1, 256): Cost(0.259, 0.186, 0.003, 3.623, 0.000, 1.335, 4.1),
+    Tile(64, 3, 1, 1, 256): Cost(0.429, 0.238, 0.000, 2.621, 1.182, 1.089, 4.3),
+    Tile(128, 1, 1, 2, 256): Cost(0.638, 0.039, 0.000, 2.344, 1.387, 2.153, 7.4),
+    Tile(128, 1, 2, 1, 256): Cost(0.000, 0.379, 0.005, 3.672, 0.000, 1.627, 3.9),
+    Tile(128, 2, 1, 1, 256): Cost(0.174, 0.479, 0.004, 2.281, 1.287, 1.596, 5.9),
+    Tile(128, 2, 1, 2, 128): Cost(0.148, 0.474, 0.000, 4.652, 0.076, math.inf, 8.5),
+    Tile(128, 2, 1, 2, 256): Cost(0.575, 0.626, 0.005, 2.725, 0.571, math.inf, 10.6),
+    Tile(128, 3, 1, 1, 128): Cost(0.204, 0.296, 0.000, 3.167, 0.995, 1.155, 6.3),
+    Tile(128, 3, 1, 1, 256): Cost(0.143, 0.774, 0.001, 3.229, 1.068, 2.557, 8.7),
+    Tile(256, 1, 1, 1, 128): Cost(0.082, 0.210, 0.013, 2.446, 1.104, 1.425, 6.1),
+    Tile(256, 2, 1, 1, 128): Cost(0.000, 0.600, 0.000, 3.873, 0.415, 2.132, 8.9),
 }
 _FULL = Tile(64, 2, 2, 1, 256)  # in a cluster, registers for the constants of groups of 128 alone
-BMS = tuple(dict.fromkeys(tile.BM for tile in COSTS))
+STREAM = 1.95, 4.5e6  # microseconds of a kernel that only streams weights: to begin with; bytes in each further one
+_KINDS = tuple(dict.fromkeys(tile.BM for tile in COSTS))
+BMS = (8, 16, 32, *range(48, 257, 16))  # as wide as wgmma comes, but for 24
 
 
 class Chosen(NamedTuple):
@@ -86,7 +99,7 @@ class Chosen(NamedTuple):
 
 def choose(s: Sizes) -> Chosen:
     """The quickest by the costs. Sizes: M, N, K, g; and `rows`, the tokens of a tile of X, where X lies in tiles."""
-    return min(_candidates(s), key=lambda chosen: (_microseconds(chosen, s), chosen.strips))
+    return min(_candidates(s), key=lambda chosen: (microseconds(chosen, s), chosen.strips))
 
 
 def tiles(s: Sizes, BM: int, strips: int) -> int:
@@ -96,17 +109,25 @@ def tiles(s: Sizes, BM: int, strips: int) -> int:
 
 def shared_bytes(tile: Tile, strips: int, stages: int, split: int, group: int) -> int:
     """Dynamic shared memory: the ring; what a cluster's sum receives; a buffer per warp and the tokens' scales."""
-    received = (split - 1) * (tile.WN * tile.MN * tile.BM // 8 // split) * 2048
+    received = (split - 1) * -(-tile.WN * tile.MN * tile.BM // 8 // split) * 2048
     return stages * _stage_bytes(tile, strips, group) + received + tile.WN * (4 * 512 + 8 * tile.BM)
+
+
+def kind(tile: Tile) -> Tile:
+    """The widest tile of its kind, which has the costs."""
+    return tile._replace(BM=next(BM for BM in _KINDS if tile.BM <= BM))
+
+
+def widths(M: int) -> list[int]:
+    """Tokens of a tile worth trying: the least that do where one has up to 256, 128 or 64."""
+    shares = [-(-M // max(1, -(-M // most))) for most in (256, 128, 64)]
+    return sorted({next(BM for BM in BMS if share <= BM) for share in shares})
 
 
 def _candidates(s: Sizes) -> Iterator[Chosen]:
     """Tiles about as wide as there are tokens, so high that the last round of blocks is full or nearly so."""
-    widest = next((BM for BM in BMS if s["M"] <= BM), BMS[-1])
-    wanted = {s["rows"]} if "rows" in s else {widest, *(BM for BM in BMS if 64 <= BM < widest)}
-    for tile in COSTS:
-        if tile.BM not in wanted:
-            continue
+    wanted = [s["rows"]] if "rows" in s else widths(s["M"])
+    for tile in (tile._replace(BM=BM) for tile in COSTS for BM in wanted if kind(tile._replace(BM=BM)) == tile):
         for split in _splits(tile, s["g"]):
             blocks, token_tiles = SMS // split, max(1, -(-s["M"] // tile.BM))
             heights = {-(-_strips(s) // rows) for n in range(1, 9) if (rows := n * blocks // token_tiles)}
@@ -119,7 +140,7 @@ def _candidates(s: Sizes) -> Iterator[Chosen]:
 
 def _splits(tile: Tile, group: int) -> tuple[int, ...]:
     """Sizes of its clusters."""
-    return (1, 2) if COSTS[tile].split < math.inf and (tile != _FULL or group == 128) else (1,)
+    return (1, 2) if COSTS[kind(tile)].split < math.inf and (kind(tile) != _FULL or group == 128) else (1,)
 
 
 def _stages(tile: Tile, strips: int, split: int, group: int) -> int:
@@ -139,11 +160,22 @@ def _strips(s: Sizes) -> int:
     return -(-s["N"] // 16)
 
 
-def _microseconds(chosen: Chosen, s: Sizes) -> float:
-    """Rounds of blocks, each as long as its stages and the end of its tile."""
-    tile, cost = chosen.tile, COSTS[chosen.tile]
+def microseconds(chosen: Chosen, s: Sizes) -> float:
+    """Rounds of blocks, each as long as its stages and the end of its tile, but not less than the stream allows."""
+    tile, cost = chosen.tile, COSTS[kind(chosen.tile)]
     rounds = -(-tiles(s, tile.BM, chosen.strips) // (SMS // chosen.split))
-    height = _strips(s) / -(-_strips(s) // chosen.strips)
     stages = -(-s["K"] // tile.BK) / chosen.split
-    once = stages * (cost.stage + cost.strip * height) + cost.tile
-    return rounds * once + cost.launch + (cost.split if chosen.split > 1 else 0)
+    once = of_a_tile(tile, stages, _strips(s) / -(-_strips(s) // chosen.strips))
+    return max(rounds * once + cost.launch + (cost.split if chosen.split > 1 else 0), stream(s) + cost.drain)
+
+
+def of_a_tile(tile: Tile, stages: float, height: float) -> float:
+    """Microseconds of so many stages of so many strips, and of the tile's end."""
+    cost = COSTS[kind(tile)]
+    return stages * (cost.stage + cost.wide * tile.BM / kind(tile).BM + cost.strip * height) + cost.tile
+
+
+def stream(s: Sizes) -> float:
+    """Microseconds of a kernel that does nothing but stream the weights."""
+    begin, bytes_per_us = STREAM
+    return begin + _strips(s) * -(-s["K"] // 128) * (1024 + 128 // s["g"] * 32) / bytes_per_us
