@@ -65,7 +65,7 @@ def _candidates(group: int) -> Iterator[dict[str, int]]:
 
 
 def _microseconds(s: Sizes) -> tuple[float, float]:
-    """As of one GEMM: rounds of blocks, but not less than the stream of all experts' weights; and without that bound."""
+    """As of one GEMM: rounds of blocks, but not less than the stream of all experts' weights; and without that."""
     tile, row_tiles = Tile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), _row_tiles(s["N"], s["STRIPS"])
     rounds = -(-likely_token_tiles(s, s["BM"]) * row_tiles // SMS)
     stages, height = -(-s["K"] // s["BK"]), s["N"] / 16 / row_tiles
