@@ -106,11 +106,11 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
     unsigned char* buffers = ring + STAGES * STAGE_BYTES;                    // 512 bytes of each warp
     Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
 
-    __syncthreads();
     if (threadIdx.x == 0) ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
     ptxlab::ExpertTiles<BM> tiles(offsets, E, row_tiles);
     ptxlab::ExpertTile tile;
+    __syncthreads();
 
     ptxlab::Slot<STAGES> slot;
     if (threadIdx.x < 128) {  // the warp group that loads: one thread of each warp asks, the copy engine does
