@@ -30,20 +30,35 @@ def row_extremes(argument: str, x: npt.NDArray[Any]) -> tuple[F32, F32]:
     Raises ArgumentError: not a NumPy-like array, not a float dtype, not two-dimensional, empty, NaN or infinity (with
     the place of the first).
     """
+    check_floats(argument, x)
+    if x.ndim != 2 or 0 in x.shape:
+        raise ArgumentError(argument, "must be a non-empty matrix [rows, K]", f"shape {x.shape}")
+    return extremes(argument, x)
+
+
+def check_floats(argument: str, x: npt.NDArray[Any]) -> None:
+    """Raise ArgumentError unless `x` is a NumPy-like array of a float dtype."""
     if not hasattr(x, "__array_function__"):
         raise ArgumentError(argument, "must be a NumPy or CuPy array", type(x).__name__)
     # By name: bfloat16 is not NumPy's own and has no dtype to compare with unless ml_dtypes is installed.
     if x.dtype.name not in _FLOATS:
         raise ArgumentError(argument, f"dtype must be one of {', '.join(_FLOATS)}", x.dtype)
-    if x.ndim != 2 or 0 in x.shape:
-        raise ArgumentError(argument, "must be a non-empty matrix [rows, K]", f"shape {x.shape}")
-    low, high = by_strips(_extremes, x)
+
+
+def extremes(argument: str, x: npt.NDArray[Any]) -> tuple[F32, F32]:
+    """The smallest and the largest element along the last axis of x float [..., K], K > 0: f32 [...] each.
+
+    Raises ArgumentError for NaN or infinity, with the place of the first.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    low, high = by_strips(_extremes, rows)
     finite = np.isfinite(low) & np.isfinite(high)  # NaN is propagated into both
     if not finite.all():
         row = int(np.argwhere(~finite)[0, 0])
-        column = int(np.argwhere(~np.isfinite(as_float32(x[row])))[0, 0])
-        raise ArgumentError(argument, "must be finite in float32", f"{argument}[{row}, {column}] is {x[row, column]}")
-    return low, high
+        column = int(np.argwhere(~np.isfinite(as_float32(rows[row])))[0, 0])
+        place = [*map(int, np.unravel_index(row, x.shape[:-1])), column]
+        raise ArgumentError(argument, "must be finite in float32", f"{argument}{place} is {rows[row, column]}")
+    return low.reshape(x.shape[:-1]), high.reshape(x.shape[:-1])
 
 
 def as_float32(x: npt.NDArray[Any]) -> F32:
@@ -67,7 +82,7 @@ def by_strips(
     """
     rows, K = arrays[0].shape
     step = max(1, STRIP // K)
-    strips = [function(*(array[i : i + step] for array in arrays)) for i in range(0, rows, step)]
+    strips = [function(*(array[i : i + step] for array in arrays)) for i in range(0, max(rows, 1), step)]
     return tuple(np.concatenate(parts) for parts in zip(*strips, strict=True))
 
 
