@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.pages import PageView, page_bytes, require_array
-from ptxlab.quant.kv import QuantizedKV, kv_scheme
+from ptxlab.quant.kv import QuantizedKV, check_channel, kv_scheme
 from ptxlab.reference.packed import F32, S32
 
 HEAD_DIMS = (64, 128, 256)
@@ -46,11 +46,7 @@ class KVCache:
         require_array("block_table", self.block_table, "int32", ("B", "max_pages"))
         require_array("lengths", self.lengths, "int32", (self.batch,))
         for name, channel in (("k_channel", self.k_channel), ("v_channel", self.v_channel)):
-            if (channel is not None) != kv_scheme(self.scheme).by_channel:
-                rule = f"must be {'None' if channel is not None else '(scale, zero)'} for {self.scheme}"
-                raise ArgumentError(name, rule, "constants" if channel is not None else None)
-            for constant, array in zip(("scale", "zero"), channel or (), strict=channel is not None):
-                require_array(f"{name} {constant}", array, "float32", (self.num_kv_heads, self.head_dim))
+            self._require_channel(name, channel)
 
     @classmethod
     def empty(
@@ -68,10 +64,14 @@ class KVCache:
     ) -> "KVCache":
         """Room for `batch` sequences of max_pages·page_size tokens, each page used once, of length 0.
 
-        `like` is an array of the library, NumPy (None) or CuPy, whose arrays they shall be.
+        `like` is an array of the library, NumPy (None) or CuPy, whose arrays they shall be. Raises ArgumentError for a
+        number below 1, or as the class does.
         """
         like = np.empty(0) if like is None else like
         size = page_bytes(scheme, page_size, head_dim)
+        for name, number in (("batch", batch), ("max_pages", max_pages), ("num_kv_heads", num_kv_heads)):
+            if number < 1:
+                raise ArgumentError(name, "must be at least 1", number)
         pages = batch * max_pages
         return cls(
             pool=np.zeros((pages, 2, num_kv_heads, size), np.uint8, like=like),
@@ -105,25 +105,37 @@ class KVCache:
         return int(self.block_table.shape[1])
 
     def check(self) -> None:
-        """Raise ArgumentError for a length beyond the table or a used entry of it outside the pool; NumPy or CuPy.
+        """Look at the numbers in a cache of NumPy or CuPy arrays; on a GPU this waits for it.
 
-        On a GPU this waits for it.
+        Raises ArgumentError, with the place of the first: a length beyond the table, a used entry of the table outside
+        the pool, a constant by channel that is none (`quant.calibrate_kv`).
         """
         capacity = self.max_pages * self.page_size
+        table = self.block_table.tolist()
         for b, length in enumerate(self.lengths.tolist()):
             if not 0 <= length <= capacity:
                 raise ArgumentError("lengths", f"must lie in 0..{capacity}", f"lengths[{b}] is {length}")
-            for i, page in enumerate(self.block_table[b, : -(-length // self.page_size)].tolist()):
+            for i, page in enumerate(table[b][: -(-length // self.page_size)]):
                 if not 0 <= page < self.pages:
-                    raise ArgumentError(
-                        "block_table", f"must lie in 0..{self.pages - 1}", f"block_table[{b}, {i}] is {page}"
-                    )
+                    rule = f"pages in use must lie in 0..{self.pages - 1}"
+                    raise ArgumentError("block_table", rule, f"block_table[{b}, {i}] is {page}")
+        for name, channel in (("k_channel", self.k_channel), ("v_channel", self.v_channel)):
+            if channel is not None:
+                check_channel(name, self.scheme, channel, (self.num_kv_heads, self.head_dim))
 
     def slots(self, b: int) -> S32:
         """Where the tokens of sequence `b` lie: page·page_size + offset, s32 [lengths[b]]."""
         token = np.arange(int(self.lengths[b]), dtype=np.int32, like=self.block_table)
         slots: S32 = self.block_table[b, token // self.page_size] * self.page_size + token % self.page_size
         return slots
+
+    def _require_channel(self, name: str, channel: tuple[Any, Any] | None) -> None:
+        by_channel = kv_scheme(self.scheme).by_channel
+        if by_channel != (isinstance(channel, tuple) and len(channel) == 2):
+            rule = f"must be {'(scale, zero)' if by_channel else 'None'} for {self.scheme}"
+            raise ArgumentError(name, rule, type(channel).__name__ if channel is not None else None)
+        for constant, array in zip(("scale", "zero"), channel or (), strict=False):
+            require_array(f"{name} {constant}", array, "float32", (self.num_kv_heads, self.head_dim))
 
 
 def gather(cache: KVCache) -> tuple[list[QuantizedKV], list[QuantizedKV]]:

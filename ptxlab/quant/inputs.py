@@ -14,8 +14,8 @@ GROUPS = (32, 64, 128)  # group sizes along K
 STRIP = 1 << 20  # elements that a quantiser works on at a time
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 # A subnormal scale has lost bits and is flushed to zero by some kernels; one above the maximum turns -128 into -inf.
-_MIN_SCALE = np.finfo(np.float32).tiny
-_MAX_SCALE = np.finfo(np.float32).max / 128
+MIN_SCALE = np.finfo(np.float32).tiny
+MAX_SCALE = np.finfo(np.float32).max / 128
 
 
 def as_float_matrix(argument: str, x: npt.NDArray[Any]) -> F32:
@@ -92,10 +92,10 @@ def row_scales(argument: str, extent: F32, steps: int) -> F32:
     Raises ArgumentError if a scale is not a normal float32, or so large that 128 times it is infinite.
     """
     scale = extent / np.float32(steps)
-    representable = (extent == 0) | ((scale >= _MIN_SCALE) & (scale <= _MAX_SCALE))
+    representable = (extent == 0) | ((scale >= MIN_SCALE) & (scale <= MAX_SCALE))
     if not representable.all():
         row = int(np.argwhere(~representable)[0, 0])
-        rule = f"row scales must lie in {_MIN_SCALE:.3g}..{_MAX_SCALE:.3g}"
+        rule = f"row scales must lie in {MIN_SCALE:.3g}..{MAX_SCALE:.3g}"
         raise ArgumentError(argument, rule, f"row {row} has {float(extent[row]) / steps:.3g}")
     return np.where(extent == 0, np.float32(1), scale)
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ptxlab import reference
 from ptxlab.errors import ArgumentError
-from ptxlab.quant.inputs import as_float32, check_floats, extremes
+from ptxlab.quant.inputs import MAX_SCALE, MIN_SCALE, as_float32, check_floats, extremes
 from ptxlab.reference.packed import F16, F32
 
 
@@ -66,11 +66,13 @@ class QuantizedKV:
 
     def __post_init__(self) -> None:
         known = kv_scheme(self.scheme)
-        check_integers(known, self.values)
-        shape = self.values.shape
+        shape = tuple(getattr(self.values, "shape", ()))
+        if len(shape) < 3:
+            raise ArgumentError("values", "must be [..., tokens, heads, D]", f"shape {shape}")
+        _check_array("values", self.values, known.dtype, shape)
         expected = shape[-2:] if known.by_channel else shape[:-1]
         for name in ("scale", "zero"):
-            check_constant(name, getattr(self, name), known.constant, expected)
+            _check_array(name, getattr(self, name), known.constant, expected)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,9 +87,13 @@ class QuantizedKV:
 def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F32] | None = None) -> QuantizedKV:
     """Quantise keys or values in float32, with IEEE division and ties to even.
 
-    kv4, kv8: per token and head, the range of its D elements extended to include 0. scale = f16((max - min) / levels),
-    levels 15 or 255, and 1 if that is 0; zero = rint(-min / scale), at most `levels`; values = rint(x / scale) + zero,
-    at most `levels` and not below 0. By channel: values = rint(x / scale) + zero, clipped.
+    Per token and head (kv4, kv8), the range of its D elements extended to include 0, levels 15 or 255:
+
+        scale  = f16((max - min) / levels), or 1 if that is 0
+        zero   = clip(rint(-min / scale), 0, levels), never -0
+        values = clip(rint(x / scale) + zero, 0, levels)
+
+    By channel, with constants that are there already: values the same, clipped to -127..127 for kv8_channel.
 
     Args:
         x: keys or values, float [..., tokens, heads, D], NumPy or CuPy.
@@ -101,9 +107,10 @@ def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F3
     known = kv_scheme(scheme)
     _check_tokens(x)
     if known.by_channel:
-        extremes("x", x)
-        scale, zero = calibrate_kv(x, scheme) if channel is None else channel
-        check_channel(known, scale, zero, x.shape[-2:])
+        extremes("x", x)  # refuses what is not finite
+        channel = calibrate_kv(x, scheme) if channel is None else channel
+        check_channel("channel", scheme, channel, x.shape[-2:])
+        scale, zero = channel
         return QuantizedKV(scheme, _rounded(x, scale, zero, known), scale, zero)
     if channel is not None:
         raise ArgumentError("channel", f"{scheme} has constants of its own: must be None", "constants")
@@ -111,7 +118,7 @@ def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F3
     low, high = np.minimum(low, 0), np.maximum(high, 0)
     half = _token_scales(low, high, known)
     scale = half.astype(np.float32)
-    zero = np.rint(-low / scale).clip(known.low, known.high)
+    zero = np.rint((0 - low) / scale).clip(known.low, known.high)  # -low would give -0 where low is 0
     values = _rounded(x, scale[..., None], zero[..., None], known)
     return QuantizedKV(scheme, values, half, zero.astype(np.float16))
 
@@ -122,7 +129,8 @@ def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
     kv4_channel: of the range of each channel, extended to include 0, scale = (max - min) / 15 and
     zero = rint(-min / scale). kv8_channel: scale = max|x| / 127, zero = 0. A channel of zeros has scale 1.
 
-    Raises ArgumentError as `quantize_kv` does, and for x without a token, or a scale that is not a normal float32.
+    Raises ArgumentError as `quantize_kv` does, and for x without a token, or a scale that is not a normal float32 or so
+    large that 128 times it is infinite.
     """
     known = kv_scheme(scheme)
     if not known.by_channel:
@@ -131,7 +139,7 @@ def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
     if x.size == 0:
         raise ArgumentError("x", "must have a token to calibrate on", f"shape {x.shape}")
     heads, D = x.shape[-2:]
-    extremes("x", x)  # for the place of what is not finite
+    extremes("x", x)  # refuses what is not finite
     floats = as_float32(x).reshape(-1, heads, D)
     low, high = floats.min(axis=0), floats.max(axis=0)
     low, high = np.minimum(low, 0), np.maximum(high, 0)
@@ -140,7 +148,7 @@ def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
     scale = extent / np.float32(known.high)
     scale = np.where(extent == 0, np.float32(1), scale)
     _check_scales("x", scale)
-    zero = np.rint(-low / scale).clip(0, 0 if known.low else known.high)
+    zero = np.rint((0 - low) / scale).clip(0, 0 if known.low else known.high)
     return scale, zero
 
 
@@ -151,34 +159,24 @@ def kv_scheme(scheme: str) -> KVScheme:
     return KV_SCHEMES[scheme]
 
 
-def check_integers(known: KVScheme, values: Any) -> None:
-    """Raise ArgumentError unless `values` has the scheme's dtype and the axes [..., tokens, heads, D]."""
-    if getattr(values, "dtype", None) != known.dtype:
-        raise ArgumentError("values", f"dtype must be {known.dtype}", getattr(values, "dtype", type(values).__name__))
-    if values.ndim < 3:
-        raise ArgumentError("values", "must be [..., tokens, heads, D]", f"shape {values.shape}")
+def check_channel(argument: str, scheme: str, channel: Any, shape: tuple[int, ...]) -> None:
+    """Raise ArgumentError unless `channel` is (scale, zero), f32 [heads, D] each, of this scheme by channel.
 
-
-def check_constant(argument: str, array: Any, dtype: npt.DTypeLike, shape: tuple[int, ...]) -> None:
-    """Raise ArgumentError unless a scale or zero has that dtype and shape."""
-    if getattr(array, "dtype", None) != dtype or array.shape != shape:
-        found = f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
-        raise ArgumentError(argument, f"must be {np.dtype(dtype)} {list(shape)}", found)
-
-
-def check_channel(known: KVScheme, scale: Any, zero: Any, shape: tuple[int, ...]) -> None:
-    """Raise ArgumentError unless scale and zero f32 [heads, D] are constants of this scheme by channel.
-
-    Scales are positive and normal, zeros integers in 0..15, or 0 for the symmetric scheme.
+    Scales are normal and not too large (`calibrate_kv`), zeros integers in 0..15, or 0 for the symmetric scheme.
     """
-    check_constant("channel scale", scale, np.float32, shape)
-    check_constant("channel zero", zero, np.float32, shape)
-    _check_scales("channel scale", scale)
+    known = kv_scheme(scheme)
+    if not isinstance(channel, tuple) or len(channel) != 2:
+        raise ArgumentError(argument, f"must be (scale, zero) for {scheme}", type(channel).__name__)
+    scale, zero = channel
+    _check_array(f"{argument} scale", scale, known.constant, shape)
+    _check_array(f"{argument} zero", zero, known.constant, shape)
+    _check_scales(f"{argument} scale", scale)
     highest = 0 if known.low else known.high
     wrong = ~((zero >= 0) & (zero <= highest) & (zero == np.rint(zero)))
     if wrong.any():
         place = _first(wrong)
-        raise ArgumentError("channel zero", f"must be integers in 0..{highest}", f"{place} is {zero[tuple(place)]}")
+        rule = f"must be integers in 0..{highest}"
+        raise ArgumentError(f"{argument} zero", rule, f"channel {place} has {zero[tuple(place)]}")
 
 
 def _check_tokens(x: npt.NDArray[Any]) -> None:
@@ -199,11 +197,17 @@ def _token_scales(low: F32, high: F32, known: KVScheme) -> F16:
     return np.where(scale == 0, np.float16(1), scale)
 
 
+def _check_array(argument: str, array: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    if getattr(array, "dtype", None) != dtype or array.shape != shape:
+        found = f"{array.dtype} {list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+        raise ArgumentError(argument, f"must be {dtype} {list(shape)}", found)
+
+
 def _check_scales(argument: str, scale: F32) -> None:
-    wrong = ~((scale >= np.finfo(np.float32).tiny) & np.isfinite(scale))
+    wrong = ~((scale >= MIN_SCALE) & (scale <= MAX_SCALE))
     if wrong.any():
         place = _first(wrong)
-        rule = "scales by channel must be normal positive float32"
+        rule = f"scales by channel must lie in {MIN_SCALE:.3g}..{MAX_SCALE:.3g}"
         raise ArgumentError(argument, rule, f"channel {place} has {scale[tuple(place)]:.3g}")
 
 
