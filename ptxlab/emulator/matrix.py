@@ -1,4 +1,4 @@
-"""ldmatrix and stmatrix: a warp moves 8 x 8 matrices of b16 between shared memory and fragments."""
+"""ldmatrix, stmatrix, movmatrix: a warp moves 8 x 8 matrices of b16 between shared memory and fragments, or turns one."""
 
 from __future__ import annotations
 
@@ -66,6 +66,23 @@ def _matrix(machine: Machine, instruction: Instruction, pc: int) -> Step:
         memory[offsets // 16] = values
 
     return together(machine, pc, EVERYBODY, load if loads else store)
+
+
+@binder("movmatrix")
+def _turn(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    opcode = Opcode(instruction.opcode)
+    flags = [opcode.flag(name) for name in ("sync", "aligned", "m8n8", "trans", "b16")]
+    if not all(flags) or opcode.modifiers:
+        raise UnknownOpcode(instruction.opcode)
+    target, source = instruction.operands
+    write, read = machine.writer(target, "b32"), registers_of(machine, source, 1)
+    straight, turned = fragments.ldmatrix(1), fragments.ldmatrix(1, trans=True)
+
+    def turn(lanes: Lanes, members: Array) -> None:
+        whole_warps(machine, instruction, lanes, members)
+        write(lanes, turned.scatter(straight.gather(read(lanes))).reshape(-1))
+
+    return together(machine, pc, EVERYBODY, turn)
 
 
 _INTEGERS = {"s8": np.int8, "u8": np.uint8}
