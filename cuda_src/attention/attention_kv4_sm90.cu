@@ -15,7 +15,9 @@
 #define WARPS 8     // that multiply
 #define STAGES 12   // tiles in flight
 #define CHAINS 4    // 16 tokens each whose scores are worked out together
-#define LEAST 6     // tiles that a unit costs at least
+#define EVICT 1     // L2 may forget keys and values first
+#define FEWEST 4    // tiles of a block
+#define EXTRA 8     // cost of a unit of few tiles, in tiles, beside them
 #define FUSED 1     // units of several blocks: 1 merged by the last of them, 0 left to attention_merge
 #define RESIDENT 1  // blocks per SM
 #endif
@@ -30,6 +32,7 @@ constexpr int PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4));
 constexpr int PAGES = TILE / PAGE, STAGE = 2 * PAGES * PAGE_BYTES;  // of a tile: keys, then values
 constexpr int SHARE = TILE / TOKENS, GROUPS = WARPS / SHARE;   // warps that share a tile; tiles multiplied at a time
 constexpr int MT = TOKENS / 16, NT = COLUMNS / 8, DT = D / 16; // MMA tiles of tokens, of queries, of dims
+constexpr int TOGETHER = MT < CHAINS ? MT : CHAINS;
 constexpr int THREADS = 32 * (WARPS + 2);
 constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;     // integers of a word, and registers that they become
 constexpr int WORDS = ROW / 16, VECTOR = WORDS < 4 ? WORDS : 4;  // of a token's keys per lane; of one load
@@ -63,6 +66,11 @@ __device__ __forceinline__ void load_words(u32 (&w)[COUNT], const void* from) {
     }
 }
 
+__device__ __forceinline__ void copy(unsigned char* to, const unsigned char* from, unsigned bytes, u64* barrier) {
+    if (EVICT) ptxlab::bulk_load_once(to, from, bytes, barrier);
+    else ptxlab::bulk_load(to, from, bytes, barrier);
+}
+
 // The integers of a word as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7).
 __device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
     if constexpr (BITS == 4) {
@@ -84,10 +92,10 @@ __device__ __forceinline__ void multiply_keys(float (&s)[MT][NT][4], const unsig
 #pragma unroll
     for (int c = 0; c < WORDS; c += VECTOR)
 #pragma unroll
-        for (int i0 = 0; i0 < MT; i0 += CHAINS) {
-            u32 upper[CHAINS][VECTOR], lower[CHAINS][VECTOR];
+        for (int i0 = 0; i0 < MT; i0 += TOGETHER) {
+            u32 upper[TOGETHER][VECTOR], lower[TOGETHER][VECTOR];
 #pragma unroll
-            for (int i = 0; i < CHAINS; ++i) {
+            for (int i = 0; i < TOGETHER; ++i) {
                 const unsigned char* from = keys + row_at(token0 + (i0 + i) * 16) + g * ROW + (c * 4 + t * VECTOR) * 4;
                 load_words(upper[i], from);
                 load_words(lower[i], from + 8 * ROW);
@@ -97,7 +105,7 @@ __device__ __forceinline__ void multiply_keys(float (&s)[MT][NT][4], const unsig
 #pragma unroll
                 for (int r = 0; r < HALVES; r += 2)
 #pragma unroll
-                    for (int i = 0; i < CHAINS; ++i) {                       // tokens innermost: an MMA waits for the one before with its sums
+                    for (int i = 0; i < TOGETHER; ++i) {                       // tokens innermost: an MMA waits for the one before with its sums
                         u32 a[HALVES], b[HALVES];
                         subnormals(a, upper[i][w]);
                         subnormals(b, lower[i][w]);
@@ -177,7 +185,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     ptxlab::launch_dependents();
 
     if (warp == WARPS) {  // asks for copies
-        ptxlab::Segments<LEAST> walk(lengths, B, Hkv * splits, T, window);
+        ptxlab::Segments<EXTRA, FEWEST> walk(lengths, B, Hkv * splits, T, window);
         bool waited = false;
         const bool elected = ptxlab::elect();
         ptxlab::Slot<STAGES> slot;
@@ -202,8 +210,8 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
                     for (int j = 0; j < PAGES; ++j) {
                         const unsigned char* from = of_head + size_t(__shfl_sync(~0u, entry, i + j)) * (2 * pitch);
-                        if (elected) ptxlab::bulk_load(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
-                        if (elected) ptxlab::bulk_load(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, &full[slot.index]);
+                        if (elected) copy(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
+                        if (elected) copy(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, &full[slot.index]);
                     }
                 }
             }
@@ -212,7 +220,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     }
 
     if (warp == WARPS + 1) {  // queries -> operand B and what goes with it, once per unit
-        ptxlab::Segments<LEAST> walk(lengths, B, Hkv * splits, T, window);
+        ptxlab::Segments<EXTRA, FEWEST> walk(lengths, B, Hkv * splits, T, window);
         ptxlab::Slot<UNITS> slot;
         int2 begun = make_int2(0, 0);                                        // the unit of several blocks that begins here, and how many
         int turn = 0;
@@ -242,7 +250,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 for (int w = 0; w < WORDS; ++w)
 #pragma unroll
                     for (int r = 0; r < HALVES; ++r) raw[n][w][r] = next[n][w][r];
-            const ptxlab::Segments<LEAST> here = walk;
+            const ptxlab::Segments<EXTRA, FEWEST> here = walk;
             walk.advance();                                                  // what comes next is on its way while this is worked on
             if (walk.more()) load();
             const auto element = [&](int n, int w, int e) {
@@ -326,13 +334,13 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float times = __shfl_sync(~0u, factor, w);
-                if (active(w))
+                if (active(w)) {
+                    float4 more[row.PIECES] = {};
 #pragma unroll
                     for (int p = 0; p < row.PIECES; ++p)
-                        if (row.mine(p)) {
-                            const float4 v = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
-                            row.v[p].x += times * v.x, row.v[p].y += times * v.y, row.v[p].z += times * v.z, row.v[p].w += times * v.w;
-                        }
+                        if (row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
+                    row.add(more, times, 0);
+                }
             }
 #pragma unroll
             for (int p = 0; p < row.PIECES; ++p)

@@ -25,6 +25,12 @@ struct Row {
     static __device__ __forceinline__ int dim(int piece) { return piece * 128 + threadIdx.x % 32 * 4; }
     static __device__ __forceinline__ bool mine(int piece) { return DIM % 128 == 0 || dim(piece) < DIM; }
 
+    __device__ __forceinline__ void add(const float4 (&more)[PIECES], float factor, float weights) {
+        sum += factor * weights;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) v[p].x += factor * more[p].x, v[p].y += factor * more[p].y, v[p].z += factor * more[p].z, v[p].w += factor * more[p].w;
+    }
+
     // Workspace: sums f32 [parts, columns, D], (largest, sum) f32 [parts, columns, 2].
     __device__ __forceinline__ void write(float* partial, float2* stats, size_t at) const {
 #pragma unroll
@@ -42,17 +48,20 @@ struct Row {
         for (int i = threadIdx.x % 32; i < count; i += 32) row.largest = fmaxf(row.largest, __ldcg(stats + part(i)).x);
 #pragma unroll
         for (int step = 16; step > 0; step /= 2) row.largest = fmaxf(row.largest, __shfl_xor_sync(~0u, row.largest, step));
-#pragma unroll 8
-        for (int i = 0; i < count; ++i) {
-            const float2 s = __ldcg(stats + part(i));
-            const float factor = exp2_approx(s.x - row.largest);
-            row.sum += s.y * factor;
+        constexpr int AHEAD = 8;                                             // loads on their way at a time
+        for (int first = 0; first < count; first += AHEAD) {
+            float2 s[AHEAD];
+            float4 more[AHEAD][PIECES] = {};
 #pragma unroll
-            for (int p = 0; p < PIECES; ++p)
-                if (mine(p)) {
-                    const float4 more = __ldcg(reinterpret_cast<const float4*>(partial + part(i) * DIM + dim(p)));
-                    row.v[p].x += factor * more.x, row.v[p].y += factor * more.y, row.v[p].z += factor * more.z, row.v[p].w += factor * more.w;
-                }
+            for (int i = 0; i < AHEAD; ++i) {
+                const size_t at = part(min(first + i, count - 1));
+                s[i] = __ldcg(stats + at);
+#pragma unroll
+                for (int p = 0; p < PIECES; ++p)
+                    if (mine(p)) more[i][p] = __ldcg(reinterpret_cast<const float4*>(partial + at * DIM + dim(p)));
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) row.add(more[i], first + i < count ? exp2_approx(s[i].x - row.largest) : 0, s[i].y);
         }
         return row;
     }

@@ -6,9 +6,9 @@ namespace ptxlab {
 constexpr int TILE = 64;  // tokens
 
 // Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are ordered by sequence, then
-// head; each costs its tiles, but LEAST at least, since there is work beside them: what it has too few stands before them. Everything follows from
-// `lengths`, on the device: nothing is planned on the host.
-template <int LEAST_COST>
+// head; each costs its tiles and, the fewer they are, up to PAD more, which stand before them: what is done once per unit hides behind many tiles
+// alone. No piece is smaller than SMALLEST: to put parts together costs more than it would save. Everything follows from `lengths`, on the device: nothing is planned on the host.
+template <int PAD, int SMALLEST>
 struct Segments {
     const int* lengths;
     int units, queries, window;  // heads of a sequence; queries at its end; 0: no window
@@ -20,7 +20,8 @@ struct Segments {
 
     __device__ __forceinline__ int first_tile(int length) const { return window > 0 ? max(0, length - queries + 1 - window) / TILE : 0; }
     __device__ __forceinline__ int tiles_of(int length) const { return length > 0 ? ceil_div(length, TILE) - first_tile(length) : 0; }
-    __device__ __forceinline__ int cost_of(int length) const { return length > 0 ? max(tiles_of(length), LEAST_COST) : 0; }
+    static __device__ __forceinline__ int pad_of(int tiles) { return max(0, PAD - tiles / 4); }
+    __device__ __forceinline__ int cost_of(int length) const { return length > 0 ? tiles_of(length) + pad_of(tiles_of(length)) : 0; }
 
     // All lanes of a warp together.
     __device__ __forceinline__ Segments(const int* lengths, int sequences, int units, int queries, int window)
@@ -30,7 +31,7 @@ struct Segments {
         int sum = cost_of(nearest);
         for (int s = lane + 32; s < sequences; s += 32) sum += cost_of(lengths[s]);
         const int all = int(__reduce_add_sync(~0u, unsigned(sum))) * units;
-        piece = max(1, ceil_div(all, int(gridDim.x)));
+        piece = max(SMALLEST, ceil_div(all, int(gridDim.x)));
         from = min(int(blockIdx.x) * piece, all);
         to = min(from + piece, all);
         start = to;
@@ -80,7 +81,7 @@ struct Segments {
     }
 
   private:
-    __device__ __forceinline__ void set(int tokens) { length = tokens, tiles = tiles_of(tokens), pad = max(0, LEAST_COST - tiles), begin = first_tile(tokens); }
+    __device__ __forceinline__ void set(int tokens) { length = tokens, tiles = tiles_of(tokens), pad = pad_of(tiles), begin = first_tile(tokens); }
 };
 
 }  // namespace ptxlab
