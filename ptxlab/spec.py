@@ -22,7 +22,7 @@ from ptxlab.layout.words import unpack_u4
 
 NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
-Sizes = Mapping[str, int]
+Sizes = Mapping[str, Any]  # integers, but for scalar arguments that are floats
 Arrays = dict[str, Any]
 
 
@@ -118,7 +118,8 @@ class KernelSpec:
         arch: lowest architecture, or with `exact` the only one.
         exact_arch: true for architecture-specific code (`sm_90a`).
         tolerance: allowed relative error of floating outputs; 0 means bit-exact.
-        tolerance_reason: why the tolerance is what it is.
+        bound: instead of a tolerance: `reference`'s arguments -> allowed absolute error of each element of each output.
+        tolerance_reason: why the tolerance, or the bound, is what it is.
         wrong: set for kernels that are wrong by design.
         example_sizes: sizes at which `verify` and the tests draw examples.
         after_wait: inputs that the kernel before on the stream may still be writing: this one waits for it
@@ -140,6 +141,7 @@ class KernelSpec:
     arch: str = "sm_75"
     exact_arch: bool = False
     tolerance: float = 0.0
+    bound: Callable[..., Any] | None = None
     tolerance_reason: str = "integer results are compared for equality"
     wrong: WrongByDesign | None = None
     example_sizes: tuple[Mapping[str, int], ...] = field(default=())
@@ -156,8 +158,15 @@ class KernelSpec:
 
     def expected(self, logical: Arrays, config: Mapping[str, int] | None = None) -> Arrays:
         """What the reference says of every output, by name, in the variant `config` (by default the reference's)."""
+        return self._by_output(self.reference, logical, config)
+
+    def allowed(self, logical: Arrays, config: Mapping[str, int] | None = None) -> Arrays:
+        """The error that every element of every output may have; of a spec with a `bound`."""
+        return self._by_output(self.bound, logical, config) if self.bound else {}
+
+    def _by_output(self, of: Callable[..., Any], logical: Arrays, config: Mapping[str, int] | None) -> Arrays:
         constants = {name: config[name] for name in self.by_variant if config and name in config}
-        results = self.reference(**logical, **constants)
+        results = of(**logical, **constants)
         results = results if isinstance(results, tuple) else (results,)
         return {arg.name: result for arg, result in zip(self.outputs, results, strict=True)}
 
@@ -248,7 +257,8 @@ class KernelSpec:
 
     def scalar(self, arg: Arg, sizes: Sizes) -> np.generic:
         """The value of a scalar argument at these sizes."""
-        value: np.generic = np.dtype(str(arg.dtype)).type(int(evaluate(arg.value or arg.name, sizes)))
+        dtype, number = np.dtype(str(arg.dtype)), self._evaluate(arg.value or arg.name, sizes)
+        value: np.generic = dtype.type(number if dtype.kind == "f" else int(number))
         return value
 
     def arguments(self, arrays: Mapping[str, Any], sizes: Sizes) -> list[Any]:
