@@ -16,9 +16,8 @@ import numpy as np
 from ptxlab.dtypes import ByVariant, DType, dtype_in, storage
 from ptxlab.errors import ArgumentError
 from ptxlab.expressions import evaluate as evaluate
-from ptxlab.expressions import names_in, solve
+from ptxlab.expressions import names_in, nibbles, per_weight, solve
 from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.layout.words import unpack_u4
 
 NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
@@ -242,7 +241,7 @@ class KernelSpec:
     def check_values(self, arrays: Mapping[str, np.ndarray], sizes: Sizes) -> None:
         """Raise `ArgumentError` for the first value rule that an element of the (NumPy) inputs breaks."""
         for rule in self.value_rules:
-            names = {**sizes, **arrays, "nibbles": _nibbles, "per_weight": lambda a: _per_weight(a, sizes["g"])}
+            names = {**sizes, **arrays, "nibbles": nibbles, "per_weight": lambda a: per_weight(a, sizes["g"])}
             holds = np.asarray(evaluate(rule, names))
             if holds.all():
                 continue
@@ -291,17 +290,6 @@ class KernelSpec:
         return sum(
             a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in self.args if a.shape and a.role != "scratch"
         )
-
-
-def _nibbles(words: np.ndarray) -> np.ndarray:
-    """The eight nibbles of every word, in logical order, wide enough to compute with."""
-    wide: np.ndarray = unpack_u4(words).astype(np.int32)
-    return wide
-
-
-def _per_weight(values: np.ndarray, group: int) -> np.ndarray:
-    """One value per weight from one per group, wide enough to compute with."""
-    return np.repeat(values.astype(np.int32), group, axis=-1)
 
 
 def _place(place: tuple[int, ...], array: np.ndarray, holds: np.ndarray) -> tuple[int, ...]:

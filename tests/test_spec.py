@@ -57,6 +57,7 @@ def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
         "quantize": ({"M", "K", "rows", "span"},),
         "sum": ({"M", "K"},),
         "gemm": ({"M", "N", "K", "g"}, {"M", "N", "K"}, {"M", "N", "K", "E", "g"}),
+        "attention": ({"B", "Hq", "Hkv", "P", "pages", "softmax_scale"},),
     }
     assert [spec.name for spec in kernels.specs().values() if spec.symbols not in wanted[spec.family]] == []
     assert LQQ.symbols == {"R", "K", "g"} and kernels.specs()["dequant_comet"].symbols == {"R", "K"}
@@ -95,6 +96,14 @@ def test_scalars_are_computed_from_the_sizes() -> None:
     sizes = {"R": 2, "K": 256, "g": 64}
     assert {a.name: LQQ.scalar(a, sizes) for a in LQQ.args if a.role == "scalar"} == {"pairs": 32, "shift": 2}
     assert LQQ.scalar(LQQ.arg("pairs"), sizes).dtype == np.uint32
+
+
+def test_a_scalar_may_be_a_float() -> None:
+    spec = kernels.specs()["attention_kv4_simple"]
+    scale = spec.scalar(spec.arg("softmax_scale"), {"softmax_scale": 0.1})
+    assert scale == np.float32(0.1) and scale.dtype == np.float32
+    with pytest.raises(ArgumentError, match=r"attention_kv4_simple: sizes: softmax_scale must be given"):
+        spec.scalar(spec.arg("softmax_scale"), {"Hq": 1})
 
 
 def test_an_unknown_argument_is_refused() -> None:
