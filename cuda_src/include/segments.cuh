@@ -1,0 +1,70 @@
+// Equal shares of ragged work: all tiles of all sequences, one after the other, in pieces of the same number of tiles.
+#pragma once
+
+namespace ptxlab {
+
+constexpr int TILE = 64;  // tokens
+
+// Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Tiles are ordered by sequence, then
+// head, then token. Everything follows from `lengths`, on the device: nothing is planned on the host.
+struct Segments {
+    const int* lengths;
+    int units, queries, window;               // heads of a sequence; queries at its end; 0: no window
+    int piece, left;                          // tiles of a block; of this block, from this segment on
+    int sequence, unit, length, begin, tiles, first;  // of this unit: the first tile that the window leaves, how many, the first of them here
+
+    __device__ __forceinline__ static int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+    __device__ __forceinline__ int first_tile(int length) const {
+        return window > 0 ? max(0, length - queries + 1 - window) / TILE : 0;
+    }
+    __device__ __forceinline__ int tiles_of(int length) const { return length > 0 ? ceil_div(length, TILE) - first_tile(length) : 0; }
+
+    // All lanes of a warp together.
+    __device__ __forceinline__ Segments(const int* lengths, int sequences, int units, int queries, int window)
+        : lengths(lengths), units(units), queries(queries), window(window) {
+        const int lane = threadIdx.x % 32;
+        int sum = 0;
+        for (int s = lane; s < sequences; s += 32) sum += tiles_of(lengths[s]);
+        const int all = int(__reduce_add_sync(~0u, unsigned(sum))) * units;
+        piece = max(1, ceil_div(all, int(gridDim.x)));
+        const int from = min(int(blockIdx.x) * piece, all);
+        left = min(piece, all - from);
+        int before = 0;                                                      // tiles of a head in the sequences before these 32
+        for (int s = 0; left > 0; s += 32) {
+            const int mine = s + lane < sequences ? tiles_of(lengths[s + lane]) : 0;
+            int upto = mine;
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const int other = __shfl_up_sync(~0u, upto, step);
+                if (lane >= step) upto += other;
+            }
+            const unsigned beyond = __ballot_sync(~0u, (before + upto) * units > from);
+            if (beyond) {
+                const int at = __ffs(beyond) - 1;
+                sequence = s + at;
+                tiles = __shfl_sync(~0u, mine, at);
+                const int offset = from - (before + __shfl_sync(~0u, upto, at) - tiles) * units;
+                unit = offset / tiles, first = offset % tiles;
+                length = lengths[sequence], begin = first_tile(length);
+                break;
+            }
+            before += __shfl_sync(~0u, upto, 31);
+        }
+    }
+
+    __device__ __forceinline__ bool more() const { return left > 0; }
+    __device__ __forceinline__ int count() const { return min(left, tiles - first); }
+
+    __device__ __forceinline__ void advance() {
+        left -= count();
+        first = 0;
+        if (left == 0 || ++unit < units) return;
+        unit = 0;
+        do length = lengths[++sequence], tiles = tiles_of(length);
+        while (tiles == 0);
+        begin = first_tile(length);
+    }
+};
+
+}  // namespace ptxlab
