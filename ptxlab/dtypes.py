@@ -42,3 +42,8 @@ def stored(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     if values.dtype != np.float32 or name == "float32":
         return values
     return reference.bfloat16_bits(values) if name == "bfloat16" else values.astype(name)
+
+
+def numbers(array: npt.NDArray[Any], name: str) -> npt.NDArray[np.float64]:
+    """What elements of that dtype stand for, in float64."""
+    return (reference.from_bfloat16_bits(array) if name == "bfloat16" else array).astype(np.float64)

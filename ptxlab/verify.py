@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, kernels, toolchain
-from ptxlab.dtypes import dtype_in, storage, stored
+from ptxlab.dtypes import dtype_in, numbers, storage, stored
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError, VerificationError
 from ptxlab.runtime import BACKENDS, Kernel, run_spec
 from ptxlab.sources import Source
@@ -159,7 +159,10 @@ def compare(
     """Raise with the first difference if an output is not what the spec's reference says (in the variant `config`)."""
     allowed = spec.allowed(logical, config)
     for name, expected in spec.expected(logical, config).items():
-        _compare(spec, "" if len(results) == 1 else f"{name}: ", results[name], expected, allowed.get(name))
+        got, bound = results[name], allowed.get(name)
+        if bound is not None:
+            got = numbers(got, dtype_in(spec.arg(name).dtype, {**dict.fromkeys(spec.by_variant, 0), **(config or {})}))
+        _compare(spec, "" if len(results) == 1 else f"{name}: ", got, expected, bound)
     if spec.wrong is not None:
         missed = results[spec.outputs[0].name].astype(np.int32) != spec.wrong.truth(**logical)
         if (missed != spec.wrong.misses(**logical)).any():

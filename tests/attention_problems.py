@@ -10,6 +10,7 @@ from ptxlab.kernels.attention import common
 from ptxlab.layout import KVCache
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays, KernelSpec
+from ptxlab.verify import compare
 
 Tokens = list[np.ndarray]
 Change = Callable[[np.random.Generator, np.ndarray, Tokens, Tokens], None]  # of queries, keys, values, in place
@@ -110,11 +111,5 @@ def check(spec: KernelSpec, logical: Arrays, backend: str = "emulator", **how: A
         spec, source, spec.pack(logical), sizes=sizes, backend=backend, checks=checks, config=config, **how
     )
     assert [str(finding) for finding in outcome.findings] == []
-    expected, allowed = spec.expected(logical, config), spec.allowed(logical, config)
-    for name, got in outcome.outputs.items():
-        wide, truth = got.astype(np.float64), expected[name]
-        near = (wide == truth) | (
-            np.abs(np.where(wide == truth, 0, wide) - np.where(wide == truth, 0, truth)) <= allowed[name]
-        )
-        assert near.all(), f"{name}: {np.argwhere(~near)[0]}: {wide[~near][0]} instead of {truth[~near][0]}"
+    compare(spec, outcome.outputs, logical, config)
     return outcome.outputs

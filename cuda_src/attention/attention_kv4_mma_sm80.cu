@@ -396,14 +396,14 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
         for (int i = threadIdx.x; i < here * (D / 4); i += THREADS) {
             const int column = i / (D / 4), d = i % (D / 4) * 4;
             float largest = LOWEST, sum = 0, zero = 0;
-            float4 total = make_float4(0, 0, 0, 0);
+            float4 total = make_float4(0, 0, 0, 0), of[WARPS];
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) largest = fmaxf(largest, found[w * columns + column].x);
+            for (int w = 0; w < WARPS; ++w) of[w] = found[w * columns + column], largest = fmaxf(largest, of[w].x);
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
-                const float4 of = found[w * columns + column], v = *reinterpret_cast<const float4*>(sums + (w * columns + column) * PITCH + d);
-                const float weight = ptxlab::exp2_approx(of.x - largest);
-                sum += weight * of.y, zero += weight * of.z;
+                const float4 v = *reinterpret_cast<const float4*>(sums + (w * columns + column) * PITCH + d);
+                const float weight = ptxlab::exp2_approx(of[w].x - largest);
+                sum += weight * of[w].y, zero += weight * of[w].z;
                 total = make_float4(total.x + weight * v.x, total.y + weight * v.y, total.z + weight * v.z, total.w + weight * v.w);
             }
             float result[4] = {total.x, total.y, total.z, total.w};

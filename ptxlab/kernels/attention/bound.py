@@ -29,6 +29,7 @@ class Roundings:
         weight: of each weight, in numerator and denominator alike.
         sum: of the weighted sum, of Σ weight·|v|.
         serial: tokens that are added one to another in FP32 are those of the sequence / `serial`.
+        rescaled: of each weight, per token: sums so far are multiplied whenever a larger score turns up.
         floor: of each weight times scale, of the heaviest one; lost below the range of FP16.
         apart: whether products are of the integers as they are, and the zero's part is taken off at the end.
     """
@@ -38,6 +39,7 @@ class Roundings:
     weight: float
     sum: float
     serial: int
+    rescaled: float = 0.0
     floor: float = 0.0
     apart: bool = False
 
@@ -78,7 +80,7 @@ def allowed_error(
             head, x = h // (Hq // Hkv), q[t, h]
             scores = keys[seen, head] @ x * scale
             wrong = key_size[seen, head] @ (np.abs(x) * roundings.score + np.abs(x).max() * roundings.query) * scale
-            wrong = np.minimum(wrong + roundings.weight, _CERTAIN)
+            wrong = np.minimum(wrong + roundings.weight + roundings.rescaled * L, _CERTAIN)
             p = np.exp(scores - scores.max())
             least = (p * np.exp(-wrong)).sum()
             mean = p @ values[seen, head] / p.sum()

@@ -92,6 +92,14 @@ def arrays_of(cache: KVCache) -> Arrays:
     return {"pool": cache.pool, "table": cache.block_table, "lengths": cache.lengths}
 
 
+def channels_of(cache: KVCache) -> Arrays:
+    """Scale and zero of keys and values, where the scheme has them by channel."""
+    if cache.k_channel is None or cache.v_channel is None:
+        return {}
+    (k_scale, k_zero), (v_scale, v_zero) = cache.k_channel, cache.v_channel
+    return {"k_scale": k_scale, "k_zero": k_zero, "v_scale": v_scale, "v_zero": v_zero}
+
+
 def attention(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0) -> Pair:
     """Reference: out f64 [B, T, Hq, D] and lse f64 [B, T, Hq] of q [B, T, Hq, D]; `window` 0 for none."""
     pairs = [
