@@ -425,7 +425,6 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
         }
         __syncthreads();                      // the sums are free again
     }
-    ptxlab::cp_async_wait<0>();
     if (threadIdx.x == 0) *reinterpret_cast<int2*>(segments + blockIdx.x * 2) = make_int2(begun_unit, begun);
     for (int b = blockIdx.x; b < B; b += gridDim.x)  // nobody's: sequences of no tokens
         if (lengths[b] == 0) {

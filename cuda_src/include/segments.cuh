@@ -11,7 +11,7 @@ struct Segments {
     const int* lengths;
     int units, queries, window;               // heads of a sequence; queries at its end; 0: no window
     int piece, left;                          // tiles of a block; of this block, from this segment on
-    int sequence, unit, length, begin, tiles, first;  // of this unit: the first tile that the window leaves, how many, the first of them here
+    int sequence = 0, unit = 0, length = 0, begin = 0, tiles = 0, first = 0;  // of this unit: the first tile that the window leaves, how many, the first of them here
 
     __device__ __forceinline__ static int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
