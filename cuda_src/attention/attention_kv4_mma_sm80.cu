@@ -8,7 +8,7 @@
 //            lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of the sum of exponentials. Nothing
 //            seen: zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). k = (integer - zero) * scale per token and head, f16 in
 //            the page (CHANNEL 0), or per channel, f32 [Hkv, D] (CHANNEL 1, where 8 bits are signed and have no zero).
-//            What one block has not seen all of goes to `partial`, and attention_merge puts it together.
+//            What one block has not seen all of goes to `partial`; attention_merge, or the last of these blocks, puts it together.
 // Work       units (sequence, kv head, COLUMNS queries) of 64-token tiles, in gridDim.x equal pieces (segments.cuh); deterministic.
 // Warp       takes every WARPS-th item of 32 tokens by itself: a ring of STAGES items by cp.async, its own running maximum and sums.
 //            They meet in shared memory at the end of a segment. The next segment's items are on their way by then.
@@ -22,11 +22,11 @@
 // Stage      keys [32][ROW], values [32][ROW], then f16 (scale, zero) of both. 16-byte chunk c of 128 bytes w at c ^ 2 f(w): neither the
 //            rows g .. nor the rows 2 t .. of a fragment meet in a bank.
 // Measured   see the record.
-// PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 cp.async; 9.7.3 ex2, lg2, rcp.
+// PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 cp.async; 9.7.3 ex2, lg2, rcp; 9.7.13.5 atom.
 #include "exponent.cuh"
 #include "mma.cuh"
 #include "mma_f16.cuh"
-#include "output.cuh"
+#include "parts.cuh"
 #include "segments.cuh"
 
 #ifndef D
@@ -38,6 +38,7 @@
 #define COLUMNS 8   // queries of a unit, 8 or 16
 #define WARPS 4
 #define STAGES 3
+#define FUSED 0     // 1: the last block that has part of a unit puts it together, and no attention_merge is needed
 #endif
 
 namespace {
@@ -50,7 +51,7 @@ constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;     // integers, and 
 constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;          // of a row, per lane
 constexpr int MT = TOKENS / 16, NT = COLUMNS / 8, DT = D / 16; // MMA tiles of tokens, of queries, of dims
 constexpr int PITCH = D + 4;                                   // of sums in shared memory
-constexpr float LOWEST = -1e30f, LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
+constexpr float LOWEST = -1e30f, LOG2E = 1.4426950408889634f;
 constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;   // s8 as u8 with a zero of 128
 constexpr u32 NEUTRAL = 0x00003c00;                            // scale 1, zero 0: of tokens that there are not
 static_assert(COLUMNS == 8 || COLUMNS == 16);
@@ -152,9 +153,10 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
                        const float* __restrict__ v_scale, const float* __restrict__ v_zero,
                        unsigned short* __restrict__ out,        // f16 or bf16 [B, T, Hq, D]
                        float* __restrict__ lse,                 // f32 [B, T, Hq], or null
-                       float* __restrict__ partial,             // f32 [gridDim.x, 2, columns, D]: sums of 2^(score - largest) * value
-                       float2* __restrict__ stats,              // f32 [gridDim.x, 2, columns, 2]: the largest score, the sum of 2^(..)
-                       int* __restrict__ segments,              // s32 [gridDim.x, 2]: the unit that begins in part 1, in how many blocks it is
+                       float* partial,                          // f32 [gridDim.x, 2, columns, D]: sums of 2^(score - largest) * value
+                       float2* stats,                           // f32 [gridDim.x, 2, columns, 2]: the largest score, the sum of 2^(..)
+                       int* segments,                           // s32 FUSED: [gridDim.x, columns], zeros before and after; else
+                                                                // [gridDim.x, 2]: the unit that begins in part 1, and the blocks that have of it
                        float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window) {
     extern __shared__ __align__(128) unsigned char memory[];  // rings [WARPS][STAGES][STAGE], sums [WARPS][columns][PITCH], stats
     const int group = Hq / Hkv, splits = (group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
@@ -168,7 +170,8 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) loader.fetch(ring + s * STAGE);
 
-    int slot = 0, begun = 0, begun_unit = 0;
+    if (!FUSED && threadIdx.x == 0) reinterpret_cast<int2*>(segments)[blockIdx.x] = make_int2(0, 0);
+    int slot = 0;
     for (; at.walk.more(); at.next_segment()) {
         const int head = at.walk.unit / splits, column0 = at.walk.unit % splits * COLUMNS, here = min(columns, group * T - column0);
         const auto row_of = [&](int column) {   // of out: query and head of a column
@@ -389,43 +392,57 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
                 }
             }
         __syncthreads();
-        const int count = at.walk.count();
-        const bool whole = count == at.walk.tiles;
-        const size_t part = (size_t(blockIdx.x) * 2 + (at.walk.first == 0)) * columns;
-        if (!whole && at.walk.first == 0) begun = 1 + ptxlab::Segments::ceil_div(at.walk.tiles - count, at.walk.piece), begun_unit = at.walk.sequence * (Hkv * splits) + at.walk.unit;
-        for (int i = threadIdx.x; i < here * (D / 4); i += THREADS) {
-            const int column = i / (D / 4), d = i % (D / 4) * 4;
-            float largest = LOWEST, sum = 0, zero = 0;
-            float4 total = make_float4(0, 0, 0, 0), of[WARPS];
+        for (int c = warp; c < here; c += WARPS) {
+            const float4 of = lane < WARPS ? found[lane * columns + c] : make_float4(LOWEST, 0, 0, 0);
+            ptxlab::Row<D> row = {};
+            row.largest = of.x;
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) of[w] = found[w * columns + column], largest = fmaxf(largest, of[w].x);
+            for (int mask = 16; mask > 0; mask /= 2) row.largest = fmaxf(row.largest, __shfl_xor_sync(~0u, row.largest, mask));
+            const float factor_here = ptxlab::exp2_approx(of.x - row.largest);
+            float zero_sum = of.z * factor_here;
+            row.sum = of.y * factor_here;
+#pragma unroll
+            for (int mask = 16; mask > 0; mask /= 2) {
+                row.sum += __shfl_xor_sync(~0u, row.sum, mask);
+                zero_sum += __shfl_xor_sync(~0u, zero_sum, mask);
+            }
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
-                const float4 v = *reinterpret_cast<const float4*>(sums + (w * columns + column) * PITCH + d);
-                const float weight = ptxlab::exp2_approx(of[w].x - largest);
-                sum += weight * of[w].y, zero += weight * of[w].z;
-                total = make_float4(total.x + weight * v.x, total.y + weight * v.y, total.z + weight * v.z, total.w + weight * v.w);
-            }
-            float result[4] = {total.x, total.y, total.z, total.w};
+                const float times = __shfl_sync(~0u, factor_here, w);
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const int channel = head * D + d + e;
-                result[e] = CHANNEL ? (result[e] - zero * (BITS == 8 ? 128 : v_zero[channel])) * v_scale[channel] : result[e] - zero;
+                for (int i = 0; i < row.PIECES; ++i)
+                    if (row.mine(i)) {
+                        const float4 v = *reinterpret_cast<const float4*>(sums + (w * columns + c) * PITCH + row.dim(i));
+                        row.v[i].x += times * v.x, row.v[i].y += times * v.y, row.v[i].z += times * v.z, row.v[i].w += times * v.w;
+                    }
             }
-            const float inverse = sum > 0 ? 1 / sum : 0;
-            const size_t row = row_of(column);
-            if (whole)
-                *reinterpret_cast<uint2*>(out + row * D + d) = make_uint2(ptxlab::rounded_pair<BF16>(result[0] * inverse, result[1] * inverse),
-                                                                         ptxlab::rounded_pair<BF16>(result[2] * inverse, result[3] * inverse));
-            else
-                *reinterpret_cast<float4*>(partial + (part + column) * D + d) = make_float4(result[0], result[1], result[2], result[3]);
-            if (d > 0) continue;
-            if (!whole) stats[part + column] = make_float2(largest, sum);
-            else if (lse) lse[row] = sum > 0 ? (largest + ptxlab::log2_approx(sum)) * LN2 : -ptxlab::infinity();
+#pragma unroll
+            for (int i = 0; i < row.PIECES; ++i)
+                if (row.mine(i)) {
+                    float4 zero = make_float4(1, 1, 1, 1), scale = zero;
+                    if (CHANNEL) scale = *reinterpret_cast<const float4*>(v_scale + head * D + row.dim(i));
+                    if (CHANNEL) zero = BITS == 8 ? make_float4(128, 128, 128, 128) : *reinterpret_cast<const float4*>(v_zero + head * D + row.dim(i));
+                    float4& v = row.v[i];
+                    v = make_float4((v.x - zero_sum * zero.x) * scale.x, (v.y - zero_sum * zero.y) * scale.y,
+                                    (v.z - zero_sum * zero.z) * scale.z, (v.w - zero_sum * zero.w) * scale.w);
+                }
+            if (at.walk.count() == at.walk.tiles) {
+                row.store<BF16>(out, lse, row_of(c));
+                continue;
+            }
+            const int block = at.walk.first_block(), blocks = at.walk.last_block() - block + 1;
+            row.write(partial, stats, (size_t(blockIdx.x) * 2 + (at.walk.first == 0)) * columns + c);
+            if (!FUSED) {
+                if (at.walk.first == 0 && c == 0 && lane == 0)
+                    reinterpret_cast<int2*>(segments)[blockIdx.x] = make_int2(at.walk.sequence * (Hkv * splits) + at.walk.unit, blocks);
+                continue;
+            }
+            if (!ptxlab::last_of(segments + block * columns + c, blocks)) continue;
+            if (lane == 0) segments[block * columns + c] = 0;  // for the next launch
+            ptxlab::Row<D>::merged(partial, stats, block, blocks, columns, c).store<BF16>(out, lse, row_of(c));
         }
         __syncthreads();                      // the sums are free again
     }
-    if (threadIdx.x == 0) *reinterpret_cast<int2*>(segments + blockIdx.x * 2) = make_int2(begun_unit, begun);
     for (int b = blockIdx.x; b < B; b += gridDim.x)  // nobody's: sequences of no tokens
         if (lengths[b] == 0) {
             for (size_t i = threadIdx.x; i < size_t(T) * Hq * D / 2; i += THREADS) reinterpret_cast<u32*>(out)[size_t(b) * T * Hq * D / 2 + i] = 0;

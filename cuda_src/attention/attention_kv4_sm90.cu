@@ -1,8 +1,7 @@
 // attention_kv4_sm90: decode attention over a paged 4-bit KV cache, at the speed of memory.
 #include "griddep.cuh"
 #include "mbarrier.cuh"
-#include "mma_f16.cuh"
-#include "output.cuh"
+#include "parts.cuh"
 #include "segments.cuh"
 
 #ifndef D
@@ -15,7 +14,7 @@
 #define TOKENS 64   // of a tile that one warp takes: 16, 32, 64
 #define WARPS 8     // that multiply
 #define STAGES 12   // tiles in flight
-#define SLOTS 2     // units in flight
+#define FUSED 1     // units of several blocks: 1 merged by the last of them, 0 left to attention_merge
 #define RESIDENT 1  // blocks per SM
 #endif
 
@@ -29,42 +28,40 @@ constexpr int PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4));
 constexpr int PAGES = TILE / PAGE, STAGE = 2 * PAGES * PAGE_BYTES;  // of a tile: keys, then values
 constexpr int SHARE = TILE / TOKENS, GROUPS = WARPS / SHARE;   // warps that share a tile; tiles multiplied at a time
 constexpr int MT = TOKENS / 16, NT = COLUMNS / 8, DT = D / 16; // MMA tiles of tokens, of queries, of dims
-constexpr int THREADS = 32 * (WARPS + 3);
-constexpr int WORDS = ROW / 16, VECTOR = WORDS < 4 ? WORDS : 4, PER_WORD = 32 / BITS, REGISTERS = PER_WORD / 2;  // of a row, per lane
-constexpr int VALUES = ROW / 32;                               // words of a token's values, per lane
+constexpr int THREADS = 32 * (WARPS + 2);
+constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;     // integers of a word, and registers that they become
+constexpr int WORDS = ROW / 16, VECTOR = WORDS < 4 ? WORDS : 4;  // of a token's keys per lane; of one load
+constexpr int VALUES = ROW / 32;                               // words of a token's values per lane
 constexpr int PITCH = D + 4;                                   // of sums in shared memory
-constexpr int QUERY = NT * WORDS * REGISTERS * 128 + COLUMNS * 4 + 16;
+constexpr int FRAGMENTS = NT * WORDS * HALVES * 128, QUERY = FRAGMENTS + COLUMNS * 4 + 16;  // bytes: operand B, sums of columns, factor
+constexpr int SLOTS = 2;                                       // units at a time
 constexpr float LOWEST = -1e30f;                               // below any score, yet finite
 constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;   // s8 as u8 with a zero of 128
-static_assert(GROUPS <= STAGES && WARPS % SHARE == 0 && COLUMNS <= 32);
-
-// Where row `token` of a tile's keys or values lies, and its scale and zero.
-__device__ __forceinline__ int row_at(int token) { return token / PAGE * PAGE_BYTES + token % PAGE * ROW; }
-__device__ __forceinline__ int scale_at(int token) { return token / PAGE * PAGE_BYTES + PAGE * ROW + token % PAGE * 4; }
+static_assert(GROUPS <= STAGES && WARPS % SHARE == 0 && COLUMNS <= 32 && WARPS <= 32);
 
 __device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
 __device__ __forceinline__ float high_half(u32 pair) { return __high2float(ptxlab::as_half2(pair)); }
 __device__ __forceinline__ u32 half_pair(float a, float b) { return ptxlab::as_bits(__floats2half2_rn(a, b)); }
 
-// COUNT words from shared memory, in loads of up to 16 bytes.
+// Words from shared or global memory, in loads of up to 16 bytes.
 template <int COUNT>
-__device__ __forceinline__ void load_words(u32 (&w)[COUNT], const unsigned char* from) {
+__device__ __forceinline__ void load_words(u32 (&w)[COUNT], const void* from) {
     if constexpr (COUNT == 1) {
-        w[0] = *reinterpret_cast<const u32*>(from);
+        w[0] = *static_cast<const u32*>(from);
     } else if constexpr (COUNT == 2) {
-        const uint2 v = *reinterpret_cast<const uint2*>(from);
+        const uint2 v = *static_cast<const uint2*>(from);
         w[0] = v.x, w[1] = v.y;
     } else {
 #pragma unroll
         for (int i = 0; i < COUNT; i += 4) {
-            const uint4 v = *reinterpret_cast<const uint4*>(from + 4 * i);
+            const uint4 v = static_cast<const uint4*>(from)[i / 4];
             w[i] = v.x, w[i + 1] = v.y, w[i + 2] = v.z, w[i + 3] = v.w;
         }
     }
 }
 
-// Operand halves of the integers of a word: of each MMA two registers.
-__device__ __forceinline__ void subnormals(u32 (&h)[REGISTERS], u32 word) {
+// The integers of a word as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7).
+__device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
     if constexpr (BITS == 4) {
         const uint4 v = ptxlab::subnormal_u4(word);
         h[0] = v.x, h[1] = v.y, h[2] = v.z, h[3] = v.w;
@@ -74,23 +71,59 @@ __device__ __forceinline__ void subnormals(u32 (&h)[REGISTERS], u32 word) {
     }
 }
 
-struct Shared {
-    unsigned char *ring, *queries;
-    float *sums;
-    float4 *stats;
-    int columns;
-    __device__ __forceinline__ Shared(unsigned char* base, int columns) : columns(columns) {
-        ring = base;
-        queries = ring + STAGES * STAGE;
-        stats = reinterpret_cast<float4*>(queries + SLOTS * QUERY);
-        sums = reinterpret_cast<float*>(stats + SLOTS * WARPS * columns);
+// Where the keys or values of a tile's token lie, and its scale and zero. 16 tokens from a multiple of 16 on are in one page.
+__device__ __forceinline__ int row_at(int token) { return token / PAGE * PAGE_BYTES + token % PAGE * ROW; }
+__device__ __forceinline__ int scale_at(int token) { return token / PAGE * PAGE_BYTES + PAGE * ROW + token % PAGE * 4; }
+
+// S += K Q^T: 16 tokens x 8 queries x 16 dims per MMA. Lane 4 g + t has rows g, g + 8 and columns 2 t, 2 t + 1 of S.
+__device__ __forceinline__ void multiply_keys(float (&s)[MT][NT][4], const unsigned char* keys, int token0, const u32 (&query)[NT][WORDS][HALVES],
+                                              int g, int t) {
+#pragma unroll
+    for (int c = 0; c < WORDS; c += VECTOR)
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+            u32 upper[VECTOR], lower[VECTOR];
+            const unsigned char* from = keys + row_at(token0 + i * 16) + g * ROW + (c * 4 + t * VECTOR) * 4;
+            load_words(upper, from);
+            load_words(lower, from + 8 * ROW);
+#pragma unroll
+            for (int w = 0; w < VECTOR; ++w) {
+                u32 a[HALVES], b[HALVES];
+                subnormals(a, upper[w]);
+                subnormals(b, lower[w]);
+#pragma unroll
+                for (int r = 0; r < HALVES; r += 2)
+#pragma unroll
+                    for (int n = 0; n < NT; ++n) ptxlab::mma_f16(s[i][n], a[r], b[r], a[r + 1], b[r + 1], query[n][c + w][r], query[n][c + w][r + 1]);
+            }
+        }
+}
+
+// O^T += V^T P^T: 16 dims x 8 queries x 16 tokens per MMA, for the lane dims g D / 8 on. Tokens are paired by PRMT; odd t load the second of a
+// pair first, which halves the bank conflicts.
+__device__ __forceinline__ void multiply_values(float (&o)[DT][NT][4], const unsigned char* rows, const u32 (&p)[NT][2], int g, int t) {
+    const int odd = t % 2;
+    const u32 select[2] = {odd ? 0x1054u : 0x5410u, odd ? 0x3276u : 0x7632u};  // low halves, high halves
+    u32 first[2][VALUES], second[2][VALUES];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const unsigned char* from = rows + (h * 8 + t * 2) * ROW + g * VALUES * 4;
+        load_words(first[h], from + odd * ROW);
+        load_words(second[h], from + (1 - odd) * ROW);
     }
-    // [NT][WORDS][32][REGISTERS] halves, then the sum of each column, then the factor of the scores
-    __device__ __forceinline__ unsigned char* query(int slot) const { return queries + slot * QUERY; }
-    __device__ __forceinline__ float* column_sums(int slot) const { return reinterpret_cast<float*>(query(slot) + NT * WORDS * REGISTERS * 128); }
-    __device__ __forceinline__ float4* stat(int slot, int warp) const { return stats + (slot * WARPS + warp) * columns; }  // max, sum, zeros
-    __device__ __forceinline__ float* sum(int slot, int warp) const { return sums + (slot * WARPS + warp) * columns * PITCH; }
-};
+#pragma unroll
+    for (int w = 0; w < VALUES; ++w)
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            u32 a[HALVES], b[HALVES];
+            subnormals(a, __byte_perm(first[0][w], second[0][w], select[k]));
+            subnormals(b, __byte_perm(first[1][w], second[1][w], select[k]));
+#pragma unroll
+            for (int r = 0; r < HALVES; r += 2)
+#pragma unroll
+                for (int n = 0; n < NT; ++n) ptxlab::mma_f16(o[w * HALVES + k * (HALVES / 2) + r / 2][n], a[r], a[r + 1], b[r], b[r + 1], p[n][0], p[n][1]);
+        }
+}
 
 }  // namespace
 
@@ -103,42 +136,42 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                    const float* v_scale, const float* v_zero,
                    unsigned short* out,         // f16 or bf16 [B, T, Hq, D]
                    float* lse,                  // f32 [B, T, Hq], or null
-                   float* partial,              // f32 [gridDim.x, 2, columns, D]: scratch
-                   float2* stats,               // f32 [gridDim.x, 2, columns, 2]: scratch
-                   int* segments,               // s32 [gridDim.x, 2]: scratch
+                   float* partial,              // f32 [blocks, 2, columns, D]: workspace
+                   float2* stats,               // f32 [blocks, 2, columns, 2]: workspace
+                   int* segments,               // s32 FUSED: [blocks, columns], zeros before and after; else [blocks, 2]
                    float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window) {
-    extern __shared__ __align__(128) unsigned char memory[];
+    extern __shared__ __align__(128) unsigned char ring[];                   // [STAGES][STAGE]
     __shared__ u64 full[STAGES], empty[STAGES], ready[SLOTS], summed[SLOTS], cleared[SLOTS];
     const int group = Hq / Hkv, splits = (group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const Shared shared(memory, columns);
+    unsigned char* const queries = ring + STAGES * STAGE;                    // [SLOTS][QUERY]
+    float4* const warp_stats = reinterpret_cast<float4*>(queries + SLOTS * QUERY);             // [SLOTS][WARPS][columns]: largest, sum, zeros
+    float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);   // [SLOTS][WARPS][columns][PITCH]
 
     if (warp == WARPS) {
-        if (ptxlab::elect()) {
-            for (int s = 0; s < STAGES; ++s) ptxlab::mbarrier_init(&full[s], 1), ptxlab::mbarrier_init(&empty[s], SHARE);
-            for (int s = 0; s < SLOTS; ++s) ptxlab::mbarrier_init(&ready[s], 1), ptxlab::mbarrier_init(&summed[s], WARPS), ptxlab::mbarrier_init(&cleared[s], 1);
-            ptxlab::fence_mbarrier_init();
-        }
-        __syncwarp();
+        for (int s = lane; s < STAGES; s += 32) ptxlab::mbarrier_init(&full[s], 1), ptxlab::mbarrier_init(&empty[s], SHARE);
+        if (lane < SLOTS) ptxlab::mbarrier_init(&ready[lane], 1), ptxlab::mbarrier_init(&summed[lane], WARPS), ptxlab::mbarrier_init(&cleared[lane], WARPS);
+        ptxlab::fence_mbarrier_init();
     }
     __syncthreads();
     ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
     ptxlab::Segments walk(lengths, B, Hkv * splits, T, window);
+    ptxlab::Slot<SLOTS> unit;
 
     if (warp == WARPS) {  // asks for copies
         const bool elected = ptxlab::elect();
         ptxlab::Slot<STAGES> slot;
+        const size_t pitch = size_t(Hkv) * PAGE_BYTES;
         for (; walk.more(); walk.advance()) {
-            const int head = walk.unit / splits, page0 = (walk.begin + walk.first) * PAGES;
-            const int pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - page0);
-            const unsigned char* of_head = pool + size_t(head) * PAGE_BYTES;
-            const size_t pitch = size_t(Hkv) * PAGE_BYTES;
+            const int page0 = (walk.begin + walk.first) * PAGES, pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - page0);
+            const int* entries = table + size_t(walk.sequence) * P + page0;
+            const unsigned char* of_head = pool + size_t(walk.unit / splits) * PAGE_BYTES;
             for (int p = 0; p < pages; p += 32) {
-                const int entry = table[size_t(walk.sequence) * P + page0 + min(p + lane, pages - 1)];  // what lacks of a tile: the last page again
+                const int entry = entries[min(p + lane, pages - 1)];         // what a tile lacks: the last page again
                 for (int i = 0; i < min(32, pages - p); i += PAGES, slot.advance()) {
+                    unsigned char* stage = ring + slot.index * STAGE;
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                    unsigned char* stage = shared.ring + slot.index * STAGE;
                     if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
 #pragma unroll
                     for (int j = 0; j < PAGES; ++j) {
@@ -152,135 +185,60 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         return;
     }
 
-    ptxlab::Slot<SLOTS> unit;
-    if (warp == WARPS + 1) {  // queries -> operand B, once per unit
+    if (warp == WARPS + 1) {  // queries -> operand B and what goes with it, once per unit
         for (; walk.more(); walk.advance(), unit.advance()) {
             const int head = walk.unit / splits, column0 = walk.unit % splits * COLUMNS;
-            const auto load = [&](int n, int w, float (&x)[PER_WORD], float (&zero)[PER_WORD]) {  // what meets word w of the lane's keys
-                const int column = column0 + n * 8 + g, dim = w / VECTOR * VECTOR * 4 * PER_WORD + (t * VECTOR + w % VECTOR) * PER_WORD;
-                const bool inside = column < group * T;
-                const unsigned short* from = q + ((size_t(walk.sequence) * T + column / group) * Hq + head * group + column % group) * D + dim;
-                u32 pairs[REGISTERS];
+            const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
+            u32 raw[NT][WORDS][HALVES];
 #pragma unroll
-                for (int i = 0; i < REGISTERS; ++i) pairs[i] = inside ? reinterpret_cast<const u32*>(from)[i] : 0;
+            for (int n = 0; n < NT; ++n) {
+                const int column = column0 + n * 8 + g;
+                const unsigned short* from = q + ((size_t(walk.sequence) * T + column / group) * Hq + head * group + column % group) * D;
 #pragma unroll
-                for (int i = 0; i < PER_WORD; ++i) {
-                    const u32 bits = i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xffff;
-                    x[i] = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
-                    zero[i] = 1;
-                    if (CHANNEL) x[i] *= k_scale[head * D + dim + i], zero[i] = BITS == 8 ? 128 : k_zero[head * D + dim + i];
+                for (int w = 0; w < WORDS; ++w) {
+#pragma unroll
+                    for (int r = 0; r < HALVES; ++r) raw[n][w][r] = 0;
+                    if (column < group * T) load_words(raw[n][w], from + dim(w));
                 }
+            }
+            const auto element = [&](int n, int w, int e) {
+                const u32 bits = e % 2 ? raw[n][w][e / 2] >> 16 : raw[n][w][e / 2] & 0xffff;
+                const float x = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
+                return CHANNEL ? x * k_scale[head * D + dim(w) + e] : x;
             };
-            float x[PER_WORD], zero[PER_WORD];
+            const auto zero = [&](int w, int e) { return !CHANNEL ? 1 : BITS == 8 ? 128 : k_zero[head * D + dim(w) + e]; };
             u32 largest = 0;
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w) {
-                    load(n, w, x, zero);
+                for (int w = 0; w < WORDS; ++w)
 #pragma unroll
-                    for (int i = 0; i < PER_WORD; ++i) largest = max(largest, __float_as_uint(fabsf(x[i])));
-                }
+                    for (int e = 0; e < PER_WORD; ++e) largest = max(largest, __float_as_uint(fabsf(element(n, w, e))));
             const int exponent = 141 - max(15, int(__reduce_max_sync(~0u, largest) >> 23));  // brings the largest to 2^14 .. 2^15
-            const float power = __int_as_float((exponent + 127) << 23), back = __int_as_float((127 - exponent) << 23);
-            ptxlab::mbarrier_wait(&cleared[unit.index], unit.parity ^ 1);
-            u32* to = reinterpret_cast<u32*>(shared.query(unit.index));
+            const float power = __int_as_float((127 + exponent) << 23), back = __int_as_float((127 - exponent) << 23);
+            ptxlab::mbarrier_wait(&summed[unit.index], unit.parity ^ 1);     // then all have their queries of the unit that was in this slot
+            u32* to = reinterpret_cast<u32*>(queries + unit.index * QUERY);
+            float* extra = reinterpret_cast<float*>(queries + unit.index * QUERY + FRAGMENTS);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 float sum = 0;
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w) {
-                    load(n, w, x, zero);
-                    u32 pair[REGISTERS];
+                for (int w = 0; w < WORDS; ++w)
 #pragma unroll
-                    for (int i = 0; i < REGISTERS; ++i) {
-                        const int e = i / 2 * 4 + i % 2;                     // halves (e0, e2), (e1, e3), (e4, e6), (e5, e7)
-                        const float part = i < 2 ? power : power / 16;       // the high nibbles count 16
-                        pair[i] = half_pair(x[e] * part, x[e + 2] * part);
-                        sum += (low_half(pair[i]) * zero[e] + high_half(pair[i]) * zero[e + 2]) * (i < 2 ? 1 : 16);
+                    for (int r = 0; r < HALVES; ++r) {
+                        const int e = r / 2 * 4 + r % 2, times = r < 2 ? 1 : 16;
+                        const u32 pair = half_pair(element(n, w, e) * (power / times), element(n, w, e + 2) * (power / times));
+                        sum += (low_half(pair) * zero(w, e) + high_half(pair) * zero(w, e + 2)) * times;
+                        to[((n * WORDS + w) * 32 + lane) * HALVES + r] = pair;
                     }
-#pragma unroll
-                    for (int i = 0; i < REGISTERS; ++i) to[((n * WORDS + w) * 32 + lane) * REGISTERS + i] = pair[i];
-                }
                 sum += __shfl_xor_sync(~0u, sum, 1);
                 sum += __shfl_xor_sync(~0u, sum, 2);
-                if (t == 0) shared.column_sums(unit.index)[n * 8 + g] = sum * -0x1p-24f;
+                if (t == 0) extra[n * 8 + g] = sum * -0x1p-24f;
             }
-            if (lane == 0) shared.column_sums(unit.index)[COLUMNS] = softmax_scale * 1.44269504f * 0x1p24f * back;
+            if (lane == 0) extra[COLUMNS] = softmax_scale * 1.44269504f * 0x1p24f * back;
             __syncwarp();
             if (lane == 0) ptxlab::mbarrier_arrive(&ready[unit.index]);
         }
-        return;
-    }
-
-    int turn = 0;                                                            // the group of warps that takes the segment's first tile
-    if (warp == WARPS + 2) {  // the warps' sums -> results, or partial ones
-        int begun = 0, begun_unit = 0;
-        for (; walk.more(); walk.advance(), unit.advance()) {
-            const int count = walk.count(), head = walk.unit / splits, column0 = walk.unit % splits * COLUMNS;
-            const int here = min(columns, group * T - column0);
-            const bool whole = count == walk.tiles;
-            const size_t part = blockIdx.x * 2 + (walk.first == 0);
-            if (!whole && walk.first == 0) begun = 1 + ptxlab::Segments::ceil_div(walk.tiles - count, walk.piece), begun_unit = walk.sequence * (Hkv * splits) + walk.unit;
-            float4* stat = shared.stat(unit.index, 0);
-            const auto active = [&](int w) { return (w / SHARE - turn + GROUPS) % GROUPS < count; };
-            ptxlab::mbarrier_wait(&summed[unit.index], unit.parity);
-            float largest = LOWEST, sum = 0, zeros = 0;
-            if (lane < here) {
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w)
-                    if (active(w)) largest = fmaxf(largest, stat[w * columns + lane].x);
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w)
-                    if (active(w)) {
-                        const float4 s = stat[w * columns + lane];
-                        const float factor = ptxlab::exp2_approx(s.x - largest);
-                        sum += s.y * factor, zeros += s.z * factor;
-                        stat[w * columns + lane].x = factor;
-                    }
-            }
-            __syncwarp();
-            const float inverse = sum > 0 ? 1 / sum : 0;
-#pragma unroll 2
-            for (int c = 0; c < here; ++c) {
-                const float z = __shfl_sync(~0u, zeros, c), inv = __shfl_sync(~0u, inverse, c);
-                const int column = column0 + c;
-                const size_t row = (size_t(walk.sequence) * T + column / group) * Hq + head * group + column % group;
-#pragma unroll
-                for (int d = lane * 4; d < D; d += 128) {
-                    float4 o = make_float4(0, 0, 0, 0);
-#pragma unroll
-                    for (int w = 0; w < WARPS; ++w)
-                        if (active(w)) {
-                            const float factor = stat[w * columns + c].x;
-                            const float4 v = *reinterpret_cast<const float4*>(shared.sum(unit.index, w) + c * PITCH + d);
-                            o.x += factor * v.x, o.y += factor * v.y, o.z += factor * v.z, o.w += factor * v.w;
-                        }
-                    if (CHANNEL) {
-                        const float4 s = *reinterpret_cast<const float4*>(v_scale + head * D + d);
-                        const float4 zero = BITS == 8 ? make_float4(128, 128, 128, 128) : *reinterpret_cast<const float4*>(v_zero + head * D + d);
-                        o = make_float4((o.x - z * zero.x) * s.x, (o.y - z * zero.y) * s.y, (o.z - z * zero.z) * s.z, (o.w - z * zero.w) * s.w);
-                    } else {
-                        o = make_float4(o.x - z, o.y - z, o.z - z, o.w - z);
-                    }
-                    if (whole)
-                        *reinterpret_cast<uint2*>(out + row * D + d) =
-                            make_uint2(ptxlab::rounded_pair<BF16>(o.x * inv, o.y * inv), ptxlab::rounded_pair<BF16>(o.z * inv, o.w * inv));
-                    else
-                        *reinterpret_cast<float4*>(partial + (part * columns + c) * D + d) = o;
-                }
-            }
-            if (lane < here) {
-                const int column = column0 + lane;
-                if (!whole) stats[part * columns + lane] = make_float2(largest, sum);
-                else if (lse) lse[(size_t(walk.sequence) * T + column / group) * Hq + head * group + column % group] =
-                    sum > 0 ? (largest + ptxlab::log2_approx(sum)) * 0.693147181f : -ptxlab::infinity();
-            }
-            __syncwarp();
-            if (lane == 0) ptxlab::mbarrier_arrive(&cleared[unit.index]);
-            turn = (turn + count) % GROUPS;
-        }
-        if (lane == 0) *reinterpret_cast<int2*>(segments + blockIdx.x * 2) = make_int2(begun_unit, begun);
         for (int s = blockIdx.x; s < B; s += gridDim.x)                      // nobody's: sequences of no tokens
             if (lengths[s] == 0) {
                 for (size_t i = lane; i < size_t(T) * Hq * D / 2; i += 32) reinterpret_cast<u32*>(out)[size_t(s) * T * Hq * D / 2 + i] = 0;
@@ -289,85 +247,158 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         return;
     }
 
+    int turn = 0;                                                            // the group of warps that takes the segment's first tile
+    if (!FUSED && warp == 0 && lane == 0) reinterpret_cast<int2*>(segments)[blockIdx.x] = make_int2(0, 0);
+
+    // The warps' sums of a unit -> a result, or a part of one. A warp takes a column.
+    const auto merge = [&](const ptxlab::Segments& walk, const ptxlab::Slot<SLOTS>& unit, int turn) {
+        const int count = walk.count(), head = walk.unit / splits, column0 = walk.unit % splits * COLUMNS;
+        const float4* stat = warp_stats + unit.index * WARPS * columns;
+        const auto active = [&](int w) { return (w / SHARE - turn + GROUPS) % GROUPS < count; };
+        ptxlab::mbarrier_wait(&summed[unit.index], unit.parity);
+        for (int c = warp; c < min(columns, group * T - column0); c += WARPS) {
+            const float4 mine = lane < WARPS && active(lane) ? stat[lane * columns + c] : make_float4(LOWEST, 0, 0, 0);
+            ptxlab::Row<D> row = {};
+            row.largest = mine.x;
+#pragma unroll
+            for (int step = 16; step > 0; step /= 2) row.largest = fmaxf(row.largest, __shfl_xor_sync(~0u, row.largest, step));
+            const float factor = ptxlab::exp2_approx(mine.x - row.largest);
+            float zeros = mine.z * factor;
+            row.sum = mine.y * factor;
+#pragma unroll
+            for (int step = 16; step > 0; step /= 2) row.sum += __shfl_xor_sync(~0u, row.sum, step), zeros += __shfl_xor_sync(~0u, zeros, step);
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                const float times = __shfl_sync(~0u, factor, w);
+                if (active(w))
+#pragma unroll
+                    for (int p = 0; p < row.PIECES; ++p)
+                        if (row.mine(p)) {
+                            const float4 v = *reinterpret_cast<const float4*>(warp_sums + ((unit.index * WARPS + w) * columns + c) * PITCH + row.dim(p));
+                            row.v[p].x += times * v.x, row.v[p].y += times * v.y, row.v[p].z += times * v.z, row.v[p].w += times * v.w;
+                        }
+            }
+#pragma unroll
+            for (int p = 0; p < row.PIECES; ++p)
+                if (row.mine(p)) {
+                    float4 zero = make_float4(1, 1, 1, 1), scale = zero;
+                    if (CHANNEL) scale = *reinterpret_cast<const float4*>(v_scale + head * D + row.dim(p));
+                    if (CHANNEL) zero = BITS == 8 ? make_float4(128, 128, 128, 128) : *reinterpret_cast<const float4*>(v_zero + head * D + row.dim(p));
+                    float4& v = row.v[p];
+                    v = make_float4((v.x - zeros * zero.x) * scale.x, (v.y - zeros * zero.y) * scale.y, (v.z - zeros * zero.z) * scale.z, (v.w - zeros * zero.w) * scale.w);
+                }
+            const int column = column0 + c;
+            const size_t at = (size_t(walk.sequence) * T + column / group) * Hq + head * group + column % group;
+            if (count == walk.tiles) {
+                row.store<BF16>(out, lse, at);
+                continue;
+            }
+            const int block = walk.first_block(), blocks = walk.last_block() - block + 1;
+            row.write(partial, stats, (blockIdx.x * 2 + (walk.first == 0)) * size_t(columns) + c);
+            if (!FUSED) {
+                if (walk.first == 0 && lane == 0 && c == 0)
+                    reinterpret_cast<int2*>(segments)[blockIdx.x] = make_int2(walk.sequence * (Hkv * splits) + walk.unit, blocks);
+                continue;
+            }
+            if (!ptxlab::last_of(segments + block * columns + c, blocks)) continue;
+            if (lane == 0) segments[block * columns + c] = 0;                // for the next launch
+            ptxlab::Row<D>::merged(partial, stats, block, blocks, columns, c).store<BF16>(out, lse, at);
+        }
+        __syncwarp();
+        if (lane == 0) ptxlab::mbarrier_arrive(&cleared[unit.index]);
+    };
+
     // Scores, probabilities, sums.
     const int mine = warp / SHARE, token0 = warp % SHARE * TOKENS;           // of the groups; of a tile
-    const int odd = t % 2;
-    const u32 lows = odd ? 0x1054 : 0x5410, highs = odd ? 0x3276 : 0x7632;   // pairs of tokens: odd lanes load the second first (banks)
-    int stage = mine, parity = 0;
+    int stage = mine, parity = 0, last_turn = 0;
+    ptxlab::Segments last = walk;
+    ptxlab::Slot<SLOTS> last_unit;
+    bool any = false;
     for (; walk.more(); walk.advance(), unit.advance()) {
         const int count = walk.count(), skip = (mine - turn + GROUPS) % GROUPS;
-        turn = (turn + count) % GROUPS;
-        ptxlab::mbarrier_wait(&ready[unit.index], unit.parity);
         if (skip < count) {
-            u32 query[NT][WORDS][REGISTERS];
+            u32 query[NT][WORDS][HALVES];
             float column_sum[NT][2], m[NT][2], l[NT][2] = {}, o[DT][NT][4] = {}, zeros[NT][4] = {};
-            int limit[NT][2];                                                // tokens from here on a query does not see
-            const float factor = shared.column_sums(unit.index)[COLUMNS];
+            const float* extra = reinterpret_cast<const float*>(queries + unit.index * QUERY + FRAGMENTS);
+            ptxlab::mbarrier_wait(&ready[unit.index], unit.parity);
+            const float factor = extra[COLUMNS];
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w)
-                    load_words(query[n][w], shared.query(unit.index) + ((n * WORDS + w) * 32 + lane) * REGISTERS * 4);
+                for (int w = 0; w < WORDS; ++w) load_words(query[n][w], queries + unit.index * QUERY + ((n * WORDS + w) * 32 + lane) * HALVES * 4);
 #pragma unroll
-                for (int b = 0; b < 2; ++b) {
-                    const int column = n * 8 + 2 * t + b;
-                    column_sum[n][b] = shared.column_sums(unit.index)[column];
-                    limit[n][b] = walk.length - T + 1 + (walk.unit % splits * COLUMNS + column) / group;
-                    m[n][b] = LOWEST;
-                }
+                for (int b = 0; b < 2; ++b) column_sum[n][b] = extra[n * 8 + 2 * t + b], m[n][b] = LOWEST;
             }
             for (int i = skip; i < count; i += GROUPS) {
-                const int position = (walk.begin + walk.first + i) * TILE + token0;
+                const int position = (walk.begin + walk.first + i) * TILE + token0;  // of this warp's first token
                 const bool masked = position + TOKENS > walk.length - T + 1 || (window > 0 && position < walk.length - window);
-                const unsigned char* keys = shared.ring + stage * STAGE;
+                const unsigned char* keys = ring + stage * STAGE;
                 const unsigned char* values = keys + PAGES * PAGE_BYTES;
                 ptxlab::mbarrier_wait(&full[stage], parity);
 
-                // S = K Q^T: 16 tokens x 8 queries per MMA, lane 4 g + t rows g, g + 8, columns 2 t, 2 t + 1
                 float s[MT][NT][4], k_factor[MT][2], v_factor[MT][2];
-                u32 largest_scale = 0;
+                u32 ones[MT][2], k_pair[MT][2], v_pair[MT][2], largest_scale = 0;  // (scale, zero) of tokens; pairs of zeros
 #pragma unroll
-                for (int i = 0; i < MT; ++i) {
-                    float zero[2] = {1, 1};
+                for (int i = 0; i < MT; ++i)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const int token = token0 + i * 16 + h * 8 + g;
-                        k_factor[i][h] = factor, v_factor[i][h] = 1;
-                        if (!CHANNEL) {
-                            u32 k = *reinterpret_cast<const u32*>(keys + scale_at(token)), v = *reinterpret_cast<const u32*>(values + scale_at(token));
-                            if (masked && position - token0 + token >= walk.length) k = v = 0;
-                            k_factor[i][h] = low_half(k) * factor, zero[h] = high_half(k);
-                            v_factor[i][h] = low_half(v);
-                            largest_scale = max(largest_scale, v & 0x7fff);
-                        }
+                        const int token = token0 + i * 16 + h * 8;
+                        ones[i][h] = 0x3c003c00u;
+                        if (CHANNEL) continue;
+                        k_pair[i][h] = *reinterpret_cast<const u32*>(keys + scale_at(token + g));
+                        v_pair[i][h] = *reinterpret_cast<const u32*>(values + scale_at(token + g));
+                        const uint2 pairs = *reinterpret_cast<const uint2*>(values + scale_at(token + 2 * t));
+                        ones[i][h] = __byte_perm(pairs.x, pairs.y, 0x7632);
                     }
+                if (!CHANNEL && masked) {                                    // beyond the end there may be anything
+                    asm volatile("");
+#pragma unroll
+                    for (int i = 0; i < MT; ++i)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const int left = walk.length - position - i * 16 - h * 8;
+                            if (g >= left) k_pair[i][h] = v_pair[i][h] = 0;
+                            if (2 * t >= left) ones[i][h] = 0;
+                            else if (2 * t + 1 >= left) ones[i][h] &= 0xffff;
+                        }
+                }
+#pragma unroll
+                for (int i = 0; i < MT; ++i)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        k_factor[i][h] = CHANNEL ? factor : low_half(k_pair[i][h]) * factor;
+                        v_factor[i][h] = CHANNEL ? 1 : low_half(v_pair[i][h]);
+                        if (!CHANNEL) largest_scale = max(largest_scale, v_pair[i][h] & 0x7fff);
+#pragma unroll
+                        for (int n = 0; n < NT; ++n)
+#pragma unroll
+                            for (int b = 0; b < 2; ++b) s[i][n][h * 2 + b] = CHANNEL ? column_sum[n][b] : high_half(k_pair[i][h]) * column_sum[n][b];
+                    }
+                multiply_keys(s, keys, token0, query, g, t);
+#pragma unroll
+                for (int i = 0; i < MT; ++i)
 #pragma unroll
                     for (int n = 0; n < NT; ++n)
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) s[i][n][e] = zero[e / 2] * column_sum[n][e % 2];
-                }
+                        for (int e = 0; e < 4; ++e) s[i][n][e] *= k_factor[i][e / 2];
+                if (masked) {
+                    asm volatile("");
 #pragma unroll
-                for (int c = 0; c < WORDS / VECTOR; ++c)
+                    for (int n = 0; n < NT; ++n)
 #pragma unroll
-                    for (int i = 0; i < MT; ++i) {
-                        u32 low[VECTOR], high[VECTOR];
-                        const unsigned char* from = keys + row_at(token0 + i * 16) + g * ROW + (c * 4 + t) * VECTOR * 4;
-                        load_words(low, from);
-                        load_words(high, from + 8 * ROW);
+                        for (int b = 0; b < 2; ++b) {
+                            const int end = walk.length - T + 1 + (walk.unit % splits * COLUMNS + n * 8 + 2 * t + b) / group;  // what a query does not see
 #pragma unroll
-                        for (int w = 0; w < VECTOR; ++w) {
-                            u32 a[REGISTERS], b[REGISTERS];
-                            subnormals(a, low[w]);
-                            subnormals(b, high[w]);
+                            for (int i = 0; i < MT; ++i)
 #pragma unroll
-                            for (int r = 0; r < REGISTERS; r += 2)
-#pragma unroll
-                                for (int n = 0; n < NT; ++n)
-                                    ptxlab::mma_f16(s[i][n], a[r], b[r], a[r + 1], b[r + 1], query[n][c * VECTOR + w][r], query[n][c * VECTOR + w][r + 1]);
+                                for (int h = 0; h < 2; ++h) {
+                                    const int at = position + i * 16 + h * 8 + g;
+                                    if (at >= end || (window > 0 && at < end - window)) s[i][n][h * 2 + b] = -ptxlab::infinity();
+                                }
                         }
-                    }
+                }
 
-                // Softmax in base 2, of probability times the value's scale: at most 1, whatever the scales are.
+                // Softmax in base 2, of weight times the value's scale: at most 1, so that FP16 holds it whatever the scales are.
                 const float log_scale = CHANNEL ? 0 : ptxlab::log2_approx(fmaxf(low_half(__reduce_max_sync(~0u, largest_scale)), 0x1p-24f));
                 float before[NT][2];
                 bool larger = false;
@@ -377,17 +408,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     for (int b = 0; b < 2; ++b) {
                         float most = LOWEST;
 #pragma unroll
-                        for (int i = 0; i < MT; ++i)
-#pragma unroll
-                            for (int h = 0; h < 2; ++h) {
-                                float& x = s[i][n][h * 2 + b];
-                                x *= k_factor[i][h];
-                                if (masked) {
-                                    const int at = position + i * 16 + h * 8 + g, end = limit[n][b];
-                                    if (at >= end || (window > 0 && at < end - window)) x = -ptxlab::infinity();
-                                }
-                                most = fmaxf(most, x);
-                            }
+                        for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][n][b], s[i][n][2 + b]));
                         most = fmaxf(most, __shfl_xor_sync(~0u, most, 4));
                         most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
                         most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
@@ -401,8 +422,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
                         for (int b = 0; b < 2; ++b) {
                             const float less = ptxlab::exp2_approx(before[n][b] - m[n][b]);
-                            l[n][b] *= less;
-                            zeros[n][b] *= less;
+                            l[n][b] *= less, zeros[n][b] *= less;
 #pragma unroll
                             for (int d = 0; d < DT; ++d) o[d][n][b] *= less, o[d][n][b + 2] *= less;
                         }
@@ -418,41 +438,12 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                             l[n][0] += p0, l[n][1] += p1;
                             p[i][n][h] = ptxlab::transposed(half_pair(p0 * v_factor[i][h], p1 * v_factor[i][h]));
                         }
-
-                // O^T += V^T P^T: 16 dims x 8 queries per MMA; the zeros are one more row of V
 #pragma unroll
                 for (int i = 0; i < MT; ++i) {
-                    u32 pair[2] = {0x3c003c00u, 0x3c003c00u}, word[2][2][VALUES];
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int token = token0 + i * 16 + h * 8 + 2 * t;
-                        if (!CHANNEL) {
-                            uint2 z = *reinterpret_cast<const uint2*>(values + scale_at(token));
-                            if (masked) {
-                                const int at = position - token0 + token;
-                                z = make_uint2(at < walk.length ? z.x : 0, at + 1 < walk.length ? z.y : 0);
-                            }
-                            pair[h] = __byte_perm(z.x, z.y, 0x7632);
-                        }
-                        const unsigned char* from = values + row_at(token0 + i * 16) + (h * 8 + 2 * t) * ROW + g * VALUES * 4;
-                        load_words(word[h][0], from + odd * ROW);
-                        load_words(word[h][1], from + (1 - odd) * ROW);
-                    }
-#pragma unroll
-                    for (int n = 0; n < NT; ++n) ptxlab::mma_f16(zeros[n], pair[0], pair[0], pair[1], pair[1], p[i][n][0], p[i][n][1]);
-#pragma unroll
-                    for (int w = 0; w < VALUES; ++w)
-#pragma unroll
-                        for (int k = 0; k < 2; ++k) {                        // low and high halves of the word
-                            u32 a[REGISTERS], b[REGISTERS];
-                            subnormals(a, __byte_perm(word[0][0][w], word[0][1][w], k ? highs : lows));
-                            subnormals(b, __byte_perm(word[1][0][w], word[1][1][w], k ? highs : lows));
-#pragma unroll
-                            for (int r = 0; r < REGISTERS; r += 2)
-#pragma unroll
-                                for (int n = 0; n < NT; ++n)
-                                    ptxlab::mma_f16(o[(w * 2 + k) * (REGISTERS / 2) + r / 2][n], a[r], a[r + 1], b[r], b[r + 1], p[i][n][0], p[i][n][1]);
-                        }
+                    for (int n = 0; n < NT; ++n)                             // the zeros are one more row of V
+                        ptxlab::mma_f16(zeros[n], ones[i][0], ones[i][0], ones[i][1], ones[i][1], p[i][n][0], p[i][n][1]);
+                    multiply_values(o, values + row_at(token0 + i * 16), p[i], g, t);
                 }
                 __syncwarp();
                 if (lane == 0) ptxlab::mbarrier_arrive(&empty[stage]);
@@ -460,26 +451,30 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             }
 
             // The lane's dims g D / 8 ... of columns 2 t, 2 t + 1
+            ptxlab::mbarrier_wait(&cleared[unit.index], unit.parity ^ 1);
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int b = 0; b < 2; ++b) {
-                    l[n][b] += __shfl_xor_sync(~0u, l[n][b], 4);
-                    l[n][b] += __shfl_xor_sync(~0u, l[n][b], 8);
-                    l[n][b] += __shfl_xor_sync(~0u, l[n][b], 16);
-                    const int column = n * 8 + 2 * t + b;
-                    if (column >= columns) continue;
-                    if (g == 0) shared.stat(unit.index, warp)[column] = make_float4(m[n][b], l[n][b], zeros[n][b], 0);
-                    float* to = shared.sum(unit.index, warp) + column * PITCH + g * (D / 8);
 #pragma unroll
-                    for (int e = 0; e < D / 8; e += 4) {                     // four dims: of tiles r (low halves of a word) and r + REGISTERS / 2 (high)
-                        const int r = e / PER_WORD * REGISTERS + e % PER_WORD / 4, up = r + REGISTERS / 2;
+                    for (int step = 4; step < 32; step *= 2) l[n][b] += __shfl_xor_sync(~0u, l[n][b], step);
+                    const int column = n * 8 + 2 * t + b, row = (unit.index * WARPS + warp) * columns + column;
+                    if (column >= columns) continue;
+                    if (g == 0) warp_stats[row] = make_float4(m[n][b], l[n][b], zeros[n][b], 0);
+#pragma unroll
+                    for (int e = 0; e < D / 8; e += 4) {                     // two dims of a tile of low halves, two of one of high halves
+                        const int low = e / PER_WORD * HALVES + e % PER_WORD / 4, high = low + HALVES / 2;
                         const float back = e % PER_WORD < 4 ? 0x1p24f : 0x1p20f;
-                        *reinterpret_cast<float4*>(to + e) = make_float4(o[r][n][b] * back, o[r][n][b + 2] * back, o[up][n][b] * back, o[up][n][b + 2] * back);
+                        *reinterpret_cast<float4*>(warp_sums + row * PITCH + g * (D / 8) + e) =
+                            make_float4(o[low][n][b] * back, o[low][n][b + 2] * back, o[high][n][b] * back, o[high][n][b + 2] * back);
                     }
                 }
         }
         __syncwarp();
         if (lane == 0) ptxlab::mbarrier_arrive(&summed[unit.index]);
+        if (any) merge(last, last_unit, last_turn);                          // one unit behind, so that nobody waits
+        any = true, last = walk, last_unit = unit, last_turn = turn;
+        turn = (turn + count) % GROUPS;
     }
+    if (any) merge(last, last_unit, last_turn);
 }

@@ -34,7 +34,15 @@ def _tile(s: Sizes) -> Tile:
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    return {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0, **_tile(s)._asdict()}
+    return {
+        "D": s["D"],
+        "PAGE": s["page"],
+        "BITS": s["bits"],
+        "CHANNEL": s["channel"],
+        "BF16": 0,
+        "FUSED": 0,
+        **_tile(s)._asdict(),
+    }
 
 
 def _launch(s: Sizes) -> Launch:
