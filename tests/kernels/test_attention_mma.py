@@ -109,12 +109,12 @@ def test_near_float64_in_the_emulator(
 
 
 def in_parts(
-    variant: Variant, logical: Arrays, arrays: Arrays, backend: str, blocks: int
+    variant: Variant, logical: Arrays, arrays: Arrays, backend: str, blocks: int, fused: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out f64, lse f64) of many blocks: what one has not seen all of is put together in float64."""
+    """(out f64, lse f64) of many blocks; what one has not seen all of is put together in float64, unless `fused`."""
     B, T, Hq, D = logical["q"].shape
     Hkv = logical["cache"].num_kv_heads
-    config = variant.config(Hkv)
+    config = {**variant.config(Hkv), "FUSED": fused}
     columns = min(config["COLUMNS"], Hq // Hkv * T)
     sizes = SPEC.sizes_of(
         {name: array.shape for name, array in arrays.items()},
@@ -125,10 +125,10 @@ def in_parts(
         "lse": np.full((B, T, Hq), np.nan, np.float32),
         "partial": np.full((blocks, 2, columns, D), np.nan, np.float32),
         "stats": np.full((blocks, 2, columns, 2), np.nan, np.float32),
-        "segments": np.full((blocks, 2), -1, np.int32),
+        "segments": np.zeros((blocks, columns), np.int32) if fused else np.full((blocks, 2), -1, np.int32),
     }
     args = SPEC.arguments({**arrays, **made}, {**sizes, **config})
-    positions = [i for i, arg in enumerate(SPEC.args) if arg.name in made]
+    positions = [i for i, arg in enumerate(SPEC.args) if arg.name in made and not (fused and arg.name == "segments")]
     how: dict[str, Any] = {"checks": emulator.CHECKS, "uninitialised": positions} if backend == "emulator" else {}
     kernel = Kernel.of(SPEC, SOURCE, config)
     result = kernel.launch(args, SPEC.launch({**sizes, **config}), backend=backend, **how)
@@ -138,6 +138,9 @@ def in_parts(
     lse = made["lse"].astype(np.float64)
     group = Hq // Hkv
     splits = -(-group * T // config["COLUMNS"])
+    if fused:
+        assert not made["segments"].any(), "counters are as they were, for the next launch"
+        return out, lse
     for block, (unit, count) in enumerate(made["segments"].tolist()):
         if count == 0:
             continue
@@ -168,12 +171,13 @@ def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) ->
 
 @every_variant
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fused", [0, 1])
 @pytest.mark.parametrize("blocks", [2, 7, 40])
-def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, blocks: int) -> None:
+def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, blocks: int, fused: int) -> None:
     """Blocks with several units, with part of one, and with none; ragged, and a window that leaves tiles out."""
     window = 100 if variant.T == 3 else 0
     logical, arrays = variant.problem(blocks, (300, 0, 5, 130), problems.nothing, 1, window)
-    hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks))
+    hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))
 
 
 @pytest.mark.gpu
@@ -183,17 +187,25 @@ def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, bloc
     Hkv=st.integers(1, 8),
     window=st.sampled_from((0, 1, 100, 1000)),
     blocks=st.sampled_from((1, 132, 264)),
+    fused=st.integers(0, 1),
     seed=st.integers(0, 2**32 - 1),
     change=st.sampled_from(problems.CASES),
 )
 @settings(max_examples=20)
 def test_near_float64_on_the_gpu(
-    variant: Variant, lengths: list[int], Hkv: int, window: int, blocks: int, seed: int, change: problems.Change
+    variant: Variant,
+    lengths: list[int],
+    Hkv: int,
+    window: int,
+    blocks: int,
+    fused: int,
+    seed: int,
+    change: problems.Change,
 ) -> None:
     logical, arrays = variant.problem(seed, tuple(lengths), change, Hkv, window)
-    first = in_parts(variant, logical, arrays, "gpu", blocks)
+    first = in_parts(variant, logical, arrays, "gpu", blocks, fused)
     hold(variant, logical, *first)
-    second = in_parts(variant, logical, arrays, "gpu", blocks)
+    second = in_parts(variant, logical, arrays, "gpu", blocks, fused)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "two runs, the same bits"
 
 
