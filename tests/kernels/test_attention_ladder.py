@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, toolchain
-from ptxlab.errors import ArgumentError, MemoryFault
+from ptxlab.errors import ArgumentError, EmulationError, MemoryFault, VerificationError
 from ptxlab.kernels.attention import ladder
-from ptxlab.layout import KVCache
-from ptxlab.runtime import run_spec
+from ptxlab.layout import KVCache, pack_u4
+from ptxlab.runtime import Kernel, load, run_spec
 from ptxlab.spec import Arrays, KernelSpec
 from tests import attention_problems as problems
+from tests import waits
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SCALE = 128**-0.5
@@ -137,3 +138,42 @@ def test_a_page_outside_the_pool_is_a_fault_in_the_emulator(spec: KernelSpec) ->
     inputs["table"] = np.where(np.arange(inputs["table"].shape[1]) == 1, cache.pages, inputs["table"]).astype(np.int32)
     with pytest.raises(MemoryFault, match="out of bounds"):
         run_spec(spec, kernels.find(spec.name)[1][0], inputs, sizes={"softmax_scale": SCALE}, backend="emulator")
+
+
+def test_nibbles_without_their_zero_point_are_exact() -> None:
+    """`dequant_u4_f16_minus`: every nibble at every place of a word, beside others, every zero point."""
+    text = """#include "dequant.cuh"
+    extern "C" __global__ void __launch_bounds__(256)
+    minus(const unsigned* words, uint4* halves) {
+        const unsigned i = blockIdx.x * 256 + threadIdx.x;
+        halves[i] = ptxlab::dequant_u4_f16_minus(words[i], ptxlab::bias_u4_f16(__int2half_rn(int(blockIdx.x))));
+    }"""
+    rng = np.random.default_rng(0)
+    nibbles = rng.integers(0, 16, (16, 256, 8), dtype=np.uint8)
+    nibbles[:, :128] = np.where(
+        np.eye(8, dtype=bool)[None, :, None],
+        np.arange(16, dtype=np.uint8)[:, None],
+        15 - nibbles[:, :128].reshape(16, 8, 16, 8),
+    ).reshape(16, 128, 8)
+    halves = np.zeros((16, 256, 8), np.float16)
+    load(text)(pack_u4(nibbles)[..., 0], halves.view(np.uint32), grid=16, block=256, backend="emulator")
+    expected = nibbles.astype(np.float16) - np.arange(16, dtype=np.float16)[:, None, None]
+    assert np.array_equal(halves, expected[..., [0, 2, 1, 3, 4, 6, 5, 7]])
+
+
+def kernel_of(spec: KernelSpec) -> Kernel:
+    return Kernel.of(spec, kernels.find(spec.name)[1][0], {})
+
+
+STATEMENTS = [(spec, statement) for spec in ladder.SPECS for statement in waits.statements(kernel_of(spec))]
+
+
+@pytest.mark.parametrize(("spec", "statement"), STATEMENTS, ids=lambda x: getattr(x, "name", None) or f"{x[0]}-{x[1]}")
+def test_every_missing_wait_is_noticed(
+    spec: KernelSpec, statement: waits.Statement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, cache = problems.problem(0, (150, 70), Hq=1, Hkv=1, scheme=scheme_of(spec))
+    monkeypatch.setattr(Kernel, "module", waits.without(kernel_of(spec), statement))
+    with pytest.raises((AssertionError, EmulationError, VerificationError)):
+        for mode in emulator.MODES:
+            problems.check(spec, logical_of(spec, q, cache), mode=mode)

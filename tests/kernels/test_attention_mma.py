@@ -1,6 +1,5 @@
 """Attention on tensor cores from Ampere on: the whole contract against float64, in one piece and in parts of blocks."""
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, toolchain
 from ptxlab.dtypes import numbers, stored
-from ptxlab.emulator import ir
 from ptxlab.errors import ArgumentError, EmulationError, VerificationError
 from ptxlab.kernels.attention import sm80
 from ptxlab.layout import KVCache
@@ -18,6 +16,7 @@ from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
 from ptxlab.verify import compare
 from tests import attention_problems as problems
+from tests import waits
 
 SPEC = sm80.MMA
 SOURCE = kernels.find(SPEC.name)[1][0]
@@ -237,27 +236,20 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
     assert "\n" not in str(raised.value)
 
 
+@every_variant
+def test_fragments_are_loaded_without_bank_conflicts(variant: Variant) -> None:
+    """Of keys, values and their constants; what is done once for a unit may have some."""
+    _, arrays = variant.problem(0, (200,), problems.nothing, 1, 0)
+    sizes = {**variant.sizes, "window": 0, "blocks": 1}
+    how: dict[str, Any] = {"backend": "emulator", "count_banks": True}
+    outcome = run_spec(SPEC, SOURCE, arrays, sizes=sizes, config=variant.config(1), **how)
+    loads = [access for access in outcome.shared if not access.store and ".u32" in access.text]
+    assert len(loads) > 10 and not any(access.conflicts for access in loads)
+
+
 # Every statement that makes threads or copies wait is taken out in turn: the tests must notice.
-WAITS = ("bar.", "cp.async.wait_group", "cp.async.commit_group")
-
-
-def waiting_statements(entry: emulator.Entry) -> dict[tuple[str, int], list[int]]:
-    """By opcode and line of the source, all copies that the compiler made of it."""
-    found: dict[tuple[str, int], list[int]] = {}
-    for index, instruction in enumerate(entry.instructions):
-        if instruction.opcode.startswith(WAITS):
-            line = next(
-                (
-                    line
-                    for path, line in ((instruction.path, instruction.line), *instruction.callers)
-                    if path == SOURCE.path
-                )
-            )
-            found.setdefault((instruction.opcode, line), []).append(index)
-    return found
-
-
 MUTATED = VARIANTS[1]
+KERNEL = Kernel.of(SPEC, SOURCE, MUTATED.config(1))
 
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -271,21 +263,12 @@ def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatc
     return ""
 
 
-MODULE = Kernel.of(SPEC, SOURCE, MUTATED.config(1)).module
-STATEMENTS = waiting_statements(MODULE.entries[SPEC.name])
-
-
 @pytest.mark.parametrize("mode", emulator.MODES)
 def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert diagnosis(MODULE, mode, monkeypatch) == ""
+    assert diagnosis(KERNEL.module, mode, monkeypatch) == ""
 
 
-@pytest.mark.parametrize("statement", STATEMENTS, ids=lambda s: f"{s[0]}-{s[1]}")
-def test_every_missing_wait_is_noticed(statement: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = MODULE.entries[SPEC.name]
-    code = list(entry.instructions)
-    for index in STATEMENTS[statement]:
-        following = ir.Label("what follows", index + 1)
-        code[index] = replace(code[index], opcode="bra", operands=(following,), guard=None)
-    mutant = replace(MODULE, entries={SPEC.name: replace(entry, instructions=code)})
+@pytest.mark.parametrize("statement", waits.statements(KERNEL), ids=lambda s: f"{s[0]}-{s[1]}")
+def test_every_missing_wait_is_noticed(statement: waits.Statement, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = waits.without(KERNEL, statement)
     assert any(diagnosis(mutant, mode, monkeypatch) for mode in emulator.MODES)
