@@ -96,18 +96,27 @@ struct Items {
     __device__ __forceinline__ int position() const { return (walk.begin + walk.first) * ptxlab::TILE + item * TOKENS; }
 };
 
-// The rest of what asking for items takes: the entry of the block table is loaded one item before it is needed.
+// Asks for a warp's items. The entry of the block table is loaded one item before it is needed.
 struct Loader {
     Items at;
-    const unsigned char* pool;
+    const unsigned char *pool, *of_head;
     const int* table;
-    int Hkv, P, splits, entry;
+    size_t pitch;                             // of the keys, or of the values, of all heads of a page
+    int P, splits, entry;
 
     __device__ __forceinline__ Loader(const Items& from, const unsigned char* pool, const int* table, int Hkv, int P, int splits)
-        : at(from), pool(pool), table(table), Hkv(Hkv), P(P), splits(splits), entry(0) { look_up(); }
+        : at(from), pool(pool), of_head(pool), table(table), pitch(size_t(Hkv) * PAGE_BYTES), P(P), splits(splits), entry(0) {
+        enter();
+        look_up();
+    }
+
+    __device__ __forceinline__ void enter() { of_head = pool + size_t(at.walk.unit / splits) * PAGE_BYTES; }
 
     __device__ __forceinline__ void look_up() {
-        while (at.walk.more() && at.item >= at.items) at.next_segment();
+        while (at.walk.more() && at.item >= at.items) {
+            at.next_segment();
+            enter();
+        }
         if (!at.walk.more()) return;
         const int last = (at.walk.length - 1) / PAGE, page = at.position() / PAGE + threadIdx.x % PAGES;  // instead of one that there is not, the last
         entry = table[size_t(at.walk.sequence) * P + min(page, last)];
@@ -116,12 +125,10 @@ struct Loader {
     // Asks for the next item, if there is one; a group of copies in either case.
     __device__ __forceinline__ void fetch(unsigned char* stage) {
         if (at.walk.more()) {
-            const int lane = threadIdx.x % 32, offset = at.position() % PAGE, head = at.walk.unit / splits;
-            const size_t pitch = size_t(Hkv) * PAGE_BYTES;
+            const int lane = threadIdx.x % 32, offset = at.position() % PAGE;
             const unsigned char* page[PAGES];
 #pragma unroll
-            for (int j = 0; j < PAGES; ++j)
-                page[j] = pool + size_t(__shfl_sync(~0u, entry, j)) * (2 * pitch) + size_t(head) * PAGE_BYTES;
+            for (int j = 0; j < PAGES; ++j) page[j] = of_head + size_t(__shfl_sync(~0u, entry, j)) * (2 * pitch);
 #pragma unroll
             for (int part = 0; part < 2; ++part) {
 #pragma unroll
@@ -185,37 +192,38 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
         for (int n = 0; n < NT; ++n) {
             const bool inside = n * 8 + g < here;
             const unsigned short* from = q + row_of(inside ? n * 8 + g : 0) * D;
-            const auto load = [&](int w, float (&x)[PER_WORD], float (&zero)[PER_WORD]) {
-                const int dim = ((w / 2 * 8) + 2 * t + w % 2) * PER_WORD;
+            const auto dim = [&](int w) { return (w / 2 * 8 + 2 * t + w % 2) * PER_WORD; };
+            u32 raw[K_WORDS][PER_WORD / 2];
 #pragma unroll
-                for (int i = 0; i < PER_WORD; ++i) {
-                    const u32 bits = inside ? from[dim + i] : 0;
-                    x[i] = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
-                    zero[i] = 1;
-                    if (CHANNEL) x[i] *= k_scale[head * D + dim + i], zero[i] = BITS == 8 ? 128 : k_zero[head * D + dim + i];
+            for (int w = 0; w < K_WORDS; ++w)
+#pragma unroll
+                for (int i = 0; i < PER_WORD / 2; i += 2) {
+                    const uint2 both = inside ? *reinterpret_cast<const uint2*>(from + dim(w) + 2 * i) : make_uint2(0, 0);
+                    raw[w][i] = both.x, raw[w][i + 1] = both.y;
                 }
+            const auto element = [&](int w, int i) {
+                const u32 bits = i % 2 ? raw[w][i / 2] >> 16 : raw[w][i / 2] & 0xffff;
+                const float x = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
+                return CHANNEL ? x * k_scale[head * D + dim(w) + i] : x;
             };
-            float x[PER_WORD], zero[PER_WORD], largest = 0, sum = 0;
+            const auto zero = [&](int w, int i) { return !CHANNEL ? 1 : BITS == 8 ? 128 : k_zero[head * D + dim(w) + i]; };
+            float largest = 0, sum = 0;
 #pragma unroll
-            for (int w = 0; w < K_WORDS; ++w) {
-                load(w, x, zero);
+            for (int w = 0; w < K_WORDS; ++w)
 #pragma unroll
-                for (int i = 0; i < PER_WORD; ++i) largest = fmaxf(largest, fabsf(x[i]));
-            }
+                for (int i = 0; i < PER_WORD; ++i) largest = fmaxf(largest, fabsf(element(w, i)));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
             const float unit = ptxlab::leading_power(fmaxf(largest, 0x1p-100f)), power = ptxlab::inverse_power(unit) * 0x1p14f;
 #pragma unroll
-            for (int w = 0; w < K_WORDS; ++w) {
-                load(w, x, zero);
+            for (int w = 0; w < K_WORDS; ++w)
 #pragma unroll
                 for (int r = 0; r < HALVES; ++r) {
                     const int low = dim_of(r, 0), high = dim_of(r, 1);
                     const float scaled = power / count_of(r);
-                    query[n][w][r] = half_pair(x[low] * scaled, x[high] * scaled);
-                    sum += (low_half(query[n][w][r]) * zero[low] + high_half(query[n][w][r]) * zero[high]) * count_of(r);
+                    query[n][w][r] = half_pair(element(w, low) * scaled, element(w, high) * scaled);
+                    sum += (low_half(query[n][w][r]) * zero(w, low) + high_half(query[n][w][r]) * zero(w, high)) * count_of(r);
                 }
-            }
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
 #pragma unroll
@@ -237,6 +245,7 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
 
         for (; at.item < at.items; at.item += WARPS) {
             const int position = at.position();
+            const int inside = at.walk.length - position;  // tokens that there are
             const bool masked = position + TOKENS > at.walk.length - T + 1 || (window > 0 && position < at.walk.length - window);
             ptxlab::cp_async_wait<STAGES - 2>();
             __syncwarp();                     // the item is there for all lanes, and all are done with the one before
@@ -256,9 +265,9 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
                     k_factor[i][h] = v_inverse[i][h] = 1, v_log[i][h] = 0;
                     if (!CHANNEL) {
                         u32 k = constants[token], v = constants[TOKENS + token];
-                        if (masked && position + token >= at.walk.length) k = v = NEUTRAL;
+                        if (token >= inside) k = v = NEUTRAL;
                         k_factor[i][h] = low_half(k), zero = high_half(k);
-                        v_log[i][h] = ptxlab::log2_approx(low_half(v)), v_inverse[i][h] = __frcp_rn(low_half(v));
+                        v_log[i][h] = ptxlab::log2_approx(low_half(v)), v_inverse[i][h] = __fdividef(1, low_half(v));
                     }
 #pragma unroll
                     for (int n = 0; n < NT; ++n)
@@ -285,6 +294,23 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
                     }
                 }
 
+#pragma unroll
+            for (int i = 0; i < MT; ++i)
+#pragma unroll
+                for (int n = 0; n < NT; ++n)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) s[i][n][e] = s[i][n][e] * (k_factor[i][e / 2] * factor[n][e % 2]) + v_log[i][e / 2];
+            if (masked) {
+#pragma unroll
+                for (int i = 0; i < MT; ++i)
+#pragma unroll
+                    for (int n = 0; n < NT; ++n)
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            const int token = position + i * 16 + e / 2 * 8 + g, limit = end[n][e % 2];
+                            if (token >= limit || (window > 0 && token < limit - window)) s[i][n][e] = -ptxlab::infinity();
+                        }
+            }
             bool larger = false;
             float less[NT][2];
 #pragma unroll
@@ -293,17 +319,7 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
                 for (int b = 0; b < 2; ++b) {
                     float most = LOWEST;
 #pragma unroll
-                    for (int i = 0; i < MT; ++i)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            float& x = s[i][n][h * 2 + b];
-                            x = x * (k_factor[i][h] * factor[n][b]) + v_log[i][h];
-                            if (masked) {
-                                const int token = position + i * 16 + h * 8 + g;
-                                if (token >= end[n][b] || (window > 0 && token < end[n][b] - window)) x = -ptxlab::infinity();
-                            }
-                            most = fmaxf(most, x);
-                        }
+                    for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][n][b], s[i][n][b + 2]));
 #pragma unroll
                     for (int mask = 4; mask < 32; mask *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, mask));
                     larger |= most > m[n][b];
@@ -335,8 +351,8 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
                     if (!CHANNEL) {
                         const int token = i * 16 + h * 8 + 2 * t;
                         u32 first = constants[TOKENS + token], second = constants[TOKENS + token + 1];
-                        if (masked && position + token >= at.walk.length) first = NEUTRAL;
-                        if (masked && position + token + 1 >= at.walk.length) second = NEUTRAL;
+                        if (token >= inside) first = NEUTRAL;
+                        if (token + 1 >= inside) second = NEUTRAL;
                         zero[h] = __byte_perm(first, second, 0x7632);
                     }
                 }
@@ -392,6 +408,7 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
                 }
             }
         __syncthreads();
+#pragma unroll 1
         for (int c = warp; c < here; c += WARPS) {
             const float4 of = lane < WARPS ? found[lane * columns + c] : make_float4(LOWEST, 0, 0, 0);
             ptxlab::Row<D> row = {};
