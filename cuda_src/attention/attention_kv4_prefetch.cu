@@ -56,7 +56,8 @@ attention_kv4_prefetch(const __half* __restrict__ q,            // f16 [B, Hq, 1
                        __half* __restrict__ out,                // f16 [B, Hq, 128]
                        float softmax_scale, int Hq, int Hkv, int P) {
     extern __shared__ float scores[];                         // [P * 64]; constants of keys and of values, the block table [P]
-    __shared__ float partial[32], sums[THREADS / 32 * 128];
+    __shared__ float partial[32];
+    __shared__ __align__(16) float sums[THREADS / 32 * 128];
     __half2* key_constants = reinterpret_cast<__half2*>(scores + P * PAGE);
     __half2* value_constants = key_constants + P * PAGE;
     int* pages = reinterpret_cast<int*>(value_constants + P * PAGE);

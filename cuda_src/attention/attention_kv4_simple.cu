@@ -60,7 +60,8 @@ attention_kv4_simple(const __half* __restrict__ q,            // f16 [B, Hq, 128
                      __half* __restrict__ out,                // f16 [B, Hq, 128]
                      float softmax_scale, int Hq, int Hkv, int P) {
     extern __shared__ float scores[];                         // [P * 64], and the block table [P]
-    __shared__ float partial[32], sums[THREADS / 32 * 128];
+    __shared__ float partial[32];
+    __shared__ __align__(16) float sums[THREADS / 32 * 128];
     int* pages = reinterpret_cast<int*>(scores + P * PAGE);
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (Hq / Hkv), length = lengths[sequence];
     const int whole = length / PAGE, rest = length % PAGE, all = whole + (rest > 0);

@@ -46,7 +46,8 @@ attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
               __half* __restrict__ out,                // f16 [B, Hq, 128]
               float softmax_scale, int Hq, int Hkv, int P) {
     extern __shared__ float scores[];                  // [P * 64]
-    __shared__ float partial[32], sums[THREADS / 32 * 128];
+    __shared__ float partial[32];
+    __shared__ __align__(16) float sums[THREADS / 32 * 128];
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (Hq / Hkv), length = lengths[sequence];
     const int slot = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
     const size_t row = (size_t(sequence) * Hq + head) * 128;

@@ -4,20 +4,29 @@
 
 namespace ptxlab {
 
+// Of the 2 HALF dims that a lane has from `dim` on, it hands one half to its partner and takes the other's of the half that it keeps, and so on
+// until four are left: a quarter of the shuffles that sums of all dims in all lanes would take.
+template <int HALF, int MASK, int DIMS>
+__device__ __forceinline__ void sum_lanes(float (&acc)[DIMS], int& dim) {
+    const bool upper = threadIdx.x & MASK;
+    dim += upper ? HALF : 0;
+#pragma unroll
+    for (int i = 0; i < HALF; ++i) {
+        const float other = __shfl_xor_sync(0xffffffffu, upper ? acc[i] : acc[i + HALF], MASK);
+        acc[i] = (upper ? acc[i + HALF] : acc[i]) + other;
+    }
+    if constexpr (HALF > 4) sum_lanes<HALF / 2, MASK / 2>(acc, dim);
+}
+
 // out[d] = (sum over slots of acc) * factor, f16 [128], always in the same order. A block is slots of 128 / DIMS threads each, and thread
-// `part` of a slot has dims DIMS part ..; `sums` is 128 floats per warp.
+// `part` of a slot has dims DIMS part ..; `sums` is 128 floats per warp, aligned to 16 bytes.
 template <int THREADS, int DIMS>
 __device__ __forceinline__ void store_slots(float (&acc)[DIMS], float factor, float* sums, __half* out) {
     constexpr int PARTS = 128 / DIMS;
-#pragma unroll
-    for (int i = 0; i < DIMS; ++i)
-#pragma unroll
-        for (int mask = PARTS; mask < 32; mask *= 2) acc[i] += __shfl_xor_sync(0xffffffffu, acc[i], mask);
     const int lane = threadIdx.x % 32;
-    if (lane < PARTS) {
-#pragma unroll
-        for (int i = 0; i < DIMS; ++i) sums[threadIdx.x / 32 * 128 + lane * DIMS + i] = acc[i];
-    }
+    int dim = lane % PARTS * DIMS;
+    sum_lanes<DIMS / 2, 16>(acc, dim);
+    *reinterpret_cast<float4*>(sums + threadIdx.x / 32 * 128 + dim) = make_float4(acc[0], acc[1], acc[2], acc[3]);
     __syncthreads();
     if (threadIdx.x < 128) {
         float sum = 0;
