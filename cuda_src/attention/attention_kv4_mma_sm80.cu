@@ -44,6 +44,7 @@
 namespace {
 
 using ptxlab::u32;
+using Segments = ptxlab::Segments<2>;                          // a unit costs its tiles, and as much as two more
 constexpr int THREADS = 32 * WARPS, TOKENS = 32, SHARE = ptxlab::TILE / TOKENS;
 constexpr int ROW = D * BITS / 8, PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4)), PAGES = TOKENS > PAGE ? TOKENS / PAGE : 1;
 constexpr int PART = TOKENS * ROW, STAGE = 2 * (PART + (CHANNEL ? 0 : TOKENS * 4));
@@ -80,20 +81,20 @@ __device__ __forceinline__ constexpr float count_of(int r) { return r < 2 ? 1 : 
 
 // The items of one warp, segment after segment: as it multiplies them, and, as many items ahead as it has stages, as it asks for them.
 struct Items {
-    ptxlab::Segments walk;
+    Segments walk;
     int item, items;                          // of this segment: the warp's next one, and all
 
-    __device__ __forceinline__ Items(const ptxlab::Segments& all) : walk(all), item(threadIdx.x / 32) { count(); }
+    __device__ __forceinline__ Items(const Segments& all) : walk(all), item(threadIdx.x / 32) { count(); }
 
     __device__ __forceinline__ void count() {
-        items = !walk.more() ? 0 : min(walk.count() * SHARE, ptxlab::Segments::ceil_div(walk.length - (walk.begin + walk.first) * ptxlab::TILE, TOKENS));
+        items = !walk.more() ? 0 : min(walk.count() * SHARE, Segments::ceil_div(walk.length - (walk.begin + walk.first()) * ptxlab::TILE, TOKENS));
     }
     __device__ __forceinline__ void next_segment() { // items of all segments are dealt out as if they were of one
         item -= items;
         walk.advance();
         count();
     }
-    __device__ __forceinline__ int position() const { return (walk.begin + walk.first) * ptxlab::TILE + item * TOKENS; }
+    __device__ __forceinline__ int position() const { return (walk.begin + walk.first()) * ptxlab::TILE + item * TOKENS; }
 };
 
 // Asks for a warp's items. The entry of the block table is loaded one item before it is needed.
@@ -172,7 +173,7 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
     float* sums = reinterpret_cast<float*>(memory + WARPS * STAGES * STAGE);
     float4* found = reinterpret_cast<float4*>(sums + WARPS * columns * PITCH);  // [WARPS][columns]: maximum, sum, zeros
 
-    Items at(ptxlab::Segments(lengths, B, Hkv * splits, T, window));
+    Items at(Segments(lengths, B, Hkv * splits, T, window));
     Loader loader(at, pool, table, Hkv, P, splits);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) loader.fetch(ring + s * STAGE);
@@ -447,10 +448,10 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
                 row.store<BF16>(out, lse, row_of(c));
                 continue;
             }
-            const int block = at.walk.first_block(), blocks = at.walk.last_block() - block + 1;
-            row.write(partial, stats, (size_t(blockIdx.x) * 2 + (at.walk.first == 0)) * columns + c);
+            const int block = at.walk.first_block(), blocks = at.walk.blocks();
+            row.write(partial, stats, (size_t(blockIdx.x) * 2 + (at.walk.first() == 0)) * columns + c);
             if (!FUSED) {
-                if (at.walk.first == 0 && c == 0 && lane == 0)
+                if (at.walk.first() == 0 && c == 0 && lane == 0)
                     reinterpret_cast<int2*>(segments)[blockIdx.x] = make_int2(at.walk.sequence * (Hkv * splits) + at.walk.unit, blocks);
                 continue;
             }

@@ -14,6 +14,7 @@
 #define TOKENS 64   // of a tile that one warp takes: 16, 32, 64
 #define WARPS 8     // that multiply
 #define STAGES 12   // tiles in flight
+#define OVERHEAD 2  // cost of a unit, in tiles, beside its tiles
 #define FUSED 1     // units of several blocks: 1 merged by the last of them, 0 left to attention_merge
 #define RESIDENT 1  // blocks per SM
 #endif
@@ -34,10 +35,10 @@ constexpr int WORDS = ROW / 16, VECTOR = WORDS < 4 ? WORDS : 4;  // of a token's
 constexpr int VALUES = ROW / 32;                               // words of a token's values per lane
 constexpr int PITCH = D + 4;                                   // of sums in shared memory
 constexpr int FRAGMENTS = NT * WORDS * HALVES * 128, QUERY = FRAGMENTS + COLUMNS * 4 + 16;  // bytes: operand B, sums of columns, factor
-constexpr int SLOTS = 2;                                       // units at a time
+constexpr int UNITS = 4, SLOTS = 2;                            // units in flight; those whose sums are
 constexpr float LOWEST = -1e30f;                               // below any score, yet finite
 constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;   // s8 as u8 with a zero of 128
-static_assert(GROUPS <= STAGES && WARPS % SHARE == 0 && COLUMNS <= 32 && WARPS <= 32);
+static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && COLUMNS <= 32 && WARPS <= 32);
 
 __device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
 __device__ __forceinline__ float high_half(u32 pair) { return __high2float(ptxlab::as_half2(pair)); }
@@ -79,24 +80,27 @@ __device__ __forceinline__ int scale_at(int token) { return token / PAGE * PAGE_
 __device__ __forceinline__ void multiply_keys(float (&s)[MT][NT][4], const unsigned char* keys, int token0, const u32 (&query)[NT][WORDS][HALVES],
                                               int g, int t) {
 #pragma unroll
-    for (int c = 0; c < WORDS; c += VECTOR)
+    for (int c = 0; c < WORDS; c += VECTOR) {
+        u32 upper[MT][VECTOR], lower[MT][VECTOR];
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
-            u32 upper[VECTOR], lower[VECTOR];
             const unsigned char* from = keys + row_at(token0 + i * 16) + g * ROW + (c * 4 + t * VECTOR) * 4;
-            load_words(upper, from);
-            load_words(lower, from + 8 * ROW);
+            load_words(upper[i], from);
+            load_words(lower[i], from + 8 * ROW);
+        }
 #pragma unroll
-            for (int w = 0; w < VECTOR; ++w) {
-                u32 a[HALVES], b[HALVES];
-                subnormals(a, upper[w]);
-                subnormals(b, lower[w]);
+        for (int w = 0; w < VECTOR; ++w)                                     // tokens innermost: an MMA waits for the one before with its sums
 #pragma unroll
-                for (int r = 0; r < HALVES; r += 2)
+            for (int r = 0; r < HALVES; r += 2)
+#pragma unroll
+                for (int i = 0; i < MT; ++i) {
+                    u32 a[HALVES], b[HALVES];
+                    subnormals(a, upper[i][w]);
+                    subnormals(b, lower[i][w]);
 #pragma unroll
                     for (int n = 0; n < NT; ++n) ptxlab::mma_f16(s[i][n], a[r], b[r], a[r + 1], b[r + 1], query[n][c + w][r], query[n][c + w][r + 1]);
-            }
-        }
+                }
+    }
 }
 
 // O^T += V^T P^T: 16 dims x 8 queries x 16 tokens per MMA, for the lane dims g D / 8 on. Tokens are paired by PRMT; odd t load the second of a
@@ -125,6 +129,15 @@ __device__ __forceinline__ void multiply_values(float (&o)[DT][NT][4], const uns
         }
 }
 
+// What the block does of a unit: of a sequence, up to COLUMNS queries of one of its heads.
+struct Unit {
+    int count, position, length;   // tiles, 0 behind the last unit; the first one's first token; tokens of the sequence
+    int turn;                      // the group of warps that takes the first tile
+    int sequence, head, column0, columns;
+    int part, block, blocks;       // where in the workspace its part is, or -1 if that is all; the blocks that have parts
+    int index;                     // of the unit among all
+};
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
@@ -141,34 +154,35 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                    int* segments,               // s32 FUSED: [blocks, columns], zeros before and after; else [blocks, 2]
                    float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window) {
     extern __shared__ __align__(128) unsigned char ring[];                   // [STAGES][STAGE]
-    __shared__ u64 full[STAGES], empty[STAGES], ready[SLOTS], summed[SLOTS], cleared[SLOTS];
+    __shared__ u64 full[STAGES], empty[STAGES], ready[UNITS], summed[UNITS], cleared[UNITS];
+    __shared__ Unit units[UNITS];
     const int group = Hq / Hkv, splits = (group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    unsigned char* const queries = ring + STAGES * STAGE;                    // [SLOTS][QUERY]
-    float4* const warp_stats = reinterpret_cast<float4*>(queries + SLOTS * QUERY);             // [SLOTS][WARPS][columns]: largest, sum, zeros
+    unsigned char* const queries = ring + STAGES * STAGE;                    // [UNITS][QUERY]
+    float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);             // [SLOTS][WARPS][columns]: largest, sum, zeros
     float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);   // [SLOTS][WARPS][columns][PITCH]
 
     if (warp == WARPS) {
         for (int s = lane; s < STAGES; s += 32) ptxlab::mbarrier_init(&full[s], 1), ptxlab::mbarrier_init(&empty[s], SHARE);
-        if (lane < SLOTS) ptxlab::mbarrier_init(&ready[lane], 1), ptxlab::mbarrier_init(&summed[lane], WARPS), ptxlab::mbarrier_init(&cleared[lane], WARPS);
+        if (lane < UNITS) ptxlab::mbarrier_init(&ready[lane], 1), ptxlab::mbarrier_init(&summed[lane], WARPS), ptxlab::mbarrier_init(&cleared[lane], WARPS);
         ptxlab::fence_mbarrier_init();
     }
     __syncthreads();
     ptxlab::launch_dependents();
-    ptxlab::wait_for_predecessors();
-    ptxlab::Segments walk(lengths, B, Hkv * splits, T, window);
-    ptxlab::Slot<SLOTS> unit;
 
     if (warp == WARPS) {  // asks for copies
+        ptxlab::Segments<OVERHEAD> walk(lengths, B, Hkv * splits, T, window);
+        bool waited = false;
         const bool elected = ptxlab::elect();
         ptxlab::Slot<STAGES> slot;
         const size_t pitch = size_t(Hkv) * PAGE_BYTES;
         for (; walk.more(); walk.advance()) {
-            const int page0 = (walk.begin + walk.first) * PAGES, pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - page0);
+            const int page0 = (walk.begin + walk.first()) * PAGES, pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - page0);
             const int* entries = table + size_t(walk.sequence) * P + page0;
             const unsigned char* of_head = pool + size_t(walk.unit / splits) * PAGE_BYTES;
             for (int p = 0; p < pages; p += 32) {
                 const int entry = entries[min(p + lane, pages - 1)];         // what a tile lacks: the last page again
+                if (!waited) ptxlab::wait_for_predecessors(), waited = true;
                 for (int i = 0; i < min(32, pages - p); i += PAGES, slot.advance()) {
                     unsigned char* stage = ring + slot.index * STAGE;
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
@@ -186,7 +200,12 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     }
 
     if (warp == WARPS + 1) {  // queries -> operand B and what goes with it, once per unit
-        for (; walk.more(); walk.advance(), unit.advance()) {
+        ptxlab::Segments<OVERHEAD> walk(lengths, B, Hkv * splits, T, window);
+        ptxlab::Slot<UNITS> slot;
+        int2 begun = make_int2(0, 0);                                        // the unit of several blocks that begins here, and how many
+        int turn = 0;
+        ptxlab::wait_for_predecessors();
+        for (; walk.more(); walk.advance(), slot.advance()) {
             const int head = walk.unit / splits, column0 = walk.unit % splits * COLUMNS;
             const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
             u32 raw[NT][WORDS][HALVES];
@@ -216,9 +235,9 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     for (int e = 0; e < PER_WORD; ++e) largest = max(largest, __float_as_uint(fabsf(element(n, w, e))));
             const int exponent = 141 - max(15, int(__reduce_max_sync(~0u, largest) >> 23));  // brings the largest to 2^14 .. 2^15
             const float power = __int_as_float((127 + exponent) << 23), back = __int_as_float((127 - exponent) << 23);
-            ptxlab::mbarrier_wait(&summed[unit.index], unit.parity ^ 1);     // then all have their queries of the unit that was in this slot
-            u32* to = reinterpret_cast<u32*>(queries + unit.index * QUERY);
-            float* extra = reinterpret_cast<float*>(queries + unit.index * QUERY + FRAGMENTS);
+            ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
+            u32* to = reinterpret_cast<u32*>(queries + slot.index * QUERY);
+            float* extra = reinterpret_cast<float*>(queries + slot.index * QUERY + FRAGMENTS);
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
                 float sum = 0;
@@ -235,9 +254,23 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 sum += __shfl_xor_sync(~0u, sum, 2);
                 if (t == 0) extra[n * 8 + g] = sum * -0x1p-24f;
             }
-            if (lane == 0) extra[COLUMNS] = softmax_scale * 1.44269504f * 0x1p24f * back;
+            if (lane == 0) {
+                const int first = walk.first(), count = walk.count(), index = walk.sequence * (Hkv * splits) + walk.unit;
+                const bool whole = count == walk.tiles;
+                extra[COLUMNS] = softmax_scale * 1.44269504f * 0x1p24f * back;
+                units[slot.index] = {count, (walk.begin + first) * TILE, walk.length, turn, walk.sequence, head, column0, min(columns, group * T - column0),
+                                     whole ? -1 : int(blockIdx.x) * 2 + (first == 0), whole ? 0 : walk.first_block(), whole ? 1 : walk.blocks(), index};
+                turn = (turn + count) % GROUPS;
+                if (!whole && first == 0) begun = make_int2(index, walk.blocks());
+            }
             __syncwarp();
-            if (lane == 0) ptxlab::mbarrier_arrive(&ready[unit.index]);
+            if (lane == 0) ptxlab::mbarrier_arrive(&ready[slot.index]);
+        }
+        ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);
+        if (lane == 0) {
+            units[slot.index].count = 0;
+            ptxlab::mbarrier_arrive(&ready[slot.index]);
+            if (!FUSED) reinterpret_cast<int2*>(segments)[blockIdx.x] = begun;
         }
         for (int s = blockIdx.x; s < B; s += gridDim.x)                      // nobody's: sequences of no tokens
             if (lengths[s] == 0) {
@@ -247,17 +280,14 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         return;
     }
 
-    int turn = 0;                                                            // the group of warps that takes the segment's first tile
-    if (!FUSED && warp == 0 && lane == 0) reinterpret_cast<int2*>(segments)[blockIdx.x] = make_int2(0, 0);
-
-    // The warps' sums of a unit -> a result, or a part of one. A warp takes a column.
-    const auto merge = [&](const ptxlab::Segments& walk, const ptxlab::Slot<SLOTS>& unit, int turn) {
-        const int count = walk.count(), head = walk.unit / splits, column0 = walk.unit % splits * COLUMNS;
-        const float4* stat = warp_stats + unit.index * WARPS * columns;
-        const auto active = [&](int w) { return (w / SHARE - turn + GROUPS) % GROUPS < count; };
-        ptxlab::mbarrier_wait(&summed[unit.index], unit.parity);
-        for (int c = warp; c < min(columns, group * T - column0); c += WARPS) {
-            const float4 mine = lane < WARPS && active(lane) ? stat[lane * columns + c] : make_float4(LOWEST, 0, 0, 0);
+    // The warps' sums of the unit before -> a result, or a part of one. A warp takes a column, each time another.
+    const auto merge = [&](int number) {
+        const Unit& unit = units[number % UNITS];
+        const int sums = number % SLOTS * WARPS;
+        const auto active = [&](int w) { return (w / SHARE - unit.turn + GROUPS) % GROUPS < unit.count; };
+        ptxlab::mbarrier_wait(&summed[number % UNITS], number / UNITS % 2);
+        for (int c = (warp + number) % WARPS; c < unit.columns; c += WARPS) {
+            const float4 mine = lane < WARPS && active(lane) ? warp_stats[(sums + lane) * columns + c] : make_float4(LOWEST, 0, 0, 0);
             ptxlab::Row<D> row = {};
             row.largest = mine.x;
 #pragma unroll
@@ -274,7 +304,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
                     for (int p = 0; p < row.PIECES; ++p)
                         if (row.mine(p)) {
-                            const float4 v = *reinterpret_cast<const float4*>(warp_sums + ((unit.index * WARPS + w) * columns + c) * PITCH + row.dim(p));
+                            const float4 v = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
                             row.v[p].x += times * v.x, row.v[p].y += times * v.y, row.v[p].z += times * v.z, row.v[p].w += times * v.w;
                         }
             }
@@ -282,56 +312,53 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             for (int p = 0; p < row.PIECES; ++p)
                 if (row.mine(p)) {
                     float4 zero = make_float4(1, 1, 1, 1), scale = zero;
-                    if (CHANNEL) scale = *reinterpret_cast<const float4*>(v_scale + head * D + row.dim(p));
-                    if (CHANNEL) zero = BITS == 8 ? make_float4(128, 128, 128, 128) : *reinterpret_cast<const float4*>(v_zero + head * D + row.dim(p));
+                    if (CHANNEL) scale = *reinterpret_cast<const float4*>(v_scale + unit.head * D + row.dim(p));
+                    if (CHANNEL) zero = BITS == 8 ? make_float4(128, 128, 128, 128) : *reinterpret_cast<const float4*>(v_zero + unit.head * D + row.dim(p));
                     float4& v = row.v[p];
                     v = make_float4((v.x - zeros * zero.x) * scale.x, (v.y - zeros * zero.y) * scale.y, (v.z - zeros * zero.z) * scale.z, (v.w - zeros * zero.w) * scale.w);
                 }
-            const int column = column0 + c;
-            const size_t at = (size_t(walk.sequence) * T + column / group) * Hq + head * group + column % group;
-            if (count == walk.tiles) {
+            const int column = unit.column0 + c;
+            const size_t at = (size_t(unit.sequence) * T + column / group) * Hq + unit.head * group + column % group;
+            if (unit.part < 0) {
                 row.store<BF16>(out, lse, at);
                 continue;
             }
-            const int block = walk.first_block(), blocks = walk.last_block() - block + 1;
-            row.write(partial, stats, (blockIdx.x * 2 + (walk.first == 0)) * size_t(columns) + c);
-            if (!FUSED) {
-                if (walk.first == 0 && lane == 0 && c == 0)
-                    reinterpret_cast<int2*>(segments)[blockIdx.x] = make_int2(walk.sequence * (Hkv * splits) + walk.unit, blocks);
-                continue;
-            }
-            if (!ptxlab::last_of(segments + block * columns + c, blocks)) continue;
-            if (lane == 0) segments[block * columns + c] = 0;                // for the next launch
-            ptxlab::Row<D>::merged(partial, stats, block, blocks, columns, c).store<BF16>(out, lse, at);
+            row.write(partial, stats, unit.part * size_t(columns) + c);
+            int* counter = segments + unit.block * columns + c;
+            if (!FUSED || !ptxlab::last_of(counter, unit.blocks)) continue;
+            if (lane == 0) *counter = 0;                                     // for the next launch
+            ptxlab::Row<D>::merged(partial, stats, unit.block, unit.blocks, columns, c).store<BF16>(out, lse, at);
         }
         __syncwarp();
-        if (lane == 0) ptxlab::mbarrier_arrive(&cleared[unit.index]);
+        if (lane == 0) ptxlab::mbarrier_arrive(&cleared[number % UNITS]);
     };
 
     // Scores, probabilities, sums.
     const int mine = warp / SHARE, token0 = warp % SHARE * TOKENS;           // of the groups; of a tile
-    int stage = mine, parity = 0, last_turn = 0;
-    ptxlab::Segments last = walk;
-    ptxlab::Slot<SLOTS> last_unit;
-    bool any = false;
-    for (; walk.more(); walk.advance(), unit.advance()) {
-        const int count = walk.count(), skip = (mine - turn + GROUPS) % GROUPS;
+    int stage = mine, parity = 0, number = 0;
+    for (;; ++number) {
+        const int slot = number % UNITS;
+        ptxlab::mbarrier_wait(&ready[slot], number / UNITS % 2);
+        const Unit& unit = units[slot];
+        const int count = unit.count;
+        if (count == 0) break;
+        const int skip = (mine - unit.turn + GROUPS) % GROUPS;
         if (skip < count) {
             u32 query[NT][WORDS][HALVES];
             float column_sum[NT][2], m[NT][2], l[NT][2] = {}, o[DT][NT][4] = {}, zeros[NT][4] = {};
-            const float* extra = reinterpret_cast<const float*>(queries + unit.index * QUERY + FRAGMENTS);
-            ptxlab::mbarrier_wait(&ready[unit.index], unit.parity);
+            const float* extra = reinterpret_cast<const float*>(queries + slot * QUERY + FRAGMENTS);
+            const int length = unit.length, position0 = unit.position + token0, column0 = unit.column0;
             const float factor = extra[COLUMNS];
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w) load_words(query[n][w], queries + unit.index * QUERY + ((n * WORDS + w) * 32 + lane) * HALVES * 4);
+                for (int w = 0; w < WORDS; ++w) load_words(query[n][w], queries + slot * QUERY + ((n * WORDS + w) * 32 + lane) * HALVES * 4);
 #pragma unroll
                 for (int b = 0; b < 2; ++b) column_sum[n][b] = extra[n * 8 + 2 * t + b], m[n][b] = LOWEST;
             }
             for (int i = skip; i < count; i += GROUPS) {
-                const int position = (walk.begin + walk.first + i) * TILE + token0;  // of this warp's first token
-                const bool masked = position + TOKENS > walk.length - T + 1 || (window > 0 && position < walk.length - window);
+                const int position = position0 + i * TILE;  // of this warp's first token
+                const bool masked = position + TOKENS > length - T + 1 || (window > 0 && position < length - window);
                 const unsigned char* keys = ring + stage * STAGE;
                 const unsigned char* values = keys + PAGES * PAGE_BYTES;
                 ptxlab::mbarrier_wait(&full[stage], parity);
@@ -356,7 +383,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     for (int i = 0; i < MT; ++i)
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
-                            const int left = walk.length - position - i * 16 - h * 8;
+                            const int left = length - position - i * 16 - h * 8;
                             if (g >= left) k_pair[i][h] = v_pair[i][h] = 0;
                             if (2 * t >= left) ones[i][h] = 0;
                             else if (2 * t + 1 >= left) ones[i][h] &= 0xffff;
@@ -387,7 +414,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     for (int n = 0; n < NT; ++n)
 #pragma unroll
                         for (int b = 0; b < 2; ++b) {
-                            const int end = walk.length - T + 1 + (walk.unit % splits * COLUMNS + n * 8 + 2 * t + b) / group;  // what a query does not see
+                            const int end = length - T + 1 + (column0 + n * 8 + 2 * t + b) / group;  // what a query does not see
 #pragma unroll
                             for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -451,14 +478,14 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             }
 
             // The lane's dims g D / 8 ... of columns 2 t, 2 t + 1
-            ptxlab::mbarrier_wait(&cleared[unit.index], unit.parity ^ 1);
+            ptxlab::mbarrier_wait(&cleared[(number + UNITS - SLOTS) % UNITS], ((number + UNITS - SLOTS) / UNITS + 1) % 2);  // at first there is none before
 #pragma unroll
             for (int n = 0; n < NT; ++n)
 #pragma unroll
                 for (int b = 0; b < 2; ++b) {
 #pragma unroll
                     for (int step = 4; step < 32; step *= 2) l[n][b] += __shfl_xor_sync(~0u, l[n][b], step);
-                    const int column = n * 8 + 2 * t + b, row = (unit.index * WARPS + warp) * columns + column;
+                    const int column = n * 8 + 2 * t + b, row = (number % SLOTS * WARPS + warp) * columns + column;
                     if (column >= columns) continue;
                     if (g == 0) warp_stats[row] = make_float4(m[n][b], l[n][b], zeros[n][b], 0);
 #pragma unroll
@@ -471,10 +498,8 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 }
         }
         __syncwarp();
-        if (lane == 0) ptxlab::mbarrier_arrive(&summed[unit.index]);
-        if (any) merge(last, last_unit, last_turn);                          // one unit behind, so that nobody waits
-        any = true, last = walk, last_unit = unit, last_turn = turn;
-        turn = (turn + count) % GROUPS;
+        if (lane == 0) ptxlab::mbarrier_arrive(&summed[slot]);
+        if (number > 0) merge(number - 1);                                   // one unit behind, so that nobody waits
     }
-    if (any) merge(last, last_unit, last_turn);
+    if (number > 0) merge(number - 1);
 }
