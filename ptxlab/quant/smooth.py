@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.quant.inputs import as_float_matrix, check_floats
+from ptxlab.quant.inputs import as_float_matrix, check_floats, extremes, row_extremes
 from ptxlab.reference.packed import F32
 
 
@@ -68,6 +68,8 @@ def smooth_attention(
         raise ArgumentError("keys_max", "must not be negative", float(peaks.min()))
     if Hq % Hkv:
         raise ArgumentError("w_q", f"must have a multiple of w_k's {Hkv} heads", Hq)
+    if w_q.shape[1] != w_k.shape[1]:
+        raise ArgumentError("w_q", f"K must be w_k's {w_k.shape[1]}", w_q.shape[1])
     factor = _factor(peaks, alpha)
     of_keys, of_queries = factor.reshape(-1), np.repeat(factor, Hq // Hkv, axis=0).reshape(-1)
     return SmoothedAttention(
@@ -87,22 +89,27 @@ def _factor(peaks: F32, alpha: float) -> npt.NDArray[np.float64]:
 
 
 def _heads(argument: str, w: npt.NDArray[Any], head_dim: int) -> int:
-    rows = len(as_float_matrix(argument, w))
-    if rows % head_dim:
-        raise ArgumentError(argument, f"must have a multiple of head_dim {head_dim} rows", rows)
-    return rows // head_dim
+    row_extremes(argument, w)  # refuses what is no finite matrix
+    if len(w) % head_dim:
+        raise ArgumentError(argument, f"must have a multiple of head_dim {head_dim} rows", len(w))
+    return len(w) // head_dim
 
 
 def _scaled_bias(argument: str, bias: npt.NDArray[Any], factor: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
     check_floats(argument, bias)
     if bias.shape != factor.shape:
         raise ArgumentError(argument, f"must be [{factor.size}]", f"shape {bias.shape}")
+    extremes(argument, bias)
     return _scaled(argument, bias, factor)
 
 
 def _scaled(argument: str, x: npt.NDArray[Any], factor: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
     with np.errstate(over="ignore"):
         scaled = (x.astype(np.float64) * factor).astype(x.dtype)
-    if not np.isfinite(scaled.astype(np.float32)).all():
-        raise ArgumentError(argument, f"must stay finite in {x.dtype} when smoothed", "an overflow")
+    lost = ~np.isfinite(scaled.astype(np.float64))
+    if lost.any():
+        place = [int(i) for i in np.argwhere(lost)[0]]
+        raise ArgumentError(
+            argument, f"must stay finite in {x.dtype} when smoothed", f"an overflow at {argument}{place}"
+        )
     return scaled
