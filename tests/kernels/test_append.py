@@ -198,9 +198,9 @@ def rotated_to_ties(rows: int, bits: int) -> tuple[np.ndarray, tuple[np.ndarray,
     sin = (wanted * RNG.integers(-6, 7, wanted.shape) * 2.0**-26).astype(np.float32)
     x[:, :2], sin[:, :2] = 1, 0  # the extremes stay
     cos = (wanted / x.astype(np.float32)).astype(np.float32)
-    half = rows // 2  # of the others the scale itself is a tie of f16
-    cos[half:, 0] = 0
-    cos[half:, 1] = scale[half:] * (2**bits - 1) * (1 + np.float32(2**-11) / np.ldexp(np.frexp(scale[half:])[0], 1))
+    half, between = rows // 2, np.ldexp(np.float32(0.5), np.frexp(scale)[1] - 11)
+    cos[half:, 2:] = np.abs(cos[half:, 2:])  # of the others the scale itself is a tie of f16
+    cos[half:, 0], cos[half:, 1] = 0, ((scale + between) * (2**bits - 1))[half:]
     return np.concatenate([x, x], axis=1)[:, None], (cos, sin)
 
 
