@@ -72,8 +72,8 @@ def test_near_float64_in_the_emulator(
 @pytest.mark.gpu
 @every_step
 @given(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
-    Hkv=st.integers(1, 8),
+    lengths=st.lists(st.integers(0, 2000), min_size=1, max_size=8),
+    Hkv=st.integers(1, 3),
     ratio=st.sampled_from((1, 4, 8, 16)),
     seed=st.integers(0, 2**32 - 1),
     change=st.sampled_from(problems.CASES),

@@ -60,7 +60,7 @@ def allowed_error(
         q: queries [T, Hq, D], as the kernel is given them.
         k: keys [L, Hkv, D].
         v: values [L, Hkv, D].
-        visible: which keys each query sees, [T, L].
+        visible: which keys each query sees, one after the other, [T, L].
         scale: of the scores.
         roundings: the kernel's.
         stored: the rounding of the output, `HALF` or bfloat16's.
@@ -74,24 +74,24 @@ def allowed_error(
     keys, key_size = _with_magnitude(k, roundings.apart)
     values, value_size = _with_magnitude(v, roundings.apart)
     units = np.ones((L, Hkv)) if v.scale.ndim == 2 and v.scale.dtype == np.float32 else v.scale.astype(np.float64)
-    for t in range(T):
+    for t, h in np.ndindex(T, Hq):
         seen = np.flatnonzero(visible[t])
-        for h in range(Hq if len(seen) else 0):
-            head, x = h // (Hq // Hkv), q[t, h]
-            scores = keys[seen, head] @ x * scale
-            wrong = key_size[seen, head] @ (np.abs(x) * roundings.score + np.abs(x).max() * roundings.query) * scale
-            wrong = np.minimum(wrong + roundings.weight + roundings.rescaled * L, _CERTAIN)
-            p = np.exp(scores - scores.max())
-            least = (p * np.exp(-wrong)).sum()
-            mean = p @ values[seen, head] / p.sum()
-            moved = (p * np.expm1(wrong)) @ np.abs(values[seen, head] - mean) / least
-            sizes = value_size[seen, head]
-            summed = p @ sizes / p.sum() * (roundings.sum + serial)
-            heaviest = (p * units[seen, head]).max() / p.sum()
-            lost = roundings.floor * heaviest * (sizes / units[seen, head, None]).sum(axis=0)
-            out[t, h] = 1.01 * (moved + summed + lost + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
-            total = scores.max() + np.log(p.sum())
-            lse[t, h] = np.log((p * np.exp(wrong)).sum() / p.sum()) + serial + 2.0**-22 * (1 + abs(total))
+        if not len(seen):
+            continue
+        at, x = (slice(seen[0], seen[-1] + 1), h // (Hq // Hkv)), q[t, h]
+        scores = keys[at] @ x * scale
+        wrong = key_size[at] @ (np.abs(x) * roundings.score + np.abs(x).max() * roundings.query) * scale
+        wrong = np.minimum(wrong + roundings.weight + roundings.rescaled * L, _CERTAIN)
+        p = np.exp(scores - scores.max())
+        total, least = p.sum(), (p * np.exp(-wrong)).sum()
+        mean = p @ values[at] / total
+        moved = (p * np.expm1(wrong)) @ np.abs(values[at] - mean) / least
+        summed = p @ value_size[at] / total * (roundings.sum + serial)
+        heaviest = (p * units[at]).max() / total
+        lost = roundings.floor * heaviest * (value_size[at] / units[at][:, None]).sum(axis=0)
+        out[t, h] = 1.01 * (moved + summed + lost + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
+        log_total = scores.max() + np.log(total)
+        lse[t, h] = np.log((p * np.exp(wrong)).sum() / total) + serial + 2.0**-22 * (1 + abs(log_total))
     return out, lse
 
 
