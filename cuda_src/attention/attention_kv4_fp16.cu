@@ -52,7 +52,7 @@ __device__ __forceinline__ constexpr int high_of(int i) { return low_of(i) + 2; 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
 attention_kv4_fp16(const __half* __restrict__ q,            // f16 [B, Hq, 128]
                    const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
                    const int* __restrict__ table,           // s32 [B, P]
@@ -144,7 +144,7 @@ attention_kv4_fp16(const __half* __restrict__ q,            // f16 [B, Hq, 128]
     for (int first = 0; first < all; first += 4) {
         __half2 sum4[4][4] = {};
         if (first + 4 <= whole) {
-#pragma unroll
+#pragma unroll 2
             for (int i = 0; i < 4; ++i) add(sum4, first + i, true);
         } else {
             for (int i = first; i < all; ++i) add(sum4, i, i < whole || slot < rest);

@@ -52,7 +52,7 @@ __device__ __forceinline__ void dequant(float (&x)[DIMS], const uint4& nibbles, 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
 attention_kv4_simple(const __half* __restrict__ q,            // f16 [B, Hq, 128]
                      const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
                      const int* __restrict__ table,           // s32 [B, P]
