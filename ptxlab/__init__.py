@@ -1,6 +1,7 @@
 """ptxlab: a workbench for low-bit LLM kernels."""
 
 from ptxlab.kernels import find, run, specs
+from ptxlab.kernels.attention import append_kv4
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.packed import to_device
 from ptxlab.kernels.quantize import quantize_activations
@@ -19,6 +20,7 @@ __all__ = [
     "PackedWeight",
     "Workspace",
     "__version__",
+    "append_kv4",
     "calibrate_kv",
     "find",
     "gemm_w4a8",

@@ -1,4 +1,5 @@
 // attention_kv4_sm90: decode attention over a paged 4-bit KV cache, at the speed of memory.
+#include "exponent.cuh"
 #include "griddep.cuh"
 #include "mbarrier.cuh"
 #include "parts.cuh"
@@ -38,10 +39,11 @@ constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;     // integers of a 
 constexpr int WORDS = ROW / 16, VECTOR = WORDS < 4 ? WORDS : 4;  // of a token's keys per lane; of one load
 constexpr int VALUES = ROW / 32;                               // words of a token's values per lane
 constexpr int PITCH = D + 4;                                   // of sums in shared memory
-constexpr int FRAGMENTS = NT * WORDS * HALVES * 128, QUERY = FRAGMENTS + COLUMNS * 4 + 16;  // bytes: operand B, sums of columns, factor
+constexpr int FRAGMENTS = NT * WORDS * HALVES * 128, QUERY = FRAGMENTS + COLUMNS * 8;  // bytes: operand B; of each column sum and factor
 constexpr int UNITS = 4, SLOTS = 2;                            // units in flight; those whose sums are
 constexpr int LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;    // a power of two, a lane for every warp
 constexpr float LOWEST = -1e30f;                               // below any score, yet finite
+constexpr u32 NEUTRAL = 0x00003c00;                            // scale 1, zero 0: of tokens that there are not
 constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;   // s8 as u8 with a zero of 128
 static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16);
 
@@ -259,21 +261,20 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 return CHANNEL ? x * k_scale[head * D + dim(w) + e] : x;
             };
             const auto zero = [&](int w, int e) { return !CHANNEL ? 1 : BITS == 8 ? 128 : k_zero[head * D + dim(w) + e]; };
-            u32 largest = 0;
+            ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
+            u32* to = reinterpret_cast<u32*>(queries + slot.index * QUERY);
+            float2* extra = reinterpret_cast<float2*>(queries + slot.index * QUERY + FRAGMENTS);
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
+            for (int n = 0; n < NT; ++n) {
+                float largest = 0, sum = 0;
 #pragma unroll
                 for (int w = 0; w < WORDS; ++w)
 #pragma unroll
-                    for (int e = 0; e < PER_WORD; ++e) largest = max(largest, __float_as_uint(fabsf(element(n, w, e))));
-            const int exponent = 141 - max(15, int(__reduce_max_sync(~0u, largest) >> 23));  // brings the largest to 2^14 .. 2^15
-            const float power = __int_as_float((127 + exponent) << 23), back = __int_as_float((127 - exponent) << 23);
-            ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
-            u32* to = reinterpret_cast<u32*>(queries + slot.index * QUERY);
-            float* extra = reinterpret_cast<float*>(queries + slot.index * QUERY + FRAGMENTS);
-#pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                float sum = 0;
+                    for (int e = 0; e < PER_WORD; ++e) largest = fmaxf(largest, fabsf(element(n, w, e)));
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+                // Scaled to FP16's range: the largest comes to 2^14 .. 2^15.
+                const float size = ptxlab::leading_power(fmaxf(largest, 0x1p-100f)), power = ptxlab::inverse_power(size) * 0x1p14f;
 #pragma unroll
                 for (int w = 0; w < WORDS; ++w)
 #pragma unroll
@@ -285,12 +286,11 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     }
                 sum += __shfl_xor_sync(~0u, sum, 1);
                 sum += __shfl_xor_sync(~0u, sum, 2);
-                if (t == 0) extra[n * 8 + g] = sum * -0x1p-24f;
+                if (t == 0) extra[n * 8 + g] = make_float2(sum * -0x1p-24f, size * (softmax_scale * 1.44269504f * 0x1p10f));  // 2^24 / 2^14
             }
             if (lane == 0) {
                 const int first = here.first(), count = here.count(), index = here.sequence * (Hkv * splits) + here.unit;
                 const bool whole = count == here.tiles;
-                extra[COLUMNS] = softmax_scale * 1.44269504f * 0x1p24f * back;
                 units[slot.index] = {count, (here.begin + first) * TILE, here.length, turn, here.sequence, head, column0, min(columns, group * T - column0),
                                      whole ? -1 : int(blockIdx.x) * 2 + (first == 0), whole ? 0 : here.first_block(), whole ? 1 : here.blocks(), index};
                 turn = (turn + count) % GROUPS;
@@ -379,16 +379,15 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         const int skip = (mine - unit.turn + GROUPS) % GROUPS;
         if (skip < count) {
             u32 query[NT][WORDS][HALVES];
-            float column_sum[NT][2], m[NT][2], l[NT][2] = {}, o[DT][NT][4] = {}, zeros[NT][4] = {};
-            const float* extra = reinterpret_cast<const float*>(queries + slot * QUERY + FRAGMENTS);
+            float column_sum[NT][2], factor[NT][2], m[NT][2], l[NT][2] = {}, o[DT][NT][4] = {}, zeros[NT][4] = {};
+            const float2* extra = reinterpret_cast<const float2*>(queries + slot * QUERY + FRAGMENTS);
             const int length = unit.length, position0 = unit.position + token0, column0 = unit.column0;
-            const float factor = extra[COLUMNS];
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
 #pragma unroll
                 for (int w = 0; w < WORDS; ++w) load_words(query[n][w], queries + slot * QUERY + ((n * WORDS + w) * 32 + lane) * HALVES * 4);
 #pragma unroll
-                for (int b = 0; b < 2; ++b) column_sum[n][b] = extra[n * 8 + 2 * t + b], m[n][b] = LOWEST;
+                for (int b = 0; b < 2; ++b) column_sum[n][b] = extra[n * 8 + 2 * t + b].x, factor[n][b] = extra[n * 8 + 2 * t + b].y, m[n][b] = LOWEST;
             }
             for (int i = skip; i < count; i += GROUPS) {
                 const int position = position0 + i * TILE;  // of this warp's first token
@@ -397,8 +396,8 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 const unsigned char* values = keys + PAGES * PAGE_BYTES;
                 ptxlab::mbarrier_wait(&full[stage], parity);
 
-                float s[MT][NT][4], k_factor[MT][2], v_factor[MT][2];
-                u32 ones[MT][2], k_pair[MT][2], v_pair[MT][2], largest_scale = 0;  // (scale, zero) of tokens; pairs of zeros
+                float s[MT][NT][4], k_factor[MT][2], v_log[MT][2], v_inverse[MT][2];  // of tokens: the key's scale; log2 and 1 / of the value's
+                u32 ones[MT][2], k_pair[MT][2], v_pair[MT][2];          // pairs of zeros; (scale, zero)
 #pragma unroll
                 for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -418,7 +417,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
                             const int left = length - position - i * 16 - h * 8;
-                            if (g >= left) k_pair[i][h] = v_pair[i][h] = 0;
+                            if (g >= left) k_pair[i][h] = v_pair[i][h] = NEUTRAL;
                             if (2 * t >= left) ones[i][h] = 0;
                             else if (2 * t + 1 >= left) ones[i][h] &= 0xffff;
                         }
@@ -428,8 +427,8 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         k_factor[i][h] = CHANNEL ? 1 : low_half(k_pair[i][h]);
-                        v_factor[i][h] = CHANNEL ? 1 : low_half(v_pair[i][h]);
-                        if (!CHANNEL) largest_scale = max(largest_scale, v_pair[i][h] & 0x7fff);
+                        v_log[i][h] = CHANNEL ? 0 : ptxlab::log2_approx(low_half(v_pair[i][h]));
+                        v_inverse[i][h] = CHANNEL ? 1 : ptxlab::reciprocal_approx(low_half(v_pair[i][h]));
 #pragma unroll
                         for (int n = 0; n < NT; ++n)
 #pragma unroll
@@ -441,8 +440,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
                     for (int n = 0; n < NT; ++n)
 #pragma unroll
-                        for (int e = 0; e < 4; ++e)
-                            if (!CHANNEL) s[i][n][e] *= k_factor[i][e / 2];
+                        for (int e = 0; e < 4; ++e) s[i][n][e] = (CHANNEL ? s[i][n][e] : s[i][n][e] * k_factor[i][e / 2]) * factor[n][e % 2] + v_log[i][e / 2];
                 if (masked) {
                     asm volatile("");
 #pragma unroll
@@ -461,7 +459,6 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 }
 
                 // Softmax in base 2, of weight times the value's scale: at most 1, so that FP16 holds it whatever the scales are.
-                const float log_scale = CHANNEL ? 0 : ptxlab::log2_approx(fmaxf(low_half(__reduce_max_sync(~0u, largest_scale)), 0x1p-24f));
                 float before[NT][2];
                 bool larger = false;
 #pragma unroll
@@ -475,7 +472,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                         most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
                         most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
                         before[n][b] = m[n][b];
-                        m[n][b] = fmaxf(m[n][b], most * factor + log_scale);
+                        m[n][b] = fmaxf(m[n][b], most);
                         larger |= m[n][b] > before[n][b];
                     }
                 if (__any_sync(~0u, larger)) {
@@ -496,9 +493,9 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     for (int n = 0; n < NT; ++n)
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
-                            const float p0 = ptxlab::exp2_approx(s[i][n][h * 2] * factor - m[n][0]), p1 = ptxlab::exp2_approx(s[i][n][h * 2 + 1] * factor - m[n][1]);
-                            l[n][0] += p0, l[n][1] += p1;
-                            p[i][n][h] = ptxlab::transposed(half_pair(p0 * v_factor[i][h], p1 * v_factor[i][h]));
+                            const float p0 = ptxlab::exp2_approx(s[i][n][h * 2] - m[n][0]), p1 = ptxlab::exp2_approx(s[i][n][h * 2 + 1] - m[n][1]);
+                            l[n][0] += p0 * v_inverse[i][h], l[n][1] += p1 * v_inverse[i][h];
+                            p[i][n][h] = ptxlab::transposed(half_pair(p0, p1));
                         }
 #pragma unroll
                 for (int i = 0; i < MT; ++i) {
@@ -522,7 +519,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     for (int step = 4; step < 32; step *= 2) l[n][b] += __shfl_xor_sync(~0u, l[n][b], step);
                     const int column = n * 8 + 2 * t + b, row = (number % SLOTS * WARPS + warp) * columns + column;
                     if (column >= columns) continue;
-                    if (g == 0) warp_stats[row] = make_float4(m[n][b], l[n][b], zeros[n][b], 0);
+                    if (g == 0) warp_stats[row] = make_float4(m[n][b], CHANNEL ? zeros[n][b] : l[n][b], zeros[n][b], 0);
 #pragma unroll
                     for (int e = 0; e < D / 8; e += 4) {                     // two dims of a tile of low halves, two of one of high halves
                         const int low = e / PER_WORD * HALVES + e % PER_WORD / 4, high = low + HALVES / 2;

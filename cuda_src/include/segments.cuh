@@ -8,13 +8,13 @@ constexpr int TILE = 64;  // tokens
 // Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are ordered by sequence, then
 // head; each costs its tiles and, the fewer they are, up to PAD more, which stand before them: what is done once per unit hides behind many tiles
 // alone. No piece is smaller than SMALLEST: to put parts together costs more than it would save. Everything follows from `lengths`, on the device: nothing is planned on the host.
-template <int PAD, int SMALLEST>
+template <int PAD, int SMALLEST = 1>
 struct Segments {
     const int* lengths;
     int units, queries, window;  // heads of a sequence; queries at its end; 0: no window
     int piece, from, to;         // cost of a block; the block's range of costs
-    int sequence, unit, length;  // of this segment
-    int start, begin, tiles, pad;  // of its unit: where it lies among all costs; the first tile that the window leaves; how many there are; what is before them
+    int sequence = 0, unit = 0, length = 0;      // of this segment
+    int start, begin = 0, tiles = 0, pad = 0;    // of its unit: where it lies among all costs; the first tile that the window leaves; how many there are; what is before them
 
     static __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

@@ -1,4 +1,4 @@
-"""ldmatrix, stmatrix, movmatrix: a warp moves 8 x 8 matrices of b16 between shared memory and fragments, or turns one."""
+"""ldmatrix, stmatrix, movmatrix: a warp moves 8 x 8 matrices of b16 to or from shared memory, or turns one over."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ def _matrix(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("movmatrix")
-def _turn(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    opcode = Opcode(instruction.opcode)
-    flags = [opcode.flag(name) for name in ("sync", "aligned", "m8n8", "trans", "b16")]
-    if not all(flags) or opcode.modifiers:
+def _transposed(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    """A matrix, two elements of a row per lane, becomes its transpose."""
+    if instruction.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
         raise UnknownOpcode(instruction.opcode)
-    target, source = instruction.operands
-    write, read = machine.writer(target, "b32"), registers_of(machine, source, 1)
-    straight, turned = fragments.ldmatrix(1), fragments.ldmatrix(1, trans=True)
+    write, read = machine.writer(instruction.operands[0], "b32"), machine.reader(instruction.operands[1], "b32")
+    fragment = fragments.ldmatrix(1, False)
 
-    def turn(lanes: Lanes, members: Array) -> None:
+    def run(lanes: Lanes, members: Array) -> None:
         whole_warps(machine, instruction, lanes, members)
-        write(lanes, turned.scatter(straight.gather(read(lanes))).reshape(-1))
+        registers = np.ascontiguousarray(np.broadcast_to(read(lanes), members.shape)).reshape(-1, 32, 1)
+        matrices = np.ascontiguousarray(fragment.gather(registers).swapaxes(-1, -2))
+        write(lanes, fragment.scatter(matrices)[:, :, 0].reshape(-1))
 
-    return together(machine, pc, EVERYBODY, turn)
+    return together(machine, pc, EVERYBODY, run)
 
 
 _INTEGERS = {"s8": np.int8, "u8": np.uint8}
