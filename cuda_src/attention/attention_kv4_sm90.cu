@@ -1,4 +1,30 @@
-// attention_kv4_sm90: decode attention over a paged 4-bit KV cache, at the speed of memory.
+// attention_kv4_sm90: decode attention over a paged cache of 4 or 8 bits, at the speed of memory.
+//
+// Contract   out[b, t, h] = sum_i p[i] v[i], p = softmax of softmax_scale * q[b, t, h] . k[i] over the keys that query t sees: i up to
+//            lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of the sum of exponentials. Nothing
+//            seen: zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). k = (integer - zero) * scale per token and head, f16 in
+//            the page (CHANNEL 0), or per channel, f32 [Hkv, D] (CHANNEL 1, where 8 bits are signed and have no zero).
+//            T queries of a sequence and all heads of a group are one unit's columns, up to 8; more are several units.
+// Work       all tiles (64 tokens) of all units, in equal pieces over the blocks, worked out by each from `lengths` (segments.cuh): a block
+//            has segments, of which the first and the last may be parts of units. Such parts go to `partial`, and the last block that has
+//            written its part puts them together in the order of the tokens (FUSED; else attention_merge): same input, same bits.
+// Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies, one prepares queries.
+//            full, empty   a place of the ring: keys and values of a tile are there; its warps are done with it. One group has it for ever,
+//                          as STAGES is a multiple of GROUPS: others could take it for full that was full a round ago.
+//            ready         a unit's record and queries are in shared memory
+//            summed        all warps have their sums of a unit in shared memory
+//            cleared       all warps have taken their part of them out again: one unit later, so that nobody waits for the slowest
+// Scores     S = K Q^T by m16n8k16, lane 4 g + t: tokens g, g + 8, queries 2 t, 2 t + 1. K, the operand A, is nibbles under a mask: the FP16
+//            subnormals v * 2^-24, or 16 times that, which is taken off the query. The order of dims is free: lane t has 16 bytes of a
+//            token (32 dims), of Q the same. The accumulators begin with -zero * sum(q).
+// Queries    scaled to the top of FP16's range by a power of two per query; operand B lies in shared memory as the lanes load it.
+// Softmax    in base 2, of score + log2(scale of the value): so the weights p * scale, rounded to FP16, are at most 1 whatever the scales are.
+// Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
+//            Lane g has dims g D / 8 on.
+// PDL        block table and lengths are read at once, queries and cache behind the wait.
+// Measured   MEASURED
+// PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp;
+//            9.7.13.5 atom; 9.7.13.13 griddepcontrol
 #include "exponent.cuh"
 #include "griddep.cuh"
 #include "mbarrier.cuh"
@@ -11,16 +37,11 @@
 #define BITS 4      // of a key or value: 4, or 8
 #define CHANNEL 0   // scale and zero: 0 per token, in the page; 1 per channel
 #define BF16 0      // queries and results: 0 f16, 1 bf16
-#define COLUMNS 8   // queries of a unit, a multiple of 8
 #define TOKENS 64   // of a tile that one warp takes: 16, 32, 64
 #define WARPS 8     // that multiply
-#define STAGES 12   // tiles in flight
-#define CHAINS 4    // 16 tokens each whose scores are worked out together
-#define EVICT 1     // L2 may forget keys and values first
-#define FEWEST 4    // tiles of a block
-#define EXTRA 8     // cost of a unit of few tiles, in tiles, beside them
-#define FUSED 1     // units of several blocks: 1 merged by the last of them, 0 left to attention_merge
+#define STAGES 16   // tiles in flight
 #define RESIDENT 1  // blocks per SM
+#define FUSED 1     // units of several blocks: 1 put together by the last of them, 0 left to attention_merge
 #endif
 
 namespace {
@@ -28,30 +49,41 @@ namespace {
 using ptxlab::u32;
 using ptxlab::u64;
 using ptxlab::TILE;
+constexpr int COLUMNS = 8;                                     // queries of a unit
 constexpr int ROW = D * BITS / 8;                              // bytes of a token's keys or values
-constexpr int PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4));
-constexpr int PAGES = TILE / PAGE, STAGE = 2 * PAGES * PAGE_BYTES;  // of a tile: keys, then values
-constexpr int SHARE = TILE / TOKENS, GROUPS = WARPS / SHARE;   // warps that share a tile; tiles multiplied at a time
-constexpr int MT = TOKENS / 16, NT = COLUMNS / 8, DT = D / 16; // MMA tiles of tokens, of queries, of dims
-constexpr int TOGETHER = MT < CHAINS ? MT : CHAINS;
-constexpr int THREADS = 32 * (WARPS + 2);
+constexpr int PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4)), PAGES = TILE / PAGE, STAGE = 2 * PAGES * PAGE_BYTES;
+constexpr int SHARE = TILE / TOKENS, GROUPS = WARPS / SHARE, MT = TOKENS / 16, DT = D / 16;  // MT, DT: MMA tiles of tokens, of dims
+constexpr int THREADS = 32 * (WARPS + 2), LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;      // LANES: one for every warp
 constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;     // integers of a word, and registers that they become
-constexpr int WORDS = ROW / 16, VECTOR = WORDS < 4 ? WORDS : 4;  // of a token's keys per lane; of one load
-constexpr int VALUES = ROW / 32;                               // words of a token's values per lane
+constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;          // of a token's keys, of its values, per lane
+constexpr int VECTOR = K_WORDS < 4 ? K_WORDS : 4;              // words of one load
 constexpr int PITCH = D + 4;                                   // of sums in shared memory
-constexpr int FRAGMENTS = NT * WORDS * HALVES * 128, QUERY = FRAGMENTS + COLUMNS * 8;  // bytes: operand B; of each column sum and factor
+constexpr int FRAGMENTS = K_WORDS * HALVES * 128, QUERY = FRAGMENTS + COLUMNS * 8;  // bytes: operand B; of each column (sum, factor)
 constexpr int UNITS = 4, SLOTS = 2;                            // units in flight; those whose sums are
-constexpr int LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;    // a power of two, a lane for every warp
-constexpr float LOWEST = -1e30f;                               // below any score, yet finite
-constexpr u32 NEUTRAL = 0x00003c00;                            // scale 1, zero 0: of tokens that there are not
+constexpr int EXTRA = 4;                                       // cost of a unit of few tiles, in tiles, beside them
+constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;          // LOWEST: below any score, yet finite
 constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;   // s8 as u8 with a zero of 128
+constexpr u32 NEUTRAL = 0x00003c00, ONES = 0x3c003c00;         // (scale 1, zero 0) of tokens that there are not; two zeros of 1
 static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16);
+
+using Segments = ptxlab::Segments<EXTRA, GROUPS>;
+
+// What the block does of a unit: of a sequence, up to COLUMNS queries of one of its heads.
+struct Unit {
+    int count, position, length;             // tiles, 0 behind the last unit; the first one's first token; tokens of the sequence
+    int turn;                                // the group of warps that takes the first tile
+    int sequence, head, column0, columns;
+    int part, block, blocks;                 // where in the workspace its part is, or -1 if that is all; the blocks that have parts
+};
 
 __device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
 __device__ __forceinline__ float high_half(u32 pair) { return __high2float(ptxlab::as_half2(pair)); }
 __device__ __forceinline__ u32 half_pair(float a, float b) { return ptxlab::as_bits(__floats2half2_rn(a, b)); }
 
-// Words from shared or global memory, in loads of up to 16 bytes.
+// Where the keys or values of a tile's token lie, and its scale and zero. 16 tokens from a multiple of 16 on are in one page.
+__device__ __forceinline__ int row_at(int token) { return token / PAGE * PAGE_BYTES + token % PAGE * ROW; }
+__device__ __forceinline__ int scale_at(int token) { return token / PAGE * PAGE_BYTES + PAGE * ROW + token % PAGE * 4; }
+
 template <int COUNT>
 __device__ __forceinline__ void load_words(u32 (&w)[COUNT], const void* from) {
     if constexpr (COUNT == 1) {
@@ -68,11 +100,6 @@ __device__ __forceinline__ void load_words(u32 (&w)[COUNT], const void* from) {
     }
 }
 
-__device__ __forceinline__ void copy(unsigned char* to, const unsigned char* from, unsigned bytes, u64* barrier) {
-    if (EVICT) ptxlab::bulk_load_once(to, from, bytes, barrier);
-    else ptxlab::bulk_load(to, from, bytes, barrier);
-}
-
 // The integers of a word as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7).
 __device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
     if constexpr (BITS == 4) {
@@ -84,75 +111,53 @@ __device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
     }
 }
 
-// Where the keys or values of a tile's token lie, and its scale and zero. 16 tokens from a multiple of 16 on are in one page.
-__device__ __forceinline__ int row_at(int token) { return token / PAGE * PAGE_BYTES + token % PAGE * ROW; }
-__device__ __forceinline__ int scale_at(int token) { return token / PAGE * PAGE_BYTES + PAGE * ROW + token % PAGE * 4; }
-
-// S += K Q^T: 16 tokens x 8 queries x 16 dims per MMA. Lane 4 g + t has rows g, g + 8 and columns 2 t, 2 t + 1 of S.
-__device__ __forceinline__ void multiply_keys(float (&s)[MT][NT][4], const unsigned char* keys, int token0, const u32 (&query)[NT][WORDS][HALVES],
-                                              int g, int t) {
+// S += K Q^T, a warp's tokens from token0 on.
+__device__ __forceinline__ void multiply_keys(float (&s)[MT][4], const unsigned char* keys, int token0, const u32 (&query)[K_WORDS][HALVES], int g, int t) {
 #pragma unroll
-    for (int c = 0; c < WORDS; c += VECTOR)
+    for (int c = 0; c < K_WORDS; c += VECTOR) {
+        u32 upper[MT][VECTOR], lower[MT][VECTOR];                            // rows g, rows g + 8
 #pragma unroll
-        for (int i0 = 0; i0 < MT; i0 += TOGETHER) {
-            u32 upper[TOGETHER][VECTOR], lower[TOGETHER][VECTOR];
-#pragma unroll
-            for (int i = 0; i < TOGETHER; ++i) {
-                const unsigned char* from = keys + row_at(token0 + (i0 + i) * 16) + g * ROW + (c * 4 + t * VECTOR) * 4;
-                load_words(upper[i], from);
-                load_words(lower[i], from + 8 * ROW);
-            }
-#pragma unroll
-            for (int w = 0; w < VECTOR; ++w) {
-#pragma unroll
-                for (int r = 0; r < HALVES; r += 2)
-#pragma unroll
-                    for (int i = 0; i < TOGETHER; ++i) {                       // tokens innermost: an MMA waits for the one before with its sums
-                        u32 a[HALVES], b[HALVES];
-                        subnormals(a, upper[i][w]);
-                        subnormals(b, lower[i][w]);
-#pragma unroll
-                        for (int n = 0; n < NT; ++n)
-                            ptxlab::mma_f16(s[i0 + i][n], a[r], b[r], a[r + 1], b[r + 1], query[n][c + w][r], query[n][c + w][r + 1]);
-                    }
-            }
+        for (int i = 0; i < MT; ++i) {
+            const unsigned char* from = keys + row_at(token0 + i * 16) + g * ROW + (c * 4 + t * VECTOR) * 4;
+            load_words(upper[i], from);
+            load_words(lower[i], from + 8 * ROW);
         }
+#pragma unroll
+        for (int w = 0; w < VECTOR; ++w)
+#pragma unroll
+            for (int r = 0; r < HALVES; r += 2)
+#pragma unroll
+                for (int i = 0; i < MT; ++i) {                               // tokens innermost: an MMA waits for the one before with its sums
+                    u32 a[HALVES], b[HALVES];
+                    subnormals(a, upper[i][w]);
+                    subnormals(b, lower[i][w]);
+                    ptxlab::mma_f16(s[i], a[r], b[r], a[r + 1], b[r + 1], query[c + w][r], query[c + w][r + 1]);
+                }
+    }
 }
 
-// O^T += V^T P^T: 16 dims x 8 queries x 16 tokens per MMA, for the lane dims g D / 8 on. Tokens are paired by PRMT; odd t load the second of a
-// pair first, which halves the bank conflicts.
-__device__ __forceinline__ void multiply_values(float (&o)[DT][NT][4], const unsigned char* rows, const u32 (&p)[NT][2], int g, int t) {
+// O^T += V^T P^T, 16 tokens whose values begin at `rows`. Of a pair of tokens odd t load the second first, which halves the bank conflicts.
+__device__ __forceinline__ void multiply_values(float (&o)[DT][4], const unsigned char* rows, const u32 (&p)[2], int g, int t) {
     const int odd = t % 2;
     const u32 select[2] = {odd ? 0x1054u : 0x5410u, odd ? 0x3276u : 0x7632u};  // low halves, high halves
-    u32 first[2][VALUES], second[2][VALUES];
+    u32 first[2][V_WORDS], second[2][V_WORDS];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        const unsigned char* from = rows + (h * 8 + t * 2) * ROW + g * VALUES * 4;
+        const unsigned char* from = rows + (h * 8 + t * 2) * ROW + g * V_WORDS * 4;
         load_words(first[h], from + odd * ROW);
         load_words(second[h], from + (1 - odd) * ROW);
     }
 #pragma unroll
-    for (int w = 0; w < VALUES; ++w)
+    for (int w = 0; w < V_WORDS; ++w)
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             u32 a[HALVES], b[HALVES];
             subnormals(a, __byte_perm(first[0][w], second[0][w], select[k]));
             subnormals(b, __byte_perm(first[1][w], second[1][w], select[k]));
 #pragma unroll
-            for (int r = 0; r < HALVES; r += 2)
-#pragma unroll
-                for (int n = 0; n < NT; ++n) ptxlab::mma_f16(o[w * HALVES + k * (HALVES / 2) + r / 2][n], a[r], a[r + 1], b[r], b[r + 1], p[n][0], p[n][1]);
+            for (int r = 0; r < HALVES; r += 2) ptxlab::mma_f16(o[w * HALVES + k * (HALVES / 2) + r / 2], a[r], a[r + 1], b[r], b[r + 1], p[0], p[1]);
         }
 }
-
-// What the block does of a unit: of a sequence, up to COLUMNS queries of one of its heads.
-struct Unit {
-    int count, position, length;   // tiles, 0 behind the last unit; the first one's first token; tokens of the sequence
-    int turn;                      // the group of warps that takes the first tile
-    int sequence, head, column0, columns;
-    int part, block, blocks;       // where in the workspace its part is, or -1 if that is all; the blocks that have parts
-    int index;                     // of the unit among all
-};
 
 }  // namespace
 
@@ -165,9 +170,10 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                    const float* v_scale, const float* v_zero,
                    unsigned short* out,         // f16 or bf16 [B, T, Hq, D]
                    float* lse,                  // f32 [B, T, Hq], or null
-                   float* partial,              // f32 [blocks, 2, columns, D]: workspace
-                   float2* stats,               // f32 [blocks, 2, columns, 2]: workspace
-                   int* segments,               // s32 FUSED: [blocks, columns], zeros before and after; else [blocks, 2]
+                   float* partial,              // f32 [gridDim.x, 2, columns, D]: sums of 2^(score - largest) * value
+                   float2* stats,               // f32 [gridDim.x, 2, columns, 2]: the largest score, the sum of 2^(..)
+                   int* segments,               // s32 FUSED: [gridDim.x, columns], zeros before and after; else
+                                                // [gridDim.x, 2]: the unit that begins in part 1, and the blocks that have of it
                    float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window) {
     extern __shared__ __align__(128) unsigned char ring[];                   // [STAGES][STAGE]
     __shared__ u64 full[STAGES], empty[STAGES], ready[UNITS], summed[UNITS], cleared[UNITS];
@@ -177,6 +183,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     unsigned char* const queries = ring + STAGES * STAGE;                    // [UNITS][QUERY]
     float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);             // [SLOTS][WARPS][columns]: largest, sum, zeros
     float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);   // [SLOTS][WARPS][columns][PITCH]
+    const auto row_of = [&](int sequence, int head, int column) { return (size_t(sequence) * T + column / group) * Hq + head * group + column % group; };
 
     if (warp == WARPS) {
         for (int s = lane; s < STAGES; s += 32) ptxlab::mbarrier_init(&full[s], 1), ptxlab::mbarrier_init(&empty[s], SHARE);
@@ -187,33 +194,33 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     ptxlab::launch_dependents();
 
     if (warp == WARPS) {  // asks for copies
-        ptxlab::Segments<EXTRA, FEWEST> walk(lengths, B, Hkv * splits, T, window);
-        bool waited = false;
+        Segments walk(lengths, B, Hkv * splits, T, window);
         const bool elected = ptxlab::elect();
-        ptxlab::Slot<STAGES> slot;
         const size_t pitch = size_t(Hkv) * PAGE_BYTES;
-        int page0, pages, next_entry = 0;
-        const auto entries = [&](int p) {  // of the table, for pages p .. p + 31; what a tile lacks: the last page again
-            page0 = (walk.begin + walk.first()) * PAGES, pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - page0);
-            return table[size_t(walk.sequence) * P + page0 + min(p + lane, pages - 1)];
+        ptxlab::Slot<STAGES> slot;
+        int pages = 0, entry = 0;
+        const auto look_up = [&](int p) {                                    // of the table, from the segment's page p on; what a tile lacks: the last again
+            const int page0 = (walk.begin + walk.first()) * PAGES;
+            pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - page0);
+            entry = table[size_t(walk.sequence) * P + page0 + min(p + lane, pages - 1)];
         };
-        if (walk.more()) next_entry = entries(0);
+        if (walk.more()) look_up(0);
+        ptxlab::wait_for_predecessors();
         while (walk.more()) {
             const unsigned char* of_head = pool + size_t(walk.unit / splits) * PAGE_BYTES;
             for (int p = 0, all = pages; p < all; p += 32) {
-                const int entry = next_entry, here = min(32, all - p);
+                const int entries = entry, here = min(32, all - p);
                 if (p + 32 >= all) walk.advance();                           // what comes next is on its way while these are asked for
-                if (walk.more()) next_entry = entries(p + 32 < all ? p + 32 : 0);
-                if (!waited) ptxlab::wait_for_predecessors(), waited = true;
+                if (walk.more()) look_up(p + 32 < all ? p + 32 : 0);
                 for (int i = 0; i < here; i += PAGES, slot.advance()) {
                     unsigned char* stage = ring + slot.index * STAGE;
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                     if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
 #pragma unroll
                     for (int j = 0; j < PAGES; ++j) {
-                        const unsigned char* from = of_head + size_t(__shfl_sync(~0u, entry, i + j)) * (2 * pitch);
-                        if (elected) copy(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
-                        if (elected) copy(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, &full[slot.index]);
+                        const unsigned char* from = of_head + size_t(__shfl_sync(~0u, entries, i + j)) * (2 * pitch);
+                        if (elected) ptxlab::bulk_load_once(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
+                        if (elected) ptxlab::bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, &full[slot.index]);
                     }
                 }
             }
@@ -221,80 +228,66 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         return;
     }
 
-    if (warp == WARPS + 1) {  // queries -> operand B and what goes with it, once per unit
-        ptxlab::Segments<EXTRA, FEWEST> walk(lengths, B, Hkv * splits, T, window);
+    if (warp == WARPS + 1) {  // records of units; queries -> operand B
+        Segments walk(lengths, B, Hkv * splits, T, window);
         ptxlab::Slot<UNITS> slot;
         int2 begun = make_int2(0, 0);                                        // the unit of several blocks that begins here, and how many
         int turn = 0;
         const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
-        u32 next[NT][WORDS][HALVES];
+        u32 next[K_WORDS][HALVES];
         const auto load = [&] {
+            const int column = walk.unit % splits * COLUMNS + g;
+            const unsigned short* from = q + row_of(walk.sequence, walk.unit / splits, column) * D;
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                const int column = walk.unit % splits * COLUMNS + n * 8 + g;
-                const unsigned short* from = q + ((size_t(walk.sequence) * T + column / group) * Hq + walk.unit / splits * group + column % group) * D;
+            for (int w = 0; w < K_WORDS; ++w) {
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w) {
-#pragma unroll
-                    for (int r = 0; r < HALVES; ++r) next[n][w][r] = 0;
-                    if (column < group * T) load_words(next[n][w], from + dim(w));
-                }
+                for (int r = 0; r < HALVES; ++r) next[w][r] = 0;
+                if (column < group * T) load_words(next[w], from + dim(w));
             }
         };
         ptxlab::wait_for_predecessors();
         if (walk.more()) load();
         for (; walk.more(); slot.advance()) {
-            const int head = walk.unit / splits, column0 = walk.unit % splits * COLUMNS;
-            u32 raw[NT][WORDS][HALVES];
+            const Segments here = walk;
+            const int head = here.unit / splits, column0 = here.unit % splits * COLUMNS;
+            float x[K_WORDS][PER_WORD], largest = 0, sum = 0;
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
+            for (int w = 0; w < K_WORDS; ++w)
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w)
-#pragma unroll
-                    for (int r = 0; r < HALVES; ++r) raw[n][w][r] = next[n][w][r];
-            const ptxlab::Segments<EXTRA, FEWEST> here = walk;
+                for (int e = 0; e < PER_WORD; ++e) {
+                    const u32 bits = e % 2 ? next[w][e / 2] >> 16 : next[w][e / 2] & 0xffff;
+                    x[w][e] = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
+                    if (CHANNEL) x[w][e] *= k_scale[head * D + dim(w) + e];
+                    largest = fmaxf(largest, fabsf(x[w][e]));
+                }
             walk.advance();                                                  // what comes next is on its way while this is worked on
             if (walk.more()) load();
-            const auto element = [&](int n, int w, int e) {
-                const u32 bits = e % 2 ? raw[n][w][e / 2] >> 16 : raw[n][w][e / 2] & 0xffff;
-                const float x = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
-                return CHANNEL ? x * k_scale[head * D + dim(w) + e] : x;
-            };
             const auto zero = [&](int w, int e) { return !CHANNEL ? 1 : BITS == 8 ? 128 : k_zero[head * D + dim(w) + e]; };
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+            const float size = ptxlab::leading_power(fmaxf(largest, 0x1p-100f)), power = ptxlab::inverse_power(size) * 0x1p14f;
             ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
             u32* to = reinterpret_cast<u32*>(queries + slot.index * QUERY);
-            float2* extra = reinterpret_cast<float2*>(queries + slot.index * QUERY + FRAGMENTS);
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
-                float largest = 0, sum = 0;
+            for (int w = 0; w < K_WORDS; ++w)
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w)
-#pragma unroll
-                    for (int e = 0; e < PER_WORD; ++e) largest = fmaxf(largest, fabsf(element(n, w, e)));
-                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-                largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-                // Scaled to FP16's range: the largest comes to 2^14 .. 2^15.
-                const float size = ptxlab::leading_power(fmaxf(largest, 0x1p-100f)), power = ptxlab::inverse_power(size) * 0x1p14f;
-#pragma unroll
-                for (int w = 0; w < WORDS; ++w)
-#pragma unroll
-                    for (int r = 0; r < HALVES; ++r) {
-                        const int e = r / 2 * 4 + r % 2, times = r < 2 ? 1 : 16;
-                        const u32 pair = half_pair(element(n, w, e) * (power / times), element(n, w, e + 2) * (power / times));
-                        sum += (low_half(pair) * zero(w, e) + high_half(pair) * zero(w, e + 2)) * times;
-                        to[((n * WORDS + w) * 32 + lane) * HALVES + r] = pair;
-                    }
-                sum += __shfl_xor_sync(~0u, sum, 1);
-                sum += __shfl_xor_sync(~0u, sum, 2);
-                if (t == 0) extra[n * 8 + g] = make_float2(sum * -0x1p-24f, size * (softmax_scale * 1.44269504f * 0x1p10f));  // 2^24 / 2^14
-            }
+                for (int r = 0; r < HALVES; ++r) {
+                    const int e = r / 2 * 4 + r % 2, times = r < 2 ? 1 : 16;
+                    const u32 pair = half_pair(x[w][e] * (power / times), x[w][e + 2] * (power / times));
+                    sum += (low_half(pair) * zero(w, e) + high_half(pair) * zero(w, e + 2)) * times;
+                    to[(w * 32 + lane) * HALVES + r] = pair;
+                }
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (t == 0)                                                      // 2^24 / 2^14
+                reinterpret_cast<float2*>(queries + slot.index * QUERY + FRAGMENTS)[g] = make_float2(sum * -0x1p-24f, size * (softmax_scale * LOG2E * 0x1p10f));
             if (lane == 0) {
-                const int first = here.first(), count = here.count(), index = here.sequence * (Hkv * splits) + here.unit;
+                const int first = here.first(), count = here.count();
                 const bool whole = count == here.tiles;
                 units[slot.index] = {count, (here.begin + first) * TILE, here.length, turn, here.sequence, head, column0, min(columns, group * T - column0),
-                                     whole ? -1 : int(blockIdx.x) * 2 + (first == 0), whole ? 0 : here.first_block(), whole ? 1 : here.blocks(), index};
+                                     whole ? -1 : int(blockIdx.x) * 2 + (first == 0), whole ? 0 : here.first_block(), whole ? 1 : here.blocks()};
                 turn = (turn + count) % GROUPS;
-                if (!whole && first == 0) begun = make_int2(index, here.blocks());
+                if (!whole && first == 0) begun = make_int2(here.sequence * (Hkv * splits) + here.unit, here.blocks());
             }
             __syncwarp();
             if (lane == 0) ptxlab::mbarrier_arrive(&ready[slot.index]);
@@ -313,15 +306,15 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         return;
     }
 
-    // The warps' sums of the unit before -> a result, or a part of one. A warp takes a column, each time another.
+    // The warps' sums of a unit -> results, or parts of them. A warp takes a column, in every unit another.
     const auto merge = [&](int number) {
         const Unit& unit = units[number % UNITS];
         const int sums = number % SLOTS * WARPS;
         const auto active = [&](int w) { return (w / SHARE - unit.turn + GROUPS) % GROUPS < unit.count; };
         ptxlab::mbarrier_wait(&summed[number % UNITS], number / UNITS % 2);
         for (int c = (warp + number) % WARPS; c < unit.columns; c += WARPS) {
-            const int w = lane % LANES;
-            const float4 mine = w < WARPS && active(w) ? warp_stats[(sums + w) * columns + c] : make_float4(LOWEST, 0, 0, 0);
+            const int from = lane % LANES;
+            const float4 mine = from < WARPS && active(from) ? warp_stats[(sums + from) * columns + c] : make_float4(LOWEST, 0, 0, 0);
             ptxlab::Row<D> row = {};
             row.largest = mine.x;
 #pragma unroll
@@ -334,13 +327,12 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float times = __shfl_sync(~0u, factor, w);
-                if (active(w)) {
-                    float4 more[row.PIECES] = {};
+                if (!active(w)) continue;
+                float4 more[row.PIECES] = {};
 #pragma unroll
-                    for (int p = 0; p < row.PIECES; ++p)
-                        if (row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
-                    row.add(more, times, 0);
-                }
+                for (int p = 0; p < row.PIECES; ++p)
+                    if (row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
+                row.add(more, times, 0);
             }
 #pragma unroll
             for (int p = 0; p < row.PIECES; ++p)
@@ -351,8 +343,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     float4& v = row.v[p];
                     v = make_float4((v.x - zeros * zero.x) * scale.x, (v.y - zeros * zero.y) * scale.y, (v.z - zeros * zero.z) * scale.z, (v.w - zeros * zero.w) * scale.w);
                 }
-            const int column = unit.column0 + c;
-            const size_t at = (size_t(unit.sequence) * T + column / group) * Hq + unit.head * group + column % group;
+            const size_t at = row_of(unit.sequence, unit.head, unit.column0 + c);
             if (unit.part < 0) {
                 row.store<BF16>(out, lse, at);
                 continue;
@@ -367,167 +358,144 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         if (lane == 0) ptxlab::mbarrier_arrive(&cleared[number % UNITS]);
     };
 
-    // Scores, probabilities, sums.
     const int mine = warp / SHARE, token0 = warp % SHARE * TOKENS;           // of the groups; of a tile
     int stage = mine, parity = 0, number = 0;
     for (;; ++number) {
         const int slot = number % UNITS;
         ptxlab::mbarrier_wait(&ready[slot], number / UNITS % 2);
-        const Unit& unit = units[slot];
-        const int count = unit.count;
+        const int count = units[slot].count;
         if (count == 0) break;
-        const int skip = (mine - unit.turn + GROUPS) % GROUPS;
+        const int skip = (mine - units[slot].turn + GROUPS) % GROUPS;
         if (skip < count) {
-            u32 query[NT][WORDS][HALVES];
-            float column_sum[NT][2], factor[NT][2], m[NT][2], l[NT][2] = {}, o[DT][NT][4] = {}, zeros[NT][4] = {};
-            const float2* extra = reinterpret_cast<const float2*>(queries + slot * QUERY + FRAGMENTS);
-            const int length = unit.length, position0 = unit.position + token0, column0 = unit.column0;
+            const int length = units[slot].length, position0 = units[slot].position + token0, column0 = units[slot].column0;
+            u32 query[K_WORDS][HALVES];
+            float column_sum[2], factor[2], m[2] = {LOWEST, LOWEST}, l[2] = {}, o[DT][4] = {}, zeros[4] = {};
 #pragma unroll
-            for (int n = 0; n < NT; ++n) {
+            for (int w = 0; w < K_WORDS; ++w) load_words(query[w], queries + slot * QUERY + (w * 32 + lane) * HALVES * 4);
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w) load_words(query[n][w], queries + slot * QUERY + ((n * WORDS + w) * 32 + lane) * HALVES * 4);
-#pragma unroll
-                for (int b = 0; b < 2; ++b) column_sum[n][b] = extra[n * 8 + 2 * t + b].x, factor[n][b] = extra[n * 8 + 2 * t + b].y, m[n][b] = LOWEST;
+            for (int b = 0; b < 2; ++b) {
+                const float2 extra = reinterpret_cast<const float2*>(queries + slot * QUERY + FRAGMENTS)[2 * t + b];
+                column_sum[b] = extra.x, factor[b] = extra.y;
             }
-            for (int i = skip; i < count; i += GROUPS) {
-                const int position = position0 + i * TILE;  // of this warp's first token
+            for (int turn = skip; turn < count; turn += GROUPS) {
+                const int position = position0 + turn * TILE;                // of this warp's first token
                 const bool masked = position + TOKENS > length - T + 1 || (window > 0 && position < length - window);
                 const unsigned char* keys = ring + stage * STAGE;
                 const unsigned char* values = keys + PAGES * PAGE_BYTES;
                 ptxlab::mbarrier_wait(&full[stage], parity);
 
-                float s[MT][NT][4], k_factor[MT][2], v_log[MT][2], v_inverse[MT][2];  // of tokens: the key's scale; log2 and 1 / of the value's
-                u32 ones[MT][2], k_pair[MT][2], v_pair[MT][2];          // pairs of zeros; (scale, zero)
+                u32 k_pair[MT][2], v_pair[MT][2], v_zeros[MT][2];            // (scale, zero) of tokens; zeros of two tokens
 #pragma unroll
                 for (int i = 0; i < MT; ++i)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         const int token = token0 + i * 16 + h * 8;
-                        ones[i][h] = 0x3c003c00u;
+                        k_pair[i][h] = v_pair[i][h] = NEUTRAL, v_zeros[i][h] = ONES;
                         if (CHANNEL) continue;
                         k_pair[i][h] = *reinterpret_cast<const u32*>(keys + scale_at(token + g));
                         v_pair[i][h] = *reinterpret_cast<const u32*>(values + scale_at(token + g));
                         const uint2 pairs = *reinterpret_cast<const uint2*>(values + scale_at(token + 2 * t));
-                        ones[i][h] = __byte_perm(pairs.x, pairs.y, 0x7632);
+                        v_zeros[i][h] = __byte_perm(pairs.x, pairs.y, 0x7632);
                     }
                 if (!CHANNEL && masked) {                                    // beyond the end there may be anything
-                    asm volatile("");
+                    asm volatile("");                                        // keeps it a branch: few tiles need it
 #pragma unroll
                     for (int i = 0; i < MT; ++i)
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
                             const int left = length - position - i * 16 - h * 8;
                             if (g >= left) k_pair[i][h] = v_pair[i][h] = NEUTRAL;
-                            if (2 * t >= left) ones[i][h] = 0;
-                            else if (2 * t + 1 >= left) ones[i][h] &= 0xffff;
+                            if (2 * t >= left) v_zeros[i][h] = 0;
+                            else if (2 * t + 1 >= left) v_zeros[i][h] &= 0xffff;
                         }
                 }
+
+                float s[MT][4];
+#pragma unroll
+                for (int i = 0; i < MT; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) s[i][e] = CHANNEL ? column_sum[e % 2] : high_half(k_pair[i][e / 2]) * column_sum[e % 2];
+                multiply_keys(s, keys, token0, query, g, t);
+                float v_inverse[MT][2];
 #pragma unroll
                 for (int i = 0; i < MT; ++i)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        k_factor[i][h] = CHANNEL ? 1 : low_half(k_pair[i][h]);
-                        v_log[i][h] = CHANNEL ? 0 : ptxlab::log2_approx(low_half(v_pair[i][h]));
-                        v_inverse[i][h] = CHANNEL ? 1 : ptxlab::reciprocal_approx(low_half(v_pair[i][h]));
+                        const float scale = low_half(v_pair[i][h]), v_log = CHANNEL ? 0 : ptxlab::log2_approx(scale);
+                        v_inverse[i][h] = CHANNEL ? 1 : ptxlab::reciprocal_approx(scale);
 #pragma unroll
-                        for (int n = 0; n < NT; ++n)
-#pragma unroll
-                            for (int b = 0; b < 2; ++b) s[i][n][h * 2 + b] = CHANNEL ? column_sum[n][b] : high_half(k_pair[i][h]) * column_sum[n][b];
+                        for (int b = 0; b < 2; ++b) {
+                            float& x = s[i][h * 2 + b];
+                            x = (CHANNEL ? x : x * low_half(k_pair[i][h])) * factor[b] + v_log;
+                        }
                     }
-                multiply_keys(s, keys, token0, query, g, t);
-#pragma unroll
-                for (int i = 0; i < MT; ++i)
-#pragma unroll
-                    for (int n = 0; n < NT; ++n)
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) s[i][n][e] = (CHANNEL ? s[i][n][e] : s[i][n][e] * k_factor[i][e / 2]) * factor[n][e % 2] + v_log[i][e / 2];
                 if (masked) {
                     asm volatile("");
 #pragma unroll
-                    for (int n = 0; n < NT; ++n)
+                    for (int b = 0; b < 2; ++b) {
+                        const int end = length - T + 1 + (column0 + 2 * t + b) / group;  // tokens from here on the query does not see
 #pragma unroll
-                        for (int b = 0; b < 2; ++b) {
-                            const int end = length - T + 1 + (column0 + n * 8 + 2 * t + b) / group;  // what a query does not see
+                        for (int i = 0; i < MT; ++i)
 #pragma unroll
-                            for (int i = 0; i < MT; ++i)
-#pragma unroll
-                                for (int h = 0; h < 2; ++h) {
-                                    const int at = position + i * 16 + h * 8 + g;
-                                    if (at >= end || (window > 0 && at < end - window)) s[i][n][h * 2 + b] = -ptxlab::infinity();
-                                }
-                        }
+                            for (int h = 0; h < 2; ++h) {
+                                const int at = position + i * 16 + h * 8 + g;
+                                if (at >= end || (window > 0 && at < end - window)) s[i][h * 2 + b] = -ptxlab::infinity();
+                            }
+                    }
                 }
 
-                // Softmax in base 2, of weight times the value's scale: at most 1, so that FP16 holds it whatever the scales are.
-                float before[NT][2];
-                bool larger = false;
+                float before[2];
 #pragma unroll
-                for (int n = 0; n < NT; ++n)
+                for (int b = 0; b < 2; ++b) {
+                    float most = LOWEST;
+#pragma unroll
+                    for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][b], s[i][2 + b]));
+#pragma unroll
+                    for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+                    before[b] = m[b], m[b] = fmaxf(m[b], most);
+                }
+                if (__any_sync(~0u, m[0] > before[0] || m[1] > before[1])) {
 #pragma unroll
                     for (int b = 0; b < 2; ++b) {
-                        float most = LOWEST;
+                        const float less = ptxlab::exp2_approx(before[b] - m[b]);
+                        l[b] *= less, zeros[b] *= less;
 #pragma unroll
-                        for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][n][b], s[i][n][2 + b]));
-                        most = fmaxf(most, __shfl_xor_sync(~0u, most, 4));
-                        most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
-                        most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
-                        before[n][b] = m[n][b];
-                        m[n][b] = fmaxf(m[n][b], most);
-                        larger |= m[n][b] > before[n][b];
+                        for (int d = 0; d < DT; ++d) o[d][b] *= less, o[d][b + 2] *= less;
                     }
-                if (__any_sync(~0u, larger)) {
-#pragma unroll
-                    for (int n = 0; n < NT; ++n)
-#pragma unroll
-                        for (int b = 0; b < 2; ++b) {
-                            const float less = ptxlab::exp2_approx(before[n][b] - m[n][b]);
-                            l[n][b] *= less, zeros[n][b] *= less;
-#pragma unroll
-                            for (int d = 0; d < DT; ++d) o[d][n][b] *= less, o[d][n][b + 2] *= less;
-                        }
                 }
-                u32 p[MT][NT][2];
-#pragma unroll
-                for (int i = 0; i < MT; ++i)
-#pragma unroll
-                    for (int n = 0; n < NT; ++n)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const float p0 = ptxlab::exp2_approx(s[i][n][h * 2] - m[n][0]), p1 = ptxlab::exp2_approx(s[i][n][h * 2 + 1] - m[n][1]);
-                            l[n][0] += p0 * v_inverse[i][h], l[n][1] += p1 * v_inverse[i][h];
-                            p[i][n][h] = ptxlab::transposed(half_pair(p0, p1));
-                        }
 #pragma unroll
                 for (int i = 0; i < MT; ++i) {
+                    u32 p[2];
 #pragma unroll
-                    for (int n = 0; n < NT; ++n)                             // the zeros are one more row of V
-                        ptxlab::mma_f16(zeros[n], ones[i][0], ones[i][0], ones[i][1], ones[i][1], p[i][n][0], p[i][n][1]);
-                    multiply_values(o, values + row_at(token0 + i * 16), p[i], g, t);
+                    for (int h = 0; h < 2; ++h) {
+                        const float p0 = ptxlab::exp2_approx(s[i][h * 2] - m[0]), p1 = ptxlab::exp2_approx(s[i][h * 2 + 1] - m[1]);
+                        l[0] += p0 * v_inverse[i][h], l[1] += p1 * v_inverse[i][h];
+                        p[h] = ptxlab::transposed(half_pair(p0, p1));
+                    }
+                    ptxlab::mma_f16(zeros, v_zeros[i][0], v_zeros[i][0], v_zeros[i][1], v_zeros[i][1], p[0], p[1]);
+                    multiply_values(o, values + row_at(token0 + i * 16), p, g, t);
                 }
                 __syncwarp();
                 if (lane == 0) ptxlab::mbarrier_arrive(&empty[stage]);
                 if ((stage += GROUPS) >= STAGES) stage -= STAGES, parity ^= 1;
             }
 
-            // The lane's dims g D / 8 ... of columns 2 t, 2 t + 1
             ptxlab::mbarrier_wait(&cleared[(number + UNITS - SLOTS) % UNITS], ((number + UNITS - SLOTS) / UNITS + 1) % 2);  // at first there is none before
 #pragma unroll
-            for (int n = 0; n < NT; ++n)
+            for (int b = 0; b < 2; ++b) {
 #pragma unroll
-                for (int b = 0; b < 2; ++b) {
+                for (int step = 4; step < 32; step *= 2) l[b] += __shfl_xor_sync(~0u, l[b], step);
+                const int row = (number % SLOTS * WARPS + warp) * columns + 2 * t + b;
+                if (2 * t + b >= columns) continue;
+                if (g == 0) warp_stats[row] = make_float4(m[b], CHANNEL ? zeros[b] : l[b], zeros[b], 0);
 #pragma unroll
-                    for (int step = 4; step < 32; step *= 2) l[n][b] += __shfl_xor_sync(~0u, l[n][b], step);
-                    const int column = n * 8 + 2 * t + b, row = (number % SLOTS * WARPS + warp) * columns + column;
-                    if (column >= columns) continue;
-                    if (g == 0) warp_stats[row] = make_float4(m[n][b], CHANNEL ? zeros[n][b] : l[n][b], zeros[n][b], 0);
-#pragma unroll
-                    for (int e = 0; e < D / 8; e += 4) {                     // two dims of a tile of low halves, two of one of high halves
-                        const int low = e / PER_WORD * HALVES + e % PER_WORD / 4, high = low + HALVES / 2;
-                        const float back = e % PER_WORD < 4 ? 0x1p24f : 0x1p20f;
-                        *reinterpret_cast<float4*>(warp_sums + row * PITCH + g * (D / 8) + e) =
-                            make_float4(o[low][n][b] * back, o[low][n][b + 2] * back, o[high][n][b] * back, o[high][n][b + 2] * back);
-                    }
+                for (int e = 0; e < D / 8; e += 4) {                         // two dims of a tile of low halves, two of one of high halves
+                    const int low = e / PER_WORD * HALVES + e % PER_WORD / 4, high = low + HALVES / 2;
+                    const float back = e % PER_WORD < 4 ? 0x1p24f : 0x1p20f;
+                    *reinterpret_cast<float4*>(warp_sums + row * PITCH + g * (D / 8) + e) =
+                        make_float4(o[low][b] * back, o[low][b + 2] * back, o[high][b] * back, o[high][b + 2] * back);
                 }
+            }
         }
         __syncwarp();
         if (lane == 0) ptxlab::mbarrier_arrive(&summed[slot]);

@@ -43,15 +43,13 @@ struct Row {
     // Around the L1, since other blocks of the same grid may have written them.
     static __device__ __forceinline__ Row merged(const float* partial, const float2* stats, int block, int count, int columns, int column) {
         const auto part = [&](int i) { return ((block + i) * 2 + (i == 0)) * size_t(columns) + column; };
+        constexpr int AHEAD = 8;                                             // parts on their way at a time
         Row row = {};
         row.largest = -infinity();
-        for (int i = threadIdx.x % 32; i < count; i += 32) row.largest = fmaxf(row.largest, __ldcg(stats + part(i)).x);
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) row.largest = fmaxf(row.largest, __shfl_xor_sync(~0u, row.largest, step));
-        constexpr int AHEAD = 8;                                             // loads on their way at a time
         for (int first = 0; first < count; first += AHEAD) {
             float2 s[AHEAD];
             float4 more[AHEAD][PIECES] = {};
+            float most = row.largest;
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 const size_t at = part(min(first + i, count - 1));
@@ -61,7 +59,13 @@ struct Row {
                     if (mine(p)) more[i][p] = __ldcg(reinterpret_cast<const float4*>(partial + at * DIM + dim(p)));
             }
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) row.add(more[i], first + i < count ? exp2_approx(s[i].x - row.largest) : 0, s[i].y);
+            for (int i = 0; i < AHEAD; ++i) most = fmaxf(most, s[i].x);
+            const float less = exp2_approx(row.largest - most);
+            row.largest = most, row.sum *= less;
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p) row.v[p].x *= less, row.v[p].y *= less, row.v[p].z *= less, row.v[p].w *= less;
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) row.add(more[i], first + i < count ? exp2_approx(s[i].x - most) : 0, s[i].y);
         }
         return row;
     }

@@ -3,11 +3,13 @@
 
 namespace ptxlab {
 
-constexpr int TILE = 64;  // tokens
+constexpr int TILE = 64;   // tokens
+constexpr int SLACK = 4;  // tiles more than its share that a block may get, so that no unit has to be put together
 
 // Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are ordered by sequence, then
 // head; each costs its tiles and, the fewer they are, up to PAD more, which stand before them: what is done once per unit hides behind many tiles
-// alone. No piece is smaller than SMALLEST: to put parts together costs more than it would save. Everything follows from `lengths`, on the device: nothing is planned on the host.
+// alone. No piece is smaller than SMALLEST: to put parts together costs more than it would save. Everything follows from `lengths`, on the device:
+// nothing is planned on the host.
 template <int PAD, int SMALLEST = 1>
 struct Segments {
     const int* lengths;
@@ -28,10 +30,16 @@ struct Segments {
         : lengths(lengths), units(units), queries(queries), window(window) {
         const int lane = threadIdx.x % 32;
         const int nearest = lane < sequences ? lengths[lane] : 0;            // one load for all there is, as a rule
-        int sum = cost_of(nearest);
-        for (int s = lane + 32; s < sequences; s += 32) sum += cost_of(lengths[s]);
-        const int all = int(__reduce_add_sync(~0u, unsigned(sum))) * units;
+        int sum = cost_of(nearest), most = sum;
+        for (int s = lane + 32; s < sequences; s += 32) {
+            const int cost = cost_of(lengths[s]);
+            sum += cost, most = max(most, cost);
+        }
+        sum = int(__reduce_add_sync(~0u, unsigned(sum))), most = max(1, int(__reduce_max_sync(~0u, unsigned(most))));
+        const int all = sum * units;
         piece = max(SMALLEST, ceil_div(all, int(gridDim.x)));
+        const int whole = ceil_div(piece, most) * most;                      // of units that are all alike
+        if (sum == most * sequences && whole <= piece + SLACK) piece = whole;
         from = min(int(blockIdx.x) * piece, all);
         to = min(from + piece, all);
         start = to;
