@@ -14,7 +14,8 @@
 #define TOKENS 64   // of a tile that one warp takes: 16, 32, 64
 #define WARPS 8     // that multiply
 #define STAGES 12   // tiles in flight
-#define OVERHEAD 2  // cost of a unit, in tiles, beside its tiles
+#define CHAINS 4    // 16 tokens each whose scores are worked out together
+#define LEAST 6     // tiles that a unit costs at least
 #define FUSED 1     // units of several blocks: 1 merged by the last of them, 0 left to attention_merge
 #define RESIDENT 1  // blocks per SM
 #endif
@@ -36,9 +37,10 @@ constexpr int VALUES = ROW / 32;                               // words of a tok
 constexpr int PITCH = D + 4;                                   // of sums in shared memory
 constexpr int FRAGMENTS = NT * WORDS * HALVES * 128, QUERY = FRAGMENTS + COLUMNS * 4 + 16;  // bytes: operand B, sums of columns, factor
 constexpr int UNITS = 4, SLOTS = 2;                            // units in flight; those whose sums are
+constexpr int LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;    // a power of two, a lane for every warp
 constexpr float LOWEST = -1e30f;                               // below any score, yet finite
 constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;   // s8 as u8 with a zero of 128
-static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && COLUMNS <= 32 && WARPS <= 32);
+static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16);
 
 __device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
 __device__ __forceinline__ float high_half(u32 pair) { return __high2float(ptxlab::as_half2(pair)); }
@@ -80,27 +82,31 @@ __device__ __forceinline__ int scale_at(int token) { return token / PAGE * PAGE_
 __device__ __forceinline__ void multiply_keys(float (&s)[MT][NT][4], const unsigned char* keys, int token0, const u32 (&query)[NT][WORDS][HALVES],
                                               int g, int t) {
 #pragma unroll
-    for (int c = 0; c < WORDS; c += VECTOR) {
-        u32 upper[MT][VECTOR], lower[MT][VECTOR];
+    for (int c = 0; c < WORDS; c += VECTOR)
 #pragma unroll
-        for (int i = 0; i < MT; ++i) {
-            const unsigned char* from = keys + row_at(token0 + i * 16) + g * ROW + (c * 4 + t * VECTOR) * 4;
-            load_words(upper[i], from);
-            load_words(lower[i], from + 8 * ROW);
+        for (int i0 = 0; i0 < MT; i0 += CHAINS) {
+            u32 upper[CHAINS][VECTOR], lower[CHAINS][VECTOR];
+#pragma unroll
+            for (int i = 0; i < CHAINS; ++i) {
+                const unsigned char* from = keys + row_at(token0 + (i0 + i) * 16) + g * ROW + (c * 4 + t * VECTOR) * 4;
+                load_words(upper[i], from);
+                load_words(lower[i], from + 8 * ROW);
+            }
+#pragma unroll
+            for (int w = 0; w < VECTOR; ++w) {
+#pragma unroll
+                for (int r = 0; r < HALVES; r += 2)
+#pragma unroll
+                    for (int i = 0; i < CHAINS; ++i) {                       // tokens innermost: an MMA waits for the one before with its sums
+                        u32 a[HALVES], b[HALVES];
+                        subnormals(a, upper[i][w]);
+                        subnormals(b, lower[i][w]);
+#pragma unroll
+                        for (int n = 0; n < NT; ++n)
+                            ptxlab::mma_f16(s[i0 + i][n], a[r], b[r], a[r + 1], b[r + 1], query[n][c + w][r], query[n][c + w][r + 1]);
+                    }
+            }
         }
-#pragma unroll
-        for (int w = 0; w < VECTOR; ++w)                                     // tokens innermost: an MMA waits for the one before with its sums
-#pragma unroll
-            for (int r = 0; r < HALVES; r += 2)
-#pragma unroll
-                for (int i = 0; i < MT; ++i) {
-                    u32 a[HALVES], b[HALVES];
-                    subnormals(a, upper[i][w]);
-                    subnormals(b, lower[i][w]);
-#pragma unroll
-                    for (int n = 0; n < NT; ++n) ptxlab::mma_f16(s[i][n], a[r], b[r], a[r + 1], b[r + 1], query[n][c + w][r], query[n][c + w][r + 1]);
-                }
-    }
 }
 
 // O^T += V^T P^T: 16 dims x 8 queries x 16 tokens per MMA, for the lane dims g D / 8 on. Tokens are paired by PRMT; odd t load the second of a
@@ -171,19 +177,25 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     ptxlab::launch_dependents();
 
     if (warp == WARPS) {  // asks for copies
-        ptxlab::Segments<OVERHEAD> walk(lengths, B, Hkv * splits, T, window);
+        ptxlab::Segments<LEAST> walk(lengths, B, Hkv * splits, T, window);
         bool waited = false;
         const bool elected = ptxlab::elect();
         ptxlab::Slot<STAGES> slot;
         const size_t pitch = size_t(Hkv) * PAGE_BYTES;
-        for (; walk.more(); walk.advance()) {
-            const int page0 = (walk.begin + walk.first()) * PAGES, pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - page0);
-            const int* entries = table + size_t(walk.sequence) * P + page0;
+        int page0, pages, next_entry = 0;
+        const auto entries = [&](int p) {  // of the table, for pages p .. p + 31; what a tile lacks: the last page again
+            page0 = (walk.begin + walk.first()) * PAGES, pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - page0);
+            return table[size_t(walk.sequence) * P + page0 + min(p + lane, pages - 1)];
+        };
+        if (walk.more()) next_entry = entries(0);
+        while (walk.more()) {
             const unsigned char* of_head = pool + size_t(walk.unit / splits) * PAGE_BYTES;
-            for (int p = 0; p < pages; p += 32) {
-                const int entry = entries[min(p + lane, pages - 1)];         // what a tile lacks: the last page again
+            for (int p = 0, all = pages; p < all; p += 32) {
+                const int entry = next_entry, here = min(32, all - p);
+                if (p + 32 >= all) walk.advance();                           // what comes next is on its way while these are asked for
+                if (walk.more()) next_entry = entries(p + 32 < all ? p + 32 : 0);
                 if (!waited) ptxlab::wait_for_predecessors(), waited = true;
-                for (int i = 0; i < min(32, pages - p); i += PAGES, slot.advance()) {
+                for (int i = 0; i < here; i += PAGES, slot.advance()) {
                     unsigned char* stage = ring + slot.index * STAGE;
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
                     if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
@@ -200,26 +212,39 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     }
 
     if (warp == WARPS + 1) {  // queries -> operand B and what goes with it, once per unit
-        ptxlab::Segments<OVERHEAD> walk(lengths, B, Hkv * splits, T, window);
+        ptxlab::Segments<LEAST> walk(lengths, B, Hkv * splits, T, window);
         ptxlab::Slot<UNITS> slot;
         int2 begun = make_int2(0, 0);                                        // the unit of several blocks that begins here, and how many
         int turn = 0;
-        ptxlab::wait_for_predecessors();
-        for (; walk.more(); walk.advance(), slot.advance()) {
-            const int head = walk.unit / splits, column0 = walk.unit % splits * COLUMNS;
-            const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
-            u32 raw[NT][WORDS][HALVES];
+        const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
+        u32 next[NT][WORDS][HALVES];
+        const auto load = [&] {
 #pragma unroll
             for (int n = 0; n < NT; ++n) {
-                const int column = column0 + n * 8 + g;
-                const unsigned short* from = q + ((size_t(walk.sequence) * T + column / group) * Hq + head * group + column % group) * D;
+                const int column = walk.unit % splits * COLUMNS + n * 8 + g;
+                const unsigned short* from = q + ((size_t(walk.sequence) * T + column / group) * Hq + walk.unit / splits * group + column % group) * D;
 #pragma unroll
                 for (int w = 0; w < WORDS; ++w) {
 #pragma unroll
-                    for (int r = 0; r < HALVES; ++r) raw[n][w][r] = 0;
-                    if (column < group * T) load_words(raw[n][w], from + dim(w));
+                    for (int r = 0; r < HALVES; ++r) next[n][w][r] = 0;
+                    if (column < group * T) load_words(next[n][w], from + dim(w));
                 }
             }
+        };
+        ptxlab::wait_for_predecessors();
+        if (walk.more()) load();
+        for (; walk.more(); slot.advance()) {
+            const int head = walk.unit / splits, column0 = walk.unit % splits * COLUMNS;
+            u32 raw[NT][WORDS][HALVES];
+#pragma unroll
+            for (int n = 0; n < NT; ++n)
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w)
+#pragma unroll
+                    for (int r = 0; r < HALVES; ++r) raw[n][w][r] = next[n][w][r];
+            const ptxlab::Segments<LEAST> here = walk;
+            walk.advance();                                                  // what comes next is on its way while this is worked on
+            if (walk.more()) load();
             const auto element = [&](int n, int w, int e) {
                 const u32 bits = e % 2 ? raw[n][w][e / 2] >> 16 : raw[n][w][e / 2] & 0xffff;
                 const float x = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
@@ -255,13 +280,13 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 if (t == 0) extra[n * 8 + g] = sum * -0x1p-24f;
             }
             if (lane == 0) {
-                const int first = walk.first(), count = walk.count(), index = walk.sequence * (Hkv * splits) + walk.unit;
-                const bool whole = count == walk.tiles;
+                const int first = here.first(), count = here.count(), index = here.sequence * (Hkv * splits) + here.unit;
+                const bool whole = count == here.tiles;
                 extra[COLUMNS] = softmax_scale * 1.44269504f * 0x1p24f * back;
-                units[slot.index] = {count, (walk.begin + first) * TILE, walk.length, turn, walk.sequence, head, column0, min(columns, group * T - column0),
-                                     whole ? -1 : int(blockIdx.x) * 2 + (first == 0), whole ? 0 : walk.first_block(), whole ? 1 : walk.blocks(), index};
+                units[slot.index] = {count, (here.begin + first) * TILE, here.length, turn, here.sequence, head, column0, min(columns, group * T - column0),
+                                     whole ? -1 : int(blockIdx.x) * 2 + (first == 0), whole ? 0 : here.first_block(), whole ? 1 : here.blocks(), index};
                 turn = (turn + count) % GROUPS;
-                if (!whole && first == 0) begun = make_int2(index, walk.blocks());
+                if (!whole && first == 0) begun = make_int2(index, here.blocks());
             }
             __syncwarp();
             if (lane == 0) ptxlab::mbarrier_arrive(&ready[slot.index]);
@@ -287,16 +312,17 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         const auto active = [&](int w) { return (w / SHARE - unit.turn + GROUPS) % GROUPS < unit.count; };
         ptxlab::mbarrier_wait(&summed[number % UNITS], number / UNITS % 2);
         for (int c = (warp + number) % WARPS; c < unit.columns; c += WARPS) {
-            const float4 mine = lane < WARPS && active(lane) ? warp_stats[(sums + lane) * columns + c] : make_float4(LOWEST, 0, 0, 0);
+            const int w = lane % LANES;
+            const float4 mine = w < WARPS && active(w) ? warp_stats[(sums + w) * columns + c] : make_float4(LOWEST, 0, 0, 0);
             ptxlab::Row<D> row = {};
             row.largest = mine.x;
 #pragma unroll
-            for (int step = 16; step > 0; step /= 2) row.largest = fmaxf(row.largest, __shfl_xor_sync(~0u, row.largest, step));
+            for (int step = LANES / 2; step > 0; step /= 2) row.largest = fmaxf(row.largest, __shfl_xor_sync(~0u, row.largest, step));
             const float factor = ptxlab::exp2_approx(mine.x - row.largest);
             float zeros = mine.z * factor;
             row.sum = mine.y * factor;
 #pragma unroll
-            for (int step = 16; step > 0; step /= 2) row.sum += __shfl_xor_sync(~0u, row.sum, step), zeros += __shfl_xor_sync(~0u, zeros, step);
+            for (int step = LANES / 2; step > 0; step /= 2) row.sum += __shfl_xor_sync(~0u, row.sum, step), zeros += __shfl_xor_sync(~0u, zeros, step);
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float times = __shfl_sync(~0u, factor, w);
@@ -393,7 +419,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 for (int i = 0; i < MT; ++i)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        k_factor[i][h] = CHANNEL ? factor : low_half(k_pair[i][h]) * factor;
+                        k_factor[i][h] = CHANNEL ? 1 : low_half(k_pair[i][h]);
                         v_factor[i][h] = CHANNEL ? 1 : low_half(v_pair[i][h]);
                         if (!CHANNEL) largest_scale = max(largest_scale, v_pair[i][h] & 0x7fff);
 #pragma unroll
@@ -407,7 +433,8 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
                     for (int n = 0; n < NT; ++n)
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) s[i][n][e] *= k_factor[i][e / 2];
+                        for (int e = 0; e < 4; ++e)
+                            if (!CHANNEL) s[i][n][e] *= k_factor[i][e / 2];
                 if (masked) {
                     asm volatile("");
 #pragma unroll
@@ -440,7 +467,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                         most = fmaxf(most, __shfl_xor_sync(~0u, most, 8));
                         most = fmaxf(most, __shfl_xor_sync(~0u, most, 16));
                         before[n][b] = m[n][b];
-                        m[n][b] = fmaxf(m[n][b], most + log_scale);
+                        m[n][b] = fmaxf(m[n][b], most * factor + log_scale);
                         larger |= m[n][b] > before[n][b];
                     }
                 if (__any_sync(~0u, larger)) {
@@ -461,7 +488,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     for (int n = 0; n < NT; ++n)
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
-                            const float p0 = ptxlab::exp2_approx(s[i][n][h * 2] - m[n][0]), p1 = ptxlab::exp2_approx(s[i][n][h * 2 + 1] - m[n][1]);
+                            const float p0 = ptxlab::exp2_approx(s[i][n][h * 2] * factor - m[n][0]), p1 = ptxlab::exp2_approx(s[i][n][h * 2 + 1] * factor - m[n][1]);
                             l[n][0] += p0, l[n][1] += p1;
                             p[i][n][h] = ptxlab::transposed(half_pair(p0 * v_factor[i][h], p1 * v_factor[i][h]));
                         }
