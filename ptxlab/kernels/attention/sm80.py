@@ -164,6 +164,7 @@ MMA = KernelSpec(
         "P*page < 2**31",
         "blocks >= 1",
     ),
+    value_rules=("lengths >= 0", "lengths <= P*page"),
     operations="4*B*T*Hq*P*page*D",
     example=_example,
     pack=_pack,
