@@ -131,6 +131,10 @@ def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
     findings: list[emulator.Finding] = []
     for poison, mode in product(_POISONS, modes):
         buffers = {a.name: _guarded(a.resolve(sizes), storage(dtypes[a.name]), poison, backend) for a in spec.outputs}
+        for arg in spec.outputs:
+            if arg.role == "inout":  # what it is given stands where it is to write
+                given = np.ascontiguousarray(inputs[arg.name])
+                buffers[arg.name][1][...] = given if backend == "emulator" else gpu.to_device(given)
         outcome = run_spec(
             spec,
             source,

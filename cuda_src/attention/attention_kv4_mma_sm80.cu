@@ -44,7 +44,7 @@
 namespace {
 
 using ptxlab::u32;
-using Segments = ptxlab::Segments<2>;                          // a unit costs its tiles, and as much as two more
+using Segments = ptxlab::Segments<2>;                          // a unit costs its tiles, but two at least
 constexpr int THREADS = 32 * WARPS, TOKENS = 32, SHARE = ptxlab::TILE / TOKENS;
 constexpr int ROW = D * BITS / 8, PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4)), PAGES = TOKENS > PAGE ? TOKENS / PAGE : 1;
 constexpr int PART = TOKENS * ROW, STAGE = 2 * (PART + (CHANNEL ? 0 : TOKENS * 4));

@@ -3,7 +3,7 @@
 
 namespace ptxlab {
 
-constexpr int TILE = 64;   // tokens
+constexpr int TILE = 64;  // tokens
 constexpr int SLACK = 4;  // tiles more than its share that a block may get, so that no unit has to be put together
 
 // Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are ordered by sequence, then
@@ -15,8 +15,8 @@ struct Segments {
     const int* lengths;
     int units, queries, window;  // heads of a sequence; queries at its end; 0: no window
     int piece, from, to;         // cost of a block; the block's range of costs
-    int sequence = 0, unit = 0, length = 0;      // of this segment
-    int start, begin = 0, tiles = 0, pad = 0;    // of its unit: where it lies among all costs; the first tile that the window leaves; how many there are; what is before them
+    int sequence = 0, unit = 0, length = 0;  // of this segment
+    int start, begin = 0, tiles = 0, pad = 0;  // of its unit: where it lies among all costs; its first tile in the window; how many; what is before them
 
     static __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

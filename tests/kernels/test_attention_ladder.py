@@ -119,6 +119,8 @@ def test_nothing_is_spilled(spec: KernelSpec, arch: str) -> None:
         ({"q": np.zeros((2, 4, 128), np.float32)}, r"q: dtype float16 \(got float32\)"),
         ({"lengths": np.zeros(3, np.int32)}, r"lengths: shape \[B\] with .* \(got \(3,\)\)"),
         ({"pool": np.zeros((3, 2, 2, 4096), np.uint8)}, r"pool: shape \[pages, 2, Hkv, \d+\]"),
+        ({"lengths": np.array([3, 193], np.int32)}, r"lengths: lengths <= P\*64 \(got lengths\[1\] = 193\)"),
+        ({"lengths": np.array([-1, 3], np.int32)}, r"lengths: lengths >= 0 \(got lengths\[0\] = -1\)"),
         ({"softmax_scale": None}, r"sizes: softmax_scale must be given"),
     ],
 )

@@ -262,6 +262,15 @@ def test_fragments_are_loaded_without_bank_conflicts(variant: Variant) -> None:
     assert len(loads) > 10 and not any(access.conflicts for access in loads)
 
 
+def test_lengths_beyond_the_table_are_refused() -> None:
+    variant = VARIANTS[1]
+    _, arrays = variant.problem(0, (30, 5), problems.nothing, 1, 0)
+    arrays["lengths"] = np.array([30, 65], np.int32)
+    sizes = {**variant.sizes, "window": 0, "blocks": 1}
+    with pytest.raises(ArgumentError, match=r"lengths: lengths <= P\*page \(got lengths\[1\] = 65\)"):
+        run_spec(SPEC, SOURCE, arrays, sizes=sizes, config=variant.config(1), backend="emulator")
+
+
 # Every statement that makes threads or copies wait is taken out in turn: the tests must notice.
 MUTATED = VARIANTS[1]
 KERNEL = Kernel.of(SPEC, SOURCE, MUTATED.config(1))

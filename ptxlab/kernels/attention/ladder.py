@@ -74,6 +74,7 @@ def _spec(name: str, summary: str, *, bits: int = 4, page_shared: int = 256, hal
         ),
         launch=launch,
         rules=("Hq % Hkv == 0", f"P <= {_ROOM // page_shared}", "B <= 65535"),
+        value_rules=("lengths >= 0", f"lengths <= P*{PAGE}"),
         operations="4*B*Hq*P*64*128",
         example=partial(_example, scheme=f"kv{bits}"),
         pack=_pack,

@@ -112,7 +112,7 @@ def roundings(D: int, channel: bool) -> Roundings:
     return Roundings(
         score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if channel else 0),
         query=2.0**-25 if channel else 2.0**-35,  # of the largest after scaling; the 16 of high nibbles is taken off it
-        weight=160 * SINGLE + (HALF if channel else 0),
+        weight=200 * SINGLE + (HALF if channel else 0),
         sum=(0 if channel else HALF) + 34 * SINGLE,
         serial=1,
         rescaled=2 * SINGLE,
@@ -164,6 +164,7 @@ MMA = KernelSpec(
         "P*page < 2**31",
         "blocks >= 1",
     ),
+    value_rules=("lengths >= 0", "lengths <= P*page"),
     operations="4*B*T*Hq*P*page*D",
     example=_example,
     pack=_pack,
