@@ -363,9 +363,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     for (;; ++number) {
         const int slot = number % UNITS;
         ptxlab::mbarrier_wait(&ready[slot], number / UNITS % 2);
-        const int count = units[slot].count;
-        if (count == 0) break;
-        const int skip = (mine - units[slot].turn + GROUPS) % GROUPS;
+        const int count = units[slot].count, skip = count > 0 ? (mine - units[slot].turn + GROUPS) % GROUPS : 0;
         if (skip < count) {
             const int length = units[slot].length, position0 = units[slot].position + token0, column0 = units[slot].column0;
             u32 query[K_WORDS][HALVES];
@@ -498,8 +496,8 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             }
         }
         __syncwarp();
-        if (lane == 0) ptxlab::mbarrier_arrive(&summed[slot]);
+        if (lane == 0 && count > 0) ptxlab::mbarrier_arrive(&summed[slot]);
         if (number > 0) merge(number - 1);                                   // one unit behind, so that nobody waits
+        if (count == 0) break;
     }
-    if (number > 0) merge(number - 1);
 }

@@ -1,4 +1,4 @@
-"""`attention_merge`: what several blocks found of one unit, put together; exact, and in a fixed order (FlashDecoding)."""
+"""`attention_merge`: what several blocks found of one unit, put together exactly and in a fixed order."""
 
 import numpy as np
 
@@ -111,7 +111,7 @@ MERGE = KernelSpec(
     pack=lambda logical: {name: logical[name] for name in ("partial", "stats", "segments", "out", "lse")},
     reference=_reference,
     bound=_bound,
-    tolerance_reason="in float64 on the very parts; each weight 2^x is off by a rounding of x, down to -60, and its own",
+    tolerance_reason="in float64 on the very parts; a weight 2^x is off by a rounding of x, down to -60, and its own",
     arch="sm_80",
     after_wait=("partial", "stats", "segments", "out", "lse"),
     example_sizes=sizes_rows(

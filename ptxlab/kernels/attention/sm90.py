@@ -1,4 +1,4 @@
-"""KV4 attention on Hopper: bulk copies, blocks that share out ragged work evenly, at the speed of memory (QServe §5.3)."""
+"""KV4 attention on Hopper: bulk copies, and blocks that share out ragged work evenly (QServe §5.3, COMET §3.2)."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.kernels.attention import common
-from ptxlab.kernels.attention.sm80 import MMA
+from ptxlab.kernels.attention.sm80 import MMA, scheme_of
 from ptxlab.layout import KVCache
 from ptxlab.layout.pages import page_bytes
-from ptxlab.kernels.attention.sm80 import scheme_of
 from ptxlab.spec import Arg, Arrays, Launch, Sizes
 
 COLUMNS, TILE, UNITS, SLOTS = 8, 64, 4, 2  # as in the kernel
@@ -109,7 +108,7 @@ _PARTS = {"partial": ("blocks", "2", "min(8, Hq//Hkv*T)", "D"), "stats": ("block
 SM90 = replace(
     MMA,
     name="attention_kv4_sm90",
-    summary="bulk copies, persistent blocks over ragged batches, subnormal dequantisation, parts merged by the last block",
+    summary="bulk copies, ragged batches in equal pieces, parts put together by the last block (QServe §5.3)",
     args=tuple(
         replace(arg, shape=_PARTS[arg.name])
         if arg.name in _PARTS
