@@ -248,8 +248,8 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
         SM90.check_sizes({**SM90.example_sizes[0], **sizes})
 
 
-# Every statement that makes threads or copies wait is taken out in turn: the tests must notice. Few tokens by many units,
-# so that the ring, the records and the sums go around.
+# Every statement that makes threads or copies wait is taken out in turn: the tests must notice. There are units enough
+# for the ring, the records and the sums to go around, and one is in parts.
 MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=Tile(32, 4, 2, 1))
 KERNEL = Kernel.of(SM90, SOURCE, MUTATED.config)
 Place = tuple[str, tuple[tuple[str, int], ...]]
