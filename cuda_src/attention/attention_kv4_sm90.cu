@@ -13,7 +13,7 @@
 //                          as STAGES is a multiple of GROUPS: others could take it for full that was full a round ago.
 //            ready         a unit's record and queries are in shared memory
 //            summed        all warps have their sums of a unit in shared memory
-//            cleared       all warps have taken their part of them out again: one unit later, so that nobody waits for the slowest
+//            cleared       all warps have taken their part of them out again: a unit or more later, so that nobody waits for the slowest
 // Scores     S = K Q^T by m16n8k16, lane 4 g + t: tokens g, g + 8, queries 2 t, 2 t + 1. K, the operand A, is nibbles under a mask: the FP16
 //            subnormals v * 2^-24, or 16 times that, which is taken off the query. The order of dims is free: lane t has 16 bytes of a
 //            token (32 dims), of Q the same. The accumulators begin with -zero * sum(q).
@@ -44,6 +44,7 @@
 #define TOKENS 64   // of a tile that one warp takes: 16, 32, 64
 #define WARPS 8     // that multiply
 #define STAGES 16   // tiles in flight
+#define SLOTS 2     // units whose sums are in shared memory
 #define RESIDENT 1  // blocks per SM
 #define FUSED 1     // units of several blocks: 1 put together by the last of them, 0 left to attention_merge
 #endif
@@ -63,7 +64,7 @@ constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;          // of a token's k
 constexpr int VECTOR = K_WORDS < 4 ? K_WORDS : 4;              // words of one load
 constexpr int PITCH = D + 4;                                   // of sums in shared memory
 constexpr int FRAGMENTS = K_WORDS * HALVES * 128, QUERY = FRAGMENTS + COLUMNS * 8;  // bytes: operand B; of each column (sum, factor)
-constexpr int UNITS = 4, SLOTS = 2;                            // units in flight; those whose sums are
+constexpr int UNITS = 2 * SLOTS, LAG = SLOTS - 1;              // units in flight; by how many the sums are put together later
 constexpr int EXTRA = 4;                                       // cost of a unit of few tiles, in tiles, beside them
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;          // LOWEST: below any score, yet finite
 constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;   // s8 as u8 with a zero of 128
@@ -363,8 +364,8 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     };
 
     const int mine = warp / SHARE, token0 = warp % SHARE * TOKENS;           // of the groups; of a tile
-    int stage = mine, parity = 0, number = 0;
-    for (;; ++number) {
+    int stage = mine, parity = 0, merged = 0;
+    for (int number = 0;; ++number) {
         const int slot = number % UNITS;
         ptxlab::mbarrier_wait(&ready[slot], number / UNITS % 2);
         const int count = units[slot].count, skip = count > 0 ? (mine - units[slot].turn + GROUPS) % GROUPS : 0;
@@ -501,7 +502,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         }
         __syncwarp();
         if (lane == 0 && count > 0) ptxlab::mbarrier_arrive(&summed[slot]);
-        if (number > 0) merge(number - 1);                                   // one unit behind, so that nobody waits
+        for (const int upto = count > 0 ? number - LAG : number - 1; merged <= upto; ++merged) merge(merged);
         if (count == 0) break;
     }
 }

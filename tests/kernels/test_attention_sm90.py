@@ -44,7 +44,7 @@ class Variant(NamedTuple):
     @property
     def config(self) -> dict[str, int]:
         constants = {"D": self.D, "PAGE": self.page, "BITS": self.bits, "CHANNEL": self.channel, "BF16": self.BF16}
-        return {**constants, "FUSED": 1, **self.tile._asdict()}
+        return {**constants, "FUSED": 1, "SLOTS": sm90.SLOTS, **self.tile._asdict()}
 
     def problem(
         self, seed: int, lengths: tuple[int, ...], change: problems.Change, Hkv: int, window: int, blocks: int

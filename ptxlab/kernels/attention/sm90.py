@@ -11,7 +11,8 @@ from ptxlab.layout import KVCache
 from ptxlab.layout.pages import page_bytes
 from ptxlab.spec import Arg, Arrays, Launch, Sizes
 
-COLUMNS, TILE, UNITS, SLOTS = 8, 64, 4, 2  # as in the kernel
+COLUMNS, TILE = 8, 64  # as in the kernel
+SLOTS, UNITS = 2, 4  # units whose sums are in shared memory, units in flight
 SMS = 132  # of an H200, for which tiles are chosen
 _SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
 _MOST_STAGES = 24
@@ -70,8 +71,8 @@ def choose_tile(s: Sizes) -> Tile:
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    constants = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0, "FUSED": 1}
-    return {**constants, **choose_tile(s)._asdict()}
+    contract = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
+    return {**contract, "FUSED": 1, "SLOTS": SLOTS, **choose_tile(s)._asdict()}
 
 
 def _launch(s: Sizes) -> Launch:
