@@ -1,22 +1,27 @@
 """ptxlab: a workbench for low-bit LLM kernels."""
 
 from ptxlab.kernels import find, run, specs
+from ptxlab.kernels.attention import append_kv4
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.packed import to_device
 from ptxlab.kernels.quantize import quantize_activations
-from ptxlab.layout import ExpertWeights, PackedActivations, PackedWeight, pack, stack_experts
+from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, pack, stack_experts
+from ptxlab.quant import calibrate_kv, quantize_kv, smooth_attention
 from ptxlab.runtime import Kernel, Outcome, load
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ExpertWeights",
+    "KVCache",
     "Kernel",
     "Outcome",
     "PackedActivations",
     "PackedWeight",
     "Workspace",
     "__version__",
+    "append_kv4",
+    "calibrate_kv",
     "find",
     "gemm_w4a8",
     "gemm_w4a8_grouped",
@@ -24,7 +29,9 @@ __all__ = [
     "load",
     "pack",
     "quantize_activations",
+    "quantize_kv",
     "run",
+    "smooth_attention",
     "specs",
     "stack_experts",
     "to_device",

@@ -38,7 +38,14 @@ def storage(name: str) -> np.dtype[Any]:
 
 
 def stored(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
-    """float32 values as that dtype, rounded to nearest even; anything else as it is."""
+    """float32 values as that dtype, rounded to nearest even, and s32 as s64; anything else as it is."""
+    if (values.dtype, name) == (np.int32, "int64"):
+        return values.astype(np.int64)
     if values.dtype != np.float32 or name == "float32":
         return values
     return reference.bfloat16_bits(values) if name == "bfloat16" else values.astype(name)
+
+
+def numbers(array: npt.NDArray[Any], name: str) -> npt.NDArray[np.float64]:
+    """What elements of that dtype stand for, in float64."""
+    return (reference.from_bfloat16_bits(array) if name == "bfloat16" else array).astype(np.float64)

@@ -7,6 +7,10 @@ from functools import cache
 from types import CodeType
 from typing import Any
 
+import numpy as np
+
+from ptxlab.layout.words import unpack_u4
+
 _FUNCTIONS: dict[str, Any] = {
     "__builtins__": {},
     "log2": lambda n: int(n).bit_length() - 1,
@@ -46,3 +50,14 @@ def solve(axis: str, length: int, sizes: dict[str, int]) -> None:
         sizes.setdefault(top, length * int(bottom))
     elif top in sizes and length:
         sizes.setdefault(bottom, sizes[top] // length)
+
+
+def nibbles(words: np.ndarray) -> np.ndarray:
+    """For value rules: the eight nibbles of every word, in logical order, wide enough to compute with."""
+    wide: np.ndarray = unpack_u4(words).astype(np.int32)
+    return wide
+
+
+def per_weight(values: np.ndarray, group: int) -> np.ndarray:
+    """For value rules: one value per weight from one per group, wide enough to compute with."""
+    return np.repeat(values.astype(np.int32), group, axis=-1)

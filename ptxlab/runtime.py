@@ -13,7 +13,7 @@ from ptxlab.arguments import accept, check_variant, dim3, on_device, positions, 
 from ptxlab.dtypes import dtype_in, storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.sources import Source, cuda_entries
-from ptxlab.spec import KernelSpec, Launch
+from ptxlab.spec import KernelSpec, Launch, Sizes
 
 BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
@@ -182,7 +182,7 @@ def run_spec(
     source: Source,
     inputs: Mapping[str, Any],
     *,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Sizes | None = None,
     out: Mapping[str, Any] | None = None,
     backend: str | None = None,
     checks: Iterable[str] = (),

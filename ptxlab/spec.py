@@ -16,13 +16,12 @@ import numpy as np
 from ptxlab.dtypes import ByVariant, DType, dtype_in, storage
 from ptxlab.errors import ArgumentError
 from ptxlab.expressions import evaluate as evaluate
-from ptxlab.expressions import names_in, solve
+from ptxlab.expressions import names_in, nibbles, per_weight, solve
 from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.layout.words import unpack_u4
 
 NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
-Sizes = Mapping[str, int]
+Sizes = Mapping[str, Any]  # integers, but for scalar arguments that are floats
 Arrays = dict[str, Any]
 
 
@@ -118,7 +117,8 @@ class KernelSpec:
         arch: lowest architecture, or with `exact` the only one.
         exact_arch: true for architecture-specific code (`sm_90a`).
         tolerance: allowed relative error of floating outputs; 0 means bit-exact.
-        tolerance_reason: why the tolerance is what it is.
+        bound: instead of a tolerance: `reference`'s arguments -> allowed absolute error of each element of each output.
+        tolerance_reason: why the tolerance, or the bound, is what it is.
         wrong: set for kernels that are wrong by design.
         example_sizes: sizes at which `verify` and the tests draw examples.
         after_wait: inputs that the kernel before on the stream may still be writing: this one waits for it
@@ -140,6 +140,7 @@ class KernelSpec:
     arch: str = "sm_75"
     exact_arch: bool = False
     tolerance: float = 0.0
+    bound: Callable[..., Any] | None = None
     tolerance_reason: str = "integer results are compared for equality"
     wrong: WrongByDesign | None = None
     example_sizes: tuple[Mapping[str, int], ...] = field(default=())
@@ -156,8 +157,15 @@ class KernelSpec:
 
     def expected(self, logical: Arrays, config: Mapping[str, int] | None = None) -> Arrays:
         """What the reference says of every output, by name, in the variant `config` (by default the reference's)."""
+        return self._by_output(self.reference, logical, config)
+
+    def allowed(self, logical: Arrays, config: Mapping[str, int] | None = None) -> Arrays:
+        """The error that every element of every output may have; of a spec with a `bound`."""
+        return self._by_output(self.bound, logical, config) if self.bound else {}
+
+    def _by_output(self, of: Callable[..., Any], logical: Arrays, config: Mapping[str, int] | None) -> Arrays:
         constants = {name: config[name] for name in self.by_variant if config and name in config}
-        results = self.reference(**logical, **constants)
+        results = of(**logical, **constants)
         results = results if isinstance(results, tuple) else (results,)
         return {arg.name: result for arg, result in zip(self.outputs, results, strict=True)}
 
@@ -233,7 +241,7 @@ class KernelSpec:
     def check_values(self, arrays: Mapping[str, np.ndarray], sizes: Sizes) -> None:
         """Raise `ArgumentError` for the first value rule that an element of the (NumPy) inputs breaks."""
         for rule in self.value_rules:
-            names = {**sizes, **arrays, "nibbles": _nibbles, "per_weight": lambda a: _per_weight(a, sizes["g"])}
+            names = {**sizes, **arrays, "nibbles": nibbles, "per_weight": lambda a: per_weight(a, sizes["g"])}
             holds = np.asarray(evaluate(rule, names))
             if holds.all():
                 continue
@@ -248,7 +256,8 @@ class KernelSpec:
 
     def scalar(self, arg: Arg, sizes: Sizes) -> np.generic:
         """The value of a scalar argument at these sizes."""
-        value: np.generic = np.dtype(str(arg.dtype)).type(int(evaluate(arg.value or arg.name, sizes)))
+        dtype, number = np.dtype(str(arg.dtype)), self._evaluate(arg.value or arg.name, sizes)
+        value: np.generic = dtype.type(number if dtype.kind == "f" else int(number))
         return value
 
     def arguments(self, arrays: Mapping[str, Any], sizes: Sizes) -> list[Any]:
@@ -281,17 +290,6 @@ class KernelSpec:
         return sum(
             a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in self.args if a.shape and a.role != "scratch"
         )
-
-
-def _nibbles(words: np.ndarray) -> np.ndarray:
-    """The eight nibbles of every word, in logical order, wide enough to compute with."""
-    wide: np.ndarray = unpack_u4(words).astype(np.int32)
-    return wide
-
-
-def _per_weight(values: np.ndarray, group: int) -> np.ndarray:
-    """One value per weight from one per group, wide enough to compute with."""
-    return np.repeat(values.astype(np.int32), group, axis=-1)
 
 
 def _place(place: tuple[int, ...], array: np.ndarray, holds: np.ndarray) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Shapes are small: 1 to 4 rows (R or N) of 1 to 4 groups of 32, 64 or 128 along K
 
 from typing import Any, NamedTuple, TypeAlias
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
@@ -60,6 +61,16 @@ def near_edges(edges: tuple[int, ...], lowest: int, highest: int) -> st.SearchSt
 def filled(dtype: type[np.generic], shape: tuple[int, ...], elements: st.SearchStrategy[int]) -> st.SearchStrategy[Any]:
     """Arrays that repeat one drawn element except at some drawn places: cheap to draw, and neighbours differ."""
     return hnp.arrays(dtype, shape, elements=elements, fill=elements)
+
+
+def floats(dtype: np.dtype, shape: tuple[int, ...]) -> st.SearchStrategy[np.ndarray]:
+    """Numbers by their bits, so that all magnitudes are alike; zeros, the largest and denormal ones among them."""
+    bits = {2: np.uint16, 4: np.uint32}[dtype.itemsize]
+    top = np.array([ml_dtypes.finfo(dtype).max], dtype).view(bits)[0]
+    magnitudes = st.sampled_from([0, 1, int(top), int(top) // 2]) | st.integers(0, int(top))
+    sign = 1 << (8 * dtype.itemsize - 1)
+    elements = st.tuples(magnitudes, st.booleans()).map(lambda pair: pair[0] | (sign if pair[1] else 0))
+    return hnp.arrays(bits, shape, elements=elements, fill=st.just(0)).map(lambda array: array.view(dtype))
 
 
 def q4_matrix(rows: int, K: int) -> st.SearchStrategy[Array]:

@@ -367,6 +367,29 @@ def test_the_module_is_a_command_too() -> None:
     assert done.stdout.strip() == "0.1.0"
 
 
+def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_path: Path) -> None:
+    """Every size that is one, of a kernel that is given integers for the others."""
+    spec = kernels.specs()["attention_kv4_naive"]
+    sizes = spec.example_sizes[0]
+    arrays = spec.pack(spec.example(np.random.default_rng(0), **sizes))
+    given = ("run", spec.name, "--backend", "emulator", "--in", tmp_path / "in.npz")
+    np.savez(tmp_path / "in.npz", **arrays, softmax_scale=np.array(0.1))
+    assert cli(*given)[0] == 0
+    np.savez(tmp_path / "in.npz", **arrays, softmax_scale=np.array("abc"))
+    code, _, err = cli(*given)
+    assert code == 2 and "attention_kv4_naive: softmax_scale: a number (got abc)" in err
+    options = ("--backend", "emulator", "--sizes", "B=2,Hq=2,Hkv=1,P=2,pages=4", "--json")
+    code, out, _ = cli("verify", spec.name, *options)
+    assert code == 0 and json.loads(out)[-1]["sizes"] == {
+        "B": 2,
+        "Hq": 2,
+        "Hkv": 1,
+        "P": 2,
+        "pages": 4,
+        "softmax_scale": 0.088,
+    }
+
+
 def test_verify_at_other_sizes_too(cli: Any) -> None:
     kernel = ("verify", "gemm_w4a8_qoq_sm80", "--backend", "emulator")
     code, out, _ = cli(*kernel, "--sizes", "M=3,N=16,K=96,g=32", "--json")

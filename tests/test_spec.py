@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from ptxlab import kernels, sources
-from ptxlab.dtypes import ByVariant, storage
+from ptxlab.dtypes import ByVariant, storage, stored
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.words import pack_u4
 from ptxlab.spec import Arg, KernelSpec, Launch
@@ -52,11 +52,17 @@ def test_a_grid_that_no_gpu_takes_is_refused() -> None:
 
 def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
     wanted = {
+        "append": ({"T", "H", "D", "pages", "size", "bits", "channel", "R"},),
         "dequant": ({"R", "K", "g"}, {"R", "K"}),
         "load": ({"T"}, {"P", "B"}),
         "quantize": ({"M", "K", "rows", "span"},),
         "sum": ({"M", "K"},),
         "gemm": ({"M", "N", "K", "g"}, {"M", "N", "K"}, {"M", "N", "K", "E", "g"}),
+        "attention": (
+            {"B", "Hq", "Hkv", "P", "pages", "softmax_scale"},
+            {"B", "Hq", "Hkv", "P", "pages", "softmax_scale", "T", "D", "page", "bits", "channel", "window", "blocks"},
+            {"B", "T", "Hq", "Hkv", "D", "blocks", "columns", "tile"},
+        ),
     }
     assert [spec.name for spec in kernels.specs().values() if spec.symbols not in wanted[spec.family]] == []
     assert LQQ.symbols == {"R", "K", "g"} and kernels.specs()["dequant_comet"].symbols == {"R", "K"}
@@ -97,6 +103,14 @@ def test_scalars_are_computed_from_the_sizes() -> None:
     assert LQQ.scalar(LQQ.arg("pairs"), sizes).dtype == np.uint32
 
 
+def test_a_scalar_may_be_a_float() -> None:
+    spec = kernels.specs()["attention_kv4_simple"]
+    scale = spec.scalar(spec.arg("softmax_scale"), {"softmax_scale": 0.1})
+    assert scale == np.float32(0.1) and scale.dtype == np.float32
+    with pytest.raises(ArgumentError, match=r"attention_kv4_simple: sizes: softmax_scale must be given"):
+        spec.scalar(spec.arg("softmax_scale"), {"Hq": 1})
+
+
 def test_an_unknown_argument_is_refused() -> None:
     with pytest.raises(ArgumentError, match="dequant_lqq takes qweight, scale, offset, out, pairs, shift"):
         LQQ.arg("zero")
@@ -107,12 +121,12 @@ def test_every_example_obeys_its_own_rules(spec: KernelSpec) -> None:
     assert spec.example_sizes
     for sizes in spec.example_sizes:
         arrays = spec.pack(spec.example(np.random.default_rng(0), **sizes))
-        assert set(arrays) == {a.name for a in spec.inputs}
+        assert {a.name for a in spec.inputs if not a.optional} <= set(arrays) <= {a.name for a in spec.inputs}
         solved = spec.sizes_of({n: a.shape for n, a in arrays.items()}, sizes)
         spec.check_values(arrays, solved)
-        for arg in spec.inputs:
+        for arg in map(spec.arg, arrays):
             dtypes = arg.dtype.dtypes if isinstance(arg.dtype, ByVariant) else (arg.dtype,)
-            assert arrays[arg.name].dtype in map(storage, dtypes)
+            assert stored(arrays[arg.name], dtypes[0]).dtype in map(storage, dtypes)  # as `verify` has them
             assert arrays[arg.name].shape == arg.resolve(sizes)
 
 

@@ -80,6 +80,26 @@ def test_floats_are_compared_within_the_stated_tolerance_only() -> None:
         verify.compare(spec, {"out": np.full((1, 8), 10.01, np.float16)}, logical)
 
 
+def test_floats_may_have_a_bound_for_each_element() -> None:
+    """And of an infinity only itself is near."""
+    spec = replace(
+        kernels.specs()["dequant_u4_f16"],
+        reference=lambda q4: np.array([[1.0, 1.0, -np.inf]]),
+        bound=lambda q4: np.array([[0.1, 0.01, 0.01]]),
+    )
+    verify.compare(spec, {"out": np.array([[1.09, 1.0, -np.inf]])}, {"q4": np.zeros((1, 8), np.uint8)})
+    for bad in (
+        [1.2, 1, -np.inf],
+        [1, 1.09, -np.inf],
+        [1, 1, -60000],
+        [1, 1, np.inf],
+        [1, 1, np.nan],
+        [1, np.inf, -np.inf],
+    ):
+        with pytest.raises(verify.VerificationError, match="1 of 3 elements differ"):
+            verify.compare(spec, {"out": np.array([bad])}, {"q4": np.zeros((1, 8), np.uint8)})
+
+
 def test_a_source_whose_compiler_is_missing_is_skipped_by_name_of_kernel_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "missing", lambda: {"nvrtc": "install it so"})
     jobs, skipped = verify.plan(["dequant_lqq"], "emulator")

@@ -83,6 +83,22 @@ __device__ __forceinline__ uint4 dequant_u4_f16(u32 q) {
             as_bits(__hfma2(as_half2(and_or(up, 0x00f000f0u, 0x64006400u)), sixteenth, minus64))};
 }
 
+// What dequant_u4_f16_minus takes off, from a zero point 0..15: 1024 + zero of nibbles that count 1, and -(64 + zero) of those
+// that count 16, in both halves. Exact.
+__device__ __forceinline__ uint2 bias_u4_f16(__half zero) {
+    return {as_bits(__half2half2(__hadd(__ushort_as_half(0x6400), zero))), as_bits(__half2half2(__hsub(__ushort_as_half(0xd400), zero)))};
+}
+
+// The same with the zero point taken off by the very instruction that takes off the bias: v - zero, exact, in no more of them.
+__device__ __forceinline__ uint4 dequant_u4_f16_minus(u32 q, uint2 bias) {
+    const u32 up = q >> 8;
+    const __half2 sixteenth = as_half2(0x2c002c00u);
+    return {as_bits(__hsub2(as_half2(and_or(q, 0x000f000fu, 0x64006400u)), as_half2(bias.x))),
+            as_bits(__hsub2(as_half2(and_or(up, 0x000f000fu, 0x64006400u)), as_half2(bias.x))),
+            as_bits(__hfma2(as_half2(and_or(q, 0x00f000f0u, 0x64006400u)), sixteenth, as_half2(bias.y))),
+            as_bits(__hfma2(as_half2(and_or(up, 0x00f000f0u, 0x64006400u)), sixteenth, as_half2(bias.y)))};
+}
+
 // The nibble as an FP16 subnormal, v * 2^-24: AND alone. Same order of halves. 7 instructions.
 __device__ __forceinline__ uint4 dequant_u4_f16_subnormal(u32 q) {
     return {q & 0x000f000fu, (q >> 8) & 0x000f000fu, (q >> 4) & 0x000f000fu, (q >> 12) & 0x000f000fu};

@@ -65,6 +65,14 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned b
     bulk_load(shared_address(to), from, bytes, shared_address(barrier));
 }
 
+// The same for what is read once: the L2 may forget it first (the policy is createpolicy's evict_first of everything).
+__device__ __forceinline__ void bulk_load_once(void* to, const void* from, unsigned bytes, u64* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
+                     shared_address(to)),
+                 "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(0x12f0000000000000ull)
+                 : "memory");
+}
+
 // The map's box from (row, column) on; what lies outside the matrix comes as zeros, and counts as bytes all the same.
 __device__ __forceinline__ void tensor_load(unsigned to, const TensorMap* map, int column, int row, unsigned barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),

@@ -27,4 +27,33 @@ __device__ __forceinline__ int block_sum(int value, unsigned* partial) {
     return value;
 }
 
+// The maximum of nothing.
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// The same of floats, in a fixed order: two runs give the same bits.
+template <int BLOCK>
+__device__ __forceinline__ float block_max(float value, float* partial) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, mask));
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+    __syncthreads();
+#pragma unroll
+    for (int warp = 0; warp < BLOCK / 32; ++warp) value = fmaxf(value, partial[warp]);
+    __syncthreads();
+    return value;
+}
+
+template <int BLOCK>
+__device__ __forceinline__ float block_sum(float value, float* partial) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
+    if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+    __syncthreads();
+    float sum = 0;
+#pragma unroll
+    for (int warp = 0; warp < BLOCK / 32; ++warp) sum += partial[warp];
+    __syncthreads();
+    return sum;
+}
+
 }  // namespace ptxlab

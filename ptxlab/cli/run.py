@@ -189,14 +189,15 @@ def _dims(name: str, text: str) -> tuple[int, ...]:
         raise ArgumentError(f"--{name}", "one to three integers, x[,y[,z]]", text) from None
 
 
-def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int:
-    """A size out of the file, an integer without axes."""
+def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
+    """A size out of the file, without axes: an integer, or a float where a scalar argument is one."""
     if array.shape or name not in spec.symbols:
         inputs, sizes = ", ".join(a.name for a in spec.inputs), ", ".join(sorted(spec.symbols))
         raise ArgumentError(f"{spec.name}: arguments", f"{inputs}, or a size: {sizes}", name)
-    if array.dtype.kind not in "iu":
-        raise ArgumentError(f"{spec.name}: {name}", "an integer", array)
-    return int(array)
+    is_float = any(arg.name == name and str(arg.dtype).startswith("float") for arg in spec.args)
+    if array.dtype.kind not in ("iuf" if is_float else "iu"):
+        raise ArgumentError(f"{spec.name}: {name}", "a number" if is_float else "an integer", array)
+    return float(array) if is_float else int(array)
 
 
 def _argument(arrays: dict[str, np.ndarray], entry: str, name: str) -> Any:
@@ -243,10 +244,12 @@ def verify(
 
 
 def _jobs_at(sizes: dict[str, int], jobs: list[Job]) -> list[Job]:
-    """The same kernels on the same backends at other sizes; each takes those that it has."""
+    """The same kernels on the same backends at other sizes; each takes those that it has, floats as in its example."""
     added = []
     for job in {(job.source.label, job.backend): job for job in jobs}.values():
-        own = {symbol: size for symbol, size in sizes.items() if symbol in job.spec.example_sizes[0]}
+        usual = job.spec.example_sizes[0]
+        own = {symbol: size for symbol, size in usual.items() if isinstance(size, float)}
+        own |= {symbol: size for symbol, size in sizes.items() if symbol in usual}
         job.spec.check_sizes(own)
         added.append(Job(job.spec, job.source, job.backend, own))
     return added

@@ -1,4 +1,4 @@
-"""ldmatrix and stmatrix: a warp moves 8 x 8 matrices of b16 between shared memory and fragments."""
+"""ldmatrix, stmatrix, movmatrix: a warp moves 8 x 8 matrices of b16 to or from shared memory, or turns one over."""
 
 from __future__ import annotations
 
@@ -66,6 +66,23 @@ def _matrix(machine: Machine, instruction: Instruction, pc: int) -> Step:
         memory[offsets // 16] = values
 
     return together(machine, pc, EVERYBODY, load if loads else store)
+
+
+@binder("movmatrix")
+def _transposed(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    """A matrix, two elements of a row per lane, becomes its transpose."""
+    if instruction.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
+        raise UnknownOpcode(instruction.opcode)
+    write, read = machine.writer(instruction.operands[0], "b32"), machine.reader(instruction.operands[1], "b32")
+    fragment = fragments.ldmatrix(1, False)
+
+    def run(lanes: Lanes, members: Array) -> None:
+        whole_warps(machine, instruction, lanes, members)
+        registers = np.ascontiguousarray(np.broadcast_to(read(lanes), members.shape)).reshape(-1, 32, 1)
+        matrices = np.ascontiguousarray(fragment.gather(registers).swapaxes(-1, -2))
+        write(lanes, fragment.scatter(matrices)[:, :, 0].reshape(-1))
+
+    return together(machine, pc, EVERYBODY, run)
 
 
 _INTEGERS = {"s8": np.int8, "u8": np.uint8}

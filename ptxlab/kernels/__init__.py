@@ -10,13 +10,13 @@ import numpy as np
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels import dequant, gemm, quantize
+from ptxlab.kernels import attention, dequant, gemm, quantize
 from ptxlab.kernels import load as load_family
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 
-_FAMILIES = (dequant, load_family, quantize, gemm)
+_FAMILIES = (dequant, load_family, quantize, gemm, attention)
 
 
 @cache
@@ -75,10 +75,10 @@ def run(
         unchecked: admit values that break the value rules (to look at overflow).
         seed: orders whatever the emulator may do in any order.
         out: arrays to write into, by argument name; by default they are allocated.
-        arrays: inputs by argument name; an integer gives a size (`g=64`) where no shape tells it.
+        arrays: inputs by argument name; a number gives a size (`g=64`) that no shape tells.
     """
     spec, found = find(kernel)
-    given = {n: int(v) for n, v in arrays.items() if isinstance(v, (int, np.integer))}
+    given = {n: v for n, v in arrays.items() if isinstance(v, (int, float, np.number))}
     inputs = {n: v for n, v in arrays.items() if n not in given}
     return run_spec(
         spec, found[0], inputs, sizes=given, backend=backend, checks=checks, unchecked=unchecked, seed=seed, out=out

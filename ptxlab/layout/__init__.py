@@ -2,35 +2,46 @@
 
 from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
 from ptxlab.layout.expert_weights import ExpertWeights, stack_experts
+from ptxlab.layout.kv_cache import HEAD_DIMS, KVCache, gather, scatter, write_slots
 from ptxlab.layout.packed_activations import PackedActivations, pack_activations, unpack_activations
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
+from ptxlab.layout.pages import PAGE_SIZES, pack_pages, page_bytes, unpack_pages
 from ptxlab.layout.storage import METADATA_KEY, load, packed_names, save
 from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.layout.words import pack_comet, pack_u4, unpack_comet, unpack_u4
 
 __all__ = [
+    "HEAD_DIMS",
     "LAYOUTS",
     "METADATA_KEY",
+    "PAGE_SIZES",
     "SCHEMES",
     "ExpertWeights",
+    "KVCache",
     "PackedActivations",
     "PackedWeight",
     "TensorMap",
     "buffer_shapes",
     "from_fragment_order",
     "from_swizzled_tiles",
+    "gather",
     "load",
     "pack",
     "pack_activations",
     "pack_comet",
+    "pack_pages",
     "pack_u4",
     "packed_names",
+    "page_bytes",
     "save",
+    "scatter",
     "stack_experts",
     "to_fragment_order",
     "to_swizzled_tiles",
     "unpack",
     "unpack_activations",
     "unpack_comet",
+    "unpack_pages",
     "unpack_u4",
+    "write_slots",
 ]

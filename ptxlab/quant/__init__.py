@@ -2,27 +2,36 @@
 
 from ptxlab.quant.activations import QuantizedActivations, quantize_activations, token_scales
 from ptxlab.quant.inputs import GROUPS
+from ptxlab.quant.kv import KV_SCHEMES, KVScheme, QuantizedKV, calibrate_kv, quantize_kv
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, Level1Weight, quantize_level1
 from ptxlab.quant.lqq import LQQWeight, Rounding, lqq_groups, quantize_lqq
 from ptxlab.quant.qoq import QoQChannelWeight, QoQWeight, qoq_groups, quantize_qoq, quantize_qoq_channel
+from ptxlab.quant.smooth import SmoothedAttention, smooth_attention
 from ptxlab.quant.two_level import TwoLevelWeight
 
 __all__ = [
     "GROUPS",
+    "KV_SCHEMES",
     "PROTECTIVE_RANGE",
+    "KVScheme",
     "LQQWeight",
     "Level1Weight",
     "QoQChannelWeight",
     "QoQWeight",
     "QuantizedActivations",
+    "QuantizedKV",
     "Rounding",
+    "SmoothedAttention",
     "TwoLevelWeight",
+    "calibrate_kv",
     "lqq_groups",
     "qoq_groups",
     "quantize_activations",
+    "quantize_kv",
     "quantize_level1",
     "quantize_lqq",
     "quantize_qoq",
     "quantize_qoq_channel",
+    "smooth_attention",
     "token_scales",
 ]

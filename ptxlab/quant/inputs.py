@@ -14,8 +14,8 @@ GROUPS = (32, 64, 128)  # group sizes along K
 STRIP = 1 << 20  # elements that a quantiser works on at a time
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 # A subnormal scale has lost bits and is flushed to zero by some kernels; one above the maximum turns -128 into -inf.
-_MIN_SCALE = np.finfo(np.float32).tiny
-_MAX_SCALE = np.finfo(np.float32).max / 128
+MIN_SCALE = np.finfo(np.float32).tiny
+MAX_SCALE = np.finfo(np.float32).max / 128
 
 
 def as_float_matrix(argument: str, x: npt.NDArray[Any]) -> F32:
@@ -30,20 +30,35 @@ def row_extremes(argument: str, x: npt.NDArray[Any]) -> tuple[F32, F32]:
     Raises ArgumentError: not a NumPy-like array, not a float dtype, not two-dimensional, empty, NaN or infinity (with
     the place of the first).
     """
+    check_floats(argument, x)
+    if x.ndim != 2 or 0 in x.shape:
+        raise ArgumentError(argument, "must be a non-empty matrix [rows, K]", f"shape {x.shape}")
+    return extremes(argument, x)
+
+
+def check_floats(argument: str, x: npt.NDArray[Any]) -> None:
+    """Raise ArgumentError unless `x` is a NumPy-like array of a float dtype."""
     if not hasattr(x, "__array_function__"):
         raise ArgumentError(argument, "must be a NumPy or CuPy array", type(x).__name__)
     # By name: bfloat16 is not NumPy's own and has no dtype to compare with unless ml_dtypes is installed.
     if x.dtype.name not in _FLOATS:
         raise ArgumentError(argument, f"dtype must be one of {', '.join(_FLOATS)}", x.dtype)
-    if x.ndim != 2 or 0 in x.shape:
-        raise ArgumentError(argument, "must be a non-empty matrix [rows, K]", f"shape {x.shape}")
-    low, high = by_strips(_extremes, x)
+
+
+def extremes(argument: str, x: npt.NDArray[Any]) -> tuple[F32, F32]:
+    """The smallest and the largest element along the last axis of x float [..., K], K > 0: f32 [...] each.
+
+    Raises ArgumentError for NaN or infinity, with the place of the first.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    low, high = by_strips(_extremes, rows)
     finite = np.isfinite(low) & np.isfinite(high)  # NaN is propagated into both
     if not finite.all():
         row = int(np.argwhere(~finite)[0, 0])
-        column = int(np.argwhere(~np.isfinite(as_float32(x[row])))[0, 0])
-        raise ArgumentError(argument, "must be finite in float32", f"{argument}[{row}, {column}] is {x[row, column]}")
-    return low, high
+        column = int(np.argwhere(~np.isfinite(as_float32(rows[row])))[0, 0])
+        place = [*map(int, np.unravel_index(row, x.shape[:-1])), column]
+        raise ArgumentError(argument, "must be finite in float32", f"{argument}{place} is {rows[row, column]}")
+    return low.reshape(x.shape[:-1]), high.reshape(x.shape[:-1])
 
 
 def as_float32(x: npt.NDArray[Any]) -> F32:
@@ -67,7 +82,7 @@ def by_strips(
     """
     rows, K = arrays[0].shape
     step = max(1, STRIP // K)
-    strips = [function(*(array[i : i + step] for array in arrays)) for i in range(0, rows, step)]
+    strips = [function(*(array[i : i + step] for array in arrays)) for i in range(0, max(rows, 1), step)]
     return tuple(np.concatenate(parts) for parts in zip(*strips, strict=True))
 
 
@@ -77,10 +92,10 @@ def row_scales(argument: str, extent: F32, steps: int) -> F32:
     Raises ArgumentError if a scale is not a normal float32, or so large that 128 times it is infinite.
     """
     scale = extent / np.float32(steps)
-    representable = (extent == 0) | ((scale >= _MIN_SCALE) & (scale <= _MAX_SCALE))
+    representable = (extent == 0) | ((scale >= MIN_SCALE) & (scale <= MAX_SCALE))
     if not representable.all():
         row = int(np.argwhere(~representable)[0, 0])
-        rule = f"row scales must lie in {_MIN_SCALE:.3g}..{_MAX_SCALE:.3g}"
+        rule = f"row scales must lie in {MIN_SCALE:.3g}..{MAX_SCALE:.3g}"
         raise ArgumentError(argument, rule, f"row {row} has {float(extent[row]) / steps:.3g}")
     return np.where(extent == 0, np.float32(1), scale)
 

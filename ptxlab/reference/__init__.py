@@ -1,5 +1,6 @@
 """The oracle: one plain function per operation, on logical arrays, written to be read. Imports only NumPy."""
 
+from ptxlab.reference.attention import attention, dequantize_kv, rope
 from ptxlab.reference.dequant import (
     dequant_comet,
     dequant_int4_naive,
@@ -21,6 +22,7 @@ from ptxlab.reference.packed import as_bytes, as_words, replicate
 __all__ = [
     "as_bytes",
     "as_words",
+    "attention",
     "bfloat16_bits",
     "dequant_comet",
     "dequant_int4_naive",
@@ -32,6 +34,7 @@ __all__ = [
     "dequant_qoq_vadd4_s32",
     "dequant_u4_f16",
     "dequant_u4_f16_subnormal",
+    "dequantize_kv",
     "exact_lqq",
     "exact_qoq",
     "fits_s8",
@@ -41,5 +44,6 @@ __all__ = [
     "gemm_epilogue",
     "presub_wrong",
     "replicate",
+    "rope",
     "scale_rows",
 ]

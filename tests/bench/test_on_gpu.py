@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, cost, gpu, kernels
-from ptxlab.bench import chain, dequant, grouped, headline, peers, points, problem, quantiser, steps, stream
+from ptxlab.bench import append, chain, dequant, grouped, headline, peers, points, problem, quantiser, steps, stream
 from ptxlab.bench.shapes import EXPERTS, LAYERS, Layer
 from ptxlab.bench.timing import measure
 from ptxlab.errors import BenchmarkError
@@ -156,3 +156,10 @@ def test_experts_at_once(launched: None) -> None:
 def test_the_quantiser_is_timed_and_exact(order: str, ceilings) -> None:
     row = quantiser.quantised(quantiser._activations(64, 4096), order, ceilings)
     assert 0.5 < row.time_us < 20
+
+
+@pytest.mark.parametrize("tokens", [64, 512])
+@pytest.mark.parametrize("rope", [False, True])
+def test_appending_is_timed_and_exact(tokens: int, rope: bool, ceilings) -> None:
+    row = append.appended(tokens, 8, "kv4", rope, ceilings)
+    assert 0.5 < row.time_us < 50 and row.fraction < 1.05

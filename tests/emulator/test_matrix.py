@@ -1,4 +1,4 @@
-"""ldmatrix and stmatrix: what they refuse, and what the checks see of them. (Their results: tests/golden.)"""
+"""ldmatrix, stmatrix, movmatrix: what they refuse, and what the checks see of them. (Results: tests/golden.)"""
 
 import numpy as np
 import pytest
@@ -78,9 +78,35 @@ def test_rows_of_another_warp_need_a_barrier():
     assert (finding.kind, finding.line) == ("race", line_of(text, "ldmatrix"))
 
 
+MOVE = "movmatrix.sync.aligned.m8n8.trans.b16 %s, %r0;\n"
+
+
+def test_a_matrix_is_turned_over():
+    """Element (i, j), which is 8 i + j, goes to (j, i); of every warp."""
+    halves = (
+        "mov.u32 %r0, %tid.x; shl.b32 %r0, %r0, 1; add.u32 %r1, %r0, 1; shl.b32 %r1, %r1, 16; or.b32 %r0, %r0, %r1;\n"
+    )
+    out = np.zeros(64, np.uint32)
+    run(kernel(halves + MOVE + STORE), out, threads=64)
+    elements = np.arange(128, dtype=np.uint16).reshape(2, 8, 8)
+    assert np.array_equal(out.view(np.uint16).reshape(2, 8, 8), elements.swapaxes(1, 2))
+
+
+def test_a_matrix_takes_a_whole_warp():
+    absent = "mov.u32 %r0, %laneid; setp.eq.u32 %p, %r0, 5; @%p ret;\n"
+    with pytest.raises(EmulationError, match="not all 32 threads of the warp are there"):
+        run(kernel(absent + MOVE + STORE), np.zeros(32, np.uint32))
+
+
 @pytest.mark.parametrize(
-    "opcode", ["ldmatrix.sync.aligned.m8n8.x3.shared.b16", "ldmatrix.sync.aligned.m8n8.x1.shared.b8"]
+    "opcode",
+    [
+        "movmatrix.sync.aligned.m8n8.b16",
+        "ldmatrix.sync.aligned.m8n8.x3.shared.b16",
+        "ldmatrix.sync.aligned.m8n8.x1.shared.b8",
+    ],
 )
 def test_other_forms_are_unknown(opcode):
+    operands = "%s, %r2" if "mov" in opcode else "{%s}, [%r2]"
     with pytest.raises(UnknownInstruction):
-        run(module(f"{opcode} {{%s}}, [%r2];\n"), np.zeros(32, np.uint32))
+        run(module(f"{opcode} {operands};\n"), np.zeros(32, np.uint32))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 import ptxlab
 from ptxlab import layout, quant
@@ -16,20 +15,11 @@ from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.quantize import face
 from ptxlab.layout.packed_activations import ORDERS, stored_shape, tile_of
 from tests.fake_gpu import DeviceArray, FakeGpu
+from tests.strategies import floats
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 DTYPES = {"float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype("float32")}
 RNG = np.random.default_rng(0)
-
-
-def floats(dtype: np.dtype, shape: tuple[int, int]) -> st.SearchStrategy[np.ndarray]:
-    """Numbers by their bits, so that all magnitudes are alike; zeros, the largest and denormal ones among them."""
-    bits = {2: np.uint16, 4: np.uint32}[dtype.itemsize]
-    top = np.array([ml_dtypes.finfo(dtype).max], dtype).view(bits)[0]
-    magnitudes = st.sampled_from([0, 1, int(top), int(top) // 2]) | st.integers(0, int(top))
-    sign = 1 << (8 * dtype.itemsize - 1)
-    elements = st.tuples(magnitudes, st.booleans()).map(lambda pair: pair[0] | (sign if pair[1] else 0))
-    return hnp.arrays(bits, shape, elements=elements, fill=st.just(0)).map(lambda array: array.view(dtype))
 
 
 @st.composite

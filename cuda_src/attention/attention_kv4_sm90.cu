@@ -1,0 +1,508 @@
+// attention_kv4_sm90: decode attention over a paged cache of 4 or 8 bits, at the speed of memory.
+//
+// Contract   out[b, t, h] = sum_i p[i] v[i], p = softmax of softmax_scale * q[b, t, h] . k[i] over the keys that query t sees: i up to
+//            lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of the sum of exponentials. Nothing
+//            seen: zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). k = (integer - zero) * scale per token and head, f16 in
+//            the page (CHANNEL 0), or per channel, f32 [Hkv, D] (CHANNEL 1, where 8 bits are signed and have no zero).
+//            T queries of a sequence and all heads of a group are one unit's columns, up to 8; more are several units.
+// Work       all tiles (64 tokens) of all units, in equal pieces over the blocks, worked out by each from `lengths` (segments.cuh): a block
+//            has segments, of which the first and the last may be parts of units. Such parts go to `partial`, and the last block that has
+//            written its part puts them together in the order of the tokens (FUSED; else attention_merge): same input, same bits.
+// Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies, one prepares queries.
+//            full, empty   a place of the ring: keys and values of a tile are there; its warps are done with it. One group has it for ever,
+//                          as STAGES is a multiple of GROUPS: others could take it for full that was full a round ago.
+//            ready         a unit's record and queries are in shared memory
+//            summed        all warps have their sums of a unit in shared memory
+//            cleared       all warps have taken their part of them out again: a unit or more later, so that nobody waits for the slowest
+// Scores     S = K Q^T by m16n8k16, lane 4 g + t: tokens g, g + 8, queries 2 t, 2 t + 1. K, the operand A, is nibbles under a mask: the FP16
+//            subnormals v * 2^-24, or 16 times that, which is taken off the query. The order of dims is free: lane t has 16 bytes of a
+//            token (32 dims), of Q the same. The accumulators begin with -zero * sum(q).
+// Queries    scaled to the top of FP16's range by a power of two per query; operand B lies in shared memory as the lanes load it.
+// Softmax    in base 2, of score + log2(scale of the value): so the weights p * scale, rounded to FP16, are at most 1 whatever the scales are.
+// Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
+//            Lane g has dims g D / 8 on.
+// PDL        block table and lengths are read at once, queries and cache behind the wait.
+// Measured   H200, graphs, cache from memory, launched programmatically; of the time that reading its bytes takes (4.65 TB/s):
+//            heads      16 x 1024     64 x 1024     256 x 1024    1 x 4096      64 x 4096     256 x 4096    1 x 131072
+//            32 / 32    21.2 us 0.72  69.5 us 0.88  267 us 0.92   10.4 us 0.37  261 us 0.94   1019 us 0.96  134 us 0.91
+//            32 / 8     10.0 us 0.38  22.2 us 0.69  73.6 us 0.83  6.3 us 0.15   69.7 us 0.88  266 us 0.92   40.5 us 0.76
+//            64 / 8     9.3 us 0.41   23.4 us 0.65  79.0 us 0.78  6.7 us 0.14   71.0 us 0.86  270 us 0.91   41.3 us 0.74
+// PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp;
+//            9.7.13.5 atom; 9.7.13.13 griddepcontrol
+#include "exponent.cuh"
+#include "griddep.cuh"
+#include "mbarrier.cuh"
+#include "parts.cuh"
+#include "segments.cuh"
+
+#ifndef D
+#define D 128       // of a head: 64, 128, 256
+#define PAGE 64     // tokens of a page: 16, 32, 64
+#define BITS 4      // of a key or value: 4, or 8
+#define CHANNEL 0   // scale and zero: 0 per token, in the page; 1 per channel
+#define BF16 0      // queries and results: 0 f16, 1 bf16
+#define TOKENS 64   // of a tile that one warp takes: 16, 32, 64
+#define WARPS 8     // that multiply
+#define STAGES 16   // tiles in flight
+#define SLOTS 2     // units whose sums are in shared memory
+#define RESIDENT 1  // blocks per SM
+#define FUSED 1     // units of several blocks: 1 put together by the last of them, 0 left to attention_merge
+#endif
+
+namespace {
+
+using ptxlab::u32;
+using ptxlab::u64;
+using ptxlab::TILE;
+constexpr int COLUMNS = 8;                                     // queries of a unit
+constexpr int ROW = D * BITS / 8;                              // bytes of a token's keys or values
+constexpr int PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4)), PAGES = TILE / PAGE, STAGE = 2 * PAGES * PAGE_BYTES;
+constexpr int SHARE = TILE / TOKENS, GROUPS = WARPS / SHARE, MT = TOKENS / 16, DT = D / 16;  // MT, DT: MMA tiles of tokens, of dims
+constexpr int THREADS = 32 * (WARPS + 2), LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;      // LANES: one for every warp
+constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;     // integers of a word, and registers that they become
+constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;          // of a token's keys, of its values, per lane
+constexpr int VECTOR = K_WORDS < 4 ? K_WORDS : 4;              // words of one load
+constexpr int PITCH = D + 4;                                   // of sums in shared memory
+constexpr int FRAGMENTS = K_WORDS * HALVES * 128, QUERY = FRAGMENTS + COLUMNS * 8;  // bytes: operand B; of each column (sum, factor)
+constexpr int UNITS = 2 * SLOTS, LAG = SLOTS - 1;              // units in flight; by how many the sums are put together later
+constexpr int EXTRA = 4;                                       // cost of a unit of few tiles, in tiles, beside them
+constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;          // LOWEST: below any score, yet finite
+constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;   // s8 as u8 with a zero of 128
+constexpr u32 NEUTRAL = 0x00003c00, ONES = 0x3c003c00;         // (scale 1, zero 0) of tokens that there are not; two zeros of 1
+static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16);
+
+using Segments = ptxlab::Segments<EXTRA, GROUPS>;
+
+// What the block does of a unit: of a sequence, up to COLUMNS queries of one of its heads.
+struct Unit {
+    int count, position, length;             // tiles, 0 behind the last unit; the first one's first token; tokens of the sequence
+    int turn;                                // the group of warps that takes the first tile
+    int sequence, head, column0, columns;
+    int part, block, blocks;                 // where in the workspace its part is, or -1 if that is all; the blocks that have parts
+};
+
+__device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
+__device__ __forceinline__ float high_half(u32 pair) { return __high2float(ptxlab::as_half2(pair)); }
+__device__ __forceinline__ u32 half_pair(float a, float b) { return ptxlab::as_bits(__floats2half2_rn(a, b)); }
+
+// Where the keys or values of a tile's token lie, and its scale and zero. 16 tokens from a multiple of 16 on are in one page.
+__device__ __forceinline__ int row_at(int token) { return token / PAGE * PAGE_BYTES + token % PAGE * ROW; }
+__device__ __forceinline__ int scale_at(int token) { return token / PAGE * PAGE_BYTES + PAGE * ROW + token % PAGE * 4; }
+
+template <int COUNT>
+__device__ __forceinline__ void load_words(u32 (&w)[COUNT], const void* from) {
+    if constexpr (COUNT == 1) {
+        w[0] = *static_cast<const u32*>(from);
+    } else if constexpr (COUNT == 2) {
+        const uint2 v = *static_cast<const uint2*>(from);
+        w[0] = v.x, w[1] = v.y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4) {
+            const uint4 v = static_cast<const uint4*>(from)[i / 4];
+            w[i] = v.x, w[i + 1] = v.y, w[i + 2] = v.z, w[i + 3] = v.w;
+        }
+    }
+}
+
+// The integers of a word as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7).
+__device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
+    if constexpr (BITS == 4) {
+        const uint4 v = ptxlab::subnormal_u4(word);
+        h[0] = v.x, h[1] = v.y, h[2] = v.z, h[3] = v.w;
+    } else {
+        const uint2 v = ptxlab::subnormal_u8(word ^ FLIP);
+        h[0] = v.x, h[1] = v.y;
+    }
+}
+
+// S += K Q^T, a warp's tokens from token0 on.
+__device__ __forceinline__ void multiply_keys(float (&s)[MT][4], const unsigned char* keys, int token0, const u32 (&query)[K_WORDS][HALVES], int g, int t) {
+#pragma unroll
+    for (int c = 0; c < K_WORDS; c += VECTOR) {
+        u32 upper[MT][VECTOR], lower[MT][VECTOR];                            // rows g, rows g + 8
+#pragma unroll
+        for (int i = 0; i < MT; ++i) {
+            const unsigned char* from = keys + row_at(token0 + i * 16) + g * ROW + (c * 4 + t * VECTOR) * 4;
+            load_words(upper[i], from);
+            load_words(lower[i], from + 8 * ROW);
+        }
+#pragma unroll
+        for (int w = 0; w < VECTOR; ++w)
+#pragma unroll
+            for (int r = 0; r < HALVES; r += 2)
+#pragma unroll
+                for (int i = 0; i < MT; ++i) {                               // tokens innermost: an MMA waits for the one before with its sums
+                    u32 a[HALVES], b[HALVES];
+                    subnormals(a, upper[i][w]);
+                    subnormals(b, lower[i][w]);
+                    ptxlab::mma_f16(s[i], a[r], b[r], a[r + 1], b[r + 1], query[c + w][r], query[c + w][r + 1]);
+                }
+    }
+}
+
+// O^T += V^T P^T, 16 tokens whose values begin at `rows`. Of a pair of tokens odd t load the second first, which halves the bank conflicts.
+__device__ __forceinline__ void multiply_values(float (&o)[DT][4], const unsigned char* rows, const u32 (&p)[2], int g, int t) {
+    const int odd = t % 2;
+    const u32 select[2] = {odd ? 0x1054u : 0x5410u, odd ? 0x3276u : 0x7632u};  // low halves, high halves
+    u32 first[2][V_WORDS], second[2][V_WORDS];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const unsigned char* from = rows + (h * 8 + t * 2) * ROW + g * V_WORDS * 4;
+        load_words(first[h], from + odd * ROW);
+        load_words(second[h], from + (1 - odd) * ROW);
+    }
+#pragma unroll
+    for (int w = 0; w < V_WORDS; ++w)
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+            u32 a[HALVES], b[HALVES];
+            subnormals(a, __byte_perm(first[0][w], second[0][w], select[k]));
+            subnormals(b, __byte_perm(first[1][w], second[1][w], select[k]));
+#pragma unroll
+            for (int r = 0; r < HALVES; r += 2) ptxlab::mma_f16(o[w * HALVES + k * (HALVES / 2) + r / 2], a[r], a[r + 1], b[r], b[r + 1], p[0], p[1]);
+        }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
+                   const unsigned char* pool,   // u8 [pages, 2, Hkv, PAGE_BYTES]
+                   const int* table,            // s32 [B, P]
+                   const int* lengths,          // s32 [B]
+                   const float* k_scale, const float* k_zero,  // f32 [Hkv, D] if CHANNEL, else null
+                   const float* v_scale, const float* v_zero,
+                   unsigned short* out,         // f16 or bf16 [B, T, Hq, D]
+                   float* lse,                  // f32 [B, T, Hq], or null
+                   float* partial,              // f32 [gridDim.x, 2, columns, D]: sums of 2^(score - largest) * value
+                   float2* stats,               // f32 [gridDim.x, 2, columns, 2]: the largest score, the sum of 2^(..)
+                   int* segments,               // s32 FUSED: [gridDim.x, columns], zeros before and after; else
+                                                // [gridDim.x, 2]: the unit that begins in part 1, and the blocks that have of it
+                   float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window) {
+    extern __shared__ __align__(128) unsigned char ring[];                   // [STAGES][STAGE]
+    __shared__ u64 full[STAGES], empty[STAGES], ready[UNITS], summed[UNITS], cleared[UNITS];
+    __shared__ Unit units[UNITS];
+    const int group = Hq / Hkv, splits = (group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    unsigned char* const queries = ring + STAGES * STAGE;                    // [UNITS][QUERY]
+    float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);             // [SLOTS][WARPS][columns]: largest, sum, zeros
+    float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);   // [SLOTS][WARPS][columns][PITCH]
+    const auto row_of = [&](int sequence, int head, int column) { return (size_t(sequence) * T + column / group) * Hq + head * group + column % group; };
+
+    if (warp == WARPS) {
+        for (int s = lane; s < STAGES; s += 32) ptxlab::mbarrier_init(&full[s], 1), ptxlab::mbarrier_init(&empty[s], SHARE);
+        if (lane < UNITS) ptxlab::mbarrier_init(&ready[lane], 1), ptxlab::mbarrier_init(&summed[lane], WARPS), ptxlab::mbarrier_init(&cleared[lane], WARPS);
+        ptxlab::fence_mbarrier_init();
+    }
+    __syncthreads();
+    ptxlab::launch_dependents();
+
+    if (warp == WARPS) {  // asks for copies
+        Segments walk(lengths, B, Hkv * splits, T, window);
+        const bool elected = ptxlab::elect();
+        const size_t pitch = size_t(Hkv) * PAGE_BYTES;
+        ptxlab::Slot<STAGES> slot;
+        int pages = 0, entry = 0;
+        const auto look_up = [&](int p) {                                    // of the table, from the segment's page p on; what a tile lacks: the last again
+            const int page0 = (walk.begin + walk.first()) * PAGES;
+            pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - page0);
+            entry = table[size_t(walk.sequence) * P + page0 + min(p + lane, pages - 1)];
+        };
+        if (walk.more()) look_up(0);
+        ptxlab::wait_for_predecessors();
+        while (walk.more()) {
+            const unsigned char* of_head = pool + size_t(walk.unit / splits) * PAGE_BYTES;
+            for (int p = 0, all = pages; p < all; p += 32) {
+                const int entries = entry, here = min(32, all - p);
+                if (p + 32 >= all) walk.advance();                           // what comes next is on its way while these are asked for
+                if (walk.more()) look_up(p + 32 < all ? p + 32 : 0);
+                for (int i = 0; i < here; i += PAGES, slot.advance()) {
+                    unsigned char* stage = ring + slot.index * STAGE;
+                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                    if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
+#pragma unroll
+                    for (int j = 0; j < PAGES; ++j) {
+                        const unsigned char* from = of_head + size_t(__shfl_sync(~0u, entries, i + j)) * (2 * pitch);
+                        if (elected) ptxlab::bulk_load_once(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
+                        if (elected) ptxlab::bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, &full[slot.index]);
+                    }
+                }
+            }
+        }
+        return;
+    }
+
+    if (warp == WARPS + 1) {  // records of units; queries -> operand B
+        Segments walk(lengths, B, Hkv * splits, T, window);
+        ptxlab::Slot<UNITS> slot;
+        int2 begun = make_int2(0, 0);                                        // the unit of several blocks that begins here, and how many
+        int turn = 0;
+        const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
+        u32 next[K_WORDS][HALVES];
+        const auto load = [&] {
+            const int column = walk.unit % splits * COLUMNS + g;
+            const unsigned short* from = q + row_of(walk.sequence, walk.unit / splits, column) * D;
+#pragma unroll
+            for (int w = 0; w < K_WORDS; ++w) {
+#pragma unroll
+                for (int r = 0; r < HALVES; ++r) next[w][r] = 0;
+                if (column < group * T) load_words(next[w], from + dim(w));
+            }
+        };
+        ptxlab::wait_for_predecessors();
+        if (walk.more()) load();
+        for (; walk.more(); slot.advance()) {
+            const Segments here = walk;
+            const int head = here.unit / splits, column0 = here.unit % splits * COLUMNS;
+            float x[K_WORDS][PER_WORD], largest = 0, sum = 0;
+#pragma unroll
+            for (int w = 0; w < K_WORDS; ++w)
+#pragma unroll
+                for (int e = 0; e < PER_WORD; ++e) {
+                    const u32 bits = e % 2 ? next[w][e / 2] >> 16 : next[w][e / 2] & 0xffff;
+                    x[w][e] = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
+                    if (CHANNEL) x[w][e] *= k_scale[head * D + dim(w) + e];
+                    largest = fmaxf(largest, fabsf(x[w][e]));
+                }
+            walk.advance();                                                  // what comes next is on its way while this is worked on
+            if (walk.more()) load();
+            const auto zero = [&](int w, int e) { return !CHANNEL ? 1 : BITS == 8 ? 128 : k_zero[head * D + dim(w) + e]; };
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+            const float size = ptxlab::leading_power(fmaxf(largest, 0x1p-100f)), power = ptxlab::inverse_power(size) * 0x1p14f;
+            ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
+            u32* to = reinterpret_cast<u32*>(queries + slot.index * QUERY);
+#pragma unroll
+            for (int w = 0; w < K_WORDS; ++w)
+#pragma unroll
+                for (int r = 0; r < HALVES; ++r) {
+                    const int e = r / 2 * 4 + r % 2, times = r < 2 ? 1 : 16;
+                    const u32 pair = half_pair(x[w][e] * (power / times), x[w][e + 2] * (power / times));
+                    sum += (low_half(pair) * zero(w, e) + high_half(pair) * zero(w, e + 2)) * times;
+                    to[(w * 32 + lane) * HALVES + r] = pair;
+                }
+            sum += __shfl_xor_sync(~0u, sum, 1);
+            sum += __shfl_xor_sync(~0u, sum, 2);
+            if (t == 0)                                                      // 2^24 / 2^14
+                reinterpret_cast<float2*>(queries + slot.index * QUERY + FRAGMENTS)[g] = make_float2(sum * -0x1p-24f, size * (softmax_scale * LOG2E * 0x1p10f));
+            if (lane == 0) {
+                const int first = here.first(), count = here.count();
+                const bool whole = count == here.tiles;
+                units[slot.index] = {count, (here.begin + first) * TILE, here.length, turn, here.sequence, head, column0, min(columns, group * T - column0),
+                                     whole ? -1 : int(blockIdx.x) * 2 + (first == 0), whole ? 0 : here.first_block(), whole ? 1 : here.blocks()};
+                turn = (turn + count) % GROUPS;
+                if (!whole && first == 0) begun = make_int2(here.sequence * (Hkv * splits) + here.unit, here.blocks());
+            }
+            __syncwarp();
+            if (lane == 0) ptxlab::mbarrier_arrive(&ready[slot.index]);
+        }
+        ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);
+        if (lane == 0) {
+            units[slot.index].count = 0;
+            ptxlab::mbarrier_arrive(&ready[slot.index]);
+            if (!FUSED) reinterpret_cast<int2*>(segments)[blockIdx.x] = begun;
+        }
+        for (int s = blockIdx.x; s < B; s += gridDim.x)                      // nobody's: sequences of no tokens
+            if (lengths[s] == 0) {
+                for (size_t i = lane; i < size_t(T) * Hq * D / 2; i += 32) reinterpret_cast<u32*>(out)[size_t(s) * T * Hq * D / 2 + i] = 0;
+                for (int i = lane; lse && i < T * Hq; i += 32) lse[size_t(s) * T * Hq + i] = -ptxlab::infinity();
+            }
+        return;
+    }
+
+    // The warps' sums of a unit -> results, or parts of them. A warp takes a column, in every unit another.
+    const auto merge = [&](int number) {
+        const Unit& unit = units[number % UNITS];
+        const int sums = number % SLOTS * WARPS;
+        const auto active = [&](int w) { return (w / SHARE - unit.turn + GROUPS) % GROUPS < unit.count; };
+        ptxlab::mbarrier_wait(&summed[number % UNITS], number / UNITS % 2);
+        for (int c = (warp + number) % WARPS; c < unit.columns; c += WARPS) {
+            const int from = lane % LANES;
+            const float4 mine = from < WARPS && active(from) ? warp_stats[(sums + from) * columns + c] : make_float4(LOWEST, 0, 0, 0);
+            ptxlab::Row<D> row = {};
+            row.largest = mine.x;
+#pragma unroll
+            for (int step = LANES / 2; step > 0; step /= 2) row.largest = fmaxf(row.largest, __shfl_xor_sync(~0u, row.largest, step));
+            const float factor = ptxlab::exp2_approx(mine.x - row.largest);
+            float zeros = mine.z * factor;
+            row.sum = mine.y * factor;
+#pragma unroll
+            for (int step = LANES / 2; step > 0; step /= 2) row.sum += __shfl_xor_sync(~0u, row.sum, step), zeros += __shfl_xor_sync(~0u, zeros, step);
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                const float times = __shfl_sync(~0u, factor, w);
+                if (!active(w)) continue;
+                float4 more[row.PIECES] = {};
+#pragma unroll
+                for (int p = 0; p < row.PIECES; ++p)
+                    if (row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
+                row.add(more, times, 0);
+            }
+#pragma unroll
+            for (int p = 0; p < row.PIECES; ++p)
+                if (row.mine(p)) {
+                    float4 zero = make_float4(1, 1, 1, 1), scale = zero;
+                    if (CHANNEL) scale = *reinterpret_cast<const float4*>(v_scale + unit.head * D + row.dim(p));
+                    if (CHANNEL) zero = BITS == 8 ? make_float4(128, 128, 128, 128) : *reinterpret_cast<const float4*>(v_zero + unit.head * D + row.dim(p));
+                    float4& v = row.v[p];
+                    v = make_float4((v.x - zeros * zero.x) * scale.x, (v.y - zeros * zero.y) * scale.y, (v.z - zeros * zero.z) * scale.z, (v.w - zeros * zero.w) * scale.w);
+                }
+            const size_t at = row_of(unit.sequence, unit.head, unit.column0 + c);
+            if (unit.part < 0) {
+                row.store<BF16>(out, lse, at);
+                continue;
+            }
+            row.write(partial, stats, unit.part * size_t(columns) + c);
+            int* counter = segments + unit.block * columns + c;
+            if (!FUSED || !ptxlab::last_of(counter, unit.blocks)) continue;
+            if (lane == 0) *counter = 0;                                     // for the next launch
+            ptxlab::Row<D>::merged(partial, stats, unit.block, unit.blocks, columns, c).store<BF16>(out, lse, at);
+        }
+        __syncwarp();
+        if (lane == 0) ptxlab::mbarrier_arrive(&cleared[number % UNITS]);
+    };
+
+    const int mine = warp / SHARE, token0 = warp % SHARE * TOKENS;           // of the groups; of a tile
+    int stage = mine, parity = 0, merged = 0;
+    for (int number = 0;; ++number) {
+        const int slot = number % UNITS;
+        ptxlab::mbarrier_wait(&ready[slot], number / UNITS % 2);
+        const int count = units[slot].count, skip = count > 0 ? (mine - units[slot].turn + GROUPS) % GROUPS : 0;
+        if (skip < count) {
+            const int length = units[slot].length, position0 = units[slot].position + token0, column0 = units[slot].column0;
+            u32 query[K_WORDS][HALVES];
+            float column_sum[2], factor[2], m[2] = {LOWEST, LOWEST}, l[2] = {}, o[DT][4] = {}, zeros[4] = {};
+#pragma unroll
+            for (int w = 0; w < K_WORDS; ++w) load_words(query[w], queries + slot * QUERY + (w * 32 + lane) * HALVES * 4);
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+                const float2 extra = reinterpret_cast<const float2*>(queries + slot * QUERY + FRAGMENTS)[2 * t + b];
+                column_sum[b] = extra.x, factor[b] = extra.y;
+            }
+            for (int turn = skip; turn < count; turn += GROUPS) {
+                const int position = position0 + turn * TILE;                // of this warp's first token
+                const bool masked = position + TOKENS > length - T + 1 || (window > 0 && position < length - window);
+                const unsigned char* keys = ring + stage * STAGE;
+                const unsigned char* values = keys + PAGES * PAGE_BYTES;
+                ptxlab::mbarrier_wait(&full[stage], parity);
+
+                u32 k_pair[MT][2], v_pair[MT][2], v_zeros[MT][2];            // (scale, zero) of tokens; zeros of two tokens
+#pragma unroll
+                for (int i = 0; i < MT; ++i)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const int token = token0 + i * 16 + h * 8;
+                        k_pair[i][h] = v_pair[i][h] = NEUTRAL, v_zeros[i][h] = ONES;
+                        if (CHANNEL) continue;
+                        k_pair[i][h] = *reinterpret_cast<const u32*>(keys + scale_at(token + g));
+                        v_pair[i][h] = *reinterpret_cast<const u32*>(values + scale_at(token + g));
+                        const uint2 pairs = *reinterpret_cast<const uint2*>(values + scale_at(token + 2 * t));
+                        v_zeros[i][h] = __byte_perm(pairs.x, pairs.y, 0x7632);
+                    }
+                if (!CHANNEL && masked) {                                    // beyond the end there may be anything
+                    asm volatile("");                                        // keeps it a branch: few tiles need it
+#pragma unroll
+                    for (int i = 0; i < MT; ++i)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const int left = length - position - i * 16 - h * 8;
+                            if (g >= left) k_pair[i][h] = v_pair[i][h] = NEUTRAL;
+                            if (2 * t >= left) v_zeros[i][h] = 0;
+                            else if (2 * t + 1 >= left) v_zeros[i][h] &= 0xffff;
+                        }
+                }
+
+                float s[MT][4];
+#pragma unroll
+                for (int i = 0; i < MT; ++i)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) s[i][e] = CHANNEL ? column_sum[e % 2] : high_half(k_pair[i][e / 2]) * column_sum[e % 2];
+                multiply_keys(s, keys, token0, query, g, t);
+                float v_inverse[MT][2];
+#pragma unroll
+                for (int i = 0; i < MT; ++i)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const float scale = low_half(v_pair[i][h]), v_log = CHANNEL ? 0 : ptxlab::log2_approx(scale);
+                        v_inverse[i][h] = CHANNEL ? 1 : ptxlab::reciprocal_approx(scale);
+#pragma unroll
+                        for (int b = 0; b < 2; ++b) {
+                            float& x = s[i][h * 2 + b];
+                            x = (CHANNEL ? x : x * low_half(k_pair[i][h])) * factor[b] + v_log;
+                        }
+                    }
+                if (masked) {
+                    asm volatile("");
+#pragma unroll
+                    for (int b = 0; b < 2; ++b) {
+                        const int end = length - T + 1 + (column0 + 2 * t + b) / group;  // tokens from here on the query does not see
+#pragma unroll
+                        for (int i = 0; i < MT; ++i)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h) {
+                                const int at = position + i * 16 + h * 8 + g;
+                                if (at >= end || (window > 0 && at < end - window)) s[i][h * 2 + b] = -ptxlab::infinity();
+                            }
+                    }
+                }
+
+                float before[2];
+#pragma unroll
+                for (int b = 0; b < 2; ++b) {
+                    float most = LOWEST;
+#pragma unroll
+                    for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][b], s[i][2 + b]));
+#pragma unroll
+                    for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+                    before[b] = m[b], m[b] = fmaxf(m[b], most);
+                }
+                if (__any_sync(~0u, m[0] > before[0] || m[1] > before[1])) {
+#pragma unroll
+                    for (int b = 0; b < 2; ++b) {
+                        const float less = ptxlab::exp2_approx(before[b] - m[b]);
+                        l[b] *= less, zeros[b] *= less;
+#pragma unroll
+                        for (int d = 0; d < DT; ++d) o[d][b] *= less, o[d][b + 2] *= less;
+                    }
+                }
+#pragma unroll
+                for (int i = 0; i < MT; ++i) {
+                    u32 p[2];
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const float p0 = ptxlab::exp2_approx(s[i][h * 2] - m[0]), p1 = ptxlab::exp2_approx(s[i][h * 2 + 1] - m[1]);
+                        l[0] += p0 * v_inverse[i][h], l[1] += p1 * v_inverse[i][h];
+                        p[h] = ptxlab::transposed(half_pair(p0, p1));
+                    }
+                    ptxlab::mma_f16(zeros, v_zeros[i][0], v_zeros[i][0], v_zeros[i][1], v_zeros[i][1], p[0], p[1]);
+                    multiply_values(o, values + row_at(token0 + i * 16), p, g, t);
+                }
+                __syncwarp();
+                if (lane == 0) ptxlab::mbarrier_arrive(&empty[stage]);
+                if ((stage += GROUPS) >= STAGES) stage -= STAGES, parity ^= 1;
+            }
+
+            ptxlab::mbarrier_wait(&cleared[(number + UNITS - SLOTS) % UNITS], ((number + UNITS - SLOTS) / UNITS + 1) % 2);  // at first there is none before
+#pragma unroll
+            for (int b = 0; b < 2; ++b) {
+#pragma unroll
+                for (int step = 4; step < 32; step *= 2) l[b] += __shfl_xor_sync(~0u, l[b], step);
+                const int row = (number % SLOTS * WARPS + warp) * columns + 2 * t + b;
+                if (2 * t + b >= columns) continue;
+                if (g == 0) warp_stats[row] = make_float4(m[b], CHANNEL ? zeros[b] : l[b], zeros[b], 0);
+#pragma unroll
+                for (int e = 0; e < D / 8; e += 4) {                         // two dims of a tile of low halves, two of one of high halves
+                    const int low = e / PER_WORD * HALVES + e % PER_WORD / 4, high = low + HALVES / 2;
+                    const float back = e % PER_WORD < 4 ? 0x1p24f : 0x1p20f;
+                    *reinterpret_cast<float4*>(warp_sums + row * PITCH + g * (D / 8) + e) =
+                        make_float4(o[low][b] * back, o[low][b + 2] * back, o[high][b] * back, o[high][b + 2] * back);
+                }
+            }
+        }
+        __syncwarp();
+        if (lane == 0 && count > 0) ptxlab::mbarrier_arrive(&summed[slot]);
+        for (const int upto = count > 0 ? number - LAG : number - 1; merged <= upto; ++merged) merge(merged);
+        if (count == 0) break;
+    }
+}

@@ -1,0 +1,50 @@
+// Tensor cores on 16-bit elements, and 4- or 8-bit integers as FP16 subnormals: one function per instruction or dequantiser.
+#pragma once
+#include "dequant.cuh"
+
+namespace ptxlab {
+
+// d += A B with A [16, 16] f16, B [16, 8] f16, d f32 (PTX ISA 9.7.14.5.8). Not volatile: it may be scheduled freely.
+__device__ __forceinline__ void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// An 8 x 8 matrix of 16-bit elements, row g in lanes 4 g .. 4 g + 3, turned over (PTX ISA 9.7.14.5.17).
+__device__ __forceinline__ u32 transposed(u32 row) {
+    u32 column;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
+    return column;
+}
+
+__device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
+
+// 2^x, log2 x and 1 / x; the first is 0 at -inf.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float log2_approx(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float reciprocal_approx(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Integers v without a sign as FP16 subnormals v * 2^-24, which tensor cores take exactly and at their full rate. An MMA does not mind the
+// order of what it sums up, and the 16 is folded into the other operand.
+// Eight nibbles of a word: halves (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). 5 instructions.
+__device__ __forceinline__ uint4 subnormal_u4(u32 q) {
+    const u32 up = q >> 8;
+    return {q & 0x000f000fu, up & 0x000f000fu, q & 0x00f000f0u, up & 0x00f000f0u};
+}
+// Four bytes of a word: halves (e0, e2), (e1, e3). 3 instructions.
+__device__ __forceinline__ uint2 subnormal_u8(u32 q) { return {q & 0x00ff00ffu, q >> 8 & 0x00ff00ffu}; }
+
+}  // namespace ptxlab

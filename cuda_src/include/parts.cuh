@@ -1,0 +1,86 @@
+// A query's result in a warp's hands: one row of D sums, unnormalised, with the largest score and the sum of the weights that they belong to.
+#pragma once
+#include "mma_f16.cuh"
+#include "output.cuh"
+
+namespace ptxlab {
+
+// True in the last of `count` warps that come here, which then sees what all of them wrote before. The counter has to be 0 at first.
+__device__ __forceinline__ bool last_of(int* counter, int count) {
+    int before = 0;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    before = __shfl_sync(~0u, before, 0);
+    __syncwarp();
+    return before == count - 1;
+}
+
+// Lane i has dims 4 i .. 4 i + 3 of each 128. Weights are 2^(score - largest), for scores in base 2.
+template <int DIM>
+struct Row {
+    static constexpr int PIECES = (DIM + 127) / 128;
+    float4 v[PIECES];
+    float largest, sum;
+
+    static __device__ __forceinline__ int dim(int piece) { return piece * 128 + threadIdx.x % 32 * 4; }
+    static __device__ __forceinline__ bool mine(int piece) { return DIM % 128 == 0 || dim(piece) < DIM; }
+
+    __device__ __forceinline__ void add(const float4 (&more)[PIECES], float factor, float weights) {
+        sum += factor * weights;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) v[p].x += factor * more[p].x, v[p].y += factor * more[p].y, v[p].z += factor * more[p].z, v[p].w += factor * more[p].w;
+    }
+
+    // Workspace: sums f32 [parts, columns, D], (largest, sum) f32 [parts, columns, 2].
+    __device__ __forceinline__ void write(float* partial, float2* stats, size_t at) const {
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+            if (mine(p)) *reinterpret_cast<float4*>(partial + at * DIM + dim(p)) = v[p];
+        if (threadIdx.x % 32 == 0) stats[at] = make_float2(largest, sum);
+    }
+
+    // The parts of one row, put together in their order: those of `count` blocks, of which the first has it as its part 1, the others as part 0.
+    // Around the L1, since other blocks of the same grid may have written them.
+    static __device__ __forceinline__ Row merged(const float* partial, const float2* stats, int block, int count, int columns, int column) {
+        const auto part = [&](int i) { return ((block + i) * 2 + (i == 0)) * size_t(columns) + column; };
+        constexpr int AHEAD = 8;                                             // parts on their way at a time
+        Row row = {};
+        row.largest = -infinity();
+        for (int first = 0; first < count; first += AHEAD) {
+            float2 s[AHEAD];
+            float4 more[AHEAD][PIECES] = {};
+            float most = row.largest;
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) {
+                const size_t at = part(min(first + i, count - 1));
+                s[i] = __ldcg(stats + at);
+#pragma unroll
+                for (int p = 0; p < PIECES; ++p)
+                    if (mine(p)) more[i][p] = __ldcg(reinterpret_cast<const float4*>(partial + at * DIM + dim(p)));
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) most = fmaxf(most, s[i].x);
+            const float less = exp2_approx(row.largest - most);
+            row.largest = most, row.sum *= less;
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p) row.v[p].x *= less, row.v[p].y *= less, row.v[p].z *= less, row.v[p].w *= less;
+#pragma unroll
+            for (int i = 0; i < AHEAD; ++i) row.add(more[i], first + i < count ? exp2_approx(s[i].x - most) : 0, s[i].y);
+        }
+        return row;
+    }
+
+    // Divided by the sum of weights, and the natural logarithm of the sum of e^score; of no weights 0 and -inf. f16 (KIND 0) or bf16 (1).
+    template <int KIND>
+    __device__ __forceinline__ void store(unsigned short* out, float* lse, size_t at) const {
+        const float inverse = sum > 0 ? 1 / sum : 0;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+            if (mine(p))
+                *reinterpret_cast<uint2*>(out + at * DIM + dim(p)) =
+                    make_uint2(rounded_pair<KIND>(v[p].x * inverse, v[p].y * inverse), rounded_pair<KIND>(v[p].z * inverse, v[p].w * inverse));
+        if (lse && threadIdx.x % 32 == 0) lse[at] = sum > 0 ? (largest + log2_approx(sum)) * 0.693147181f : -infinity();
+    }
+};
+
+}  // namespace ptxlab

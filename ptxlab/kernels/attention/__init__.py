@@ -1,0 +1,8 @@
+"""Family `attention`: decode attention over a paged cache of 4 or 8 bits, the teaching steps first (QServe §5.3)."""
+
+from ptxlab.kernels.attention import append, ladder, merge, sm80, sm90
+from ptxlab.kernels.attention.appendface import append_kv4
+
+SPECS = (*ladder.SPECS, *sm80.SPECS, *sm90.SPECS, *merge.SPECS, *append.SPECS)
+
+__all__ = ["SPECS", "append_kv4"]

@@ -1,0 +1,174 @@
+"""`append_kv4`: new keys and values into the pages of a KV cache, in one launch (QServe §4.2, §5.3)."""
+
+from typing import Any
+
+import numpy as np
+
+from ptxlab import quant, reference
+from ptxlab.dtypes import ByVariant, stored
+from ptxlab.kernels.attention.common import sizes_rows
+from ptxlab.layout import HEAD_DIMS, PAGE_SIZES, KVCache, page_bytes, write_slots
+from ptxlab.quant import KV_SCHEMES
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+
+DTYPES = ("float16", "bfloat16")  # of k and v, by BF16
+INDICES = ("int32", "int64")  # of slots and positions, by INDEX
+MOST_BYTES = 2**37  # of a pool: places are counted in units of 32 bytes
+_MOST_THREADS = 256  # of a block
+_ROWS, _BUSY = 4, 2**18  # a thread's share of so many rows, if so many threads are left
+_CHANNEL_ROWS = 2  # each has a division of its own for every element, which are long
+_CHANNELS = ("k_scale", "k_zero", "v_scale", "v_zero")
+
+
+def scheme_of(bits: int, channel: int) -> str:
+    """The name of a scheme by its sizes in the spec."""
+    return f"kv{bits}{'_channel' if channel else ''}"
+
+
+def _lanes(s: Sizes) -> int:
+    """Lanes of a row, with 16 values each."""
+    lanes: int = s["D"] // 16
+    return lanes
+
+
+def _choose(s: Sizes) -> dict[str, int]:
+    """As many rows for a thread as leave the GPU busy."""
+    rows = _CHANNEL_ROWS if s["channel"] else _ROWS
+    while rows > 1 and 2 * s["T"] * s["H"] * _lanes(s) < rows * _BUSY:
+        rows //= 2
+    page = {"D": s["D"], "PAGE": s["size"], "BITS": s["bits"], "CHANNEL": s["channel"]}
+    return {**page, "BF16": 0, "INDEX": 0, "ROPE": int(s["R"] > 0), "TOKENS": rows}
+
+
+def _launch(s: Sizes) -> Launch:
+    """Tiles of tokens, groups of heads, keys and values."""
+    lanes = _lanes(s)
+    groups = -(-s["H"] * lanes // _MOST_THREADS)
+    threads = -(-s["H"] // groups) * lanes
+    threads = -(-threads // 32) * 32
+    return Launch((-(-s["T"] // s["TOKENS"]), -(-s["H"] * lanes // threads), 2), (threads, 1, 1))
+
+
+def _example(
+    rng: np.random.Generator,
+    *,
+    T: int,
+    H: int,
+    D: int,
+    pages: int,
+    size: int,
+    bits: int,
+    channel: int,
+    R: int,
+) -> Arrays:
+    """Tokens for all slots of the pool, in any order, and padding; keys with outliers, and one token of zeros."""
+    scheme, room = scheme_of(bits, channel), pages * size
+    k, v = rng.standard_normal((2, T, H, D), dtype=np.float32)
+    k[:, :, :: D // 4] *= 20
+    k[T // 2] = 0
+    slots = rng.permutation(np.concatenate([np.arange(room), -1 - np.arange(T - room)])).astype(np.int32)
+    logical: Arrays = {"k": k, "v": v, "slots": slots, "page_size": size, "pages": pages, "scheme": scheme}
+    if R:
+        angles = rng.uniform(-4, 4, (R, D // 2)).astype(np.float32)
+        logical |= {"cos": np.cos(angles), "sin": np.sin(angles), "positions": rng.integers(0, R, T, dtype=np.int32)}
+    if channel:
+        constants = [quant.calibrate_kv(x[: T // 2], scheme) for x in (k, v)]  # so that the others are clipped
+        logical |= {"k_channel": constants[0], "v_channel": constants[1]}
+    return logical
+
+
+def _pack(logical: Arrays) -> Arrays:
+    constants = [*logical.get("k_channel", ()), *logical.get("v_channel", ())]
+    named = dict(zip(_CHANNELS, constants, strict=True)) if constants else {}
+    if KV_SCHEMES[logical["scheme"]].bits == 8:  # symmetric
+        named = {name: array for name, array in named.items() if name.endswith("scale")}
+    names = ("k", "v", "slots", "cos", "sin", "positions")
+    return {name: logical[name] for name in names if name in logical} | named
+
+
+def appended(
+    k: np.ndarray,
+    v: np.ndarray,
+    slots: np.ndarray,
+    page_size: int,
+    pages: int,
+    scheme: str,
+    cos: np.ndarray | None = None,
+    sin: np.ndarray | None = None,
+    positions: np.ndarray | None = None,
+    k_channel: tuple[Any, Any] | None = None,
+    v_channel: tuple[Any, Any] | None = None,
+    BF16: int = 0,
+    INDEX: int = 0,
+) -> np.ndarray:
+    """The reference: a pool u8 [pages, 2, H, page_bytes] of zeros with k and v f32 [T, H, D], as BF16 stores them."""
+    (_, H, D), here = k.shape, slots >= 0
+    pool = np.zeros((pages, 2, H, page_bytes(scheme, page_size, D)), np.uint8)
+    cache = KVCache(
+        pool=pool,
+        block_table=np.zeros((0, 1), np.int32),
+        lengths=np.zeros(0, np.int32),
+        page_size=page_size,
+        head_dim=D,
+        scheme=scheme,
+        k_channel=k_channel,
+        v_channel=v_channel,
+    )
+    k, v = (values(stored(x, DTYPES[BF16]))[here] for x in (k, v))
+    if cos is not None and sin is not None:
+        at = (np.arange(len(slots)) if positions is None else positions)[here]
+        k = reference.rope(k, cos[at], sin[at])
+    write_slots(cache, quant.quantize_kv(k, scheme, k_channel), quant.quantize_kv(v, scheme, v_channel), slots[here])
+    return pool
+
+
+def values(x: np.ndarray) -> np.ndarray:
+    """Floats, where bfloat16 is given by its bits."""
+    return reference.from_bfloat16_bits(x) if x.dtype == np.uint16 else x
+
+
+APPEND = KernelSpec(
+    name="append_kv4",
+    summary="new keys and values, rotated and quantised, into the pages of a cache (QServe §4.2, §5.3)",
+    args=(
+        Arg("k", ByVariant("BF16", DTYPES), ("T", "H", "D")),
+        Arg("v", ByVariant("BF16", DTYPES), ("T", "H", "D")),
+        Arg("pool", "uint8", ("pages", "2", "H", "size*(D*bits//8 + 4*(1 - channel))"), "out"),
+        Arg("slots", ByVariant("INDEX", INDICES), ("T",)),
+        Arg("cos", "float32", ("R", "D//2"), optional=True),
+        Arg("sin", "float32", ("R", "D//2"), optional=True),
+        Arg("positions", ByVariant("INDEX", INDICES), ("T",), optional=True),
+        *(Arg(name, "float32", ("H", "D"), optional=True) for name in _CHANNELS),
+        Arg("T", "int32", role="scalar"),
+        Arg("H", "int32", role="scalar"),
+    ),
+    launch=_launch,
+    choose=_choose,
+    rules=(
+        f"D in {HEAD_DIMS}",
+        f"size in {PAGE_SIZES}",
+        "bits in (4, 8)",
+        "channel in (0, 1)",
+        "1 <= H <= 4096",
+        "0 <= R < 2**31",  # 0: no rotation
+        "1 <= T < 2**31 - 4",
+        f"pages*2*H*size*(D*bits//8 + 4*(1 - channel)) <= {MOST_BYTES}",
+    ),
+    value_rules=("slots < pages*size",),
+    example=_example,
+    pack=_pack,
+    reference=appended,
+    arch="sm_90",
+    tolerance_reason="every operation is IEEE's: each byte is compared for equality",
+    example_sizes=sizes_rows(
+        "T H D pages size bits channel R",
+        (65, 2, 128, 1, 64, 4, 0, 0),
+        (70, 1, 64, 2, 32, 4, 0, 90),
+        (35, 3, 256, 2, 16, 8, 0, 5),
+        (36, 2, 128, 2, 16, 4, 1, 40),
+        (33, 5, 64, 1, 32, 8, 1, 0),
+    ),
+    after_wait=("k", "v", "slots", "cos", "sin", "positions", *_CHANNELS),
+)
+
+SPECS = (APPEND,)

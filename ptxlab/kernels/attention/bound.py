@@ -1,0 +1,107 @@
+"""How far a kernel's attention may be from float64: what every rounding can do, with the problem's own numbers.
+
+A score that is wrong by d changes its weight by the factor exp(d), and the output by p·(exp(d) - 1)·|v - out|: the
+more, the larger queries and keys are. So no one tolerance fits all problems, and none is needed: all that the bound is
+made of is known.
+"""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.quant import QuantizedKV
+
+F64: TypeAlias = npt.NDArray[np.float64]
+
+HALF, SINGLE = 2.0**-11, 2.0**-24  # one rounding to FP16, to FP32
+_CERTAIN = 60.0  # an error of a score that allows everything
+
+
+@dataclass(frozen=True)
+class Roundings:
+    """What a kernel may lose, as fractions of sums of magnitudes.
+
+    Attributes:
+        score: of a score, of Σ |q·(k - zero)|·scale.
+        query: of each element of a query, of its largest element.
+        weight: of each weight, in numerator and denominator alike.
+        sum: of the weighted sum, of Σ weight·|v|.
+        serial: tokens that are added one to another in FP32 are those of the sequence / `serial`.
+        rescaled: of each weight, per token: sums so far are multiplied whenever a larger score turns up.
+        floor: of each weight times scale, of the heaviest one; lost below the range of FP16.
+        apart: whether products are of the integers as they are, and the zero's part is taken off at the end.
+    """
+
+    score: float
+    query: float
+    weight: float
+    sum: float
+    serial: int
+    rescaled: float = 0.0
+    floor: float = 0.0
+    apart: bool = False
+
+
+def allowed_error(
+    q: npt.NDArray[np.float64],
+    k: QuantizedKV,
+    v: QuantizedKV,
+    visible: npt.NDArray[np.bool_],
+    *,
+    scale: float,
+    roundings: Roundings,
+    stored: float,
+) -> tuple[F64, F64]:
+    """The error that attention of one sequence may have.
+
+    Args:
+        q: queries [T, Hq, D], as the kernel is given them.
+        k: keys [L, Hkv, D].
+        v: values [L, Hkv, D].
+        visible: which keys each query sees, one after the other, [T, L].
+        scale: of the scores.
+        roundings: the kernel's.
+        stored: the rounding of the output, `HALF` or bfloat16's.
+
+    Returns:
+        (of the output [T, Hq, D], of the natural logarithm of the sum of exponentials [T, Hq]).
+    """
+    (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
+    out, lse = np.zeros((T, Hq, D)), np.zeros((T, Hq))
+    serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
+    keys, key_size = _with_magnitude(k, roundings.apart)
+    values, value_size = _with_magnitude(v, roundings.apart)
+    units = np.ones((L, Hkv)) if v.scale.ndim == 2 and v.scale.dtype == np.float32 else v.scale.astype(np.float64)
+    for t, h in np.ndindex(T, Hq):
+        seen = np.flatnonzero(visible[t])
+        if not len(seen):
+            continue
+        at, x = (slice(seen[0], seen[-1] + 1), h // (Hq // Hkv)), q[t, h]
+        scores = keys[at] @ x * scale
+        wrong = key_size[at] @ (np.abs(x) * roundings.score + np.abs(x).max() * roundings.query) * scale
+        wrong = np.minimum(wrong + roundings.weight + roundings.rescaled * L, _CERTAIN)
+        p = np.exp(scores - scores.max())
+        total, least = p.sum(), (p * np.exp(-wrong)).sum()
+        mean = p @ values[at] / total
+        moved = (p * np.expm1(wrong)) @ np.abs(values[at] - mean) / least
+        summed = p @ value_size[at] / total * (roundings.sum + serial)
+        heaviest = (p * units[at]).max() / total
+        lost = roundings.floor * heaviest * (value_size[at] / units[at][:, None]).sum(axis=0)
+        out[t, h] = 1.01 * (moved + summed + lost + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
+        log_total = scores.max() + np.log(total)
+        lse[t, h] = np.log((p * np.exp(wrong)).sum() / total) + serial + 2.0**-22 * (1 + abs(log_total))
+    return out, lse
+
+
+def _with_magnitude(x: QuantizedKV, apart: bool) -> tuple[F64, F64]:
+    """The numbers [L, Hkv, D], and the magnitude of what is added up for them."""
+    scale, zero = (np.asarray(c, np.float64) for c in (x.scale, x.zero))
+    if x.scale.dtype == np.float16:
+        scale, zero = scale[..., None], zero[..., None]
+    integers = x.values.astype(np.float64)
+    if apart and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
+        integers, zero = integers + 128, zero + 128
+    size = integers + zero if apart else np.abs(integers - zero)
+    return (integers - zero) * scale, size * scale

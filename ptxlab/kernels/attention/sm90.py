@@ -1,0 +1,138 @@
+"""KV4 attention on Hopper: bulk copies, and blocks that share out ragged work evenly (QServe §5.3, COMET §3.2)."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab.kernels.attention import common
+from ptxlab.kernels.attention.sm80 import MMA, scheme_of
+from ptxlab.layout import KVCache
+from ptxlab.layout.pages import page_bytes
+from ptxlab.spec import Arg, Arrays, Launch, Sizes
+
+COLUMNS, TILE = 8, 64  # as in the kernel
+SLOTS, UNITS = 2, 4  # units whose sums are in shared memory, units in flight
+SMS = 132  # of an H200, for which tiles are chosen
+_SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
+_MOST_STAGES = 24
+
+
+class Tile(NamedTuple):
+    """Tokens of a warp, warps that multiply, stages of the ring, blocks per SM."""
+
+    TOKENS: int
+    WARPS: int
+    STAGES: int
+    RESIDENT: int
+
+    @property
+    def groups(self) -> int:
+        """Tiles that the warps multiply at a time."""
+        return self.WARPS * self.TOKENS // TILE
+
+
+def columns_of(s: Sizes) -> int:
+    """Queries of a unit, where there are so many."""
+    return min(COLUMNS, s["Hq"] // s["Hkv"] * s["T"])
+
+
+def shared_bytes(tile: Tile, s: Sizes) -> int:
+    """Dynamic shared memory of a block: the ring, queries of the units in flight, the warps' sums."""
+    row = s["D"] * s["bits"] // 8
+    stage = 2 * TILE // s["page"] * page_bytes(scheme_of(s["bits"], s["channel"]), s["page"], s["D"])
+    query = row * 128 // s["bits"] + COLUMNS * 8
+    sums = tile.WARPS * columns_of(s) * (16 + 4 * (s["D"] + 4))
+    return tile.STAGES * stage + UNITS * query + SLOTS * sums
+
+
+def blocks_for(s: Sizes, sms: int = SMS) -> int:
+    """Blocks that are resident at a time: the workspace has parts for each, and a launch has no more."""
+    return sms * choose_tile(s).RESIDENT
+
+
+def choose_tile(s: Sizes) -> Tile:
+    """Measured: two small blocks per SM hide each other's ends where there are many units; one large block has fewer
+    parts to put together. A short ring for little work: the first tiles come sooner if fewer are asked for at once."""
+    units = s["B"] * s["Hkv"] * -(-s["Hq"] // s["Hkv"] * s["T"] // COLUMNS)
+    tiles = units * -(-s["P"] * s["page"] // TILE)
+    two = columns_of(s) == 1 or (units >= 2 * 128 and tiles < 50_000)
+    shapes = [(64, 4, 2)] * two + [(64, 8, 1), (32, 8, 1), (16, 8, 1), (16, 4, 1)]
+    for tokens, warps, resident in shapes:
+        tile = Tile(tokens, warps, 0, resident)
+        room = _SHARED // resident - _RESERVED - _STATIC
+        stage = shared_bytes(tile._replace(STAGES=1), s) - shared_bytes(tile, s)
+        rounds = min(_MOST_STAGES, (room - shared_bytes(tile, s)) // stage) // tile.groups
+        if rounds > 0:
+            break
+    if tiles <= 2 * tile.groups * SMS * resident:
+        rounds = 1
+    return tile._replace(STAGES=rounds * tile.groups)
+
+
+def _choose(s: Sizes) -> dict[str, int]:
+    contract = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
+    return {**contract, "FUSED": 1, "SLOTS": SLOTS, **choose_tile(s)._asdict()}
+
+
+def _launch(s: Sizes) -> Launch:
+    tile = Tile(*(s[name] for name in Tile._fields))
+    return Launch((s["blocks"], 1, 1), (32 * (tile.WARPS + 2), 1, 1), shared_bytes(tile, s))
+
+
+def _counters(q: np.ndarray, cache: KVCache, blocks: int) -> np.ndarray:
+    """One per block and column: 0 before a launch, and after it."""
+    _, T, Hq, _ = q.shape
+    return np.zeros((blocks, columns_of({"T": T, "Hq": Hq, "Hkv": cache.num_kv_heads})), np.int32)
+
+
+def _example(rng: np.random.Generator, **sizes: Any) -> Arrays:
+    return {**MMA.example(rng, **sizes), "blocks": sizes["blocks"]}
+
+
+def _pack(logical: Arrays) -> Arrays:
+    counters = _counters(logical["q"], logical["cache"], logical["blocks"])
+    return {**MMA.pack(logical), "segments": counters}
+
+
+def _reference(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[np.ndarray, ...]:
+    return (*MMA.reference(q, cache, **more), _counters(q, cache, blocks))
+
+
+def _bound(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[np.ndarray, ...]:
+    assert MMA.bound is not None  # of the same roundings: operands, accumulators and the softmax are the same
+    return (*MMA.bound(q, cache, **more), _counters(q, cache, blocks))
+
+
+_PARTS = {"partial": ("blocks", "2", "min(8, Hq//Hkv*T)", "D"), "stats": ("blocks", "2", "min(8, Hq//Hkv*T)", "2")}
+
+SM90 = replace(
+    MMA,
+    name="attention_kv4_sm90",
+    summary="bulk copies, ragged batches in equal pieces, parts put together by the last block (QServe §5.3)",
+    args=tuple(
+        replace(arg, shape=_PARTS[arg.name])
+        if arg.name in _PARTS
+        else Arg("segments", "int32", ("blocks", "min(8, Hq//Hkv*T)"), "inout")
+        if arg.name == "segments"
+        else arg
+        for arg in MMA.args
+    ),
+    launch=_launch,
+    choose=_choose,
+    example=_example,
+    pack=_pack,
+    reference=_reference,
+    bound=_bound,
+    arch="sm_90a",
+    exact_arch=True,
+    after_wait=("q", "pool"),
+    example_sizes=common.sizes_rows(
+        "B T Hq Hkv D P pages page bits channel window blocks softmax_scale",
+        (3, 1, 4, 2, 128, 3, 8, 64, 4, 0, 0, 2, 0.088),
+        (2, 2, 6, 1, 64, 5, 11, 16, 8, 0, 0, 1, 0.125),
+        (4, 3, 4, 1, 128, 4, 14, 32, 4, 1, 50, 3, 0.088),
+        (2, 1, 2, 2, 256, 4, 7, 32, 8, 1, 0, 2, 0.0625),
+    ),
+)
+SPECS = (SM90,)

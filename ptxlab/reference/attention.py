@@ -1,0 +1,95 @@
+"""Attention of one sequence in float64, the rotary embedding, and the values behind a quantised KV cache."""
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.reference.packed import F32
+
+F64: TypeAlias = npt.NDArray[np.float64]
+
+
+def attention(
+    q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any], *, scale: float, window: int | None = None
+) -> tuple[F64, F64]:
+    """softmax(q kᵀ · scale) v of one sequence, whose last T tokens ask, each about itself and what precedes it.
+
+    Query head h attends to KV head h // (Hq / Hkv). Query t is token L - T + t; before the sequence's first token, and
+    in an empty sequence, it sees nothing.
+
+    Args:
+        q: queries, float [T, Hq, D].
+        k: keys, float [L, Hkv, D]; Hkv divides Hq.
+        v: values, float [L, Hkv, D].
+        scale: of the scores, usually D^-0.5.
+        window: how many tokens a query sees at most, its own included; None for all.
+
+    Returns:
+        (out f64 [T, Hq, D], lse f64 [T, Hq]): lse is the natural logarithm of the sum of exp(score). Where nothing is
+        seen, out is 0 and lse is -inf.
+    """
+    (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
+    if Hq % Hkv:
+        raise ValueError(f"q: {Hkv} KV heads must divide its heads (got {Hq})")
+    q, k, v = q.astype(np.float64), k.astype(np.float64), v.astype(np.float64)
+    if L == 0:
+        return np.zeros_like(q), np.full_like(q[:, :, 0], -np.inf)
+    ratio = Hq // Hkv
+    by_kv_head = q.reshape(T, Hkv, ratio, D).transpose(1, 2, 0, 3).reshape(Hkv, ratio * T, D)
+    scores = (by_kv_head @ k.transpose(1, 2, 0) * scale).reshape(Hkv, ratio, T, L)
+    scores = np.where(_visible(q, k, window), scores, -np.inf)
+
+    peak = scores.max(axis=-1)
+    peak = np.where(np.isinf(peak), 0.0, peak)  # -inf where nothing is seen, and -inf - -inf is no number
+    weights = np.exp(scores - peak[..., None])
+    total = weights.sum(axis=-1)
+    with np.errstate(divide="ignore"):  # log(0) is the -inf that is wanted
+        lse = peak + np.log(total)
+    mean = weights.reshape(Hkv, ratio * T, L) @ v.transpose(1, 0, 2)
+    mean = mean.reshape(Hkv, ratio, T, D) / np.where(total == 0, 1.0, total)[..., None]
+    return mean.transpose(2, 0, 1, 3).reshape(T, Hq, D), lse.transpose(2, 0, 1).reshape(T, Hq)
+
+
+def _visible(q: F64, k: F64, window: int | None) -> npt.NDArray[np.bool_]:
+    """Which of the keys each query sees, bool [T, L], where the arrays lie."""
+    T, L = len(q), len(k)
+    token = np.arange(L - T, L, like=q)[:, None]
+    key = np.arange(L, like=k)
+    seen = key <= token
+    visible: npt.NDArray[np.bool_] = seen if window is None else seen & (key > token - window)
+    return visible
+
+
+def rope(x: npt.NDArray[Any], cos: F32, sin: F32) -> F32:
+    """The rotary embedding in float32, each multiplication and addition rounded; dims i and i + D/2 are a pair.
+
+    Args:
+        x: queries or keys, float [..., tokens, heads, D], converted to float32 first.
+        cos: of the tokens' angles, f32 [..., tokens, D/2].
+        sin: as cos.
+
+    Returns:
+        f32 [..., tokens, heads, D]: first half x1·cos - x2·sin, second half x2·cos + x1·sin.
+    """
+    half = x.shape[-1] // 2
+    x1, x2 = x[..., :half].astype(np.float32), x[..., half:].astype(np.float32)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+def dequantize_kv(values: npt.NDArray[Any], scale: npt.NDArray[Any], zero: npt.NDArray[Any]) -> F32:
+    """(values - zero)·scale in float32, each operation rounded.
+
+    Args:
+        values: u8 or s8 [..., tokens, heads, D].
+        scale: f16 [..., tokens, heads] per token and head, or f32 [heads, D] per channel.
+        zero: integers, as scale.
+
+    Returns:
+        f32 [..., tokens, heads, D]; exact for scales of float16.
+    """
+    if scale.dtype == np.float16:
+        scale, zero = scale[..., None], zero[..., None]
+    dequantized: F32 = (values.astype(np.float32) - zero.astype(np.float32)) * scale.astype(np.float32)
+    return dequantized

@@ -1,0 +1,298 @@
+"""Attention on tensor cores from Ampere on: the whole contract against float64, in one piece and in parts of blocks."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptxlab import emulator, kernels, toolchain
+from ptxlab.dtypes import numbers, stored
+from ptxlab.errors import ArgumentError, EmulationError, VerificationError
+from ptxlab.kernels.attention import sm80
+from ptxlab.layout import KVCache
+from ptxlab.runtime import Kernel, run_spec
+from ptxlab.spec import Arrays
+from ptxlab.verify import compare
+from tests import attention_problems as problems
+from tests import waits
+
+SPEC = sm80.MMA
+SOURCE = kernels.find(SPEC.name)[1][0]
+BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
+
+
+class Variant(NamedTuple):
+    """What the kernel is compiled for: every head dim, page size, scheme, dtype and number of columns is somewhere."""
+
+    D: int
+    page: int
+    bits: int
+    channel: int
+    T: int
+    ratio: int
+    BF16: int = 0
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {"page": self.page, "bits": self.bits, "channel": self.channel, "softmax_scale": self.D**-0.5}
+
+    def logical(self, q: np.ndarray, cache: KVCache, window: int) -> Arrays:
+        return {"q": q, "cache": cache, "softmax_scale": self.sizes["softmax_scale"], "window": window}
+
+    def config(self, Hkv: int) -> dict[str, int]:
+        shape = {"D": self.D, "T": self.T, "Hq": Hkv * self.ratio, "Hkv": Hkv}
+        return {**SPEC.config_for({**self.sizes, **shape}), "BF16": self.BF16}
+
+    def problem(
+        self, seed: int, lengths: tuple[int, ...], change: problems.Change, Hkv: int, window: int
+    ) -> tuple[Arrays, Arrays]:
+        """(logical inputs, arguments)."""
+        scheme = sm80.scheme_of(self.bits, self.channel)
+        shape: dict[str, int] = {"Hq": Hkv * self.ratio, "Hkv": Hkv, "T": self.T, "D": self.D, "page_size": self.page}
+        q, cache = problems.problem(seed, lengths, change, scheme=scheme, **shape)
+        logical = self.logical(q, cache, window)
+        return logical, {**SPEC.pack(logical), "q": stored(q, sm80.DTYPES[self.BF16])}
+
+
+VARIANTS = (
+    Variant(128, 64, 4, 0, T=1, ratio=1),
+    Variant(128, 16, 4, 0, T=3, ratio=4, BF16=1),
+    Variant(128, 32, 8, 0, T=1, ratio=16),
+    Variant(64, 32, 4, 1, T=8, ratio=3),
+    Variant(256, 16, 4, 0, T=1, ratio=8, BF16=1),
+    Variant(64, 64, 8, 1, T=2, ratio=2),
+)
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))
+
+
+def check(variant: Variant, logical: Arrays, arrays: Arrays, backend: str, **how: Any) -> Arrays:
+    """One block sees everything: what it says is held against the reference, within its bound."""
+    sizes = {**variant.sizes, "window": logical["window"], "blocks": 1}
+    config = variant.config(logical["cache"].num_kv_heads)
+    checks = emulator.CHECKS if backend == "emulator" else ()
+    outcome = run_spec(SPEC, SOURCE, arrays, sizes=sizes, config=config, backend=backend, checks=checks, **how)
+    assert [str(finding) for finding in outcome.findings] == []
+    compare(SPEC, outcome.outputs, logical, config)
+    return outcome.outputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda v: "-".join(map(str, v)))
+@pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
+def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, backend: str) -> None:
+    logical, arrays = variant.problem(1, (75, 0, 1), change, Hkv=1, window=0)
+    outputs = check(variant, logical, arrays, backend)
+    assert not outputs["out"][1].any() and np.isneginf(outputs["lse"][1]).all()
+    assert np.isfinite(numbers(outputs["out"], sm80.DTYPES[variant.BF16])).all()
+    seen = logical["cache"].lengths[:, None] - variant.T + np.arange(variant.T) >= 0
+    assert np.array_equal(np.isfinite(outputs["lse"]), np.broadcast_to(seen[..., None], outputs["lse"].shape))
+
+
+@every_variant
+@settings(max_examples=3)
+@given(
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3),
+    Hkv=st.integers(1, 2),
+    window=st.sampled_from((0, 1, 20, 64, 1000)),
+    seed=st.integers(0, 2**32 - 1),
+    change=st.sampled_from(problems.CASES),
+    mode=st.sampled_from(emulator.MODES),
+)
+def test_near_float64_in_the_emulator(
+    variant: Variant, lengths: list[int], Hkv: int, window: int, seed: int, change: problems.Change, mode: str
+) -> None:
+    logical, arrays = variant.problem(seed, tuple(lengths), change, Hkv, window)
+    check(variant, logical, arrays, "emulator", mode=mode, seed=seed)
+
+
+def in_parts(
+    variant: Variant, logical: Arrays, arrays: Arrays, backend: str, blocks: int, fused: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(out f64, lse f64) of many blocks; what one has not seen all of is put together in float64, unless `fused`."""
+    B, T, Hq, D = logical["q"].shape
+    Hkv = logical["cache"].num_kv_heads
+    config = {**variant.config(Hkv), "FUSED": fused}
+    columns = min(config["COLUMNS"], Hq // Hkv * T)
+    sizes = SPEC.sizes_of(
+        {name: array.shape for name, array in arrays.items()},
+        {**variant.sizes, "window": logical["window"], "blocks": blocks},
+    )
+    made = {
+        "out": np.full((B, T, Hq, D), 0x7FFF, np.uint16),  # a NaN, in either dtype
+        "lse": np.full((B, T, Hq), np.nan, np.float32),
+        "partial": np.full((blocks, 2, columns, D), np.nan, np.float32),
+        "stats": np.full((blocks, 2, columns, 2), np.nan, np.float32),
+        "segments": np.zeros((blocks, columns), np.int32) if fused else np.full((blocks, 2), -1, np.int32),
+    }
+    args = SPEC.arguments({**arrays, **made}, {**sizes, **config})
+    positions = [i for i, arg in enumerate(SPEC.args) if arg.name in made and not (fused and arg.name == "segments")]
+    how: dict[str, Any] = {"checks": emulator.CHECKS, "uninitialised": positions} if backend == "emulator" else {}
+    kernel = Kernel.of(SPEC, SOURCE, config)
+    result = kernel.launch(args, SPEC.launch({**sizes, **config}), backend=backend, **how)
+    assert result is None or [str(finding) for finding in result.findings] == []
+    dtype = sm80.DTYPES[variant.BF16]
+    out = numbers(made["out"].view("uint16" if variant.BF16 else "float16"), dtype)
+    lse = made["lse"].astype(np.float64)
+    group = Hq // Hkv
+    splits = -(-group * T // config["COLUMNS"])
+    if fused:
+        assert not made["segments"].any(), "counters are as they were, for the next launch"
+        return out, lse
+    for block, (unit, count) in enumerate(made["segments"].tolist()):
+        if count == 0:
+            continue
+        parts = [(block, 1), *((block + i, 0) for i in range(1, count))]
+        largest, total = (np.array([made["stats"][part][:, i] for part in parts], np.float64) for i in (0, 1))
+        values = np.array([made["partial"][part] for part in parts], np.float64)
+        sequence, rest = divmod(unit, Hkv * splits)
+        head, split = divmod(rest, splits)
+        for column in range(min(columns, group * T - split * config["COLUMNS"])):
+            weight = np.exp2(largest[:, column] - largest[:, column].max())
+            t, h = divmod(split * config["COLUMNS"] + column, group)
+            place = sequence, t, head * group + h
+            sum_ = weight @ total[:, column]
+            assert np.isnan(out[place]).all() and np.isnan(lse[place]), "no block has written a unit in parts"
+            out[place] = weight @ values[:, column] / (sum_ or 1)
+            lse[place] = (largest[:, column].max() + np.log2(sum_)) * np.log(2) if sum_ else -np.inf
+    return out, lse
+
+
+def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) -> None:
+    config = {"BF16": variant.BF16}
+    expected, allowed = SPEC.expected(logical, config), SPEC.allowed(logical, config)
+    for name, got in (("out", out), ("lse", lse)):
+        same = got == expected[name]
+        with np.errstate(invalid="ignore"):
+            assert (same | (np.abs(got - expected[name]) <= allowed[name])).all(), name
+
+
+@every_variant
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("blocks", "fused"), [(2, 1), (7, 0), (40, 1)])
+def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, blocks: int, fused: int) -> None:
+    """Blocks with several units, with part of one, and with none; ragged, and a window that leaves tiles out."""
+    window = 100 if variant.T == 3 else 0
+    logical, arrays = variant.problem(blocks, (300, 0, 5, 130), problems.nothing, 1, window)
+    hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))
+
+
+def test_the_logarithms_may_be_left_out() -> None:
+    """The kernel is given a null pointer."""
+    variant = VARIANTS[0]
+    logical, arrays = variant.problem(0, (70, 0), problems.nothing, 1, 0)
+    with_lse = check(variant, logical, arrays, "emulator")["out"]
+    sizes = SPEC.sizes_of({n: a.shape for n, a in arrays.items()}, {**variant.sizes, "window": 0, "blocks": 1})
+    config = variant.config(1)
+    arrays["out"] = np.zeros_like(with_lse)
+    for arg in SPEC.args:
+        if arg.role == "scratch":
+            arrays[arg.name] = np.zeros(arg.resolve(sizes), arg.dtype)
+    sizes = {**sizes, **config}
+    Kernel.of(SPEC, SOURCE, config).launch(SPEC.arguments(arrays, sizes), SPEC.launch(sizes), backend="emulator")
+    assert np.array_equal(arrays["out"], with_lse)
+
+
+@pytest.mark.gpu
+@every_variant
+@given(
+    lengths=st.lists(st.integers(0, 2000), min_size=1, max_size=8),
+    Hkv=st.integers(1, 3),
+    window=st.sampled_from((0, 1, 100, 1000)),
+    blocks=st.sampled_from((1, 132, 264)),
+    fused=st.integers(0, 1),
+    seed=st.integers(0, 2**32 - 1),
+    change=st.sampled_from(problems.CASES),
+)
+@settings(max_examples=20)
+def test_near_float64_on_the_gpu(
+    variant: Variant,
+    lengths: list[int],
+    Hkv: int,
+    window: int,
+    blocks: int,
+    fused: int,
+    seed: int,
+    change: problems.Change,
+) -> None:
+    logical, arrays = variant.problem(seed, tuple(lengths), change, Hkv, window)
+    first = in_parts(variant, logical, arrays, "gpu", blocks, fused)
+    hold(variant, logical, *first)
+    second = in_parts(variant, logical, arrays, "gpu", blocks, fused)
+    assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "two runs, the same bits"
+
+
+@every_variant
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) -> None:
+    config = variant.config(2)
+    resources = toolchain.compile_cuda(SOURCE, arch, defines=config).resources[SPEC.name]
+    assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
+    sizes = {"Hq": 2 * variant.ratio, "Hkv": 2, "T": variant.T, "D": variant.D, "blocks": 1}
+    assert SPEC.launch({**sizes, **config}).shared_bytes + resources.shared <= 99 * 1024
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"D": 96}, r"D in \(64, 128, 256\) \(got D=96\)"),
+        ({"page": 8}, r"page in \(16, 32, 64\) \(got page=8\)"),
+        ({"bits": 2}, r"bits in \(4, 8\) \(got bits=2\)"),
+        ({"T": 9}, r"1 <= T <= 8 \(got T=9\)"),
+        ({"Hq": 3}, r"Hq % Hkv == 0 \(got Hq=3, Hkv=2\)"),
+        ({"Hq": 34}, r"1 <= Hq//Hkv <= 16 \(got Hq=34, Hkv=2\)"),
+        ({"window": -1}, r"window >= 0 \(got window=-1\)"),
+    ],
+)
+def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{SPEC.name}: {message}") as raised:
+        SPEC.check_sizes({**SPEC.example_sizes[0], **sizes})
+    assert "\n" not in str(raised.value)
+
+
+@every_variant
+def test_fragments_are_loaded_without_bank_conflicts(variant: Variant) -> None:
+    """Of keys, values and their constants; what is done once for a unit may have some."""
+    _, arrays = variant.problem(0, (200,), problems.nothing, 1, 0)
+    sizes = {**variant.sizes, "window": 0, "blocks": 1}
+    how: dict[str, Any] = {"backend": "emulator", "count_banks": True}
+    outcome = run_spec(SPEC, SOURCE, arrays, sizes=sizes, config=variant.config(1), **how)
+    loads = [access for access in outcome.shared if not access.store and ".u32" in access.text]
+    assert len(loads) > 10 and not any(access.conflicts for access in loads)
+
+
+def test_lengths_beyond_the_table_are_refused() -> None:
+    variant = VARIANTS[1]
+    _, arrays = variant.problem(0, (30, 5), problems.nothing, 1, 0)
+    arrays["lengths"] = np.array([30, 65], np.int32)
+    sizes = {**variant.sizes, "window": 0, "blocks": 1}
+    with pytest.raises(ArgumentError, match=r"lengths: lengths <= P\*page \(got lengths\[1\] = 65\)"):
+        run_spec(SPEC, SOURCE, arrays, sizes=sizes, config=variant.config(1), backend="emulator")
+
+
+# Every statement that makes threads or copies wait is taken out in turn: the tests must notice.
+MUTATED = VARIANTS[1]
+KERNEL = Kernel.of(SPEC, SOURCE, MUTATED.config(1))
+
+
+def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What is noticed of a kernel, on a problem that goes around each warp's ring, in more units than one."""
+    logical, arrays = MUTATED.problem(0, (600, 40), problems.nothing, 1, 0)
+    monkeypatch.setattr(Kernel, "module", module)
+    try:
+        check(MUTATED, logical, arrays, "emulator", mode=mode)
+    except (AssertionError, EmulationError, VerificationError) as error:
+        return str(error) or "wrong"
+    return ""
+
+
+@pytest.mark.parametrize("mode", emulator.MODES)
+def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert diagnosis(KERNEL.module, mode, monkeypatch) == ""
+
+
+@pytest.mark.parametrize("statement", waits.statements(KERNEL), ids=lambda s: f"{s[0]}-{s[1]}")
+def test_every_missing_wait_is_noticed(statement: waits.Statement, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutant = waits.without(KERNEL, statement)
+    assert any(diagnosis(mutant, mode, monkeypatch) for mode in emulator.MODES)
