@@ -115,6 +115,8 @@ def test_refuses_to_pack():
     quantized = random_kv("kv4", 4, 2, 64)
     with pytest.raises(ArgumentError, match=r"quantized: must be one sequence \[tokens, heads, D\] .*\(1, 4, 2, 64\)"):
         pack_pages(QuantizedKV("kv4", *(a[None] for a in (quantized.values, quantized.scale, quantized.zero))), 64)
+    with pytest.raises(ArgumentError, match=r"quantized: must be a QuantizedKV .*got ndarray"):
+        pack_pages(quantized.values, 64)
     quantized.values[1, 0, 3] = 16
     with pytest.raises(ArgumentError, match=r"values: must be at most 15 \(got values\[1, 0, 3\] is 16\)"):
         pack_pages(quantized, 64)
