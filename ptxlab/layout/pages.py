@@ -41,6 +41,8 @@ def pack_pages(quantized: QuantizedKV, page_size: int) -> U8:
     What the last page has left is 0. NumPy or CuPy. Raises ArgumentError as `page_bytes` does, for a value above 15
     of 4 bits, or for a batch.
     """
+    if not isinstance(quantized, QuantizedKV):
+        raise ArgumentError("quantized", "must be a QuantizedKV (quant.quantize_kv)", type(quantized).__name__)
     if quantized.values.ndim != 3:
         raise ArgumentError("quantized", "must be one sequence [tokens, heads, D]", f"shape {quantized.shape}")
     tokens, heads, D = quantized.shape

@@ -176,7 +176,7 @@ def check_channel(argument: str, scheme: str, channel: Any, shape: tuple[int, ..
     if wrong.any():
         place = _first(wrong)
         rule = f"must be integers in 0..{highest}"
-        raise ArgumentError(f"{argument} zero", rule, f"channel {place} has {zero[tuple(place)]}")
+        raise ArgumentError(f"{argument} zero", rule, f"channel {place} has {float(zero[tuple(place)]):g}")
 
 
 def _check_tokens(x: npt.NDArray[Any]) -> None:
@@ -193,7 +193,7 @@ def _token_scales(low: F32, high: F32, known: KVScheme) -> F16:
     if not np.isfinite(scale).all():
         place = _first(~np.isfinite(scale))
         rule = "the scale of a token and head must be finite in float16"
-        raise ArgumentError("x", rule, f"x{place} has {exact[tuple(place)]:.6g}")
+        raise ArgumentError("x", rule, f"x{place} has {float(exact[tuple(place)]):.6g}")
     return np.where(scale == 0, np.float16(1), scale)
 
 
@@ -208,7 +208,7 @@ def _check_scales(argument: str, scale: F32) -> None:
     if wrong.any():
         place = _first(wrong)
         rule = f"scales by channel must lie in {MIN_SCALE:.3g}..{MAX_SCALE:.3g}"
-        raise ArgumentError(argument, rule, f"channel {place} has {scale[tuple(place)]:.3g}")
+        raise ArgumentError(argument, rule, f"channel {place} has {float(scale[tuple(place)]):.3g}")
 
 
 def _rounded(x: npt.NDArray[Any], scale: F32, zero: F32, known: KVScheme) -> npt.NDArray[Any]:

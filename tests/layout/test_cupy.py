@@ -5,14 +5,14 @@ import time
 import numpy as np
 import pytest
 
-from ptxlab.layout import LAYOUTS, load, pack, save, unpack
+from ptxlab.layout import LAYOUTS, KVCache, gather, load, pack, pack_pages, save, scatter, unpack, unpack_pages
 from ptxlab.layout.activations import (
     from_fragment_order,
     from_swizzled_tiles,
     to_fragment_order,
     to_swizzled_tiles,
 )
-from ptxlab.quant import LQQWeight, quantize_lqq
+from ptxlab.quant import KV_SCHEMES, LQQWeight, quantize_kv, quantize_lqq
 from tests.layout.test_packings import KINDS, random_weight
 
 pytestmark = pytest.mark.gpu
@@ -50,6 +50,27 @@ def test_activations() -> None:
     np.testing.assert_array_equal(tiles.get(), to_swizzled_tiles(x, 16), strict=True)
     np.testing.assert_array_equal(from_fragment_order(fragments, 19, 200).get(), x, strict=True)
     np.testing.assert_array_equal(from_swizzled_tiles(tiles, 19, 200, 16).get(), x, strict=True)
+
+
+@pytest.mark.parametrize("scheme", KV_SCHEMES)
+def test_pages_and_the_paged_cache(scheme: str) -> None:
+    cupy = pytest.importorskip("cupy")
+    x = np.random.default_rng(0).standard_normal((40, 2, 64)).astype(np.float16)
+    expected = quantize_kv(x, scheme)
+    quantized = on_gpu(expected)
+    pages = pack_pages(quantized, 16)
+    assert isinstance(pages, cupy.ndarray)
+    np.testing.assert_array_equal(pages.get(), pack_pages(expected, 16), strict=True)
+    channel = (quantized.scale, quantized.zero) if KV_SCHEMES[scheme].by_channel else None
+    sizes = {"page_size": 16, "scheme": scheme, "k_channel": channel, "v_channel": channel}
+    cache = KVCache.empty(1, 3, 2, 64, like=pages, **sizes)
+    cache.block_table[:] = cupy.asarray([[2, 0, 1]])
+    cache.lengths[:] = 40
+    scatter(cache, [quantized], [quantized])
+    for found in (unpack_pages(pages, scheme, 64, 16, 40, channel), *(part[0] for part in gather(cache))):
+        for name in ("values", "scale", "zero"):
+            np.testing.assert_array_equal(getattr(found, name).get(), getattr(expected, name), strict=True)
+    np.testing.assert_array_equal(cache.pool[cupy.asarray([2, 0, 1]), 1].get(), pages.get())
 
 
 def test_saving_copies_from_the_gpu(tmp_path) -> None:

@@ -5,15 +5,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import quant
+from ptxlab import quant, reference
 from ptxlab.layout import (
     LAYOUTS,
+    KVCache,
     from_fragment_order,
     from_swizzled_tiles,
+    gather,
     pack,
+    pack_pages,
+    scatter,
     to_fragment_order,
     to_swizzled_tiles,
     unpack,
+    unpack_pages,
 )
 from tests.layout.test_packings import KINDS, random_weight
 
@@ -42,6 +47,12 @@ class DeviceArray:
     def __getitem__(self, index: Any) -> Any:
         return to_device(self.array[to_host(index)])
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.array[to_host(index)] = to_host(value)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
     def __bool__(self) -> bool:
         return bool(self.array)
 
@@ -53,7 +64,8 @@ def _operator(name: str) -> Any:
     return lambda self, *others: to_device(getattr(self.array, name)(*to_host(others)))
 
 
-_OPERATORS = "add sub mul truediv floordiv and or xor lshift rshift lt le gt ge eq ne neg invert radd rmul"
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne neg invert"
+_OPERATORS += " radd rsub rmul rtruediv"
 for _name in _OPERATORS.split(" "):
     setattr(DeviceArray, f"__{_name}__", _operator(f"__{_name}__"))
 
@@ -116,3 +128,48 @@ def test_activations() -> None:
 def test_quantisers(quantise: Any) -> None:
     w = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)
     assert_same(quantise(DeviceArray(w)), quantise(w))
+
+
+def kv() -> Any:
+    return np.random.default_rng(0).standard_normal((40, 2, 64)).astype(np.float16)
+
+
+@pytest.mark.parametrize("scheme", quant.KV_SCHEMES)
+def test_pages_and_the_paged_cache(scheme: str) -> None:
+    expected, quantized = quant.quantize_kv(kv(), scheme), quant.quantize_kv(DeviceArray(kv()), scheme)
+    assert_same(quantized, expected)
+    np.testing.assert_array_equal(quantized.dequantize().array, expected.dequantize(), strict=True)
+    pages = pack_pages(quantized, 16)
+    np.testing.assert_array_equal(pages.array, pack_pages(expected, 16), strict=True)
+    channel = (quantized.scale, quantized.zero) if quant.KV_SCHEMES[scheme].by_channel else None
+    assert_same(unpack_pages(pages, scheme, 64, 16, 40, channel), expected)
+
+    cache = KVCache.empty(
+        1, 3, 2, 64, page_size=16, scheme=scheme, k_channel=channel, v_channel=channel, like=DeviceArray(kv())
+    )
+    cache.lengths[:] = 40
+    scatter(cache, [quantized], [quantized])
+    for part in gather(cache):
+        assert_same(part[0], expected)
+    np.testing.assert_array_equal(cache.pool.array[:, 1], pages.array)
+
+
+def test_smooth_attention() -> None:
+    w_q, w_k = np.random.default_rng(0).standard_normal((2, 8, 3)).astype(np.float32)
+    peaks = np.arange(8, dtype=np.float32).reshape(2, 4)
+    arguments = {"w_q": w_q, "w_k": w_k, "keys_max": peaks, "b_q": w_q[:, 0].copy(), "b_k": w_k[:, 0].copy()}
+    on_device = {name: DeviceArray(array) for name, array in arguments.items()}
+    smooth = quant.smooth_attention(**on_device, head_dim=4)
+    assert_same(smooth, quant.smooth_attention(**arguments, head_dim=4))
+
+
+def test_attention() -> None:
+    q, k, v = kv()[:3], kv()[:, :1], -kv()[:, :1]
+    for length, window in ((40, None), (40, 7), (2, None), (0, None)):
+        arguments = q, k[:length], v[:length]
+        found = reference.attention(*map(DeviceArray, arguments), scale=0.2, window=window)
+        for on_device, on_host in zip(found, reference.attention(*arguments, scale=0.2, window=window), strict=True):
+            np.testing.assert_array_equal(on_device.array, on_host, strict=True)
+    table = np.linspace(-1, 1, 3 * 32, dtype=np.float32).reshape(3, 32)
+    rotated = reference.rope(DeviceArray(q), DeviceArray(table), DeviceArray(-table))
+    np.testing.assert_array_equal(rotated.array, reference.rope(q, table, -table), strict=True)

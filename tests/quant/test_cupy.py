@@ -37,6 +37,37 @@ def test_quantisers(quantise):
     np.testing.assert_array_equal(on_gpu.dequantize().get(), on_cpu.dequantize(), strict=True)
 
 
+@pytest.mark.parametrize("scheme", quant.KV_SCHEMES)
+def test_kv_quantisers(scheme):
+    """Over magnitudes at which float16 scales are denormal, vanish, or are ordinary."""
+    cupy = pytest.importorskip("cupy")
+    x = weights().reshape(64, 4, 128) * np.float32(10) ** np.linspace(-9, 4, 64, dtype=np.float32)[:, None, None]
+    on_cpu, on_gpu = quant.quantize_kv(x, scheme), quant.quantize_kv(cupy.asarray(x), scheme)
+    for name in ("values", "scale", "zero"):
+        assert getattr(on_gpu, name).get().tobytes() == getattr(on_cpu, name).tobytes(), name
+    np.testing.assert_array_equal(on_gpu.dequantize().get(), on_cpu.dequantize(), strict=True)
+
+
+def test_smooth_attention():
+    cupy = pytest.importorskip("cupy")
+    w, peaks = weights(), np.abs(weights()).max(axis=1).reshape(2, 32)
+    on_cpu = quant.smooth_attention(w, w, peaks, head_dim=32, b_k=w[:, 0].copy())
+    on_gpu = quant.smooth_attention(*map(cupy.asarray, (w, w, peaks)), head_dim=32, b_k=cupy.asarray(w[:, 0]))
+    for name in ("w_q", "w_k", "b_k", "factor"):
+        np.testing.assert_allclose(getattr(on_gpu, name).get(), getattr(on_cpu, name), rtol=1e-6)
+
+
+@pytest.mark.parametrize("length", [0, 2, 40])
+def test_attention(length):
+    cupy = pytest.importorskip("cupy")
+    x = weights().reshape(-1, 4, 64)[: length + 3]
+    q, k, v = x[:3], x[:length, :2], x[3 : length + 3, 2:]
+    on_gpu = reference.attention(*map(cupy.asarray, (q, k, v)), scale=0.2, window=9)
+    for found, expected in zip(on_gpu, reference.attention(q, k, v, scale=0.2, window=9), strict=True):
+        assert isinstance(found, cupy.ndarray)
+        np.testing.assert_allclose(found.get(), expected, rtol=1e-12, atol=1e-14)
+
+
 def test_words():
     cupy = pytest.importorskip("cupy")
     q4 = np.random.default_rng(0).integers(0, 16, (7, 64), dtype=np.uint8)
@@ -72,5 +103,9 @@ def test_refusals_name_the_place():
     w[3, 17] = np.nan
     with pytest.raises(ArgumentError, match=r"w\[3, 17\] is nan"):
         quant.quantize_lqq(cupy.asarray(w))
+    with pytest.raises(ArgumentError, match=r"x\[0, 3, 17\] is nan"):
+        quant.quantize_kv(cupy.asarray(w[None]))
+    with pytest.raises(ArgumentError, match=r"x\[0, 0\] has 100000"):
+        quant.quantize_kv(cupy.full((1, 1, 8), 15e5, cupy.float32))
     with pytest.raises(ArgumentError, match=r"q4\[0, 1\] is 16"):
         layout.pack_u4(cupy.asarray([[0, 16, 0, 0, 0, 0, 0, 0]], dtype=np.uint8))

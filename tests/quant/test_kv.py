@@ -53,15 +53,24 @@ def test_the_formula_on_any_float16(scheme, data):
 
 
 @by_token
-@given(step=st.integers(-24, 10), zero=st.integers(0, 15), seed=st.integers(0, 2**32 - 1))
-def test_the_formula_at_ties(scheme, step, zero, seed):
-    """Rows whose scale is a power of two and whose elements are halves of it: every quotient is an integer or a tie."""
-    levels = KV_SCHEMES[scheme].high
+@given(scale=st.integers(1, 0x7BFF), zero=st.integers(0, 15), seed=st.integers(0, 2**32 - 1))
+def test_the_formula_at_ties(scheme, scale, zero, seed):
+    """Any scale that float16 has, elements that are its halves: all is exact, every quotient an integer or a tie."""
+    levels, scale = KV_SCHEMES[scheme].high, np.uint16(scale).view(np.float16)
     rng = np.random.default_rng(seed)
     halves = rng.integers(-2 * zero, 2 * (levels - zero) + 1, (2, 2, 32)).astype(F) / 2
     halves[..., 0], halves[..., 1] = -zero, levels - zero
-    quantized = assert_is_the_formula(np.ldexp(halves, step), scheme)
-    assert (quantized.scale == np.ldexp(1.0, step)).all() and (quantized.zero == zero).all()
+    quantized = assert_is_the_formula(halves * F(scale), scheme)
+    assert (quantized.scale == scale).all() and (quantized.zero == zero).all()
+
+
+@by_token
+def test_zeros_are_clipped_where_the_scale_was_rounded_down(scheme):
+    """1.4 times float16's smallest denormal becomes that, and -min is 1.4 times as many steps of it as there are."""
+    levels, smallest = KV_SCHEMES[scheme].high, F(2.0**-24)
+    x = np.array([[[-1.4 * levels, -1, 0, -0.6 * levels] * 2]], F) * smallest
+    quantized = assert_is_the_formula(x, scheme)
+    assert quantized.scale == smallest and quantized.zero == levels and quantized.values.min() == 0
 
 
 def test_ties_go_to_even_before_the_zero_is_added():
