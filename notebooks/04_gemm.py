@@ -81,7 +81,7 @@ Markdown(gemmtables.chains_table(record))
 # ## Experts, and other models
 #
 # Mixtral's experts: a loop of single GEMMs over those that have tokens, and one grouped launch. Then four other
-# models, at numbers of tokens that no sweep has; seven of their sixteen matrices are in sweeps at others.
+# models, at odd numbers of tokens; four of their sixteen matrices are in no sweep that a table of tiles came from.
 
 # %%
 figures.gemm_picture("beyond") if measured else ladder.NOT_RECORDED

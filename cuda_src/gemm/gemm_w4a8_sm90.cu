@@ -16,7 +16,8 @@
 //            wgmma finds zeros behind them. WN warp groups
 //            x MN MMAs lie along the rows: warp v of MMA h of group w has strip 4 (MN w + h) + v; one without a strip takes
 //            the last once more and stores nothing. WK warp groups take stages in turn and add up in the ring at the end.
-//            SPLIT blocks of a cluster each take a slice of K and add up through distributed shared memory.
+//            SPLIT blocks of a cluster each take a slice of K and add up through distributed shared memory. BM is a width that
+//            wgmma has: 200 tokens are one tile of 208 or two of 112, not of 256.
 // Ring       STAGES slots of BK channels: X as BK / 128 tiles [BM][128] under the 128-byte swizzle (from row-major X, or as they
 //            are from X in tiles: ORDER), and W_SLOT bytes of each strip. full completes when the copy engine has brought
 //            all of it, empty when the WN warp groups that use the slot are done with it.
@@ -26,12 +27,13 @@
 // Pipeline   a warp group has the words of the next 64 channels under way, dequantises one unit into the registers that wgmma
 //            has left (wait_group 1), and issues it. Persistent: the loads of a tile begin under the end of the one before.
 // Copies     four warps ask, each for every fourth strip, through elect.sync: a plain `if (thread == 0)` makes the compiler
-//            loop over lanes around each copy, about 64 ns each, which was what limited this kernel.
+//            loop over lanes around each copy, about 64 ns each, which was what limited this kernel. The first copy waits for
+//            as little as can be: a warp that multiplies makes the barriers meanwhile, and one tile of tokens needs no division.
 // Output     from the fragments, each warp by itself (fragments_out.cuh).
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
 // Tuned      tile, strips, stages and cluster by costs that were measured: ptxlab/kernels/gemm/strips_tiles.py.
-// Measured   0.75, 0.70, 0.59, 0.73 of the floor at M = 32, 64, 128, 256 on an H200; 1.50, 1.44, 1.16, 1.11 times as fast as
-//            cuBLAS FP8, 1.14 and 1.21 at 512 and 2,048 (means over LLaMA-2's matrices, row-major activations).
+// Measured   0.78, 0.71, 0.62, 0.73 of the floor at M = 32, 64, 128, 256 on an H200; 1.55, 1.46, 1.21, 1.09 times as fast as
+//            cuBLAS FP8, 1.15 and 1.18 at 512 and 2,048 (means over LLaMA-2's matrices, row-major activations).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
 //            9.7.19.5 setmaxnreg; 9.7.14.5.16 stmatrix
 #include "dequant.cuh"

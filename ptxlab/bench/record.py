@@ -118,11 +118,18 @@ class Slower:
     """A row that got slower than in an older record."""
 
     row: Row
-    old_rate: float
+    old: Row
+
+    @property
+    def cycles(self) -> float:
+        """Clock cycles for the same work beside those of the older record: 1 if only the clock has changed."""
+        clock = self.row.sm_mhz / self.old.sm_mhz if self.row.sm_mhz and self.old.sm_mhz else 1.0
+        return self.old.rate / self.row.rate * clock
 
     def __str__(self) -> str:
-        loss = 1 - self.row.rate / self.old_rate
-        return f"{self.row}: {self.row.rate:.4g} {self.row.rate_unit}, was {self.old_rate:.4g} ({loss:.1%} less)"
+        loss = 1 - self.row.rate / self.old.rate
+        rates = f"{self.row.rate:.4g} {self.row.rate_unit}, was {self.old.rate:.4g} ({loss:.1%} less)"
+        return f"{self.row}: {rates}, {self.cycles - 1:+.1%} cycles at {self.row.sm_mhz:.0f} MHz"
 
 
 def default_path(record: Record) -> Path:
@@ -160,15 +167,16 @@ def load(path: Path) -> Record:
 
 
 def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slower]:
-    """Rows whose rate fell by more than `tolerance` against the same row of an older record of the same GPU."""
+    """Rows whose rate fell by more than `tolerance` against the same row of an older record of the same GPU.
+
+    Not those whose clock alone fell: the power limit moves it by a tenth with the card's temperature, from one run to
+    the next. A kernel that got slower takes more cycles.
+    """
     if new.device.get("slug") != old.device.get("slug"):
         raise ArgumentError("against", f"a record of {new.device.get('slug')}", old.device.get("slug"))
-    before = {row.key: row.rate for row in old.rows}
-    return [
-        Slower(row, before[row.key])
-        for row in new.rows
-        if row.key in before and row.rate < before[row.key] * (1 - tolerance)
-    ]
+    before = {row.key: row for row in old.rows}
+    found = [Slower(row, before[row.key]) for row in new.rows if row.key in before]
+    return [one for one in found if one.row.rate < one.old.rate * (1 - tolerance) and one.cycles * (1 - tolerance) > 1]
 
 
 def commit() -> str:

@@ -60,8 +60,8 @@ def decoder(model: str, hidden: int, intermediate: int, heads: int, kv_heads: in
     )
 
 
-# Other models, at numbers of tokens that no sweep has. Seven of their matrices are in the sweeps that the costs of
-# tiles were fitted to (`notebooks/results/h200/sweeps`), at others: SWEPT.
+# Other models, at odd numbers of tokens. Twelve of their matrices, SWEPT, are in the sweep that the costs of tiles were
+# fitted to (`notebooks/results/h200/sweeps`), also at SWEPT_TOKENS; four are in none, nor are the other tokens.
 UNTUNED = (
     *decoder("Yi-34B", 7168, 20480, 56, 8),
     *decoder("Qwen1.5-72B", 8192, 24576, 64, 64),
@@ -69,6 +69,10 @@ UNTUNED = (
     *decoder("LLaMA-3-8B", 4096, 14336, 32, 8),
 )
 SWEPT = frozenset(
-    {(40960, 7168), (8192, 8192), (15360, 5120), (5120, 13824), (4096, 4096), (28672, 4096), (4096, 14336)}
+    {
+        *((9216, 7168), (7168, 7168), (40960, 7168), (7168, 20480), (8192, 8192)),
+        *((15360, 5120), (5120, 5120), (5120, 13824), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)),
+    }
 )
 UNTUNED_TOKENS = (3, 17, 33, 100, 200)
+SWEPT_TOKENS = (33, 100, 200)

@@ -1,4 +1,4 @@
-"""What `gemm_w4a8` launches on matrices of other models, at numbers of tokens that no sweep has, beside cuBLAS FP8."""
+"""What `gemm_w4a8` launches on matrices of other models, at odd numbers of tokens, beside cuBLAS FP8."""
 
 from collections.abc import Callable, Iterator
 

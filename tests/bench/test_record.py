@@ -89,8 +89,18 @@ def test_compare(rate: float, slower: bool) -> None:
     found = bench.compare(new, RECORD)
     assert [s.row.source for s in found] == (["ptx"] if slower else [])
     if slower:
-        text = "dequant_lqq.ptx streaming (R=16384, K=16384, g=128): 3875 GB/s, was 4000 (3.1% less)"
-        assert str(found[0]) == text
+        text = "dequant_lqq.ptx streaming (R=16384, K=16384, g=128): 3875 GB/s, was 4000 (3.1% less), +3.2% cycles at "
+        assert str(found[0]) == text + f"{ROW.sm_mhz:.0f} MHz"
+
+
+@pytest.mark.parametrize(
+    ("rate", "clock", "slower"), [(3600.0, 0.9, False), (3600.0, 0.95, True), (4000.0, 1.1, False)]
+)
+def test_a_lower_clock_alone_makes_no_slower_kernel(rate: float, clock: float, slower: bool) -> None:
+    """10% less under a clock that is 10% lower is the card's temperature; under one that is 5% lower it is not."""
+    row = replace(ROW, rate=rate, sm_mhz=clock * ROW.sm_mhz)
+    found = bench.compare(replace(RECORD, rows=(row, RECORD.rows[1])), RECORD)
+    assert [one.row for one in found] == ([row] if slower else [])
 
 
 def test_compare_only_the_same_measurement() -> None:
