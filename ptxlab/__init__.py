@@ -1,7 +1,7 @@
 """ptxlab: a workbench for low-bit LLM kernels."""
 
 from ptxlab.kernels import find, run, specs
-from ptxlab.kernels.attention import append_kv4
+from ptxlab.kernels.attention import AttentionWorkspace, append_kv4, attention_kv4, attention_workspace
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.packed import to_device
 from ptxlab.kernels.quantize import quantize_activations
@@ -12,6 +12,7 @@ from ptxlab.runtime import Kernel, Outcome, load
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionWorkspace",
     "ExpertWeights",
     "KVCache",
     "Kernel",
@@ -21,6 +22,8 @@ __all__ = [
     "Workspace",
     "__version__",
     "append_kv4",
+    "attention_kv4",
+    "attention_workspace",
     "calibrate_kv",
     "find",
     "gemm_w4a8",

@@ -4,6 +4,7 @@ So everything between a Python call and the driver runs as it does on a GPU: vie
 """
 
 import ctypes
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class FakeGpu:
         stream: the caller's.
         capturing: whether that is being captured.
         arch: compute capability times ten.
+        sms: how many SMs it has.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +46,7 @@ class FakeGpu:
         self.geometries: list[Launch] = []
         self.loads = self.allocations = self.encoded = 0
         self.stream, self.capturing, self.arch, self.runs = 7, False, 90, True
+        self.sms = 2
         self._memory: dict[int, DeviceArray] = {}
         self._maps: dict[bytes, TensorMap] = {}
         as_array = gpu.as_array
@@ -57,6 +60,8 @@ class FakeGpu:
             "encode": self.encode,
             "view": self.view,
             "empty": self.empty,
+            "zeros": self.zeros,
+            "device_info": lambda: SimpleNamespace(sms=self.sms),
             "new": lambda example, shape, dtype: self.empty(shape, "uint16" if dtype == "bfloat16" else dtype),
             "handed": lambda array, example, dtype: array,
             "load": self.load,
@@ -79,6 +84,11 @@ class FakeGpu:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
         self.allocations += 1
         return DeviceArray(np.empty(shape, dtype))
+
+    def zeros(self, shape: tuple[int, ...], dtype: Any) -> DeviceArray:
+        array = self.empty(shape, dtype)
+        array.host[...] = 0
+        return array
 
     def load(self, source: Any, entry: str, *, defines: Any) -> Any:
         self.loads += 1

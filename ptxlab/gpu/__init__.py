@@ -16,6 +16,7 @@ from ptxlab.gpu.arrays import (
     to_device,
     to_host,
     without_pool,
+    zeros,
 )
 from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
 from ptxlab.gpu.graph import Graph, Timing, adopt, capture, time_calls
@@ -61,4 +62,5 @@ __all__ = [
     "view",
     "why_not",
     "without_pool",
+    "zeros",
 ]

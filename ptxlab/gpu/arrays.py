@@ -76,6 +76,16 @@ def empty(shape: tuple[int, ...], dtype: Any) -> Any:
         return cupy.empty(shape, dtype)
 
 
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A CuPy array of zeros on the current device, which are there when it returns, whatever stream will use it."""
+    import cupy
+
+    with caller_stream() as stream:
+        array = cupy.zeros(shape, dtype)
+        stream.synchronize()
+    return array
+
+
 def to_device(array: np.ndarray) -> Any:
     """A CuPy copy of a NumPy array, C-contiguous, made on the caller's stream."""
     import cupy

@@ -2,7 +2,9 @@
 
 from ptxlab.kernels.attention import append, ladder, merge, sm80, sm90
 from ptxlab.kernels.attention.appendface import append_kv4
+from ptxlab.kernels.attention.device import AttentionWorkspace, attention_workspace
+from ptxlab.kernels.attention.face import attention_kv4
 
 SPECS = (*ladder.SPECS, *sm80.SPECS, *sm90.SPECS, *merge.SPECS, *append.SPECS)
 
-__all__ = ["SPECS", "append_kv4"]
+__all__ = ["SPECS", "AttentionWorkspace", "append_kv4", "attention_kv4", "attention_workspace"]

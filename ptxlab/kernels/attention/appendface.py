@@ -8,6 +8,7 @@ from ptxlab import gpu, quant, reference
 from ptxlab.arguments import require_on_host
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.append import APPEND, DTYPES, INDICES, values
+from ptxlab.kernels.attention.call import copied
 from ptxlab.kernels.gemm.call import check_how, dtype_of
 from ptxlab.layout import KVCache
 from ptxlab.plan import Plan
@@ -205,7 +206,7 @@ def _on_gpu(call: _Call, check: bool, programmatic: bool) -> None:
         rule = "the first call of a shape loads its kernel: make it before the capture"
         raise ArgumentError(FACE, rule, ", ".join(f"{name}={size}" for name, size in call.sizes.items()))
     if check:
-        _check_places(call, *(_copied(call.given.get(name)) for name in ("slots", "positions")))
+        _check_places(call, *(copied(FACE, call.given.get(name)) for name in ("slots", "positions")))
     plan = _plans.get(key) or _planned(call, key, programmatic)
     plan(stream, views)
 
@@ -215,9 +216,3 @@ def _planned(call: _Call, key: tuple[Any, ...], programmatic: bool) -> Plan:
         _plans.clear()
     plan = _plans[key] = Plan(APPEND, call.config, call.sizes, programmatic=programmatic)
     return plan
-
-
-def _copied(array: Any) -> Any:
-    """A device array's numbers on the host, or None for None."""
-    shared = None if array is None else gpu.as_array(FACE, array)
-    return shared if shared is None or isinstance(shared, np.ndarray) else gpu.to_host(shared)

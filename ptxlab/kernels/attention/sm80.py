@@ -1,5 +1,6 @@
 """KV4 attention on tensor cores from Ampere on: the whole contract (QServe §5.3, COMET §3.2)."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -181,3 +182,10 @@ MMA = KernelSpec(
     ),
 )
 SPECS = (MMA,)
+
+# The same in one launch: the last block that has part of a unit puts it together. Counters are 0 before, and after it.
+FUSED = replace(
+    MMA,
+    args=tuple(replace(a, shape=("blocks", _COLUMNS), role="inout") if a.name == "segments" else a for a in MMA.args),
+    choose=lambda s: {**_choose(s), "FUSED": 1},
+)

@@ -1,0 +1,112 @@
+"""The kernels behind `attention_kv4`, what each of them takes, and which one is taken."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ptxlab import gpu
+from ptxlab.dtypes import storage
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.kernels.attention import ladder, sm80, sm90
+from ptxlab.kernels.attention.call import FACE, MOST_RATIO, MOST_TOKENS, Call
+from ptxlab.kernels.gemm.device import Scratch
+from ptxlab.spec import KernelSpec, Sizes
+
+_RESIDENT = 2  # blocks per SM, at most, of the kernels that share work out over blocks
+
+
+@dataclass(frozen=True)
+class Step:
+    """A kernel that `attention_kv4` launches.
+
+    Attributes:
+        spec: the kernel.
+        blocks: sizes and how many SMs there are -> blocks that share the work out; None for a teaching step, which
+            takes D 128, one new token, pages of 64 and float16 alone, and has neither window nor logarithms.
+    """
+
+    spec: KernelSpec
+    blocks: Callable[[Sizes, int], int] | None = None
+
+    def sizes(self, call: Call, sms: int) -> dict[str, Any]:
+        """The spec's sizes; raises ArgumentError for a call that is not the step's."""
+        if self.blocks is None:
+            self._require_teaching(call)
+        sizes = {name: size for name, size in call.sizes.items() if name in self.spec.symbols}
+        if self.blocks is not None:
+            sizes["blocks"] = self.blocks(sizes, sms)
+        self.spec.check_sizes(sizes)
+        return sizes
+
+    def config(self, sizes: Sizes, dtype: str) -> dict[str, int]:
+        """Constants of the variant."""
+        chosen = self.spec.config_for(sizes)
+        return {**chosen, "BF16": sm80.DTYPES.index(dtype)} if "BF16" in chosen else chosen
+
+    def memory(self, sizes: Sizes) -> tuple[Scratch, ...]:
+        """What it needs besides operands and results."""
+        args = [arg for arg in self.spec.args if arg.name in ("partial", "stats", "segments")]
+        return tuple(Scratch(arg.name, arg.resolve(sizes), storage(str(arg.dtype))) for arg in args)
+
+    def most_memory(self, D: int, sms: int) -> tuple[Scratch, ...]:
+        """The same, enough for whatever is asked of caches of this head dim."""
+        return self.memory({"blocks": _RESIDENT * sms, "Hq": MOST_RATIO, "Hkv": 1, "T": MOST_TOKENS, "D": D})
+
+    def _require_teaching(self, call: Call) -> None:
+        cache, name = call.cache, self.spec.name
+        scheme = name.removeprefix("attention_").partition("_")[0]
+        for argument, rule, got, wanted in (
+            ("cache", "scheme must be", cache.scheme, scheme),
+            ("cache", "head_dim must be", cache.head_dim, ladder.DIM),
+            ("cache", "page_size must be", cache.page_size, ladder.PAGE),
+            ("q", "dtype", call.dtype, "float16"),
+            ("q", "T must be", call.queries, 1),
+            ("window", "must be", call.window or None, None),
+            ("return_lse", "must be", call.return_lse, False),
+        ):
+            if got != wanted:
+                raise ArgumentError(f"{FACE}: {argument}", f"{rule} {wanted} for {name}", got)
+
+
+STEPS = (
+    *(Step(spec) for spec in ladder.SPECS),
+    Step(sm80.FUSED, lambda sizes, sms: _RESIDENT * sms),
+    Step(sm90.SM90, sm90.blocks_for),
+)
+
+
+def choose(kernel: Any, *, backend: str | None, programmatic: bool = False) -> Step:
+    """The step asked for, or the highest that runs here.
+
+    Args:
+        kernel: a step's name, or None.
+        backend: "gpu", or "emulator", on which every step runs; None: the GPU where a step runs there, else the latter.
+        programmatic: it is to wait by itself for the kernel before it.
+
+    Raises:
+        ArgumentError: an unknown kernel, or one that does not wait.
+        UnavailableError: it does not run on this GPU; names those that would.
+    """
+    if kernel not in (*(step.spec.name for step in STEPS), None):
+        raise ArgumentError(f"{FACE}: kernel", f"must be one of {_names(STEPS)}", kernel)
+    asked = [step for step in STEPS if kernel in (None, step.spec.name)]
+    here = [step for step in asked if why_not(step) is None]
+    if backend == "gpu" and not here:
+        working = [step for step in STEPS if why_not(step) is None]
+        remedy = f"here run {_names(working)}" if working else 'pass backend="emulator" with NumPy arrays'
+        raise UnavailableError(f"{FACE}: {_names(asked[-1:])}: {why_not(asked[-1])}; {remedy}")
+    step = (here if here and backend != "emulator" else asked)[-1]
+    if programmatic and not step.spec.after_wait:
+        waiting = _names(step for step in STEPS if step.spec.after_wait)
+        rule = f"only for kernels that wait for the one before them ({waiting})"
+        raise ArgumentError(f"{FACE}: programmatic", rule, step.spec.name)
+    return step
+
+
+def why_not(step: Step) -> str | None:
+    """Why a step cannot run on the GPU here; None if it can."""
+    return gpu.why_not(step.spec.arch, exact=step.spec.exact_arch)
+
+
+def _names(steps: Iterable[Step]) -> str:
+    return ", ".join(step.spec.name for step in steps)
