@@ -491,13 +491,15 @@ def test_a_call_goes_to_the_callers_stream_and_does_not_wait(kernel: str) -> Non
     out, workspace = cupy.zeros_like(q), ptxlab.attention_workspace(cache, kernel=kernel)
     ptxlab.attention_kv4(q, cache, out=out, workspace=workspace, kernel=kernel)
     big = cupy.zeros(1 << 30, cupy.uint8)
+    big += 1  # so that its kernel is loaded, and the next one
+    cupy.negative(cupy.negative(q, out=q), out=q)
     cupy.cuda.Device().synchronize()
     pool, stream = cupy.get_default_memory_pool(), cupy.cuda.Stream(non_blocking=True)
     before = pool.used_bytes(), pool.total_bytes()
     with stream:
         for _ in range(20):
             big += 1
-        q[...] = -q
+        cupy.negative(q, out=q)
         ptxlab.attention_kv4(q, cache, out=out, workspace=workspace, kernel=kernel)
         assert not stream.done
     stream.synchronize()

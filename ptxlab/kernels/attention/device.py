@@ -42,6 +42,7 @@ class _Prepared:
         self.step = choose(call.kernel, backend="gpu", programmatic=call.programmatic)
         sms = gpu.device_info().sms
         self.sizes, self.memory = self.step.sizes(call, sms), self.step.most_memory(call.cache.head_dim, sms)
+        self.needed = {item.name: item.nbytes for item in self.memory}
         self.dtype, self.programmatic = call.dtype, call.programmatic
 
     @cached_property
@@ -172,8 +173,10 @@ def _memory(prepared: _Prepared, place: tuple[int, int]) -> AttentionWorkspace:
 def _too_small(workspace: AttentionWorkspace, prepared: _Prepared) -> str:
     """The name of what is missing, or smaller than the step may need at this head dim."""
     views = workspace.views
-    small = (m.name for m in prepared.memory if m.name not in views or views[m.name].owner.nbytes < m.nbytes)
-    return next(small, "")
+    for name, nbytes in prepared.needed.items():
+        if name not in views or views[name].owner.nbytes < nbytes:
+            return name
+    return ""
 
 
 def _require_memory(workspace: AttentionWorkspace, prepared: _Prepared, device: int) -> None:
