@@ -47,8 +47,8 @@ def test_hopper_stays_within_the_bound(
     variant: sm90.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mma, "dots", partial(aligned_dots, *HOPPER))
-    for lengths in ((5,), (75, 0, 1)):
-        sm90.check(variant, *variant.problem(1, lengths, change, 1, window=0, blocks=1), "emulator")
+    for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
+        sm90.check(variant, *variant.problem(1, lengths, change, Hkv, window=0, blocks=1), "emulator")
 
 
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
@@ -57,5 +57,5 @@ def test_ampere_stays_within_the_bound(
     variant: sm80.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mma, "dots", partial(aligned_dots, *AMPERE))
-    for lengths in ((5,), (75, 0, 1)):
-        sm80.check(variant, *variant.problem(1, lengths, change, 1, window=0), "emulator")
+    for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
+        sm80.check(variant, *variant.problem(1, lengths, change, Hkv, window=0), "emulator")

@@ -16,7 +16,7 @@ SLOTS, UNITS = 2, 4  # units whose sums are in shared memory, units in flight
 SMS = 132  # of an H200, for which tiles are chosen
 _SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
 _MOST_STAGES = 24
-_ALIGNED = 2.0**-25  # Hopper cuts off what is below this, of the largest power of two: one bit less than Ampere
+_ALIGNED = 2.0**-25  # Hopper cuts off what is below this, of the largest power of two: it keeps a bit more than Ampere
 
 
 class Tile(NamedTuple):
