@@ -78,7 +78,7 @@ extern "C" __global__ void twice(const int* x, int* y) {
     ptxlab::wait_for_predecessors();
     y[threadIdx.x] = early + x[threadIdx.x];
 }"""
-    twice, x, y = ptxlab.load(source), np.arange(32, dtype=np.int32), np.zeros(32, np.int32)
+    twice, x, y = ptxlab.load(source, arch="sm_90"), np.arange(32, dtype=np.int32), np.zeros(32, np.int32)
     options = {"grid": 1, "block": 32, "backend": "emulator", "checks": ["race"]}
     assert twice(x, y, **options).findings == ()
     (finding,) = twice(x, y, after_wait=["x"], **options).findings
