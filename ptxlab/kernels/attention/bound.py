@@ -54,7 +54,7 @@ def allowed_error(
     roundings: Roundings,
     stored: float,
 ) -> tuple[F64, F64]:
-    """The error that attention of one sequence may have.
+    """The error that attention of one sequence may have; NumPy or CuPy, but for `visible`.
 
     Args:
         q: queries [T, Hq, D], as the kernel is given them.
@@ -69,35 +69,59 @@ def allowed_error(
         (of the output [T, Hq, D], of the natural logarithm of the sum of exponentials [T, Hq]).
     """
     (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
-    out, lse = np.zeros((T, Hq, D)), np.zeros((T, Hq))
+    out, lse = np.zeros_like(q), np.zeros_like(q[..., 0])
     serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
-    keys, key_size = _with_magnitude(k, roundings.apart)
-    values, value_size = _with_magnitude(v, roundings.apart)
-    units = np.ones((L, Hkv)) if v.scale.ndim == 2 and v.scale.dtype == np.float32 else v.scale.astype(np.float64)
-    for t, h in np.ndindex(T, Hq):
+    operands = [part.transpose(1, 0, 2) for x in (k, v) for part in _with_magnitude(x, roundings.apart)]
+    by_token = v.scale.dtype == np.float16
+    units = v.scale.astype(np.float64).T if by_token else np.ones_like(operands[0][..., 0])
+    for t in range(T):
         seen = np.flatnonzero(visible[t])
         if not len(seen):
             continue
-        at, x = (slice(seen[0], seen[-1] + 1), h // (Hq // Hkv)), q[t, h]
-        scores = keys[at] @ x * scale
-        wrong = key_size[at] @ (np.abs(x) * roundings.score + np.abs(x).max() * roundings.query) * scale
-        wrong = np.minimum(wrong + roundings.weight + roundings.rescaled * L, _CERTAIN)
-        p = np.exp(scores - scores.max())
-        total, least = p.sum(), (p * np.exp(-wrong)).sum()
-        mean = p @ values[at] / total
-        moved = (p * np.expm1(wrong)) @ np.abs(values[at] - mean) / least
-        summed = p @ value_size[at] / total * (roundings.sum + serial)
-        heaviest = (p * units[at]).max() / total
-        lost = roundings.floor * heaviest * (value_size[at] / units[at][:, None]).sum(axis=0)
-        out[t, h] = 1.01 * (moved + summed + lost + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
-        log_total = scores.max() + np.log(total)
-        lse[t, h] = np.log((p * np.exp(wrong)).sum() / total) + serial + 2.0**-22 * (1 + abs(log_total))
+        at = slice(seen[0], seen[-1] + 1)
+        seen_by_head = [part[:, at] for part in (*operands, units)]
+        query = q[t].reshape(Hkv, Hq // Hkv, D)
+        off, lse_off = _of_query(query, *seen_by_head, scale, roundings, serial, roundings.rescaled * L, stored)
+        out[t], lse[t] = off.reshape(Hq, D), lse_off.reshape(Hq)
     return out, lse
+
+
+def _of_query(
+    x: F64,
+    keys: F64,
+    key_size: F64,
+    values: F64,
+    value_size: F64,
+    units: F64,
+    scale: float,
+    roundings: Roundings,
+    serial: float,
+    rescaled: float,
+    stored: float,
+) -> tuple[F64, F64]:
+    """The error of one token's queries x [Hkv, Hq / Hkv, D], by keys, values [Hkv, n, D], units [Hkv, n] they see."""
+    size = np.abs(x)
+    scores = x @ keys.transpose(0, 2, 1) * scale
+    wrong = (size * roundings.score + size.max(axis=-1, keepdims=True) * roundings.query) @ key_size.transpose(0, 2, 1)
+    wrong = np.minimum(wrong * scale + roundings.weight + rescaled, _CERTAIN)
+    peak = scores.max(axis=-1, keepdims=True)
+    p = np.exp(scores - peak)
+    total, least = p.sum(axis=-1, keepdims=True), (p * np.exp(-wrong)).sum(axis=-1, keepdims=True)
+    mean = p @ values / total
+    away = np.abs(values[:, None] - mean[:, :, None])
+    moved = ((p * np.expm1(wrong))[:, :, None] @ away)[:, :, 0] / least
+    summed = p @ value_size / total * (roundings.sum + serial)
+    heaviest = (p * units[:, None]).max(axis=-1, keepdims=True) / total
+    lost = roundings.floor * heaviest * (value_size / units[..., None]).sum(axis=1)[:, None]
+    out = 1.01 * (moved + summed + lost + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
+    log_total = (peak + np.log(total))[..., 0]
+    spread = np.log((p * np.exp(wrong)).sum(axis=-1) / total[..., 0])
+    return out, spread + serial + 2.0**-22 * (1 + np.abs(log_total))
 
 
 def _with_magnitude(x: QuantizedKV, apart: bool) -> tuple[F64, F64]:
     """The numbers [L, Hkv, D], and the magnitude of what is added up for them."""
-    scale, zero = (np.asarray(c, np.float64) for c in (x.scale, x.zero))
+    scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
     if x.scale.dtype == np.float16:
         scale, zero = scale[..., None], zero[..., None]
     integers = x.values.astype(np.float64)
