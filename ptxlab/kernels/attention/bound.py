@@ -79,9 +79,11 @@ def allowed_error(
         if not len(seen):
             continue
         at = slice(seen[0], seen[-1] + 1)
-        seen_by_head = [part[:, at] for part in (*operands, units)]
+        keys, key_size, values, value_size, unit = (part[:, at] for part in (*operands, units))
         query = q[t].reshape(Hkv, Hq // Hkv, D)
-        off, lse_off = _of_query(query, *seen_by_head, scale, roundings, serial, roundings.rescaled * L, stored)
+        off, lse_off = _of_query(
+            query, keys, key_size, values, value_size, unit, scale, roundings, serial, roundings.rescaled * L, stored
+        )
         out[t], lse[t] = off.reshape(Hq, D), lse_off.reshape(Hq)
     return out, lse
 
