@@ -14,9 +14,9 @@
 # %% [markdown]
 # # KV4 attention at the memory's speed
 #
-# When a model writes text, every new token of a sequence attends to all tokens before it. Their keys and values are read
-# once, each is multiplied once or a few times, and so the memory's speed is all that counts: a cache of 4 bits could be
-# four times as fast as one of FP16. Could be, because each of these 4 bits has to become a number first.
+# When a model writes text, every new token of a sequence attends to all tokens before it. Their keys and values are
+# read once and multiplied once or a few times, so the memory's speed is all that should count: a cache of 4 bits could
+# be nearly four times as fast as one of FP16. Could be, because every 4 bits have to become a number first.
 #
 # Sources: QServe §4.2 and §5.3, Atom §4.4, COMET §3.2. This notebook runs without a GPU: the emulator executes the very
 # kernels on a small case, and the times are those of `ptxlab bench attention` on an H200, once recorded.
@@ -35,10 +35,9 @@ record = kvpoints.recorded()
 # %% [markdown]
 # ## A cache, a token, an answer
 #
-# A page of the pool holds the nibbles of 64 tokens of one head, and behind them the scale and zero of each token in FP16:
-# 68 bytes per token, head, and key or value. `append_kv4` rotates, quantises and writes new tokens;
-# `attention_kv4` reads them through the block table, here that of two sequences with 70 and 3 tokens whose pages lie
-# in any order.
+# A page of the pool holds the nibbles of 64 tokens of one head, and behind them the scale and zero of each token in
+# FP16: 68 bytes per token, head, and key or value. `append_kv4` quantises and writes new tokens; `attention_kv4` reads
+# them through the block table, here that of two sequences with 70 and 3 tokens, whose pages lie in any order.
 
 # %%
 rng = np.random.default_rng(0)
@@ -82,7 +81,7 @@ for scheme in quant.KV_SCHEMES:
 # %% [markdown]
 # ## The yardsticks
 #
-# The *floor* of a batch is one read of all its packed keys and values, with scales and zeros, at the read ceiling that is
+# The *floor* of a batch is one read of all its packed keys and values, with scales and zeros, at the read ceiling
 # measured in the same run. The *peers* are thirteen kernels on an H200: PyTorch's two and FlashInfer's three in FP16,
 # FlashInfer's three in FP8, QServe's and LServe's in 4 and 8 bits. Below, the bytes of each one's *own* cache over its
 # time; the black line is the memory's read speed. An 8-bit kernel on that line is half as fast as a 4-bit one there.
@@ -91,8 +90,8 @@ for scheme in quant.KV_SCHEMES:
 figures.attention_picture(record)
 
 # %% [markdown]
-# Kernels with a cache of 4 bits are the ones furthest from the line: QServe's dequantises on CUDA cores, and it reads the
-# cache anew for each query head, as many times as heads share it.
+# QServe's and LServe's kernels stay far below the line: they dequantise on CUDA cores, and read the cache anew for each
+# query head, as many times as heads share it.
 
 # %%
 Markdown(kvtables.batches_table(record))
@@ -103,9 +102,9 @@ Markdown(kvtables.means_table(record))
 # %% [markdown]
 # ## The steps
 #
-# QServe took its kernel apart on an A100, at 64 sequences of 1024 tokens. The same steps here, and the two beyond them:
-# tensor cores with the queries of a group side by side, so that each key is read and unpacked once; then bulk copies and
-# equal shares of ragged work.
+# QServe took its kernel apart on an A100, at 64 sequences of 1024 tokens. The same steps here, and the two beyond:
+# tensor cores with the queries of a group side by side, so that each key is read and unpacked once; then bulk copies
+# and equal shares of ragged work.
 
 # %%
 Markdown(kvtables.steps_table(record))
