@@ -45,9 +45,7 @@ lengths, Hq, Hkv, D, page = (70, 3), 4, 2, 128, 64
 cache = KVCache.empty(2, 2, Hkv, D)
 cache.block_table[:] = [[3, 0], [2, 1]]
 k, v = rng.standard_normal((2, sum(lengths), Hkv, D), np.float32).astype(np.float16)
-slots = [
-    table[t // page] * page + t % page for table, n in zip(cache.block_table, lengths, strict=True) for t in range(n)
-]
+slots = [cache.block_table[b, t // page] * page + t % page for b in range(2) for t in range(lengths[b])]
 ptxlab.append_kv4(k, v, cache, np.array(slots, np.int32), backend="emulator")
 cache.lengths[:] = lengths
 

@@ -42,7 +42,8 @@ def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], Non
         raise ArgumentError("suite", "a kernel of attention that this GPU runs", ", ".join(names))
     progress("compiling")
     launched = chosen if chosen in steps else None
-    compile_all([*((step, ABLATION) for step in steps), *((launched, b) for b in _batches() if launched)])
+    planned = [*((step, ABLATION) for step in steps), *((launched, batch) for batch in _batches() if launched)]
+    compile_all(planned, appending)
     measured: list[Row] = []
     if launched:
         for heads in HEADS:
@@ -151,12 +152,15 @@ def scheme_of(step: Step) -> str:
     return "kv8" if step.spec.name == "attention_kv8" else "kv4"
 
 
-def compile_all(planned: Sequence[tuple[Step, Batch]]) -> None:
+def compile_all(planned: Sequence[tuple[Step, Batch]], appending: bool) -> None:
     """Compile every variant that will run, side by side: loading finds them in the cache."""
-    arch, variants = gpu.device_info().arch, set()
+    variants = set()
     for step, batch in planned:
         config = step.config(sizes_at(step, batch, scheme_of(step), sum(batch.pages())), "float16")
         variants.add((of_kernel(step.spec.name)[0], tuple(config.items())))
+    if appending:
+        variants |= {(of_kernel(APPEND.name)[0], tuple(config.items())) for config in append.variants()}
+    arch = gpu.device_info().arch
     with ThreadPoolExecutor() as pool:
         jobs = [pool.submit(toolchain.compile_cuda, source, arch, defines=dict(config)) for source, config in variants]
         for job in jobs:

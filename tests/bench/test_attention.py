@@ -137,6 +137,22 @@ def test_every_size_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch, step: Any)
         assert step.spec.launch({**sizes, **config}).shared_bytes <= 227 << 10
 
 
+def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, ...]] = []
+
+    def compile_cuda(source: Any, arch: str, *, defines: dict[str, int]) -> None:
+        compiled.append((source.label, *map(str, defines.items())))
+
+    emulated_gpu.setattr(attention.toolchain, "compile_cuda", compile_cuda)
+    attention.compile_all([(CHOSEN, batch) for batch in attention._batches()], appending=True)
+    names = Counter(label for label, *_ in compiled)
+    assert len(compiled) == len(set(compiled)) and set(names) == {"attention_kv4_sm90.cu", "append_kv4.cu"}
+    alone = len(compiled) - names["append_kv4.cu"]
+    compiled.clear()
+    attention.compile_all([(CHOSEN, batch) for batch in attention._batches()], appending=False)
+    assert len(compiled) == alone
+
+
 def test_the_merge(small: pytest.MonkeyPatch) -> None:
     row = kvmerge.merged(Batch(2, 1, (1100,)), CEILINGS)
     assert row.kernel == "attention_kv4_mma_sm80, attention_merge" and row.more["fused_us"] == 10
@@ -154,7 +170,7 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     small.setattr(attention, "points", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
     small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
-    small.setattr(attention, "compile_all", list)
+    small.setattr(attention, "compile_all", lambda planned, appending: None)
     small.setattr(attention, "sdpa", lambda batch: {})
     small.setattr(kvmerge, "BATCHES", (Batch(2, 1, (70,)),))
     small.setattr(append, "HEADS", (1,))
@@ -172,7 +188,7 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
 
 def test_what_is_not_asked_for_is_not_measured(small: pytest.MonkeyPatch) -> None:
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
-    small.setattr(attention, "compile_all", list)
+    small.setattr(attention, "compile_all", lambda planned, appending: None)
     (row,) = attention.rows(["attention_kv8"], CEILINGS, quiet)
     assert (row.kernel, row.measure, row.face) == ("attention_kv8", "ladder", "") and row.bytes == 65 * 2 * 2 * 132
     small.setattr(gpu, "why_not", lambda arch, exact=False: "too old")
