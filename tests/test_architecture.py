@@ -81,6 +81,16 @@ def test_modules_stay_small(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 300
 
 
+CUDA = sorted((ROOT / "cuda_src").rglob("*.cu*"))
+GENERIC_LAMBDA = re.compile(r"\[[^\[\]]*\]\s*(?:<[^<>]*>\s*)?\((?:[^()]|\([^()]*\))*\bauto\b")
+
+
+def test_no_lambda_takes_what_it_is_given() -> None:
+    """No `auto` parameters: some versions of NVRTC take such a lambda in a kernel for a function of the host."""
+    assert GENERIC_LAMBDA.search("const auto f = [&](int i,\n const auto& rows) {")
+    assert CUDA and [str(path) for path in CUDA if GENERIC_LAMBDA.search(path.read_text())] == []
+
+
 def test_nothing_names_a_machine() -> None:
     """No absolute path of somebody's machine in what is shipped."""
     folders = [ROOT / name for name in ("ptxlab", "ptx", "cuda_src", "tests", "notebooks")]

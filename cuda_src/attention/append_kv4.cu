@@ -213,6 +213,14 @@ __device__ __forceinline__ void append_by_channel(const Row (&rows)[TOKENS], uns
     }
 }
 
+// A function, not a lambda with an `auto` parameter: some versions of NVRTC take the latter for a host function.
+template <class Row>
+__device__ __forceinline__ void append(const Row (&rows)[TOKENS], unsigned char* pages, unsigned place, unsigned* constants, const float4* scales,
+                                       const float4* zeros, int lane) {
+    if constexpr (CHANNEL) append_by_channel(rows, pages, place, scales, zeros, lane);
+    else append_by_token(rows, pages, place, constants, lane);
+}
+
 }  // namespace
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
@@ -245,16 +253,10 @@ append_kv4(const uint4* k,            // f16 or bf16 [tokens, heads, D]
     const unsigned page = unsigned(slot / PAGE), offset = unsigned(slot) % PAGE, pitch = 2 * heads * PAGE_BYTES;
     const unsigned place = slot < 0 ? NOWHERE : page * (pitch / UNIT) + offset * (FEATURES / UNIT);
     unsigned char* pages = pool + (size_t(is_v) * heads + head) * PAGE_BYTES;
-    const auto append = [&](const auto& rows) {
-        if constexpr (CHANNEL) {
-            const int at = head * (D / 4);
-            append_by_channel(rows, pages, place, (is_v ? v_scale : k_scale) + at, (is_v ? v_zero : k_zero) + at, lane);
-        } else {
-            unsigned char* constants = pages + size_t(page) * pitch + PAGE * FEATURES + offset * 4;
-            append_by_token(rows, pages, place, lane % OWNERS == 0 && slot >= 0 ? reinterpret_cast<unsigned*>(constants) : nullptr, lane);
-        }
-    };
-    if (!ROPE || is_v) return append(x);
+    unsigned char* own_constants = pages + size_t(page) * pitch + PAGE * FEATURES + offset * 4;
+    unsigned* constants = lane % OWNERS == 0 && slot >= 0 ? reinterpret_cast<unsigned*>(own_constants) : nullptr;
+    const float4 *scales = (is_v ? v_scale : k_scale) + head * (D / 4), *zeros = (is_v ? v_zero : k_zero) + head * (D / 4);
+    if (!ROPE || is_v) return append(x, pages, place, constants, scales, zeros, lane);
     const Index position = slot < 0 ? 0 : positions ? positions[own] : own;  // of padding it may be any
     Rotated y[TOKENS];
 #pragma unroll
@@ -262,5 +264,5 @@ append_kv4(const uint4* k,            // f16 or bf16 [tokens, heads, D]
         const size_t at = size_t(handed(unsigned(position), i)) * (D / 8) + lane * 2;
         y[i] = rotated(x[i], cos + at, sin + at);
     }
-    append(y);
+    append(y, pages, place, constants, scales, zeros, lane);
 }

@@ -130,7 +130,7 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Step:
     def multiply(lanes: Lanes) -> None:
         left = numbers(matrices(a, tiles_a, lanes), form.a)
         right = numbers(matrices(b, tiles_b, lanes, swap=True), form.b)
-        products = np.matmul(left, right.swapaxes(-1, -2))
+        products = dots(left, right)
         accumulate(products.reshape(len(products), len(a), 2, 8, len(b), 2, 4), work, lanes)
 
     def run(lanes: Lanes, members: Array) -> None:
@@ -166,6 +166,11 @@ def numbers(raw: Array, type_name: str) -> Array:
         raw = np.concatenate([raw << np.uint8(4), raw & np.uint8(0xF0)], axis=-1)
     values = raw.view(np.int8 if type_name[0] == "s" else np.uint8).astype(np.float32)
     return values if type_name[1:] == "8" else values * np.float32(1 / 16)
+
+
+def dots(a: Array, b: Array) -> Array:
+    """Each row of A times each column of B: [warps, rows, k] and [warps, columns, k] -> [warps, rows, columns]."""
+    return np.matmul(a, b.swapaxes(-1, -2))
 
 
 def accumulation(form: Form) -> Callable[[Array, list[Work], Lanes], None]:

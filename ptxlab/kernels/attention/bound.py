@@ -6,12 +6,12 @@ made of is known.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.quant import QuantizedKV
+from ptxlab.quant import KV_SCHEMES, QuantizedKV
 
 F64: TypeAlias = npt.NDArray[np.float64]
 
@@ -32,6 +32,10 @@ class Roundings:
         rescaled: of each weight, per token: sums so far are multiplied whenever a larger score turns up.
         floor: of each weight times scale, of the heaviest one; lost below the range of FP16.
         apart: whether products are of the integers as they are, and the zero's part is taken off at the end.
+        aligned: of the largest product of an MMA, where integers are FP16 subnormals v·2⁻²⁴. Products, and the sum so
+            far, are shifted to the largest of their exponents, and what is below a last bit is cut off. There, a
+            subnormal has the exponent of the smallest normal number, 2⁻¹⁴, however small it is: so every integer, 0
+            too, counts as 2¹⁰, or 2¹⁰/16 where a mask leaves it 16 times as large (Fasi et al. 2021).
     """
 
     score: float
@@ -42,6 +46,7 @@ class Roundings:
     rescaled: float = 0.0
     floor: float = 0.0
     apart: bool = False
+    aligned: float = 0.0
 
 
 def allowed_error(
@@ -71,63 +76,110 @@ def allowed_error(
     (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
     out, lse = np.zeros_like(q), np.zeros_like(q[..., 0])
     serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
-    operands = [part.transpose(1, 0, 2) for x in (k, v) for part in _with_magnitude(x, roundings.apart)]
-    by_token = v.scale.dtype == np.float16
-    units = v.scale.astype(np.float64).T if by_token else np.ones_like(operands[0][..., 0])
+    keys, values = (_Operand.of(x, roundings.apart) for x in (k, v))
     for t in range(T):
         seen = np.flatnonzero(visible[t])
         if not len(seen):
             continue
-        at = slice(seen[0], seen[-1] + 1)
-        keys, key_size, values, value_size, unit = (part[:, at] for part in (*operands, units))
-        query = q[t].reshape(Hkv, Hq // Hkv, D)
-        off, lse_off = _of_query(
-            query, keys, key_size, values, value_size, unit, scale, roundings, serial, roundings.rescaled * L, stored
-        )
-        out[t], lse[t] = off.reshape(Hq, D), lse_off.reshape(Hq)
+        first, end = int(seen[0]), int(seen[-1]) + 1
+        x = q[t].reshape(Hkv, Hq // Hkv, D)
+        scores = x @ keys.numbers[:, first:end].transpose(0, 2, 1) * scale
+        wrong = _error_of_scores(x, keys.slice(first, end), roundings) * scale
+        wrong = np.minimum(wrong + roundings.weight + roundings.rescaled * L, _CERTAIN)
+        peak = scores.max(axis=-1, keepdims=True)
+        p = np.exp(scores - peak)
+        total = p.sum(axis=-1, keepdims=True)
+        off = _error_of_mean(p / total, wrong, first, values.slice(first, end), roundings, serial, stored)
+        out[t] = off.reshape(Hq, D)
+        spread = np.log((p * np.exp(wrong)).sum(axis=-1) / total[..., 0])
+        log_total = (peak + np.log(total))[..., 0]
+        lse[t] = (spread + serial + 2.0**-22 * (1 + np.abs(log_total))).reshape(Hq)
     return out, lse
 
 
-def _of_query(
-    x: F64,
-    keys: F64,
-    key_size: F64,
-    values: F64,
-    value_size: F64,
-    units: F64,
-    scale: float,
-    roundings: Roundings,
-    serial: float,
-    rescaled: float,
-    stored: float,
-) -> tuple[F64, F64]:
-    """The error of one token's queries x [Hkv, Hq / Hkv, D], by keys, values [Hkv, n, D], units [Hkv, n] they see."""
+class _Operand(NamedTuple):
+    """Keys or values by head.
+
+    Attributes:
+        numbers: [Hkv, L, D].
+        size: magnitude of what is added up for them, [Hkv, L, D].
+        units: what an integer counts where an MMA aligns it, [Hkv, L], times
+        grains: [Hkv, D].
+    """
+
+    numbers: F64
+    size: F64
+    units: F64
+    grains: F64
+
+    @classmethod
+    def of(cls, x: QuantizedKV, apart: bool) -> "_Operand":
+        """Of tokens [L, Hkv, D]; `apart` as in `Roundings`."""
+        (L, Hkv, D), scheme = x.shape, KV_SCHEMES[x.scheme]
+        scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
+        high = (np.arange(D, like=scale) % 8 >= 4) & (scheme.bits == 4)  # nibbles 16 times as large under their mask
+        grains = np.tile(np.where(high, 2.0**10 / 16, 2.0**10), (Hkv, 1))
+        if scheme.by_channel:
+            units, grains = np.ones((Hkv, L), like=scale), grains * scale
+        else:
+            units, scale, zero = scale.T, scale[..., None], zero[..., None]
+        integers = x.values.astype(np.float64)
+        if apart and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
+            integers, zero = integers + 128, zero + 128
+        size = integers + zero if apart else np.abs(integers - zero)
+        numbers, size = (part.transpose(1, 0, 2) for part in ((integers - zero) * scale, size * scale))
+        return cls(numbers, size, units, grains)
+
+    def slice(self, first: int, end: int) -> "_Operand":
+        """Those tokens alone."""
+        return self._replace(
+            numbers=self.numbers[:, first:end], size=self.size[:, first:end], units=self.units[:, first:end]
+        )
+
+
+def _error_of_scores(x: F64, keys: _Operand, roundings: Roundings) -> F64:
+    """Of the products of queries x [Hkv, r, D] with keys that they see, before the scale: [Hkv, r, n]."""
     size = np.abs(x)
-    scores = x @ keys.transpose(0, 2, 1) * scale
-    wrong = (size * roundings.score + size.max(axis=-1, keepdims=True) * roundings.query) @ key_size.transpose(0, 2, 1)
-    wrong = np.minimum(wrong * scale + roundings.weight + rescaled, _CERTAIN)
-    peak = scores.max(axis=-1, keepdims=True)
-    p = np.exp(scores - peak)
-    total, least = p.sum(axis=-1, keepdims=True), (p * np.exp(-wrong)).sum(axis=-1, keepdims=True)
-    mean = p @ values / total
-    away = np.abs(values[:, None] - mean[:, :, None])
-    moved = ((p * np.expm1(wrong))[:, :, None] @ away)[:, :, 0] / least
-    summed = p @ value_size / total * (roundings.sum + serial)
-    heaviest = (p * units[:, None]).max(axis=-1, keepdims=True) / total
-    lost = roundings.floor * heaviest * (value_size / units[..., None]).sum(axis=1)[:, None]
-    out = 1.01 * (moved + summed + lost + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
-    log_total = (peak + np.log(total))[..., 0]
-    spread = np.log((p * np.exp(wrong)).sum(axis=-1) / total[..., 0])
-    return out, spread + serial + 2.0**-22 * (1 + np.abs(log_total))
+    each = size * roundings.score + size.max(axis=-1, keepdims=True) * roundings.query
+    cut = _cut_of_scores(size * keys.grains[:, None])
+    return each @ keys.size.transpose(0, 2, 1) + roundings.aligned * cut[..., None] * keys.units[:, None]
 
 
-def _with_magnitude(x: QuantizedKV, apart: bool) -> tuple[F64, F64]:
-    """The numbers [L, Hkv, D], and the magnitude of what is added up for them."""
-    scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
-    if x.scale.dtype == np.float16:
-        scale, zero = scale[..., None], zero[..., None]
-    integers = x.values.astype(np.float64)
-    if apart and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
-        integers, zero = integers + 128, zero + 128
-    size = integers + zero if apart else np.abs(integers - zero)
-    return (integers - zero) * scale, size * scale
+def _error_of_mean(
+    p: F64, wrong: F64, first: int, values: _Operand, roundings: Roundings, serial: float, stored: float
+) -> F64:
+    """Of the mean [Hkv, r, D] of values, with weights p [Hkv, r, n] of scores that are off by `wrong`."""
+    numbers, sizes = values.numbers[:, None], values.size[:, None]
+    mean = p @ values.numbers
+    least = (p * np.exp(-wrong)).sum(axis=-1, keepdims=True)
+    moved = ((p * np.expm1(wrong))[:, :, None] @ np.abs(numbers - mean[:, :, None]))[:, :, 0] / least
+    summed = p @ values.size * (roundings.sum + serial)
+    weights = p * values.units[:, None]
+    heaviest = weights.max(axis=-1, keepdims=True)
+    lost = roundings.floor * heaviest * (values.size / values.units[..., None]).sum(axis=1)[:, None]
+    cut = _cut_of_values(weights, first, values.grains * roundings.aligned, p[..., None] * sizes)
+    return 1.01 * (moved + summed + lost + cut + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
+
+
+def _cut_of_scores(terms: F64) -> F64:
+    """What the MMAs of scores [...] cut off, by what the queries' elements [..., D] count in them.
+
+    An MMA has 16 of them and cuts off of the sum so far, twice if it goes about them by 8: the most is lost if the
+    largest of all are in MMAs of their own. None counts less than the smallest normal number, as a query does too.
+    """
+    counted = np.sort(np.maximum(terms, terms.max(axis=-1, keepdims=True) * 2.0**-24), axis=-1)
+    return 18 * counted[..., -terms.shape[-1] // 16 :].sum(axis=-1)
+
+
+def _cut_of_values(weights: F64, first: int, grains: F64, terms: F64) -> F64:
+    """What the MMAs of values [Hkv, r, D] cut off: of each term [Hkv, r, n, D] no more than there is, of sums as above.
+
+    Token `first`, and those that follow, have `weights` [Hkv, r, n]; an MMA takes 16 tokens from a multiple of 16 on.
+    """
+    n, before = weights.shape[-1], first % 16
+    whole = np.pad(weights, [(0, 0), (0, 0), (before, -(before + n) % 16)])
+    largest = whole.reshape(*whole.shape[:-1], -1, 16).max(axis=-1)
+    largest = np.maximum(largest, weights.max(axis=-1, keepdims=True) * 2.0**-14)
+    by_token = np.repeat(largest, 16, axis=-1)[..., before : before + n]
+    of_terms = np.minimum(terms, by_token[..., None] * grains[:, None, None]).sum(axis=-2)
+    return of_terms + 2 * largest.sum(axis=-1, keepdims=True) * grains[:, None]

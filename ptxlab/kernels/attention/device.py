@@ -1,5 +1,6 @@
 """`attention_kv4` on device arrays: what the first call of a shape prepares, and what every further one does."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.call import FACE, Call, cache_on_host, check_numbers, copied
-from ptxlab.kernels.attention.steps import Step, choose
+from ptxlab.kernels.attention.steps import choose
+from ptxlab.kernels.gemm.device import Scratch
 from ptxlab.layout import KVCache
 from ptxlab.plan import Plan
 
@@ -38,8 +40,9 @@ class _Prepared:
 
     def __init__(self, call: Call) -> None:
         self.step = choose(call.kernel, backend="gpu", programmatic=call.programmatic)
-        self.sizes = self.step.sizes(call, gpu.device_info().sms)
-        self.memory = self.step.memory(self.sizes)
+        sms = gpu.device_info().sms
+        self.sizes, self.memory = self.step.sizes(call, sms), self.step.most_memory(call.cache.head_dim, sms)
+        self.needed = {item.name: item.nbytes for item in self.memory}
         self.dtype, self.programmatic = call.dtype, call.programmatic
 
     @cached_property
@@ -66,12 +69,13 @@ def attention_workspace(cache: KVCache, *, kernel: str | None = None) -> Attenti
     """
     if not isinstance(cache, KVCache):
         raise ArgumentError("attention_workspace: cache", "must be a KVCache", type(cache).__name__)
-    return _new_workspace(choose(kernel, backend="gpu"), cache.head_dim)
+    step = choose(kernel, backend="gpu")
+    return _new_workspace(step.most_memory(cache.head_dim, gpu.device_info().sms))
 
 
-def _new_workspace(step: Step, D: int) -> AttentionWorkspace:
+def _new_workspace(memory: Iterable[Scratch]) -> AttentionWorkspace:
     views = {}
-    for item in step.most_memory(D, gpu.device_info().sms):
+    for item in memory:
         make = gpu.zeros if item.name == _COUNTERS else gpu.empty
         views[item.name] = gpu.view("attention_workspace", make(item.shape, item.dtype))
     return AttentionWorkspace(views)
@@ -90,7 +94,7 @@ def on_gpu(call: Call, workspace: AttentionWorkspace | None, check: bool) -> Any
     if check or lacks_workspace or call.lacks_results or not prepared.is_loaded:
         _refuse_in_capture(call, stream, prepared, check=check, lacks_workspace=lacks_workspace)
     plan = prepared.plan
-    used = _memory(call, prepared, (device, stream)) if workspace is None else workspace
+    used = _memory(prepared, (device, stream)) if workspace is None else workspace
     _require_memory(used, prepared, device)
     if check:
         check_numbers(call, cache_on_host(call))
@@ -157,20 +161,22 @@ def _refuse_in_capture(call: Call, stream: int, prepared: _Prepared, *, check: b
         raise ArgumentError(FACE, rule, ", ".join(f"{name}={size}" for name, size in call.sizes.items()))
 
 
-def _memory(call: Call, prepared: _Prepared, place: tuple[int, int]) -> AttentionWorkspace:
+def _memory(prepared: _Prepared, place: tuple[int, int]) -> AttentionWorkspace:
     """What all calls on this stream share that bring no workspace."""
     key = (*place, prepared.step.spec.name)
     found = _shared.get(key)
     if found is None or _too_small(found, prepared):
-        found = _shared[key] = _new_workspace(prepared.step, call.cache.head_dim)
+        found = _shared[key] = _new_workspace(prepared.memory)
     return found
 
 
 def _too_small(workspace: AttentionWorkspace, prepared: _Prepared) -> str:
-    """The name of what is missing, or smaller than the step needs."""
+    """The name of what is missing, or smaller than the step may need at this head dim."""
     views = workspace.views
-    small = (m.name for m in prepared.memory if m.name not in views or views[m.name].owner.nbytes < m.nbytes)
-    return next(small, "")
+    for name, nbytes in prepared.needed.items():
+        if name not in views or views[name].owner.nbytes < nbytes:
+            return name
+    return ""
 
 
 def _require_memory(workspace: AttentionWorkspace, prepared: _Prepared, device: int) -> None:

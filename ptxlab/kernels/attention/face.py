@@ -52,7 +52,8 @@ def attention_kv4(
             launch): it reads lengths, block table and constants by channel at once, so no kernel that may still run
             then may write these; before it reads queries and pool, or writes anything, it waits by itself. Only for
             kernels that do so; of no effect on host arrays.
-        workspace: from `attention_workspace`, of no other call that runs at the same time.
+        workspace: from `attention_workspace`, of no other call that runs at the same time. Without one, calls on a
+            stream share what the first of them makes.
         check: look at lengths, block table, constants by channel and the workspace's counters on a GPU too, for which
             the call waits. On the host that is always done.
 
@@ -62,7 +63,8 @@ def attention_kv4(
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched. On the GPU, unless `check`, lengths
-            beyond the table and blocks outside the pool read beyond them.
+            beyond the table and blocks outside the pool have it read beyond these, and a negative length leaves results
+            unwritten.
         UnavailableError: the kernel does not run here; the message names those that would.
     """
     call = checked(

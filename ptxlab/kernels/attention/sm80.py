@@ -17,6 +17,7 @@ from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 DTYPES = ("float16", "bfloat16")  # by BF16
 _BFLOAT16 = 2.0**-8  # one rounding to bfloat16
 _TOKENS = 32  # of an item
+_ALIGNED = 2.0**-24  # an A100 cuts off what is below this, of the largest power of two
 
 
 class Tile(NamedTuple):
@@ -103,13 +104,14 @@ def _reference(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int 
 
 
 _REASON = (
-    "in float64 on the dequantised integers; an MMA truncates each of 17 terms to 24 bits of the largest; to FP16 "
-    "are rounded a weight times its value's scale, or by channel the weight and a query times the keys' scale"
+    "in float64 on the dequantised integers; an MMA truncates each of 17 terms to 24 bits of the largest, and takes a "
+    "subnormal integer for 2^10 in that; to FP16 are rounded a weight times its value's scale, or by channel the "
+    "weight and a query times the keys' scale"
 )
 
 
-def roundings(D: int, channel: bool) -> Roundings:
-    """Those of tensor cores with FP16 operands and subnormal integers."""
+def roundings(D: int, channel: bool, aligned: float) -> Roundings:
+    """Those of tensor cores with FP16 operands and subnormal integers; `aligned` as in `Roundings`."""
     return Roundings(
         score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if channel else 0),
         query=2.0**-25 if channel else 2.0**-35,  # of the largest after scaling; the 16 of high nibbles is taken off it
@@ -119,11 +121,19 @@ def roundings(D: int, channel: bool) -> Roundings:
         rescaled=2 * SINGLE,
         floor=2.0**-25,
         apart=True,
+        aligned=aligned,
     )
 
 
-def _bound(q: np.ndarray, cache: KVCache, softmax_scale: float, window: int = 0, BF16: int = 0) -> Pair:
-    known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel)
+def _bound(
+    q: np.ndarray,
+    cache: KVCache,
+    softmax_scale: float,
+    window: int = 0,
+    BF16: int = 0,
+    aligned: float = _ALIGNED,
+) -> Pair:
+    known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel, aligned)
     stored_to = _BFLOAT16 if BF16 else HALF
     return common.error_of(as_stored(q, BF16), cache, softmax_scale, known, window, stored_to)
 

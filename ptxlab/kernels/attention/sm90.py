@@ -16,6 +16,7 @@ SLOTS, UNITS = 2, 4  # units whose sums are in shared memory, units in flight
 SMS = 132  # of an H200, for which tiles are chosen
 _SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
 _MOST_STAGES = 24
+_ALIGNED = 2.0**-25  # Hopper cuts off what is below this, of the largest power of two: it keeps a bit more than Ampere
 
 
 class Tile(NamedTuple):
@@ -101,7 +102,7 @@ def _reference(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple
 
 def _bound(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[np.ndarray, ...]:
     assert MMA.bound is not None  # of the same roundings: operands, accumulators and the softmax are the same
-    return (*MMA.bound(q, cache, **more), _counters(q, cache, blocks))
+    return (*MMA.bound(q, cache, **more, aligned=_ALIGNED), _counters(q, cache, blocks))
 
 
 _PARTS = {"partial": ("blocks", "2", "min(8, Hq//Hkv*T)", "D"), "stats": ("blocks", "2", "min(8, Hq//Hkv*T)", "2")}
