@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, gpu
-from ptxlab.bench import append, attention, kvmerge, kvnew, kvproblem, kvshapes, stored
+from ptxlab.bench import append, attention, kvmerge, kvnew, kvproblem, kvshapes, sdpa, stored
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.kvshapes import Batch
 from ptxlab.bench.record import Record
@@ -52,6 +52,13 @@ def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch
     assert alone.checked.startswith("all 1024 results of 2 launches within the spec's bound of float64, at most ")
     assert 0 < alone.more["error"] < 1e-2
     assert alone.key != behind.key
+
+
+def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> None:
+    small.setattr(sdpa, "importable", lambda: False)
+    small.setattr(attention, "stored_attention", lambda slug: {SMALL.place: {"fi_xqa_fp8": 8.0}})
+    (row,) = attention.at(CHOSEN, SMALL, CEILINGS, quiet, appending=False)
+    assert row.peers == {} and "stored_factor" not in row.more
 
 
 def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.MonkeyPatch) -> None:
