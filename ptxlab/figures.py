@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ptxlab import demo, headline, headlineplot, ladder, ladderplot, plot, sources, tiles
+from ptxlab import demo, headline, headlineplot, kvplot, kvpoints, ladder, ladderplot, plot, sources, tiles
 from ptxlab.bench.record import Record
-from ptxlab.bench.stored import stored_times
+from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.errors import FileError
 
 LADDER = ("ablation", "times", "fraction", "roofline")
@@ -29,7 +29,7 @@ def draw_all() -> list[Path]:
     for name in ("peers", *(LADDER if ladder.recorded() else ())):
         drawn.append(folder / f"ladder_{name}.png")
         plot.save(ladder_picture(name), drawn[-1])
-    return drawn + draw_gemm(ladder.recorded(), folder)
+    return drawn + draw_gemm(ladder.recorded(), folder) + draw_attention(kvpoints.recorded(), folder)
 
 
 def load_picture(name: str) -> "plot.Figure":
@@ -81,6 +81,20 @@ def draw_gemm(record: Record | None, folder: Path) -> list[Path]:
         drawn.append(folder / f"gemm_{name}.png")
         plot.save(gemm_picture(name, record), drawn[-1])
     return drawn
+
+
+def attention_picture(record: Record | None = None) -> "plot.Figure":
+    """Decode attention: everyone's bandwidth by batch and length, without a record that of others alone."""
+    return kvplot.bandwidth_figure(kvpoints.points(record), kvpoints.steps(record), stored_attention())
+
+
+def draw_attention(record: Record | None, folder: Path) -> list[Path]:
+    """Draw what a record of the suite `attention` has into `folder`; returns the pictures' paths."""
+    if not kvpoints.points(record):
+        return []
+    path = folder / "attention_bandwidth.png"
+    plot.save(attention_picture(record), path)
+    return [path]
 
 
 def _drawable(record: Record | None) -> list[str]:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from ptxlab import bench, counts, gemmtables, headline, kernels, ladder, showcase, sources, tiles
+from ptxlab import bench, counts, gemmtables, headline, kernels, kvpoints, kvtables, ladder, showcase, sources, tiles
 from ptxlab.errors import FileError
 from ptxlab.files import write_text
 from ptxlab.spec import KernelSpec
@@ -182,6 +182,14 @@ def headline_section() -> str:
     return gemmtables.matrices_table(record) + (f"\n![{picture}\n" if headline.points(record) else "")
 
 
+def kv4_section() -> str:
+    """`attention_kv4` against everyone else, and where it is recorded as a picture."""
+    record = kvpoints.recorded()
+    picture = "Bandwidth by batch and length, everyone's own bytes](notebooks/figures/attention_bandwidth.png)"
+    drawn = f"\n![{picture}\n" if kvpoints.points(record) else ""
+    return kvtables.batches_table(record) + drawn
+
+
 def ladder_section() -> str:
     """The GEMM ladder, and where it is recorded its ablation as a picture."""
     picture = "What each step gained, by tokens](notebooks/figures/ladder_ablation.png)"
@@ -195,5 +203,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ladder": ladder_section,
     "audit": audit_table,
     "attention": attention_table,
+    "kv4": kv4_section,
     "mistakes": showcase.page,
 }

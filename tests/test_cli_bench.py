@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ptxlab import bench
-from tests import ladder_record
+from tests import kv_record, ladder_record
 from tests.headline_record import record
 from tests.test_cli import cli
 
@@ -31,6 +31,13 @@ def test_one_command_records_draws_and_says_what_is_met(
     assert "what was aimed at" in out and "missed" in out and "gemm_beyond.png" in out.replace("\n", "")
     code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--json")
     assert code == 0 and len(json.loads(out)["rows"]) == len(RECORD.rows)
+
+
+def test_attention_is_recorded_and_drawn_likewise(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, kv_record.record())
+    code, out, _ = cli("bench", "attention", "--out", tmp_path / "r.json")
+    assert code == 0 and {path.name for path in tmp_path.iterdir()} == {"r.json", "attention_bandwidth.png"}
+    assert out.count("what was aimed at") == 1 and "QServe KV4" in out
 
 
 def test_the_ladder_alone_is_recorded_alone(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

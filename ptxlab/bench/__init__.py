@@ -6,7 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import dequant, emulation, gemm, loads, stream
+from ptxlab.bench import attention, dequant, emulation, gemm, loads, stream
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, save
 from ptxlab.errors import ArgumentError
@@ -27,14 +27,14 @@ __all__ = [
     "shortfall",
 ]
 
-SUITES: dict[str, Any] = {"dequant": dequant.rows, "load": loads.rows, "gemm": gemm.rows}
+SUITES: dict[str, Any] = {"dequant": dequant.rows, "load": loads.rows, "gemm": gemm.rows, "attention": attention.rows}
 
 
 def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> Record:
     """Measure a suite, or one kernel of it, on the current GPU (the suite `emulator`: on the CPU).
 
     Args:
-        suite: `"dequant"`, `"load"`, `"gemm"`, `"emulator"`, or a kernel's name.
+        suite: `"dequant"`, `"load"`, `"gemm"`, `"attention"`, `"emulator"`, or a kernel's name.
         progress: called with what is measured next.
 
     Returns:
@@ -48,11 +48,11 @@ def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> R
     if suite == "emulator":
         device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
         return Record(suite, device, _versions(None), {}, tuple(emulation.rows(progress)))
-    family = suite if suite in SUITES else kernels.find(suite)[0].family
+    family = suite if suite in SUITES else _suite_of(kernels.find(suite)[0].family)
     if family not in SUITES:
         raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
     info = gpu.device_info()
-    names = [name for name, spec in kernels.specs().items() if suite in (name, spec.family)]
+    names = [name for name, spec in kernels.specs().items() if suite in (name, _suite_of(spec.family))]
     progress("ceilings")
     ceilings = measure_ceilings()
     rows = tuple(SUITES[family](names, ceilings, progress))
@@ -71,6 +71,11 @@ def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> R
         rows=rows,
         invalid=shortfall(ceilings, info.slug) or stream.shortfall(rows, info.slug),
     )
+
+
+def _suite_of(family: str) -> str:
+    """The suite that measures a family: `append_kv4` is measured with the attention that it is made for."""
+    return "attention" if family == "append" else family
 
 
 def as_table(record: Record) -> tuple[str, list[str], list[list[str]]]:

@@ -36,6 +36,22 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
                     yield appended(tokens, heads, scheme, True, ceilings)
 
 
+def variants() -> Iterator[dict[str, int]]:
+    """The constants that all points are compiled with."""
+    for heads in HEADS:
+        for tokens, _ in POINTS:
+            for scheme in KV_SCHEMES:
+                for rope in (True, False):
+                    yield APPEND.config_for(sizes_at(tokens, heads, scheme, rope))
+
+
+def sizes_at(tokens: int, heads: int, scheme: str, rope: bool, copies: int = 1) -> dict[str, int]:
+    """The spec's sizes."""
+    known = KV_SCHEMES[scheme]
+    sizes = {"T": tokens, "H": heads, "D": HEAD_DIM, "pages": copies * _PAGES, "size": PAGE_SIZE, "bits": known.bits}
+    return {**sizes, "channel": int(known.by_channel), "R": tokens if rope else 0}
+
+
 def moved_bytes(tokens: int, heads: int, scheme: str, rope: bool) -> int:
     """What has to be read and written: k and v, what becomes of them, slots, and with `rope` tables and positions."""
     floats = 2 * tokens * heads * HEAD_DIM * 2
@@ -67,8 +83,7 @@ def appended(tokens: int, heads: int, scheme: str, rope: bool, ceilings: Ceiling
     for name in ("k", "v"):
         shared |= dict(zip((f"{name}_scale", f"{name}_zero"), channel or (), strict=False))
 
-    sizes = {"T": tokens, "H": heads, "D": HEAD_DIM, "pages": copies * _PAGES, "size": PAGE_SIZE, "bits": known.bits}
-    sizes |= {"channel": int(known.by_channel), "R": tokens if rope else 0}
+    sizes = sizes_at(tokens, heads, scheme, rope, copies)
     config = APPEND.config_for(sizes)
     everything = {**sizes, **config}
     kernel = gpu.load(of_kernel(APPEND.name)[0], APPEND.name, defines=config)

@@ -41,7 +41,7 @@ def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] = tuple(C
         weights = _copies(_operand(name, N, K, seed=0))
         for M in tokens:
             x = _operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
-            times[M][name] = measure(_calls(name, x, weights), replays=replays_at(M), capture=_capture).us
+            times[M][name] = measure(_calls(name, x, weights), replays=replays_at(M), capture=capture).us
         weights.clear()
     torch.cuda.empty_cache()  # what the graphs held; the kernels to be compared need memory too
     return times
@@ -60,7 +60,7 @@ def cublas_chain(matrices: Sequence[tuple[int, int]], tokens: Sequence[int]) -> 
     for M in tokens:
         links = [_calls(name, _operand(name, M, copies[0].shape[1], seed=M), copies) for copies in weights]
         chains = [in_turn(calls) for calls in zip(*links, strict=True)]
-        times[M][name] = measure(chains, replays=replays_at(M), capture=_capture).us
+        times[M][name] = measure(chains, replays=replays_at(M), capture=capture).us
     weights.clear()
     torch.cuda.empty_cache()
     return times
@@ -103,7 +103,7 @@ def _calls(name: str, x: Any, weights: Sequence[Any]) -> list[Callable[[], Any]]
     return [partial(product, weight) for weight in weights]
 
 
-def _capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:
+def capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:
     """PyTorch captures its own calls: its allocator has to know of the graph."""
     import torch
 

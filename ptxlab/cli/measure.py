@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import counts, headline, kernels, sanitizer, targets
+from ptxlab import counts, headline, kernels, kvpoints, kvtargets, sanitizer, targets
 from ptxlab import report as reports
 from ptxlab import sass as sass_tools
 from ptxlab.bench.record import Record
@@ -96,7 +96,7 @@ def _report(target: str, arch: str) -> sass_tools.Report:
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(help="A suite (dequant, load, gemm, emulator), or one kernel of it.")],
+    suite: Annotated[str, typer.Argument(help="dequant, load, gemm, attention, emulator, or one kernel.")],
     against: Annotated[Path | None, typer.Option(help="A record to compare with: fails if a row got slower.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where to write the record; by default notebooks/results/<gpu>/.")
@@ -105,7 +105,7 @@ def bench(
 ) -> None:
     """Time kernels against their floor on this machine's GPU (the suite emulator: on its CPU), and record it.
 
-    Where gemm_w4a8 was measured it is also drawn, and held against what was aimed at.
+    Where gemm_w4a8 or attention_kv4 was measured it is also drawn, and held against what was aimed at.
     """
     from ptxlab import bench as benches
 
@@ -119,8 +119,9 @@ def bench(
         print_json(record.to_json())
     else:
         console.print(table(*benches.as_table(record)))
-        if headline.points(record):
-            console.print(table("what was aimed at", targets.COLUMNS, targets.lines(record)))
+        for measured, aims in ((headline.points(record), targets), (kvpoints.points(record), kvtargets)):
+            if measured:
+                console.print(table("what was aimed at", targets.COLUMNS, aims.lines(record)))
         for written in (path, *pictures):
             console.print(f"recorded in {escape(str(written))}", soft_wrap=True)
         for line in slower:
@@ -131,11 +132,12 @@ def bench(
 
 def _drawn(record: Record, out: Path | None) -> list[Path]:
     """Pictures of a record that has any: beside `out`, or where the README looks for them."""
-    if not headline.points(record):
+    if not headline.points(record) and not kvpoints.points(record):
         return []
     from ptxlab import figures  # Matplotlib takes half a second that other suites need not pay
 
-    return figures.draw_gemm(record, out.parent if out else figures.drawn_into())
+    folder = out.parent if out else figures.drawn_into()
+    return figures.draw_gemm(record, folder) + figures.draw_attention(record, folder)
 
 
 def report(

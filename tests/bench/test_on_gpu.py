@@ -6,10 +6,28 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, cost, gpu, kernels
-from ptxlab.bench import append, chain, dequant, grouped, headline, peers, points, problem, quantiser, steps, stream
+from ptxlab.bench import (
+    append,
+    attention,
+    chain,
+    dequant,
+    grouped,
+    headline,
+    kvmerge,
+    kvproblem,
+    peers,
+    points,
+    problem,
+    quantiser,
+    sdpa,
+    steps,
+    stream,
+)
+from ptxlab.bench.kvshapes import Batch, even
 from ptxlab.bench.shapes import EXPERTS, LAYERS, Layer
 from ptxlab.bench.timing import measure
 from ptxlab.errors import BenchmarkError
+from ptxlab.kernels.attention.steps import STEPS, choose, why_not
 from ptxlab.layout.packed_activations import ORDERS
 
 pytestmark = pytest.mark.gpu
@@ -163,3 +181,49 @@ def test_the_quantiser_is_timed_and_exact(order: str, ceilings) -> None:
 def test_appending_is_timed_and_exact(tokens: int, rope: bool, ceilings) -> None:
     row = append.appended(tokens, 8, "kv4", rope, ceilings)
     assert 0.5 < row.time_us < 50 and row.fraction < 1.05
+
+
+@pytest.mark.parametrize("batch", [even((32, 32), 4, 1024), even((64, 8), 1, 4096)], ids=str)
+def test_attention_is_timed_alone_and_behind_an_append(batch: Batch, ceilings) -> None:
+    behind, alone = attention.at(choose(None, backend="gpu"), batch, ceilings, lambda _: None)
+    assert 1 < alone.time_us < behind.time_us < 200 and 0.02 < alone.fraction < 1.05
+    assert alone.checked.startswith(f"all {len(batch.lengths) * batch.Hq * 128} results of ")
+    assert behind.more["plain_us"] > alone.time_us
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.spec.name)
+def test_a_step_of_attention_is_timed_and_within_its_bound(step, ceilings, monkeypatch: pytest.MonkeyPatch) -> None:
+    if why_not(step) is not None:
+        pytest.skip(f"{step.spec.name} does not run on this GPU")
+    monkeypatch.setattr(attention, "ABLATION", even((32, 32), 8, 512))
+    row = attention.step_row(step, ceilings, lambda _: None)
+    assert row.checked.startswith(f"all {8 * 32 * 128} results of ") and 1 < row.time_us < 500
+
+
+def test_a_ragged_batch_is_timed(ceilings) -> None:
+    rows = attention.unequal(choose(None, backend="gpu"), Batch(32, 8, (1, 700, 64, 3000)), ceilings, lambda _: None)
+    assert [row.measure for row in rows] == ["ragged", "even"]
+
+
+def test_parts_are_merged_by_either_kernel(ceilings) -> None:
+    row = kvmerge.merged(kvmerge.BATCHES[0], ceilings)
+    assert 1 < row.more["fused_us"] < 100 and 1 < row.time_us < 100
+
+
+def test_an_attention_over_other_pages_is_noticed() -> None:
+    of = kvproblem.problem(even((32, 8), 2, 640))
+    ready = kvproblem.launches(choose(None, backend="gpu"), of)
+    for call in ready.calls:
+        call()
+    ready.check(of)
+    of.caches[0].block_table[1, :2] = of.caches[0].block_table[0, :2]
+    with pytest.raises(BenchmarkError, match="wrong results for sequence 1 of heads 32/8, 2 x 640"):
+        ready.check(of)
+
+
+def test_pytorch_attention_is_measured_where_it_is() -> None:
+    if not peers.importable():
+        pytest.skip("PyTorch with a GPU is not installed")
+    times = sdpa.sdpa(even((32, 8), 16, 1024))
+    assert set(times) <= set(sdpa.BACKENDS) and "sdpa_flash_f16" in times
+    assert all(5 < us < 100 for us in times.values())

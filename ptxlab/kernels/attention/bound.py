@@ -6,7 +6,7 @@ made of is known.
 """
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +59,7 @@ def allowed_error(
     roundings: Roundings,
     stored: float,
 ) -> tuple[F64, F64]:
-    """The error that attention of one sequence may have.
+    """The error that attention of one sequence may have; NumPy or CuPy, but for `visible`.
 
     Args:
         q: queries [T, Hq, D], as the kernel is given them.
@@ -74,69 +74,112 @@ def allowed_error(
         (of the output [T, Hq, D], of the natural logarithm of the sum of exponentials [T, Hq]).
     """
     (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
-    out, lse = np.zeros((T, Hq, D)), np.zeros((T, Hq))
+    out, lse = np.zeros_like(q), np.zeros_like(q[..., 0])
     serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
-    keys, key_size = _with_magnitude(k, roundings.apart)
-    values, value_size = _with_magnitude(v, roundings.apart)
-    (key_units, key_grains), (units, grains) = _as_aligned(k), _as_aligned(v)
-    for t, h in np.ndindex(T, Hq):
+    keys, values = (_Operand.of(x, roundings.apart) for x in (k, v))
+    for t in range(T):
         seen = np.flatnonzero(visible[t])
         if not len(seen):
             continue
-        at, x = (slice(seen[0], seen[-1] + 1), h // (Hq // Hkv)), q[t, h]
-        scores = keys[at] @ x * scale
-        wrong = key_size[at] @ (np.abs(x) * roundings.score + np.abs(x).max() * roundings.query) * scale
-        wrong += roundings.aligned * _cut_of_scores(np.abs(x) * key_grains[at[1]]) * key_units[at] * scale
+        first, end = int(seen[0]), int(seen[-1]) + 1
+        x = q[t].reshape(Hkv, Hq // Hkv, D)
+        scores = x @ keys.numbers[:, first:end].transpose(0, 2, 1) * scale
+        wrong = _error_of_scores(x, keys.slice(first, end), roundings) * scale
         wrong = np.minimum(wrong + roundings.weight + roundings.rescaled * L, _CERTAIN)
-        p = np.exp(scores - scores.max())
-        total, least = p.sum(), (p * np.exp(-wrong)).sum()
-        mean = p @ values[at] / total
-        moved = (p * np.expm1(wrong)) @ np.abs(values[at] - mean) / least
-        summed = p @ value_size[at] / total * (roundings.sum + serial)
-        weights = p * units[at] / total
-        heaviest = weights.max()
-        lost = roundings.floor * heaviest * (value_size[at] / units[at][:, None]).sum(axis=0)
-        cut = _cut_of_values(weights, seen[0], grains[at[1]] * roundings.aligned, p[:, None] * value_size[at] / total)
-        out[t, h] = 1.01 * (moved + summed + lost + cut + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
-        log_total = scores.max() + np.log(total)
-        lse[t, h] = np.log((p * np.exp(wrong)).sum() / total) + serial + 2.0**-22 * (1 + abs(log_total))
+        peak = scores.max(axis=-1, keepdims=True)
+        p = np.exp(scores - peak)
+        total = p.sum(axis=-1, keepdims=True)
+        off = _error_of_mean(p / total, wrong, first, values.slice(first, end), roundings, serial, stored)
+        out[t] = off.reshape(Hq, D)
+        spread = np.log((p * np.exp(wrong)).sum(axis=-1) / total[..., 0])
+        log_total = (peak + np.log(total))[..., 0]
+        lse[t] = (spread + serial + 2.0**-22 * (1 + np.abs(log_total))).reshape(Hq)
     return out, lse
 
 
-def _with_magnitude(x: QuantizedKV, apart: bool) -> tuple[F64, F64]:
-    """The numbers [L, Hkv, D], and the magnitude of what is added up for them."""
-    scale, zero = (np.asarray(c, np.float64) for c in (x.scale, x.zero))
-    if x.scale.dtype == np.float16:
-        scale, zero = scale[..., None], zero[..., None]
-    integers = x.values.astype(np.float64)
-    if apart and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
-        integers, zero = integers + 128, zero + 128
-    size = integers + zero if apart else np.abs(integers - zero)
-    return (integers - zero) * scale, size * scale
+class _Operand(NamedTuple):
+    """Keys or values by head.
+
+    Attributes:
+        numbers: [Hkv, L, D].
+        size: magnitude of what is added up for them, [Hkv, L, D].
+        units: what an integer counts where an MMA aligns it, [Hkv, L], times
+        grains: [Hkv, D].
+    """
+
+    numbers: F64
+    size: F64
+    units: F64
+    grains: F64
+
+    @classmethod
+    def of(cls, x: QuantizedKV, apart: bool) -> "_Operand":
+        """Of tokens [L, Hkv, D]; `apart` as in `Roundings`."""
+        (L, Hkv, D), scheme = x.shape, KV_SCHEMES[x.scheme]
+        scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
+        high = (np.arange(D, like=scale) % 8 >= 4) & (scheme.bits == 4)  # nibbles 16 times as large under their mask
+        grains = np.tile(np.where(high, 2.0**10 / 16, 2.0**10), (Hkv, 1))
+        if scheme.by_channel:
+            units, grains = np.ones((Hkv, L), like=scale), grains * scale
+        else:
+            units, scale, zero = scale.T, scale[..., None], zero[..., None]
+        integers = x.values.astype(np.float64)
+        if apart and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
+            integers, zero = integers + 128, zero + 128
+        size = integers + zero if apart else np.abs(integers - zero)
+        numbers, size = (part.transpose(1, 0, 2) for part in ((integers - zero) * scale, size * scale))
+        return cls(numbers, size, units, grains)
+
+    def slice(self, first: int, end: int) -> "_Operand":
+        """Those tokens alone."""
+        return self._replace(
+            numbers=self.numbers[:, first:end], size=self.size[:, first:end], units=self.units[:, first:end]
+        )
 
 
-def _as_aligned(x: QuantizedKV) -> tuple[F64, F64]:
-    """What an integer counts where an MMA aligns it: per token and head [L, Hkv], times per head and dim [Hkv, D]."""
-    (L, Hkv, D), scheme, scale = x.shape, KV_SCHEMES[x.scheme], x.scale.astype(np.float64)
-    high = (np.arange(D) % 8 >= 4) & (scheme.bits == 4)  # nibbles of a word, 16 times as large under their mask
-    grains = np.where(high, 2.0**10 / 16, 2.0**10)
-    return (np.ones((L, Hkv)), grains * scale) if scheme.by_channel else (scale, np.tile(grains, (Hkv, 1)))
+def _error_of_scores(x: F64, keys: _Operand, roundings: Roundings) -> F64:
+    """Of the products of queries x [Hkv, r, D] with keys that they see, before the scale: [Hkv, r, n]."""
+    size = np.abs(x)
+    each = size * roundings.score + size.max(axis=-1, keepdims=True) * roundings.query
+    cut = _cut_of_scores(size * keys.grains[:, None])
+    return each @ keys.size.transpose(0, 2, 1) + roundings.aligned * cut[..., None] * keys.units[:, None]
 
 
-def _cut_of_scores(terms: F64) -> float:
-    """What the MMAs of a score cut off, by what a query's elements [D] count in them.
+def _error_of_mean(
+    p: F64, wrong: F64, first: int, values: _Operand, roundings: Roundings, serial: float, stored: float
+) -> F64:
+    """Of the mean [Hkv, r, D] of values, with weights p [Hkv, r, n] of scores that are off by `wrong`."""
+    numbers, sizes = values.numbers[:, None], values.size[:, None]
+    mean = p @ values.numbers
+    least = (p * np.exp(-wrong)).sum(axis=-1, keepdims=True)
+    moved = ((p * np.expm1(wrong))[:, :, None] @ np.abs(numbers - mean[:, :, None]))[:, :, 0] / least
+    summed = p @ values.size * (roundings.sum + serial)
+    weights = p * values.units[:, None]
+    heaviest = weights.max(axis=-1, keepdims=True)
+    lost = roundings.floor * heaviest * (values.size / values.units[..., None]).sum(axis=1)[:, None]
+    cut = _cut_of_values(weights, first, values.grains * roundings.aligned, p[..., None] * sizes)
+    return 1.01 * (moved + summed + lost + cut + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
+
+
+def _cut_of_scores(terms: F64) -> F64:
+    """What the MMAs of scores [...] cut off, by what the queries' elements [..., D] count in them.
 
     An MMA has 16 of them and cuts off of the sum so far, twice if it goes about them by 8: the most is lost if the
     largest of all are in MMAs of their own. None counts less than the smallest normal number, as a query does too.
     """
-    return 18 * float(np.sort(np.maximum(terms, terms.max() * 2.0**-24))[-len(terms) // 16 :].sum())
+    counted = np.sort(np.maximum(terms, terms.max(axis=-1, keepdims=True) * 2.0**-24), axis=-1)
+    return 18 * counted[..., -terms.shape[-1] // 16 :].sum(axis=-1)
 
 
 def _cut_of_values(weights: F64, first: int, grains: F64, terms: F64) -> F64:
-    """What the MMAs of the values [D] cut off: of each term [n, D] no more than there is, of the sums so far as above.
+    """What the MMAs of values [Hkv, r, D] cut off: of each term [Hkv, r, n, D] no more than there is, of sums as above.
 
-    Token `first`, and those that follow, have `weights` [n]; an MMA takes 16 tokens from a multiple of 16 on.
+    Token `first`, and those that follow, have `weights` [Hkv, r, n]; an MMA takes 16 tokens from a multiple of 16 on.
     """
-    group = (first + np.arange(len(weights))) // 16 - first // 16
-    largest = np.maximum.reduceat(np.maximum(weights, weights.max() * 2.0**-14), np.unique(group, return_index=True)[1])
-    return np.minimum(terms, largest[group, None] * grains).sum(axis=0) + 2 * largest.sum() * grains
+    n, before = weights.shape[-1], first % 16
+    whole = np.pad(weights, [(0, 0), (0, 0), (before, -(before + n) % 16)])
+    largest = whole.reshape(*whole.shape[:-1], -1, 16).max(axis=-1)
+    largest = np.maximum(largest, weights.max(axis=-1, keepdims=True) * 2.0**-14)
+    by_token = np.repeat(largest, 16, axis=-1)[..., before : before + n]
+    of_terms = np.minimum(terms, by_token[..., None] * grains[:, None, None]).sum(axis=-2)
+    return of_terms + 2 * largest.sum(axis=-1, keepdims=True) * grains[:, None]

@@ -1,0 +1,126 @@
+# ---
+# jupyter:
+#   jupytext:
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # KV4 attention at the memory's speed
+#
+# When a model writes text, every new token of a sequence attends to all tokens before it. Their keys and values are
+# read once and multiplied once or a few times, so the memory's speed is all that should count: a cache of 4 bits could
+# be nearly four times as fast as one of FP16. Could be, because every 4 bits have to become a number first.
+#
+# Sources: QServe §4.2 and §5.3, Atom §4.4, COMET §3.2. This notebook runs without a GPU: the emulator executes the very
+# kernels on a small case, and the times are those of `ptxlab bench attention` on an H200, once recorded.
+
+# %%
+# %matplotlib inline
+import numpy as np
+from IPython.display import Markdown
+
+import ptxlab
+from ptxlab import figures, kernels, kvpoints, kvtables, kvtargets, quant, reference
+from ptxlab.layout import KVCache, gather
+
+record = kvpoints.recorded()
+
+# %% [markdown]
+# ## A cache, a token, an answer
+#
+# A page of the pool holds the nibbles of 64 tokens of one head, and behind them the scale and zero of each token in
+# FP16: 68 bytes per token, head, and key or value. `append_kv4` quantises and writes new tokens; `attention_kv4` reads
+# them through the block table, here that of two sequences with 70 and 3 tokens, whose pages lie in any order.
+
+# %%
+rng = np.random.default_rng(0)
+lengths, Hq, Hkv, D, page = (70, 3), 4, 2, 128, 64
+cache = KVCache.empty(2, 2, Hkv, D)
+cache.block_table[:] = [[3, 0], [2, 1]]
+k, v = rng.standard_normal((2, sum(lengths), Hkv, D), np.float32).astype(np.float16)
+slots = [cache.block_table[b, t // page] * page + t % page for b in range(2) for t in range(lengths[b])]
+ptxlab.append_kv4(k, v, cache, np.array(slots, np.int32), backend="emulator")
+cache.lengths[:] = lengths
+
+# %% [markdown]
+# Every kernel of the ladder gives the same answer, as far as its own roundings allow: the oracle computes in float64 on
+# the integers that are in the cache. The bound of each is in its spec, made of all roundings that it may have.
+
+# %%
+q = rng.standard_normal((2, Hq, D), np.float32).astype(np.float16)
+keys, values = gather(cache)
+right = np.concatenate(
+    [
+        reference.attention(q[b : b + 1], keys[b].dequantize(), values[b].dequantize(), scale=D**-0.5)[0]
+        for b in range(2)
+    ]
+)
+ladder = [name for name in kernels.specs() if name.startswith("attention_kv4")]
+for name in ladder:
+    out = ptxlab.attention_kv4(q, cache, kernel=name, backend="emulator")
+    print(f"{name:24} {np.abs(out - right).max():.1e} off")
+
+# %% [markdown]
+# What 4 bits lose is another matter: that of the quantiser, whatever the kernel does.
+
+# %%
+for scheme in quant.KV_SCHEMES:
+    x = rng.standard_normal((256, Hkv, D), np.float32)
+    lost = np.linalg.norm(quant.quantize_kv(x, scheme).dequantize() - x) / np.linalg.norm(x)
+    print(f"{scheme:12} relative error {lost:.4f} on a bell")
+
+# %% [markdown]
+# ## The yardsticks
+#
+# The *floor* of a batch is one read of all its packed keys and values, with scales and zeros, at the read ceiling
+# measured in the same run. The *peers* are thirteen kernels on an H200: PyTorch's two and FlashInfer's three in FP16,
+# FlashInfer's three in FP8, QServe's and LServe's in 4 and 8 bits. Below, the bytes of each one's *own* cache over its
+# time; the black line is the memory's read speed. An 8-bit kernel on that line is half as fast as a 4-bit one there.
+
+# %%
+figures.attention_picture(record)
+
+# %% [markdown]
+# QServe's and LServe's kernels stay far below the line: they dequantise on CUDA cores, and read the cache anew for each
+# query head, as many times as heads share it.
+
+# %%
+Markdown(kvtables.batches_table(record))
+
+# %%
+Markdown(kvtables.means_table(record))
+
+# %% [markdown]
+# ## The steps
+#
+# QServe took its kernel apart on an A100, at 64 sequences of 1024 tokens. The same steps here, and the two beyond:
+# tensor cores with the queries of a group side by side, so that each key is read and unpacked once; then bulk copies
+# and equal shares of ragged work.
+
+# %%
+Markdown(kvtables.steps_table(record))
+
+# %% [markdown]
+# ## One long sequence, ragged ones, new tokens
+#
+# A single sequence has to be split over all SMs, and what they found be put together, exactly and always in the same
+# order. Ragged batches are shared out in pieces that cost the same.
+
+# %%
+Markdown(kvtables.single_table(record))
+
+# %%
+Markdown(kvtables.others_table(record))
+
+# %% [markdown]
+# ## What was aimed at
+
+# %%
+Markdown(kvtargets.table(record))

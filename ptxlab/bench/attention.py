@@ -1,0 +1,171 @@
+"""Suite `attention`: what `attention_kv4` launches beside its floor and everyone else, its ladder, `append_kv4`."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ptxlab import gpu, toolchain
+from ptxlab.bench import append, kvmerge
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.kvnew import Appending
+from ptxlab.bench.kvproblem import Launches, Problem, launches, problem, sizes_at
+from ptxlab.bench.kvshapes import HEADS, Batch, even, evened, points, ragged
+from ptxlab.bench.record import Row
+from ptxlab.bench.rows import row_of
+from ptxlab.bench.sdpa import NAMES, sdpa
+from ptxlab.bench.stored import FACTOR, stored_attention, stored_peers
+from ptxlab.bench.timing import Measured, in_turn, measure
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels.attention.append import APPEND
+from ptxlab.kernels.attention.call import FACE
+from ptxlab.kernels.attention.merge import MERGE
+from ptxlab.kernels.attention.steps import STEPS, Step, choose, why_not
+from ptxlab.sources import of_kernel
+
+MEASURE, WITH_APPEND, LADDER = "attention", "append and attention", "ladder"
+RAGGED, EVEN = "ragged", "even"
+ABLATION = even((32, 32), 64, 1024)  # where QServe took its steps apart
+_APPENDING = ("qserve_", "lserve_")  # peers whose time has the rotation and the appended token in it
+
+
+def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None]) -> list[Row]:
+    """Measure kernels of the family by name, as far as this GPU runs them.
+
+    Batches are measured if the kernel that `attention_kv4` chooses is among them, with an appended token where
+    `append_kv4` is too.
+    """
+    steps = [step for step in STEPS if step.spec.name in names and why_not(step) is None]
+    chosen = choose(None, backend="gpu") if steps else None
+    appending = APPEND.name in names and gpu.why_not(APPEND.arch, exact=APPEND.exact_arch) is None
+    merging = MERGE.name in names and gpu.why_not(MERGE.arch) is None
+    if not steps and not appending and not merging:
+        raise ArgumentError("suite", "a kernel of attention that this GPU runs", ", ".join(names))
+    progress("compiling")
+    launched = chosen if chosen in steps else None
+    planned = [*((step, ABLATION) for step in steps), *((launched, batch) for batch in _batches() if launched)]
+    compile_all(planned, appending)
+    measured: list[Row] = []
+    if launched:
+        for heads in HEADS:
+            for batch in points(heads):
+                measured += at(launched, batch, ceilings, progress, appending=appending)
+            measured += unequal(launched, ragged(heads), ceilings, progress)
+    measured += [step_row(step, ceilings, progress) for step in steps]
+    if merging:
+        measured += kvmerge.rows(ceilings, progress)
+    if appending:
+        measured += append.rows(ceilings, progress)
+    return measured
+
+
+def at(
+    step: Step, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None], *, appending: bool = True
+) -> Iterator[Row]:
+    """One batch of equal lengths: attention alone, and right behind `append_kv4`; others beside both."""
+    progress(f"{batch}: PyTorch")
+    here = sdpa(batch)
+    others, factor = stored_peers(batch.place, here, stored_attention(gpu.device_info().slug), NAMES)
+    more = {FACTOR: factor} if others else {}
+    progress(f"{batch}: {FACE}")
+    given = problem(batch)
+    if appending:
+        peers = {name: us for name, us in others.items() if name.startswith(_APPENDING)}
+        yield behind_append(step, given, ceilings, peers, more)
+    yield timed(step, given, MEASURE, ceilings, peers={**here, **others}, more=more, face=FACE)
+
+
+def unequal(step: Step, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """A ragged batch, and an even one of as many bytes."""
+    for measured_as, of in ((RAGGED, batch), (EVEN, evened(batch))):
+        progress(f"{of}: {FACE}, {measured_as}")
+        yield timed(step, problem(of), measured_as, ceilings, face=FACE)
+
+
+def step_row(step: Step, ceilings: Ceilings, progress: Callable[[str], None]) -> Row:
+    """A step of the ladder where QServe took its own apart."""
+    progress(f"{ABLATION}: {step.spec.name}")
+    return timed(step, problem(ABLATION, scheme_of(step)), LADDER, ceilings)
+
+
+def timed(step: Step, of: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:
+    """Time one step on one problem; what the timed launches wrote is checked. `further` are fields of `Row`."""
+    ready = launches(step, of)
+    measured = measure(ready.calls)
+    return row(ready, of, measured_as, measured, ceilings, **further)
+
+
+def behind_append(step: Step, of: Problem, ceilings: Ceilings, peers: dict[str, float], more: dict[str, float]) -> Row:
+    """A decoder's step: `append_kv4` rotates and writes every sequence's new token, the attention follows.
+
+    Both are launched programmatically where they wait by themselves; `more` has the time of plain launches.
+    """
+
+    def together(programmatic: bool) -> tuple[Measured, Launches]:
+        first, then = appending.calls(programmatic), launches(step, of, programmatic=programmatic)
+        return measure([in_turn(both) for both in zip(first, then.calls, strict=True)]), then
+
+    appending = Appending(of)
+    plain, _ = together(False)
+    measured, ready = together(True)
+    appending.check()
+    more = {**more, "plain_us": plain.us}
+    return row(ready, of, WITH_APPEND, measured, ceilings, peers=peers, more=more, face=FACE)
+
+
+def row(
+    ready: Launches,
+    of: Problem,
+    measured_as: str,
+    measured: Measured,
+    ceilings: Ceilings,
+    *,
+    more: dict[str, float] | None = None,
+    **further: Any,
+) -> Row:
+    """The row of launches that were timed: keys and values once at the speed of a read are the floor."""
+    checked, worst = ready.check(of)
+    nbytes = of.batch.kv_bytes(of.scheme)
+    return row_of(
+        ready.spec,
+        of_kernel(ready.spec.name)[0],
+        measured_as,
+        of.batch.sizes,
+        measured,
+        floor=(nbytes / ceilings.read_tbps / 1e6, "read"),
+        checked=checked,
+        nbytes=nbytes,
+        operations=4 * of.batch.tokens * of.batch.Hq * of.q.shape[-1],
+        variant=ready.config,
+        more={
+            "tokens": of.batch.tokens,
+            "error": worst,
+            "registers": ready.kernel.registers,
+            "local_bytes": ready.kernel.local_bytes,
+            **(more or {}),
+        },
+        **further,
+    )
+
+
+def scheme_of(step: Step) -> str:
+    """The cache that a step takes: 8 bits for the baseline."""
+    return "kv8" if step.spec.name == "attention_kv8" else "kv4"
+
+
+def compile_all(planned: Sequence[tuple[Step, Batch]], appending: bool) -> None:
+    """Compile every variant that will run, side by side: loading finds them in the cache."""
+    variants = set()
+    for step, batch in planned:
+        config = step.config(sizes_at(step, batch, scheme_of(step), sum(batch.pages())), "float16")
+        variants.add((of_kernel(step.spec.name)[0], tuple(config.items())))
+    if appending:
+        variants |= {(of_kernel(APPEND.name)[0], tuple(config.items())) for config in append.variants()}
+    arch = gpu.device_info().arch
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(toolchain.compile_cuda, source, arch, defines=dict(config)) for source, config in variants]
+        for job in jobs:
+            job.result()
+
+
+def _batches() -> list[Batch]:
+    return [batch for heads in HEADS for batch in (*points(heads), ragged(heads), evened(ragged(heads)))]

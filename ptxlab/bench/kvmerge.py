@@ -1,0 +1,66 @@
+"""Split-KV: parts put together by a second kernel, `attention_merge`, or by the last block that has one."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ptxlab import gpu
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.kvproblem import Launches, launches, problem
+from ptxlab.bench.kvshapes import HEAD_DIM, Batch, even
+from ptxlab.bench.record import Row
+from ptxlab.bench.rows import row_of
+from ptxlab.bench.timing import in_turn, measure
+from ptxlab.kernels.attention import sm80
+from ptxlab.kernels.attention.merge import MERGE
+from ptxlab.kernels.attention.steps import STEPS, Step
+from ptxlab.sources import of_kernel
+
+MEASURE = "merge"
+BATCHES = (even((32, 8), 1, 4096), even((32, 8), 64, 1024))  # parts of all, and of few
+
+
+def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """Both ways on the same batches."""
+    for batch in BATCHES:
+        progress(f"{batch}: {MERGE.name}")
+        yield merged(batch, ceilings)
+
+
+def merged(batch: Batch, ceilings: Ceilings) -> Row:
+    """Two launches, the second programmatic; `more` has the time of one launch that does the same."""
+    fused = next(step for step in STEPS if step.spec is sm80.FUSED)
+    of = problem(batch)
+    alone = launches(fused, of)
+    one = measure(alone.calls)
+    alone.check(of)
+    parts = launches(Step(sm80.MMA, fused.blocks), of)
+    two = measure([in_turn(both) for both in zip(parts.calls, _merges(parts), strict=True)])
+    checked, worst = parts.check(of)
+    nbytes = batch.kv_bytes()
+    return row_of(
+        MERGE,
+        of_kernel(MERGE.name)[0],
+        MEASURE,
+        batch.sizes,
+        two,
+        floor=(nbytes / ceilings.read_tbps / 1e6, "read"),
+        checked=checked,
+        nbytes=nbytes,
+        kernel=f"{parts.spec.name}, {MERGE.name}",
+        more={"fused_us": one.us, "error": worst},
+    )
+
+
+def _merges(parts: Launches) -> list[Callable[[], None]]:
+    """The second launch for each of the first ones."""
+    sizes = {name: parts.sizes[name] for name in ("B", "T", "Hq", "Hkv", "blocks")}
+    sizes |= {"D": HEAD_DIM, "tile": parts.config["COLUMNS"], "columns": parts.scratch["stats"].shape[2]}
+    MERGE.check_sizes(sizes)
+    config = MERGE.config_for(sizes)
+    everything = {**sizes, **config}
+    kernel = gpu.load(of_kernel(MERGE.name)[0], MERGE.name, defines=config)
+    geometry = replace(MERGE.launch(everything), programmatic=True)
+    return [
+        gpu.prepare(kernel, MERGE.arguments({**parts.scratch, "out": out}, everything), geometry)
+        for out in parts.outputs
+    ]

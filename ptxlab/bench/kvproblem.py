@@ -1,0 +1,200 @@
+"""Decode attention of a batch: a cache on the device, launches over rotating copies of it, results within the bound."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu, kernels
+from ptxlab.bench.kvshapes import HEAD_DIM, PAGE, Batch
+from ptxlab.bench.timing import copies_beyond_l2
+from ptxlab.errors import BenchmarkError
+from ptxlab.kernels.attention.common import arrays_of
+from ptxlab.kernels.attention.steps import Step
+from ptxlab.layout import KVCache, page_bytes
+from ptxlab.quant import KV_SCHEMES
+from ptxlab.sources import of_kernel
+from ptxlab.spec import KernelSpec
+
+SCALE = HEAD_DIM**-0.5
+_RANDOM = 64 << 20  # bytes of distinct random pages; repeated in a larger cache, whose tables mix them
+_WILD_PAGE = 0x7FFFFFF0  # where a table has no page
+_NAN = 0xFF  # what results are filled with before
+
+
+def sizes_at(step: Step, batch: Batch, scheme: str, pages: int) -> dict[str, Any]:
+    """The spec's sizes for one new token per sequence, in a pool of `pages`."""
+    sizes = {
+        "B": len(batch.lengths),
+        "T": 1,
+        "Hq": batch.Hq,
+        "Hkv": batch.Hkv,
+        "D": HEAD_DIM,
+        "P": max(batch.pages()),
+        "pages": pages,
+        "page": PAGE,
+        "bits": KV_SCHEMES[scheme].bits,
+        "channel": 0,
+        "window": 0,
+        "softmax_scale": SCALE,
+    }
+    sizes = {name: size for name, size in sizes.items() if name in step.spec.symbols}
+    if step.blocks is not None:
+        sizes["blocks"] = step.blocks(sizes, gpu.device_info().sms)
+    step.spec.check_sizes(sizes)
+    return sizes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Queries and a cache on the device, so often that no launch finds its copy in the L2.
+
+    Attributes:
+        batch: heads and lengths.
+        scheme: of the cache.
+        q: f16 [B, Hq, D].
+        caches: one per copy, in one pool; equal but for the place of their pages.
+    """
+
+    batch: Batch
+    scheme: str
+    q: Any
+    caches: list[KVCache]
+
+    @property
+    def pages(self) -> int:
+        """Of one copy."""
+        return self.caches[0].pages // len(self.caches)
+
+    def sequence(self, b: int) -> tuple[Any, KVCache]:
+        """The queries f16 [1, Hq, D] and the cache of one sequence, as the first copy has it."""
+        cache = self.caches[0]
+        return self.q[b : b + 1], replace(
+            cache, block_table=cache.block_table[b : b + 1], lengths=cache.lengths[b : b + 1]
+        )
+
+
+def problem(batch: Batch, scheme: str = "kv4") -> Problem:
+    """Random integers, scales and zeros in pages that lie in any order; the table's free entries are wild."""
+    copies, pages = copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
+    block = _random_pages(batch.Hkv, scheme)
+    pool = gpu.empty((copies * pages, *block.shape[1:]), np.uint8)
+    for start in range(0, pages, len(block)):
+        part = pool[start : min(pages, start + len(block))]
+        gpu.copy_bytes(part, block[: len(part)])
+    for copy in range(1, copies):
+        gpu.copy_bytes(pool[copy * pages : (copy + 1) * pages], pool[:pages])
+
+    rng = np.random.default_rng(0)
+    used = np.arange(max(batch.pages())) < np.array(batch.pages())[:, None]
+    tables = np.full((copies, *used.shape), _WILD_PAGE, np.int32)
+    tables[:, used] = rng.permutation(pages) + pages * np.arange(copies)[:, None]
+    lengths = gpu.to_device(np.array(batch.lengths, np.int32))
+    caches = [
+        KVCache(
+            pool=pool,
+            block_table=gpu.to_device(table),
+            lengths=lengths,
+            page_size=PAGE,
+            head_dim=HEAD_DIM,
+            scheme=scheme,
+        )
+        for table in tables
+    ]
+    q = rng.standard_normal((len(batch.lengths), batch.Hq, HEAD_DIM), np.float32).astype(np.float16)
+    return Problem(batch, scheme, gpu.to_device(q), caches)
+
+
+@cache
+def _random_pages(Hkv: int, scheme: str) -> Any:
+    """Pages u8 [some, 2, Hkv, page_bytes] on the device, as a quantiser could have written them."""
+    rng, nbytes = np.random.default_rng(Hkv), page_bytes(scheme, PAGE, HEAD_DIM)
+    shape = max(1, _RANDOM // (2 * Hkv * nbytes)), 2, Hkv, nbytes
+    pages = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
+    most = 2.0 ** KV_SCHEMES[scheme].bits - 1
+    scales = rng.uniform(1, 8, (*shape[:3], PAGE)) / most  # so that scores differ, and some tokens count
+    zeros = rng.integers(0, int(most), scales.shape, endpoint=True)
+    constants = np.stack([scales, zeros], axis=-1).astype(np.float16)
+    pages[..., -4 * PAGE :] = constants.view(np.uint8).reshape(*shape[:3], 4 * PAGE)
+    return gpu.to_device(pages)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Launches of one step that are ready to be timed, one per copy of the cache.
+
+    Attributes:
+        spec: the kernel.
+        sizes: symbols of its spec.
+        config: the constants it was compiled with.
+        kernel: as loaded.
+        calls: launch on CuPy's current stream.
+        scratch: what the kernel works in, shared by all calls.
+        outputs: what the calls write, f16 [copies, B, Hq, D].
+    """
+
+    spec: KernelSpec
+    sizes: dict[str, Any]
+    config: dict[str, int]
+    kernel: gpu.GpuKernel
+    calls: list[Callable[[], None]]
+    scratch: dict[str, Any]
+    outputs: Any
+
+    def check(self, of: Problem) -> tuple[str, float]:
+        """Hold what every call wrote against float64 on the dequantised integers, within the spec's bound.
+
+        Returns:
+            What was checked, in a sentence for the record, and the largest error.
+
+        Raises:
+            BenchmarkError: an element is further off than it may be, or not a number.
+        """
+        worst = 0.0
+        for b in range(len(of.batch.lengths)):
+            right, allowed = self._expected(*of.sequence(b))
+            error = np.abs(self.outputs[:, b].astype(np.float64) - right)
+            if not bool((error <= allowed).all()):
+                where = f"{self.spec.name} with {self.config}"
+                raise BenchmarkError(f"{where}: the timed launches gave wrong results for sequence {b} of {of.batch}")
+            worst = max(worst, float(error.max()))
+        what = f"all {self.outputs[0].size} results of {len(self.calls)} launches"
+        return f"{what} within the spec's bound of float64, at most {worst:.1e} off", worst
+
+    def _expected(self, q: Any, cache: KVCache) -> tuple[Any, Any]:
+        """The right results of one sequence, and how far off they may be, f64 [1, Hq, D]."""
+        oracle = kernels.find(self.spec.name)[0]
+        shape = oracle.arg("q").resolve(self.sizes)
+        logical: dict[str, Any] = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": SCALE}
+        if "segments" in {arg.name for arg in oracle.outputs}:  # counters, as many as blocks
+            logical["blocks"] = self.sizes["blocks"]
+        found = oracle.expected(logical), oracle.allowed(logical)
+        right, allowed = (by_name["out"].reshape(q.shape) for by_name in found)
+        return right, allowed
+
+
+def launches(step: Step, of: Problem, *, programmatic: bool = False) -> Launches:
+    """Prepare a launch per copy of the cache.
+
+    They share queries, which in a model the previous kernel has just written, and what the kernel works in.
+
+    Args:
+        step: the kernel.
+        of: what it is given.
+        programmatic: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
+    """
+    spec, sizes = step.spec, sizes_at(step, of.batch, of.scheme, of.caches[0].pages)
+    config = step.config(sizes, "float16")
+    everything = {**sizes, **config}
+    kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
+    geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))
+    scratch = {item.name: gpu.to_device(np.zeros(item.shape, item.dtype)) for item in step.memory(sizes)}
+    outputs = gpu.empty((len(of.caches), *of.q.shape), np.float16)
+    gpu.fill_bytes(outputs, _NAN)
+    calls = []
+    for copy, out in zip(of.caches, outputs, strict=True):
+        arguments = spec.arguments({"q": of.q, **arrays_of(copy), **scratch, "out": out}, everything)
+        calls.append(gpu.prepare(kernel, arguments, geometry))
+    return Launches(spec, sizes, config, kernel, calls, scratch, outputs)

@@ -1,0 +1,207 @@
+"""The suite `attention`, measured without a GPU: launches are emulated."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import bench, gpu
+from ptxlab.bench import append, attention, kvmerge, kvnew, kvproblem, kvshapes, sdpa, stored
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.kvshapes import Batch
+from ptxlab.bench.record import Record
+from ptxlab.errors import ArgumentError, BenchmarkError
+from ptxlab.kernels import specs
+from ptxlab.kernels.attention.steps import STEPS, choose
+
+CEILINGS = Ceilings(4.6, 4.2)
+SMALL = Batch(4, 2, (70, 70))
+RAGGED = Batch(4, 2, (130, 1, 64))
+CHOSEN = STEPS[-1]
+FLASH = {"sdpa_flash_f16": 40.0}
+
+
+def quiet(_: str) -> None:
+    """No progress."""
+
+
+@pytest.fixture
+def small(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    emulated_gpu.setattr(kvproblem, "_RANDOM", 1 << 16)
+    kvproblem._random_pages.cache_clear()
+    yield emulated_gpu
+    kvproblem._random_pages.cache_clear()
+
+
+def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch) -> None:
+    small.setattr(attention, "sdpa", lambda batch: FLASH)
+    then = {"sdpa_flash_f16": 20.0, "qserve_kv4": 30.0, "fi_xqa_fp8": 8.0}
+    small.setattr(attention, "stored_attention", lambda slug: {SMALL.place: then})
+    behind, alone = attention.at(CHOSEN, SMALL, CEILINGS, quiet)
+    assert (alone.measure, behind.measure) == ("attention", "append and attention")
+    assert alone.kernel == "attention_kv4_sm90" and alone.face == behind.face == "attention_kv4"
+    assert alone.sizes == {"Hq": 4, "Hkv": 2, "B": 2, "L": 70}
+    assert alone.bytes == 2 * 70 * 2 * 2 * 68 and alone.floor_us == alone.bytes / 4.6e6 and alone.limit == "read"
+    assert alone.fraction == alone.floor_us / 10
+    assert alone.peers == {"sdpa_flash_f16": 40.0, "qserve_kv4": 60.0, "fi_xqa_fp8": 16.0}
+    assert behind.peers == {"qserve_kv4": 60.0}, "only those whose time has the append in it"
+    assert alone.more["stored_factor"] == behind.more["stored_factor"] == 2 and behind.more["plain_us"] == 10
+    assert alone.checked.startswith("all 1024 results of 2 launches within the spec's bound of float64, at most ")
+    assert 0 < alone.more["error"] < 1e-2
+    assert alone.key != behind.key
+
+
+def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> None:
+    small.setattr(sdpa, "importable", lambda: False)
+    small.setattr(attention, "stored_attention", lambda slug: {SMALL.place: {"fi_xqa_fp8": 8.0}})
+    (row,) = attention.at(CHOSEN, SMALL, CEILINGS, quiet, appending=False)
+    assert row.peers == {} and "stored_factor" not in row.more
+
+
+def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    small.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
+    of = kvproblem.problem(SMALL)
+    for step in (STEPS[5], CHOSEN):
+        for programmatic in (False, True):
+            kvproblem.launches(step, of, programmatic=programmatic)
+    assert seen == [False, False] * 3 + [True, True]
+
+
+@pytest.mark.parametrize("batch", [SMALL, RAGGED], ids=str)
+def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Batch) -> None:
+    of = kvproblem.problem(batch)
+    first, second = of.caches
+    first.check()
+    second.check()
+    for b, pages in enumerate(batch.pages()):
+        ours, theirs = (cache.block_table[b, :pages] for cache in of.caches)
+        assert not set(ours.tolist()) & set(theirs.tolist())
+        assert (first.pool[ours] == first.pool[theirs]).all()
+        assert (first.block_table[b, pages:] == 0x7FFFFFF0).all()
+    used = np.concatenate([first.block_table[b, :pages] for b, pages in enumerate(batch.pages())])
+    assert sorted(used.tolist()) == list(range(of.pages))
+
+
+@pytest.mark.parametrize("how", ["one sequence", "another table", "nothing"])
+def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
+    of = kvproblem.problem(SMALL)
+    ready = kvproblem.launches(CHOSEN, of)
+    if how != "nothing":
+        for call in ready.calls:
+            call()
+        ready.check(of)
+    if how == "one sequence":
+        ready.outputs[1, 1, 3, 5] += np.float16(0.25)
+    if how == "another table":
+        of.caches[0].block_table[:] = of.caches[0].block_table[:, ::-1]
+    with pytest.raises(BenchmarkError, match=r"attention_kv4_sm90 with .*: the timed launches gave wrong results"):
+        ready.check(of)
+
+
+def test_an_append_that_writes_another_byte_is_found(small: pytest.MonkeyPatch) -> None:
+    of = kvproblem.problem(SMALL)
+    appending = kvnew.Appending(of)
+    with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes"):
+        appending.check()
+    for call in appending.calls(True):
+        call()
+    appending.check()
+    slot = appending._at(1)[1]
+    of.caches[1].pool[slot // 64, 1, 1, slot % 64 * 64 + 3] ^= 16
+    with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes for the new tokens of heads 4/2, 2 x 70"):
+        appending.check()
+
+
+def test_a_ragged_batch_and_an_even_one(small: pytest.MonkeyPatch) -> None:
+    uneven, even = attention.unequal(CHOSEN, RAGGED, CEILINGS, quiet)
+    assert uneven.bytes == even.bytes == 195 * 2 * 2 * 68 and uneven.more["tokens"] == even.more["tokens"] == 195
+    assert (uneven.measure, even.measure) == ("ragged", "even") and (uneven.sizes["L"], even.sizes["L"]) == (130, 65)
+
+
+def test_the_batches() -> None:
+    places = {batch.place for heads in kvshapes.HEADS for batch in kvshapes.points(heads)}
+    found = stored.stored_attention()
+    assert set(found) < places and len(places) == 36
+    assert all(len(peers) == 13 for peers in found.values())
+    ragged = kvshapes.ragged((32, 8))
+    assert len(ragged.lengths) == 64 and min(ragged.lengths) < 4 and 4096 < max(ragged.lengths) <= 8192
+    even = kvshapes.evened(ragged)
+    assert even.tokens == ragged.tokens and max(even.lengths) - min(even.lengths) <= 1
+    assert max(batch.kv_bytes() for heads in kvshapes.HEADS for batch in kvshapes.points(heads)) < 4.6e9
+    assert kvshapes.even((32, 32), 64, 1024).kv_bytes() == 285_212_672, "as the stored peers count"
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.spec.name)
+def test_every_size_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch, step: Any) -> None:
+    batches = [attention.ABLATION, *(attention._batches() if step is CHOSEN else ())]
+    for batch in batches:
+        sizes = kvproblem.sizes_at(step, batch, attention.scheme_of(step), 2 * sum(batch.pages()))
+        config = step.config(sizes, "float16")
+        assert step.spec.launch({**sizes, **config}).shared_bytes <= 227 << 10
+
+
+def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> None:
+    compiled: list[tuple[str, ...]] = []
+
+    def compile_cuda(source: Any, arch: str, *, defines: dict[str, int]) -> None:
+        compiled.append((source.label, *map(str, defines.items())))
+
+    emulated_gpu.setattr(attention.toolchain, "compile_cuda", compile_cuda)
+    attention.compile_all([(CHOSEN, batch) for batch in attention._batches()], appending=True)
+    names = Counter(label for label, *_ in compiled)
+    assert len(compiled) == len(set(compiled)) and set(names) == {"attention_kv4_sm90.cu", "append_kv4.cu"}
+    alone = len(compiled) - names["append_kv4.cu"]
+    compiled.clear()
+    attention.compile_all([(CHOSEN, batch) for batch in attention._batches()], appending=False)
+    assert len(compiled) == alone
+
+
+def test_the_merge(small: pytest.MonkeyPatch) -> None:
+    row = kvmerge.merged(Batch(2, 1, (1100,)), CEILINGS)
+    assert row.kernel == "attention_kv4_mma_sm80, attention_merge" and row.more["fused_us"] == 10
+
+
+def test_without_its_second_kernel_parts_are_wrong(small: pytest.MonkeyPatch) -> None:
+    small.setattr(kvmerge, "_merges", lambda parts: [lambda: None for _ in parts.calls])
+    with pytest.raises(BenchmarkError, match=r"attention_kv4_mma_sm80 with .*: the timed launches gave wrong results"):
+        kvmerge.merged(Batch(2, 1, (1100,)), CEILINGS)
+
+
+def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
+    small.setattr(attention, "HEADS", ((2, 1),))
+    small.setattr(attention, "points", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
+    small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))
+    small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
+    small.setattr(attention, "compile_all", lambda planned, appending: None)
+    small.setattr(attention, "sdpa", lambda batch: {})
+    small.setattr(kvmerge, "BATCHES", (Batch(2, 1, (70,)),))
+    small.setattr(append, "HEADS", (1,))
+    small.setattr(append, "POINTS", ((5, "decode"),))
+    family = [name for name, spec in specs().items() if bench._suite_of(spec.family) == "attention"]
+    rows = attention.rows(family, CEILINGS, quiet)
+    both = {"attention": 2, "append and attention": 2}
+    assert Counter(row.measure for row in rows) == both | {"ragged": 1, "even": 1, "ladder": 8, "merge": 1, "append": 5}
+    record = Record("attention", {"slug": "h200"}, {}, {}, tuple(rows))
+    assert bench.load(bench.save(record, tmp_path / "r.json")) == record
+    assert len({row.key for row in rows}) == len(rows)
+    slow = replace(record, rows=tuple(replace(row, rate=0.9 * row.rate) for row in rows))
+    assert len(bench.compare(slow, record)) == len(rows) and bench.compare(record, record) == []
+
+
+def test_what_is_not_asked_for_is_not_measured(small: pytest.MonkeyPatch) -> None:
+    small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
+    small.setattr(attention, "compile_all", lambda planned, appending: None)
+    (row,) = attention.rows(["attention_kv8"], CEILINGS, quiet)
+    assert (row.kernel, row.measure, row.face) == ("attention_kv8", "ladder", "") and row.bytes == 65 * 2 * 2 * 132
+    small.setattr(gpu, "why_not", lambda arch, exact=False: "too old")
+    with pytest.raises(ArgumentError, match="a kernel of attention that this GPU runs"):
+        attention.rows(["attention_kv8"], CEILINGS, quiet)
+
+
+def test_what_is_chosen(emulated_gpu: pytest.MonkeyPatch) -> None:
+    assert choose(None, backend="gpu") is CHOSEN
