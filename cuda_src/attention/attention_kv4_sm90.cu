@@ -22,7 +22,8 @@
 // Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
 //            Lane g has dims g D / 8 on.
 // PDL        block table and lengths are read at once, queries and cache behind the wait.
-// Measured   H200, graphs, cache from memory, launched programmatically; of the time that reading its bytes takes (4.65 TB/s):
+// Measured   on trial, before it was last changed; `ptxlab bench attention` is to record it. H200, graphs, launched programmatically, cache
+//            from memory; of the time that reading its bytes takes (4.65 TB/s):
 //            heads      16 x 1024     64 x 1024     256 x 1024    1 x 4096      64 x 4096     256 x 4096    1 x 131072
 //            32 / 32    21.2 us 0.72  69.5 us 0.88  267 us 0.92   10.4 us 0.37  261 us 0.94   1019 us 0.96  134 us 0.91
 //            32 / 8     10.0 us 0.38  22.2 us 0.69  73.6 us 0.83  6.3 us 0.15   69.7 us 0.88  266 us 0.92   40.5 us 0.76

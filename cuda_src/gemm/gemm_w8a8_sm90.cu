@@ -20,7 +20,7 @@
 // PDL        W does not wait for the kernel before, as far as the ring takes it; X, scales of tokens and results do.
 // Tuned      tile and split by measured costs: see ptxlab/kernels/gemm/w8a8_tiles.py.
 // Measured   one H200, f16 out, geometric means over LLaMA-2 at 1, 16, 64, 128, 256, 512, 2,048, 8,192 tokens: 1.08, 1.03,
-//            1.02, 0.99, 1.09, 1.08, 1.17, 1.09x cuBLAS FP8; 1.61, 1.39, 1.37, 1.68, 1.89, 1.71, 1.67, 1.54x its INT8
+//            1.02, 0.99, 1.10, 1.09, 1.16, 1.09x cuBLAS FP8; 1.64, 1.43, 1.37, 1.71, 1.93, 1.72, 1.66, 1.54x its INT8
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.27 tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15 mbarrier;
 //            9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include "epilogue_sm90.cuh"

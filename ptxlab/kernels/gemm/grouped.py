@@ -15,6 +15,7 @@ from ptxlab.kernels.gemm.strips_tiles import (
     SMS,
     Tile,
     kind,
+    narrowed,
     of_a_tile,
     shared_bytes,
     stream,
@@ -40,9 +41,8 @@ def likely_token_tiles(s: Sizes, BM: int) -> int:
     further = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, -(-s["M"] // BM)))
     if s["E"] == 1:
         return -(-s["M"] // BM)
-    return math.ceil(
-        s["E"] * (1 - elsewhere ** s["M"] + sum(further)) - 0.4
-    )  # one that is nearly as likely as not counts
+    mean_tiles = s["E"] * (1 - elsewhere ** s["M"] + sum(further))
+    return math.ceil(mean_tiles - 0.4)  # one that is nearly as likely as not counts
 
 
 def most_tiles(s: Sizes) -> int:
@@ -57,7 +57,7 @@ def _row_tiles(N: int, strips: int) -> int:
 
 def _candidates(group: int) -> Iterator[dict[str, int]]:
     """Tiles of which a block can do several, of any width, and of any height that needs all of their MMAs."""
-    for tile in (tile._replace(BM=BM) for tile in COSTS for BM in BMS if kind(tile._replace(BM=BM)) == tile):
+    for tile in narrowed(BMS):
         for strips in range(tile.strips, tile.strips // 2, -1) if tile.WK == 1 else ():
             found = constants(tile, strips, group)
             if found["STAGES"] >= 3:

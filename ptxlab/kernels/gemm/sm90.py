@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ptxlab import layout
+from ptxlab.cost import SHEETS
 from ptxlab.kernels.gemm.common import (
     EPILOGUE,
     GROUPS,
@@ -20,7 +21,7 @@ from ptxlab.kernels.gemm.common import (
 )
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
-_SMS = 132
+_SMS = SHEETS["h200"].sms  # where the tables below were measured
 _SHARED = 233_472  # bytes of an SM; a block can have 232,448, and takes 2 KiB beside its dynamic ones
 _BESIDE = 2048
 _STORE_PITCH, _STORE_TOKENS = 68, 32  # int32 of the tile through which results are stored (epilogue_sm90.cuh)

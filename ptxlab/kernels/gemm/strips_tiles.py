@@ -6,12 +6,14 @@ point in the mean, and they say what a matrix that no sweep has seen will like.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from ptxlab.cost import SHEETS
 from ptxlab.spec import Sizes
 
-SMS = 132
+TUNED = SHEETS["h200"]  # where the costs were measured
+SMS = TUNED.sms
 ROOM = 232_448 - 1_536  # bytes of shared memory of a block, less its static ones
 MOST_STAGES = 12
 
@@ -78,7 +80,6 @@ COSTS = {
     Tile(256, 2, 1, 1, 128): Cost(0.000, 0.600, 0.000, 3.873, 0.415, 2.132, 8.9),
 }
 _FULL = Tile(64, 2, 2, 1, 256)  # in a cluster, registers for the constants of groups of 128 alone
-STREAM = 1.95, 4.5e6  # microseconds of a kernel that only streams weights: to begin with; bytes in each further one
 _KINDS = tuple(dict.fromkeys(tile.BM for tile in COSTS))
 BMS = (8, 16, 32, *range(48, 257, 16))  # as wide as wgmma comes, but for 24
 
@@ -124,10 +125,16 @@ def widths(M: int) -> list[int]:
     return sorted({next(BM for BM in BMS if share <= BM) for share in shares})
 
 
+def narrowed(wanted: Iterable[int]) -> Iterator[Tile]:
+    """Every tile of known cost that has one of these numbers of tokens."""
+    for tile in COSTS:
+        yield from (narrow for BM in wanted if kind(narrow := tile._replace(BM=BM)) == tile)
+
+
 def _candidates(s: Sizes) -> Iterator[Chosen]:
     """Tiles about as wide as there are tokens, so high that the last round of blocks is full or nearly so."""
     wanted = [s["rows"]] if "rows" in s else widths(s["M"])
-    for tile in (tile._replace(BM=BM) for tile in COSTS for BM in wanted if kind(tile._replace(BM=BM)) == tile):
+    for tile in narrowed(wanted):
         for split in _splits(tile, s["g"]):
             blocks, token_tiles = SMS // split, max(1, -(-s["M"] // tile.BM))
             heights = {-(-_strips(s) // rows) for n in range(1, 9) if (rows := n * blocks // token_tiles)}
@@ -177,5 +184,4 @@ def of_a_tile(tile: Tile, stages: float, height: float) -> float:
 
 def stream(s: Sizes) -> float:
     """Microseconds of a kernel that does nothing but stream the weights."""
-    begin, bytes_per_us = STREAM
-    return begin + _strips(s) * -(-s["K"] // 128) * (1024 + 128 // s["g"] * 32) / bytes_per_us
+    return TUNED.stream_us(_strips(s) * -(-s["K"] // 128) * (1024 + 128 // s["g"] * 32))
