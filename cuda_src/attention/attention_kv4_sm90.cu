@@ -78,8 +78,9 @@ using Segments = ptxlab::Segments<EXTRA, GROUPS>;
 struct Unit {
     int count, position, length;             // tiles, 0 behind the last unit; the first one's first token; tokens of the sequence
     int turn;                                // the group of warps that takes the first tile
-    int sequence, head, column0, columns;
+    int head, columns;
     int part, block, blocks;                 // where in the workspace its part is, or -1 if that is all; the blocks that have parts
+    int row[COLUMNS], end[COLUMNS];          // of a column: its row of the results; the first token that it does not see
 };
 
 __device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
@@ -184,23 +185,25 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     extern __shared__ __align__(128) unsigned char ring[];                   // [STAGES][STAGE]
     __shared__ u64 full[STAGES], empty[STAGES], ready[UNITS], summed[UNITS], cleared[UNITS];
     __shared__ Unit units[UNITS];
-    const int group = Hq / Hkv, splits = (group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const int nearest = warp >= WARPS ? Segments::nearest_of(lengths, B) : 0;  // on its way while the barriers are made
+    if (ptxlab::elect()) {                                                   // every warp some: one lane makes one after the other
+#pragma unroll
+        for (int s = 0; s < STAGES; s += WARPS + 2)
+            if (s + warp < STAGES) ptxlab::mbarrier_init(&full[s + warp], 1), ptxlab::mbarrier_init(&empty[s + warp], SHARE);
+        if (warp < UNITS) ptxlab::mbarrier_init(&ready[warp], 1), ptxlab::mbarrier_init(&summed[warp], WARPS), ptxlab::mbarrier_init(&cleared[warp], WARPS);
+        ptxlab::fence_mbarrier_init();
+    }
+    const int group = int(unsigned(Hq) / unsigned(Hkv)), splits = unsigned(group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
     unsigned char* const queries = ring + STAGES * STAGE;                    // [UNITS][QUERY]
     float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);             // [SLOTS][WARPS][columns]: largest, sum, zeros
     float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);   // [SLOTS][WARPS][columns][PITCH]
-    const auto row_of = [&](int sequence, int head, int column) { return (size_t(sequence) * T + column / group) * Hq + head * group + column % group; };
-
-    if (warp == WARPS) {
-        for (int s = lane; s < STAGES; s += 32) ptxlab::mbarrier_init(&full[s], 1), ptxlab::mbarrier_init(&empty[s], SHARE);
-        if (lane < UNITS) ptxlab::mbarrier_init(&ready[lane], 1), ptxlab::mbarrier_init(&summed[lane], WARPS), ptxlab::mbarrier_init(&cleared[lane], WARPS);
-        ptxlab::fence_mbarrier_init();
-    }
+    Segments walk;
+    if (warp >= WARPS) walk = Segments(lengths, nearest, B, Hkv * splits, T, window);
     __syncthreads();
     ptxlab::launch_dependents();
 
     if (warp == WARPS) {  // asks for copies
-        Segments walk(lengths, B, Hkv * splits, T, window);
         const bool elected = ptxlab::elect();
         const size_t pitch = size_t(Hkv) * PAGE_BYTES;
         ptxlab::Slot<STAGES> slot;
@@ -235,15 +238,17 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     }
 
     if (warp == WARPS + 1) {  // records of units; queries -> operand B
-        Segments walk(lengths, B, Hkv * splits, T, window);
         ptxlab::Slot<UNITS> slot;
         int2 begun = make_int2(0, 0);                                        // the unit of several blocks that begins here, and how many
         int turn = 0;
         const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
         u32 next[K_WORDS][HALVES];
+        int token = 0, row = 0;                                              // of the lane's column g: the query of the sequence, the row of q
         const auto load = [&] {
             const int column = walk.unit % splits * COLUMNS + g;
-            const unsigned short* from = q + row_of(walk.sequence, walk.unit / splits, column) * D;
+            token = int(unsigned(column) / unsigned(group));
+            row = (walk.sequence * T + token) * Hq + walk.unit / splits * group + column - token * group;
+            const unsigned short* from = q + size_t(row) * D;
 #pragma unroll
             for (int w = 0; w < K_WORDS; ++w) {
 #pragma unroll
@@ -255,6 +260,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         if (walk.more()) load();
         for (; walk.more(); slot.advance()) {
             const Segments here = walk;
+            const int row_here = row, end = here.length - T + 1 + token;
             const int head = here.unit / splits, column0 = here.unit % splits * COLUMNS;
             float x[K_WORDS][PER_WORD], largest = 0, sum = 0;
 #pragma unroll
@@ -285,13 +291,18 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 }
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            if (t == 0)                                                      // 2^24 / 2^14
+            if (t == 0) {                                                    // 2^24 / 2^14
                 reinterpret_cast<float2*>(queries + slot.index * QUERY + FRAGMENTS)[g] = make_float2(sum * -0x1p-24f, size * (softmax_scale * LOG2E * 0x1p10f));
+                units[slot.index].row[g] = row_here, units[slot.index].end[g] = end;
+            }
             if (lane == 0) {
                 const int first = here.first(), count = here.count();
                 const bool whole = count == here.tiles;
-                units[slot.index] = {count, (here.begin + first) * TILE, here.length, turn, here.sequence, head, column0, min(columns, group * T - column0),
-                                     whole ? -1 : int(blockIdx.x) * 2 + (first == 0), whole ? 0 : here.first_block(), whole ? 1 : here.blocks()};
+                Unit& unit = units[slot.index];
+                unit.count = count, unit.position = (here.begin + first) * TILE, unit.length = here.length, unit.turn = turn;
+                unit.head = head, unit.columns = min(columns, group * T - column0);
+                unit.part = whole ? -1 : int(blockIdx.x) * 2 + (first == 0);
+                unit.block = whole ? 0 : here.first_block(), unit.blocks = whole ? 1 : here.blocks();
                 turn = (turn + count) % GROUPS;
                 if (!whole && first == 0) begun = make_int2(here.sequence * (Hkv * splits) + here.unit, here.blocks());
             }
@@ -333,11 +344,10 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float times = __shfl_sync(~0u, factor, w);
-                if (!active(w)) continue;
                 float4 more[row.PIECES] = {};
 #pragma unroll
                 for (int p = 0; p < row.PIECES; ++p)
-                    if (row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
+                    if (active(w) && row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
                 row.add(more, times, 0);
             }
 #pragma unroll
@@ -349,7 +359,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     float4& v = row.v[p];
                     v = make_float4((v.x - zeros * zero.x) * scale.x, (v.y - zeros * zero.y) * scale.y, (v.z - zeros * zero.z) * scale.z, (v.w - zeros * zero.w) * scale.w);
                 }
-            const size_t at = row_of(unit.sequence, unit.head, unit.column0 + c);
+            const size_t at = unit.row[c];
             if (unit.part < 0) {
                 row.store<BF16>(out, lse, at);
                 continue;
@@ -371,7 +381,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         ptxlab::mbarrier_wait(&ready[slot], number / UNITS % 2);
         const int count = units[slot].count, skip = count > 0 ? (mine - units[slot].turn + GROUPS) % GROUPS : 0;
         if (skip < count) {
-            const int length = units[slot].length, position0 = units[slot].position + token0, column0 = units[slot].column0;
+            const int length = units[slot].length, position0 = units[slot].position + token0;
             u32 query[K_WORDS][HALVES];
             float column_sum[2], factor[2], m[2] = {LOWEST, LOWEST}, l[2] = {}, o[DT][4] = {}, zeros[4] = {};
 #pragma unroll
@@ -437,7 +447,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     asm volatile("");
 #pragma unroll
                     for (int b = 0; b < 2; ++b) {
-                        const int end = length - T + 1 + (column0 + 2 * t + b) / group;  // tokens from here on the query does not see
+                        const int end = units[slot].end[2 * t + b];
 #pragma unroll
                         for (int i = 0; i < MT; ++i)
 #pragma unroll
