@@ -56,9 +56,9 @@ def _row_tiles(N: int, strips: int) -> int:
 
 
 def _candidates(group: int) -> Iterator[dict[str, int]]:
-    """Tiles of which a block can do several, of any width, and of any height that needs all of their MMAs."""
+    """Tiles of which a block can do several, of any width, and of any height that needs most of their MMAs."""
     for tile in narrowed(BMS):
-        for strips in range(tile.strips, tile.strips // 2, -1) if tile.WK == 1 else ():
+        for strips in range(tile.strips * 3 // 4, tile.strips + 1) if tile.WK == 1 else ():
             found = constants(tile, strips, group)
             if found["STAGES"] >= 3:
                 yield found
@@ -75,7 +75,7 @@ def _microseconds(s: Sizes) -> tuple[float, float]:
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    """The quickest by the costs; of equals the one of the fewest tokens, then the highest, so few of them."""
+    """The quickest by the costs; of equals the one of the fewest tokens, then the lowest, so more of them."""
     return min(_candidates(s["g"]), key=lambda found: _microseconds({**s, **found}))
 
 
