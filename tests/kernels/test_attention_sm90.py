@@ -279,7 +279,7 @@ def mutants() -> Iterator[Any]:
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """What is noticed of a kernel."""
-    logical, arrays = MUTATED.problem(0, (130, 1, 300, 200, 40), problems.nothing, 3, 0, 2)
+    logical, arrays = MUTATED.problem(0, (130, 1, 300, 200, 40), problems.nothing, 3, 0, 3)
     monkeypatch.setattr(Kernel, "module", module)
     try:
         check(MUTATED, logical, arrays, "emulator", mode=mode)
