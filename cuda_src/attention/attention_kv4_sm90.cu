@@ -8,7 +8,8 @@
 // Work       all tiles (64 tokens) of all units, in equal pieces over the blocks, worked out by each from `lengths` (segments.cuh): a block
 //            has segments, of which the first and the last may be parts of units. Such parts go to `partial`, and the last block that has
 //            written its part puts them together in the order of the tokens (FUSED; else attention_merge): same input, same bits.
-// Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies, one prepares queries.
+// Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies; one works out the block's
+//            share of the work, and prepares queries.
 //            full, empty   a place of the ring: keys and values of a tile are there; its warps are done with it. One group has it for ever,
 //                          as STAGES is a multiple of GROUPS: others could take it for full that was full a round ago.
 //            ready         a unit's record and queries are in shared memory
@@ -43,9 +44,8 @@
 #define CHANNEL 0   // scale and zero: 0 per token, in the page; 1 per channel
 #define BF16 0      // queries and results: 0 f16, 1 bf16
 #define TOKENS 64   // of a tile that one warp takes: 16, 32, 64
-#define TEAMS 1     // of warps, each with its own share of the work
-#define WARPS 8     // of a team that multiply
-#define STAGES 16   // tiles of a team in flight
+#define WARPS 8     // that multiply
+#define STAGES 16   // tiles in flight
 #define SLOTS 2     // units whose sums are in shared memory
 #define RESIDENT 1  // blocks per SM
 #define FUSED 1     // units of several blocks: 1 put together by the last of them, 0 left to attention_merge
@@ -60,7 +60,7 @@ constexpr int COLUMNS = 8;                                     // queries of a u
 constexpr int ROW = D * BITS / 8;                              // bytes of a token's keys or values
 constexpr int PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4)), PAGES = TILE / PAGE, STAGE = 2 * PAGES * PAGE_BYTES;
 constexpr int SHARE = TILE / TOKENS, GROUPS = WARPS / SHARE, MT = TOKENS / 16, DT = D / 16;  // MT, DT: MMA tiles of tokens, of dims
-constexpr int COPIES = TEAMS * WARPS, ALL_WARPS = COPIES + 1 + TEAMS, LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;      // LANES: one for every warp
+constexpr int COPIES = WARPS, QUERIES = WARPS + 1, ALL_WARPS = WARPS + 2, LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;      // LANES: one for every warp
 constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;     // integers of a word, and registers that they become
 constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;          // of a token's keys, of its values, per lane
 constexpr int VECTOR = K_WORDS < 4 ? K_WORDS : 4;              // words of one load
@@ -74,7 +74,6 @@ constexpr u32 NEUTRAL = 0x00003c00, ONES = 0x3c003c00;         // (scale 1, zero
 static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16);
 
 using Segments = ptxlab::Segments<EXTRA, GROUPS>;
-using Slot = ptxlab::Slot<STAGES>;
 
 // What the block does of a unit: of a sequence, up to COLUMNS queries of one of its heads.
 struct Unit {
@@ -85,13 +84,6 @@ struct Unit {
     int row[COLUMNS], end[COLUMNS];          // of a column: its row of the results; the first token that it does not see
 };
 
-// What a team's warps share.
-struct Team {
-    u64 full[STAGES], empty[STAGES], ready[UNITS], summed[UNITS], cleared[UNITS];
-    Unit units[UNITS];
-    Segments segments;
-};
-
 __device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
 __device__ __forceinline__ float high_half(u32 pair) { return __high2float(ptxlab::as_half2(pair)); }
 __device__ __forceinline__ u32 half_pair(float a, float b) { return ptxlab::as_bits(__floats2half2_rn(a, b)); }
@@ -100,18 +92,14 @@ __device__ __forceinline__ u32 half_pair(float a, float b) { return ptxlab::as_b
 __device__ __forceinline__ int row_at(int token) { return token / PAGE * PAGE_BYTES + token % PAGE * ROW; }
 __device__ __forceinline__ int scale_at(int token) { return token / PAGE * PAGE_BYTES + PAGE * ROW + token % PAGE * 4; }
 
-// What the copies of a team are asked for by: up to 32 pages, one per lane, while the next ones are looked up in the table.
+// What the copies are asked for by: up to 32 pages, one per lane, while the next ones are looked up in the table.
 struct Feed {
     Segments walk;
-    Slot slot;
     const int* table;
     int P, page, pages;                      // of the segment, the page that comes next, and how many it has
     int entry, entries, at, left, head;      // pages that come next, those now, which of them, how many; their kv head
 
-    __device__ __forceinline__ void begin(const Segments& segments, const int* of_table, int columns) {
-        walk = segments, table = of_table, P = columns, page = pages = entry = left = 0;
-        look_up();
-    }
+    __device__ __forceinline__ Feed(const Segments& walk, const int* table, int P) : walk(walk), table(table), P(P), page(0), pages(0), entry(0), left(0) { look_up(); }
     __device__ __forceinline__ void look_up() {                              // what a tile lacks is the last page again
         if (!walk.more()) return;
         const int first = (walk.begin + walk.first()) * PAGES;
@@ -217,78 +205,56 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                    float2* stats,               // f32 [gridDim.x, 2, columns, 2]: the largest score, the sum of 2^(..)
                    int* segments,               // s32 FUSED: [gridDim.x, columns], zeros before and after; else
                                                 // [gridDim.x, 2]: the unit that begins in part 1, and the blocks that have of it
-                   float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window, int blocks) {
-    extern __shared__ __align__(128) unsigned char rings[];                  // [TEAMS][STAGES][STAGE]
-    __shared__ Team teams[TEAMS];
+                   float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window) {
+    extern __shared__ __align__(128) unsigned char ring[];                   // [STAGES][STAGE]
+    __shared__ u64 full[STAGES], empty[STAGES], ready[UNITS], summed[UNITS], cleared[UNITS];
+    __shared__ Unit units[UNITS];
+    __shared__ Segments share;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-    const int crew = warp < COPIES ? warp / WARPS : warp - COPIES - 1, block = blockIdx.x * TEAMS + crew;  // the warp's team, but for who copies
-    const int nearest = warp > COPIES ? Segments::nearest_of(lengths, B) : 0;  // on its way while the barriers are made
+    const int nearest = warp == QUERIES ? Segments::nearest_of(lengths, B) : 0;  // on its way while the barriers are made
     if (ptxlab::elect()) {                                                   // every warp some: one lane makes one after the other
 #pragma unroll
-        for (int i = 0; i < TEAMS * STAGES; i += ALL_WARPS) {
-            const int s = i + warp;
-            if (s < TEAMS * STAGES) ptxlab::mbarrier_init(&teams[s / STAGES].full[s % STAGES], 1), ptxlab::mbarrier_init(&teams[s / STAGES].empty[s % STAGES], SHARE);
-        }
-#pragma unroll
-        for (int i = 0; i < TEAMS * UNITS; i += ALL_WARPS) {
-            const int u = i + warp;
-            if (u >= TEAMS * UNITS) continue;
-            Team& its = teams[u / UNITS];
-            ptxlab::mbarrier_init(&its.ready[u % UNITS], 1), ptxlab::mbarrier_init(&its.summed[u % UNITS], WARPS), ptxlab::mbarrier_init(&its.cleared[u % UNITS], WARPS);
-        }
+        for (int i = 0; i < STAGES; i += ALL_WARPS)
+            if (i + warp < STAGES) ptxlab::mbarrier_init(&full[i + warp], 1), ptxlab::mbarrier_init(&empty[i + warp], SHARE);
+        if (warp < UNITS) ptxlab::mbarrier_init(&ready[warp], 1), ptxlab::mbarrier_init(&summed[warp], WARPS), ptxlab::mbarrier_init(&cleared[warp], WARPS);
         ptxlab::fence_mbarrier_init();
     }
     const int group = int(unsigned(Hq) / unsigned(Hkv)), splits = unsigned(group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
     Segments walk;
-    if (warp > COPIES) {
-        walk = Segments(block, blocks, lengths, nearest, B, Hkv * splits, T, window);
-        if (lane == 0) teams[crew].segments = walk;
+    if (warp == QUERIES) {
+        walk = Segments(blockIdx.x, gridDim.x, lengths, nearest, B, Hkv * splits, T, window);
+        if (lane == 0) share = walk;
     }
     __syncthreads();
     ptxlab::launch_dependents();
 
-    if (warp == COPIES) {  // asks for copies, a tile for each team in turn: so the teams end together
+    if (warp == COPIES) {
         const bool elected = ptxlab::elect();
         const size_t pitch = size_t(Hkv) * PAGE_BYTES;
-        Feed feeds[TEAMS];
-#pragma unroll
-        for (int i = 0; i < TEAMS; ++i) feeds[i].begin(teams[i].segments, table, P);
+        ptxlab::Slot<STAGES> slot;
+        Feed feed(share, table, P);
         ptxlab::wait_for_predecessors();
-        bool more = false;
+        for (feed.take(splits); feed.left > 0; slot.advance()) {
+            unsigned char* stage = ring + slot.index * STAGE;
+            ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);      // the first round finds them empty
+            if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
 #pragma unroll
-        for (int i = 0; i < TEAMS; ++i) feeds[i].take(splits), more |= feeds[i].left > 0;
-        while (more) {
-            more = false;
-#pragma unroll
-            for (int i = 0; i < TEAMS; ++i) {
-                Feed& feed = feeds[i];
-                if (feed.left <= 0) continue;
-                unsigned char* stage = rings + (i * STAGES + feed.slot.index) * STAGE;
-                u64* full = &teams[i].full[feed.slot.index];
-                ptxlab::mbarrier_wait(&teams[i].empty[feed.slot.index], feed.slot.parity ^ 1);  // the first round finds them empty
-                if (elected) ptxlab::mbarrier_arrive_expect(full, STAGE);
-#pragma unroll
-                for (int j = 0; j < PAGES; ++j) {
-                    const unsigned char* from = pool + feed.head * size_t(PAGE_BYTES) + size_t(__shfl_sync(~0u, feed.entries, feed.at + j)) * (2 * pitch);
-                    if (elected) ptxlab::bulk_load_once(stage + j * PAGE_BYTES, from, PAGE_BYTES, full);
-                    if (elected) ptxlab::bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, full);
-                }
-                feed.slot.advance(), feed.at += PAGES, feed.left -= PAGES;
-                if (feed.left <= 0) feed.take(splits);
-                more |= feed.left > 0;
+            for (int j = 0; j < PAGES; ++j) {
+                const unsigned char* from = pool + feed.head * size_t(PAGE_BYTES) + size_t(__shfl_sync(~0u, feed.entries, feed.at + j)) * (2 * pitch);
+                if (elected) ptxlab::bulk_load_once(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
+                if (elected) ptxlab::bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, &full[slot.index]);
             }
+            feed.at += PAGES, feed.left -= PAGES;
+            if (feed.left <= 0) feed.take(splits);
         }
         return;
     }
 
-    Team& team = teams[crew];
-    unsigned char* const ring = rings + crew * STAGES * STAGE;
-    unsigned char* const queries = rings + TEAMS * STAGES * STAGE + crew * UNITS * QUERY;    // [TEAMS][UNITS][QUERY]
-    float4* const all_stats = reinterpret_cast<float4*>(rings + TEAMS * (STAGES * STAGE + UNITS * QUERY));
-    float4* const warp_stats = all_stats + crew * SLOTS * WARPS * columns;                   // [TEAMS][SLOTS][WARPS][columns]: largest, sum, zeros
-    float* const warp_sums = reinterpret_cast<float*>(all_stats + TEAMS * SLOTS * WARPS * columns) + crew * SLOTS * WARPS * columns * PITCH;  // ..[PITCH]
+    unsigned char* const queries = ring + STAGES * STAGE;                    // [UNITS][QUERY]
+    float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);             // [SLOTS][WARPS][columns]: largest, sum, zeros
+    float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);   // [SLOTS][WARPS][columns][PITCH]
 
-    if (warp > COPIES) {  // records of units; queries -> operand B
+    if (warp == QUERIES) {  // records of units; queries -> operand B
         ptxlab::Slot<UNITS> slot;
         int2 begun = make_int2(0, 0);                                        // the unit of several blocks that begins here, and how many
         int turn = 0;
@@ -329,7 +295,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
             const float size = ptxlab::leading_power(fmaxf(largest, 0x1p-100f)), power = ptxlab::inverse_power(size) * 0x1p14f;
-            ptxlab::mbarrier_wait(&team.cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
+            ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
             u32* to = reinterpret_cast<u32*>(queries + slot.index * QUERY);
 #pragma unroll
             for (int w = 0; w < K_WORDS; ++w)
@@ -344,29 +310,29 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             sum += __shfl_xor_sync(~0u, sum, 2);
             if (t == 0) {                                                    // 2^24 / 2^14
                 reinterpret_cast<float2*>(queries + slot.index * QUERY + FRAGMENTS)[g] = make_float2(sum * -0x1p-24f, size * (softmax_scale * LOG2E * 0x1p10f));
-                team.units[slot.index].row[g] = row_here, team.units[slot.index].end[g] = end;
+                units[slot.index].row[g] = row_here, units[slot.index].end[g] = end;
             }
             if (lane == 0) {
                 const int first = here.first(), count = here.count();
                 const bool whole = count == here.tiles;
-                Unit& unit = team.units[slot.index];
+                Unit& unit = units[slot.index];
                 unit.count = count, unit.position = (here.begin + first) * TILE, unit.length = here.length, unit.turn = turn;
                 unit.head = head, unit.columns = min(columns, group * T - column0);
-                unit.part = whole ? -1 : block * 2 + (first == 0);
+                unit.part = whole ? -1 : int(blockIdx.x) * 2 + (first == 0);
                 unit.block = whole ? 0 : here.first_block(), unit.blocks = whole ? 1 : here.blocks();
                 turn = (turn + count) % GROUPS;
                 if (!whole && first == 0) begun = make_int2(here.sequence * (Hkv * splits) + here.unit, here.blocks());
             }
             __syncwarp();
-            if (lane == 0) ptxlab::mbarrier_arrive(&team.ready[slot.index]);
+            if (lane == 0) ptxlab::mbarrier_arrive(&ready[slot.index]);
         }
-        ptxlab::mbarrier_wait(&team.cleared[slot.index], slot.parity ^ 1);
+        ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);
         if (lane == 0) {
-            team.units[slot.index].count = 0;
-            ptxlab::mbarrier_arrive(&team.ready[slot.index]);
-            if (!FUSED && block < blocks) reinterpret_cast<int2*>(segments)[block] = begun;
+            units[slot.index].count = 0;
+            ptxlab::mbarrier_arrive(&ready[slot.index]);
+            if (!FUSED) reinterpret_cast<int2*>(segments)[blockIdx.x] = begun;
         }
-        for (int s = block; s < B; s += gridDim.x * TEAMS)                     // nobody's: sequences of no tokens
+        for (int s = blockIdx.x; s < B; s += gridDim.x)                     // nobody's: sequences of no tokens
             if (lengths[s] == 0) {
                 for (size_t i = lane; i < size_t(T) * Hq * D / 2; i += 32) reinterpret_cast<u32*>(out)[size_t(s) * T * Hq * D / 2 + i] = 0;
                 for (int i = lane; lse && i < T * Hq; i += 32) lse[size_t(s) * T * Hq + i] = -ptxlab::infinity();
@@ -374,15 +340,13 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         return;
     }
 
-    const int member = warp % WARPS;                                         // of the team
-
     // The warps' sums of a unit -> results, or parts of them. A warp takes a column, in every unit another.
     const auto merge = [&](int number) {
-        const Unit& unit = team.units[number % UNITS];
+        const Unit& unit = units[number % UNITS];
         const int sums = number % SLOTS * WARPS;
         const auto active = [&](int w) { return (w / SHARE - unit.turn + GROUPS) % GROUPS < unit.count; };
-        ptxlab::mbarrier_wait(&team.summed[number % UNITS], number / UNITS % 2);
-        for (int c = (member + number) % WARPS; c < unit.columns; c += WARPS) {
+        ptxlab::mbarrier_wait(&summed[number % UNITS], number / UNITS % 2);
+        for (int c = (warp + number) % WARPS; c < unit.columns; c += WARPS) {
             const int from = lane % LANES;
             const float4 mine = from < WARPS && active(from) ? warp_stats[(sums + from) * columns + c] : make_float4(LOWEST, 0, 0, 0);
             ptxlab::Row<D> row = {};
@@ -424,17 +388,17 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             ptxlab::Row<D>::merged(partial, stats, unit.block, unit.blocks, columns, c).store<BF16>(out, lse, at);
         }
         __syncwarp();
-        if (lane == 0) ptxlab::mbarrier_arrive(&team.cleared[number % UNITS]);
+        if (lane == 0) ptxlab::mbarrier_arrive(&cleared[number % UNITS]);
     };
 
-    const int mine = member / SHARE, token0 = member % SHARE * TOKENS;         // of the groups; of a tile
+    const int mine = warp / SHARE, token0 = warp % SHARE * TOKENS;         // of the groups; of a tile
     int stage = mine, parity = 0, merged = 0;
     for (int number = 0;; ++number) {
         const int slot = number % UNITS;
-        ptxlab::mbarrier_wait(&team.ready[slot], number / UNITS % 2);
-        const int count = team.units[slot].count, skip = count > 0 ? (mine - team.units[slot].turn + GROUPS) % GROUPS : 0;
+        ptxlab::mbarrier_wait(&ready[slot], number / UNITS % 2);
+        const int count = units[slot].count, skip = count > 0 ? (mine - units[slot].turn + GROUPS) % GROUPS : 0;
         if (skip < count) {
-            const int length = team.units[slot].length, position0 = team.units[slot].position + token0;
+            const int length = units[slot].length, position0 = units[slot].position + token0;
             u32 query[K_WORDS][HALVES];
             float column_sum[2], factor[2], m[2] = {LOWEST, LOWEST}, l[2] = {}, o[DT][4] = {}, zeros[4] = {};
 #pragma unroll
@@ -449,7 +413,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 const bool masked = position + TOKENS > length - T + 1 || (window > 0 && position < length - window);
                 const unsigned char* keys = ring + stage * STAGE;
                 const unsigned char* values = keys + PAGES * PAGE_BYTES;
-                ptxlab::mbarrier_wait(&team.full[stage], parity);
+                ptxlab::mbarrier_wait(&full[stage], parity);
 
                 u32 k_pair[MT][2], v_pair[MT][2], v_zeros[MT][2];            // (scale, zero) of tokens; zeros of two tokens
 #pragma unroll
@@ -500,7 +464,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     asm volatile("");
 #pragma unroll
                     for (int b = 0; b < 2; ++b) {
-                        const int end = team.units[slot].end[2 * t + b];
+                        const int end = units[slot].end[2 * t + b];
 #pragma unroll
                         for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -543,16 +507,16 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     multiply_values(o, values + row_at(token0 + i * 16), p, g, t);
                 }
                 __syncwarp();
-                if (lane == 0) ptxlab::mbarrier_arrive(&team.empty[stage]);
+                if (lane == 0) ptxlab::mbarrier_arrive(&empty[stage]);
                 if ((stage += GROUPS) >= STAGES) stage -= STAGES, parity ^= 1;
             }
 
-            ptxlab::mbarrier_wait(&team.cleared[(number + UNITS - SLOTS) % UNITS], ((number + UNITS - SLOTS) / UNITS + 1) % 2);  // at first there is none before
+            ptxlab::mbarrier_wait(&cleared[(number + UNITS - SLOTS) % UNITS], ((number + UNITS - SLOTS) / UNITS + 1) % 2);  // at first there is none before
 #pragma unroll
             for (int b = 0; b < 2; ++b) {
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) l[b] += __shfl_xor_sync(~0u, l[b], step);
-                const int row = (number % SLOTS * WARPS + member) * columns + 2 * t + b;
+                const int row = (number % SLOTS * WARPS + warp) * columns + 2 * t + b;
                 if (2 * t + b >= columns) continue;
                 if (g == 0) warp_stats[row] = make_float4(m[b], CHANNEL ? zeros[b] : l[b], zeros[b], 0);
 #pragma unroll
@@ -565,7 +529,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             }
         }
         __syncwarp();
-        if (lane == 0 && count > 0) ptxlab::mbarrier_arrive(&team.summed[slot]);
+        if (lane == 0 && count > 0) ptxlab::mbarrier_arrive(&summed[slot]);
         for (const int upto = count > 0 ? number - LAG : number - 1; merged <= upto; ++merged) merge(merged);
         if (count == 0) break;
     }

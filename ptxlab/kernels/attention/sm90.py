@@ -14,18 +14,18 @@ from ptxlab.spec import Arg, Arrays, Launch, Sizes
 COLUMNS, TILE = 8, 64  # as in the kernel
 SLOTS, UNITS = 2, 4  # units whose sums are in shared memory, units in flight
 SMS = 132  # of an H200, for which tiles are chosen
-_SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of a team's barriers and records
-_MOST_STAGES = 24
+_SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
+_MOST_STAGES = 16
+_LITTLE = 4096  # tiles altogether
 _ALIGNED = 2.0**-25  # Hopper cuts off what is below this, of the largest power of two: it keeps a bit more than Ampere
 
 
 class Tile(NamedTuple):
-    """Tokens of a warp; of a team the warps that multiply and the stages of the ring; teams of a block; blocks per SM."""
+    """Tokens of a warp, warps that multiply, stages of the ring, blocks per SM."""
 
     TOKENS: int
     WARPS: int
     STAGES: int
-    TEAMS: int
     RESIDENT: int
 
     @property
@@ -45,31 +45,32 @@ def shared_bytes(tile: Tile, s: Sizes) -> int:
     stage = 2 * TILE // s["page"] * page_bytes(scheme_of(s["bits"], s["channel"]), s["page"], s["D"])
     query = row * 128 // s["bits"] + COLUMNS * 8
     sums = tile.WARPS * columns_of(s) * (16 + 4 * (s["D"] + 4))
-    return tile.TEAMS * (tile.STAGES * stage + UNITS * query + SLOTS * sums)
+    return tile.STAGES * stage + UNITS * query + SLOTS * sums
 
 
 def blocks_for(s: Sizes, sms: int = SMS) -> int:
     """Blocks that are resident at a time: the workspace has parts for each, and a launch has no more."""
-    tile = choose_tile(s)
-    return sms * tile.RESIDENT * tile.TEAMS
+    return sms * choose_tile(s).RESIDENT
 
 
 def choose_tile(s: Sizes) -> Tile:
     """Measured: two small blocks per SM hide each other's ends where there are many units; one large block has fewer
-    parts to put together. A short ring for little work: the first tiles come sooner if fewer are asked for at once."""
+    parts to put together. Of little work, two warps share a tile, so that its last ones are done sooner, and the ring
+    is short: the first tiles come sooner if fewer are asked for at once."""
     units = s["B"] * s["Hkv"] * -(-s["Hq"] // s["Hkv"] * s["T"] // COLUMNS)
     tiles = units * -(-s["P"] * s["page"] // TILE)
-    two = columns_of(s) == 1 or (units >= 2 * 128 and tiles < 50_000)
-    shapes = [(64, 4, 2, 1)] * two + [(64, 8, 1, 1), (32, 8, 1, 1), (16, 8, 1, 1), (16, 4, 1, 1)]
-    for tokens, warps, teams, resident in shapes:
-        tile = Tile(tokens, warps, 0, teams, resident)
-        room = _SHARED // resident - _RESERVED - _STATIC * teams
+    little = tiles <= _LITTLE
+    two = units >= 256 and (tiles < 50_000 or (columns_of(s) == 1 and units <= 2048))
+    shapes = [(64, 4, 2)] * two + [(64, 8, 1)] * (not little) + [(32, 8, 1), (16, 8, 1), (16, 4, 1)]
+    for tokens, warps, resident in shapes:
+        tile = Tile(tokens, warps, 0, resident)
+        room = _SHARED // resident - _RESERVED - _STATIC
         stage = shared_bytes(tile._replace(STAGES=1), s) - shared_bytes(tile, s)
         rounds = min(_MOST_STAGES, (room - shared_bytes(tile, s)) // stage) // tile.groups
         if rounds > 0:
             break
-    if tiles <= 2 * tile.groups * SMS * resident * teams:
-        rounds = 1
+    if little:
+        rounds = min(rounds, 2)
     return tile._replace(STAGES=rounds * tile.groups)
 
 
@@ -80,8 +81,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 def _launch(s: Sizes) -> Launch:
     tile = Tile(*(s[name] for name in Tile._fields))
-    warps = tile.TEAMS * (tile.WARPS + 1) + 1
-    return Launch((-(-s["blocks"] // tile.TEAMS), 1, 1), (32 * warps, 1, 1), shared_bytes(tile, s))
+    return Launch((s["blocks"], 1, 1), (32 * (tile.WARPS + 2), 1, 1), shared_bytes(tile, s))
 
 
 def _counters(q: np.ndarray, cache: KVCache, blocks: int) -> np.ndarray:
@@ -114,16 +114,13 @@ SM90 = replace(
     MMA,
     name="attention_kv4_sm90",
     summary="bulk copies, ragged batches in equal pieces, parts put together by the last block (QServe §5.3)",
-    args=(
-        *(
-            replace(arg, shape=_PARTS[arg.name])
-            if arg.name in _PARTS
-            else Arg("segments", "int32", ("blocks", "min(8, Hq//Hkv*T)"), "inout")
-            if arg.name == "segments"
-            else arg
-            for arg in MMA.args
-        ),
-        Arg("blocks", "int32", role="scalar"),
+    args=tuple(
+        replace(arg, shape=_PARTS[arg.name])
+        if arg.name in _PARTS
+        else Arg("segments", "int32", ("blocks", "min(8, Hq//Hkv*T)"), "inout")
+        if arg.name == "segments"
+        else arg
+        for arg in MMA.args
     ),
     launch=_launch,
     choose=_choose,
