@@ -23,12 +23,14 @@
 // Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
 //            Lane g has dims g D / 8 on.
 // PDL        block table and lengths are read at once, queries and cache behind the wait.
-// Measured   on trial, before it was last changed; `ptxlab bench attention` is to record it. H200, graphs, launched programmatically, cache
-//            from memory; of the time that reading its bytes takes (4.65 TB/s):
-//            heads      16 x 1024     64 x 1024     256 x 1024    1 x 4096      64 x 4096     256 x 4096    1 x 131072
-//            32 / 32    21.2 us 0.72  69.5 us 0.88  267 us 0.92   10.4 us 0.37  261 us 0.94   1019 us 0.96  134 us 0.91
-//            32 / 8     10.0 us 0.38  22.2 us 0.69  73.6 us 0.83  6.3 us 0.15   69.7 us 0.88  266 us 0.92   40.5 us 0.76
-//            64 / 8     9.3 us 0.41   23.4 us 0.65  79.0 us 0.78  6.7 us 0.14   71.0 us 0.86  270 us 0.91   41.3 us 0.74
+// Measured   H200, graphs of plain launches, cache from memory; of the time that reading its bytes takes (4.59 TB/s). On trial: the record is
+//            of the version before, which is 2 to 16% slower where there are 64 sequences or fewer.
+//            heads      16 x 1024     64 x 1024     256 x 1024    1 x 4096      64 x 4096     1 x 32768
+//            32 / 32    22.0 us 0.71  69.1 us 0.90  265 us 0.94   10.0 us 0.39  259 us 0.96   38.9 us 0.80
+//            32 / 8     9.2 us 0.42   22.9 us 0.68  70.7 us 0.88
+//            64 / 8     9.5 us 0.41   23.9 us 0.65  73.6 us 0.85                70.9 us 0.88  15.7 us 0.50
+//            Launched programmatically behind itself 1.1 to 1.7 us less. Of 9.2 us 1.1 pass before the block starts, 1.0 until its share is
+//            known, 0.3 for the table, 1.3 until the first tile is there; 1.2 after the last for its scores and values, 0.9 to add up.
 // PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp;
 //            9.7.13.5 atom; 9.7.13.13 griddepcontrol
 #include "exponent.cuh"
