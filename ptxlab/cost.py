@@ -7,7 +7,8 @@ Per weight that a tile of M̃ tokens multiplies, in seconds:
     multiply    2 M̃ / T     T: operations per second on tensor cores, two per multiply-add
 
 A main loop loads under its computation; a plain one dequantises, then multiplies (Eq. 3-5), an ideal one hides the
-shorter of the two under the longer. A GEMM of N K weights goes through them once per tile of tokens (Eq. 6).
+shorter of the two under the longer. A GEMM of N K weights goes through them once per tile of tokens (Eq. 6); out of
+memory they come once only, as blocks that want the same weights run together and find them in the L2.
 Left out, as there: the activations, the epilogue, tiles that do not fill the SMs, and what power does to the clock.
 """
 
@@ -31,7 +32,9 @@ __all__ = [
     "largest_alpha",
     "most_tops",
     "sheet",
+    "tensor_rate",
     "transition",
+    "weight_rate",
 ]
 
 MOST_TOKENS = 256  # of a tile: the widest wgmma
@@ -42,7 +45,7 @@ class Scheme:
     """How weights are stored and multiplied.
 
     Attributes:
-        name: as papers call it.
+        name: as papers call it; `u8`: the MMA gets weight + 128, which saves an XOR.
         bits: of a stored weight, the constants of its group included (two bytes per 128).
         operands: what the tensor cores are given, a key of `Device.tops`.
         dequantiser: the kernel of the family `dequant` whose instructions per weight are its α; empty: 0.
@@ -62,7 +65,7 @@ SCHEMES = (
     Scheme("W4A16", _FOUR, "fp16", "dequant_u4_f16"),
     Scheme("W4A8 QoQ", _FOUR, "int8", "dequant_qoq_vadd4"),
     Scheme("W4A8 LQQ", _FOUR, "int8", "dequant_lqq"),
-    Scheme("W4A8 unsigned LQQ", _FOUR, "int8", "dequant_lqq_unsigned"),
+    Scheme("W4A8 LQQ u8", _FOUR, "int8", "dequant_lqq_unsigned"),
     Scheme("W4A4", _FOUR, "int4"),
 )
 
@@ -105,8 +108,7 @@ def gemm_cost(
         N: output channels.
         K: input channels.
         alpha: instructions of a thread per weight, for all that is not MMA.
-        tile: most tokens that a weight is multiplied with at once; for every further tile it is loaded and dequantised
-            again, as Eq. 6 has it.
+        tile: most tokens that a weight is multiplied with at once; for every further tile it is dequantised again.
 
     Raises:
         ArgumentError: a size below 1, a negative alpha, or operands that the GPU does not multiply.
@@ -116,11 +118,10 @@ def gemm_cost(
             raise ArgumentError(name, "at least 1", value)
     if not 0 <= alpha < math.inf:
         raise ArgumentError("alpha", "instructions per weight, 0 or more", alpha)
-    passes = math.ceil(M / tile)
-    weights = N * K / 1e6  # with rates per 10^-12 s this gives microseconds
+    weights = N * K / 1e6  # over rates in 10^12 per second: microseconds
     return Cost(
-        load_us=weights * passes / weight_rate(device, scheme),
-        dequantise_us=weights * passes * alpha / device.issue_tips,
+        load_us=weights / weight_rate(device, scheme),
+        dequantise_us=weights * math.ceil(M / tile) * alpha / device.issue_tips,
         multiply_us=weights * 2 * M / tensor_rate(device, scheme),
         start_us=device.start_us,
     )

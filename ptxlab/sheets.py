@@ -98,10 +98,8 @@ class DeviceSheet:
             "int8_sync": self.int8_sync_tops,
             "int4": self.int4_tops,
         }
-        source = "measured; FP8 and FP16: the best of cuBLAS"
-        start = self.stream_start_us
-        name = f"{self.name}-measured"
-        return Device(name, source, True, self.sms, self.clock_ghz, self.stream_tbps, tops, start)
+        rates = self.sms, self.clock_ghz, self.stream_tbps, tops, self.stream_start_us
+        return Device(f"{self.name}-measured", "measured", True, *rates)
 
 
 SHEETS = {
@@ -124,19 +122,17 @@ SHEETS = {
     ),
 }
 
-# NVIDIA's data sheets, without sparsity. Clocks are those that their FP32 rates are made of: A100 19.5 TFLOP/s,
-# H100 and H200 67, L40S 91.6 (which promises no more for INT4 than for INT8).
+# NVIDIA's data sheets, without sparsity: A100 SXM with 80 GB, H100 and H200 SXM, L40S (which promises no more for INT4
+# than for INT8). H800 is an H100 with less NVLink and FP64. Clocks are those that the FP32 rates are made of: A100
+# 19.5 TFLOP/s, H100 and H200 67, L40S 91.6.
 _HOPPER = {"fp16": 989.4, "fp8": 1978.9, "int8": 1978.9}
+_ADA = {"fp16": 362.05, "fp8": 733.0, "int8": 733.0, "int4": 733.0}
 _PROMISED = (
-    Device(
-        "a100", "data sheet, SXM 80 GB", False, 108, 1.41, 2.039, {"fp16": 312.0, "int8": 624.0, "int4": 1248.0}
-    ),
-    Device("h100", "data sheet, SXM", False, 132, 1.98, 3.35, _HOPPER),
-    Device("h800", "as H100's data sheet: NVLink and FP64 differ", False, 132, 1.98, 3.35, _HOPPER),
-    Device("h200", "data sheet, SXM", False, 132, 1.98, 4.8, _HOPPER),
-    Device(
-        "l40s", "data sheet", False, 142, 2.52, 0.864, {"fp16": 362.05, "fp8": 733.0, "int8": 733.0, "int4": 733.0}
-    ),
+    Device("a100", "data sheet", False, 108, 1.41, 2.039, {"fp16": 312.0, "int8": 624.0, "int4": 1248.0}),
+    Device("h100", "data sheet", False, 132, 1.98, 3.35, _HOPPER),
+    Device("h800", "as H100", False, 132, 1.98, 3.35, _HOPPER),
+    Device("h200", "data sheet", False, 132, 1.98, 4.8, _HOPPER),
+    Device("l40s", "data sheet", False, 142, 2.52, 0.864, _ADA),
 )
 DEVICES = {d.name: d for d in (*_PROMISED, *(sheet.device for sheet in SHEETS.values()))}
 

@@ -19,8 +19,8 @@ ORDER = (
     "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "plan", "kernels",
     "audit", "convert", "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench",
     "counts", "demo", "bert", "kvdemo", "doctor", "tiles", "plot", "ladder", "ladderplot", "headline", "targets",
-    "gemmtables", "headlineplot", "kvpoints", "kvtargets", "kvtables", "kvplot",
-    "figures", "showcase", "report", "notebooks", "cli", "__main__",
+    "gemmtables", "headlineplot", "predictions", "costtables", "costplot", "kvpoints", "kvtargets", "kvtables",
+    "kvplot", "figures", "showcase", "report", "notebooks", "cli", "__main__",
 )  # fmt: skip
 
 
