@@ -58,16 +58,19 @@ class Scheme:
 
 
 _FOUR = 4 + 16 / 128
-SCHEMES = (
-    Scheme("FP16", 16, "fp16"),
-    Scheme("FP8", 8, "fp8"),
-    Scheme("W8A8", 8, "int8"),
-    Scheme("W4A16", _FOUR, "fp16", "dequant_u4_f16"),
-    Scheme("W4A8 QoQ", _FOUR, "int8", "dequant_qoq_vadd4"),
-    Scheme("W4A8 LQQ", _FOUR, "int8", "dequant_lqq"),
-    Scheme("W4A8 LQQ u8", _FOUR, "int8", "dequant_lqq_unsigned"),
-    Scheme("W4A4", _FOUR, "int4"),
-)
+SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        Scheme("FP16", 16, "fp16"),
+        Scheme("FP8", 8, "fp8"),
+        Scheme("W8A8", 8, "int8"),
+        Scheme("W4A16", _FOUR, "fp16", "dequant_u4_f16"),
+        Scheme("W4A8 QoQ", _FOUR, "int8", "dequant_qoq_vadd4"),
+        Scheme("W4A8 LQQ", _FOUR, "int8", "dequant_lqq"),
+        Scheme("W4A8 LQQ u8", _FOUR, "int8", "dequant_lqq_unsigned"),
+        Scheme("W4A4", _FOUR, "int4"),
+    )
+}
 
 
 @dataclass(frozen=True)

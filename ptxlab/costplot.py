@@ -18,12 +18,12 @@ from ptxlab.plot import BLUE, GREY, ORANGE, RED
 from ptxlab.predictions import (
     W8A8,
     Duel,
-    Prediction,
     alpha_of,
     by_kernel,
     called,
     duels,
     mean_error,
+    mean_ratio,
     measured_device,
     predictions,
 )
@@ -55,20 +55,22 @@ def roofline_figure(record: Record) -> Figure:
     title(left, "A100 by its data sheet")
     _roofs(right, here)
     _reached(right, record)
+    right.text(
+        9000, 1.1 * here.tops["int4"], "4-bit MMA, emulated on Hopper", ha="right", fontsize=8.5, color="#7b6fb0"
+    )
     title(right, f"{record.device['name'].removeprefix('NVIDIA ')} as measured; dots: {DISSECTED}")
     figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
     return figure
 
 
 def _roofs(axes: Axes, device: Device) -> None:
-    for scheme in cost.SCHEMES:
-        if scheme.name in _ROOFS and scheme.operands in device.tops:
-            label = scheme.name.removesuffix(" LQQ")
+    for name, style in _ROOFS.items():
+        scheme = cost.SCHEMES[name]
+        if scheme.operands in device.tops:
             roof = [cost.most_tops(device, scheme, M, alpha_of(scheme.dequantiser)) for M in _INTENSITY]
-            axes.plot(_INTENSITY, roof, label=label, **_ROOFS[scheme.name])
-    w4a8 = next(scheme for scheme in cost.SCHEMES if scheme.name == "W4A8 LQQ")
+            axes.plot(_INTENSITY, roof, label=name.removesuffix(" LQQ"), **style)
     alpha = alpha_of(_DEAR)
-    roof = [cost.most_tops(device, w4a8, M, alpha) for M in _INTENSITY]
+    roof = [cost.most_tops(device, cost.SCHEMES["W4A8 LQQ"], M, alpha) for M in _INTENSITY]
     axes.plot(_INTENSITY, roof, color=RED, linestyle=":", label=f"W4A8 by vadd4.s32, α = {alpha:g}")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -111,7 +113,7 @@ def predicted_figure(record: Record) -> Figure:
         label = f"{called(name)}: {errors[0]:.0%} ({errors[1]:.0%})"
         times = [(p.cost.in_turn_us, p.row.time_us) for p in mine]
         left.plot(*np.array(times).T, "o", markersize=4, alpha=0.75, markeredgewidth=0, label=label, **style)
-        ratios = [mean(p.cost.in_turn_us / p.row.time_us for p in _at(mine, M)) for M in ALL_TOKENS]
+        ratios = [mean_ratio(mine, M) for M in ALL_TOKENS]
         right.plot(range(len(ALL_TOKENS)), ratios, "o-", markersize=4, **style)
     left.set_xscale("log")
     left.set_yscale("log")
@@ -131,10 +133,6 @@ def predicted_figure(record: Record) -> Figure:
     token_axis(right, ALL_TOKENS)
     title(right, "Geometric mean over the matrices")
     return figure
-
-
-def _at(found: list[Prediction], M: int) -> list[Prediction]:
-    return [prediction for prediction in found if prediction.row.sizes["M"] == M]
 
 
 def crossover_figure(record: Record) -> Figure:

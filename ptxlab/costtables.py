@@ -1,5 +1,6 @@
 """Tables of the cost model: devices, schemes on one of them, and what the record says of the predictions."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -7,10 +8,9 @@ from ptxlab import cost
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import DISSECTED_TOKENS
 from ptxlab.cost import Cost, Device, Scheme
-from ptxlab.ladder import NOT_RECORDED, markdown, mean
+from ptxlab.ladder import NOT_RECORDED, markdown
 from ptxlab.predictions import (
     W8A8,
-    Prediction,
     alpha_at,
     alpha_of,
     by_kernel,
@@ -18,6 +18,7 @@ from ptxlab.predictions import (
     crossover,
     duels,
     mean_error,
+    mean_ratio,
     measured_device,
     predictions,
     said,
@@ -53,7 +54,7 @@ class Entry:
 def entries(device: Device, M: int, N: int, K: int) -> list[Entry]:
     """Every scheme that the device multiplies."""
     found = []
-    for scheme in (scheme for scheme in cost.SCHEMES if scheme.operands in device.tops):
+    for scheme in (scheme for scheme in cost.SCHEMES.values() if scheme.operands in device.tops):
         alpha = alpha_of(scheme.dequantiser)
         found.append(
             Entry(
@@ -80,14 +81,14 @@ def scheme_lines(found: list[Entry]) -> list[list[str]]:
 
 def device_json(device: Device) -> dict[str, Any]:
     """A device with what the model makes of it, JSON-ready."""
-    schemes = {s.name: cost.transition(device, s) for s in cost.SCHEMES if s.operands in device.tops}
-    hidden = cost.largest_alpha(device, _scheme("W4A8 LQQ"))
+    schemes = {name: cost.transition(device, s) for name, s in cost.SCHEMES.items() if s.operands in device.tops}
+    hidden = cost.largest_alpha(device, cost.SCHEMES["W4A8 LQQ"])
     return {**asdict(device), "issue_tips": device.issue_tips, "transitions": schemes, "largest_alpha": hidden}
 
 
 def device_lines() -> list[list[str]]:
     """All devices as lines of `DEVICE_COLUMNS`."""
-    fp16, w8a8, w4a8 = map(_scheme, ("FP16", "W8A8", "W4A8 LQQ"))
+    fp16, w8a8, w4a8 = (cost.SCHEMES[name] for name in ("FP16", "W8A8", "W4A8 LQQ"))
     return [
         [
             device.name,
@@ -111,10 +112,10 @@ def kernels_table(record: Record | None) -> str:
     columns += [f"in turn over measured, M = {M}" for M in DISSECTED_TOKENS]
     lines = []
     for name, mine in found.items():
-        alphas = " / ".join(dict.fromkeys(f"{alpha_at(name, M):.2g}" for M in DISSECTED_TOKENS if _at(mine, M)))
+        alphas = " / ".join(dict.fromkeys(f"{alpha_at(name, M):.2g}" for M in DISSECTED_TOKENS))
         errors = [f"{mean_error(mine, overlapped=overlapped):.0%}" for overlapped in (False, True)]
-        ratios = [mean(p.cost.in_turn_us / p.row.time_us for p in _at(mine, M)) for M in DISSECTED_TOKENS]
-        lines.append([f"`{called(name)}`", alphas, *errors, *("" if r != r else f"{r:.2f}" for r in ratios)])
+        ratios = [mean_ratio(mine, M) for M in DISSECTED_TOKENS]
+        lines.append([f"`{called(name)}`", alphas, *errors, *("" if math.isnan(r) else f"{r:.2f}" for r in ratios)])
     every = [prediction for mine in found.values() for prediction in mine]
     in_turn = sum(p.row.time_us < p.cost.in_turn_us for p in every)
     overlapped = sum(p.row.time_us < p.cost.overlapped_us for p in every)
@@ -152,11 +153,3 @@ def crossover_table(record: Record | None) -> str:
 
 def _us(value: float) -> str:
     return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
-
-
-def _at(found: list[Prediction], M: int) -> list[Prediction]:
-    return [prediction for prediction in found if prediction.row.sizes["M"] == M]
-
-
-def _scheme(name: str) -> Scheme:
-    return next(scheme for scheme in cost.SCHEMES if scheme.name == name)

@@ -10,7 +10,6 @@ from ptxlab.bench.shapes import DISSECTED_TOKENS, Layer
 from ptxlab.cost import Cost, Device, Scheme
 from ptxlab.ladder import place_of
 
-FP8 = next(scheme for scheme in cost.SCHEMES if scheme.name == "FP8")
 W8A8 = "gemm_w8a8_sm90"
 _ON_MMA_SYNC = {"gemm_w4a8_qoq_sm80", "gemm_w4a8_qoq_channel_sm80", "gemm_w4a8_small_sm90"}
 # Not every iteration of its loop unpacks, so that the record has no instructions per weight: those of the word alone.
@@ -86,6 +85,11 @@ def mean_error(found: Sequence[Prediction], *, overlapped: bool = False) -> floa
     return sum(errors) / len(errors) if errors else math.nan
 
 
+def mean_ratio(found: Iterable[Prediction], M: int) -> float:
+    """Predicted in turn over measured, at M tokens: geometric mean; NaN where there are no such points."""
+    return ladder.mean(p.cost.in_turn_us / p.row.time_us for p in found if p.row.sizes["M"] == M)
+
+
 class Duel(NamedTuple):
     """Time of W4A8 over that of 8-bit weights on one matrix, by tokens: measured, and predicted either way."""
 
@@ -107,7 +111,7 @@ def duels(record: Record | None, other: str) -> list[Duel]:
         if other == W8A8 and (N, K, M) in eight:
             their_us, theirs = eight[N, K, M].time_us, predict(eight[N, K, M], device).cost
         elif other in row.peers:
-            their_us, theirs = row.peers[other], cost.gemm_cost(device, FP8, M, N, K)
+            their_us, theirs = row.peers[other], cost.gemm_cost(device, cost.SCHEMES["FP8"], M, N, K)
         else:
             continue
         ours = predict(row, device).cost
@@ -124,7 +128,7 @@ def crossover(device: Device, alpha: float) -> float:
 
     α/C + 2M/T = 1/B: the model's answer within one tile. Overlapped, W4A8 is never slower.
     """
-    w8a8 = next(scheme for scheme in cost.SCHEMES if scheme.name == "W8A8")
+    w8a8 = cost.SCHEMES["W8A8"]
     return cost.tensor_rate(device, w8a8) / 2 * (1 / cost.weight_rate(device, w8a8) - alpha / device.issue_tips)
 
 

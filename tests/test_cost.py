@@ -8,8 +8,7 @@ from ptxlab import cost
 from ptxlab.cost import DEVICES, SCHEMES, Device, Scheme, device, gemm_cost, largest_alpha, most_tops, transition
 from ptxlab.errors import ArgumentError
 
-NAMED = {scheme.name: scheme for scheme in SCHEMES}
-W4A8, W8A8 = NAMED["W4A8 LQQ"], NAMED["W8A8"]
+W4A8, W8A8 = SCHEMES["W4A8 LQQ"], SCHEMES["W8A8"]
 # 10^12 bytes, 100·10^12 operations and 1.28·10^12 instructions per second.
 ROUND = Device("round", "made up", False, 10, 1.0, 1.0, {"int8": 100.0}, start_us=3.0)
 NIBBLE = Scheme("four bits, no constants", 4, "int8")
@@ -26,7 +25,7 @@ NIBBLE = Scheme("four bits, no constants", 4, "int8")
     ],
 )
 def test_transitions_of_the_papers(gpu: str, scheme: str, tokens: float) -> None:
-    assert transition(device(gpu), NAMED[scheme]) == pytest.approx(tokens, rel=0.025)
+    assert transition(device(gpu), SCHEMES[scheme]) == pytest.approx(tokens, rel=0.025)
 
 
 def test_the_papers_largest_alpha() -> None:
@@ -42,11 +41,11 @@ def test_qserves_crossing_of_w4a16_and_w8a8() -> None:
     a100 = device("a100")
 
     def roofs(M: int) -> list[float]:
-        return [most_tops(a100, NAMED[name], M) for name in ("W4A16", "W8A8", "W4A8 QoQ")]
+        return [most_tops(a100, SCHEMES[name], M) for name in ("W4A16", "W8A8", "W4A8 QoQ")]
 
     assert roofs(70)[0] > roofs(70)[1] and roofs(85)[0] < roofs(85)[1]
     assert all(w4a8 >= max(others) for M in range(1, 500) for *others, w4a8 in [roofs(M)])
-    assert most_tops(a100, NAMED["W4A4"], 500) == 2 * most_tops(a100, W8A8, 500)
+    assert most_tops(a100, SCHEMES["W4A4"], 500) == 2 * most_tops(a100, W8A8, 500)
 
 
 def test_units() -> None:
@@ -70,7 +69,7 @@ def test_every_tile_of_tokens_dequantises_again() -> None:
 @pytest.mark.parametrize("name", DEVICES)
 def test_the_transition_is_where_loading_takes_as_long_as_multiplying(name: str) -> None:
     gpu = device(name)
-    for scheme in (scheme for scheme in SCHEMES if scheme.operands in gpu.tops):
+    for scheme in (scheme for scheme in SCHEMES.values() if scheme.operands in gpu.tops):
         tokens = transition(gpu, scheme)
         assert (
             most_tops(gpu, scheme, 0.99 * tokens) < gpu.tops[scheme.operands] == most_tops(gpu, scheme, tokens * 1.01)
@@ -109,7 +108,7 @@ def test_clocks_make_the_fp32_rate_of_the_data_sheet(name: str, cores: int, tflo
         ({"tile": 0}, r"tile: at least 1 \(got 0\)"),
         ({"alpha": -0.5}, r"alpha: instructions per weight, 0 or more \(got -0.5\)"),
         ({"alpha": math.nan}, r"alpha: .* \(got nan\)"),
-        ({"scheme": NAMED["W4A4"]}, r"scheme: operands that h100 multiplies: fp16, fp8, int8 \(got W4A4\)"),
+        ({"scheme": SCHEMES["W4A4"]}, r"scheme: operands that h100 multiplies: fp16, fp8, int8 \(got W4A4\)"),
     ],
 )
 def test_bad_input(changed: dict, message: str) -> None:

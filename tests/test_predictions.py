@@ -102,9 +102,8 @@ def test_duels_compare_the_same_matrix_at_the_same_tokens() -> None:
 def test_the_crossover_is_where_both_take_as_long() -> None:
     alpha = 1.5
     tokens = round(predictions.crossover(DEVICE, alpha))
-    schemes = {scheme.name: scheme for scheme in cost.SCHEMES}
-    four = cost.gemm_cost(DEVICE, schemes["W4A8 LQQ"], tokens, 8192, 8192, alpha=alpha)
-    eight = cost.gemm_cost(DEVICE, schemes["W8A8"], tokens, 8192, 8192)
+    four = cost.gemm_cost(DEVICE, cost.SCHEMES["W4A8 LQQ"], tokens, 8192, 8192, alpha=alpha)
+    eight = cost.gemm_cost(DEVICE, cost.SCHEMES["W8A8"], tokens, 8192, 8192)
     assert four.in_turn_us == pytest.approx(eight.in_turn_us, rel=0.005) and eight.limit == "load"
 
 
