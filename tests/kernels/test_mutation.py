@@ -24,6 +24,7 @@ SIBLINGS = {
     "fma.rn.f16x2": "fma.rn.bf16x2",
     "ld.global.cs.u32": "ld.global.cs.u16",
     "ld.global.cs.v2.u32": "ld.global.cs.v2.u16",
+    "ld.global.nc.u16": "ld.global.nc.u8",
     "ld.global.nc.u8": "ld.global.nc.s8",
     "ld.param.u32": "ld.param.u16",
     "ld.param.u64": "ld.param.u32",
@@ -33,6 +34,7 @@ SIBLINGS = {
     "mov.b32": "not.b32",
     "mov.u32": "not.b32",
     "mul.lo.u32": "mul.hi.u32",
+    "mul.rn.f16x2": "mul.rn.bf16x2",
     "prmt.b32": "prmt.b32.b4e",
     "ret": "trap",
     "setp.ge.u32": "setp.gt.u32",
@@ -67,6 +69,7 @@ def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[st
         if found is None:
             continue
         start, opcode = found.start("opcode"), found["opcode"]
+        assert opcode in siblings, f"say in SIBLINGS what {opcode} of line {number + 1} becomes in a mutant"
         if siblings[opcode] != opcode:
             changed = line[:start] + siblings[opcode] + line[start + len(opcode) :]
             yield (
@@ -86,16 +89,23 @@ def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[st
 def battery(spec: KernelSpec) -> list[dict[str, np.ndarray]]:
     """Logical inputs that use every bit: several blocks, the last one partial, lanes that overflow included."""
     rng = np.random.default_rng(1)
+    dtype = spec.example(rng, **spec.example_sizes[0])["q4"].dtype
+    low, high = (-8, 8) if dtype == np.int8 else (0, 16)
     chosen = []
     for rows, K, g in ((5, 1056, 32), (3, 384, 128)):
-        low, high, dtype = (-8, 8, np.int8) if spec.name == "dequant_comet" else (0, 16, np.uint8)
         logical: dict[str, np.ndarray] = {"q4": rng.integers(low, high, (rows, K), dtype=dtype)}
         for arg in spec.inputs:
             if arg.name != "qweight":
-                any_byte = np.iinfo(arg.dtype).min, np.iinfo(arg.dtype).max + 1
-                logical[arg.name] = rng.integers(*any_byte, (rows, K // g), dtype=arg.dtype)
+                logical[arg.name] = any_of(rng, np.dtype(arg.dtype), (rows, K // g))
         chosen.append(logical)
     return chosen
+
+
+def any_of(rng: np.random.Generator, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Any integers; of floats ordinary ones, since no two machines agree on the bits of a NaN."""
+    if dtype.kind == "f":
+        return np.exp2(rng.uniform(-12, 12, shape)).astype(dtype)
+    return rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).max + 1, shape, dtype=dtype)
 
 
 def is_killed(spec: KernelSpec, mutant: Source, inputs: list[dict[str, np.ndarray]]) -> bool:
