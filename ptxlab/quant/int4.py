@@ -37,16 +37,17 @@ def quantize_int4(w: npt.NDArray[Any], group: int = 128) -> Int4Weight:
     """Quantise w float [N, K] symmetrically with `group` (32, 64 or 128) weights per scale, max|w| / 7 in FP16.
 
     A group of zeros has scale 1. Raises ArgumentError as `quantize_level1` does for bad input, for an unknown group or
-    a K that is not a multiple of it, and for a group whose scale would exceed 8188, 8 times which is the largest FP16.
+    a K that is not a multiple of it, and for a group whose scale would exceed 8188, 8 times which is the
+    largest FP16.
     """
     floats = as_float_matrix("w", w)
     check_group("w", floats.shape[1], group)
     q4, scale = by_strips(lambda strip: _strip(strip, group), floats)
     if (scale > MAX_INT4_SCALE).any():
         row, column = map(int, np.argwhere(scale > MAX_INT4_SCALE)[0])
-        raise ArgumentError(
-            "w", f"group scales must be at most {MAX_INT4_SCALE}", f"row {row}, group {column} exceeds it"
-        )
+        largest = np.abs(floats[row, column * group : (column + 1) * group]).max()
+        rule = f"a group's largest magnitude over 7 must be at most {MAX_INT4_SCALE}"
+        raise ArgumentError("w", rule, f"{largest:g} in row {row}, group {column}")
     return Int4Weight(q4, scale)
 
 
