@@ -181,21 +181,15 @@ class PackedLanes(Watcher):
         target, *sources = instruction.operands
         stored = machine.reader(target, f"u{width}")
         letters = [letter for letter in "abc" if letter in types]
+        findings = machine.launch.findings
         readers = {letter: machine.reader(sources["abc".index(letter)], f"u{width}") for letter in letters}
 
         def checked(lanes: Lanes):
             before = {letter: read(lanes).copy() for letter, read in readers.items()}
             outcome = step(lanes)
             for fault in lane_faults(instruction.opcode, types, np.ascontiguousarray(stored(lanes)), before):
-                machine.launch.findings.add(
-                    machine,
-                    instruction,
-                    fault.kind,
-                    int(indices_of(lanes)[fault.index]),
-                    fault.problem,
-                    fault.times,
-                    fault,
-                )
+                place = int(indices_of(lanes)[fault.index])
+                findings.add(machine, instruction, fault.kind, place, fault.problem, fault.times, fault)
             return outcome
 
         return checked
