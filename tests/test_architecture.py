@@ -20,7 +20,7 @@ ORDER = (
     "audit", "convert", "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench",
     "counts", "demo", "bert", "kvdemo", "doctor", "tiles", "plot", "ladder", "ladderplot", "headline", "targets",
     "gemmtables", "headlineplot", "kvpoints", "kvtargets", "kvtables", "kvplot",
-    "figures", "showcase", "report", "notebooks", "cli", "__main__",
+    "figures", "showcase", "report", "notebooks", "jupyter", "cli", "__main__",
 )  # fmt: skip
 
 

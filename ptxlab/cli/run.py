@@ -9,7 +9,8 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import emulator, kernels, runtime, tiles
+from ptxlab import kernels, runtime, tiles
+from ptxlab.arguments import parse_checks, parse_integers
 from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
 from ptxlab.files import load_arrays, save_arrays
@@ -109,7 +110,7 @@ def run(
 ) -> None:
     """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""
     arrays = load_arrays(inputs)
-    checks, mode = _checks(check), "late" if late else "early"
+    checks, mode = parse_checks("--check", check), "late" if late else "early"
     spec, source, entry = kernels.resolve(target)
     with progress_bar(f"run {target}", None, quiet=as_json):
         if spec is not None:
@@ -129,7 +130,7 @@ def run(
                 mode=mode,
             )
         else:
-            kernel = runtime.load(source, entry, defines=_integers("-D", define or []), arch=arch)
+            kernel = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
             args = [_argument(arrays, kernel.entry, name) for name in kernel.parameters]
             if extra := sorted(set(arrays) - set(kernel.parameters)):
                 raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
@@ -161,25 +162,6 @@ def run(
         console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", soft_wrap=True, highlight=False)
     if outcome.findings:
         raise typer.Exit(FAILED)
-
-
-def _checks(text: str) -> frozenset[str]:
-    chosen = emulator.CHECKS if text == "all" else frozenset(filter(None, map(str.strip, text.split(","))))
-    if unknown := sorted(chosen - emulator.CHECKS):
-        raise ArgumentError("--check", f"some of {', '.join(sorted(emulator.CHECKS))}", unknown[0])
-    return chosen
-
-
-def _integers(option: str, texts: list[str]) -> dict[str, int]:
-    """`TILE=64` or `FIXED`, which counts as 1, as a compiler has it."""
-    values = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            values[name] = int(value or "1", 0)
-        except ValueError:
-            raise ArgumentError(option, "NAME=INTEGER", text) from None
-    return values
 
 
 def _dims(name: str, text: str) -> tuple[int, ...]:
@@ -218,7 +200,7 @@ def verify(
     if bool(names) == everything:
         raise ArgumentError("names", "kernels' names, or --all", names or "nothing")
     jobs, skipped = plan(names or list(kernels.specs()), backend)
-    jobs += _jobs_at(_integers("--sizes", sizes.split(",")), jobs) if sizes else []
+    jobs += _jobs_at(parse_integers("--sizes", sizes.split(",")), jobs) if sizes else []
     verdicts = []
     with progress_bar("verify", len(jobs), quiet=as_json) as advance:
         for job in jobs:

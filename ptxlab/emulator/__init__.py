@@ -14,7 +14,21 @@ from ptxlab.emulator.arguments import CHECKS, MODES
 from ptxlab.emulator.check import Finding
 from ptxlab.emulator.ir import Entry, Instruction, Module
 from ptxlab.emulator.launch import Result, run
+from ptxlab.emulator.packed import LaneType, PackedOperand
 from ptxlab.emulator.parse import parse
 from ptxlab.emulator.wavefronts import SharedAccess
 
-__all__ = ["CHECKS", "MODES", "Entry", "Finding", "Instruction", "Module", "Result", "SharedAccess", "parse", "run"]
+__all__ = [
+    "CHECKS",
+    "MODES",
+    "Entry",
+    "Finding",
+    "Instruction",
+    "LaneType",
+    "Module",
+    "PackedOperand",
+    "Result",
+    "SharedAccess",
+    "parse",
+    "run",
+]

@@ -1,0 +1,147 @@
+"""A cell of PTX or CUDA C++: its kernels, what the assembler made of them, and what changed since the last time."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ptxlab import emulator, gpu, sass, toolchain
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.runtime import Kernel, load
+from ptxlab.sources import Language, Source, cuda_entries
+from ptxlab.verify import Verdict
+
+Reports = Mapping[str, sass.Report]
+_ARCH = "sm_90a"  # where there is no GPU: that of an H100
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a cell became; in a notebook it shows itself as a page.
+
+    Attributes:
+        source: the text. Its first line is empty and stands for the magic's, so that lines count as in the cell.
+        kernels: by entry symbol.
+        reports: what the assembler made of them; empty if there is none here, `note` says what to install.
+        before: reports of the kernels of the same names that the cell replaces.
+        verdicts: of the verification, if one was asked for.
+        listing: machine code by line of the source, if it was asked for.
+    """
+
+    source: Source
+    kernels: Mapping[str, Kernel]
+    reports: Reports
+    before: Reports = field(default_factory=dict)
+    verdicts: tuple[Verdict, ...] = ()
+    listing: Mapping[int, list[sass.SassInstruction]] = field(default_factory=dict)
+    note: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.note] if self.note else []
+        for name, report in self.reports.items():
+            lines.append(f"{name} ({self.source.language}, {report.arch}, {report.tools[0]})")
+            lines += [f"  {fact.in_words()}" for fact in facts(report, self.before.get(name))]
+            lines += [f"  warning: {warning}" for warning in report.warnings]
+        lines += [f"{'passed' if v.passed else 'FAILED'} {v.kernel} {v.sizes}: {v.detail}" for v in self.verdicts]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of a report, and what it was before (None: nothing to compare with)."""
+
+    name: str
+    now: float
+    before: float | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is another number than before."""
+        return self.before is not None and self.before != self.now
+
+    def in_words(self) -> str:
+        """`registers 12 (was 14)`."""
+        return f"{self.name} {self.now:g}" + (f" (was {self.before:g})" if self.changed else "")
+
+
+def facts(report: sass.Report, before: sass.Report | None = None) -> list[Fact]:
+    """Registers, spills, shared memory, instructions; instructions per eight weights where a word is marked."""
+    now, old = _numbers(report), _numbers(before) if before else {}
+    return [Fact(name, value, old.get(name)) for name, value in now.items()]
+
+
+def counts(now: Mapping[str, int], before: Mapping[str, int] | None = None) -> list[Fact]:
+    """How often each opcode (pipe, section) occurs, with those that are gone."""
+    names = dict.fromkeys([*now, *(before or {})])
+    return [Fact(n, now.get(n, 0), None if before is None else before.get(n, 0)) for n in names]
+
+
+def _numbers(report: sass.Report) -> dict[str, float]:
+    numbers: dict[str, float] = {
+        "registers": report.registers,
+        "spilled bytes": report.spill_stores + report.spill_loads,
+        "stack bytes": report.stack,
+        "shared bytes": report.shared,
+        "instructions": sum(report.opcodes.values()),
+    }
+    return numbers if report.alu_per_8 is None else {**numbers, "ALU per 8 weights": report.alu_per_8}
+
+
+def compile_cell(
+    text: str,
+    language: Language,
+    *,
+    kernel: str | None = None,
+    arch: str | None = None,
+    defines: toolchain.Defines = toolchain.NO_DEFINES,
+    checks: frozenset[str] = frozenset(),
+    listing: bool = False,
+    before: Reports | None = None,
+) -> Cell:
+    """Compile the text of a cell (what stands below the magic's line).
+
+    Args:
+        text: PTX or CUDA C++.
+        language: `"ptx"` or `"cu"`.
+        kernel: the entry symbol, if it is to be one of several; by default all of them.
+        arch: what to assemble for, and as in `ptxlab.load`; by default this machine's GPU, or an H100, for the numbers.
+        defines: `-D` constants, CUDA C++ only.
+        checks: of the emulator, for every call that does not ask for others.
+        listing: keep the machine code by line.
+        before: reports of earlier versions by entry symbol.
+
+    Raises:
+        CompileError, SourceError: with the cell's line.
+        ArgumentError: no such entry, or none at all.
+    """
+    source = _source(text, language)
+    shown_for = arch or (gpu.device_info().arch if gpu.why_not(None) is None else _ARCH)
+    image, note = None, ""
+    try:
+        image = toolchain.build(source, shown_for, defines=defines)
+    except UnavailableError as error:
+        note = f"not assembled: {error}"
+    entries = list(emulator.parse(source.text, source.path).entries) if language == "ptx" else cuda_entries(source.text)
+    chosen = [kernel] if kernel else list(entries)
+    if not chosen:
+        raise ArgumentError(source.path, 'a kernel (.visible .entry, or extern "C" __global__)', "none")
+    given: dict[str, Any] = {} if language == "ptx" else {"defines": defines, "arch": arch}
+    kernels = {name: replace(load(source, name, **given), checks=checks) for name in chosen}
+    reports = {name: sass.report(source, shown_for, entry=name, defines=defines) for name in chosen} if image else {}
+    lines: dict[int, list[sass.SassInstruction]] = {}
+    if image and listing:
+        for name in chosen:
+            for instruction in sass.parse(toolchain.disassemble(image))[name]:
+                lines.setdefault(instruction.line, []).append(instruction)
+    earlier = {name: before[name] for name in reports if before and name in before}
+    return Cell(source, kernels, reports, earlier, listing=lines, note=note)
+
+
+def _source(text: str, language: Language) -> Source:
+    """The cell as a source called by its first kernel, under a path that messages can name."""
+    pattern = r"\.entry\s+(\w+)" if language == "ptx" else r"__global__\b[^;{(]*?(?:__\w+__\s*\([^)]*\)\s*)?(\w+)\s*\("
+    found = re.search(pattern, text)
+    name = found[1] if found else "cell"
+    return Source(name, f"<cell {name}>" if found else "<cell>", language, "\n" + text)

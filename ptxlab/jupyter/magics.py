@@ -1,0 +1,99 @@
+"""`%%ptx` and `%%cuda`: compile the cell, show what became of it, bind its kernels under their names."""
+
+from dataclasses import replace
+from typing import Any
+
+from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+from IPython.display import display
+
+from ptxlab import kernels, sass
+from ptxlab.arguments import parse_checks, parse_integers
+from ptxlab.errors import PtxlabError, SourceError
+from ptxlab.jupyter import page
+from ptxlab.jupyter.cell import Cell, compile_cell
+from ptxlab.sources import Language
+from ptxlab.spec import KernelSpec
+from ptxlab.verify import Job, Verdict, verify
+
+
+def _options(function: Any) -> Any:
+    """What both magics take."""
+    for option in (
+        argument("-q", "--quiet", action="store_true", help="Bind the kernels and show nothing."),
+        argument("--sass", action="store_true", help="Show the machine code under the lines that it comes from."),
+        argument("--verify", metavar="SPEC", help="Hold the kernel against the reference of this project kernel, "
+                 "or of a KernelSpec in the notebook, with every check on."),
+        argument("--check", metavar="CHECKS", default="", help="What the emulator looks for whenever the kernel is "
+                 "called: some of lanes,race,init,async, or all."),
+        argument("--arch", help="What to assemble for, such as sm_90a; by default this GPU, or sm_90a without one."),
+        argument("--kernel", metavar="NAME", help="Only this one of the cell's kernels; by default all of them."),
+    ):  # fmt: skip
+        function = option(function)
+    return magic_arguments()(function)
+
+
+@magics_class
+class PtxlabMagics(Magics):
+    """The cell magics; they remember what each kernel was before, so that a cell run again shows what changed."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.reports: dict[str, sass.Report] = {}
+
+    @cell_magic
+    @_options
+    def ptx(self, line: str, cell: str) -> None:
+        """Assemble a cell of PTX and bind its kernels under their names."""
+        self._run(parse_argstring(self.ptx, line), cell, "ptx")
+
+    @cell_magic
+    @_options
+    @argument("-D", dest="define", metavar="NAME[=N]", action="append", default=[], help="A constant; -D X is 1.")
+    def cuda(self, line: str, cell: str) -> None:
+        """Compile a cell of CUDA C++ and bind its kernels under their names."""
+        self._run(parse_argstring(self.cuda, line), cell, "cu")
+
+    def _run(self, options: Any, text: str, language: Language) -> None:
+        try:
+            cell = compile_cell(
+                text,
+                language,
+                kernel=options.kernel,
+                arch=options.arch,
+                defines=parse_integers("-D", getattr(options, "define", [])),
+                checks=parse_checks("--check", options.check),
+                listing=options.sass,
+                before=self.reports,
+            )
+            page.remember(cell.source.path, cell.source.text)
+            if options.verify:
+                cell = replace(cell, verdicts=self._verify(cell, options.verify))
+        except PtxlabError as error:
+            raise _in_short(error, text) from None
+        self.reports |= cell.reports
+        self.shell.push(dict(cell.kernels))
+        if not options.quiet:
+            display(cell)
+
+    def _verify(self, cell: Cell, contract: str) -> tuple[Verdict, ...]:
+        """Every kernel of the cell in the emulator, at every size of the spec's examples."""
+        spec = self.shell.user_ns.get(contract)
+        if not isinstance(spec, KernelSpec):
+            spec, _ = kernels.find(contract)
+        own = [replace(spec, name=name) for name in cell.kernels]
+        return tuple(
+            verify(Job(one, cell.source, "emulator", sizes, dict(kernel.defines) or None))
+            for one, kernel in zip(own, cell.kernels.values(), strict=True)
+            for sizes in one.example_sizes
+        )
+
+
+def _in_short(error: PtxlabError, text: str) -> PtxlabError:
+    """The error, which a notebook shows as its message and the cell's lines around it, without a traceback."""
+    lines = [f"{type(error).__name__}: {error}"]
+    if isinstance(error, SourceError) and error.path.startswith("<cell") and error.line:
+        numbered = list(enumerate(["", *text.splitlines()], 1))[max(1, error.line - 3) : error.line + 2]
+        lines += [f"{'---->' if n == error.line else '     '} {n:>3} {line}" for n, line in numbered]
+    error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
+    return error
