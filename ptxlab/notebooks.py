@@ -18,8 +18,8 @@ def scripts() -> list[Path]:
     return sorted(folder.glob("*.py"))
 
 
-def build(script: Path) -> Path:
-    """Execute a notebook's source from top to bottom and write the `.ipynb` beside it; returns its path.
+def execute(script: Path) -> Any:
+    """A notebook's source, run from top to bottom in a Python kernel; returns the notebook with its outputs.
 
     Raises:
         UnavailableError: jupytext, nbclient or the Python kernel are not installed.
@@ -42,6 +42,25 @@ def build(script: Path) -> Path:
         raise FileError(f"{script}: a cell took longer than {_SECONDS} s") from None
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day, which would change the file at every run
+        if "outputs" in cell:
+            cell.outputs = [_from_the_root(output) for output in cell.outputs]
+    return notebook
+
+
+def _from_the_root(value: Any) -> Any:
+    """What a cell put out, with the paths of this checkout as they are in any other."""
+    if isinstance(value, str):
+        return value.replace(f"{scripts()[0].parent.parent}/", "")
+    if isinstance(value, dict):
+        return type(value)({key: _from_the_root(part) for key, part in value.items()})
+    return [_from_the_root(part) for part in value] if isinstance(value, list) else value
+
+
+def build(script: Path) -> Path:
+    """Execute a notebook's source and write the `.ipynb` beside it; returns its path. Raises what `execute` does."""
+    notebook = execute(script)
+    import jupytext
+
     path = script.with_suffix(".ipynb")
     text = jupytext.writes(notebook, fmt="ipynb")
     write_whole(path, lambda file: file.write(text.encode()))
