@@ -1,15 +1,47 @@
 """The workbench in Jupyter: `%load_ext ptxlab` gives the magics `%%ptx` and `%%cuda`, and displays that can be read.
 
-`cell` compiles what `magics` are given; `displays` show kernels, packed weights and findings, `words` bits lane by
-lane, over `page`, which is all that knows of HTML.
+`cell` compiles what `magics` are given; `displays` show kernels, packed weights, launches and findings, `words` bits
+lane by lane. `identities` takes the dequantisers apart, `maps` knows who holds what and `drawing` draws it; `widgets`
+puts sliders to both. `page` is all that knows of HTML.
 """
 
 from typing import Any
 
+from ptxlab.jupyter import maps
 from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.displays import PAGES
+from ptxlab.jupyter.drawing import HolderView
+from ptxlab.jupyter.identities import Identities, identities
+from ptxlab.jupyter.widgets import dequant_sliders, layout_explorer
 
-__all__ = ["Cell", "compile_cell", "register"]
+__all__ = [
+    "Cell",
+    "HolderView",
+    "Identities",
+    "compile_cell",
+    "dequant_sliders",
+    "identities",
+    "layout_explorer",
+    "register",
+    "who_holds",
+]
+
+
+def who_holds(name: str, lane: int | None = None) -> HolderView:
+    """Which lane holds which element; in a notebook it shows itself as a picture.
+
+    Args:
+        name: a fragment (`mma.m16n8k32.a`, `wgmma.m64k32.a`, `ldmatrix.x4` ...), a layout of `ptxlab.pack`, or a
+            `load_*` kernel that brings a tile.
+        lane: the one to bring out; None: none.
+
+    Raises:
+        ArgumentError: no such map (the nearest ones are shown), or no such lane.
+    """
+    view = HolderView(maps.find(name), lane)
+    if lane is not None:
+        view.holders.held_by(lane)
+    return view
 
 
 def register(shell: Any) -> None:

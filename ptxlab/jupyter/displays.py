@@ -5,10 +5,12 @@ from typing import Any
 
 from ptxlab import kernels, sources
 from ptxlab.emulator import Finding
-from ptxlab.jupyter import page
+from ptxlab.jupyter import maps, page
 from ptxlab.jupyter.cell import Cell, Fact, counts, facts
+from ptxlab.jupyter.drawing import HolderView
 from ptxlab.jupyter.page import Html, chip, details, element, join, listing, table
 from ptxlab.jupyter.words import Row, words
+from ptxlab.layout import PackedWeight
 from ptxlab.runtime import Kernel, Outcome
 from ptxlab.sass import Report
 from ptxlab.sources import Source
@@ -77,6 +79,22 @@ def _operands(finding: Finding) -> Html:
     differs = {lane for lane, value in enumerate(exact) if stored.lanes[lane] != value}
     rows.append(Row("d", stored.type, stored.lanes, differs, f"stored, {stored.word:#010x}"))
     return words(rows)
+
+
+def of_weight(weight: PackedWeight) -> str:
+    """A packed weight: its buffers, and which lane gets what of a tile."""
+    chips = [chip(weight.scheme), chip(f"[{weight.N}, {weight.K}]"), chip(f"{weight.arch} and newer")]
+    chips += [chip(f"groups of {weight.group}")] if weight.group < weight.K else []
+    bits = f"{8 * weight.nbytes / (weight.N * weight.K):.2f} bits per weight"
+    buffers = [
+        (element("code", name), str(array.dtype), str(list(array.shape)), element("td", f"{array.nbytes:,}", cls="num"))
+        for name, array in weight.buffers.items()
+    ]
+    return page.page(
+        _title(weight.layout, *chips, chip(bits)),
+        table(("buffer", "dtype", "shape", "bytes"), buffers),
+        HolderView(maps.find(weight.layout)).body(),
+    )
 
 
 def of_outcome(outcome: Outcome) -> str:
@@ -168,4 +186,5 @@ PAGES: dict[type, Callable[[Any], str]] = {
     Kernel: of_kernel,
     KernelSpec: of_spec,
     Outcome: of_outcome,
+    PackedWeight: of_weight,
 }

@@ -37,7 +37,13 @@ STYLE = """
 .ptxlab .chip.changed { background: var(--amber) }
 .ptxlab .title { margin: .2em 0; font-size: 14px }
 .ptxlab summary { cursor: pointer }
-.ptxlab svg text { fill: currentColor; font-family: var(--mono) }
+.ptxlab .wide { overflow-x: auto; margin: .3em 0 }
+.ptxlab svg text { fill: currentColor; font: 9px var(--mono) }
+.ptxlab svg rect { fill-opacity: .33 }
+.ptxlab svg .other { fill-opacity: .08 } .ptxlab svg text.other { fill-opacity: .45 }
+.ptxlab svg rect.mine { fill-opacity: .85 } .ptxlab svg text.mine { font-weight: 700 }
+.ptxlab svg rect.wrong { stroke: rgb(224, 62, 62); stroke-width: 1.5 }
+.ptxlab svg .label { text-anchor: middle } .ptxlab svg .end { text-anchor: end }
 .ptxlab .k, .ptxlab .kr, .ptxlab .kt { color: var(--jp-mirror-editor-keyword-color, #2f8f4e);
   font-weight: 600 }
 .ptxlab .c, .ptxlab .c1, .ptxlab .cm { color: var(--jp-mirror-editor-comment-color, #7b8a8b); font-style: italic }
