@@ -30,8 +30,8 @@ from ptxlab import figures, headline, kernels, ladder, layout, quant, reference,
 # %% [markdown]
 # ## A kernel and its contract
 #
-# A name finds everything: the source, the entry symbol, the tests, the measurements. `ptxlab list` prints all of them;
-# the families are:
+# A name finds everything: the source, the entry symbol, the tests, the measurements. `ptxlab list` prints all of
+# them; the families are:
 
 # %%
 for family in dict.fromkeys(spec.family for spec in kernels.specs().values()):
@@ -83,8 +83,8 @@ except ptxlab.errors.ArgumentError as error:
     print(error)
 
 # %% [markdown]
-# Insist on it, and the emulator shows what happens: the line, the thread, the byte that did not fit, and the neighbour
-# that it spoiled.
+# Insist on it, and the emulator shows what happens: the line, the thread, the byte that did not fit, and the
+# neighbour that it spoiled.
 
 # %%
 found = ptxlab.run("dequant_lqq", **packed, unchecked=True, backend="emulator", checks=["lanes"]).findings
@@ -93,8 +93,8 @@ next(finding for finding in found if finding.kind == "carry")
 # %% [markdown]
 # ## Check a kernel of your own
 #
-# Any CUDA or PTX will do; a cell's magic compiles it, and says what the assembler made of it. This one reverses a row by
-# way of shared memory, and forgets something.
+# Any CUDA or PTX will do; a cell's magic compiles it, and says what the assembler made of it. This one reverses a
+# row by way of shared memory, and forgets something.
 
 # %% magic_args="--check race" language="cuda"
 # extern "C" __global__ void reverse(const int* in, int* out) {
@@ -115,9 +115,9 @@ launch
 # %% [markdown]
 # ## A whole GEMM
 #
-# `gemm_w4a8` multiplies 8-bit activations by 4-bit weights with tensor-core instructions, and chooses the kernel for the
-# shape itself. The emulator runs its `wgmma`, its copies and its barriers; the accumulators are exact integers, so the
-# floats are compared bit for bit too.
+# `gemm_w4a8` multiplies 8-bit activations by 4-bit weights with tensor-core instructions, and chooses the kernel
+# for the shape itself. The emulator runs its `wgmma`, its copies and its barriers; the accumulators are exact
+# integers, so the floats are compared bit for bit too.
 
 # %%
 w = quant.quantize_lqq(rng.standard_normal((64, 256), np.float32), group=64)
@@ -131,9 +131,9 @@ print(f"{y.shape[0]} tokens, {y.shape[1]} channels: equal bit for bit: {np.array
 # %% [markdown]
 # ## How fast
 #
-# Timings need the hardware; they are recorded with everything that belongs to them, and pictures, tables and this notebook
-# are made from the records. Each point: how near a GEMM comes to the time that its packed weights alone need to arrive,
-# or its products on the tensor cores; and how far ahead of the fastest of nine others it is.
+# Timings need the hardware; they are recorded with everything that belongs to them, and pictures, tables and this
+# notebook are made from the records. Each point: how near a GEMM comes to the time that its packed weights alone
+# need to arrive, or its products on the tensor cores; and how far ahead of the fastest of nine others it is.
 
 # %%
 figures.gemm_picture("headline") if headline.points(ladder.recorded()) else ladder.NOT_RECORDED

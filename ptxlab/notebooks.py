@@ -43,8 +43,14 @@ def execute(script: Path) -> Any:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)  # times of day, which would change the file at every run
         if "outputs" in cell:
-            cell.outputs = [_from_the_root(output) for output in cell.outputs]
+            cell.outputs = [_from_the_root(output) for output in cell.outputs if not _is_alive(output)]
+    notebook.metadata.pop("widgets", None)
     return notebook
+
+
+def _is_alive(output: Any) -> bool:
+    """Sliders are nothing without a kernel behind them, and named anew at every run."""
+    return "application/vnd.jupyter.widget-view+json" in output.get("data", {})
 
 
 def _from_the_root(value: Any) -> Any:

@@ -9,10 +9,7 @@ import pytest
 
 from ptxlab import notebooks
 
-for needed in ("jupytext", "nbclient", "ipykernel"):
-    pytest.importorskip(needed, reason=f"{needed} is not installed: it comes with the extra `test`")
-import jupytext
-
+jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed: it comes with the extra `test`")
 SCRIPTS = notebooks.scripts()
 SECONDS = 30  # what a reader without a GPU is promised, on two cores
 A_MACHINES = re.compile(r"(?<![\w.])/(?:home|root|Users|work|mnt|tmp|usr)/\w")  # paths of the one that made it
