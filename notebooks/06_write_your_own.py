@@ -1,0 +1,132 @@
+# ---
+# jupyter:
+#   jupytext:
+#     custom_cell_magics: cuda,ptx
+#     formats: ipynb,py:percent
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Write your own kernel
+#
+# From an empty cell to a kernel that is verified, timed and profiled. The task: most 4-bit checkpoints hold *signed*
+# weights with one FP16 scale per group; they shall become FP16 numbers. Nothing below needs to be part of ptxlab.
+
+# %%
+# %load_ext ptxlab
+import numpy as np
+
+import ptxlab
+from ptxlab import bench, gpu, kernels, layout, quant, sass, sources
+from ptxlab.spec import Arg, KernelSpec, Launch
+
+# %% [markdown]
+# ## The contract
+#
+# First what is to come out, as plainly as it can be said. NumPy multiplies FP16 numbers with one rounding, and so
+# shall the kernel: the results are compared bit for bit.
+
+
+# %%
+def reference(q4: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """q4 s8 [R, K] in -8..7 times scale f16 [R, K/g], as f16 [R, K]."""
+    return q4.astype(np.float16) * np.repeat(scale, q4.shape[1] // scale.shape[1], axis=1)
+
+
+def example(rng: np.random.Generator, *, R: int, K: int, g: int) -> dict[str, np.ndarray]:
+    """Inputs as they occur."""
+    w = quant.quantize_int4(rng.standard_normal((R, K), np.float32), group=g)
+    return {"q4": w.q4, "scale": w.scale}
+
+
+# %% [markdown]
+# Then what a kernel is given: arguments in launch order, with shapes over the sizes; how to launch it; how to pack
+# the inputs; and at which sizes to try. One thread shall take a word, that is eight weights.
+
+# %%
+contract = KernelSpec(
+    name="int4_to_f16",
+    summary="signed INT4, one FP16 scale per group",
+    args=(
+        Arg("qweight", "uint32", ("R", "K/8")),
+        Arg("scale", "float16", ("R", "K/g")),
+        Arg("out", "float16", ("R", "K"), "out"),
+        Arg("words", "uint32", role="scalar", value="R*K/8"),
+        Arg("shift", "uint32", role="scalar", value="log2(g/8)"),
+    ),
+    launch=lambda sizes: Launch(grid=(-(-sizes["R"] * sizes["K"] // 2048), 1, 1), block=(256, 1, 1)),
+    example=example,
+    pack=lambda logical: {"qweight": layout.pack_s4(logical["q4"]), "scale": logical["scale"]},
+    reference=reference,
+    rules=("K % g == 0",),
+    operations="2*R*K",
+    example_sizes=({"R": 1, "K": 32, "g": 32}, {"R": 3, "K": 320, "g": 64}, {"R": 17, "K": 768, "g": 32}),
+)
+contract
+
+# %% [markdown]
+# ## First make it right
+#
+# The obvious loop: shift the nibble to the top, back down with its sign, multiply. `%%cuda` compiles the cell, says
+# what the assembler made of it, and with `--verify` runs it over the contract's sizes, on poisoned memory, with
+# every check of the emulator on: races, uninitialised reads, bounds, overflowing lanes.
+
+# %% magic_args="--verify contract" language="cuda"
+# #include <cuda_fp16.h>
+# extern "C" __global__ void __launch_bounds__(256)
+# int4_to_f16(const unsigned* qweight, const __half* scale, __half* out, unsigned words, unsigned shift) {
+#     const unsigned i = blockIdx.x * 256 + threadIdx.x;
+#     if (i >= words) return;
+#     const float s = __half2float(scale[i >> shift]);
+#     for (int k = 0; k < 8; ++k) {
+#         const int bit = 8 * (k % 4) + 4 * (k / 4);  // e0..e3 in the low halves of the bytes, e4..e7 in the high ones
+#         const int v = int(qweight[i] << (28 - bit)) >> 28;
+#         out[8 * i + k] = __float2half(v * s);
+#     }
+# }
+
+# %% [markdown]
+# ## Then make it fast
+#
+# Converting one number at a time is slow. The project's headers know a better way: put the nibble below the bits of
+# 1024, and subtract 1024 (`dequant_u4_f16`); two numbers at a time, no conversion. Run again under the same name,
+# the cell says what changed. And what broke:
+
+# %% magic_args="--verify contract" language="cuda"
+# #include "dequant.cuh"
+# extern "C" __global__ void __launch_bounds__(256)
+# int4_to_f16(const unsigned* qweight, const __half* scale, uint4* out, unsigned words, unsigned shift) {
+#     const unsigned i = blockIdx.x * 256 + threadIdx.x;
+#     if (i >= words) return;
+#     const __half2 s = __half2half2(scale[i >> shift]);
+#     uint4 h = ptxlab::logical_order(ptxlab::dequant_u4_f16(qweight[i]));
+#     for (unsigned* pair : {&h.x, &h.y, &h.z, &h.w})
+#         *pair = ptxlab::as_bits(__hmul2(ptxlab::as_half2(*pair), s));
+#     out[i] = h;
+# }
+
+# %% [markdown]
+# Of course: that is for unsigned nibbles. Flipping the top bit of a signed one makes it the unsigned `v + 8`, one
+# XOR for all eight of the word; and `dequant_u4_f16_minus` takes a zero point off with the very instruction that
+# takes off the 1024.
+
+# %% magic_args="--verify contract --sass" language="cuda"
+# #include "dequant.cuh"
+# extern "C" __global__ void __launch_bounds__(256)
+# int4_to_f16(const unsigned* qweight, const __half* scale, uint4* out, unsigned words, unsigned shift) {
+#     const unsigned i = blockIdx.x * 256 + threadIdx.x;
+#     if (i >= words) return;
+#     const __half2 s = __half2half2(scale[i >> shift]);
+#     const uint2 eight = ptxlab::bias_u4_f16(__ushort_as_half(0x4800));
+#     uint4 h = ptxlab::logical_order(ptxlab::dequant_u4_f16_minus(qweight[i] ^ 0x88888888u, eight));
+#     for (unsigned* pair : {&h.x, &h.y, &h.z, &h.w})
+#         *pair = ptxlab::as_bits(__hmul2(ptxlab::as_half2(*pair), s));
+#     out[i] = h;
+# }
+
