@@ -64,7 +64,9 @@ class Declarations(Cursor):
 
     def move_to(self, source: str) -> None:
         """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
-        paths = {n: source if p in (source, os.path.abspath(source)) else p for n, p in self.files.items()}
+        # The compiler put the folder that it ran in before a relative path; what it made may come from the cache.
+        same = {source, os.path.abspath(source)}
+        paths = {n: source if p in same or p.endswith(f"/{source}") else p for n, p in self.files.items()}
         places: list[tuple[str, int]] = []
         for instruction, frames in self.locations:
             # what has no place of its own, such as a constant that the compiler moved, is shown where the text stands

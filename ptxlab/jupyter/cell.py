@@ -40,7 +40,7 @@ class Cell:
         lines = [self.note] if self.note else []
         for name, report in self.reports.items():
             lines.append(f"{name} ({self.source.language}, {report.arch}, {report.tools[0]})")
-            lines += [f"  {fact.in_words()}" for fact in facts(report, self.before.get(name))]
+            lines.append("  " + ", ".join(fact.in_words() for fact in facts(report, self.before.get(name))))
             lines += [f"  warning: {warning}" for warning in report.warnings]
         lines += [f"{'passed' if v.passed else 'FAILED'} {v.kernel} {v.sizes}: {v.detail}" for v in self.verdicts]
         return "\n".join(lines)
@@ -62,8 +62,8 @@ class Fact:
         return self.before is not None and self.before != self.now
 
     def in_words(self) -> str:
-        """`registers 12 (was 14)`."""
-        return f"{self.name} {self.now:g}" + (f" (was {self.before:g})" if self.changed else "")
+        """`12 registers (was 14)`."""
+        return f"{self.now:g} {self.name}" + (f" (was {self.before:g})" if self.changed else "")
 
 
 def facts(report: sass.Report, before: sass.Report | None = None) -> list[Fact]:

@@ -1,5 +1,6 @@
 """What kernels, specs, packed weights, findings, launches and cells look like in a notebook."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ _SHORT = 60  # lines of a source that is shown unfolded
 def of_kernel(kernel: Kernel) -> str:
     """A kernel: how it is called, and its source."""
     signature = f"{kernel.entry}({', '.join(kernel.parameters)}, grid=, block=)"
-    chips = [chip(kernel.source.language), chip(kernel.arch or "any architecture")]
+    arch = kernel.module.target if kernel.source.language == "ptx" else kernel.arch
+    chips = [chip(kernel.source.language), *([chip(arch)] if arch else [])]
     chips += [chip(f"{name}={value}") for name, value in kernel.defines.items()]
     chips += [chip("checks ", ", ".join(sorted(kernel.checks)))] if kernel.checks else []
     spec = kernels.specs().get(kernel.entry)
@@ -62,7 +64,8 @@ def finding_body(finding: Finding) -> Html:
     title = _title(
         chip(finding.kind, kind="bad"), element("code", place), chip(f"block {block} thread {thread}"), chip(times)
     )
-    lines = page.excerpt(finding.path, finding.line) or element("pre", finding.text)
+    source = page.recall(finding.path)
+    lines = page.excerpt(source, finding.line) if source else element("pre", finding.text)
     return join([title, element("div", finding.message), lines, _operands(finding)])
 
 
@@ -75,10 +78,10 @@ def _operands(finding: Finding) -> Html:
     rows = [Row(operand.letter, operand.type, operand.lanes) for operand in given]
     low, high = stored.type.limits
     over = {lane for lane, value in enumerate(exact) if not low <= value <= high}
-    rows.append(Row("wide", stored.type, exact, over, "each lane by itself"))
+    rows.append(Row("exact", stored.type, exact, over, "each lane computed by itself"))
     differs = {lane for lane, value in enumerate(exact) if stored.lanes[lane] != value}
     rows.append(Row("d", stored.type, stored.lanes, differs, f"stored, {stored.word:#010x}"))
-    return words(rows)
+    return words(rows, finding.lane)
 
 
 def of_weight(weight: PackedWeight) -> str:
@@ -105,10 +108,10 @@ def of_outcome(outcome: Outcome) -> str:
         said = f"{found} finding{'s' * (found > 1)}" if found else "no findings"
         chips.append(chip(said, kind="bad" if found else ""))
         chips.append(chip(f"{outcome.lane_instructions:,} lane instructions"))
-    wrote = [(element("code", n), f"{a.dtype}{list(a.shape)}") for n, a in outcome.outputs.items()]
+    arrays = [chip(element("code", n), f" {a.dtype}{list(a.shape)}") for n, a in outcome.outputs.items()]
     first = [finding_body(finding) for finding in outcome.findings[:1]]
     rest = [details(str(finding), finding_body(finding)) for finding in outcome.findings[1:]]
-    return page.page(_title("launch", *chips), table(("array", ""), wrote) if wrote else "", *first, *rest)
+    return page.page(_title("launch", *chips), element("div", *arrays), *first, *rest)
 
 
 def of_cell(cell: Cell) -> str:
@@ -135,10 +138,18 @@ def _report(name: str, cell: Cell, report: Report) -> list[object]:
     return [
         _title(element("code", name), chip(report.arch), element("span", ", ".join(report.tools), cls="dim")),
         table([fact.name for fact in numbers], [cells]),
-        *(element("div", chip("warning", kind="bad"), warning) for warning in report.warnings),
+        *(_warning(cell.source, warning) for warning in report.warnings),
         element("div", element("b", "pipes "), *map(_count, pipes)),
         element("div", element("b", "opcodes "), *map(_count, opcodes)),
     ]
+
+
+def _warning(source: Source, warning: str) -> Html:
+    """What the assembler says, and the line of PTX that it speaks of; of CUDA C++ it does not know the lines."""
+    text = warning.removeprefix("ptxas info").lstrip(" :")
+    line = re.search(r"\bline (\d+)", text)
+    lines = page.excerpt(source, int(line[1]), around=1) if line and source.language == "ptx" else ""
+    return element("div", chip("warning", kind="bad"), text, lines)
 
 
 def _fact(fact: Fact, *, bad: bool) -> Html:
@@ -171,7 +182,7 @@ def _title(*parts: object) -> Html:
 
 
 def _source(source: Source, *, folded: bool = False) -> Html:
-    text = listing(source.text, source.language)
+    text = listing(source.text, source.language, first=2 if source.text.startswith("\n") else 1)  # a cell's magic
     count = source.text.count("\n")
     return details(f"{source.label}, {count} lines", text, shown=not folded and count <= _SHORT)
 

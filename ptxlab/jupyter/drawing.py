@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ptxlab.jupyter.maps import HolderMap
-from ptxlab.jupyter.page import Html, element, join, page, table
+from ptxlab.jupyter.page import Html, chip, element, join, page
 
 _ROWS, _WIDTH = 32, 800  # at most: rows, and pixels of columns, of the window that is drawn
 _HEIGHT, _LEFT, _TOP = 15, 34, 18
@@ -45,17 +45,18 @@ class HolderView:
     def body(self) -> Html:
         """The picture without the style."""
         title = element("div", element("b", self.holders.name), " ", self.holders.what, cls="title")
-        return join([title, self._picture(), self._lane_table()])
+        return join([title, self._picture(), self._lane()])
 
     def _registers(self) -> list[tuple[int, list[tuple[int, int]]]]:
         return [] if self.lane is None else list(enumerate(self.holders.held_by(self.lane)))
 
-    def _lane_table(self) -> Html:
+    def _lane(self) -> Html:
         if self.lane is None:
             return element("div", "In a box: lane and register. Colour: lane.", cls="dim")
-        rows = [(f"r{i}", element("code", _in_words(places))) for i, places in self._registers()]
         row, column = self.holders.axes
-        return table((f"lane {self.lane}", f"({row}, {column}) from the highest bits to the lowest"), rows)
+        said = f"Lane {self.lane} holds, as ({row}, {column}) from the highest bits of a register to its lowest:"
+        registers = [chip(element("code", f"r{i} {_in_words(places)}")) for i, places in self._registers()]
+        return join([element("div", said), *registers])
 
     def _picture(self) -> Html:
         rows, columns, width = self._window()

@@ -11,7 +11,7 @@ import numpy as np
 from ptxlab.emulator import Finding, LaneType
 from ptxlab.errors import ArgumentError
 from ptxlab.jupyter.page import Html, chip, element, join, page
-from ptxlab.jupyter.words import Row, words
+from ptxlab.jupyter.words import Row, section, words
 from ptxlab.reference.packed import as_words, replicate
 from ptxlab.runtime import Kernel, load
 
@@ -124,16 +124,16 @@ class Identities:
             Row("min", SIGNED, (self.minimum,) * LANES),
             Row("q4·s1 + min", SIGNED, self.exact, _outside(self.exact), "what it should be"),
         ]
-        return page(words(given), *map(self._section, self.traces))
+        return page(words([*given, *(row for trace in self.traces for row in self._section(trace))]))
 
-    def _section(self, trace: Trace) -> Html:
+    def _section(self, trace: Trace) -> list[Row | Html]:
         wrong = self.wrong(trace)
         verdict = chip(f"wrong in {len(wrong)} of 4", kind="bad") if wrong else chip("exact", kind="good")
         rows = [
             Row(step.partition(";")[0], trace.identity.types[i], trace.lanes(i), _disturbed(trace, i), _note(trace, i))
             for i, step in enumerate(trace.identity.steps)
         ]
-        return join([element("div", element("b", trace.identity.name), " ", verdict, cls="title"), words(rows)])
+        return [section(trace.identity.name, " ", verdict), *rows]
 
 
 def identities(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: int = -104) -> Identities:

@@ -66,7 +66,7 @@ class PtxlabMagics(Magics):
                 listing=options.sass,
                 before=self.reports,
             )
-            page.remember(cell.source.path, cell.source.text)
+            page.remember(cell.source)
             if options.verify:
                 cell = replace(cell, verdicts=self._verify(cell, options.verify))
         except PtxlabError as error:

@@ -12,46 +12,48 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 
+from ptxlab.sources import Source
+
 _LEXERS = {"ptx": "ptx", "cu": "cuda"}
 
-STYLE = """
-.ptxlab { --red: rgba(224, 62, 62, .28); --amber: rgba(224, 150, 20, .26); --green: rgba(46, 160, 67, .25);
-  --line: rgba(128, 128, 128, .35); --faint: rgba(128, 128, 128, .10); --blue: rgba(56, 132, 222, .28);
-  --mono: var(--jp-code-font-family, ui-monospace, Menlo, Consolas, monospace); line-height: 1.45; max-width: 75em }
-.ptxlab table { border-collapse: collapse; margin: .3em 0 .6em; font-size: 13px }
-.ptxlab td, .ptxlab th { border: 0; border-bottom: 1px solid var(--line); padding: .15em .7em; text-align: left;
-  vertical-align: top; background: none }
-.ptxlab th { font-weight: 600; white-space: nowrap }
-.ptxlab .num { text-align: right; font-variant-numeric: tabular-nums }
-.ptxlab code, .ptxlab pre, .ptxlab .bits { font-family: var(--mono); font-size: 12.5px; background: none }
-.ptxlab .bits { white-space: nowrap; text-align: right }
-.ptxlab pre { margin: .3em 0; line-height: 1.4; overflow-x: auto; color: inherit; padding: 0 }
-.ptxlab pre .at { background: var(--red); display: inline-block; min-width: 100% }
-.ptxlab .no { opacity: .5; user-select: none }
-.ptxlab .dim { opacity: .65 }
-.ptxlab .bad { background: var(--red) }
-.ptxlab .over { background: var(--red); font-weight: 700 }
-.ptxlab .chip { border-radius: 3px; padding: 0 .4em; white-space: nowrap; background: var(--faint);
-  margin-right: .35em }
-.ptxlab .chip.bad { background: var(--red) } .ptxlab .chip.good { background: var(--green) }
-.ptxlab .chip.changed { background: var(--amber) }
-.ptxlab .title { margin: .2em 0; font-size: 14px }
-.ptxlab summary { cursor: pointer }
-.ptxlab .wide { overflow-x: auto; margin: .3em 0 }
-.ptxlab svg text { fill: currentColor; font: 9px var(--mono) }
-.ptxlab svg rect { fill-opacity: .33 }
-.ptxlab svg .other { fill-opacity: .08 } .ptxlab svg text.other { fill-opacity: .45 }
-.ptxlab svg rect.mine { fill-opacity: .85 } .ptxlab svg text.mine { font-weight: 700 }
-.ptxlab svg rect.wrong { stroke: rgb(224, 62, 62); stroke-width: 1.5 }
-.ptxlab svg .label { text-anchor: middle } .ptxlab svg .end { text-anchor: end }
-.ptxlab .k, .ptxlab .kr, .ptxlab .kt { color: var(--jp-mirror-editor-keyword-color, #2f8f4e);
-  font-weight: 600 }
-.ptxlab .c, .ptxlab .c1, .ptxlab .cm { color: var(--jp-mirror-editor-comment-color, #7b8a8b); font-style: italic }
-.ptxlab .cp, .ptxlab .cpf { color: var(--jp-mirror-editor-meta-color, #8a63d2) }
-.ptxlab .m, .ptxlab .mi, .ptxlab .mh, .ptxlab .mf { color: var(--jp-mirror-editor-number-color, #2f8f8f) }
-.ptxlab .s, .ptxlab .s1, .ptxlab .s2 { color: var(--jp-mirror-editor-string-color, #c0504d) }
-.ptxlab .nf, .ptxlab .nb { color: var(--jp-mirror-editor-def-color, #3b7dd8) }
-"""
+# Twice the class, to weigh more than a notebook's own rules for tables and code.
+STYLE = """.ptxlab.ptxlab {
+  --red: rgba(224, 62, 62, .28); --amber: rgba(224, 150, 20, .26); --green: rgba(46, 160, 67, .25);
+  --line: rgba(128, 128, 128, .35); --faint: rgba(128, 128, 128, .12);
+  --mono: var(--jp-code-font-family, ui-monospace, Menlo, Consolas, monospace);
+  line-height: 1.5; font-size: 13px; max-width: 80em;
+  & table { border-collapse: collapse; margin: .3em 0 .6em; font-size: 13px }
+  & td, & th { border: 0; border-bottom: 1px solid var(--line); padding: .15em .7em; text-align: left;
+    vertical-align: top; white-space: normal; max-width: 40em }
+  & th { font-weight: 600; white-space: nowrap }
+  & code, & pre, & .bits { font-family: var(--mono); font-size: 12.5px; color: inherit }
+  & code { background: none !important; padding: 0 !important }
+  & pre { margin: .4em 0; padding: .3em .6em; line-height: 1.4; overflow-x: auto; border-left: 3px solid var(--line) }
+  & .num, & .bits { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
+  & .title { margin: .4em 0 .2em; font-size: 14px }
+  & .dim { opacity: .65 } & .no { opacity: .5; user-select: none }
+  & .bad { background: var(--red) } & .over { background: var(--red); font-weight: 700 }
+  & .at { background: var(--red); display: inline-block; min-width: 100% }
+  & .chip { border-radius: 3px; padding: .05em .4em; margin: 0 .35em .15em 0; background: var(--faint);
+    display: inline-block }
+  & .chip.bad { background: var(--red) } & .chip.good { background: var(--green) }
+  & .chip.changed { background: var(--amber) }
+  & .section td { padding-top: 1em; border-bottom-width: 2px; font-weight: 600 }
+  & summary { cursor: pointer }
+  & .wide { overflow-x: auto; margin: .3em 0 }
+  & svg text { fill: currentColor; font: 9px var(--mono) }
+  & svg rect { fill-opacity: .33 }
+  & svg .other { fill-opacity: .08 } & svg text.other { fill-opacity: .45 }
+  & svg rect.mine { fill: #2563eb; fill-opacity: .9 } & svg text.mine { fill: #fff; font-weight: 700 }
+  & svg rect.wrong { stroke: rgb(224, 62, 62); stroke-width: 1.5 }
+  & svg .label { text-anchor: middle } & svg .end { text-anchor: end }
+  & .k, & .kr, & .kt { color: var(--jp-mirror-editor-keyword-color, #2f8f4e); font-weight: 600 }
+  & .c, & .c1, & .cm { color: var(--jp-mirror-editor-comment-color, #7b8a8b); font-style: italic }
+  & .cp, & .cpf { color: var(--jp-mirror-editor-meta-color, #8a63d2) }
+  & .m, & .mi, & .mh, & .mf { color: var(--jp-mirror-editor-number-color, #2f8f8f) }
+  & .s, & .s1, & .s2 { color: var(--jp-mirror-editor-string-color, #c0504d) }
+  & .nf, & .nb { color: var(--jp-mirror-editor-def-color, #3b7dd8) }
+}"""
 
 
 class Html(str):
@@ -86,14 +88,18 @@ def chip(*children: object, kind: str = "") -> Html:
 
 
 def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
-    """A table; cells that are `<td>` elements already stay as they are."""
-    head = element("tr", *(element("th", cell) for cell in header))
-    body = [element("tr", *(cell if _is_cell(cell) else element("td", cell) for cell in row)) for row in rows]
-    return element("table", head, *body)
+    """A table; what is a cell or a row already stays as it is."""
+    head = element("tr", *(_cell("th", cell) for cell in header))
+    return element("table", head, *(row if isinstance(row, Html) else _row(row) for row in rows))
 
 
-def _is_cell(cell: object) -> bool:
-    return isinstance(cell, Html) and cell.startswith("<td")
+def _row(cells: Iterable[object]) -> Html:
+    return element("tr", *(_cell("td", cell) for cell in cells))
+
+
+def _cell(name: str, content: object) -> Html:
+    done = isinstance(content, Html) and content.startswith(f"<{name}")
+    return escape(content) if done else element(name, content)
 
 
 def details(summary: object, *children: object, shown: bool = False) -> Html:
@@ -118,15 +124,17 @@ def listing(text: str, language: str, *, marked: Iterable[int] = (), first: int 
     return element("pre", join(shown, "\n"))
 
 
-def excerpt(path: str, line: int, around: int = 2) -> Html:
-    """Some lines of a file, or of a cell that `remember` was told of; empty where neither is there."""
-    text = "".join(linecache.getlines(path))
-    if not 0 < line <= text.count("\n") + 1:
-        return Html("")
-    language = "ptx" if ".visible" in text or ".version" in text else "cu"
-    return listing(text, language, marked=[line], first=max(1, line - around), last=line + around)
+def excerpt(source: Source, line: int, around: int = 2) -> Html:
+    """Some lines of a source around one."""
+    return listing(source.text, source.language, marked=[line], first=max(1, line - around), last=line + around)
 
 
-def remember(path: str, text: str) -> None:
+def remember(source: Source) -> None:
     """Keep the text of a cell where Python keeps the lines of those that it runs itself."""
-    linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
+    linecache.cache[source.path] = (len(source.text), None, source.text.splitlines(keepends=True), source.path)
+
+
+def recall(path: str) -> Source | None:
+    """The file at a path, or the cell that `remember` was told of."""
+    text = "".join(linecache.getlines(path))
+    return Source.from_text(text, path) if text else None

@@ -28,26 +28,31 @@ class Row:
     note: object = ""
 
 
-def words(rows: Iterable[Row]) -> Html:
-    """A table of words of equally many lanes; a plain number for all lanes stands once."""
+def words(rows: Iterable[Row | Html], lane: int | None = None) -> Html:
+    """A table of words of equally many lanes, `lane` brought out; a plain number for all lanes stands once.
+
+    Rows that are `Html`, made by `section`, stand between them.
+    """
     rows = list(rows)
-    count = max(len(row.lanes) for row in rows)
-    header = ["", "type", *(f"lane {lane}" for lane in reversed(range(count))), ""]
-    return table(header, ([_label(row), element("td", str(row.type), cls="dim"), *_lanes(row, count),
-                           element("td", row.note)] for row in rows))  # fmt: skip
+    count = max(len(row.lanes) for row in rows if isinstance(row, Row))
+    lanes = [element("th", f"lane {i}", cls="num bad" if i == lane else "num") for i in reversed(range(count))]
+    return table(["", "type", *lanes, ""], (_row(row, count) if isinstance(row, Row) else row for row in rows))
 
 
-def _label(row: Row) -> Html:
-    return element("td", element("code", row.label))
+def section(*content: object) -> Html:
+    """A row of such a table that says what follows."""
+    return element("tr", element("td", *content, colspan=99), cls="section")
 
 
-def _lanes(row: Row, count: int) -> list[Html]:
-    if len(row.lanes) < count:
-        return [element("td", bits(row.lanes[0], row.type), cls="bits", colspan=count)]
-    return [
+def _row(row: Row, count: int) -> list[Html]:
+    lanes = [
         element("td", bits(row.lanes[lane], row.type), cls="bits bad" if lane in row.wrong else "bits")
-        for lane in reversed(range(count))
+        for lane in reversed(range(len(row.lanes)))
     ]
+    if len(lanes) < count:
+        lanes = [element("td", bits(row.lanes[0], row.type), cls="bits", colspan=count)]
+    label, kind = element("td", element("code", row.label)), element("td", str(row.type), cls="dim")
+    return [label, kind, *lanes, element("td", row.note)]
 
 
 def bits(value: int, lane_type: LaneType) -> Html:
