@@ -90,7 +90,8 @@ def cost_figure(record: Record) -> Figure:
         below = row.rate * count / 8 < 70  # next to the ALU's line
         offset, side, above = ((-5, -3), "right", "top") if below else ((5, 2), "left", "bottom")
         axes.annotate(label, (count, row.rate), offset, textcoords="offset points", ha=side, va=above)
-    axes.set(xscale="log", yscale="log", xlim=(2, 150), xlabel="ALU instructions per 8 weights", ylabel="weights per clock and SM")
+    axes.set(xscale="log", yscale="log", xlim=(2, 150))
+    axes.set(xlabel="ALU instructions per 8 weights", ylabel="weights per clock and SM")
     axes.minorticks_off()
     axes.set_xticks(sorted({row.more["alu_per_8"] for row in points.values()}))
     axes.xaxis.set_major_formatter("{x:g}")

@@ -1,5 +1,6 @@
 """Notebooks: one source of truth each, a py:percent script; the `.ipynb` with its outputs is made from it."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ from ptxlab import sources
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.files import write_whole
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{8,}(?=>)")  # of a function: another one in every run
 _SECONDS = 300  # no cell of ours takes longer
 
 
@@ -54,9 +56,9 @@ def _is_alive(output: Any) -> bool:
 
 
 def _from_the_root(value: Any) -> Any:
-    """What a cell put out, with the paths of this checkout as they are in any other."""
+    """What a cell put out, with the paths of this checkout as they are in any other, and without addresses."""
     if isinstance(value, str):
-        return value.replace(f"{scripts()[0].parent.parent}/", "")
+        return _ADDRESS.sub("", value.replace(f"{scripts()[0].parent.parent}/", ""))
     if isinstance(value, dict):
         return type(value)({key: _from_the_root(part) for key, part in value.items()})
     return [_from_the_root(part) for part in value] if isinstance(value, list) else value
