@@ -158,7 +158,7 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
             PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&ready[dequantised.index], dequantised.parity);
-            PHASE(ISSUE);
+            PHASE(ISSUE, BK / 64 * WN * BM);
             ptxlab::wgmma_fence();
 #pragma unroll
             for (int step = 0; step < BK / 32; ++step)

@@ -158,7 +158,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                         a[unit & 1][j / 2][j & 1] = d.x;                   // k 4 t .. of row r or r + 8
                         a[unit & 1][j / 2][2 + (j & 1)] = d.y;             // k 16 + 4 t ..
                     }
-                    PHASE(ISSUE);
+                    PHASE(ISSUE, BM);
                     ptxlab::wgmma_fence();
                     const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
                     ptxlab::wgmma_s8(acc, a[unit & 1][0], x_unit);

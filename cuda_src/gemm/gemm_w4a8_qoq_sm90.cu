@@ -119,7 +119,7 @@ gemm_w4a8_qoq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
                 a[unit * 2 + j / 2][2 + (j & 1)] = d.y;                    // k 16 + 4 t ..
             }
         }
-        PHASE(ISSUE);
+        PHASE(ISSUE, BK / 64 * BM);
         ptxlab::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BK / 32; ++step)

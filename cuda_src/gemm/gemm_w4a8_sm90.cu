@@ -270,7 +270,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
                 PHASE(DEQUANTISE);
 #pragma unroll
                 for (int h = 0; h < MN; ++h) ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
-                PHASE(ISSUE);
+                PHASE(ISSUE, MN * BM);
                 ptxlab::wgmma_fence();
                 const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
 #pragma unroll

@@ -158,7 +158,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                 const u64 w_tile = ptxlab::swizzled_128(x_slot + X_BYTES + group * 64 * BOX);
                 PHASE(WAIT_COPY);
                 ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-                PHASE(ISSUE);
+                PHASE(ISSUE, BK / 64 * BM);
                 ptxlab::wgmma_fence();
 #pragma unroll
                 for (int step = 0; step < BK / 32; ++step) {                   // 32 channels each

@@ -20,7 +20,7 @@ namespace ptxlab {
 // Its names, in this order, are those of ptxlab/timeline.py.
 enum class Phase : unsigned { END, SETUP, LOAD, WAIT_COPY, WAIT_GROUP, WAIT_MMA, DEQUANTISE, ISSUE, MULTIPLY, SCORES, SOFTMAX, VALUES, REDUCE, EPILOGUE };
 
-constexpr unsigned TRACKS = 512, STAMPS = 4096, HEADER = 6;  // STAMPS: of a track, its header included
+constexpr unsigned TRACKS = 256, STAMPS = 4096, HEADER = 6;  // STAMPS: of a track, its header included
 
 struct Timeline {
     unsigned long long tracks;                  // given out so far
