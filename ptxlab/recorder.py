@@ -65,7 +65,7 @@ def record(
     if backend is None:
         backend = "emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu"
     sizes = sizes_of(spec, sizes or {}, backend)
-    config = {**spec.config_for(sizes), **{name: 0 for name in spec.by_variant}}
+    config = {**spec.config_for(sizes), **dict.fromkeys(spec.by_variant, 0)}
     everything = {**sizes, **config}
     geometry = spec.launch(everything)
     kernel = Kernel.of(spec, source, config)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ptxlab.emulator.check import Watcher
 from ptxlab.emulator.effects import Effect
-from ptxlab.emulator.types import Array, Lanes, indices_of
+from ptxlab.emulator.types import Array, Lanes
 from ptxlab.emulator.wgmma import Products
 
 if TYPE_CHECKING:
