@@ -103,7 +103,7 @@ class Timeline:
         sizes, variant: of the problem; the `-D` constants.
         tracks: in the order of SM, block and warp, all on one clock.
         mhz: clocks per microsecond; 0 in the emulator.
-        time_us, recording_us: of a launch without and with stamps, weights from memory; 0 in the emulator.
+        time_us, recording_us: of a launch without and with stamps, inputs from memory; 0 in the emulator.
         device, commit, date: of a record.
     """
 
@@ -184,21 +184,22 @@ def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
     SMs count from different beginnings: the time in nanoseconds of each track's first stamp brings them together.
     """
     words = np.frombuffer(buffer, np.uint64)
-    rows = words[1:].reshape(TRACKS, STAMPS)[: min(int(words[0]), TRACKS)]
+    begin = 2 + int(words[1]) // 8
+    rows = words[begin : begin + TRACKS * STAMPS].reshape(TRACKS, STAMPS)[: min(int(words[0]), TRACKS)]
     if not len(rows):
         return (), 0.0
     place, block, ns, clock, ns_end, clock_end = rows[:, :HEADER].T.astype(np.int64)
     sm = place & 0xFFFFFFFF
     rates = (clock_end - clock)[ns_end > ns] / (ns_end - ns)[ns_end > ns]
     rate = float(np.median(rates)) if len(rates) else 1.0
-    begin = {number: int(clock[sm == number].min()) for number in np.unique(sm).tolist()}
-    ahead = {number: (int(ns[sm == number].min()) - int(ns.min())) * rate for number in begin}
+    origin = {number: int(clock[sm == number].min()) for number in np.unique(sm).tolist()}
+    ahead = {number: (int(ns[sm == number].min()) - int(ns.min())) * rate for number in origin}
     tracks = []
     for row, number, of_block, warp, first in zip(rows, sm.tolist(), block.tolist(), (place >> 32).tolist(), clock,
                                                   strict=True):  # fmt: skip
         low, high = (row[HEADER:] & 0xFFFFFFFF).astype(np.int64), (row[HEADER:] >> np.uint64(32)).astype(np.int64)
         count = int(np.argmax(high == 0)) + 1 if (high == 0).any() else len(high) - 1
-        times = first + ((low - first) & 0xFFFFFFFF) - begin[number] + round(ahead[number])
+        times = first + ((low - first) & 0xFFFFFFFF) - origin[number] + round(ahead[number])
         stamps = zip(times[:count].tolist(), (high & 0xFF)[:count].tolist(), (high >> 8)[:count].tolist(), strict=True)
         tracks.append(Track(number, of_block, warp, tuple(stamps)))
     tracks.sort(key=lambda track: (track.sm, track.stamps[0][0] if not track.block else track.block, track.warp))

@@ -1,4 +1,4 @@
-"""Gantt charts of timelines: a row per warp group, what the tensor cores do for it below; the launch, and a part of it."""
+"""Gantt charts of timelines: a row per warp group, and below it what the tensor cores do for it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ STYLES: dict[str, tuple[str, dict[str, Any]]] = {
     "reduce": ("reduce", {"color": "#c51b7d"}),
     "epilogue": ("epilogue", {"color": "#5e3c99"}),
 }
-_FLIGHT, _AT_PEAK = "#9ecae1", "#2f6db5"
+_FLIGHT, _AT_PEAK = "#c6dbef", "#2f6db5"
 _TRACK, _TENSOR = 0.56, 0.24  # heights
 _STEADY = 14  # repetitions of the main loop in the part that is shown large
 
@@ -93,10 +93,11 @@ def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
             axes.broken_barh(places, (row - 0.4, _TRACK), linewidth=0, **style)
         flying = [p for p in products if p.end > begin and p.begin < end]
         low = row - 0.4 + _TRACK + 0.03
-        axes.broken_barh([(p.begin - begin, p.end - p.begin) for p in flying], (low, _TENSOR), color=_FLIGHT, linewidth=0,
-                         alpha=0.55)  # fmt: skip
-        axes.broken_barh([(p.start - begin, p.stop - p.start) for p in flying], (low, _TENSOR), color=_AT_PEAK,
-                         linewidth=0)  # fmt: skip
+        for colour, places in (
+            (_FLIGHT, [(p.begin - begin, p.end - p.begin) for p in flying]),
+            (_AT_PEAK, [(p.start - begin, p.stop - p.start) for p in flying]),
+        ):
+            axes.broken_barh(places, (low, _TENSOR), color=colour, linewidth=0)
     axes.set_xlim(0, end - begin)
     axes.set_ylim(len(timeline.tracks) - 0.45, -0.55)
     blocks = len({track.block for track in timeline.tracks})
@@ -110,7 +111,7 @@ def _legend(figure: Figure, shown: Sequence[Timeline]) -> None:
     used = {span.phase for timeline in shown for track in timeline.tracks for span in track.spans}
     handles = [Patch(label=label, **style) for phase, (label, style) in STYLES.items() if phase in used]
     if "issue" in used:
-        handles.append(Patch(color=_FLIGHT, alpha=0.55, label="wgmma in flight"))
+        handles.append(Patch(color=_FLIGHT, label="wgmma in flight"))
         handles.append(Patch(color=_AT_PEAK, label="... what it takes at peak"))
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
 

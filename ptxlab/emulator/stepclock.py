@@ -1,4 +1,4 @@
-"""The step clock: a time for every warp, as if each had an SM's issue slot to itself, copies and wgmma going on beside it.
+"""The step clock: a time for every warp, as if it had an issue slot to itself, copies and wgmma going on beside it.
 
 An instruction takes its warp a step. Who waits at a barrier goes on when the last of the others has come; what the
 copy engine brings, and what tensor cores multiply, takes as many steps as it would take clocks on an H200. It is no
