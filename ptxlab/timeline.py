@@ -90,7 +90,7 @@ class Track:
             "epilogue": "store",
         }
         found = [name for phase, name in names.items() if phase in does]
-        return " + ".join(found[:2] if "dequantise" in found else found[:1]) or "other"
+        return " + ".join(found[:2] if "dequantise" in found else found[:1]) or "prepare"
 
 
 @dataclass(frozen=True)
