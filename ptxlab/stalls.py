@@ -1,14 +1,14 @@
 """What dequantisation costs in stalls (LiquidGEMM §3.2): sampled warps by the function of `dequant.cuh` they stood in.
 
-By the line table every machine instruction has the source line that it came from; a line of `dequant.cuh` lies in one
-function; and a function is one part of the treatment of a word. What `__vadd4` becomes has the line of the dequantiser
-that calls it, so `dequant_qoq_vadd4` itself is the subtraction and nothing else.
+By the line table every machine instruction has the source line that it came from, and a line of `dequant.cuh` lies in
+one function. What `__vadd4` becomes has the line of the dequantiser that calls it, so what `dequant_qoq_vadd4` does after
+unpacking and multiplying, which opcode and operands tell, is the subtraction and nothing else.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from ptxlab import gpu, profiles, sources
 from ptxlab.bench.shapes import GROUP, LAYERS, Layer
 from ptxlab.errors import FileError
 from ptxlab.files import read_text, write_text
-from ptxlab.nsight import ISSUING, Instruction, Launched
+from ptxlab.nsight import ISSUING, Launched
 from ptxlab.subject import Job
 
 SCHEMA = 1
@@ -32,16 +32,9 @@ FFN = tuple(layer for layer in LAYERS if layer.model == "7B" and layer.part in (
 TOKENS = (16, 64, 256)  # the paper names none
 METRICS = ("gpu__time_duration.sum", "sm__cycles_elapsed.max")
 
-# Functions of dequant.cuh -> what they are of the treatment of a word. LQQ adds in the multiplication, so that what is
-# left of the subtraction is its XOR; unsigned LQQ has not even that.
-PARTS = {
-    "unpack_u4": "unpack",
-    "mul_u8x4": "multiply",
-    "mad_u8x4": "multiply",
-    "dequant_qoq_vadd4": "subtract",
-    "dequant_lqq": "subtract",
-}
 _FILE = "dequant.cuh"
+_SUBTRACTING = ("dequant_qoq_vadd4", "dequant_lqq")  # after unpacking and multiplying
+_NIBBLES = "0xf0f0f0f"
 _FUNCTION = re.compile(r"^__device__ __forceinline__ [\w ]*?(\w+)\(")
 
 
@@ -56,6 +49,7 @@ class Row:
         time_us: under ncu.
         stalls: how many stalled warps were sampled.
         parts: part of the dequantisation -> share of all stalls.
+        executed: part -> instructions that a thread executed per weight.
         reasons: reason -> share of all stalls, at the subtraction's instructions.
     """
 
@@ -65,6 +59,7 @@ class Row:
     time_us: float
     stalls: int
     parts: dict[str, float]
+    executed: dict[str, float]
     reasons: dict[str, float]
 
     @property
@@ -111,32 +106,52 @@ def jobs() -> Iterator[tuple[Job, Layer]]:
 
 def row_of(launched: Launched, job: Job, layer: Layer) -> Row:
     """Attribute the samples of one launch."""
-    part_of = parts_by_line(launched.sources.get(_FILE, ""))
-    stalls, parts, reasons = 0, Counter[str](), Counter[str]()
+    functions = functions_by_line(launched.sources.get(_FILE, ""))
+    parts, executed, reasons = Counter[str](), Counter[str](), Counter[str]()
     for one in launched.instructions:
-        stalls += one.stalled
-        part = _part(one, part_of)
+        part = part_of(one.sass, functions.get(one.line, "") if one.file == _FILE else "")
         parts[part] += one.stalled
+        executed[part] += 32 * one.executed
         if part == "subtract":
-            reasons.update({r: n for r, n in one.samples.items() if r != ISSUING})
-    del parts[""]
-    time = launched.number("gpu__time_duration.sum") / 1e3
-    shares = [{name: n / max(1, stalls) for name, n in counts.most_common()} for counts in (parts, reasons)]
-    return Row(job.target, str(layer), dict(job.sizes), time, stalls, *shares)
+            reasons.update({reason: n for reason, n in one.samples.items() if reason != ISSUING})
+    stalls = parts.total()
+    return Row(
+        kernel=job.target,
+        layer=str(layer),
+        sizes=dict(job.sizes),
+        time_us=launched.number("gpu__time_duration.sum") / 1e3,
+        stalls=stalls,
+        parts=_over(parts, stalls),
+        executed=_over(executed, layer.N * layer.K),
+        reasons=_over(reasons, stalls),
+    )
 
 
-def parts_by_line(text: str) -> dict[int, str]:
-    """Line of `dequant.cuh` -> the part of the treatment of a word that it is of."""
-    found, part = {}, ""
+def _over(counts: Counter[str], whole: int) -> dict[str, float]:
+    return {name: n / max(1, whole) for name, n in counts.most_common() if name and n}
+
+
+def functions_by_line(text: str) -> dict[int, str]:
+    """Line of a header of device functions -> the function that it is in."""
+    found, name = {}, ""
     for number, line in enumerate(text.splitlines(), 1):
         if begins := _FUNCTION.match(line):
-            part = PARTS.get(begins[1], "")
-        found[number] = part
-    return {number: part for number, part in found.items() if part}
+            name = begins[1]
+        found[number] = name
+    return found
 
 
-def _part(instruction: Instruction, part_of: Mapping[int, str]) -> str:
-    return part_of.get(instruction.line, "") if instruction.file == _FILE else ""
+def part_of(sass: str, function: str) -> str:
+    """Which part of the treatment of a word an instruction is, of a function in `dequant.cuh`; empty if of none.
+
+    LQQ adds in the multiplication, so that what is left of its subtraction is the XOR; unsigned LQQ has not even that.
+    """
+    opcode = next(word for word in sass.split() if not word.startswith("@"))
+    if function == "unpack_u4" or _NIBBLES in sass:
+        return "unpack"
+    if function and opcode == "IMAD":  # IMAD.IADD and IMAD.MOV multiply nothing
+        return "multiply"
+    return "subtract" if function in _SUBTRACTING else ""
 
 
 def save(record: Record, path: Path | None = None) -> Path:

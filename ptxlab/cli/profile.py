@@ -12,6 +12,8 @@ from ptxlab.cli.common import AsJson, console, dims, integers, print_json, progr
 from ptxlab.errors import ArgumentError
 from ptxlab.nsight import Profile
 
+_WIDEST = 60  # characters of a source line
+
 
 def profile(
     target: Annotated[str | None, typer.Argument(help="NAME, NAME.cu, or FILE[:entry].")] = None,
@@ -22,7 +24,9 @@ def profile(
     chosen: Annotated[str, typer.Option("--set", help="quick: the page's figures; full: all that ncu has.")] = "quick",
     saved: Annotated[Path | None, typer.Option("--from", help="A saved .ncu-rep or .json instead of a launch.")] = None,
     keep: Annotated[Path | None, typer.Option(help="Where to leave ncu's report, a .ncu-rep.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to draw the page; with --stalls the record.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to write the page: .json, or drawn as .png, .svg or .pdf.")
+    ] = None,
     in_stalls: Annotated[
         bool, typer.Option("--stalls", help="Instead: what dequantisation costs in stalls (LiquidGEMM §3.2), recorded.")
     ] = False,
@@ -70,20 +74,27 @@ def profile(
             )
     words = nsight.differences(*found) if compare else []
     if out is not None:
-        from ptxlab import plot, profileplot
-
-        plot.save(profileplot.page_figure(found, words), out)
+        _write(found, words, out)
     if as_json:
         values = [one.to_json() for one in found]
         return print_json({"profiles": values, "differences": words} if compare else values[0])
     show(found, words)
     if out is not None:
-        console.print(f"picture: {escape(str(out))}", soft_wrap=True)
+        console.print(f"written: {escape(str(out))}", soft_wrap=True)
+
+
+def _write(found: Sequence[Profile], words: Sequence[str], out: Path) -> None:
+    """The first profile as JSON, or all of them as a picture."""
+    if out.suffix == ".json":
+        return nsight.save(found[0], out)
+    from ptxlab import plot, profileplot  # Matplotlib takes half a second
+
+    plot.save(profileplot.page_figure(found, words), out)
 
 
 def show(found: Sequence[Profile], words: Sequence[str]) -> None:
     """Print the page, or two beside each other."""
-    names = [f"{one}>" for one in found]
+    names, kernels = [f"{one}>" for one in found], [f"{one.kernel}>" for one in found]
     rows = [
         (figure.label, *(nsight.amount(figure, one.figures.get(figure.name)) for one in found))
         for figure in nsight.FIGURES
@@ -92,9 +103,9 @@ def show(found: Sequence[Profile], words: Sequence[str]) -> None:
     console.print(table(", ".join(dict.fromkeys(one.device for one in found)), ("", *names), rows))
     reasons = sorted({r for one in found for r in one.stalls}, key=lambda r: -max(o.stalls.get(r, 0) for o in found))
     cells = [(reason.replace("_", " "), *(f"{one.stalls.get(reason, 0):.1%}" for one in found)) for reason in reasons]
-    console.print(table("Stalls by reason", ("", *names), [row for row in cells if set(row[1:]) != {"0.0%"}]))
+    console.print(table("Stalls by reason", ("", *kernels), [row for row in cells if set(row[1:]) != {"0.0%"}]))
     for one in found:
-        lines = [(c.where, f"{c.share:.1%}", _reasons(c), c.text) for c in one.carriers]
+        lines = [(c.where, f"{c.share:.1%}", _reasons(c), _short(c.text)) for c in one.carriers]
         title = f"{one.kernel}: where {one.samples:,} sampled warps waited ({one.issuing:.0%} issued)"
         console.print(table(title, ("line", "stalls>", "for", "source"), lines))
     for sentence in words:
@@ -105,6 +116,10 @@ def _reasons(carrier: nsight.Carrier) -> str:
     """The two most frequent reasons."""
     most = list(carrier.reasons.items())[:2]
     return ", ".join(f"{reason.replace('_', ' ')} {share / carrier.share:.0%}" for reason, share in most)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
 
 
 def _refuse(options: dict[str, Any], rule: str) -> None:

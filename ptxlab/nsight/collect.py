@@ -16,6 +16,7 @@ from ptxlab.errors import ArgumentError, UnavailableError
 SETS = ("quick", "full")
 FAILED = "ptxlab cannot launch it: "  # what a profiled process prints before the reason
 
+_SAMPLING = "2"  # warps are sampled every 2^(5 + this) clocks: ncu's own choice is too rare for microseconds
 _UNKNOWN = re.compile(r"(?:[Ff]ailed to find metrics?|[Uu]nknown metrics?)[^\w]*((?:regex:)?[\w.:]+)")
 _MAY_NOT = "as root, or with the option NVreg_RestrictProfilingToAdminUsers=0 of the kernel module nvidia, it may"
 
@@ -72,7 +73,7 @@ def collect(
         raise ArgumentError("--set", f"one of {', '.join(SETS)}", chosen)
     sections = ["SourceCounters", "LaunchStats", "Occupancy"] if chosen == "quick" else []
     options = ["--profile-from-start", "off", "--import-source", "yes", "--force-overwrite", "--export", str(out)]
-    options += ["--set", "full"] if chosen == "full" else []
+    options += ["--warp-sampling-interval", _SAMPLING, *(["--set", "full"] if chosen == "full" else [])]
     done = _ncu([*options, *_wanted(kernels, metrics, sections)], command)
     if not out.is_file():
         raise _other_launches([], done)
@@ -113,8 +114,9 @@ def _ncu(options: Sequence[str], command: Sequence[str]) -> subprocess.Completed
 
 
 def _other_launches(names: Sequence[str], done: subprocess.CompletedProcess[str]) -> UnavailableError:
-    last = (done.stdout + done.stderr).strip().splitlines()[-1:]
-    return UnavailableError(f"ncu: saw launches of {', '.join(names) or 'nothing'}: {last}")
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    said = [line for line in lines if line.startswith("==ERROR==")][:1] or lines[-1:]
+    return UnavailableError(f"ncu: saw launches of {', '.join(names) or 'nothing'}: {' '.join(said)}")
 
 
 def launched(printed: str) -> list[dict[str, str]]:

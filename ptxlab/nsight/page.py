@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptxlab.errors import FileError
-from ptxlab.files import read_text
+from ptxlab.files import read_text, write_text
 from ptxlab.nsight.report import ISSUING, Launched
 
 SCHEMA = 1
@@ -198,6 +198,11 @@ def carriers(launched: Launched) -> tuple[Carrier, ...]:
         for file, line in ranked
         if waiting[file, line]
     )
+
+
+def save(profile: Profile, path: Path) -> None:
+    """Write a profile as JSON, whole or not at all."""
+    write_text(path, json.dumps(profile.to_json(), indent=1) + "\n")
 
 
 def load(path: Path) -> Profile:

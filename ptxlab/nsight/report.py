@@ -11,6 +11,8 @@ from ptxlab.nsight.collect import unknown_metric
 
 SAMPLES = "smsp__pcsamp_warps_issue_stalled_"  # + reason: how many sampled warps stood at an instruction for it
 ISSUING = "selected"  # the one reason that is no stall: the warp issues
+_NO_ISSUE = "_not_issued"  # the same, counted only when the scheduler issued nothing
+_EXECUTED = "inst_executed"
 _STEP = 16  # bytes of an instruction
 _MOST = 1 << 16  # instructions of a kernel, at most
 
@@ -25,6 +27,7 @@ class Instruction:
         file: name of the source file that the line table gives, without folders; empty if unknown.
         line: in that file.
         samples: warps that stood here when they were sampled, by reason; of these `ISSUING` did not stall.
+        executed: how many warps executed it.
     """
 
     offset: int
@@ -32,6 +35,7 @@ class Instruction:
     file: str
     line: int
     samples: Mapping[str, int]
+    executed: int = 0
 
     @property
     def stalled(self) -> int:
@@ -112,8 +116,10 @@ def _launched(action: Any) -> Launched:
 
 
 def _instructions(action: Any) -> Iterator[Instruction]:
-    samples = _samples(action)
-    start = next(iter(sorted(samples)), None)
+    reasons = [name for name in action.metric_names() if name.startswith(SAMPLES) and not name.endswith(_NO_ISSUE)]
+    counts = {name.removeprefix(SAMPLES): _by_address(action, name) for name in reasons}
+    executed = _by_address(action, _EXECUTED)
+    start = min((address for at in (executed, *counts.values()) for address in at), default=None)
     if start is None:
         return
     while action.sass_by_pc(start - _STEP):
@@ -125,20 +131,14 @@ def _instructions(action: Any) -> Iterator[Instruction]:
         place = action.source_info(address)
         file, line = (PurePosixPath(place.file_name()).name, place.line()) if place else ("", 0)
         text = re.sub(r"\s+", " ", sass).strip(" ;")
-        yield Instruction(address - start, text, file, line, samples.get(address, {}))
+        samples = {reason: at[address] for reason, at in counts.items() if at.get(address)}
+        yield Instruction(address - start, text, file, line, samples, executed.get(address, 0))
 
 
-def _samples(action: Any) -> dict[int, dict[str, int]]:
-    """Address -> reason -> samples."""
-    found: dict[int, dict[str, int]] = {}
-    for name in action.metric_names():
-        if not name.startswith(SAMPLES) or name.endswith("_not_issued"):
-            continue
-        metric, reason = action.metric_by_name(name), name.removeprefix(SAMPLES)
-        if not metric.has_correlation_ids():
-            continue
-        addresses = metric.correlation_ids()
-        for i in range(metric.num_instances()):
-            if count := int(metric.value(i)):
-                found.setdefault(int(addresses.value(i)), {})[reason] = count
-    return found
+def _by_address(action: Any, name: str) -> dict[int, int]:
+    """A metric's values by the address of the instruction."""
+    metric = action.metric_by_name(name)
+    if metric is None or not metric.has_correlation_ids():
+        return {}
+    addresses = metric.correlation_ids()
+    return {int(addresses.value(i)): int(metric.value(i)) for i in range(metric.num_instances())}

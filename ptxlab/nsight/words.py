@@ -2,28 +2,29 @@
 
 from ptxlab.nsight.page import FIGURES, Figure, Profile
 
+MOST = 10  # differences that are told
 _COUNTS = 1.1  # a count differs if it does by this factor
 _POINTS = 5.0  # and a percentage if it does by so many points
-_UNSAID = ("time_us", "warp_instructions", "blocks", "threads")  # said first; said per weight; no merit in themselves
+# Said first, or with another figure, or no news where blocks do different work.
+_UNSAID = ("time_us", "warp_instructions", "wavefronts", "occupancy_limit_pct", "blocks", "threads")
 
 
 def differences(one: Profile, other: Profile) -> list[str]:
     """What `one` does otherwise than `other`, a sentence each: first the time, then what changed most."""
     mine, theirs = one.figures["time_us"], other.figures["time_us"]
-    sentences = [
-        f"{one.kernel} takes {mine / theirs:.2f} of the time of {other.kernel}: {mine:.1f} for {theirs:.1f} µs."
-    ]
+    faster = (
+        f"is {theirs / mine:.2f} times as fast as" if mine <= theirs else f"takes {mine / theirs:.2f} times as long as"
+    )
+    sentences = [f"{one.kernel} {faster} {other.kernel}: {mine:.1f} µs, not {theirs:.1f}."]
     if one.sizes != other.sizes:
         sentences.append(f"They did not do the same: {_sizes(one)} here, {_sizes(other)} there.")
-    found = [
-        (_weight(figure, one, other), _sentence(figure, one, other)) for figure in FIGURES if _told(figure, one, other)
-    ]
+    found = [_figure(figure, one, other) for figure in FIGURES if _differs(figure, one, other)]
     for reason in sorted({*one.stalls, *other.stalls}):
         here, there = (100 * profile.stalls.get(reason, 0) for profile in (one, other))
         if abs(here - there) >= _POINTS:
-            words = f"{_more(here, there)} of the stalls are {reason.replace('_', ' ')}: {here:.0f}% for {there:.0f}%."
-            found.append((abs(here - there) / 100, words))
-    return sentences + [words for _, words in sorted(found, key=lambda item: -item[0])]
+            label = f"stalls for {reason.replace('_', ' ')}"
+            found.append((abs(here - there) / 100, _sentence(label, here, there, f"{here:.0f}%", f"{there:.0f}%")))
+    return sentences + [words for _, words in sorted(found, key=lambda item: -item[0])[:MOST]]
 
 
 def amount(figure: Figure, value: float | None) -> str:
@@ -31,10 +32,10 @@ def amount(figure: Figure, value: float | None) -> str:
     if value is None:
         return "-"
     short = f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
-    return short + (f"{figure.unit}" if figure.unit.startswith("%") else f" {figure.unit}").rstrip()
+    return short + ("" if figure.unit.startswith("%") else " ") * bool(figure.unit) + figure.unit
 
 
-def _told(figure: Figure, one: Profile, other: Profile) -> bool:
+def _differs(figure: Figure, one: Profile, other: Profile) -> bool:
     """Whether a figure differs by enough to be told."""
     here, there = one.figures.get(figure.name), other.figures.get(figure.name)
     if here is None or there is None or figure.name in _UNSAID:
@@ -44,20 +45,18 @@ def _told(figure: Figure, one: Profile, other: Profile) -> bool:
     return max(here, there) > _COUNTS * min(here, there)
 
 
-def _weight(figure: Figure, one: Profile, other: Profile) -> float:
-    """How much a difference says, to order by: points of a percentage, else the smaller part that is missing."""
+def _figure(figure: Figure, one: Profile, other: Profile) -> tuple[float, str]:
+    """How much a difference says, to order by, and the words for it.
+
+    That is points of a percentage; of anything else what the smaller lacks of the larger.
+    """
     here, there = one.figures[figure.name], other.figures[figure.name]
-    return abs(here - there) / 100 if figure.unit.startswith("%") else 1 - min(here, there) / max(here, there)
+    weight = abs(here - there) / 100 if figure.unit.startswith("%") else 1 - min(here, there) / max(here, there)
+    return weight, _sentence(figure.label, here, there, amount(figure, here), amount(figure, there))
 
 
-def _sentence(figure: Figure, one: Profile, other: Profile) -> str:
-    here, there = one.figures[figure.name], other.figures[figure.name]
-    label = f"{figure.label} busy" if figure.unit == "%" else figure.label
-    return f"{_more(here, there)} {label}: {amount(figure, here)} for {amount(figure, there)}."
-
-
-def _more(here: float, there: float) -> str:
-    return "More" if here > there else "Less"
+def _sentence(label: str, here: float, there: float, mine: str, theirs: str) -> str:
+    return f"{label[0].upper()}{label[1:]}: {mine}, {'up' if here > there else 'down'} from {theirs}."
 
 
 def _sizes(profile: Profile) -> str:
