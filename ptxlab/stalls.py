@@ -35,6 +35,7 @@ METRICS = ("gpu__time_duration.sum", "sm__cycles_elapsed.max")
 _FILE = "dequant.cuh"
 _SUBTRACTING = ("dequant_qoq_vadd4", "dequant_lqq")  # after unpacking and multiplying
 _NIBBLES = "0xf0f0f0f"
+_ARITHMETIC = ("LOP3", "SHF", "IMAD", "IADD3", "VIADD", "PRMT")
 _FUNCTION = re.compile(r"^__device__ __forceinline__ [\w ]*?(\w+)\(")
 
 
@@ -147,6 +148,8 @@ def part_of(sass: str, function: str) -> str:
     LQQ adds in the multiplication, so that what is left of its subtraction is the XOR; unsigned LQQ has not even that.
     """
     opcode = next(word for word in sass.split() if not word.startswith("@"))
+    if opcode.partition(".")[0] not in _ARITHMETIC:  # what was moved there: a wgmma, the descriptor it takes
+        return ""
     if function == "unpack_u4" or _NIBBLES in sass:
         return "unpack"
     if function and opcode == "IMAD":  # IMAD.IADD and IMAD.MOV multiply nothing

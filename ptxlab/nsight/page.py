@@ -90,13 +90,15 @@ class Carrier:
 
     Attributes:
         where: `dequant.cuh:59`, or without a line table the instruction's offset.
-        text: the source line, else the machine instruction.
+        text: the source line; empty where there is none.
+        sass: of its instructions the one that most stalls were sampled at.
         share: of all stalls that were sampled.
         reasons: the same by reason, the most frequent first.
     """
 
     where: str
     text: str
+    sass: str
     share: float
     reasons: dict[str, float]
 
@@ -179,19 +181,20 @@ def profile_of(
 def carriers(launched: Launched) -> tuple[Carrier, ...]:
     """The source lines, or where there is no line table the instructions, that most stalls were sampled at."""
     waiting: dict[tuple[str, int], Counter[str]] = {}
-    texts: dict[tuple[str, int], str] = {}
-    most = Counter[tuple[str, int]]()  # stalls of the instruction whose text stands for the line
+    hottest: dict[tuple[str, int], str] = {}
+    most = Counter[tuple[str, int]]()
     for one in launched.instructions:
         place = (one.file, one.line) if one.file else ("", one.offset)
         waiting.setdefault(place, Counter()).update({r: n for r, n in one.samples.items() if r != ISSUING})
         if one.stalled >= most[place]:
-            most[place], texts[place] = one.stalled, one.sass
+            most[place], hottest[place] = one.stalled, one.sass
     stalls = sum(counts.total() for counts in waiting.values())
     ranked = sorted(waiting, key=lambda place: -waiting[place].total())[:MOST_CARRIERS]
     return tuple(
         Carrier(
             where=f"{file}:{line}" if file else f"+{line:#x}",
-            text=launched.text_of(file, line) or texts[file, line],
+            text=launched.text_of(file, line),
+            sass=hottest[file, line],
             share=waiting[file, line].total() / stalls,
             reasons=_shares(waiting[file, line], stalls),
         )
