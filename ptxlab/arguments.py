@@ -76,6 +76,16 @@ def _check_contiguous(name: str, array: Any) -> None:
         raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
 
 
+def in_order(entry: str, parameters: Sequence[str], arrays: Mapping[str, Any]) -> list[Any]:
+    """Arrays of a file as the arguments of a kernel without a spec, by name; those without axes are scalars."""
+    for name in parameters:
+        if name not in arrays:
+            raise ArgumentError(f"{entry}: {name}", "must be in the --in file", ", ".join(arrays) or "an empty file")
+    if extra := sorted(set(arrays) - set(parameters)):
+        raise ArgumentError(f"{entry}: arguments", ", ".join(parameters), extra[0])
+    return [arrays[name] if arrays[name].shape else arrays[name][()] for name in parameters]
+
+
 def positions(label: str, chosen: Collection[str], names: Sequence[str]) -> list[int]:
     """Where the chosen ones stand among the names."""
     if unknown := sorted(set(chosen) - set(names)):

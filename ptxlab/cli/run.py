@@ -10,8 +10,8 @@ from rich.markup import escape
 from rich.syntax import Syntax
 
 from ptxlab import kernels, runtime, tiles
-from ptxlab.arguments import parse_checks, parse_integers
-from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
+from ptxlab.arguments import in_order, parse_checks, parse_integers
+from ptxlab.cli.common import FAILED, AsJson, Backend, console, dims, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
 from ptxlab.files import load_arrays, save_arrays
 from ptxlab.spec import Arg, KernelSpec
@@ -131,13 +131,10 @@ def run(
             )
         else:
             kernel = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
-            args = [_argument(arrays, kernel.entry, name) for name in kernel.parameters]
-            if extra := sorted(set(arrays) - set(kernel.parameters)):
-                raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
             outcome = kernel(
-                *args,
-                grid=_dims("grid", grid or "1"),
-                block=_dims("block", block or "32"),
+                *in_order(kernel.entry, kernel.parameters, arrays),
+                grid=dims("grid", grid or "1"),
+                block=dims("block", block or "32"),
                 shared_bytes=shared or 0,
                 backend=backend,
                 checks=checks,
@@ -164,13 +161,6 @@ def run(
         raise typer.Exit(FAILED)
 
 
-def _dims(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ArgumentError(f"--{name}", "one to three integers, x[,y[,z]]", text) from None
-
-
 def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
     """A size out of the file, without axes: an integer, or a float where a scalar argument is one."""
     if array.shape or name not in spec.symbols:
@@ -180,12 +170,6 @@ def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
     if array.dtype.kind not in ("iuf" if is_float else "iu"):
         raise ArgumentError(f"{spec.name}: {name}", "a number" if is_float else "an integer", array)
     return float(array) if is_float else int(array)
-
-
-def _argument(arrays: dict[str, np.ndarray], entry: str, name: str) -> Any:
-    if name not in arrays:
-        raise ArgumentError(f"{entry}: {name}", "must be in the --in file", ", ".join(arrays) or "an empty file")
-    return arrays[name] if arrays[name].shape else arrays[name][()]
 
 
 def verify(

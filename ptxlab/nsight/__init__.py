@@ -1,0 +1,30 @@
+"""Nsight Compute: counters of launches (`launches`), whole reports (`collect`, `read`), and a launch on a page."""
+
+from ptxlab.nsight.collect import FAILED, SETS, collect, counters, launches, version
+from ptxlab.nsight.page import FIGURES, METRICS, Carrier, Figure, Profile, load, profile_of, save
+from ptxlab.nsight.report import ISSUING, Instruction, Launched, read, require_reader
+from ptxlab.nsight.words import amount, differences
+
+__all__ = [
+    "FAILED",
+    "FIGURES",
+    "ISSUING",
+    "METRICS",
+    "SETS",
+    "Carrier",
+    "Figure",
+    "Instruction",
+    "Launched",
+    "Profile",
+    "amount",
+    "collect",
+    "counters",
+    "differences",
+    "launches",
+    "load",
+    "profile_of",
+    "read",
+    "require_reader",
+    "save",
+    "version",
+]
