@@ -20,11 +20,16 @@
 
 # %%
 # %load_ext ptxlab
+import tempfile
+from pathlib import Path
+
 import numpy as np
 
-from ptxlab import bench, cost, gpu, layout, quant, sass, sources
+from ptxlab import bench, cost, gpu, layout, nsight, profiles, quant, sass, sources
 from ptxlab.bench import dequant
+from ptxlab.errors import PtxlabError
 from ptxlab.spec import Arg, KernelSpec, Launch
+from ptxlab.subject import Job
 
 # %% [markdown]
 # ## The contract
@@ -162,6 +167,40 @@ if gpu.why_not(contract.arch) is None:
 else:
     row = next((r for r in record.rows if (r.kernel, r.measure) == ("dequant_s4_f16", "streaming")), None)
 print(f"{row}: {row.time_us:.0f} µs, {row.fraction:.0%} of a {row.limit}" if row else "not recorded yet")
+
+# %% [markdown]
+# ## Profile it
+#
+# `ptxlab profile` puts one launch under Nsight Compute, any file's: `ptxlab profile int4_to_f16.cu --in arrays.npz
+# --grid 16384 --block 256`. Again, what was recorded of the PTX stands in where there is no GPU, or no right to
+# count.
+
+# %%
+recorded = sources.results_dir() / "h200" / "profiles" / "dequant_s4_f16.json"
+try:
+    gpu.device_info()
+    shape = {"R": 4096, "K": 8192, "g": 128}
+    arrays = contract.pack(contract.example(np.random.default_rng(0), **shape))
+    scalars = {"words": np.uint32(4096 * 8192 // 8), "shift": np.uint32(4)}
+    with tempfile.TemporaryDirectory() as folder:
+        source, inputs = Path(folder, "int4_to_f16.cu"), Path(folder, "arrays.npz")
+        source.write_text(int4_to_f16.source.text)
+        np.savez(inputs, **arrays, out=np.zeros((4096, 8192), np.float16), **scalars)
+        profile = profiles.profile(Job(str(source), inputs=str(inputs), grid=contract.launch(shape).grid, block=(256,)))
+except PtxlabError as error:
+    print(f"{error}: as recorded\n")
+    profile = profiles.saved(recorded)
+
+shown = ("time_us", "dram_pct", "l2_pct", "issue_pct", "alu_pct", "occupancy_pct", "registers")
+for figure in (figure for figure in nsight.FIGURES if figure.name in shown):
+    print(f"{figure.label:12} {nsight.amount(figure, profile.figures[figure.name])}")
+for reason, share in list(profile.stalls.items())[:3]:
+    print(f"{share:.0%} of the stalls: {reason.replace('_', ' ')}")
+
+# %% [markdown]
+# *Long scoreboard* is a wait for memory. So that is what this kernel does; its instructions hide behind it, and
+# would in anything else that streams. Whether they do in a GEMM, where they share the pipes, is another question
+# (notebook 03).
 
 # %% [markdown]
 # ## Make it part of the workbench
