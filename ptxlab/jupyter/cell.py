@@ -42,7 +42,9 @@ class Cell:
             lines.append(f"{name} ({self.source.language}, {report.arch}, {report.tools[0]})")
             lines.append("  " + ", ".join(fact.in_words() for fact in facts(report, self.before.get(name))))
             lines += [f"  warning: {warning}" for warning in report.warnings]
-        lines += [f"{'passed' if v.passed else 'FAILED'} {v.kernel} {v.sizes}: {v.detail}" for v in self.verdicts]
+        lines += [
+            f"{'passed' if v.passed else 'FAILED'} {v.kernel} {v.sizes} {v.backend}: {v.detail}" for v in self.verdicts
+        ]
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -24,7 +24,7 @@ def of_kernel(kernel: Kernel) -> str:
     """A kernel: how it is called, and its source."""
     signature = f"{kernel.entry}({', '.join(kernel.parameters)}, grid=, block=)"
     arch = kernel.module.target if kernel.source.language == "ptx" else kernel.arch
-    chips = [chip(kernel.source.language), *([chip(arch)] if arch else [])]
+    chips = [chip(kernel.source.language), *([chip(_lowest(arch))] if arch else [])]
     chips += [chip(f"{name}={value}") for name, value in kernel.defines.items()]
     chips += [chip("checks ", ", ".join(sorted(kernel.checks)))] if kernel.checks else []
     spec = kernels.specs().get(kernel.entry)
@@ -34,8 +34,7 @@ def of_kernel(kernel: Kernel) -> str:
 
 def of_spec(spec: KernelSpec) -> str:
     """A spec: what it shows, arguments, rules, and the sources."""
-    arch = f"{spec.arch} only" if spec.exact_arch else f"{spec.arch} and newer"
-    chips = [chip(arch), *([chip("wrong by design", kind="bad")] if spec.wrong else [])]
+    chips = [chip(_lowest(spec.arch)), *([chip("wrong by design", kind="bad")] if spec.wrong else [])]
     arguments = [(element("code", a.name), str(a.dtype), element("code", _shape(a)), a.role) for a in spec.args]
     rules = [element("code", rule) for rule in (*spec.rules, *spec.value_rules)]
     exact = "bit for bit" if not spec.tolerance and spec.bound is None else spec.tolerance_reason
@@ -86,7 +85,7 @@ def _operands(finding: Finding) -> Html:
 
 def of_weight(weight: PackedWeight) -> str:
     """A packed weight: its buffers, and which lane gets what of a tile."""
-    chips = [chip(weight.scheme), chip(f"[{weight.N}, {weight.K}]"), chip(f"{weight.arch} and newer")]
+    chips = [chip(weight.scheme), chip(f"[{weight.N}, {weight.K}]"), chip(_lowest(weight.arch))]
     chips += [chip(f"groups of {weight.group}")] if weight.group < weight.K else []
     bits = f"{8 * weight.nbytes / (weight.N * weight.K):.2f} bits per weight"
     buffers = [
@@ -122,7 +121,9 @@ def of_cell(cell: Cell) -> str:
     for verdict in cell.verdicts:
         sizes = ", ".join(f"{name}={size}" for name, size in verdict.sizes.items())
         mark = chip("passed", kind="good") if verdict.passed else chip("failed", kind="bad")
-        parts.append(element("div", mark, element("code", f"{verdict.kernel} {sizes}"), f" {verdict.detail}"))
+        parts.append(
+            element("div", mark, element("code", f"{verdict.kernel} {sizes}"), f" {verdict.backend}: {verdict.detail}")
+        )
     if cell.listing:
         parts.append(details("machine code by line", _machine_code(cell), shown=True))
     return page.page(*parts)
@@ -185,6 +186,11 @@ def _source(source: Source, *, folded: bool = False) -> Html:
     text = listing(source.text, source.language, first=2 if source.text.startswith("\n") else 1)  # a cell's magic
     count = source.text.count("\n")
     return details(f"{source.label}, {count} lines", text, shown=not folded and count <= _SHORT)
+
+
+def _lowest(arch: str) -> str:
+    """A letter at the end marks code that runs nowhere else."""
+    return f"{arch} only" if arch[-1].isalpha() else f"{arch} and newer"
 
 
 def _shape(arg: Arg) -> str:

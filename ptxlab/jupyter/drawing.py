@@ -51,9 +51,10 @@ class HolderView:
         return [] if self.lane is None else list(enumerate(self.holders.held_by(self.lane)))
 
     def _lane(self) -> Html:
-        if self.lane is None:
-            return element("div", "In a box: lane and register. Colour: lane.", cls="dim")
         row, column = self.holders.axes
+        if self.lane is None:
+            said = f"Down: {row}, across: {column}. In a box: lane and register; its colour: lane."
+            return element("div", said, cls="dim")
         said = f"Lane {self.lane} holds, as ({row}, {column}) from the highest bits of a register to its lowest:"
         registers = [chip(element("code", f"r{i} {_in_words(places)}")) for i, places in self._registers()]
         return join([element("div", said), *registers])

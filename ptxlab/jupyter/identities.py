@@ -3,7 +3,7 @@
 Scale and minimum are free here, and not what a quantiser would choose, so that every way can be driven over its edge.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -122,6 +122,7 @@ class Identities:
             Row("q4", UNSIGNED, self.q4),
             Row("s1", LaneType(False, 32, 0), (self.s1,)),
             Row("min", SIGNED, (self.minimum,) * LANES),
+            Row("a = 128 + min", UNSIGNED, (self.minimum + 128,) * LANES),
             Row("q4·s1 + min", SIGNED, self.exact, _outside(self.exact), "what it should be"),
         ]
         return page(words([*given, *(row for trace in self.traces for row in self._section(trace))]))
@@ -133,6 +134,7 @@ class Identities:
             Row(step.partition(";")[0], trace.identity.types[i], trace.lanes(i), _disturbed(trace, i), _note(trace, i))
             for i, step in enumerate(trace.identity.steps)
         ]
+        rows[-1] = replace(rows[-1], wrong=wrong)
         return [section(trace.identity.name, " ", verdict), *rows]
 
 

@@ -5,9 +5,8 @@ from typing import Any
 
 from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
-from IPython.display import display
 
-from ptxlab import kernels, sass
+from ptxlab import gpu, kernels, sass
 from ptxlab.arguments import parse_checks, parse_integers
 from ptxlab.errors import PtxlabError, SourceError
 from ptxlab.jupyter import page
@@ -43,18 +42,19 @@ class PtxlabMagics(Magics):
 
     @cell_magic
     @_options
-    def ptx(self, line: str, cell: str) -> None:
+    def ptx(self, line: str, cell: str) -> Cell | None:
         """Assemble a cell of PTX and bind its kernels under their names."""
-        self._run(parse_argstring(self.ptx, line), cell, "ptx")
+        return self._run(parse_argstring(self.ptx, line), cell, "ptx")
 
     @cell_magic
     @_options
     @argument("-D", dest="define", metavar="NAME[=N]", action="append", default=[], help="A constant; -D X is 1.")
-    def cuda(self, line: str, cell: str) -> None:
+    def cuda(self, line: str, cell: str) -> Cell | None:
         """Compile a cell of CUDA C++ and bind its kernels under their names."""
-        self._run(parse_argstring(self.cuda, line), cell, "cu")
+        return self._run(parse_argstring(self.cuda, line), cell, "cu")
 
-    def _run(self, options: Any, text: str, language: Language) -> None:
+    def _run(self, options: Any, text: str, language: Language) -> Cell | None:
+        assert self.shell is not None
         try:
             cell = compile_cell(
                 text,
@@ -73,19 +73,20 @@ class PtxlabMagics(Magics):
             raise _in_short(error, text) from None
         self.reports |= cell.reports
         self.shell.push(dict(cell.kernels))
-        if not options.quiet:
-            display(cell)
+        return None if options.quiet else cell
 
     def _verify(self, cell: Cell, contract: str) -> tuple[Verdict, ...]:
-        """Every kernel of the cell in the emulator, at every size of the spec's examples."""
+        """Every kernel of the cell at every size of the spec's examples: in the emulator, and on a GPU that fits."""
+        assert self.shell is not None
         spec = self.shell.user_ns.get(contract)
         if not isinstance(spec, KernelSpec):
             spec, _ = kernels.find(contract)
-        own = [replace(spec, name=name) for name in cell.kernels]
+        backends = ["emulator", *(["gpu"] if gpu.why_not(spec.arch, exact=spec.exact_arch) is None else [])]
         return tuple(
-            verify(Job(one, cell.source, "emulator", sizes, dict(kernel.defines) or None))
-            for one, kernel in zip(own, cell.kernels.values(), strict=True)
-            for sizes in one.example_sizes
+            verify(Job(replace(spec, name=name), cell.source, backend, sizes, dict(kernel.defines) or None))
+            for name, kernel in cell.kernels.items()
+            for backend in backends
+            for sizes in spec.example_sizes
         )
 
 

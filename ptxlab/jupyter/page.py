@@ -25,9 +25,9 @@ STYLE = """.ptxlab.ptxlab {
   & table { border-collapse: collapse; margin: .3em 0 .6em; font-size: 13px }
   & td, & th { border: 0; border-bottom: 1px solid var(--line); padding: .15em .7em; text-align: left;
     vertical-align: top; white-space: normal; max-width: 40em }
-  & th { font-weight: 600; white-space: nowrap }
+  & th { font-weight: 600 } & th, & td:first-child { white-space: nowrap }
   & code, & pre, & .bits { font-family: var(--mono); font-size: 12.5px; color: inherit }
-  & code { background: none !important; padding: 0 !important }
+  & code { background: none !important; padding: 0 !important; white-space: pre !important }
   & pre { margin: .4em 0; padding: .3em .6em; line-height: 1.4; overflow-x: auto; border-left: 3px solid var(--line) }
   & .num, & .bits { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums }
   & .title { margin: .4em 0 .2em; font-size: 14px }
