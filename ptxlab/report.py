@@ -6,7 +6,20 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from ptxlab import bench, counts, gemmtables, headline, kernels, kvpoints, kvtables, ladder, showcase, sources, tiles
+from ptxlab import (
+    bench,
+    counts,
+    gemmtables,
+    headline,
+    kernels,
+    kvpoints,
+    kvtables,
+    ladder,
+    profiletables,
+    showcase,
+    sources,
+    tiles,
+)
 from ptxlab.errors import FileError
 from ptxlab.files import write_text
 from ptxlab.spec import KernelSpec
@@ -204,5 +217,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,
+    "profile": profiletables.profile_section,
+    "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,
 }

@@ -1,8 +1,8 @@
 """What dequantisation costs in stalls (LiquidGEMM §3.2): sampled warps by the function of `dequant.cuh` they stood in.
 
 By the line table every machine instruction has the source line that it came from, and a line of `dequant.cuh` lies in
-one function. What `__vadd4` becomes has the line of the dequantiser that calls it, so what `dequant_qoq_vadd4` does after
-unpacking and multiplying, which opcode and operands tell, is the subtraction and nothing else.
+one function. What `__vadd4` becomes has the line of the dequantiser that calls it, so what `dequant_qoq_vadd4` does
+after unpacking and multiplying, which opcode and operands tell, is the subtraction and nothing else.
 """
 
 import json
@@ -187,13 +187,13 @@ def default_path(slug: str) -> Path:
 
 
 def table(rows: Iterable[Row]) -> list[list[str]]:
-    """Cells: kernel, then per matrix and number of tokens the subtraction's share and the whole dequantisation's."""
+    """Cells, the head first: kernel; per matrix and tokens the share of the subtraction and of all dequantisation."""
     found = {(r.kernel, r.layer, r.sizes["M"]): r for r in rows}
     columns = list(dict.fromkeys(place[1:] for place in found))
     cells = {
         kernel: [found.get((kernel, *column)) for column in columns] for kernel in dict.fromkeys(p[0] for p in found)
     }
-    head = ["kernel", *(f"{layer}, M = {M}" for layer, M in columns)]
+    head = ["kernel", *(f"{layer.split()[-1]} {M}" for layer, M in columns)]
     return [
         head,
         *(
