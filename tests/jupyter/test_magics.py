@@ -82,8 +82,23 @@ def test_a_changed_cell_says_what_changed(shell: InteractiveShell) -> None:
 
 def test_machine_code_by_line(shell: InteractiveShell) -> None:
     cell = run(shell, "ptx --sass", PTX)
-    assert "IADD3" in {i.opcode for i in cell.listing[line_of(PTX, "add.u32")]}
-    assert [i.opcode for i in cell.listing[line_of(PTX, "st.global")]] == ["STG", "EXIT"]
+    assert "IADD3" in {i.opcode for i in cell.listing["<cell add4>", line_of(PTX, "add.u32")]}
+    assert [i.opcode for i in cell.listing["<cell add4>", line_of(PTX, "st.global")]] == ["STG", "EXIT"]
+
+
+def test_machine_code_of_headers_stands_at_their_lines(shell: InteractiveShell) -> None:
+    text = """\
+#include "dequant.cuh"
+extern "C" __global__ void unpack(const unsigned* q, uint2* out) {
+    out[threadIdx.x] = ptxlab::dequant_lqq(q[threadIdx.x], 7, 0x09090909);
+}
+"""
+    cell = run(shell, "cuda --sass", text)
+    opcodes = {name: {i.opcode for (path, _), code in cell.listing.items() if path.endswith(name) for i in code}
+               for name in ("<cell unpack>", "dequant.cuh")}  # fmt: skip
+    assert {"LDG", "STG"} <= opcodes["<cell unpack>"] and "LOP3" not in opcodes["<cell unpack>"]
+    assert {"LOP3", "IMAD"} <= opcodes["dequant.cuh"]
+    assert sum(map(len, cell.listing.values())) == sum(cell.reports["unpack"].opcodes.values())
 
 
 def test_warnings_name_the_cells_line(shell: InteractiveShell) -> None:
