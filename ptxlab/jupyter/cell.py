@@ -7,6 +7,7 @@ from typing import Any
 
 from ptxlab import emulator, gpu, sass, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.jupyter.page import remember
 from ptxlab.runtime import Kernel, load
 from ptxlab.sources import Language, Source, cuda_entries
 from ptxlab.verify import Verdict
@@ -120,6 +121,7 @@ def compile_cell(
         ArgumentError: no such entry, or none at all.
     """
     source = _source(text, language)
+    remember(source)
     shown_for = arch or (gpu.device_info().arch if gpu.why_not(None) is None else _ARCH)
     image, note = None, ""
     try:
