@@ -57,7 +57,8 @@ def test_parse() -> None:
     assert [i.name for i in first] == [
         *("LDC", "IMAD.MOV.U32", "UIADD3", "LDG.E.128", "BRA", "HFMA2.MMA", "NOP", "STG.E", "EXIT"),
     ]
-    assert first[1] == sass.SassInstruction(0x10, "IMAD", ("MOV", "U32"), ("R4", "RZ", "RZ", "R2"), "@!P0", 9)
+    operands, path = ("R4", "RZ", "RZ", "R2"), ".nv_debug_ptx_txt"
+    assert first[1] == sass.SassInstruction(0x10, "IMAD", ("MOV", "U32"), operands, "@!P0", 9, path)
     assert [i.guard for i in first if i.guard] == ["@!P0", "@UP1", "@P1"]
     assert [i.line for i in first][:3] == [5, 9, 9]
     assert first[3].operands == ("R8", "desc[UR4][R2.64+0x10]")

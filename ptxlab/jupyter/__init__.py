@@ -2,12 +2,13 @@
 
 `cell` compiles what `magics` are given; `displays` show kernels, packed weights, launches and findings, `words` bits
 lane by lane. `identities` takes the dequantisers apart, `maps` knows who holds what and `drawing` draws it; `widgets`
-puts sliders to both. `page` is all that knows of HTML.
+puts sliders to both; `errors` shows them short. `page` is all that knows of HTML.
 """
 
 from typing import Any
 
-from ptxlab.jupyter import maps
+from ptxlab.errors import PtxlabError
+from ptxlab.jupyter import errors, maps
 from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.displays import PAGES
 from ptxlab.jupyter.drawing import HolderView
@@ -45,13 +46,14 @@ def who_holds(name: str, lane: int | None = None) -> HolderView:
 
 
 def register(shell: Any) -> None:
-    """What `%load_ext ptxlab` does: enter the magics, and the HTML of the workbench's types.
+    """What `%load_ext ptxlab` does: enter the magics, the HTML of the workbench's types, and a handler of its errors.
 
     Their `repr` stays as it is: a terminal shows what it always did.
     """
     from ptxlab.jupyter.magics import PtxlabMagics
 
     shell.register_magics(PtxlabMagics)
+    shell.set_custom_exc((PtxlabError,), errors.show)
     pages = shell.display_formatter.formatters["text/html"]
     for kind, show in PAGES.items():
         pages.for_type(kind, show)

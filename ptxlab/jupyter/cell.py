@@ -7,11 +7,13 @@ from typing import Any
 
 from ptxlab import emulator, gpu, sass, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.jupyter.page import remember
 from ptxlab.runtime import Kernel, load
 from ptxlab.sources import Language, Source, cuda_entries
 from ptxlab.verify import Verdict
 
 Reports = Mapping[str, sass.Report]
+Listing = Mapping[tuple[str, int], list[sass.SassInstruction]]
 _ARCH = "sm_90a"  # where there is no GPU: that of an H100
 
 
@@ -25,7 +27,7 @@ class Cell:
         reports: what the assembler made of them; empty if there is none here, `note` says what to install.
         before: reports of the kernels of the same names that the cell replaces.
         verdicts: of the verification, if one was asked for.
-        listing: machine code by line of the source, if it was asked for.
+        listing: machine code by (path, line), if it was asked for: of the source, and of headers that it includes.
     """
 
     source: Source
@@ -33,7 +35,7 @@ class Cell:
     reports: Reports
     before: Reports = field(default_factory=dict)
     verdicts: tuple[Verdict, ...] = ()
-    listing: Mapping[int, list[sass.SassInstruction]] = field(default_factory=dict)
+    listing: Listing = field(default_factory=dict)
     note: str = ""
 
     def __str__(self) -> str:
@@ -119,6 +121,7 @@ def compile_cell(
         ArgumentError: no such entry, or none at all.
     """
     source = _source(text, language)
+    remember(source)
     shown_for = arch or (gpu.device_info().arch if gpu.why_not(None) is None else _ARCH)
     image, note = None, ""
     try:
@@ -132,13 +135,19 @@ def compile_cell(
     given: dict[str, Any] = {} if language == "ptx" else {"defines": defines, "arch": arch}
     kernels = {name: replace(load(source, name, **given), checks=checks) for name in chosen}
     reports = {name: sass.report(source, shown_for, entry=name, defines=defines) for name in chosen} if image else {}
-    lines: dict[int, list[sass.SassInstruction]] = {}
-    if image and listing:
-        for name in chosen:
-            for instruction in sass.parse(toolchain.disassemble(image))[name]:
-                lines.setdefault(instruction.line, []).append(instruction)
     earlier = {name: before[name] for name in reports if before and name in before}
+    lines = _by_line(source, image, chosen) if image and listing else {}
     return Cell(source, kernels, reports, earlier, listing=lines, note=note)
+
+
+def _by_line(source: Source, image: toolchain.Image, entries: list[str]) -> Listing:
+    """Machine code by the line that it comes from."""
+    code = sass.parse(toolchain.disassemble(image))
+    lines: dict[tuple[str, int], list[sass.SassInstruction]] = {}
+    for instruction in (i for name in entries for i in code[name]):
+        own = source.language == "ptx" or instruction.path.endswith(source.path)  # behind the compiler's own folder
+        lines.setdefault((source.path if own else instruction.path, instruction.line), []).append(instruction)
+    return lines
 
 
 def _source(text: str, language: Language) -> Source:

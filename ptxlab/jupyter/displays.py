@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ptxlab import kernels, sources
@@ -165,12 +166,15 @@ def _count(fact: Fact) -> Html:
 
 
 def _machine_code(cell: Cell) -> Html:
-    """Each line of the cell and under it the instructions that it became."""
-    lines = page.highlighted(cell.source.text, cell.source.language)
-    shown = []
-    for number, line in enumerate(lines, 1):
-        code = cell.listing.get(number, [])
-        if code:
+    """Each line of the cell and under it the instructions that it became; then those of headers."""
+    return join(_by_line(path, cell) for path in dict.fromkeys([cell.source.path, *(path for path, _ in cell.listing)]))
+
+
+def _by_line(path: str, cell: Cell) -> Html:
+    source = cell.source if path == cell.source.path else Source.from_text(Path(path).read_text(), path)
+    shown = [] if source is cell.source else [element("b", Path(path).name)]
+    for number, line in enumerate(page.highlighted(source.text, source.language), 1):
+        if code := cell.listing.get((path, number)):
             shown.append(join([element("span", f"{number:>4}  ", cls="no"), line]))
             shown += [
                 element("span", f"{'':>10}{i.guard:<6}{i.name:<22}{', '.join(i.operands)}", cls="dim") for i in code

@@ -8,9 +8,9 @@ from IPython.core.magic_arguments import argument, magic_arguments, parse_argstr
 
 from ptxlab import gpu, kernels, sass
 from ptxlab.arguments import parse_checks, parse_integers
-from ptxlab.errors import PtxlabError, SourceError
-from ptxlab.jupyter import page
+from ptxlab.errors import PtxlabError
 from ptxlab.jupyter.cell import Cell, compile_cell
+from ptxlab.jupyter.errors import in_short
 from ptxlab.sources import Language
 from ptxlab.spec import KernelSpec
 from ptxlab.verify import Job, Verdict, verify
@@ -66,11 +66,10 @@ class PtxlabMagics(Magics):
                 listing=options.sass,
                 before=self.reports,
             )
-            page.remember(cell.source)
             if options.verify:
                 cell = replace(cell, verdicts=self._verify(cell, options.verify))
         except PtxlabError as error:
-            raise _in_short(error, text) from None
+            raise in_short(error) from None
         self.reports |= cell.reports
         self.shell.push(dict(cell.kernels))
         return None if options.quiet else cell
@@ -88,13 +87,3 @@ class PtxlabMagics(Magics):
             for backend in backends
             for sizes in spec.example_sizes
         )
-
-
-def _in_short(error: PtxlabError, text: str) -> PtxlabError:
-    """The error, which a notebook shows as its message and the cell's lines around it, without a traceback."""
-    lines = [f"{type(error).__name__}: {error}"]
-    if isinstance(error, SourceError) and error.path.startswith("<cell") and error.line:
-        numbered = list(enumerate(["", *text.splitlines()], 1))[max(1, error.line - 3) : error.line + 2]
-        lines += [f"{'---->' if n == error.line else '     '} {n:>3} {line}" for n, line in numbered]
-    error._render_traceback_ = lambda: lines  # type: ignore[attr-defined]
-    return error

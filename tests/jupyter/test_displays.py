@@ -72,11 +72,11 @@ def test_a_launch_shows_its_findings(shell: InteractiveShell, outcome: ptxlab.Ou
 
 def test_a_cell_shows_counts_and_what_changed(shell: InteractiveShell) -> None:
     shell.run_cell(f"%%cuda -D SCALE=300 --kernel scale\n{CUDA}")
-    changed = CUDA.replace("words[threadIdx.x] = x", "words[threadIdx.x] = x ^ 0x80808080")
+    changed = '#include "dequant.cuh"\n' + CUDA.replace("= x;", "= ptxlab::unpack_u4(x).y;")
     cell = shell.run_cell(f"%%cuda -D SCALE=300 --kernel scale --sass\n{changed}").result
     _, page = shown(shell, cell)
     assert "registers" in page.text and " was 0" in page.text and "LOP3.LUT" in page.text
-    assert "machine code by line" in page.text
+    assert {"machine code by line", "dequant.cuh"} <= set(page.text)
 
 
 def test_spills_stand_out(shell: InteractiveShell) -> None:

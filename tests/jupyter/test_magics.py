@@ -10,7 +10,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import ptxlab
 from ptxlab import toolchain
-from ptxlab.errors import ArgumentError, CompileError, SourceError, UnavailableError
+from ptxlab.errors import ArgumentError, CompileError, MemoryFault, SourceError, UnavailableError
 from ptxlab.jupyter import Cell
 from tests.jupyter.conftest import CUDA, PTX
 
@@ -82,8 +82,23 @@ def test_a_changed_cell_says_what_changed(shell: InteractiveShell) -> None:
 
 def test_machine_code_by_line(shell: InteractiveShell) -> None:
     cell = run(shell, "ptx --sass", PTX)
-    assert "IADD3" in {i.opcode for i in cell.listing[line_of(PTX, "add.u32")]}
-    assert [i.opcode for i in cell.listing[line_of(PTX, "st.global")]] == ["STG", "EXIT"]
+    assert "IADD3" in {i.opcode for i in cell.listing["<cell add4>", line_of(PTX, "add.u32")]}
+    assert [i.opcode for i in cell.listing["<cell add4>", line_of(PTX, "st.global")]] == ["STG", "EXIT"]
+
+
+def test_machine_code_of_headers_stands_at_their_lines(shell: InteractiveShell) -> None:
+    text = """\
+#include "dequant.cuh"
+extern "C" __global__ void unpack(const unsigned* q, uint2* out) {
+    out[threadIdx.x] = ptxlab::dequant_lqq(q[threadIdx.x], 7, 0x09090909);
+}
+"""
+    cell = run(shell, "cuda --sass", text)
+    opcodes = {name: {i.opcode for (path, _), code in cell.listing.items() if path.endswith(name) for i in code}
+               for name in ("<cell unpack>", "dequant.cuh")}  # fmt: skip
+    assert {"LDG", "STG"} <= opcodes["<cell unpack>"] and "LOP3" not in opcodes["<cell unpack>"]
+    assert {"LOP3", "IMAD"} <= opcodes["dequant.cuh"]
+    assert sum(map(len, cell.listing.values())) == sum(cell.reports["unpack"].opcodes.values())
 
 
 def test_warnings_name_the_cells_line(shell: InteractiveShell) -> None:
@@ -127,6 +142,20 @@ def test_errors_point_at_the_cells_line(shell: InteractiveShell, options: str, t
     (arrow,) = [part for part in shown if part.startswith("---->")]
     number, pointed = re.match(r"----> +(\d+) (.*)", arrow).groups()
     assert (int(number), pointed) == (line, ["", *text.splitlines()][line - 1])
+
+
+def test_errors_of_a_launch_show_the_line_and_no_frame_of_ours(
+    shell: InteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(shell, "ptx", PTX)
+    shell.user_ns |= {"a": WORDS[0], "short": np.empty(8, np.uint32)}
+    capsys.readouterr()
+    done = shell.run_cell("add4(a, a, short, grid=1, block=32, backend='emulator')")
+    assert isinstance(done.error_in_exec, MemoryFault)
+    printed = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    at = line_of(PTX, "st.global")
+    assert f"---->  {at} {PTX.splitlines()[at - 2]}" in printed and f"MemoryFault: <cell add4>:{at}" in printed
+    assert "add4(a, a, short" in printed and "runtime.py" not in printed and "emulator/" not in printed
 
 
 def test_what_the_assembler_is_not_there_for_the_parser_finds(
