@@ -104,5 +104,6 @@ def _carriers(axes: Axes, profile: Profile, colour: str, width: int) -> None:
         reason = next(iter(carrier.reasons), "").replace("_", " ")
         axes.barh(row + 0.45, 0.09 * carrier.share / longest, 0.7, color=colour, alpha=0.35)
         axes.text(0.005, row + 0.25, f"{carrier.share:.1%}", weight="bold", **_TEXT)
-        axes.text(0.1, row + 0.08, f"{carrier.where}, {reason}: {carrier.sass}"[:width], color=GREY, **_TEXT)
-        axes.text(0.1, row + 0.5, textwrap.shorten(carrier.text, width, placeholder=" …"), **_TEXT)
+        above = f"{carrier.where}, {reason}: {carrier.sass}"
+        for depth, text, shade in ((0.08, above, GREY), (0.5, carrier.text, "black")):
+            axes.text(0.1, row + depth, textwrap.shorten(text, width, placeholder=" …"), color=shade, **_TEXT)

@@ -60,7 +60,10 @@ def stalls_section() -> str:
         cells += [f"{row.subtract:.0%}" for row in rows]
         whole = sorted(row.dequantise for row in rows)
         lines.append("| " + " | ".join([*cells, f"{whole[0]:.0%} to {whole[-1]:.0%}"]) + " |")
-    note = "Shares of the sampled warps that did not issue. The paper says 21% of QServe's subtraction, and no M."
+    note = (
+        "Shares of the sampled warps that did not issue. `gemm_w4a8_qoq_sm80` has QServe's main loop; of QServe itself "
+    )
+    note += "the paper says 21% on an H800, and no M."
     return "\n".join(lines) + f"\n\n{note} {_origin(record.device['name'], record.origin, 'ptxlab profile --stalls')}\n"
 
 

@@ -187,17 +187,15 @@ def default_path(slug: str) -> Path:
 
 
 def table(rows: Iterable[Row]) -> list[list[str]]:
-    """Cells, the head first: kernel; per matrix and tokens the share of the subtraction and of all dequantisation."""
+    """Cells, the head first: kernel and matrix; per number of tokens the share of the subtraction, and of all of it."""
     found = {(r.kernel, r.layer, r.sizes["M"]): r for r in rows}
-    columns = list(dict.fromkeys(place[1:] for place in found))
-    cells = {
-        kernel: [found.get((kernel, *column)) for column in columns] for kernel in dict.fromkeys(p[0] for p in found)
-    }
-    head = ["kernel", *(f"{layer.split()[-1]} {M}" for layer, M in columns)]
-    return [
-        head,
-        *(
-            [k, *("" if r is None else f"{r.subtract:.0%} of {r.dequantise:.0%}" for r in row)]
-            for k, row in cells.items()
-        ),
+    tokens = sorted({M for _, _, M in found})
+    cells = [
+        [
+            kernel,
+            layer,
+            *(f"{r.subtract:.0%} of {r.dequantise:.0%}" for M in tokens if (r := found.get((kernel, layer, M)))),
+        ]
+        for kernel, layer in dict.fromkeys(place[:2] for place in found)
     ]
+    return [["kernel", "matrix", *(f"M = {M}" for M in tokens)], *cells]

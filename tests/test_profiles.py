@@ -124,7 +124,7 @@ def test_stalls_are_recorded(
     monkeypatch.setattr(stalls, "FFN", stalls.FFN[:1])
     monkeypatch.setattr(stalls, "TOKENS", (16,))
     code, out, _ = cli("profile", "--stalls", "--out", tmp_path / "s.json")
-    assert code == 0 and "gate+up 16" in out and "% of " in out
+    assert code == 0 and "7B gate+up" in out and "% of " in out
     (row,) = stalls.load(tmp_path / "s.json").rows
     assert (row.kernel, row.layer, row.sizes["N"]) == (NAME, "7B gate+up", 22016)
 

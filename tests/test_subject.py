@@ -23,7 +23,12 @@ SMALL = (
     Job("gemm_w4a8_qoq_sm90", {"M": 8, "N": 64, "K": 128}),
     Job("gemm_w4a8_sm90", {"M": 8, "N": 64, "K": 128}),
     Job("attention_kv4_sm90", {"B": 1, "L": 64, "Hq": 1, "Hkv": 1}),
+    Job("attention_kv4_mma_sm80", {"B": 1, "L": 64, "Hq": 1, "Hkv": 1}),
+    Job("append_kv4"),
     Job("dequant_lqq"),
+    Job("load_bulk_sm90"),
+    Job("quantize_activations_s8"),
+    Job("gemm_w8a8_sm90"),
 )
 
 
