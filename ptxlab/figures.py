@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ptxlab import demo, headline, headlineplot, kvplot, kvpoints, ladder, ladderplot, plot, sources, tiles
+from ptxlab import demo, headline, headlineplot, kvplot, kvpoints, ladder, ladderplot, pipelines, plot, sources, tiles
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.errors import FileError
@@ -29,7 +29,8 @@ def draw_all() -> list[Path]:
     for name in ("peers", *(LADDER if ladder.recorded() else ())):
         drawn.append(folder / f"ladder_{name}.png")
         plot.save(ladder_picture(name), drawn[-1])
-    return drawn + draw_gemm(ladder.recorded(), folder) + draw_attention(kvpoints.recorded(), folder)
+    drawn += draw_gemm(ladder.recorded(), folder) + draw_attention(kvpoints.recorded(), folder)
+    return drawn + pipelines.pictures(folder)
 
 
 def load_picture(name: str) -> "plot.Figure":

@@ -6,7 +6,20 @@ import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from ptxlab import bench, counts, gemmtables, headline, kernels, kvpoints, kvtables, ladder, showcase, sources, tiles
+from ptxlab import (
+    bench,
+    counts,
+    gemmtables,
+    headline,
+    kernels,
+    kvpoints,
+    kvtables,
+    ladder,
+    pipelines,
+    showcase,
+    sources,
+    tiles,
+)
 from ptxlab.errors import FileError
 from ptxlab.files import write_text
 from ptxlab.spec import KernelSpec
@@ -205,4 +218,5 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "kv4": kv4_section,
     "mistakes": showcase.page,
+    "pipelines": pipelines.section,
 }

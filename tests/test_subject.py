@@ -1,7 +1,6 @@
 """What is put under a profiler: problems of every kind, launched by the very process that ncu would watch."""
 
 import json
-import subprocess
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -9,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ptxlab import gpu, kernels, subject
-from ptxlab.errors import ArgumentError, LaunchError
+from ptxlab import gpu, subject
 from ptxlab.subject import Job
 from tests.bench.conftest import emulated_gpu as emulated_gpu
 from tests.test_runtime import PTX_ADD4

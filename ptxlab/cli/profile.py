@@ -8,7 +8,8 @@ import typer
 from rich.markup import escape
 
 from ptxlab import nsight, profiles, stalls, subject
-from ptxlab.cli.common import AsJson, console, dims, integers, print_json, progress_bar, table
+from ptxlab.cli.common import AsJson, Backend, console, dims, integers, print_json, progress_bar, table
+from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
 from ptxlab.nsight import Profile
 
@@ -30,6 +31,12 @@ def profile(
     in_stalls: Annotated[
         bool, typer.Option("--stalls", help="Instead: what dequantisation costs in stalls (LiquidGEMM §3.2), recorded.")
     ] = False,
+    timeline: Annotated[
+        bool,
+        typer.Option("--timeline", help="Instead: what warp groups did when. --out: a picture; .json for Perfetto."),
+    ] = False,
+    record: Annotated[bool, typer.Option("--record", help="Keep the timeline under notebooks/results.")] = False,
+    backend: Backend = None,
     inputs: Annotated[
         Path | None, typer.Option("--in", help=".npz with the arguments by name; for files only.")
     ] = None,
@@ -45,6 +52,10 @@ def profile(
     """Launch a kernel once, warmed up, under Nsight Compute, and put on a page what it did and what it waited for."""
     if in_stalls:
         return _stalls(out, keep, as_json)
+    if timeline:
+        sizes = integers("--shape", shape.split(",")) if shape else {}
+        return profile_timeline(target, sizes, backend=backend, saved=saved, out=out, keep=record, as_json=as_json)
+    _refuse({"--backend": backend, "--record": record or None}, "with --timeline only")
     if (target is None) == (saved is None):
         raise ArgumentError("target", "a kernel, or a report with --from", target or "neither")
     sizes = integers("--shape", shape.split(",")) if shape else {}
