@@ -213,7 +213,7 @@ def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
     for row, number, of_block, warp, first in zip(rows, sm.tolist(), block.tolist(), (place >> 32).tolist(), clock,
                                                   strict=True):  # fmt: skip
         low, high = (row[HEADER:] & 0xFFFFFFFF).astype(np.int64), (row[HEADER:] >> np.uint64(32)).astype(np.int64)
-        count = int(np.argmax(high == 0)) + 1 if (high == 0).any() else len(high) - 1
+        count = int(np.argmax(high == 0)) + 1 if (high == 0).any() else len(high)
         times = first + ((low - first) & 0xFFFFFFFF) - origin[number] + round(ahead[number])
         stamps = zip(times[:count].tolist(), (high & 0xFF)[:count].tolist(), (high >> 8)[:count].tolist(), strict=True)
         tracks.append(Track(number, of_block, warp, tuple(stamps)))
