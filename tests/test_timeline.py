@@ -80,13 +80,14 @@ def test_the_header_and_this_package_agree() -> None:
     assert set(timelineplot.STYLES) == set(PHASES) - {"end"}
 
 
+@pytest.mark.parametrize("backend", ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", [EXCP, "gemm_w4a8_sm90"])
-def test_results_with_stamps_are_right(name: str) -> None:
+def test_results_with_stamps_are_right(name: str, backend: str) -> None:
     spec, sizes = kernels.find(name)[0], {"M": 17, "N": 72, "K": 256, "g": 128}
     logical = spec.example(np.random.default_rng(0), **sizes)
     config = spec.config_for(sizes)
     outcome = runtime.run_spec(
-        spec, source_of(name), spec.pack(logical), sizes=sizes, backend="emulator", config={**config, "TIMELINE": 132}
+        spec, source_of(name), spec.pack(logical), sizes=sizes, backend=backend, config={**config, "TIMELINE": 132}
     )
     for output, right in spec.expected(logical, config).items():
         assert np.array_equal(outcome.outputs[output], right)
