@@ -11,6 +11,7 @@ from ptxlab import (
     ladder,
     ladderplot,
     nsight,
+    pipelines,
     plot,
     profileplot,
     profiletables,
@@ -44,7 +45,7 @@ def draw_all() -> list[Path]:
         drawn.append(folder / f"ladder_{name}.png")
         plot.save(ladder_picture(name), drawn[-1])
     drawn += draw_gemm(ladder.recorded(), folder) + draw_attention(kvpoints.recorded(), folder)
-    return drawn + draw_profile(folder)
+    return drawn + draw_profile(folder) + pipelines.pictures(folder)
 
 
 def load_picture(name: str) -> "plot.Figure":

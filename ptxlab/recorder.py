@@ -12,6 +12,7 @@ from ptxlab.bench.record import commit
 from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.dtypes import dtype_in, storage, stored
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.kernels.attention.common import draw_cache
 from ptxlab.kernels.attention.steps import STEPS
 from ptxlab.runtime import Kernel, choose_backend
 from ptxlab.sources import Source
@@ -20,19 +21,21 @@ from ptxlab.timeline import SWITCH, VARIABLE, Timeline
 
 SMS = 2  # recorded on a GPU
 _COUNTER = 8  # bytes: the tracks given out, which a launch counts up from zero
-# Where no sizes are given: as much as shows a steady state; beside these those of the spec's last example.
-_HEAD = {"T": 1, "D": 128, "page": 64, "bits": 4, "channel": 0, "window": 0, "softmax_scale": 128**-0.5}
-_SHOWN: dict[str, dict[str, dict[str, Any]]] = {
+# Where no sizes are given: as much as shows a steady state. L: tokens of every sequence.
+_USUAL: dict[str, dict[str, dict[str, Any]]] = {
     "gpu": {
         "gemm": {"M": 64, "N": 22016, "K": 4096, "g": 128},
-        "attention": {"B": 64, "Hq": 32, "Hkv": 8, "P": 16, "pages": 1024, **_HEAD},
+        "attention": {"B": 16, "L": 4096, "Hq": 32, "Hkv": 8},
     },
     "emulator": {
         "gemm": {"M": 64, "N": 256, "K": 2048, "g": 128},
-        "attention": {"B": 2, "Hq": 8, "Hkv": 2, "P": 16, "pages": 24, "blocks": 2, **_HEAD},
+        "attention": {"B": 2, "L": 512, "Hq": 8, "Hkv": 2},
     },
 }
-_BLOCKS = {step.spec.name: step.blocks for step in STEPS if step.blocks}  # of kernels that share their work out
+_EMULATED_SMS = 2  # that attention shares its work out over
+_ATTENTION = {step.spec.name: step for step in STEPS}
+_PAGE = 64
+_HEAD = {"T": 1, "D": 128, "bits": 4, "channel": 0, "window": 0, "softmax_scale": 128**-0.5}
 
 
 def record(
@@ -49,7 +52,7 @@ def record(
     Args:
         spec: the kernel.
         source: its CUDA C++.
-        sizes: of the example; those left out are such that a steady state shows, and that it does not take long.
+        sizes: of the problem (`shape_of`); those left out are such that a steady state shows.
         backend: `"gpu"`, `"emulator"`, or None: the GPU where there is one that runs it.
         sms: of how many SMs (from number 0 on) there shall be stamps; of the emulator's, all that have a block.
         seed: of the example.
@@ -59,21 +62,20 @@ def record(
         UnavailableError: no such backend here.
     """
     if "timeline.cuh" not in source.text:
-        raise ArgumentError(
-            "--timeline", f"a kernel with PHASE(...) (timeline.cuh); {source.label} has none", spec.name
-        )
+        raise ArgumentError("--timeline", "a kernel that stamps its phases (timeline.cuh)", source.label)
     if backend is None:
         backend = "emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu"
-    sizes = sizes_of(spec, sizes or {}, backend)
+    shape = shape_of(spec, sizes or {}, backend)
+    sizes = _sizes(spec, shape, backend)
     config = {**spec.config_for(sizes), **dict.fromkeys(spec.by_variant, 0)}
     everything = {**sizes, **config}
     geometry = spec.launch(everything)
     kernel = Kernel.of(spec, source, config)
     choose_backend(backend, kernel, geometry, on_device=False)
-    arrays = _arrays(spec, spec.example(np.random.default_rng(seed), **sizes), everything)
-    about = Timeline(spec.name, source.language, backend, "steps", sizes, config, ())
+    arrays = _arrays(spec, _example(spec, np.random.default_rng(seed), shape, sizes), everything)
+    about = Timeline(spec.name, source.language, backend, "steps", shape, config, ())
     if backend == "gpu":
-        return _on_gpu(about, spec, kernel, arrays, sms)
+        return _on_gpu(about, spec, kernel, arrays, everything, sms)
     stamping = replace(kernel, defines={**config, SWITCH: 1 << 30})
     result = stamping.launch(spec.arguments(arrays, everything), geometry, backend="emulator", step_clock=True)
     assert result is not None
@@ -81,17 +83,41 @@ def record(
     return replace(about, tracks=tracks)
 
 
-def sizes_of(spec: KernelSpec, given: Mapping[str, Any], backend: str) -> dict[str, Any]:
-    """All sizes of the example; ArgumentError for one that the kernel does not have."""
-    known = {**spec.example_sizes[-1], **_SHOWN[backend].get(spec.family, {})}
-    known = {name: size for name, size in known.items() if name in spec.example_sizes[-1]}
+def shape_of(spec: KernelSpec, given: Mapping[str, Any], backend: str) -> dict[str, Any]:
+    """The problem, as `--shape` names it; ArgumentError for a size that the kernel does not have.
+
+    A GEMM has M, N, K, g; attention B sequences of L tokens with Hq and Hkv heads.
+    """
+    known = _USUAL[backend].get(spec.family, {})
+    if spec.name not in _ATTENTION:
+        known = {name: known.get(name, size) for name, size in spec.example_sizes[-1].items()}
     if unknown := sorted(set(given) - set(known)):
-        raise ArgumentError("--shape", f"some of {', '.join(known)}", unknown[0])
-    sizes = {**known, **given}
-    if backend == "gpu" and "blocks" not in given and spec.name in _BLOCKS:
-        sizes["blocks"] = _BLOCKS[spec.name](sizes, gpu.device_info().sms)
+        raise ArgumentError("--shape", f"of {spec.name} has {', '.join(known)}", unknown[0])
+    return {**known, **given}
+
+
+def _sizes(spec: KernelSpec, shape: Mapping[str, Any], backend: str) -> dict[str, Any]:
+    """All symbols of the spec; ArgumentError for a rule that they break."""
+    sizes = dict(shape)
+    if step := _ATTENTION.get(spec.name):
+        pages = -(-shape["L"] // _PAGE)
+        sizes |= {"P": pages, "pages": shape["B"] * pages, "page": _PAGE, **_HEAD}
+        sizes = {name: size for name, size in sizes.items() if name in spec.symbols}
+        if step.blocks is not None:
+            sizes["blocks"] = step.blocks(sizes, gpu.device_info().sms if backend == "gpu" else _EMULATED_SMS)
     spec.check_sizes(sizes)
     return sizes
+
+
+def _example(spec: KernelSpec, rng: np.random.Generator, shape: Mapping[str, Any], sizes: Mapping[str, Any]) -> Arrays:
+    """Logical inputs; of attention with sequences of equal length."""
+    logical = spec.example(rng, **sizes)
+    if spec.name not in _ATTENTION:
+        return logical
+    lengths = np.full(shape["B"], shape["L"])
+    scheme = logical["cache"].scheme
+    cache = draw_cache(rng, lengths, Hkv=sizes["Hkv"], P=sizes["P"], pages=sizes["pages"], scheme=scheme)
+    return {**logical, "cache": cache}
 
 
 def _arrays(spec: KernelSpec, logical: Arrays, everything: Mapping[str, Any]) -> Arrays:
@@ -109,9 +135,10 @@ def _arrays(spec: KernelSpec, logical: Arrays, everything: Mapping[str, Any]) ->
     return found
 
 
-def _on_gpu(about: Timeline, spec: KernelSpec, kernel: Kernel, arrays: Arrays, sms: int) -> Timeline:
+def _on_gpu(
+    about: Timeline, spec: KernelSpec, kernel: Kernel, arrays: Arrays, everything: Mapping[str, Any], sms: int
+) -> Timeline:
     """Launches with and without stamps, timed over rotating inputs; then one whose stamps are kept."""
-    everything = {**about.sizes, **about.variant}
     geometry = spec.launch(everything)
     plain = gpu.load(kernel.source, kernel.entry, defines=kernel.defines)
     stamping = gpu.load(kernel.source, kernel.entry, defines={**kernel.defines, SWITCH: sms})

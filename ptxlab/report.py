@@ -15,6 +15,7 @@ from ptxlab import (
     kvpoints,
     kvtables,
     ladder,
+    pipelines,
     profiletables,
     showcase,
     sources,
@@ -220,4 +221,5 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,
+    "pipelines": pipelines.section,
 }

@@ -26,7 +26,11 @@ VARIABLE, TRACKS, STAMPS, HEADER = "ptxlab_timeline", 256, 4096, 6  # as there
 SWITCH = "TIMELINE"  # the macro: of how many SMs
 SCHEMA = 1
 
+_LOOP = ("issue", "multiply", "scores")  # once per repetition of a main loop
+_REPETITIONS = 14
+
 Stamp = tuple[int, int, int]  # time, phase, its argument
+Window = tuple[float, float]  # in clocks or steps from the beginning
 
 
 @dataclass(frozen=True)
@@ -149,11 +153,22 @@ class Timeline:
                 found[i].append(Products(begin, end, min(start, free), free))
         return tuple(map(tuple, found))
 
-    def busy(self, sm: int) -> float:
-        """The share of the time that the tensor cores of an SM multiply by `wgmma`, at the least."""
-        shared = zip(self.tracks, self.products, strict=True)
-        own = [p.stop - p.start for track, products in shared if track.sm == sm for p in products]
-        return sum(own) / max(1, self.of_sm(sm).duration)
+    def busy(self, window: Window | None = None) -> float:
+        """Of one SM: the share of the time that its tensor cores multiply by `wgmma`, at the least."""
+        begin, end = window or (0, max(1, self.duration))
+        spans = [(max(p.start, begin), min(p.stop, end)) for products in self.products for p in products]
+        return sum(max(0, stop - start) for start, stop in spans) / (end - begin)
+
+    def steady(self, width: float | None = None) -> Window:
+        """A part of the main loop, from before its middle: of that width, or some repetitions."""
+        loops = [[time for time, phase, _ in track.stamps if PHASES[phase] in _LOOP] for track in self.tracks]
+        times = max(loops, key=len, default=[])
+        if len(times) < 2:
+            return 0, max(1, self.duration)
+        width = min(width or _REPETITIONS * float(np.median(np.diff(times))), self.duration)
+        middle = times[int(len(times) * 0.4)]  # half of it may be where one tile ends and the next begins
+        begin = min(max(0, middle - width / 2), self.duration - width)
+        return begin, begin + width
 
     def to_json(self) -> dict[str, Any]:
         """JSON-ready values."""
@@ -198,7 +213,7 @@ def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
     for row, number, of_block, warp, first in zip(rows, sm.tolist(), block.tolist(), (place >> 32).tolist(), clock,
                                                   strict=True):  # fmt: skip
         low, high = (row[HEADER:] & 0xFFFFFFFF).astype(np.int64), (row[HEADER:] >> np.uint64(32)).astype(np.int64)
-        count = int(np.argmax(high == 0)) + 1 if (high == 0).any() else len(high) - 1
+        count = int(np.argmax(high == 0)) + 1 if (high == 0).any() else len(high)
         times = first + ((low - first) & 0xFFFFFFFF) - origin[number] + round(ahead[number])
         stamps = zip(times[:count].tolist(), (high & 0xFF)[:count].tolist(), (high >> 8)[:count].tolist(), strict=True)
         tracks.append(Track(number, of_block, warp, tuple(stamps)))
@@ -207,10 +222,14 @@ def read_tracks(buffer: np.ndarray) -> tuple[tuple[Track, ...], float]:
 
 
 def default_path(timeline: Timeline) -> Path:
-    """`notebooks/results/<gpu>/timelines/<kernel>-<M>.json` and the like."""
-    folder = sources.results_dir() / str(timeline.device.get("slug", timeline.backend)) / "timelines"
-    leading = next(iter(timeline.sizes.values()), "")
-    return folder / f"{timeline.kernel}-{leading}.json"
+    """`notebooks/results/<gpu>/timelines/<kernel>-M64.json` and the like."""
+    first = "".join(f"-{name}{size}" for name, size in list(timeline.sizes.items())[:1])
+    return folder(str(timeline.device.get("slug", timeline.backend))) / f"{timeline.kernel}{first}.json"
+
+
+def folder(gpu: str = "h200") -> Path:
+    """Of the timelines recorded on a GPU."""
+    return sources.results_dir() / gpu / "timelines"
 
 
 def save(timeline: Timeline, path: Path) -> None:

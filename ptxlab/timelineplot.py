@@ -1,16 +1,12 @@
 """Gantt charts of timelines: a row per warp group of an SM, and one for its tensor cores."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ptxlab.timeline import PHASES, Timeline
-
-Window = tuple[float, float]  # in clocks or steps from the beginning
+from ptxlab.timeline import Timeline, Window
 
 # What is waited for is pale, so that work stands out.
 STYLES: dict[str, tuple[str, str]] = {
@@ -29,7 +25,6 @@ STYLES: dict[str, tuple[str, str]] = {
     "epilogue": ("epilogue", "#5e3c99"),
 }
 _TENSOR = ("#08306b", "#4292c6", "#6a51a3", "#41ab5d")  # warp groups that issue take turns
-_REPETITIONS = 14  # of the main loop in the part that is shown large
 _WHOLE = 0.6  # of the launch: so large a part is not shown beside it
 
 
@@ -42,7 +37,7 @@ def timeline_figure(timeline: Timeline, sm: int | None = None, window: Window | 
         window: the part, in clocks or steps; by default from the middle of the main loop.
     """
     shown = timeline.of_sm(timeline.sms[0] if sm is None else sm)
-    begin, end = window or steady(shown)
+    begin, end = window or shown.steady()
     parts = [(0.0, float(shown.duration))]
     if end - begin < _WHOLE * shown.duration:
         parts.append((begin, end))
@@ -65,7 +60,7 @@ def timeline_figure(timeline: Timeline, sm: int | None = None, window: Window | 
 def comparison_figure(timelines: Sequence[Timeline], titles: Sequence[str], width: float) -> Figure:
     """Several launches, one SM each, at the same scale: `width` clocks from the middle of their main loops."""
     shown = [timeline.of_sm(timeline.sms[0]) for timeline in timelines]
-    windows = [steady(timeline, width) for timeline in shown]
+    windows = [timeline.steady(width) for timeline in shown]
     rows = [sum(map(bool, _active(one, window))) + 1 for one, window in zip(shown, windows, strict=True)]
     figure = Figure(figsize=(13, 1.2 + 0.5 * len(rows) + 0.34 * sum(rows)), layout="constrained")
     panels = figure.subplots(len(shown), 1, squeeze=False, height_ratios=[count + 0.6 for count in rows])[:, 0]
@@ -87,19 +82,6 @@ def took(timeline: Timeline) -> str:
     return f"{timeline.time_us:.1f} µs on an {device}, {timeline.recording_us:.1f} with stamps"
 
 
-def steady(timeline: Timeline, width: float | None = None) -> Window:
-    """A part of the main loop, from before its middle: of that width, or some repetitions."""
-    loops = [[t for t, phase, _ in track.stamps if PHASES[phase] in ("issue", "multiply", "scores")]
-             for track in timeline.tracks]  # fmt: skip
-    times = max(loops, key=len, default=[])
-    if len(times) < 2:
-        return 0, max(1, timeline.duration)
-    width = min(width or _REPETITIONS * float(np.median(np.diff(times))), timeline.duration)
-    middle = times[int(len(times) * 0.4)]  # half of it may be where one tile ends and the next begins
-    begin = min(max(0, middle - width / 2), timeline.duration - width)
-    return begin, begin + width
-
-
 def _active(timeline: Timeline, window: Window) -> list[bool]:
     """Which tracks have something in the window."""
     return [track.stamps[0][0] < window[1] and track.stamps[-1][0] > window[0] for track in timeline.tracks]
@@ -110,7 +92,6 @@ def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
     begin, end = window
     active = _active(timeline, window)
     names = []
-    busy: list[tuple[float, float]] = []
     tracks = [track for track, here in zip(timeline.tracks, active, strict=True) if here]
     several = len({track.block for track in tracks}) > 1
     for row, track in enumerate(tracks):
@@ -122,10 +103,9 @@ def draw(axes: Axes, timeline: Timeline, window: Window) -> None:
     issuers = [p for p, here in zip(timeline.products, active, strict=True) if p and here]
     for number, products in enumerate(issuers):
         places = _within([(p.start, p.stop) for p in products], window)
-        busy += places
         axes.broken_barh(places, (len(tracks) - 0.4, 0.8), linewidth=0, color=_TENSOR[number % len(_TENSOR)])
     if issuers:
-        names.append(f"tensor cores: {sum(length for _, length in busy) / (end - begin):.0%}")
+        names.append(f"tensor cores: {timeline.busy(window):.0%}")
     axes.set_xlim(0, end - begin)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_yticks(range(len(names)), names, fontsize=8)

@@ -18,9 +18,9 @@ ORDER = (
     "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant",
     "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "plan", "kernels",
     "audit", "convert", "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench",
-    "subject", "profiles", "stalls", "counts", "demo", "bert", "kvdemo", "doctor", "tiles", "plot", "profileplot",
-    "profiletables", "dequantplot", "ladder", "ladderplot", "headline", "targets", "gemmtables", "headlineplot",
-    "kvpoints", "kvtargets", "kvtables", "kvplot",
+    "subject", "profiles", "stalls", "timeline", "recorder", "counts", "demo", "bert", "kvdemo", "doctor", "tiles",
+    "plot", "profileplot", "profiletables", "timelineplot", "pipelines", "dequantplot", "ladder", "ladderplot",
+    "headline", "targets", "gemmtables", "headlineplot", "kvpoints", "kvtargets", "kvtables", "kvplot",
     "figures", "showcase", "report", "notebooks", "jupyter", "cli", "__main__",
 )  # fmt: skip
 

@@ -10,7 +10,8 @@ from rich.markup import escape
 
 from ptxlab import nsight, profiles, stalls, subject
 from ptxlab.arguments import parse_integers
-from ptxlab.cli.common import AsJson, console, dims, print_json, progress_bar, table
+from ptxlab.cli.common import AsJson, Backend, console, dims, print_json, progress_bar, table
+from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
 from ptxlab.nsight import Profile
 
@@ -32,6 +33,12 @@ def profile(
     in_stalls: Annotated[
         bool, typer.Option("--stalls", help="Instead: what dequantisation costs in stalls (LiquidGEMM §3.2), recorded.")
     ] = False,
+    timeline: Annotated[
+        bool,
+        typer.Option("--timeline", help="Instead: what warp groups did when. --out: a picture; .json for Perfetto."),
+    ] = False,
+    record: Annotated[bool, typer.Option("--record", help="Keep the timeline under notebooks/results.")] = False,
+    backend: Backend = None,
     inputs: Annotated[
         Path | None, typer.Option("--in", help=".npz with the arguments by name; for files only.")
     ] = None,
@@ -48,6 +55,10 @@ def profile(
     if in_stalls:
         _refuse({"target": target, "--compare": compare, "--from": saved}, "none with --stalls")
         return _stalls(out, keep, as_json)
+    if timeline:
+        sizes = parse_integers("--shape", shape.split(",")) if shape else {}
+        return profile_timeline(target, sizes, backend=backend, saved=saved, out=out, keep=record, as_json=as_json)
+    _refuse({"--backend": backend, "--record": record or None}, "with --timeline only")
     if (target is None) == (saved is None):
         raise ArgumentError("target", "a kernel, or a report with --from", target or "neither")
     if saved is not None and saved.suffix not in profiles.SAVED:

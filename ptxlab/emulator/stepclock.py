@@ -41,7 +41,11 @@ class StepClock(Watcher):
         self.ends: dict[tuple[int, int], int] = {}  # serial of an effect, lane -> when it has ended
 
     def around(self, instruction: Instruction, step: Step) -> Step:
-        """Every instruction takes a step."""
+        """Every instruction takes a step; one behind a guard, its guard does."""
+        return step if instruction.guard is not None else self.around_guard(instruction, step)
+
+    def around_guard(self, instruction: Instruction, step: Step) -> Step:
+        """Whether it is carried out or not."""
 
         def timed(lanes: Lanes) -> Any:
             self.time[self.warps(lanes)] += 1
