@@ -62,6 +62,9 @@ profileplot.page_figure(found) if found else "not recorded yet"
 print("\n".join(nsight.differences(*found)) if found else "not recorded yet")
 
 # %% [markdown]
+# The faster one executes *more* instructions per weight. What it gains is elsewhere: hardly a warp waits at a
+# barrier any more, so more of them are there to issue, and the tensor pipe is busier.
+#
 # ## At which line
 #
 # Warps are sampled, and a warp that cannot issue counts for the instruction that it stands at: a load's cost shows
@@ -84,6 +87,9 @@ Markdown("\n".join(lines))
 Markdown(profiletables.stalls_section())
 
 # %% [markdown]
+# The XOR that LiquidQuant needs in its place takes a part of that; where weights stay unsigned there is nothing to
+# wait for.
+#
 # ## Who did what when
 #
 # Counters are sums over a launch. They cannot say that the tensor cores stand idle *while* others dequantise. For
