@@ -42,8 +42,9 @@ def execute(script: Path) -> Any:
         raise FileError(f"{script}: a cell failed: {error.ename}: {error.evalue}") from None
     except nbclient.exceptions.CellTimeoutError:
         raise FileError(f"{script}: a cell took longer than {_SECONDS} s") from None
-    for cell in notebook.cells:
-        cell.metadata.pop("execution", None)  # times of day, which would change the file at every run
+    for number, cell in enumerate(notebook.cells):  # without what would change the file at every run:
+        cell["id"] = f"cell-{number}"  # names drawn by lot,
+        cell.metadata.pop("execution", None)  # times of day
         if "outputs" in cell:
             cell.outputs = [_from_the_root(output) for output in cell.outputs if not _is_alive(output)]
     notebook.metadata.pop("widgets", None)
