@@ -120,7 +120,7 @@ class Kernel:
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
         """
-        checks = self.checks if checks is None else checks
+        checks = (() if backend == "gpu" else self.checks) if checks is None else checks
         names = self.parameters
         if len(args) != len(names):
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
