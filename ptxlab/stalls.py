@@ -15,7 +15,7 @@ from typing import Any
 
 from ptxlab import gpu, profiles, sources
 from ptxlab.bench.shapes import GROUP, LAYERS, Layer
-from ptxlab.errors import FileError
+from ptxlab.errors import FileError, UnavailableError
 from ptxlab.files import read_text, write_text
 from ptxlab.nsight import ISSUING, Launched
 from ptxlab.subject import Job
@@ -106,8 +106,12 @@ def jobs() -> Iterator[tuple[Job, Layer]]:
 
 
 def row_of(launched: Launched, job: Job, layer: Layer) -> Row:
-    """Attribute the samples of one launch."""
-    functions = functions_by_line(launched.sources.get(_FILE, ""))
+    """Attribute the samples of one launch; UnavailableError if the report does not hold the dequantisers' source."""
+    if not launched.sources.get(_FILE):
+        raise UnavailableError(
+            f"ncu: {_FILE} is not in the report of {launched.kernel}; `--import-source yes` puts it there"
+        )
+    functions = functions_by_line(launched.sources[_FILE])
     parts, executed, reasons = Counter[str](), Counter[str](), Counter[str]()
     for one in launched.instructions:
         part = part_of(one.sass, functions.get(one.line, "") if one.file == _FILE else "")

@@ -7,9 +7,9 @@ import pytest
 
 from ptxlab import nsight, profiletables, sources, stalls
 from ptxlab.bench.shapes import Layer
-from ptxlab.errors import FileError
+from ptxlab.errors import FileError, UnavailableError
 from ptxlab.subject import Job
-from tests.nsight import GEMM, SIZES
+from tests.nsight import FILE, GEMM, SIZES
 
 
 def test_the_parts_of_a_real_launch() -> None:
@@ -23,6 +23,12 @@ def test_the_parts_of_a_real_launch() -> None:
     assert sum(row.reasons.values()) == pytest.approx(row.subtract) and nsight.ISSUING not in row.reasons
     assert row.stalls == sum(one.stalled for one in launched.instructions)
     assert (row.kernel, row.layer, row.sizes) == (launched.kernel, "7B down", SIZES)
+
+
+def test_without_the_dequantisers_source_nothing_is_claimed() -> None:
+    (launched,) = nsight.read(FILE)
+    with pytest.raises(UnavailableError, match=r"dequant\.cuh is not in the report of add4"):
+        stalls.row_of(launched, Job("add4"), stalls.FFN[0])
 
 
 @pytest.mark.parametrize(
