@@ -53,7 +53,8 @@ def section() -> str:
         lines.append(f"| `{one.kernel}` | {times} | {_steady(one):.2f} | {whole:.2f} |")
     note = (
         f"Recorded by `ptxlab profile NAME --timeline --record`, {excp.date[:10]}, commit {excp.commit[:10]}. A wgmma "
-        "is drawn as soon as it can run, and as short as at the peak rate: the shares are the least that they can be."
+        "is drawn as soon as it can run, and as short as at the peak rate: the shares are the least that they can be. They "
+        "are those of the launch with stamps; without them the last step's would be higher."
     )
     shows = "Who loads, dequantises and multiplies when, in four pipelines"
     picture = f"![{shows}](notebooks/figures/{picture_name(SHOWN)})"

@@ -7,7 +7,7 @@ with `machine.binder`, in `control`, `access`, `atomic`, `sync`, `collective`, `
 `mbarrier`, `clusters` (over `peers`), `copies` (over `bulk`), `remote` and `wgmma`. What the last three ask for are
 `effects`, which wait in `pending`.
 
-`check`, `packed`, `race`, `guests`, `inflight`, `registers` and `wavefronts` watch.
+`check`, `packed`, `race`, `guests`, `inflight`, `registers`, `wavefronts` and `stepclock` watch.
 """
 
 from ptxlab.emulator.arguments import CHECKS, MODES
