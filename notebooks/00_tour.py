@@ -25,7 +25,7 @@
 import numpy as np
 
 import ptxlab
-from ptxlab import figures, headline, kernels, ladder, layout, quant, reference, verify
+from ptxlab import figures, kernels, layout, quant, reference, verify
 
 # %% [markdown]
 # ## A kernel and its contract
@@ -136,7 +136,7 @@ print(f"{y.shape[0]} tokens, {y.shape[1]} channels: equal bit for bit: {np.array
 # need to arrive, or its products on the tensor cores; and how far ahead of the fastest of nine others it is.
 
 # %%
-figures.gemm_picture("headline") if headline.points(ladder.recorded()) else ladder.NOT_RECORDED
+figures.gemm_picture("headline")
 
 # %% [markdown]
 # ## From here

@@ -53,13 +53,13 @@ Markdown("\n".join(lines))
 
 # %%
 found = profiletables.compared()
-profileplot.page_figure(found) if found else "not recorded yet"
+profileplot.page_figure(found)
 
 # %% [markdown]
 # The same in words, the largest difference first:
 
 # %%
-print("\n".join(nsight.differences(*found)) if found else "not recorded yet")
+print("\n".join(nsight.differences(*found)))
 
 # %% [markdown]
 # The faster one executes *more* instructions per weight. What it gains is elsewhere: hardly a warp waits at a
@@ -72,7 +72,7 @@ print("\n".join(nsight.differences(*found)) if found else "not recorded yet")
 
 # %%
 lines = ["| line | stalls | mostly for | source |", "| --- | ---: | --- | --- |"]
-for carrier in found[0].carriers[:6] if found else ():
+for carrier in found[0].carriers[:6]:
     reason = next(iter(carrier.reasons), "").replace("_", " ")
     lines.append(f"| {carrier.where} | {carrier.share:.0%} | {reason} | `{carrier.text or carrier.sass}` |")
 Markdown("\n".join(lines))
@@ -113,9 +113,7 @@ timelineplot.comparison_figure(emulated, [f"{one.kernel}, emulated" for one in e
 
 # %%
 measured = pipelines.compared(256)
-timelineplot.comparison_figure(
-    measured, pipelines.titles(measured), pipelines.WIDTH
-) if measured else "not recorded yet"
+timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
 
 # %% [markdown]
 # ## Looking closer
