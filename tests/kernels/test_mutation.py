@@ -87,25 +87,24 @@ def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[st
 
 
 def battery(spec: KernelSpec) -> list[dict[str, np.ndarray]]:
-    """Logical inputs that use every bit: several blocks, the last one partial, lanes that overflow included."""
+    """Logical inputs that use every bit: several blocks, the last one partial, lanes that overflow included.
+
+    Constants are any bytes, or where some are floats as they occur: no two machines agree on the bits of a NaN.
+    """
     rng = np.random.default_rng(1)
-    dtype = spec.example(rng, **spec.example_sizes[0])["q4"].dtype
-    low, high = (-8, 8) if dtype == np.int8 else (0, 16)
     chosen = []
     for rows, K, g in ((5, 1056, 32), (3, 384, 128)):
-        logical: dict[str, np.ndarray] = {"q4": rng.integers(low, high, (rows, K), dtype=dtype)}
-        for arg in spec.inputs:
-            if arg.name != "qweight":
-                logical[arg.name] = any_of(rng, np.dtype(arg.dtype), (rows, K // g))
+        sizes = {"R": rows, "K": K, "g": g}
+        logical = spec.example(rng, **{name: sizes[name] for name in spec.example_sizes[0]})
+        signed = logical["q4"].dtype == np.int8
+        logical["q4"] = rng.integers(*((-8, 8) if signed else (0, 16)), (rows, K), dtype=logical["q4"].dtype)
+        if not any("float" in str(arg.dtype) for arg in spec.inputs):
+            constants = [arg for arg in spec.inputs if arg.name != "qweight"]
+            for arg in constants:
+                any_byte = np.iinfo(arg.dtype).min, np.iinfo(arg.dtype).max + 1
+                logical[arg.name] = rng.integers(*any_byte, (rows, K // g), dtype=arg.dtype)
         chosen.append(logical)
     return chosen
-
-
-def any_of(rng: np.random.Generator, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Any integers; of floats ordinary ones, since no two machines agree on the bits of a NaN."""
-    if dtype.kind == "f":
-        return np.exp2(rng.uniform(-12, 12, shape)).astype(dtype)
-    return rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).max + 1, shape, dtype=dtype)
 
 
 def is_killed(spec: KernelSpec, mutant: Source, inputs: list[dict[str, np.ndarray]]) -> bool:
