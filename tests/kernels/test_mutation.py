@@ -16,6 +16,8 @@ from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 
+NAMES = [name for name in kernels.specs() if name.startswith("dequant_")]
+
 # What each opcode becomes. Cache operators are not part of the meaning and stay.
 SIBLINGS = {
     "add.u64": "sub.u64",
@@ -130,7 +132,7 @@ def is_killed(spec: KernelSpec, mutant: Source, inputs: list[dict[str, np.ndarra
     return False
 
 
-@pytest.mark.parametrize("name", [name for name in kernels.specs() if name.startswith("dequant_")])
+@pytest.mark.parametrize("name", NAMES)
 def test_every_changed_opcode_and_immediate_is_noticed(name: str) -> None:
     spec, sources = kernels.find(name)
     inputs = battery(spec)
@@ -142,20 +144,19 @@ def test_every_changed_opcode_and_immediate_is_noticed(name: str) -> None:
     assert unexplained == []
 
 
-def test_every_listed_survivor_still_survives_somewhere() -> None:
+@pytest.mark.parametrize("pattern", [pattern for pattern, _ in SURVIVORS])
+def test_every_listed_survivor_still_survives_somewhere(pattern: str) -> None:
     """A justification that no mutant needs any more is stale."""
-    used = set()
-    for name in ("dequant_qoq_vadd4", "dequant_u4_f16", "dequant_comet"):
-        spec, sources = kernels.find(name)
-        inputs = battery(spec)
-        for what, text in mutants(sources[0].text):
-            if not is_killed(spec, replace(sources[0], text=text), inputs):
-                used |= {pattern for pattern, _ in SURVIVORS if re.search(pattern, what)}
-    assert used == {pattern for pattern, _ in SURVIVORS}
+    assert any(
+        not is_killed(spec, replace(source, text=text), battery(spec))
+        for spec, (source, *_) in map(kernels.find, NAMES)
+        for what, text in mutants(source.text)
+        if re.search(pattern, what)
+    )
 
 
 def test_mutants_are_run_by_the_emulator() -> None:
     """The machinery itself: a mutant that the emulator cannot even parse would be killed for the wrong reason."""
-    for name in (name for name in kernels.specs() if name.startswith("dequant_")):
+    for name in NAMES:
         for what, text in mutants(kernels.find(name)[1][0].text):
             assert emulator.parse(text).entries, what
