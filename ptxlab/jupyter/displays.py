@@ -1,6 +1,5 @@
 """What kernels, specs, packed weights, findings, launches and cells look like in a notebook."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from ptxlab import kernels, sources
 from ptxlab.emulator import Finding
 from ptxlab.jupyter import maps, page
-from ptxlab.jupyter.cell import Cell, Fact, counts, facts
+from ptxlab.jupyter.cell import Cell, Fact, Remark, counts, facts
 from ptxlab.jupyter.drawing import HolderView
 from ptxlab.jupyter.page import Html, chip, details, element, join, listing, table
 from ptxlab.jupyter.words import Row, words
@@ -119,6 +118,7 @@ def of_cell(cell: Cell) -> str:
     parts: list[object] = [element("div", cell.note)] if cell.note else []
     for name, report in cell.reports.items():
         parts += _report(name, cell, report)
+    parts += map(_remark, cell.remarks)
     for verdict in cell.verdicts:
         sizes = ", ".join(f"{name}={size}" for name, size in verdict.sizes.items())
         mark = chip("passed", kind="good") if verdict.passed else chip("failed", kind="bad")
@@ -140,18 +140,16 @@ def _report(name: str, cell: Cell, report: Report) -> list[object]:
     return [
         _title(element("code", name), chip(report.arch), element("span", ", ".join(report.tools), cls="dim")),
         table([fact.name for fact in numbers], [cells]),
-        *(_warning(cell.source, warning) for warning in report.warnings),
         element("div", element("b", "pipes "), *map(_count, pipes)),
         element("div", element("b", "opcodes "), *map(_count, opcodes)),
     ]
 
 
-def _warning(source: Source, warning: str) -> Html:
-    """What the assembler says, and the line of PTX that it speaks of; of CUDA C++ it does not know the lines."""
-    text = warning.removeprefix("ptxas info").lstrip(" :")
-    line = re.search(r"\bline (\d+)", text)
-    lines = page.excerpt(source, int(line[1]), around=1) if line and source.language == "ptx" else ""
-    return element("div", chip("warning", kind="bad"), text, lines)
+def _remark(remark: Remark) -> Html:
+    """What the assembler says, and the lines that it speaks of."""
+    source = page.recall(remark.path) if remark.line else None
+    lines = page.excerpt(source, remark.line, around=1) if source else ""
+    return element("div", chip("warning", kind="bad"), remark.text, lines)
 
 
 def _fact(fact: Fact, *, bad: bool) -> Html:
