@@ -7,7 +7,7 @@ from typing import Any
 
 from ptxlab import emulator, gpu, nvrtc, sass, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.jupyter.page import remember
+from ptxlab.jupyter.page import place, remember
 from ptxlab.runtime import Kernel, load
 from ptxlab.sources import Language, Source, cuda_entries, names_same_file
 from ptxlab.verify import Verdict
@@ -69,7 +69,7 @@ class Remark:
     @property
     def place(self) -> str:
         """`<cell mine>:12`."""
-        return f"{self.path}:{self.line}"
+        return place(self.path, self.line)
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,12 @@ def _remarks(source: Source, image: toolchain.Image, defines: toolchain.Defines)
     for warning in image.warnings:
         text = warning.removeprefix("ptxas info").lstrip(" :")
         found = _LINE.search(text)
-        place = (source.path, int(found[1]) if found else 0)
+        where = (source.path, int(found[1]) if found else 0)
         if found and source.language == "cu":
             ptx = toolchain.compile_cuda(source, image.arch, output="ptx", defines=defines)
-            place = nvrtc.origin_of(source, ptx.data.decode(), place[1])
-            text = _LINE.sub(f"line {place[1]}", text)
-        remarks.append(Remark(text, *place))
+            where = nvrtc.origin_of(source, ptx.data.decode(), where[1])
+            text = _LINE.sub(f"line {where[1]}", text)
+        remarks.append(Remark(text, *where))
     return tuple(remarks)
 
 

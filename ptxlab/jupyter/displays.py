@@ -59,10 +59,8 @@ def finding_body(finding: Finding) -> Html:
     """The same without the style."""
     block, thread = ("({}, {}, {})".format(*index) for index in (finding.block, finding.thread))
     times = f"{finding.count} times" if finding.count > 1 else "once"
-    place = f"{finding.path}:{finding.line}"
-    title = _title(
-        chip(finding.kind, kind="bad"), element("code", place), chip(f"block {block} thread {thread}"), chip(times)
-    )
+    place = element("code", page.place(finding.path, finding.line))
+    title = _title(chip(finding.kind, kind="bad"), place, " ", chip(f"block {block} thread {thread}"), chip(times))
     source = page.recall(finding.path)
     lines = page.excerpt(source, finding.line) if source else element("pre", finding.text)
     return join([title, element("div", finding.message), lines, _operands(finding)])
@@ -109,8 +107,13 @@ def of_outcome(outcome: Outcome) -> str:
         chips.append(chip(f"{outcome.lane_instructions:,} lane instructions"))
     arrays = [chip(element("code", n), f" {a.dtype}{list(a.shape)}") for n, a in outcome.outputs.items()]
     first = [finding_body(finding) for finding in outcome.findings[:1]]
-    rest = [details(str(finding), finding_body(finding)) for finding in outcome.findings[1:]]
+    rest = [details(_summary(finding), finding_body(finding)) for finding in outcome.findings[1:]]
     return page.page(_title("launch", *chips), element("div", *arrays), *first, *rest)
+
+
+def _summary(finding: Finding) -> str:
+    more = f"; {finding.count - 1} more" if finding.count > 1 else ""
+    return f"{finding.kind}: {page.place(finding.path, finding.line)}: {finding.message}{more}"
 
 
 def of_cell(cell: Cell) -> str:
@@ -126,7 +129,8 @@ def of_cell(cell: Cell) -> str:
             element("div", mark, element("code", f"{verdict.kernel} {sizes}"), f" {verdict.backend}: {verdict.detail}")
         )
     if cell.listing:
-        parts.append(details("machine code by line", _machine_code(cell), shown=True))
+        code = element("div", _machine_code(cell), cls="tall")
+        parts.append(details("machine code by line", code, shown=True))
     return page.page(*parts)
 
 
