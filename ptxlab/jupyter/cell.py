@@ -5,15 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ptxlab import emulator, gpu, sass, toolchain
+from ptxlab import emulator, gpu, nvrtc, sass, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.jupyter.page import remember
+from ptxlab.jupyter.page import place, remember
 from ptxlab.runtime import Kernel, load
-from ptxlab.sources import Language, Source, cuda_entries
+from ptxlab.sources import Language, Source, cuda_entries, names_same_file
 from ptxlab.verify import Verdict
 
 Reports = Mapping[str, sass.Report]
 Listing = Mapping[tuple[str, int], list[sass.SassInstruction]]
+_LINE = re.compile(r"\bline (\d+)")
 _ARCH = "sm_90a"  # where there is no GPU: that of an H100
 
 
@@ -26,6 +27,7 @@ class Cell:
         kernels: by entry symbol.
         reports: what the assembler made of them; empty if there is none here, `note` says what to install.
         before: reports of the kernels of the same names that the cell replaces.
+        remarks: the assembler's warnings, and the lines that they are about.
         verdicts: of the verification, if one was asked for.
         listing: machine code by (path, line), if it was asked for: of the source, and of headers that it includes.
     """
@@ -34,6 +36,7 @@ class Cell:
     kernels: Mapping[str, Kernel]
     reports: Reports
     before: Reports = field(default_factory=dict)
+    remarks: tuple["Remark", ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     listing: Listing = field(default_factory=dict)
     note: str = ""
@@ -43,13 +46,30 @@ class Cell:
         for name, report in self.reports.items():
             lines.append(f"{name} ({self.source.language}, {report.arch}, {report.tools[0]})")
             lines.append("  " + ", ".join(fact.in_words() for fact in facts(report, self.before.get(name))))
-            lines += [f"  warning: {warning}" for warning in report.warnings]
+        lines += [f"warning: {remark.text}" + (f" ({remark.place})" if remark.line else "") for remark in self.remarks]
         lines += [
             f"{'passed' if v.passed else 'FAILED'} {v.kernel} {v.sizes} {v.backend}: {v.detail}" for v in self.verdicts
         ]
         return "\n".join(lines)
 
     __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A warning of the assembler, such as C7510 (wgmma serialised); `path` and `line` (0 if unknown) say of what.
+
+    The assembler counts lines of PTX; of CUDA C++ these are the lines that the PTX comes from.
+    """
+
+    text: str
+    path: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        """`<cell mine>:12`."""
+        return place(self.path, self.line)
 
 
 @dataclass(frozen=True)
@@ -136,8 +156,23 @@ def compile_cell(
     kernels = {name: replace(load(source, name, **given), checks=checks) for name in chosen}
     reports = {name: sass.report(source, shown_for, entry=name, defines=defines) for name in chosen} if image else {}
     earlier = {name: before[name] for name in reports if before and name in before}
+    remarks = _remarks(source, image, defines) if image else ()
     lines = _by_line(source, image, chosen) if image and listing else {}
-    return Cell(source, kernels, reports, earlier, listing=lines, note=note)
+    return Cell(source, kernels, reports, earlier, remarks, listing=lines, note=note)
+
+
+def _remarks(source: Source, image: toolchain.Image, defines: toolchain.Defines) -> tuple[Remark, ...]:
+    remarks = []
+    for warning in image.warnings:
+        text = warning.removeprefix("ptxas info").lstrip(" :")
+        found = _LINE.search(text)
+        where = (source.path, int(found[1]) if found else 0)
+        if found and source.language == "cu":
+            ptx = toolchain.compile_cuda(source, image.arch, output="ptx", defines=defines)
+            where = nvrtc.origin_of(source, ptx.data.decode(), where[1])
+            text = _LINE.sub(f"line {where[1]}", text)
+        remarks.append(Remark(text, *where))
+    return tuple(remarks)
 
 
 def _by_line(source: Source, image: toolchain.Image, entries: list[str]) -> Listing:
@@ -145,7 +180,7 @@ def _by_line(source: Source, image: toolchain.Image, entries: list[str]) -> List
     code = sass.parse(toolchain.disassemble(image))
     lines: dict[tuple[str, int], list[sass.SassInstruction]] = {}
     for instruction in (i for name in entries for i in code[name]):
-        own = source.language == "ptx" or instruction.path.endswith(source.path)  # behind the compiler's own folder
+        own = source.language == "ptx" or names_same_file(instruction.path, source.path)
         lines.setdefault((source.path if own else instruction.path, instruction.line), []).append(instruction)
     return lines
 

@@ -1,6 +1,5 @@
 """What kernels, specs, packed weights, findings, launches and cells look like in a notebook."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from ptxlab import kernels, sources
 from ptxlab.emulator import Finding
 from ptxlab.jupyter import maps, page
-from ptxlab.jupyter.cell import Cell, Fact, counts, facts
+from ptxlab.jupyter.cell import Cell, Fact, Remark, counts, facts
 from ptxlab.jupyter.drawing import HolderView
 from ptxlab.jupyter.page import Html, chip, details, element, join, listing, table
 from ptxlab.jupyter.words import Row, words
@@ -60,10 +59,8 @@ def finding_body(finding: Finding) -> Html:
     """The same without the style."""
     block, thread = ("({}, {}, {})".format(*index) for index in (finding.block, finding.thread))
     times = f"{finding.count} times" if finding.count > 1 else "once"
-    place = f"{finding.path}:{finding.line}"
-    title = _title(
-        chip(finding.kind, kind="bad"), element("code", place), chip(f"block {block} thread {thread}"), chip(times)
-    )
+    place = element("code", page.place(finding.path, finding.line))
+    title = _title(chip(finding.kind, kind="bad"), place, " ", chip(f"block {block} thread {thread}"), chip(times))
     source = page.recall(finding.path)
     lines = page.excerpt(source, finding.line) if source else element("pre", finding.text)
     return join([title, element("div", finding.message), lines, _operands(finding)])
@@ -110,8 +107,13 @@ def of_outcome(outcome: Outcome) -> str:
         chips.append(chip(f"{outcome.lane_instructions:,} lane instructions"))
     arrays = [chip(element("code", n), f" {a.dtype}{list(a.shape)}") for n, a in outcome.outputs.items()]
     first = [finding_body(finding) for finding in outcome.findings[:1]]
-    rest = [details(str(finding), finding_body(finding)) for finding in outcome.findings[1:]]
+    rest = [details(_summary(finding), finding_body(finding)) for finding in outcome.findings[1:]]
     return page.page(_title("launch", *chips), element("div", *arrays), *first, *rest)
+
+
+def _summary(finding: Finding) -> str:
+    more = f"; {finding.count - 1} more" if finding.count > 1 else ""
+    return f"{finding.kind}: {page.place(finding.path, finding.line)}: {finding.message}{more}"
 
 
 def of_cell(cell: Cell) -> str:
@@ -119,6 +121,7 @@ def of_cell(cell: Cell) -> str:
     parts: list[object] = [element("div", cell.note)] if cell.note else []
     for name, report in cell.reports.items():
         parts += _report(name, cell, report)
+    parts += map(_remark, cell.remarks)
     for verdict in cell.verdicts:
         sizes = ", ".join(f"{name}={size}" for name, size in verdict.sizes.items())
         mark = chip("passed", kind="good") if verdict.passed else chip("failed", kind="bad")
@@ -126,7 +129,8 @@ def of_cell(cell: Cell) -> str:
             element("div", mark, element("code", f"{verdict.kernel} {sizes}"), f" {verdict.backend}: {verdict.detail}")
         )
     if cell.listing:
-        parts.append(details("machine code by line", _machine_code(cell), shown=True))
+        code = element("div", _machine_code(cell), cls="tall")
+        parts.append(details("machine code by line", code, shown=True))
     return page.page(*parts)
 
 
@@ -140,18 +144,16 @@ def _report(name: str, cell: Cell, report: Report) -> list[object]:
     return [
         _title(element("code", name), chip(report.arch), element("span", ", ".join(report.tools), cls="dim")),
         table([fact.name for fact in numbers], [cells]),
-        *(_warning(cell.source, warning) for warning in report.warnings),
         element("div", element("b", "pipes "), *map(_count, pipes)),
         element("div", element("b", "opcodes "), *map(_count, opcodes)),
     ]
 
 
-def _warning(source: Source, warning: str) -> Html:
-    """What the assembler says, and the line of PTX that it speaks of; of CUDA C++ it does not know the lines."""
-    text = warning.removeprefix("ptxas info").lstrip(" :")
-    line = re.search(r"\bline (\d+)", text)
-    lines = page.excerpt(source, int(line[1]), around=1) if line and source.language == "ptx" else ""
-    return element("div", chip("warning", kind="bad"), text, lines)
+def _remark(remark: Remark) -> Html:
+    """What the assembler says, and the lines that it speaks of."""
+    source = page.recall(remark.path) if remark.line else None
+    lines = page.excerpt(source, remark.line, around=1) if source else ""
+    return element("div", chip("warning", kind="bad"), remark.text, lines)
 
 
 def _fact(fact: Fact, *, bad: bool) -> Html:

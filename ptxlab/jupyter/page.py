@@ -6,6 +6,7 @@ Every output carries the style sheet, because a saved notebook shows its outputs
 
 import html
 import linecache
+import os
 from collections.abc import Iterable
 
 from pygments import highlight
@@ -40,7 +41,7 @@ STYLE = """.ptxlab.ptxlab {
   & .chip.changed { background: var(--amber) }
   & .section td { padding-top: 1em; border-bottom-width: 2px; font-weight: 600 }
   & summary { cursor: pointer }
-  & .wide { overflow-x: auto; margin: .3em 0 }
+  & .wide { overflow-x: auto; margin: .3em 0 } & .tall { max-height: 45em; overflow-y: auto }
   & svg text { fill: currentColor; font: 9px var(--mono) }
   & svg rect { fill-opacity: .33 }
   & svg .other { fill-opacity: .08 } & svg text.other { fill-opacity: .45 }
@@ -129,6 +130,11 @@ def excerpt(source: Source, line: int, around: int = 2) -> Html:
     return listing(source.text, source.language, marked=[line], first=max(1, line - around), last=line + around)
 
 
+def place(path: str, line: int) -> str:
+    """`<cell mine>:12`, `dequant.cuh:7`: without the folder, which a notebook is not to show."""
+    return f"{os.path.basename(path) if os.path.isabs(path) else path}:{line}"
+
+
 def remember(source: Source) -> None:
     """Keep the text of a cell where Python keeps the lines of those that it runs itself."""
     linecache.cache[source.path] = (len(source.text), None, source.text.splitlines(keepends=True), source.path)
@@ -136,5 +142,6 @@ def remember(source: Source) -> None:
 
 def recall(path: str) -> Source | None:
     """The file at a path, or the cell that `remember` was told of."""
+    linecache.checkcache(path)  # files change; cells are remembered anew
     text = "".join(linecache.getlines(path))
     return Source.from_text(text, path) if text else None

@@ -8,7 +8,7 @@ import pytest
 from IPython.core.interactiveshell import InteractiveShell
 
 import ptxlab
-from ptxlab import jupyter, quant
+from ptxlab import jupyter, quant, sources
 from tests.jupyter.conftest import CUDA, PTX
 
 
@@ -68,6 +68,18 @@ def test_a_launch_shows_its_findings(shell: InteractiveShell, outcome: ptxlab.Ou
     assert "2 findings" in page.marked and "sum" in page.text and " uint32[2]" in page.text
     clean = shell.user_ns["add4"](*[np.zeros(1, np.uint32)] * 3, grid=1, block=1)
     assert "no findings" in shown(shell, clean)[1].text
+
+
+def test_a_finding_in_a_header_shows_no_folder(shell: InteractiveShell) -> None:
+    text = """\
+#include "dequant.cuh"
+extern "C" __global__ void carries(unsigned* x) { x[0] = ptxlab::mul_u8x4(x[0], 300); }
+"""
+    shell.run_cell(f"%%cuda --check lanes\n{text}").raise_error()
+    outcome = shell.user_ns["carries"](np.full(1, 0x0F0F0F0F, np.uint32), grid=1, block=1)
+    _, page = shown(shell, outcome)
+    said = "".join(page.text)
+    assert "dequant.cuh:" in said and str(sources.include_dir()) not in said and "mul.lo.u32" in said
 
 
 def test_a_cell_shows_counts_and_what_changed(shell: InteractiveShell) -> None:

@@ -122,8 +122,20 @@ def test_warnings_name_the_cells_line(shell: InteractiveShell) -> None:
 }
 """
     cell = run(shell, "ptx", text)
-    (warning,) = cell.reports["early"].warnings
-    assert "wgmma" in warning and f"line {line_of(text, 'add.u32')} " in warning
+    (remark,) = cell.remarks
+    assert remark.place == f"<cell early>:{line_of(text, 'add.u32')}" and "C7517" in remark.text
+    assert "warning: (C7517) wgmma.wait_group is injected" in repr(cell)
+
+
+def test_warnings_about_cuda_name_the_line_of_cuda(shell: InteractiveShell) -> None:
+    """And not that of the PTX that NVRTC made of it: here an accumulator changes while wgmma adds to it."""
+    text = (Path(__file__).parent.parent / "outside" / "reused_fragment.cu").read_text()
+    call = "wgmma(d, a, descriptor(tokens[2 * step], 128, 128));"
+    assert call in text
+    cell = run(shell, "cuda --arch sm_90a", text.replace(call, f"{call}\n        d[0] ^= step;"))
+    (remark,) = cell.remarks
+    assert remark.place == f"<cell w4a8>:{line_of(text, call) + 1}" and "C7517" in remark.text
+    assert f"around line {remark.line} " in remark.text
 
 
 @pytest.mark.parametrize(
@@ -132,6 +144,7 @@ def test_warnings_name_the_cells_line(shell: InteractiveShell) -> None:
         ("ptx", PTX.replace("add.u32 %x0", "ad.u32 %x0"), line_of(PTX, "add.u32")),
         ("cuda -D SCALE=2", CUDA.replace("unsigned x", "unsignd x"), line_of(CUDA, "unsigned x")),
         ("cuda", CUDA, line_of(CUDA, "SCALE")),
+        ("cuda -D SCALE=2", CUDA.replace("mul.lo.u32", "mul.low.u32"), line_of(CUDA, "mul.lo")),
     ],
 )
 def test_errors_point_at_the_cells_line(shell: InteractiveShell, options: str, text: str, line: int) -> None:
