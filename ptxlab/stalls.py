@@ -1,8 +1,8 @@
 """What dequantisation costs in stalls (LiquidGEMM §3.2): sampled warps by the function of `dequant.cuh` they stood in.
 
 By the line table every machine instruction has the source line that it came from, and a line of `dequant.cuh` lies in
-one function. What `__vadd4` becomes has the line of the dequantiser that calls it, so what `dequant_qoq_vadd4` does after
-unpacking and multiplying, which opcode and operands tell, is the subtraction and nothing else.
+one function. What `__vadd4` becomes has the line of the dequantiser that calls it, so what `dequant_qoq_vadd4` does
+after unpacking and multiplying, which opcode and operands tell, is the subtraction and nothing else.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 from ptxlab import gpu, profiles, sources
 from ptxlab.bench.shapes import GROUP, LAYERS, Layer
-from ptxlab.errors import FileError
+from ptxlab.errors import FileError, UnavailableError
 from ptxlab.files import read_text, write_text
 from ptxlab.nsight import ISSUING, Launched
 from ptxlab.subject import Job
@@ -106,8 +106,12 @@ def jobs() -> Iterator[tuple[Job, Layer]]:
 
 
 def row_of(launched: Launched, job: Job, layer: Layer) -> Row:
-    """Attribute the samples of one launch."""
-    functions = functions_by_line(launched.sources.get(_FILE, ""))
+    """Attribute the samples of one launch; UnavailableError if the report does not hold the dequantisers' source."""
+    if not launched.sources.get(_FILE):
+        raise UnavailableError(
+            f"ncu: {_FILE} is not in the report of {launched.kernel}; `--import-source yes` puts it there"
+        )
+    functions = functions_by_line(launched.sources[_FILE])
     parts, executed, reasons = Counter[str](), Counter[str](), Counter[str]()
     for one in launched.instructions:
         part = part_of(one.sass, functions.get(one.line, "") if one.file == _FILE else "")
@@ -187,17 +191,15 @@ def default_path(slug: str) -> Path:
 
 
 def table(rows: Iterable[Row]) -> list[list[str]]:
-    """Cells: kernel, then per matrix and number of tokens the subtraction's share and the whole dequantisation's."""
+    """Cells, the head first: kernel and matrix; per number of tokens the share of the subtraction, and of all of it."""
     found = {(r.kernel, r.layer, r.sizes["M"]): r for r in rows}
-    columns = list(dict.fromkeys(place[1:] for place in found))
-    cells = {
-        kernel: [found.get((kernel, *column)) for column in columns] for kernel in dict.fromkeys(p[0] for p in found)
-    }
-    head = ["kernel", *(f"{layer}, M = {M}" for layer, M in columns)]
-    return [
-        head,
-        *(
-            [k, *("" if r is None else f"{r.subtract:.0%} of {r.dequantise:.0%}" for r in row)]
-            for k, row in cells.items()
-        ),
+    tokens = sorted({M for _, _, M in found})
+    cells = [
+        [
+            kernel,
+            layer,
+            *(f"{r.subtract:.0%} of {r.dequantise:.0%}" for M in tokens if (r := found.get((kernel, layer, M)))),
+        ]
+        for kernel, layer in dict.fromkeys(place[:2] for place in found)
     ]
+    return [["kernel", "matrix", *(f"M = {M}" for M in tokens)], *cells]

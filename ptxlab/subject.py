@@ -139,7 +139,7 @@ def _gemm_step(spec: KernelSpec) -> Any:
 
 
 def _attention_step(spec: KernelSpec) -> Any:
-    return next((step for step in ATTENTION if step.spec is spec), None)
+    return next((step for step in ATTENTION if step.spec.name == spec.name), None)
 
 
 def _spec_call(spec: KernelSpec, source: Source, sizes: dict[str, Any]) -> Call:

@@ -18,9 +18,9 @@ ORDER = (
     "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "cost", "reference", "quant",
     "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "plan", "kernels",
     "audit", "convert", "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench",
-    "subject", "profiles", "stalls", "timeline", "recorder",
-    "counts", "demo", "bert", "kvdemo", "doctor", "tiles", "plot", "timelineplot", "pipelines", "ladder", "ladderplot",
-    "headline", "targets", "gemmtables", "headlineplot", "kvpoints", "kvtargets", "kvtables", "kvplot",
+    "subject", "profiles", "stalls", "timeline", "recorder", "counts", "demo", "bert", "kvdemo", "doctor", "tiles",
+    "plot", "timelineplot", "pipelines", "profileplot", "profiletables", "ladder", "ladderplot", "headline", "targets",
+    "gemmtables", "headlineplot", "kvpoints", "kvtargets", "kvtables", "kvplot",
     "figures", "showcase", "report", "notebooks", "cli", "__main__",
 )  # fmt: skip
 

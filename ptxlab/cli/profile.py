@@ -1,6 +1,7 @@
 """The command `profile`: what one launch of a kernel does to the machine, on a page."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
 from ptxlab.nsight import Profile
 
-_WIDEST = 60  # characters of a source line
+_WIDEST = 100  # characters of a source line
 
 
 def profile(
@@ -51,6 +52,7 @@ def profile(
 ) -> None:
     """Launch a kernel once, warmed up, under Nsight Compute, and put on a page what it did and what it waited for."""
     if in_stalls:
+        _refuse({"target": target, "--compare": compare, "--from": saved}, "none with --stalls")
         return _stalls(out, keep, as_json)
     if timeline:
         sizes = integers("--shape", shape.split(",")) if shape else {}
@@ -58,6 +60,9 @@ def profile(
     _refuse({"--backend": backend, "--record": record or None}, "with --timeline only")
     if (target is None) == (saved is None):
         raise ArgumentError("target", "a kernel, or a report with --from", target or "neither")
+    if saved is not None and saved.suffix not in profiles.SAVED:
+        raise ArgumentError("--from", f"a {' or '.join(profiles.SAVED)}", saved)
+    write = _writer(out) if out is not None else None
     sizes = integers("--shape", shape.split(",")) if shape else {}
     of_files = {"--in": inputs, "--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
 
@@ -72,20 +77,20 @@ def profile(
         geometry = dims("grid", grid or "1"), dims("block", block or "32"), shared or 0
         return subject.Job(named, {}, str(inputs), *geometry, arch, integers("-D", define or []))
 
-    found: list[Profile] = []
+    def made(named: str, keep: Path | None) -> Profile:
+        if Path(named).suffix in profiles.SAVED:
+            return profiles.saved(Path(named), sizes)
+        return profiles.profile(job(named), chosen=chosen, keep=keep)
+
     with progress_bar("profile", None, quiet=as_json) as advance:
-        for named in filter(None, (target or str(saved), compare)):
-            advance(named)
-            is_saved = Path(named).suffix in profiles.SAVED
-            last = None if found else keep  # a report is kept of the first one
-            found.append(
-                profiles.saved(Path(named), sizes)
-                if is_saved
-                else profiles.profile(job(named), chosen=chosen, keep=last)
-            )
+        advance(target or str(saved))
+        found = [made(target or str(saved), keep)]
+        if compare:
+            advance(compare)
+            found.append(made(compare, None))
     words = nsight.differences(*found) if compare else []
-    if out is not None:
-        _write(found, words, out)
+    if write is not None:
+        write(found, words)
     if as_json:
         values = [one.to_json() for one in found]
         return print_json({"profiles": values, "differences": words} if compare else values[0])
@@ -94,13 +99,14 @@ def profile(
         console.print(f"written: {escape(str(out))}", soft_wrap=True)
 
 
-def _write(found: Sequence[Profile], words: Sequence[str], out: Path) -> None:
-    """The first profile as JSON, or all of them as a picture."""
+def _writer(out: Path) -> Callable[[Sequence[Profile], Sequence[str]], None]:
+    """Writes the first profile as JSON, or all of them as a picture; ArgumentError for another kind of file."""
     if out.suffix == ".json":
-        return nsight.save(found[0], out)
-    from ptxlab import plot, profileplot  # Matplotlib takes half a second
+        return lambda found, _: nsight.save(found[0], out)
+    from ptxlab import plot, profileplot  # Matplotlib takes half a second that others need not pay
 
-    plot.save(profileplot.page_figure(found, words), out)
+    plot.format_of(out)
+    return lambda found, words: plot.save(profileplot.page_figure(found, words), out)
 
 
 def show(found: Sequence[Profile], words: Sequence[str]) -> None:
@@ -116,21 +122,20 @@ def show(found: Sequence[Profile], words: Sequence[str]) -> None:
     cells = [(reason.replace("_", " "), *(f"{one.stalls.get(reason, 0):.1%}" for one in found)) for reason in reasons]
     console.print(table("Stalls by reason", ("", *kernels), [row for row in cells if set(row[1:]) != {"0.0%"}]))
     for one in found:
-        lines = [(c.where, f"{c.share:.1%}", _reasons(c), _short(c.text)) for c in one.carriers]
-        title = f"{one.kernel}: where {one.samples:,} sampled warps waited ({one.issuing:.0%} issued)"
-        console.print(table(title, ("line", "stalls>", "for", "source"), lines))
+        console.print(f"[bold]{one.kernel}: where {one.samples:,} sampled warps waited ({one.issuing:.0%} issued)[/]")
+        for carrier in one.carriers:
+            console.print(escape(_carried(carrier)), highlight=False, soft_wrap=True)
+        console.print()
     for sentence in words:
         console.print(escape(sentence), soft_wrap=True, highlight=False)
 
 
-def _reasons(carrier: nsight.Carrier) -> str:
-    """The two most frequent reasons."""
+def _carried(carrier: nsight.Carrier) -> str:
+    """A line's share of the stalls, its two most frequent reasons, its source, its instruction with most of them."""
     most = list(carrier.reasons.items())[:2]
-    return ", ".join(f"{reason.replace('_', ' ')} {share / carrier.share:.0%}" for reason, share in most)
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= _WIDEST else text[: _WIDEST - 1] + "…"
+    reasons = ", ".join(f"{reason.replace('_', ' ')} {share / carrier.share:.0%}" for reason, share in most)
+    texts = [textwrap.shorten(text, _WIDEST, placeholder=" …") for text in (carrier.text, carrier.sass) if text]
+    return "\n        ".join([f"{carrier.share:6.1%}  {carrier.where}: {reasons}", *texts])
 
 
 def _refuse(options: dict[str, Any], rule: str) -> None:

@@ -60,8 +60,8 @@ FIGURES = (
     Figure("warp_instructions", "warp instructions", "", ("smsp__inst_executed.sum",)),
     Figure(
         "per_weight",
-        "instructions per weight",
-        "of a thread",
+        "thread instructions per weight",
+        "",
         ("smsp__inst_executed.sum", WEIGHTS),
         lambda instructions, weights: 32 * instructions / weights,
     ),

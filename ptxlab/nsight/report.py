@@ -7,12 +7,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.nsight.collect import unknown_metric
+from ptxlab.nsight.ncu import unknown_metric
 
 SAMPLES = "smsp__pcsamp_warps_issue_stalled_"  # + reason: how many sampled warps stood at an instruction for it
 ISSUING = "selected"  # the one reason that is no stall: the warp issues
 _NO_ISSUE = "_not_issued"  # the same, counted only when the scheduler issued nothing
 _EXECUTED = "inst_executed"
+_TARGET = re.compile(r"0x[0-9a-f]{9,}")  # of a branch: an address, which changes from run to run
 _STEP = 16  # bytes of an instruction
 _MOST = 1 << 16  # instructions of a kernel, at most
 
@@ -130,7 +131,7 @@ def _instructions(action: Any) -> Iterator[Instruction]:
             return
         place = action.source_info(address)
         file, line = (PurePosixPath(place.file_name()).name, place.line()) if place else ("", 0)
-        text = re.sub(r"\s+", " ", sass).strip(" ;")
+        text = _TARGET.sub(lambda found: f"{int(found[0], 16) - start:#x}", " ".join(sass.split()).strip(" ;"))
         samples = {reason: at[address] for reason, at in counts.items() if at.get(address)}
         yield Instruction(address - start, text, file, line, samples, executed.get(address, 0))
 

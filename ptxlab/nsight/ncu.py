@@ -14,6 +14,7 @@ from pathlib import Path
 from ptxlab.errors import ArgumentError, UnavailableError
 
 SETS = ("quick", "full")
+INSTALL = "it comes with the CUDA toolkit"
 FAILED = "ptxlab cannot launch it: "  # what a profiled process prints before the reason
 
 _SAMPLING = "2"  # warps are sampled every 2^(5 + this) clocks: ncu's own choice is too rare for microseconds
@@ -101,7 +102,7 @@ def _ncu(options: Sequence[str], command: Sequence[str]) -> subprocess.Completed
     """Run ncu and turn what it complains of into an error."""
     ncu = shutil.which("ncu")
     if ncu is None:
-        raise UnavailableError("ncu (Nsight Compute): not on the PATH; it comes with the CUDA toolkit")
+        raise UnavailableError(f"ncu (Nsight Compute): not on the PATH; {INSTALL}")
     done = subprocess.run([ncu, "--clock-control", "none", *options, *command], capture_output=True, text=True)
     printed = done.stdout + done.stderr
     if "ERR_NVGPUCTRPERM" in printed:
