@@ -42,9 +42,8 @@ def section() -> str:
     sizes = f"{excp.sizes['N']} x {excp.sizes['K']}, M = {SHOWN}"
     text = (
         f"One SM of an H200, {sizes}. Under ExCP the warp group that multiplies waits for the one that dequantises "
-        f"(pink), and between stages the tensor cores (last row) have nothing to do: they work {shares[0]} of the "
-        f"time. Under ImFP a warp group dequantises (orange) while the other's wgmmas run, and they work {shares[1]} of "
-        "it."
+        f"(pink), and between stages the tensor cores (last row) stand still: they work {shares[0]} of the time. "
+        f"Under ImFP a warp group dequantises (orange) while the other's wgmmas run, and they work {shares[1]} of it."
     )
     lines = ["| step | time | with stamps | tensor cores at work, as shown | in the whole launch |"]
     lines.append("| --- | ---: | ---: | ---: | ---: |")
