@@ -42,7 +42,7 @@ def section() -> str:
     sizes = f"{excp.sizes['N']} x {excp.sizes['K']}, M = {SHOWN}"
     text = (
         f"One SM of an H200, {sizes}. Under ExCP the warp group that multiplies waits for the one that dequantises "
-        f"(pink), and between stages the tensor cores (last row) have nothing to do: they work {shares[0]} of the time. "
+        f"(pink), and between stages the tensor cores (last row) stand still: they work {shares[0]} of the time. "
         f"Under ImFP a warp group dequantises (orange) while the other's wgmmas run, and they work {shares[1]} of it."
     )
     lines = ["| step | time | with stamps | tensor cores at work, as shown | in the whole launch |"]
@@ -53,8 +53,8 @@ def section() -> str:
         lines.append(f"| `{one.kernel}` | {times} | {_steady(one):.2f} | {whole:.2f} |")
     note = (
         f"Recorded by `ptxlab profile NAME --timeline --record`, {excp.date[:10]}, commit {excp.commit[:10]}. A wgmma "
-        "is drawn as soon as it can run, and as short as at the peak rate: the shares are the least that they can be. They "
-        "are those of the launch with stamps; without them the last step's would be higher."
+        "is drawn as soon as it can run, and as short as at the peak rate: the shares are the least that they can be. "
+        "They are those of the launch with stamps; without them the last step's would be higher."
     )
     shows = "Who loads, dequantises and multiplies when, in four pipelines"
     picture = f"![{shows}](notebooks/figures/{picture_name(SHOWN)})"

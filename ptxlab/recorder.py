@@ -63,15 +63,14 @@ def record(
     """
     if "timeline.cuh" not in source.text:
         raise ArgumentError("--timeline", "a kernel that stamps its phases (timeline.cuh)", source.label)
-    if backend is None:
-        backend = "emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu"
+    asked, backend = backend, backend or ("emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu")
     shape = shape_of(spec, sizes or {}, backend)
     sizes = _sizes(spec, shape, backend)
     config = {**spec.config_for(sizes), **dict.fromkeys(spec.by_variant, 0)}
     everything = {**sizes, **config}
     geometry = spec.launch(everything)
     kernel = Kernel.of(spec, source, config)
-    choose_backend(backend, kernel, geometry, on_device=False)
+    choose_backend(asked, kernel, geometry, on_device=False)  # or why it cannot, or would take too long
     arrays = _arrays(spec, _example(spec, np.random.default_rng(seed), shape, sizes), everything)
     about = Timeline(spec.name, source.language, backend, "steps", shape, config, ())
     if backend == "gpu":
@@ -88,11 +87,13 @@ def shape_of(spec: KernelSpec, given: Mapping[str, Any], backend: str) -> dict[s
 
     A GEMM has M, N, K, g; attention B sequences of L tokens with Hq and Hkv heads.
     """
-    known = _USUAL[backend].get(spec.family, {})
+    known = _USUAL.get(backend, {}).get(spec.family, {})
     if spec.name not in _ATTENTION:
         known = {name: known.get(name, size) for name, size in spec.example_sizes[-1].items()}
     if unknown := sorted(set(given) - set(known)):
         raise ArgumentError("--shape", f"of {spec.name} has {', '.join(known)}", unknown[0])
+    if none := [f"{name}={size}" for name, size in given.items() if size < 1]:
+        raise ArgumentError("--shape", "sizes of 1 or more", none[0])
     return {**known, **given}
 
 

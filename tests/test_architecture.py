@@ -19,7 +19,7 @@ ORDER = (
     "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "plan", "kernels",
     "audit", "convert", "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench",
     "subject", "profiles", "stalls", "timeline", "recorder", "counts", "demo", "bert", "kvdemo", "doctor", "tiles",
-    "plot", "profileplot", "profiletables", "timelineplot", "pipelines", "dequantplot", "ladder", "ladderplot",
+    "plot", "timelineplot", "pipelines", "profileplot", "profiletables", "dequantplot", "ladder", "ladderplot",
     "headline", "targets", "gemmtables", "headlineplot", "kvpoints", "kvtargets", "kvtables", "kvplot",
     "figures", "showcase", "report", "notebooks", "jupyter", "cli", "__main__",
 )  # fmt: skip

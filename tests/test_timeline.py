@@ -64,11 +64,10 @@ def test_and_so_is_the_machine_code() -> None:
     assert listings[0] == listings[1] and "CS2R.32" not in listings[0]
 
 
-@pytest.mark.parametrize("name", [EXCP, "gemm_w4a8_sm90"])
-def test_stamps_do_not_serialise_wgmma(name: str) -> None:
-    config = kernels.find(name)[0].config_for({"M": 256, "N": 22016, "K": 4096, "g": 128})
-    image = toolchain.compile_cuda(STAMPED[name], "sm_90a", defines={**config, "TIMELINE": 2})
-    assert image.warnings == () and image.resources[name].spill_stores == 0
+def test_stamps_do_not_serialise_wgmma() -> None:
+    config = kernels.find(IMFP)[0].config_for({"M": 256, "N": 22016, "K": 4096, "g": 128})
+    image = toolchain.compile_cuda(STAMPED[IMFP], "sm_90a", defines={**config, "TIMELINE": 2})
+    assert image.warnings == () and image.resources[IMFP].spill_stores == 0
     assert "SR_CLOCKLO" in toolchain.disassemble(image)
 
 
@@ -115,7 +114,6 @@ def test_results_with_stamps_are_right(name: str, backend: str) -> None:
             4,
             {"load", "wait_copy", "scores", "softmax", "values", "reduce"},
         ),
-        ("attention_kv4_prefetch", {"B": 1, "Hq": 2, "L": 70}, 2, {"load", "wait_copy", "scores", "softmax", "values"}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -145,6 +143,10 @@ def test_bubbles_of_the_explicit_pipeline_and_overlap_of_the_implicit_one(excp: 
 def test_sizes_that_a_kernel_does_not_have() -> None:
     with pytest.raises(ArgumentError, match=r"--shape: of attention_kv4_sm90 has B, L, Hq, Hkv \(got R\)"):
         record("attention_kv4_sm90", R=1)
+    with pytest.raises(ArgumentError, match=r"--shape: sizes of 1 or more \(got L=0\)"):
+        record("attention_kv4_sm90", L=0)
+    with pytest.raises(ArgumentError, match=r"backend: one of gpu, emulator \(got tpu\)"):
+        recorder.record(kernels.find(IMFP)[0], source_of(IMFP), backend="tpu")
     with pytest.raises(ArgumentError, match=r"K % g == 0"):
         record(EXCP, K=100)
     with pytest.raises(ArgumentError, match=r"a kernel that stamps its phases .* \(got dequant_lqq.cu\)"):
@@ -341,6 +343,8 @@ def test_the_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(recorder.gpu, "why_not", lambda *_, **__: "no GPU")
     with pytest.raises(UnavailableError, match="no GPU backend here: no GPU"):
         recorder.record(kernels.find(IMFP)[0], source_of(IMFP), {"M": 8, "N": 64, "K": 128}, backend="gpu")
+    with pytest.raises(UnavailableError, match="the emulator would take about"):
+        recorder.record(kernels.find(EXCP)[0], source_of(EXCP), {"M": 8192, "N": 22016})
 
 
 @pytest.mark.gpu

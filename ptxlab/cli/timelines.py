@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.markup import escape
@@ -26,12 +27,15 @@ def profile_timeline(
     """Record a timeline, or read one; print it, draw it, export it for Perfetto, keep it beside the other records."""
     if (target is None) == (saved is None):
         raise ArgumentError("target", "a kernel, or a timeline with --from", target or "neither")
+    write = _writer(out) if out is not None else None  # what cannot be written is better said at once
     if saved is not None:
         found = timeline.load(saved)
     else:
         with progress_bar(f"timeline of {target}", None, quiet=as_json):
             found = _recorded(str(target), sizes, backend)
-    written = [_write(found, out)] if out is not None else []
+    written = [out] if out is not None else []
+    if write is not None:
+        write(found)
     if keep:
         written.append(timeline.default_path(found))
         written[-1].parent.mkdir(parents=True, exist_ok=True)
@@ -52,15 +56,14 @@ def _recorded(target: str, sizes: dict[str, int], backend: str | None) -> Timeli
     return recorder.record(spec, source, sizes, backend=backend)
 
 
-def _write(found: Timeline, out: Path) -> Path:
-    """A picture, or a trace for Perfetto."""
+def _writer(out: Path) -> Callable[[Timeline], None]:
+    """Writes a trace for Perfetto, or a picture; ArgumentError for another kind of file."""
     if out.suffix == ".json":
-        write_text(out, json.dumps(timeline.trace(found)) + "\n")
-        return out
+        return lambda found: write_text(out, json.dumps(timeline.trace(found)) + "\n")
     from ptxlab import plot, timelineplot  # Matplotlib takes half a second
 
-    plot.save(timelineplot.timeline_figure(found), out)
-    return out
+    plot.format_of(out)
+    return lambda found: plot.save(timelineplot.timeline_figure(found), out)
 
 
 def _show(found: Timeline) -> None:
