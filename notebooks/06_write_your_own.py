@@ -181,11 +181,12 @@ try:
     gpu.device_info()
     shape = {"R": 4096, "K": 8192, "g": 128}
     arrays = contract.pack(contract.example(np.random.default_rng(0), **shape))
-    scalars = {"words": np.uint32(4096 * 8192 // 8), "shift": np.uint32(4)}
+    arrays["out"] = np.zeros(contract.arg("out").resolve(shape), np.float16)
+    scalars = {arg.name: contract.scalar(arg, shape) for arg in contract.args if arg.role == "scalar"}
     with tempfile.TemporaryDirectory() as folder:
         source, inputs = Path(folder, "int4_to_f16.cu"), Path(folder, "arrays.npz")
         source.write_text(int4_to_f16.source.text)
-        np.savez(inputs, **arrays, out=np.zeros((4096, 8192), np.float16), **scalars)
+        np.savez(inputs, **arrays, **scalars)
         profile = profiles.profile(Job(str(source), inputs=str(inputs), grid=contract.launch(shape).grid, block=(256,)))
 except PtxlabError as error:
     print(f"{error}: as recorded\n")

@@ -57,9 +57,10 @@ def _is_alive(output: Any) -> bool:
 
 
 def _from_the_root(value: Any) -> Any:
-    """What a cell put out, with the paths of this checkout as they are in any other, and without addresses."""
+    """What a cell put out: paths as in any checkout, the README's links as seen from here, no addresses."""
     if isinstance(value, str):
-        return _ADDRESS.sub("", value.replace(f"{scripts()[0].parent.parent}/", ""))
+        value = value.replace(f"{scripts()[0].parent.parent}/", "").replace("](notebooks/", "](")
+        return _ADDRESS.sub("", value)
     if isinstance(value, dict):
         return type(value)({key: _from_the_root(part) for key, part in value.items()})
     return [_from_the_root(part) for part in value] if isinstance(value, list) else value
