@@ -35,7 +35,8 @@ def execute(script: Path) -> Any:
             f"{error.name}: needed to make notebooks; python -m pip install 'ptxlab[notebook]'"
         ) from None
     notebook: Any = jupytext.read(script)
-    client = nbclient.NotebookClient(notebook, timeout=_SECONDS, resources={"metadata": {"path": str(script.parent)}})
+    folder = {"metadata": {"path": str(script.parent)}}
+    client = nbclient.NotebookClient(notebook, timeout=_SECONDS, coalesce_streams=True, resources=folder)
     try:
         client.execute()
     except nbclient.exceptions.CellExecutionError as error:
