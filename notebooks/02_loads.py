@@ -23,11 +23,12 @@
 
 # %%
 # %matplotlib inline
+# %load_ext ptxlab
 import numpy as np
 from IPython.display import Markdown
 
 import ptxlab
-from ptxlab import figures, kernels, report, tiles
+from ptxlab import figures, jupyter, kernels, report, tiles
 
 # %% [markdown]
 # ## What the MMA wants
@@ -79,6 +80,15 @@ figures.load_picture("load_lds32_u4")
 
 # %%
 figures.load_picture("load_dual_mma")
+
+# %% [markdown]
+# To ask for any lane and any layout, run this: a list and a slider.
+
+# %%
+jupyter.layout_explorer()
+
+# %% [markdown]
+# What that is worth, by the banks that a warp's loads meet:
 
 # %%
 for name in ("load_ldmatrix_s8", "load_lds32_u4", "load_qserve_reorder", "load_dual_mma", "load_comet_interleave"):

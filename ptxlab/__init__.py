@@ -1,5 +1,7 @@
 """ptxlab: a workbench for low-bit LLM kernels."""
 
+from typing import Any
+
 from ptxlab.kernels import find, run, specs
 from ptxlab.kernels.attention import AttentionWorkspace, append_kv4, attention_kv4, attention_workspace
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
@@ -39,3 +41,10 @@ __all__ = [
     "stack_experts",
     "to_device",
 ]
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """What `%load_ext ptxlab` calls: the magics `%%ptx` and `%%cuda`, and displays for notebooks."""
+    from ptxlab import jupyter
+
+    jupyter.register(shell)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ptxlab import gpu
+from ptxlab import emulator, gpu
 from ptxlab.dtypes import ByVariant, dtype_in, storage
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TensorMap
@@ -76,6 +76,16 @@ def _check_contiguous(name: str, array: Any) -> None:
         raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
 
 
+def in_order(entry: str, parameters: Sequence[str], arrays: Mapping[str, Any]) -> list[Any]:
+    """Arrays of a file as the arguments of a kernel without a spec, by name; those without axes are scalars."""
+    for name in parameters:
+        if name not in arrays:
+            raise ArgumentError(f"{entry}: {name}", "must be in the --in file", ", ".join(arrays) or "an empty file")
+    if extra := sorted(set(arrays) - set(parameters)):
+        raise ArgumentError(f"{entry}: arguments", ", ".join(parameters), extra[0])
+    return [arrays[name] if arrays[name].shape else arrays[name][()] for name in parameters]
+
+
 def positions(label: str, chosen: Collection[str], names: Sequence[str]) -> list[int]:
     """Where the chosen ones stand among the names."""
     if unknown := sorted(set(chosen) - set(names)):
@@ -94,3 +104,23 @@ def dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
 def on_device(arg: Any) -> bool:
     """Whether an argument is, or a tensor map is over, an array in GPU memory."""
     return gpu.is_device_array(arg.array if isinstance(arg, TensorMap) else arg)
+
+
+def parse_checks(option: str, text: str) -> frozenset[str]:
+    """`lanes,race`, or `all`: which of the emulator's checks a command asks for."""
+    chosen = emulator.CHECKS if text == "all" else frozenset(filter(None, map(str.strip, text.split(","))))
+    if unknown := sorted(chosen - emulator.CHECKS):
+        raise ArgumentError(option, f"some of {', '.join(sorted(emulator.CHECKS))}", unknown[0])
+    return chosen
+
+
+def parse_integers(option: str, texts: Sequence[str]) -> dict[str, int]:
+    """`TILE=64` or `FIXED`, which counts as 1, as a compiler has it."""
+    values = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        try:
+            values[name] = int(value or "1", 0)
+        except ValueError:
+            raise ArgumentError(option, "NAME=INTEGER", text) from None
+    return values

@@ -70,6 +70,9 @@ _QOQ_ZERO = Scheme(_QOQ.title, _QOQ.quantize, lambda q: {"q4": q.q4, "scale": q.
 _CHANNEL = Scheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4})
 _SIGNED = Scheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4.view(np.int8) - np.int8(8)})
 _NIBBLES = Scheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4 ^ np.uint8(8)})
+_INT4 = Scheme(
+    f"INT4 g{GROUP}", lambda w: quant.quantize_int4(w, group=GROUP), lambda q: {"q4": q.q4, "scale": q.scale}
+)
 
 SCHEMES: dict[str, Scheme] = {
     "dequant_lqq": _LQQ,
@@ -82,6 +85,7 @@ SCHEMES: dict[str, Scheme] = {
     "dequant_comet": _SIGNED,
     "dequant_u4_f16": _CHANNEL,
     "dequant_u4_f16_subnormal": _CHANNEL,
+    "dequant_s4_f16": _INT4,
 }
 
 

@@ -4,8 +4,8 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ptxlab import __version__, cache, checkpoint, gpu, toolchain
-from ptxlab.errors import FileError
+from ptxlab import __version__, cache, checkpoint, gpu, nsight, toolchain
+from ptxlab.errors import FileError, UnavailableError
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ def examine() -> list[Item]:
         Item("backend emulator", True, "runs PTX on the CPU, always here"),
         _gpu(),
         *(_tool(tool) for tool in toolchain.TOOLS),
+        *_nsight(),
         _checkpoint(),
         _cache(),
     ]
@@ -48,6 +49,16 @@ def _tool(tool: str) -> Item:
     if found is None:
         return Item(tool, False, uses[tool], toolchain.missing()[tool])
     return Item(tool, True, f"{found}: {uses[tool]}")
+
+
+def _nsight() -> list[Item]:
+    version, use = nsight.version(), "counts and samples for `ptxlab profile`"
+    ncu = Item("ncu", bool(version), f"{version}: {use}" if version else use, "" if version else nsight.INSTALL)
+    try:
+        nsight.require_reader()
+    except UnavailableError as error:
+        return [ncu, Item("ncu-report", False, "reads ncu's reports", str(error).rpartition("; ")[2])]
+    return [ncu, Item("ncu-report", True, "reads ncu's reports, also without a GPU")]
 
 
 def _checkpoint() -> Item:

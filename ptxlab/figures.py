@@ -2,7 +2,23 @@
 
 from pathlib import Path
 
-from ptxlab import costplot, demo, headline, headlineplot, kvplot, kvpoints, ladder, ladderplot, plot, sources, tiles
+from ptxlab import (
+    costplot,
+    demo,
+    headline,
+    headlineplot,
+    kvplot,
+    kvpoints,
+    ladder,
+    ladderplot,
+    nsight,
+    pipelines,
+    plot,
+    profileplot,
+    profiletables,
+    sources,
+    tiles,
+)
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.errors import FileError
@@ -31,7 +47,8 @@ def draw_all() -> list[Path]:
         drawn.append(folder / f"ladder_{name}.png")
         plot.save(ladder_picture(name), drawn[-1])
     record = ladder.recorded()
-    return drawn + draw_gemm(record, folder) + draw_cost(record, folder) + draw_attention(kvpoints.recorded(), folder)
+    drawn += draw_gemm(record, folder) + draw_cost(record, folder) + draw_attention(kvpoints.recorded(), folder)
+    return drawn + draw_profile(folder) + pipelines.pictures(folder)
 
 
 def load_picture(name: str) -> "plot.Figure":
@@ -125,6 +142,16 @@ def draw_attention(record: Record | None, folder: Path) -> list[Path]:
         return []
     path = folder / "attention_bandwidth.png"
     plot.save(attention_picture(record), path)
+    return [path]
+
+
+def draw_profile(folder: Path) -> list[Path]:
+    """Draw the README's page of two launches into `folder`, if both are recorded; returns the picture's path."""
+    found = profiletables.compared()
+    if not found:
+        return []
+    path = folder / "profile.png"
+    plot.save(profileplot.page_figure(found, nsight.differences(*found)), path)
     return [path]
 
 

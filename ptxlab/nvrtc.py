@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
-from ptxlab.sources import Source
+from ptxlab.sources import Source, names_same_file
 
 INSTALL = "python -m pip install 'ptxlab[asm]'"
 PTXAS_ERROR = re.compile(r"^ptxas .*?(?:, line (\d+); )?(?:error|fatal) *: *(.*)$", re.MULTILINE)
@@ -56,6 +56,16 @@ def excerpt(source: Source, line: int, path: str = "") -> str:
     return lines[line - 1].strip() if 0 < line <= len(lines) else ""
 
 
+def origin_of(source: Source, ptx: str, line: int) -> tuple[str, int]:
+    """(path, line) of the source or of a header that a line of NVRTC's PTX comes from; line 0 if unknown."""
+    locations = [loc for text in ptx.splitlines()[:line] if (loc := _LOC.match(text))]
+    if not locations:
+        return source.path, 0
+    file, origin = locations[-1].groups()
+    path = dict(_FILE.findall(ptx)).get(file, source.path)
+    return source.path if names_same_file(path, source.path) else path, int(origin)
+
+
 def _library() -> Any:
     """The module `cuda.bindings.nvrtc`, whose library is loaded by its first call."""
     try:
@@ -94,9 +104,6 @@ def _error(source: Source, log: str, ptx: str) -> CompileError:
     found = PTXAS_ERROR.search(log)
     if not found or not found[1]:
         return CompileError(source.path, 0, found[2] if found else log.partition("\n")[0], log=log)
-    lines = ptx.splitlines()[: int(found[1])]
-    locations = [loc for line in lines if (loc := _LOC.match(line))]
-    if not locations:
-        return CompileError(source.path, 0, found[2], lines[-1].strip(), log)
-    path = dict(_FILE.findall(ptx)).get(locations[-1][1], source.path)
-    return CompileError(path, int(locations[-1][2]), found[2], lines[-1].strip(), log)
+    line = int(found[1])
+    path, origin = origin_of(source, ptx, line)
+    return CompileError(path, origin, found[2], ptx.splitlines()[line - 1].strip(), log)

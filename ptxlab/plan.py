@@ -32,6 +32,13 @@ class Plan:
     ) -> None:
         spec.check_sizes(sizes)
         self.spec, self.sizes = spec, {**sizes, **config}
+        with gpu.Marked(f"plan {spec.name}"):
+            self._prepare(config, sizes, programmatic)
+        self._launching = gpu.Marked(f"launch {spec.name}")
+        self._encoded: dict[tuple[str, int], Any] = {}
+
+    def _prepare(self, config: Mapping[str, int], sizes: Mapping[str, int], programmatic: bool) -> None:
+        spec = self.spec
         kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
         scalars = {arg.name: spec.scalar(arg, sizes).tobytes() for arg in spec.args if not arg.shape}
         passed = {arg.name: TENSOR_MAP_BYTES if arg.role == "tma" else 8 for arg in spec.args}
@@ -43,7 +50,6 @@ class Plan:
         self._values = [(arg.name, int.from_bytes(scalars.get(arg.name, b""), "little")) for arg in spec.args]
         self._words = ctypes.c_uint64 * len(spec.args)
         self._tensor_maps = [(i, arg.name) for i, arg in enumerate(spec.args) if arg.role == "tma"]
-        self._encoded: dict[tuple[str, int], Any] = {}
 
     def __call__(self, stream: int, arrays: Mapping[str, gpu.View]) -> None:
         """Launch on `arrays` by argument name, which the caller has checked; what is missing is a null pointer."""
@@ -53,7 +59,8 @@ class Plan:
         maps = [self._map(name, arrays[name]) for _, name in self._tensor_maps]
         for (position, _), encoded in zip(self._tensor_maps, maps, strict=True):
             pointers[position] = ctypes.addressof(encoded)
-        self._launch(ctypes.addressof(pointers), stream)
+        with self._launching:
+            self._launch(ctypes.addressof(pointers), stream)
 
     def _map(self, name: str, view: gpu.View) -> Any:
         """The tensor map over an array, remembered by its address: at fixed sizes nothing else tells maps apart."""

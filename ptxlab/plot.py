@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"
 SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}
-_PLATE: dict[str, Any] = {"boxstyle": "square,pad=0.15", "color": "#ffffffb0", "linewidth": 0}  # under a label
+_PLATE: dict[str, Any] = {"boxstyle": "square,pad=0.15", "color": "#ffffffe0", "linewidth": 0}  # under a label
 SWEEP = range(112, 128)  # protective ranges of the overflow curve
 
 

@@ -16,6 +16,8 @@ from ptxlab import (
     kvpoints,
     kvtables,
     ladder,
+    pipelines,
+    profiletables,
     showcase,
     sources,
     tiles,
@@ -227,5 +229,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,
+    "profile": profiletables.profile_section,
+    "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,
+    "pipelines": pipelines.section,
 }

@@ -44,12 +44,14 @@ class Kernel:
     """One entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`.
 
     `arch` is the lowest architecture that it runs on, or with a letter (`sm_90a`) the only one; None: on any.
+    `checks` are the emulator's for every call that does not ask for others.
     """
 
     source: Source
     entry: str
     defines: Mapping[str, int] = field(default_factory=dict)
     arch: str | None = None
+    checks: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, spec: KernelSpec, source: Source, config: Mapping[str, int]) -> "Kernel":
@@ -104,7 +106,7 @@ class Kernel:
         shared_bytes: int = 0,
         cluster: int | tuple[int, ...] = 1,
         backend: str | None = None,
-        checks: Iterable[str] = (),
+        checks: Iterable[str] | None = None,
         mode: str = "early",
         seed: int = 0,
         count_banks: bool = False,
@@ -118,6 +120,7 @@ class Kernel:
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
         """
+        checks = (() if backend == "gpu" else self.checks) if checks is None else checks
         names = self.parameters
         if len(args) != len(names):
             raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))

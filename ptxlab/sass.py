@@ -68,6 +68,7 @@ class SassInstruction:
         operands: as written.
         guard: `@P0`, `@!UP1`, or empty.
         line: of the source that it came from, 0 if unknown.
+        path: of that source, or of the header.
     """
 
     address: int
@@ -76,6 +77,7 @@ class SassInstruction:
     operands: tuple[str, ...]
     guard: str
     line: int
+    path: str = ""
 
     @property
     def name(self) -> str:
@@ -108,7 +110,7 @@ def parse(disassembly: str) -> dict[str, list[SassInstruction]]:
     functions: dict[str, list[SassInstruction]] = {}
     labels: dict[str, int] = {}
     current: list[SassInstruction] = []
-    line = 0
+    line, path = 0, ""
     for text in disassembly.splitlines():
         section = _SECTION.match(text) or _FUNCTION.match(text)
         if section:
@@ -116,12 +118,13 @@ def parse(disassembly: str) -> dict[str, list[SassInstruction]]:
         elif label := _LABEL.match(text):
             labels[label[1]] = current[-1].address + 16 if current else 0
         elif place := _PLACE.search(text):
-            line = int(place["line"])
+            line, path = int(place["line"]), place["file"]
         elif found := _INSTRUCTION.match(text):
             opcode, *modifiers = found["opcode"].split(".")
             operands = tuple(o.strip() for o in found["operands"].split(",") if o.strip())
             address = int(found["address"], 16)
-            current.append(SassInstruction(address, opcode, tuple(modifiers), operands, found["guard"] or "", line))
+            guard = found["guard"] or ""
+            current.append(SassInstruction(address, opcode, tuple(modifiers), operands, guard, line, path))
     return {name: _without_padding([_resolved(i, labels) for i in code]) for name, code in functions.items()}
 
 

@@ -5,6 +5,7 @@ includes. Caches are keyed by it.
 """
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -83,6 +84,14 @@ class Source:
                     seen.add(found.resolve())
                     pending.append((found.read_text(encoding="utf-8"), [found.resolve().parent, *folders]))
         return sha.hexdigest()
+
+
+def names_same_file(recorded: str, path: str) -> bool:
+    """Whether a compiler's name of a file is that of `path`: it may have put the folder that it ran in before it.
+
+    What was compiled may come from the cache, so that folder need not be the present one.
+    """
+    return recorded in (path, os.path.abspath(path)) or recorded.endswith(f"/{path}")
 
 
 def cuda_entries(text: str) -> dict[str, tuple[str, ...]]:

@@ -124,6 +124,16 @@ def qoq_inputs(draw: st.DrawFn, checked: bool = True) -> Inputs:
 
 
 @st.composite
+def int4_inputs(draw: st.DrawFn) -> Inputs:
+    """q4 s8 [R, K] in -8..7, scale f16 [R, K/g]: above zero, and 8 times it is finite; subnormal scales too."""
+    shape = draw(shapes())
+    q4 = draw(filled(np.int8, (shape.rows, shape.K), near_edges((-8, -1, 0, 1, 7), -8, 7)))
+    bits = near_edges((1, 0x3FF, 0x400, 0x3C00, 0x6FFF), 1, 0x6FFF)  # from 2^-24 to 8188
+    scale = draw(hnp.arrays(np.uint16, (shape.rows, shape.groups), elements=bits)).view(np.float16)
+    return {"q4": q4, "scale": scale}
+
+
+@st.composite
 def integer_group(draw: st.DrawFn, group: int, lowest: int = -119, highest: int = 119) -> Array:
     """One group of level-1 integers int64 [group]: constant, two-valued, a ramp, or arbitrary, of a boundary extent."""
     extent = draw(near_edges(EXTENT_EDGES, 0, highest - lowest))

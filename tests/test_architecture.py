@@ -18,9 +18,10 @@ ORDER = (
     "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "sheets", "cost", "reference", "quant",
     "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "plan", "kernels",
     "audit", "convert", "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench",
-    "counts", "demo", "bert", "kvdemo", "doctor", "tiles", "plot", "ladder", "ladderplot", "headline", "targets",
-    "gemmtables", "headlineplot", "predictions", "costtables", "costplot", "kvpoints", "kvtargets", "kvtables",
-    "kvplot", "figures", "showcase", "report", "notebooks", "cli", "__main__",
+    "subject", "profiles", "stalls", "timeline", "recorder", "counts", "demo", "bert", "kvdemo", "doctor", "tiles",
+    "plot", "timelineplot", "pipelines", "profileplot", "profiletables", "dequantplot", "ladder", "ladderplot",
+    "headline", "targets", "gemmtables", "headlineplot", "predictions", "costtables", "costplot", "kvpoints",
+    "kvtargets", "kvtables", "kvplot", "figures", "showcase", "report", "notebooks", "jupyter", "cli", "__main__",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ PINNED = {
     "dequant_u4_f16.cu": 9,
     "dequant_u4_f16_subnormal.ptx": 7,
     "dequant_u4_f16_subnormal.cu": 7,
+    "dequant_s4_f16.ptx": 13,
 }
 ALL = {s.label: (s, spec) for name, spec in kernels.specs().items() for s in kernels.find(name)[1]}
 ARCHES = {
@@ -32,7 +33,9 @@ ARCHES = {
 
 
 def test_every_dequantiser_is_pinned() -> None:
+    """The twins of a kernel, PTX and CUDA C++, compile to the same number of instructions."""
     assert set(PINNED) == {label for label in ALL if label.startswith("dequant_")}
+    assert all(PINNED[label] == PINNED[label.replace(".cu", ".ptx")] for label in PINNED)
 
 
 @pytest.mark.parametrize("label", PINNED)

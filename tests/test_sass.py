@@ -5,6 +5,7 @@ import pytest
 from ptxlab import harness, sass, sources, toolchain
 from ptxlab.errors import ArgumentError, SourceError
 from ptxlab.sources import Source
+from tests.test_counts import PINNED
 
 LISTING = """
 	.section	.text.first,"ax",@progbits
@@ -29,24 +30,22 @@ LISTING = """
         /*0000*/                   EXIT ;
 """
 
-# Opcodes per 8 weights on sm_90a with ptxas 13.2.86; the sums are those of the paper and of `h200.md`.
-PINNED = {
-    "dequant_lqq": (7, {"LOP3.LUT": 4, "SHF.R.U32.HI": 1, "IMAD": 2}),
-    "dequant_lqq_unsigned": (5, {"LOP3.LUT": 2, "SHF.R.U32.HI": 1, "IMAD": 2}),
-    "dequant_qoq_vadd4": (13, {"LOP3.LUT": 8, "SHF.R.U32.HI": 1, "IMAD": 2, "IMAD.IADD": 2}),
-    "dequant_qoq_vadd4_s32": (
-        64,
-        {"PRMT": 46, "IMAD.IADD": 8, "IMAD.MOV.U32": 5, "IMAD": 2, "LOP3.LUT": 2, "SHF.R.U32.HI": 1},
-    ),
-    "dequant_qoq_channel": (3, {"LOP3.LUT": 2, "SHF.R.U32.HI": 1}),
-    "dequant_comet": (3, {"LOP3.LUT": 2, "IMAD.SHL.U32": 1}),
-    "dequant_u4_f16_subnormal": (7, {"LOP3.LUT": 4, "SHF.R.U32.HI": 3}),
-}
-SUMS = {
-    **{name: alu for name, (alu, _) in PINNED.items()},
-    "dequant_qoq_presub": 7,
-    "dequant_int4_naive": 21,
-    "dequant_u4_f16": 9,
+# Opcodes per 8 weights on sm_90a with ptxas 13.2.86; the sums, of all kernels, are pinned in `test_counts`.
+OPCODES = {
+    "dequant_lqq": {"LOP3.LUT": 4, "SHF.R.U32.HI": 1, "IMAD": 2},
+    "dequant_lqq_unsigned": {"LOP3.LUT": 2, "SHF.R.U32.HI": 1, "IMAD": 2},
+    "dequant_qoq_vadd4": {"LOP3.LUT": 8, "SHF.R.U32.HI": 1, "IMAD": 2, "IMAD.IADD": 2},
+    "dequant_qoq_vadd4_s32": {
+        "PRMT": 46,
+        "IMAD.IADD": 8,
+        "IMAD.MOV.U32": 5,
+        "IMAD": 2,
+        "LOP3.LUT": 2,
+        "SHF.R.U32.HI": 1,
+    },
+    "dequant_qoq_channel": {"LOP3.LUT": 2, "SHF.R.U32.HI": 1},
+    "dequant_comet": {"LOP3.LUT": 2, "IMAD.SHL.U32": 1},
+    "dequant_u4_f16_subnormal": {"LOP3.LUT": 4, "SHF.R.U32.HI": 3},
 }
 ALL = [source for name in sources.names() if name.startswith("dequant_") for source in sources.of_kernel(name)]
 
@@ -58,7 +57,8 @@ def test_parse() -> None:
     assert [i.name for i in first] == [
         *("LDC", "IMAD.MOV.U32", "UIADD3", "LDG.E.128", "BRA", "HFMA2.MMA", "NOP", "STG.E", "EXIT"),
     ]
-    assert first[1] == sass.SassInstruction(0x10, "IMAD", ("MOV", "U32"), ("R4", "RZ", "RZ", "R2"), "@!P0", 9)
+    operands, path = ("R4", "RZ", "RZ", "R2"), ".nv_debug_ptx_txt"
+    assert first[1] == sass.SassInstruction(0x10, "IMAD", ("MOV", "U32"), operands, "@!P0", 9, path)
     assert [i.guard for i in first if i.guard] == ["@!P0", "@UP1", "@P1"]
     assert [i.line for i in first][:3] == [5, 9, 9]
     assert first[3].operands == ("R8", "desc[UR4][R2.64+0x10]")
@@ -117,17 +117,12 @@ def test_limit_is_the_fullest_pipe(pipes: dict[str, float], clocks: float, pipe:
     assert sass.pipe_limit(pipes) == (clocks, pipe)
 
 
-def test_every_dequantiser_is_counted() -> None:
-    assert {source.name for source in ALL} == set(SUMS)
-
-
 @pytest.mark.parametrize("source", ALL, ids=lambda s: s.label)
 def test_instructions_per_8_weights(source: Source) -> None:
-    """PTX and CUDA C++ alike: the twins compile to the same number of instructions."""
     report = sass.report(source, "sm_90a")
-    assert report.alu_per_8 == SUMS[source.name]
-    if source.language == "ptx" and source.name in PINNED:
-        assert report.opcodes_per_8 == PINNED[source.name][1]
+    assert report.alu_per_8 == PINNED[source.label]
+    if source.language == "ptx" and source.name in OPCODES:
+        assert report.opcodes_per_8 == OPCODES[source.name]
     assert sum(report.pipes_per_8.values()) == report.alu_per_8 and "other" not in report.pipes_per_8
     assert (report.spill_stores, report.spill_loads, report.stack, report.warnings) == (0, 0, 0, ())
     assert "other" not in report.pipes
@@ -195,5 +190,5 @@ def test_looping_harness_adds_only_its_feedback(source: Source) -> None:
     assert word is not None and body[-1].opcode == "BRA"
     work = sum(i.section == "arithmetic" for i in body)
     feedback = harness.LOOP_WORDS * len(word.results) // 2
-    assert 0 <= work - feedback - harness.LOOP_WORDS * SUMS[source.name] <= harness.LOOP_WORDS
+    assert 0 <= work - feedback - harness.LOOP_WORDS * PINNED[source.label] <= harness.LOOP_WORDS
     assert not any(i.section in ("load", "store") for i in body)

@@ -130,6 +130,14 @@ def test_every_example_obeys_its_own_rules(spec: KernelSpec) -> None:
             assert arrays[arg.name].shape == arg.resolve(sizes)
 
 
+def test_a_file_without_a_spec_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first step of adding a kernel and the third."""
+    known = kernels.specs()
+    monkeypatch.setattr(kernels, "specs", lambda: {n: s for n, s in known.items() if n != "dequant_lqq"})
+    with pytest.raises(ArgumentError, match=r"dequant_lqq.ptx has no spec yet: add one to SPECS of the family dequant"):
+        kernels.find("dequant_lqq")
+
+
 def test_unknown_kernels_suggest_the_nearest() -> None:
     with pytest.raises(ArgumentError, match=r"did you mean dequant_lqq"):
         kernels.find("dequant_lq")

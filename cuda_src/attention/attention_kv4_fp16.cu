@@ -23,6 +23,7 @@
 #include "dequant.cuh"
 #include "exponent.cuh"
 #include "reduce.cuh"
+#include "timeline.cuh"
 
 namespace {
 
@@ -63,6 +64,7 @@ attention_kv4_fp16(const __half* __restrict__ q,            // f16 [B, Hq, 128]
     __shared__ float partial[32];
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
     int* pages = reinterpret_cast<int*>(scores + P * PAGE);
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (Hq / Hkv), length = lengths[sequence];
     const int whole = length / PAGE, rest = length % PAGE, all = whole + (rest > 0);
     const int slot = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
@@ -87,6 +89,7 @@ attention_kv4_fp16(const __half* __restrict__ q,            // f16 [B, Hq, 128]
         }
     __syncthreads();
 
+    PHASE(SCORES);
     float most = ptxlab::minus_infinity();
     const auto score = [&](int i, bool inside) {
         const unsigned char* page = keys + pages[i] * pitch;
@@ -112,6 +115,7 @@ attention_kv4_fp16(const __half* __restrict__ q,            // f16 [B, Hq, 128]
 #pragma unroll 4
     for (int i = 0; i < whole; ++i) score(i, true);
     if (rest) score(whole, slot < rest);
+    PHASE(SOFTMAX);
     most = ptxlab::block_max<THREADS>(most, partial);  // behind its barrier the scores are there for everyone
 
     float sum = 0, heaviest = 0;
@@ -126,6 +130,7 @@ attention_kv4_fp16(const __half* __restrict__ q,            // f16 [B, Hq, 128]
     sum = ptxlab::block_sum<THREADS>(sum, partial);
     const float weight_unit = ptxlab::leading_power(heaviest) / 512, per_weight = ptxlab::inverse_power(weight_unit);
 
+    PHASE(VALUES);
     float acc[DIMS] = {};
     const auto add = [&](__half2 (&sum4)[4][4], int i, bool inside) {
         const unsigned char* page = values + pages[i] * pitch;
@@ -157,5 +162,6 @@ attention_kv4_fp16(const __half* __restrict__ q,            // f16 [B, Hq, 128]
                 acc[8 * w + high_of(j)] += __high2float(sum4[w][j]);
             }
     }
+    PHASE(EPILOGUE);
     ptxlab::store_slots<THREADS, DIMS>(acc, sum > 0 ? weight_unit / sum : 0, sums, out + row);
 }

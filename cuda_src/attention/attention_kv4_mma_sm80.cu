@@ -28,6 +28,7 @@
 #include "mma_f16.cuh"
 #include "parts.cuh"
 #include "segments.cuh"
+#include "timeline.cuh"
 
 #ifndef D
 #define D 128       // of a head: 64, 128, 256
@@ -169,10 +170,12 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
     extern __shared__ __align__(128) unsigned char memory[];  // rings [WARPS][STAGES][STAGE], sums [WARPS][columns][PITCH], stats
     const int group = Hq / Hkv, splits = (group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    TIMELINE_THREAD(lane == 0);
     unsigned char* ring = memory + warp * (STAGES * STAGE);
     float* sums = reinterpret_cast<float*>(memory + WARPS * STAGES * STAGE);
     float4* found = reinterpret_cast<float4*>(sums + WARPS * columns * PITCH);  // [WARPS][columns]: maximum, sum, zeros
 
+    PHASE(LOAD);
     Items at(Segments(blockIdx.x, gridDim.x, lengths, Segments::nearest_of(lengths, B), B, Hkv * splits, T, window));
     Loader loader(at, pool, table, Hkv, P, splits);
 #pragma unroll
@@ -187,6 +190,7 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
         };
 
         // Queries as operand B: of query g the dims of the words that the lane has of keys.
+        PHASE(SETUP);
         u32 query[NT][K_WORDS][HALVES];
         float factor[NT][2], column_sum[NT][2];
 #pragma unroll
@@ -248,14 +252,17 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
             const int position = at.position();
             const int inside = at.walk.length - position;  // tokens that there are
             const bool masked = position + TOKENS > at.walk.length - T + 1 || (window > 0 && position < at.walk.length - window);
+            PHASE(WAIT_COPY);
             ptxlab::cp_async_wait<STAGES - 2>();
             __syncwarp();                     // the item is there for all lanes, and all are done with the one before
+            PHASE(LOAD);
             loader.fetch(ring + (slot + STAGES - 1) % STAGES * STAGE);
             const unsigned char* keys = ring + slot * STAGE;
             const unsigned char* values = keys + PART;
             const u32* constants = reinterpret_cast<const u32*>(keys + 2 * PART);
             slot = slot + 1 == STAGES ? 0 : slot + 1;
 
+            PHASE(SCORES);
             float s[MT][NT][4], k_factor[MT][2], v_log[MT][2], v_inverse[MT][2];
 #pragma unroll
             for (int i = 0; i < MT; ++i)
@@ -295,6 +302,7 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
                     }
                 }
 
+            PHASE(SOFTMAX);
 #pragma unroll
             for (int i = 0; i < MT; ++i)
 #pragma unroll
@@ -338,6 +346,7 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
                     }
             }
 
+            PHASE(VALUES);
 #pragma unroll
             for (int i = 0; i < MT; ++i) {
                 u32 p[NT][2], zero[2] = {0x3c003c00u, 0x3c003c00u};  // operand B; by channel the plain sum of weights
@@ -389,6 +398,7 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
             }
         }
 
+        PHASE(REDUCE);
         // The warps' sums, put together: tile HALVES w + r + up has dims 4 .. of the lane's word w: 2 up + (0, 1) + 4 (r > 0), of row g and g + 8.
 #pragma unroll
         for (int n = 0; n < NT; ++n)

@@ -24,6 +24,7 @@
 #include "exponent.cuh"
 #include "mma.cuh"
 #include "reduce.cuh"
+#include "timeline.cuh"
 
 namespace {
 
@@ -61,6 +62,7 @@ attention_kv4_prefetch(const __half* __restrict__ q,            // f16 [B, Hq, 1
     __half2* key_constants = reinterpret_cast<__half2*>(scores + P * PAGE);
     __half2* value_constants = key_constants + P * PAGE;
     int* pages = reinterpret_cast<int*>(value_constants + P * PAGE);
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (Hq / Hkv), length = lengths[sequence];
     const int whole = length / PAGE, rest = length % PAGE, all = whole + (rest > 0);
     const int slot = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
@@ -75,9 +77,11 @@ attention_kv4_prefetch(const __half* __restrict__ q,            // f16 [B, Hq, 1
             ptxlab::cp_async_16(to + i * 4, base + pages[i / 16] * pitch + PAGE * ROW + i % 16 * 16, true);
         ptxlab::cp_async_commit();
     };
+    PHASE(LOAD);
     prefetch(key_constants, keys);
     prefetch(value_constants, values);
 
+    PHASE(SETUP);
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < DIMS; ++i) largest = fmaxf(largest, fabsf(__half2float(q[row + part * DIMS + i])));
@@ -92,9 +96,11 @@ attention_kv4_prefetch(const __half* __restrict__ q,            // f16 [B, Hq, 1
             const __half* from = q + row + part * DIMS + w * 8;
             query[w][i] = __floats2half2_rn(__half2float(from[low_of(i)]) * per_unit, __half2float(from[high_of(i)]) * per_unit);
         }
+    PHASE(WAIT_COPY);
     ptxlab::cp_async_wait<1>();                                 // the keys' are there, and behind the barrier everyone's
     __syncthreads();
 
+    PHASE(SCORES);
     float most = ptxlab::minus_infinity();
     const auto score = [&](int i, bool inside) {
         const uint4 k = *reinterpret_cast<const uint4*>(keys + pages[i] * pitch + threadIdx.x * 16);
@@ -119,7 +125,9 @@ attention_kv4_prefetch(const __half* __restrict__ q,            // f16 [B, Hq, 1
 #pragma unroll 4
     for (int i = 0; i < whole; ++i) score(i, true);
     if (rest) score(whole, slot < rest);
+    PHASE(WAIT_COPY);
     ptxlab::cp_async_wait<0>();
+    PHASE(SOFTMAX);
     most = ptxlab::block_max<THREADS>(most, partial);  // behind its barrier scores and constants are there for everyone
 
     float sum = 0, heaviest = 0;
@@ -134,6 +142,7 @@ attention_kv4_prefetch(const __half* __restrict__ q,            // f16 [B, Hq, 1
     sum = ptxlab::block_sum<THREADS>(sum, partial);
     const float weight_unit = ptxlab::leading_power(heaviest) / 512, per_weight = ptxlab::inverse_power(weight_unit);
 
+    PHASE(VALUES);
     float acc[DIMS] = {};
     const auto add = [&](__half2 (&sum4)[4][4], int i, bool inside) {
         const uint4 v = *reinterpret_cast<const uint4*>(values + pages[i] * pitch + threadIdx.x * 16);
@@ -164,5 +173,6 @@ attention_kv4_prefetch(const __half* __restrict__ q,            // f16 [B, Hq, 1
                 acc[8 * w + high_of(j)] += __high2float(sum4[w][j]);
             }
     }
+    PHASE(EPILOGUE);
     ptxlab::store_slots<THREADS, DIMS>(acc, sum > 0 ? weight_unit / sum : 0, sums, out + row);
 }

@@ -22,6 +22,7 @@
 #include "attention_out.cuh"
 #include "dequant.cuh"
 #include "reduce.cuh"
+#include "timeline.cuh"
 
 namespace {
 
@@ -63,6 +64,7 @@ attention_kv4_simple(const __half* __restrict__ q,            // f16 [B, Hq, 128
     __shared__ float partial[32];
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
     int* pages = reinterpret_cast<int*>(scores + P * PAGE);
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (Hq / Hkv), length = lengths[sequence];
     const int whole = length / PAGE, rest = length % PAGE, all = whole + (rest > 0);
     const int slot = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
@@ -76,6 +78,7 @@ attention_kv4_simple(const __half* __restrict__ q,            // f16 [B, Hq, 128
     for (int i = 0; i < DIMS; ++i) query[i] = __half2float(q[row + part * DIMS + i]) * (softmax_scale * LOG2E);
     __syncthreads();
 
+    PHASE(SCORES);
     float most = ptxlab::minus_infinity();
     const auto score = [&](int i, bool inside) {
         const unsigned char* page = keys + pages[i] * pitch;
@@ -95,6 +98,7 @@ attention_kv4_simple(const __half* __restrict__ q,            // f16 [B, Hq, 128
 #pragma unroll 4
     for (int i = 0; i < whole; ++i) score(i, true);
     if (rest) score(whole, slot < rest);
+    PHASE(SOFTMAX);
     most = ptxlab::block_max<THREADS>(most, partial);  // behind its barrier the scores are there for everyone
 
     float sum = 0;
@@ -104,6 +108,7 @@ attention_kv4_simple(const __half* __restrict__ q,            // f16 [B, Hq, 128
     }
     sum = ptxlab::block_sum<THREADS>(sum, partial);
 
+    PHASE(VALUES);
     float acc[DIMS] = {};
     const auto add = [&](int i, bool inside) {
         const unsigned char* page = values + pages[i] * pitch;
@@ -118,5 +123,6 @@ attention_kv4_simple(const __half* __restrict__ q,            // f16 [B, Hq, 128
 #pragma unroll 4
     for (int i = 0; i < whole; ++i) add(i, true);
     if (rest) add(whole, slot < rest);
+    PHASE(EPILOGUE);
     ptxlab::store_slots<THREADS, DIMS>(acc, sum > 0 ? 1 / sum : 0, sums, out + row);
 }

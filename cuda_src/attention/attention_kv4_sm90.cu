@@ -38,6 +38,7 @@
 #include "mbarrier.cuh"
 #include "parts.cuh"
 #include "segments.cuh"
+#include "timeline.cuh"
 
 #ifndef D
 #define D 128       // of a head: 64, 128, 256
@@ -213,6 +214,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     __shared__ Unit units[UNITS];
     __shared__ Segments share;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    TIMELINE_THREAD(lane == 0);
     const int nearest = warp == QUERIES ? Segments::nearest_of(lengths, B) : 0;  // on its way while the barriers are made
     if (ptxlab::elect()) {                                                   // every warp some: one lane makes one after the other
 #pragma unroll
@@ -238,7 +240,9 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         ptxlab::wait_for_predecessors();
         for (feed.take(splits); feed.left > 0; slot.advance()) {
             unsigned char* stage = ring + slot.index * STAGE;
+            PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);      // the first round finds them empty
+            PHASE(LOAD);
             if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
 #pragma unroll
             for (int j = 0; j < PAGES; ++j) {
@@ -297,7 +301,9 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
             const float size = ptxlab::leading_power(fmaxf(largest, 0x1p-100f)), power = ptxlab::inverse_power(size) * 0x1p14f;
+            PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
+            PHASE(SETUP);
             u32* to = reinterpret_cast<u32*>(queries + slot.index * QUERY);
 #pragma unroll
             for (int w = 0; w < K_WORDS; ++w)
@@ -347,7 +353,9 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         const Unit& unit = units[number % UNITS];
         const int sums = number % SLOTS * WARPS;
         const auto active = [&](int w) { return (w / SHARE - unit.turn + GROUPS) % GROUPS < unit.count; };
+        PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&summed[number % UNITS], number / UNITS % 2);
+        PHASE(EPILOGUE);
         for (int c = (warp + number) % WARPS; c < unit.columns; c += WARPS) {
             const int from = lane % LANES;
             const float4 mine = from < WARPS && active(from) ? warp_stats[(sums + from) * columns + c] : make_float4(LOWEST, 0, 0, 0);
@@ -397,10 +405,12 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     int stage = mine, parity = 0, merged = 0;
     for (int number = 0;; ++number) {
         const int slot = number % UNITS;
+        PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&ready[slot], number / UNITS % 2);
         const int count = units[slot].count, skip = count > 0 ? (mine - units[slot].turn + GROUPS) % GROUPS : 0;
         if (skip < count) {
             const int length = units[slot].length, position0 = units[slot].position + token0;
+            PHASE(SETUP);
             u32 query[K_WORDS][HALVES];
             float column_sum[2], factor[2], m[2] = {LOWEST, LOWEST}, l[2] = {}, o[DT][4] = {}, zeros[4] = {};
 #pragma unroll
@@ -415,8 +425,10 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 const bool masked = position + TOKENS > length - T + 1 || (window > 0 && position < length - window);
                 const unsigned char* keys = ring + stage * STAGE;
                 const unsigned char* values = keys + PAGES * PAGE_BYTES;
+                PHASE(WAIT_COPY);
                 ptxlab::mbarrier_wait(&full[stage], parity);
 
+                PHASE(SCORES);
                 u32 k_pair[MT][2], v_pair[MT][2], v_zeros[MT][2];            // (scale, zero) of tokens; zeros of two tokens
 #pragma unroll
                 for (int i = 0; i < MT; ++i)
@@ -449,6 +461,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
                     for (int e = 0; e < 4; ++e) s[i][e] = CHANNEL ? column_sum[e % 2] : high_half(k_pair[i][e / 2]) * column_sum[e % 2];
                 multiply_keys(s, keys, token0, query, g, t);
+                PHASE(SOFTMAX);
                 float v_inverse[MT][2];
 #pragma unroll
                 for (int i = 0; i < MT; ++i)
@@ -496,6 +509,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                         for (int d = 0; d < DT; ++d) o[d][b] *= less, o[d][b + 2] *= less;
                     }
                 }
+                PHASE(VALUES);
 #pragma unroll
                 for (int i = 0; i < MT; ++i) {
                     u32 p[2];
@@ -513,6 +527,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 if ((stage += GROUPS) >= STAGES) stage -= STAGES, parity ^= 1;
             }
 
+            PHASE(REDUCE);
             ptxlab::mbarrier_wait(&cleared[(number + UNITS - SLOTS) % UNITS], ((number + UNITS - SLOTS) / UNITS + 1) % 2);  // at first there is none before
 #pragma unroll
             for (int b = 0; b < 2; ++b) {

@@ -19,6 +19,7 @@
 
 #include "attention_out.cuh"
 #include "reduce.cuh"
+#include "timeline.cuh"
 
 namespace {
 
@@ -48,6 +49,7 @@ attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
     extern __shared__ float scores[];                  // [P * 64]
     __shared__ float partial[32];
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (Hq / Hkv), length = lengths[sequence];
     const int slot = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
     const size_t row = (size_t(sequence) * Hq + head) * 128;
@@ -56,6 +58,7 @@ attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
 #pragma unroll
     for (int i = 0; i < DIMS; ++i) query[i] = __half2float(q[row + part * DIMS + i]) * (softmax_scale * LOG2E);
 
+    PHASE(SCORES);
     float most = ptxlab::minus_infinity();
     for (int first = 0; first < length; first += TOKENS) {
         const int t = first + slot;
@@ -74,6 +77,7 @@ attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
             if (part == 0) scores[t] = dot;
         }
     }
+    PHASE(SOFTMAX);
     most = ptxlab::block_max<THREADS>(most, partial);  // behind its barrier the scores are there for everyone
 
     float sum = 0;
@@ -83,6 +87,7 @@ attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
     }
     sum = ptxlab::block_sum<THREADS>(sum, partial);
 
+    PHASE(VALUES);
     float acc[DIMS] = {};
     for (int first = 0; first < length; first += TOKENS) {
         const int t = first + slot;
@@ -93,5 +98,6 @@ attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
 #pragma unroll
         for (int i = 0; i < DIMS; ++i) acc[i] += scores[t] * dequant(v, i, c);
     }
+    PHASE(EPILOGUE);
     ptxlab::store_slots<THREADS, DIMS>(acc, sum > 0 ? 1 / sum : 0, sums, out + row);
 }

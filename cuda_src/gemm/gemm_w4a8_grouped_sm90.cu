@@ -34,6 +34,7 @@
 #include "fragments_out.cuh"
 #include "griddep.cuh"
 #include "mbarrier.cuh"
+#include "timeline.cuh"
 #include "wgmma.cuh"
 
 #ifndef BM
@@ -91,6 +92,7 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
                        int M, int N, int K, int E) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES];
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     if (threadIdx.x == 128) {  // not a warp that asks for copies: it has divisions to do
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 4);
@@ -125,7 +127,9 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
             for (int stage = 0; stage < stages; ++stage, slot.advance(), from += BK / 128 * BLOCK) {
                 const u32 bytes = min(BK / 128, w_blocks - stage * (BK / 128)) * BLOCK, barrier = full_at + slot.index * 8;
                 const u32 x_at = ring_at + slot.index * STAGE_BYTES;
+                PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
+                PHASE(LOAD);
                 if (elected) {
                     ptxlab::mbarrier_arrive_expect(&full[slot.index], (warp == 3 ? X_BYTES : 0) + own * bytes);
 #pragma unroll
@@ -144,6 +148,7 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
     Scales* scales = all_scales + wn;
     for (int number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
         const int strip0 = strip_of(tile.row_tile), end = strip_of(tile.row_tile + 1), height = end - strip0;
+        PHASE(SETUP);
         int acc[MN][BM / 2] = {};
         u32 a[2][MN][2][4];                                                  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
         u32 at[MN];
@@ -182,7 +187,9 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
             }
         };
         int before = -1;                                                     // the slot that wgmma may still read
+        PHASE(WAIT_COPY);
         ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+        PHASE(DEQUANTISE);
         load(slot.index, 0, 0);
         for (int stage = 0; stage < stages; ++stage) {
             const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * STAGE_BYTES);
@@ -195,10 +202,13 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
 #pragma unroll
                         for (int i = 0; i < GROUPS; ++i) c[h][i] = c_next[h][i];
                 if (unit + 1 < UNITS) load(current, stage, unit + 1);
+                PHASE(WAIT_MMA, 1);
                 ptxlab::wgmma_wait<1>();
                 if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+                PHASE(DEQUANTISE);
 #pragma unroll
                 for (int h = 0; h < MN; ++h) ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
+                PHASE(ISSUE, MN * BM);
                 ptxlab::wgmma_fence();
                 const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
 #pragma unroll
@@ -211,10 +221,13 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
             before = current;
             slot.advance();
             if (stage + 1 < stages) {
+                PHASE(WAIT_COPY);
                 ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+                PHASE(DEQUANTISE);
                 load(slot.index, stage + 1, 0);
             }
         }
+        PHASE(WAIT_MMA, 0);
         ptxlab::wgmma_wait<0>();
 #pragma unroll
         for (int h = 0; h < MN; ++h) ptxlab::pin(acc[h]);
@@ -227,6 +240,7 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
         sync_warp_group(wn);
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
+            PHASE(EPILOGUE);
             const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}};
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, tile.token0,
                                              (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N, min(N, end * 16),

@@ -22,6 +22,7 @@
 //            9.7.19.5 setmaxnreg.
 #include "dequant.cuh"
 #include "epilogue_sm90.cuh"
+#include "timeline.cuh"
 #include "wgmma.cuh"
 
 #ifndef BM
@@ -60,6 +61,7 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                         int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], ready[TILES], spent[TILES], arrived;
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0, tile = blockIdx.x / CLUSTER;
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64, w_blocks = K / GROUP;
     const int token0 = tile % token_tiles * BM, row_tile0 = tile / token_tiles * WN;
@@ -92,7 +94,9 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
             for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
                 unsigned char* to = ring + slot.index * STAGE_BYTES;
                 u64* barrier = &full[slot.index];
+                PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                PHASE(LOAD);
                 ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + WN * W_BYTES);
                 ptxlab::tensor_load(to, &x, stage * BK, token0, barrier);
                 // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will do.
@@ -105,6 +109,7 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                 }
             }
         }
+        PHASE(WAIT_GROUP);
         __syncwarp();
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else if (role == 1) {  // dequantise
@@ -112,8 +117,11 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
         for (int stage = 0; stage < stages; ++stage, slot.advance(), dequantised.advance()) {
             const unsigned char* w = ring + slot.index * STAGE_BYTES + X_BYTES;
             unsigned char* to = tiles + dequantised.index * TILE_BYTES;
+            PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+            PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&spent[dequantised.index], dequantised.parity ^ 1);
+            PHASE(DEQUANTISE);
 #pragma unroll
             for (int i = 0; i < WN; ++i) {
 #pragma unroll
@@ -137,6 +145,7 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
             ptxlab::mbarrier_arrive(&ready[dequantised.index]);
             ptxlab::mbarrier_arrive(&empty[slot.index]);
         }
+        PHASE(WAIT_GROUP);
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else {  // multiply
         if (RESIDENT == 1) ptxlab::more_registers<232>();
@@ -145,14 +154,18 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
         for (int stage = 0; stage < stages; ++stage, slot.advance(), dequantised.advance()) {
             const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * STAGE_BYTES);
             const u64 w_tile = ptxlab::swizzled_128(tiles + dequantised.index * TILE_BYTES);
+            PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+            PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&ready[dequantised.index], dequantised.parity);
+            PHASE(ISSUE, BK / 64 * WN * BM);
             ptxlab::wgmma_fence();
 #pragma unroll
             for (int step = 0; step < BK / 32; ++step)
 #pragma unroll
                 for (int i = 0; i < WN; ++i) ptxlab::wgmma_s8(acc[i], w_tile + i * (64 * 128 / 16) + step * 2, x_tile + step * 2);
             ptxlab::wgmma_commit();
+            PHASE(WAIT_MMA, 1);
             ptxlab::wgmma_wait<1>();      // the stage before is done with
             if (slot_before >= 0 && thread % 32 == 0) {  // nobody but wgmma reads them
                 ptxlab::mbarrier_arrive(&empty[slot_before]);
@@ -160,15 +173,19 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
             }
             slot_before = slot.index, tile_before = dequantised.index;
         }
+        PHASE(WAIT_MMA, 0);
         ptxlab::wgmma_wait<0>();
 #pragma unroll
         for (int i = 0; i < WN; ++i) ptxlab::pin(acc[i]);
+        PHASE(REDUCE);
         if (CLUSTER > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
 #pragma unroll
         for (int i = 0; i < WN; ++i) epilogue.send(acc[i], i, thread);
 #pragma unroll
         for (int i = 0; i < WN; ++i) {
+            PHASE(REDUCE);
             epilogue.receive(acc[i], i, thread);
+            PHASE(EPILOGUE);
             if (row_tile0 + i < row_tiles)
                 epilogue.store<OUT>(acc[i], i, thread, {y, x_scale, w_scale, bias, M, N}, token0, (row_tile0 + i) * 64);
         }

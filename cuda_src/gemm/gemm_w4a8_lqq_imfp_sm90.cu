@@ -24,6 +24,7 @@
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.19.5 setmaxnreg.
 #include "dequant.cuh"
 #include "epilogue_sm90.cuh"
+#include "timeline.cuh"
 #include "wgmma.cuh"
 
 #ifndef BM
@@ -64,6 +65,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                         int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0;
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64, w_blocks = (K + GROUP_K - 1) / GROUP_K;
     const int tiles = token_tiles * ((row_tiles + 1) / 2), k_tiles = (K + 127) / 128;
@@ -91,7 +93,9 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                 for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
                     unsigned char* to = ring + slot.index * STAGE_BYTES;
                     u64* barrier = &full[slot.index];
+                    PHASE(WAIT_GROUP);
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                    PHASE(LOAD);
                     ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + 2 * W_BYTES);
                     for (int i = 0; i < BK / 128; ++i) {
                         const int k_tile = stage * (BK / 128) + i;               // tiles lie one behind the other, along K first
@@ -111,6 +115,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                 }
             }
         }
+        PHASE(WAIT_GROUP);
         __syncwarp();
         if (CLUSTER > 1) ptxlab::cluster_wait();
     } else {                  // a warp group that dequantises and multiplies
@@ -125,7 +130,9 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                 const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
                 const unsigned char* w = x_slot + X_BYTES + group * W_BYTES;
                 const u64 x_tile = ptxlab::swizzled_128(x_slot);
+                PHASE(WAIT_COPY);
                 ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+                PHASE(DEQUANTISE);
                 uint4 q[BK / 64];
                 u32 c[BK / 64][GROUPS];
 #pragma unroll
@@ -139,9 +146,11 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
 #pragma unroll
                 for (int unit = 0; unit < BK / 64; ++unit) {
                     int words[4] = {int(q[unit].x), int(q[unit].y), int(q[unit].z), int(q[unit].w)};
+                    PHASE(WAIT_MMA, 1);
                     ptxlab::wgmma_wait<1>();                               // the unit before the last has left its registers
                     ptxlab::pin(words);
                     if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+                    PHASE(DEQUANTISE);
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         const u32 pair = c[unit][j / 2 * (GROUPS - 1)] >> 16 * (j & 1);
@@ -149,6 +158,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                         a[unit & 1][j / 2][j & 1] = d.x;                   // k 4 t .. of row r or r + 8
                         a[unit & 1][j / 2][2 + (j & 1)] = d.y;             // k 16 + 4 t ..
                     }
+                    PHASE(ISSUE, BM);
                     ptxlab::wgmma_fence();
                     const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
                     ptxlab::wgmma_s8(acc, a[unit & 1][0], x_unit);
@@ -157,13 +167,16 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                 }
                 before = slot.index;
             }
+            PHASE(WAIT_MMA, 0);
             ptxlab::wgmma_wait<0>();
             ptxlab::pin(acc);
             if (before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
 
+            PHASE(REDUCE);
             if (CLUSTER > 1) ptxlab::cluster_wait();                       // the other blocks have their barriers
             epilogue.send(acc, group, thread);
             epilogue.receive(acc, group, thread);
+            PHASE(EPILOGUE);
             if (row_tile < row_tiles)
                 epilogue.store<OUT>(acc, group, thread, {y, x_scale, w_scale, bias, M, N}, token0, row_tile * 64);
         }

@@ -20,6 +20,7 @@
 #include "dequant.cuh"
 #include "mma.cuh"
 #include "output.cuh"
+#include "timeline.cuh"
 
 #ifndef BN
 #define BN 128
@@ -106,6 +107,7 @@ gemm_w4a8_qoq_sm80(const uint4* __restrict__ qweight,    // u32 [N/32, K/32, 128
                    void* __restrict__ y,                 // [M, N], by OUT
                    int M, int N, int K) {
     extern __shared__ __align__(128) unsigned char ring[];
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int token_tiles = (M + BM - 1) / BM;
     const int token0 = blockIdx.x % token_tiles * BM, strip0 = blockIdx.x / token_tiles * STRIPS;
     const Operands in{qweight, scale, offset, x, M, K, (N + 31) / 32, K / 32, K / GROUP};
@@ -116,13 +118,16 @@ gemm_w4a8_qoq_sm80(const uint4* __restrict__ qweight,    // u32 [N/32, K/32, 128
 
     int acc[2][TOKENS / 8][4] = {};
     const int stages = (K + BK - 1) / BK;
+    PHASE(LOAD);
     for (int s = 0; s < STAGES - 1; ++s) {
         if (s < stages) fetch(in, ring + s * STAGE_BYTES, s, strip0, token0);
         else ptxlab::cp_async_commit();
     }
     for (int stage = 0; stage < stages; ++stage) {
+        PHASE(WAIT_COPY);
         ptxlab::cp_async_wait<STAGES - 2>();
         __syncthreads();                               // the stage is there for everyone, and the oldest slot is free
+        PHASE(LOAD);
         const int ahead = stage + STAGES - 1;
         if (ahead < stages) fetch(in, ring + ahead % STAGES * STAGE_BYTES, ahead, strip0, token0);
         else ptxlab::cp_async_commit();
@@ -133,6 +138,7 @@ gemm_w4a8_qoq_sm80(const uint4* __restrict__ qweight,    // u32 [N/32, K/32, 128
 #pragma unroll
         for (int i = 0; i < STEPS / WK; ++i) {
             const int step = i * WK + wk;
+            PHASE(DEQUANTISE);
             const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * STEPS + step) * 32 + lane) * 16);
             const int group = GROUPS == 1 ? 0 : step * 32 / GROUP;
             const u32 s4 = *reinterpret_cast<const u32*>(cs + group * 64), o4 = *reinterpret_cast<const u32*>(cs + group * 64 + 32);
@@ -141,6 +147,7 @@ gemm_w4a8_qoq_sm80(const uint4* __restrict__ qweight,    // u32 [N/32, K/32, 128
 #pragma unroll
             for (int r = 0; r < 4; ++r)
                 a[r] = ptxlab::dequant_qoq_vadd4(words[r], s4 >> (8 * r) & 0xff, __byte_perm(o4, 0, 0x1111 * r));
+            PHASE(MULTIPLY);
 #pragma unroll
             for (int m = 0; m < TOKENS / 8; m += 2) {
                 // Two token tiles of 8 by 32 channels: lanes 0-7, 8-15 rows of the first, 16-31 of the second.
@@ -158,6 +165,7 @@ gemm_w4a8_qoq_sm80(const uint4* __restrict__ qweight,    // u32 [N/32, K/32, 128
     }
 
     // Epilogue: the WK partial sums meet in a tile [BM][BN] that takes the ring's place.
+    PHASE(REDUCE);
     ptxlab::cp_async_wait<0>();
     __syncthreads();
     int* tile = reinterpret_cast<int*>(ring);
@@ -176,6 +184,7 @@ gemm_w4a8_qoq_sm80(const uint4* __restrict__ qweight,    // u32 [N/32, K/32, 128
         }
         __syncthreads();
     }
+    PHASE(EPILOGUE);
     for (int i = threadIdx.x; i < BM * BN / 8; i += THREADS) {
         const int token = token0 + i / (BN / 8), n = strip0 * 32 + i % (BN / 8) * 8;
         if (token < M && n < N)

@@ -21,6 +21,7 @@
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier.
 #include "dequant.cuh"
 #include "epilogue_sm90.cuh"
+#include "timeline.cuh"
 #include "wgmma.cuh"
 
 #ifndef BM
@@ -56,6 +57,7 @@ gemm_w4a8_qoq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
                    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], arrived;
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0, tile = blockIdx.x / CLUSTER;
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64, w_blocks = (K + GROUP_K - 1) / GROUP_K;
     const int token0 = tile % token_tiles * BM, row_tile0 = tile / token_tiles * WN;
@@ -86,8 +88,10 @@ gemm_w4a8_qoq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
         for (int s = 0; s < STAGES; ++s) ptxlab::mbarrier_init(&full[s], 1);
         epilogue.expect();
         ptxlab::fence_mbarrier_init();
+        PHASE(LOAD);
         for (int s = 0; s < STAGES && s < stages; ++s) fetch(s);
     }
+    PHASE(WAIT_GROUP);
     __syncthreads();
     if (CLUSTER > 1) ptxlab::cluster_arrive();
 
@@ -96,8 +100,10 @@ gemm_w4a8_qoq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
         const unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
         const unsigned char* w = slot + X_BYTES + group * W_BYTES;
         const u64 x_tile = ptxlab::swizzled_128(slot);
+        PHASE(WAIT_COPY);
         ptxlab::mbarrier_wait(&full[stage % STAGES], stage / STAGES & 1);
 
+        PHASE(DEQUANTISE);
         u32 a[BK / 32][4];
 #pragma unroll
         for (int unit = 0; unit < BK / 64; ++unit) {                       // 64 k: the operands of two wgmmas
@@ -113,20 +119,26 @@ gemm_w4a8_qoq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
                 a[unit * 2 + j / 2][2 + (j & 1)] = d.y;                    // k 16 + 4 t ..
             }
         }
+        PHASE(ISSUE, BK / 64 * BM);
         ptxlab::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < BK / 32; ++step)
             ptxlab::wgmma_s8(acc, a[step], x_tile + step / 4 * (BM * 128 / 16) + step % 4 * 2);
         ptxlab::wgmma_commit();
+        PHASE(WAIT_MMA, 0);
         ptxlab::wgmma_wait<0>();
         ptxlab::pin(acc);
+        PHASE(WAIT_GROUP);
         __syncthreads();                                                   // everyone has done with the slot
+        PHASE(LOAD);
         if (threadIdx.x == 0 && stage + STAGES < stages) fetch(stage + STAGES);
     }
 
+    PHASE(REDUCE);
     if (CLUSTER > 1) ptxlab::cluster_wait();                               // the blocks of the cluster have their barriers
     epilogue.send(acc, group, thread);
     epilogue.receive(acc, group, thread);
+    PHASE(EPILOGUE);
     if (row_tile0 + group < row_tiles)
         epilogue.store<OUT>(acc, group, thread, {y, x_scale, w_scale, bias, M, N}, token0, (row_tile0 + group) * 64);
 }

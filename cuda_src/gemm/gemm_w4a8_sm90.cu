@@ -40,6 +40,7 @@
 #include "epilogue_sm90.cuh"
 #include "fragments_out.cuh"
 #include "griddep.cuh"
+#include "timeline.cuh"
 #include "wgmma.cuh"
 
 #ifndef BM
@@ -102,6 +103,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
                int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     if (threadIdx.x == 128) {  // not a warp that asks for copies: it has divisions to do
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 4);
@@ -177,6 +179,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
         };
         ptxlab::fewer_registers<FEWER>();
         bool begun = stages > 0;
+        PHASE(LOAD);
         if (begun) begin(), load_w(first, 0);                                // weights do not wait for the kernel before
         if (elected) ptxlab::launch_dependents();
         ptxlab::wait_for_predecessors();
@@ -184,13 +187,16 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
             if (!begun) begin();
             for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
                 if (!begun) {
+                    PHASE(WAIT_GROUP);
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
+                    PHASE(LOAD);
                     load_w(stage, slot.index);
                 }
                 load_x(stage, slot.index);
                 begun = false;
             }
         }
+        PHASE(WAIT_GROUP);
         __syncwarp();
         if (SPLIT > 1) ptxlab::cluster_wait();
         return;
@@ -204,6 +210,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
         const int row_tile = row_tile_of(tile), token0 = (tile - row_tile * token_tiles) * tokens;
         const int strip0 = strip_of(row_tile), end = strip_of(row_tile + 1), height = end - strip0;
+        PHASE(SETUP);
         int acc[MN][BM / 2] = {};
         u32 a[2][MN][2][4];                                                  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
         u32 at[MN];
@@ -241,7 +248,9 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
         };
         int before = -1;                                                     // the slot that wgmma may still read
         if (wk < stages) {
+            PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+            PHASE(DEQUANTISE);
             load(slot.index, 0);
         }
         for (int stage = wk; stage < stages; stage += WK) {
@@ -255,10 +264,13 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
 #pragma unroll
                         for (int i = 0; i < GROUPS; ++i) c[h][i] = c_next[h][i];
                 if (unit + 1 < UNITS) load(current, unit + 1);
+                PHASE(WAIT_MMA, 1);
                 ptxlab::wgmma_wait<1>();
                 if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+                PHASE(DEQUANTISE);
 #pragma unroll
                 for (int h = 0; h < MN; ++h) ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
+                PHASE(ISSUE, MN * BM);
                 ptxlab::wgmma_fence();
                 const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
 #pragma unroll
@@ -272,15 +284,19 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
 #pragma unroll
             for (int i = 0; i < WK; ++i) slot.advance();
             if (stage + WK < stages) {
+                PHASE(WAIT_COPY);
                 ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+                PHASE(DEQUANTISE);
                 load(slot.index, 0);
             }
         }
+        PHASE(WAIT_MMA, 0);
         ptxlab::wgmma_wait<0>();
 #pragma unroll
         for (int h = 0; h < MN; ++h) ptxlab::pin(acc[h]);
         if (before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
 
+        PHASE(REDUCE);
         if (WK > 1) {                                                        // one tile per block: the ring is free
             int4* partial = reinterpret_cast<int4*>(ring) + thread;
             sync_threads(8, 128 * WGS);
@@ -317,7 +333,9 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             const int tile_row = wn * MN + h;
+            PHASE(REDUCE);
             sums.receive(acc[h], tile_row, thread);
+            PHASE(EPILOGUE);
             const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}};
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0, (strip0 + tile_row * 4 + warp) * 16,
                                              min(M, token0 + tokens), N, min(N, end * 16),

@@ -31,6 +31,7 @@
 #include "griddep.cuh"
 #include "mbarrier.cuh"
 #include "output.cuh"
+#include "timeline.cuh"
 
 #ifndef BM
 #define BM 16       // tokens, a multiple of 8
@@ -93,6 +94,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
     const int w_blocks = (K + 127) / 128, stages = (w_blocks + SLICES - 1) / SLICES;
     const int all = (N + 15) / 16, blocks = gridDim.x, first = blockIdx.x;     // strips: every blocks-th, from the first on
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+    TIMELINE_THREAD(lane == 0 && (warp == 0 || warp >= WARPS));
     unsigned char* ring = x_tile + stages * X_BYTES;
     int* sums = reinterpret_cast<int*>(ring + STAGES * ROWS * W_BYTES);  // [2][BM][PITCH]
 
@@ -134,6 +136,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
             ptxlab::fence_mbarrier_init();
         }
         __syncwarp();
+        PHASE(LOAD);
         load_w(first, 0, 0);                                                  // weights do not wait for the kernel before
         arrive();
         if (elected) ptxlab::launch_dependents();
@@ -141,7 +144,9 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
         for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks)
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
                 if (strip0 != first || stage > 0) {
+                    PHASE(WAIT_GROUP);
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                    PHASE(LOAD);
                     load_w(strip0, stage, slot.index);
                 }
                 if (strip0 == first) load_x(stage, slot.index);
@@ -178,7 +183,9 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
                     extra[i] = !SIGNED && token < M ? 128 * x_sum[token] : 0;
                 }
             }
+            PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&summed[buffer], parity);
+            PHASE(EPILOGUE);
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 const int token = (i * 32 + lane) / (ROWS * 2);
@@ -203,6 +210,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
         int acc[MMAS][4] = {};
         for (int stage = 0; stage < stages; ++stage, slot.advance()) {
             const int block = stage * SLICES + slice;
+            PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
             if (mine && block < w_blocks) {
                 const unsigned char* w = ring + (slot.index * ROWS + strip) * W_BYTES + slice * BLOCK;
@@ -212,6 +220,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
                 for (int i = 0; i < GROUPS; ++i) c[i] = *reinterpret_cast<const u32*>(w + 1024 + i * 32 + g * 4);
 #pragma unroll
                 for (int unit = 0; unit < 2; ++unit) {
+                    PHASE(DEQUANTISE);
                     const u32 words[4] = {q[unit].x, q[unit].y, q[unit].z, q[unit].w};
                     uint2 a[4];
 #pragma unroll
@@ -220,6 +229,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
                         const u32 scale = pair & 0xff, offset = __byte_perm(pair, 0, 0x1111);
                         a[j] = SIGNED ? ptxlab::dequant_lqq(words[j], scale, offset) : ptxlab::dequant_lqq_unsigned(words[j], scale, offset);
                     }
+                    PHASE(MULTIPLY);
 #pragma unroll
                     for (int m = 0; m < MMAS; ++m) {
                         const uint4 b = fragment(x_tile, block, unit, m, lane);
@@ -230,6 +240,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
             }
             ptxlab::mbarrier_arrive(&empty[slot.index]);
         }
+        PHASE(REDUCE);
         ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);                 // the first two tiles are clear
         if (mine) {
             int* tile = sums + buffer * TILE + strip * 16 + g;

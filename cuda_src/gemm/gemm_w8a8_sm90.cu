@@ -26,6 +26,7 @@
 #include "epilogue_sm90.cuh"
 #include "fragments_out.cuh"
 #include "griddep.cuh"
+#include "timeline.cuh"
 #include "wgmma.cuh"
 
 #ifndef BM
@@ -69,6 +70,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
     const int token_tiles = (M + BM - 1) / BM, tiles = token_tiles * ((N + ROWS - 1) / ROWS);
     const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
@@ -110,7 +112,9 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                 for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
                     unsigned char* to = ring + slot.index * STAGE_BYTES + offset;
                     u64* barrier = &full[slot.index];
+                    PHASE(WAIT_GROUP);
                     ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                    PHASE(LOAD);
                     if (elected) ptxlab::mbarrier_arrive_expect(barrier, rows * BK);
 #pragma unroll
                     for (int i = 0; i < BK / BOX; ++i)
@@ -125,6 +129,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
             ptxlab::wait_for_predecessors();
             load(x, tokens, BM * BOX, 0, &Place::token);
         }
+        PHASE(WAIT_GROUP);
         __syncwarp();
         if (SPLIT > 1) ptxlab::cluster_wait();
     } else {                  // a warp group that multiplies
@@ -133,6 +138,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
         scales += group * 2 * BM, buffers += (group * 4 + warp) * 512;
         ptxlab::wait_for_predecessors();
         for (int tile = blockIdx.x / SPLIT, turn = 0; tile < tiles; tile += gridDim.x / SPLIT, turn ^= 1) {
+            PHASE(SETUP);
             const int token0 = place_of(tile).token, n0 = place_of(tile).row + group * 64 + warp * 16;
             ptxlab::Scaling scaling{scales + turn * BM, nullptr};
 #pragma unroll
@@ -150,7 +156,9 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                 const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
                 const u64 x_tile = ptxlab::swizzled_128(x_slot);
                 const u64 w_tile = ptxlab::swizzled_128(x_slot + X_BYTES + group * 64 * BOX);
+                PHASE(WAIT_COPY);
                 ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+                PHASE(ISSUE, BK / 64 * BM);
                 ptxlab::wgmma_fence();
 #pragma unroll
                 for (int step = 0; step < BK / 32; ++step) {                   // 32 channels each
@@ -158,14 +166,17 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                     ptxlab::wgmma_s8(acc, w_tile + box * (ROWS * BOX / 16) + column, x_tile + box * (BM * BOX / 16) + column);
                 }
                 ptxlab::wgmma_commit();
+                PHASE(WAIT_MMA, 1);
                 ptxlab::wgmma_wait<1>();                                       // the stage before has been read
                 if (lane == 0 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
                 before = slot.index;
             }
+            PHASE(WAIT_MMA, 0);
             ptxlab::wgmma_wait<0>();
             ptxlab::pin(acc);
             if (lane == 0 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
 
+            PHASE(REDUCE);
             if (SPLIT > 1) ptxlab::cluster_wait();                             // the other blocks have their barriers
             sums.send(acc, group, thread);
 #pragma unroll
@@ -173,6 +184,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                 if (i * 128 + thread < BM) scales[turn * BM + i * 128 + thread] = token_scales[i];
             sync_warp_group(group);                                            // those of the tile before may still be read
             sums.receive(acc, group, thread);
+            PHASE(EPILOGUE);
             ptxlab::store_fragments<OUT, BM>(acc, scaling, y, buffers, lane, token0, n0, min(M, token0 + tokens), N, N,
                                              [&](int piece) { return Sums::owner(group, piece) == slice; });
             if (SPLIT > 1) break;                                              // its sums are received once

@@ -171,7 +171,8 @@ def launches(
 
 def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:
     """The packed inputs, so often. Activations are shared: in a model the previous kernel has just written them."""
-    packed = spec.pack(logical)
+    with gpu.Marked(f"pack {spec.name}"):
+        packed = spec.pack(logical)
     own = [name for name in packed if not _of_tokens(spec, name)]
     return [packed, *({**packed, **{name: packed[name].copy() for name in own}} for _ in range(copies - 1))]
 

@@ -13,6 +13,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ptxlab.errors import ArgumentError
+
 FAILED, BAD_INPUT = 1, 2
 
 console = Console()
@@ -57,3 +59,11 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> 
     for row in cells:
         made.add_row(*row)
     return made
+
+
+def dims(name: str, text: str) -> tuple[int, ...]:
+    """A grid or a block: one to three integers between commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ArgumentError(f"--{name}", "one to three integers, x[,y[,z]]", text) from None

@@ -9,8 +9,9 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import emulator, kernels, runtime, tiles
-from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
+from ptxlab import kernels, runtime, tiles
+from ptxlab.arguments import in_order, parse_checks, parse_integers
+from ptxlab.cli.common import FAILED, AsJson, Backend, console, dims, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
 from ptxlab.files import load_arrays, save_arrays
 from ptxlab.spec import Arg, KernelSpec
@@ -109,7 +110,7 @@ def run(
 ) -> None:
     """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""
     arrays = load_arrays(inputs)
-    checks, mode = _checks(check), "late" if late else "early"
+    checks, mode = parse_checks("--check", check), "late" if late else "early"
     spec, source, entry = kernels.resolve(target)
     with progress_bar(f"run {target}", None, quiet=as_json):
         if spec is not None:
@@ -129,14 +130,11 @@ def run(
                 mode=mode,
             )
         else:
-            kernel = runtime.load(source, entry, defines=_integers("-D", define or []), arch=arch)
-            args = [_argument(arrays, kernel.entry, name) for name in kernel.parameters]
-            if extra := sorted(set(arrays) - set(kernel.parameters)):
-                raise ArgumentError(f"{kernel.entry}: arguments", f"{', '.join(kernel.parameters)}", extra[0])
+            kernel = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
             outcome = kernel(
-                *args,
-                grid=_dims("grid", grid or "1"),
-                block=_dims("block", block or "32"),
+                *in_order(kernel.entry, kernel.parameters, arrays),
+                grid=dims("grid", grid or "1"),
+                block=dims("block", block or "32"),
                 shared_bytes=shared or 0,
                 backend=backend,
                 checks=checks,
@@ -163,32 +161,6 @@ def run(
         raise typer.Exit(FAILED)
 
 
-def _checks(text: str) -> frozenset[str]:
-    chosen = emulator.CHECKS if text == "all" else frozenset(filter(None, map(str.strip, text.split(","))))
-    if unknown := sorted(chosen - emulator.CHECKS):
-        raise ArgumentError("--check", f"some of {', '.join(sorted(emulator.CHECKS))}", unknown[0])
-    return chosen
-
-
-def _integers(option: str, texts: list[str]) -> dict[str, int]:
-    """`TILE=64` or `FIXED`, which counts as 1, as a compiler has it."""
-    values = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        try:
-            values[name] = int(value or "1", 0)
-        except ValueError:
-            raise ArgumentError(option, "NAME=INTEGER", text) from None
-    return values
-
-
-def _dims(name: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ArgumentError(f"--{name}", "one to three integers, x[,y[,z]]", text) from None
-
-
 def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
     """A size out of the file, without axes: an integer, or a float where a scalar argument is one."""
     if array.shape or name not in spec.symbols:
@@ -198,12 +170,6 @@ def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
     if array.dtype.kind not in ("iuf" if is_float else "iu"):
         raise ArgumentError(f"{spec.name}: {name}", "a number" if is_float else "an integer", array)
     return float(array) if is_float else int(array)
-
-
-def _argument(arrays: dict[str, np.ndarray], entry: str, name: str) -> Any:
-    if name not in arrays:
-        raise ArgumentError(f"{entry}: {name}", "must be in the --in file", ", ".join(arrays) or "an empty file")
-    return arrays[name] if arrays[name].shape else arrays[name][()]
 
 
 def verify(
@@ -218,7 +184,7 @@ def verify(
     if bool(names) == everything:
         raise ArgumentError("names", "kernels' names, or --all", names or "nothing")
     jobs, skipped = plan(names or list(kernels.specs()), backend)
-    jobs += _jobs_at(_integers("--sizes", sizes.split(",")), jobs) if sizes else []
+    jobs += _jobs_at(parse_integers("--sizes", sizes.split(",")), jobs) if sizes else []
     verdicts = []
     with progress_bar("verify", len(jobs), quiet=as_json) as advance:
         for job in jobs:

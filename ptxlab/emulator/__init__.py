@@ -7,14 +7,28 @@ with `machine.binder`, in `control`, `access`, `atomic`, `sync`, `collective`, `
 `mbarrier`, `clusters` (over `peers`), `copies` (over `bulk`), `remote` and `wgmma`. What the last three ask for are
 `effects`, which wait in `pending`.
 
-`check`, `packed`, `race`, `guests`, `inflight`, `registers` and `wavefronts` watch.
+`check`, `packed`, `race`, `guests`, `inflight`, `registers`, `wavefronts` and `stepclock` watch.
 """
 
 from ptxlab.emulator.arguments import CHECKS, MODES
 from ptxlab.emulator.check import Finding
 from ptxlab.emulator.ir import Entry, Instruction, Module
 from ptxlab.emulator.launch import Result, run
+from ptxlab.emulator.packed import LaneType, PackedOperand
 from ptxlab.emulator.parse import parse
 from ptxlab.emulator.wavefronts import SharedAccess
 
-__all__ = ["CHECKS", "MODES", "Entry", "Finding", "Instruction", "Module", "Result", "SharedAccess", "parse", "run"]
+__all__ = [
+    "CHECKS",
+    "MODES",
+    "Entry",
+    "Finding",
+    "Instruction",
+    "LaneType",
+    "Module",
+    "PackedOperand",
+    "Result",
+    "SharedAccess",
+    "parse",
+    "run",
+]

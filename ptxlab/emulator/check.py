@@ -14,7 +14,7 @@ import numpy as np
 
 from ptxlab.emulator.effects import by_entry, spans
 from ptxlab.emulator.ir import called_from
-from ptxlab.emulator.packed import lane_faults
+from ptxlab.emulator.packed import LaneFault, lane_faults
 from ptxlab.emulator.types import Array, Lanes, bits_of, indices_of
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Finding:
     message: str
     count: int = 1
     callers: tuple[tuple[str, int], ...] = ()  # (path, line) of the calls, if the line is in an inlined function
+    fault: LaneFault | None = field(default=None, repr=False)  # of packed lanes: registers and results in full
 
     def __str__(self) -> str:
         more = f"; {self.count - 1} more" if self.count > 1 else ""
@@ -56,8 +57,9 @@ class Findings:
     found: dict[tuple, Finding] = field(default_factory=dict)
 
     def add(self, machine: Machine, instruction: Instruction, kind: str, lane_index: int, message: str, count: int = 1,
-            packed: int | None = None, operands: dict[str, int] | None = None) -> None:  # fmt: skip
+            fault: LaneFault | None = None) -> None:  # fmt: skip
         """Enter `count` occurrences, the first of them in lane `lane_index` of the machine."""
+        packed, operands = (fault.lane, fault.operands) if fault else (None, {})
         key = (kind, instruction.path, instruction.line, instruction.callers, packed)
         known = self.found.get(key)
         if known:
@@ -72,10 +74,11 @@ class Findings:
             block,
             thread,
             packed,
-            operands or {},
+            operands,
             message,
             count,
             instruction.callers,
+            fault,
         )
 
 
@@ -178,16 +181,15 @@ class PackedLanes(Watcher):
         target, *sources = instruction.operands
         stored = machine.reader(target, f"u{width}")
         letters = [letter for letter in "abc" if letter in types]
+        findings = machine.launch.findings
         readers = {letter: machine.reader(sources["abc".index(letter)], f"u{width}") for letter in letters}
 
         def checked(lanes: Lanes):
             before = {letter: read(lanes).copy() for letter, read in readers.items()}
             outcome = step(lanes)
             for fault in lane_faults(instruction.opcode, types, np.ascontiguousarray(stored(lanes)), before):
-                machine.launch.findings.add(
-                    machine, instruction, fault.kind, int(indices_of(lanes)[fault.index]), fault.problem, fault.times,
-                    fault.lane, fault.operands,
-                )  # fmt: skip
+                place = int(indices_of(lanes)[fault.index])
+                findings.add(machine, instruction, fault.kind, place, fault.problem, fault.times, fault)
             return outcome
 
         return checked

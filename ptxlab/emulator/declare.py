@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -10,6 +9,7 @@ from ptxlab.emulator import ir
 from ptxlab.emulator.ir import Entry, Instruction, Module, Register, Variable
 from ptxlab.emulator.tokens import Cursor
 from ptxlab.emulator.types import DTYPES, bits_of
+from ptxlab.sources import names_same_file
 
 SPACES = {".param", ".shared", ".local", ".global", ".const"}
 Frames = tuple[tuple[int, int], ...]  # (number of a file, line in it), then where that was inlined, and so on out
@@ -64,7 +64,7 @@ class Declarations(Cursor):
 
     def move_to(self, source: str) -> None:
         """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
-        paths = {n: source if p in (source, os.path.abspath(source)) else p for n, p in self.files.items()}
+        paths = {n: source if names_same_file(p, source) else p for n, p in self.files.items()}
         places: list[tuple[str, int]] = []
         for instruction, frames in self.locations:
             # what has no place of its own, such as a constant that the compiler moved, is shown where the text stands

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -48,6 +48,7 @@ from ptxlab.emulator.parse import parse
 from ptxlab.emulator.predecessor import WAIT, Predecessor
 from ptxlab.emulator.race import Races
 from ptxlab.emulator.registers import RegistersInUse
+from ptxlab.emulator.stepclock import StepClock
 from ptxlab.emulator.types import Array
 from ptxlab.emulator.wave import Launch
 from ptxlab.emulator.wavefronts import SharedAccess, Wavefronts
@@ -64,7 +65,8 @@ POISON = 0xCD  # what shared and local memory hold before they are written
 class Result:
     """What a run found, and how much it did: instructions dispatched (`steps`), and those times their lanes.
 
-    `shared` tells what every access to shared memory cost, in the order of the lines, if `count_banks` was asked for.
+    `shared` tells what every access to shared memory cost, in the order of the lines, if `count_banks` was asked for;
+    `variables` what the module's global variables hold at the end.
     """
 
     findings: tuple[Finding, ...]
@@ -72,6 +74,7 @@ class Result:
     steps: int
     seconds: float
     shared: tuple[SharedAccess, ...] = ()
+    variables: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def run(
@@ -90,6 +93,7 @@ def run(
     uninitialised: Collection[int] = (),
     after_wait: Collection[int] = (),
     count_banks: bool = False,
+    step_clock: bool = False,
 ) -> Result:
     """Run a kernel of a parsed module (or of PTX text).
 
@@ -101,7 +105,7 @@ def run(
     `after_wait` of those that the kernel before on the stream may still write when this one begins (`predecessor`).
     `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
     `seed`. `max_steps` bounds the instructions dispatched. With `count_banks` the result tells what accesses to shared
-    memory cost.
+    memory cost; with `step_clock` every warp has a clock of its own (`stepclock`).
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
     `EmulationError`s with the place in the source. No array is modified then.
@@ -124,7 +128,7 @@ def run(
         with np.errstate(all="ignore"):
             for blocks in _waves(launch):
                 machine = Machine(launch, blocks)
-                machine.watchers = tuple(_watchers(machine, checks, count_banks))
+                machine.watchers = tuple(_watchers(machine, checks, count_banks, step_clock))
                 machine.bind()
                 machine.run()
                 vars(machine).clear()  # its steps refer to it: without that, only the garbage collector would free it
@@ -139,10 +143,15 @@ def run(
             array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]
     seconds = time.perf_counter() - started
     shared = tuple(sorted(launch.shared_accesses.values(), key=lambda access: access.line))
-    return Result(tuple(launch.findings.found.values()), launch.lane_instructions, launch.steps, seconds, shared)
+    starts = {v.name: (launch.addresses[id(v)] - BASE, v.size) for v in module.variables if v.space == "global"}
+    variables = {name: launch.memory.arena[start : start + size].tobytes() for name, (start, size) in starts.items()}
+    found = tuple(launch.findings.found.values())
+    return Result(found, launch.lane_instructions, launch.steps, seconds, shared, variables)
 
 
-def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool) -> Iterator[Watcher]:
+def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_clock: bool) -> Iterator[Watcher]:
+    if step_clock:
+        yield StepClock(machine)
     if count_banks:
         yield Wavefronts(machine)
     if "lanes" in checks:

@@ -148,8 +148,25 @@ def operation_of(opcode: str) -> LaneOperation | None:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedOperand:
+    """A register of an annotated instruction: which operand, the type of its lanes, and all its bits."""
+
+    letter: str
+    type: LaneType
+    word: int
+
+    @property
+    def lanes(self) -> tuple[int, ...]:
+        """The value of each lane, lane 0 first; of a plain number just that."""
+        return tuple(int(v) for v in self.type.decode(np.array([self.word], np.uint64))[:, 0])
+
+
+@dataclass(frozen=True, slots=True)
 class LaneFault:
-    """Register lane `lane` of position `index` (in the set of lanes that ran) broke a rule; `times` positions did."""
+    """Register lane `lane` of position `index` (in the set of lanes that ran) broke a rule; `times` positions did.
+
+    `operands` are the values in that lane; `registers` are whole, `exact` has every lane of the wide result.
+    """
 
     kind: str
     lane: int
@@ -157,6 +174,8 @@ class LaneFault:
     times: int
     operands: dict[str, int]
     problem: str
+    registers: tuple[PackedOperand, ...]
+    exact: tuple[int, ...]
 
 
 def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str, Array]) -> list[LaneFault]:
@@ -183,7 +202,10 @@ def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str,
     def report(kind: str, lane: int, wrong: Array, problem: str) -> None:
         index = int(np.argmax(wrong))
         operands = seen(lane, index) | {"d": int(kept[lane, index])}
-        faults.append(LaneFault(kind, lane, index, int(np.count_nonzero(wrong)), operands, problem))
+        words = {letter: sources[letter] for letter in operation.letters} | {"d": stored}
+        registers = tuple(PackedOperand(letter, types[letter], int(w[index])) for letter, w in words.items())
+        wide = tuple(int(value) for value in exact[:, index])
+        faults.append(LaneFault(kind, lane, index, int(np.count_nonzero(wrong)), operands, problem, registers, wide))
 
     for lane in range(target.count):
         disturbed = kept[lane] != wrap(exact[lane], target)

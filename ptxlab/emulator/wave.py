@@ -18,7 +18,7 @@ from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.check import Findings
 from ptxlab.emulator.ir import Entry, Operand, Register
 from ptxlab.emulator.memory import Memory
-from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, bits_of, is_float, is_signed
+from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, bits_of, indices_of, is_float, is_signed
 from ptxlab.layout.tensor_map import TensorMap
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Launch:
     shared_accesses: dict[tuple[str, int, str], SharedAccess] = field(default_factory=dict)  # by path, line, text
     steps: int = 0
     lane_instructions: int = 0
+    elapsed: int = 0  # on the step clock, by the waves before (`stepclock`)
 
     @property
     def threads(self) -> int:
@@ -92,6 +93,7 @@ class Wave:
             for bits, rows in launch.entry.registers.items()
         }
         self.thread = np.arange(self.lanes) % self.stride
+        self.clock: Array | None = None  # of each warp; None: the instructions dispatched so far
         self.shared_base = np.repeat(launch.shared_windows[: len(blocks)] - SHARED_START, self.stride)
         self.local_base = launch.local_window + np.arange(self.lanes, dtype=np.int64) * self.local_pitch
 
@@ -176,7 +178,9 @@ class Wave:
         launch, (base, _, axis) = self.launch, name[1:].partition(".")
         dtype = DTYPES[type_name]
         if base in ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", "globaltimer_hi"):
-            shift = 32 if base.endswith("_hi") else 0  # the time is the number of instructions dispatched
+            shift = 32 if base.endswith("_hi") else 0
+            if (clock := self.clock) is not None:
+                return lambda lanes: (clock[indices_of(lanes) // 32] >> shift).astype(dtype)
             return lambda lanes: np.array([launch.steps >> shift], np.uint64).astype(dtype)
         x, y, _ = launch.block
         cluster = launch.cluster

@@ -21,6 +21,7 @@ from ptxlab.gpu.arrays import (
 from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
 from ptxlab.gpu.graph import Graph, Timing, adopt, capture, time_calls
 from ptxlab.gpu.launch import bind, launch, prepare
+from ptxlab.gpu.marks import Marked, profiled
 from ptxlab.gpu.module import GpuKernel, load, load_image
 from ptxlab.gpu.tensor_map import encode
 from ptxlab.gpu.view import View, current_device, handed, is_capturing, new, stream_handle, view
@@ -29,6 +30,7 @@ __all__ = [
     "DeviceInfo",
     "GpuKernel",
     "Graph",
+    "Marked",
     "Timing",
     "View",
     "adopt",
@@ -53,6 +55,7 @@ __all__ = [
     "load_image",
     "new",
     "prepare",
+    "profiled",
     "remedy",
     "stream_handle",
     "time_calls",

@@ -11,6 +11,7 @@ import numpy as np
 from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.gpu.arrays import as_array, caller_stream, is_device_array
 from ptxlab.gpu.device import device_info
+from ptxlab.gpu.marks import Marked
 from ptxlab.gpu.module import GpuKernel
 from ptxlab.gpu.tensor_map import encode
 from ptxlab.layout.tensor_map import TensorMap
@@ -107,7 +108,8 @@ def pack(kernel: GpuKernel, args: Sequence[Any]) -> Packed:
     sizes = kernel.parameter_bytes
     if sizes is not None and len(sizes) != len(args):
         raise ArgumentError(f"{kernel.name}: args", f"{len(sizes)} arguments", len(args))
-    values = [_value(f"{kernel.name}: args[{i}]", arg) for i, arg in enumerate(args)]
+    with Marked(f"pack {kernel.name}"):
+        values = [_value(f"{kernel.name}: args[{i}]", arg) for i, arg in enumerate(args)]
     for i, value in enumerate(values):
         if sizes is not None and len(value) != sizes[i]:
             raise ArgumentError(f"{kernel.name}: args[{i}]", f"a parameter of {sizes[i]} bytes", f"{len(value)} bytes")
@@ -142,7 +144,8 @@ def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
 
 
 def _launch(kernel: GpuKernel, packed: Packed, geometry: Launch, stream: int) -> None:
-    bind(kernel, geometry)(packed.address, stream)
+    with Marked(f"launch {kernel.name}"):
+        bind(kernel, geometry)(packed.address, stream)
 
 
 def _config(geometry: Launch, attributes: list[Any], stream: int) -> Any:

@@ -6,6 +6,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ptxlab import cache, nvrtc, toolchain
 from ptxlab.errors import ArgumentError, CompileError
 from ptxlab.gpu.device import device_info
@@ -45,6 +47,18 @@ class GpuKernel:
                 sizes.append(int(size))
         except RuntimeError:  # the driver lacks the function
             return None
+
+    def variable(self, name: str) -> Any:
+        """A global variable of its module: a CuPy array, u8, over its bytes; ArgumentError if there is none."""
+        import cupy
+        from cuda.bindings import driver
+
+        _, module = driver.cuFuncGetModule(self.handle)
+        missing, address, size = driver.cuModuleGetGlobal(module, name.encode())
+        if int(missing):
+            raise ArgumentError(f"{self.name}: variable", f"a global variable of {self.source.label}", name)
+        memory = cupy.cuda.UnownedMemory(int(address), int(size), self)
+        return cupy.ndarray((int(size),), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
     @cached_property
     def registers(self) -> int:

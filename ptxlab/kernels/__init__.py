@@ -33,6 +33,10 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
     """
     stem, _, language = name.partition(".")
     if stem not in specs():
+        if written := sources.of_kernel(stem):
+            family = Path(written[0].path).parent.name
+            rule = f"{written[0].label} has no spec yet: add one to SPECS of the family {family}, or name the file"
+            raise ArgumentError("kernel", rule, name)
         near = difflib.get_close_matches(stem, specs(), n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}?" if near else "`ptxlab list` shows them"
         raise ArgumentError("kernel", f"a kernel's name; {hint}", name)

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 
 from ptxlab import quant, reference
-from ptxlab.layout.words import pack_comet, pack_u4
+from ptxlab.layout.words import pack_comet, pack_s4, pack_u4
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, WrongByDesign
 
 THREADS = 256
 GROUPS = (32, 64, 128)
 
 _GROUP_RULES = (f"g in {GROUPS}", "K % g == 0", "R*K/16 < 2**32")
+_GROUPED_SIZES = tuple(
+    {"R": r, "K": k, "g": g} for r, k, g in ((1, 32, 32), (3, 320, 64), (8, 1024, 128), (17, 768, 32))
+)
 _SCALE_RULES = ("scale >= 1", "scale <= 16")
 _LQQ_RULES = (*_SCALE_RULES, "nibbles(qweight) * per_weight(scale) + per_weight(offset) <= 255")
 
@@ -59,12 +62,21 @@ def _signed_example(rng: np.random.Generator, *, R: int, K: int) -> Arrays:
     return {"q4": rng.integers(-8, 8, size=(R, K), dtype=np.int8)}
 
 
+def _int4_example(rng: np.random.Generator, *, R: int, K: int, g: int) -> Arrays:
+    w = quant.quantize_int4(_weights(rng, R, K), group=g)
+    return {"q4": w.q4, "scale": w.scale}
+
+
 def _pack(logical: Arrays) -> Arrays:
     return {**{k: v for k, v in logical.items() if k != "q4"}, "qweight": pack_u4(logical["q4"])}
 
 
 def _pack_comet(logical: Arrays) -> Arrays:
     return {"qweight": pack_comet(logical["q4"])}
+
+
+def _pack_int4(logical: Arrays) -> Arrays:
+    return {"qweight": pack_s4(logical["q4"]), "scale": logical["scale"]}
 
 
 def _grouped(name: str, summary: str, out: str, second: str, **fields: Any) -> KernelSpec:
@@ -83,9 +95,7 @@ def _grouped(name: str, summary: str, out: str, second: str, **fields: Any) -> K
         launch=_launch(16),
         rules=_GROUP_RULES,
         operations="2*R*K",
-        example_sizes=tuple(
-            {"R": r, "K": k, "g": g} for r, k, g in ((1, 32, 32), (3, 320, 64), (8, 1024, 128), (17, 768, 32))
-        ),
+        example_sizes=_GROUPED_SIZES,
         **{"pack": _pack, "value_rules": _SCALE_RULES, **fields},
     )
 
@@ -191,5 +201,25 @@ SPECS = (
         "float16",
         reference=reference.dequant_u4_f16_subnormal,
         tolerance_reason="every result is exactly representable, so FP16 too is compared for equality",
+    ),
+    KernelSpec(
+        name="dequant_s4_f16",
+        summary="signed INT4, one FP16 scale per group (W4A16): what a scale costs that is no integer",
+        args=(
+            Arg("qweight", "uint32", ("R", "K/8")),
+            Arg("scale", "float16", ("R", "K/g")),
+            Arg("out", "float16", ("R", "K"), "out"),
+            Arg("words", "uint32", role="scalar", value="R*K/8"),
+            Arg("shift", "uint32", role="scalar", value="log2(g/8)"),
+        ),
+        launch=_launch(8),
+        example=_int4_example,
+        pack=_pack_int4,
+        reference=reference.dequant_s4_f16,
+        rules=(f"g in {GROUPS}", "K % g == 0", "R*K/8 < 2**32"),
+        value_rules=("scale > 0", f"scale <= {quant.MAX_INT4_SCALE}"),
+        operations="2*R*K",
+        tolerance_reason="one rounding of an exact product, so FP16 too is compared for equality",
+        example_sizes=_GROUPED_SIZES,
     ),
 )

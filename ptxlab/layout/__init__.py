@@ -8,7 +8,7 @@ from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_s
 from ptxlab.layout.pages import PAGE_SIZES, pack_pages, page_bytes, unpack_pages
 from ptxlab.layout.storage import METADATA_KEY, load, packed_names, save
 from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.layout.words import pack_comet, pack_u4, unpack_comet, unpack_u4
+from ptxlab.layout.words import pack_comet, pack_s4, pack_u4, unpack_comet, unpack_s4, unpack_u4
 
 __all__ = [
     "HEAD_DIMS",
@@ -30,6 +30,7 @@ __all__ = [
     "pack_activations",
     "pack_comet",
     "pack_pages",
+    "pack_s4",
     "pack_u4",
     "packed_names",
     "page_bytes",
@@ -42,6 +43,7 @@ __all__ = [
     "unpack_activations",
     "unpack_comet",
     "unpack_pages",
+    "unpack_s4",
     "unpack_u4",
     "write_slots",
 ]

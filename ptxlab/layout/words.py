@@ -46,8 +46,8 @@ def unpack_u4(words: U32) -> U8:
     return as_bytes(halves).reshape(*words.shape[:-1], 8 * math.prod(words.shape[-1:]))
 
 
-def pack_comet(values: S8, argument: str = "q4") -> U32:
-    """Pack s8 [..., K] with values -8..7 into COMET words u32 [..., K/8].
+def pack_s4(values: S8, argument: str = "q4") -> U32:
+    """Pack s8 [..., K] with values -8..7 into micro-kernel words u32 [..., K/8], as two's complement nibbles.
 
     Raises ArgumentError, which calls the array `argument`: dtype not s8, K not a positive multiple of 8, a value
     outside -8..7 (with the place of the first).
@@ -58,13 +58,25 @@ def pack_comet(values: S8, argument: str = "q4") -> U32:
     if outside.any():
         place = [int(i) for i in np.argwhere(outside)[0]]
         raise ArgumentError(argument, "must lie in -8..7", f"{argument}{place} is {values[tuple(place)]}")
-    return exchange_nibbles(pack_u4(values.view(np.uint8) & np.uint8(15), argument))
+    return pack_u4(values.view(np.uint8) & np.uint8(15), argument)
+
+
+def unpack_s4(words: U32) -> S8:
+    """The weights s8 [..., K] of micro-kernel words u32 [..., K/8]; the inverse of `pack_s4`."""
+    return (unpack_u4(words) << np.uint8(4)).view(np.int8) >> np.int8(4)
+
+
+def pack_comet(values: S8, argument: str = "q4") -> U32:
+    """Pack s8 [..., K] with values -8..7 into COMET words u32 [..., K/8].
+
+    Raises ArgumentError as `pack_s4` does.
+    """
+    return exchange_nibbles(pack_s4(values, argument))
 
 
 def unpack_comet(words: U32) -> S8:
     """The weights s8 [..., K] of COMET words u32 [..., K/8]; the inverse of `pack_comet`."""
-    nibbles = unpack_u4(exchange_nibbles(words))
-    return (nibbles << np.uint8(4)).view(np.int8) >> np.int8(4)
+    return unpack_s4(exchange_nibbles(words))
 
 
 def pack_mma(values: U8, argument: str = "q4") -> U32:

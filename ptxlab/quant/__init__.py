@@ -2,6 +2,7 @@
 
 from ptxlab.quant.activations import QuantizedActivations, quantize_activations, token_scales
 from ptxlab.quant.inputs import GROUPS
+from ptxlab.quant.int4 import MAX_INT4_SCALE, Int4Weight, quantize_int4
 from ptxlab.quant.kv import KV_SCHEMES, KVScheme, QuantizedKV, calibrate_kv, quantize_kv
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, Level1Weight, quantize_level1
 from ptxlab.quant.lqq import LQQWeight, Rounding, lqq_groups, quantize_lqq
@@ -12,7 +13,9 @@ from ptxlab.quant.two_level import TwoLevelWeight
 __all__ = [
     "GROUPS",
     "KV_SCHEMES",
+    "MAX_INT4_SCALE",
     "PROTECTIVE_RANGE",
+    "Int4Weight",
     "KVScheme",
     "LQQWeight",
     "Level1Weight",
@@ -27,6 +30,7 @@ __all__ = [
     "lqq_groups",
     "qoq_groups",
     "quantize_activations",
+    "quantize_int4",
     "quantize_kv",
     "quantize_level1",
     "quantize_lqq",

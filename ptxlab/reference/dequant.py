@@ -96,6 +96,13 @@ def dequant_u4_f16_subnormal(q4: U8) -> F16:
     return q4.astype(np.uint16).view(np.float16)
 
 
+def dequant_s4_f16(q4: S8, scale: F16) -> F16:
+    """Signed INT4 with a float scale per group: f16 [R, K] = q4·scale, rounded once; `q4` s8 in -8..7."""
+    require_dtype("q4", q4, np.int8)
+    require_dtype("scale", scale, np.float16)
+    return q4.astype(np.float16) * spread(scale, q4.shape[-1])
+
+
 def scale_rows(integers: U8 | S8 | S32, scale: F32) -> F32:
     """Level 1, which a GEMM leaves to its epilogue: integers [R, K] times one f32 scale per row [R], in f32."""
     return integers.astype(np.float32) * scale[:, None]

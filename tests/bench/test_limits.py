@@ -1,67 +1,17 @@
 """What ncu prints, as numbers in the rows."""
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
 
-from ptxlab import gpu, nsight
+from ptxlab import gpu
 from ptxlab.bench import limits, problem
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS
-from ptxlab.errors import UnavailableError
 from tests.bench.test_gemm import NAMES, SMALL
+from tests.fake_ncu import ncu, printed
 from tests.ladder_record import row
 
-STALLS = {"long_scoreboard": 2.5, "barrier": 1.5, "selected": 1.0, "not_selected": 0.3, "wait_not_issued": 0.1}
-
-
-def printed(names: Sequence[str], metrics: Sequence[str]) -> str:
-    """As ncu prints with --csv --page raw: other output, the header, a line of units, a line per launch."""
-    columns = ["ID", "Process ID", "Kernel Name", *metrics]
-    columns += [f"smsp__average_warps_issue_stalled_{reason}_per_issue_active.ratio" for reason in STALLS]
-    lines = [columns, ["", "", "", *("%" for _ in columns[3:])]]
-    for number, name in enumerate(names):
-        values = [f"1,{number:03}.5" for _ in metrics] + [str(value) for value in STALLS.values()]
-        lines.append([str(number), "7", f"{name}(const uint4 *, int)", *values])
-    return "==PROF== Connected\n" + "\n".join(",".join(f'"{cell}"' for cell in line) for line in lines) + "\n"
-
-
-@pytest.fixture
-def ncu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """An ncu that says what the test wants and remembers how it was called."""
-    state = SimpleNamespace(output="", command=[])
-
-    def run(command: list[str], **_: object) -> SimpleNamespace:
-        state.command = command
-        return SimpleNamespace(stdout=state.output, stderr="")
-
-    monkeypatch.setattr(nsight.shutil, "which", lambda name: "/opt/ncu")
-    monkeypatch.setattr(nsight.subprocess, "run", run)
-    return state
-
-
-def test_counters_of_one_launch(ncu: SimpleNamespace) -> None:
-    ncu.output = printed(["k"], ["a.sum", "b.sum"])
-    found = nsight.counters(["python", "-c", "0"], "k", ["a.sum", "b.sum"])
-    assert found["a.sum"] == found["b.sum"] == 1000.5
-    assert ncu.command[-3:] == ["python", "-c", "0"]
-    assert ncu.command[ncu.command.index("--kernel-name") + 1] == "regex:^(k)$"
-    assert ncu.command[ncu.command.index("--metrics") + 1] == "a.sum,b.sum"
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ("==ERROR== ERR_NVGPUCTRPERM", "no permission to read the GPU's counters"),
-        ("==ERROR== it broke", "saw launches of nothing: .*it broke"),
-        (printed(["k", "k"], ["a.sum"]), "saw launches of k, k"),
-        (printed(["k"], ["b.sum"]), "does not know the metric a.sum"),
-    ],
-)
-def test_what_ncu_cannot(output: str, message: str, ncu: SimpleNamespace) -> None:
-    ncu.output = output
-    with pytest.raises(UnavailableError, match=message):
-        nsight.counters(["python"], "k", ["a.sum"])
+__all__ = ["ncu"]
 
 
 def test_rows_of_the_dissected_matrix_get_counters(ncu: SimpleNamespace) -> None:

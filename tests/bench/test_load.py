@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from ptxlab import dataflow, harness, kernels, nsight, sass, toolchain
+from ptxlab import dataflow, harness, kernels, sass, toolchain
 from ptxlab.bench import loads as suite
 from ptxlab.errors import UnavailableError
+from ptxlab.nsight import ncu
 from ptxlab.runtime import load
 from ptxlab.sources import of_kernel
 
@@ -85,7 +86,7 @@ def test_the_bank_model_counts_every_warp_of_every_tile() -> None:
 
 
 def test_without_ncu_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nsight.shutil, "which", lambda name: None)
+    monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
     with pytest.raises(UnavailableError, match=r"ncu \(Nsight Compute\): not on the PATH"):
         suite.counted_banks(kernels.specs()["load_dual_mma"])
     figures = suite._bank_figures(*((found := kernels.find("load_dual_mma"))[0], found[1][0]))

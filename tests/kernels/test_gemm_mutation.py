@@ -153,7 +153,8 @@ class Mutant:
         """Whether it is listed among those that nobody can notice."""
         source = kernels.find(self.variant.kernel)[1][0]
         line = next((line for path, line in self.place if path == source.path), 0)
-        context = "\n".join([self.removed, *source.text.splitlines()[line - 1 : line + 1]])
+        following = [text for text in source.text.splitlines()[line - 1 :] if not text.strip().startswith("PHASE(")]
+        context = "\n".join([self.removed, *following[:2]])
         return any(re.search(name, self.variant.kernel) and re.search(text, context) for name, text, _ in SURVIVORS)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@
 # %% [markdown]
 # # `gemm_w4a8` against its floor and everyone else
 #
-# Notebook 03 takes the ladder apart, step by step. This one asks what comes out: what a call of `ptxlab.gemm_w4a8`
+# `03_gemm_ladder` takes the ladder apart, step by step. This one asks what comes out: what a call of `ptxlab.gemm_w4a8`
 # takes on the matrices of LLaMA-2-7B and -70B, from one token to 8192, with the kernel that it chooses by itself.
 # Everything is made from the record of `ptxlab bench gemm` on an H200.
 

@@ -1,0 +1,193 @@
+"""A cell of PTX or CUDA C++: its kernels, what the assembler made of them, and what changed since the last time."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ptxlab import emulator, gpu, nvrtc, sass, toolchain
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.jupyter.page import place, remember
+from ptxlab.runtime import Kernel, load
+from ptxlab.sources import Language, Source, cuda_entries, names_same_file
+from ptxlab.verify import Verdict
+
+Reports = Mapping[str, sass.Report]
+Listing = Mapping[tuple[str, int], list[sass.SassInstruction]]
+_LINE = re.compile(r"\bline (\d+)")
+_ARCH = "sm_90a"  # where there is no GPU: that of an H100
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a cell became; in a notebook it shows itself as a page.
+
+    Attributes:
+        source: the text. Its first line is empty and stands for the magic's, so that lines count as in the cell.
+        kernels: by entry symbol.
+        reports: what the assembler made of them; empty if there is none here, `note` says what to install.
+        before: reports of the kernels of the same names that the cell replaces.
+        remarks: the assembler's warnings, and the lines that they are about.
+        verdicts: of the verification, if one was asked for.
+        listing: machine code by (path, line), if it was asked for: of the source, and of headers that it includes.
+    """
+
+    source: Source
+    kernels: Mapping[str, Kernel]
+    reports: Reports
+    before: Reports = field(default_factory=dict)
+    remarks: tuple["Remark", ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    listing: Listing = field(default_factory=dict)
+    note: str = ""
+
+    def __str__(self) -> str:
+        lines = [self.note] if self.note else []
+        for name, report in self.reports.items():
+            lines.append(f"{name} ({self.source.language}, {report.arch}, {report.tools[0]})")
+            lines.append("  " + ", ".join(fact.in_words() for fact in facts(report, self.before.get(name))))
+        lines += [f"warning: {remark.text}" + (f" ({remark.place})" if remark.line else "") for remark in self.remarks]
+        lines += [
+            f"{'passed' if v.passed else 'FAILED'} {v.kernel} {v.sizes} {v.backend}: {v.detail}" for v in self.verdicts
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+@dataclass(frozen=True)
+class Remark:
+    """A warning of the assembler, such as C7510 (wgmma serialised); `path` and `line` (0 if unknown) say of what.
+
+    The assembler counts lines of PTX; of CUDA C++ these are the lines that the PTX comes from.
+    """
+
+    text: str
+    path: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        """`<cell mine>:12`."""
+        return place(self.path, self.line)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One number of a report, and what it was before (None: nothing to compare with)."""
+
+    name: str
+    now: float
+    before: float | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is another number than before."""
+        return self.before is not None and self.before != self.now
+
+    def in_words(self) -> str:
+        """`12 registers (was 14)`."""
+        return f"{self.now:g} {self.name}" + (f" (was {self.before:g})" if self.changed else "")
+
+
+def facts(report: sass.Report, before: sass.Report | None = None) -> list[Fact]:
+    """Registers, spills, shared memory, instructions; instructions per eight weights where a word is marked."""
+    now, old = _numbers(report), _numbers(before) if before else {}
+    return [Fact(name, value, old.get(name)) for name, value in now.items()]
+
+
+def counts(now: Mapping[str, int], before: Mapping[str, int] | None = None) -> list[Fact]:
+    """How often each opcode (pipe, section) occurs, with those that are gone."""
+    names = dict.fromkeys([*now, *(before or {})])
+    return [Fact(n, now.get(n, 0), None if before is None else before.get(n, 0)) for n in names]
+
+
+def _numbers(report: sass.Report) -> dict[str, float]:
+    numbers: dict[str, float] = {
+        "registers": report.registers,
+        "spilled bytes": report.spill_stores + report.spill_loads,
+        "stack bytes": report.stack,
+        "shared bytes": report.shared,
+        "instructions": sum(report.opcodes.values()),
+    }
+    return numbers if report.alu_per_8 is None else {**numbers, "ALU per 8 weights": report.alu_per_8}
+
+
+def compile_cell(
+    text: str,
+    language: Language,
+    *,
+    kernel: str | None = None,
+    arch: str | None = None,
+    defines: toolchain.Defines = toolchain.NO_DEFINES,
+    checks: frozenset[str] = frozenset(),
+    listing: bool = False,
+    before: Reports | None = None,
+) -> Cell:
+    """Compile the text of a cell (what stands below the magic's line).
+
+    Args:
+        text: PTX or CUDA C++.
+        language: `"ptx"` or `"cu"`.
+        kernel: the entry symbol, if it is to be one of several; by default all of them.
+        arch: what to assemble for, and as in `ptxlab.load`; by default this machine's GPU, or an H100, for the numbers.
+        defines: `-D` constants, CUDA C++ only.
+        checks: of the emulator, for every call that does not ask for others.
+        listing: keep the machine code by line.
+        before: reports of earlier versions by entry symbol.
+
+    Raises:
+        CompileError, SourceError: with the cell's line.
+        ArgumentError: no such entry, or none at all.
+    """
+    source = _source(text, language)
+    remember(source)
+    shown_for = arch or (gpu.device_info().arch if gpu.why_not(None) is None else _ARCH)
+    image, note = None, ""
+    try:
+        image = toolchain.build(source, shown_for, defines=defines)
+    except UnavailableError as error:
+        note = f"not assembled: {error}"
+    entries = list(emulator.parse(source.text, source.path).entries) if language == "ptx" else cuda_entries(source.text)
+    chosen = [kernel] if kernel else list(entries)
+    if not chosen:
+        raise ArgumentError(source.path, 'a kernel (.visible .entry, or extern "C" __global__)', "none")
+    given: dict[str, Any] = {} if language == "ptx" else {"defines": defines, "arch": arch}
+    kernels = {name: replace(load(source, name, **given), checks=checks) for name in chosen}
+    reports = {name: sass.report(source, shown_for, entry=name, defines=defines) for name in chosen} if image else {}
+    earlier = {name: before[name] for name in reports if before and name in before}
+    remarks = _remarks(source, image, defines) if image else ()
+    lines = _by_line(source, image, chosen) if image and listing else {}
+    return Cell(source, kernels, reports, earlier, remarks, listing=lines, note=note)
+
+
+def _remarks(source: Source, image: toolchain.Image, defines: toolchain.Defines) -> tuple[Remark, ...]:
+    remarks = []
+    for warning in image.warnings:
+        text = warning.removeprefix("ptxas info").lstrip(" :")
+        found = _LINE.search(text)
+        where = (source.path, int(found[1]) if found else 0)
+        if found and source.language == "cu":
+            ptx = toolchain.compile_cuda(source, image.arch, output="ptx", defines=defines)
+            where = nvrtc.origin_of(source, ptx.data.decode(), where[1])
+            text = _LINE.sub(f"line {where[1]}", text)
+        remarks.append(Remark(text, *where))
+    return tuple(remarks)
+
+
+def _by_line(source: Source, image: toolchain.Image, entries: list[str]) -> Listing:
+    """Machine code by the line that it comes from."""
+    code = sass.parse(toolchain.disassemble(image))
+    lines: dict[tuple[str, int], list[sass.SassInstruction]] = {}
+    for instruction in (i for name in entries for i in code[name]):
+        own = source.language == "ptx" or names_same_file(instruction.path, source.path)
+        lines.setdefault((source.path if own else instruction.path, instruction.line), []).append(instruction)
+    return lines
+
+
+def _source(text: str, language: Language) -> Source:
+    """The cell as a source called by its first kernel, under a path that messages can name."""
+    pattern = r"\.entry\s+(\w+)" if language == "ptx" else r"__global__\b[^;{(]*?(?:__\w+__\s*\([^)]*\)\s*)?(\w+)\s*\("
+    found = re.search(pattern, text)
+    name = found[1] if found else "cell"
+    return Source(name, f"<cell {name}>" if found else "<cell>", language, "\n" + text)

@@ -1,0 +1,213 @@
+"""What kernels, specs, packed weights, findings, launches and cells look like in a notebook."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ptxlab import kernels, sources
+from ptxlab.emulator import Finding
+from ptxlab.jupyter import maps, page
+from ptxlab.jupyter.cell import Cell, Fact, Remark, counts, facts
+from ptxlab.jupyter.drawing import HolderView
+from ptxlab.jupyter.page import Html, chip, details, element, join, listing, table
+from ptxlab.jupyter.words import Row, words
+from ptxlab.layout import PackedWeight
+from ptxlab.runtime import Kernel, Outcome
+from ptxlab.sass import Report
+from ptxlab.sources import Source
+from ptxlab.spec import Arg, KernelSpec
+
+_SHORT = 60  # lines of a source that is shown unfolded
+
+
+def of_kernel(kernel: Kernel) -> str:
+    """A kernel: how it is called, and its source."""
+    signature = f"{kernel.entry}({', '.join(kernel.parameters)}, grid=, block=)"
+    arch = kernel.module.target if kernel.source.language == "ptx" else kernel.arch
+    chips = [chip(kernel.source.language), *([chip(_lowest(arch))] if arch else [])]
+    chips += [chip(f"{name}={value}") for name, value in kernel.defines.items()]
+    chips += [chip("checks ", ", ".join(sorted(kernel.checks)))] if kernel.checks else []
+    spec = kernels.specs().get(kernel.entry)
+    summary = [element("div", spec.summary)] if spec and kernel.source in sources.of_kernel(spec.name) else []
+    return page.page(_title(element("code", signature), *chips), *summary, _source(kernel.source))
+
+
+def of_spec(spec: KernelSpec) -> str:
+    """A spec: what it shows, arguments, rules, and the sources."""
+    chips = [chip(_lowest(spec.arch)), *([chip("wrong by design", kind="bad")] if spec.wrong else [])]
+    arguments = [(element("code", a.name), str(a.dtype), element("code", _shape(a)), a.role) for a in spec.args]
+    rules = [element("code", rule) for rule in (*spec.rules, *spec.value_rules)]
+    exact = "bit for bit" if not spec.tolerance and spec.bound is None else spec.tolerance_reason
+    said = [("rules", join(rules, "<br>")), ("compared", exact)]
+    said += [("wrong", spec.wrong.why)] if spec.wrong else []
+    found = sources.of_kernel(spec.name)
+    return page.page(
+        _title(spec.name, *chips),
+        element("div", spec.summary),
+        table(("argument, in launch order", "dtype", "shape", "role"), arguments),
+        table(("", ""), ((element("b", name), text) for name, text in said if text)),
+        *(_source(source, folded=True) for source in found),
+    )
+
+
+def of_finding(finding: Finding) -> str:
+    """A finding: where, the lines around it, and for packed lanes the operands in binary."""
+    return page.page(finding_body(finding))
+
+
+def finding_body(finding: Finding) -> Html:
+    """The same without the style."""
+    block, thread = ("({}, {}, {})".format(*index) for index in (finding.block, finding.thread))
+    times = f"{finding.count} times" if finding.count > 1 else "once"
+    place = element("code", page.place(finding.path, finding.line))
+    title = _title(chip(finding.kind, kind="bad"), place, " ", chip(f"block {block} thread {thread}"), chip(times))
+    source = page.recall(finding.path)
+    lines = page.excerpt(source, finding.line) if source else element("pre", finding.text)
+    return join([title, element("div", finding.message), lines, _operands(finding)])
+
+
+def _operands(finding: Finding) -> Html:
+    """Sources, the wide result with the bits that do not fit, and what was stored."""
+    if finding.fault is None:
+        return Html("")
+    *given, stored = finding.fault.registers
+    exact = finding.fault.exact
+    rows = [Row(operand.letter, operand.type, operand.lanes) for operand in given]
+    low, high = stored.type.limits
+    over = {lane for lane, value in enumerate(exact) if not low <= value <= high}
+    rows.append(Row("exact", stored.type, exact, over, "each lane computed by itself"))
+    differs = {lane for lane, value in enumerate(exact) if stored.lanes[lane] != value}
+    rows.append(Row("d", stored.type, stored.lanes, differs, f"stored, {stored.word:#010x}"))
+    return words(rows, finding.lane)
+
+
+def of_weight(weight: PackedWeight) -> str:
+    """A packed weight: its buffers, and which lane gets what of a tile."""
+    chips = [chip(weight.scheme), chip(f"[{weight.N}, {weight.K}]"), chip(_lowest(weight.arch))]
+    chips += [chip(f"groups of {weight.group}")] if weight.group < weight.K else []
+    bits = f"{8 * weight.nbytes / (weight.N * weight.K):.2f} bits per weight"
+    buffers = [
+        (element("code", name), str(array.dtype), str(list(array.shape)), element("td", f"{array.nbytes:,}", cls="num"))
+        for name, array in weight.buffers.items()
+    ]
+    return page.page(
+        _title(weight.layout, *chips, chip(bits)),
+        table(("buffer", "dtype", "shape", "bytes"), buffers),
+        HolderView(maps.find(weight.layout)).body(),
+    )
+
+
+def of_outcome(outcome: Outcome) -> str:
+    """A launch: where it ran, what it wrote, what was found."""
+    chips = [chip(outcome.backend)]
+    found = len(outcome.findings)
+    if outcome.backend == "emulator":
+        said = f"{found} finding{'s' * (found > 1)}" if found else "no findings"
+        chips.append(chip(said, kind="bad" if found else ""))
+        chips.append(chip(f"{outcome.lane_instructions:,} lane instructions"))
+    arrays = [chip(element("code", n), f" {a.dtype}{list(a.shape)}") for n, a in outcome.outputs.items()]
+    first = [finding_body(finding) for finding in outcome.findings[:1]]
+    rest = [details(_summary(finding), finding_body(finding)) for finding in outcome.findings[1:]]
+    return page.page(_title("launch", *chips), element("div", *arrays), *first, *rest)
+
+
+def _summary(finding: Finding) -> str:
+    more = f"; {finding.count - 1} more" if finding.count > 1 else ""
+    return f"{finding.kind}: {page.place(finding.path, finding.line)}: {finding.message}{more}"
+
+
+def of_cell(cell: Cell) -> str:
+    """A cell of PTX or CUDA C++: what the assembler made of it, and what changed."""
+    parts: list[object] = [element("div", cell.note)] if cell.note else []
+    for name, report in cell.reports.items():
+        parts += _report(name, cell, report)
+    parts += map(_remark, cell.remarks)
+    for verdict in cell.verdicts:
+        sizes = ", ".join(f"{name}={size}" for name, size in verdict.sizes.items())
+        mark = chip("passed", kind="good") if verdict.passed else chip("failed", kind="bad")
+        parts.append(
+            element("div", mark, element("code", f"{verdict.kernel} {sizes}"), f" {verdict.backend}: {verdict.detail}")
+        )
+    if cell.listing:
+        code = element("div", _machine_code(cell), cls="tall")
+        parts.append(details("machine code by line", code, shown=True))
+    return page.page(*parts)
+
+
+def _report(name: str, cell: Cell, report: Report) -> list[object]:
+    before = cell.before.get(name)
+    numbers = facts(report, before)
+    spilled = {"spilled bytes", "stack bytes"}
+    cells = [_fact(fact, bad=fact.name in spilled and fact.now > 0) for fact in numbers]
+    pipes = counts(report.pipes, before.pipes if before else None)
+    opcodes = counts(report.opcodes, before.opcodes if before else None)
+    return [
+        _title(element("code", name), chip(report.arch), element("span", ", ".join(report.tools), cls="dim")),
+        table([fact.name for fact in numbers], [cells]),
+        element("div", element("b", "pipes "), *map(_count, pipes)),
+        element("div", element("b", "opcodes "), *map(_count, opcodes)),
+    ]
+
+
+def _remark(remark: Remark) -> Html:
+    """What the assembler says, and the lines that it speaks of."""
+    source = page.recall(remark.path) if remark.line else None
+    lines = page.excerpt(source, remark.line, around=1) if source else ""
+    return element("div", chip("warning", kind="bad"), remark.text, lines)
+
+
+def _fact(fact: Fact, *, bad: bool) -> Html:
+    was = element("span", f" was {fact.before:g}", cls="dim") if fact.changed else ""
+    ground = chip(f"{fact.now:g}", kind="bad" if bad else "changed") if bad or fact.changed else f"{fact.now:g}"
+    return element("td", ground, was)
+
+
+def _count(fact: Fact) -> Html:
+    was = element("span", f" was {fact.before:g}", cls="dim") if fact.changed else ""
+    return chip(element("code", fact.name), f" {fact.now:g}", was, kind="changed" if fact.changed else "")
+
+
+def _machine_code(cell: Cell) -> Html:
+    """Each line of the cell and under it the instructions that it became; then those of headers."""
+    return join(_by_line(path, cell) for path in dict.fromkeys([cell.source.path, *(path for path, _ in cell.listing)]))
+
+
+def _by_line(path: str, cell: Cell) -> Html:
+    source = cell.source if path == cell.source.path else Source.from_text(Path(path).read_text(), path)
+    shown = [] if source is cell.source else [element("b", Path(path).name)]
+    for number, line in enumerate(page.highlighted(source.text, source.language), 1):
+        if code := cell.listing.get((path, number)):
+            shown.append(join([element("span", f"{number:>4}  ", cls="no"), line]))
+            shown += [
+                element("span", f"{'':>10}{i.guard:<6}{i.name:<22}{', '.join(i.operands)}", cls="dim") for i in code
+            ]
+    return element("pre", join(shown, "\n"))
+
+
+def _title(*parts: object) -> Html:
+    return element("div", element("b", parts[0]), " ", *parts[1:], cls="title")
+
+
+def _source(source: Source, *, folded: bool = False) -> Html:
+    text = listing(source.text, source.language, first=2 if source.text.startswith("\n") else 1)  # a cell's magic
+    count = source.text.count("\n")
+    return details(f"{source.label}, {count} lines", text, shown=not folded and count <= _SHORT)
+
+
+def _lowest(arch: str) -> str:
+    """A letter at the end marks code that runs nowhere else."""
+    return f"{arch} only" if arch[-1].isalpha() else f"{arch} and newer"
+
+
+def _shape(arg: Arg) -> str:
+    return f"[{', '.join(arg.shape)}]" if arg.shape else f"= {arg.value or arg.name}"
+
+
+PAGES: dict[type, Callable[[Any], str]] = {
+    Cell: of_cell,
+    Finding: of_finding,
+    Kernel: of_kernel,
+    KernelSpec: of_spec,
+    Outcome: of_outcome,
+    PackedWeight: of_weight,
+}

@@ -1,0 +1,89 @@
+"""`%%ptx` and `%%cuda`: compile the cell, show what became of it, bind its kernels under their names."""
+
+from dataclasses import replace
+from typing import Any
+
+from IPython.core.magic import Magics, cell_magic, magics_class
+from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
+
+from ptxlab import gpu, kernels, sass
+from ptxlab.arguments import parse_checks, parse_integers
+from ptxlab.errors import PtxlabError
+from ptxlab.jupyter.cell import Cell, compile_cell
+from ptxlab.jupyter.errors import in_short
+from ptxlab.sources import Language
+from ptxlab.spec import KernelSpec
+from ptxlab.verify import Job, Verdict, verify
+
+
+def _options(function: Any) -> Any:
+    """What both magics take."""
+    for option in (
+        argument("-q", "--quiet", action="store_true", help="Bind the kernels and show nothing."),
+        argument("--sass", action="store_true", help="Show the machine code under the lines that it comes from."),
+        argument("--verify", metavar="SPEC", help="Hold the kernel against the reference of this project kernel, "
+                 "or of a KernelSpec in the notebook, with every check on."),
+        argument("--check", metavar="CHECKS", default="", help="What the emulator looks for whenever the kernel is "
+                 "called: some of lanes,race,init,async, or all."),
+        argument("--arch", help="What to assemble for, such as sm_90a; by default this GPU, or sm_90a without one."),
+        argument("--kernel", metavar="NAME", help="Only this one of the cell's kernels; by default all of them."),
+    ):  # fmt: skip
+        function = option(function)
+    return magic_arguments()(function)
+
+
+@magics_class
+class PtxlabMagics(Magics):
+    """The cell magics; they remember what each kernel was before, so that a cell run again shows what changed."""
+
+    def __init__(self, shell: Any) -> None:
+        super().__init__(shell)
+        self.reports: dict[str, sass.Report] = {}
+
+    @cell_magic
+    @_options
+    def ptx(self, line: str, cell: str) -> Cell | None:
+        """Assemble a cell of PTX and bind its kernels under their names."""
+        return self._run(parse_argstring(self.ptx, line), cell, "ptx")
+
+    @cell_magic
+    @_options
+    @argument("-D", dest="define", metavar="NAME[=N]", action="append", default=[], help="A constant; -D X is 1.")
+    def cuda(self, line: str, cell: str) -> Cell | None:
+        """Compile a cell of CUDA C++ and bind its kernels under their names."""
+        return self._run(parse_argstring(self.cuda, line), cell, "cu")
+
+    def _run(self, options: Any, text: str, language: Language) -> Cell | None:
+        assert self.shell is not None
+        try:
+            cell = compile_cell(
+                text,
+                language,
+                kernel=options.kernel,
+                arch=options.arch,
+                defines=parse_integers("-D", getattr(options, "define", [])),
+                checks=parse_checks("--check", options.check),
+                listing=options.sass,
+                before=self.reports,
+            )
+            if options.verify:
+                cell = replace(cell, verdicts=self._verify(cell, options.verify))
+        except PtxlabError as error:
+            raise in_short(error) from None
+        self.reports |= cell.reports
+        self.shell.push(dict(cell.kernels))
+        return None if options.quiet else cell
+
+    def _verify(self, cell: Cell, contract: str) -> tuple[Verdict, ...]:
+        """Every kernel of the cell at every size of the spec's examples: in the emulator, and on a GPU that fits."""
+        assert self.shell is not None
+        spec = self.shell.user_ns.get(contract)
+        if not isinstance(spec, KernelSpec):
+            spec, _ = kernels.find(contract)
+        backends = ["emulator", *(["gpu"] if gpu.why_not(spec.arch, exact=spec.exact_arch) is None else [])]
+        return tuple(
+            verify(Job(replace(spec, name=name), cell.source, backend, sizes, dict(kernel.defines) or None))
+            for name, kernel in cell.kernels.items()
+            for backend in backends
+            for sizes in spec.example_sizes
+        )

@@ -1,0 +1,32 @@
+"""Nsight Compute: counters of launches (`launches`), whole reports (`collect`, `read`), and a launch on a page."""
+
+from ptxlab.nsight.ncu import FAILED, INSTALL, SETS, collect, counters, launches, version
+from ptxlab.nsight.page import BUSY, FIGURES, METRICS, Carrier, Figure, Profile, load, profile_of, save
+from ptxlab.nsight.report import ISSUING, Instruction, Launched, read, require_reader
+from ptxlab.nsight.words import amount, differences
+
+__all__ = [
+    "BUSY",
+    "FAILED",
+    "FIGURES",
+    "INSTALL",
+    "ISSUING",
+    "METRICS",
+    "SETS",
+    "Carrier",
+    "Figure",
+    "Instruction",
+    "Launched",
+    "Profile",
+    "amount",
+    "collect",
+    "counters",
+    "differences",
+    "launches",
+    "load",
+    "profile_of",
+    "read",
+    "require_reader",
+    "save",
+    "version",
+]

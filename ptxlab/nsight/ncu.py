@@ -1,0 +1,137 @@
+"""ncu over a command, in a process of its own: counters of launches as numbers, or a report to be taken apart later.
+
+The numbers need nothing but ncu; a report (`nsight.report`) also needs the package ncu-report.
+"""
+
+import csv
+import io
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from ptxlab.errors import ArgumentError, UnavailableError
+
+SETS = ("quick", "full")
+INSTALL = "it comes with the CUDA toolkit"
+FAILED = "ptxlab cannot launch it: "  # what a profiled process prints before the reason
+
+_SAMPLING = "2"  # warps are sampled every 2^(5 + this) clocks: ncu's own choice is too rare for microseconds
+_UNKNOWN = re.compile(r"(?:[Ff]ailed to find metrics?|[Uu]nknown metrics?)[^\w]*((?:regex:)?[\w.:]+)")
+_MAY_NOT = "as root, or with the option NVreg_RestrictProfilingToAdminUsers=0 of the kernel module nvidia, it may"
+
+
+def counters(command: Sequence[str], kernel: str, metrics: Sequence[str]) -> dict[str, float]:
+    """Run a command under ncu and read metrics of the one launch of `kernel` in it: `launches` for one."""
+    return launches(command, [kernel], metrics)[0]
+
+
+def launches(
+    command: Sequence[str], kernels: Sequence[str], metrics: Sequence[str], sections: Sequence[str] = ()
+) -> list[dict[str, float]]:
+    """Run a command under ncu and read every number that it gives of each launch of these kernels.
+
+    Args:
+        command: what to run, such as `[sys.executable, "-m", "ptxlab", "run", ...]`.
+        kernels: entry symbols in the order of their launches; a kernel that is launched twice stands there twice.
+        metrics: ncu's names, `l1tex__data_pipe_lsu_wavefronts_mem_shared_op_ld.sum`; all will be there.
+        sections: of ncu, whose metrics are read too.
+
+    Raises:
+        UnavailableError: no ncu, no permission to count, other launches than those, or a metric that ncu does not know.
+    """
+    options = ["--csv", "--page", "raw", "--print-units", "base", *_wanted(kernels, metrics, sections)]
+    done = _ncu(options, command)
+    rows = launched(done.stdout)
+    names = [row["Kernel Name"].partition("(")[0] for row in rows]
+    if names != list(kernels):
+        raise _other_launches(names, done)
+    if unknown := [metric for metric in metrics if any(not row.get(metric) for row in rows)]:
+        raise unknown_metric(unknown[0])
+    return [numbers(row) for row in rows]
+
+
+def collect(
+    command: Sequence[str], kernels: Sequence[str], metrics: Sequence[str], out: Path, *, chosen: str = "quick"
+) -> None:
+    """Run a command under ncu and write a report of the launches between its `gpu.profiled()`.
+
+    Caches are emptied before every pass, and the sources that the line tables name go into the report.
+
+    Args:
+        command: what to run; it warms up by itself.
+        kernels: entry symbols.
+        metrics: ncu's names.
+        out: the `.ncu-rep` to write.
+        chosen: `quick` for these metrics and the samples of stalled warps; `full` for everything that ncu has besides.
+
+    Raises:
+        ArgumentError: no such set.
+        UnavailableError: no ncu, no permission to count, no launch, or a metric that ncu does not know.
+    """
+    if chosen not in SETS:
+        raise ArgumentError("--set", f"one of {', '.join(SETS)}", chosen)
+    sections = ["SourceCounters", "LaunchStats", "Occupancy"] if chosen == "quick" else []
+    options = ["--profile-from-start", "off", "--import-source", "yes", "--force-overwrite", "--export", str(out)]
+    options += ["--warp-sampling-interval", _SAMPLING, *(["--set", "full"] if chosen == "full" else [])]
+    done = _ncu([*options, *_wanted(kernels, metrics, sections)], command)
+    if not out.is_file():
+        raise _other_launches([], done)
+
+
+def unknown_metric(name: str) -> UnavailableError:
+    """The error that names a metric."""
+    return UnavailableError(f"ncu: does not know the metric {name}")
+
+
+def version() -> str:
+    """Of the ncu on the PATH, `2025.3.1.0`; empty if there is none."""
+    ncu = shutil.which("ncu")
+    printed = subprocess.run([ncu, "--version"], capture_output=True, text=True).stdout if ncu else ""
+    found = re.search(r"Version (\S+)", printed)
+    return found[1] if found else ""
+
+
+def _wanted(kernels: Sequence[str], metrics: Sequence[str], sections: Sequence[str]) -> list[str]:
+    options = ["--kernel-name", f"regex:^({'|'.join(sorted(set(kernels)))})$", "--metrics", ",".join(metrics)]
+    return options + [option for section in sections for option in ("--section", section)]
+
+
+def _ncu(options: Sequence[str], command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run ncu and turn what it complains of into an error."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise UnavailableError(f"ncu (Nsight Compute): not on the PATH; {INSTALL}")
+    done = subprocess.run([ncu, "--clock-control", "none", *options, *command], capture_output=True, text=True)
+    printed = done.stdout + done.stderr
+    if "ERR_NVGPUCTRPERM" in printed:
+        raise UnavailableError(f"ncu: no permission to read the GPU's counters (ERR_NVGPUCTRPERM); {_MAY_NOT}")
+    if unknown := _UNKNOWN.search(printed):
+        raise unknown_metric(unknown[1])
+    if reason := re.search(rf"^{FAILED}(.*)$", printed, re.MULTILINE):
+        raise UnavailableError(reason[1])
+    return done
+
+
+def _other_launches(names: Sequence[str], done: subprocess.CompletedProcess[str]) -> UnavailableError:
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    said = [line for line in lines if line.startswith("==ERROR==")][:1] or lines[-1:]
+    return UnavailableError(f"ncu: saw launches of {', '.join(names) or 'nothing'}: {' '.join(said)}")
+
+
+def launched(printed: str) -> list[dict[str, str]]:
+    """The launches in ncu's CSV, by column; its second line has units and no launch."""
+    table = [line for line in printed.splitlines() if line.startswith('"')]
+    return [row for row in csv.DictReader(io.StringIO("\n".join(table))) if row["ID"]]
+
+
+def numbers(row: dict[str, str]) -> dict[str, float]:
+    """The columns that hold a number."""
+    found = {}
+    for name, value in row.items():
+        try:
+            found[name] = float(str(value).replace(",", ""))
+        except ValueError:
+            continue
+    return found

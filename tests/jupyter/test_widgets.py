@@ -1,0 +1,43 @@
+"""Sliders: moving one changes the page under it."""
+
+import sys
+from typing import Any
+
+import pytest
+
+from ptxlab.errors import UnavailableError
+from ptxlab.jupyter import dequant_sliders, identities, layout_explorer, who_holds
+
+pytest.importorskip("ipywidgets", reason="ipywidgets is not installed: it comes with the extra `jupyter`")
+
+
+def controls(widget: Any) -> dict[str, Any]:
+    """Every control within a widget by its description."""
+    found = {widget.description: widget} if getattr(widget, "description", "") else {}
+    for child in getattr(widget, "children", ()):
+        found |= controls(child)
+    return found
+
+
+def test_the_identities_follow_the_sliders() -> None:
+    box = dequant_sliders()
+    named, page = controls(box), box.children[1]
+    assert page.value == identities()._repr_html_()
+    named["s1"].value, named["min"].value, named["q4, lane 1"].value = 16, -112, 7
+    assert page.value == identities((15, 7, 0, 9), 16, -112)._repr_html_()
+
+
+def test_the_explorer_follows_map_and_lane() -> None:
+    box = layout_explorer("dual_mma", 100)
+    named, page = controls(box), box.children[1]
+    assert page.value == who_holds("dual_mma", 100)._repr_html_() and named["lane"].max == 127
+    named["map"].value = "qserve"  # which has 32 lanes
+    assert named["lane"].max == 31 and page.value == who_holds("qserve", 31)._repr_html_()
+    named["lane"].value = 3
+    assert page.value == who_holds("qserve", 3)._repr_html_()
+
+
+def test_without_ipywidgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    with pytest.raises(UnavailableError, match=r"ptxlab\[jupyter\]"):
+        dequant_sliders()
