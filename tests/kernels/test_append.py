@@ -301,7 +301,8 @@ CHANGES = {
     "a fused difference": ("__fsub_rn(__fmul_rn(x[i], c[i]), __f", "fmaf(x[i], c[i], -__f"),
     "a fused sum": ("__fadd_rn(__fmul_rn(x[8 + i], c[i]), __f", "fmaf(x[8 + i], c[i], __f"),
     "tokens beyond the last": ("row < heads && own <= last", "row < heads"),
-    "positions of padding": ("slot < 0 ? 0 : positions ?", "positions ?"),
+    "positions of padding": ("slot < 0 ? 0 : named", "named"),
+    "positions beyond the last": ("positions && own <= last ?", "positions ?"),
     "clipped after the zero": ("LOW - zero[j]), HIGH - zero[j])", "float(LOW)), float(HIGH))"),
     "no wait for the kernel before": ("ptxlab::wait_for_predecessors();", ""),
 }
