@@ -26,7 +26,8 @@ def measure() -> dict[str, Any]:
     reports = [sass.report(s, ARCH, entry=name) for name in kernels.specs() for s in kernels.find(name)[1]]
     kept = ("alu_per_8", "opcodes_per_8", "pipes_per_8", "registers", "spill_stores", "spill_loads")
     counts = {r.name: {k: v for k, v in r.to_json().items() if k in kept} for r in reports}
-    loops = {s.label: main_loops(spec, s) for spec in kernels.gemm.STEPS for s in kernels.find(spec.name)[1]}
+    looped = (*kernels.gemm.STEPS, kernels.specs()["gemm_w4a8_sm90"])
+    loops = {s.label: main_loops(spec, s) for spec in looped for s in kernels.find(spec.name)[1]}
     return {"schema": 1, "arch": ARCH, "tools": toolchain.versions(), "counts": counts, "main_loops": loops}
 
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ptxlab import (
+    costplot,
     demo,
     headline,
     headlineplot,
@@ -23,6 +24,7 @@ from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.errors import FileError
 
 LADDER = ("ablation", "times", "fraction", "roofline")
+COST = ("roofline", "predicted", "crossover")
 LOADS = ("load_ldmatrix_u4", "load_lds32_u4", "load_dual_mma")  # wrong, slow, right
 
 
@@ -44,7 +46,8 @@ def draw_all() -> list[Path]:
     for name in ("peers", *(LADDER if ladder.recorded() else ())):
         drawn.append(folder / f"ladder_{name}.png")
         plot.save(ladder_picture(name), drawn[-1])
-    drawn += draw_gemm(ladder.recorded(), folder) + draw_attention(kvpoints.recorded(), folder)
+    record = ladder.recorded()
+    drawn += draw_gemm(record, folder) + draw_cost(record, folder) + draw_attention(kvpoints.recorded(), folder)
     return drawn + draw_profile(folder) + pipelines.pictures(folder)
 
 
@@ -97,6 +100,35 @@ def draw_gemm(record: Record | None, folder: Path) -> list[Path]:
         drawn.append(folder / f"gemm_{name}.png")
         plot.save(gemm_picture(name, record), drawn[-1])
     return drawn
+
+
+def cost_picture(name: str, record: Record | None = None) -> "plot.Figure":
+    """`roofline`, `predicted`, `crossover`: the cost model beside a record of the suite, by default the stored one.
+
+    Raises FileError where that lacks `gemm_w4a8` or its 8-bit sibling.
+    """
+    record = record or ladder.recorded()
+    if record is None or not _has_both(record):
+        raise FileError("gemm.json: no record of gemm_w4a8 and W8A8; `ptxlab bench gemm` makes one on a GPU")
+    draw = {
+        "roofline": costplot.roofline_figure,
+        "predicted": costplot.predicted_figure,
+        "crossover": costplot.crossover_figure,
+    }
+    return draw[name](record)
+
+
+def draw_cost(record: Record | None, folder: Path) -> list[Path]:
+    """Draw the cost model beside a record of the suite `gemm` into `folder`; returns the pictures' paths."""
+    drawn = []
+    for name in COST if record is not None and _has_both(record) else ():
+        drawn.append(folder / f"cost_{name}.png")
+        plot.save(cost_picture(name, record), drawn[-1])
+    return drawn
+
+
+def _has_both(record: Record) -> bool:
+    return bool(headline.points(record) and headline.eight_bit(record))
 
 
 def attention_picture(record: Record | None = None) -> "plot.Figure":

@@ -9,7 +9,17 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import ALL_TOKENS, CHAINS, FEW_TOKENS, LLAMA, MIXTRAL, ROUTED_TOKENS, UNTUNED, UNTUNED_TOKENS
+from ptxlab.bench.shapes import (
+    ALL_TOKENS,
+    CHAINS,
+    FEW_TOKENS,
+    LLAMA,
+    MIXTRAL,
+    ROUTED_TOKENS,
+    UNTUNED,
+    UNTUNED_TOKENS,
+    Layer,
+)
 from ptxlab.headline import at, best_peer, chains, experts, fraction, named, over, points, untuned_points
 from ptxlab.ladder import mean
 from ptxlab.ladderplot import title, token_axis
@@ -29,7 +39,7 @@ def headline_figure(rows: Sequence[Row]) -> Figure:
     left, right = figure.subplots(1, 2)
     for layer in LLAMA:
         mine = {row.sizes["M"]: row for row in rows if named(row) == layer}
-        style = {"color": _PARTS[layer.part], "linewidth": 1.2, "label": str(layer), **_MODELS[layer.model]}
+        style = layer_style(layer)
         _line(left, [mine[M].fraction if M in mine else math.nan for M in ALL_TOKENS], style)
         _line(right, [best_peer(mine[M])[1] if M in mine else math.nan for M in ALL_TOKENS], style)
     _line(left, [fraction(at(rows, M)) for M in ALL_TOKENS], _MEAN)
@@ -42,6 +52,11 @@ def headline_figure(rows: Sequence[Row]) -> Figure:
         _finish(axes, text, ALL_TOKENS)
     right.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
+
+
+def layer_style(layer: Layer) -> dict[str, Any]:
+    """How the line of a matrix of LLaMA-2 is drawn."""
+    return {"color": _PARTS[layer.part], "linewidth": 1.2, "label": str(layer), **_MODELS[layer.model]}
 
 
 def beyond_figure(record: Record) -> Figure:

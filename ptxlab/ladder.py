@@ -122,13 +122,13 @@ def loop_table() -> str:
     """The main loop of every step in machine code, per weight, at few and at many tokens."""
     columns = ["step", "M", "weights", "all", "ALU", "FMA", "shared and global", "tensor", "beside, per iteration"]
     lines = []
-    for label, by_tokens in counts.load()["main_loops"].items():
-        for M, loop in by_tokens.items():
+    for spec in kernels.gemm.STEPS:
+        for M, loop in counts.load()["main_loops"][kernels.find(spec.name)[1][0].label].items():
             weights, pipes = loop["weights"], loop["pipes"]
             per_weight = [sum(pipes.values()), pipes.get("alu", 0), pipes.get("fma", 0) + pipes.get("fmaheavy", 0)]
             per_weight += [pipes.get("lsu", 0), pipes.get("tensor", 0)]
             numbers = [f"{count / weights:.2f}" for count in per_weight]
-            lines.append([f"`{short(label.partition('.')[0])}`", M, str(weights), *numbers, str(loop["beside"])])
+            lines.append([f"`{short(spec.name)}`", M, str(weights), *numbers, str(loop["beside"])])
     return markdown(columns, lines)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ptxlab import (
     bench,
+    costtables,
     counts,
     gemmtables,
     headline,
@@ -210,11 +211,21 @@ def ladder_section() -> str:
     return ladder.ladder_table() + (f"\n![{picture}\n" if ladder.recorded() else "")
 
 
+def cost_section() -> str:
+    """Rooflines, what the cost model predicts beside what was measured, and where W4A8 stops paying."""
+    record = ladder.recorded()
+    if not headline.eight_bit(record):
+        return f"{ladder.NOT_RECORDED}\n"
+    picture = "![What each scheme can reach, and what was reached](notebooks/figures/cost_roofline.png)"
+    return f"{picture}\n\n{costtables.kernels_table(record)}\n{costtables.crossover_table(record)}"
+
+
 SECTIONS: dict[str, Callable[[], str]] = {
     "headline": headline_section,
     "kernels": kernel_table,
     "loads": load_table,
     "ladder": ladder_section,
+    "cost": cost_section,
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,

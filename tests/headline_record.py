@@ -57,6 +57,7 @@ def row(measure: str, sizes: dict[str, int], nbytes: int, operations: int, slowd
 
 def of_layer(measure: str, layer: Layer, M: int, slowdown: float = SLOWDOWN, **fields: Any) -> Row:
     sizes = {"M": M, "N": layer.N, "K": layer.K, "g": 128}
+    fields = {"variant": {"BM": min(max(M, 8), 256)}, **fields}
     return row(measure, sizes, layer.N * layer.K * 33 // 64, 2 * M * layer.N * layer.K, slowdown, **fields)
 
 

@@ -10,6 +10,7 @@ import pytest
 from ptxlab import bench
 from tests import kv_record, ladder_record
 from tests.headline_record import record
+from tests.slowed import slowed
 from tests.test_cli import cli
 
 __all__ = ["cli"]
@@ -18,7 +19,7 @@ RECORD = record()
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, found: bench.Record) -> None:
-    monkeypatch.setattr(bench, "run_suite", lambda suite, progress: found)
+    monkeypatch.setattr(bench, "run_suite", lambda suite, progress=None: found)
 
 
 def test_one_command_records_draws_and_says_what_is_met(
@@ -48,9 +49,9 @@ def test_the_ladder_alone_is_recorded_alone(cli: Any, tmp_path: Path, monkeypatc
 
 def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = bench.save(RECORD, tmp_path / "before.json")
-    measured(monkeypatch, replace(RECORD, rows=tuple(replace(row, rate=0.98 * row.rate) for row in RECORD.rows)))
+    measured(monkeypatch, replace(RECORD, rows=tuple(slowed(row, 0.98) for row in RECORD.rows)))
     assert cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", before)[0] == 0
-    slow = replace(RECORD.rows[-1], rate=0.96 * RECORD.rows[-1].rate)
+    slow = slowed(RECORD.rows[-1], 0.96)
     measured(monkeypatch, replace(RECORD, rows=(*RECORD.rows[:-1], slow)))
     code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", before)
     assert code == 1 and out.count("slower gemm") == 1 and "4.0% less" in out.replace("\n", " ")

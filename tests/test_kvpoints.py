@@ -151,5 +151,6 @@ def test_the_record_is_whole() -> None:
     rows = kvpoints.points(found)
     assert [place(row) for row in rows] == [place(row) for row in POINTS]
     assert all("within the spec's bound" in row.checked and 0 < row.fraction < 1.1 for row in rows)
-    assert all(len(row.peers) == (13 if "stored_factor" in row.more else 2) for row in rows)
+    for row in rows:  # cuDNN in the same run where there are no groups, else stored
+        assert len(row.peers) == (13 if "stored_factor" in row.more else 1 + (row.sizes["Hq"] == row.sizes["Hkv"]))
     assert [row.kernel for row in kvpoints.steps(found)] == [step.spec.name for step in STEPS]

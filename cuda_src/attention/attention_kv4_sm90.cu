@@ -8,7 +8,8 @@
 // Work       all tiles (64 tokens) of all units, in equal pieces over the blocks, worked out by each from `lengths` (segments.cuh): a block
 //            has segments, of which the first and the last may be parts of units. Such parts go to `partial`, and the last block that has
 //            written its part puts them together in the order of the tokens (FUSED; else attention_merge): same input, same bits.
-// Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies, one prepares queries.
+// Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies; one works out the block's
+//            share of the work, and prepares queries.
 //            full, empty   a place of the ring: keys and values of a tile are there; its warps are done with it. One group has it for ever,
 //                          as STAGES is a multiple of GROUPS: others could take it for full that was full a round ago.
 //            ready         a unit's record and queries are in shared memory
@@ -22,12 +23,14 @@
 // Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
 //            Lane g has dims g D / 8 on.
 // PDL        block table and lengths are read at once, queries and cache behind the wait.
-// Measured   on trial, before it was last changed; `ptxlab bench attention` is to record it. H200, graphs, launched programmatically, cache
-//            from memory; of the time that reading its bytes takes (4.65 TB/s):
-//            heads      16 x 1024     64 x 1024     256 x 1024    1 x 4096      64 x 4096     256 x 4096    1 x 131072
-//            32 / 32    21.2 us 0.72  69.5 us 0.88  267 us 0.92   10.4 us 0.37  261 us 0.94   1019 us 0.96  134 us 0.91
-//            32 / 8     10.0 us 0.38  22.2 us 0.69  73.6 us 0.83  6.3 us 0.15   69.7 us 0.88  266 us 0.92   40.5 us 0.76
-//            64 / 8     9.3 us 0.41   23.4 us 0.65  79.0 us 0.78  6.7 us 0.14   71.0 us 0.86  270 us 0.91   41.3 us 0.74
+// Measured   H200, graphs of plain launches, cache from memory; of the time that reading its bytes takes (4.59 TB/s). On trial: the record is
+//            of the version before, which is 2 to 16% slower where there are 64 sequences or fewer.
+//            heads      16 x 1024     64 x 1024     256 x 1024    1 x 4096      64 x 4096     1 x 32768
+//            32 / 32    22.0 us 0.71  69.1 us 0.90  265 us 0.94   10.0 us 0.39  259 us 0.96   38.9 us 0.80
+//            32 / 8     9.2 us 0.42   22.9 us 0.68  70.7 us 0.88
+//            64 / 8     9.5 us 0.41   23.9 us 0.65  73.6 us 0.85                70.9 us 0.88  15.7 us 0.50
+//            Launched programmatically behind itself 1.1 to 1.7 us less. Of 9.2 us 1.1 pass before the block starts, 1.0 until its share is
+//            known, 0.3 for the table, 1.3 until the first tile is there; 1.2 after the last for its scores and values, 0.9 to add up.
 // PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp;
 //            9.7.13.5 atom; 9.7.13.13 griddepcontrol
 #include "exponent.cuh"
@@ -60,7 +63,7 @@ constexpr int COLUMNS = 8;                                     // queries of a u
 constexpr int ROW = D * BITS / 8;                              // bytes of a token's keys or values
 constexpr int PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4)), PAGES = TILE / PAGE, STAGE = 2 * PAGES * PAGE_BYTES;
 constexpr int SHARE = TILE / TOKENS, GROUPS = WARPS / SHARE, MT = TOKENS / 16, DT = D / 16;  // MT, DT: MMA tiles of tokens, of dims
-constexpr int THREADS = 32 * (WARPS + 2), LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;      // LANES: one for every warp
+constexpr int COPIES = WARPS, QUERIES = WARPS + 1, ALL_WARPS = WARPS + 2, LANES = WARPS <= 4 ? 4 : WARPS <= 8 ? 8 : 16;      // LANES: one for every warp
 constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;     // integers of a word, and registers that they become
 constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;          // of a token's keys, of its values, per lane
 constexpr int VECTOR = K_WORDS < 4 ? K_WORDS : 4;              // words of one load
@@ -79,8 +82,9 @@ using Segments = ptxlab::Segments<EXTRA, GROUPS>;
 struct Unit {
     int count, position, length;             // tiles, 0 behind the last unit; the first one's first token; tokens of the sequence
     int turn;                                // the group of warps that takes the first tile
-    int sequence, head, column0, columns;
+    int head, columns;
     int part, block, blocks;                 // where in the workspace its part is, or -1 if that is all; the blocks that have parts
+    int row[COLUMNS], end[COLUMNS];          // of a column: its row of the results; the first token that it does not see
 };
 
 __device__ __forceinline__ float low_half(u32 pair) { return __low2float(ptxlab::as_half2(pair)); }
@@ -90,6 +94,29 @@ __device__ __forceinline__ u32 half_pair(float a, float b) { return ptxlab::as_b
 // Where the keys or values of a tile's token lie, and its scale and zero. 16 tokens from a multiple of 16 on are in one page.
 __device__ __forceinline__ int row_at(int token) { return token / PAGE * PAGE_BYTES + token % PAGE * ROW; }
 __device__ __forceinline__ int scale_at(int token) { return token / PAGE * PAGE_BYTES + PAGE * ROW + token % PAGE * 4; }
+
+// What the copies are asked for by: up to 32 pages, one per lane, while the next ones are looked up in the table.
+struct Feed {
+    Segments walk;
+    const int* table;
+    int P, page, pages;                      // of the segment, the page that comes next, and how many it has
+    int entry, entries, at, left, head;      // pages that come next, those now, which of them, how many; their kv head
+
+    __device__ __forceinline__ Feed(const Segments& walk, const int* table, int P) : walk(walk), table(table), P(P), page(0), pages(0), entry(0), left(0) { look_up(); }
+    __device__ __forceinline__ void look_up() {                              // what a tile lacks is the last page again
+        if (!walk.more()) return;
+        const int first = (walk.begin + walk.first()) * PAGES;
+        pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - first);
+        entry = table[size_t(walk.sequence) * P + first + min(page + int(threadIdx.x % 32), pages - 1)];
+    }
+    __device__ __forceinline__ void take(int splits) {
+        if (!walk.more()) return;
+        entries = entry, at = 0, left = min(32, pages - page), head = int(unsigned(walk.unit) / unsigned(splits));
+        page += 32;
+        if (page >= pages) page = 0, walk.advance();
+        look_up();
+    }
+};
 
 template <int COUNT>
 __device__ __forceinline__ void load_words(u32 (&w)[COUNT], const void* from) {
@@ -168,7 +195,7 @@ __device__ __forceinline__ void multiply_values(float (&o)[DT][4], const unsigne
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT)
 attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                    const unsigned char* pool,   // u8 [pages, 2, Hkv, PAGE_BYTES]
                    const int* table,            // s32 [B, P]
@@ -185,69 +212,66 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     extern __shared__ __align__(128) unsigned char ring[];                   // [STAGES][STAGE]
     __shared__ u64 full[STAGES], empty[STAGES], ready[UNITS], summed[UNITS], cleared[UNITS];
     __shared__ Unit units[UNITS];
-    const int group = Hq / Hkv, splits = (group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
+    __shared__ Segments share;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     TIMELINE_THREAD(lane == 0);
-    unsigned char* const queries = ring + STAGES * STAGE;                    // [UNITS][QUERY]
-    float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);             // [SLOTS][WARPS][columns]: largest, sum, zeros
-    float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);   // [SLOTS][WARPS][columns][PITCH]
-    const auto row_of = [&](int sequence, int head, int column) { return (size_t(sequence) * T + column / group) * Hq + head * group + column % group; };
-
-    if (warp == WARPS) {
-        for (int s = lane; s < STAGES; s += 32) ptxlab::mbarrier_init(&full[s], 1), ptxlab::mbarrier_init(&empty[s], SHARE);
-        if (lane < UNITS) ptxlab::mbarrier_init(&ready[lane], 1), ptxlab::mbarrier_init(&summed[lane], WARPS), ptxlab::mbarrier_init(&cleared[lane], WARPS);
+    const int nearest = warp == QUERIES ? Segments::nearest_of(lengths, B) : 0;  // on its way while the barriers are made
+    if (ptxlab::elect()) {                                                   // every warp some: one lane makes one after the other
+#pragma unroll
+        for (int i = 0; i < STAGES; i += ALL_WARPS)
+            if (i + warp < STAGES) ptxlab::mbarrier_init(&full[i + warp], 1), ptxlab::mbarrier_init(&empty[i + warp], SHARE);
+        if (warp < UNITS) ptxlab::mbarrier_init(&ready[warp], 1), ptxlab::mbarrier_init(&summed[warp], WARPS), ptxlab::mbarrier_init(&cleared[warp], WARPS);
         ptxlab::fence_mbarrier_init();
+    }
+    const int group = int(unsigned(Hq) / unsigned(Hkv)), splits = unsigned(group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
+    Segments walk;
+    if (warp == QUERIES) {
+        walk = Segments(blockIdx.x, gridDim.x, lengths, nearest, B, Hkv * splits, T, window);
+        if (lane == 0) share = walk;
     }
     __syncthreads();
     ptxlab::launch_dependents();
 
-    if (warp == WARPS) {  // asks for copies
-        Segments walk(lengths, B, Hkv * splits, T, window);
+    if (warp == COPIES) {
         const bool elected = ptxlab::elect();
         const size_t pitch = size_t(Hkv) * PAGE_BYTES;
         ptxlab::Slot<STAGES> slot;
-        int pages = 0, entry = 0;
-        const auto look_up = [&](int p) {                                    // of the table, from the segment's page p on; what a tile lacks: the last again
-            const int page0 = (walk.begin + walk.first()) * PAGES;
-            pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - page0);
-            entry = table[size_t(walk.sequence) * P + page0 + min(p + lane, pages - 1)];
-        };
-        if (walk.more()) look_up(0);
+        Feed feed(share, table, P);
         ptxlab::wait_for_predecessors();
-        while (walk.more()) {
-            const unsigned char* of_head = pool + size_t(walk.unit / splits) * PAGE_BYTES;
-            for (int p = 0, all = pages; p < all; p += 32) {
-                const int entries = entry, here = min(32, all - p);
-                if (p + 32 >= all) walk.advance();                           // what comes next is on its way while these are asked for
-                if (walk.more()) look_up(p + 32 < all ? p + 32 : 0);
-                for (int i = 0; i < here; i += PAGES, slot.advance()) {
-                    unsigned char* stage = ring + slot.index * STAGE;
-                    PHASE(WAIT_GROUP);
-                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                    PHASE(LOAD);
-                    if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
+        for (feed.take(splits); feed.left > 0; slot.advance()) {
+            unsigned char* stage = ring + slot.index * STAGE;
+            PHASE(WAIT_GROUP);
+            ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);      // the first round finds them empty
+            PHASE(LOAD);
+            if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
 #pragma unroll
-                    for (int j = 0; j < PAGES; ++j) {
-                        const unsigned char* from = of_head + size_t(__shfl_sync(~0u, entries, i + j)) * (2 * pitch);
-                        if (elected) ptxlab::bulk_load_once(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
-                        if (elected) ptxlab::bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, &full[slot.index]);
-                    }
-                }
+            for (int j = 0; j < PAGES; ++j) {
+                const unsigned char* from = pool + feed.head * size_t(PAGE_BYTES) + size_t(__shfl_sync(~0u, feed.entries, feed.at + j)) * (2 * pitch);
+                if (elected) ptxlab::bulk_load_once(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
+                if (elected) ptxlab::bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, &full[slot.index]);
             }
+            feed.at += PAGES, feed.left -= PAGES;
+            if (feed.left <= 0) feed.take(splits);
         }
         return;
     }
 
-    if (warp == WARPS + 1) {  // records of units; queries -> operand B
-        Segments walk(lengths, B, Hkv * splits, T, window);
+    unsigned char* const queries = ring + STAGES * STAGE;                    // [UNITS][QUERY]
+    float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);             // [SLOTS][WARPS][columns]: largest, sum, zeros
+    float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);   // [SLOTS][WARPS][columns][PITCH]
+
+    if (warp == QUERIES) {  // records of units; queries -> operand B
         ptxlab::Slot<UNITS> slot;
         int2 begun = make_int2(0, 0);                                        // the unit of several blocks that begins here, and how many
         int turn = 0;
         const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
         u32 next[K_WORDS][HALVES];
+        int token = 0, row = 0;                                              // of the lane's column g: the query of the sequence, the row of q
         const auto load = [&] {
             const int column = walk.unit % splits * COLUMNS + g;
-            const unsigned short* from = q + row_of(walk.sequence, walk.unit / splits, column) * D;
+            token = int(unsigned(column) / unsigned(group));
+            row = (walk.sequence * T + token) * Hq + walk.unit / splits * group + column - token * group;
+            const unsigned short* from = q + size_t(row) * D;
 #pragma unroll
             for (int w = 0; w < K_WORDS; ++w) {
 #pragma unroll
@@ -259,6 +283,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         if (walk.more()) load();
         for (; walk.more(); slot.advance()) {
             const Segments here = walk;
+            const int row_here = row, end = here.length - T + 1 + token;
             const int head = here.unit / splits, column0 = here.unit % splits * COLUMNS;
             float x[K_WORDS][PER_WORD], largest = 0, sum = 0;
 #pragma unroll
@@ -291,13 +316,18 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 }
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            if (t == 0)                                                      // 2^24 / 2^14
+            if (t == 0) {                                                    // 2^24 / 2^14
                 reinterpret_cast<float2*>(queries + slot.index * QUERY + FRAGMENTS)[g] = make_float2(sum * -0x1p-24f, size * (softmax_scale * LOG2E * 0x1p10f));
+                units[slot.index].row[g] = row_here, units[slot.index].end[g] = end;
+            }
             if (lane == 0) {
                 const int first = here.first(), count = here.count();
                 const bool whole = count == here.tiles;
-                units[slot.index] = {count, (here.begin + first) * TILE, here.length, turn, here.sequence, head, column0, min(columns, group * T - column0),
-                                     whole ? -1 : int(blockIdx.x) * 2 + (first == 0), whole ? 0 : here.first_block(), whole ? 1 : here.blocks()};
+                Unit& unit = units[slot.index];
+                unit.count = count, unit.position = (here.begin + first) * TILE, unit.length = here.length, unit.turn = turn;
+                unit.head = head, unit.columns = min(columns, group * T - column0);
+                unit.part = whole ? -1 : int(blockIdx.x) * 2 + (first == 0);
+                unit.block = whole ? 0 : here.first_block(), unit.blocks = whole ? 1 : here.blocks();
                 turn = (turn + count) % GROUPS;
                 if (!whole && first == 0) begun = make_int2(here.sequence * (Hkv * splits) + here.unit, here.blocks());
             }
@@ -310,7 +340,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             ptxlab::mbarrier_arrive(&ready[slot.index]);
             if (!FUSED) reinterpret_cast<int2*>(segments)[blockIdx.x] = begun;
         }
-        for (int s = blockIdx.x; s < B; s += gridDim.x)                      // nobody's: sequences of no tokens
+        for (int s = blockIdx.x; s < B; s += gridDim.x)                     // nobody's: sequences of no tokens
             if (lengths[s] == 0) {
                 for (size_t i = lane; i < size_t(T) * Hq * D / 2; i += 32) reinterpret_cast<u32*>(out)[size_t(s) * T * Hq * D / 2 + i] = 0;
                 for (int i = lane; lse && i < T * Hq; i += 32) lse[size_t(s) * T * Hq + i] = -ptxlab::infinity();
@@ -341,11 +371,10 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) {
                 const float times = __shfl_sync(~0u, factor, w);
-                if (!active(w)) continue;
                 float4 more[row.PIECES] = {};
 #pragma unroll
                 for (int p = 0; p < row.PIECES; ++p)
-                    if (row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
+                    if (active(w) && row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
                 row.add(more, times, 0);
             }
 #pragma unroll
@@ -357,7 +386,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     float4& v = row.v[p];
                     v = make_float4((v.x - zeros * zero.x) * scale.x, (v.y - zeros * zero.y) * scale.y, (v.z - zeros * zero.z) * scale.z, (v.w - zeros * zero.w) * scale.w);
                 }
-            const size_t at = row_of(unit.sequence, unit.head, unit.column0 + c);
+            const size_t at = unit.row[c];
             if (unit.part < 0) {
                 row.store<BF16>(out, lse, at);
                 continue;
@@ -372,7 +401,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         if (lane == 0) ptxlab::mbarrier_arrive(&cleared[number % UNITS]);
     };
 
-    const int mine = warp / SHARE, token0 = warp % SHARE * TOKENS;           // of the groups; of a tile
+    const int mine = warp / SHARE, token0 = warp % SHARE * TOKENS;         // of the groups; of a tile
     int stage = mine, parity = 0, merged = 0;
     for (int number = 0;; ++number) {
         const int slot = number % UNITS;
@@ -380,7 +409,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         ptxlab::mbarrier_wait(&ready[slot], number / UNITS % 2);
         const int count = units[slot].count, skip = count > 0 ? (mine - units[slot].turn + GROUPS) % GROUPS : 0;
         if (skip < count) {
-            const int length = units[slot].length, position0 = units[slot].position + token0, column0 = units[slot].column0;
+            const int length = units[slot].length, position0 = units[slot].position + token0;
             PHASE(SETUP);
             u32 query[K_WORDS][HALVES];
             float column_sum[2], factor[2], m[2] = {LOWEST, LOWEST}, l[2] = {}, o[DT][4] = {}, zeros[4] = {};
@@ -450,7 +479,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     asm volatile("");
 #pragma unroll
                     for (int b = 0; b < 2; ++b) {
-                        const int end = length - T + 1 + (column0 + 2 * t + b) / group;  // tokens from here on the query does not see
+                        const int end = units[slot].end[2 * t + b];
 #pragma unroll
                         for (int i = 0; i < MT; ++i)
 #pragma unroll

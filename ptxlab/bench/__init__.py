@@ -1,7 +1,7 @@
 """Benchmarks: kernels beside their floor and their peers, recorded as JSON."""
 
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "Slower",
     "as_table",
     "compare",
+    "confirmed",
     "default_path",
     "load",
     "measure_ceilings",
@@ -71,6 +72,21 @@ def run_suite(suite: str, progress: Callable[[str], None] = lambda _: None) -> R
         rows=rows,
         invalid=shortfall(ceilings, info.slug) or stream.shortfall(rows, info.slug),
     )
+
+
+def confirmed(
+    slower: Sequence[Slower], before: Record, progress: Callable[[str], None] = lambda _: None
+) -> list[Slower]:
+    """Of the rows that got slower, those that are so once more when their kernels alone are measured anew.
+
+    Of some thousand rows one or two are slower in any run, by a clock that fell or by where arrays came to lie. What
+    a kernel's own run does not measure (a chain, a loop) stays.
+    """
+    alone = sorted({one.row.kernel for one in slower} & kernels.specs().keys())
+    again = [run_suite(kernel, progress) for kernel in alone]
+    measured = {row.key for record in again for row in record.rows}
+    still = {one.row.key for record in again for one in compare(record, before)}
+    return [one for one in slower if one.row.key in still or one.row.key not in measured]
 
 
 def _suite_of(family: str) -> str:

@@ -71,7 +71,7 @@ def at(
     if appending:
         peers = {name: us for name, us in others.items() if name.startswith(_APPENDING)}
         yield behind_append(step, given, ceilings, peers, more)
-    yield timed(step, given, MEASURE, ceilings, peers={**here, **others}, more=more, face=FACE)
+    yield timed(step, given, MEASURE, ceilings, peers={**others, **here}, more=more, face=FACE)
 
 
 def unequal(step: Step, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:

@@ -13,11 +13,10 @@ from ptxlab.bench.problem import Launches, expected, first_tokens, launches, pac
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import CHAINS, FEW_TOKENS, GROUP, Layer
-from ptxlab.bench.timing import Measured, copies_beyond_l2, in_turn, measure
+from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, in_turn, measure
 from ptxlab.spec import Arrays, evaluate
 
 MEASURE = "chain"
-_REPLAYS = 10
 
 
 def rows(stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -46,7 +45,7 @@ def chain(
             for (step, sizes), inputs in zip(links, logical, strict=True)
         ]
         rounds = zip(*(link.calls for link in ready), strict=True)
-        return measure([in_turn(calls) for calls in rounds], replays=_REPLAYS), ready
+        return measure([in_turn(calls) for calls in rounds], replays=GEMM_REPLAYS), ready
 
     plain, _ = timed(False)
     measured, ready = timed(True)

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ptxlab import gpu
-from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure, replays_at
+from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
 from ptxlab.errors import BenchmarkError
 
 # Our name -> the column `peer` of the stored times of other projects (`notebooks/results/<gpu>/peers/gemm.csv`).
@@ -41,7 +41,7 @@ def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] = tuple(C
         weights = _copies(_operand(name, N, K, seed=0))
         for M in tokens:
             x = _operand(name, max(M, _INT8_ROWS) if name == "cublas_int8" and M <= 16 else M, K, seed=M)
-            times[M][name] = measure(_calls(name, x, weights), replays=replays_at(M), capture=capture).us
+            times[M][name] = measure(_calls(name, x, weights), replays=GEMM_REPLAYS, capture=capture).us
         weights.clear()
     torch.cuda.empty_cache()  # what the graphs held; the kernels to be compared need memory too
     return times
@@ -60,7 +60,7 @@ def cublas_chain(matrices: Sequence[tuple[int, int]], tokens: Sequence[int]) -> 
     for M in tokens:
         links = [_calls(name, _operand(name, M, copies[0].shape[1], seed=M), copies) for copies in weights]
         chains = [in_turn(calls) for calls in zip(*links, strict=True)]
-        times[M][name] = measure(chains, replays=replays_at(M), capture=capture).us
+        times[M][name] = measure(chains, replays=GEMM_REPLAYS, capture=capture).us
     weights.clear()
     torch.cuda.empty_cache()
     return times

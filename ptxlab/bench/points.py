@@ -11,7 +11,7 @@ from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.stored import FACTOR, stored_peers, stored_times
 from ptxlab.bench.stream import measure_stream
-from ptxlab.bench.timing import measure, replays_at
+from ptxlab.bench.timing import GEMM_REPLAYS, measure
 from ptxlab.kernels.gemm.common import Step
 from ptxlab.spec import Arrays, evaluate
 
@@ -53,7 +53,7 @@ def point(
     """
     spec = step.spec
     timed = launches(step, sizes, logical, sums=sums)
-    measured = measure(timed.calls, replays=replays_at(sizes["M"]))
+    measured = measure(timed.calls, replays=GEMM_REPLAYS)
     operations, nbytes = int(evaluate(spec.operations, sizes)), packed_bytes(spec, sizes)
     return row_of(
         spec,

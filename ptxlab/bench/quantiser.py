@@ -10,7 +10,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import LLAMA
-from ptxlab.bench.timing import measure, replays_at
+from ptxlab.bench.timing import GEMM_REPLAYS, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.quantize import QUANTIZE
 from ptxlab.kernels.quantize.specs import DTYPES
@@ -65,7 +65,7 @@ def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
 def _timed(spec: KernelSpec, everything: Sizes, config: dict[str, int], arrays: dict[str, Any], M: int) -> Any:
     kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
     call = gpu.prepare(kernel, spec.arguments(arrays, everything), spec.launch(everything))
-    return measure([call], replays=replays_at(M))
+    return measure([call], replays=GEMM_REPLAYS)
 
 
 def _outputs(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:

@@ -13,8 +13,7 @@ from ptxlab.sources import Source
 from ptxlab.spec import Launch
 
 BEYOND_L2 = 200_000_000  # bytes that calls must touch between two visits of the same buffer
-REPLAYS = 20
-_LONG_TOKENS, _LONG_REPLAYS = 2048, 5  # of a GEMM: beyond so many tokens a few replays are enough, and take long
+REPLAYS, GEMM_REPLAYS = 20, 10  # of which the median is taken
 _GRAPH_US = 2000.0  # one replay lasts about this long, so that its launch does not count
 
 
@@ -31,11 +30,6 @@ class Measured:
 def copies_beyond_l2(nbytes: int) -> int:
     """How many copies of a buffer to rotate over, so that every call finds it in memory and not in the L2."""
     return max(1, math.ceil(BEYOND_L2 / nbytes))
-
-
-def replays_at(M: int) -> int:
-    """How many replays of a GEMM with M tokens to take the median of."""
-    return REPLAYS // 2 if M <= _LONG_TOKENS else _LONG_REPLAYS
 
 
 def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:

@@ -4,7 +4,7 @@ import typer
 from rich.markup import escape
 
 from ptxlab import __version__
-from ptxlab.cli import measure, profile, quantize, run, weights
+from ptxlab.cli import cost, measure, profile, quantize, run, weights
 from ptxlab.cli.common import BAD_INPUT, FAILED, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
 
@@ -17,6 +17,7 @@ app.command()(run.run)
 app.command()(run.verify)
 app.command()(measure.sanitize)
 app.command()(measure.sass)
+app.command()(cost.cost)
 app.command()(weights.audit)
 app.command()(quantize.quantize)
 app.command()(measure.bench)

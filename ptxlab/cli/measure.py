@@ -97,7 +97,9 @@ def _report(target: str, arch: str) -> sass_tools.Report:
 
 def bench(
     suite: Annotated[str, typer.Argument(help="dequant, load, gemm, attention, emulator, or one kernel.")],
-    against: Annotated[Path | None, typer.Option(help="A record to compare with: fails if a row got slower.")] = None,
+    against: Annotated[
+        Path | None, typer.Option(help="A record to compare with: fails if a row got slower, twice.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where to write the record; by default notebooks/results/<gpu>/.")
     ] = None,
@@ -112,8 +114,8 @@ def bench(
     before = benches.load(against) if against else None  # a file that is no record is found before anything is measured
     with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:
         record = benches.run_suite(suite, progress=advance)
+        slower = benches.confirmed(benches.compare(record, before), before, advance) if before else []
     path = benches.save(record, out)
-    slower = benches.compare(record, before) if before else []
     pictures = _drawn(record, out)
     if as_json:
         print_json(record.to_json())

@@ -16,6 +16,7 @@ from ptxlab.bench.record import Record
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.kernels import specs
 from ptxlab.kernels.attention.steps import STEPS, choose
+from tests.slowed import slowed
 
 CEILINGS = Ceilings(4.6, 4.2)
 SMALL = Batch(4, 2, (70, 70))
@@ -189,7 +190,7 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     record = Record("attention", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
     assert len({row.key for row in rows}) == len(rows)
-    slow = replace(record, rows=tuple(replace(row, rate=0.9 * row.rate) for row in rows))
+    slow = replace(record, rows=tuple(slowed(row, 0.5) for row in rows))
     assert len(bench.compare(slow, record)) == len(rows) and bench.compare(record, record) == []
 
 

@@ -12,6 +12,7 @@ from ptxlab.bench.ceilings import Ceilings, shortfall
 from ptxlab.bench.record import Record, Row, commit
 from ptxlab.bench.timing import BEYOND_L2, clock_mhz, copies_beyond_l2
 from ptxlab.errors import ArgumentError, BenchmarkError, FileError
+from tests.slowed import slowed
 
 ROW = Row(
     kernel="dequant_lqq",
@@ -19,8 +20,8 @@ ROW = Row(
     measure="streaming",
     sizes={"R": 16384, "K": 16384, "g": 128},
     time_us=100.0,
-    fastest_us=99.0,
-    slowest_us=103.0,
+    fastest_us=99.5,
+    slowest_us=101.0,
     rate=4000.0,
     rate_unit="GB/s",
     bytes=407_000_000,
@@ -85,7 +86,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rate", "slower"), [(4000.0, False), (5000.0, False), (3885.0, False), (3875.0, True)])
 def test_compare(rate: float, slower: bool) -> None:
-    new = replace(RECORD, rows=(replace(ROW, rate=rate), RECORD.rows[1]))
+    new = replace(RECORD, rows=(slowed(ROW, rate / ROW.rate), RECORD.rows[1]))
     found = bench.compare(new, RECORD)
     assert [s.row.source for s in found] == (["ptx"] if slower else [])
     if slower:
@@ -98,9 +99,31 @@ def test_compare(rate: float, slower: bool) -> None:
 )
 def test_a_lower_clock_alone_makes_no_slower_kernel(rate: float, clock: float, slower: bool) -> None:
     """10% less under a clock that is 10% lower is the card's temperature; under one that is 5% lower it is not."""
-    row = replace(ROW, rate=rate, sm_mhz=clock * ROW.sm_mhz)
+    row = replace(slowed(ROW, rate / ROW.rate), sm_mhz=clock * ROW.sm_mhz)
     found = bench.compare(replace(RECORD, rows=(row, RECORD.rows[1])), RECORD)
     assert [one.row for one in found] == ([row] if slower else [])
+
+
+def test_a_row_whose_replays_overlap_the_old_ones_is_not_slower() -> None:
+    """Two speeds that a kernel has by turns: the median of the replays may be either."""
+    fast, slow = 0.9 * ROW.time_us, ROW.time_us
+    old = replace(ROW, time_us=fast, fastest_us=fast, slowest_us=slow, rate=ROW.rate / 0.9)
+    for fastest, slower in ((fast, False), (1.01 * slow, True)):
+        new = replace(ROW, time_us=1.01 * slow, fastest_us=fastest, slowest_us=1.02 * slow, rate=ROW.rate / 1.01)
+        found = bench.compare(replace(RECORD, rows=(new,)), replace(RECORD, rows=(old,)))
+        assert bool(found) == slower
+
+
+def test_what_is_slower_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is as fast as before in its kernel's own run was slow by chance; what that does not measure stays."""
+    chance, slower, chain = (replace(ROW, kernel=kernel) for kernel in ("dequant_lqq", "dequant_qoq_vadd4", "a, b"))
+    before = replace(RECORD, rows=(chance, slower, chain))
+    found = bench.compare(replace(before, rows=tuple(slowed(row, 0.9) for row in before.rows)), before)
+    assert len(found) == 3
+    runs = {"dequant_lqq": chance, "dequant_qoq_vadd4": slowed(slower, 0.9)}
+    monkeypatch.setattr(bench, "run_suite", lambda kernel, progress: replace(RECORD, rows=(runs.pop(kernel),)))
+    assert [one.row.kernel for one in bench.confirmed(found, before)] == ["dequant_qoq_vadd4", "a, b"]
+    assert not runs and bench.confirmed([], before) == []
 
 
 def test_compare_only_the_same_measurement() -> None:

@@ -15,7 +15,8 @@ COLUMNS, TILE = 8, 64  # as in the kernel
 SLOTS, UNITS = 2, 4  # units whose sums are in shared memory, units in flight
 SMS = 132  # of an H200, for which tiles are chosen
 _SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
-_MOST_STAGES = 24
+_MOST_STAGES = 16
+_LITTLE = 4096  # tiles altogether
 _ALIGNED = 2.0**-25  # Hopper cuts off what is below this, of the largest power of two: it keeps a bit more than Ampere
 
 
@@ -54,11 +55,13 @@ def blocks_for(s: Sizes, sms: int = SMS) -> int:
 
 def choose_tile(s: Sizes) -> Tile:
     """Measured: two small blocks per SM hide each other's ends where there are many units; one large block has fewer
-    parts to put together. A short ring for little work: the first tiles come sooner if fewer are asked for at once."""
+    parts to put together. Of little work, two warps share a tile, so that its last ones are done sooner, and the ring
+    is short: the first tiles come sooner if fewer are asked for at once."""
     units = s["B"] * s["Hkv"] * -(-s["Hq"] // s["Hkv"] * s["T"] // COLUMNS)
     tiles = units * -(-s["P"] * s["page"] // TILE)
-    two = columns_of(s) == 1 or (units >= 2 * 128 and tiles < 50_000)
-    shapes = [(64, 4, 2)] * two + [(64, 8, 1), (32, 8, 1), (16, 8, 1), (16, 4, 1)]
+    little = tiles <= _LITTLE
+    two = units >= 256 and (tiles < 50_000 or (columns_of(s) == 1 and units <= 2048))
+    shapes = [(64, 4, 2)] * two + [(64, 8, 1)] * (not little) + [(32, 8, 1), (16, 8, 1), (16, 4, 1)]
     for tokens, warps, resident in shapes:
         tile = Tile(tokens, warps, 0, resident)
         room = _SHARED // resident - _RESERVED - _STATIC
@@ -66,8 +69,8 @@ def choose_tile(s: Sizes) -> Tile:
         rounds = min(_MOST_STAGES, (room - shared_bytes(tile, s)) // stage) // tile.groups
         if rounds > 0:
             break
-    if tiles <= 2 * tile.groups * SMS * resident:
-        rounds = 1
+    if little:
+        rounds = min(rounds, 2)
     return tile._replace(STAGES=rounds * tile.groups)
 
 

@@ -56,26 +56,29 @@ def _row_tiles(N: int, strips: int) -> int:
 
 
 def _candidates(group: int) -> Iterator[dict[str, int]]:
-    """Tiles of which a block can do several, of any width, and of any height that needs all of their MMAs."""
+    """Tiles of which a block can do several, of any width, and of any height that needs most of their MMAs."""
     for tile in narrowed(BMS):
-        for strips in range(tile.strips, tile.strips // 2, -1) if tile.WK == 1 else ():
+        for strips in range(tile.strips * 3 // 4, tile.strips + 1) if tile.WK == 1 else ():
             found = constants(tile, strips, group)
             if found["STAGES"] >= 3:
                 yield found
 
 
-def _microseconds(s: Sizes) -> tuple[float, float]:
-    """As of one GEMM: rounds of blocks, but not less than the stream of all experts' weights; and without that."""
+def _microseconds(s: Sizes) -> tuple[float, float, float]:
+    """As of one GEMM: rounds of blocks, but not less than the stream of all experts' weights; without that; and if one
+    more expert has tokens."""
     tile, row_tiles = Tile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), _row_tiles(s["N"], s["STRIPS"])
-    rounds = -(-likely_token_tiles(s, s["BM"]) * row_tiles // SMS)
     stages, height = -(-s["K"] // s["BK"]), s["N"] / 16 / row_tiles
-    cost, active = COSTS[kind(tile)], likely_token_tiles(s, max(1, s["M"]))
-    us = rounds * of_a_tile(tile, stages, height) + cost.launch
-    return max(us, stream({**s, "N": active * s["N"]}) + cost.drain), us
+    cost, active, likely = COSTS[kind(tile)], likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
+    us, unluckily = (
+        -(-token_tiles * row_tiles // SMS) * of_a_tile(tile, stages, height) + cost.launch
+        for token_tiles in (likely, likely + (active < s["E"]))
+    )
+    return max(us, stream({**s, "N": active * s["N"]}) + cost.drain), us, unluckily
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    """The quickest by the costs; of equals the one of the fewest tokens, then the highest, so few of them."""
+    """The quickest by the costs; of equals the one of the fewest tokens, then the lowest, so that more blocks share."""
     return min(_candidates(s["g"]), key=lambda found: _microseconds({**s, **found}))
 
 

@@ -1,0 +1,121 @@
+"""Endurance: thousands of calls beside a busy stream, every result checked on the GPU.
+
+The host waits for the device only at the beginning and at the end.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.sources import Source
+from ptxlab.spec import Launch
+
+CALLS, SECONDS = 20_000, 300
+COPY_BYTES, COPIES, BATCHES = 128 << 20, 16, 2  # of the busy stream: what a batch copies, and batches in flight
+POISON = 0x7FC0FFEE
+
+COMPARE = Source.from_text(
+    """
+extern "C" __global__ void compare(int* y, const int* expected, unsigned size, unsigned long long* wrong) {
+    const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+    if (i >= size) return;
+    if (y[i] != expected[i]) atomicAdd(wrong, 1ull);
+    y[i] = 0x7fc0ffee;  // or what a later call does not write would still be right
+}
+""",
+    "<compare>",
+)
+
+
+class Case(Protocol):
+    """One problem on the device."""
+
+    expected: Any  # what a call returns, in int32
+    wrong: Any  # uint64 [1]: elements that were not as expected, so far
+
+    def call(self) -> Any:
+        """The result in int32, on the current stream: what the 20,000 calls are calls of."""
+
+
+def check(case: Case, y: Any) -> None:
+    """Count wrong elements on the device."""
+    blocks = (-(-y.size // 256), 1, 1)
+    arguments = [y, case.expected, np.uint32(y.size), case.wrong]
+    gpu.launch(gpu.load(COMPARE, "compare"), arguments, Launch(blocks, (256, 1, 1)))
+
+
+class BusyStream:
+    """A second stream: large copies, and a checked call after each batch of them."""
+
+    def __init__(self, cases: Sequence[Case]) -> None:
+        import cupy
+
+        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.target, self.source = (gpu.to_device(np.zeros(COPY_BYTES, np.uint8)) for _ in range(2))
+        self.cases = cases
+        self.batches: deque[Any] = deque()
+        self.calls = 0
+
+    def feed(self, rng: np.random.Generator) -> None:
+        """Enqueue another batch if fewer than `BATCHES` are on their way."""
+        while self.batches and self.batches[0].done:
+            self.batches.popleft()
+        if len(self.batches) == BATCHES:
+            return
+        with self.stream:
+            for _ in range(COPIES):
+                gpu.copy_bytes(self.target, self.source)
+            case = self.cases[rng.integers(len(self.cases))]
+            check(case, case.call())
+            self.batches.append(self.stream.record())
+        self.calls += 1
+
+
+def memory() -> dict[str, int]:
+    """Bytes in use by arrays, held by CuPy's pool, and free on the device; waits for the device."""
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    pool = cupy.get_default_memory_pool()
+    return {"used": pool.used_bytes(), "held": pool.total_bytes(), "free": cupy.cuda.runtime.memGetInfo()[0]}
+
+
+def endure(cases: Sequence[Case], rng: np.random.Generator) -> None:
+    """`CALLS` of the cases at random, each right, and no memory lost."""
+    import cupy
+
+    busy, stream = BusyStream(cases), cupy.cuda.Stream(non_blocking=True)
+
+    first = cases[0]
+    check(first, cupy.zeros_like(first.expected) + POISON)
+    assert int(first.wrong[0]) == first.expected.size, "the check itself notices"
+    first.wrong.fill(0)
+    cupy.cuda.Device().synchronize()
+    for on in (stream, busy.stream):  # compiles, loads, and fills the pool of each stream
+        with on:
+            for case in cases:
+                check(case, case.call())
+    before, start = memory(), time.monotonic()
+
+    for done in range(CALLS):
+        assert time.monotonic() - start < SECONDS, f"only {done} calls in {SECONDS} s"
+        busy.feed(rng)
+        with stream:
+            case = cases[rng.integers(len(cases))]
+            check(case, case.call())
+
+    after = memory()
+    assert {str(case): int(case.wrong[0]) for case in cases if int(case.wrong[0])} == {}
+    assert busy.calls > CALLS // 1000, "the other stream was busy"
+    assert after["used"] == before["used"]
+    largest = max(case.expected.nbytes for case in cases)  # the pool may split blocks in another way
+    assert after["held"] - before["held"] <= 2 * largest
+    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1":  # or other workers allocate on the device as well
+        assert before["free"] - after["free"] <= after["held"] - before["held"]
+    seconds = time.monotonic() - start
+    print(f"{CALLS} calls of {len(cases)} cases, {busy.calls} more beside them, in {seconds:.0f} s; {after}")
