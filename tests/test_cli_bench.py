@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from ptxlab import bench
+from ptxlab.bench import sweep
+from ptxlab.bench.timing import Measured
 from tests import kv_record, ladder_record
 from tests.headline_record import record
 from tests.slowed import slowed
@@ -55,3 +57,20 @@ def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     measured(monkeypatch, replace(RECORD, rows=(*RECORD.rows[:-1], slow)))
     code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", before)
     assert code == 1 and out.count("slower gemm") == 1 and "4.0% less" in out.replace("\n", " ")
+
+
+def test_a_sweep_is_a_table(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    timing = Measured(9.0, 9.0, 9.0, 1900.0)
+    found = [
+        sweep.Found({"STAGES": 4}, False, timing, 90),
+        sweep.Found({"STAGES": 6}, True, replace(timing, us=10.0), 80),
+    ]
+    asked: list[Any] = []
+    monkeypatch.setattr(sweep, "sweep", lambda *given: asked.append(given[1:3]) or found)
+    code, out, _ = cli("sweep", "gemm_w4a8_sm90", "-D", "STAGES=4,6", "--shape", "M=16")
+    assert code == 0 and asked == [({"M": 16, "N": 4096, "K": 4096, "g": 128}, {"STAGES": [4, 6]})]
+    assert "1.111x" in out and "chosen" in out
+    code, out, _ = cli("sweep", "gemm_w4a8_sm90", "-D", "STAGES=4", "--json")
+    assert code == 0 and json.loads(out)[1]["measured"]["us"] == 10.0
+    code, _, err = cli("sweep", "gemm_w4a8_sm90", "-D", "STAGES=many")
+    assert code == 2 and "-D: STAGES=integer[,integer..] (got STAGES=many)" in err

@@ -250,6 +250,7 @@ append_kv4(const uint4* k,            // f16 or bf16 [tokens, heads, D]
         x[i].words[0] = from[0], x[i].words[1] = from[D / 16];
     }
     const Index slot = row < heads && own <= last ? slots[own] : -1;
+    const Index named = ROPE && !is_v && positions && own <= last ? positions[own] : own;  // on its way beside the slot
     const unsigned page = unsigned(slot / PAGE), offset = unsigned(slot) % PAGE, pitch = 2 * heads * PAGE_BYTES;
     const unsigned place = slot < 0 ? NOWHERE : page * (pitch / UNIT) + offset * (FEATURES / UNIT);
     unsigned char* pages = pool + (size_t(is_v) * heads + head) * PAGE_BYTES;
@@ -257,7 +258,7 @@ append_kv4(const uint4* k,            // f16 or bf16 [tokens, heads, D]
     unsigned* constants = lane % OWNERS == 0 && slot >= 0 ? reinterpret_cast<unsigned*>(own_constants) : nullptr;
     const float4 *scales = (is_v ? v_scale : k_scale) + head * (D / 4), *zeros = (is_v ? v_zero : k_zero) + head * (D / 4);
     if (!ROPE || is_v) return append(x, pages, place, constants, scales, zeros, lane);
-    const Index position = slot < 0 ? 0 : positions ? positions[own] : own;  // of padding it may be any
+    const Index position = slot < 0 ? 0 : named;                             // of padding it may be any
     Rotated y[TOKENS];
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {

@@ -175,7 +175,9 @@ class Launches:
         return right, allowed
 
 
-def launches(step: Step, of: Problem, *, programmatic: bool = False) -> Launches:
+def launches(
+    step: Step, of: Problem, *, programmatic: bool = False, constants: dict[str, int] | None = None
+) -> Launches:
     """Prepare a launch per copy of the cache.
 
     They share queries, which in a model the previous kernel has just written, and what the kernel works in.
@@ -184,9 +186,12 @@ def launches(step: Step, of: Problem, *, programmatic: bool = False) -> Launches
         step: the kernel.
         of: what it is given.
         programmatic: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
+        constants: those of another variant than the spec chooses.
     """
     spec, sizes = step.spec, sizes_at(step, of.batch, of.scheme, of.caches[0].pages)
-    config = step.config(sizes, "float16")
+    config = constants or step.config(sizes, "float16")
+    if "blocks" in sizes and "RESIDENT" in config:
+        sizes["blocks"] = gpu.device_info().sms * config["RESIDENT"]
     everything = {**sizes, **config}
     kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
     geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))

@@ -144,6 +144,7 @@ def launches(
     sums: bool = True,
     copies: int | None = None,
     programmatic: bool = False,
+    constants: Sizes | None = None,
 ) -> Launches:
     """Prepare launches that find every weight in memory and not in the L2.
 
@@ -154,9 +155,10 @@ def launches(
         sums: whether a kernel that does without token sums is given them all the same.
         copies: of the weight, one launch each; by default as many as exceed the L2.
         programmatic: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
+        constants: those of another variant than the spec chooses.
     """
     spec = step.spec
-    constants = variant(spec, sizes, sums)
+    constants = dict(constants or variant(spec, sizes, sums))
     kernel = gpu.load(source_of(step), spec.name, defines=constants)
     everything = {**sizes, **constants}
     geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))

@@ -21,6 +21,7 @@ app.command()(cost.cost)
 app.command()(weights.audit)
 app.command()(quantize.quantize)
 app.command()(measure.bench)
+app.command()(measure.sweep)
 app.command()(profile.profile)
 app.command()(measure.report)
 

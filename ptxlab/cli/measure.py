@@ -10,6 +10,7 @@ from rich.markup import escape
 from ptxlab import counts, headline, kernels, kvpoints, kvtargets, sanitizer, targets
 from ptxlab import report as reports
 from ptxlab import sass as sass_tools
+from ptxlab.arguments import parse_integers
 from ptxlab.bench.record import Record
 from ptxlab.cli.common import FAILED, Arch, AsJson, console, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
@@ -130,6 +131,35 @@ def bench(
             console.print(f"[red]slower[/] {escape(str(line))}")
     if slower:
         raise typer.Exit(FAILED)
+
+
+def sweep(
+    target: Annotated[str, typer.Argument(help="A kernel of a W4A8 GEMM or of attention.")],
+    define: Annotated[list[str], typer.Option("-D", help="A constant and its values: -D STAGES=4,6,8; repeatable.")],
+    shape: Annotated[str | None, typer.Option(help="Of the problem, as `profile` takes it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time every combination of a kernel's constants on this machine's GPU, beside what the spec chooses."""
+    from ptxlab import subject
+    from ptxlab.bench import sweep as sweeps
+
+    spec, _ = kernels.find(target)
+    sizes = subject.sizes_of(spec, parse_integers("--shape", shape.split(",")) if shape else {})
+    constants = {name: _values(name, values) for name, values in (text.partition("=")[::2] for text in define)}
+    with progress_bar(f"sweep {target}", None, quiet=as_json) as advance:
+        found = sweeps.sweep(spec, sizes, constants, advance)
+    if as_json:
+        return print_json([asdict(one) for one in found])
+    title = f"{spec.name} at {', '.join(f'{name}={size}' for name, size in sizes.items())}"
+    columns = [*(f"{name}>" for name in constants), "µs>", "speed>", "registers>", "local bytes>", ""]
+    console.print(table(title, columns, sweeps.lines(found)))
+
+
+def _values(name: str, text: str) -> list[int]:
+    try:
+        return [int(value) for value in text.split(",")]
+    except ValueError:
+        raise ArgumentError("-D", f"{name}=integer[,integer..]", f"{name}={text}") from None
 
 
 def _drawn(record: Record, out: Path | None) -> list[Path]:

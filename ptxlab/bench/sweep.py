@@ -1,0 +1,149 @@
+"""A kernel's variants on one problem: every combination of the constants asked for, timed and checked."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ptxlab import gpu, toolchain
+from ptxlab.bench import kvproblem, problem, shapes
+from ptxlab.bench.attention import scheme_of
+from ptxlab.bench.kvshapes import even
+from ptxlab.bench.timing import Measured, measure
+from ptxlab.errors import ArgumentError, CompileError, PtxlabError
+from ptxlab.kernels.attention.steps import STEPS as ATTENTION
+from ptxlab.kernels.gemm.ladder import LADDER
+from ptxlab.sources import of_kernel
+from ptxlab.spec import KernelSpec
+
+_REPLAYS = 5
+Prepare = Callable[[dict[str, int]], Any]  # constants -> launches, with `calls`, `kernel` and `check`
+
+
+@dataclass(frozen=True)
+class Found:
+    """One variant.
+
+    Attributes:
+        constants: the `-D` constants that were asked for.
+        chosen: whether they are what the spec chooses at these sizes.
+        measured: its times, or None where it cannot run.
+        registers, local_bytes: of a thread.
+        why_not: why it cannot run: what the compiler, the spec or the driver says, in a line.
+    """
+
+    constants: dict[str, int]
+    chosen: bool
+    measured: Measured | None = None
+    registers: int = 0
+    local_bytes: int = 0
+    why_not: str = ""
+
+
+def sweep(
+    spec: KernelSpec,
+    sizes: Mapping[str, int],
+    constants: Mapping[str, Sequence[int]],
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Found]:
+    """Time every combination of `constants` of a GEMM's or an attention's kernel, and what the spec chooses; quickest
+    first. What the timed launches wrote is checked as in a bench.
+
+    Args:
+        spec: the kernel.
+        sizes: `M`, `N`, `K`, `g` of a GEMM; `B`, `L`, `Hq`, `Hkv` of an attention (`subject.sizes_of`).
+        constants: values by name of a `-D` constant of the kernel; the others are as chosen.
+        progress: called with each variant.
+
+    Raises:
+        ArgumentError: a kernel of another family, or a constant that the kernel does not have.
+        BenchmarkError: a variant gave wrong results.
+    """
+    chosen, prepare, check = _problem(spec, sizes)
+    if unknown := sorted(set(constants) - set(chosen)):
+        raise ArgumentError("-D", f"a constant of {spec.name}: {', '.join(chosen)}", unknown[0])
+    asked = [dict(zip(constants, values, strict=True)) for values in itertools.product(*constants.values())]
+    variants = [{**chosen, **named} for named in asked]
+    if chosen not in variants:
+        variants.insert(0, chosen)
+    progress("compiling")
+    found = []
+    for variant, why_not in zip(variants, _compiled(spec, variants), strict=True):
+        named = {name: variant[name] for name in constants}
+        progress(", ".join(f"{name}={value}" for name, value in named.items()))
+        one = Found(named, variant == chosen, why_not=why_not)
+        found.append(one if why_not else _timed(one, variant, prepare, check))
+    return sorted(found, key=lambda one: one.measured.us if one.measured else float("inf"))
+
+
+def _timed(one: Found, variant: dict[str, int], prepare: Prepare, check: Callable[[Any], object]) -> Found:
+    try:
+        ready = prepare(variant)
+    except PtxlabError as error:
+        return replace(one, why_not=_line(error))
+    measured = measure(ready.calls, replays=_REPLAYS)
+    check(ready)
+    return replace(one, measured=measured, registers=ready.kernel.registers, local_bytes=ready.kernel.local_bytes)
+
+
+def _problem(spec: KernelSpec, sizes: Mapping[str, int]) -> tuple[dict[str, int], Prepare, Callable[[Any], object]]:
+    """What the spec chooses, what prepares the launches of a variant, and what holds their results to be right."""
+    gemm = next((step for step in LADDER if step.spec is spec), None)
+    attention = next((step for step in ATTENTION if step.spec.name == spec.name), None)
+    if gemm is not None:
+        known = dict(sizes)
+        layer = shapes.Layer("", "", known["N"], known["K"])
+        logical = problem.problem(spec, layer, known["M"], known.get("g", shapes.GROUP))
+        right = problem.expected(spec, logical)
+        return (
+            problem.variant(spec, known),
+            lambda variant: problem.launches(gemm, known, logical, constants=variant),
+            lambda ready: ready.check(right),
+        )
+    if attention is not None:
+        batch = even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
+        given = kvproblem.problem(batch, scheme_of(attention))
+        known = kvproblem.sizes_at(attention, batch, given.scheme, given.caches[0].pages)
+        return (
+            attention.config(known, "float16"),
+            lambda variant: kvproblem.launches(attention, given, constants=variant),
+            lambda ready: ready.check(given),
+        )
+    raise ArgumentError("target", "a kernel of a W4A8 GEMM or of attention", spec.name)
+
+
+def _compiled(spec: KernelSpec, variants: Sequence[dict[str, int]]) -> list[str]:
+    """Compile all side by side, so that loading finds them in the cache; why one cannot be, or nothing."""
+    arch, source = gpu.device_info().arch, of_kernel(spec.name)[0]
+
+    def compiled(variant: dict[str, int]) -> str:
+        try:
+            toolchain.compile_cuda(source, arch, defines=variant)
+        except CompileError as error:
+            return _line(error)
+        return ""
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(compiled, variants))
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+def lines(found: Sequence[Found]) -> Iterator[list[str]]:
+    """For the terminal: constants, microseconds, beside what the spec chooses, registers, local bytes, remark."""
+    own = next(one.measured for one in found if one.chosen)
+    for one in found:
+        time = "-" if one.measured is None else f"{one.measured.us:.2f}"
+        beside = "-" if one.measured is None or own is None else f"{own.us / one.measured.us:.3f}x"
+        remark = "chosen" if one.chosen else one.why_not
+        yield [
+            *(str(v) for v in one.constants.values()),
+            time,
+            beside,
+            f"{one.registers}",
+            f"{one.local_bytes}",
+            remark,
+        ]
