@@ -126,6 +126,17 @@ figures.ladder_picture("roofline") if record else ladder.NOT_RECORDED
 Markdown(ladder.limits_table())
 
 # %% [markdown]
+# ## What a model says
+#
+# LiquidGEMM's cost model (§3.2): a weight takes 1/B to load, α/C to dequantise and 2M/T to multiply. A plain loop does
+# the last two in turn while the next weights load. With the instructions α that the machine code has, that is a time
+# that a kernel should come near to. The right picture says by how much each does not: the model knows nothing of
+# epilogues, of waiting for other warps, or of tiles that leave SMs idle.
+
+# %%
+figures.cost_picture("predicted")
+
+# %% [markdown]
 # ## What the figures say
 #
 # - **LiquidQuant pays at every number of tokens**, 1.12 to 1.16 times in the mean: one multiply-add and one XOR where

@@ -22,7 +22,7 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import figures, gemmtables, headline, ladder, targets
+from ptxlab import costtables, figures, gemmtables, headline, ladder, targets
 
 record = ladder.recorded()
 measured = bool(headline.points(record))
@@ -67,6 +67,19 @@ Markdown(gemmtables.orders_table(record))
 
 # %%
 Markdown(targets.table(record))
+
+# %% [markdown]
+# ## When four bits stop paying
+#
+# With few tokens half the bytes are half the time. With many, both sides wait for the same tensor cores, and the side
+# that also dequantises can at best be level. So there may be a number of tokens from which on 8-bit weights are faster;
+# how well the dequantisation hides decides.
+
+# %%
+figures.cost_picture("crossover") if measured else ladder.NOT_RECORDED
+
+# %%
+Markdown(costtables.crossover_table(record))
 
 # %% [markdown]
 # ## The four GEMMs of a layer in a row

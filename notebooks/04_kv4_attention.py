@@ -19,7 +19,7 @@
 # be nearly four times as fast as one of FP16. Could be, because every 4 bits have to become a number first.
 #
 # Sources: QServe §4.2 and §5.3, Atom §4.4, COMET §3.2. This notebook runs without a GPU: the emulator executes the very
-# kernels on a small case, and the times are those of `ptxlab bench attention` on an H200, once recorded.
+# kernels on a small case, and the times are those of `ptxlab bench attention` on an H200.
 
 # %%
 # %matplotlib inline

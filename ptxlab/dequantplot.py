@@ -8,7 +8,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
 from ptxlab import audit, kernels, quant, reference
-from ptxlab.bench.record import Record
+from ptxlab.bench.record import Record, Row
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED, SCHEME_COLOURS, SWEEP
 
 _TITLES = {"qoq": "QoQ", "lqq": "LQQ"}
@@ -77,20 +77,19 @@ def cost_figure(record: Record) -> Figure:
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()
     counts = np.geomspace(2.5, 80)
-    for lanes, label in ((64, "all in the ALU"), (128, "spread over all pipes")):
+    for lanes, label, side, above in ((64, "all in the ALU", "right", "top"), (128, "in all pipes", "left", "bottom")):
         axes.plot(counts, lanes * 8 / counts, color=GREY, alpha=0.4, zorder=0)
-        axes.annotate(label, (84, lanes * 8 / 84), color=GREY, va="top")
+        axes.annotate(label, (40, lanes * 8 / 40), color=GREY, ha=side, va=above)
     axes.axhline(arriving, color=ORANGE, linestyle="--", linewidth=1)
     axes.annotate(f"the memory brings {arriving:.0f}", (2.5, arriving), color=ORANGE, va="bottom")
-    for name, row in points.items():
-        wrong = kernels.specs()[name].wrong is not None
-        count = row.more["alu_per_8"]
-        axes.plot(count, row.rate, "o", color=RED if wrong else BLUE)
-        label = name.removeprefix("dequant_") + (" (wrong results)" if wrong else "")
-        below = row.rate * count / 8 < 70  # next to the ALU's line
+    for (count, rate), names in _places(points).items():
+        wrong = any(kernels.specs()[name].wrong for name in names)
+        axes.plot(count, rate, "o", color=RED if wrong else BLUE)
+        label = ", ".join(name.removeprefix("dequant_") for name in names) + (" (wrong results)" if wrong else "")
+        below = rate * count / 8 < 70  # next to the ALU's line
         offset, side, above = ((-5, -3), "right", "top") if below else ((5, 2), "left", "bottom")
-        axes.annotate(label, (count, row.rate), offset, textcoords="offset points", ha=side, va=above)
-    axes.set(xscale="log", yscale="log", xlim=(2, 150))
+        axes.annotate(label, (count, rate), offset, textcoords="offset points", ha=side, va=above)
+    axes.set(xscale="log", yscale="log", xlim=(1.8, 150))
     axes.set(xlabel="ALU instructions per 8 weights", ylabel="weights per clock and SM")
     axes.minorticks_off()
     axes.set_xticks(sorted({row.more["alu_per_8"] for row in points.values()}))
@@ -99,6 +98,16 @@ def cost_figure(record: Record) -> Figure:
     axes.yaxis.set_major_formatter("{x:g}")
     _bare(axes)
     return figure
+
+
+def _places(points: dict[str, Row]) -> dict[tuple[float, float], list[str]]:
+    """Where kernels stand, in instructions and rate; those that no eye could tell apart stand together."""
+    places: dict[tuple[float, float], list[str]] = {}
+    for name, row in points.items():
+        here = row.more["alu_per_8"], row.rate
+        near = (place for place in places if place[0] == here[0] and abs(place[1] / here[1] - 1) < 0.04)
+        places.setdefault(next(near, here), []).append(name)
+    return places
 
 
 def _bare(axes: Axes) -> None:

@@ -84,8 +84,8 @@ def page(*children: object) -> str:
 
 
 def chip(*children: object, kind: str = "") -> Html:
-    """A word on a coloured ground; `kind`: `bad`, `good`, `changed` or none."""
-    return element("span", *children, cls=f"chip {kind}".strip())
+    """A word on a coloured ground; `kind`: `bad`, `good`, `changed` or none. The space is for pages without style."""
+    return Html(element("span", *children, cls=f"chip {kind}".strip()) + " ")
 
 
 def table(header: Iterable[object], rows: Iterable[Iterable[object]]) -> Html:
