@@ -13,6 +13,7 @@ from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS
 from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
 from tests.ladder_record import NAMES, record
+from tests.slowed import slowed
 
 RECORD = record()
 STORED = stored_times()
@@ -105,7 +106,7 @@ def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.Monkey
 
 
 def test_a_slower_point_is_found_whatever_variant_runs_now() -> None:
-    slow = replace(FIRST, rate=FIRST.rate / 2, variant={**FIRST.variant, "STAGES": 99})
+    slow = replace(slowed(FIRST, 0.5), variant={**FIRST.variant, "STAGES": 99})
     found = compare(replace(RECORD, rows=(slow, *RECORD.rows[1:])), RECORD)
     assert [slower.row for slower in found] == [slow]
 
