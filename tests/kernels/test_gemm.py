@@ -36,7 +36,7 @@ def accumulators(spec: KernelSpec, logical: dict[str, Any], backend: str, **opti
 
 @pytest.mark.parametrize("name", PROBLEMS)
 @given(data=st.data(), mode=st.sampled_from(emulator.MODES))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_accumulators_are_exact_in_the_emulator(name: str, data: st.DataObject, mode: str) -> None:
     spec, logical = kernels.specs()[name], data.draw(PROBLEMS[name](tokens=40, rows=72, groups=3))
     assert np.array_equal(accumulators(spec, logical, "emulator", mode=mode), spec.reference(**logical))

@@ -62,7 +62,7 @@ def accumulators(
 
 @pytest.mark.parametrize("name", SPECS)
 @given(data=st.data(), tile=st.sampled_from(TILES), mode=st.sampled_from(emulator.MODES))
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_accumulators_are_exact_in_the_emulator(
     name: str, data: st.DataObject, tile: dict[str, int], mode: str
 ) -> None:
