@@ -46,7 +46,8 @@ def launch(
     """Launch all of them under one ncu, in this order; raises as `profile` does."""
     nsight.require_reader()
     entries = [subject.entry_of(job) for job in jobs]
-    gpu.device_info()  # or why there is none
+    if reason := gpu.why_not(None):
+        raise UnavailableError(f"no GPU backend here: {reason}; --from shows a saved report, --timeline needs no GPU")
     for spec in filter(None, (job.spec for job in jobs)):
         if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
             raise UnavailableError(f"{spec.name}: {reason}")

@@ -52,20 +52,24 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Launch a kernel once, warmed up, under Nsight Compute, and put on a page what it did and what it waited for."""
+    of_files = {"--in": inputs, "--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
+    of_pages = {"--compare": compare, "--set": None if chosen == "quick" else chosen, **of_files}
+    of_timelines = {"--backend": backend, "--record": record or None}
+    sizes = parse_integers("--shape", shape.split(",")) if shape else {}
     if in_stalls:
-        _refuse({"target": target, "--compare": compare, "--from": saved}, "none with --stalls")
+        others = {"target": target, "--shape": shape, "--from": saved, "--timeline": timeline or None}
+        _refuse({**others, **of_pages, **of_timelines}, "none with --stalls")
         return _stalls(out, keep, as_json)
     if timeline:
-        sizes = parse_integers("--shape", shape.split(",")) if shape else {}
+        _refuse({**of_pages, "--keep": keep}, "none with --timeline")
+        _refuse({"--shape": saved and shape, "--backend": saved and backend}, "none with --from, which has its own")
         return profile_timeline(target, sizes, backend=backend, saved=saved, out=out, keep=record, as_json=as_json)
-    _refuse({"--backend": backend, "--record": record or None}, "with --timeline only")
+    _refuse(of_timelines, "with --timeline only")
     if (target is None) == (saved is None):
         raise ArgumentError("target", "a kernel, or a report with --from", target or "neither")
     if saved is not None and saved.suffix not in profiles.SAVED:
         raise ArgumentError("--from", f"a {' or '.join(profiles.SAVED)}", saved)
     write = _writer(out) if out is not None else None
-    sizes = parse_integers("--shape", shape.split(",")) if shape else {}
-    of_files = {"--in": inputs, "--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
 
     def job(named: str) -> subject.Job:
         made = subject.Job(named, sizes)
