@@ -10,7 +10,20 @@ from rich.markup import escape
 
 from ptxlab import nsight, profiles, stalls, subject
 from ptxlab.arguments import parse_integers
-from ptxlab.cli.common import AsJson, Backend, console, dims, print_json, progress_bar, table
+from ptxlab.cli.common import (
+    AsJson,
+    Backend,
+    Block,
+    Define,
+    FileArch,
+    Grid,
+    Shared,
+    console,
+    dims,
+    print_json,
+    progress_bar,
+    table,
+)
 from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
 from ptxlab.nsight import Profile
@@ -42,13 +55,11 @@ def profile(
     inputs: Annotated[
         Path | None, typer.Option("--in", help=".npz with the arguments by name; for files only.")
     ] = None,
-    grid: Annotated[str | None, typer.Option(help="Blocks, x[,y[,z]]; for files only. Default 1.")] = None,
-    block: Annotated[str | None, typer.Option(help="Threads, x[,y[,z]]; for files only. Default 32.")] = None,
-    shared: Annotated[int | None, typer.Option(help="Dynamic shared memory in bytes; for files only.")] = None,
-    arch: Annotated[str | None, typer.Option(help="What to compile a .cu for: sm_90a for wgmma; files only.")] = None,
-    define: Annotated[
-        list[str] | None, typer.Option("-D", metavar="NAME[=N]", help="A constant of a .cu, -D TILE=64; -D X is 1.")
-    ] = None,
+    grid: Grid = None,
+    block: Block = None,
+    shared: Shared = None,
+    arch: FileArch = None,
+    define: Define = None,
     as_json: AsJson = False,
 ) -> None:
     """Launch a kernel once, warmed up, under Nsight Compute, and put on a page what it did and what it waited for."""
