@@ -50,6 +50,7 @@ def test_without_a_gpu_or_with_an_older_one(cli: Any, ncu: SimpleNamespace, monk
     code, _, err = cli("profile", NAME)
     assert code == 2 and "no GPU backend here" in err and "--from" in err and ncu.command == []
     older = "it runs only on sm_90a, and this is an A100"
+    monkeypatch.setattr(gpu, "device_info", lambda: None)
     monkeypatch.setattr(gpu, "why_not", lambda arch, exact=False: older if arch else None)
     code, _, err = cli("profile", NAME)
     assert code == 2 and f"{NAME}: it runs only on sm_90a" in err and ncu.command == []
@@ -96,6 +97,8 @@ def test_a_file_without_a_spec(cli: Any, device: SimpleNamespace, tmp_path: Path
         ([NAME, "--shape", "M=3,M=4"], "--shape: each name once (got M)"),
         ([NAME, "--stalls"], "target: none with --stalls"),
         (["--stalls", "--shape", "M=3"], "--shape: none with --stalls"),
+        ([NAME, "--keep", "report"], "--keep: a .ncu-rep (got report)"),
+        (["--from", "a.json", "--keep", "b.ncu-rep"], "--keep: none with --from"),
         (["--stalls", "--set", "full"], "--set: none with --stalls"),
         ([NAME, "--grid", "4"], "--grid: for files only"),
         ([NAME, "--set", "all"], "--set: one of quick, full"),

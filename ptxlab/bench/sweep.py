@@ -63,8 +63,9 @@ def sweep(
     """
     if gemm_step(spec) is None and attention_step(spec) is None:
         raise ArgumentError("target", "a kernel of a W4A8 GEMM or of attention", spec.name)
+    gpu.device_info()  # or why there is none
     if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
-        raise UnavailableError(f"{spec.name}: no GPU backend here: {reason}")
+        raise UnavailableError(f"{spec.name}: {reason}")
     chosen, prepare, check = _problem(spec, sizes)
     if unknown := sorted(set(constants) - set(chosen)):
         raise ArgumentError("-D", f"a constant of {spec.name}: {', '.join(chosen)}", unknown[0])

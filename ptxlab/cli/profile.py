@@ -67,6 +67,8 @@ def profile(
     of_pages = {"--compare": compare, "--set": None if chosen == "quick" else chosen, **of_files}
     of_timelines = {"--backend": backend, "--record": record or None}
     sizes = parse_integers("--shape", shape.split(",")) if shape else {}
+    if keep is not None and keep.suffix != ".ncu-rep":
+        raise ArgumentError("--keep", "a .ncu-rep", keep)
     if in_stalls:
         others = {"target": target, "--shape": shape, "--from": saved, "--timeline": timeline or None}
         _refuse({**others, **of_pages, **of_timelines}, "none with --stalls")
@@ -76,6 +78,7 @@ def profile(
         _refuse({"--shape": saved and shape, "--backend": saved and backend}, "none with --from, which has its own")
         return profile_timeline(target, sizes, backend=backend, saved=saved, out=out, keep=record, as_json=as_json)
     _refuse(of_timelines, "with --timeline only")
+    _refuse({"--keep": saved and keep}, "none with --from, which launches nothing")
     if (target is None) == (saved is None):
         raise ArgumentError("target", "a kernel, or a report with --from", target or "neither")
     if saved is not None and saved.suffix not in profiles.SAVED:

@@ -74,7 +74,16 @@ def test_what_is_asked_for_must_exist(emulated_gpu: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("gemm_w4a8_small_sm90", GEMM), ("attention_kv4_sm90", BATCH)])
-def test_without_a_gpu(name: str, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep.gpu, "why_not", lambda arch, exact=False: "no driver")
-    with pytest.raises(UnavailableError, match=f"^{name}: no GPU backend here: no driver$"):
+def test_without_a_gpu_or_with_an_older_one(
+    name: str, sizes: dict[str, int], emulated_gpu: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep.gpu, "why_not", lambda arch, exact=False: "this is an A100")
+    with pytest.raises(UnavailableError, match=f"^{name}: this is an A100$"):
+        sweep.sweep(spec_of(name), sizes, {})
+
+    def none() -> None:
+        raise UnavailableError("no driver")
+
+    monkeypatch.setattr(sweep.gpu, "device_info", none)
+    with pytest.raises(UnavailableError, match="^no driver$"):
         sweep.sweep(spec_of(name), sizes, {})
