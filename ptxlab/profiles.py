@@ -48,8 +48,8 @@ def launch(
     entries = [subject.entry_of(job) for job in jobs]
     try:
         gpu.device_info()
-    except UnavailableError as reason:
-        raise UnavailableError(f"{reason}; --from shows a saved report, --timeline needs no GPU") from None
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}; --from shows a saved report, --timeline needs no GPU") from None
     for spec in filter(None, (job.spec for job in jobs)):
         if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
             raise UnavailableError(f"{spec.name}: {reason}")

@@ -82,8 +82,8 @@ def test_without_a_gpu_or_with_an_older_one(
         sweep.sweep(spec_of(name), sizes, {})
 
     def none() -> None:
-        raise UnavailableError("no driver")
+        raise UnavailableError("here is no driver")
 
     monkeypatch.setattr(sweep.gpu, "device_info", none)
-    with pytest.raises(UnavailableError, match="^no driver$"):
+    with pytest.raises(UnavailableError, match="here is no driver"):
         sweep.sweep(spec_of(name), sizes, {})
