@@ -62,8 +62,9 @@ profileplot.page_figure(found)
 print("\n".join(nsight.differences(*found)))
 
 # %% [markdown]
-# The faster one executes *more* instructions per weight. What it gains is elsewhere: hardly a warp waits at a
-# barrier any more, so more of them are there to issue, and the tensor pipe is busier.
+# The faster one executes *more* instructions per weight. What it gains is elsewhere: nearly all of the other's stalls
+# for a *barrier* are at `wgmma.wait_group`, where a warp group waits for its own products. Here hardly a warp does,
+# so more of them are there to issue, and the tensor pipe is busier.
 #
 # ## At which line
 #
@@ -87,8 +88,9 @@ Markdown("\n".join(lines))
 Markdown(profiletables.stalls_section())
 
 # %% [markdown]
-# The XOR that LiquidQuant needs in its place takes a part of that; where weights stay unsigned there is nothing to
-# wait for.
+# In the same loop (`qoq_sm90`, `lqq_sm90`) the XOR that LiquidQuant needs in its place takes a third to a half of that.
+# Pipelined (`lqq_imfp_sm90`) its share is larger again, on `down` than the subtraction's: shares are of a kernel's own
+# stalls. Where weights stay unsigned there is nothing to wait for.
 #
 # ## Who did what when
 #

@@ -119,8 +119,24 @@ def parse_integers(option: str, texts: Sequence[str]) -> dict[str, int]:
     values = {}
     for text in texts:
         name, _, value = text.partition("=")
+        if name in values:
+            raise ArgumentError(option, "each name once", name)
         try:
             values[name] = int(value or "1", 0)
         except ValueError:
             raise ArgumentError(option, "NAME=INTEGER", text) from None
     return values
+
+
+def merge_sizes(option: str, spec: KernelSpec, usual: Sizes, given: Sizes) -> dict[str, Any]:
+    """The usual sizes of a kernel with the given ones in their place.
+
+    Raises:
+        ArgumentError: a size that the kernel does not have, or one below 1 that in none of its examples is.
+    """
+    if unknown := sorted(set(given) - set(usual)):
+        raise ArgumentError(option, f"of {spec.name} has {', '.join(usual)}", unknown[0])
+    may_be_none = {name for sizes in spec.example_sizes for name, size in sizes.items() if size < 1}
+    if none := [f"{name}={size}" for name, size in given.items() if size < 1 and name not in may_be_none]:
+        raise ArgumentError(option, "sizes of 1 or more", none[0])
+    return {**usual, **given}

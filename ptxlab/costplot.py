@@ -103,11 +103,12 @@ def predicted_figure(record: Record) -> Figure:
     """Every point's prediction in turn beside its time, and how the ratio of the two runs over the tokens."""
     figure = Figure(figsize=(14.5, 5.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    ends = np.array([1.5, 5000])
+    found = predictions(record)
+    ends = np.array([1.5, 1.4 * max(prediction.row.time_us for prediction in found)])
     left.plot(ends, ends, color="black", linewidth=1)
     left.plot(ends, 2 * ends, color=GREY, linewidth=0.8, linestyle=":")
     left.text(500, 1150, "twice as long", fontsize=8, color=GREY, rotation=45, rotation_mode="anchor")
-    for name, mine in by_kernel(predictions(record)).items():
+    for name, mine in by_kernel(found).items():
         style = {"color": _OURS.get(name) or COLOURS[short(name)]}
         errors = [mean_error(mine, overlapped=overlapped) for overlapped in (False, True)]
         label = f"{called(name)}: {errors[0]:.0%} ({errors[1]:.0%})"

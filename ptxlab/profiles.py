@@ -46,7 +46,10 @@ def launch(
     """Launch all of them under one ncu, in this order; raises as `profile` does."""
     nsight.require_reader()
     entries = [subject.entry_of(job) for job in jobs]
-    gpu.device_info()  # or why there is none
+    try:
+        gpu.device_info()
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}; --from shows a saved report, --timeline needs no GPU") from None
     for spec in filter(None, (job.spec for job in jobs)):
         if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
             raise UnavailableError(f"{spec.name}: {reason}")

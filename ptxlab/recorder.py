@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, timeline
+from ptxlab.arguments import merge_sizes
 from ptxlab.bench.record import commit
 from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.dtypes import dtype_in, storage, stored
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.common import draw_cache
-from ptxlab.kernels.attention.steps import STEPS
+from ptxlab.kernels.attention.steps import step_of as attention_step
+from ptxlab.kernels.gemm.ladder import fit_tokens
 from ptxlab.runtime import Kernel, choose_backend
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
@@ -33,7 +35,6 @@ _USUAL: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 _EMULATED_SMS = 2  # that attention shares its work out over
-_ATTENTION = {step.spec.name: step for step in STEPS}
 _PAGE = 64
 _HEAD = {"T": 1, "D": 128, "bits": 4, "channel": 0, "window": 0, "softmax_scale": 128**-0.5}
 
@@ -83,24 +84,20 @@ def record(
 
 
 def shape_of(spec: KernelSpec, given: Mapping[str, Any], backend: str) -> dict[str, Any]:
-    """The problem, as `--shape` names it; ArgumentError for a size that the kernel does not have.
+    """The problem, as `--shape` names it; ArgumentError for a size that the kernel does not have, or below 1.
 
     A GEMM has M, N, K, g; attention B sequences of L tokens with Hq and Hkv heads.
     """
     known = _USUAL.get(backend, {}).get(spec.family, {})
-    if spec.name not in _ATTENTION:
-        known = {name: known.get(name, size) for name, size in spec.example_sizes[-1].items()}
-    if unknown := sorted(set(given) - set(known)):
-        raise ArgumentError("--shape", f"of {spec.name} has {', '.join(known)}", unknown[0])
-    if none := [f"{name}={size}" for name, size in given.items() if size < 1]:
-        raise ArgumentError("--shape", "sizes of 1 or more", none[0])
-    return {**known, **given}
+    if attention_step(spec) is None:
+        known = fit_tokens(spec, {name: known.get(name, size) for name, size in spec.example_sizes[-1].items()})
+    return merge_sizes("--shape", spec, known, given)
 
 
 def _sizes(spec: KernelSpec, shape: Mapping[str, Any], backend: str) -> dict[str, Any]:
     """All symbols of the spec; ArgumentError for a rule that they break."""
     sizes = dict(shape)
-    if step := _ATTENTION.get(spec.name):
+    if step := attention_step(spec):
         pages = -(-shape["L"] // _PAGE)
         sizes |= {"P": pages, "pages": shape["B"] * pages, "page": _PAGE, **_HEAD}
         sizes = {name: size for name, size in sizes.items() if name in spec.symbols}
@@ -113,7 +110,7 @@ def _sizes(spec: KernelSpec, shape: Mapping[str, Any], backend: str) -> dict[str
 def _example(spec: KernelSpec, rng: np.random.Generator, shape: Mapping[str, Any], sizes: Mapping[str, Any]) -> Arrays:
     """Logical inputs; of attention with sequences of equal length."""
     logical = spec.example(rng, **sizes)
-    if spec.name not in _ATTENTION:
+    if attention_step(spec) is None:
         return logical
     lengths = np.full(shape["B"], shape["L"])
     scheme = logical["cache"].scheme

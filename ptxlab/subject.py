@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels, runtime
-from ptxlab.arguments import dim3, in_order
+from ptxlab.arguments import dim3, in_order, merge_sizes
 from ptxlab.bench import kvproblem, kvshapes, problem, shapes
 from ptxlab.bench.attention import scheme_of
 from ptxlab.dtypes import dtype_in, storage, stored
-from ptxlab.errors import ArgumentError, PtxlabError
+from ptxlab.errors import PtxlabError
 from ptxlab.files import load_arrays
-from ptxlab.kernels.attention.steps import STEPS as ATTENTION
-from ptxlab.kernels.gemm.ladder import LADDER
+from ptxlab.kernels.attention.steps import step_of as attention_step
+from ptxlab.kernels.gemm.ladder import fit_tokens
+from ptxlab.kernels.gemm.ladder import step_of as gemm_step
 from ptxlab.nsight import FAILED
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
@@ -86,17 +87,21 @@ def usual_sizes(spec: KernelSpec) -> dict[str, Any]:
 
     A GEMM has M, N, K, g; attention B sequences of L tokens with Hq and Hkv heads; others have those of their examples.
     """
-    if _gemm_step(spec):
-        return {name: size for name, size in _GEMM.items() if name in spec.symbols}
-    return dict(_ATTENTION if _attention_step(spec) else spec.example_sizes[-1])
+    if gemm_step(spec):
+        return fit_tokens(spec, {name: size for name, size in _GEMM.items() if name in spec.symbols})
+    return dict(_ATTENTION if attention_step(spec) else spec.example_sizes[-1])
 
 
 def sizes_of(spec: KernelSpec, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The usual sizes with those given in their place; ArgumentError for a symbol that is not the kernel's."""
-    usual = usual_sizes(spec)
-    if unknown := sorted(set(given) - set(usual)):
-        raise ArgumentError("--shape", f"of {spec.name} has {', '.join(usual)}", unknown[0])
-    return {**usual, **given}
+    """The usual sizes with those given in their place.
+
+    Raises:
+        ArgumentError: a symbol that is not the kernel's, a size below 1, or sizes that break a rule of the kernel.
+    """
+    sizes = merge_sizes("--shape", spec, usual_sizes(spec), given)
+    if attention_step(spec) is None:
+        spec.check_sizes(sizes)
+    return sizes
 
 
 def weights_of(sizes: Mapping[str, Any]) -> int | None:
@@ -112,9 +117,7 @@ def entry_of(job: Job) -> str:
     spec, source, entry = kernels.resolve(job.target)
     if spec is None:
         return _loaded(job, source, entry).entry
-    sizes = sizes_of(spec, job.sizes)
-    if _attention_step(spec) is None:
-        spec.check_sizes(sizes)
+    sizes_of(spec, job.sizes)
     return spec.name
 
 
@@ -123,7 +126,7 @@ def prepared(job: Job) -> Call:
     spec, source, entry = kernels.resolve(job.target)
     if spec is None:
         return _file_call(job, _loaded(job, source, entry))
-    sizes, gemm, attention = sizes_of(spec, job.sizes), _gemm_step(spec), _attention_step(spec)
+    sizes, gemm, attention = sizes_of(spec, job.sizes), gemm_step(spec), attention_step(spec)
     if gemm is not None:
         layer = shapes.Layer("", "", sizes["N"], sizes["K"])
         logical = problem.problem(spec, layer, sizes["M"], sizes.get("g", shapes.GROUP))
@@ -132,14 +135,6 @@ def prepared(job: Job) -> Call:
         batch = kvshapes.even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
         return kvproblem.launches(attention, kvproblem.problem(batch, scheme_of(attention))).calls[0]
     return _spec_call(spec, source, sizes)
-
-
-def _gemm_step(spec: KernelSpec) -> Any:
-    return next((step for step in LADDER if step.spec is spec), None)
-
-
-def _attention_step(spec: KernelSpec) -> Any:
-    return next((step for step in ATTENTION if step.spec.name == spec.name), None)
 
 
 def _spec_call(spec: KernelSpec, source: Source, sizes: dict[str, Any]) -> Call:

@@ -123,6 +123,8 @@ def test_every_kernel_has_its_colour_and_its_error_in_the_figure() -> None:
     for name, mine in predictions.by_kernel(predictions.predictions(RECORD)).items():
         error, ideal = mean_error(mine), mean_error(mine, overlapped=True)
         assert f"{predictions.called(name)}: {error:.0%} ({ideal:.0%})" in labels
+        low, high = axes.get_xlim()
+        assert all(low < time < high for p in mine for time in (p.row.time_us, p.cost.in_turn_us)), "every point"
 
 
 def test_without_both_kernels_there_is_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

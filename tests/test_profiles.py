@@ -48,9 +48,10 @@ def test_another_launch_than_asked_for_is_refused(device: SimpleNamespace) -> No
 
 def test_without_a_gpu_or_with_an_older_one(cli: Any, ncu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, err = cli("profile", NAME)
-    assert code == 2 and "no GPU backend here" in err and ncu.command == []
+    assert code == 2 and "no GPU backend here" in err and "--from" in err and ncu.command == []
+    older = "it runs only on sm_90a, and this is an A100"
     monkeypatch.setattr(gpu, "device_info", lambda: None)
-    monkeypatch.setattr(gpu, "why_not", lambda arch, exact=False: "it runs only on sm_90a, and this is an A100")
+    monkeypatch.setattr(gpu, "why_not", lambda arch, exact=False: older if arch else None)
     code, _, err = cli("profile", NAME)
     assert code == 2 and f"{NAME}: it runs only on sm_90a" in err and ncu.command == []
 
@@ -93,7 +94,12 @@ def test_a_file_without_a_spec(cli: Any, device: SimpleNamespace, tmp_path: Path
         ([], "target: a kernel, or a report with --from"),
         ([NAME, "--shape", "Q=3"], "--shape: of gemm_w4a8_qoq_sm90 has M, N, K, g (got Q)"),
         ([NAME, "--shape", "M=x"], "--shape: NAME=INTEGER (got M=x)"),
+        ([NAME, "--shape", "M=3,M=4"], "--shape: each name once (got M)"),
         ([NAME, "--stalls"], "target: none with --stalls"),
+        (["--stalls", "--shape", "M=3"], "--shape: none with --stalls"),
+        ([NAME, "--keep", "report"], "--keep: a .ncu-rep (got report)"),
+        (["--from", "a.json", "--keep", "b.ncu-rep"], "--keep: none with --from"),
+        (["--stalls", "--set", "full"], "--set: none with --stalls"),
         ([NAME, "--grid", "4"], "--grid: for files only"),
         ([NAME, "--set", "all"], "--set: one of quick, full"),
         (["add4.ptx"], "--in: an .npz"),

@@ -87,6 +87,15 @@ def test_sizes_are_the_usual_ones_unless_given() -> None:
         subject.entry_of(Job("gemm_w4a8_sm90", {"L": 3}))
     with pytest.raises(ArgumentError, match="K % g == 0"):
         subject.entry_of(Job("gemm_w4a8_sm90", {"K": 100}))
+    with pytest.raises(ArgumentError, match=r"--shape: sizes of 1 or more \(got M=0\)"):
+        subject.entry_of(Job("gemm_w4a8_sm90", {"M": 0}))
+    assert subject.sizes_of(kernels.specs()["append_kv4"], {"R": 0})["R"] == 0, "no rotation"
+
+
+@pytest.mark.parametrize("name", kernels.specs())
+def test_usual_sizes_are_such_as_the_kernel_takes(name: str) -> None:
+    spec = kernels.specs()[name]
+    assert subject.sizes_of(spec, {}) == subject.usual_sizes(spec)
 
 
 def test_weights_that_the_figures_are_per() -> None:

@@ -328,6 +328,10 @@ def test_the_command_reads_what_was_recorded(tmp_path: Path, cli: Any, imfp: Tim
             "--timeline: a kernel that stamps its phases (timeline.cuh) (got load_dual_mma.ptx)",
         ),
         ([IMFP, "--backend", "emulator"], "--backend: with --timeline only (got emulator)"),
+        ([IMFP, "--timeline", "--compare", EXCP], f"--compare: none with --timeline (got {EXCP})"),
+        ([IMFP, "--timeline", "--set", "full"], "--set: none with --timeline (got full)"),
+        (["--timeline", "--from", "a.json", "--shape", "M=3"], "--shape: none with --from, which has its own"),
+        ([IMFP, "--timeline", "--shape", "M=0"], "--shape: sizes of 1 or more (got M=0)"),
         (
             [IMFP, "--timeline", "--backend", "emulator", "--shape", "K=128", "--out", "a.jpg"],
             "ends in .png, .svg or .pdf",
@@ -337,6 +341,13 @@ def test_the_command_reads_what_was_recorded(tmp_path: Path, cli: Any, imfp: Tim
 def test_bad_command_lines(cli: Any, arguments: list[str], problem: str) -> None:  # noqa: F811
     code, _, printed = cli("profile", *arguments)
     assert code == 2 and problem in printed
+
+
+@pytest.mark.parametrize("backend", ["gpu", "emulator"])
+@pytest.mark.parametrize("name", [name for name in STAMPED if name.startswith("gemm")])
+def test_what_is_recorded_by_default_is_such_as_the_kernel_takes(name: str, backend: str) -> None:
+    spec = kernels.find(name)[0]
+    spec.check_sizes(recorder.shape_of(spec, {}, backend))  # raises if not
 
 
 def test_the_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

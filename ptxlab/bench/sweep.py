@@ -11,9 +11,9 @@ from ptxlab.bench import kvproblem, problem, shapes
 from ptxlab.bench.attention import scheme_of
 from ptxlab.bench.kvshapes import even
 from ptxlab.bench.timing import Measured, measure
-from ptxlab.errors import ArgumentError, CompileError, PtxlabError
-from ptxlab.kernels.attention.steps import STEPS as ATTENTION
-from ptxlab.kernels.gemm.ladder import LADDER
+from ptxlab.errors import ArgumentError, CompileError, PtxlabError, UnavailableError
+from ptxlab.kernels.attention.steps import step_of as attention_step
+from ptxlab.kernels.gemm.ladder import step_of as gemm_step
 from ptxlab.sources import of_kernel
 from ptxlab.spec import KernelSpec
 
@@ -58,8 +58,14 @@ def sweep(
 
     Raises:
         ArgumentError: a kernel of another family, or a constant that the kernel does not have.
+        UnavailableError: no GPU that runs the kernel.
         BenchmarkError: a variant gave wrong results.
     """
+    if gemm_step(spec) is None and attention_step(spec) is None:
+        raise ArgumentError("target", "a kernel of a W4A8 GEMM or of attention", spec.name)
+    gpu.device_info()  # or why there is none
+    if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
+        raise UnavailableError(f"{spec.name}: {reason}")
     chosen, prepare, check = _problem(spec, sizes)
     if unknown := sorted(set(constants) - set(chosen)):
         raise ArgumentError("-D", f"a constant of {spec.name}: {', '.join(chosen)}", unknown[0])
@@ -89,8 +95,7 @@ def _timed(one: Found, variant: dict[str, int], prepare: Prepare, check: Callabl
 
 def _problem(spec: KernelSpec, sizes: Mapping[str, int]) -> tuple[dict[str, int], Prepare, Callable[[Any], object]]:
     """What the spec chooses, what prepares the launches of a variant, and what holds their results to be right."""
-    gemm = next((step for step in LADDER if step.spec is spec), None)
-    attention = next((step for step in ATTENTION if step.spec.name == spec.name), None)
+    gemm, attention = gemm_step(spec), attention_step(spec)
     if gemm is not None:
         known = dict(sizes)
         layer = shapes.Layer("", "", known["N"], known["K"])
@@ -101,16 +106,15 @@ def _problem(spec: KernelSpec, sizes: Mapping[str, int]) -> tuple[dict[str, int]
             lambda variant: problem.launches(gemm, known, logical, constants=variant),
             lambda ready: ready.check(right),
         )
-    if attention is not None:
-        batch = even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
-        given = kvproblem.problem(batch, scheme_of(attention))
-        known = kvproblem.sizes_at(attention, batch, given.scheme, given.caches[0].pages)
-        return (
-            attention.config(known, "float16"),
-            lambda variant: kvproblem.launches(attention, given, constants=variant),
-            lambda ready: ready.check(given),
-        )
-    raise ArgumentError("target", "a kernel of a W4A8 GEMM or of attention", spec.name)
+    assert attention is not None
+    batch = even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
+    given = kvproblem.problem(batch, scheme_of(attention))
+    known = kvproblem.sizes_at(attention, batch, given.scheme, given.caches[0].pages)
+    return (
+        attention.config(known, "float16"),
+        lambda variant: kvproblem.launches(attention, given, constants=variant),
+        lambda ready: ready.check(given),
+    )
 
 
 def _compiled(spec: KernelSpec, variants: Sequence[dict[str, int]]) -> list[str]:

@@ -24,6 +24,15 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 Backend = Annotated[str | None, typer.Option(help="gpu or emulator; by default the GPU where there is one.")]
 Arch = Annotated[str, typer.Option(help="Architecture to compile for, such as sm_90a.")]
 
+# Of a file without a spec: how it is launched and compiled.
+Grid = Annotated[str | None, typer.Option(help="Blocks, x[,y[,z]]; for files only. Default 1.")]
+Block = Annotated[str | None, typer.Option(help="Threads, x[,y[,z]]; for files only. Default 32.")]
+Shared = Annotated[int | None, typer.Option(help="Dynamic shared memory in bytes; for files only.")]
+FileArch = Annotated[str | None, typer.Option(help="What to compile a .cu for: sm_90a for wgmma; files only.")]
+Define = Annotated[
+    list[str] | None, typer.Option("-D", metavar="NAME[=N]", help="A constant of a .cu, -D TILE=64; -D X is 1.")
+]
+
 
 def print_json(value: Any) -> None:
     """Print JSON on standard output."""

@@ -10,7 +10,20 @@ from rich.markup import escape
 
 from ptxlab import nsight, profiles, stalls, subject
 from ptxlab.arguments import parse_integers
-from ptxlab.cli.common import AsJson, Backend, console, dims, print_json, progress_bar, table
+from ptxlab.cli.common import (
+    AsJson,
+    Backend,
+    Block,
+    Define,
+    FileArch,
+    Grid,
+    Shared,
+    console,
+    dims,
+    print_json,
+    progress_bar,
+    table,
+)
 from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
 from ptxlab.nsight import Profile
@@ -42,30 +55,35 @@ def profile(
     inputs: Annotated[
         Path | None, typer.Option("--in", help=".npz with the arguments by name; for files only.")
     ] = None,
-    grid: Annotated[str | None, typer.Option(help="Blocks, x[,y[,z]]; for files only. Default 1.")] = None,
-    block: Annotated[str | None, typer.Option(help="Threads, x[,y[,z]]; for files only. Default 32.")] = None,
-    shared: Annotated[int | None, typer.Option(help="Dynamic shared memory in bytes; for files only.")] = None,
-    arch: Annotated[str | None, typer.Option(help="What to compile a .cu for: sm_90a for wgmma; files only.")] = None,
-    define: Annotated[
-        list[str] | None, typer.Option("-D", metavar="NAME[=N]", help="A constant of a .cu, -D TILE=64; -D X is 1.")
-    ] = None,
+    grid: Grid = None,
+    block: Block = None,
+    shared: Shared = None,
+    arch: FileArch = None,
+    define: Define = None,
     as_json: AsJson = False,
 ) -> None:
     """Launch a kernel once, warmed up, under Nsight Compute, and put on a page what it did and what it waited for."""
+    of_files = {"--in": inputs, "--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
+    of_pages = {"--compare": compare, "--set": None if chosen == "quick" else chosen, **of_files}
+    of_timelines = {"--backend": backend, "--record": record or None}
+    sizes = parse_integers("--shape", shape.split(",")) if shape else {}
+    if keep is not None and keep.suffix != ".ncu-rep":
+        raise ArgumentError("--keep", "a .ncu-rep", keep)
     if in_stalls:
-        _refuse({"target": target, "--compare": compare, "--from": saved}, "none with --stalls")
+        others = {"target": target, "--shape": shape, "--from": saved, "--timeline": timeline or None}
+        _refuse({**others, **of_pages, **of_timelines}, "none with --stalls")
         return _stalls(out, keep, as_json)
     if timeline:
-        sizes = parse_integers("--shape", shape.split(",")) if shape else {}
+        _refuse({**of_pages, "--keep": keep}, "none with --timeline")
+        _refuse({"--shape": saved and shape, "--backend": saved and backend}, "none with --from, which has its own")
         return profile_timeline(target, sizes, backend=backend, saved=saved, out=out, keep=record, as_json=as_json)
-    _refuse({"--backend": backend, "--record": record or None}, "with --timeline only")
+    _refuse(of_timelines, "with --timeline only")
+    _refuse({"--keep": saved and keep}, "none with --from, which launches nothing")
     if (target is None) == (saved is None):
         raise ArgumentError("target", "a kernel, or a report with --from", target or "neither")
     if saved is not None and saved.suffix not in profiles.SAVED:
         raise ArgumentError("--from", f"a {' or '.join(profiles.SAVED)}", saved)
     write = _writer(out) if out is not None else None
-    sizes = parse_integers("--shape", shape.split(",")) if shape else {}
-    of_files = {"--in": inputs, "--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
 
     def job(named: str) -> subject.Job:
         made = subject.Job(named, sizes)

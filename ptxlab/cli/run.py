@@ -11,7 +11,21 @@ from rich.syntax import Syntax
 
 from ptxlab import kernels, runtime, tiles
 from ptxlab.arguments import in_order, parse_checks, parse_integers
-from ptxlab.cli.common import FAILED, AsJson, Backend, console, dims, print_json, progress_bar, table
+from ptxlab.cli.common import (
+    FAILED,
+    AsJson,
+    Backend,
+    Block,
+    Define,
+    FileArch,
+    Grid,
+    Shared,
+    console,
+    dims,
+    print_json,
+    progress_bar,
+    table,
+)
 from ptxlab.errors import ArgumentError
 from ptxlab.files import load_arrays, save_arrays
 from ptxlab.spec import Arg, KernelSpec
@@ -99,13 +113,11 @@ def run(
     check: Annotated[str, typer.Option(help="Comma-separated: lanes, race, init, async, or all.")] = "",
     late: Annotated[bool, typer.Option("--late", help="Emulator: copies happen as late as they may.")] = False,
     unchecked: Annotated[bool, typer.Option(help="Admit values that the kernel's rules refuse.")] = False,
-    grid: Annotated[str | None, typer.Option(help="Blocks, x[,y[,z]]; for files only. Default 1.")] = None,
-    block: Annotated[str | None, typer.Option(help="Threads, x[,y[,z]]; for files only. Default 32.")] = None,
-    shared: Annotated[int | None, typer.Option(help="Dynamic shared memory in bytes; for files only.")] = None,
-    arch: Annotated[str | None, typer.Option(help="What to compile a .cu for: sm_90a for wgmma; files only.")] = None,
-    define: Annotated[
-        list[str] | None, typer.Option("-D", metavar="NAME[=N]", help="A constant of a .cu, -D TILE=64; -D X is 1.")
-    ] = None,
+    grid: Grid = None,
+    block: Block = None,
+    shared: Shared = None,
+    arch: FileArch = None,
+    define: Define = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""

@@ -13,10 +13,16 @@ if TYPE_CHECKING:
 
 
 def dequant_sliders(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: int = -104) -> "VBox":
-    """Sliders for four q4, s1 and min over `identities`. Raises UnavailableError without ipywidgets."""
+    """Sliders for four q4, s1 and min over `identities`, which says what these may be.
+
+    Raises:
+        ArgumentError: a value out of its range.
+        UnavailableError: ipywidgets is not installed.
+    """
     ui = _ipywidgets()
+    identities(q4, s1, minimum)
     weights = [_slider(f"q4, lane {lane}", q4[lane], 0, 15) for lane in range(LANES)]
-    scale, least = _slider("s1", s1, 1, 20), _slider("min", minimum, -128, 127)
+    scale, least = _slider("s1", s1, 1, max(s1, 20)), _slider("min", minimum, -128, 127)
 
     def show(values: Mapping[str, int]) -> str:
         lanes = tuple(values[slider.description] for slider in weights)
@@ -27,8 +33,14 @@ def dequant_sliders(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: 
 
 
 def layout_explorer(name: str = "dual_mma", lane: int = 0) -> "VBox":
-    """A list of all maps and a slider for the lane over `who_holds`. Raises UnavailableError without ipywidgets."""
+    """A list of all maps and a slider for the lane over `who_holds`.
+
+    Raises:
+        ArgumentError: no such map, or no such lane.
+        UnavailableError: ipywidgets is not installed.
+    """
     ui = _ipywidgets()
+    maps.find(name).held_by(lane)
     choice = ui.Dropdown(options=list(maps.known()), value=name, description="map")
     slider = _slider("lane", lane, 0, maps.find(name).lanes - 1)
 

@@ -9,7 +9,7 @@ import pytest
 from ptxlab import kernels
 from ptxlab.bench import sweep
 from ptxlab.bench.timing import Measured
-from ptxlab.errors import ArgumentError, BenchmarkError
+from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
 from ptxlab.spec import KernelSpec
 
 GEMM = {"M": 2, "N": 128, "K": 256, "g": 128}
@@ -71,3 +71,19 @@ def test_what_is_asked_for_must_exist(emulated_gpu: pytest.MonkeyPatch) -> None:
         sweep.sweep(spec_of("gemm_w4a8_small_sm90"), GEMM, {"DEPTH": (1,)})
     with pytest.raises(ArgumentError, match=r"target: a kernel of a W4A8 GEMM or of attention \(got dequant_lqq\)"):
         sweep.sweep(spec_of("dequant_lqq"), {}, {})
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("gemm_w4a8_small_sm90", GEMM), ("attention_kv4_sm90", BATCH)])
+def test_without_a_gpu_or_with_an_older_one(
+    name: str, sizes: dict[str, int], emulated_gpu: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep.gpu, "why_not", lambda arch, exact=False: "this is an A100")
+    with pytest.raises(UnavailableError, match=f"^{name}: this is an A100$"):
+        sweep.sweep(spec_of(name), sizes, {})
+
+    def none() -> None:
+        raise UnavailableError("here is no driver")
+
+    monkeypatch.setattr(sweep.gpu, "device_info", none)
+    with pytest.raises(UnavailableError, match="here is no driver"):
+        sweep.sweep(spec_of(name), sizes, {})

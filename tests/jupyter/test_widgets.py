@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ptxlab.errors import UnavailableError
+from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.jupyter import dequant_sliders, identities, layout_explorer, who_holds
 
 pytest.importorskip("ipywidgets", reason="ipywidgets is not installed: it comes with the extra `jupyter`")
@@ -41,3 +41,15 @@ def test_without_ipywidgets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     with pytest.raises(UnavailableError, match=r"ptxlab\[jupyter\]"):
         dequant_sliders()
+
+
+def test_bad_input() -> None:
+    for call, problem in (
+        (lambda: dequant_sliders(q4=(1, 2)), "q4: four values 0..15"),
+        (lambda: dequant_sliders(s1=0), "s1: 1..255"),
+        (lambda: layout_explorer("nothing"), "name: one of .*got nothing"),
+        (lambda: layout_explorer("qserve", 32), "lane: 0..31 for qserve"),
+    ):
+        with pytest.raises(ArgumentError, match=problem):
+            call()
+    assert controls(dequant_sliders(s1=99))["s1"].value == 99

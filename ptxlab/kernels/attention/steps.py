@@ -75,6 +75,11 @@ STEPS = (
 )
 
 
+def step_of(spec: KernelSpec) -> Step | None:
+    """The step of a kernel; None of any other kernel."""
+    return next((step for step in STEPS if step.spec.name == spec.name), None)
+
+
 def choose(kernel: Any, *, backend: str | None, programmatic: bool = False) -> Step:
     """The step asked for, or the highest that runs here.
 

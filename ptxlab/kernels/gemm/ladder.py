@@ -1,14 +1,31 @@
 """The ladder, and which of its steps a weight and activations are for."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm import sm80, sm90, strips
 from ptxlab.kernels.gemm.common import Step
 from ptxlab.layout import PackedWeight
+from ptxlab.spec import KernelSpec, Sizes
 
 LADDER: tuple[Step, ...] = (*sm80.STEPS, *sm90.STEPS, *strips.STEPS)
+_FEW_TOKENS = 16
+
+
+def step_of(spec: KernelSpec) -> Step | None:
+    """The first step with this very spec (of a kernel there is one per order of the activations); None of any other."""
+    return next((step for step in LADDER if step.spec is spec), None)
+
+
+def fit_tokens(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
+    """Sizes of a GEMM with their M, or with few tokens where the kernel takes no more."""
+    try:
+        spec.check_sizes(sizes)
+    except ArgumentError:
+        return {**sizes, "M": _FEW_TOKENS}
+    return dict(sizes)
 
 
 def choose(
