@@ -41,7 +41,11 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(float(out[at]) - SM90.reference(**logical)[0][at]) > 4e-6
 
 
-@pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
+# Where products differ most in size, and subnormal ones meet ordinary ones; and nothing of the kind.
+CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_small_values)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @sm90.every_variant
 def test_hopper_stays_within_the_bound(
     variant: sm90.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
@@ -51,7 +55,7 @@ def test_hopper_stays_within_the_bound(
         sm90.check(variant, *variant.problem(1, lengths, change, Hkv, window=0, blocks=1), "emulator")
 
 
-@pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @sm80.every_variant
 def test_ampere_stays_within_the_bound(
     variant: sm80.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
