@@ -131,7 +131,7 @@ def problems(draw: st.DrawFn, tokens: int, heads: int) -> Problem:
 
 
 @given(problem=problems(tokens=9, heads=3))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_every_byte_in_the_emulator(problem: Problem) -> None:
     pool, outcome = problem.run()
     assert np.array_equal(pool, problem.wanted) and outcome.findings == ()

@@ -134,7 +134,7 @@ def chosen(M: int, N: int, K: int, g: int, signed: int) -> dict[str, int]:
             tuple(chosen(M, layer.N, layer.K, g, signed).items())
             for layer in MIXTRAL
             for M in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
-            for g, signed in ((128, 0), (64, 0), (32, 0), (32, 1))
+            for g, signed in ((128, 0), (32, 1))
         )
     ),
     ids=lambda config: "-".join(f"{name}{value}" for name, value in config),
