@@ -195,8 +195,7 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
     [(LARGE, LARGE_CONFIGS[0]), (LARGE, LARGE_CONFIGS[2]), (LARGE, LARGE_CONFIGS[4]), (SMALL, SMALL_CONFIGS[2])],
     ids=["few tokens", "along K", "cluster", "small"],
 )
-@pytest.mark.parametrize("signed", [0, 1])
-@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(("signed", "with_bias"), [(0, True), (1, False)])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int32])
 def test_scaled_outputs_are_the_epilogue_in_float32(
     dtype: Any, with_bias: bool, signed: int, spec: KernelSpec, config: Config, backend: str
