@@ -1,6 +1,7 @@
-"""Arrays in and out of `.npz` files: never unpickled, written whole or not at all."""
+"""Arrays in and out of `.npz` files, text and records: never unpickled, written whole or not at all."""
 
 import contextlib
+import json
 import math
 import os
 import zipfile
@@ -62,6 +63,19 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_record(path: Path, what: str, schema: int) -> dict[str, Any]:
+    """A JSON object that says `schema`; `FileError` says in one line why a file is not `what`."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise FileError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict) or found.get("schema") != schema:
+        raise FileError(f"{path}: not {what} of schema {schema}")
+    return found
 
 
 def write_text(path: Path, text: str) -> None:

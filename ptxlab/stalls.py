@@ -16,7 +16,7 @@ from typing import Any
 from ptxlab import gpu, profiles, sources
 from ptxlab.bench.shapes import GROUP, LAYERS, Layer
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.files import read_text, write_text
+from ptxlab.files import read_record, write_text
 from ptxlab.nsight import ISSUING, Launched
 from ptxlab.subject import Job
 
@@ -170,12 +170,10 @@ def save(record: Record, path: Path | None = None) -> Path:
 
 def load(path: Path) -> Record:
     """Read one; `FileError` says in one line why a file is none."""
+    found = read_record(path, "a record of stalls", SCHEMA)
     try:
-        found = json.loads(read_text(path))
-        if found["schema"] != SCHEMA:
-            raise ValueError(f"schema {found['schema']}, not {SCHEMA}")
         return Record(**{**found, "rows": tuple(Row(**row) for row in found["rows"])})
-    except (ValueError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise FileError(f"{path}: not a record of stalls: {error}") from None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from ptxlab import sources
 from ptxlab.errors import FileError
-from ptxlab.files import read_text, write_text
+from ptxlab.files import read_record, write_text
 
 # In the order of timeline.cuh.
 PHASES = (
@@ -242,11 +242,8 @@ def save(timeline: Timeline, path: Path) -> None:
 
 def load(path: Path) -> Timeline:
     """Read a timeline; `FileError` says in one line why a file is none."""
-    try:
-        found = json.loads(read_text(path))
-    except ValueError as error:
-        raise FileError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA or found.get("phases") != list(PHASES):
+    found = read_record(path, "a timeline", SCHEMA)
+    if found.get("phases") != list(PHASES):
         raise FileError(f"{path}: not a timeline of schema {SCHEMA}")
     try:
         tracks = [

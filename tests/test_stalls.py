@@ -70,7 +70,7 @@ def test_a_record_is_kept_as_json(tmp_path: Path) -> None:
     path = stalls.save(record(), tmp_path / "s.json")
     assert stalls.load(path) == record()
     path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 0}))
-    with pytest.raises(FileError, match=r"s\.json: not a record of stalls: schema 0"):
+    with pytest.raises(FileError, match=r"s\.json: not a record of stalls of schema 1$"):
         stalls.load(path)
 
 

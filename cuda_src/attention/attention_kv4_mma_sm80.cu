@@ -176,7 +176,7 @@ attention_kv4_mma_sm80(const unsigned short* __restrict__ q,    // f16 or bf16 [
     float4* found = reinterpret_cast<float4*>(sums + WARPS * columns * PITCH);  // [WARPS][columns]: maximum, sum, zeros
 
     PHASE(LOAD);
-    Items at(Segments(blockIdx.x, gridDim.x, lengths, Segments::nearest_of(lengths, B), B, Hkv * splits, T, window));
+    Items at(Segments(lengths, Segments::nearest_of(lengths, B), B, Hkv * splits, T, window));
     Loader loader(at, pool, table, Hkv, P, splits);
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s) loader.fetch(ring + s * STAGE);

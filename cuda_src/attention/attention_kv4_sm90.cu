@@ -23,14 +23,15 @@
 // Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
 //            Lane g has dims g D / 8 on.
 // PDL        block table and lengths are read at once, queries and cache behind the wait.
-// Measured   H200, graphs of plain launches, cache from memory; of the time that reading its bytes takes (4.59 TB/s). On trial: the record is
-//            of the version before, which is 2 to 16% slower where there are 64 sequences or fewer.
+// Measured   H200, graphs of plain launches, cache from memory; of the time that reading its bytes takes (4.59 TB/s). Of trials, as
+//            `ptxlab sweep` makes them: the record is of the version before, which takes up to 19% longer.
 //            heads      16 x 1024     64 x 1024     256 x 1024    1 x 4096      64 x 4096     1 x 32768
-//            32 / 32    22.0 us 0.71  69.1 us 0.90  265 us 0.94   10.0 us 0.39  259 us 0.96   38.9 us 0.80
-//            32 / 8     9.2 us 0.42   22.9 us 0.68  70.7 us 0.88
-//            64 / 8     9.5 us 0.41   23.9 us 0.65  73.6 us 0.85                70.9 us 0.88  15.7 us 0.50
-//            Launched programmatically behind itself 1.1 to 1.7 us less. Of 9.2 us 1.1 pass before the block starts, 1.0 until its share is
-//            known, 0.3 for the table, 1.3 until the first tile is there; 1.2 after the last for its scores and values, 0.9 to add up.
+//            32 / 32    22.0 us 0.71  69.1 us 0.90                10.0 us 0.39  261 us 0.95   38.9 us 0.80
+//            32 / 8     9.1 us 0.42   22.9 us 0.68  70.7 us 0.88
+//            64 / 8     9.4 us 0.41   23.9 us 0.65  73.6 us 0.85                70.9 us 0.88  15.5 us 0.50
+//            Launched programmatically behind itself 0.8 to 1.6 us less. With TOKENS 64 16 x 1024 of 32 / 8 take 10.1 us: 1.1 until the block
+//            starts, 1.1 until its share is known, 0.3 for the table, 1.2 until the first tile is there; at the end 1.4 for the scores and
+//            values of the last, 0.9 to add up.
 // PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp;
 //            9.7.13.5 atom; 9.7.13.13 griddepcontrol
 #include "exponent.cuh"
@@ -226,13 +227,13 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     const int group = int(unsigned(Hq) / unsigned(Hkv)), splits = unsigned(group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
     Segments walk;
     if (warp == QUERIES) {
-        walk = Segments(blockIdx.x, gridDim.x, lengths, nearest, B, Hkv * splits, T, window);
+        walk = Segments(lengths, nearest, B, Hkv * splits, T, window);
         if (lane == 0) share = walk;
     }
     __syncthreads();
     ptxlab::launch_dependents();
 
-    if (warp == COPIES) {
+    if (warp == COPIES) {  // asks for copies
         const bool elected = ptxlab::elect();
         const size_t pitch = size_t(Hkv) * PAGE_BYTES;
         ptxlab::Slot<STAGES> slot;

@@ -6,7 +6,7 @@ namespace ptxlab {
 constexpr int TILE = 64;  // tokens
 constexpr int SLACK = 4;  // tiles more than its share that a block may get, so that no unit has to be put together
 
-// Walks over the segments of one of `blocks`, which may be part of a block of CUDA: what of a unit (a sequence, a head of it) lies in the block's piece. Units are ordered by sequence, then
+// Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are ordered by sequence, then
 // head; each costs its tiles and, the fewer they are, up to PAD more, which stand before them: what is done once per unit hides behind many tiles
 // alone. No piece is smaller than SMALLEST: to put parts together costs more than it would save. Everything follows from `lengths`, on the device:
 // nothing is planned on the host.
@@ -35,7 +35,7 @@ struct Segments {
     Segments() = default;
 
     // All lanes of a warp together.
-    __device__ __forceinline__ Segments(int block, int blocks, const int* lengths, int nearest, int sequences, int units, int queries, int window)
+    __device__ __forceinline__ Segments(const int* lengths, int nearest, int sequences, int units, int queries, int window)
         : lengths(lengths), units(units), queries(queries), window(window) {
         const int share = ceil_div(sequences, 32), first = threadIdx.x % 32 * share;
         const int cost = cost_of(nearest);
@@ -53,10 +53,10 @@ struct Segments {
         }
         const int sum = __shfl_sync(~0u, upto, 31), all = sum * units;
         most = max(1, int(__reduce_max_sync(~0u, unsigned(most))));
-        piece = max(SMALLEST, ceil_div(all, blocks));
+        piece = max(SMALLEST, ceil_div(all, gridDim.x));
         const int whole = ceil_div(piece, most) * most;                      // of units that are all alike
         if (sum == most * sequences && whole <= piece + SLACK) piece = whole;
-        from = min(block * piece, all);
+        from = min(int(blockIdx.x) * piece, all);
         to = min(from + piece, all);
         start = to, sequence = unit = 0, set(0);
         if (from == to) return;

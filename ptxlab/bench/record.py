@@ -11,7 +11,7 @@ from typing import Any
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.files import write_text
+from ptxlab.files import read_record, write_text
 
 SCHEMA = 1
 TOLERANCE = 0.03
@@ -160,14 +160,7 @@ def save(record: Record, path: Path | None = None) -> Path:
 
 def load(path: Path) -> Record:
     """Read a record; `FileError` says in one line why a file is none."""
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise FileError(f"{path}: not JSON: {error}") from None
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
-        raise FileError(f"{path}: not a benchmark record of schema {SCHEMA}")
+    found = read_record(Path(path), "a benchmark record", SCHEMA)
     try:
         record = Record(**{**found, "rows": tuple(_row(row) for row in found["rows"])})
     except (TypeError, KeyError, ValueError) as error:

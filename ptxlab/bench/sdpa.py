@@ -11,8 +11,8 @@ from ptxlab.errors import BenchmarkError
 
 # Our name, which is that of the stored times too -> PyTorch's backend.
 BACKENDS = {"sdpa_flash_f16": "FLASH_ATTENTION", "sdpa_cudnn_f16": "CUDNN_ATTENTION"}
-NAMES = {name: name for name in ("sdpa_flash_f16",)}  # for `stored_peers`: what both runs called in the same way
-_ALONE = "sdpa_cudnn_f16"  # takes the rows of one head for the queries of a prompt: ten times the time
+NAMES = {"sdpa_flash_f16": "sdpa_flash_f16"}  # for `stored_peers`: what both runs called in the same way
+_UNGROUPED = "sdpa_cudnn_f16"  # takes a group's rows for the queries of a prompt: up to ten times flash's time
 _DEVICE = "cuda"
 _TOLERANCE = 1e-2  # of the largest result: a wrong result shows, rounding does not
 
@@ -34,7 +34,7 @@ def sdpa(batch: Batch) -> dict[str, float]:
     caches = [tuple(_normal(B, batch.Hkv, length, HEAD_DIM) for _ in range(2)) for _ in range(copies)]
     times = {}
     for name, backend in BACKENDS.items():
-        if name == _ALONE and batch.Hq > batch.Hkv:
+        if name == _UNGROUPED and batch.Hq > batch.Hkv:
             continue
         with sdpa_kernel(getattr(SDPBackend, backend)):
             calls = [partial(torch.nn.functional.scaled_dot_product_attention, q, k, v) for k, v in caches]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptxlab.errors import FileError
-from ptxlab.files import read_text, write_text
+from ptxlab.files import read_record, write_text
 from ptxlab.nsight.report import ISSUING, Launched
 
 SCHEMA = 1
@@ -210,12 +210,10 @@ def save(profile: Profile, path: Path) -> None:
 
 def load(path: Path) -> Profile:
     """Read a profile that was written as JSON; `FileError` says in one line why a file is none."""
+    found = read_record(path, "a profile", SCHEMA)
     try:
-        found = json.loads(read_text(path))
-        if found["schema"] != SCHEMA:
-            raise ValueError(f"schema {found['schema']}, not {SCHEMA}")
         return Profile(**{**found, "carriers": tuple(Carrier(**one) for one in found["carriers"])})
-    except (ValueError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         raise FileError(f"{path}: not a profile: {error}") from None
 
 

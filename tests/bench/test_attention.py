@@ -55,6 +55,16 @@ def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch
     assert alone.key != behind.key
 
 
+def test_stored_times_are_scaled_by_what_both_runs_called_alike(small: pytest.MonkeyPatch) -> None:
+    """cuDNN is called in another way than then: its time here stands beside, and says nothing of the others'."""
+    small.setattr(attention, "sdpa", lambda batch: {"sdpa_flash_f16": 20.0, "sdpa_cudnn_f16": 90.0})
+    then = {"sdpa_flash_f16": 20.0, "sdpa_cudnn_f16": 10.0, "fi_xqa_fp8": 8.0}
+    small.setattr(attention, "stored_attention", lambda slug: {SMALL.place: then})
+    (row,) = attention.at(CHOSEN, SMALL, CEILINGS, quiet, appending=False)
+    assert row.peers == {"sdpa_flash_f16": 20.0, "sdpa_cudnn_f16": 90.0, "fi_xqa_fp8": 8.0}
+    assert row.more["stored_factor"] == 1
+
+
 def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> None:
     small.setattr(sdpa, "importable", lambda: False)
     small.setattr(attention, "stored_attention", lambda slug: {SMALL.place: {"fi_xqa_fp8": 8.0}})

@@ -66,9 +66,15 @@ def test_a_report_that_lacks_a_metric_is_refused(gemm: Launched) -> None:
 def test_a_profile_is_kept_as_json(page: Profile, tmp_path: Path) -> None:
     nsight.save(page, tmp_path / "p.json")
     assert nsight.load(tmp_path / "p.json") == page
-    for text in ("{", "[]", "{}", '{"schema": 9}', (tmp_path / "p.json").read_text().replace('"kernel"', '"core"')):
+    for text, message in (
+        ("{", "not JSON: "),
+        ("[]", "not a profile of schema 1$"),
+        ("{}", "not a profile of schema 1$"),
+        ('{"schema": 9}', "not a profile of schema 1$"),
+        ((tmp_path / "p.json").read_text().replace('"kernel"', '"core"'), "not a profile: "),
+    ):
         (tmp_path / "q.json").write_text(text)
-        with pytest.raises(FileError, match=r"q\.json: not a profile: "):
+        with pytest.raises(FileError, match=rf"q\.json: {message}"):
             nsight.load(tmp_path / "q.json")
 
 
