@@ -363,6 +363,7 @@ def test_the_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatc
 def test_on_a_gpu(name: str) -> None:
     shape = {"B": 4, "L": 1024} if name.startswith("attention") else {"N": 4096, "K": 2048}
     found = recorder.record(kernels.find(name)[0], source_of(name), shape, backend="gpu")
-    assert found.sms == [0, 1] and found.unit == "clocks" and all(track.complete for track in found.tracks)
+    assert found.sms in ([0], [0, 1])  # few blocks are spread over every other SM
+    assert found.unit == "clocks" and all(track.complete for track in found.tracks)
     assert 0 < found.time_us < found.duration / found.mhz * 3 and 500 < found.mhz < 3000
     assert found.recording_us < 2 * found.time_us

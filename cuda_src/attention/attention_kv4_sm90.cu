@@ -21,7 +21,7 @@
 // Queries    scaled to the top of FP16's range by a power of two per query; operand B lies in shared memory as the lanes load it.
 // Softmax    in base 2, of score + log2(scale of the value): so the weights p * scale, rounded to FP16, are at most 1 whatever the scales are.
 // Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
-//            Lane g has dims g D / 8 on.
+//            Low nibbles stay in their bytes, so to say: the sums of the high ones are taken off at the end. Lane g has dims g D / 8 on.
 // PDL        block table and lengths are read at once, queries and cache behind the wait.
 // Measured   H200, graphs of plain launches, cache from memory; of the time that reading its bytes takes (4.59 TB/s). Of trials, as
 //            `ptxlab sweep` makes them: the record is of the version before, which takes up to 19% longer.
@@ -135,10 +135,12 @@ __device__ __forceinline__ void load_words(u32 (&w)[COUNT], const void* from) {
     }
 }
 
-// The integers of a word as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7).
+// The integers of a word as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). Of values (BYTES) the first two have 16 times
+// the high nibbles in them.
+template <bool BYTES>
 __device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
     if constexpr (BITS == 4) {
-        const uint4 v = ptxlab::subnormal_u4(word);
+        const uint4 v = BYTES ? ptxlab::subnormal_u4_bytes(word) : ptxlab::subnormal_u4(word);
         h[0] = v.x, h[1] = v.y, h[2] = v.z, h[3] = v.w;
     } else {
         const uint2 v = ptxlab::subnormal_u8(word ^ FLIP);
@@ -164,8 +166,8 @@ __device__ __forceinline__ void multiply_keys(float (&s)[MT][4], const unsigned 
 #pragma unroll
                 for (int i = 0; i < MT; ++i) {                               // tokens innermost: an MMA waits for the one before with its sums
                     u32 a[HALVES], b[HALVES];
-                    subnormals(a, upper[i][w]);
-                    subnormals(b, lower[i][w]);
+                    subnormals<false>(a, upper[i][w]);
+                    subnormals<false>(b, lower[i][w]);
                     ptxlab::mma_f16(s[i], a[r], b[r], a[r + 1], b[r + 1], query[c + w][r], query[c + w][r + 1]);
                 }
     }
@@ -187,8 +189,8 @@ __device__ __forceinline__ void multiply_values(float (&o)[DT][4], const unsigne
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             u32 a[HALVES], b[HALVES];
-            subnormals(a, __byte_perm(first[0][w], second[0][w], select[k]));
-            subnormals(b, __byte_perm(first[1][w], second[1][w], select[k]));
+            subnormals<true>(a, __byte_perm(first[0][w], second[0][w], select[k]));
+            subnormals<true>(b, __byte_perm(first[1][w], second[1][w], select[k]));
 #pragma unroll
             for (int r = 0; r < HALVES; r += 2) ptxlab::mma_f16(o[w * HALVES + k * (HALVES / 2) + r / 2], a[r], a[r + 1], b[r], b[r + 1], p[0], p[1]);
         }
@@ -540,9 +542,10 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
                 for (int e = 0; e < D / 8; e += 4) {                         // two dims of a tile of low halves, two of one of high halves
                     const int low = e / PER_WORD * HALVES + e % PER_WORD / 4, high = low + HALVES / 2;
-                    const float back = e % PER_WORD < 4 ? 0x1p24f : 0x1p20f;
-                    *reinterpret_cast<float4*>(warp_sums + row * PITCH + g * (D / 8) + e) =
-                        make_float4(o[low][b] * back, o[low][b + 2] * back, o[high][b] * back, o[high][b + 2] * back);
+                    const bool bytes = BITS == 4 && e % PER_WORD < 4;        // their sums have those of the tile behind in them
+                    const float back = bytes || BITS == 8 ? 0x1p24f : 0x1p20f;
+                    const auto sum = [&](int tile, int i) { return (bytes ? o[tile][i] - o[tile + 1][i] : o[tile][i]) * back; };
+                    *reinterpret_cast<float4*>(warp_sums + row * PITCH + g * (D / 8) + e) = make_float4(sum(low, b), sum(low, b + 2), sum(high, b), sum(high, b + 2));
                 }
             }
         }

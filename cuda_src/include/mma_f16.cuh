@@ -39,12 +39,18 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
 
 // Integers v without a sign as FP16 subnormals v * 2^-24, which tensor cores take exactly and at their full rate. An MMA does not mind the
 // order of what it sums up, and the 16 is folded into the other operand.
-// Eight nibbles of a word: halves (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). 5 instructions.
+// Four bytes of a word: halves (e0, e2), (e1, e3). 2 instructions.
+__device__ __forceinline__ uint2 subnormal_u8(u32 q) { return {q & 0x00ff00ffu, __byte_perm(q, 0, 0x4341)}; }
+// Eight nibbles: halves (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). 5 instructions, one of them not the ALU's, which has the most to do.
 __device__ __forceinline__ uint4 subnormal_u4(u32 q) {
-    const u32 up = q >> 8;
-    return {q & 0x000f000fu, up & 0x000f000fu, q & 0x00f000f0u, up & 0x00f000f0u};
+    const u32 up = __byte_perm(q, 0, 0x4341), high = up & 0x00f000f0u;
+    return {q & 0x000f000fu, as_bits(__hsub2(as_half2(up), as_half2(high))), q & 0x00f000f0u, high};
 }
-// Four bytes of a word: halves (e0, e2), (e1, e3). 3 instructions.
-__device__ __forceinline__ uint2 subnormal_u8(u32 q) { return {q & 0x00ff00ffu, q >> 8 & 0x00ff00ffu}; }
+// The same but for the low nibbles, which come as bytes, with 16 times the high ones: whose sums have to be taken off the bytes' at the end.
+// 4 instructions.
+__device__ __forceinline__ uint4 subnormal_u4_bytes(u32 q) {
+    const uint2 bytes = subnormal_u8(q);
+    return {bytes.x, bytes.y, bytes.x & 0x00f000f0u, bytes.y & 0x00f000f0u};
+}
 
 }  // namespace ptxlab

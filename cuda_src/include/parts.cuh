@@ -73,7 +73,7 @@ struct Row {
     // Divided by the sum of weights, and the natural logarithm of the sum of e^score; of no weights 0 and -inf. f16 (KIND 0) or bf16 (1).
     template <int KIND>
     __device__ __forceinline__ void store(unsigned short* out, float* lse, size_t at) const {
-        const float inverse = sum > 0 ? 1 / sum : 0;
+        const float inverse = sum > 0 ? reciprocal_approx(sum) : 0;
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
             if (mine(p))

@@ -27,7 +27,7 @@ class Roundings:
         score: of a score, of Σ |q·(k - zero)|·scale.
         query: of each element of a query, of its largest element.
         weight: of each weight, in numerator and denominator alike.
-        sum: of the weighted sum, of Σ weight·|v|.
+        sum: of the weighted sum, of Σ weight·|v|: of its products.
         serial: tokens that are added one to another in FP32 are those of the sequence / `serial`.
         rescaled: of each weight, per token: sums so far are multiplied whenever a larger score turns up.
         floor: of each weight times scale, of the heaviest one; lost below the range of FP16.
@@ -36,6 +36,9 @@ class Roundings:
             far, are shifted to the largest of their exponents, and what is below a last bit is cut off. There, a
             subnormal has the exponent of the smallest normal number, 2⁻¹⁴, however small it is: so every integer, 0
             too, counts as 2¹⁰, or 2¹⁰/16 where a mask leaves it 16 times as large (Fasi et al. 2021).
+        adding: of all that is added up for the weighted sum, in magnitude.
+        bytes: whether a value's low nibble is added up with 16 times the high one of its byte, whose own sum is taken
+            off at the end.
     """
 
     score: float
@@ -47,6 +50,8 @@ class Roundings:
     floor: float = 0.0
     apart: bool = False
     aligned: float = 0.0
+    adding: float = 0.0
+    bytes: bool = False
 
 
 def allowed_error(
@@ -76,7 +81,7 @@ def allowed_error(
     (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
     out, lse = np.zeros_like(q), np.zeros_like(q[..., 0])
     serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
-    keys, values = (_Operand.of(x, roundings.apart) for x in (k, v))
+    keys, values = _Operand.of(k, roundings.apart), _Operand.of(v, roundings.apart, roundings.bytes)
     for t in range(T):
         seen = np.flatnonzero(visible[t])
         if not len(seen):
@@ -102,23 +107,25 @@ class _Operand(NamedTuple):
 
     Attributes:
         numbers: [Hkv, L, D].
-        size: magnitude of what is added up for them, [Hkv, L, D].
+        size: their own part of what is added up for them, in magnitude, [Hkv, L, D].
+        added: all of it.
         units: what an integer counts where an MMA aligns it, [Hkv, L], times
         grains: [Hkv, D].
     """
 
     numbers: F64
     size: F64
+    added: F64
     units: F64
     grains: F64
 
     @classmethod
-    def of(cls, x: QuantizedKV, apart: bool) -> "_Operand":
-        """Of tokens [L, Hkv, D]; `apart` as in `Roundings`."""
+    def of(cls, x: QuantizedKV, apart: bool, in_bytes: bool = False) -> "_Operand":
+        """Of tokens [L, Hkv, D]; `apart` as in `Roundings`, `in_bytes` its `bytes`."""
         (L, Hkv, D), scheme = x.shape, KV_SCHEMES[x.scheme]
         scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
-        high = (np.arange(D, like=scale) % 8 >= 4) & (scheme.bits == 4)  # nibbles 16 times as large under their mask
-        grains = np.tile(np.where(high, 2.0**10 / 16, 2.0**10), (Hkv, 1))
+        low = (np.arange(D, like=scale) % 8 < 4) | (scheme.bits == 8)  # others are 16 times as large under their mask
+        grains = np.tile(np.where(low, 2.0**10, 2.0**10 / 16), (Hkv, 1))
         if scheme.by_channel:
             units, grains = np.ones((Hkv, L), like=scale), grains * scale
         else:
@@ -126,14 +133,20 @@ class _Operand(NamedTuple):
         integers = x.values.astype(np.float64)
         if apart and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
             integers, zero = integers + 128, zero + 128
-        size = integers + zero if apart else np.abs(integers - zero)
-        numbers, size = (part.transpose(1, 0, 2) for part in ((integers - zero) * scale, size * scale))
-        return cls(numbers, size, units, grains)
+        size = added = integers + zero if apart else np.abs(integers - zero)
+        if in_bytes and scheme.bits == 4:  # 16 times the high nibble of d + 4 is in two sums, of which one is taken off
+            added, grains = size + 2 * 16 * np.roll(integers, -4, axis=-1) * low, grains * (1 + low)
+        parts = (integers - zero) * scale, size * scale, added * scale
+        numbers, size, added = (part.transpose(1, 0, 2) for part in parts)
+        return cls(numbers, size, added, units, grains)
 
     def slice(self, first: int, end: int) -> "_Operand":
         """Those tokens alone."""
         return self._replace(
-            numbers=self.numbers[:, first:end], size=self.size[:, first:end], units=self.units[:, first:end]
+            numbers=self.numbers[:, first:end],
+            size=self.size[:, first:end],
+            added=self.added[:, first:end],
+            units=self.units[:, first:end],
         )
 
 
@@ -149,15 +162,15 @@ def _error_of_mean(
     p: F64, wrong: F64, first: int, values: _Operand, roundings: Roundings, serial: float, stored: float
 ) -> F64:
     """Of the mean [Hkv, r, D] of values, with weights p [Hkv, r, n] of scores that are off by `wrong`."""
-    numbers, sizes = values.numbers[:, None], values.size[:, None]
+    numbers, added = values.numbers[:, None], values.added[:, None]
     mean = p @ values.numbers
     least = (p * np.exp(-wrong)).sum(axis=-1, keepdims=True)
     moved = ((p * np.expm1(wrong))[:, :, None] @ np.abs(numbers - mean[:, :, None]))[:, :, 0] / least
-    summed = p @ values.size * (roundings.sum + serial)
+    summed = p @ values.size * roundings.sum + p @ values.added * (roundings.adding + serial)
     weights = p * values.units[:, None]
     heaviest = weights.max(axis=-1, keepdims=True)
     lost = roundings.floor * heaviest * (values.size / values.units[..., None]).sum(axis=1)[:, None]
-    cut = _cut_of_values(weights, first, values.grains * roundings.aligned, p[..., None] * sizes)
+    cut = _cut_of_values(weights, first, values.grains * roundings.aligned, p[..., None] * added)
     return 1.01 * (moved + summed + lost + cut + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
 
 

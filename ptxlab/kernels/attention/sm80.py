@@ -110,18 +110,20 @@ _REASON = (
 )
 
 
-def roundings(D: int, channel: bool, aligned: float) -> Roundings:
-    """Those of tensor cores with FP16 operands and subnormal integers; `aligned` as in `Roundings`."""
+def roundings(D: int, channel: bool, aligned: float, in_bytes: bool) -> Roundings:
+    """Those of tensor cores with FP16 operands and subnormal integers; `aligned` and `bytes` as in `Roundings`."""
     return Roundings(
         score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if channel else 0),
         query=2.0**-25 if channel else 2.0**-35,  # of the largest after scaling; the 16 of high nibbles is taken off it
         weight=200 * SINGLE + (HALF if channel else 0),
-        sum=(0 if channel else HALF) + 34 * SINGLE,
+        sum=0 if channel else HALF,
+        adding=34 * SINGLE,
         serial=1,
         rescaled=2 * SINGLE,
         floor=2.0**-25,
         apart=True,
         aligned=aligned,
+        bytes=in_bytes,
     )
 
 
@@ -132,8 +134,9 @@ def _bound(
     window: int = 0,
     BF16: int = 0,
     aligned: float = _ALIGNED,
+    in_bytes: bool = False,
 ) -> Pair:
-    known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel, aligned)
+    known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel, aligned, in_bytes)
     stored_to = _BFLOAT16 if BF16 else HALF
     return common.error_of(as_stored(q, BF16), cache, softmax_scale, known, window, stored_to)
 

@@ -16,7 +16,7 @@ SLOTS, UNITS = 2, 4  # units whose sums are in shared memory, units in flight
 SMS = 132  # of an H200, for which tiles are chosen
 _SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
 _MOST_STAGES = 16
-_LITTLE = 4096  # tiles altogether
+_FEW, _LITTLE = 256, 4096  # tiles altogether
 _ALIGNED = 2.0**-25  # Hopper cuts off what is below this, of the largest power of two: it keeps a bit more than Ampere
 
 
@@ -55,13 +55,14 @@ def blocks_for(s: Sizes, sms: int = SMS) -> int:
 
 def choose_tile(s: Sizes) -> Tile:
     """Measured: two small blocks per SM hide each other's ends where there are many units; one large block has fewer
-    parts to put together. Of little work, two warps share a tile, so that its last ones are done sooner, and the ring
-    is short: the first tiles come sooner if fewer are asked for at once."""
+    parts to put together. Of little work, two warps share a tile, of few tiles four, so that its last ones are done
+    sooner, and the ring is short: the first tiles come sooner if fewer are asked for at once."""
     units = s["B"] * s["Hkv"] * -(-s["Hq"] // s["Hkv"] * s["T"] // COLUMNS)
     tiles = units * -(-s["P"] * s["page"] // TILE)
     little = tiles <= _LITTLE
     two = units >= 256 and (tiles < 50_000 or (columns_of(s) == 1 and units <= 2048))
-    shapes = [(64, 4, 2)] * two + [(64, 8, 1)] * (not little) + [(32, 8, 1), (16, 8, 1), (16, 4, 1)]
+    shapes = [(16, 8, 1)] * (tiles <= _FEW)
+    shapes += [(64, 4, 2)] * two + [(64, 8, 1)] * (not little) + [(32, 8, 1), (16, 8, 1), (16, 4, 1)]
     for tokens, warps, resident in shapes:
         tile = Tile(tokens, warps, 0, resident)
         room = _SHARED // resident - _RESERVED - _STATIC
@@ -104,8 +105,8 @@ def _reference(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple
 
 
 def _bound(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[np.ndarray, ...]:
-    assert MMA.bound is not None  # of the same roundings: operands, accumulators and the softmax are the same
-    return (*MMA.bound(q, cache, **more, aligned=_ALIGNED), _counters(q, cache, blocks))
+    assert MMA.bound is not None  # of the same roundings but for low nibbles of values, which are summed in their bytes
+    return (*MMA.bound(q, cache, **more, aligned=_ALIGNED, in_bytes=True), _counters(q, cache, blocks))
 
 
 _PARTS = {"partial": ("blocks", "2", "min(8, Hq//Hkv*T)", "D"), "stats": ("blocks", "2", "min(8, Hq//Hkv*T)", "2")}
