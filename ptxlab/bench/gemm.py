@@ -1,36 +1,46 @@
 """Suite `gemm`: the W4A8 ladder, and what `gemm_w4a8` launches, beside their floor, cuBLAS and others."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 from ptxlab.bench import chain, grouped, headline, limits, peers, points, quantiser, steps, untuned, w8a8
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.points import StreamTime
 from ptxlab.bench.problem import steps_of
 from ptxlab.bench.record import Row
-from ptxlab.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, TOKENS, Layer
+from ptxlab.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, MIXTRAL, TOKENS, UNTUNED, Layer
 from ptxlab.errors import ArgumentError
 
 
-def rows(names: list[str], ceilings: Ceilings, progress: Callable[[str], None]) -> list[Row]:
+def rows(
+    names: list[str],
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+    matrices: Container[tuple[int, int]] | None = None,
+) -> list[Row]:
     """Measure kernels of the family by name, as far as this GPU runs them.
 
-    Chains, experts, untuned shapes and the quantiser are measured if all kernels that `gemm_w4a8` may launch are;
-    experts also if the grouped kernel is.
+    Chains and the quantiser are measured if all kernels that `gemm_w4a8` may launch are, experts also if the grouped
+    kernel is. With `matrices` rows are of those alone, by (N, K).
     """
     whole = _all_launched(names)
     planned = [*steps.points(steps_of(names)), *headline.points(names), *w8a8.points(names), *grouped.points(names)]
+    planned += untuned.points(names)
     if not planned:
         raise ArgumentError("suite", "a kernel of the GEMM suite that this GPU runs", ", ".join(names))
     progress("compiling")
-    points.compile_all([*planned, *(untuned.points() if whole else ())])
+    points.compile_all(planned)
     stream_us = points.streams()
-    measured = [row for layer in LAYERS for row in layer_rows(layer, names, stream_us, progress)]
+    alone, mixtral, others = (
+        [layer for layer in layers if matrices is None or (layer.N, layer.K) in matrices]
+        for layers in (LAYERS, MIXTRAL, UNTUNED)
+    )
+    measured = [row for layer in alone for row in layer_rows(layer, names, stream_us, progress)]
     if whole:
         measured += quantiser.rows(ceilings, progress)
         measured += chain.rows(stream_us, progress)
-        measured += untuned.rows(stream_us, progress)
+    measured += untuned.rows(others, names, stream_us, progress)
     if whole or any(grouped.points(names)):
-        measured += grouped.rows(stream_us, progress)
+        measured += grouped.rows(mixtral, stream_us, progress)
     progress("counting with ncu")
     return limits.with_limits(measured)
 

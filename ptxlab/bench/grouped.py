@@ -92,9 +92,9 @@ class Experts:
                 yield rows.stop - rows.start, {**weight, **theirs}
 
 
-def rows(stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
+def rows(layers: Sequence[Layer], stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
     """At every number of tokens the loop, and behind it the grouped kernel with the loop's time among its peers."""
-    for layer in MIXTRAL:
+    for layer in layers:
         progress(f"{layer}: {EXPERTS} experts")
         by_expert = [headline.weight_of(layer, seed=expert) for expert in range(EXPERTS)]
         activations = tokens(layer, CHOSEN_EXPERTS * max(ROUTED_TOKENS))

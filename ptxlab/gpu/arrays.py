@@ -21,6 +21,21 @@ def without_pool() -> None:
     cupy.cuda.set_allocator(None)
 
 
+@contextmanager
+def elsewhere(nbytes: int) -> Iterator[None]:
+    """Arrays that are made inside lie in other memory than those before: nothing is reused, and `nbytes` are taken."""
+    import cupy
+
+    pool = cupy.get_default_memory_pool()
+    pool.free_all_blocks()
+    held = empty((nbytes,), np.uint8)
+    try:
+        yield
+    finally:
+        del held
+        pool.free_all_blocks()
+
+
 def is_device_array(array: Any) -> bool:
     """Whether the array lies in GPU memory."""
     if isinstance(array, np.ndarray | np.generic):

@@ -107,7 +107,7 @@ def test_a_point_that_was_chosen_otherwise_is_still_the_same_point(emulated_gpu:
 def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch) -> None:
     def launched() -> Iterator[Point]:
         yield from headline.points(names())
-        yield from untuned.points()
+        yield from untuned.points(names())
         for layer in MIXTRAL:
             for M in range(1, 160):
                 yield headline.at(layer, M)
@@ -192,20 +192,22 @@ def test_the_grouped_kernel_can_be_measured_alone(emulated_gpu: pytest.MonkeyPat
     emulated_gpu.setattr(gemm.points, "compile_all", list)
     emulated_gpu.setattr(gemm.points, "streams", lambda: stream_us)
     emulated_gpu.setattr(gemm.limits, "with_limits", list)
-    emulated_gpu.setattr(grouped, "MIXTRAL", (SMALL,))
+    emulated_gpu.setattr(gemm, "MIXTRAL", (SMALL,))
     emulated_gpu.setattr(grouped, "ROUTED_TOKENS", (1,))
     rows = gemm.rows([grouped.GROUPED.name], Ceilings(4.6, 4.2), quiet)
     assert [row.measure for row in rows] == ["experts", "grouped"]
+    assert gemm.rows([grouped.GROUPED.name], Ceilings(4.6, 4.2), quiet, matrices={(NEXT.N, NEXT.K)}) == []
 
 
 def test_untuned_shapes(emulated_gpu: pytest.MonkeyPatch) -> None:
-    emulated_gpu.setattr(untuned, "UNTUNED", (SMALL,))
     emulated_gpu.setattr(untuned, "UNTUNED_TOKENS", (3,))
     emulated_gpu.setattr(
         untuned.peers, "cublas", lambda N, K, tokens, names: {M: dict.fromkeys(names, 8.0) for M in tokens}
     )
-    (row,) = untuned.rows(stream_us, quiet)
+    (row,) = untuned.rows([SMALL], names(), stream_us, quiet)
     assert (row.measure, row.sizes["M"], row.peers, row.face) == ("untuned", 3, FP8, "gemm_w4a8")
+    others = [name for name in names() if name != row.kernel]
+    assert list(untuned.rows([SMALL], others, stream_us, quiet)) == []
 
 
 def test_untuned_shapes_are_those_of_the_published_configurations() -> None:
@@ -241,7 +243,14 @@ def test_a_quantiser_that_writes_nothing_is_found(emulated_gpu: pytest.MonkeyPat
 def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
     patches: dict[Any, dict[str, Any]] = {
-        gemm: {"LAYERS": (SMALL,), "LLAMA": (SMALL,), "TOKENS": (3,), "ALL_TOKENS": (3, 9)},
+        gemm: {
+            "LAYERS": (SMALL,),
+            "LLAMA": (SMALL,),
+            "MIXTRAL": (SMALL,),
+            "UNTUNED": (NEXT,),
+            "TOKENS": (3,),
+            "ALL_TOKENS": (3, 9),
+        },
         steps: {"LAYERS": (SMALL,), "TOKENS": (3,)},
         headline: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9)},
         quantiser: {"LLAMA": (SMALL,), "_TOKENS": (3, 9)},
@@ -271,14 +280,14 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
 
 
 def test_the_whole_suite_has_every_part(emulated_gpu: pytest.MonkeyPatch) -> None:
-    """One kernel has its points alone; the family also chains, experts, untuned shapes and the quantiser."""
+    """One kernel has its points and the untuned shapes alone; the family also chains, experts and the quantiser."""
     parts = ("chain", "grouped", "untuned", "quantiser")
     emulated_gpu.setattr(gemm.points, "compile_all", list)
     emulated_gpu.setattr(gemm, "layer_rows", lambda *_: [])
     emulated_gpu.setattr(gemm.limits, "with_limits", list)
     for part in parts:
         emulated_gpu.setattr(getattr(gemm, part), "rows", lambda *_, part=part: [part])
-    assert gemm.rows(["gemm_w4a8_lqq_sm90"], Ceilings(4.6, 4.2), quiet) == []
+    assert gemm.rows(["gemm_w4a8_lqq_sm90"], Ceilings(4.6, 4.2), quiet) == ["untuned"]
     assert sorted(map(str, gemm.rows(names(), Ceilings(4.6, 4.2), quiet))) == sorted(parts)
 
 

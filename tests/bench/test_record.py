@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,15 +117,25 @@ def test_a_row_whose_replays_overlap_the_old_ones_is_not_slower() -> None:
 
 
 def test_what_is_slower_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that is as fast as before in its kernel's own run was slow by chance; what that does not measure stays."""
-    chance, slower, chain = (replace(ROW, kernel=kernel) for kernel in ("dequant_lqq", "dequant_qoq_vadd4", "a, b"))
-    before = replace(RECORD, rows=(chance, slower, chain))
+    """A row that is as fast as before somewhere in memory was slow by chance; what no kernel's own run has stays."""
+    names = ("dequant_lqq", "dequant_qoq_vadd4", "gemm_w8a8_sm90", "a, b", "quantize_activations_s8")
+    rows = {name: replace(ROW, kernel=name, sizes={"N": 8, "K": 64}) for name in names}
+    before = replace(RECORD, rows=tuple(rows.values()))
     found = bench.compare(replace(before, rows=tuple(slowed(row, 0.9) for row in before.rows)), before)
-    assert len(found) == 3
-    runs = {"dequant_lqq": chance, "dequant_qoq_vadd4": slowed(slower, 0.9)}
-    monkeypatch.setattr(bench, "run_suite", lambda kernel, progress: replace(RECORD, rows=(runs.pop(kernel),)))
-    assert [one.row.kernel for one in bench.confirmed(found, before)] == ["dequant_qoq_vadd4", "a, b"]
-    assert not runs and bench.confirmed([], before) == []
+    assert len(found) == 5
+    speeds = {"dequant_lqq": [1.0], "dequant_qoq_vadd4": [0.9, 0.9, 0.9], "gemm_w8a8_sm90": [0.9, 1.0]}
+    places: list[int] = []
+
+    def run(kernel: str, progress: Callable[[str], None], matrices: set[tuple[int, int]] | None) -> Record:
+        assert matrices == ({(8, 64)} if kernel == "gemm_w8a8_sm90" else None)
+        return replace(RECORD, rows=(slowed(rows[kernel], speeds[kernel].pop(0)),))
+
+    monkeypatch.setattr(bench, "run_suite", run)
+    monkeypatch.setattr(bench.gpu, "elsewhere", lambda nbytes: nullcontext(places.append(nbytes)))
+    still = [one.row.kernel for one in bench.confirmed(found, before)]
+    assert still == ["dequant_qoq_vadd4", "a, b", "quantize_activations_s8"]
+    assert not any(speeds.values()) and len(set(places)) == 3
+    assert bench.confirmed([], before) == []
 
 
 def test_compare_only_the_same_measurement() -> None:
