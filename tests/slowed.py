@@ -8,4 +8,4 @@ from ptxlab.bench import Row
 def slowed(row: Row, speed: float) -> Row:
     """At this part of its rate, in every replay."""
     times = {name: getattr(row, name) / speed for name in ("time_us", "fastest_us", "slowest_us")}
-    return replace(row, rate=speed * row.rate, **times)
+    return replace(row, rate=speed * row.rate, fraction=speed * row.fraction, **times)

@@ -93,7 +93,8 @@ def confirmed(
         again: list[Record] = []
         for kernel in sorted({one.row.kernel for one in slower if _has_suite(one.row.kernel)}):
             sizes = [one.row.sizes for one in slower if one.row.kernel == kernel]
-            only = {(s["N"], s["K"]) for s in sizes} if kernels.find(kernel)[0].family == "gemm" else None
+            of_gemm = kernels.find(kernel)[0].family == "gemm"
+            only = {(s["N"], s["K"]) for s in sizes if "N" in s} if of_gemm else None
             with gpu.elsewhere((1 + place) * _PAD):
                 again.append(run_suite(kernel, progress, matrices=only))
         measured = {row.key for record in again for row in record.rows}

@@ -132,6 +132,11 @@ class Slower:
         return 1 - self.row.rate / self.old.rate
 
     @property
+    def of_floor(self) -> float:
+        """Time as a multiple of the floor, beside that of the older record: 1 if only the card's memory is slower."""
+        return self.old.fraction / self.row.fraction
+
+    @property
     def apart(self) -> bool:
         """Whether every replay is slower than every one of the older record."""
         return self.row.fastest_us > self.old.slowest_us
@@ -172,14 +177,15 @@ def compare(new: Record, old: Record, tolerance: float = TOLERANCE) -> list[Slow
     """Rows whose rate fell by more than `tolerance` against the same row of an older record of the same GPU.
 
     Not those whose clock alone fell: the power limit moves it by a tenth with the card's temperature, from one run to
-    the next. A kernel that got slower takes more cycles. Nor those of which some replay was as fast as some replay
-    then: where arrays lie in memory gives a few kernels two speeds.
+    the next. A kernel that got slower takes more cycles. Nor those whose floor, measured in the same run, rose as
+    much: the memory of one card is a percent or two slower than another's. Nor those of which some replay was as fast
+    as some replay then: where arrays lie in memory gives a few kernels two speeds.
     """
     if new.device.get("slug") != old.device.get("slug"):
         raise ArgumentError("against", f"a record of {new.device.get('slug')}", old.device.get("slug"))
     before = {row.key: row for row in old.rows}
     found = [Slower(row, before[row.key]) for row in new.rows if row.key in before]
-    return [one for one in found if min(one.loss, 1 - 1 / one.cycles) > tolerance and one.apart]
+    return [one for one in found if one.apart and min(one.loss, 1 - 1 / one.cycles, 1 - 1 / one.of_floor) > tolerance]
 
 
 def commit() -> str:

@@ -106,10 +106,19 @@ def test_a_lower_clock_alone_makes_no_slower_kernel(rate: float, clock: float, s
     assert [one.row for one in found] == ([row] if slower else [])
 
 
+@pytest.mark.parametrize(("floor", "slower"), [(1.0, True), (1.02, True), (1.04, False)])
+def test_a_floor_that_rose_as_much_makes_no_slower_kernel(floor: float, slower: bool) -> None:
+    """5% more time over a floor that is 4% higher is another card's memory; over one that is 2% higher it is not."""
+    row = slowed(ROW, 1 / 1.055)
+    row = replace(row, floor_us=floor * ROW.floor_us, fraction=floor * row.fraction)
+    found = bench.compare(replace(RECORD, rows=(row, RECORD.rows[1])), RECORD)
+    assert [one.row for one in found] == ([row] if slower else [])
+
+
 def test_a_row_whose_replays_overlap_the_old_ones_is_not_slower() -> None:
     """Two speeds that a kernel has by turns: the median of the replays may be either."""
     fast, slow = 0.9 * ROW.time_us, ROW.time_us
-    old = replace(ROW, time_us=fast, fastest_us=fast, slowest_us=slow, rate=ROW.rate / 0.9)
+    old = replace(ROW, time_us=fast, fastest_us=fast, slowest_us=slow, rate=ROW.rate / 0.9, fraction=ROW.fraction / 0.9)
     for fastest, slower in ((fast, False), (1.01 * slow, True)):
         new = replace(ROW, time_us=1.01 * slow, fastest_us=fastest, slowest_us=1.02 * slow, rate=ROW.rate / 1.01)
         found = bench.compare(replace(RECORD, rows=(new,)), replace(RECORD, rows=(old,)))
