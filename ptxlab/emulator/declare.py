@@ -62,7 +62,7 @@ class Declarations(Cursor):
         file, line, column, *caller = (int(number or 0) for number in found.groups())
         self.here = ((file, line),)
         if found[4]:
-            self.here += self.inlined.get(tuple(caller), (tuple(caller[:2]),))
+            self.here += self.inlined.get(tuple(caller), ((caller[0], caller[1]),))
         self.inlined[file, line, column] = self.here
 
     def move_to(self, source: str) -> None:
