@@ -1,6 +1,11 @@
 import gc
+import os
 
 import hypothesis
+
+# Before NumPy is imported: tests run on all cores, and the threads that BLAS would add for products as small as theirs
+# are busy waiting for one another. That was a third of the emulator's time.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Examples take as long as the machine lets them: a deadline would only measure its load.
 hypothesis.settings.register_profile("ptxlab", deadline=None)
