@@ -19,7 +19,7 @@ from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
 from ptxlab.verify import compare
 from tests import attention_problems as problems
-from tests.kernels.test_gemm_mutation import SYNCHRONISING, not_expecting, without
+from tests.waits import SYNCHRONISING, not_expecting, without
 
 SOURCE = kernels.find(SM90.name)[1][0]
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
