@@ -1,7 +1,9 @@
 """Compiled code on disk: made once per key, whole or not at all, checked whenever it is read.
 
 The name of an entry ends in the digest of its content, `<key>-<digest><suffix>`, so that one rename publishes content
-and checksum together, and so that the path of an entry identifies its bytes (CuPy remembers modules by their path).
+and checksum together, and so that the path of an entry identifies its bytes (CuPy remembers modules by their path). As
+the digest is not known beforehand, an entry is looked for among its neighbours: a folder for each beginning of a key
+keeps these few, however much has been compiled.
 """
 
 import hashlib
@@ -43,19 +45,19 @@ def get_or_make(key: str, suffix: str, make: Callable[[], bytes]) -> Path:
     Two processes that ask for the same entry make it once: the second waits. `FileError` if the folder cannot be
     written to.
     """
-    folder = directory()
+    folder = directory() / key[:2]
     found = _intact(folder, key, suffix)
     if found is not None:
         return found
-    # A handful of lock files, not one per entry: they stay behind when a process is killed.
-    lock = filelock.FileLock(folder / f"{key[0]}{suffix}.lock", timeout=_LOCK_SECONDS)
+    # One lock per folder and suffix, not one per entry: they stay behind when a process is killed.
+    lock = filelock.FileLock(folder / f"{suffix[1:]}.lock", timeout=_LOCK_SECONDS)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except filelock.Timeout:
-        raise _unusable(folder, f"another process has been compiling for {_LOCK_SECONDS:.0f} s") from None
+        raise _unusable(f"another process has been compiling for {_LOCK_SECONDS:.0f} s") from None
     except OSError as error:
-        raise _unusable(folder, error.strerror) from None
+        raise _unusable(error.strerror) from None
     try:
         return _intact(folder, key, suffix) or _publish(folder, key, suffix, make())
     finally:
@@ -71,12 +73,12 @@ def _publish(folder: Path, key: str, suffix: str, content: bytes) -> Path:
         os.replace(unfinished, final)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
-        raise _unusable(folder, error.strerror) from None
+        raise _unusable(error.strerror) from None
     return final
 
 
-def _unusable(folder: Path, problem: str | None) -> FileError:
-    return FileError(f"{VARIABLE}: must name a folder that can be written to (got {folder}: {problem})")
+def _unusable(problem: str | None) -> FileError:
+    return FileError(f"{VARIABLE}: must name a folder that can be written to (got {directory()}: {problem})")
 
 
 def _intact(folder: Path, key: str, suffix: str) -> Path | None:

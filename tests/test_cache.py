@@ -21,7 +21,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def entries(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir() if p.suffix != ".lock")
+    return sorted(p.name for p in folder.rglob("*") if p.is_file() and p.suffix != ".lock")
 
 
 def unexpected() -> bytes:
@@ -40,6 +40,14 @@ def test_keys_and_suffixes_are_apart() -> None:
     assert cache.get_or_make(KEY, ".log", lambda: b"2").read_bytes() == b"2"
     assert cache.get_or_make(cache.key_of("another"), ".bin", lambda: b"3").read_bytes() == b"3"
     assert first.read_bytes() == b"1"
+
+
+def test_much_that_was_made_before_is_not_looked_through() -> None:
+    path = cache.get_or_make(KEY, ".bin", lambda: b"content")
+    for other in range(300):
+        cache.get_or_make(cache.key_of(other), ".bin", lambda: b"content")
+    assert len(list(path.parent.iterdir())) < 20
+    assert cache.get_or_make(KEY, ".bin", unexpected) == path
 
 
 def test_key_depends_on_where_parts_end() -> None:

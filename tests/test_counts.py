@@ -3,6 +3,7 @@
 import pytest
 
 from ptxlab import counts, kernels, sass, toolchain
+from ptxlab.spec import KernelSpec
 
 # What h200 SASS needs per 8 weights; the papers' 7 for LQQ, 13 for QoQ with vadd4, 64 for the spelling to avoid.
 PINNED = {
@@ -32,6 +33,10 @@ ARCHES = {
 }
 
 
+def arches(spec: KernelSpec) -> tuple[str, ...]:
+    return (spec.arch,) if spec.exact_arch else ARCHES[spec.arch]
+
+
 def test_every_dequantiser_is_pinned() -> None:
     """The twins of a kernel, PTX and CUDA C++, compile to the same number of instructions."""
     assert set(PINNED) == {label for label in ALL if label.startswith("dequant_")}
@@ -56,10 +61,17 @@ def test_without_the_tools_the_record_answers(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize("label", ALL)
 def test_assembles_without_spills_for_every_arch_it_claims(label: str) -> None:
     source, spec = ALL[label]
-    arches = (spec.arch,) if spec.exact_arch else ARCHES[spec.arch]
-    for arch in arches:
+    for arch in arches(spec):
         image = toolchain.build(source, arch)
         used = image.resources[spec.name]
         assert used.spill_stores == used.spill_loads == used.stack == 0, arch
         assert image.warnings == (), arch
-        assert sass.parse(toolchain.disassemble(image))[spec.name]
+
+
+@pytest.mark.parametrize("label", ["dequant_lqq.ptx", "load_bulk_sm90.ptx", "attention_kv4_naive.cu"])
+def test_machine_code_of_every_arch_is_understood(label: str) -> None:
+    """That of sm_90a is of all kernels: the shipped record is made from it."""
+    source, spec = ALL[label]
+    for arch in arches(spec):
+        code = sass.parse(toolchain.disassemble(toolchain.build(source, arch)))[spec.name]
+        assert any(i.opcode == "EXIT" for i in code) and {"load", "store"} <= {i.section for i in code}, arch

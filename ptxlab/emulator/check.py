@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptxlab.emulator.effects import by_entry, spans
+from ptxlab.emulator.effects import by_entry
 from ptxlab.emulator.ir import called_from
 from ptxlab.emulator.packed import LaneFault, lane_faults
 from ptxlab.emulator.types import Array, Lanes, bits_of, indices_of
@@ -214,37 +214,41 @@ class Initialised(Watcher):
         """Flags of registers, by name."""
         return {r.name: self.registers[bits_of(r.type)][r.index] for r in registers}
 
-    def expect(self, instruction: Instruction, step: Step, flags: dict[str, Array]) -> Step:
-        """The step, after a look at the registers that it reads."""
+    def marking(self, instruction: Instruction, step: Step, sources: list[Register], targets: list[Register]) -> Step:
+        """The step, after a look at the registers that it reads, and with those marked that it writes.
 
-        def checked(lanes: Lanes) -> Any:
-            for name, known in flags.items():
+        What has been written stays written: lanes that come again, as they do in a loop, are not looked at again.
+        """
+        reads, writes = self.rows(sources), list(self.rows(targets).values())
+        seen: set[tuple[int, int]] = set()
+
+        def marked(lanes: Lanes) -> Any:
+            place = (lanes.start, lanes.stop) if isinstance(lanes, slice) else None
+            if place in seen:
+                return step(lanes)
+            for name, known in reads.items():
                 if not known[lanes].all():
                     self.report(
                         instruction, "uninitialised", lanes, ~known[lanes], f"{name} is read, but never written"
                     )
                     known[lanes] = True
-            return step(lanes)
+            outcome = step(lanes)
+            for known in writes:
+                known[lanes] = True
+            if place is not None:
+                seen.add(place)
+            return outcome
 
-        return checked if flags else step
+        return marked if reads or writes else step
 
     def around(self, instruction: Instruction, step: Step) -> Step:
         """Look at sources before, mark destinations after."""
-        step = self.expect(instruction, step, self.rows(instruction.sources))
-        written = list(self.rows(instruction.destinations).values())
-
-        def marking(lanes: Lanes) -> Any:
-            outcome = step(lanes)
-            for known in written:
-                known[lanes] = True
-            return outcome
-
-        return marking if written else step
+        return self.marking(instruction, step, instruction.sources, instruction.destinations)
 
     def around_guard(self, instruction: Instruction, step: Step) -> Step:
         """The guard is read by all lanes."""
         assert instruction.guard is not None
-        return self.expect(instruction, step, self.rows([instruction.guard]))
+        return self.marking(instruction, step, [instruction.guard], [])
 
     def parts(self, access: Access, offsets: Array) -> Iterator[tuple[Array, Array, int]]:
         """(flags as words, indices, value of a word that is all written) covering an access."""
@@ -269,15 +273,15 @@ class Initialised(Watcher):
 
     def issue(self, effect: Effect) -> None:
         """Look at what is read; what is written counts as written, `inflight` knows when."""
-        lanes, starts, sizes = effect.reads
-        places = spans(starts, sizes)
+        lanes, _, sizes = effect.reads
+        places = effect.read_bytes
         known = self.memory[places]
         if not known.all():
             message = f"takes {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"
             self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
             self.memory[places] = True
-        lanes, starts, sizes = effect.writes
-        places = spans(starts, sizes)
+        lanes, _, sizes = effect.writes
+        places = effect.written_bytes
         known = self.memory[places]
         if effect.accumulates and not known.all():
             message = f"adds to {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"

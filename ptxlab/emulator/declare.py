@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ SPACES = {".param", ".shared", ".local", ".global", ".const"}
 Frames = tuple[tuple[int, int], ...]  # (number of a file, line in it), then where that was inlined, and so on out
 MOST_REGISTERS = 1 << 18  # in one declaration
 MOST_BYTES = 1 << 31  # in one variable
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:\s*,.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
 
 
 @dataclass(slots=True)
@@ -49,18 +51,19 @@ class Declarations(Cursor):
 
     def location(self) -> None:
         """`.loc file line column[, function_name name, inlined_at file line column]` or `.file number "path" ...`."""
-        directive, file = self.take(), self.integer()
-        if directive == ".loc":
-            line, column = self.integer(), self.integer()
-            self.here = ((file, line),)
-            if self.accept(","):
-                self.skip_to("inlined_at")
-                caller = self.integer(), self.integer(), self.integer()
-                self.here += self.inlined.get(caller, (caller[:2],))
-            self.inlined[file, line, column] = self.here
-        else:
+        if self.accept(".file"):
+            file = self.integer()
             self.files[file] = self.take().strip('"')
-        self.skip_line()
+            self.skip_line()
+            return
+        found = _LOC.match(self.take())
+        if not found:
+            self.fail("expected .loc file line column", self.line_numbers[self.at - 1])
+        file, line, column, *caller = (int(number or 0) for number in found.groups())
+        self.here = ((file, line),)
+        if found[4]:
+            self.here += self.inlined.get(tuple(caller), ((caller[0], caller[1]),))
+        self.inlined[file, line, column] = self.here
 
     def move_to(self, source: str) -> None:
         """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""

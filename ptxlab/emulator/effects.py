@@ -55,6 +55,16 @@ class Effect:
         """What of memory it writes."""
         raise NotImplementedError
 
+    @cached_property
+    def read_bytes(self) -> Array:
+        """Arena offsets of all bytes that it reads; every check asks for them."""
+        return spans(*self.reads[1:])
+
+    @cached_property
+    def written_bytes(self) -> Array:
+        """Arena offsets of all bytes that it writes."""
+        return spans(*self.writes[1:])
+
     @property
     def adds_to(self) -> list[tuple[Register, Array]]:
         """Destination registers that it reads too, each with the lanes."""

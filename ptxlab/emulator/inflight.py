@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.effects import Boxes, Copies, Effect, by_entry, spans
+from ptxlab.emulator.effects import Boxes, Copies, Effect, Places, by_entry, spans
 from ptxlab.emulator.types import Array, Lanes, indices_of
 
 if TYPE_CHECKING:
@@ -87,19 +87,19 @@ class InFlight(Watcher):
 
     def issue(self, effect: Effect) -> None:
         """An effect meets others, dirty bytes, and mbarriers that it cannot see; now its bytes are in flight too."""
-        self.collide(effect, *effect.reads, _CHANGED, "takes")
+        self.collide(effect, effect.reads, effect.read_bytes, _CHANGED, "takes")
         adds = _ADDED if effect.accumulates else 0  # which several may do at once
-        self.collide(effect, *effect.writes, (_CHANGED | _READ) & ~adds, "copies to")
+        self.collide(effect, effect.writes, effect.written_bytes, (_CHANGED | _READ) & ~adds, "copies to")
         if effect.kind != "cp.async":
             self.see(effect)
-        for (_, starts, sizes), flag in ((effect.reads, _READ), (effect.writes, adds or _WRITTEN)):
-            self.busy[spans(starts, sizes)] |= flag
+        self.busy[effect.read_bytes] |= _READ
+        self.busy[effect.written_bytes] |= adds or _WRITTEN
 
-    def collide(self, effect: Effect, lanes: Array, starts: Array, sizes: Array, flags: int, does: str) -> None:
+    def collide(self, effect: Effect, entries: Places, places: Array, flags: int, does: str) -> None:
         """Report entries that touch bytes in flight."""
-        places = spans(starts, sizes)
         hit = self.busy[places] & flags != 0
         if hit.any():
+            lanes, _, sizes = entries
             what = self.whose(effect.instruction, int(places[int(np.argmax(hit))]), flags)
             self.report(effect.instruction, "async", lanes, by_entry(hit, sizes), f"{does} {what}")
 
@@ -111,14 +111,14 @@ class InFlight(Watcher):
                 message = f"tells the mbarrier at {self.memory.byte(place)}, which {by}, initialised "
                 message += "without fence.mbarrier_init (or fence.proxy.async): the async proxy may not see it,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
-        self.unfenced(effect, *effect.reads, "takes", "the engine may see what was there before")
+        self.unfenced(effect, effect.reads, effect.read_bytes, "takes", "the engine may see what was there before")
         if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
-            self.unfenced(effect, *effect.writes, "copies over", "that may land behind the copy")
+            places = effect.written_bytes
+            self.unfenced(effect, effect.writes, places, "copies over", "that may land behind the copy")
 
-    def unfenced(self, effect: Effect, lanes: Array, starts: Array, sizes: Array, does: str, consequence: str) -> None:
+    def unfenced(self, effect: Effect, entries: Places, places: Array, does: str, consequence: str) -> None:
         """Report bytes that threads have written, and not fenced since."""
         assert self.dirty is not None
-        places = spans(starts, sizes)
         marks = self.dirty[places]
         writers, shared = marks & (1 << _LANE) - 1, self.machine.launch.is_shared(places)
         fenced = np.where(shared, self.fenced["shared"][writers], self.fenced["global"][writers])
@@ -129,6 +129,7 @@ class InFlight(Watcher):
             by = writer.seen_from(effect.instruction)
             message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, wrote "
             message += f"without a fence.proxy.async behind it: {consequence},"
+            lanes, _, sizes = entries
             self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
     def soil(self, instruction: Instruction, lanes: Lanes, starts: Array, sizes: Array) -> None:
@@ -143,18 +144,17 @@ class InFlight(Watcher):
 
     def settled(self, effect: Effect, only_read: bool = False) -> None:
         """The bytes are at rest. What cp.async wrote is like a store; what the engine wrote, it can see."""
-        (_, source, read), (lanes, target, size) = effect.reads, effect.writes
-        self.busy[spans(source, read)] &= ~np.uint8(_READ)
+        self.busy[effect.read_bytes] &= ~np.uint8(_READ)
         for other in self.pending.queue if effect.kind == "wgmma" else ():  # these often share their operands
             if other.kind == "wgmma":
-                self.busy[spans(*other.reads[1:])] |= _READ
+                self.busy[other.read_bytes] |= _READ
         if only_read:
             return
-        self.busy[spans(target, size)] &= ~np.uint8(_CHANGED)
+        self.busy[effect.written_bytes] &= ~np.uint8(_CHANGED)
         if effect.kind == "cp.async":
-            self.soil(effect.instruction, lanes, target, size)
+            self.soil(effect.instruction, *effect.writes)
         elif self.dirty is not None:
-            self.dirty[spans(target, size)] = 0
+            self.dirty[effect.written_bytes] = 0
 
     # What makes visible
 

@@ -39,7 +39,7 @@ class Operands(Declarations):
             if not isinstance(register, Register):
                 self.fail("! takes a predicate register")
             return replace(register, negated=not register.negated)
-        if self.tokens[self.at].kind == "number" or self.token == "-":
+        if self.kinds[self.at] == "number" or self.token == "-":
             negative = self.accept("-")
             number = self.number()
             if negative and number.float_bits:
@@ -62,7 +62,7 @@ class Operands(Declarations):
 
     def address(self) -> ir.Address:
         """`[` has been read: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""
-        base = self.operand() if self.tokens[self.at].kind == "word" else ir.Immediate(self.integer())
+        base = self.operand() if self.kinds[self.at] == "word" else ir.Immediate(self.integer())
         if isinstance(base, ir.Symbol):
             base, offset = replace(base, offset=0), base.offset
         elif isinstance(base, Register | ir.Special | ir.Immediate):

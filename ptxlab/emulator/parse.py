@@ -38,7 +38,7 @@ class _Parser(Operands):
         super().__init__(text, path)
         self.inlining: list[str] = []
         self.functions: dict[str, int] = {}  # where each begins, as an index of a token; kernels may call what follows
-        for after in [i for i, token in enumerate(self.tokens, 1) if token.text == ".func"]:
+        for after in [i for i, text in enumerate(self.texts, 1) if text == ".func"]:
             self.at = after
             self.function()
         self.at = 0
@@ -46,8 +46,8 @@ class _Parser(Operands):
     # The module
 
     def module(self) -> Module:
-        while self.tokens[self.at].kind != "end":
-            if self.token in (".file", ".loc"):
+        while self.kinds[self.at] != "end":
+            if self.kinds[self.at] == "loc" or self.token == ".file":
                 self.location()
                 continue
             directive = self.word("a directive")
@@ -78,7 +78,7 @@ class _Parser(Operands):
         return self.result
 
     def kernel(self) -> None:
-        line, self.here = self.tokens[self.at].line, ()
+        line, self.here = self.line_numbers[self.at], ()
         entry = self.entry = Entry(self.word("the kernel's name"), line)
         if entry.name in self.result.entries:
             self.fail(f"kernel {entry.name} is defined twice", line)
@@ -123,9 +123,9 @@ class _Parser(Operands):
         self.expect("{")
         self.scope = Scope(self.scope)
         while not self.accept("}"):
-            if self.tokens[self.at].kind == "end":
+            if self.kinds[self.at] == "end":
                 self.fail("unexpected end of file")
-            following = self.tokens[self.at + 1].text
+            following = self.texts[self.at + 1]
             if self.token == "{":
                 self.body(scopes)
             elif self.accept(";"):
@@ -135,11 +135,11 @@ class _Parser(Operands):
                 self.registers()
             elif self.token in SPACES:
                 self.variables(self.take()[1:])
-            elif self.token in (".loc", ".file"):
+            elif self.kinds[self.at] == "loc" or self.token == ".file":
                 self.location()
             elif self.token == ".pragma":
                 self.skip_statement()
-            elif self.tokens[self.at].kind == "word" and following == ":":
+            elif self.kinds[self.at] == "word" and following == ":":
                 label = self.take()
                 self.take()
                 if self.accept(".branchtargets"):
@@ -163,14 +163,14 @@ class _Parser(Operands):
             if not isinstance(operand, Register) or operand.type != "pred":
                 self.fail("a guard has to be a predicate register")
             guard = operand
-        line = self.tokens[self.at].line
+        line = self.line_numbers[self.at]
         opcode = self.word("an instruction")
         if opcode.startswith((".", "%")):
             self.fail(f"expected an instruction, found {opcode!r}")
         operands = tuple(self.comma_separated(self.operand, ";"))
         text = re.sub(r"\s+", " ", self.lines[line - 1].split("//")[0]).strip().rstrip(";")
         text = _LONG_VECTOR.sub(r"{\1, ..., \2}", text)
-        last = self.tokens[self.at - 1].line
+        last = self.line_numbers[self.at - 1]
         instruction = Instruction(opcode, operands, guard, line, text, path=self.path)
         if last in self.annotations:
             try:

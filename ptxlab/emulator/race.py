@@ -17,7 +17,6 @@ import numpy as np
 
 from ptxlab.emulator.check import Watcher
 from ptxlab.emulator.clocks import NOTHING, Clock, Clocks, by_clock, groups, joined
-from ptxlab.emulator.effects import spans
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of
 
 if TYPE_CHECKING:
@@ -155,8 +154,11 @@ class Races(Watcher):
 
     def issue(self, effect: Effect) -> None:
         """What the engine reads and writes, it does from now on until somebody has waited for it."""
-        for lanes, starts, sizes, writes in ((*effect.reads, False), (*effect.writes, True)):
-            places, threads = spans(starts, sizes), np.repeat(lanes, sizes)
+        for (lanes, _, sizes), places, writes in (
+            (effect.reads, effect.read_bytes, False),
+            (effect.writes, effect.written_bytes, True),
+        ):
+            threads = np.repeat(lanes, sizes)
             strong = writes and effect.accumulates  # as an atomic
             serials = np.full(len(lanes), effect.serial)
             events = self.event(effect.instruction, self.machine.lanes + lanes, serials, strong)

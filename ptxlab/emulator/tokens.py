@@ -4,78 +4,81 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NoReturn
 
 from ptxlab.emulator.ir import Immediate
 from ptxlab.errors import SourceError
 
 _TOKEN = re.compile(
-    r"""(?P<newline>\n) | (?P<space>[^\S\n]+) | (?P<comment>//[^\n]*) | (?P<block>/\*.*?\*/) | (?P<string>"[^"\n]*")
+    r"""[^\S\n]* (?: (?P<loc>\.loc\s[^\n]*) | (?P<word>[.%$A-Za-z_][\w.$]*(?:::[\w.$]+)*)
+      | (?P<mark>[;,{}()\[\]:@!|+\-=<>])
       | (?P<number>0[fF][0-9a-fA-F]{8}\b | 0[dD][0-9a-fA-F]{16}\b | 0[xX][0-9a-fA-F]+U? | 0[bB][01]+U?
                  | \d+\.\d*(?:[eE][+-]?\d+)? | \d+U?)
-      | (?P<word>[.%$A-Za-z_][\w.$]*(?:::[\w.$]+)*)
-      | (?P<mark>[;,{}()\[\]:@!|+\-=<>]) | (?P<other>.)""",
+      | (?P<newline>\n+) | (?P<comment>//[^\n]*) | (?P<block>/\*.*?\*/) | (?P<string>"[^"\n]*")
+      | (?P<nothing>\Z) | (?P<other>.))""",
     re.VERBOSE | re.DOTALL,
 )
-
-
-@dataclass(slots=True)
-class Token:
-    """A word, number, string or mark; the last one is the end of the file."""
-
-    kind: str
-    text: str
-    line: int
+_KEPT = frozenset(("word", "mark", "number", "string", "loc"))
 
 
 class Cursor:
-    """Reads tokens one after another; every complaint is a `SourceError` with path and line."""
+    """Reads tokens one after another; every complaint is a `SourceError` with path and line.
+
+    A token is a word, number, string, mark, a whole `.loc` or the end of the file. Kind, text and line of each stand in
+    three lists: a hundred thousand objects would be most of the work.
+    """
 
     def __init__(self, text: str, path: str) -> None:
         self.path = path
         self.lines = text.split("\n")
         self.annotations: dict[int, str] = {}  # line -> what follows `@lanes` in its comment
         self.at = 0
-        self.tokens: list[Token] = []
-        self.tokens.extend(self.tokenise(text))
+        self.kinds: list[str] = []
+        self.texts: list[str] = []
+        self.line_numbers: list[int] = []
+        self.tokenise(text)
 
-    def tokenise(self, text: str) -> Iterator[Token]:
+    def tokenise(self, text: str) -> None:
         """Tokens in order; comments are dropped but for their `@lanes`."""
         line = 1
         for match in _TOKEN.finditer(text):
-            kind, token = match.lastgroup or "", match[0]
-            if kind == "comment" and "@lanes" in token:
+            kind = match.lastgroup or ""
+            token = match[kind]
+            if kind in _KEPT:
+                self.kinds.append(kind)
+                self.texts.append(token)
+                self.line_numbers.append(line)
+            elif kind in ("newline", "block"):
+                line += token.count("\n")
+            elif kind == "comment" and "@lanes" in token:
                 self.annotations[line] = token.partition("@lanes")[2]
             elif kind == "other":
                 self.fail(f"unexpected character {token!r}", line)
-            elif kind in ("word", "number", "mark", "string"):
-                yield Token(kind, token, line)
-            line += token.count("\n") if kind in ("newline", "block") else 0
-        yield Token("end", "end of file", line)
+        self.kinds.append("end")
+        self.texts.append("end of file")
+        self.line_numbers.append(line)
 
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
         """Raise for a line, by default the one of the next token."""
-        line = line or self.tokens[min(self.at, len(self.tokens) - 1)].line
+        line = line or self.line_numbers[min(self.at, len(self.line_numbers) - 1)]
         raise SourceError(self.path, line, problem, self.lines[line - 1].strip() if line <= len(self.lines) else "")
 
     @property
     def token(self) -> str:
         """Text of the next token."""
-        return self.tokens[self.at].text
+        return self.texts[self.at]
 
     def take(self) -> str:
         """Text of the next token, which is passed."""
-        token = self.tokens[self.at]
-        if token.kind == "end":
+        if self.kinds[self.at] == "end":
             self.fail("unexpected end of file")
         self.at += 1
-        return token.text
+        return self.texts[self.at - 1]
 
     def accept(self, text: str) -> bool:
         """Pass the next token if it is this one."""
-        if self.tokens[self.at].text != text:
+        if self.texts[self.at] != text:
             return False
         self.at += 1
         return True
@@ -87,7 +90,7 @@ class Cursor:
 
     def word(self, what: str) -> str:
         """Pass a name; `what` is what it would stand for."""
-        if self.tokens[self.at].kind != "word":
+        if self.kinds[self.at] != "word":
             self.fail(f"expected {what}, found {self.token!r}")
         return self.take()
 
@@ -101,7 +104,7 @@ class Cursor:
 
     def number(self) -> Immediate:
         """Pass an unsigned integer or a float literal."""
-        if self.tokens[self.at].kind != "number":
+        if self.kinds[self.at] != "number":
             self.fail(f"expected a number, found {self.token!r}")
         text = self.take()
         prefix, digits = text[:2].lower(), text.removesuffix("U")
@@ -123,8 +126,8 @@ class Cursor:
 
     def skip_line(self) -> None:
         """Pass what is left of the line of the last token."""
-        line = self.tokens[self.at - 1].line
-        while self.tokens[self.at].line == line and self.tokens[self.at].kind != "end":
+        line = self.line_numbers[self.at - 1]
+        while self.line_numbers[self.at] == line and self.kinds[self.at] != "end":
             self.at += 1
 
     def skip_to(self, text: str) -> None:

@@ -129,6 +129,7 @@ WRONG = {
     ".reg .b48 %z;": ".b48",
     "%r1 = 4;": "expected an instruction",
     "mov.u32 %r1, #;": "unexpected character",
+    ".loc 1 x 3": "expected .loc file line column",
     "@%r1 mov.u32 %r1, 0;": "guard",
     "add.u64 %x1, %r1, %x2;": "32 bits, the instruction takes 64",
     "add.u32 %r1, %r2;": "takes 3 operands, not 2",
@@ -162,6 +163,14 @@ def test_wrong_source_names_the_line(body):
 def test_truncated_or_foreign_files(text):
     with pytest.raises(SourceError):
         emulator.parse(text, "x.ptx")
+
+
+def test_blanks_and_comments_stand_anywhere():
+    text = kernel("/* two\nlines */ ret ; // done\n\n\t ret;\r\n") + " \t"
+    assert [i.line - text[: text.index("two")].count("\n") for i in emulator.parse(text).entries["k"].instructions] == [
+        2,
+        4,
+    ]
 
 
 FUNCTIONS = """

@@ -9,7 +9,6 @@ import pytest
 import ptxlab
 from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.attention import appendface
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.layout import KVCache, write_slots
 from tests.fake_gpu import DeviceArray, FakeGpu
@@ -53,12 +52,6 @@ def on_device(cache: KVCache) -> KVCache:
     for name, array in moved.items():
         object.__setattr__(cache, name, array)
     return cache
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    monkeypatch.setattr(appendface, "_plans", {})
-    return FakeGpu(monkeypatch)
 
 
 def call(cache: KVCache, slots: Any = SLOTS, rope: Any = None, **options: Any) -> None:

@@ -175,7 +175,8 @@ def test_every_missing_wait_is_noticed(
     spec: KernelSpec, statement: waits.Statement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, cache = problems.problem(0, (150, 70), Hq=1, Hkv=1, scheme=scheme_of(spec))
-    monkeypatch.setattr(Kernel, "module", waits.without(kernel_of(spec), statement))
+    kernel = kernel_of(spec)
+    monkeypatch.setattr(Kernel, "module", waits.changed(kernel, waits.statements(kernel)[statement]))
     with pytest.raises((AssertionError, EmulationError, VerificationError)):
         for mode in emulator.MODES:
             problems.check(spec, logical_of(spec, q, cache), mode=mode)

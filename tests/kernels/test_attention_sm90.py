@@ -1,7 +1,6 @@
 """Attention on Hopper: the whole contract against float64, ragged and in parts; built as meant; no wait too few."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
 from ptxlab.verify import compare
 from tests import attention_problems as problems
-from tests.kernels.test_gemm_mutation import SYNCHRONISING, not_expecting, without
+from tests import waits
 
 SOURCE = kernels.find(SM90.name)[1][0]
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
@@ -252,29 +251,13 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
 # for the ring, the records and the sums to go around, and one is in parts.
 MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=Tile(32, 4, 2, 1))
 KERNEL = Kernel.of(SM90, SOURCE, MUTATED.config)
-Place = tuple[str, tuple[tuple[str, int], ...]]
-
-
-def places() -> dict[Place, list[int]]:
-    """The synchronising statements, by opcode and place, each with the instructions that the compiler made of it."""
-    found: dict[Place, list[int]] = {}
-    for index, instruction in enumerate(KERNEL.module.entries[SM90.name].instructions):
-        if SYNCHRONISING.match(instruction.opcode):
-            where = ((instruction.path, instruction.line), *instruction.callers)
-            found.setdefault((instruction.opcode, where), []).append(index)
-    return found
 
 
 def mutants() -> Iterator[Any]:
-    entry = KERNEL.module.entries[SM90.name]
-    for (opcode, where), copies in places().items():
-        line = next(line for path, line in where if path == SOURCE.path)
-        for change in (without, not_expecting) if ".expect_tx" in opcode else (without,):
-            code = list(entry.instructions)
-            for index in copies:
-                code[index] = change(code[index], index)
-            module = replace(KERNEL.module, entries={entry.name: replace(entry, instructions=code)})
-            yield pytest.param(module, line, id=f"{change.__name__}-{opcode}-{line}")
+    for (opcode, place), copies in waits.places(KERNEL).items():
+        line = next(line for path, line in place if path == SOURCE.path)
+        for change in (waits.without, waits.not_expecting) if ".expect_tx" in opcode else (waits.without,):
+            yield pytest.param(waits.changed(KERNEL, copies, change), line, id=f"{change.__name__}-{opcode}-{line}")
 
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> str:

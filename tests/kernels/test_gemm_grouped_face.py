@@ -9,7 +9,6 @@ import pytest
 import ptxlab
 from ptxlab import gpu, quant
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.gemm import groupedface
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.kernels.gemm.grouped import GROUPED, offsets_of
 from tests.fake_gpu import DeviceArray, FakeGpu, on_device
@@ -30,12 +29,6 @@ OFFSETS = offsets_of([3, 0, 7, 1])
 def expected(dtype: str = "float16", bias: np.ndarray | None = None, offsets: np.ndarray = OFFSETS) -> np.ndarray:
     y: np.ndarray = GROUPED.reference(QUANTIZED, X, offsets, X_SCALE, bias, DTYPES.index(dtype))
     return y
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    monkeypatch.setattr(groupedface, "_plans", {})
-    return FakeGpu(monkeypatch)
 
 
 def call(**options: Any) -> Any:

@@ -1,13 +1,12 @@
 """Would anybody notice? Each synchronising statement of the GEMM kernels is taken out, one at a time.
 
-What is changed is the PTX that NVRTC makes: every copy of the statement goes, however often the compiler unrolled it. A
-mutant is found by a finding, by an error (a deadlock, a fault), or by a wrong result, early and late.
+A mutant is found by a finding, by an error (a deadlock, a fault), or by a wrong result, early and late.
 """
 
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator, kernels
-from ptxlab.emulator import ir
 from ptxlab.errors import EmulationError, UnknownInstruction
 from ptxlab.kernels.gemm import grouped, sm90, strips_tiles
 from ptxlab.kernels.gemm.common import F16
@@ -25,9 +23,9 @@ from ptxlab.kernels.gemm.strips import LARGE, SMALL
 from ptxlab.kernels.gemm.strips_tiles import Chosen
 from ptxlab.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import Kernel, run_spec
+from tests.waits import Place, changed, not_expecting, places
 
 NAMES = (*dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name)
-Place = tuple[tuple[str, int], ...]
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
 
 
@@ -102,11 +100,6 @@ def variants(name: str) -> Iterator[Variant]:
 
 
 VARIANTS = [variant for name in NAMES for variant in variants(name)]
-SYNCHRONISING = re.compile(
-    r"(bar|barrier)\.(cta\.|warp\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
-    r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\.|griddepcontrol\.wait"
-)
-
 # (kernel, the statement and its source where it stands and one line on, why nothing can tell): regular expressions.
 SURVIVORS = (
     (r"_sm80$", r"cp_async_wait<0>", "the groups that the loop has not waited for are empty"),
@@ -162,53 +155,23 @@ class Mutant:
 
 
 @cache
-def original(variant: Variant) -> emulator.Module:
-    """The kernel's PTX, parsed."""
+def kernel_of(variant: Variant) -> Kernel:
     spec, (source, *_) = kernels.find(variant.kernel)
-    return Kernel.of(spec, source, variant.config).module
-
-
-def without(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
-    """Nothing in its place; a wait for an mbarrier succeeds at once."""
-    if "_wait" in instruction.opcode and instruction.opcode.startswith("mbarrier"):
-        zero = ir.Immediate(0)
-        return replace(instruction, opcode="setp.eq.u32", operands=(instruction.operands[0], zero, zero))
-    return replace(instruction, opcode="bra", operands=(ir.Label("what follows", index + 1),), guard=None)
-
-
-def not_expecting(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
-    """An arrival that expects no bytes."""
-    opcode = instruction.opcode.replace(".expect_tx", "")
-    return replace(instruction, opcode=opcode, operands=instruction.operands[:2])
-
-
-def statements(variant: Variant) -> dict[tuple[str, Place], list[int]]:
-    """The synchronising statements, by opcode and place, each with the instructions that the compiler made of it."""
-    found: dict[tuple[str, Place], list[int]] = {}
-    for index, instruction in enumerate(original(variant).entries[variant.kernel].instructions):
-        if SYNCHRONISING.match(instruction.opcode):
-            place = ((instruction.path, instruction.line), *instruction.callers)
-            found.setdefault((instruction.opcode, place), []).append(index)
-    return found
+    return Kernel.of(spec, source, variant.config)
 
 
 def mutants(variant: Variant) -> Iterator[Mutant]:
     """One for every synchronising statement, and one more for every arrival that expects bytes."""
-    module = original(variant)
-    entry, known = module.entries[variant.kernel], statements(variant.plain) if variant.plain else {}
-    for (opcode, place), copies in statements(variant).items():
+    kernel = kernel_of(variant)
+    code = kernel.module.entries[kernel.entry].instructions
+    known = places(kernel_of(variant.plain)) if variant.plain else {}
+    for (opcode, place), copies in places(kernel).items():
         if (opcode, place) in known:
             continue
-        text = re.sub(r"%\w+", "%", entry.instructions[copies[0]].text)
-        changes = {text: without}
+        text = re.sub(r"%\w+", "%", code[copies[0]].text)
+        yield Mutant(variant, text, place, changed(kernel, copies))
         if ".expect_tx" in opcode:
-            changes[f"expect_tx of {text}"] = not_expecting
-        for what, change in changes.items():
-            code = list(entry.instructions)
-            for index in copies:
-                code[index] = change(code[index], index)
-            changed = replace(module, entries={entry.name: replace(entry, instructions=code)})
-            yield Mutant(variant, what, place, changed)
+            yield Mutant(variant, f"expect_tx of {text}", place, changed(kernel, copies, not_expecting))
 
 
 def diagnosis(variant: Variant, module: emulator.Module, mode: str) -> list[emulator.Finding | str]:
@@ -241,7 +204,7 @@ def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emu
 @pytest.mark.parametrize("mode", emulator.MODES)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_kernel_itself_is_clean(variant: Variant, mode: str) -> None:
-    assert diagnosis(variant, original(variant), mode) == []
+    assert diagnosis(variant, kernel_of(variant).module, mode) == []
 
 
 def names_the_source(found: emulator.Finding | str, name: str) -> bool:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import ptxlab
 from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.quantize import face
 from ptxlab.layout.packed_activations import ORDERS, stored_shape, tile_of
 from tests.fake_gpu import DeviceArray, FakeGpu
 from tests.strategies import floats
@@ -194,12 +193,6 @@ def test_packed_activations_check_their_shapes() -> None:
 
 
 # --- the GPU side, on a GPU that isn't one ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
-    monkeypatch.setattr(face, "_plans", {})
-    return FakeGpu(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
