@@ -118,10 +118,27 @@ measured = pipelines.compared(256)
 timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
 
 # %% [markdown]
+# At 64 tokens each weight is dequantised for a quarter of the products, and dequantisation (orange) is what lasts:
+# the gaps of the tensor cores are there under any pipeline.
+
+# %%
+measured = pipelines.compared(64)
+timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
+
+# %% [markdown]
+# And attention to a 4-bit cache: not a part of the launch but all of it, since it is short. Before the first scores,
+# pages have to be looked up and to arrive; after the last values, what several warps found of one sequence becomes one
+# output. Where a sequence has more pages, that is a smaller part of the time.
+
+# %%
+timelineplot.timeline_figure(pipelines.recorded(pipelines.ATTENTION)[0])
+
+# %% [markdown]
 # ## Looking closer
 #
 # `ptxlab profile NAME --timeline --out trace.json` writes a trace that [Perfetto](https://ui.perfetto.dev) opens,
-# to zoom and measure. What is in it:
+# to zoom and measure. `--keep FILE.json` keeps a timeline, and `--timeline --from FILE.json` draws it again, on a
+# machine without that GPU too. What is in the trace:
 
 # %%
 events = timeline.trace(emulated[-1])["traceEvents"]

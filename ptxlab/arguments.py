@@ -116,16 +116,26 @@ def parse_checks(option: str, text: str) -> frozenset[str]:
 
 def parse_integers(option: str, texts: Sequence[str]) -> dict[str, int]:
     """`TILE=64` or `FIXED`, which counts as 1, as a compiler has it."""
-    values = {}
+    values: dict[str, int] = {}
     for text in texts:
-        name, _, value = text.partition("=")
+        name, given, value = text.partition("=")
         if name in values:
             raise ArgumentError(option, "each name once", name)
         try:
-            values[name] = int(value or "1", 0)
+            values[name] = int(value if given else "1", 0)
         except ValueError:
             raise ArgumentError(option, "NAME=INTEGER", text) from None
+        if not name.isidentifier():
+            raise ArgumentError(option, "NAME=INTEGER", text or "nothing")
     return values
+
+
+def parse_sizes(option: str, text: str) -> dict[str, int]:
+    """`M=64,N=4096`; unlike a macro a size has to be given."""
+    parts = text.split(",")
+    if bare := [part for part in parts if "=" not in part]:
+        raise ArgumentError(option, "NAME=INTEGER[,NAME=INTEGER..]", bare[0] or text or "nothing")
+    return parse_integers(option, parts)
 
 
 def merge_sizes(option: str, spec: KernelSpec, usual: Sizes, given: Sizes) -> dict[str, Any]:

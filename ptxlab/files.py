@@ -78,6 +78,14 @@ def read_record(path: Path, what: str, schema: int) -> dict[str, Any]:
     return found
 
 
+def require_folder(path: Path) -> None:
+    """FileError where no file can come to lie at that path; to be asked before something long is done for it."""
+    if not path.parent.is_dir():
+        raise FileError(f"{path}: cannot be written: {path.parent} is no folder")
+    if not os.access(path.parent, os.W_OK):
+        raise FileError(f"{path}: cannot be written: {path.parent} is read-only")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file, UTF-8, whole or not at all."""
     write_whole(path, lambda file: file.write(text.encode()))

@@ -11,10 +11,10 @@ STEPS = {
     "gemm_w4a8_lqq_imfp_sm90": "implicit pipeline (ImFP): two warp groups do both, under each other",
     "gemm_w4a8_sm90": "what gemm_w4a8 launches: the same, more warp groups",
 }
-TOKENS = (64, 256)
-SHOWN = 256  # in the README: dequantisation and multiplication, not the memory, take the time
+FEW, SHOWN = 64, 256  # tokens; the latter in the README: dequantisation and products, not the memory, take the time
 ATTENTION = "attention_kv4_sm90"
 WIDTH = 6000.0  # clocks of the part that is compared
+_FIGURES, _ATTENTION_PICTURE = "notebooks/figures", "timeline_attention.png"
 
 
 def recorded(name: str, gpu: str = "h200") -> list[Timeline]:
@@ -57,8 +57,36 @@ def section() -> str:
         "They are those of the launch with stamps; without them the last step's would be higher."
     )
     shows = "Who loads, dequantises and multiplies when, in four pipelines"
-    picture = f"![{shows}](notebooks/figures/{picture_name(SHOWN)})"
-    return "\n\n".join([text, picture, "\n".join(lines), note]) + "\n"
+    picture = f"![{shows}]({_FIGURES}/{picture_name(SHOWN)})"
+    return "\n\n".join([text, picture, "\n".join(lines), note, *_others()]) + "\n"
+
+
+def _others() -> list[str]:
+    """What is seen in the pictures that are not shown, as far as they are recorded: a sentence each, in a paragraph."""
+    found = []
+    if few := compared(FEW):
+        shares = sorted(_steady(one) for one in few)
+        found.append(
+            f"With [{FEW} tokens]({_FIGURES}/{picture_name(FEW)}) a weight is dequantised for a quarter of the "
+            f"products, and the tensor cores work {shares[0]:.0%} to {shares[-1]:.0%} of the time, under any pipeline."
+        )
+    for one in recorded(ATTENTION)[:1]:
+        before, after = (f"{share:.0%}" for share in _edges(one))
+        found.append(
+            f"In [attention]({_FIGURES}/{_ATTENTION_PICTURE}), {one.time_us:.1f} µs, {before} of the time has passed "
+            f"when the first scores are computed, and {after} is left after the last values: why short caches stay "
+            "below the memory's speed."
+        )
+    return [" ".join(found)] if found else []
+
+
+def _edges(attention: Timeline) -> tuple[float, float]:
+    """Shares of a launch before the first scores and after the last values, on the first SM."""
+    one = attention.of_sm(attention.sms[0])
+    spans = [span for track in one.tracks for span in track.spans]
+    first = min(span.begin for span in spans if span.phase == "scores")
+    last = max(span.end for span in spans if span.phase == "values")
+    return first / one.duration, 1 - last / one.duration
 
 
 def picture_name(M: int) -> str:
@@ -76,11 +104,11 @@ def pictures(folder: Path) -> list[Path]:
     from ptxlab import plot, timelineplot
 
     drawn = []
-    for M in TOKENS:
+    for M in (FEW, SHOWN):
         if timelines := compared(M):
             drawn.append(folder / picture_name(M))
             plot.save(timelineplot.comparison_figure(timelines, titles(timelines), WIDTH), drawn[-1])
-    for one in recorded(ATTENTION):
-        drawn.append(folder / "timeline_attention.png")
+    for one in recorded(ATTENTION)[:1]:
+        drawn.append(folder / _ATTENTION_PICTURE)
         plot.save(timelineplot.timeline_figure(one), drawn[-1])
     return drawn

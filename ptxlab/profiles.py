@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ptxlab import gpu, nsight, subject
+from ptxlab import gpu, kernels, nsight, subject
+from ptxlab.arguments import merge_sizes
 from ptxlab.bench.record import commit
 from ptxlab.errors import UnavailableError
 from ptxlab.nsight import Launched, Profile
@@ -33,11 +34,18 @@ def profile(job: Job, *, chosen: str = "quick", keep: Path | None = None) -> Pro
 
 
 def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
-    """The profile in a `.json`, or of the last launch in a `.ncu-rep`, of a problem of these sizes."""
+    """The profile in a `.json`, or of the last launch in a `.ncu-rep`, of a problem of these sizes.
+
+    Raises:
+        FileError: no such file, or another.
+        ArgumentError: a size that a kernel of the project does not have.
+    """
     if path.suffix == ".json":
         return nsight.load(path)
-    given = dict(sizes or {})
-    return nsight.profile_of(nsight.read(path)[-1], sizes=given, weights=subject.weights_of(given))
+    given, launched = dict(sizes or {}), nsight.read(path)[-1]
+    if spec := kernels.specs().get(launched.kernel):
+        merge_sizes("--shape", spec, subject.usual_sizes(spec), given)  # or which of them the kernel does not have
+    return nsight.profile_of(launched, sizes=given, weights=subject.weights_of(given))
 
 
 def launch(

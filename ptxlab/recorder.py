@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import gpu, timeline
-from ptxlab.arguments import merge_sizes
+from ptxlab import gpu, subject, timeline
 from ptxlab.bench.record import commit
 from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.dtypes import dtype_in, storage, stored
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.common import draw_cache
 from ptxlab.kernels.attention.steps import step_of as attention_step
-from ptxlab.kernels.gemm.ladder import fit_tokens
 from ptxlab.runtime import Kernel, choose_backend
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
@@ -23,17 +21,6 @@ from ptxlab.timeline import SWITCH, VARIABLE, Timeline
 
 SMS = 2  # recorded on a GPU
 _COUNTER = 8  # bytes: the tracks given out, which a launch counts up from zero
-# Where no sizes are given: as much as shows a steady state. L: tokens of every sequence.
-_USUAL: dict[str, dict[str, dict[str, Any]]] = {
-    "gpu": {
-        "gemm": {"M": 64, "N": 22016, "K": 4096, "g": 128},
-        "attention": {"B": 16, "L": 4096, "Hq": 32, "Hkv": 8},
-    },
-    "emulator": {
-        "gemm": {"M": 64, "N": 256, "K": 2048, "g": 128},
-        "attention": {"B": 2, "L": 512, "Hq": 8, "Hkv": 2},
-    },
-}
 _EMULATED_SMS = 2  # that attention shares its work out over
 _PAGE = 64
 _HEAD = {"T": 1, "D": 128, "bits": 4, "channel": 0, "window": 0, "softmax_scale": 128**-0.5}
@@ -53,7 +40,7 @@ def record(
     Args:
         spec: the kernel.
         source: its CUDA C++.
-        sizes: of the problem (`shape_of`); those left out are such that a steady state shows.
+        sizes: of the problem; those left out are as in `subject.usual_sizes`.
         backend: `"gpu"`, `"emulator"`, or None: the GPU where there is one that runs it.
         sms: of how many SMs (from number 0 on) there shall be stamps; of the emulator's, all that have a block.
         seed: of the example.
@@ -65,7 +52,7 @@ def record(
     if "timeline.cuh" not in source.text:
         raise ArgumentError("--timeline", "a kernel that stamps its phases (timeline.cuh)", source.label)
     asked, backend = backend, backend or ("emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu")
-    shape = shape_of(spec, sizes or {}, backend)
+    shape = subject.sizes_of(spec, sizes or {}, backend)
     sizes = _sizes(spec, shape, backend)
     config = {**spec.config_for(sizes), **dict.fromkeys(spec.by_variant, 0)}
     everything = {**sizes, **config}
@@ -81,17 +68,6 @@ def record(
     assert result is not None
     tracks, _ = timeline.read_tracks(np.frombuffer(result.variables[VARIABLE], np.uint8))
     return replace(about, tracks=tracks)
-
-
-def shape_of(spec: KernelSpec, given: Mapping[str, Any], backend: str) -> dict[str, Any]:
-    """The problem, as `--shape` names it; ArgumentError for a size that the kernel does not have, or below 1.
-
-    A GEMM has M, N, K, g; attention B sequences of L tokens with Hq and Hkv heads.
-    """
-    known = _USUAL.get(backend, {}).get(spec.family, {})
-    if attention_step(spec) is None:
-        known = fit_tokens(spec, {name: known.get(name, size) for name, size in spec.example_sizes[-1].items()})
-    return merge_sizes("--shape", spec, known, given)
 
 
 def _sizes(spec: KernelSpec, shape: Mapping[str, Any], backend: str) -> dict[str, Any]:

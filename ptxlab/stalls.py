@@ -163,7 +163,9 @@ def part_of(sass: str, function: str) -> str:
 
 def save(record: Record, path: Path | None = None) -> Path:
     """Write it, by default where `load` finds it."""
-    path = path or default_path(record.device["slug"])
+    if path is None:
+        path = default_path(record.device["slug"])
+        path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, json.dumps(asdict(record), indent=1) + "\n")
     return path
 

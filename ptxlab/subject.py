@@ -18,7 +18,7 @@ from ptxlab.arguments import dim3, in_order, merge_sizes
 from ptxlab.bench import kvproblem, kvshapes, problem, shapes
 from ptxlab.bench.attention import scheme_of
 from ptxlab.dtypes import dtype_in, storage, stored
-from ptxlab.errors import PtxlabError
+from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.files import load_arrays
 from ptxlab.kernels.attention.steps import step_of as attention_step
 from ptxlab.kernels.gemm.ladder import fit_tokens
@@ -28,8 +28,17 @@ from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
 
 WARM_UP = 20  # launches before the one that counts
-_GEMM = {"M": 64, "N": 4096, "K": 4096, "g": 128}
-_ATTENTION = {"B": 64, "L": 1024, "Hq": 32, "Hkv": 32}  # L: tokens of every sequence
+# By backend and family: as much as shows a steady state. L: tokens of every sequence.
+_USUAL: dict[str, dict[str, dict[str, Any]]] = {
+    "gpu": {
+        "gemm": {"M": 64, "N": 22016, "K": 4096, "g": 128},
+        "attention": {"B": 64, "L": 1024, "Hq": 32, "Hkv": 8},
+    },
+    "emulator": {
+        "gemm": {"M": 64, "N": 256, "K": 2048, "g": 128},
+        "attention": {"B": 2, "L": 512, "Hq": 8, "Hkv": 2},
+    },
+}
 _LAUNCH = "import sys; from ptxlab import subject; subject.main(sys.argv[1])"
 
 Call = Callable[[], None]
@@ -82,23 +91,28 @@ def main(jobs: str) -> None:
         raise SystemExit(f"{FAILED}{error}") from None
 
 
-def usual_sizes(spec: KernelSpec) -> dict[str, Any]:
+def usual_sizes(spec: KernelSpec, backend: str = "gpu") -> dict[str, Any]:
     """The sizes of a problem that says something of a kernel, in the symbols that `--shape` takes.
 
     A GEMM has M, N, K, g; attention B sequences of L tokens with Hq and Hkv heads; others have those of their examples.
     """
-    if gemm_step(spec):
-        return fit_tokens(spec, {name: size for name, size in _GEMM.items() if name in spec.symbols})
-    return dict(_ATTENTION if attention_step(spec) else spec.example_sizes[-1])
+    if backend not in _USUAL:
+        raise ArgumentError("backend", f"one of {', '.join(_USUAL)}", backend)
+    if attention_step(spec):
+        return dict(_USUAL[backend]["attention"])
+    example = dict(spec.example_sizes[-1])
+    if spec.family != "gemm":
+        return example
+    return fit_tokens(spec, {name: _USUAL[backend]["gemm"].get(name, size) for name, size in example.items()})
 
 
-def sizes_of(spec: KernelSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+def sizes_of(spec: KernelSpec, given: Mapping[str, Any], backend: str = "gpu") -> dict[str, Any]:
     """The usual sizes with those given in their place.
 
     Raises:
         ArgumentError: a symbol that is not the kernel's, a size below 1, or sizes that break a rule of the kernel.
     """
-    sizes = merge_sizes("--shape", spec, usual_sizes(spec), given)
+    sizes = merge_sizes("--shape", spec, usual_sizes(spec, backend), given)
     if attention_step(spec) is None:
         spec.check_sizes(sizes)
     return sizes
@@ -116,7 +130,9 @@ def entry_of(job: Job) -> str:
     """The entry symbol that will be launched; raises what makes the job impossible anywhere."""
     spec, source, entry = kernels.resolve(job.target)
     if spec is None:
-        return _loaded(job, source, entry).entry
+        kernel = _loaded(job, source, entry)
+        _file_launch(job, kernel)
+        return kernel.entry
     sizes_of(spec, job.sizes)
     return spec.name
 
@@ -155,9 +171,14 @@ def _loaded(job: Job, source: Source, entry: str | None) -> runtime.Kernel:
     return runtime.load(source, entry, defines=job.defines, arch=job.arch)
 
 
+def _file_launch(job: Job, kernel: runtime.Kernel) -> tuple[list[Any], Launch]:
+    """The arrays of the `.npz`, on the host and in the kernel's order, and the geometry."""
+    given = in_order(kernel.entry, kernel.parameters, load_arrays(Path(job.inputs)))
+    return given, Launch(dim3("grid", job.grid), dim3("block", job.block), job.shared)
+
+
 def _file_call(job: Job, kernel: runtime.Kernel) -> Call:
     """On the arrays of the `.npz`."""
-    given = in_order(kernel.entry, kernel.parameters, load_arrays(Path(job.inputs)))
+    given, geometry = _file_launch(job, kernel)
     args = [gpu.to_device(value) if isinstance(value, np.ndarray) else value for value in given]
-    geometry = Launch(dim3("grid", job.grid), dim3("block", job.block), job.shared)
     return gpu.prepare(gpu.load(kernel.source, kernel.entry, defines=kernel.defines), args, geometry)

@@ -70,9 +70,11 @@ def test_a_sweep_is_a_table(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(sweep, "sweep", lambda *given: asked.append(given[1:3]) or found)
     code, out, _ = cli("sweep", "gemm_w4a8_sm90", "-D", "STAGES=4,6", "--shape", "M=16")
-    assert code == 0 and asked == [({"M": 16, "N": 4096, "K": 4096, "g": 128}, {"STAGES": [4, 6]})]
+    assert code == 0 and asked == [({"M": 16, "N": 22016, "K": 4096, "g": 128}, {"STAGES": [4, 6]})]
     assert "1.111x" in out and "chosen" in out
     code, out, _ = cli("sweep", "gemm_w4a8_sm90", "-D", "STAGES=4", "--json")
     assert code == 0 and json.loads(out)[1]["measured"]["us"] == 10.0
     code, _, err = cli("sweep", "gemm_w4a8_sm90", "-D", "STAGES=many")
-    assert code == 2 and "-D: STAGES=integer[,integer..] (got STAGES=many)" in err
+    assert code == 2 and "-D: NAME=INTEGER[,INTEGER..] (got STAGES=many)" in err
+    code, _, err = cli("sweep", "gemm_w4a8_sm90", "-D", "STAGES=4", "-D", "STAGES=8")
+    assert code == 2 and "-D: each name once (got STAGES)" in err

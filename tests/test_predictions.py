@@ -172,6 +172,7 @@ def test_command_of_one_shape(cli: Any) -> None:
         (("--device", "b200"), "device: one of a100"),
         (("--shape", "M=1,N=2"), "--shape: M=..,N=..,K=.. (got M=1,N=2)"),
         (("--shape", "M=1,N=2,K=x"), "--shape: NAME=INTEGER (got K=x)"),
+        (("--shape", "M,N,K"), "--shape: NAME=INTEGER[,NAME=INTEGER..] (got M)"),
         (("--shape", "M=0,N=2,K=3"), "M: at least 1 (got 0)"),
     ],
 )

@@ -105,6 +105,22 @@ def test_a_file_without_a_spec(cli: Any, device: SimpleNamespace, tmp_path: Path
         (["add4.ptx"], "--in: an .npz"),
         (["add4.ptx", "--in", "in.npz", "--shape", "M=3"], "--shape: for kernels with a spec"),
         ([NAME, "--out", "p.gif"], "picture: a file name that ends in .png, .svg or .pdf"),
+        ([NAME, "--shape", "M=64,"], "--shape: NAME=INTEGER[,NAME=INTEGER..] (got M=64,)"),
+        ([NAME, "--shape", "M"], "--shape: NAME=INTEGER[,NAME=INTEGER..] (got M)"),
+        ([NAME, "--shape", "M="], "--shape: NAME=INTEGER (got M=)"),
+        ([NAME, "--shape", "=3"], "--shape: NAME=INTEGER (got =3)"),
+        ([NAME, "--out", "none/p.png"], "none/p.png: cannot be written: none is no folder"),
+        ([NAME, "--keep", "none/p.ncu-rep"], "none/p.ncu-rep: cannot be written: none is no folder"),
+        (["--stalls", "--out", "p.png"], "--out: a .json with --stalls (got p.png)"),
+        (["--from", "p.json", "--shape", "M=3"], "--shape: none of a .json, which has its own (got M=3)"),
+        (["--from", "p.json", "--compare", "q.json", "--shape", "M=3"], "--shape: none of a .json"),
+        (["--from", "p.json", "--grid", "3"], "--grid: none where nothing is launched (got 3)"),
+        (["--from", "p.ncu-rep", "--set", "full"], "--set: none where nothing is launched (got full)"),
+        (["--from", str(GEMM), "--shape", "Q=3"], "--shape: of gemm_w4a8_qoq_sm90 has M, N, K, g (got Q)"),
+        (["add4.ptx", "--in", "in.npz"], "in.npz: cannot be read"),
+        (["add4.ptx", "--in", "short.npz"], "add4: b: must be in the --in file (got a)"),
+        (["add4.ptx", "--in", "full.npz", "--grid", "0"], "grid: one to three positive integers"),
+        (["--from", "other.json"], "other.json: not a profile: it has no 'carriers'"),
         (["--from", "none.ncu-rep"], "none.ncu-rep: not found"),
         (["--from", "none.txt"], "--from: a .ncu-rep or .json"),
     ],
@@ -119,8 +135,11 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("add4.ptx").write_text(PTX_ADD4)
+    Path("other.json").write_text('{"schema": 1}')
+    np.savez("short.npz", a=np.zeros(32, np.uint32))
+    np.savez("full.npz", **{name: np.zeros(32, np.uint32) for name in ("a", "b", "sum")})
     code, _, err = cli("profile", *arguments)
-    assert code == 2 and message in " ".join(err.split())
+    assert code == 2 and message in " ".join(err.split()) and device.command == []
 
 
 def test_stalls_are_recorded(

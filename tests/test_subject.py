@@ -28,7 +28,7 @@ SMALL = (
     Job("dequant_lqq"),
     Job("load_bulk_sm90"),
     Job("quantize_activations_s8"),
-    Job("gemm_w8a8_sm90"),
+    Job("gemm_w8a8_sm90", {"M": 8, "N": 64, "K": 128}),
 )
 
 
@@ -80,7 +80,11 @@ def test_what_cannot_be_launched_is_said_in_a_line_that_the_command_finds(events
 def test_sizes_are_the_usual_ones_unless_given() -> None:
     assert Job("gemm_w4a8_sm90").spec is kernels.specs()["gemm_w4a8_sm90"]
     found = subject.sizes_of(kernels.specs()["gemm_w4a8_sm90"], {"M": 3})
-    assert found == {"M": 3, "N": 4096, "K": 4096, "g": 128}
+    assert found == {"M": 3, "N": 22016, "K": 4096, "g": 128}
+    assert subject.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "emulator")["N"] == 256
+    assert subject.usual_sizes(kernels.specs()["gemm_w8a8_sm90"])["N"] == 22016, "no step, and yet a GEMM"
+    with pytest.raises(ArgumentError, match=r"backend: one of gpu, emulator \(got cuda\)"):
+        subject.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "cuda")
     assert "g" not in subject.usual_sizes(kernels.specs()["gemm_w4a8_qoq_channel_sm80"])
     assert set(subject.usual_sizes(kernels.specs()["attention_kv4_naive"])) == {"B", "L", "Hq", "Hkv"}
     with pytest.raises(ArgumentError, match=r"--shape: of gemm_w4a8_sm90 has M, N, K, g \(got L\)"):

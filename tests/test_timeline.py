@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import kernels, pipelines, recorder, runtime, sources, timeline, timelineplot, toolchain
+from ptxlab import kernels, pipelines, recorder, runtime, sources, subject, timeline, timelineplot, toolchain
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
 from ptxlab.sources import Source
 from ptxlab.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track
@@ -299,6 +299,21 @@ def test_the_readme_says_what_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     assert [path.name for path in pipelines.pictures(tmp_path)] == ["timeline_gemm_256.png"]
 
 
+def test_the_readme_says_what_is_seen_in_the_other_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 100 clocks the first 30 pass before the scores, the last 20 after the values."""
+    times = {0: "setup", 30: "scores", 60: "values", 80: "epilogue", 100: "end"}
+    track = Track(0, 0, 0, tuple((time, PHASES.index(phase), 0) for time, phase in times.items()))
+    one = Timeline(pipelines.ATTENTION, "cu", "gpu", "clocks", {"B": 64}, {}, (track,), time_us=20.0,
+                   device={"slug": "h200"})  # fmt: skip
+    assert pipelines._edges(one) == pytest.approx((0.3, 0.2))
+    text = pipelines.section()
+    assert "timeline_gemm_64.png" in text and "timeline_attention.png" in text, "as recorded on the H200"
+    monkeypatch.setattr(timeline, "folder", lambda gpu="h200": tmp_path)
+    timeline.save(one, timeline.default_path(one))
+    assert "attention](notebooks/figures/timeline_attention.png), 20.0 µs, 30% of the time" in pipelines._others()[0]
+    assert [path.name for path in pipelines.pictures(tmp_path)] == ["timeline_attention.png"]
+
+
 # The command
 
 
@@ -312,10 +327,14 @@ def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
 
-def test_the_command_reads_what_was_recorded(tmp_path: Path, cli: Any, imfp: Timeline) -> None:  # noqa: F811
-    timeline.save(imfp, tmp_path / "a.json")
-    code, out, _ = cli("profile", "--timeline", "--from", tmp_path / "a.json")
-    assert code == 0 and IMFP in out
+def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:  # noqa: F811
+    kept = tmp_path / "a.json"
+    code, out, _ = cli(
+        "profile", IMFP, "--timeline", "--backend", "emulator", "--shape", "N=64,K=512", "--keep", kept, "--json"
+    )
+    assert code == 0 and json.loads(out) == json.loads(json.dumps(timeline.load(kept).to_json()))
+    code, out, _ = cli("profile", "--timeline", "--from", kept, "--out", tmp_path / "a.svg")
+    assert code == 0 and IMFP in out and "N=64, K=512" in out and "<svg" in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -331,6 +350,10 @@ def test_the_command_reads_what_was_recorded(tmp_path: Path, cli: Any, imfp: Tim
         ([IMFP, "--timeline", "--compare", EXCP], f"--compare: none with --timeline (got {EXCP})"),
         ([IMFP, "--timeline", "--set", "full"], "--set: none with --timeline (got full)"),
         (["--timeline", "--from", "a.json", "--shape", "M=3"], "--shape: none with --from, which has its own"),
+        (["--timeline", "--from", "a.json", "--keep", "b.json"], "--keep: none with --from, which launches nothing"),
+        ([IMFP, "--timeline", "--keep", "b.ncu-rep"], "--keep: a .json (got b.ncu-rep)"),
+        ([IMFP, "--timeline", "--out", "none/a.png"], "none/a.png: cannot be written: none is no folder"),
+        ([IMFP, "--timeline", "--backend", "cuda"], "backend: one of gpu, emulator (got cuda)"),
         ([IMFP, "--timeline", "--shape", "M=0"], "--shape: sizes of 1 or more (got M=0)"),
         (
             [IMFP, "--timeline", "--backend", "emulator", "--shape", "K=128", "--out", "a.jpg"],
@@ -347,7 +370,7 @@ def test_bad_command_lines(cli: Any, arguments: list[str], problem: str) -> None
 @pytest.mark.parametrize("name", [name for name in STAMPED if name.startswith("gemm")])
 def test_what_is_recorded_by_default_is_such_as_the_kernel_takes(name: str, backend: str) -> None:
     spec = kernels.find(name)[0]
-    spec.check_sizes(recorder.shape_of(spec, {}, backend))  # raises if not
+    spec.check_sizes(subject.sizes_of(spec, {}, backend))  # raises if not
 
 
 def test_the_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import typer
 
 from ptxlab import cost as model
 from ptxlab import costtables
-from ptxlab.arguments import parse_integers
+from ptxlab.arguments import parse_sizes
 from ptxlab.cli.common import AsJson, console, print_json, table
 from ptxlab.errors import ArgumentError
 
@@ -26,7 +26,7 @@ def cost(
         title = "GPUs by their data sheets, and as measured"
         console.print(table(title, costtables.DEVICE_COLUMNS, costtables.device_lines()))
         return console.print(f"{costtables.RATES} {costtables.LEGEND}", style="dim")
-    sizes = parse_integers("--shape", shape.split(","))
+    sizes = parse_sizes("--shape", shape)
     if set(sizes) != set(_AXES):
         raise ArgumentError("--shape", "M=..,N=..,K=..", shape)
     found = costtables.entries(gpu, **sizes)

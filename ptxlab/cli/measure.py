@@ -10,7 +10,7 @@ from rich.markup import escape
 from ptxlab import counts, headline, kernels, kvpoints, kvtargets, sanitizer, targets
 from ptxlab import report as reports
 from ptxlab import sass as sass_tools
-from ptxlab.arguments import parse_integers
+from ptxlab.arguments import parse_sizes
 from ptxlab.bench.record import Record
 from ptxlab.cli.common import FAILED, Arch, AsJson, console, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
@@ -144,8 +144,8 @@ def sweep(
     from ptxlab.bench import sweep as sweeps
 
     spec, _ = kernels.find(target)
-    sizes = subject.sizes_of(spec, parse_integers("--shape", shape.split(",")) if shape else {})
-    constants = {name: _values(name, values) for name, values in (text.partition("=")[::2] for text in define)}
+    sizes = subject.sizes_of(spec, parse_sizes("--shape", shape) if shape else {})
+    constants = _constants(define)
     with progress_bar(f"sweep {target}", None, quiet=as_json) as advance:
         found = sweeps.sweep(spec, sizes, constants, advance)
     if as_json:
@@ -155,11 +155,18 @@ def sweep(
     console.print(table(title, columns, sweeps.lines(found)))
 
 
-def _values(name: str, text: str) -> list[int]:
-    try:
-        return [int(value) for value in text.split(",")]
-    except ValueError:
-        raise ArgumentError("-D", f"{name}=integer[,integer..]", f"{name}={text}") from None
+def _constants(define: list[str]) -> dict[str, list[int]]:
+    """The values of every constant, `STAGES=4,6,8`."""
+    found: dict[str, list[int]] = {}
+    for text in define:
+        name, _, values = text.partition("=")
+        if name in found:
+            raise ArgumentError("-D", "each name once", name)
+        try:
+            found[name] = [int(value) for value in values.split(",")]
+        except ValueError:
+            raise ArgumentError("-D", "NAME=INTEGER[,INTEGER..]", text) from None
+    return found
 
 
 def _drawn(record: Record, out: Path | None) -> list[Path]:

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from ptxlab import nsight, profiles, stalls, subject
-from ptxlab.arguments import parse_integers
+from ptxlab.arguments import parse_integers, parse_sizes
 from ptxlab.cli.common import (
     AsJson,
     Backend,
@@ -26,6 +26,7 @@ from ptxlab.cli.common import (
 )
 from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
+from ptxlab.files import require_folder
 from ptxlab.nsight import Profile
 
 _WIDEST = 100  # characters of a source line
@@ -39,7 +40,9 @@ def profile(
     ] = None,
     chosen: Annotated[str, typer.Option("--set", help="quick: the page's figures; full: all that ncu has.")] = "quick",
     saved: Annotated[Path | None, typer.Option("--from", help="A saved .ncu-rep or .json instead of a launch.")] = None,
-    keep: Annotated[Path | None, typer.Option(help="Where to leave ncu's report, a .ncu-rep.")] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="Where to leave ncu's report, a .ncu-rep; the --timeline, a .json. See --from.")
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where to write the page: .json, or drawn as .png, .svg or .pdf.")
     ] = None,
@@ -48,7 +51,7 @@ def profile(
     ] = False,
     timeline: Annotated[
         bool,
-        typer.Option("--timeline", help="Instead: what warp groups did when. --out: a picture; .json for Perfetto."),
+        typer.Option("--timeline", help="Instead: what warp groups did when. --out: a picture; .json is for Perfetto."),
     ] = False,
     record: Annotated[bool, typer.Option("--record", help="Keep the timeline under notebooks/results.")] = False,
     backend: Backend = None,
@@ -66,23 +69,37 @@ def profile(
     of_files = {"--in": inputs, "--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
     of_pages = {"--compare": compare, "--set": None if chosen == "quick" else chosen, **of_files}
     of_timelines = {"--backend": backend, "--record": record or None}
-    sizes = parse_integers("--shape", shape.split(",")) if shape else {}
-    if keep is not None and keep.suffix != ".ncu-rep":
-        raise ArgumentError("--keep", "a .ncu-rep", keep)
+    sizes = parse_sizes("--shape", shape) if shape is not None else {}
+    kept = ".json" if timeline else ".ncu-rep"
+    if keep is not None and keep.suffix != kept:
+        raise ArgumentError("--keep", f"a {kept}", keep)
+    _refuse({"--keep": saved and keep}, "none with --from, which launches nothing")
+    for path in filter(None, (out, keep)):
+        require_folder(path)
     if in_stalls:
         others = {"target": target, "--shape": shape, "--from": saved, "--timeline": timeline or None}
         _refuse({**others, **of_pages, **of_timelines}, "none with --stalls")
+        if out is not None and out.suffix != ".json":
+            raise ArgumentError("--out", "a .json with --stalls", out)
         return _stalls(out, keep, as_json)
     if timeline:
-        _refuse({**of_pages, "--keep": keep}, "none with --timeline")
+        _refuse(of_pages, "none with --timeline")
         _refuse({"--shape": saved and shape, "--backend": saved and backend}, "none with --from, which has its own")
-        return profile_timeline(target, sizes, backend=backend, saved=saved, out=out, keep=record, as_json=as_json)
+        return profile_timeline(
+            target, sizes, backend=backend, saved=saved, out=out, keep=keep, record=record, as_json=as_json
+        )
     _refuse(of_timelines, "with --timeline only")
-    _refuse({"--keep": saved and keep}, "none with --from, which launches nothing")
+    if chosen not in nsight.SETS:
+        raise ArgumentError("--set", f"one of {', '.join(nsight.SETS)}", chosen)
     if (target is None) == (saved is None):
         raise ArgumentError("target", "a kernel, or a report with --from", target or "neither")
     if saved is not None and saved.suffix not in profiles.SAVED:
         raise ArgumentError("--from", f"a {' or '.join(profiles.SAVED)}", saved)
+    read = {Path(named).suffix for named in (target or saved, compare) if named}
+    if read <= set(profiles.SAVED):
+        _refuse({"--set": of_pages["--set"], **of_files}, "none where nothing is launched")
+    if read == {".json"}:
+        _refuse({"--shape": shape}, "none of a .json, which has its own")
     write = _writer(out) if out is not None else None
 
     def job(named: str) -> subject.Job:

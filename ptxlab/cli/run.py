@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 
 from ptxlab import kernels, runtime, tiles
-from ptxlab.arguments import in_order, parse_checks, parse_integers
+from ptxlab.arguments import in_order, parse_checks, parse_integers, parse_sizes
 from ptxlab.cli.common import (
     FAILED,
     AsJson,
@@ -196,7 +196,7 @@ def verify(
     if bool(names) == everything:
         raise ArgumentError("names", "kernels' names, or --all", names or "nothing")
     jobs, skipped = plan(names or list(kernels.specs()), backend)
-    jobs += _jobs_at(parse_integers("--sizes", sizes.split(",")), jobs) if sizes else []
+    jobs += _jobs_at(parse_sizes("--sizes", sizes), jobs) if sizes else []
     verdicts = []
     with progress_bar("verify", len(jobs), quiet=as_json) as advance:
         for job in jobs:

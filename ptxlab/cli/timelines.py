@@ -21,10 +21,11 @@ def profile_timeline(
     backend: str | None,
     saved: Path | None,
     out: Path | None,
-    keep: bool,
+    keep: Path | None,
+    record: bool,
     as_json: bool,
 ) -> None:
-    """Record a timeline, or read one; print it, draw it, export it for Perfetto, keep it beside the other records."""
+    """Record a timeline, or read one; print it, draw it, export it for Perfetto, keep it, also beside other records."""
     if (target is None) == (saved is None):
         raise ArgumentError("target", "a kernel, or a timeline with --from", target or "neither")
     write = _writer(out) if out is not None else None  # what cannot be written is better said at once
@@ -33,17 +34,18 @@ def profile_timeline(
     else:
         with progress_bar(f"timeline of {target}", None, quiet=as_json):
             found = _recorded(str(target), sizes, backend)
-    written = [out] if out is not None else []
     if write is not None:
         write(found)
-    if keep:
-        written.append(timeline.default_path(found))
-        written[-1].parent.mkdir(parents=True, exist_ok=True)
-        timeline.save(found, written[-1])
+    kept = [keep] if keep is not None else []
+    if record:
+        kept.append(timeline.default_path(found))
+        kept[-1].parent.mkdir(parents=True, exist_ok=True)
+    for path in kept:
+        timeline.save(found, path)
     if as_json:
         return print_json(found.to_json())
     _show(found)
-    for path in written:
+    for path in ([out] if out is not None else []) + kept:
         console.print(f"written: {escape(str(path))}", soft_wrap=True)
 
 

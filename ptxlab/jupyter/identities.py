@@ -149,7 +149,7 @@ def identities(q4: tuple[int, ...] = (15, 3, 0, 9), s1: int = 15, minimum: int =
     Raises:
         ArgumentError: a value out of its range.
     """
-    if len(q4) != LANES or not all(0 <= q <= 15 for q in q4):
+    if np.shape(q4) != (LANES,) or not all(0 <= q <= 15 for q in q4):
         raise ArgumentError("q4", "four values 0..15", q4)
     if not 1 <= s1 <= 255:
         raise ArgumentError("s1", "1..255", s1)

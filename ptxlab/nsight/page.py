@@ -213,7 +213,9 @@ def load(path: Path) -> Profile:
     found = read_record(path, "a profile", SCHEMA)
     try:
         return Profile(**{**found, "carriers": tuple(Carrier(**one) for one in found["carriers"])})
-    except (TypeError, KeyError) as error:
+    except KeyError as error:
+        raise FileError(f"{path}: not a profile: it has no {error}") from None
+    except TypeError as error:
         raise FileError(f"{path}: not a profile: {error}") from None
 
 

@@ -58,6 +58,7 @@ def test_beyond_the_protective_range_vadd4_overflows() -> None:
     [
         (((16, 0, 0, 0), 1, 0), "q4: four values 0..15"),
         (((1, 2, 3), 1, 0), "q4: four values 0..15"),
+        ((300, 1, 0), "q4: four values 0..15"),
         (((0,) * 4, 0, 0), "s1: 1..255 (got 0)"),
         (((0,) * 4, 1, -129), "minimum: -128..127 (got -129)"),
     ],
