@@ -67,7 +67,7 @@ class Problem:
         sizes = {"T": T, "H": H, "D": D, "pages": cache.pages, "size": cache.page_size, "bits": known.bits}
         sizes |= {"channel": int(known.by_channel), "R": 0 if self.rope is None else len(self.rope[0])}
         config = APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.k.dtype)}
-        config |= {"INDEX": int(self.slots.dtype == np.int64)} | ({"TOKENS": rows} if rows else {})
+        config |= {"INDEX": int(self.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
         outcome = run_spec(
             APPEND,
             source or kernels.find(APPEND.name)[1][0],
