@@ -200,11 +200,11 @@ __device__ __forceinline__ void write(void* to, T value) {
     else *static_cast<T*>(to) = value;
 }
 
-// Where a thread's rows go, in units from `pages` on, or NOWHERE; their constants too, if the lane has some to store.
+// Where a thread's rows go, in units from `pages` on, or NOWHERE. By head and token also where the first token's constants of
+// the row that the lane answers for begin, unless another lane stores them, and the token's offset in the page.
 struct Places {
     unsigned char* pages;
-    unsigned rows[ROWS];
-    unsigned* constants;
+    unsigned rows[ROWS], constants, offset;
 };
 
 // A lane's levels to their places in row i.
@@ -268,7 +268,10 @@ __device__ __forceinline__ void append_by_token(const Row (&rows)[ROWS], const P
     const __half scale = __half2float(rounded) == 0 ? __float2half_rn(1.0f) : rounded;
     const Reciprocal own(__half2float(scale));
     const int own_zero = level(own(range.minus_least), 0);
-    if (places.constants) *places.constants = __half_as_ushort(scale) | unsigned(__half_as_ushort(__int2half_rn(own_zero))) << 16;
+    if (places.constants != NOWHERE) {
+        unsigned* to = reinterpret_cast<unsigned*>(places.pages + size_t(places.constants) * UNIT) + places.offset;
+        *to = __half_as_ushort(scale) | unsigned(__half_as_ushort(__int2half_rn(own_zero))) << 16;
+    }
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const Reciprocal quotient(handed(own.high, i), handed(own.low, i));
@@ -378,13 +381,14 @@ append_kv4(const Half* k,             // f16 or bf16 [tokens, heads, D]
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const Index at = slot[i % TOKENS];
-        const unsigned in_page = i / TOKENS * (PAGE_BYTES / UNIT) + unsigned(at) % PAGE * (FEATURES / UNIT);
-        places.rows[i] = at < 0 || head + i / TOKENS >= heads ? NOWHERE : unsigned(at / PAGE) * (pitch / UNIT) + in_page;
+        const unsigned page = unsigned(at / PAGE) * (pitch / UNIT) + i / TOKENS * (PAGE_BYTES / UNIT);
+        places.rows[i] = at < 0 || head + i / TOKENS >= heads ? NOWHERE : page + unsigned(at) % PAGE * (FEATURES / UNIT);
     }
     const int own = lane / OWNERS;
-    unsigned char* own_page = places.pages + size_t(unsigned(slot[0] / PAGE)) * pitch + own * PAGE_BYTES;
-    const bool answers = !CHANNEL && lane % OWNERS == 0 && slot[0] >= 0 && head + own < heads;
-    places.constants = answers ? reinterpret_cast<unsigned*>(own_page + PAGE * FEATURES + unsigned(slot[0]) % PAGE * 4) : nullptr;
+    const bool answers = lane % OWNERS == 0 && slot[0] >= 0 && head + own < heads;
+    const unsigned constants = unsigned(slot[0] / PAGE) * (pitch / UNIT) + own * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
+    places.constants = answers ? constants : NOWHERE;
+    places.offset = unsigned(slot[0]) % PAGE;
     if (!turned) return append(x, places, channels, lane);
     Rotated y[ROWS];
 #pragma unroll

@@ -324,8 +324,10 @@ def test_quotients_by_channel_are_those_of_an_ieee_division(scheme: str, backend
 
 
 def close_calls(rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """x and s, f32 integers of 24 bits, x / s so close to where the rounding of a quotient turns that an error of 2^-22 of
-    a unit in its last place may show: x * 2^bits = m * s + n with m, odd, half-way between two floats, and a small n."""
+    """x and s, f32 integers of 24 bits, with quotients next to where rounding turns.
+
+    x * 2^bits = m * s + n with m, odd, half-way between two floats, and a small n.
+    """
     s = RNG.integers(2**22, 2**23, rows, dtype=np.int64) * 2 + 1
     found: list[tuple[np.ndarray, np.ndarray]] = []
     for bits in (24, 25):  # quotients from 1 on, and below
@@ -343,13 +345,13 @@ def close_calls(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """In f32 with one rounding: longdouble holds what is added here."""
+    """In f32. A longdouble may round the sum as well, but by less than what parts it from where that of f32 turns."""
     exact: np.ndarray = (a.astype(np.longdouble) * b + c).astype(np.float32)
     return exact
 
 
 def test_one_correction_makes_a_quotient_right() -> None:
-    """What `Corrected` in the kernel rests on, where it is hardest; the same of a reciprocal next to the right one fails."""
+    """What the kernel's `Corrected` rests on, where it is hardest; a reciprocal next to the right one is not enough."""
     x, s = close_calls(200_000)
     right, r = x / s, np.float32(1) / s
     assert len(x) > 300_000 and ((near := x * r) != right).any()

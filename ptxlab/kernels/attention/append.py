@@ -41,7 +41,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 
 def _launch(s: Sizes) -> Launch:
-    """Tiles of tokens, of K and V in turn, and groups of heads: whole warps, and by head and token ROWS rows or more."""
+    """Tiles of tokens, of K and V in turn, and groups of heads: of whole warps, and by token ROWS heads or more."""
     lanes, rows = _lanes(s), s["ROWS"]
     groups = -(-s["H"] * lanes // _MOST_THREADS)
     threads = -(-s["H"] // groups) * lanes
