@@ -169,11 +169,7 @@ struct Corrected {
         return most <= high - low;
     }
 
-    __device__ __forceinline__ void by(float scale) {
-        float near;
-        asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(near) : "f"(scale));
-        s = scale, r = fmaf(fmaf(-scale, near, 1.0f), near, near);  // rcp.rn without its way out for subnormals
-    }
+    __device__ __forceinline__ void by(float scale) { s = scale, r = __frcp_rn(scale); }
 
     __device__ __forceinline__ float operator()(float x) const {
         const float near = fminf(__fmul_rn(x, r), 0x1p100f);
