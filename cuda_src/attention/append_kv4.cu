@@ -1,19 +1,25 @@
 // append_kv4: new keys and values, rotated and quantised, into their slots of a paged cache (QServe sections 4.2 and 5.3).
 //
 // Contract   token t goes to page slots[t] / PAGE, offset slots[t] % PAGE; of a negative slot (padding) nothing is written.
-//            With tables, k is rotated first: pairs (i, i + D/2), every multiplication and addition rounded to f32.
+//            With tables, k is rotated first: pairs (i, i + D/2), every multiplication and addition rounded to f32. A position
+//            beyond the tables reads their last row: padding may have any.
 //            By head and token (CHANNEL 0), L = 2^BITS - 1: s = f16((max - min) / L), 1 if that is 0, the range extended to
 //            include 0; z = rint(-min / s) in 0..L; q = rint(x / s) + z in 0..L; s and z go into the page as f16.
 //            By channel (CHANNEL 1), s and z given: 4 bits the same q; 8 bits q = rint(x / s) in -127..127, signed, no zero.
 //            Every division is IEEE's: the same bytes as `quant.quantize_kv`. A token with a NaN or an infinity gets a scale
 //            that is no finite number either, so that it shows.
 // Page       of a head, K or V: [PAGE][D * BITS/8] features (4 bits: micro-kernel words), then [PAGE][2] f16 scale and zero
-// Lanes      D/16 lanes have a row, the values of one token and head. Lane l: values 8 l .. + 7 and D/2 + 8 l .. + 7, so both
-//            of each rotated pair; two loads of 16 bytes, two stores of BITS bytes.
-// Tile       a row's lanes keep TOKENS rows of one head and find their extremes together: each exchange halves the rows that
-//            a lane answers for. Each finds slot and constants of its one row, and hands them to the others.
+// Lanes      D/VALUES lanes have a row, the values of one token and head. Lane l: n = VALUES/2 values from n l on, and n from
+//            D/2 + n l on, so both of each rotated pair. By channel 8 values: a lane's constants stay in registers beside them.
+// Tile       By head and token a thread keeps ROWS heads of one token, with one slot and one rotation; a row's lanes find the
+//            extremes of these rows together: each exchange halves the rows that a lane answers for, each finds the constants
+//            of its one row, and hands them to the others. By channel it keeps ROWS tokens of one head, with the same constants.
+// Grid       blocks of K and of V take turns: while those of K wait for their rotations, those of V load. 4096 tokens, 32 heads:
+//            28.7 us instead of 32.3 (trials, as those below).
+// Cache      With rotations, rows are evicted first: 26.0 us instead of 27.1, of reads alone 26.8; that they pass by the L1 gains
+//            nothing. Without rotations it costs time. A step of decoding leaves its rows to attention, which follows.
 // PDL        everything waits for the kernel before: it makes k and v, and may read the pool.
-// PTX ISA    9.7.3 max.NaN, div.rn, rcp.rn; 9.7.4 max.NaN.f16x2; 9.7.9 shfl.sync.
+// PTX ISA    9.7.3 max.NaN, div.rn, rcp; 9.7.4 max.NaN.f16x2; 9.7.9 shfl.sync; 9.7.9.1 cache operators.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -27,18 +33,22 @@
 #define BF16 0
 #define INDEX 0    // slots and positions are s32, or s64
 #define ROPE 0
-#define TOKENS 4   // 1, 2, 4
+#define ROWS 2     // 1, 2, 4
 #endif
 
 namespace {
 
-constexpr int LANES = D / 16, OWNERS = LANES / TOKENS;  // of a row; of them, those that answer for the same row in the end
+constexpr int VALUES = CHANNEL ? 8 : 16, PAIRS = VALUES / 2;  // of a lane
+constexpr int LANES = D / VALUES, OWNERS = LANES / ROWS;      // of a row; of them, those that answer for the same row in the end
+constexpr int TOKENS = CHANNEL ? ROWS : 1;                    // that a thread has rows of
 constexpr int LEVELS = BITS == 4 ? 15 : 255;
-constexpr int FEATURES = D * BITS / 8;                  // bytes of a row
+constexpr int FEATURES = D * BITS / 8;                        // bytes of a row
 constexpr int PAGE_BYTES = PAGE * (FEATURES + (CHANNEL ? 0 : 4));
-constexpr int UNIT = 32;                                // bytes, of which rows and pages are multiples
+constexpr int UNIT = 32;                                      // bytes, of which rows and pages are multiples
 constexpr unsigned NOWHERE = ~0u;
-constexpr float SHIFT = 12582912.0f;                    // 1.5 * 2^23 leaves no bits behind the point
+constexpr float SHIFT = 12582912.0f;                          // 1.5 * 2^23 leaves no bits behind the point
+constexpr bool STREAMED = ROPE && ROWS > 1;                   // rows are evicted first
+constexpr int BLOCKS = ROWS < 4 ? 4 : CHANNEL ? 3 : 2;        // of a multiprocessor at least: 64, 80 or 128 registers
 
 template <int> struct Integer { using type = int; };
 template <> struct Integer<1> { using type = long long; };
@@ -47,6 +57,10 @@ using Index = Integer<INDEX>::type;
 template <int> struct Pair { using type = __half2; };
 template <> struct Pair<1> { using type = __nv_bfloat162; };
 using Two = Pair<BF16>::type;
+
+template <int> struct Vector { using type = uint4; };
+template <> struct Vector<8> { using type = uint2; };
+using Half = Vector<VALUES>::type;  // half of a lane's values of a row, as they come
 
 __device__ __forceinline__ float max_nan(float a, float b) {
     float most;
@@ -66,49 +80,59 @@ struct Extremes {
 
 // A lane's values of a row as they come.
 struct Stored {
-    uint4 words[2];
+    Half halves[2];
 
-    __device__ __forceinline__ Two pair(int i) const { return reinterpret_cast<const Two*>(words)[i]; }
+    __device__ __forceinline__ Two pair(int i) const { return reinterpret_cast<const Two*>(halves)[i]; }
     __device__ __forceinline__ float operator[](int i) const { return i % 2 ? __high2float(pair(i / 2)) : __low2float(pair(i / 2)); }
 
     __device__ __forceinline__ Extremes extremes() const {
         Two most = pair(0), least = pair(0);
 #pragma unroll
-        for (int i = 1; i < 8; ++i) most = __hmax2_nan(most, pair(i)), least = __hmin2_nan(least, pair(i));
+        for (int i = 1; i < PAIRS; ++i) most = __hmax2_nan(most, pair(i)), least = __hmin2_nan(least, pair(i));
         return {max_nan(__low2float(most), __high2float(most)), max_nan(-__low2float(least), -__high2float(least))};
     }
 };
 
 // A lane's values of a row in f32.
 struct Rotated {
-    float values[16];
+    float values[VALUES];
 
     __device__ __forceinline__ float operator[](int i) const { return values[i]; }
 
     __device__ __forceinline__ Extremes extremes() const {
         Extremes e = {values[0], -values[0]};
 #pragma unroll
-        for (int i = 1; i < 16; ++i) e.include({values[i], -values[i]});
+        for (int i = 1; i < VALUES; ++i) e.include({values[i], -values[i]});
         return e;
     }
 };
 
-// `cos` and `sin` are those of the lane's eight pairs.
-__device__ __forceinline__ Rotated rotated(const Stored& x, const float4* cos, const float4* sin) {
-    float c[8], s[8];
+// So many f32 from a place that is a multiple of 16 bytes.
+template <int N>
+__device__ __forceinline__ void load(float (&to)[N], const float* from) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        reinterpret_cast<float4*>(c)[half] = cos[half];
-        reinterpret_cast<float4*>(s)[half] = sin[half];
-    }
-    Rotated y;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        y.values[i] = __fsub_rn(__fmul_rn(x[i], c[i]), __fmul_rn(x[8 + i], s[i]));
-        y.values[8 + i] = __fadd_rn(__fmul_rn(x[8 + i], c[i]), __fmul_rn(x[i], s[i]));
-    }
-    return y;
+    for (int i = 0; i < N / 4; ++i) reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
 }
+
+// How a token's position turns a lane's pairs.
+struct Rotation {
+    float cos[PAIRS], sin[PAIRS];
+
+    __device__ __forceinline__ void read(const float* cosines, const float* sines, size_t position, int lane) {
+        load(cos, cosines + position * (D / 2) + lane * PAIRS);
+        load(sin, sines + position * (D / 2) + lane * PAIRS);
+    }
+
+    __device__ __forceinline__ Rotated of(const Stored& x) const {
+        Rotated y;
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            y.values[i] = __fsub_rn(__fmul_rn(x[i], cos[i]), __fmul_rn(x[PAIRS + i], sin[i]));
+            y.values[PAIRS + i] = __fadd_rn(__fmul_rn(x[PAIRS + i], cos[i]), __fmul_rn(x[i], sin[i]));
+        }
+        return y;
+    }
+};
 
 // x / s as IEEE rounds it, for an s of f16 (and a quotient that is not tiny). 1/s is known to 2^-46 of itself, and a quotient
 // by 11 bits that is not a float keeps 2^-36 of itself from where the rounding turns: it is m * s that x is not, with m of 25
@@ -121,22 +145,89 @@ struct Reciprocal {
     __device__ __forceinline__ float operator()(float x) const { return fmaf(x, high, __fmul_rn(x, low)); }
 };
 
-// rint(quotient) + zero in 0..LEVELS, for a quotient of less than 2^22.
-__device__ __forceinline__ int level(float quotient, int zero) {
-    const int rounded = __float_as_int(__fadd_rn(quotient, SHIFT)) - __float_as_int(SHIFT);
-    return max(min(rounded + zero, LEVELS), 0);
+// x / s as IEEE rounds it, of any s.
+struct Divided {
+    float s;
+
+    __device__ __forceinline__ void by(float scale) { s = scale; }
+    __device__ __forceinline__ float operator()(float x) const { return __fdiv_rn(x, s); }
+};
+
+// The same of an s that fits, in so far as a level depends on it. With r = RN(1/s) a quotient x * r, which is wrong by less than
+// two units in the last place, is right after one correction (Markstein; every x and s of f32 that come close enough to where
+// the rounding turns were tried). The remainder of a quotient beyond 1/4 does not underflow. A product that is infinite
+// is cut off if positive, so that it stays so; if negative it ends as NaN, which gets the lowest level as well.
+struct Corrected {
+    float s, r;
+
+    // 2^-100 <= s <= 2^100, as bits, which are ordered like numbers; never of a NaN.
+    __device__ __forceinline__ static bool fit(const float (&scales)[VALUES]) {
+        const unsigned low = __float_as_int(0x1p-100f), high = __float_as_int(0x1p100f);
+        unsigned most = 0;
+#pragma unroll
+        for (int j = 0; j < VALUES; ++j) most = max(most, __float_as_uint(scales[j]) - low);
+        return most <= high - low;
+    }
+
+    __device__ __forceinline__ void by(float scale) { s = scale, r = __frcp_rn(scale); }
+
+    __device__ __forceinline__ float operator()(float x) const {
+        const float near = fminf(__fmul_rn(x, r), 0x1p100f);
+        return fmaf(fmaf(-near, s, x), r, near);
+    }
+};
+
+// The integer next to a quotient of more than -2^22.
+__device__ __forceinline__ int rounded(float quotient) { return __float_as_int(__fadd_rn(quotient, SHIFT)) - __float_as_int(SHIFT); }
+
+__device__ __forceinline__ int level(float quotient, int zero) { return max(min(rounded(quotient) + zero, LEVELS), 0); }
+
+// The low bytes of four.
+__device__ __forceinline__ unsigned bytes(const int* q) {
+    return __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
 }
 
-// A lane's levels to their places in a row.
-__device__ __forceinline__ void store(unsigned char* row, int lane, const int (&q)[16]) {
-    const auto bytes = [](int a, int b, int c, int d) { return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410); };
+template <class T>
+__device__ __forceinline__ T read(const T* from) { return STREAMED ? __ldcs(from) : *from; }
+
+template <class T>
+__device__ __forceinline__ void write(void* to, T value) {
+    if (STREAMED) __stcs(static_cast<T*>(to), value);
+    else *static_cast<T*>(to) = value;
+}
+
+// Where a thread's rows go, in units from `pages` on, or NOWHERE. By head and token also where the first token's constants of
+// the row that the lane answers for begin, unless another lane stores them, and the token's offset in the page.
+struct Places {
+    unsigned char* pages;
+    unsigned rows[ROWS], constants, offset;
+};
+
+// A lane's levels to their places in row i.
+__device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[16]) {
+    if (places.rows[i] == NOWHERE) return;
+    unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const int* of = q + half * 8;
-        const unsigned first = bytes(of[0], of[1], of[2], of[3]), second = bytes(of[4], of[5], of[6], of[7]);
+        const unsigned first = bytes(q + half * 8), second = bytes(q + half * 8 + 4);
         unsigned char* to = row + half * (FEATURES / 2) + lane * BITS;
-        if (BITS == 4) *reinterpret_cast<unsigned*>(to) = first | second << 4;
-        else *reinterpret_cast<uint2*>(to) = make_uint2(first, second);
+        if (BITS == 4) write(to, first | second << 4);
+        else write(to, make_uint2(first, second));
+    }
+}
+
+// The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these each.
+__device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
+    const unsigned first = bytes(q), second = bytes(q + 4);
+    const bool odd = lane % 2;
+    const unsigned other = BITS == 4 ? __shfl_xor_sync(~0u, odd ? first : second, 1) : 0;
+    if (places.rows[i] == NOWHERE) return;
+    unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
+    if (BITS == 4) {
+        write(row + odd * (FEATURES / 2) + lane / 2 * 4, odd ? other | second << 4 : first | other << 4);
+    } else {
+        write(row + lane * 4, first);
+        write(row + FEATURES / 2 + lane * 4, second);
     }
 }
 
@@ -145,8 +236,8 @@ template <class T>
 __device__ __forceinline__ T handed(T value, int i) { return __shfl_sync(~0u, value, i * OWNERS, LANES); }
 
 // The extremes of the row that the lane answers for, of the parts that the row's lanes have.
-__device__ __forceinline__ Extremes reduced(Extremes (&e)[TOKENS], int lane) {
-    int left = TOKENS;  // rows that a lane answers for
+__device__ __forceinline__ Extremes reduced(Extremes (&e)[ROWS], int lane) {
+    int left = ROWS;  // rows that a lane answers for
 #pragma unroll
     for (int mask = LANES / 2; mask > 0; mask /= 2) {
         const bool divided = left > 1, upper = lane & mask;
@@ -161,109 +252,142 @@ __device__ __forceinline__ Extremes reduced(Extremes (&e)[TOKENS], int lane) {
     return e[0];
 }
 
-// Rows with constants of their own, which go to `constants` if that is not null. `place`, in units from `pages` on, is of the
-// lane's own row.
+// Rows with constants of their own.
 template <class Row>
-__device__ __forceinline__ void append_by_token(const Row (&rows)[TOKENS], unsigned char* pages, unsigned place, unsigned* constants, int lane) {
-    Extremes e[TOKENS];
+__device__ __forceinline__ void append_by_token(const Row (&rows)[ROWS], const Places& places, int lane) {
+    Extremes e[ROWS];
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) e[i] = rows[i].extremes();
+    for (int i = 0; i < ROWS; ++i) e[i] = rows[i].extremes();
     Extremes range = reduced(e, lane);
     range.include({0, 0});
     const __half rounded = __float2half_rn(__fdiv_rn(__fadd_rn(range.most, range.minus_least), float(LEVELS)));
     const __half scale = __half2float(rounded) == 0 ? __float2half_rn(1.0f) : rounded;
     const Reciprocal own(__half2float(scale));
     const int own_zero = level(own(range.minus_least), 0);
-    if (constants) *constants = __half_as_ushort(scale) | unsigned(__half_as_ushort(__int2half_rn(own_zero))) << 16;
+    if (places.constants != NOWHERE) {
+        unsigned* to = reinterpret_cast<unsigned*>(places.pages + size_t(places.constants) * UNIT) + places.offset;
+        *to = __half_as_ushort(scale) | unsigned(__half_as_ushort(__int2half_rn(own_zero))) << 16;
+    }
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
+    for (int i = 0; i < ROWS; ++i) {
         const Reciprocal quotient(handed(own.high, i), handed(own.low, i));
         const int zero = handed(own_zero, i);
-        const unsigned to = handed(place, i);
-        int q[16];
+        int q[VALUES];
 #pragma unroll
-        for (int j = 0; j < 16; ++j) q[j] = level(quotient(rows[i][j]), zero);
-        if (to != NOWHERE) store(pages + size_t(to) * UNIT, lane, q);
+        for (int j = 0; j < VALUES; ++j) q[j] = level(quotient(rows[i][j]), zero);
+        store(places, i, lane, q);
     }
 }
 
-// Rows with the constants of their channels, f32 [D] of a head, which may be any: a quotient is clipped before it is rounded
-// (the bounds are integers). Of 8 bits there are no zeros.
-template <class Row>
-__device__ __forceinline__ void append_by_channel(const Row (&rows)[TOKENS], unsigned char* pages, unsigned place, const float4* scales,
-                                                  const float4* zeros, int lane) {
-    constexpr int LOW = BITS == 4 ? 0 : -127, HIGH = BITS == 4 ? 15 : 127;
-    float scale[16], zero[16] = {};
+// The constants of a lane's channels. Of 8 bits there are no zeros.
+struct Channels {
+    float scale[VALUES], zero[VALUES];
+
+    __device__ __forceinline__ void read(const float* scales, const float* zeros, int lane) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int at = i / 2 * (D / 8) + lane * 2 + i % 2;
-        reinterpret_cast<float4*>(scale)[i] = scales[at];
-        if (BITS == 4) reinterpret_cast<float4*>(zero)[i] = zeros[at];
-    }
-#pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
-        const unsigned to = handed(place, i);
-        int q[16];
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            const float quotient = fminf(fmaxf(__fdiv_rn(rows[i][j], scale[j]), LOW - zero[j]), HIGH - zero[j]);
-            q[j] = __float_as_int(__fadd_rn(__fadd_rn(quotient, SHIFT), zero[j])) - __float_as_int(SHIFT);
+        for (int half = 0; half < 2; ++half) {
+            const int at = half * (D / 2) + lane * PAIRS;
+            load(reinterpret_cast<float (&)[PAIRS]>(scale[half * PAIRS]), scales + at);
+            if (BITS == 4) load(reinterpret_cast<float (&)[PAIRS]>(zero[half * PAIRS]), zeros + at);
         }
-        if (to != NOWHERE) store(pages + size_t(to) * UNIT, lane, q);
+    }
+};
+
+// Rows with the constants of their channels, which may be any. Of what is below the levels, or no number, becomes the lowest.
+template <class Quotient, class Row>
+__device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const Places& places, const Channels& channels, int lane) {
+    Quotient quotient[VALUES];
+    int zero[VALUES];
+#pragma unroll
+    for (int j = 0; j < VALUES; ++j) quotient[j].by(channels.scale[j]), zero[j] = BITS == 4 ? rounded(channels.zero[j]) : 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        int q[VALUES];
+#pragma unroll
+        for (int j = 0; j < VALUES; ++j) {
+            const float above = fmaxf(quotient[j](rows[i][j]), -127.0f);
+            q[j] = BITS == 4 ? level(above, zero[j]) : min(rounded(above), 127);
+        }
+        store(places, i, lane, q);
     }
 }
 
 // A function, not a lambda with an `auto` parameter: some versions of NVRTC take the latter for a host function.
 template <class Row>
-__device__ __forceinline__ void append(const Row (&rows)[TOKENS], unsigned char* pages, unsigned place, unsigned* constants, const float4* scales,
-                                       const float4* zeros, int lane) {
-    if constexpr (CHANNEL) append_by_channel(rows, pages, place, scales, zeros, lane);
-    else append_by_token(rows, pages, place, constants, lane);
+__device__ __forceinline__ void append(const Row (&rows)[ROWS], const Places& places, const Channels& channels, int lane) {
+    if constexpr (CHANNEL) {
+        if (__all_sync(~0u, Corrected::fit(channels.scale))) append_by_channel<Corrected>(rows, places, channels, lane);
+        else append_by_channel<Divided>(rows, places, channels, lane);
+    } else {
+        append_by_token(rows, places, lane);
+    }
 }
 
 }  // namespace
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(256)
-append_kv4(const uint4* k,            // f16 or bf16 [tokens, heads, D]
-           const uint4* v,            // as k
+extern "C" __global__ void __launch_bounds__(256, BLOCKS)
+append_kv4(const Half* k,             // f16 or bf16 [tokens, heads, D]
+           const Half* v,             // as k
            unsigned char* pool,       // u8  [pages, 2, heads, PAGE_BYTES]: K, then V
            const Index* slots,        // s32 or s64 [tokens]
-           const float4* cos,         // f32 [positions, D/2]; read if ROPE
-           const float4* sin,         // f32 [positions, D/2]
+           const float* cos,          // f32 [positions, D/2]; read if ROPE
+           const float* sin,          // f32 [positions, D/2]
            const Index* positions,    // as slots [tokens], or null: token t is at position t
-           const float4* k_scale,     // f32 [heads, D]; read if CHANNEL
-           const float4* k_zero,      // f32 [heads, D]; read if CHANNEL and BITS == 4
-           const float4* v_scale,
-           const float4* v_zero,
-           int tokens, int heads) {
+           const float* k_scale,      // f32 [heads, D]; read if CHANNEL
+           const float* k_zero,       // f32 [heads, D]; read if CHANNEL and BITS == 4
+           const float* v_scale,
+           const float* v_zero,
+           int tokens, int heads,
+           int turns) {               // positions in the tables
     ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
-    const int lane = threadIdx.x % LANES, row = blockIdx.y * (blockDim.x / LANES) + threadIdx.x / LANES;
-    const int first = blockIdx.x * TOKENS, last = tokens - 1, own = first + lane / OWNERS;
-    const int head = min(row, heads - 1);  // the last rows are there again where others are missing, and not stored
-    const bool is_v = blockIdx.z;
-    Stored x[TOKENS];
+    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, tile = blockIdx.x / 2;
+    const bool is_v = blockIdx.x % 2;
+    const int token = tile * ROWS + (CHANNEL ? 0 : group % ROWS);
+    const int head = blockIdx.y * (blockDim.x / LANES) + (CHANNEL ? group : group / ROWS * ROWS);
+    const bool turned = ROPE && !is_v;
+    Index slot[TOKENS], position[TOKENS];
 #pragma unroll
     for (int i = 0; i < TOKENS; ++i) {
-        const uint4* from = (is_v ? v : k) + (size_t(min(first + i, last)) * heads + head) * (D / 8) + lane;
-        x[i].words[0] = from[0], x[i].words[1] = from[D / 16];
+        const int t = token + i;
+        position[i] = turned && positions && t < tokens ? positions[t] : t;
+        slot[i] = t < tokens ? slots[t] : -1;
     }
-    const Index slot = row < heads && own <= last ? slots[own] : -1;
-    const Index named = ROPE && !is_v && positions && own <= last ? positions[own] : own;  // on its way beside the slot
-    const unsigned page = unsigned(slot / PAGE), offset = unsigned(slot) % PAGE, pitch = 2 * heads * PAGE_BYTES;
-    const unsigned place = slot < 0 ? NOWHERE : page * (pitch / UNIT) + offset * (FEATURES / UNIT);
-    unsigned char* pages = pool + (size_t(is_v) * heads + head) * PAGE_BYTES;
-    unsigned char* own_constants = pages + size_t(page) * pitch + PAGE * FEATURES + offset * 4;
-    unsigned* constants = lane % OWNERS == 0 && slot >= 0 ? reinterpret_cast<unsigned*>(own_constants) : nullptr;
-    const float4 *scales = (is_v ? v_scale : k_scale) + head * (D / 4), *zeros = (is_v ? v_zero : k_zero) + head * (D / 4);
-    if (!ROPE || is_v) return append(x, pages, place, constants, scales, zeros, lane);
-    const Index position = slot < 0 ? 0 : named;                             // of padding it may be any
-    Rotated y[TOKENS];
+    Stored x[ROWS];
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
-        const size_t at = size_t(handed(unsigned(position), i)) * (D / 8) + lane * 2;
-        y[i] = rotated(x[i], cos + at, sin + at);
+    for (int i = 0; i < ROWS; ++i) {
+        const int t = min(token + i % TOKENS, tokens - 1), h = min(head + i / TOKENS, heads - 1);
+        const Half* from = (is_v ? v : k) + (size_t(t) * heads + h) * (2 * LANES) + lane;
+        x[i].halves[0] = read(from), x[i].halves[1] = read(from + LANES);
     }
-    append(y, pages, place, constants, scales, zeros, lane);
+    Channels channels;
+    const size_t of_head = size_t(min(head, heads - 1)) * D;
+    if (CHANNEL) channels.read((is_v ? v_scale : k_scale) + of_head, (is_v ? v_zero : k_zero) + of_head, lane);
+    Rotation rotation[TOKENS];
+    if (turned) {
+#pragma unroll
+        for (int i = 0; i < TOKENS; ++i) {
+            rotation[i].read(cos, sin, min(size_t(position[i]), size_t(turns - 1)), lane);
+        }
+    }
+    const unsigned pitch = 2 * heads * PAGE_BYTES;
+    Places places;
+    places.pages = pool + (size_t(is_v) * heads + head) * PAGE_BYTES;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const Index at = slot[i % TOKENS];
+        const unsigned page = unsigned(at / PAGE) * (pitch / UNIT) + i / TOKENS * (PAGE_BYTES / UNIT);
+        places.rows[i] = at < 0 || head + i / TOKENS >= heads ? NOWHERE : page + unsigned(at) % PAGE * (FEATURES / UNIT);
+    }
+    const int own = lane / OWNERS;
+    const bool answers = lane % OWNERS == 0 && slot[0] >= 0 && head + own < heads;
+    const unsigned constants = unsigned(slot[0] / PAGE) * (pitch / UNIT) + own * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
+    places.constants = answers ? constants : NOWHERE;
+    places.offset = unsigned(slot[0]) % PAGE;
+    if (!turned) return append(x, places, channels, lane);
+    Rotated y[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) y[i] = rotation[i % TOKENS].of(x[i]);
+    append(y, places, channels, lane);
 }

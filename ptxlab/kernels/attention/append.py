@@ -15,8 +15,8 @@ DTYPES = ("float16", "bfloat16")  # of k and v, by BF16
 INDICES = ("int32", "int64")  # of slots and positions, by INDEX
 MOST_BYTES = 2**37  # of a pool: places are counted in units of 32 bytes
 _MOST_THREADS = 256  # of a block
-_ROWS, _BUSY = 4, 2**18  # a thread's share of so many rows, if so many threads are left
-_CHANNEL_ROWS = 2  # each has a division of its own for every element, which are long
+_ROWS, _CHANNEL_ROWS = 2, 4  # of a thread: by channel they share its constants
+_BUSY = 2**18  # threads that are left when each has more rows than one
 _CHANNELS = ("k_scale", "k_zero", "v_scale", "v_zero")
 
 
@@ -26,8 +26,8 @@ def scheme_of(bits: int, channel: int) -> str:
 
 
 def _lanes(s: Sizes) -> int:
-    """Lanes of a row, with 16 values each."""
-    lanes: int = s["D"] // 16
+    """Lanes of a row, with 16 values each, or 8 by channel."""
+    lanes: int = s["D"] // (8 if s["channel"] else 16)
     return lanes
 
 
@@ -37,16 +37,17 @@ def _choose(s: Sizes) -> dict[str, int]:
     while rows > 1 and 2 * s["T"] * s["H"] * _lanes(s) < rows * _BUSY:
         rows //= 2
     page = {"D": s["D"], "PAGE": s["size"], "BITS": s["bits"], "CHANNEL": s["channel"]}
-    return {**page, "BF16": 0, "INDEX": 0, "ROPE": int(s["R"] > 0), "TOKENS": rows}
+    return {**page, "BF16": 0, "INDEX": 0, "ROPE": int(s["R"] > 0), "ROWS": rows}
 
 
 def _launch(s: Sizes) -> Launch:
-    """Tiles of tokens, groups of heads, keys and values."""
-    lanes = _lanes(s)
+    """Tiles of tokens, of K and V in turn, and groups of heads: of whole warps, and by token ROWS heads or more."""
+    lanes, rows = _lanes(s), s["ROWS"]
     groups = -(-s["H"] * lanes // _MOST_THREADS)
     threads = -(-s["H"] // groups) * lanes
-    threads = -(-threads // 32) * 32
-    return Launch((-(-s["T"] // s["TOKENS"]), -(-s["H"] * lanes // threads), 2), (threads, 1, 1))
+    unit = max(32, 1 if s["channel"] else rows * lanes)
+    threads = -(-threads // unit) * unit
+    return Launch((2 * -(-s["T"] // rows), -(-s["H"] * lanes // threads), 1), (threads, 1, 1))
 
 
 def _example(
@@ -141,6 +142,7 @@ APPEND = KernelSpec(
         *(Arg(name, "float32", ("H", "D"), optional=True) for name in _CHANNELS),
         Arg("T", "int32", role="scalar"),
         Arg("H", "int32", role="scalar"),
+        Arg("R", "int32", role="scalar"),
     ),
     launch=_launch,
     choose=_choose,
