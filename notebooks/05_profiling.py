@@ -128,7 +128,8 @@ timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.W
 # %% [markdown]
 # And attention to a 4-bit cache: not a part of the launch but all of it, since it is short. Before the first scores,
 # pages have to be looked up and to arrive; after the last values, what several warps found of one sequence becomes one
-# output. Where a sequence has more pages, that is a smaller part of the time.
+# output. With more pages that is a smaller part of the time. In between each warp goes through pages of its own, and
+# what it waits for are copies (pale), hardly ever other warps (pink).
 
 # %%
 timelineplot.timeline_figure(pipelines.recorded(pipelines.ATTENTION)[0])
