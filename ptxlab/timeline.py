@@ -25,6 +25,7 @@ PHASES = (
 VARIABLE, TRACKS, STAMPS, HEADER = "ptxlab_timeline", 256, 4096, 6  # as there
 SWITCH = "TIMELINE"  # the macro: of how many SMs
 SCHEMA = 1
+_WHAT = "a timeline as --keep writes them,"  # what --out writes is for Perfetto
 
 _LOOP = ("issue", "multiply", "scores")  # once per repetition of a main loop
 _REPETITIONS = 14
@@ -242,9 +243,9 @@ def save(timeline: Timeline, path: Path) -> None:
 
 def load(path: Path) -> Timeline:
     """Read a timeline; `FileError` says in one line why a file is none."""
-    found = read_record(path, "a timeline", SCHEMA)
+    found = read_record(path, _WHAT, SCHEMA)
     if found.get("phases") != list(PHASES):
-        raise FileError(f"{path}: not a timeline of schema {SCHEMA}")
+        raise FileError(f"{path}: not {_WHAT} of schema {SCHEMA}")
     try:
         tracks = [
             Track(**{**track, "stamps": tuple((t, p, a) for t, p, a in track["stamps"])}) for track in found["tracks"]

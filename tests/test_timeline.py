@@ -239,8 +239,8 @@ def test_a_timeline_is_what_was_saved(tmp_path: Path, imfp: Timeline) -> None:
     ("text", "problem"),
     [
         ("{", "not JSON"),
-        ("[]", "not a timeline of schema 1"),
-        ('{"schema": 1, "phases": []}', "not a timeline of schema 1"),
+        ("[]", "not a timeline as --keep writes them, of schema 1"),
+        ('{"schema": 1, "phases": []}', "not a timeline as --keep writes them, of schema 1"),
         (json.dumps({"schema": 1, "phases": PHASES}), "not a timeline: 'tracks'"),
         (json.dumps({"schema": 1, "phases": PHASES, "tracks": [{"sm": 0}]}), "not a timeline"),
     ],
