@@ -204,7 +204,7 @@ struct Places {
 };
 
 // A lane's levels to their places in row i.
-__device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[16]) {
+[[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[16]) {
     if (places.rows[i] == NOWHERE) return;
     unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
 #pragma unroll
@@ -217,7 +217,7 @@ __device__ __forceinline__ void store(const Places& places, int i, int lane, con
 }
 
 // The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these each.
-__device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
+[[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
     const unsigned first = bytes(q), second = bytes(q + 4);
     const bool odd = lane % 2;
     const unsigned other = BITS == 4 ? __shfl_xor_sync(~0u, odd ? first : second, 1) : 0;
@@ -315,12 +315,9 @@ __device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const
 // A function, not a lambda with an `auto` parameter: some versions of NVRTC take the latter for a host function.
 template <class Row>
 __device__ __forceinline__ void append(const Row (&rows)[ROWS], const Places& places, const Channels& channels, int lane) {
-    if constexpr (CHANNEL) {
-        if (__all_sync(~0u, Corrected::fit(channels.scale))) append_by_channel<Corrected>(rows, places, channels, lane);
-        else append_by_channel<Divided>(rows, places, channels, lane);
-    } else {
-        append_by_token(rows, places, lane);
-    }
+    if (!CHANNEL) append_by_token(rows, places, lane);
+    else if (__all_sync(~0u, Corrected::fit(channels.scale))) append_by_channel<Corrected>(rows, places, channels, lane);
+    else append_by_channel<Divided>(rows, places, channels, lane);
 }
 
 }  // namespace
@@ -385,9 +382,12 @@ append_kv4(const Half* k,             // f16 or bf16 [tokens, heads, D]
     const unsigned constants = unsigned(slot[0] / PAGE) * (pitch / UNIT) + own * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
     places.constants = answers ? constants : NOWHERE;
     places.offset = unsigned(slot[0]) % PAGE;
-    if (!turned) return append(x, places, channels, lane);
-    Rotated y[ROWS];
+    if (turned) {
+        Rotated y[ROWS];
 #pragma unroll
-    for (int i = 0; i < ROWS; ++i) y[i] = rotation[i % TOKENS].of(x[i]);
-    append(y, places, channels, lane);
+        for (int i = 0; i < ROWS; ++i) y[i] = rotation[i % TOKENS].of(x[i]);
+        append(y, places, channels, lane);
+    } else {
+        append(x, places, channels, lane);
+    }
 }
