@@ -43,9 +43,9 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bytes_cut_off_apart(rng: np.random.Generator, q: np.ndarray, k: problems.Tokens, v: problems.Tokens) -> None:
-    """Of the second sequence all values of low nibbles are 0, by bytes of 241; one token's weight is 1, the others' 17·2⁻²⁴.
+    """Bytes of the second sequence are 241, of numbers 0 and 14; one token has the weight 1, the others 17·2⁻²⁴.
 
-    Where 2⁻¹⁵ is the last bit, as many of them are left of 241 · 17·2⁻²⁴ as 8, and of 240 times that 7.
+    Where 2⁻¹⁵ is the last bit, 8 of them are left of 241 times that weight, and 7 of 240 times.
     """
     q[:], k[0][:], k[1][:] = 0, 0, 0
     q[..., 0], k[1][0, :, 0] = -np.log(17 * 2.0**-24) * q.shape[-1] ** 0.5, 1
