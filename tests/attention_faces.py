@@ -29,7 +29,7 @@ def hold(q: np.ndarray, cache: KVCache, out: Any, lse: Any = None, *, window: in
         for queries, k, v in zip(x, *gather(cache), strict=True)
     ]
     assert MMA.bound is not None
-    allowed = MMA.bound(x, cache, scale, window, BF16)
+    allowed = MMA.bound(x, cache, scale, window, BF16, in_bytes=True)  # whichever kernel was chosen: the looser of two
     for got, wanted, error in zip((out, lse), zip(*pairs, strict=True), allowed, strict=True):
         if got is None:
             continue

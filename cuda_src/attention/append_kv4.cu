@@ -293,7 +293,7 @@ struct Channels {
     }
 };
 
-// Rows with the constants of their channels, which may be any. Of what is below the levels, or no number, becomes the lowest.
+// Rows with the constants of their channels: any scales, zeros in 0..LEVELS. What is below the levels, or no number, becomes the lowest.
 template <class Quotient, class Row>
 __device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const Places& places, const Channels& channels, int lane) {
     Quotient quotient[VALUES];

@@ -48,7 +48,7 @@ def run_suite(
         The record; its `invalid` says why it must not be used, if the card is slower than it should be.
 
     Raises:
-        ArgumentError: no such suite.
+        ArgumentError: no such suite, or `matrices` of one without any.
         BenchmarkError: a timed kernel gave wrong results.
         UnavailableError: no GPU here, or no ptxas.
     """
@@ -58,6 +58,8 @@ def run_suite(
     family = suite if suite in SUITES else _suite_of(kernels.find(suite)[0].family)
     if family not in SUITES:
         raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
+    if matrices is not None and family != "gemm":
+        raise ArgumentError("matrices", f"must be None for the suite {family}", matrices)
     info = gpu.device_info()
     names = [name for name, spec in kernels.specs().items() if suite in (name, _suite_of(spec.family))]
     progress("ceilings")

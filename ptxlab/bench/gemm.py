@@ -20,9 +20,9 @@ def rows(
     """Measure kernels of the family by name, as far as this GPU runs them.
 
     Chains and the quantiser are measured if all kernels that `gemm_w4a8` may launch are, experts also if the grouped
-    kernel is. With `matrices` rows are of those alone, by (N, K).
+    kernel is. With `matrices` rows are of those alone, by (N, K), without chains and the quantiser.
     """
-    whole = _all_launched(names)
+    whole = matrices is None and _all_launched(names)
     planned = [*steps.points(steps_of(names)), *headline.points(names), *w8a8.points(names), *grouped.points(names)]
     planned += untuned.points(names)
     if not planned:

@@ -11,7 +11,7 @@ from ptxlab.emulator.ir import Immediate
 from ptxlab.errors import SourceError
 
 _TOKEN = re.compile(
-    r"""[^\S\n]* (?: (?P<loc>\.loc\s[^\n]*) | (?P<word>[.%$A-Za-z_][\w.$]*(?:::[\w.$]+)*)
+    r"""[^\S\n]* (?: (?P<loc>\.loc[^\S\n][^\n]*) | (?P<word>[.%$A-Za-z_][\w.$]*(?:::[\w.$]+)*)
       | (?P<mark>[;,{}()\[\]:@!|+\-=<>])
       | (?P<number>0[fF][0-9a-fA-F]{8}\b | 0[dD][0-9a-fA-F]{16}\b | 0[xX][0-9a-fA-F]+U? | 0[bB][01]+U?
                  | \d+\.\d*(?:[eE][+-]?\d+)? | \d+U?)

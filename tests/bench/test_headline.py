@@ -289,6 +289,7 @@ def test_the_whole_suite_has_every_part(emulated_gpu: pytest.MonkeyPatch) -> Non
         emulated_gpu.setattr(getattr(gemm, part), "rows", lambda *_, part=part: [part])
     assert gemm.rows(["gemm_w4a8_lqq_sm90"], Ceilings(4.6, 4.2), quiet) == ["untuned"]
     assert sorted(map(str, gemm.rows(names(), Ceilings(4.6, 4.2), quiet))) == sorted(parts)
+    assert not {"chain", "quantiser"} & {*map(str, gemm.rows(names(), Ceilings(4.6, 4.2), quiet, matrices=()))}
 
 
 def test_which_matrices_of_other_models_the_sweeps_have() -> None:

@@ -147,6 +147,12 @@ def test_what_is_slower_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert bench.confirmed([], before) == []
 
 
+@pytest.mark.parametrize("suite", ["dequant", "attention_kv4_sm90"])
+def test_matrices_are_a_gemm_s(suite: str) -> None:
+    with pytest.raises(ArgumentError, match=r"matrices: must be None for the suite \w+ \(got \{\(8, 64\)\}\)"):
+        bench.run_suite(suite, matrices={(8, 64)})
+
+
 def test_compare_only_the_same_measurement() -> None:
     others = [
         replace(ROW, kernel="dequant_comet", rate=1.0),

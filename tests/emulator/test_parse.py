@@ -165,6 +165,12 @@ def test_truncated_or_foreign_files(text):
         emulator.parse(text, "x.ptx")
 
 
+def test_a_loc_ends_with_its_line():
+    """Or lines behind it would be counted wrong."""
+    with pytest.raises(SourceError, match=r"expected an instruction, found '\.loc'"):
+        emulator.parse(kernel(".loc\n1 2 3\nret;"))
+
+
 def test_blanks_and_comments_stand_anywhere():
     text = kernel("/* two\nlines */ ret ; // done\n\n\t ret;\r\n") + " \t"
     assert [i.line - text[: text.index("two")].count("\n") for i in emulator.parse(text).entries["k"].instructions] == [

@@ -60,8 +60,9 @@ def choose_tile(s: Sizes) -> Tile:
     units = s["B"] * s["Hkv"] * -(-s["Hq"] // s["Hkv"] * s["T"] // COLUMNS)
     tiles = units * -(-s["P"] * s["page"] // TILE)
     little = tiles <= _LITTLE
-    many = units <= 2048 if columns_of(s) == 1 else columns_of(s) <= 4 and units <= 512
-    two = units >= 256 and (tiles < 50_000 or many)
+    columns = columns_of(s)
+    most = 2048 if columns == 1 else 512 if columns <= 4 else 0  # units whose tiles are light, however many these are
+    two = units >= 256 and (tiles < 50_000 or units <= most)
     shapes = [(16, 8, 1)] * (tiles <= _FEW)
     shapes += [(64, 4, 2)] * two + [(64, 8, 1)] * (not little) + [(32, 8, 1), (16, 8, 1), (16, 4, 1)]
     for tokens, warps, resident in shapes:
