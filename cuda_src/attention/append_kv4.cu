@@ -18,6 +18,8 @@
 //            28.7 us instead of 32.3 (trials, as those below).
 // Cache      With rotations, rows are evicted first: 26.0 us instead of 27.1, of reads alone 26.8; that they pass by the L1 gains
 //            nothing. Without rotations it costs time. A step of decoding leaves its rows to attention, which follows.
+// Measured   H200, 4096 tokens of 32 heads, 4 bits, of the time of a copy (4.27 TB/s): on trial 22.2 us 0.90, with rotations 26.0 us 0.79, by
+//            channel with rotations 35.2 us 0.58. The record is of the version before: 23.0, 33.5, 50.9 us.
 // PDL        everything waits for the kernel before: it makes k and v, and may read the pool.
 // PTX ISA    9.7.3 max.NaN, div.rn, rcp; 9.7.4 max.NaN.f16x2; 9.7.9 shfl.sync; 9.7.9.1 cache operators.
 #include <cuda_bf16.h>

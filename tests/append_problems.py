@@ -1,0 +1,195 @@
+"""What `append_kv4` is given in tests: rows where a rounding, a level or a bound is at stake; what is wanted of it."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ptxlab
+from ptxlab import emulator, gpu, kernels, quant, reference
+from ptxlab.kernels.attention.append import APPEND
+from ptxlab.layout import KVCache, page_bytes, write_slots
+from ptxlab.quant import KV_SCHEMES
+from ptxlab.runtime import run_spec
+
+ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="the kernel runs on sm_90")
+BACKENDS = ("emulator", pytest.param("gpu", marks=[pytest.mark.gpu, ON_GPU]))
+DTYPES = (np.dtype("float16"), np.dtype(ml_dtypes.bfloat16))
+RNG = np.random.default_rng(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A call, on the host."""
+
+    k: np.ndarray
+    v: np.ndarray
+    cache: KVCache
+    slots: np.ndarray
+    rope: tuple[np.ndarray, ...] | None = None
+
+    @property
+    def wanted(self) -> np.ndarray:
+        """The pool afterwards."""
+        here, cache = self.slots >= 0, replace(self.cache, pool=self.cache.pool.copy())
+        k, v = self.k.astype(np.float32)[here], self.v.astype(np.float32)[here]
+        if self.rope is not None:
+            cos, sin, *positions = self.rope
+            at = (positions[0] if positions else np.arange(len(here)))[here]
+            k = reference.rope(k, cos[at], sin[at])
+        keys, values = (quant.quantize_kv(x, cache.scheme, c) for x, c in ((k, cache.k_channel), (v, cache.v_channel)))
+        write_slots(cache, keys, values, self.slots[here])
+        pool: np.ndarray = cache.pool
+        return pool
+
+    def check(self, backend: str) -> None:
+        """By the face; whatever else is in the pool stays."""
+        cache = replace(self.cache, pool=self.cache.pool.copy())
+        ptxlab.append_kv4(self.k, self.v, cache, self.slots, rope=self.rope, backend=backend)
+        assert np.array_equal(cache.pool, self.wanted)
+
+    def run(self, source: Any = None, rows: int = 0, **options: Any) -> tuple[np.ndarray, emulator.Result]:
+        """The pool and what the emulator says, with all its checks, of another source or other rows per thread."""
+        cache, known = self.cache, KV_SCHEMES[self.cache.scheme]
+        bits = [x.view(np.uint16) if x.dtype == DTYPES[1] else x for x in (self.k, self.v)]
+        inputs = {"k": bits[0], "v": bits[1], "slots": self.slots}
+        inputs |= dict(zip(("cos", "sin", "positions"), self.rope or (), strict=False))
+        for name, channel in (("k", cache.k_channel), ("v", cache.v_channel)):
+            inputs |= dict(zip((f"{name}_scale", f"{name}_zero"), channel or (), strict=False))
+        T, H, D = self.k.shape
+        sizes = {"T": T, "H": H, "D": D, "pages": cache.pages, "size": cache.page_size, "bits": known.bits}
+        sizes |= {"channel": int(known.by_channel), "R": 0 if self.rope is None else len(self.rope[0])}
+        config = APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.k.dtype)}
+        config |= {"INDEX": int(self.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
+        outcome = run_spec(
+            APPEND,
+            source or kernels.find(APPEND.name)[1][0],
+            inputs,
+            sizes=sizes,
+            out={"pool": (pool := cache.pool.copy())},
+            backend="emulator",
+            checks=("race", "init", "lanes"),
+            config=config,
+            **options,
+        )
+        return pool, outcome
+
+
+def problem_of(
+    k: np.ndarray, v: np.ndarray, scheme: str, size: int, *, pages: int = 0, index: Any = np.int32, rope: Any = None
+) -> Problem:
+    """Tokens, every fourth of which is padding, to slots at random in a pool of anything."""
+    T, H, D = k.shape
+    pages = pages or -(-T // size) + 1
+    slots = RNG.permutation(pages * size)[:T].astype(index)
+    slots[RNG.permutation(T)[: T // 4]] = -RNG.integers(1, 2**30)
+    pool = RNG.integers(0, 256, (pages, 2, H, page_bytes(scheme, size, D)), dtype=np.uint8)
+    constants: list[Any] = [None, None]
+    if KV_SCHEMES[scheme].by_channel:
+        some = RNG.standard_normal((2, 9, H, D), dtype=np.float32)  # other ones: values are beyond them, and ties
+        constants = [quant.calibrate_kv(np.rint(x * 4) / 4, scheme) for x in some]
+    table, lengths = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+    cache = KVCache(
+        pool=pool,
+        block_table=table,
+        lengths=lengths,
+        page_size=size,
+        head_dim=D,
+        scheme=scheme,
+        k_channel=constants[0],
+        v_channel=constants[1],
+    )
+    return Problem(k, v, cache, slots, rope)
+
+
+def rotations(T: int, D: int, index: Any, positions: bool) -> tuple[np.ndarray, ...]:
+    rows = 50 if positions else T + 1
+    angles = RNG.uniform(-9, 9, (rows, D // 2)).astype(np.float32)
+    at = (RNG.integers(0, rows, T).astype(index),) if positions else ()
+    return (np.cos(angles), np.sin(angles), *at)
+
+
+def normal(T: int, H: int, D: int, dtype: np.dtype = DTYPES[0]) -> tuple[np.ndarray, np.ndarray]:
+    k, v = RNG.standard_normal((2, T, H, D), dtype=np.float32)
+    k[:, :, 3] *= 40
+    return k.astype(dtype), v.astype(dtype)
+
+
+def scales(rows: int, precision: int) -> np.ndarray:
+    """f32 [rows], numbers of so many bits."""
+    significand = RNG.integers(2 ** (precision - 1), 2**precision, rows)
+    return np.ldexp(significand, RNG.integers(-14, 1, rows) - precision + 1).astype(np.float32)
+
+
+def ties(scale: np.ndarray, D: int, bits: int) -> np.ndarray:
+    """f32 [rows, D]: a half and an integer times the row's scale, which by its extremes is the one that it gets."""
+    below = 2 ** (bits - 1) - 1
+    quotients = RNG.integers(-below, below, (len(scale), D)) + np.float32(0.5)
+    quotients[:, 0], quotients[:, 1] = -below, below + 1
+    x: np.ndarray = quotients.astype(np.float32) * scale[:, None]
+    return x
+
+
+def rotated_to_ties(rows: int, bits: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """f16 [rows, 1, 64], equal within pairs, that a rotation makes ties of an f16 scale, or what lies next to ties."""
+    scale = scales(rows, 11)
+    x, wanted = RNG.uniform(1, 2, (rows, 32)).astype(np.float16), ties(scale, 32, bits)
+    sin = (wanted * RNG.integers(-6, 7, wanted.shape) * 2.0**-26).astype(np.float32)
+    x[:, :2], sin[:, :2] = 1, 0  # the extremes stay
+    cos = (wanted / x.astype(np.float32)).astype(np.float32)
+    half, between = rows // 2, np.ldexp(np.float32(0.5), np.frexp(scale)[1] - 11)
+    cos[half:, 2:] = np.abs(cos[half:, 2:])  # of the others the scale itself is a tie of f16
+    cos[half:, 0], cos[half:, 1] = 0, ((scale + between) * (2**bits - 1))[half:]
+    return np.concatenate([x, x], axis=1)[:, None], (cos, sin)
+
+
+def beyond_the_levels(rows: int, bits: int) -> np.ndarray:
+    """f16 [rows, 1, 64]: scales so small that they are rounded by up to a half of themselves, so that the zero and what
+    lies at the other end are clipped; extremes that are both rounded up; and zeros."""
+    levels = 2**bits - 1
+    kinds = [
+        RNG.integers(-int(1.49 * levels), 1, (rows, 64)) * 2.0**-24,
+        np.clip(RNG.integers(-levels, levels + 1, (rows, 64)), -levels / 2, levels / 2) * 0.25,
+        np.zeros((rows, 64)),
+    ]
+    kinds[0][:, :2] = -int(1.49 * levels) * 2.0**-24, 0
+    x: np.ndarray = np.choose(np.arange(rows)[:, None] % 3, kinds).astype(np.float16)[:, None]
+    return x
+
+
+def any_constants(scheme: str) -> Problem:
+    """Quotients by channel that are infinite, tiny, or ties."""
+    k, v = normal(40, 2, 64)
+    scale = np.exp2(RNG.integers(-126, 120, (2, 64))).astype(np.float32)
+    scale[:, ::2] = scales(64, 6).reshape(2, 32)
+    for x, by in ((k, scale), (v, scale[::-1])):
+        x[:, :, ::2] = (RNG.integers(-31, 32, (40, 2, 32)) / 2 * by[:, ::2]).astype(np.float16)
+    zero = RNG.integers(0, 16, (2, 64)).astype(np.float32) * (scheme == "kv4_channel")
+    problem = problem_of(k, v, scheme, 16)
+    cache = replace(problem.cache, k_channel=(scale, zero), v_channel=(scale[::-1].copy(), zero))
+    return replace(problem, cache=cache)
+
+
+def huge(scheme: str) -> Problem:
+    """Quotients by channel beyond any f32, of both signs."""
+    k, v = (x * np.float32(1e38) for x in np.where(RNG.random((2, 9, 2, 64)) < 0.5, -3, 3))
+    problem = problem_of(k.astype(DTYPES[1]), v.astype(DTYPES[1]), scheme, 16)
+    constants = (np.full((2, 64), 2.0**-90, np.float32), np.zeros((2, 64), np.float32))
+    return replace(problem, cache=replace(problem.cache, k_channel=constants, v_channel=constants))
+
+
+def next_to_ties(scheme: str, tiny: bool, tokens: int = 64) -> Problem:
+    """By channel, keys that a rotation makes any f32 next to a tie of their channel's scale."""
+    known, heads = KV_SCHEMES[scheme], 2
+    exponents = np.full(64, -126) if tiny else RNG.integers(-99, 99, 64)
+    scale = RNG.uniform(1, 2, (heads, 64)).astype(np.float32) * np.exp2(exponents).astype(np.float32)
+    scale[:, 32:] = scale[:, :32] = scale[:1, :32]  # pairs and heads have one cosine
+    zero = np.float32(known.high // 2) * np.ones_like(scale) * (known.low == 0)
+    quotients = RNG.integers(-(known.high // 2), known.high // 2, (tokens, 32)) + 0.5
+    cos = (quotients * scale[0, :32]).astype(np.float32)
+    cos = (cos.view(np.int32) + RNG.integers(-1, 2, cos.shape, dtype=np.int32)).view(np.float32)
+    one = np.ones((tokens, heads, 64), np.float16)
+    problem = problem_of(one, one, scheme, 16, rope=(cos, np.zeros_like(cos)))
+    return replace(problem, cache=replace(problem.cache, k_channel=(scale, zero), v_channel=(scale, zero)))
