@@ -23,8 +23,8 @@
 // Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
 //            Low nibbles stay in their bytes, so to say: the sums of the high ones are taken off at the end. Lane g has dims g D / 8 on.
 // PDL        block table and lengths are read at once, queries and cache behind the wait.
-// Measured   H200, graphs of plain launches, cache from memory; of the time that reading its bytes takes (4.57 TB/s). attention.json, a run in
-//            which the card was hot: the same call for 64 x 1024 of 32 / 32 took 69.8 us as a step of the ladder.
+// Measured   H200, graphs of plain launches, cache from memory; of the time that reading its bytes takes (4.57 TB/s). attention.json, of
+//            which large batches are slower than on trial: the same call for 64 x 1024 of 32 / 32 took 69.8 us later in that run.
 //            heads      16 x 1024     64 x 1024     256 x 1024    1 x 4096      64 x 4096     1 x 32768
 //            32 / 32    22.2 us 0.70  74.3 us 0.84  268 us 0.93   9.9 us 0.39   274 us 0.91   40.1 us 0.78
 //            32 / 8     9.0 us 0.43   23.1 us 0.67  74.3 us 0.84  7.5 us 0.13   74.0 us 0.84  14.8 us 0.53
