@@ -11,6 +11,7 @@ from ptxlab import (
     costtables,
     counts,
     gemmtables,
+    headers,
     headline,
     kernels,
     kvpoints,
@@ -24,9 +25,7 @@ from ptxlab import (
 )
 from ptxlab.errors import FileError
 from ptxlab.files import write_text
-from ptxlab.spec import KernelSpec
 
-_MEASURED = re.compile(r"^// Measured   .*$", re.MULTILINE)
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -44,40 +43,11 @@ def update(*, write: bool = True) -> list[Path]:
     before = path.read_text(encoding="utf-8")
     after = _SECTION.sub(lambda found: f"{found[1]}{_section(path, found[2])}{found[3]}", before)
     changed = {path: after} if after != before else {}
-    changed |= _headers()
+    changed |= headers.outdated()
     if write:
         for file, text in changed.items():
             write_text(file, text)
     return list(changed)
-
-
-def _headers() -> dict[Path, str]:
-    """The sources whose header states other figures than the records, with the text they should have."""
-    changed = {}
-    for spec in kernels.specs().values():
-        source = kernels.find(spec.name)[1][0]
-        figures = ladder.figures(spec.name) if spec in kernels.gemm.STEPS else _figures(spec)
-        if not figures:
-            continue
-        text = _MEASURED.sub(f"// Measured   {figures}", source.text)
-        if text != source.text:
-            changed[Path(source.path)] = text
-    return changed
-
-
-def _figures(spec: KernelSpec) -> str:
-    """What was measured of a kernel, in a line; empty where nothing is recorded."""
-    measured = _measured("h200", spec.family)
-    rows = {what: measured.get((spec.name, "ptx", what)) for what in ("streaming", "registers", "resident")}
-    streaming, registers, resident = rows.values()
-    if streaming is None:
-        return ""
-    line = f"{streaming.rate / 1e3:.2f} TB/s on an H200, {streaming.fraction:.2f} of a {streaming.limit}"
-    if registers is not None:
-        line += f"; the word alone in registers: {registers.rate:.0f} weights per clock and SM"
-    if resident is not None:
-        line += f"; from shared memory alone: {resident.rate:.0f} weights per clock and SM"
-    return f"{line}."
 
 
 def _section(path: Path, name: str) -> str:
@@ -89,7 +59,7 @@ def _section(path: Path, name: str) -> str:
 def kernel_table() -> str:
     """The dequantisers: what they show, what they cost in instructions, how fast they ran on the recorded GPU."""
     counted = counts.load()
-    measured = _measured("h200", "dequant")
+    measured = headers.rows("h200", "dequant")
     head = "| kernel | shows | ALU per 8 weights | streaming | of the copy ceiling | weights per clock and SM | limit |"
     lines = [head, "| --- | --- | ---: | ---: | ---: | ---: | --- |"]
     for spec in (s for s in kernels.specs().values() if s.family == "dequant"):
@@ -113,14 +83,6 @@ def kernel_table() -> str:
     if measured:
         notes.append(_origin("h200", "dequant"))
     return "\n".join(lines) + "\n\n" + " ".join(notes) + "\n"
-
-
-def _measured(gpu: str, suite: str) -> dict[tuple[str, str, str], bench.Row]:
-    """Rows of a record by kernel, source and measure; empty where nothing is recorded."""
-    path = sources.results_dir() / gpu / f"{suite}.json"
-    if not path.is_file():
-        return {}
-    return {(row.kernel, row.source, row.measure): row for row in bench.load(path).rows}
 
 
 def _origin(gpu: str, suite: str) -> str:
@@ -164,7 +126,7 @@ def attention_table() -> str:
 
 def load_table() -> str:
     """The family `load`: instructions per 32 weights, wavefronts by the bank model, rates on the recorded GPU."""
-    measured = _measured("h200", "load")
+    measured = headers.rows("h200", "load")
     per_32 = "loads / address / unpack per 32 weights | wavefronts of a warp's loads (conflicts)"
     head = f"| kernel | shows | {per_32} | resident, weights per clock and SM | streaming |"
     lines = [head, "| --- | --- | ---: | ---: | ---: | ---: |"]

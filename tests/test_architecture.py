@@ -21,7 +21,8 @@ ORDER = (
     "subject", "profiles", "stalls", "timeline", "recorder", "counts", "demo", "bert", "kvdemo", "doctor", "tiles",
     "plot", "timelineplot", "pipelines", "profileplot", "profiletables", "dequantplot", "ladder", "ladderplot",
     "headline", "targets", "gemmtables", "headlineplot", "predictions", "costtables", "costplot", "kvpoints",
-    "kvtargets", "kvtables", "kvplot", "figures", "showcase", "report", "notebooks", "jupyter", "cli", "__main__",
+    "kvtargets", "kvtables", "kvplot", "headers", "figures", "showcase", "report", "notebooks", "jupyter",
+    "cli", "__main__",
 )  # fmt: skip
 
 

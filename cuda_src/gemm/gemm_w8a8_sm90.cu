@@ -19,8 +19,9 @@
 // Output     from the fragments, each warp by itself (fragments_out.cuh).
 // PDL        W does not wait for the kernel before, as far as the ring takes it; X, scales of tokens and results do.
 // Tuned      tile and split by measured costs: see ptxlab/kernels/gemm/w8a8_tiles.py.
-// Measured   one H200, f16 out, geometric means over LLaMA-2 at 1, 16, 64, 128, 256, 512, 2,048, 8,192 tokens: 1.08, 1.03,
-//            1.02, 0.99, 1.10, 1.09, 1.16, 1.09x cuBLAS FP8; 1.64, 1.43, 1.37, 1.71, 1.93, 1.72, 1.66, 1.54x its INT8
+// Measured   on an H200 at M = 1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192: 1.08, 1.06, 1.03, 1.00, 1.03, 0.99, 1.10, 1.09,
+//            1.15, 1.07 times as fast as cuBLAS FP8, 1.63, 1.45, 1.37, 1.31, 1.36, 1.67, 1.90, 1.69, 1.67, 1.53 times as its
+//            INT8 (means over LLaMA-2's matrices).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.27 tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15 mbarrier;
 //            9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include "epilogue_sm90.cuh"

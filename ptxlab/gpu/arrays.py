@@ -23,7 +23,10 @@ def without_pool() -> None:
 
 @contextmanager
 def elsewhere(nbytes: int) -> Iterator[None]:
-    """Arrays that are made inside lie in other memory than those before: nothing is reused, and `nbytes` are taken."""
+    """Arrays that are made inside come to lie elsewhere: CuPy's pool has nothing to reuse, `nbytes` are taken first.
+
+    What the driver hands out is its own affair: as a rule other memory than for the arrays before.
+    """
     import cupy
 
     pool = cupy.get_default_memory_pool()

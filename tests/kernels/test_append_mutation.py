@@ -9,19 +9,7 @@ import pytest
 from ptxlab import kernels
 from ptxlab.errors import EmulationError
 from ptxlab.kernels.attention.append import APPEND
-from tests.append_problems import (
-    Problem,
-    any_constants,
-    beyond_the_levels,
-    huge,
-    next_to_ties,
-    normal,
-    problem_of,
-    rotated_to_ties,
-    rotations,
-    scales,
-    ties,
-)
+from tests import append_problems as problems
 
 CHANGES = {
     "a reciprocal of one part": ("fmaf(x, high, __fmul_rn(x, low))", "__fmul_rn(x, high)"),
@@ -56,28 +44,29 @@ def test_a_changed_kernel_is_noticed(change: str) -> None:
     assert any(is_killed(problem, changed) for problem in battery())
 
 
-def battery() -> list[Problem]:
+def battery() -> list[problems.Problem]:
     """Problems of which a wrong kernel fails one."""
-    x, (turned, rope) = ties(scales(64, 7), 64, 4).astype(np.float16)[:, None], rotated_to_ties(128, 4)
-    beyond = beyond_the_levels(40, 4)
-    padded = problem_of(*normal(9, 3, 64), "kv4", 16, rope=rotations(9, 64, np.int32, True))
+    x = problems.ties(problems.scales(64, 7), 64, 4).astype(np.float16)[:, None]
+    turned, rope = problems.rotated_to_ties(128, 4)
+    beyond = problems.beyond_the_levels(40, 4)
+    padded = problems.problem_of(*problems.normal(9, 3, 64), "kv4", 16, rope=problems.rotations(9, 64, np.int32, True))
     padded.rope[2][padded.slots < 0] = 2**31 - 1
-    full = problem_of(*normal(9, 3, 64), "kv4", 16, pages=1)
+    full = problems.problem_of(*problems.normal(9, 3, 64), "kv4", 16, pages=1)
     full = replace(full, slots=np.arange(9, dtype=np.int32) + 7)
     return [
-        problem_of(x, np.abs(x), "kv4", 16),
-        problem_of(beyond, beyond, "kv4", 16),
-        problem_of(turned, turned, "kv4", 16, rope=rope),
-        any_constants("kv4_channel"),
-        huge("kv4_channel"),
-        next_to_ties("kv4_channel", tiny=False),
-        next_to_ties("kv4_channel", tiny=True),
+        problems.problem_of(x, np.abs(x), "kv4", 16),
+        problems.problem_of(beyond, beyond, "kv4", 16),
+        problems.problem_of(turned, turned, "kv4", 16, rope=rope),
+        problems.any_constants("kv4_channel"),
+        problems.huge("kv4_channel"),
+        problems.next_to_ties("kv4_channel", tiny=False),
+        problems.next_to_ties("kv4_channel", tiny=True),
         padded,
         full,
     ]
 
 
-def is_killed(problem: Problem, source: Any) -> bool:
+def is_killed(problem: problems.Problem, source: Any) -> bool:
     try:
         pool, outcome = problem.run(source, rows=4)
     except EmulationError:  # a stray access

@@ -37,8 +37,8 @@ class Roundings:
             subnormal has the exponent of the smallest normal number, 2⁻¹⁴, however small it is: so every integer, 0
             too, counts as 2¹⁰, or 2¹⁰/16 where a mask leaves it 16 times as large (Fasi et al. 2021).
         adding: of all that is added up for the weighted sum, in magnitude.
-        bytes: whether a value's low nibble is added up with 16 times the high one of its byte, whose own sum is taken
-            off at the end.
+        in_bytes: whether a value's low nibble is added up with 16 times the high one of its byte, whose own sum is
+            taken off at the end.
     """
 
     score: float
@@ -51,7 +51,7 @@ class Roundings:
     apart: bool = False
     aligned: float = 0.0
     adding: float = 0.0
-    bytes: bool = False
+    in_bytes: bool = False
 
 
 def allowed_error(
@@ -81,7 +81,7 @@ def allowed_error(
     (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
     out, lse = np.zeros_like(q), np.zeros_like(q[..., 0])
     serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
-    keys, values = _Operand.of(k, roundings.apart), _Operand.of(v, roundings.apart, roundings.bytes)
+    keys, values = _Operand.of(k, roundings.apart), _Operand.of(v, roundings.apart, roundings.in_bytes)
     for t in range(T):
         seen = np.flatnonzero(visible[t])
         if not len(seen):
@@ -121,7 +121,7 @@ class _Operand(NamedTuple):
 
     @classmethod
     def of(cls, x: QuantizedKV, apart: bool, in_bytes: bool = False) -> "_Operand":
-        """Of tokens [L, Hkv, D]; `apart` as in `Roundings`, `in_bytes` its `bytes`."""
+        """Of tokens [L, Hkv, D]; `apart` and `in_bytes` as in `Roundings`."""
         (L, Hkv, D), scheme = x.shape, KV_SCHEMES[x.scheme]
         scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
         low = (np.arange(D, like=scale) % 8 < 4) | (scheme.bits == 8)  # others are 16 times as large under their mask

@@ -111,7 +111,7 @@ _REASON = (
 
 
 def roundings(D: int, channel: bool, aligned: float, in_bytes: bool) -> Roundings:
-    """Those of tensor cores with FP16 operands and subnormal integers; `aligned` and `bytes` as in `Roundings`."""
+    """Those of tensor cores with FP16 operands and subnormal integers; `aligned` and `in_bytes` as in `Roundings`."""
     return Roundings(
         score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if channel else 0),
         query=2.0**-25 if channel else 2.0**-35,  # of the largest after scaling; the 16 of high nibbles is taken off it
@@ -123,7 +123,7 @@ def roundings(D: int, channel: bool, aligned: float, in_bytes: bool) -> Rounding
         floor=2.0**-25,
         apart=True,
         aligned=aligned,
-        bytes=in_bytes,
+        in_bytes=in_bytes,
     )
 
 
