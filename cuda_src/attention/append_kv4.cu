@@ -26,6 +26,7 @@
 #include <cuda_fp16.h>
 
 #include "griddep.cuh"
+#include "reciprocal.cuh"
 
 #ifndef D
 #define D 128      // of a head: 64, 128, 256
@@ -142,7 +143,7 @@ struct Rotation {
 struct Reciprocal {
     float high, low;
 
-    __device__ __forceinline__ explicit Reciprocal(float s) : high(__frcp_rn(s)), low(__fmul_rn(fmaf(-s, high, 1.0f), high)) {}
+    __device__ __forceinline__ explicit Reciprocal(float s) : high(ptxlab::reciprocal(s)), low(__fmul_rn(fmaf(-s, high, 1.0f), high)) {}
     __device__ __forceinline__ Reciprocal(float high, float low) : high(high), low(low) {}
     __device__ __forceinline__ float operator()(float x) const { return fmaf(x, high, __fmul_rn(x, low)); }
 };
@@ -171,7 +172,7 @@ struct Corrected {
         return most <= high - low;
     }
 
-    __device__ __forceinline__ void by(float scale) { s = scale, r = __frcp_rn(scale); }
+    __device__ __forceinline__ void by(float scale) { s = scale, r = ptxlab::reciprocal(scale); }
 
     __device__ __forceinline__ float operator()(float x) const {
         const float near = fminf(__fmul_rn(x, r), 0x1p100f);

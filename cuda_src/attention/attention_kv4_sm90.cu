@@ -15,6 +15,7 @@
 //            ready         a unit's record and queries are in shared memory
 //            summed        all warps have their sums of a unit in shared memory
 //            cleared       all warps have taken their part of them out again: a unit or more later, so that nobody waits for the slowest
+//            Every lane arrives for itself, which orders what it read or wrote, and which racecheck can follow; it takes no longer.
 // Scores     S = K Q^T by m16n8k16, lane 4 g + t: tokens g, g + 8, queries 2 t, 2 t + 1. K, the operand A, is nibbles under a mask: the FP16
 //            subnormals v * 2^-24, or 16 times that, which is taken off the query. The order of dims is free: lane t has 16 bytes of a
 //            token (32 dims), of Q the same. The accumulators begin with -zero * sum(q).
@@ -35,6 +36,7 @@
 #include "griddep.cuh"
 #include "mbarrier.cuh"
 #include "parts.cuh"
+#include "reciprocal.cuh"
 #include "segments.cuh"
 #include "timeline.cuh"
 
@@ -219,8 +221,8 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     if (ptxlab::elect()) {                                                   // every warp some: one lane makes one after the other
 #pragma unroll
         for (int i = 0; i < STAGES; i += ALL_WARPS)
-            if (i + warp < STAGES) ptxlab::mbarrier_init(&full[i + warp], 1), ptxlab::mbarrier_init(&empty[i + warp], SHARE);
-        if (warp < UNITS) ptxlab::mbarrier_init(&ready[warp], 1), ptxlab::mbarrier_init(&summed[warp], WARPS), ptxlab::mbarrier_init(&cleared[warp], WARPS);
+            if (i + warp < STAGES) ptxlab::mbarrier_init(&full[i + warp], 1), ptxlab::mbarrier_init(&empty[i + warp], SHARE * 32);
+        if (warp < UNITS) ptxlab::mbarrier_init(&ready[warp], 32), ptxlab::mbarrier_init(&summed[warp], WARPS * 32), ptxlab::mbarrier_init(&cleared[warp], WARPS * 32);
         ptxlab::fence_mbarrier_init();
     }
     const int group = int(unsigned(Hq) / unsigned(Hkv)), splits = unsigned(group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
@@ -331,15 +333,14 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 turn = (turn + count) % GROUPS;
                 if (!whole && first == 0) begun = make_int2(here.sequence * (Hkv * splits) + here.unit, here.blocks());
             }
-            __syncwarp();
-            if (lane == 0) ptxlab::mbarrier_arrive(&ready[slot.index]);
+            ptxlab::mbarrier_arrive(&ready[slot.index]);
         }
         ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);
         if (lane == 0) {
             units[slot.index].count = 0;
-            ptxlab::mbarrier_arrive(&ready[slot.index]);
             if (!FUSED) reinterpret_cast<int2*>(segments)[blockIdx.x] = begun;
         }
+        ptxlab::mbarrier_arrive(&ready[slot.index]);
         for (int s = blockIdx.x; s < B; s += gridDim.x)                     // nobody's: sequences of no tokens
             if (lengths[s] == 0) {
                 for (size_t i = lane; i < size_t(T) * Hq * D / 2; i += 32) reinterpret_cast<u32*>(out)[size_t(s) * T * Hq * D / 2 + i] = 0;
@@ -397,8 +398,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             if (lane == 0) *counter = 0;                                     // for the next launch
             ptxlab::Row<D>::merged(partial, stats, unit.block, unit.blocks, columns, c).store<BF16>(out, lse, at);
         }
-        __syncwarp();
-        if (lane == 0) ptxlab::mbarrier_arrive(&cleared[number % UNITS]);
+        ptxlab::mbarrier_arrive(&cleared[number % UNITS]);
     };
 
     const int mine = warp / SHARE, token0 = warp % SHARE * TOKENS;         // of the groups; of a tile
@@ -522,8 +522,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     ptxlab::mma_f16(zeros, v_zeros[i][0], v_zeros[i][0], v_zeros[i][1], v_zeros[i][1], p[0], p[1]);
                     multiply_values(o, values + row_at(token0 + i * 16), p, g, t);
                 }
-                __syncwarp();
-                if (lane == 0) ptxlab::mbarrier_arrive(&empty[stage]);
+                ptxlab::mbarrier_arrive(&empty[stage]);
                 if ((stage += GROUPS) >= STAGES) stage -= STAGES, parity ^= 1;
             }
 
@@ -546,8 +545,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 }
             }
         }
-        __syncwarp();
-        if (lane == 0 && count > 0) ptxlab::mbarrier_arrive(&summed[slot]);
+        if (count > 0) ptxlab::mbarrier_arrive(&summed[slot]);
         for (const int upto = count > 0 ? number - LAG : number - 1; merged <= upto; ++merged) merge(merged);
         if (count == 0) break;
     }

@@ -20,7 +20,7 @@ __device__ __forceinline__ u32 transposed(u32 row) {
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-// 2^x, log2 x and 1 / x; the first is 0 at -inf.
+// 2^x and log2 x; the first is 0 at -inf.
 __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -29,11 +29,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
 __device__ __forceinline__ float log2_approx(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-__device__ __forceinline__ float reciprocal_approx(float x) {
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

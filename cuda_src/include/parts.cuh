@@ -2,6 +2,7 @@
 #pragma once
 #include "mma_f16.cuh"
 #include "output.cuh"
+#include "reciprocal.cuh"
 
 namespace ptxlab {
 

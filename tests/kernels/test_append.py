@@ -7,8 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ptxlab import gpu
 from ptxlab.layout import HEAD_DIMS, PAGE_SIZES
 from ptxlab.quant import KV_SCHEMES
+from ptxlab.sources import Source
+from ptxlab.spec import Launch
 from tests.append_problems import (
     BACKENDS,
     DTYPES,
@@ -29,6 +32,23 @@ from tests.append_problems import (
 from tests.strategies import floats
 
 MOST = 2e5  # beyond it scales may not be finite in float16
+
+RECIPROCALS = Source.from_text(
+    """
+#include "reciprocal.cuh"
+
+extern "C" __global__ void reciprocals(unsigned long long* wrong) {  // of every x, 2^-126 <= x < 2^127
+    const unsigned first = 0x00800000, end = 0x7f000000;
+    unsigned long long here = 0;
+    for (unsigned i = first + blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
+        const float x = __uint_as_float(i);
+        here += ptxlab::reciprocal(x) != __frcp_rn(x) || ptxlab::reciprocal(-x) != -__frcp_rn(x);
+    }
+    atomicAdd(wrong, here);
+}
+""",
+    "<reciprocals>",
+)
 
 
 @st.composite
@@ -189,3 +209,12 @@ def test_one_correction_makes_a_quotient_right() -> None:
     assert np.array_equal(fma(fma(-near, s, x), r, near), right)
     off = np.nextafter(r, np.float32(0))
     assert not np.array_equal(fma(fma(-(x * off), s, x), off, x * off), right)
+
+
+@pytest.mark.gpu
+@ON_GPU
+def test_reciprocals_without_a_branch_are_those_of_ieee() -> None:
+    """In the emulator rcp.approx is a rounded quotient anyway."""
+    wrong = gpu.to_device(np.ones(1, np.uint64))
+    gpu.launch(gpu.load(RECIPROCALS, "reciprocals"), [wrong], Launch((1024, 1, 1), (256, 1, 1)))
+    assert gpu.to_host(wrong)[0] == 1
