@@ -44,7 +44,8 @@ class Kernel:
     """One entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`.
 
     `arch` is the lowest architecture that it runs on, or with a letter (`sm_90a`) the only one; None: on any.
-    `checks` are the emulator's for every call that does not ask for others.
+    `checks` are the emulator's for every call that does not ask for others. With `waits` it waits for the kernel before
+    it where there is such a wait: from Hopper on, which the emulator then is.
     """
 
     source: Source
@@ -52,18 +53,19 @@ class Kernel:
     defines: Mapping[str, int] = field(default_factory=dict)
     arch: str | None = None
     checks: frozenset[str] = frozenset()
+    waits: bool = False
 
     @classmethod
     def of(cls, spec: KernelSpec, source: Source, config: Mapping[str, int]) -> "Kernel":
         """A spec's kernel, compiled with these constants."""
-        return cls(source, spec.name, dict(config), spec.arch)
+        return cls(source, spec.name, dict(config), spec.arch, waits=bool(spec.after_wait))
 
     @cached_property
     def module(self) -> emulator.Module:
         """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
         if self.source.language == "ptx":
             return _parsed(self.source.text, self.source.path)
-        arch = max(_EMULATED_ARCH, self.arch or "", key=_number)
+        arch = max(_WAITING_ARCH if self.waits else _EMULATED_ARCH, self.arch or "", key=_number)
         image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
         return _parsed(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
 
@@ -298,3 +300,4 @@ def _number(arch: str) -> int:
 
 
 _EMULATED_ARCH = "sm_80"  # compiled for at least: the lowest that has what the emulated CUDA sources use
+_WAITING_ARCH = "sm_90"  # the lowest that has griddepcontrol

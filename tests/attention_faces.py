@@ -7,7 +7,7 @@ import numpy as np
 
 from ptxlab import reference
 from ptxlab.dtypes import numbers
-from ptxlab.kernels.attention import ladder, sm80
+from ptxlab.kernels.attention import ladder, sm80, sm90
 from ptxlab.kernels.attention.sm80 import MMA
 from ptxlab.layout import KVCache, gather
 from tests import attention_problems as problems
@@ -29,7 +29,8 @@ def hold(q: np.ndarray, cache: KVCache, out: Any, lse: Any = None, *, window: in
         for queries, k, v in zip(x, *gather(cache), strict=True)
     ]
     assert MMA.bound is not None
-    allowed = MMA.bound(x, cache, scale, window, BF16, in_bytes=True)  # whichever kernel was chosen: the looser of two
+    bounds = (MMA.bound(x, cache, scale, window, BF16, roundings=of) for of in (sm80.roundings_of, sm90.roundings_of))
+    allowed = [np.maximum(*pair) for pair in zip(*bounds, strict=True)]  # whichever kernel was chosen
     for got, wanted, error in zip((out, lse), zip(*pairs, strict=True), allowed, strict=True):
         if got is None:
             continue

@@ -134,3 +134,12 @@ def test_a_wrong_order_is_nothing_that_checks_find() -> None:
     racing = replace(source, text=source.text.replace("st.shared.v4.u32 [%at]", "st.shared.v4.u32 [stage]"))
     found = verify.verify(verify.Job(spec, racing, "emulator", {"T": 1}))
     assert not found.passed
+
+
+def test_a_kernel_that_waits_is_emulated_where_there_is_such_a_wait() -> None:
+    """Compiled for the Ampere that `attention_merge` runs on as well, nothing would come behind a wait."""
+    spec, (source,) = kernels.find("attention_merge")
+    job = verify.Job(spec, source, "emulator", spec.example_sizes[0])
+    assert verify.verify(job).passed
+    found = verify.verify(replace(job, source=replace(source, text=source.text.replace("ptxlab::wait_for_p", "// "))))
+    assert not found.passed and "ahead of griddepcontrol.wait" in found.detail

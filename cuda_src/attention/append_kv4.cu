@@ -17,7 +17,6 @@
 // Grid       blocks of K and of V take turns: while those of K wait for their rotations, those of V load.
 // Cache      with rotations, rows are evicted first; without, that costs time. A step of decoding leaves its rows to attention,
 //            which follows.
-// Record     is of the version before: four tokens of a head per thread, K before V, IEEE's division by channel.
 // Measured   4096 tokens of 32 heads on an H200, beside the speed of a copy: kv4, rotated 33.5 us, 0.61; kv4 23.0 us, 0.86;
 //            kv8, rotated 36.7 us, 0.66; kv4 channel, rotated 50.9 us, 0.40; kv8 channel, rotated 52.3 us, 0.46.
 // PDL        everything waits for the kernel before: it makes k and v, and may read the pool.
@@ -26,6 +25,7 @@
 #include <cuda_fp16.h>
 
 #include "griddep.cuh"
+#include "pack.cuh"
 #include "reciprocal.cuh"
 
 #ifndef D
@@ -65,19 +65,13 @@ template <int> struct Vector { using type = uint4; };
 template <> struct Vector<8> { using type = uint2; };
 using Half = Vector<VALUES>::type;  // half of a lane's values of a row, as they come
 
-__device__ __forceinline__ float max_nan(float a, float b) {
-    float most;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
-    return most;
-}
-
 // The extremes of a row, or of a part of it.
 struct Extremes {
     float most, minus_least;
 
     __device__ __forceinline__ void include(const Extremes& other) {
-        most = max_nan(most, other.most);
-        minus_least = max_nan(minus_least, other.minus_least);
+        most = ptxlab::max_nan(most, other.most);
+        minus_least = ptxlab::max_nan(minus_least, other.minus_least);
     }
 };
 
@@ -92,7 +86,7 @@ struct Stored {
         Two most = pair(0), least = pair(0);
 #pragma unroll
         for (int i = 1; i < PAIRS; ++i) most = __hmax2_nan(most, pair(i)), least = __hmin2_nan(least, pair(i));
-        return {max_nan(__low2float(most), __high2float(most)), max_nan(-__low2float(least), -__high2float(least))};
+        return {ptxlab::max_nan(__low2float(most), __high2float(most)), ptxlab::max_nan(-__low2float(least), -__high2float(least))};
     }
 };
 
@@ -185,11 +179,6 @@ __device__ __forceinline__ int rounded(float quotient) { return __float_as_int(_
 
 __device__ __forceinline__ int level(float quotient, int zero) { return max(min(rounded(quotient) + zero, LEVELS), 0); }
 
-// The low bytes of four.
-__device__ __forceinline__ unsigned bytes(const int* q) {
-    return __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
-}
-
 template <class T>
 __device__ __forceinline__ T read(const T* from) { return STREAMED ? __ldcs(from) : *from; }
 
@@ -212,7 +201,7 @@ struct Places {
     unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const unsigned first = bytes(q + half * 8), second = bytes(q + half * 8 + 4);
+        const unsigned first = ptxlab::low_bytes(q + half * 8), second = ptxlab::low_bytes(q + half * 8 + 4);
         unsigned char* to = row + half * (FEATURES / 2) + lane * BITS;
         if (BITS == 4) write(to, first | second << 4);
         else write(to, make_uint2(first, second));
@@ -221,7 +210,7 @@ struct Places {
 
 // The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these each.
 [[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
-    const unsigned first = bytes(q), second = bytes(q + 4);
+    const unsigned first = ptxlab::low_bytes(q), second = ptxlab::low_bytes(q + 4);
     const bool odd = lane % 2;
     const unsigned other = BITS == 4 ? __shfl_xor_sync(~0u, odd ? first : second, 1) : 0;
     if (places.rows[i] == NOWHERE) return;

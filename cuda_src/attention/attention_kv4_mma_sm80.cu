@@ -88,7 +88,7 @@ struct Items {
     __device__ __forceinline__ Items(const Segments& all) : walk(all), item(threadIdx.x / 32) { count(); }
 
     __device__ __forceinline__ void count() {
-        items = !walk.more() ? 0 : min(walk.count() * SHARE, Segments::ceil_div(walk.length - (walk.begin + walk.first()) * ptxlab::TILE, TOKENS));
+        items = !walk.more() ? 0 : min(walk.count() * SHARE, (walk.length - (walk.begin + walk.first()) * ptxlab::TILE + TOKENS - 1) / TOKENS);
     }
     __device__ __forceinline__ void next_segment() { // items of all segments are dealt out as if they were of one
         item -= items;

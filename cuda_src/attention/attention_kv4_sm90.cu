@@ -8,18 +8,20 @@
 // Work       all tiles (64 tokens) of all units, in equal pieces over the blocks, worked out by each from `lengths` (segments.cuh): a block
 //            has segments, of which the first and the last may be parts of units. Such parts go to `partial`, and the last block that has
 //            written its part puts them together in the order of the tokens (FUSED; else attention_merge): same input, same bits.
-// Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies; one works out the block's
-//            share of the work, and prepares queries.
+// Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies, one prepares queries:
+//            both work out the block's share of the work, as to hand it over would take longer.
 //            full, empty   a place of the ring: keys and values of a tile are there; its warps are done with it. One group has it for ever,
 //                          as STAGES is a multiple of GROUPS: others could take it for full that was full a round ago.
 //            ready         a unit's record and queries are in shared memory
 //            summed        all warps have their sums of a unit in shared memory
 //            cleared       all warps have taken their part of them out again: a unit or more later, so that nobody waits for the slowest
 //            Every lane arrives for itself, which orders what it read or wrote, and which racecheck can follow; it takes no longer.
-// Scores     S = K Q^T by m16n8k16, lane 4 g + t: tokens g, g + 8, queries 2 t, 2 t + 1. K, the operand A, is nibbles under a mask: the FP16
-//            subnormals v * 2^-24, or 16 times that, which is taken off the query. The order of dims is free: lane t has 16 bytes of a
-//            token (32 dims), of Q the same. The accumulators begin with -zero * sum(q).
-// Queries    scaled to the top of FP16's range by a power of two per query; operand B lies in shared memory as the lanes load it.
+// Scores     S = K Q^T by m16n8k32 in integers, so without an error; lane 4 g + t: tokens g, g + 8. K, the operand A, is bytes as they are, or
+//            words under a mask: low nibbles, and 16 times the high ones, which are summed apart: 2 instructions per 8 integers. The order
+//            of dims is free: lane t has 16 bytes of a token (32 dims), of Q the same. -zero * sum(q) is added in f32.
+// Queries    are integers of two signed bytes, the largest element of each 127 * 256; operand B lies in shared memory as the lanes load it.
+//            Up to 4 queries (COLUMNS 4): query t is columns 2 t (high bytes) and 2 t + 1 (low bytes) of one B, and no lane has more
+//            than one to do the softmax of. Else the bytes are two B's, and the lane has queries 2 t, 2 t + 1.
 // Softmax    in base 2, of score + log2(scale of the value): so the weights p * scale, rounded to FP16, are at most 1 whatever the scales are.
 // Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
 //            Low nibbles stay in their bytes, so to say: the sums of the high ones are taken off at the end. Lane g has dims g D / 8 on.
@@ -30,11 +32,11 @@
 //            32 / 32       22.2 us 0.70  74.3 us 0.84  268 us 0.93   9.9 us 0.39   274 us 0.91   40.1 us 0.78
 //            32 / 8        9.0 us 0.43   23.1 us 0.67  74.3 us 0.84  7.5 us 0.13   74.0 us 0.84  14.8 us 0.53
 //            64 / 8        9.3 us 0.42   23.3 us 0.67  74.4 us 0.84  8.0 us 0.12   72.3 us 0.86  15.4 us 0.51
-// PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp;
+// PTX ISA    9.7.14.5.8, 9 mma.m16n8k16 (.f16), m16n8k32 (.u8.s8); 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp;
 //            9.7.13.5 atom; 9.7.13.13 griddepcontrol
-#include "exponent.cuh"
 #include "griddep.cuh"
 #include "mbarrier.cuh"
+#include "pack.cuh"
 #include "parts.cuh"
 #include "reciprocal.cuh"
 #include "segments.cuh"
@@ -46,6 +48,7 @@
 #define BITS 4      // of a key or value: 4, or 8
 #define CHANNEL 0   // scale and zero: 0 per token, in the page; 1 per channel
 #define BF16 0      // queries and results: 0 f16, 1 bf16
+#define COLUMNS 8   // queries of a unit at most: 4, 8
 #define TOKENS 64   // of a tile that one warp takes: 16, 32, 64
 #define WARPS 8     // that multiply
 #define STAGES 16   // tiles in flight
@@ -59,7 +62,9 @@ namespace {
 using ptxlab::u32;
 using ptxlab::u64;
 using ptxlab::TILE;
-constexpr int COLUMNS = 8;                                     // queries of a unit
+constexpr bool PAIRED = COLUMNS == 4;                          // the two bytes of a query are neighbouring columns of one operand B
+constexpr int SETS = PAIRED ? 1 : 2, OWN = PAIRED ? 1 : 2;     // operands B; columns of a lane
+constexpr int NIBBLES = BITS == 4 ? 2 : 1;                     // of a byte
 constexpr int ROW = D * BITS / 8;                              // bytes of a token's keys or values
 constexpr int PAGE_BYTES = PAGE * (ROW + (CHANNEL ? 0 : 4)), PAGES = TILE / PAGE, STAGE = 2 * PAGES * PAGE_BYTES;
 constexpr int SHARE = TILE / TOKENS, GROUPS = WARPS / SHARE, MT = TOKENS / 16, DT = D / 16;  // MT, DT: MMA tiles of tokens, of dims
@@ -68,13 +73,15 @@ constexpr int PER_WORD = 32 / BITS, HALVES = PER_WORD / 2;     // integers of a 
 constexpr int K_WORDS = ROW / 16, V_WORDS = ROW / 32;          // of a token's keys, of its values, per lane
 constexpr int VECTOR = K_WORDS < 4 ? K_WORDS : 4;              // words of one load
 constexpr int PITCH = D + 4;                                   // of sums in shared memory
-constexpr int FRAGMENTS = K_WORDS * HALVES * 128, QUERY = FRAGMENTS + COLUMNS * 8;  // bytes: operand B; of each column (sum, factor)
+constexpr int FRAGMENTS = SETS * NIBBLES * K_WORDS * 128, QUERY = FRAGMENTS + COLUMNS * 8;  // bytes: operand B; of each column (sum, factor)
 constexpr int UNITS = 2 * SLOTS, LAG = SLOTS - 1;              // units in flight; by how many the sums are put together later
 constexpr int EXTRA = 4;                                       // cost of a unit of few tiles, in tiles, beside them
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;          // LOWEST: below any score, yet finite
-constexpr u32 FLIP = BITS == 8 && CHANNEL ? 0x80808080u : 0;   // s8 as u8 with a zero of 128
+constexpr bool SIGNED = BITS == 8 && CHANNEL;                  // integers
+constexpr u32 FLIP = SIGNED ? 0x80808080u : 0;                 // values s8 as u8 with a zero of 128
 constexpr u32 NEUTRAL = 0x00003c00, ONES = 0x3c003c00;         // (scale 1, zero 0) of tokens that there are not; two zeros of 1
-static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16);
+constexpr int LARGEST = 32512;                                 // of a query's integers, 127 * 256: so the high byte is one
+static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16 && (COLUMNS == 4 || COLUMNS == 8));
 
 using Segments = ptxlab::Segments<EXTRA, GROUPS>;
 
@@ -100,18 +107,21 @@ struct Feed {
     Segments walk;
     const int* table;
     int P, page, pages;                      // of the segment, the page that comes next, and how many it has
-    int entry, entries, at, left, head;      // pages that come next, those now, which of them, how many; their kv head
+    int entry, entries, left, head;          // pages that come next, those now, how many; their kv head
 
-    __device__ __forceinline__ Feed(const Segments& walk, const int* table, int P) : walk(walk), table(table), P(P), page(0), pages(0), entry(0), left(0) { look_up(); }
+    __device__ __forceinline__ Feed(const Segments& walk, const int* table, int P) : walk(walk), table(table), P(P), page(0), pages(0), entry(0) { look_up(); }
     __device__ __forceinline__ void look_up() {                              // what a tile lacks is the last page again
         if (!walk.more()) return;
         const int first = (walk.begin + walk.first()) * PAGES;
         pages = min(walk.count() * PAGES, (walk.length + PAGE - 1) / PAGE - first);
         entry = table[size_t(walk.sequence) * P + first + min(page + int(threadIdx.x % 32), pages - 1)];
     }
-    __device__ __forceinline__ void take(int splits) {
-        if (!walk.more()) return;
-        entries = entry, at = 0, left = min(32, pages - page), head = int(unsigned(walk.unit) / unsigned(splits));
+    __device__ __forceinline__ bool take(int splits) {
+        if (!walk.more()) return false;
+        entries = entry, left = min(32, pages - page), head = splits == 1 ? walk.unit : int(unsigned(walk.unit) / unsigned(splits));
+        return true;
+    }
+    __device__ __forceinline__ void look_ahead() {
         page += 32;
         if (page >= pages) page = 0, walk.advance();
         look_up();
@@ -134,12 +144,11 @@ __device__ __forceinline__ void load_words(u32 (&w)[COUNT], const void* from) {
     }
 }
 
-// The integers of a word as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). Of values (BYTES) the first two have 16 times
-// the high nibbles in them.
-template <bool BYTES>
+// The integers of a word of values as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). The first two have 16 times the high
+// nibbles in them.
 __device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
     if constexpr (BITS == 4) {
-        const uint4 v = BYTES ? ptxlab::subnormal_u4_bytes(word) : ptxlab::subnormal_u4(word);
+        const uint4 v = ptxlab::subnormal_u4_bytes(word);
         h[0] = v.x, h[1] = v.y, h[2] = v.z, h[3] = v.w;
     } else {
         const uint2 v = ptxlab::subnormal_u8(word ^ FLIP);
@@ -147,8 +156,12 @@ __device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
     }
 }
 
-// S += K Q^T, a warp's tokens from token0 on.
-__device__ __forceinline__ void multiply_keys(float (&s)[MT][4], const unsigned char* keys, int token0, const u32 (&query)[K_WORDS][HALVES], int g, int t) {
+// Bytes of a word of keys: its low nibbles, or 16 times its high ones.
+__device__ __forceinline__ u32 key_bytes(u32 word, int nibble) { return BITS == 8 ? word : nibble ? word & 0xf0f0f0f0u : word & 0x0f0f0f0fu; }
+
+// S = K Q^T of a warp's tokens from token0 on, times 16 where there are nibbles: no sum of bytes, nor what they are put together to, exceeds an s32.
+__device__ __forceinline__ void multiply_keys(float (&s)[MT][2 * OWN], const unsigned char* keys, int token0, const u32 (&query)[SETS][NIBBLES][K_WORDS], int g, int t) {
+    int sums[MT][SETS][NIBBLES][4] = {};
 #pragma unroll
     for (int c = 0; c < K_WORDS; c += VECTOR) {
         u32 upper[MT][VECTOR], lower[MT][VECTOR];                            // rows g, rows g + 8
@@ -159,17 +172,28 @@ __device__ __forceinline__ void multiply_keys(float (&s)[MT][4], const unsigned 
             load_words(lower[i], from + 8 * ROW);
         }
 #pragma unroll
-        for (int w = 0; w < VECTOR; ++w)
+        for (int w = 0; w < VECTOR; w += 2)
 #pragma unroll
-            for (int r = 0; r < HALVES; r += 2)
+            for (int n = 0; n < NIBBLES; ++n)
 #pragma unroll
                 for (int i = 0; i < MT; ++i) {                               // tokens innermost: an MMA waits for the one before with its sums
-                    u32 a[HALVES], b[HALVES];
-                    subnormals<false>(a, upper[i][w]);
-                    subnormals<false>(b, lower[i][w]);
-                    ptxlab::mma_f16(s[i], a[r], b[r], a[r + 1], b[r + 1], query[c + w][r], query[c + w][r + 1]);
+                    const u32 a0 = key_bytes(upper[i][w], n), a1 = key_bytes(lower[i][w], n);
+                    const u32 a2 = key_bytes(upper[i][w + 1], n), a3 = key_bytes(lower[i][w + 1], n);
+#pragma unroll
+                    for (int b = 0; b < SETS; ++b)
+                        (SIGNED ? ptxlab::mma_s8 : ptxlab::mma_u8)(sums[i][b][n], a0, a1, a2, a3, query[b][n][c + w], query[b][n][c + w + 1]);
                 }
     }
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int e = 0; e < 2 * OWN; ++e) {
+            const auto with_byte = [&](int byte) {                           // of the query: its high one, its low one
+                const int set = PAIRED ? 0 : byte, at = PAIRED ? e * 2 + byte : e;
+                return BITS == 8 ? sums[i][set][0][at] : sums[i][set][0][at] * 16 + sums[i][set][NIBBLES - 1][at];
+            };
+            s[i][e] = float(with_byte(0) * 256 + with_byte(1));
+        }
 }
 
 // O^T += V^T P^T, 16 tokens whose values begin at `rows`. Of a pair of tokens odd t load the second first, which halves the bank conflicts.
@@ -188,8 +212,8 @@ __device__ __forceinline__ void multiply_values(float (&o)[DT][4], const unsigne
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
             u32 a[HALVES], b[HALVES];
-            subnormals<true>(a, __byte_perm(first[0][w], second[0][w], select[k]));
-            subnormals<true>(b, __byte_perm(first[1][w], second[1][w], select[k]));
+            subnormals(a, __byte_perm(first[0][w], second[0][w], select[k]));
+            subnormals(b, __byte_perm(first[1][w], second[1][w], select[k]));
 #pragma unroll
             for (int r = 0; r < HALVES; r += 2) ptxlab::mma_f16(o[w * HALVES + k * (HALVES / 2) + r / 2], a[r], a[r + 1], b[r], b[r + 1], p[0], p[1]);
         }
@@ -214,22 +238,25 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     extern __shared__ __align__(128) unsigned char ring[];                   // [STAGES][STAGE]
     __shared__ u64 full[STAGES], empty[STAGES], ready[UNITS], summed[UNITS], cleared[UNITS];
     __shared__ Unit units[UNITS];
-    __shared__ Segments share;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     TIMELINE_THREAD(lane == 0);
-    const int nearest = warp == QUERIES ? Segments::nearest_of(lengths, B) : 0;  // on its way while the barriers are made
-    if (ptxlab::elect()) {                                                   // every warp some: one lane makes one after the other
-#pragma unroll
-        for (int i = 0; i < STAGES; i += ALL_WARPS)
-            if (i + warp < STAGES) ptxlab::mbarrier_init(&full[i + warp], 1), ptxlab::mbarrier_init(&empty[i + warp], SHARE * 32);
-        if (warp < UNITS) ptxlab::mbarrier_init(&ready[warp], 32), ptxlab::mbarrier_init(&summed[warp], WARPS * 32), ptxlab::mbarrier_init(&cleared[warp], WARPS * 32);
-        ptxlab::fence_mbarrier_init();
-    }
-    const int group = int(unsigned(Hq) / unsigned(Hkv)), splits = unsigned(group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
+    const int nearest = warp >= WARPS ? Segments::nearest_of(lengths, B) : 0;
+    const int group = int(float(Hq) * ptxlab::reciprocal_approx(float(Hkv)) + 0.5f), splits = unsigned(group * T + COLUMNS - 1) / COLUMNS, columns = min(COLUMNS, group * T);
     Segments walk;
-    if (warp == QUERIES) {
+    if (warp >= WARPS) {
         walk = Segments(lengths, nearest, B, Hkv * splits, T, window);
-        if (lane == 0) share = walk;
+    } else if (ptxlab::elect()) {                                            // every warp some: one lane makes one after the other
+#pragma unroll
+        for (int i = 0; i < STAGES; i += WARPS)
+            if (i + warp < STAGES) ptxlab::mbarrier_init(&full[i + warp], 1), ptxlab::mbarrier_init(&empty[i + warp], SHARE * 32);
+#pragma unroll
+        for (int i = 0; i < UNITS; i += WARPS)
+            if (i + warp < UNITS) {
+                ptxlab::mbarrier_init(&ready[i + warp], 32);
+                ptxlab::mbarrier_init(&summed[i + warp], WARPS * 32);
+                ptxlab::mbarrier_init(&cleared[i + warp], WARPS * 32);
+            }
+        ptxlab::fence_mbarrier_init();
     }
     __syncthreads();
     ptxlab::launch_dependents();
@@ -238,22 +265,24 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         const bool elected = ptxlab::elect();
         const size_t pitch = size_t(Hkv) * PAGE_BYTES;
         ptxlab::Slot<STAGES> slot;
-        Feed feed(share, table, P);
+        Feed feed(walk, table, P);
         ptxlab::wait_for_predecessors();
-        for (feed.take(splits); feed.left > 0; slot.advance()) {
-            unsigned char* stage = ring + slot.index * STAGE;
-            PHASE(WAIT_GROUP);
-            ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);      // the first round finds them empty
-            PHASE(LOAD);
-            if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
+        while (feed.take(splits)) {
+            const unsigned char* const of_head = pool + feed.head * size_t(PAGE_BYTES);
+            for (int at = 0; at < feed.left; at += PAGES, slot.advance()) {
+                unsigned char* stage = ring + slot.index * STAGE;
+                PHASE(WAIT_GROUP);
+                ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                PHASE(LOAD);
+                if (elected) ptxlab::mbarrier_arrive_expect(&full[slot.index], STAGE);
 #pragma unroll
-            for (int j = 0; j < PAGES; ++j) {
-                const unsigned char* from = pool + feed.head * size_t(PAGE_BYTES) + size_t(__shfl_sync(~0u, feed.entries, feed.at + j)) * (2 * pitch);
-                if (elected) ptxlab::bulk_load_once(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
-                if (elected) ptxlab::bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, &full[slot.index]);
+                for (int j = 0; j < PAGES; ++j) {
+                    const unsigned char* from = of_head + size_t(__shfl_sync(~0u, feed.entries, at + j)) * (2 * pitch);
+                    if (elected) ptxlab::bulk_load_once(stage + j * PAGE_BYTES, from, PAGE_BYTES, &full[slot.index]);
+                    if (elected) ptxlab::bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch, PAGE_BYTES, &full[slot.index]);
+                }
+                if (at == 0) feed.look_ahead();                              // when the first tile has been asked for
             }
-            feed.at += PAGES, feed.left -= PAGES;
-            if (feed.left <= 0) feed.take(splits);
         }
         return;
     }
@@ -267,17 +296,18 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         int2 begun = make_int2(0, 0);                                        // the unit of several blocks that begins here, and how many
         int turn = 0;
         const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
-        u32 next[K_WORDS][HALVES];
-        int token = 0, row = 0;                                              // of the lane's column g: the query of the sequence, the row of q
+        const int mine = PAIRED ? g / 2 : g;
+        u32 next[K_WORDS][PER_WORD / 2];
+        int token = 0, row = 0;                                              // of the lane's column: the query of the sequence, the row of q
         const auto load = [&] {
-            const int column = walk.unit % splits * COLUMNS + g;
+            const int column = walk.unit % splits * COLUMNS + mine;
             token = int(unsigned(column) / unsigned(group));
             row = (walk.sequence * T + token) * Hq + walk.unit / splits * group + column - token * group;
             const unsigned short* from = q + size_t(row) * D;
 #pragma unroll
             for (int w = 0; w < K_WORDS; ++w) {
 #pragma unroll
-                for (int r = 0; r < HALVES; ++r) next[w][r] = 0;
+                for (int r = 0; r < PER_WORD / 2; ++r) next[w][r] = 0;
                 if (column < group * T) load_words(next[w], from + dim(w));
             }
         };
@@ -295,14 +325,15 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     const u32 bits = e % 2 ? next[w][e / 2] >> 16 : next[w][e / 2] & 0xffff;
                     x[w][e] = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
                     if (CHANNEL) x[w][e] *= k_scale[head * D + dim(w) + e];
-                    largest = fmaxf(largest, fabsf(x[w][e]));
+                    largest = ptxlab::max_nan(largest, fabsf(x[w][e]));
                 }
             walk.advance();                                                  // what comes next is on its way while this is worked on
             if (walk.more()) load();
-            const auto zero = [&](int w, int e) { return !CHANNEL ? 1 : BITS == 8 ? 128 : k_zero[head * D + dim(w) + e]; };
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-            largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-            const float size = ptxlab::leading_power(fmaxf(largest, 0x1p-100f)), power = ptxlab::inverse_power(size) * 0x1p14f;
+            const auto zero = [&](int w, int e) { return !CHANNEL ? 1 : SIGNED ? 0 : k_zero[head * D + dim(w) + e]; };
+            largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
+            largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 2));
+            largest = ptxlab::max_nan(largest, 0x1p-100f);
+            const float unit = largest * (1.0f / LARGEST), power = ptxlab::reciprocal_approx(unit);
             PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
             PHASE(SETUP);
@@ -310,17 +341,27 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
             for (int w = 0; w < K_WORDS; ++w)
 #pragma unroll
-                for (int r = 0; r < HALVES; ++r) {
-                    const int e = r / 2 * 4 + r % 2, times = r < 2 ? 1 : 16;
-                    const u32 pair = half_pair(x[w][e] * (power / times), x[w][e + 2] * (power / times));
-                    sum += (low_half(pair) * zero(w, e) + high_half(pair) * zero(w, e + 2)) * times;
-                    to[(w * 32 + lane) * HALVES + r] = pair;
+                for (int n = 0; n < NIBBLES; ++n) {
+                    int high[4], low[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int value = __float2int_rn(x[w][n * 4 + i] * power);
+                        sum += float(value) * zero(w, n * 4 + i);
+                        high[i] = (value + 128) >> 8, low[i] = value;
+                    }
+                    if (PAIRED) {
+                        to[(n * 32 + lane) * K_WORDS + w] = g % 2 ? ptxlab::low_bytes(low) : ptxlab::low_bytes(high);
+                    } else {
+                        to[(n * 32 + lane) * K_WORDS + w] = ptxlab::low_bytes(high);
+                        to[((NIBBLES + n) * 32 + lane) * K_WORDS + w] = ptxlab::low_bytes(low);
+                    }
                 }
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
-            if (t == 0) {                                                    // 2^24 / 2^14
-                reinterpret_cast<float2*>(queries + slot.index * QUERY + FRAGMENTS)[g] = make_float2(sum * -0x1p-24f, size * (softmax_scale * LOG2E * 0x1p10f));
-                units[slot.index].row[g] = row_here, units[slot.index].end[g] = end;
+            if (t == 0 && (!PAIRED || g % 2 == 0)) {
+                constexpr float TIMES = BITS == 4 ? 16 : 1;
+                reinterpret_cast<float2*>(queries + slot.index * QUERY + FRAGMENTS)[mine] = make_float2(sum * -TIMES, unit * (softmax_scale * LOG2E / TIMES));
+                units[slot.index].row[mine] = row_here, units[slot.index].end[mine] = end;
             }
             if (lane == 0) {
                 const int first = here.first(), count = here.count();
@@ -353,13 +394,14 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     const auto merge = [&](int number) {
         const Unit& unit = units[number % UNITS];
         const int sums = number % SLOTS * WARPS;
-        const auto active = [&](int w) { return (w / SHARE - unit.turn + GROUPS) % GROUPS < unit.count; };
         PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&summed[number % UNITS], number / UNITS % 2);
         PHASE(EPILOGUE);
         for (int c = (warp + number) % WARPS; c < unit.columns; c += WARPS) {
             const int from = lane % LANES;
-            const float4 mine = from < WARPS && active(from) ? warp_stats[(sums + from) * columns + c] : make_float4(LOWEST, 0, 0, 0);
+            const bool active = from < WARPS && (from / SHARE - unit.turn + GROUPS) % GROUPS < unit.count;
+            const u32 all_active = __ballot_sync(~0u, active);
+            const float4 mine = active ? warp_stats[(sums + from) * columns + c] : make_float4(LOWEST, 0, 0, 0);
             ptxlab::Row<D> row = {};
             row.largest = mine.x;
 #pragma unroll
@@ -375,8 +417,8 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 float4 more[row.PIECES] = {};
 #pragma unroll
                 for (int p = 0; p < row.PIECES; ++p)
-                    if (active(w) && row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
-                row.add(more, times, 0);
+                    if ((all_active >> w & 1) && row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
+                row.add(more, times);
             }
 #pragma unroll
             for (int p = 0; p < row.PIECES; ++p)
@@ -411,13 +453,15 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         if (skip < count) {
             const int length = units[slot].length, position0 = units[slot].position + token0;
             PHASE(SETUP);
-            u32 query[K_WORDS][HALVES];
-            float column_sum[2], factor[2], m[2] = {LOWEST, LOWEST}, l[2] = {}, o[DT][4] = {}, zeros[4] = {};
+            u32 query[SETS][NIBBLES][K_WORDS];
+            float column_sum[OWN], factor[OWN], m[OWN], l[OWN] = {}, o[DT][4] = {}, zeros[4] = {};
 #pragma unroll
-            for (int w = 0; w < K_WORDS; ++w) load_words(query[w], queries + slot * QUERY + (w * 32 + lane) * HALVES * 4);
+            for (int b = 0; b < OWN; ++b) m[b] = LOWEST;
 #pragma unroll
-            for (int b = 0; b < 2; ++b) {
-                const float2 extra = reinterpret_cast<const float2*>(queries + slot * QUERY + FRAGMENTS)[2 * t + b];
+            for (int i = 0; i < SETS * NIBBLES; ++i) load_words(query[i / NIBBLES][i % NIBBLES], queries + slot * QUERY + (i * 32 + lane) * K_WORDS * 4);
+#pragma unroll
+            for (int b = 0; b < OWN; ++b) {
+                const float2 extra = reinterpret_cast<const float2*>(queries + slot * QUERY + FRAGMENTS)[OWN * t + b];
                 column_sum[b] = extra.x, factor[b] = extra.y;
             }
             for (int turn = skip; turn < count; turn += GROUPS) {
@@ -455,11 +499,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                         }
                 }
 
-                float s[MT][4];
-#pragma unroll
-                for (int i = 0; i < MT; ++i)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) s[i][e] = CHANNEL ? column_sum[e % 2] : high_half(k_pair[i][e / 2]) * column_sum[e % 2];
+                float s[MT][2 * OWN];
                 multiply_keys(s, keys, token0, query, g, t);
                 PHASE(SOFTMAX);
                 float v_inverse[MT][2];
@@ -470,39 +510,41 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                         const float scale = low_half(v_pair[i][h]), v_log = CHANNEL ? 0 : ptxlab::log2_approx(scale);
                         v_inverse[i][h] = CHANNEL ? 1 : ptxlab::reciprocal_approx(scale);
 #pragma unroll
-                        for (int b = 0; b < 2; ++b) {
-                            float& x = s[i][h * 2 + b];
+                        for (int b = 0; b < OWN; ++b) {
+                            float& x = s[i][h * OWN + b];
+                            x += CHANNEL ? column_sum[b] : high_half(k_pair[i][h]) * column_sum[b];
                             x = (CHANNEL ? x : x * low_half(k_pair[i][h])) * factor[b] + v_log;
                         }
                     }
                 if (masked) {
                     asm volatile("");
 #pragma unroll
-                    for (int b = 0; b < 2; ++b) {
-                        const int end = units[slot].end[2 * t + b];
+                    for (int b = 0; b < OWN; ++b) {
+                        const int end = units[slot].end[OWN * t + b];
 #pragma unroll
                         for (int i = 0; i < MT; ++i)
 #pragma unroll
                             for (int h = 0; h < 2; ++h) {
                                 const int at = position + i * 16 + h * 8 + g;
-                                if (at >= end || (window > 0 && at < end - window)) s[i][h * 2 + b] = -ptxlab::infinity();
+                                if (at >= end || (window > 0 && at < end - window)) s[i][h * OWN + b] = -ptxlab::infinity();
                             }
                     }
                 }
 
-                float before[2];
+                float before[OWN];
+                bool larger = false;
 #pragma unroll
-                for (int b = 0; b < 2; ++b) {
+                for (int b = 0; b < OWN; ++b) {
                     float most = LOWEST;
 #pragma unroll
-                    for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][b], s[i][2 + b]));
+                    for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][b], s[i][OWN + b]));
 #pragma unroll
                     for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-                    before[b] = m[b], m[b] = fmaxf(m[b], most);
+                    before[b] = m[b], m[b] = fmaxf(m[b], most), larger |= m[b] > before[b];
                 }
-                if (__any_sync(~0u, m[0] > before[0] || m[1] > before[1])) {
+                if (__any_sync(~0u, larger)) {
 #pragma unroll
-                    for (int b = 0; b < 2; ++b) {
+                    for (int b = 0; b < OWN; ++b) {
                         const float less = ptxlab::exp2_approx(before[b] - m[b]);
                         l[b] *= less, zeros[b] *= less;
 #pragma unroll
@@ -515,9 +557,10 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     u32 p[2];
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const float p0 = ptxlab::exp2_approx(s[i][h * 2] - m[0]), p1 = ptxlab::exp2_approx(s[i][h * 2 + 1] - m[1]);
-                        l[0] += p0 * v_inverse[i][h], l[1] += p1 * v_inverse[i][h];
-                        p[h] = ptxlab::transposed(half_pair(p0, p1));
+                        float weight[2] = {};
+#pragma unroll
+                        for (int b = 0; b < OWN; ++b) weight[b] = ptxlab::exp2_approx(s[i][h * OWN + b] - m[b]), l[b] += weight[b] * v_inverse[i][h];
+                        p[h] = ptxlab::transposed(half_pair(weight[0], weight[1]));
                     }
                     ptxlab::mma_f16(zeros, v_zeros[i][0], v_zeros[i][0], v_zeros[i][1], v_zeros[i][1], p[0], p[1]);
                     multiply_values(o, values + row_at(token0 + i * 16), p, g, t);
@@ -529,11 +572,11 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             PHASE(REDUCE);
             ptxlab::mbarrier_wait(&cleared[(number + UNITS - SLOTS) % UNITS], ((number + UNITS - SLOTS) / UNITS + 1) % 2);  // at first there is none before
 #pragma unroll
-            for (int b = 0; b < 2; ++b) {
+            for (int b = 0; b < OWN; ++b) {
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) l[b] += __shfl_xor_sync(~0u, l[b], step);
-                const int row = (number % SLOTS * WARPS + warp) * columns + 2 * t + b;
-                if (2 * t + b >= columns) continue;
+                const int row = (number % SLOTS * WARPS + warp) * columns + OWN * t + b;
+                if (OWN * t + b >= columns) continue;
                 if (g == 0) warp_stats[row] = make_float4(m[b], CHANNEL ? zeros[b] : l[b], zeros[b], 0);
 #pragma unroll
                 for (int e = 0; e < D / 8; e += 4) {                         // two dims of a tile of low halves, two of one of high halves

@@ -26,8 +26,7 @@ struct Row {
     static __device__ __forceinline__ int dim(int piece) { return piece * 128 + threadIdx.x % 32 * 4; }
     static __device__ __forceinline__ bool mine(int piece) { return DIM % 128 == 0 || dim(piece) < DIM; }
 
-    __device__ __forceinline__ void add(const float4 (&more)[PIECES], float factor, float weights) {
-        sum += factor * weights;
+    __device__ __forceinline__ void add(const float4 (&more)[PIECES], float factor) {
 #pragma unroll
         for (int p = 0; p < PIECES; ++p) v[p].x += factor * more[p].x, v[p].y += factor * more[p].y, v[p].z += factor * more[p].z, v[p].w += factor * more[p].w;
     }
@@ -66,7 +65,10 @@ struct Row {
 #pragma unroll
             for (int p = 0; p < PIECES; ++p) row.v[p].x *= less, row.v[p].y *= less, row.v[p].z *= less, row.v[p].w *= less;
 #pragma unroll
-            for (int i = 0; i < AHEAD; ++i) row.add(more[i], first + i < count ? exp2_approx(s[i].x - most) : 0, s[i].y);
+            for (int i = 0; i < AHEAD; ++i) {
+                const float factor = first + i < count ? exp2_approx(s[i].x - most) : 0;
+                row.add(more[i], factor), row.sum += factor * s[i].y;
+            }
         }
         return row;
     }

@@ -17,6 +17,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "pack.cuh"
 #include "reduce.cuh"
 
 #ifndef IN
@@ -77,10 +78,10 @@ __device__ __forceinline__ uint4 quantize(const Chunk& c, const Divider& divide)
     unsigned words[4];
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-        unsigned q[4];
+        int q[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) q[i] = __float_as_uint(divide(c[4 * w + i]) + 12582912.0f);
-        words[w] = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+        for (int i = 0; i < 4; ++i) q[i] = __float_as_int(divide(c[4 * w + i]) + 12582912.0f);
+        words[w] = ptxlab::low_bytes(q);
     }
     return {words[0], words[1], words[2], words[3]};
 }

@@ -37,10 +37,10 @@ RECIPROCALS = Source.from_text(
     """
 #include "reciprocal.cuh"
 
-extern "C" __global__ void reciprocals(unsigned long long* wrong) {  // of every x, 2^-126 <= x < 2^127
-    const unsigned first = 0x00800000, end = 0x7f000000;
+extern "C" __global__ void reciprocals(unsigned long long* wrong) {  // of every x, 2^-126 <= x <= 2^126
+    const unsigned first = 0x00800000, last = 0x7e800000;
     unsigned long long here = 0;
-    for (unsigned i = first + blockIdx.x * blockDim.x + threadIdx.x; i < end; i += gridDim.x * blockDim.x) {
+    for (unsigned i = first + blockIdx.x * blockDim.x + threadIdx.x; i <= last; i += gridDim.x * blockDim.x) {
         const float x = __uint_as_float(i);
         here += ptxlab::reciprocal(x) != __frcp_rn(x) || ptxlab::reciprocal(-x) != -__frcp_rn(x);
     }

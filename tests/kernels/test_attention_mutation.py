@@ -7,7 +7,7 @@ import pytest
 
 from ptxlab import emulator, kernels
 from ptxlab.errors import EmulationError, VerificationError
-from ptxlab.kernels.attention import ladder, sm80
+from ptxlab.kernels.attention import ladder, sm80, sm90
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
@@ -43,6 +43,27 @@ MMA = (
     ("min(page, last)", "page"),
     ("0x1p24f / count_of(r)", "0x1p24f"),
 )
+HOPPER = (
+    ("(value + 128) >> 8", "value >> 8"),
+    ("LARGEST = 32512;", "LARGEST = 32767;"),
+    ("word & 0xf0f0f0f0u", "word & 0x70f0f0f0u"),
+    ("* 16 + sums", "+ sums"),
+    ("with_byte(0) * 256", "with_byte(0) * 255"),
+    ("? ptxlab::low_bytes(low) : ptxlab::low_bytes(high)", "? ptxlab::low_bytes(high) : ptxlab::low_bytes(high)"),
+    ("to[((NIBBLES + n) * 32 + lane) * K_WORDS + w] = ptxlab::low_bytes(low);", ""),
+    ("sum * -TIMES", "-sum"),
+    ("LOG2E / TIMES", "LOG2E"),
+    ("here.length - T + 1 + token", "here.length - T + token"),
+    ("at < end - window", "at <= end - window"),
+    ("if (g >= left) k_pair[i][h] = v_pair[i][h] = NEUTRAL;", ""),
+    ("l[b] *= less, zeros[b] *= less;", "l[b] *= less;"),
+    ("weight[b] * v_inverse[i][h]", "weight[b]"),
+    ("o[tile][i] - o[tile + 1][i]", "o[tile][i]"),
+    (
+        "bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from + pitch,",
+        "bulk_load_once(stage + (PAGES + j) * PAGE_BYTES, from,",
+    ),
+)
 
 
 def mistaken(spec: KernelSpec, change: tuple[str, str]) -> Source:
@@ -56,12 +77,14 @@ def problems_of(spec: KernelSpec) -> list[tuple[Arrays, dict[str, float]]]:
     """(logical inputs, sizes): no tokens, part of a page, huge scores, small values, heads in groups; a window."""
     found: list[tuple[Arrays, dict[str, float]]] = []
     changes = problems.nothing, problems.scores_beyond_fp16, problems.large_and_small_values
-    for change, page, window in zip(changes, (64, 16, 32), (0, 100, 60), strict=True):
-        if spec is sm80.MMA:
+    for change, page, window, T in zip(changes, (64, 16, 32), (0, 100, 60), (2, 1, 2), strict=True):
+        if spec in (sm80.MMA, sm90.SM90):
             q, cache = problems.problem(
-                3, (500, 0, 70), change, Hq=8, Hkv=2, scheme="kv4", T=2, page_size=page, spare=0
+                3, (500, 0, 70), change, Hq=8, Hkv=2, scheme="kv4", T=T, page_size=page, spare=0
             )
             logical = {"q": q, "cache": cache, "softmax_scale": 0.088, "window": window}
+            if spec is sm90.SM90:
+                logical["blocks"] = 1
             sizes = {"page": page, "bits": 4, "channel": 0, "blocks": 1, "softmax_scale": 0.088, "window": window}
         else:
             q, cache = problems.problem(3, (150, 0, 70), change, Hq=4, Hkv=2, scheme=spec.name.split("_")[1])
@@ -85,10 +108,10 @@ def is_noticed(spec: KernelSpec, source: Source) -> bool:
     return False
 
 
-SPECS = (*ladder.SPECS, sm80.MMA)
+SPECS = (*ladder.SPECS, sm80.MMA, sm90.SM90)
 PLACES = [
     (spec, change)
-    for spec, changes in (*((step, LADDER) for step in ladder.SPECS), (sm80.MMA, MMA))
+    for spec, changes in (*((step, LADDER) for step in ladder.SPECS), (sm80.MMA, MMA), (sm90.SM90, HOPPER))
     for change in changes
     if change[0] in kernels.find(spec.name)[1][0].text
 ]
@@ -105,4 +128,4 @@ def test_a_mistake_is_noticed(spec: KernelSpec, change: tuple[str, str]) -> None
 
 
 def test_every_mistake_has_a_place() -> None:
-    assert {change for _, change in PLACES} == {*LADDER, *MMA}
+    assert {change for _, change in PLACES} == {*LADDER, *MMA, *HOPPER}

@@ -43,7 +43,8 @@ class Variant(NamedTuple):
     @property
     def config(self) -> dict[str, int]:
         constants = {"D": self.D, "PAGE": self.page, "BITS": self.bits, "CHANNEL": self.channel, "BF16": self.BF16}
-        return {**constants, "FUSED": 1, "SLOTS": sm90.SLOTS, **self.tile._asdict()}
+        room = sm90.room_for(self.T * self.ratio)
+        return {**constants, "FUSED": 1, "SLOTS": sm90.SLOTS, "COLUMNS": room, **self.tile._asdict()}
 
     def problem(
         self, seed: int, lengths: tuple[int, ...], change: problems.Change, Hkv: int, window: int, blocks: int
@@ -87,6 +88,23 @@ def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, b
     assert np.isfinite(numbers(outputs["out"], sm80.DTYPES[variant.BF16])).all()
     seen = logical["cache"].lengths[:, None] - variant.T + np.arange(variant.T) >= 0
     assert np.array_equal(np.isfinite(outputs["lse"]), np.broadcast_to(seen[..., None], outputs["lse"].shape))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", VARIANTS[1:3], ids=lambda v: "-".join(map(str, v[:-1])))
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, wrong: float, backend: str) -> None:
+    """Though queries become integers, of which none stands for either."""
+    logical, arrays = variant.problem(1, (75, 130), problems.nothing, 1, window=0, blocks=2)
+    right = check(variant, logical, arrays, backend)["out"]
+    q = logical["q"].copy()
+    q[1, -1, 0, 3] = wrong
+    arrays = {**arrays, "q": stored(q, sm80.DTYPES[variant.BF16])}
+    sizes = variant.sizes(logical["window"], logical["blocks"])
+    out = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=variant.config, backend=backend).outputs["out"]
+    assert np.isnan(numbers(out[1, -1, 0], sm80.DTYPES[variant.BF16])).all()
+    out[1, -1, 0] = right[1, -1, 0]
+    assert np.array_equal(out, right)
 
 
 @every_variant

@@ -25,7 +25,7 @@ class Roundings:
 
     Attributes:
         score: of a score, of Σ |q·(k - zero)|·scale.
-        query: of each element of a query, of its largest element.
+        query: of each element of a query, of its largest element; by channel, of those that are scaled as keys are.
         weight: of each weight, in numerator and denominator alike.
         sum: of the weighted sum, of Σ weight·|v|: of its products.
         serial: tokens that are added one to another in FP32 are those of the sequence / `serial`.
@@ -39,6 +39,7 @@ class Roundings:
         adding: of all that is added up for the weighted sum, in magnitude.
         in_bytes: whether a value's low nibble is added up with 16 times the high one of its byte, whose own sum is
             taken off at the end.
+        in_integers: whether queries are integers, so that scores are added up without an error.
     """
 
     score: float
@@ -52,6 +53,7 @@ class Roundings:
     aligned: float = 0.0
     adding: float = 0.0
     in_bytes: bool = False
+    in_integers: bool = False
 
 
 def allowed_error(
@@ -111,6 +113,7 @@ class _Operand(NamedTuple):
         added: all of it.
         units: what an integer counts where an MMA aligns it, [Hkv, L], times
         grains: [Hkv, D].
+        channels: the scale of a channel, or 1, [Hkv, D].
     """
 
     numbers: F64
@@ -118,6 +121,7 @@ class _Operand(NamedTuple):
     added: F64
     units: F64
     grains: F64
+    channels: F64
 
     @classmethod
     def of(cls, x: QuantizedKV, apart: bool, in_bytes: bool = False) -> "_Operand":
@@ -126,8 +130,9 @@ class _Operand(NamedTuple):
         scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
         low = (np.arange(D, like=scale) % 8 < 4) | (scheme.bits == 8)  # others are 16 times as large under their mask
         grains = np.tile(np.where(low, 2.0**10, 2.0**10 / 16), (Hkv, 1))
+        channels = np.ones((Hkv, D), like=scale)
         if scheme.by_channel:
-            units, grains = np.ones((Hkv, L), like=scale), grains * scale
+            units, grains, channels = np.ones((Hkv, L), like=scale), grains * scale, channels * scale
         else:
             units, scale, zero = scale.T, scale[..., None], zero[..., None]
         integers = x.values.astype(np.float64)
@@ -138,7 +143,7 @@ class _Operand(NamedTuple):
             added, grains = size + 2 * 16 * np.roll(integers, -4, axis=-1) * low, grains * (1 + low)
         parts = (integers - zero) * scale, size * scale, added * scale
         numbers, size, added = (part.transpose(1, 0, 2) for part in parts)
-        return cls(numbers, size, added, units, grains)
+        return cls(numbers, size, added, units, grains, channels)
 
     def slice(self, first: int, end: int) -> "_Operand":
         """Those tokens alone."""
@@ -152,10 +157,13 @@ class _Operand(NamedTuple):
 
 def _error_of_scores(x: F64, keys: _Operand, roundings: Roundings) -> F64:
     """Of the products of queries x [Hkv, r, D] with keys that they see, before the scale: [Hkv, r, n]."""
-    size = np.abs(x)
-    each = size * roundings.score + size.max(axis=-1, keepdims=True) * roundings.query
-    cut = _cut_of_scores(size * keys.grains[:, None])
-    return each @ keys.size.transpose(0, 2, 1) + roundings.aligned * cut[..., None] * keys.units[:, None]
+    size, scaled = np.abs(x), keys.channels[:, None]
+    largest = (size * scaled).max(axis=-1, keepdims=True) / scaled
+    wrong: F64 = size @ keys.size.transpose(0, 2, 1) * roundings.score
+    wrong += largest @ np.abs(keys.numbers).transpose(0, 2, 1) * roundings.query
+    if not roundings.in_integers:
+        wrong += roundings.aligned * _cut_of_scores(size * keys.grains[:, None])[..., None] * keys.units[:, None]
+    return wrong
 
 
 def _error_of_mean(

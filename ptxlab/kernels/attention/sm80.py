@@ -1,5 +1,6 @@
 """KV4 attention on tensor cores from Ampere on: the whole contract (QServe §5.3, COMET §3.2)."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -110,8 +111,8 @@ _REASON = (
 )
 
 
-def roundings(D: int, channel: bool, aligned: float, in_bytes: bool) -> Roundings:
-    """Those of tensor cores with FP16 operands and subnormal integers; `aligned` and `in_bytes` as in `Roundings`."""
+def roundings_of(D: int, channel: bool) -> Roundings:
+    """Those of tensor cores with FP16 operands and subnormal integers."""
     return Roundings(
         score=(D // 16 + 1) * 34 * SINGLE + 8 * SINGLE + (HALF if channel else 0),
         query=2.0**-25 if channel else 2.0**-35,  # of the largest after scaling; the 16 of high nibbles is taken off it
@@ -122,8 +123,7 @@ def roundings(D: int, channel: bool, aligned: float, in_bytes: bool) -> Rounding
         rescaled=2 * SINGLE,
         floor=2.0**-25,
         apart=True,
-        aligned=aligned,
-        in_bytes=in_bytes,
+        aligned=_ALIGNED,
     )
 
 
@@ -133,10 +133,9 @@ def _bound(
     softmax_scale: float,
     window: int = 0,
     BF16: int = 0,
-    aligned: float = _ALIGNED,
-    in_bytes: bool = False,
+    roundings: Callable[[int, bool], Roundings] = roundings_of,
 ) -> Pair:
-    known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel, aligned, in_bytes)
+    known = roundings(cache.head_dim, KV_SCHEMES[cache.scheme].by_channel)
     stored_to = _BFLOAT16 if BF16 else HALF
     return common.error_of(as_stored(q, BF16), cache, softmax_scale, known, window, stored_to)
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab.kernels.attention import common
+from ptxlab.kernels.attention import common, sm80
+from ptxlab.kernels.attention.bound import SINGLE, Roundings
 from ptxlab.kernels.attention.sm80 import MMA, scheme_of
 from ptxlab.layout import KVCache
 from ptxlab.layout.pages import page_bytes
@@ -15,9 +16,9 @@ COLUMNS, TILE = 8, 64  # as in the kernel
 SLOTS, UNITS = 2, 4  # units whose sums are in shared memory, units in flight
 SMS = 132  # of an H200, for which tiles are chosen
 _SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
-_MOST_STAGES = 16
 _FEW, _LITTLE = 256, 4096  # tiles altogether
 _ALIGNED = 2.0**-25  # Hopper cuts off what is below this, of the largest power of two: it keeps a bit more than Ampere
+_LARGEST = 32512  # of a query's integers: two signed bytes
 
 
 class Tile(NamedTuple):
@@ -39,11 +40,16 @@ def columns_of(s: Sizes) -> int:
     return min(COLUMNS, s["Hq"] // s["Hkv"] * s["T"])
 
 
+def room_for(columns: int) -> int:
+    """Columns of a unit that the kernel is compiled for."""
+    return 4 if columns <= 4 else COLUMNS
+
+
 def shared_bytes(tile: Tile, s: Sizes) -> int:
     """Dynamic shared memory of a block: the ring, queries of the units in flight, the warps' sums."""
-    row = s["D"] * s["bits"] // 8
     stage = 2 * TILE // s["page"] * page_bytes(scheme_of(s["bits"], s["channel"]), s["page"], s["D"])
-    query = row * 128 // s["bits"] + COLUMNS * 8
+    room = room_for(columns_of(s))
+    query = room * (s["D"] * 2 + 8)
     sums = tile.WARPS * columns_of(s) * (16 + 4 * (s["D"] + 4))
     return tile.STAGES * stage + UNITS * query + SLOTS * sums
 
@@ -55,31 +61,30 @@ def blocks_for(s: Sizes, sms: int = SMS) -> int:
 
 def choose_tile(s: Sizes) -> Tile:
     """Measured: two small blocks per SM hide each other's ends where there are many units; one large block has fewer
-    parts to put together. Of little work, two warps share a tile, of few tiles four, so that its last ones are done
-    sooner, and the ring is short: the first tiles come sooner if fewer are asked for at once."""
+    parts to put together. Of little work, or more of long and light units, two warps share a tile, of few tiles four,
+    so that its last ones are done sooner. Rings are short: tiles come sooner if fewer are asked for at once."""
     units = s["B"] * s["Hkv"] * -(-s["Hq"] // s["Hkv"] * s["T"] // COLUMNS)
     tiles = units * -(-s["P"] * s["page"] // TILE)
-    little = tiles <= _LITTLE
     columns = columns_of(s)
-    most = 2048 if columns == 1 else 512 if columns <= 4 else 0  # units whose tiles are light, however many these are
-    two = units >= 256 and (tiles < 50_000 or units <= most)
-    shapes = [(16, 8, 1)] * (tiles <= _FEW)
-    shapes += [(64, 4, 2)] * two + [(64, 8, 1)] * (not little) + [(32, 8, 1), (16, 8, 1), (16, 4, 1)]
-    for tokens, warps, resident in shapes:
+    light = tiles if columns == 1 else 512 if columns <= 4 else 0  # units of light tiles, however many these are
+    long = _LITTLE < tiles <= 2 * _LITTLE and tiles >= 16 * units
+    shapes = [(16, 8, 1, 2)] * (tiles <= _FEW)  # tokens, warps, blocks per SM, rounds of all groups in the ring at most
+    shapes += [(32, 8, 1, 3) if columns <= 4 else (64, 8, 1, 2)] * long
+    shapes += [(64, 4, 2, 2)] * (units >= 256 and (tiles < 50_000 or units <= light))
+    shapes += [(64, 8, 1, 2)] * (tiles > _LITTLE) + [(32, 8, 1, 2), (16, 8, 1, 2), (16, 4, 1, 2)]
+    for tokens, warps, resident, most in shapes:
         tile = Tile(tokens, warps, 0, resident)
         room = _SHARED // resident - _RESERVED - _STATIC
         stage = shared_bytes(tile._replace(STAGES=1), s) - shared_bytes(tile, s)
-        rounds = min(_MOST_STAGES, (room - shared_bytes(tile, s)) // stage) // tile.groups
+        rounds = min(most, (room - shared_bytes(tile, s)) // stage // tile.groups)
         if rounds > 0:
             break
-    if little:
-        rounds = min(rounds, 2)
     return tile._replace(STAGES=rounds * tile.groups)
 
 
 def _choose(s: Sizes) -> dict[str, int]:
     contract = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
-    return {**contract, "FUSED": 1, "SLOTS": SLOTS, **choose_tile(s)._asdict()}
+    return {**contract, "FUSED": 1, "SLOTS": SLOTS, "COLUMNS": room_for(columns_of(s)), **choose_tile(s)._asdict()}
 
 
 def _launch(s: Sizes) -> Launch:
@@ -107,8 +112,20 @@ def _reference(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple
 
 
 def _bound(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[np.ndarray, ...]:
-    assert MMA.bound is not None  # of the same roundings but for low nibbles of values, which are summed in their bytes
-    return (*MMA.bound(q, cache, **more, aligned=_ALIGNED, in_bytes=True), _counters(q, cache, blocks))
+    assert MMA.bound is not None
+    return (*MMA.bound(q, cache, **more, roundings=roundings_of), _counters(q, cache, blocks))
+
+
+def roundings_of(D: int, channel: bool) -> Roundings:
+    """Of queries that are integers of 16 bits; low nibbles of values are summed in their bytes."""
+    return replace(
+        sm80.roundings_of(D, channel),
+        score=(D // 4 + 16) * SINGLE,
+        query=0.51 / _LARGEST,
+        aligned=_ALIGNED,
+        in_bytes=True,
+        in_integers=True,
+    )
 
 
 _PARTS = {"partial": ("blocks", "2", "min(8, Hq//Hkv*T)", "D"), "stats": ("blocks", "2", "min(8, Hq//Hkv*T)", "2")}

@@ -1,0 +1,18 @@
+// Bytes into a word, and what goes with quantising: the largest of numbers of which one may be a NaN.
+#pragma once
+
+namespace ptxlab {
+
+// The low bytes of four.
+__device__ __forceinline__ unsigned low_bytes(const int* x) {
+    return __byte_perm(__byte_perm(x[0], x[1], 0x0040), __byte_perm(x[2], x[3], 0x0040), 0x5410);
+}
+
+// The larger one, or NaN if one of them is (PTX ISA 9.7.3 max.NaN).
+__device__ __forceinline__ float max_nan(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+}
+
+}  // namespace ptxlab
