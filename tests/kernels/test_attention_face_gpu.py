@@ -9,7 +9,9 @@ import pytest
 import ptxlab
 from ptxlab import gpu
 from ptxlab.dtypes import stored
+from ptxlab.kernels.attention import sm90
 from ptxlab.layout import KVCache
+from ptxlab.quant import KV_SCHEMES
 from tests import attention_problems as problems
 from tests.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, Q, hold
 
@@ -129,3 +131,17 @@ def test_torch_captures_and_replays() -> None:
     graph.replay()
     torch.cuda.synchronize()
     hold(Q, replace(CACHE, lengths=lengths), read(out))
+
+
+@pytest.mark.gpu
+@ON_GPU
+@pytest.mark.parametrize("scheme", KV_SCHEMES)
+def test_the_bound_is_worked_out_on_the_device_too(scheme: str) -> None:
+    """As benchmarks do: CuPy has not all that NumPy has."""
+    q, cache = problems.problem(0, (75, 300), Hq=4, Hkv=2, scheme=scheme, page_size=32)
+    q, sizes = q.astype(np.float16), {"softmax_scale": 0.1, "blocks": 1}
+    assert sm90.SM90.bound is not None
+    on_host = sm90.SM90.bound(q, cache, **sizes)
+    on_device = sm90.SM90.bound(gpu.to_device(q), moved(cache, gpu.to_device), **sizes)
+    for here, there in zip(on_host[:2], on_device[:2], strict=True):
+        np.testing.assert_allclose(read(there), here, rtol=1e-6)

@@ -126,16 +126,16 @@ class _Operand(NamedTuple):
     @classmethod
     def of(cls, x: QuantizedKV, apart: bool, in_bytes: bool = False) -> "_Operand":
         """Of tokens [L, Hkv, D]; `apart` and `in_bytes` as in `Roundings`."""
-        (L, Hkv, D), scheme = x.shape, KV_SCHEMES[x.scheme]
+        (_, Hkv, D), scheme = x.shape, KV_SCHEMES[x.scheme]
         scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
+        integers = x.values.astype(np.float64)
         low = (np.arange(D, like=scale) % 8 < 4) | (scheme.bits == 8)  # others are 16 times as large under their mask
         grains = np.tile(np.where(low, 2.0**10, 2.0**10 / 16), (Hkv, 1))
-        channels = np.ones((Hkv, D), like=scale)
+        channels = np.ones_like(grains)
         if scheme.by_channel:
-            units, grains, channels = np.ones((Hkv, L), like=scale), grains * scale, channels * scale
+            units, grains, channels = np.ones_like(integers[..., 0].T), grains * scale, channels * scale
         else:
             units, scale, zero = scale.T, scale[..., None], zero[..., None]
-        integers = x.values.astype(np.float64)
         if apart and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
             integers, zero = integers + 128, zero + 128
         size = added = integers + zero if apart else np.abs(integers - zero)
