@@ -24,7 +24,7 @@
 //            ORDER 1, fragments: LDS.128 at 512 * (unit of 64 channels, 8 tokens) + 16 * lane. Neither has bank conflicts.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
 // Tuned      strips at a time, warps and blocks per SM by costs that were measured: ptxlab/kernels/gemm/small_tiles.py.
-// Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.80, 1.74, 1.44 times as fast as cuBLAS FP8 (means of
+// Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.81, 1.75, 1.44 times as fast as cuBLAS FP8 (means of
 //            7, 7, 2 of LLaMA-2's matrices, on which it is launched; row-major activations).
 // PTX ISA    9.7.14.5.9 mma.m16n8k32 (.u8.s8); 9.7.9.25, 27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect
 #include "dequant.cuh"

@@ -100,7 +100,7 @@ struct Segments {
 
   private:
     __device__ __forceinline__ void set(int tokens) {
-        length = max(0, tokens), begin = unsigned(max(0, length - queries + 1 - window)) / TILE;
+        length = max(0, tokens), begin = window < 0x7fffff00 ? unsigned(max(0, length - queries + 1 - window)) / TILE : 0;
         tiles = int(unsigned(length + TILE - 1) / TILE) - begin;
         pad = length > 0 ? max(0, PAD - tiles / 4) : 0;
     }
