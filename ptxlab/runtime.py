@@ -18,6 +18,7 @@ from ptxlab.spec import KernelSpec, Launch, Sizes
 BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
 _LANE_INSTRUCTIONS_PER_SECOND = 50e6
+_EMULATED_ARCH, _WAITING_ARCH = "sm_80", "sm_90"  # the lowest that have what CUDA sources use, and griddepcontrol
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Kernel:
     """One entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`.
 
     `arch` is the lowest architecture that it runs on, or with a letter (`sm_90a`) the only one; None: on any.
-    `checks` are the emulator's for every call that does not ask for others. With `waits` it waits for the kernel before
-    it where there is such a wait: from Hopper on, which the emulator then is.
+    `checks` are the emulator's for every call that does not ask for others. What `waits` for the kernel before it is
+    emulated as on Hopper, the first that can.
     """
 
     source: Source
@@ -297,7 +298,3 @@ _parsed = lru_cache(maxsize=32)(emulator.parse)  # a module is the same for ever
 
 def _number(arch: str) -> int:
     return int("".join(filter(str.isdigit, arch)) or 0)
-
-
-_EMULATED_ARCH = "sm_80"  # compiled for at least: the lowest that has what the emulated CUDA sources use
-_WAITING_ARCH = "sm_90"  # the lowest that has griddepcontrol

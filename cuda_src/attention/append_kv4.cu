@@ -201,7 +201,7 @@ struct Places {
     unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const unsigned first = ptxlab::low_bytes(q + half * 8), second = ptxlab::low_bytes(q + half * 8 + 4);
+        const unsigned first = ptxlab::bytes_of<0>(q + half * 8), second = ptxlab::bytes_of<0>(q + half * 8 + 4);
         unsigned char* to = row + half * (FEATURES / 2) + lane * BITS;
         if (BITS == 4) write(to, first | second << 4);
         else write(to, make_uint2(first, second));
@@ -210,7 +210,7 @@ struct Places {
 
 // The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these each.
 [[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
-    const unsigned first = ptxlab::low_bytes(q), second = ptxlab::low_bytes(q + 4);
+    const unsigned first = ptxlab::bytes_of<0>(q), second = ptxlab::bytes_of<0>(q + 4);
     const bool odd = lane % 2;
     const unsigned other = BITS == 4 ? __shfl_xor_sync(~0u, odd ? first : second, 1) : 0;
     if (places.rows[i] == NOWHERE) return;

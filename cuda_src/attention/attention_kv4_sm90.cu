@@ -77,6 +77,7 @@ constexpr int FRAGMENTS = SETS * NIBBLES * K_WORDS * 128, QUERY = FRAGMENTS + CO
 constexpr int UNITS = 2 * SLOTS, LAG = SLOTS - 1;              // units in flight; by how many the sums are put together later
 constexpr int EXTRA = 4;                                       // cost of a unit of few tiles, in tiles, beside them
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;          // LOWEST: below any score, yet finite
+constexpr float SHIFT = 12582912.0f;                           // 1.5 * 2^23
 constexpr bool SIGNED = BITS == 8 && CHANNEL;                  // integers
 constexpr u32 FLIP = SIGNED ? 0x80808080u : 0;                 // values s8 as u8 with a zero of 128
 constexpr u32 NEUTRAL = 0x00003c00, ONES = 0x3c003c00;         // (scale 1, zero 0) of tokens that there are not; two zeros of 1
@@ -118,7 +119,7 @@ struct Feed {
     }
     __device__ __forceinline__ bool take(int splits) {
         if (!walk.more()) return false;
-        entries = entry, left = min(32, pages - page), head = splits == 1 ? walk.unit : int(unsigned(walk.unit) / unsigned(splits));
+        entries = entry, left = min(32, pages - page), head = splits == 1 ? walk.unit : Segments::div(walk.unit, splits);
         return true;
     }
     __device__ __forceinline__ void look_ahead() {
@@ -298,11 +299,13 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
         const int mine = PAIRED ? g / 2 : g;
         u32 next[K_WORDS][PER_WORD / 2];
+        int head = 0, column0 = 0;                                           // of the unit: its kv head, which of the head's queries is the first
         int token = 0, row = 0;                                              // of the lane's column: the query of the sequence, the row of q
         const auto load = [&] {
-            const int column = walk.unit % splits * COLUMNS + mine;
-            token = int(unsigned(column) / unsigned(group));
-            row = (walk.sequence * T + token) * Hq + walk.unit / splits * group + column - token * group;
+            head = splits == 1 ? walk.unit : Segments::div(walk.unit, splits), column0 = (walk.unit - head * splits) * COLUMNS;
+            const int column = column0 + mine;
+            token = T == 1 ? 0 : Segments::div(column, group);
+            row = (walk.sequence * T + token) * Hq + head * group + column - token * group;
             const unsigned short* from = q + size_t(row) * D;
 #pragma unroll
             for (int w = 0; w < K_WORDS; ++w) {
@@ -315,47 +318,49 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         if (walk.more()) load();
         for (; walk.more(); slot.advance()) {
             const Segments here = walk;
-            const int row_here = row, end = here.length - T + 1 + token;
-            const int head = here.unit / splits, column0 = here.unit % splits * COLUMNS;
-            float x[K_WORDS][PER_WORD], largest = 0, sum = 0;
+            const int head_here = head, row_here = row, columns_here = min(columns, group * T - column0), end = here.length - T + 1 + token;
+            float x[K_WORDS][PER_WORD], largest = 0;
 #pragma unroll
             for (int w = 0; w < K_WORDS; ++w)
 #pragma unroll
                 for (int e = 0; e < PER_WORD; ++e) {
                     const u32 bits = e % 2 ? next[w][e / 2] >> 16 : next[w][e / 2] & 0xffff;
                     x[w][e] = BF16 ? __uint_as_float(bits << 16) : low_half(bits);
-                    if (CHANNEL) x[w][e] *= k_scale[head * D + dim(w) + e];
+                    if (CHANNEL) x[w][e] *= k_scale[head_here * D + dim(w) + e];
                     largest = ptxlab::max_nan(largest, fabsf(x[w][e]));
                 }
             walk.advance();                                                  // what comes next is on its way while this is worked on
             if (walk.more()) load();
-            const auto zero = [&](int w, int e) { return !CHANNEL ? 1 : SIGNED ? 0 : k_zero[head * D + dim(w) + e]; };
             largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 1));
             largest = ptxlab::max_nan(largest, __shfl_xor_sync(~0u, largest, 2));
             largest = ptxlab::max_nan(largest, 0x1p-100f);
-            const float unit = largest * (1.0f / LARGEST), power = ptxlab::reciprocal_approx(unit);
+            const float unit = largest * (1.0f / LARGEST) + (largest - largest), power = ptxlab::reciprocal_approx(unit);  // NaN of infinity too
             PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
             PHASE(SETUP);
             u32* to = reinterpret_cast<u32*>(queries + slot.index * QUERY);
+            float sum = 0;
+            int sums[2] = {};                                                // of high bytes, of low ones
 #pragma unroll
             for (int w = 0; w < K_WORDS; ++w)
 #pragma unroll
                 for (int n = 0; n < NIBBLES; ++n) {
-                    int high[4], low[4];
+                    int bits[4], upper[4];
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int value = __float2int_rn(x[w][n * 4 + i] * power);
-                        sum += float(value) * zero(w, n * 4 + i);
-                        high[i] = (value + 128) >> 8, low[i] = value;
+                    for (int i = 0; i < 4; ++i) {                            // SHIFT leaves no bits behind the point: the integer is the low ones
+                        const float value = fmaf(x[w][n * 4 + i], power, SHIFT);
+                        if (CHANNEL && !SIGNED) sum += (value - SHIFT) * k_zero[head_here * D + dim(w) + n * 4 + i];
+                        bits[i] = __float_as_int(value), upper[i] = bits[i] + 128;
                     }
-                    if (PAIRED) {
-                        to[(n * 32 + lane) * K_WORDS + w] = g % 2 ? ptxlab::low_bytes(low) : ptxlab::low_bytes(high);
-                    } else {
-                        to[(n * 32 + lane) * K_WORDS + w] = ptxlab::low_bytes(high);
-                        to[((NIBBLES + n) * 32 + lane) * K_WORDS + w] = ptxlab::low_bytes(low);
+                    const u32 bytes[2] = {ptxlab::bytes_of<1>(upper), ptxlab::bytes_of<0>(bits)};
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) {
+                        sums[i] = __dp4a(int(bytes[i]), 0x01010101, sums[i]);
+                        if (!PAIRED) to[((i * NIBBLES + n) * 32 + lane) * K_WORDS + w] = bytes[i];
                     }
+                    if (PAIRED) to[(n * 32 + lane) * K_WORDS + w] = g % 2 ? bytes[1] : bytes[0];
                 }
+            if (!CHANNEL) sum = float(sums[0] * 256 + sums[1]);
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
             if (t == 0 && (!PAIRED || g % 2 == 0)) {
@@ -368,7 +373,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 const bool whole = count == here.tiles;
                 Unit& unit = units[slot.index];
                 unit.count = count, unit.position = (here.begin + first) * TILE, unit.length = here.length, unit.turn = turn;
-                unit.head = head, unit.columns = min(columns, group * T - column0);
+                unit.head = head_here, unit.columns = columns_here;
                 unit.part = whole ? -1 : int(blockIdx.x) * 2 + (first == 0);
                 unit.block = whole ? 0 : here.first_block(), unit.blocks = whole ? 1 : here.blocks();
                 turn = (turn + count) % GROUPS;

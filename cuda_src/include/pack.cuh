@@ -3,9 +3,10 @@
 
 namespace ptxlab {
 
-// The low bytes of four.
-__device__ __forceinline__ unsigned low_bytes(const int* x) {
-    return __byte_perm(__byte_perm(x[0], x[1], 0x0040), __byte_perm(x[2], x[3], 0x0040), 0x5410);
+// Byte AT of each of four words.
+template <int AT>
+__device__ __forceinline__ unsigned bytes_of(const int* x) {
+    return __byte_perm(__byte_perm(x[0], x[1], AT | (AT + 4) << 4), __byte_perm(x[2], x[3], AT | (AT + 4) << 4), 0x5410);
 }
 
 // The larger one, or NaN if one of them is (PTX ISA 9.7.3 max.NaN).

@@ -27,6 +27,9 @@ struct Segments {
         return quotient;
     }
 
+    // The same rounded down.
+    static __device__ __forceinline__ int div(int a, int b) { return ceil_div(a + 1, b) - 1; }
+
     Segments() = default;
 
     // Every lane has equally many sequences, one after the other: the first one's length, to be on its way early.
@@ -72,7 +75,7 @@ struct Segments {
 #pragma unroll 1
         while ((before + pad + tiles) * units <= from) before += pad + tiles, set(lengths[++sequence]);
         const int of_sequence = before * units;
-        unit = ceil_div(from - of_sequence + 1, pad + tiles) - 1;
+        unit = div(from - of_sequence, pad + tiles);
         start = of_sequence + unit * (pad + tiles);
         if (more() && count() <= 0) advance();
     }
@@ -82,7 +85,7 @@ struct Segments {
     __device__ __forceinline__ int first() const { return max(0, from - start - pad); }
     __device__ __forceinline__ int count() const { return min(tiles, to - start - pad) - first(); }
     // The blocks that have segments of this unit: the first, and how many.
-    __device__ __forceinline__ int first_block() const { return ceil_div(start + pad + 1, piece) - 1; }
+    __device__ __forceinline__ int first_block() const { return div(start + pad, piece); }
     __device__ __forceinline__ int blocks() const { return ceil_div(start + pad + tiles, piece) - first_block(); }
 
     // On to the next segment that has a tile.

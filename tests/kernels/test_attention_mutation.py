@@ -44,13 +44,13 @@ MMA = (
     ("0x1p24f / count_of(r)", "0x1p24f"),
 )
 HOPPER = (
-    ("(value + 128) >> 8", "value >> 8"),
+    ("bits[i] + 128", "bits[i]"),
     ("LARGEST = 32512;", "LARGEST = 32767;"),
     ("word & 0xf0f0f0f0u", "word & 0x70f0f0f0u"),
     ("* 16 + sums", "+ sums"),
     ("with_byte(0) * 256", "with_byte(0) * 255"),
-    ("? ptxlab::low_bytes(low) : ptxlab::low_bytes(high)", "? ptxlab::low_bytes(high) : ptxlab::low_bytes(high)"),
-    ("to[((NIBBLES + n) * 32 + lane) * K_WORDS + w] = ptxlab::low_bytes(low);", ""),
+    ("g % 2 ? bytes[1] : bytes[0]", "bytes[0]"),
+    ("if (!PAIRED) to", "if (!PAIRED && i == 0) to"),
     ("sum * -TIMES", "-sum"),
     ("LOG2E / TIMES", "LOG2E"),
     ("here.length - T + 1 + token", "here.length - T + token"),
