@@ -120,7 +120,7 @@ def kernels_table(record: Record | None) -> str:
     in_turn = sum(p.row.time_us < p.cost.in_turn_us for p in every)
     overlapped = sum(p.row.time_us < p.cost.overlapped_us for p in every)
     note = (
-        f"{len(every)} points of `ptxlab bench gemm`, {record.date[:10]}, commit {record.commit[:10]}, of which"
+        f"{len(every)} points of `ptxlab bench gemm`, {record.date[:10]}, commit {record.revision}, of which"
         f" {in_turn} took less than in turn and {overlapped} less than overlapped. α: instructions of a thread per"
         " weight in the main loop's machine code (W8A8 unpacks nothing; of `gemm_w4a8_small_sm90` those of its"
         " dequantiser alone)."

@@ -145,7 +145,7 @@ def _origin(record: Record, rows: list[Row]) -> str:
     sentences = [
         f"Groups of {rows[0].sizes['g']}, FP16 out, {orders} activations with their token sums from the quantiser.",
         f"Measured on one {record.device['name']}: `ptxlab bench gemm`, {record.date[:10]}, commit"
-        f" {record.commit[:10]}; cuBLAS in the same run, QServe, QQQ and FP8 per row before that on an H200 too"
+        f" {record.revision}; cuBLAS in the same run, QServe, QQQ and FP8 per row before that on an H200 too"
         " ([peers](notebooks/results/h200/peers/README.md)).",
     ]
     if scaled:

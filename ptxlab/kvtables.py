@@ -156,7 +156,7 @@ def _origin(record: Record, rows: list[Row]) -> str:
     sentences = [
         "Head dim 128, FP16, pages of 64 tokens in random order; every result checked against float64 within the spec's"
         f" bound. Measured on one {record.device['name']}: `ptxlab bench attention`, {record.date[:10]}, commit"
-        f" {record.commit[:10]}, read ceiling {record.ceilings['read_tbps']:.2f} TB/s.",
+        f" {record.revision}, read ceiling {record.ceilings['read_tbps']:.2f} TB/s.",
     ]
     if factors:
         sentences.append(

@@ -180,7 +180,7 @@ def _origin(record: Record) -> str:
     scaled = [factor for times, factor in factors.values() if times and factor != 1.0]
     known = sum(bool(times) for times, _ in factors.values())
     tokens = ", ".join(map(str, TOKENS))
-    run = f"`ptxlab bench gemm`, {record.date[:10]}, commit {record.commit[:10]}"
+    run = f"`ptxlab bench gemm`, {record.date[:10]}, commit {record.revision}"
     sentences = [
         f"Geometric means over {matrices} matrices; over QServe and cuBLAS also over M = {tokens}.",
         _COUNTED_LOOP,

@@ -89,7 +89,7 @@ def _origin(gpu: str, suite: str) -> str:
     """Where a record's figures come from, in a sentence."""
     record = bench.load(sources.results_dir() / gpu / f"{suite}.json")
     ceilings = ", ".join(f"{name.removesuffix('_tbps')} {value:.2f} TB/s" for name, value in record.ceilings.items())
-    origin = f"`ptxlab bench {suite}`, {record.date[:10]}, commit {record.commit[:10]}"
+    origin = f"`ptxlab bench {suite}`, {record.date[:10]}, commit {record.revision}"
     return f"Measured on one {record.device['name']}: {origin}; ceilings of the same run: {ceilings}."
 
 

@@ -66,7 +66,7 @@ class Kernel:
         """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
         if self.source.language == "ptx":
             return _parsed(self.source.text, self.source.path)
-        arch = max(_WAITING_ARCH if self.waits else _EMULATED_ARCH, self.arch or "", key=_number)
+        arch = max(self.arch or "", _WAITING_ARCH if self.waits else _EMULATED_ARCH, key=_number)
         image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
         return _parsed(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
 

@@ -8,6 +8,7 @@ import pytest
 
 from ptxlab import kernels, toolchain, verify
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, WrongByDesign
 
@@ -143,3 +144,9 @@ def test_a_kernel_that_waits_is_emulated_where_there_is_such_a_wait() -> None:
     assert verify.verify(job).passed
     found = verify.verify(replace(job, source=replace(source, text=source.text.replace("ptxlab::wait_for_p", "// "))))
     assert not found.passed and "ahead of griddepcontrol.wait" in found.detail
+
+
+def test_a_kernel_of_one_architecture_is_emulated_as_that() -> None:
+    spec, (source,) = kernels.find("attention_kv4_sm90")
+    kernel = Kernel.of(spec, source, spec.config_for(spec.example_sizes[0]))
+    assert kernel.module.target == "sm_90a"

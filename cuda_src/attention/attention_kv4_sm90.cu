@@ -32,8 +32,8 @@
 //            32 / 32       20.3 us 0.76  68.8 us 0.90  258 us 0.96   9.1 us 0.43   256 us 0.97   38.5 us 0.81
 //            32 / 8        8.2 us 0.47   21.0 us 0.74  69.8 us 0.89  7.2 us 0.13   68.7 us 0.90  13.8 us 0.56
 //            64 / 8        8.8 us 0.44   22.3 us 0.70  71.4 us 0.87  8.1 us 0.12   70.0 us 0.89  14.9 us 0.52
-// PTX ISA    9.7.14.5.8, 9 mma.m16n8k16 (.f16), m16n8k32 (.u8.s8); 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp;
-//            9.7.13.5 atom; 9.7.13.13 griddepcontrol
+// PTX ISA    9.7.14.5.8, 9 mma.m16n8k16 (.f16), m16n8k32 (.u8.s8, .s8.s8); 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier;
+//            9.7.13.16 elect; 9.7.3 ex2, lg2, rcp; 9.7.1 dp4a; 9.7.13.5 atom; 9.7.13.13 griddepcontrol
 #include "griddep.cuh"
 #include "mbarrier.cuh"
 #include "pack.cuh"
@@ -82,6 +82,7 @@ constexpr bool SIGNED = BITS == 8 && CHANNEL;                  // integers
 constexpr u32 FLIP = SIGNED ? 0x80808080u : 0;                 // values s8 as u8 with a zero of 128
 constexpr u32 NEUTRAL = 0x00003c00, ONES = 0x3c003c00;         // (scale 1, zero 0) of tokens that there are not; two zeros of 1
 constexpr int LARGEST = 32512;                                 // of a query's integers, 127 * 256: so the high byte is one
+static_assert(D * (BITS == 8 ? 255ll : 15ll * 16) * LARGEST < 1ll << 31);
 static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16 && (COLUMNS == 4 || COLUMNS == 8));
 
 using Segments = ptxlab::Segments<EXTRA, GROUPS>;
@@ -388,7 +389,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
         }
         ptxlab::mbarrier_arrive(&ready[slot.index]);
         for (int s = blockIdx.x; s < B; s += gridDim.x)                     // nobody's: sequences of no tokens
-            if (lengths[s] == 0) {
+            if (lengths[s] <= 0) {
                 for (size_t i = lane; i < size_t(T) * Hq * D / 2; i += 32) reinterpret_cast<u32*>(out)[size_t(s) * T * Hq * D / 2 + i] = 0;
                 for (int i = lane; lse && i < T * Hq; i += 32) lse[size_t(s) * T * Hq + i] = -ptxlab::infinity();
             }

@@ -76,13 +76,13 @@ struct Row {
     // Divided by the sum of weights, and the natural logarithm of the sum of e^score; of no weights 0 and -inf. f16 (KIND 0) or bf16 (1).
     template <int KIND>
     __device__ __forceinline__ void store(unsigned short* out, float* lse, size_t at) const {
-        const float inverse = sum > 0 ? reciprocal_approx(sum) : 0;
+        const float inverse = sum == 0 ? 0 : reciprocal_approx(sum);  // NaN stays so
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
             if (mine(p))
                 *reinterpret_cast<uint2*>(out + at * DIM + dim(p)) =
                     make_uint2(rounded_pair<KIND>(v[p].x * inverse, v[p].y * inverse), rounded_pair<KIND>(v[p].z * inverse, v[p].w * inverse));
-        if (lse && threadIdx.x % 32 == 0) lse[at] = sum > 0 ? (largest + log2_approx(sum)) * 0.693147181f : -infinity();
+        if (lse && threadIdx.x % 32 == 0) lse[at] = sum == 0 ? -infinity() : (largest + log2_approx(sum)) * 0.693147181f;
     }
 };
 

@@ -19,7 +19,7 @@ struct Segments {
     int sequence, unit, length;  // of this segment
     int start, begin, tiles, pad;  // of its unit: where it lies among all costs; its first tile in the window; how many; what is before them
 
-    // a / b rounded up, for 0 <= a and 1 <= b, in half the instructions of a division: from below, in float.
+    // a / b rounded up, for 0 <= a, 1 <= b and a + b < 2^31, in half the instructions of a division: from below, in float.
     static __device__ __forceinline__ int ceil_div(int a, int b) {
         int quotient = int(float(a) * reciprocal_approx(float(b)) * 0.999999f);
 #pragma unroll 1

@@ -108,6 +108,11 @@ class Record:
     invalid: str = ""
     schema: int = SCHEMA
 
+    @property
+    def revision(self) -> str:
+        """The commit as tables name it: its first ten digits, and the `+`."""
+        return self.commit[:10] + "+" * self.commit.endswith("+")
+
     def to_json(self) -> dict[str, Any]:
         """The record as JSON-ready values."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows]}

@@ -39,12 +39,12 @@ RECIPROCALS = Source.from_text(
 
 extern "C" __global__ void reciprocals(unsigned long long* wrong) {  // of every x, 2^-126 <= x <= 2^126
     const unsigned first = 0x00800000, last = 0x7e800000;
-    unsigned long long here = 0;
+    unsigned long long here = 0, tried = 0;
     for (unsigned i = first + blockIdx.x * blockDim.x + threadIdx.x; i <= last; i += gridDim.x * blockDim.x) {
         const float x = __uint_as_float(i);
-        here += ptxlab::reciprocal(x) != __frcp_rn(x) || ptxlab::reciprocal(-x) != -__frcp_rn(x);
+        here += ptxlab::reciprocal(x) != __frcp_rn(x) || ptxlab::reciprocal(-x) != -__frcp_rn(x), ++tried;
     }
-    atomicAdd(wrong, here);
+    atomicAdd(wrong, here), atomicAdd(wrong + 1, tried);
 }
 """,
     "<reciprocals>",
@@ -215,6 +215,6 @@ def test_one_correction_makes_a_quotient_right() -> None:
 @ON_GPU
 def test_reciprocals_without_a_branch_are_those_of_ieee() -> None:
     """In the emulator rcp.approx is a rounded quotient anyway."""
-    wrong = gpu.to_device(np.ones(1, np.uint64))
+    wrong = gpu.to_device(np.zeros(2, np.uint64))
     gpu.launch(gpu.load(RECIPROCALS, "reciprocals"), [wrong], Launch((1024, 1, 1), (256, 1, 1)))
-    assert gpu.to_host(wrong)[0] == 1
+    assert gpu.to_host(wrong).tolist() == [0, 0x7E800000 - 0x00800000 + 1]

@@ -12,8 +12,8 @@ from ptxlab.layout import KVCache
 from ptxlab.layout.pages import page_bytes
 from ptxlab.spec import Arg, Arrays, Launch, Sizes
 
-COLUMNS, TILE = 8, 64  # as in the kernel
-SLOTS, UNITS = 2, 4  # units whose sums are in shared memory, units in flight
+COLUMNS, TILE = 8, 64  # of a unit at most; tokens
+SLOTS = 2  # units whose sums are in shared memory; twice as many are in flight
 SMS = 132  # of an H200, for which tiles are chosen
 _SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
 _FEW, _LITTLE = 256, 4096  # tiles altogether
@@ -48,10 +48,9 @@ def room_for(columns: int) -> int:
 def shared_bytes(tile: Tile, s: Sizes) -> int:
     """Dynamic shared memory of a block: the ring, queries of the units in flight, the warps' sums."""
     stage = 2 * TILE // s["page"] * page_bytes(scheme_of(s["bits"], s["channel"]), s["page"], s["D"])
-    room = room_for(columns_of(s))
-    query = room * (s["D"] * 2 + 8)
-    sums = tile.WARPS * columns_of(s) * (16 + 4 * (s["D"] + 4))
-    return tile.STAGES * stage + UNITS * query + SLOTS * sums
+    query = s.get("COLUMNS", room_for(columns_of(s))) * (s["D"] * 2 + 8)
+    sums, slots = tile.WARPS * columns_of(s) * (16 + 4 * (s["D"] + 4)), s.get("SLOTS", SLOTS)
+    return tile.STAGES * stage + 2 * slots * query + slots * sums
 
 
 def blocks_for(s: Sizes, sms: int = SMS) -> int:
@@ -62,7 +61,8 @@ def blocks_for(s: Sizes, sms: int = SMS) -> int:
 def choose_tile(s: Sizes) -> Tile:
     """Measured: two small blocks per SM hide each other's ends where there are many units; one large block has fewer
     parts to put together. Of little work, or more of long and light units, two warps share a tile, of few tiles four,
-    so that its last ones are done sooner. Rings are short: tiles come sooner if fewer are asked for at once."""
+    so that its last ones are done sooner; heavy ones are better off with one large block than with two small ones.
+    Rings are short: tiles come sooner if fewer are asked for at once."""
     units = s["B"] * s["Hkv"] * -(-s["Hq"] // s["Hkv"] * s["T"] // COLUMNS)
     tiles = units * -(-s["P"] * s["page"] // TILE)
     columns = columns_of(s)
@@ -120,7 +120,7 @@ def roundings_of(D: int, channel: bool) -> Roundings:
     """Of queries that are integers of 16 bits; low nibbles of values are summed in their bytes."""
     return replace(
         sm80.roundings_of(D, channel),
-        score=(D // 4 + 16) * SINGLE,
+        score=((D // 4 if channel else 0) + 16) * SINGLE,
         query=0.51 / _LARGEST,
         aligned=_ALIGNED,
         in_bytes=True,
@@ -129,6 +129,12 @@ def roundings_of(D: int, channel: bool) -> Roundings:
 
 
 _PARTS = {"partial": ("blocks", "2", "min(8, Hq//Hkv*T)", "D"), "stats": ("blocks", "2", "min(8, Hq//Hkv*T)", "2")}
+
+_REASON = (
+    "in float64 on the dequantised integers; a query is rounded to 1/32512 of its largest element, scores are exact "
+    "sums of integers; an MMA of values truncates each of 17 terms to 25 bits of the largest, and takes a subnormal "
+    "integer for 2^10 in that; a weight times its value's scale, or by channel the weight, is rounded to FP16"
+)
 
 SM90 = replace(
     MMA,
@@ -148,6 +154,7 @@ SM90 = replace(
     pack=_pack,
     reference=_reference,
     bound=_bound,
+    tolerance_reason=_REASON,
     arch="sm_90a",
     exact_arch=True,
     after_wait=("q", "pool"),
