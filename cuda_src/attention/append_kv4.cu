@@ -49,7 +49,6 @@ constexpr int FEATURES = D * BITS / 8;                        // bytes of a row
 constexpr int PAGE_BYTES = PAGE * (FEATURES + (CHANNEL ? 0 : 4));
 constexpr int UNIT = 32;                                      // bytes, of which rows and pages are multiples
 constexpr unsigned NOWHERE = ~0u;
-constexpr float SHIFT = 12582912.0f;                          // 1.5 * 2^23 leaves no bits behind the point
 constexpr bool STREAMED = ROPE && ROWS > 1;                   // rows are evicted first
 constexpr int BLOCKS = ROWS < 4 ? 4 : CHANNEL ? 3 : 2;        // of a multiprocessor at least: 64, 80 or 128 registers
 
@@ -175,7 +174,7 @@ struct Corrected {
 };
 
 // The integer next to a quotient of more than -2^22.
-__device__ __forceinline__ int rounded(float quotient) { return __float_as_int(__fadd_rn(quotient, SHIFT)) - __float_as_int(SHIFT); }
+__device__ __forceinline__ int rounded(float quotient) { return __float_as_int(__fadd_rn(quotient, ptxlab::SHIFT)) - __float_as_int(ptxlab::SHIFT); }
 
 __device__ __forceinline__ int level(float quotient, int zero) { return max(min(rounded(quotient) + zero, LEVELS), 0); }
 

@@ -32,6 +32,7 @@
 //            32 / 32       20.3 us 0.76  68.8 us 0.90  258 us 0.96   9.1 us 0.43   256 us 0.97   38.5 us 0.81
 //            32 / 8        8.2 us 0.47   21.0 us 0.74  69.8 us 0.89  7.2 us 0.13   68.7 us 0.90  13.8 us 0.56
 //            64 / 8        8.8 us 0.44   22.3 us 0.70  71.4 us 0.87  8.1 us 0.12   70.0 us 0.89  14.9 us 0.52
+// Record     is of commit f1f0186: since then queries are prepared, and the loop's addresses worked out, in fewer instructions.
 // PTX ISA    9.7.14.5.8, 9 mma.m16n8k16 (.f16), m16n8k32 (.u8.s8, .s8.s8); 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier;
 //            9.7.13.16 elect; 9.7.3 ex2, lg2, rcp; 9.7.1 dp4a; 9.7.13.5 atom; 9.7.13.13 griddepcontrol
 #include "griddep.cuh"
@@ -77,7 +78,6 @@ constexpr int FRAGMENTS = SETS * NIBBLES * K_WORDS * 128, QUERY = FRAGMENTS + CO
 constexpr int UNITS = 2 * SLOTS, LAG = SLOTS - 1;              // units in flight; by how many the sums are put together later
 constexpr int EXTRA = 4;                                       // cost of a unit of few tiles, in tiles, beside them
 constexpr float LOWEST = -1e30f, LOG2E = 1.44269504f;          // LOWEST: below any score, yet finite
-constexpr float SHIFT = 12582912.0f;                           // 1.5 * 2^23
 constexpr bool SIGNED = BITS == 8 && CHANNEL;                  // integers
 constexpr u32 FLIP = SIGNED ? 0x80808080u : 0;                 // values s8 as u8 with a zero of 128
 constexpr u32 NEUTRAL = 0x00003c00, ONES = 0x3c003c00;         // (scale 1, zero 0) of tokens that there are not; two zeros of 1
@@ -348,9 +348,9 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 for (int n = 0; n < NIBBLES; ++n) {
                     int bits[4], upper[4];
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {                            // SHIFT leaves no bits behind the point: the integer is the low ones
-                        const float value = fmaf(x[w][n * 4 + i], power, SHIFT);
-                        if (CHANNEL && !SIGNED) sum += (value - SHIFT) * k_zero[head_here * D + dim(w) + n * 4 + i];
+                    for (int i = 0; i < 4; ++i) {
+                        const float value = fmaf(x[w][n * 4 + i], power, ptxlab::SHIFT);
+                        if (CHANNEL && !SIGNED) sum += (value - ptxlab::SHIFT) * k_zero[head_here * D + dim(w) + n * 4 + i];
                         bits[i] = __float_as_int(value), upper[i] = bits[i] + 128;
                     }
                     const u32 bytes[2] = {ptxlab::bytes_of<1>(upper), ptxlab::bytes_of<0>(bits)};

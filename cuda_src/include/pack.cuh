@@ -1,7 +1,9 @@
-// Bytes into a word, and what goes with quantising: the largest of numbers of which one may be a NaN.
+// What goes with quantising: integers out of floats, their bytes into words, the largest of numbers of which one may be a NaN.
 #pragma once
 
 namespace ptxlab {
+
+constexpr float SHIFT = 12582912.0f;  // 1.5 * 2^23: what is added to it loses the bits behind the point, and is an integer in the low bits
 
 // Byte AT of each of four words.
 template <int AT>

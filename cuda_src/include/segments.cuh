@@ -5,6 +5,7 @@
 namespace ptxlab {
 
 constexpr int TILE = 64;  // tokens
+constexpr int NO_WINDOW = 0x7fffff00;  // tokens: more than any sequence has, and yet far enough from the largest s32
 constexpr int SLACK = 4;  // tiles more than its share that a block may get, so that no unit has to be put together
 
 // Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are ordered by sequence, then
@@ -42,7 +43,7 @@ struct Segments {
     // All lanes of a warp together. A block runs through this once, with nothing to do meanwhile, and most of the time waits for instructions:
     // few of them matter more than fast ones.
     __device__ __forceinline__ Segments(const int* lengths, int nearest, int sequences, int units, int queries, int window)
-        : lengths(lengths), units(units), queries(queries), window(window > 0 ? window : 0x7fffff00) {
+        : lengths(lengths), units(units), queries(queries), window(window > 0 ? window : NO_WINDOW) {
         const int share = share_of(sequences), first = threadIdx.x % 32 * share;
         int mine = 0, most = 0, next = nearest;
 #pragma unroll 1
@@ -103,7 +104,8 @@ struct Segments {
 
   private:
     __device__ __forceinline__ void set(int tokens) {
-        length = max(0, tokens), begin = window < 0x7fffff00 ? unsigned(max(0, length - queries + 1 - window)) / TILE : 0;
+        // The condition changes no result: without it ptxas keeps fewer registers, and works out addresses in the loops of both kernels.
+        length = max(0, tokens), begin = window < NO_WINDOW ? unsigned(max(0, length - queries + 1 - window)) / TILE : 0;
         tiles = int(unsigned(length + TILE - 1) / TILE) - begin;
         pad = length > 0 ? max(0, PAD - tiles / 4) : 0;
     }

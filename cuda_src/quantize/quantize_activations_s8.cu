@@ -80,7 +80,7 @@ __device__ __forceinline__ uint4 quantize(const Chunk& c, const Divider& divide)
     for (int w = 0; w < 4; ++w) {
         int q[4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) q[i] = __float_as_int(divide(c[4 * w + i]) + 12582912.0f);
+        for (int i = 0; i < 4; ++i) q[i] = __float_as_int(divide(c[4 * w + i]) + ptxlab::SHIFT);
         words[w] = ptxlab::bytes_of<0>(q);
     }
     return {words[0], words[1], words[2], words[3]};

@@ -121,7 +121,7 @@ def roundings_of(D: int, channel: bool) -> Roundings:
     return replace(
         sm80.roundings_of(D, channel),
         score=((D // 4 if channel else 0) + 16) * SINGLE,
-        query=0.51 / _LARGEST,
+        query=0.51 / _LARGEST,  # a half, and what the reciprocal of the unit adds to the largest
         aligned=_ALIGNED,
         in_bytes=True,
         in_integers=True,
