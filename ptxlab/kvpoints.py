@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ptxlab import bench, sources
 from ptxlab.bench import append, kvmerge
-from ptxlab.bench.attention import EVEN, LADDER, MEASURE, RAGGED, WITH_APPEND
+from ptxlab.bench.attention import EVEN, LADDER, MEASURE, PROGRAMMATIC, RAGGED, WITH_APPEND
 from ptxlab.bench.kvshapes import BATCHES, LENGTHS, LONG
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import FACTOR
@@ -110,6 +110,11 @@ def single(rows: Iterable[Row]) -> list[Row]:
 def beside_all(rows: Iterable[Row]) -> list[Row]:
     """Those where the stored peers are known too."""
     return [row for row in rows if FACTOR in row.more]
+
+
+def programmatic(rows: Iterable[Row]) -> list[float]:
+    """Of the floor, where a launch may begin before the one before it has ended; of rows that say so."""
+    return [row.floor_us / row.more[PROGRAMMATIC] for row in rows if PROGRAMMATIC in row.more]
 
 
 def over_eight_bits(rows: Iterable[Row]) -> list[float]:

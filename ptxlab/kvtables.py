@@ -20,6 +20,7 @@ from ptxlab.kvpoints import (
     merges,
     over_eight_bits,
     points,
+    programmatic,
     single,
     steps,
     unequal,
@@ -55,8 +56,14 @@ def means_table(record: Record | None) -> str:
         alone = [row for row in rows if heads(row) == pair]
         behind = [row for row in batched(behind_append(record)) if heads(row) == pair]
         speeds = [mean(over(alone)), mean(over_eight_bits(alone)), mean(over(behind, QSERVE))]
-        lines.append([_of(*pair), f"{fraction(alone):.2f}", *map(_times, speeds)])
-    columns = ["batch 16 and more, means", "of the floor", "over the best peer", "over the best 8-bit peer"]
+        lines.append([_of(*pair), f"{fraction(alone):.2f}", _fraction(mean(programmatic(alone))), *map(_times, speeds)])
+    columns = [
+        "batch 16 and more, means",
+        "of the floor",
+        "programmatic launches",
+        "over the best peer",
+        "over the best 8-bit peer",
+    ]
     table = markdown([*columns, "append + attention over QServe KV4"], lines)
     return f"{table}\n{_slower_points(points(record))}\n"
 
@@ -114,6 +121,10 @@ def others_table(record: Record | None) -> str:
         fused = row.more["fused_us"]
         lines.append([what, f"{row.time_us:.1f} µs", f"{fused:.1f} µs", f"{row.time_us / fused:.2f}"])
     return markdown(["", "time", "beside", "ratio"], lines) if lines else _MISSING
+
+
+def _fraction(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.2f}"
 
 
 def _of(Hq: int, Hkv: int) -> str:

@@ -11,6 +11,7 @@ from ptxlab.bench.stored import FACTOR, stored_attention, stored_peers
 from ptxlab.kernels.attention.steps import STEPS
 
 SLOWDOWN = 1.04  # time over the floor, of all that is ours
+EARLY = 1.02  # the same, launched before the launch before has ended
 READ, COPY = 4.6, 4.2  # TB/s
 
 
@@ -49,7 +50,8 @@ def point(batch: Batch) -> Iterator[Row]:
     here = {name: slower * then[name] for name in NAMES} if then else dict.fromkeys(NAMES, 1e4)
     others, factor = stored_peers(batch.place, here, stored_attention(), NAMES)
     more = {FACTOR: factor} if others else {}
-    yield of("attention", batch, peers={**here, **others}, more=more, face="attention_kv4")
+    early = {attention.PROGRAMMATIC: of("", batch).floor_us * EARLY}
+    yield of("attention", batch, peers={**here, **others}, more={**more, **early}, face="attention_kv4")
     behind = {name: us for name, us in others.items() if name.startswith(("qserve", "lserve"))}
     yield of(attention.WITH_APPEND, batch, 1.1, peers=behind, more={**more, "plain_us": 1.0}, face="attention_kv4")
 

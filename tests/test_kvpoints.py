@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from ptxlab import figures, headline, kvpoints, kvtables, kvtargets, ladder, plot, report
+from ptxlab.bench.attention import PROGRAMMATIC
 from ptxlab.bench.kvshapes import BATCHES, HEADS, points
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.kernels.attention.steps import STEPS
 from ptxlab.targets import Target
 from tests import kv_record
-from tests.kv_record import SLOWDOWN
+from tests.kv_record import EARLY, SLOWDOWN
 
 RECORD = kv_record.record()
 POINTS = kvpoints.points(RECORD)
@@ -88,6 +89,12 @@ def test_one_slow_point_is_found() -> None:
     assert target("of the floor where that is 60 to 240 µs", slow).verdict == "met"
     assert "Slower than a peer: heads 32/8, 256 x 4096 (0.0" in kvtables.means_table(slow)
     assert "No peer is faster" in kvtables.means_table(RECORD)
+
+
+def test_programmatic_launches_stand_beside_plain_ones() -> None:
+    assert f"| {1 / SLOWDOWN:.2f} | {1 / EARLY:.2f} |" in kvtables.means_table(RECORD)
+    without = changed(lambda row: replace(row, more={k: v for k, v in row.more.items() if k != PROGRAMMATIC}))
+    assert f"| {1 / SLOWDOWN:.2f} |  |" in kvtables.means_table(without)
 
 
 def test_what_is_not_in_the_record_is_not_judged() -> None:

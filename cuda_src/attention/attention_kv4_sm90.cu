@@ -6,8 +6,10 @@
 //            the page (CHANNEL 0), or per channel, f32 [Hkv, D] (CHANNEL 1, where 8 bits are signed and have no zero).
 //            T queries of a sequence and all heads of a group are one unit's columns, up to 8; more are several units.
 // Work       all tiles (64 tokens) of all units, in equal pieces over the blocks, worked out by each from `lengths` (segments.cuh): a block
-//            has segments, of which the first and the last may be parts of units. Such parts go to `partial`, and the last block that has
-//            written its part puts them together in the order of the tokens (FUSED; else attention_merge): same input, same bits.
+//            has segments, of which the first and the last may be parts of units. The block in which a unit begins, its last one, puts the
+//            parts together, in the order of the tokens: same input, same bits. The others hand theirs over (mailbox.cuh), most of them as the
+//            first thing they do, so that nobody waits; a counter of those that are done took 1.2 us each time, for fence and atomic.
+//            Who waits, waits for blocks behind it: of a unit only one does, so that on a busy GPU too all the others end and make room.
 // Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies, one prepares queries:
 //            both work out the block's share of the work, as to hand it over would take longer.
 //            full, empty   a place of the ring: keys and values of a tile are there; its warps are done with it. One group has it for ever,
@@ -34,7 +36,7 @@
 //            64 / 8        8.8 us 0.44   22.3 us 0.70  71.4 us 0.87  8.1 us 0.12   70.0 us 0.89  14.9 us 0.52
 // Record     is of commit f1f0186: since then queries are prepared, and the loop's addresses worked out, in fewer instructions.
 // PTX ISA    9.7.14.5.8, 9 mma.m16n8k16 (.f16), m16n8k32 (.u8.s8, .s8.s8); 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier;
-//            9.7.13.16 elect; 9.7.3 ex2, lg2, rcp; 9.7.1 dp4a; 9.7.13.5 atom; 9.7.13.13 griddepcontrol
+//            9.7.13.16 elect; 9.7.3 ex2, lg2, rcp; 9.7.1 dp4a; 9.7.13.13 griddepcontrol
 #include "griddep.cuh"
 #include "mbarrier.cuh"
 #include "pack.cuh"
@@ -42,6 +44,7 @@
 #include "reciprocal.cuh"
 #include "segments.cuh"
 #include "timeline.cuh"
+#include "words.cuh"
 
 #ifndef D
 #define D 128       // of a head: 64, 128, 256
@@ -55,7 +58,6 @@
 #define STAGES 16   // tiles in flight
 #define SLOTS 2     // units whose sums are in shared memory
 #define RESIDENT 1  // blocks per SM
-#define FUSED 1     // units of several blocks: 1 put together by the last of them, 0 left to attention_merge
 #endif
 
 namespace {
@@ -92,7 +94,7 @@ struct Unit {
     int count, position, length;             // tiles, 0 behind the last unit; the first one's first token; tokens of the sequence
     int turn;                                // the group of warps that takes the first tile
     int head, columns;
-    int part, block, blocks;                 // where in the workspace its part is, or -1 if that is all; the blocks that have parts
+    int blocks;                              // that have tiles of it, this one included; 0 where it begins in one before
     int row[COLUMNS], end[COLUMNS];          // of a column: its row of the results; the first token that it does not see
 };
 
@@ -130,22 +132,6 @@ struct Feed {
     }
 };
 
-template <int COUNT>
-__device__ __forceinline__ void load_words(u32 (&w)[COUNT], const void* from) {
-    if constexpr (COUNT == 1) {
-        w[0] = *static_cast<const u32*>(from);
-    } else if constexpr (COUNT == 2) {
-        const uint2 v = *static_cast<const uint2*>(from);
-        w[0] = v.x, w[1] = v.y;
-    } else {
-#pragma unroll
-        for (int i = 0; i < COUNT; i += 4) {
-            const uint4 v = static_cast<const uint4*>(from)[i / 4];
-            w[i] = v.x, w[i + 1] = v.y, w[i + 2] = v.z, w[i + 3] = v.w;
-        }
-    }
-}
-
 // The integers of a word of values as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). The first two have 16 times the high
 // nibbles in them.
 __device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
@@ -170,8 +156,8 @@ __device__ __forceinline__ void multiply_keys(float (&s)[MT][2 * OWN], const uns
 #pragma unroll
         for (int i = 0; i < MT; ++i) {
             const unsigned char* from = keys + row_at(token0 + i * 16) + g * ROW + (c * 4 + t * VECTOR) * 4;
-            load_words(upper[i], from);
-            load_words(lower[i], from + 8 * ROW);
+            ptxlab::load_words(upper[i], from);
+            ptxlab::load_words(lower[i], from + 8 * ROW);
         }
 #pragma unroll
         for (int w = 0; w < VECTOR; w += 2)
@@ -206,8 +192,8 @@ __device__ __forceinline__ void multiply_values(float (&o)[DT][4], const unsigne
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         const unsigned char* from = rows + (h * 8 + t * 2) * ROW + g * V_WORDS * 4;
-        load_words(first[h], from + odd * ROW);
-        load_words(second[h], from + (1 - odd) * ROW);
+        ptxlab::load_words(first[h], from + odd * ROW);
+        ptxlab::load_words(second[h], from + (1 - odd) * ROW);
     }
 #pragma unroll
     for (int w = 0; w < V_WORDS; ++w)
@@ -232,10 +218,8 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                    const float* v_scale, const float* v_zero,
                    unsigned short* out,         // f16 or bf16 [B, T, Hq, D]
                    float* lse,                  // f32 [B, T, Hq], or null
-                   float* partial,              // f32 [gridDim.x, 2, columns, D]: sums of 2^(score - largest) * value
-                   float2* stats,               // f32 [gridDim.x, 2, columns, 2]: the largest score, the sum of 2^(..)
-                   int* segments,               // s32 FUSED: [gridDim.x, columns], zeros before and after; else
-                                                // [gridDim.x, 2]: the unit that begins in part 1, and the blocks that have of it
+                   u32* partial,                // u32 [gridDim.x, columns, D]: sums of 2^(score - largest) * value that a block hands over
+                   u32* stats,                  // u32 [gridDim.x, columns, 2]: their largest score, sum of 2^(..); both 0 before and after
                    float softmax_scale, int B, int T, int Hq, int Hkv, int P, int window) {
     extern __shared__ __align__(128) unsigned char ring[];                   // [STAGES][STAGE]
     __shared__ u64 full[STAGES], empty[STAGES], ready[UNITS], summed[UNITS], cleared[UNITS];
@@ -290,12 +274,12 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     }
 
     unsigned char* const queries = ring + STAGES * STAGE;                    // [UNITS][QUERY]
-    float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);             // [SLOTS][WARPS][columns]: largest, sum, zeros
+    float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);             // [SLOTS][columns][WARPS]: largest, sum, zeros
     float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);   // [SLOTS][WARPS][columns][PITCH]
+    const auto place_of = [&](int column) { return column % OWN * ((columns + 1) / 2) + column / OWN; };  // of columns, so that lanes store to all banks
 
     if (warp == QUERIES) {  // records of units; queries -> operand B
         ptxlab::Slot<UNITS> slot;
-        int2 begun = make_int2(0, 0);                                        // the unit of several blocks that begins here, and how many
         int turn = 0;
         const auto dim = [&](int w) { return (w / VECTOR * VECTOR * 4 + t * VECTOR + w % VECTOR) * PER_WORD; };  // that meets word w of the lane's keys
         const int mine = PAIRED ? g / 2 : g;
@@ -312,7 +296,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             for (int w = 0; w < K_WORDS; ++w) {
 #pragma unroll
                 for (int r = 0; r < PER_WORD / 2; ++r) next[w][r] = 0;
-                if (column < group * T) load_words(next[w], from + dim(w));
+                if (column < group * T) ptxlab::load_words(next[w], from + dim(w));
             }
         };
         ptxlab::wait_for_predecessors();
@@ -339,7 +323,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             PHASE(WAIT_GROUP);
             ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);    // the unit that was in this slot is done
             PHASE(SETUP);
-            u32* to = reinterpret_cast<u32*>(queries + slot.index * QUERY);
+            u32 query[SETS][NIBBLES][K_WORDS];
             float sum = 0;
             int sums[2] = {};                                                // of high bytes, of low ones
 #pragma unroll
@@ -355,12 +339,12 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     }
                     const u32 bytes[2] = {ptxlab::bytes_of<1>(upper), ptxlab::bytes_of<0>(bits)};
 #pragma unroll
-                    for (int i = 0; i < 2; ++i) {
-                        sums[i] = __dp4a(int(bytes[i]), 0x01010101, sums[i]);
-                        if (!PAIRED) to[((i * NIBBLES + n) * 32 + lane) * K_WORDS + w] = bytes[i];
-                    }
-                    if (PAIRED) to[(n * 32 + lane) * K_WORDS + w] = g % 2 ? bytes[1] : bytes[0];
+                    for (int i = 0; i < 2; ++i) sums[i] = __dp4a(int(bytes[i]), 0x01010101, sums[i]);
+                    if (PAIRED) query[0][n][w] = g % 2 ? bytes[1] : bytes[0];
+                    else query[0][n][w] = bytes[0], query[SETS - 1][n][w] = bytes[1];
                 }
+#pragma unroll
+            for (int i = 0; i < SETS * NIBBLES; ++i) ptxlab::store_words(queries + slot.index * QUERY + (i * 32 + lane) * K_WORDS * 4, query[i / NIBBLES][i % NIBBLES]);
             if (!CHANNEL) sum = float(sums[0] * 256 + sums[1]);
             sum += __shfl_xor_sync(~0u, sum, 1);
             sum += __shfl_xor_sync(~0u, sum, 2);
@@ -371,22 +355,16 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             }
             if (lane == 0) {
                 const int first = here.first(), count = here.count();
-                const bool whole = count == here.tiles;
                 Unit& unit = units[slot.index];
                 unit.count = count, unit.position = (here.begin + first) * TILE, unit.length = here.length, unit.turn = turn;
                 unit.head = head_here, unit.columns = columns_here;
-                unit.part = whole ? -1 : int(blockIdx.x) * 2 + (first == 0);
-                unit.block = whole ? 0 : here.first_block(), unit.blocks = whole ? 1 : here.blocks();
+                unit.blocks = first > 0 ? 0 : count == here.tiles ? 1 : here.blocks();
                 turn = (turn + count) % GROUPS;
-                if (!whole && first == 0) begun = make_int2(here.sequence * (Hkv * splits) + here.unit, here.blocks());
             }
             ptxlab::mbarrier_arrive(&ready[slot.index]);
         }
         ptxlab::mbarrier_wait(&cleared[slot.index], slot.parity ^ 1);
-        if (lane == 0) {
-            units[slot.index].count = 0;
-            if (!FUSED) reinterpret_cast<int2*>(segments)[blockIdx.x] = begun;
-        }
+        if (lane == 0) units[slot.index].count = 0;
         ptxlab::mbarrier_arrive(&ready[slot.index]);
         for (int s = blockIdx.x; s < B; s += gridDim.x)                     // nobody's: sequences of no tokens
             if (lengths[s] <= 0) {
@@ -407,13 +385,14 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             const int from = lane % LANES;
             const bool active = from < WARPS && (from / SHARE - unit.turn + GROUPS) % GROUPS < unit.count;
             const u32 all_active = __ballot_sync(~0u, active);
-            const float4 mine = active ? warp_stats[(sums + from) * columns + c] : make_float4(LOWEST, 0, 0, 0);
+            const float4 mine = active ? warp_stats[(number % SLOTS * columns + c) * WARPS + from] : make_float4(LOWEST, 0, 0, 0);
             ptxlab::Row<D> row = {};
             row.largest = mine.x;
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2) row.largest = fmaxf(row.largest, __shfl_xor_sync(~0u, row.largest, step));
             const float factor = ptxlab::exp2_approx(mine.x - row.largest);
             float zeros = mine.z * factor;
+            const float back = BITS == 8 || lane % 2 == 0 ? 0x1p24f : 0x1p20f;  // integers were subnormals
             row.sum = mine.y * factor;
 #pragma unroll
             for (int step = LANES / 2; step > 0; step /= 2) row.sum += __shfl_xor_sync(~0u, row.sum, step), zeros += __shfl_xor_sync(~0u, zeros, step);
@@ -423,7 +402,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 float4 more[row.PIECES] = {};
 #pragma unroll
                 for (int p = 0; p < row.PIECES; ++p)
-                    if ((all_active >> w & 1) && row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + c) * PITCH + row.dim(p));
+                    if ((all_active >> w & 1) && row.mine(p)) more[p] = *reinterpret_cast<const float4*>(warp_sums + ((sums + w) * columns + place_of(c)) * PITCH + row.dim(p));
                 row.add(more, times);
             }
 #pragma unroll
@@ -433,18 +412,15 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                     if (CHANNEL) scale = *reinterpret_cast<const float4*>(v_scale + unit.head * D + row.dim(p));
                     if (CHANNEL) zero = BITS == 8 ? make_float4(128, 128, 128, 128) : *reinterpret_cast<const float4*>(v_zero + unit.head * D + row.dim(p));
                     float4& v = row.v[p];
-                    v = make_float4((v.x - zeros * zero.x) * scale.x, (v.y - zeros * zero.y) * scale.y, (v.z - zeros * zero.z) * scale.z, (v.w - zeros * zero.w) * scale.w);
+                    v = make_float4((v.x * back - zeros * zero.x) * scale.x, (v.y * back - zeros * zero.y) * scale.y,
+                                    (v.z * back - zeros * zero.z) * scale.z, (v.w * back - zeros * zero.w) * scale.w);
                 }
-            const size_t at = unit.row[c];
-            if (unit.part < 0) {
-                row.store<BF16>(out, lse, at);
+            if (unit.blocks == 0) {
+                row.hand_over(partial, stats, size_t(blockIdx.x) * columns + c);
                 continue;
             }
-            row.write(partial, stats, unit.part * size_t(columns) + c);
-            int* counter = segments + unit.block * columns + c;
-            if (!FUSED || !ptxlab::last_of(counter, unit.blocks)) continue;
-            if (lane == 0) *counter = 0;                                     // for the next launch
-            ptxlab::Row<D>::merged(partial, stats, unit.block, unit.blocks, columns, c).store<BF16>(out, lse, at);
+            if (unit.blocks > 1) row.take_over(partial, stats, (size_t(blockIdx.x) + 1) * columns + c, columns, unit.blocks - 1);
+            row.store<BF16>(out, lse, unit.row[c]);
         }
         ptxlab::mbarrier_arrive(&cleared[number % UNITS]);
     };
@@ -464,7 +440,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
 #pragma unroll
             for (int b = 0; b < OWN; ++b) m[b] = LOWEST;
 #pragma unroll
-            for (int i = 0; i < SETS * NIBBLES; ++i) load_words(query[i / NIBBLES][i % NIBBLES], queries + slot * QUERY + (i * 32 + lane) * K_WORDS * 4);
+            for (int i = 0; i < SETS * NIBBLES; ++i) ptxlab::load_words(query[i / NIBBLES][i % NIBBLES], queries + slot * QUERY + (i * 32 + lane) * K_WORDS * 4);
 #pragma unroll
             for (int b = 0; b < OWN; ++b) {
                 const float2 extra = reinterpret_cast<const float2*>(queries + slot * QUERY + FRAGMENTS)[OWN * t + b];
@@ -581,16 +557,16 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             for (int b = 0; b < OWN; ++b) {
 #pragma unroll
                 for (int step = 4; step < 32; step *= 2) l[b] += __shfl_xor_sync(~0u, l[b], step);
-                const int row = (number % SLOTS * WARPS + warp) * columns + OWN * t + b;
-                if (OWN * t + b >= columns) continue;
-                if (g == 0) warp_stats[row] = make_float4(m[b], CHANNEL ? zeros[b] : l[b], zeros[b], 0);
+                const int column = OWN * t + b, row = (number % SLOTS * WARPS + warp) * columns + place_of(column);
+                if (column >= columns) continue;
+                if (g == 0) warp_stats[(number % SLOTS * columns + column) * WARPS + warp] = make_float4(m[b], CHANNEL ? zeros[b] : l[b], zeros[b], 0);
 #pragma unroll
                 for (int e = 0; e < D / 8; e += 4) {                         // two dims of a tile of low halves, two of one of high halves
                     const int low = e / PER_WORD * HALVES + e % PER_WORD / 4, high = low + HALVES / 2;
                     const bool bytes = BITS == 4 && e % PER_WORD < 4;        // their sums have those of the tile behind in them
-                    const float back = bytes || BITS == 8 ? 0x1p24f : 0x1p20f;
-                    const auto sum = [&](int tile, int i) { return (bytes ? o[tile][i] - o[tile + 1][i] : o[tile][i]) * back; };
-                    *reinterpret_cast<float4*>(warp_sums + row * PITCH + g * (D / 8) + e) = make_float4(sum(low, b), sum(low, b + 2), sum(high, b), sum(high, b + 2));
+                    const auto sum = [&](int tile, int i) { return __float_as_uint(bytes ? o[tile][i] - o[tile + 1][i] : o[tile][i]); };
+                    const u32 four[4] = {sum(low, b), sum(low, b + 2), sum(high, b), sum(high, b + 2)};
+                    ptxlab::store_words(warp_sums + row * PITCH + g * (D / 8) + e, four);
                 }
             }
         }

@@ -1,5 +1,6 @@
 // A query's result in a warp's hands: one row of D sums, unnormalised, with the largest score and the sum of the weights that they belong to.
 #pragma once
+#include "mailbox.cuh"
 #include "mma_f16.cuh"
 #include "output.cuh"
 #include "reciprocal.cuh"
@@ -49,7 +50,6 @@ struct Row {
         for (int first = 0; first < count; first += AHEAD) {
             float2 s[AHEAD];
             float4 more[AHEAD][PIECES] = {};
-            float most = row.largest;
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 const size_t at = part(min(first + i, count - 1));
@@ -58,19 +58,71 @@ struct Row {
                 for (int p = 0; p < PIECES; ++p)
                     if (mine(p)) more[i][p] = __ldcg(reinterpret_cast<const float4*>(partial + at * DIM + dim(p)));
             }
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) most = fmaxf(most, s[i].x);
-            const float less = exp2_approx(row.largest - most);
-            row.largest = most, row.sum *= less;
-#pragma unroll
-            for (int p = 0; p < PIECES; ++p) row.v[p].x *= less, row.v[p].y *= less, row.v[p].z *= less, row.v[p].w *= less;
-#pragma unroll
-            for (int i = 0; i < AHEAD; ++i) {
-                const float factor = first + i < count ? exp2_approx(s[i].x - most) : 0;
-                row.add(more[i], factor), row.sum += factor * s[i].y;
-            }
+            row.add_parts(s, more, count - first);
         }
         return row;
+    }
+
+    // `count` parts more, or as many as there are.
+    template <int MOST>
+    __device__ __forceinline__ void add_parts(const float2 (&s)[MOST], const float4 (&more)[MOST][PIECES], int count) {
+        float most = largest;
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) most = fmaxf(most, s[i].x);
+        const float less = exp2_approx(largest - most);
+        largest = most, sum *= less;
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p) v[p].x *= less, v[p].y *= less, v[p].z *= less, v[p].w *= less;
+#pragma unroll
+        for (int i = 0; i < MOST; ++i) {
+            const float factor = i < count ? exp2_approx(s[i].x - most) : 0;
+            add(more[i], factor), sum += factor * s[i].y;
+        }
+    }
+
+    // To the block where the row begins, which takes it: into part `at` of sums u32 [parts, D] and (largest, sum) u32 [parts, 2].
+    __device__ __forceinline__ void hand_over(unsigned* partial, unsigned* stats, size_t at) const {
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+            if (mine(p)) post(partial + at * DIM + dim(p), v[p]);
+        if (threadIdx.x % 32 == 0) post(stats + at * 2, make_float2(largest, sum));
+    }
+
+    // What others hand over, or will, and go on without: `count` parts, in the order of the tokens, the first at `first`, the next `stride` on.
+    __device__ __forceinline__ void take_over(unsigned* partial, unsigned* stats, size_t first, int stride, int count) {
+        if (count <= 4) take<4>(partial, stats, first, stride, count);
+        else take<8>(partial, stats, first, stride, count);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i) {
+            const size_t at = first + i * stride;
+#pragma unroll
+            for (int p = 0; p < PIECES; ++p)
+                if (mine(p)) clear<4>(partial + at * DIM + dim(p));
+            if (threadIdx.x % 32 == 0) clear<2>(stats + at * 2);
+        }
+    }
+
+    // The same but for what is left behind, AHEAD parts at a time: of few, the code of few has to be fetched.
+    template <int AHEAD>
+    __device__ __forceinline__ void take(const unsigned* partial, const unsigned* stats, size_t first, int stride, int count) {
+        for (int done = 0; done < count; done += AHEAD) {
+            float2 s[AHEAD];
+            float4 more[AHEAD][PIECES] = {};
+            bool missing = true;
+            for (int looks = 0; missing && looks < PATIENCE; ++looks) {      // at all of them: to wait for one after the other takes longer
+                missing = false;
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i) {
+                    const size_t at = first + min(done + i, count - 1) * stride;
+                    missing |= !fetch(s[i], stats + at * 2);
+#pragma unroll
+                    for (int p = 0; p < PIECES; ++p)
+                        if (mine(p)) missing |= !fetch(more[i][p], partial + at * DIM + dim(p));
+                }
+                missing = __any_sync(~0u, missing);                          // nobody clears what another lane has yet to see
+            }
+            add_parts(s, more, count - done);
+        }
     }
 
     // Divided by the sum of weights, and the natural logarithm of the sum of e^score; of no weights 0 and -inf. f16 (KIND 0) or bf16 (1).

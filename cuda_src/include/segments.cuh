@@ -60,7 +60,7 @@ struct Segments {
         }
         const int sum = __shfl_sync(~0u, upto, 31), all = sum * units;
         most = max(1, int(__reduce_max_sync(~0u, unsigned(most))));
-        piece = max(SMALLEST, ceil_div(all, gridDim.x));
+        piece = max(max(SMALLEST, min(most / 8, 8)), ceil_div(all, gridDim.x));  // units of little work: 8 parts each at most
         if (sum == most * sequences) {                                       // units are all alike
             const int whole = ceil_div(piece, most) * most;
             if (whole <= piece + SLACK) piece = whole;

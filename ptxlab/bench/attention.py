@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from ptxlab import gpu, toolchain
@@ -24,6 +25,7 @@ from ptxlab.sources import of_kernel
 
 MEASURE, WITH_APPEND, LADDER = "attention", "append and attention", "ladder"
 RAGGED, EVEN = "ragged", "even"
+PROGRAMMATIC = "programmatic_us"  # in `more`: launched before the launch before has ended
 ABLATION = even((32, 32), 64, 1024)  # where QServe took its steps apart
 _APPENDING = ("qserve_", "lserve_")  # peers whose time has the rotation and the appended token in it
 
@@ -71,7 +73,18 @@ def at(
     if appending:
         peers = {name: us for name, us in others.items() if name.startswith(_APPENDING)}
         yield behind_append(step, given, ceilings, peers, more)
-    yield timed(step, given, MEASURE, ceilings, peers={**others, **here}, more=more, face=FACE)
+    alone = timed(step, given, MEASURE, ceilings, peers={**others, **here}, more=more, face=FACE)
+    yield replace(alone, more={**alone.more, **programmatic(step, given)})
+
+
+def programmatic(step: Step, of: Problem) -> dict[str, float]:
+    """Time of launches that begin before those before them have ended; nothing of kernels that would not wait."""
+    if not step.spec.after_wait:
+        return {}
+    ready = launches(step, of, programmatic=True)
+    us = measure(ready.calls).us
+    ready.check(of)
+    return {PROGRAMMATIC: us}
 
 
 def unequal(step: Step, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:

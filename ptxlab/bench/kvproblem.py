@@ -168,7 +168,7 @@ class Launches:
         oracle = kernels.find(self.spec.name)[0]
         shape = oracle.arg("q").resolve(self.sizes)
         logical: dict[str, Any] = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": SCALE}
-        if "segments" in {arg.name for arg in oracle.outputs}:  # counters, as many as blocks
+        if "partial" in {arg.name for arg in oracle.outputs}:  # 0 afterwards, for as many blocks
             logical["blocks"] = self.sizes["blocks"]
         found = oracle.expected(logical), oracle.allowed(logical)
         right, allowed = (by_name["out"].reshape(q.shape) for by_name in found)

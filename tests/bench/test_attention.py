@@ -52,6 +52,7 @@ def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch
     assert alone.more["stored_factor"] == behind.more["stored_factor"] == 2 and behind.more["plain_us"] == 10
     assert alone.checked.startswith("all 1024 results of 2 launches within the spec's bound of float64, at most ")
     assert 0 < alone.more["error"] < 1e-2
+    assert alone.more["programmatic_us"] == 10 and "programmatic_us" not in behind.more
     assert alone.key != behind.key
 
 

@@ -1,4 +1,4 @@
-"""The memory behind `attention_kv4`: workspaces and their counters, streams, captures, on a GPU that isn't one."""
+"""The memory behind `attention_kv4`: workspaces and what they keep, streams, captures, on a GPU that isn't one."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from tests.fake_gpu import FakeGpu
 
 @pytest.mark.parametrize("kernel", [SM90, SM80])
 def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: FakeGpu, kernel: str) -> None:
-    """Other lengths, other pages: the same kernel, whose counters are 0 after every call."""
+    """Other lengths, other pages: the same kernel, and zeros where every call has to find them."""
     fake.sms = 5
     cache, q = on_device(CACHE), sent(Q)
     out, lse = sent(np.zeros_like(Q)), sent(np.zeros(Q.shape[:-1], np.float32))
@@ -28,11 +28,10 @@ def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: Fa
         here = replace(CACHE, lengths=np.array(lengths, np.int32), block_table=CACHE.block_table.copy())
         here.block_table[1, :2] = here.block_table[3, :2]  # where the original has nothing
         cache.lengths.host[...], cache.block_table.host[...] = here.lengths, here.block_table
-        workspace.views["partial"].owner.host[...] = np.nan
         ptxlab.attention_kv4(q, cache, **options)
         hold(Q, here, out.host, lse.host)
-        in_parts = not np.isnan(workspace.views["partial"].owner.host).all()
-        assert in_parts == (max(lengths) > 64) and not workspace.views["segments"].owner.host.any()
+        kept = steps.choose(kernel, backend=None).kept
+        assert kept and not any(workspace.views[name].owner.host.any() for name in kept)
     assert fake.loads == 1 and fake.allocations == allocations
 
 
@@ -40,10 +39,10 @@ def test_calls_on_a_stream_share_their_memory(fake: FakeGpu) -> None:
     cache, q, out = on_device(CACHE), sent(Q), sent(np.zeros_like(Q))
     for _ in range(3):
         ptxlab.attention_kv4(q, cache, out=out)
-    assert fake.allocations == 3 and fake.loads == 1  # partial, stats, segments
+    assert fake.allocations == 2 and fake.loads == 1  # partial, stats
     fake.stream = 8
     ptxlab.attention_kv4(q, cache, out=out)
-    assert fake.allocations == 6 and fake.launched == [(SM90, 7)] * 3 + [(SM90, 8)]
+    assert fake.allocations == 4 and fake.launched == [(SM90, 7)] * 3 + [(SM90, 8)]
     hold(Q, CACHE, out.host)
 
 
@@ -79,7 +78,7 @@ def test_what_a_workspace_must_be(fake: FakeGpu) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_call_that_fails_leaves_no_counters_behind(fake: FakeGpu, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_leaves_nothing_behind(fake: FakeGpu, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = sent(Q), on_device(CACHE)
     workspace = ptxlab.attention_workspace(cache) if own else None
     ptxlab.attention_kv4(q, cache, workspace=workspace)
@@ -94,12 +93,13 @@ def test_a_call_that_fails_leaves_no_counters_behind(fake: FakeGpu, own: bool, m
         hold(Q, CACHE, ptxlab.attention_kv4(q, cache).host)
 
 
-def test_counters_that_are_not_zero_are_found_if_asked_for(fake: FakeGpu) -> None:
+def test_what_a_call_has_left_is_found_if_asked_for(fake: FakeGpu) -> None:
     q, cache = sent(Q), on_device(CACHE)
     workspace = ptxlab.attention_workspace(cache)
     hold(Q, CACHE, ptxlab.attention_kv4(q, cache, workspace=workspace, check=True).host)
-    workspace.views["segments"].owner.host[0, 0] = 1
-    with pytest.raises(ArgumentError, match=r"workspace: counters must be 0 between calls: .* \(got 1 that are not\)"):
+    workspace.views["stats"].owner.host[0, 0, 1] = 1
+    message = r"workspace: must be all zeros between calls: .* \(got 1 words that are not\)"
+    with pytest.raises(ArgumentError, match=message):
         ptxlab.attention_kv4(q, cache, workspace=workspace, check=True)
     with pytest.raises(ArgumentError, match=r"workspace: must be .* \(got 0 bytes for partial\)"):
         ptxlab.attention_kv4(q, cache, workspace=workspace)

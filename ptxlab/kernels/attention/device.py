@@ -14,7 +14,6 @@ from ptxlab.layout import KVCache
 from ptxlab.plan import Plan
 
 _MOST_SHAPES = 4096  # that are remembered
-_COUNTERS = "segments"  # 0 between calls: how many blocks have written their parts of a unit
 _MAKE = "attention_workspace(cache)"
 
 
@@ -22,9 +21,9 @@ _MAKE = "attention_workspace(cache)"
 class AttentionWorkspace:
     """Device memory that `attention_kv4` needs besides its result; made by `attention_workspace`.
 
-    It has parts of results, and counters that every call finds and leaves at 0. Calls on one stream may share it, since
-    they follow each other; so may graphs that are replayed on one stream. Calls that fail leave it empty, so that none
-    takes it any more.
+    Blocks hand parts of results to each other in it, and every call finds and leaves zeros where these come. Calls on
+    one stream may share it, since they follow each other; so may graphs that are replayed on one stream. Calls that
+    fail leave it empty, so that none takes it any more.
     """
 
     views: dict[str, gpu.View] = field(repr=False)
@@ -63,8 +62,8 @@ _shared: dict[tuple[int, int, str], AttentionWorkspace] = {}  # by device, strea
 def attention_workspace(cache: KVCache, *, kernel: str | None = None) -> AttentionWorkspace:
     """The memory that `attention_kv4` needs on the current device for any queries of caches with this one's head dim.
 
-    A few MiB, whatever the batch; for teaching steps none. It is ready, its counters 0, when this returns: the call
-    waits for it, and so has its place before a capture. Raises ArgumentError for what is no KVCache, and what choosing
+    A few MiB, whatever the batch; for teaching steps none. It is ready, all zeros, when this returns: the call waits
+    for it, and so has its place before a capture. Raises ArgumentError for what is no KVCache, and what choosing
     the kernel raises.
     """
     if not isinstance(cache, KVCache):
@@ -74,11 +73,8 @@ def attention_workspace(cache: KVCache, *, kernel: str | None = None) -> Attenti
 
 
 def _new_workspace(memory: Iterable[Scratch]) -> AttentionWorkspace:
-    views = {}
-    for item in memory:
-        make = gpu.zeros if item.name == _COUNTERS else gpu.empty
-        views[item.name] = gpu.view("attention_workspace", make(item.shape, item.dtype))
-    return AttentionWorkspace(views)
+    made = {item.name: gpu.zeros(item.shape, item.dtype) for item in memory}
+    return AttentionWorkspace({name: gpu.view("attention_workspace", array) for name, array in made.items()})
 
 
 def on_gpu(call: Call, workspace: AttentionWorkspace | None, check: bool) -> Any:
@@ -98,7 +94,7 @@ def on_gpu(call: Call, workspace: AttentionWorkspace | None, check: bool) -> Any
     _require_memory(used, prepared, device)
     if check:
         check_numbers(call, cache_on_host(call))
-        _check_counters(used)
+        _check_zeros(used, prepared.step.kept)
     out, lse = _results(call)
     if call.out is None:
         views["out"] = gpu.view("out", out)
@@ -136,7 +132,7 @@ def _prepare(call: Call, device: int) -> _Prepared:
 def _launch(plan: Plan, stream: int, views: dict[str, gpu.View], used: AttentionWorkspace) -> None:
     try:
         plan(stream, views)
-    except BaseException:  # nobody knows what the counters are now
+    except BaseException:  # nobody knows what is in it now
         used.views.clear()
         raise
 
@@ -189,12 +185,10 @@ def _require_memory(workspace: AttentionWorkspace, prepared: _Prepared, device: 
             raise ArgumentError(f"{FACE}: workspace", f"on the current device {device}", f"device {view.device}")
 
 
-def _check_counters(workspace: AttentionWorkspace) -> None:
-    """Raise ArgumentError if a call has left a counter that is not 0: no later one would be right."""
-    if _COUNTERS not in workspace.views:
-        return
-    left = int((copied(FACE, workspace.views[_COUNTERS].owner) != 0).sum())
+def _check_zeros(workspace: AttentionWorkspace, kept: Iterable[str]) -> None:
+    """Raise ArgumentError if a call has left what no other has taken: no later one would be right."""
+    left = sum(int((copied(FACE, workspace.views[name].owner) != 0).sum()) for name in kept)
     if left:
         workspace.views.clear()
-        rule = "counters must be 0 between calls: lengths changed under one, or two ran at a time; make another"
-        raise ArgumentError(f"{FACE}: workspace", rule, f"{left} that are not")
+        rule = "must be all zeros between calls: lengths changed under one, or two ran at a time; make another"
+        raise ArgumentError(f"{FACE}: workspace", rule, f"{left} words that are not")

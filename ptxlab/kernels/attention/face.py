@@ -54,7 +54,7 @@ def attention_kv4(
             kernels that do so; of no effect on host arrays.
         workspace: from `attention_workspace`, of no other call that runs at the same time. Without one, calls on a
             stream share what the first of them makes.
-        check: look at lengths, block table, constants by channel and the workspace's counters on a GPU too, for which
+        check: look at lengths, block table, constants by channel and what the workspace keeps on a GPU too, for which
             the call waits. On the host that is always done.
 
     Returns:
@@ -98,9 +98,9 @@ def _on_host(call: Call, backend: str | None) -> Any:
         shared = require_on_host(label, array, dtype, shape, written=name in ("out", "lse"))
         arrays[name] = shared.reshape(step.spec.arg(name).resolve(sizes))
     check_numbers(call, arrays)
-    counters = {item.name: np.zeros(item.shape, item.dtype) for item in step.memory(sizes) if item.name == "segments"}
+    kept = {item.name: np.zeros(item.shape, item.dtype) for item in step.memory(sizes) if item.name in step.kept}
     out: dict[str, Any] = {name: arrays.pop(name) for name in ("out", "lse") if name in arrays}
-    inputs = arrays | counters
+    inputs = arrays | kept
     if call.shape[0] == 0:
         made = {"out": np.empty(call.shape, arrays["q"].dtype), "lse": np.empty(call.shape[:-1], np.float32)}
     else:

@@ -7,10 +7,11 @@ import numpy as np
 
 from ptxlab.kernels.attention import common, sm80
 from ptxlab.kernels.attention.bound import SINGLE, Roundings
+from ptxlab.kernels.attention.common import Pair
 from ptxlab.kernels.attention.sm80 import MMA, scheme_of
 from ptxlab.layout import KVCache
 from ptxlab.layout.pages import page_bytes
-from ptxlab.spec import Arg, Arrays, Launch, Sizes
+from ptxlab.spec import Arrays, Launch, Sizes
 
 COLUMNS, TILE = 8, 64  # of a unit at most; tokens
 SLOTS = 2  # units whose sums are in shared memory; twice as many are in flight
@@ -84,7 +85,7 @@ def choose_tile(s: Sizes) -> Tile:
 
 def _choose(s: Sizes) -> dict[str, int]:
     contract = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
-    return {**contract, "FUSED": 1, "SLOTS": SLOTS, "COLUMNS": room_for(columns_of(s)), **choose_tile(s)._asdict()}
+    return {**contract, "SLOTS": SLOTS, "COLUMNS": room_for(columns_of(s)), **choose_tile(s)._asdict()}
 
 
 def _launch(s: Sizes) -> Launch:
@@ -92,10 +93,11 @@ def _launch(s: Sizes) -> Launch:
     return Launch((s["blocks"], 1, 1), (32 * (tile.WARPS + 2), 1, 1), shared_bytes(tile, s))
 
 
-def _counters(q: np.ndarray, cache: KVCache, blocks: int) -> np.ndarray:
-    """One per block and column: 0 before a launch, and after it."""
-    _, T, Hq, _ = q.shape
-    return np.zeros((blocks, columns_of({"T": T, "Hq": Hq, "Hkv": cache.num_kv_heads})), np.int32)
+def _places(q: np.ndarray, cache: KVCache, blocks: int) -> Pair:
+    """Where blocks hand over parts: 0 before a launch, and after it."""
+    _, T, Hq, D = q.shape
+    columns = columns_of({"T": T, "Hq": Hq, "Hkv": cache.num_kv_heads})
+    return np.zeros((blocks, columns, D), np.uint32), np.zeros((blocks, columns, 2), np.uint32)
 
 
 def _example(rng: np.random.Generator, **sizes: Any) -> Arrays:
@@ -103,17 +105,17 @@ def _example(rng: np.random.Generator, **sizes: Any) -> Arrays:
 
 
 def _pack(logical: Arrays) -> Arrays:
-    counters = _counters(logical["q"], logical["cache"], logical["blocks"])
-    return {**MMA.pack(logical), "segments": counters}
+    partial, stats = _places(logical["q"], logical["cache"], logical["blocks"])
+    return {**MMA.pack(logical), "partial": partial, "stats": stats}
 
 
 def _reference(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[np.ndarray, ...]:
-    return (*MMA.reference(q, cache, **more), _counters(q, cache, blocks))
+    return (*MMA.reference(q, cache, **more), *_places(q, cache, blocks))
 
 
 def _bound(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[np.ndarray, ...]:
     assert MMA.bound is not None
-    return (*MMA.bound(q, cache, **more, roundings=roundings_of), _counters(q, cache, blocks))
+    return (*MMA.bound(q, cache, **more, roundings=roundings_of), *_places(q, cache, blocks))
 
 
 def roundings_of(D: int, channel: bool) -> Roundings:
@@ -128,7 +130,7 @@ def roundings_of(D: int, channel: bool) -> Roundings:
     )
 
 
-_PARTS = {"partial": ("blocks", "2", "min(8, Hq//Hkv*T)", "D"), "stats": ("blocks", "2", "min(8, Hq//Hkv*T)", "2")}
+_HANDED_OVER = {"partial": ("blocks", "min(8, Hq//Hkv*T)", "D"), "stats": ("blocks", "min(8, Hq//Hkv*T)", "2")}
 
 _REASON = (
     "in float64 on the dequantised integers; a query is rounded to 1/32512 of its largest element, scores are exact "
@@ -139,14 +141,11 @@ _REASON = (
 SM90 = replace(
     MMA,
     name="attention_kv4_sm90",
-    summary="bulk copies, ragged batches in equal pieces, parts put together by the last block (QServe §5.3)",
+    summary="bulk copies, ragged batches in equal pieces, parts handed to the block before (QServe §5.3)",
     args=tuple(
-        replace(arg, shape=_PARTS[arg.name])
-        if arg.name in _PARTS
-        else Arg("segments", "int32", ("blocks", "min(8, Hq//Hkv*T)"), "inout")
-        if arg.name == "segments"
-        else arg
+        replace(arg, dtype="uint32", shape=_HANDED_OVER[arg.name], role="inout") if arg.name in _HANDED_OVER else arg
         for arg in MMA.args
+        if arg.name != "segments"
     ),
     launch=_launch,
     choose=_choose,

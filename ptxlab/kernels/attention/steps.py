@@ -52,6 +52,11 @@ class Step:
         """The same, enough for whatever is asked of caches of this head dim."""
         return self.memory({"blocks": _RESIDENT * sms, "Hq": MOST_RATIO, "Hkv": 1, "T": MOST_TOKENS, "D": D})
 
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """The memory that every call finds and leaves at 0."""
+        return tuple(arg.name for arg in self.spec.args if arg.role == "inout")
+
     def _require_teaching(self, call: Call) -> None:
         cache, name = call.cache, self.spec.name
         scheme = name.removeprefix("attention_").partition("_")[0]
