@@ -21,8 +21,10 @@ struct Segments {
     int start, begin, tiles, pad;  // of its unit: where it lies among all costs; its first tile in the window; how many; what is before them
 
     // a / b rounded up, for 0 <= a, 1 <= b and a + b < 2^31, in half the instructions of a division: from below, in float.
-    static __device__ __forceinline__ int ceil_div(int a, int b) {
-        int quotient = int(float(a) * reciprocal_approx(float(b)) * 0.999999f);
+    static __device__ __forceinline__ float reciprocal_below(int b) { return reciprocal_approx(float(b)) * 0.999999f; }
+    static __device__ __forceinline__ int ceil_div(int a, int b) { return ceil_div(a, b, reciprocal_below(b)); }
+    static __device__ __forceinline__ int ceil_div(int a, int b, float reciprocal) {
+        int quotient = int(float(a) * reciprocal);
 #pragma unroll 1
         while (quotient * b < a) ++quotient;
         return quotient;
@@ -45,26 +47,26 @@ struct Segments {
     __device__ __forceinline__ Segments(const int* lengths, int nearest, int sequences, int units, int queries, int window)
         : lengths(lengths), units(units), queries(queries), window(window > 0 ? window : NO_WINDOW) {
         const int share = share_of(sequences), first = threadIdx.x % 32 * share;
-        int mine = 0, most = 0, next = nearest;
+        const int whole_units = ceil_div(sequences * units, gridDim.x);      // of a block: worked out while lengths are on their way
+        const float per_block = reciprocal_below(gridDim.x);
+        set(nearest);
+        int mine = first < sequences ? pad + tiles : 0, most = mine;
 #pragma unroll 1
-        for (int s = first; s < first + share; ++s) {
-            set(next);
-            next = s + 1 < min(first + share, sequences) ? lengths[s + 1] : 0;
+        for (int s = first + 1; s < min(first + share, sequences); ++s) {
+            set(lengths[s]);
             mine += pad + tiles, most = max(most, pad + tiles);
         }
+        const int sum = __reduce_add_sync(~0u, unsigned(mine)), all = sum * units;
         int upto = mine;                                                     // costs of a head in the sequences up to this lane's
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const int before = __shfl_up_sync(~0u, upto, step);
             if (threadIdx.x % 32 >= step) upto += before;
         }
-        const int sum = __shfl_sync(~0u, upto, 31), all = sum * units;
         most = max(1, int(__reduce_max_sync(~0u, unsigned(most))));
-        piece = max(max(SMALLEST, min(most / 8, 8)), ceil_div(all, gridDim.x));  // units of little work: 8 parts each at most
-        if (sum == most * sequences) {                                       // units are all alike
-            const int whole = ceil_div(piece, most) * most;
-            if (whole <= piece + SLACK) piece = whole;
-        }
+        piece = max(max(SMALLEST, min(most / 8, 8)), ceil_div(all, gridDim.x, per_block));  // units of little work: 8 parts each at most
+        const int whole = whole_units * most;
+        if (sum == most * sequences && whole >= piece && whole <= piece + SLACK) piece = whole;  // units are all alike
         from = min(int(blockIdx.x) * piece, all);
         to = min(from + piece, all);
         start = to, sequence = unit = 0;
@@ -75,9 +77,9 @@ struct Segments {
         set(__shfl_sync(~0u, nearest, found));
 #pragma unroll 1
         while ((before + pad + tiles) * units <= from) before += pad + tiles, set(lengths[++sequence]);
-        const int of_sequence = before * units;
-        unit = div(from - of_sequence, pad + tiles);
-        start = of_sequence + unit * (pad + tiles);
+        start = before * units;
+        for (int passed = 32; passed == 32; unit += passed, start += passed * (pad + tiles))  // 32 heads at a time
+            passed = __popc(__ballot_sync(~0u, start + int(threadIdx.x % 32 + 1) * (pad + tiles) <= from));
         if (more() && count() <= 0) advance();
     }
 
@@ -107,7 +109,7 @@ struct Segments {
         // The condition changes no result: without it ptxas keeps fewer registers, and works out addresses in the loops of both kernels.
         length = max(0, tokens), begin = window < NO_WINDOW ? unsigned(max(0, length - queries + 1 - window)) / TILE : 0;
         tiles = int(unsigned(length + TILE - 1) / TILE) - begin;
-        pad = length > 0 ? max(0, PAD - tiles / 4) : 0;
+        pad = length > 0 ? max(0, PAD - int(unsigned(tiles) / 4)) : 0;
     }
 };
 
