@@ -8,7 +8,7 @@
 // Work       all tiles (64 tokens) of all units, in equal pieces over the blocks, worked out by each from `lengths` (segments.cuh): a block
 //            has segments, of which the first and the last may be parts of units. The block in which a unit begins, its last one, puts the
 //            parts together, in the order of the tokens: same input, same bits. The others hand theirs over (mailbox.cuh), most of them as the
-//            first thing they do, so that nobody waits; a counter of those that are done took 1.2 us each time, for fence and atomic.
+//            first thing they do, so that nobody waits: a counter of those that are done would have everyone wait for a fence and an atomic.
 //            Who waits, waits for blocks behind it: of a unit only one does, so that on a busy GPU too all the others end and make room.
 // Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies, one prepares queries:
 //            both work out the block's share of the work, as to hand it over would take longer.
@@ -28,13 +28,12 @@
 // Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
 //            Low nibbles stay in their bytes, so to say: the sums of the high ones are taken off at the end. Lane g has dims g D / 8 on.
 // PDL        block table and lengths are read at once, queries and cache behind the wait.
-// Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 67 us, 0.92 of the speed of memory.
+// Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 68 us, 0.92 of the speed of memory.
 //            What `attention_kv4` takes for a batch, plain launches:
 //            heads         16 x 1024     64 x 1024     256 x 1024    1 x 4096      64 x 4096     1 x 32768
-//            32 / 32       20.3 us 0.76  68.8 us 0.90  258 us 0.96   9.1 us 0.43   256 us 0.97   38.5 us 0.81
-//            32 / 8        8.2 us 0.47   21.0 us 0.74  69.8 us 0.89  7.2 us 0.13   68.7 us 0.90  13.8 us 0.56
-//            64 / 8        8.8 us 0.44   22.3 us 0.70  71.4 us 0.87  8.1 us 0.12   70.0 us 0.89  14.9 us 0.52
-// Record     is of commit f1f0186: since then queries are prepared, and the loop's addresses worked out, in fewer instructions.
+//            32 / 32       20.6 us 0.76  69.9 us 0.89  262 us 0.95   8.7 us 0.45   261 us 0.96   38.0 us 0.82
+//            32 / 8        8.0 us 0.49   21.2 us 0.73  70.4 us 0.89  6.4 us 0.15   69.8 us 0.89  13.8 us 0.57
+//            64 / 8        8.7 us 0.45   22.3 us 0.70  72.9 us 0.86  7.1 us 0.14   72.4 us 0.86  14.8 us 0.53
 // PTX ISA    9.7.14.5.8, 9 mma.m16n8k16 (.f16), m16n8k32 (.u8.s8, .s8.s8); 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier;
 //            9.7.13.16 elect; 9.7.3 ex2, lg2, rcp; 9.7.1 dp4a; 9.7.13.13 griddepcontrol
 #include "griddep.cuh"
