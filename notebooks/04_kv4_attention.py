@@ -95,8 +95,8 @@ figures.attention_picture(record)
 Markdown(kvtables.batches_table(record))
 
 # %% [markdown]
-# The means of these. All times are of plain launches, one after the other. In a decoder the kernel before may be told to
-# let the next one begin before it has ended, and `programmatic=True` makes use of that: the table has that column too.
+# The means of these. All times are of plain launches, one after the other. In a decoder the kernel before may let the
+# next one begin before it has ended, and `programmatic=True` makes use of that: the table has that column too.
 
 # %%
 Markdown(kvtables.means_table(record))
@@ -115,8 +115,8 @@ Markdown(kvtables.steps_table(record))
 # ## One long sequence, ragged ones, new tokens
 #
 # A single sequence has to be split over all SMs, and what they found be put together, exactly and always in the same
-# order: the block in which a sequence begins takes what the others hand to it word by word, and each word says by itself
-# whether it has come. Ragged batches are shared out in pieces that cost the same.
+# order: the block in which a sequence begins takes what the others hand to it word by word, and each word says by
+# itself whether it has come. Ragged batches are shared out in pieces that cost the same.
 
 # %%
 Markdown(kvtables.single_table(record))
