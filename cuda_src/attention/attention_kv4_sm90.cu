@@ -7,9 +7,10 @@
 //            T queries of a sequence and all heads of a group are one unit's columns, up to 8; more are several units.
 // Work       all tiles (64 tokens) of all units, in equal pieces over the blocks, worked out by each from `lengths` (segments.cuh): a block
 //            has segments, of which the first and the last may be parts of units. The block in which a unit begins, its last one, puts the
-//            parts together, in the order of the tokens: same input, same bits. The others hand theirs over (mailbox.cuh), most of them as the
-//            first thing they do, so that nobody waits: a counter of those that are done would have everyone wait for a fence and an atomic.
-//            Who waits, waits for blocks behind it: of a unit only one does, so that on a busy GPU too all the others end and make room.
+//            parts together, in the order of the tokens: same input, same bits. The others hand theirs over (mailbox.cuh), which is the first of
+//            their segments, behind the next one's tiles: mostly early. A counter of those that are done would have all wait for a fence and an
+//            atomic. Who waits, waits for blocks behind it, and of a unit only one does. So on a busy GPU too others end and make room for these,
+//            if blocks begin in their order, as they do, and there is room for two.
 // Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies, one prepares queries:
 //            both work out the block's share of the work, as to hand it over would take longer.
 //            full, empty   a place of the ring: keys and values of a tile are there; its warps are done with it. One group has it for ever,
@@ -275,7 +276,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
     unsigned char* const queries = ring + STAGES * STAGE;                    // [UNITS][QUERY]
     float4* const warp_stats = reinterpret_cast<float4*>(queries + UNITS * QUERY);             // [SLOTS][columns][WARPS]: largest, sum, zeros
     float* const warp_sums = reinterpret_cast<float*>(warp_stats + SLOTS * WARPS * columns);   // [SLOTS][WARPS][columns][PITCH]
-    const auto place_of = [&](int column) { return column % OWN * ((columns + 1) / 2) + column / OWN; };  // of columns, so that lanes store to all banks
+    const auto place_of = [&](int column) { return column % OWN * ((columns + 1) / 2) + column / OWN; };  // of columns, so that lanes of D 128 store to all banks
 
     if (warp == QUERIES) {  // records of units; queries -> operand B
         ptxlab::Slot<UNITS> slot;

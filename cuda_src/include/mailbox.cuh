@@ -1,13 +1,13 @@
 // Floats that one block hands to another of the same grid, word by word: a word is there or not, all by itself, so that neither a fence nor a flag
-// is waited for. Its bits are inverted, so that 0 says that nothing has come yet, and is what stays behind once a word has been fetched: that would
-// be a NaN of all ones, and arithmetic has 0x7fffffff for any NaN.
+// is waited for. Its bits are inverted, so that 0 says that nothing has come yet, and is what the reader leaves: that would be a NaN of all ones,
+// and arithmetic has 0x7fffffff for any NaN.
 // PTX ISA 8.7 (relaxed operations of one scope are no race), 9.7.9.8 ld.relaxed, 9.7.9.11 st.relaxed.
 #pragma once
 
 namespace ptxlab {
 
-// Looks at words that do not come before their reader gives up, with a NaN: some ten seconds, as lengths that change under a launch, or two launches
-// with one workspace, should not stop a GPU.
+// Looks at words that do not come before their reader gives up, with a NaN, and goes on to the next ones: lengths that change under a launch, or two
+// launches with one workspace, should not stop a GPU for ever. Some ten seconds for each `take`, far more than other work on the GPU should cause.
 #ifndef PATIENCE
 #define PATIENCE (1 << 25)
 #endif

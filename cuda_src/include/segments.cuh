@@ -10,8 +10,8 @@ constexpr int SLACK = 4;  // tiles more than its share that a block may get, so 
 
 // Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are ordered by sequence, then
 // head; each costs its tiles and, the fewer they are, up to PAD more, which stand before them: what is done once per unit hides behind many tiles
-// alone. No piece is smaller than SMALLEST: to put parts together costs more than it would save. Everything follows from `lengths`, on the device:
-// nothing is planned on the host.
+// alone. No piece is smaller than SMALLEST, nor than 8 tiles or an eighth of the largest unit: to put parts together costs more than it would save.
+// Everything follows from `lengths`, on the device: nothing is planned on the host.
 template <int PAD, int SMALLEST = 1>
 struct Segments {
     const int* lengths;
@@ -64,7 +64,7 @@ struct Segments {
             if (threadIdx.x % 32 >= step) upto += before;
         }
         most = max(1, int(__reduce_max_sync(~0u, unsigned(most))));
-        piece = max(max(SMALLEST, min(most / 8, 8)), ceil_div(all, gridDim.x, per_block));  // units of little work: 8 parts each at most
+        piece = max(max(SMALLEST, min(most / 8, 8)), ceil_div(all, gridDim.x, per_block));  // units of up to 64 tiles: 8 parts or so
         const int whole = whole_units * most;
         if (sum == most * sequences && whole >= piece && whole <= piece + SLACK) piece = whole;  // units are all alike
         from = min(int(blockIdx.x) * piece, all);

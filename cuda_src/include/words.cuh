@@ -1,4 +1,4 @@
-// 1, 2, or a multiple of 4 words at once, at an address that is a multiple of as many bytes.
+// 2, or a multiple of 4 words at once (or 1, to be loaded), at an address that is a multiple of their bytes, 16 at most.
 #pragma once
 #include "mma.cuh"
 
@@ -23,6 +23,7 @@ __device__ __forceinline__ void load_words(unsigned (&w)[COUNT], const void* fro
 // To shared memory; in PTX, as nvcc makes single words of some.
 template <int COUNT>
 __device__ __forceinline__ void store_words(void* to, const unsigned (&w)[COUNT]) {
+    static_assert(COUNT == 2 || COUNT % 4 == 0);
     const unsigned at = shared_address(to);
     if constexpr (COUNT == 2) asm volatile("st.shared.v2.b32 [%0], {%1, %2};" :: "r"(at), "r"(w[0]), "r"(w[1]) : "memory");
     else

@@ -28,8 +28,12 @@ def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: Fa
         here = replace(CACHE, lengths=np.array(lengths, np.int32), block_table=CACHE.block_table.copy())
         here.block_table[1, :2] = here.block_table[3, :2]  # where the original has nothing
         cache.lengths.host[...], cache.block_table.host[...] = here.lengths, here.block_table
+        parts = workspace.views["partial"].owner.host
+        parts[...] = 0  # SM80 leaves them
         ptxlab.attention_kv4(q, cache, **options)
         hold(Q, here, out.host, lse.host)
+        if kernel == SM80:
+            assert parts.any() == (max(lengths) > 64)
         kept = steps.choose(kernel, backend=None).kept
         assert kept and not any(workspace.views[name].owner.host.any() for name in kept)
     assert fake.loads == 1 and fake.allocations == allocations
@@ -70,6 +74,8 @@ def test_what_a_workspace_must_be(fake: FakeGpu) -> None:
     message = r"attention_kv4: workspace: must be attention_workspace\(cache\) of .* \(got \d+ bytes for partial\)"
     with pytest.raises(ArgumentError, match=message):
         ptxlab.attention_kv4(q, cache, workspace=narrow)
+    with pytest.raises(ArgumentError, match=f"workspace: must be one of {SM90} \\(got {SM80}\\)"):
+        ptxlab.attention_kv4(q, cache, workspace=ptxlab.attention_workspace(cache, kernel=SM80))
     elsewhere = ptxlab.attention_workspace(cache)
     elsewhere.views["stats"] = elsewhere.views["stats"]._replace(device=1)
     with pytest.raises(ArgumentError, match=r"workspace: on the current device 0 \(got device 1\)"):

@@ -164,6 +164,23 @@ def test_near_float64_in_the_emulator(
     )
 
 
+@pytest.mark.parametrize(
+    ("lengths", "Hkv", "shape", "blocks", "window"),
+    [
+        ((70,), 5, {"T": 8, "ratio": 8}, 3, 0),
+        ((130, *[0] * 20, *[5] * 14, 200), 1, {"T": 1, "ratio": 1}, 2, 5),
+        ((*[0] * 33, 66), 1, {"T": 1, "ratio": 1}, 2, 20),
+    ],
+    ids=["40 units of a sequence", "36 sequences", "empty ones first"],
+)
+def test_more_than_a_warp_has_lanes(
+    lengths: tuple[int, ...], Hkv: int, shape: dict[str, int], blocks: int, window: int
+) -> None:
+    """Units of a sequence, and sequences: lanes take several, one after the other."""
+    variant = Variant(64, 64, 4, 0, **shape, BF16=0, tile=Tile(32, 4, 2, 1))
+    check(variant, *variant.problem(0, lengths, problems.nothing, Hkv, window, blocks), "emulator")
+
+
 @pytest.mark.gpu
 @every_variant
 @given(
@@ -186,7 +203,7 @@ def test_near_float64_on_the_gpu(
         assert all(np.array_equal(first[name], second[name], equal_nan=True) for name in first)
 
 
-IN_PARTS = VARIANTS[3], (1000,), 7  # one sequence, as many blocks
+IN_PARTS = VARIANTS[3], (1000, 64), 7  # sequences, of which one is in parts; blocks
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -207,12 +224,13 @@ def test_a_nan_is_handed_over(backend: str) -> None:
 def test_a_part_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a block that has one begins when those before have ended; what it leaves, `check` would find."""
     variant, lengths, blocks = IN_PARTS
-    _, arrays = variant.problem(0, lengths, problems.nothing, 1, 0, blocks)
+    logical, arrays = variant.problem(0, lengths, problems.nothing, 1, 0, blocks)
+    right = check(variant, logical, arrays, "emulator")
     config, sizes = {**variant.config, "PATIENCE": 3}, variant.sizes(0, blocks)
     monkeypatch.setattr("ptxlab.emulator.launch.WAVE_LANES", 1)
     found = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=config, backend="emulator").outputs
-    in_parts = np.isnan(found["lse"])
-    assert in_parts.any() and np.array_equal(np.isnan(found["out"]).all(axis=-1), in_parts)
+    assert np.isnan(found["lse"][0]).all() and np.isnan(found["out"][0]).all()
+    assert all(np.array_equal(found[name][1], right[name][1]) for name in ("out", "lse"))
     assert found["partial"].any() and found["stats"].any()
 
 

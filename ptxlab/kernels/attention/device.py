@@ -26,6 +26,7 @@ class AttentionWorkspace:
     fail leave it empty, so that none takes it any more.
     """
 
+    kernel: str  # whose memory this is: another one leaves other things in it
     views: dict[str, gpu.View] = field(repr=False)
 
     @property
@@ -62,19 +63,19 @@ _shared: dict[tuple[int, int, str], AttentionWorkspace] = {}  # by device, strea
 def attention_workspace(cache: KVCache, *, kernel: str | None = None) -> AttentionWorkspace:
     """The memory that `attention_kv4` needs on the current device for any queries of caches with this one's head dim.
 
-    A few MiB, whatever the batch; for teaching steps none. It is ready, all zeros, when this returns: the call waits
-    for it, and so has its place before a capture. Raises ArgumentError for what is no KVCache, and what choosing
-    the kernel raises.
+    A few MiB, whatever the batch; for teaching steps none. For calls of that kernel alone, as they name it: by default
+    of the one that is chosen. It is ready, all zeros, when this returns: the call waits for it, and so has its place
+    before a capture. Raises ArgumentError for what is no KVCache, and what choosing the kernel raises.
     """
     if not isinstance(cache, KVCache):
         raise ArgumentError("attention_workspace: cache", "must be a KVCache", type(cache).__name__)
     step = choose(kernel, backend="gpu")
-    return _new_workspace(step.most_memory(cache.head_dim, gpu.device_info().sms))
+    return _new_workspace(step.spec.name, step.most_memory(cache.head_dim, gpu.device_info().sms))
 
 
-def _new_workspace(memory: Iterable[Scratch]) -> AttentionWorkspace:
+def _new_workspace(kernel: str, memory: Iterable[Scratch]) -> AttentionWorkspace:
     made = {item.name: gpu.zeros(item.shape, item.dtype) for item in memory}
-    return AttentionWorkspace({name: gpu.view("attention_workspace", array) for name, array in made.items()})
+    return AttentionWorkspace(kernel, {name: gpu.view("attention_workspace", array) for name, array in made.items()})
 
 
 def on_gpu(call: Call, workspace: AttentionWorkspace | None, check: bool) -> Any:
@@ -162,7 +163,7 @@ def _memory(prepared: _Prepared, place: tuple[int, int]) -> AttentionWorkspace:
     key = (*place, prepared.step.spec.name)
     found = _shared.get(key)
     if found is None or _too_small(found, prepared):
-        found = _shared[key] = _new_workspace(prepared.memory)
+        found = _shared[key] = _new_workspace(prepared.step.spec.name, prepared.memory)
     return found
 
 
@@ -176,8 +177,10 @@ def _too_small(workspace: AttentionWorkspace, prepared: _Prepared) -> str:
 
 
 def _require_memory(workspace: AttentionWorkspace, prepared: _Prepared, device: int) -> None:
+    if prepared.memory and workspace.kernel != prepared.step.spec.name:
+        raise ArgumentError(f"{FACE}: workspace", f"must be one of {prepared.step.spec.name}", workspace.kernel)
     if name := _too_small(workspace, prepared):
-        rule = f"must be {_MAKE} of this kernel and head dim or a larger one, used by no call that failed"
+        rule = f"must be {_MAKE} of this head dim or a larger one, used by no call that failed"
         got = workspace.views[name].owner.nbytes if name in workspace.views else 0
         raise ArgumentError(f"{FACE}: workspace", rule, f"{got} bytes for {name}")
     for view in workspace.views.values():

@@ -52,10 +52,10 @@ def attention_kv4(
             launch): it reads lengths, block table and constants by channel at once, so no kernel that may still run
             then may write these; before it reads queries and pool, or writes anything, it waits by itself. Only for
             kernels that do so; of no effect on host arrays.
-        workspace: from `attention_workspace`, of no other call that runs at the same time. Without one, calls on a
-            stream share what the first of them makes.
-        check: look at lengths, block table, constants by channel and what the workspace keeps on a GPU too, for which
-            the call waits. On the host that is always done.
+        workspace: from `attention_workspace`, for this kernel, of no other call that runs at the same time. Without
+            one, calls on a stream share what the first of them makes.
+        check: look at lengths, block table, constants by channel, and whether the workspace is zeros where it has to
+            be, on a GPU too, for which the call waits. On the host that is always done.
 
     Returns:
         out, of q's shape, dtype and library; or (out, lse). Where a query sees nothing, out is 0 and lse is -inf, the

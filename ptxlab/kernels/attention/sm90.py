@@ -141,7 +141,7 @@ _REASON = (
 SM90 = replace(
     MMA,
     name="attention_kv4_sm90",
-    summary="bulk copies, ragged batches in equal pieces, parts handed to the block before (QServe §5.3)",
+    summary="bulk copies, ragged batches in equal pieces, parts handed to the block where a unit begins (QServe §5.3)",
     args=tuple(
         replace(arg, dtype="uint32", shape=_HANDED_OVER[arg.name], role="inout") if arg.name in _HANDED_OVER else arg
         for arg in MMA.args
@@ -156,7 +156,7 @@ SM90 = replace(
     tolerance_reason=_REASON,
     arch="sm_90a",
     exact_arch=True,
-    after_wait=("q", "pool"),
+    after_wait=("q", "pool", "partial", "stats"),
     example_sizes=common.sizes_rows(
         "B T Hq Hkv D P pages page bits channel window blocks softmax_scale",
         (3, 1, 4, 2, 128, 3, 8, 64, 4, 0, 0, 2, 0.088),
