@@ -1,6 +1,5 @@
 """Tables of the cost model: devices, schemes on one of them, and what the record says of the predictions."""
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -8,7 +7,7 @@ from ptxlab import cost
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import DISSECTED_TOKENS
 from ptxlab.cost import Cost, Device, Scheme
-from ptxlab.ladder import NOT_RECORDED, markdown
+from ptxlab.ladder import NOT_RECORDED, fraction_cell, markdown
 from ptxlab.predictions import (
     W8A8,
     alpha_at,
@@ -115,7 +114,7 @@ def kernels_table(record: Record | None) -> str:
         alphas = " / ".join(dict.fromkeys(f"{alpha_at(name, M):.2g}" for M in DISSECTED_TOKENS))
         errors = [f"{mean_error(mine, overlapped=overlapped):.0%}" for overlapped in (False, True)]
         ratios = [mean_ratio(mine, M) for M in DISSECTED_TOKENS]
-        lines.append([f"`{called(name)}`", alphas, *errors, *("" if math.isnan(r) else f"{r:.2f}" for r in ratios)])
+        lines.append([f"`{called(name)}`", alphas, *errors, *map(fraction_cell, ratios)])
     every = [prediction for mine in found.values() for prediction in mine]
     in_turn = sum(p.row.time_us < p.cost.in_turn_us for p in every)
     overlapped = sum(p.row.time_us < p.cost.overlapped_us for p in every)

@@ -20,7 +20,7 @@ from ptxlab.headline import (
     slower,
     untuned_points,
 )
-from ptxlab.ladder import NOT_RECORDED, QSERVE, markdown, mean, place_of
+from ptxlab.ladder import NOT_RECORDED, QSERVE, fraction_cell, markdown, mean, place_of, times_cell
 
 _SHOWN_TOKENS = (16, 64, 256, 2048)
 _MISSING = f"{NOT_RECORDED}\n"
@@ -53,7 +53,7 @@ def means_table(record: Record | None) -> str:
         near = [fraction(part), fraction(at(finer, *tokens))]
         speeds = [mean(over(part, peer)) for peer in ("", QSERVE, "cublas_fp8")]
         behind = f"{len(slower(part))} of {len(part)}"
-        lines.append([label, *("" if math.isnan(f) else f"{f:.2f}" for f in near), *map(_times, speeds), behind])
+        lines.append([label, *map(fraction_cell, near), *map(times_cell, speeds), behind])
     return f"{markdown([*columns, 'slower than a peer'], lines)}\n{_slower_points(rows)}\n"
 
 
@@ -74,7 +74,7 @@ def chains_table(record: Record | None) -> str:
     lines = []
     for row, model, *speeds in chains(record):
         microseconds = [f"{row.time_us:.1f}", f"{row.more['plain_us']:.1f}"]
-        lines.append([model, str(row.sizes["M"]), *microseconds, *map(_times, speeds)])
+        lines.append([model, str(row.sizes["M"]), *microseconds, *map(times_cell, speeds)])
     return markdown(columns, lines) if lines else _MISSING
 
 
@@ -86,7 +86,7 @@ def experts_table(record: Record | None) -> str:
         loop, grouped = routed
         microseconds = [f"{loop.time_us:.1f}", f"{grouped.time_us:.1f}" if grouped else ""]
         with_tokens = f"{loop.more['launches']:.0f} of {EXPERTS}"
-        figures = [with_tokens, *microseconds, f"{(grouped or loop).fraction:.2f}", _times(routed.gain)]
+        figures = [with_tokens, *microseconds, f"{(grouped or loop).fraction:.2f}", times_cell(routed.gain)]
         lines.append([str(named(loop, MIXTRAL)), str(loop.sizes["tokens"]), *figures])
     note = f"Each token takes {CHOSEN_EXPERTS} of {EXPERTS} experts, at random.\n"
     return f"{markdown(columns, lines)}\n{note}" if lines else _MISSING
@@ -101,14 +101,16 @@ def untuned_table(record: Record | None) -> str:
     for model in dict.fromkeys(layer.model for layer in UNTUNED):
         rows = [row for row, layer in found if layer.model == model]
         speeds = over(rows, "cublas_fp8")
-        lines.append([model, f"{fraction(rows):.2f}", _times(mean(speeds)), _times(min(speeds, default=math.nan))])
+        lines.append(
+            [model, f"{fraction(rows):.2f}", times_cell(mean(speeds)), times_cell(min(speeds, default=math.nan))]
+        )
     unseen = [row for row, layer in found if (layer.N, layer.K) not in SWEPT]
-    lines.append(["matrices in no sweep", f"{fraction(unseen):.2f}", _times(mean(over(unseen, "cublas_fp8"))), ""])
+    lines.append(["matrices in no sweep", f"{fraction(unseen):.2f}", times_cell(mean(over(unseen, "cublas_fp8"))), ""])
     everything = [row for row, _ in found]
     tuned = at(points(record), *FEW_TOKENS)
-    lines.append(["all", f"{fraction(everything):.2f}", _times(mean(over(everything, "cublas_fp8"))), ""])
+    lines.append(["all", f"{fraction(everything):.2f}", times_cell(mean(over(everything, "cublas_fp8"))), ""])
     lines.append(
-        [f"tuned, M <= {FEW_TOKENS[-1]}", f"{fraction(tuned):.2f}", _times(mean(over(tuned, "cublas_fp8"))), ""]
+        [f"tuned, M <= {FEW_TOKENS[-1]}", f"{fraction(tuned):.2f}", times_cell(mean(over(tuned, "cublas_fp8"))), ""]
     )
     return markdown(["", "of the floor", "over cuBLAS FP8, mean", "at least"], lines)
 
@@ -131,10 +133,6 @@ def _slower_points(rows: list[Row]) -> str:
         name, speed = best_peer(row)
         found.append(f"{named(row)}, M = {row.sizes['M']} ({speed:.2f}x {PEERS[name]})")
     return f"Slower than a peer: {'; '.join(found)}." if found else "No peer is faster at any point."
-
-
-def _times(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.2f}x"
 
 
 def _origin(record: Record, rows: list[Row]) -> str:

@@ -25,7 +25,7 @@ from ptxlab.kvpoints import (
     steps,
     unequal,
 )
-from ptxlab.ladder import NOT_RECORDED, markdown, mean
+from ptxlab.ladder import NOT_RECORDED, fraction_cell, markdown, mean, times_cell
 
 _MISSING = f"{NOT_RECORDED}\n"
 
@@ -56,7 +56,9 @@ def means_table(record: Record | None) -> str:
         alone = [row for row in rows if heads(row) == pair]
         behind = [row for row in batched(behind_append(record)) if heads(row) == pair]
         speeds = [mean(over(alone)), mean(over_eight_bits(alone)), mean(over(behind, QSERVE))]
-        lines.append([_of(*pair), f"{fraction(alone):.2f}", _fraction(mean(programmatic(alone))), *map(_times, speeds)])
+        lines.append(
+            [_of(*pair), f"{fraction(alone):.2f}", fraction_cell(mean(programmatic(alone))), *map(times_cell, speeds)]
+        )
     columns = [
         "batch 16 and more, means",
         "of the floor",
@@ -92,9 +94,9 @@ def steps_table(record: Record | None) -> str:
                 f"`{row.kernel}`",
                 kernels.find(row.kernel)[0].summary,
                 f"{there / 1e3:.2f} ms" if there else "",
-                _times(A100_US["attention_kv4_naive"] / there) if there else "",
+                times_cell(A100_US["attention_kv4_naive"] / there) if there else "",
                 f"{row.time_us / 1e3:.3f} ms",
-                _times(naive / row.time_us),
+                times_cell(naive / row.time_us),
                 f"{row.fraction:.2f}",
             ]
         )
@@ -121,10 +123,6 @@ def others_table(record: Record | None) -> str:
         fused = row.more["fused_us"]
         lines.append([what, f"{row.time_us:.1f} µs", f"{fused:.1f} µs", f"{row.time_us / fused:.2f}"])
     return markdown(["", "time", "beside", "ratio"], lines) if lines else _MISSING
-
-
-def _fraction(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.2f}"
 
 
 def _of(Hq: int, Hkv: int) -> str:
@@ -154,10 +152,6 @@ def _slower_points(rows: list[Row]) -> str:
         name, speed = best_peer(row)
         found.append(f"{_of(*heads(row))}, {row.sizes['B']} x {row.sizes['L']} ({speed:.2f}x {PEERS[name]})")
     return f"Slower than a peer: {'; '.join(found)}." if found else "No peer is faster at any point."
-
-
-def _times(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.2f}x"
 
 
 def _origin(record: Record, rows: list[Row]) -> str:

@@ -58,6 +58,16 @@ def mean(values: Iterable[float]) -> float:
     return math.exp(sum(logs) / len(logs)) if logs else math.nan
 
 
+def fraction_cell(value: float) -> str:
+    """A figure as tables have it; nothing of NaN."""
+    return "" if math.isnan(value) else f"{value:.2f}"
+
+
+def times_cell(value: float) -> str:
+    """How many times as fast, likewise."""
+    return "" if math.isnan(value) else f"{value:.2f}x"
+
+
 def speed_over(rows: Sequence[Row], kernel: str, base: str, M: int) -> float:
     """How much faster a step is than another at M tokens, over all matrices where both were measured."""
     times = {place_of(row): row.time_us for row in rows if row.kernel == base and row.sizes["M"] == M}

@@ -10,7 +10,7 @@
 //            parts together, in the order of the tokens: same input, same bits. The others hand theirs over (mailbox.cuh), which is the first of
 //            their segments, behind the next one's tiles: mostly early. A counter of those that are done would have all wait for a fence and an
 //            atomic. Who waits, waits for blocks behind it, and of a unit only one does. So on a busy GPU too others end and make room for these,
-//            if blocks begin in their order, as they do, and there is room for two.
+//            as long as there is room for two, and blocks begin in their order, as they do, though nothing promises it.
 // Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies, one prepares queries:
 //            both work out the block's share of the work, as to hand it over would take longer.
 //            full, empty   a place of the ring: keys and values of a tile are there; its warps are done with it. One group has it for ever,

@@ -6,8 +6,9 @@
 
 namespace ptxlab {
 
-// Looks at words that do not come before their reader gives up, with a NaN, and goes on to the next ones: lengths that change under a launch, or two
-// launches with one workspace, should not stop a GPU for ever. Some ten seconds for each `take`, far more than other work on the GPU should cause.
+// Looks at words that do not come before their reader gives up, with a NaN: lengths that change under a launch, or two launches with one workspace,
+// should not stop a GPU for ever. Every look is a way to the L2 and back, and counts for what is looked at together alone: a reader of many words
+// that never come takes minutes.
 #ifndef PATIENCE
 #define PATIENCE (1 << 25)
 #endif

@@ -90,8 +90,8 @@ struct Row {
 
     // What others hand over, or will, and go on without: `count` parts, in the order of the tokens, the first at `first`, the next `stride` on.
     __device__ __forceinline__ void take_over(unsigned* partial, unsigned* stats, size_t first, int stride, int count) {
-        if (count <= 4) take<4>(partial, stats, first, stride, count);
-        else take<8>(partial, stats, first, stride, count);
+        if (count <= 4) add_posted<4>(partial, stats, first, stride, count);
+        else add_posted<8>(partial, stats, first, stride, count);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const size_t at = first + i * stride;
@@ -102,9 +102,9 @@ struct Row {
         }
     }
 
-    // The same but for what is left behind, AHEAD parts at a time: of few, the code of few has to be fetched.
+    // Of these AHEAD at a time, as soon as they have come. A block does this once, and waits for its instructions: for few parts there are fewer.
     template <int AHEAD>
-    __device__ __forceinline__ void take(const unsigned* partial, const unsigned* stats, size_t first, int stride, int count) {
+    __device__ __forceinline__ void add_posted(const unsigned* partial, const unsigned* stats, size_t first, int stride, int count) {
         for (int done = 0; done < count; done += AHEAD) {
             float2 s[AHEAD];
             float4 more[AHEAD][PIECES] = {};

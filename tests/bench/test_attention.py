@@ -13,6 +13,7 @@ from ptxlab.bench import append, attention, kvmerge, kvnew, kvproblem, kvshapes,
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.kvshapes import Batch
 from ptxlab.bench.record import Record
+from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.kernels import specs
 from ptxlab.kernels.attention.steps import STEPS, choose
@@ -71,6 +72,21 @@ def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> No
     small.setattr(attention, "stored_attention", lambda slug: {SMALL.place: {"fi_xqa_fp8": 8.0}})
     (row,) = attention.at(CHOSEN, SMALL, CEILINGS, quiet, appending=False)
     assert row.peers == {} and "stored_factor" not in row.more
+
+
+def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) -> None:
+    of, seen = kvproblem.problem(SMALL), []
+
+    def launches(step: Any, of: Any, *, programmatic: bool) -> kvproblem.Launches:
+        seen.append(programmatic)
+        return kvproblem.launches(step, of, programmatic=programmatic)
+
+    small.setattr(attention, "launches", launches)
+    assert attention.programmatic(CHOSEN, of) == {"programmatic_us": 10.0}
+    assert attention.programmatic(STEPS[5], of) == {} and seen == [True]
+    small.setattr(attention, "measure", lambda calls: Measured(10, 10, 10, 1755))  # without making them
+    with pytest.raises(BenchmarkError, match="the timed launches gave wrong results"):
+        attention.programmatic(CHOSEN, of)
 
 
 def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.MonkeyPatch) -> None:

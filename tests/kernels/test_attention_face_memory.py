@@ -74,8 +74,11 @@ def test_what_a_workspace_must_be(fake: FakeGpu) -> None:
     message = r"attention_kv4: workspace: must be attention_workspace\(cache\) of .* \(got \d+ bytes for partial\)"
     with pytest.raises(ArgumentError, match=message):
         ptxlab.attention_kv4(q, cache, workspace=narrow)
-    with pytest.raises(ArgumentError, match=f"workspace: must be one of {SM90} \\(got {SM80}\\)"):
-        ptxlab.attention_kv4(q, cache, workspace=ptxlab.attention_workspace(cache, kernel=SM80))
+    for kernel, other, maker in ((None, SM80, "cache"), (SM80, SM90, f"cache, kernel='{SM80}'")):
+        made = ptxlab.attention_workspace(cache, kernel=other)
+        message = rf"workspace: must be attention_workspace\({maker}\) \(got that of {other}\)"
+        with pytest.raises(ArgumentError, match=message):
+            ptxlab.attention_kv4(q, cache, workspace=made, kernel=kernel)
     elsewhere = ptxlab.attention_workspace(cache)
     elsewhere.views["stats"] = elsewhere.views["stats"]._replace(device=1)
     with pytest.raises(ArgumentError, match=r"workspace: on the current device 0 \(got device 1\)"):

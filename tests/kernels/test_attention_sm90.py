@@ -300,6 +300,20 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
         SM90.check_sizes({**SM90.example_sizes[0], **sizes})
 
 
+@pytest.mark.parametrize("ratio", [4, 8])
+def test_vectors_go_to_all_banks(ratio: int) -> None:
+    """Keys, queries, and the warps' sums of a head dim of 128, there and back."""
+    variant = Variant(128, 64, 4, 0, T=1, ratio=ratio, BF16=0, tile=Tile(64, 2, 4, 1))
+    _, arrays = variant.problem(0, (200,), problems.nothing, 1, 0, 1)
+    sizes = variant.sizes(0, 1)
+    outcome = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=variant.config, backend="emulator", count_banks=True)
+    vectors = [access for access in outcome.shared if access.width == 16 and min(access.addresses) >= 0]
+    assert {access.store for access in vectors} == {True, False}
+    assert [access.text for access in vectors if access.conflicts] == []
+    singles = [access.text for access in outcome.shared if access.store and ".f32" in access.text and access.width == 4]
+    assert singles == [], "sums are stored as vectors"
+
+
 # Every statement that makes threads or copies wait is taken out in turn: the tests must notice. There are units enough
 # for the ring, the records and the sums to go around, and one is in parts.
 MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=Tile(32, 4, 2, 1))

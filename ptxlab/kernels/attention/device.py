@@ -14,7 +14,6 @@ from ptxlab.layout import KVCache
 from ptxlab.plan import Plan
 
 _MOST_SHAPES = 4096  # that are remembered
-_MAKE = "attention_workspace(cache)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +43,8 @@ class _Prepared:
         self.sizes, self.memory = self.step.sizes(call, sms), self.step.most_memory(call.cache.head_dim, sms)
         self.needed = {item.name: item.nbytes for item in self.memory}
         self.dtype, self.programmatic = call.dtype, call.programmatic
+        named = f", kernel={call.kernel!r}" if call.kernel else ""
+        self.workspace = f"attention_workspace(cache{named})"  # what makes it, for messages
 
     @cached_property
     def plan(self) -> Plan:
@@ -145,7 +146,7 @@ def _refuse_in_capture(call: Call, stream: int, prepared: _Prepared, *, check: b
     if check:
         raise ArgumentError(f"{FACE}: check", "must be False in a capture, where nothing can be waited for", check)
     if lacks_workspace:
-        rule = f"must be given in a capture: make {_MAKE} before"
+        rule = f"must be given in a capture: make {prepared.workspace} before"
         raise ArgumentError(f"{FACE}: workspace", rule, "nothing")
     if call.out is None:
         rule = f"must be given in a capture: make an array {list(call.shape)} of {call.dtype} before"
@@ -178,9 +179,9 @@ def _too_small(workspace: AttentionWorkspace, prepared: _Prepared) -> str:
 
 def _require_memory(workspace: AttentionWorkspace, prepared: _Prepared, device: int) -> None:
     if prepared.memory and workspace.kernel != prepared.step.spec.name:
-        raise ArgumentError(f"{FACE}: workspace", f"must be one of {prepared.step.spec.name}", workspace.kernel)
+        raise ArgumentError(f"{FACE}: workspace", f"must be {prepared.workspace}", f"that of {workspace.kernel}")
     if name := _too_small(workspace, prepared):
-        rule = f"must be {_MAKE} of this head dim or a larger one, used by no call that failed"
+        rule = f"must be {prepared.workspace} of this head dim or a larger one, used by no call that failed"
         got = workspace.views[name].owner.nbytes if name in workspace.views else 0
         raise ArgumentError(f"{FACE}: workspace", rule, f"{got} bytes for {name}")
     for view in workspace.views.values():
