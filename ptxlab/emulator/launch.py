@@ -44,6 +44,7 @@ from ptxlab.emulator.inflight import InFlight
 from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
+from ptxlab.emulator.order import Order
 from ptxlab.emulator.parse import parse
 from ptxlab.emulator.predecessor import WAIT, Predecessor
 from ptxlab.emulator.race import Races
@@ -158,13 +159,17 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield PackedLanes(machine)
     if "init" in checks:
         yield Initialised(machine)
-    in_flight = InFlight(machine) if "async" in checks and machine.launch.entry.is_asynchronous else None
-    if "race" in checks:
-        yield (races := Races(machine, in_flight.busy if in_flight else None))
+    is_asynchronous = "async" in checks and machine.launch.entry.is_asynchronous
+    order: Order | None = Races(machine) if "race" in checks else Order(machine) if is_asynchronous else None
+    in_flight = InFlight(machine, order) if is_asynchronous and order else None
+    if order:
+        yield order
+    if isinstance(order, Races):
+        order.busy = in_flight.busy if in_flight else None
         if machine.peers.size > 1:
-            yield Guests(machine, races)
+            yield Guests(machine, order)
         if machine.launch.entry.uses(WAIT) or machine.launch.after_wait:
-            yield Predecessor(machine, races)
+            yield Predecessor(machine, order)
     if in_flight:
         yield in_flight
     if in_flight and machine.launch.entry.uses("wgmma"):
