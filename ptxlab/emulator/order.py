@@ -34,6 +34,16 @@ def actors_of(events: Array) -> Array:
     return (events >> _ACTOR & _ACTORS).astype(np.intp)
 
 
+def without_actors(events: Array) -> Array:
+    """All but who did it."""
+    return events & ~(_ACTORS << _ACTOR)
+
+
+def codes_of(events: Array) -> Array:
+    """By which instruction, its index."""
+    return (events >> _CODE & _CODES).astype(np.intp) - 1
+
+
 def times_of(events: Array) -> Array:
     """When, by the actor's own time."""
     return (events & _TIMES).astype(np.int32)
@@ -62,7 +72,7 @@ class Order(Watcher):
 
     def instruction_of(self, event: int) -> Instruction:
         """Which instruction did it."""
-        return self.machine.code[(int(event) >> int(_CODE) & int(_CODES)) - 1]
+        return self.machine.code[int(codes_of(np.array(event, np.uint64)))]
 
     def bytes(self, access: Access, lanes: Lanes, offsets: Array) -> tuple[Array, Array]:
         """Of every byte of an access its place, and the thread (as a lane of the wave)."""

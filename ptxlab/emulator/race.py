@@ -3,16 +3,19 @@
 An access is ordered before another one if the lane that does the latter knows of it (`order`). Per byte the last write
 and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed; so are
 races between blocks of different waves. Two lanes that store different values to one address with one instruction are
-reported too. Stores of the value that is there already are not.
+reported too. Stores of the value that is there already are not; nor are races of loads whose value nobody uses
+(`followed`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptxlab.emulator.order import STRONG, Order, actors_of
+from ptxlab.emulator.followed import Followed
+from ptxlab.emulator.order import STRONG, Order, actors_of, codes_of
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of
 
 if TYPE_CHECKING:
@@ -22,12 +25,33 @@ if TYPE_CHECKING:
     from ptxlab.emulator.machine import Machine
 
 
+@dataclass
+class Race:
+    """Accesses of one instruction, byte by byte, each with the past one that it races with."""
+
+    instruction: Instruction
+    what: str  # it does there
+    lanes: Lanes  # that run it
+    lane: Array  # position in these
+    places: Array
+    past: Array  # events
+    reads: Array  # that of the two events which is a read, if one is
+
+    def only(self, mask: Array) -> Race:
+        """Some of the bytes."""
+        parts = (part[mask] for part in (self.lane, self.places, self.past, self.reads))
+        return Race(self.instruction, self.what, self.lanes, *parts)
+
+
 class Races(Order):
     """Conflicting accesses by different threads that nothing orders."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self.busy: Array | None = None  # bytes that `inflight` looks at
+        self.loads = np.array([i.opcode.startswith("ld") for i in machine.code])
+        self.followed = Followed(machine) if machine.launch.followed else None
+        self.held: list[Race] = []  # races of loads that are followed
         self.writes, self.reads, self.other_reads = (np.zeros(machine.memory.size, np.uint64) for _ in range(3))
 
     # Accesses
@@ -38,8 +62,13 @@ class Races(Order):
             return
         strong = access.order != "weak"
         places, threads, events = self.events(access, lanes, offsets, strong)
-        self.compare(access.instruction, access.size, lanes, places, threads, self.writes, strong, "read of")
+        reads = None if strong else events
+        self.compare(
+            access.instruction, access.size, lanes, places, threads, self.writes, strong, "read of", reads=reads
+        )
         self.remember_reads(places, threads, events)
+        if self.followed and self.machine.index[id(access.instruction)] in self.machine.launch.followed:
+            self.followed.read(access.instruction, lanes, events[:: access.size])
         super().load(access, lanes, offsets)
 
     def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
@@ -86,8 +115,9 @@ class Races(Order):
             self.other_reads[places[second]] = events[second]
 
     def compare(self, instruction: Instruction, sizes: Sizes, lanes: Lanes, places: Array, threads: Array,
-                events: Array, strong: bool, what: str, among: Array | None = None) -> None:  # fmt: skip
-        """Report the accesses, of so many bytes per lane, that race with past ones."""
+                events: Array, strong: bool, what: str, among: Array | None = None,
+                reads: Array | None = None) -> None:  # fmt: skip
+        """Report the accesses, of so many bytes per lane, that race with past ones; `reads`: their events, if loads."""
         past = events[places]
         wrong: Array = self.unordered(past, threads)
         if among is not None:
@@ -98,14 +128,48 @@ class Races(Order):
             wrong &= (self.busy[places] == 0) | (actors_of(past) < self.machine.lanes)
         if not wrong.any():
             return
-        lane = np.repeat(np.arange(count_of(lanes)), sizes)
-        first = int(np.argmax(wrong))
-        other = self.instruction_of(past[first])
-        whose = int(actors_of(past[first])) % self.machine.lanes
+        lane = np.repeat(np.arange(count_of(lanes)), sizes)[wrong]
+        race = Race(instruction, what, lanes, lane, places[wrong], past[wrong], past[wrong])
+        if reads is not None:
+            race.reads = reads[wrong]
+        code = codes_of(race.reads)
+        ordinary = (reads is not None or self.is_read(events)) & self.loads[code] & (race.reads & STRONG == 0)
+        ordinary &= actors_of(race.reads) < self.machine.lanes
+        self.machine.launch.suspects.update(code[ordinary].tolist())
+        if self.followed is None:
+            self.tell(race)
+            return
+        self.held += [race.only(ordinary)] if ordinary.any() else []
+        if not ordinary.all():
+            self.tell(race.only(~ordinary))
+
+    def is_read(self, events: Array) -> bool:
+        """Whether these are past reads."""
+        return events is self.reads or events is self.other_reads
+
+    def tell(self, race: Race) -> None:
+        """Report it."""
+        other = self.instruction_of(race.past[0])
+        whose = int(actors_of(race.past[:1])[0]) % self.machine.lanes
         block, thread = ("({},{},{})".format(*index) for index in self.machine.place_of(whose))
-        place = self.machine.memory.byte(int(places[first]))
-        message = f"{what} {place} races with {other.seen_from(instruction)}, by thread {thread} of block {block},"
-        self.report(instruction, "race", lanes, np.bincount(lane, wrong, count_of(lanes)) > 0, message)
+        place = self.machine.memory.byte(int(race.places[0]))
+        message = f"{race.what} {place} races with {other.seen_from(race.instruction)}, "
+        message += f"by thread {thread} of block {block},"
+        wrong = np.bincount(race.lane, minlength=count_of(race.lanes)) > 0
+        self.report(race.instruction, "race", race.lanes, wrong, message)
+
+    def end(self) -> None:
+        """Report races of loads, if their values were used."""
+        if self.followed is None:
+            return
+        for race in self.held:
+            used = self.followed.were_used(race.reads)
+            if used.any():
+                self.tell(race.only(used))
+
+    def fault(self) -> None:
+        """As far as it came."""
+        self.end()
 
     def issue(self, effect: Effect) -> None:
         """What the engine reads and writes, it does from now on until somebody has waited for it."""

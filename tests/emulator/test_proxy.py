@@ -145,7 +145,7 @@ def test_cp_async_that_an_mbarrier_hears_of(fence, kinds, mode):
     ],
 )
 def test_who_may_fence_an_mbarrier(fence, clean, mode):
-    """fence.mbarrier_init is for what its own thread has initialised; a proxy fence for all that its thread knows of."""
+    """fence.mbarrier_init is for what its own thread has initialised, a proxy fence for all that it knows of."""
     body = f"""@%q mbarrier.init.shared.b64 [%r5], 1;
     {fence}
     @!%q bra W;
