@@ -247,6 +247,7 @@ FLAG = """mov.u32 %r0, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a];
             "",
             True,
         ),
+        ("membar.cta; st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "membar.sys;", True),
         ("st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "", False),
         ("membar.gl; st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "", False),
         ("st.relaxed.gpu.global.u32 [%x2], 1;", "ld.acquire.gpu.global.u32 %r1, [%x2];", "", False),

@@ -16,7 +16,7 @@ GUARDED = {
     "plain": "if (FEW) v = total;",
     "computed": "if (FEW) v = total * 2 + 1;",
     "condition": "if (FEW && total > 3) v = 5;",
-    "hoisted": "for (int i = 0; i < n; i++) if (FEW && (i & threadIdx.x)) v += total * x[i];",
+    "hoisted": "for (int i = 0; i < n; i++) if (FEW && (i ^ threadIdx.x) & 1) v += total * x[i];",
     "integers": "if (FEW) v = __float_as_int(total) + __float_as_int(other);",
     "twice": "if (FEW) v += total;\n float w = FEW ? total : 3; v += w;",
     "rewritten": "for (int i = 0; i < n; i++) { if (FEW) v += total; __syncwarp();\n"
