@@ -162,7 +162,15 @@ def test_a_fault_tells_what_was_used_before_it():
     assert "found before" not in str(caught.value)
 
 
-def test_strong_and_asynchronous_reads_count_at_once():
-    """A compiler moves neither."""
+@pytest.mark.parametrize("operation", ["and.b32 %s, %r1, %r2;", "and.b32 %s, %r2, %r1;", "add.u32 %s, %r1, %r2;"])
+def test_of_two_races_neither_hides_the_other(operation):
+    """Each of the values would decide alone, were it known."""
+    text = kernel(LOAD + f"ld.shared.u32 %r2, [total];\n{operation}" + STORE, outside=SHARED)
+    found = run(text, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings
+    assert sorted(f.line for f in found) == [line_of(text, f"ld.shared.u32 %r{i}") for i in (1, 2)]
+
+
+def test_strong_reads_count_at_once():
+    """No compiler moves them."""
     text = kernel(LOAD.replace("ld.shared.u32 %r1", "ld.volatile.shared.u32 %r1") + STORE, outside=SHARED)
     assert len(run(text, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings) == 1

@@ -51,6 +51,7 @@ COPY = "cp.async.bulk.global.shared::cta.bulk_group"
         # thread 32 has heard of the writes; but thread 0 of its fence, behind another barrier only
         (BARRIER + "setp.eq.u32 %p, %r0, 32; @%p " + FENCE, ["async-dirty"]),
         (BARRIER + "setp.eq.u32 %p, %r0, 32; @%p " + FENCE + BARRIER, []),
+        (BARRIER + "setp.eq.u32 %p, %r0, 1; @%p " + FENCE, ["async-dirty"]),  # nor has it of its neighbour's
         # a fence orders what came before it
         (BARRIER + "@%q " + FENCE + "@%q st.shared.u64 [%r7], %x3;", ["async-dirty"]),
         (FENCE, ["race"]),  # nobody waits for the other warp
