@@ -142,7 +142,7 @@ class InFlight(Watcher):
             writer = self.order.instruction_of(marks[first])
             by = writer.seen_from(effect.instruction)
             message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, wrote "
-            message += f"without a fence.proxy.async in between: {consequence},"
+            message += f"without a fence.proxy.async behind it: {consequence},"
             self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
     def soil(self, instruction: Instruction, actors: Array, times: Array, starts: Array, sizes: Array) -> None:
