@@ -20,6 +20,7 @@ from ptxlab.emulator.types import Array, Lanes, bits_of, indices_of
 if TYPE_CHECKING:
     from ptxlab.emulator.access import Access
     from ptxlab.emulator.effects import Effect
+    from ptxlab.emulator.followed import Followed
     from ptxlab.emulator.ir import Instruction, Register
     from ptxlab.emulator.machine import Machine, Step
 
@@ -156,9 +157,6 @@ class Watcher:
     def end(self) -> None:
         """All lanes have ended."""
 
-    def fault(self) -> None:
-        """The launch ends here, with an error."""
-
     def report(
         self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str, **more: Any
     ) -> None:
@@ -201,8 +199,10 @@ class PackedLanes(Watcher):
 class Initialised(Watcher):
     """Reads of registers, and of bytes of memory, that nobody has written."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, followed: Followed | None = None) -> None:
+        """`followed`: who knows which loads count."""
         super().__init__(machine)
+        self.followed = followed
         assert machine.launch.defined is not None
         self.memory = machine.launch.defined
         self.words = {size: self.memory.view(f"u{size}") for size in (1, 2, 4, 8)}
@@ -260,14 +260,24 @@ class Initialised(Watcher):
             yield self.words[step], (offsets + first) // step, int.from_bytes(b"\1" * step, "little")
 
     def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
-        """Report bytes that were never written, once."""
-        wrong = np.zeros(len(offsets), bool)
+        """Report bytes that were never written, once; of an ordinary load only if its value is used."""
+        instruction, wrong = access.instruction, np.zeros(len(offsets), bool)
         for words, index, full in self.parts(access, offsets):
             wrong |= words[index] != full
-        if wrong.any():
-            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
-            self.report(access.instruction, "uninitialised", lanes, wrong, f"reads {place}, which was never written")
-            self.store(access, lanes, offsets, offsets)
+        if not wrong.any():
+            return
+        if access.kind == "load" and access.order == "weak":
+            self.machine.launch.suspects.add(self.machine.index[id(instruction)])
+
+        def tell(some: Array) -> None:
+            place = self.machine.memory.byte(int(offsets[int(np.argmax(some))]))
+            self.report(instruction, "uninitialised", lanes, some, f"reads {place}, which was never written")
+
+        if self.followed and self.followed.is_followed(instruction):
+            self.followed.hold(self.followed.events(instruction, lanes), lambda used: tell(used & wrong))
+            return
+        tell(wrong)
+        self.store(access, lanes, offsets, offsets)
 
     def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """The bytes are written now."""

@@ -1,14 +1,15 @@
 """What becomes of the values that some loads bring: whether anything depends on them.
 
 Compilers load what may not be needed. NVRTC makes of `if (threadIdx.x < 32) v = total;` a load by all threads and a
-select, and hoists loads of shared variables out of loops and branches. Where such a load races, but its value is thrown
-away, no thread can notice: PTX gives a racing read one value or the other, and no more (8.9.5 to 8.10). So a race of an
-ordinary load counts only if its value has been used: it, or what was computed of it, has been stored, branched on, used
-as an address or handed to another thread or an engine. What a select, or an `and` or `or` with a deciding other
-operand, leaves out is not used; nor is what nobody reads any more.
+select, and hoists loads of shared variables out of loops and branches. Where such a load races, or reads what nobody
+has written, but its value is thrown away, no thread can notice: a PTX read always returns some value and has no other
+effect (8.10 says which values; a race is no error in itself). So a finding about an ordinary load counts only if its
+value has been used: it, or what was computed of it, has been stored, branched on, used as an address or handed to
+another thread or an engine. What a select, or an `and` or `or` with a deciding other operand, leaves out is not used;
+nor is what nobody reads any more.
 
-To follow every load would double the time of a launch. So it first runs as ever; if ordinary loads then race, it runs
-once more, in the very same order, and only the values of those loads are followed.
+To follow every load would double the time of a launch. So it first runs as ever; if there is something about ordinary
+loads then, it runs once more, in the very same order, and only the values of those loads are followed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import numpy as np
 from ptxlab.emulator.check import Watcher
 from ptxlab.emulator.ir import Operand, registers
 from ptxlab.emulator.machine import BINDERS
-from ptxlab.emulator.order import actors_of, without_actors
+from ptxlab.emulator.order import actors_of, event, without_actors
 from ptxlab.emulator.types import Array, Lanes, bits_of, count_of, indices_of
 
 if TYPE_CHECKING:
+    from ptxlab.emulator.access import Access
     from ptxlab.emulator.ir import Instruction, Register
     from ptxlab.emulator.machine import Machine, Step
+    from ptxlab.emulator.order import Order
 
 Marks = Array  # i64 per lane: a number in `Followed.sets`
 
@@ -37,10 +40,13 @@ class Followed(Watcher):
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
+        self.order: Order | None = None  # whose times tell one execution of a load from another
         self.marks: dict[tuple[int, int], Marks] = {}  # by width and row of a register; of all lanes
         self.sets: list[frozenset[int]] = [frozenset()]  # of events without their actor, which is the register's lane
         self.numbers = {self.sets[0]: 0}
         self.used: dict[int, Array] = {}  # such an event -> bool per lane
+        # such an event -> what there is to report if it is used: for each occurrence its lane, or -1
+        self.held: dict[int, list[tuple[Array, Callable[[Array], None]]]] = {}
 
     def around(self, instruction: Instruction, step: Step) -> Step:
         """What is computed is marked like its operands; everything else uses them."""
@@ -131,27 +137,54 @@ class Followed(Watcher):
 
     # Reads
 
-    def read(self, instruction: Instruction, lanes: Lanes, events: Array) -> None:
-        """A load that is followed brings a value."""
-        reads = without_actors(events)
+    def is_followed(self, instruction: Instruction) -> bool:
+        """Whether it is one of those loads."""
+        return self.machine.index[id(instruction)] in self.machine.launch.followed
+
+    def events(self, instruction: Instruction, lanes: Lanes) -> Array:
+        """The reads of these lanes by a load, now."""
+        threads = indices_of(lanes)
+        times = self.order.clocks.own[threads] if self.order else np.zeros_like(threads)
+        return event(self.machine.index[id(instruction)], threads, times, strong=False)
+
+    def hold(self, reads: Array, report: Callable[[Array], None]) -> None:
+        """`report` is called, with a mask, for those of the reads that have been used, or as soon as they are."""
+        events, lanes = without_actors(reads), actors_of(reads)
+        for read in np.unique(events).tolist():
+            self.held.setdefault(read, []).append((np.where(events == read, lanes, -1), report))
+            self.settle(read)
+
+    def settle(self, read: int) -> None:
+        """Report what is held about a read, in those lanes that have used it."""
+        used = self.used.get(read)
+        if used is None or read not in self.held:
+            return
+        held, self.held[read] = self.held[read], []
+        for lanes, report in held:
+            now = (lanes >= 0) & used[lanes]
+            if now.any():
+                report(now)
+            if (rest := np.where(now, -1, lanes)).max() >= 0:
+                self.held[read].append((rest, report))
+
+    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+        """One that is followed brings a value."""
+        if not self.is_followed(access.instruction):
+            return
+        reads = without_actors(self.events(access.instruction, lanes))
         distinct, index = np.unique(reads, return_inverse=True)
         marks = np.array([self.number(frozenset((read,))) for read in distinct.tolist()])[index]
-        for register in instruction.destinations:
+        for register in access.instruction.destinations:
             self.mark(register, lanes, marks)
 
     def use(self, lanes: Lanes, marks: Marks) -> None:
         """Something depends on the values that these lanes' marks speak of."""
+        indices = indices_of(lanes)
         for number in np.unique(marks[marks > 0]).tolist():
             for read in self.sets[number]:
-                self.used.setdefault(read, np.zeros(self.machine.lanes, bool))[indices_of(lanes)[marks == number]] = (
-                    True
-                )
-
-    def were_used(self, events: Array) -> Array:
-        """Which of these reads brought something that was used."""
-        nobody = np.zeros(self.machine.lanes, bool)
-        reads, lanes = without_actors(events).tolist(), actors_of(events).tolist()
-        return np.array([self.used.get(read, nobody)[lane] for read, lane in zip(reads, lanes, strict=True)], bool)
+                used = self.used.setdefault(read, np.zeros(self.machine.lanes, bool))
+                used[indices[marks == number]] = True
+                self.settle(read)
 
 
 def place_of(register: Register) -> tuple[int, int]:

@@ -39,6 +39,7 @@ from ptxlab.emulator.arguments import (
     size_of,
 )
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
+from ptxlab.emulator.followed import Followed
 from ptxlab.emulator.guests import Guests
 from ptxlab.emulator.inflight import InFlight
 from ptxlab.emulator.ir import Entry, Module
@@ -134,8 +135,8 @@ def run(
         return launch, buffers, None
 
     launch, buffers, error = attempt(frozenset())
-    if launch.suspects:  # races of loads whose values may not matter: the same again, with an eye on these
-        launch, buffers, error = attempt(frozenset(launch.suspects))
+    while not launch.suspects <= launch.followed:  # their values may not matter: the same again, with an eye on these
+        launch, buffers, error = attempt(launch.followed | launch.suspects)
     if error is not None:
         first = {finding.kind: finding for finding in reversed(launch.findings.found.values())}  # of each kind
         if not first:
@@ -160,16 +161,12 @@ def _run_waves(launch: Launch, checks: frozenset[str], count_banks: bool, step_c
             machine = Machine(launch, blocks)
             machine.watchers = tuple(_watchers(machine, checks, count_banks, step_clock))
             machine.bind()
-            try:
-                machine.run()
-            except EmulationError:
-                for watcher in machine.watchers:
-                    watcher.fault()
-                raise
+            machine.run()
             vars(machine).clear()  # its steps refer to it: without that, only the garbage collector would free it
 
 
 def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_clock: bool) -> Iterator[Watcher]:
+    followed = Followed(machine) if machine.launch.followed else None
     if step_clock:
         yield StepClock(machine)
     if count_banks:
@@ -177,16 +174,17 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
     if "lanes" in checks:
         yield PackedLanes(machine)
     if "init" in checks:
-        yield Initialised(machine)
+        yield Initialised(machine, followed)
     is_asynchronous = "async" in checks and machine.launch.entry.is_asynchronous
-    order: Order | None = Races(machine) if "race" in checks else Order(machine) if is_asynchronous else None
+    order: Order | None = Races(machine, followed) if "race" in checks else Order(machine) if is_asynchronous else None
     in_flight = InFlight(machine, order) if is_asynchronous and order else None
     if order:
         yield order
+    if followed:
+        followed.order = order
+        yield followed
     if isinstance(order, Races):
         order.busy = in_flight.busy if in_flight else None
-        if order.followed:
-            yield order.followed
         if machine.peers.size > 1:
             yield Guests(machine, order)
         if machine.launch.entry.uses(WAIT) or machine.launch.after_wait:

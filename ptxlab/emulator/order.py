@@ -29,6 +29,12 @@ _TIMES, _ACTORS, _CODES = (np.uint64((1 << bits) - 1) for bits in (22, 21, 20))
 PROXY_SPACES = ("shared", "global")  # of what a proxy fence makes visible; see `Clocks.fence_proxy`
 
 
+def event(code: int, actors: Array, times: Array, strong: bool) -> Array:
+    """What is stored of each actor: who did it, when, by which instruction (its index)."""
+    who_and_when = times.astype(np.uint64) | actors.astype(np.uint64) << _ACTOR
+    return who_and_when | np.uint64(code + 1) << _CODE | (STRONG if strong else _WEAK)
+
+
 def actors_of(events: Array) -> Array:
     """Who did it: a lane, or an engine for it."""
     return (events >> _ACTOR & _ACTORS).astype(np.intp)
@@ -67,8 +73,7 @@ class Order(Watcher):
 
     def event(self, instruction: Instruction, actors: Array, times: Array, strong: bool) -> Array:
         """What is stored of each actor: who did it, when, by which instruction."""
-        event = times.astype(np.uint64) | actors.astype(np.uint64) << _ACTOR
-        return event | np.uint64(self.machine.index[id(instruction)] + 1) << _CODE | (STRONG if strong else _WEAK)
+        return event(self.machine.index[id(instruction)], actors, times, strong)
 
     def instruction_of(self, event: int) -> Instruction:
         """Which instruction did it."""

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptxlab.emulator.followed import Followed
 from ptxlab.emulator.order import STRONG, Order, actors_of, codes_of
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of
 
 if TYPE_CHECKING:
     from ptxlab.emulator.access import Access, Sizes
     from ptxlab.emulator.effects import Effect
+    from ptxlab.emulator.followed import Followed
     from ptxlab.emulator.ir import Instruction
     from ptxlab.emulator.machine import Machine
 
@@ -46,12 +46,12 @@ class Race:
 class Races(Order):
     """Conflicting accesses by different threads that nothing orders."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, followed: Followed | None = None) -> None:
+        """`followed`: who knows which loads count."""
         super().__init__(machine)
+        self.followed = followed
         self.busy: Array | None = None  # bytes that `inflight` looks at
         self.loads = np.array([i.opcode.startswith("ld") for i in machine.code])
-        self.followed = Followed(machine) if machine.launch.followed else None
-        self.held: list[Race] = []  # races of loads that are followed
         self.writes, self.reads, self.other_reads = (np.zeros(machine.memory.size, np.uint64) for _ in range(3))
 
     # Accesses
@@ -67,8 +67,6 @@ class Races(Order):
             access.instruction, access.size, lanes, places, threads, self.writes, strong, "read of", reads=reads
         )
         self.remember_reads(places, threads, events)
-        if self.followed and self.machine.index[id(access.instruction)] in self.machine.launch.followed:
-            self.followed.read(access.instruction, lanes, events[:: access.size])
         super().load(access, lanes, offsets)
 
     def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
@@ -139,7 +137,9 @@ class Races(Order):
         if self.followed is None:
             self.tell(race)
             return
-        self.held += [race.only(ordinary)] if ordinary.any() else []
+        if ordinary.any():
+            held = race.only(ordinary)
+            self.followed.hold(held.reads, lambda used: self.tell(held.only(used)))
         if not ordinary.all():
             self.tell(race.only(~ordinary))
 
@@ -157,19 +157,6 @@ class Races(Order):
         message += f"by thread {thread} of block {block},"
         wrong = np.bincount(race.lane, minlength=count_of(race.lanes)) > 0
         self.report(race.instruction, "race", race.lanes, wrong, message)
-
-    def end(self) -> None:
-        """Report races of loads, if their values were used."""
-        if self.followed is None:
-            return
-        for race in self.held:
-            used = self.followed.were_used(race.reads)
-            if used.any():
-                self.tell(race.only(used))
-
-    def fault(self) -> None:
-        """As far as it came."""
-        self.end()
 
     def issue(self, effect: Effect) -> None:
         """What the engine reads and writes, it does from now on until somebody has waited for it."""

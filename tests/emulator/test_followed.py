@@ -1,4 +1,4 @@
-"""Races of loads count where something depends on the value, and nowhere else."""
+"""Races of loads, and loads of what nobody has written, count where something depends on the value."""
 
 import functools
 
@@ -152,6 +152,26 @@ def test_each_execution_of_a_load_counts_for_itself():
         text = kernel(body.replace("BARRIER", barrier) + STORE, outside=SHARED)
         result = run(text, np.zeros(64, np.uint32), threads=64, checks=["race"])
         assert len(result.findings) == count
+
+
+@pytest.mark.parametrize("checks", [["init"], ["init", "race"]])
+@pytest.mark.parametrize(
+    ("use", "found"),
+    [
+        ("selp.u32 %s, %r1, 0, %q;", [("(32, 0, 0)", 32, 1)]),  # the upper warp
+        ("mov.u32 %s, 0;", []),
+        ("selp.u32 %s, %r1, 0, %q; mov.u32 %s, 0;", []),
+        # a second load of the same: it alone is used
+        ("ld.shared.u32 %r2, [total]; selp.u32 %s, %r2, 0, %q;", [("(32, 0, 0)", 32, 1)]),
+    ],
+)
+def test_what_nobody_has_written_counts_where_it_is_used(use, found, checks):
+    body = "mov.u32 %r0, %tid.x; setp.ge.u32 %q, %r0, 32;\nld.shared.u32 %r1, [total];\n" + use
+    text = kernel(body + STORE, outside=SHARED)
+    first = line_of(text, "%r1, [total]") - 1
+    findings = run(text, np.zeros(64, np.uint32), threads=64, checks=checks).findings
+    assert all(f.kind == "uninitialised" for f in findings)
+    assert [(str(f.thread), f.count, f.line - first) for f in findings] == found
 
 
 def test_a_fault_tells_what_was_used_before_it():
