@@ -162,7 +162,7 @@ def test_each_execution_of_a_load_counts_for_itself():
         ("mov.u32 %s, 0;", []),
         ("selp.u32 %s, %r1, 0, %q; mov.u32 %s, 0;", []),
         # a second load of the same: it alone is used
-        ("ld.shared.u32 %r2, [total]; selp.u32 %s, %r2, 0, %q;", [("(32, 0, 0)", 32, 1)]),
+        ("ld.shared.u32 %r2, [total]; selp.u32 %s, %r2, 0, %q;", [("(32, 0, 0)", 32, 2)]),
     ],
 )
 def test_what_nobody_has_written_counts_where_it_is_used(use, found, checks):
