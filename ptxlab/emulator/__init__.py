@@ -7,7 +7,8 @@ with `machine.binder`, in `control`, `access`, `atomic`, `sync`, `collective`, `
 `mbarrier`, `clusters` (over `peers`), `copies` (over `bulk`), `remote` and `wgmma`. What the last three ask for are
 `effects`, which wait in `pending`.
 
-`check`, `packed`, `race`, `guests`, `inflight`, `registers`, `wavefronts` and `stepclock` watch.
+`check`, `packed`, `initialised`, `race`, `guests`, `inflight`, `registers`, `wavefronts` and `stepclock` watch; `order`
+(over `clocks`) tells them what lies before what, `followed` whether anything depends on a load.
 """
 
 from ptxlab.emulator.arguments import CHECKS, MODES

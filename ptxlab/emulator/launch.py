@@ -38,10 +38,11 @@ from ptxlab.emulator.arguments import (
     kernel_named,
     size_of,
 )
-from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
+from ptxlab.emulator.check import Finding, Findings, PackedLanes, Watcher
 from ptxlab.emulator.followed import Followed
 from ptxlab.emulator.guests import Guests
 from ptxlab.emulator.inflight import InFlight
+from ptxlab.emulator.initialised import Initialised
 from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
