@@ -56,7 +56,7 @@ def _lock() -> DeviceLock:
 
 
 def _measures(item: pytest.Item | None) -> bool:
-    return item is not None and item.get_closest_marker("timing") is not None
+    return item is not None and all(item.get_closest_marker(name) for name in ("gpu", "timing"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -179,11 +179,9 @@ def run_suite(folder: Path, *options: str, text: str = SUITE) -> subprocess.Comp
     (folder / "suite").mkdir()
     (folder / "suite" / "test_mini.py").write_text(text)
     markers = "markers =\n    gpu: needs one\n    timing: measures\n"
-    plugins = " ".join(
-        f"-p {p}" for p in ("tests.device", "tests.recording", "no:cacheprovider", "no:hypothesispytest")
-    )
-    addopts = f"addopts = -q --strict-markers {plugins}\n"
-    (folder / "pytest.ini").write_text(f"[pytest]\ntestpaths = suite\n{addopts}{markers}")
+    plugins = "-p tests.device -p tests.recording -p no:cacheprovider -p no:hypothesispytest"
+    options_of_all = f"addopts = -q --strict-markers {plugins}\n"
+    (folder / "pytest.ini").write_text(f"[pytest]\ntestpaths = suite\n{options_of_all}{markers}")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PTXLAB_COMMIT": "0123456789"}
     command = [sys.executable, "-m", "pytest", *options]
