@@ -12,7 +12,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.spec import MOST_BLOCKS
 
-CHECKS = frozenset({"lanes", "race", "init", "async"})
+CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
 MODES = ("early", "late")
 LARGEST_CLUSTER = 16
 

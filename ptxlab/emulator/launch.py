@@ -39,6 +39,7 @@ from ptxlab.emulator.arguments import (
     size_of,
 )
 from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
+from ptxlab.emulator.divergence import Divergence
 from ptxlab.emulator.guests import Guests
 from ptxlab.emulator.inflight import InFlight
 from ptxlab.emulator.ir import Entry, Module
@@ -158,6 +159,8 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield PackedLanes(machine)
     if "init" in checks:
         yield Initialised(machine)
+    if "divergence" in checks and machine.launch.flow.aligned:
+        yield Divergence(machine)
     in_flight = InFlight(machine) if "async" in checks and machine.launch.entry.is_asynchronous else None
     if "race" in checks:
         yield (races := Races(machine, in_flight.busy if in_flight else None))

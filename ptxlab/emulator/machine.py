@@ -97,8 +97,7 @@ class Machine(Wave):
     @cached_property
     def targets(self) -> frozenset[int]:
         """Instructions that somebody may branch to."""
-        operands = [o for i in self.code for operand in i.operands for o in getattr(operand, "items", (operand,))]
-        return frozenset(o.index for o in operands if isinstance(o, ir.Label))
+        return frozenset(label.index for instruction in self.code for label in ir.labels(instruction.operands))
 
     def bind(self) -> None:
         """Resolve every instruction to its step, and the checks that were asked for around it."""
