@@ -117,6 +117,9 @@ class Watcher:
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
         """The barrier is complete; these lanes waited there."""
 
+    def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
+        """Lanes take values of lanes `sources` of their warps, out of those in the masks `members`."""
+
     def issue(self, effect: Effect) -> None:
         """Lanes ask for something that goes on while they do."""
 
@@ -270,6 +273,14 @@ class Initialised(Watcher):
         """The bytes are written now."""
         for words, index, full in self.parts(access, offsets):
             words[index] = full
+
+    def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
+        """What a lane has that does not take part is undefined."""
+        outside = members >> sources.astype(np.uint32) & np.uint32(1) == 0
+        if outside.any():
+            first = int(np.argmax(outside))
+            message = f"takes the value of lane {sources[first]}, which does not take part (members {members[first]:#010x}),"
+            self.report(instruction, "uninitialised", lanes, outside, message)
 
     def issue(self, effect: Effect) -> None:
         """Look at what is read; what is written counts as written, `inflight` knows when."""

@@ -5,7 +5,8 @@ acquire operations, and fences beside strong operations (relaxed, volatile, atom
 which do so, to the lanes which do so. Lanes of one warp order each other by `bar.warp.sync` and barriers alone; neither
 running in step nor exchanging values (shfl, vote) does. Per byte the last write and two concurrent readers are
 remembered, so a third reader that alone is unordered with a write is missed; so are races between blocks of different
-waves. Two lanes that store different values to one address with one instruction are reported too. Stores of the value
+waves. Volatile accesses are strong, and no race; but to shared memory by lanes of one warp they are, as in a reduction
+that relies on the lanes running in step, which they do not from sm_70 on. Two lanes that store different values to one address with one instruction are reported too. Stores of the value
 that is there already are not.
 """
 
@@ -52,6 +53,7 @@ class Races(Watcher):
         self.barriers: dict[tuple[int, int], Clock] = {}
         self.arrived: dict[int, Clock] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
         self.phases: dict[int, Clock] = {}  # ... and those of the phases that are complete
+        self.volatile = np.array([False, *("volatile" in i.opcode for i in machine.code)])  # by code of an event
         self.writes, self.reads, self.other_reads = (np.zeros(machine.memory.size, np.uint64) for _ in range(3))
 
     # Accesses
@@ -138,7 +140,7 @@ class Races(Watcher):
         if among is not None:
             wrong &= among
         if strong:
-            wrong &= past & _STRONG == 0
+            wrong &= (past & _STRONG == 0) | self.in_step(instruction, places, threads, past)
         if self.busy is not None and wrong.any():
             wrong &= (self.busy[places] == 0) | (actors_of(past) < self.machine.lanes)
         if not wrong.any():
@@ -151,6 +153,13 @@ class Races(Watcher):
         place = self.machine.memory.byte(int(places[first]))
         message = f"{what} {place} races with {other.seen_from(instruction)}, by thread {thread} of block {block},"
         self.report(instruction, "race", lanes, np.bincount(lane, wrong, count_of(lanes)) > 0, message)
+
+    def in_step(self, instruction: Instruction, places: Array, threads: Array, past: Array) -> Array | bool:
+        """Which volatile accesses to shared memory follow one by another lane of the same warp."""
+        if "volatile" not in instruction.opcode:
+            return False
+        alike = self.volatile[(past >> _CODE & _CODES).astype(np.intp)] & (actors_of(past) // 32 == threads // 32)
+        return alike & self.machine.launch.is_shared(places)
 
     def issue(self, effect: Effect) -> None:
         """What the engine reads and writes, it does from now on until somebody has waited for it."""
