@@ -1,4 +1,4 @@
-"""Findings, and the checks that look for them: uninitialised reads and packed lanes. (Races: `race`.)
+"""Findings, and what looks for them: a watcher, of which packed lanes are one.
 
 A check is a *watcher*: `around(instruction, step)` may wrap an instruction when it is bound, the other methods see
 every access and synchronisation. A launch without checks has no watchers.
@@ -6,21 +6,19 @@ every access and synchronisation. A launch without checks has no watchers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ptxlab.emulator.effects import by_entry
 from ptxlab.emulator.ir import called_from
 from ptxlab.emulator.packed import LaneFault, lane_faults
-from ptxlab.emulator.types import Array, Lanes, bits_of, indices_of
+from ptxlab.emulator.types import Array, Lanes, indices_of
 
 if TYPE_CHECKING:
     from ptxlab.emulator.access import Access
     from ptxlab.emulator.effects import Effect
-    from ptxlab.emulator.ir import Instruction, Register
+    from ptxlab.emulator.ir import Instruction
     from ptxlab.emulator.machine import Machine, Step
 
 Index = tuple[int, int, int]
@@ -30,7 +28,7 @@ Index = tuple[int, int, int]
 class Finding:
     """Something a check found: the first occurrence at its line (and packed lane), and how many times it occurred."""
 
-    kind: str  # "carry", "range", "uninitialised", "race", "async", "async-dirty"
+    kind: str  # "carry", "range", "uninitialised", "race", "async", "async-dirty", "divergence"
     path: str
     line: int
     text: str
@@ -196,115 +194,3 @@ class PackedLanes(Watcher):
             return outcome
 
         return checked
-
-
-class Initialised(Watcher):
-    """Reads of registers, and of bytes of memory, that nobody has written."""
-
-    def __init__(self, machine: Machine) -> None:
-        super().__init__(machine)
-        assert machine.launch.defined is not None
-        self.memory = machine.launch.defined
-        self.words = {size: self.memory.view(f"u{size}") for size in (1, 2, 4, 8)}
-        self.registers = {bits: np.zeros(file.shape, bool) for bits, file in machine.files.items()}
-        # buffers and parameters are there from the start; the windows of this wave are not
-        for start in machine.launch.shared_windows:
-            self.memory[start : start + machine.launch.window_bytes] = False
-        local = machine.launch.local_window
-        self.memory[local : local + machine.local_pitch * machine.lanes] = False
-
-    def rows(self, registers: list[Register]) -> dict[str, Array]:
-        """Flags of registers, by name."""
-        return {r.name: self.registers[bits_of(r.type)][r.index] for r in registers}
-
-    def marking(self, instruction: Instruction, step: Step, sources: list[Register], targets: list[Register]) -> Step:
-        """The step, after a look at the registers that it reads, and with those marked that it writes.
-
-        What has been written stays written: lanes that come again, as they do in a loop, are not looked at again.
-        """
-        reads, writes = self.rows(sources), list(self.rows(targets).values())
-        seen: set[tuple[int, int]] = set()
-
-        def marked(lanes: Lanes) -> Any:
-            place = (lanes.start, lanes.stop) if isinstance(lanes, slice) else None
-            if place in seen:
-                return step(lanes)
-            for name, known in reads.items():
-                if not known[lanes].all():
-                    self.report(
-                        instruction, "uninitialised", lanes, ~known[lanes], f"{name} is read, but never written"
-                    )
-                    known[lanes] = True
-            outcome = step(lanes)
-            for known in writes:
-                known[lanes] = True
-            if place is not None:
-                seen.add(place)
-            return outcome
-
-        return marked if reads or writes else step
-
-    def around(self, instruction: Instruction, step: Step) -> Step:
-        """Look at sources before, mark destinations after."""
-        return self.marking(instruction, step, instruction.sources, instruction.destinations)
-
-    def around_guard(self, instruction: Instruction, step: Step) -> Step:
-        """The guard is read by all lanes."""
-        assert instruction.guard is not None
-        return self.marking(instruction, step, [instruction.guard], [])
-
-    def parts(self, access: Access, offsets: Array) -> Iterator[tuple[Array, Array, int]]:
-        """(flags as words, indices, value of a word that is all written) covering an access."""
-        step = min(access.size, 8)
-        for first in range(0, access.size, step):
-            yield self.words[step], (offsets + first) // step, int.from_bytes(b"\1" * step, "little")
-
-    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
-        """Report bytes that were never written, once."""
-        wrong = np.zeros(len(offsets), bool)
-        for words, index, full in self.parts(access, offsets):
-            wrong |= words[index] != full
-        if wrong.any():
-            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
-            self.report(access.instruction, "uninitialised", lanes, wrong, f"reads {place}, which was never written")
-            self.store(access, lanes, offsets, offsets)
-
-    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
-        """The bytes are written now."""
-        for words, index, full in self.parts(access, offsets):
-            words[index] = full
-
-    def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
-        """What a lane has that does not take part is undefined."""
-        outside = members >> sources.astype(np.uint32) & np.uint32(1) == 0
-        if outside.any():
-            first = int(np.argmax(outside))
-            message = f"takes the value of lane {sources[first]}, which does not take part (members {members[first]:#010x}),"
-            self.report(instruction, "uninitialised", lanes, outside, message)
-
-    def issue(self, effect: Effect) -> None:
-        """Look at what is read; what is written counts as written, `inflight` knows when."""
-        lanes, _, sizes = effect.reads
-        places = effect.read_bytes
-        known = self.memory[places]
-        if not known.all():
-            message = f"takes {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"
-            self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
-            self.memory[places] = True
-        lanes, _, sizes = effect.writes
-        places = effect.written_bytes
-        known = self.memory[places]
-        if effect.accumulates and not known.all():
-            message = f"adds to {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"
-            self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
-        self.memory[places] = True
-        for register, lanes in effect.adds_to:
-            unknown = ~self.registers[bits_of(register.type)][register.index, lanes]
-            if unknown.any():
-                message = f"adds to {register.name}, which was never written"
-                self.report(effect.instruction, "uninitialised", lanes, unknown, message)
-
-    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
-        """Reads first."""
-        self.load(access, lanes, offsets)
-        self.store(access, lanes, offsets, offsets)

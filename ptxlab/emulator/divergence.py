@@ -1,12 +1,13 @@
 """The check "divergence": all threads of a warp execute an `.aligned` instruction together, or have left the kernel.
 
-What counts is the program's control flow, not in which order the scheduler takes a warp's lanes. Each lane of a warp has
-to come to the same `.aligned` instructions in the same order, in the same turns of the loops around them; lanes that
-are found apart at the same place are waited for. Who leaves the kernel early (`flow.Flow.leaving`) is not waited for; to
-go past an `.aligned` instruction, to what the others execute after it, is not to leave early.
+What counts is the program's control flow, not the order in which the scheduler takes a warp's lanes. Each lane of a
+warp has to come to the same `.aligned` instructions in the same order, in the same turns of the loops around them;
+lanes that come there one after the other are waited for. Who leaves the kernel early (`flow.Flow.leaving`) is not. To
+go past an `.aligned` instruction, to what the others execute behind it, is not to leave early.
 
-A warp is reported once. PTX ISA, 9.7.13 (bar, barrier): "In conditionally executed code, an aligned barrier instruction
-should only be used if it is known that all threads evaluate the condition identically."
+It is a check, and no error of every run, because it costs time, and because a GPU may well get along: its barriers
+count whole warps. A warp is reported once. (PTX ISA, 9.7.13.1: in conditionally executed code, an aligned barrier only where
+all threads of a warp evaluate the condition alike; who has exited is not waited for.)
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class Divergence(Watcher):
     def come(self, pc: int, lanes: Lanes) -> None:
         """Lanes execute an `.aligned` instruction, or end."""
         if self.parked.any():
-            again = self.parked[lanes]
+            again = self.parked[lanes].copy()
             self.parked[lanes] = False
             if again.all():
                 return
@@ -166,7 +167,9 @@ class Divergence(Watcher):
             what = "executes it in another turn of the loop"
         else:
             what = f"executes {self.machine.code[one.pc].seen_from(instruction)}, instead"
-        message = f"all threads of a warp have to execute it together, but thread ({','.join(map(str, thread))}) {what};"
+        message = (
+            f"all threads of a warp have to execute it together, but thread ({','.join(map(str, thread))}) {what};"
+        )
         lanes = self.lanes_of(warp, other)
         self.report(instruction, "divergence", lanes, np.ones(count_of(lanes), bool), message)
         self.here[warp * 32 : warp * 32 + 32] = False

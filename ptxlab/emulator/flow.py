@@ -103,7 +103,7 @@ def flow_of(code: list[Instruction]) -> Flow:
 
 
 def loop(graph: Graph, block: int, start: int) -> set[int]:
-    """The natural loop that an edge closes; nothing if it does not go back to a block that all ways here lead through."""
+    """The natural loop that an edge closes; none if it does not go back to a block that all ways here lead through."""
     if start > block and not graph.before[start] - {block}:  # most edges
         return set()
     body = graph.reached([block], without=[start], backwards=True)

@@ -29,6 +29,7 @@ from ptxlab.emulator import (  # noqa: F401
     wgmma,
 )
 from ptxlab.emulator.arguments import (
+    MAX_STEPS,
     Argument,
     Size,
     array_of,
@@ -37,11 +38,13 @@ from ptxlab.emulator.arguments import (
     cluster_of,
     kernel_named,
     size_of,
+    steps_of,
 )
-from ptxlab.emulator.check import Finding, Findings, Initialised, PackedLanes, Watcher
+from ptxlab.emulator.check import Finding, Findings, PackedLanes, Watcher
 from ptxlab.emulator.divergence import Divergence
 from ptxlab.emulator.guests import Guests
 from ptxlab.emulator.inflight import InFlight
+from ptxlab.emulator.initialised import Initialised
 from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
@@ -105,7 +108,9 @@ def run(
     always checked. `uninitialised` are positions in `args` of buffers whose contents count as never written,
     `after_wait` of those that the kernel before on the stream may still write when this one begins (`predecessor`).
     `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
-    `seed`. `max_steps` bounds the instructions dispatched. With `count_banks` the result tells what accesses to shared
+    `seed`; in "late" the lanes of a warp execute their strong stores (relaxed, volatile, release) at two times, too.
+    `max_steps` bounds the instructions that a wave of blocks dispatches (None: `MAX_STEPS`); lanes that spin on what no
+    other will change are found before that. With `count_banks` the result tells what accesses to shared
     memory cost; with `step_clock` every warp has a clock of its own (`stepclock`).
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
@@ -118,7 +123,8 @@ def run(
     checks = frozenset(checks)
     check_launch(kernel, *sizes, shared_bytes, checks, mode)
     check_arguments(kernel, args)
-    launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, max_steps)
+    most = MAX_STEPS if max_steps is None else steps_of(max_steps)
+    launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, most)
     launch.mode, launch.seed = mode, seed
     positions = [position for position, value in enumerate(args) if array_of(value) is not None]
     regions = {position: region for position, (_, region) in zip(positions, buffers, strict=True)}
@@ -175,7 +181,7 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
 
 
 def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, block, cluster, shared_bytes: int,
-             max_steps: int | None) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
+             max_steps: int) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
     """Lay out memory and fill it; returns the launch, and the region of each array."""
     memory = Memory()
     buffers: list[tuple[Array, Region]] = []

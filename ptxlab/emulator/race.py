@@ -5,8 +5,8 @@ acquire operations, and fences beside strong operations (relaxed, volatile, atom
 which do so, to the lanes which do so. Lanes of one warp order each other by `bar.warp.sync` and barriers alone; neither
 running in step nor exchanging values (shfl, vote) does. Per byte the last write and two concurrent readers are
 remembered, so a third reader that alone is unordered with a write is missed; so are races between blocks of different
-waves. Volatile accesses are strong, and no race; but to shared memory by lanes of one warp they are, as in a reduction
-that relies on the lanes running in step, which they do not from sm_70 on. Two lanes that store different values to one address with one instruction are reported too. Stores of the value
+waves. Volatile accesses do not race with each other, but where lanes of one warp share memory by them as if they ran
+in step. Two lanes that store different values to one address with one instruction are reported too. Stores of the value
 that is there already are not.
 """
 
@@ -156,10 +156,8 @@ class Races(Watcher):
 
     def in_step(self, instruction: Instruction, places: Array, threads: Array, past: Array) -> Array | bool:
         """Which volatile accesses to shared memory follow one by another lane of the same warp."""
-        if "volatile" not in instruction.opcode:
-            return False
         alike = self.volatile[(past >> _CODE & _CODES).astype(np.intp)] & (actors_of(past) // 32 == threads // 32)
-        return alike & self.machine.launch.is_shared(places)
+        return "volatile" in instruction.opcode and alike & self.machine.launch.is_shared(places)
 
     def issue(self, effect: Effect) -> None:
         """What the engine reads and writes, it does from now on until somebody has waited for it."""

@@ -126,7 +126,9 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
         raise UnknownOpcode(instruction.opcode)
     waits = modifiers != ["arrive"]
     if len(operands) > 2 or (len(operands) == 1 and not waits):
-        raise ValueError(f"{instruction.opcode} takes a barrier{' and, maybe,' if waits else ' and'} a number of threads")
+        raise ValueError(
+            f"{instruction.opcode} takes a barrier{' and, maybe,' if waits else ' and'} a number of threads"
+        )
     read_number = machine.reader(operands[0], "u32")
     read_expected = machine.reader(operands[1], "u32") if len(operands) > 1 else None
     watchers, stride = machine.watchers, machine.stride
@@ -158,9 +160,7 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
         lanes = as_lanes(indices)
         at = machine.barriers.get((block, number))
         if at is None:
-            at = machine.barriers[block, number] = Barrier(
-                block, number, threads, instruction, np.zeros(stride, bool)
-            )
+            at = machine.barriers[block, number] = Barrier(block, number, threads, instruction, np.zeros(stride, bool))
         elif (threads or stride) != (at.expected or stride):
             first = f"{at.expected or 'all'} at {at.first.seen_from(instruction)}"
             problem = f"{threads or 'all'} threads are to meet at barrier {number}, but {first}"

@@ -46,7 +46,7 @@ class Launch:
     shared_windows: Array  # arena offset of each block's shared window, for as many blocks as a wave may have
     local_window: int
     findings: Findings
-    max_steps: int | None
+    max_steps: int
     mode: str = "early"  # when asynchronous copies land; see `pending`
     seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")

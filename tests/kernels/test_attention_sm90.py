@@ -317,7 +317,7 @@ def test_vectors_go_to_all_banks(ratio: int) -> None:
 # Every statement that makes threads or copies wait is taken out in turn: the tests must notice. There are units enough
 # for the ring, the records and the sums to go around, and one is in parts.
 MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=Tile(32, 4, 2, 1))
-KERNEL = Kernel.of(SM90, SOURCE, {**MUTATED.config, "PATIENCE": 100})
+KERNEL = Kernel.of(SM90, SOURCE, {**MUTATED.config, "PATIENCE": 400})
 
 
 def mutants() -> Iterator[Any]:
