@@ -111,7 +111,9 @@ def run(
     outputs: Annotated[Path | None, typer.Option("--out", help=".npz to write what the kernel wrote.")] = None,
     backend: Backend = None,
     check: Annotated[str, typer.Option(help="Comma-separated: lanes, race, init, async, divergence, or all.")] = "",
-    late: Annotated[bool, typer.Option("--late", help="Emulator: copies happen as late as they may.")] = False,
+    late: Annotated[
+        bool, typer.Option("--late", help="Emulator: copies happen as late as they may, a warp's flags at two times.")
+    ] = False,
     max_steps: Annotated[
         int | None, typer.Option(help="Emulator: give up after so many instructions of a wave; by default 50 million.")
     ] = None,

@@ -6,8 +6,8 @@ lanes that come there one after the other are waited for. Who leaves the kernel 
 go past an `.aligned` instruction, to what the others execute behind it, is not to leave early.
 
 It is a check, and no error of every run, because it costs time, and because a GPU may well get along: its barriers
-count whole warps. A warp is reported once. (PTX ISA, 9.7.13.1: in conditionally executed code, an aligned barrier only where
-all threads of a warp evaluate the condition alike; who has exited is not waited for.)
+count whole warps. A warp is reported once. (PTX ISA, 9.7.13.1: in conditionally executed code, an aligned barrier only
+where all threads of a warp evaluate the condition alike; who has exited is not waited for.)
 """
 
 from __future__ import annotations
