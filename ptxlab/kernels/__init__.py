@@ -80,7 +80,7 @@ def run(
         unchecked: admit values that break the value rules (to look at overflow).
         seed: orders whatever the emulator may do in any order.
         max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
-        out: arrays to write into, by argument name; by default they are allocated.
+        out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
         arrays: inputs by argument name; a number gives a size (`g=64`) that no shape tells.
     """
     spec, found = find(kernel)
