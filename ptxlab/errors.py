@@ -63,7 +63,7 @@ class MemoryFault(EmulationError):  # noqa: N818
 
 
 class Deadlock(EmulationError):  # noqa: N818
-    """No lane can run, and nothing is pending that could wake one."""
+    """No lane can go on: all wait, or spin, and nothing is pending that could change that."""
 
 
 class VerificationError(PtxlabError):

@@ -113,12 +113,14 @@ class Kernel:
         mode: str = "early",
         seed: int = 0,
         count_banks: bool = False,
+        max_steps: int | None = None,
         after_wait: Collection[str] = (),
     ) -> Outcome:
         """Launch on arrays (of any library), tensor maps and NumPy scalars in the order of the parameters.
 
         Arrays are written in place. `after_wait` names parameters that the kernel may read only once it has waited for
-        the one before it on the stream (griddepcontrol.wait), which the check for races looks at then.
+        the one before it on the stream (griddepcontrol.wait), which the check for races looks at then. `max_steps`
+        bounds what the emulator does (`emulator.run`).
 
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
@@ -140,6 +142,7 @@ class Kernel:
             mode=mode,
             seed=seed,
             count_banks=count_banks,
+            max_steps=max_steps,
         )
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
@@ -197,6 +200,7 @@ def run_spec(
     mode: str = "early",
     seed: int = 0,
     count_banks: bool = False,
+    max_steps: int | None = None,
 ) -> Outcome:
     """Run a spec's kernel from one of its sources. Everything is checked before anything is launched, but for the
     values of arrays on a device: looking at them would wait for it.
@@ -209,12 +213,13 @@ def run_spec(
         sizes: sizes that no shape tells.
         out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
-        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
+        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, `divergence`.
         unchecked: admit values that break the value rules (to look at overflow).
         config: `-D` constants; by default those that the spec chooses for the sizes, dtypes as the arrays have them.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
         count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
+        max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
     """
     expected = {a.name for a in spec.inputs}
     if unknown := sorted(set(inputs) - expected):
@@ -249,6 +254,7 @@ def run_spec(
         mode=mode,
         seed=seed,
         count_banks=count_banks,
+        max_steps=max_steps,
     )
     like = next(iter(inputs.values()))
     dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}

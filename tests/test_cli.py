@@ -135,6 +135,24 @@ def test_run_late_shows_what_a_missing_wait_does(cli: Any, tmp_path: Path) -> No
             assert (stored["out"][0] == 5) == right
 
 
+def test_run_ends_though_the_kernel_does_not(cli: Any, tmp_path: Path) -> None:
+    """Soon where nothing changes any more; else after as many steps as are allowed."""
+    np.savez(tmp_path / "in.npz", x=np.zeros(1, np.int32))
+    for body, more, problem in (
+        ("while (!*(volatile int*)x) {}", [], r"deadlock: threads spin on what no other will change"),
+        (
+            "for (int i = 1; i; i += 2) *(volatile int*)x = i;",
+            ["--max-steps", 3000],
+            "still running after 3000 steps: ",
+        ),
+        ("", ["--max-steps", 0], "max_steps: has to be a positive integer (got 0)"),
+    ):
+        (tmp_path / "spin.cu").write_text(f'extern "C" __global__ void spin(int* x) {{\n{body}\n}}')
+        code, out, err = cli("run", tmp_path / "spin.cu", "--in", tmp_path / "in.npz", "--backend", "emulator", *more)
+        assert code and not out and problem in err.replace("\n", " ")
+        assert not body or "spin.cu:2" in err.replace("\n", "")
+
+
 def test_run_compiles_a_file_for_the_architecture_that_it_needs(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "k.cu").write_text('extern "C" __global__ void k(int* arch) { *arch = __CUDA_ARCH__; }')
     given, got = tmp_path / "in.npz", tmp_path / "o.npz"

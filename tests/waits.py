@@ -35,6 +35,11 @@ def not_expecting(instruction: emulator.Instruction, index: int) -> emulator.Ins
     return replace(instruction, opcode=opcode, operands=instruction.operands[:2])
 
 
+def alone(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
+    """A vote of which every lane hears its own part."""
+    return replace(instruction, opcode="mov.pred", operands=instruction.operands[:2])
+
+
 def places(kernel: Kernel, which: re.Pattern[str] = SYNCHRONISING) -> dict[tuple[str, Place], list[int]]:
     """Statements by opcode and place, each with the instructions that the compiler made of it."""
     found: dict[tuple[str, Place], list[int]] = {}

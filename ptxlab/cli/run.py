@@ -110,8 +110,13 @@ def run(
     inputs: Annotated[Path, typer.Option("--in", help=".npz with the arguments by name; 0-d arrays are scalars.")],
     outputs: Annotated[Path | None, typer.Option("--out", help=".npz to write what the kernel wrote.")] = None,
     backend: Backend = None,
-    check: Annotated[str, typer.Option(help="Comma-separated: lanes, race, init, async, or all.")] = "",
-    late: Annotated[bool, typer.Option("--late", help="Emulator: copies happen as late as they may.")] = False,
+    check: Annotated[str, typer.Option(help="Comma-separated: lanes, race, init, async, divergence, or all.")] = "",
+    late: Annotated[
+        bool, typer.Option("--late", help="Emulator: copies happen as late as they may, a warp's flags at two times.")
+    ] = False,
+    max_steps: Annotated[
+        int | None, typer.Option(help="Emulator: give up after so many instructions of a wave; by default 50 million.")
+    ] = None,
     unchecked: Annotated[bool, typer.Option(help="Admit values that the kernel's rules refuse.")] = False,
     grid: Grid = None,
     block: Block = None,
@@ -140,6 +145,7 @@ def run(
                 checks=checks,
                 unchecked=unchecked,
                 mode=mode,
+                max_steps=max_steps,
             )
         else:
             kernel = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
@@ -151,6 +157,7 @@ def run(
                 backend=backend,
                 checks=checks,
                 mode=mode,
+                max_steps=max_steps,
             )
     if outputs is not None:
         save_arrays(outputs, outcome.outputs)

@@ -7,11 +7,12 @@ with `machine.binder`, in `control`, `access`, `atomic`, `sync`, `collective`, `
 `mbarrier`, `clusters` (over `peers`), `copies` (over `bulk`), `remote` and `wgmma`. What the last three ask for are
 `effects`, which wait in `pending`.
 
-`check`, `packed`, `initialised`, `race`, `guests`, `inflight`, `registers`, `wavefronts` and `stepclock` watch; `order`
-(over `clocks`) tells them what lies before what, `followed` whether anything depends on a load.
+`check`, `packed`, `initialised`, `race`, `guests`, `inflight`, `registers`, `divergence` (over `flow`), `wavefronts` and
+`stepclock` watch; `order` (over `clocks`) tells them what lies before what, `followed` whether anything depends on a
+load; `standstill` finds out that nothing happens any more.
 """
 
-from ptxlab.emulator.arguments import CHECKS, MODES
+from ptxlab.emulator.arguments import CHECKS, MAX_STEPS, MODES
 from ptxlab.emulator.check import Finding
 from ptxlab.emulator.ir import Entry, Instruction, Module
 from ptxlab.emulator.launch import Result, run
@@ -21,6 +22,7 @@ from ptxlab.emulator.wavefronts import SharedAccess
 
 __all__ = [
     "CHECKS",
+    "MAX_STEPS",
     "MODES",
     "Entry",
     "Finding",

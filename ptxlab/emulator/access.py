@@ -236,4 +236,4 @@ def _store(machine: Machine, instruction: Instruction, pc: int) -> Step:
             watcher.store(access, lanes, offsets, values)
         rows[offsets // size] = values
 
-    return store
+    return store if access.order == "weak" else machine.in_parts(store, pc)

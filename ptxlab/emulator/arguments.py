@@ -12,9 +12,11 @@ from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.spec import MOST_BLOCKS
 
-CHECKS = frozenset({"lanes", "race", "init", "async"})
+CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
 MODES = ("early", "late")
 LARGEST_CLUSTER = 16
+# Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
+MAX_STEPS = 50_000_000
 
 Argument = np.ndarray | np.generic | bytes | TensorMap
 Size = int | Sequence[int]
@@ -43,6 +45,13 @@ def size_of(name: str, value: Size) -> tuple[int, int, int]:
         raise ArgumentError(name, "has to be one to three positive integers", value)
     x, y, z = (*map(int, sizes), 1, 1)[:3]
     return x, y, z
+
+
+def steps_of(value: int) -> int:
+    """A positive number of instructions."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ArgumentError("max_steps", "has to be a positive integer", value)
+    return int(value)
 
 
 def cluster_of(kernel: Entry, asked: tuple[int, int, int]) -> tuple[int, int, int]:

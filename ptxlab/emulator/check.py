@@ -1,4 +1,4 @@
-"""Findings, and what looks for them; the check for packed lanes. (The others: `initialised`, `race`, `inflight`.)
+"""Findings, and what looks for them: a watcher, of which packed lanes are one.
 
 A check is a *watcher*: `around(instruction, step)` may wrap an instruction when it is bound, the other methods see
 every access and synchronisation. A launch without checks has no watchers.
@@ -28,7 +28,7 @@ Index = tuple[int, int, int]
 class Finding:
     """Something a check found: the first occurrence at its line (and packed lane), and how many times it occurred."""
 
-    kind: str  # "carry", "range", "uninitialised", "race", "async", "async-dirty"
+    kind: str  # "carry", "range", "uninitialised", "race", "async", "async-dirty", "divergence"
     path: str
     line: int
     text: str
@@ -114,6 +114,9 @@ class Watcher:
 
     def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
         """The barrier is complete; these lanes waited there."""
+
+    def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
+        """Lanes take values of lanes `sources` of their warps, out of those in the masks `members`."""
 
     def issue(self, effect: Effect) -> None:
         """Lanes ask for something that goes on while they do."""

@@ -42,6 +42,23 @@ def together(machine: Machine, pc: int, mask: ir.Operand | None, apply: Apply) -
     return step
 
 
+def operands_of(instruction: Instruction, count: int) -> tuple[ir.Operand, ...]:
+    """The operands of an instruction that takes so many."""
+    if len(instruction.operands) != count:
+        raise ValueError(f"{instruction.opcode} takes {count} operands, not {len(instruction.operands)}")
+    return instruction.operands
+
+
+def both_of(target: ir.Operand) -> tuple[ir.Operand, ir.Operand]:
+    """The register and the predicate of a destination `d|p`, which may be without the latter."""
+    if not isinstance(target, ir.Vector):
+        return target, ir.Sink()
+    if not target.pair:
+        raise ValueError("the destination has to be a register, or a register and a predicate, d|p")
+    register, predicate = target.items
+    return register, predicate
+
+
 def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
     """For each of the lanes, the bits of its warp's lanes where the flag is set."""
     full = np.zeros(machine.lanes, bool)
@@ -52,17 +69,17 @@ def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
 @binder("shfl")
 def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Step:
     modifiers = instruction.opcode.split(".")[1:]
-    sync = "sync" in modifiers
-    mode, t = [m for m in modifiers if m != "sync"]
-    if mode not in ("up", "down", "bfly", "idx") or t != "b32":
+    sync = modifiers[:1] == ["sync"]
+    mode, t, *more = (*modifiers[sync:], "", "")
+    if mode not in ("up", "down", "bfly", "idx") or t != "b32" or any(more):
         raise UnknownOpcode(instruction.opcode)
-    target, source, *rest = instruction.operands
-    target, predicate = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
+    target, given, *rest = operands_of(instruction, 4 + sync)
+    target, predicate = both_of(target)
     write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
-    read, read_b, read_c = (machine.reader(operand, "u32") for operand in (source, *rest[:2]))
-    everybody = slice(0, machine.lanes)
+    read, read_b, read_c = (machine.reader(operand, "u32") for operand in (given, *rest[:2]))
+    everybody, watchers = slice(0, machine.lanes), machine.watchers
 
-    def apply(lanes: Lanes, _: Array) -> None:
+    def apply(lanes: Lanes, members: Array) -> None:
         indices = indices_of(lanes)
         lane = indices % 32
         b, c = read_b(lanes).astype(np.int64) & 31, read_c(lanes).astype(np.int64)
@@ -74,8 +91,10 @@ def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Step:
         else:
             other = {"down": lane + b, "bfly": lane ^ b, "idx": (lane & segment) | (b & ~segment)}[mode]
             inside = other <= last
-        values = np.broadcast_to(read(everybody), (machine.lanes,))
-        write(lanes, values[indices - lane + np.where(inside, other, lane)])
+        values, source = np.broadcast_to(read(everybody), (machine.lanes,)), np.where(inside, other, lane)
+        for watcher in watchers:
+            watcher.exchange(instruction, lanes, source, members)
+        write(lanes, values[indices - lane + source])
         write_predicate(lanes, inside)
 
     return together(machine, pc, rest[2] if sync else None, apply)
@@ -84,9 +103,11 @@ def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Step:
 @binder("vote")
 def _vote(machine: Machine, instruction: Instruction, pc: int) -> Step:
     modifiers = instruction.opcode.split(".")[1:]
-    sync = "sync" in modifiers
-    mode = next(m for m in modifiers if m != "sync")
-    target, source, *mask = instruction.operands
+    sync = modifiers[:1] == ["sync"]
+    mode, t, *more = (*modifiers[sync:], "", "")
+    if (mode, t) not in (("ballot", "b32"), ("all", "pred"), ("any", "pred"), ("uni", "pred")) or any(more):
+        raise UnknownOpcode(instruction.opcode)
+    target, source, *mask = operands_of(instruction, 2 + sync)
     write = machine.writer(target, "u32" if mode == "ballot" else "pred")
     read = machine.reader(source, "pred")
 
@@ -95,14 +116,15 @@ def _vote(machine: Machine, instruction: Instruction, pc: int) -> Step:
         result = {"ballot": votes, "all": votes == members, "any": votes != 0, "uni": (votes == 0) | (votes == members)}
         write(lanes, result[mode])
 
-    if mode not in ("ballot", "all", "any", "uni"):
-        raise UnknownOpcode(instruction.opcode)
     return together(machine, pc, mask[0] if sync else None, apply)
 
 
 @binder("activemask")
 def _active(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    write = machine.writer(instruction.operands[0], "u32")
+    if instruction.opcode != "activemask.b32":
+        raise UnknownOpcode(instruction.opcode)
+    (target,) = operands_of(instruction, 1)
+    write = machine.writer(target, "u32")
     return lambda lanes: write(lanes, ballots(machine, lanes, np.array([True])))
 
 
@@ -119,7 +141,7 @@ def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Step:
         raise UnknownOpcode(instruction.opcode)
     combine = {"add": np.add, "or": np.bitwise_or, "xor": np.bitwise_xor, "and": np.bitwise_and,
                "min": np.minimum, "max": np.maximum}[name]  # fmt: skip
-    target, source, mask = instruction.operands
+    target, source, mask = operands_of(instruction, 3)
     write, read = machine.writer(target, "u32"), machine.reader(source, t)
 
     def apply(lanes: Lanes, members: Array) -> None:
@@ -137,8 +159,8 @@ def _match(machine: Machine, instruction: Instruction, pc: int) -> Step:
     _, mode, sync, t = (*instruction.opcode.split("."), "", "", "")[:4]
     if sync != "sync" or mode not in ("any", "all") or t not in ("b32", "b64"):
         raise UnknownOpcode(instruction.opcode)
-    target, source, mask = instruction.operands
-    target, predicate = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
+    target, source, mask = operands_of(instruction, 3)
+    target, predicate = both_of(target)
     write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
     read = machine.reader(source, t)
 
@@ -159,8 +181,8 @@ def _match(machine: Machine, instruction: Instruction, pc: int) -> Step:
 def _elect(machine: Machine, instruction: Instruction, pc: int) -> Step:
     if instruction.opcode != "elect.sync":
         raise UnknownOpcode(instruction.opcode)
-    target, mask = instruction.operands
-    target, predicate = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
+    target, mask = operands_of(instruction, 2)
+    target, predicate = both_of(target)
     write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
 
     def apply(lanes: Lanes, members: Array) -> None:

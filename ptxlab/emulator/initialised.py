@@ -107,6 +107,16 @@ class Initialised(Watcher):
         for words, index, full in self.parts(access, offsets):
             words[index] = full
 
+    def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
+        """What a lane has that does not take part is undefined."""
+        outside = members >> sources.astype(np.uint32) & np.uint32(1) == 0
+        if outside.any():
+            first = int(np.argmax(outside))
+            message = (
+                f"takes the value of lane {sources[first]}, which does not take part (members {members[first]:#010x}),"
+            )
+            self.report(instruction, "uninitialised", lanes, outside, message)
+
     def issue(self, effect: Effect) -> None:
         """Look at what is read; what is written counts as written, `inflight` knows when."""
         lanes, _, sizes = effect.reads

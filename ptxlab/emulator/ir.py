@@ -212,6 +212,15 @@ def registers(operands: tuple) -> Iterator[Register]:
             yield from registers((operand.base, *operand.coordinates))
 
 
+def labels(operands: tuple) -> Iterator[Label]:
+    """All labels among operands, those of a list of targets too."""
+    for operand in operands:
+        if isinstance(operand, Label):
+            yield operand
+        elif isinstance(operand, Vector):
+            yield from labels(operand.items)
+
+
 def natural_size(type_name: str) -> int:
     """Bytes of one element of a variable of this type."""
     return DTYPES[type_name].itemsize

@@ -29,6 +29,7 @@ from ptxlab.emulator import (  # noqa: F401
     wgmma,
 )
 from ptxlab.emulator.arguments import (
+    MAX_STEPS,
     Argument,
     Size,
     array_of,
@@ -37,9 +38,11 @@ from ptxlab.emulator.arguments import (
     cluster_of,
     kernel_named,
     size_of,
+    steps_of,
 )
 from ptxlab.emulator.check import Finding, Findings, PackedLanes, Watcher
 from ptxlab.emulator.followed import Followed
+from ptxlab.emulator.divergence import Divergence
 from ptxlab.emulator.guests import Guests
 from ptxlab.emulator.inflight import InFlight
 from ptxlab.emulator.initialised import Initialised
@@ -107,7 +110,9 @@ def run(
     always checked. `uninitialised` are positions in `args` of buffers whose contents count as never written,
     `after_wait` of those that the kernel before on the stream may still write when this one begins (`predecessor`).
     `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
-    `seed`. `max_steps` bounds the instructions dispatched. With `count_banks` the result tells what accesses to shared
+    `seed`; in "late" the lanes of a warp execute their strong stores (relaxed, volatile, release) at two times, too.
+    `max_steps` bounds the instructions that a wave of blocks dispatches (None: `MAX_STEPS`); lanes that spin on what no
+    other will change are found before that. With `count_banks` the result tells what accesses to shared
     memory cost; with `step_clock` every warp has a clock of its own (`stepclock`).
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
@@ -120,10 +125,11 @@ def run(
     checks = frozenset(checks)
     check_launch(kernel, *sizes, shared_bytes, checks, mode)
     check_arguments(kernel, args)
+    most = MAX_STEPS if max_steps is None else steps_of(max_steps)
     positions = [position for position, value in enumerate(args) if array_of(value) is not None]
 
     def attempt(followed: frozenset[int]) -> tuple[Launch, list[tuple[Array, Region]], EmulationError | None]:
-        launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, max_steps)
+        launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, most)
         launch.mode, launch.seed, launch.followed = mode, seed, followed
         regions = {position: region for position, (_, region) in zip(positions, buffers, strict=True)}
         launch.after_wait = [regions[position].start for position in after_wait if position in regions]
@@ -176,6 +182,8 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield PackedLanes(machine)
     if "init" in checks:
         yield Initialised(machine, followed)
+    if "divergence" in checks and machine.launch.flow.aligned:
+        yield Divergence(machine)
     is_asynchronous = "async" in checks and machine.launch.entry.is_asynchronous
     order: Order | None = Races(machine, followed) if "race" in checks else Order(machine) if is_asynchronous else None
     in_flight = InFlight(machine, order) if is_asynchronous and order else None
@@ -197,7 +205,7 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
 
 
 def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, block, cluster, shared_bytes: int,
-             max_steps: int | None) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
+             max_steps: int) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
     """Lay out memory and fill it; returns the launch, and the region of each array."""
     memory = Memory()
     buffers: list[tuple[Array, Region]] = []

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from ptxlab.emulator import ir
-from ptxlab.emulator.alu import UnknownOpcode, form
+from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.operation import bind_operation
 from ptxlab.emulator.peers import Peers
 from ptxlab.emulator.pending import Pending
+from ptxlab.emulator.standstill import Standstill
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of, merge, split
 from ptxlab.emulator.wave import Launch, Reader, Wave
 from ptxlab.errors import Deadlock, EmulationError, SourceError, UnknownInstruction
@@ -41,6 +43,9 @@ SOON = 250
 # So often in a row, when nothing else can run, whoever waits at an mbarrier is told "not yet" before that counts as
 # a deadlock.
 PATIENCE = 50
+# Steps that lanes are held back at most: who looks at what they store may get there long after them.
+LONGEST_HOLD = 1 << 14
+MOST_PLACES = 8  # that a message names
 
 Binder = Callable[["Machine", Instruction, int], Step]
 BINDERS: dict[str, Binder] = {}
@@ -87,6 +92,13 @@ class Machine(Wave):
         self.budget: RegisterBudget | None = None  # of a kernel that has setmaxnreg
         self.soon = launch.steps + SOON
         self.vain = 0
+        # lanes that are yet to execute a strong store, and since when they may (mode "late")
+        self.held: list[tuple[int, Lanes]] = []
+        self.held_until = 0
+        self.was_held = np.zeros(self.lanes, bool)
+        self.random = np.random.default_rng((launch.seed, 1))
+        self.standstill = Standstill(self, 4 * TURN)
+        self.last_step = launch.steps + launch.max_steps
         everybody, _ = split(slice(0, self.lanes), self.alive)
         assert everybody is not None
         self.ready: dict[int, Lanes] = {0: everybody}
@@ -97,8 +109,7 @@ class Machine(Wave):
     @cached_property
     def targets(self) -> frozenset[int]:
         """Instructions that somebody may branch to."""
-        operands = [o for i in self.code for operand in i.operands for o in getattr(operand, "items", (operand,))]
-        return frozenset(o.index for o in operands if isinstance(o, ir.Label))
+        return frozenset(label.index for instruction in self.code for label in ir.labels(instruction.operands))
 
     def bind(self) -> None:
         """Resolve every instruction to its step, and the checks that were asked for around it."""
@@ -137,7 +148,35 @@ class Machine(Wave):
 
         return run
 
+    def in_parts(self, step: Step, pc: int) -> Step:
+        """The step of strong stores: in mode "late" some lanes execute it later, so that others see a part of them."""
+        if self.launch.mode != "late":
+            return step
+
+        def run(lanes: Lanes) -> Outcome:
+            now, later = split(lanes, self.was_held[lanes] | (self.random.random(count_of(lanes)) < 0.5))
+            self.was_held[lanes] = False
+            if later is None:
+                return step(lanes)
+            self.was_held[later] = True
+            if not self.held:
+                self.held_until = self.launch.steps + int(self.random.integers(LONGEST_HOLD))
+            self.held.append((pc, later))
+            if now is None:
+                return []
+            step(now)
+            return [(pc + 1, now)]
+
+        return run
+
     # Scheduling
+
+    def let_go(self) -> bool:
+        """Let lanes go on that were held back; False if there are none."""
+        held, self.held = self.held, []
+        for pc, lanes in held:
+            self.put(pc, lanes)
+        return bool(held)
 
     def put(self, pc: int, lanes: Lanes) -> None:
         """Let lanes go on at an instruction, together with those that are there already."""
@@ -162,7 +201,7 @@ class Machine(Wave):
     def run(self) -> None:
         """Run all lanes, and what they have asked for, to their end; raises what they run into."""
         self.run_ready()
-        while self.pending.advance() or self.answer_in_vain():
+        while self.pending.advance() or self.let_go() or self.answer_in_vain():
             self.run_ready()
         if self.living:
             self.deadlock()
@@ -177,6 +216,15 @@ class Machine(Wave):
         end = len(steps)
         last = -1
         while ready:
+            if self.held and launch.steps >= self.held_until:
+                self.let_go()
+            if (
+                launch.steps >= self.standstill.due
+                and not self.held
+                and self.standstill.look(last)
+                and not self.answer_in_vain()
+            ):
+                self.deadlock()
             if launch.steps >= self.soon:
                 self.soon = launch.steps + SOON
                 self.pending.advance(only_awaited=True)
@@ -196,7 +244,7 @@ class Machine(Wave):
             launch.lane_instructions += (pc - start) * count_of(lanes)
             for target, those in outcome or ():
                 self.put(target, those)
-            if launch.max_steps is not None and launch.steps > launch.max_steps:
+            if launch.steps > self.last_step:
                 self.exhausted(ready or {last: lanes})
 
     def answer_in_vain(self) -> bool:
@@ -210,20 +258,26 @@ class Machine(Wave):
         return True
 
     def exhausted(self, ready: dict[int, Lanes]) -> NoReturn:
-        """Raise: the kernel has taken too many steps."""
-        where = "; ".join(
-            self.place(self.code[min(pc, len(self.code) - 1)], lanes) for pc, lanes in sorted(ready.items())
-        )
-        raise EmulationError(f"still running after {self.launch.max_steps} steps: {where}")
+        """Raise: the wave has taken too many steps."""
+        where = "; ".join(self.running(ready))
+        raise EmulationError(f"still running after {self.launch.max_steps} steps: {where}; max_steps allows more")
+
+    def running(self, ready: dict[int, Lanes]) -> list[str]:
+        """The places of lanes that can run, or some of them."""
+        places = [self.place(self.code[min(pc, len(self.code) - 1)], those) for pc, those in sorted(ready.items())]
+        more = [f"and {len(places) - MOST_PLACES} places more"] if len(places) > MOST_PLACES else []
+        return places[:MOST_PLACES] + more
 
     def deadlock(self) -> NoReturn:
-        """Raise: everybody waits; with every waiter's line."""
+        """Raise: everybody waits, or spins on what nobody will change; with every waiter's line."""
         waiting = [Parked(pc, lanes, "the rest of its warp") for m in self.meetings.values() for pc, lanes, _ in m]
         waiting += [parked for barrier in self.barriers.values() for parked in barrier.waiting]
         waiting += [parked for barrier in self.cluster_barriers.values() for parked in barrier.waiting]
         waiting += [parked for barrier in self.mbarriers.values() for parked in barrier.waiters()]
-        lines = [f"{self.place(self.code[p.pc], p.lanes)} waits for {p.why}" for p in waiting]
-        raise Deadlock("deadlock: no thread can run\n  " + "\n  ".join(lines))
+        lines = [f"{place} spins" for place in self.running(self.ready)]
+        lines += [f"{self.place(self.code[p.pc], p.lanes)} waits for {p.why}" for p in waiting]
+        problem = "threads spin on what no other will change" if self.ready else "no thread can run"
+        raise Deadlock(f"deadlock: {problem}\n  " + "\n  ".join(lines))
 
     # Places
 
@@ -243,40 +297,3 @@ class Machine(Wave):
         """`path:line: `text`: block (0,0,0) thread (3,0,0)`."""
         block, thread = ("({},{},{})".format(*index) for index in self.place_of(lane))
         return f"{instruction.where}: block {block} thread {thread}"
-
-
-def bind_operation(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    """Step of a register-to-register operation of the `alu` table."""
-    selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
-    known = form(instruction.opcode, selectors if any(selectors) else ())
-    operands = list(instruction.operands)
-    explicit = [t for t in known.out if t != "cc"]
-    if operands and isinstance(operands[0], ir.Vector) and operands[0].pair:
-        operands[:1] = operands[0].items
-    elif explicit[1:] == ["pred"]:
-        operands.insert(1, ir.Sink())
-    sources = [t for t in known.sources if t != "cc"]
-    if len(operands) != len(explicit) + len(sources):
-        raise ValueError(f"{instruction.opcode} takes {len(explicit) + len(sources)} operands, not {len(operands)}")
-    writers = [machine.writer(o, t) for o, t in zip(operands, explicit, strict=False)]
-    readers = [machine.reader(o, t) for o, t in zip(operands[len(explicit) :], sources, strict=True)]
-    if "cc" in known.sources:
-        readers.append(machine.carry.__getitem__)
-    if "cc" in known.out:
-        writers.append(machine.carry.__setitem__)
-    compute = known.compute
-    if len(writers) == 1:
-        write = writers[0]
-        if len(readers) == 1:
-            (read,) = readers
-            return lambda lanes: write(lanes, compute(read(lanes)))
-        if len(readers) == 2:
-            first, second = readers
-            return lambda lanes: write(lanes, compute(first(lanes), second(lanes)))
-        return lambda lanes: write(lanes, compute(*[read(lanes) for read in readers]))
-
-    def several(lanes: Lanes) -> None:
-        for write, values in zip(writers, compute(*[read(lanes) for read in readers]), strict=True):
-            write(lanes, values)
-
-    return several

@@ -2,8 +2,9 @@
 
 An access is ordered before another one if the lane that does the latter knows of it (`order`). Per byte the last write
 and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed; so are
-races between blocks of different waves. Two lanes that store different values to one address with one instruction are
-reported too. Stores of the value that is there already are not; nor are races of loads whose value nobody uses
+races between blocks of different waves. Volatile accesses do not race with each other, but where lanes of one warp
+share memory by them as if they ran in step. Two lanes that store different values to one address with one instruction
+are reported too. Stores of the value that is there already are not; nor are races of loads whose value nobody uses
 (`followed`).
 """
 
@@ -52,6 +53,7 @@ class Races(Order):
         self.followed = followed
         self.busy: Array | None = None  # bytes that `inflight` looks at
         self.loads = np.array([i.opcode.startswith("ld") for i in machine.code])
+        self.volatile = np.array(["volatile" in i.opcode for i in machine.code])
         self.writes, self.reads, self.other_reads = (np.zeros(machine.memory.size, np.uint64) for _ in range(3))
 
     # Accesses
@@ -121,7 +123,7 @@ class Races(Order):
         if among is not None:
             wrong &= among
         if strong:
-            wrong &= past & STRONG == 0
+            wrong &= (past & STRONG == 0) | self.in_step(instruction, places, threads, past)
         if self.busy is not None and wrong.any():
             wrong &= (self.busy[places] == 0) | (actors_of(past) < self.machine.lanes)
         if not wrong.any():
@@ -157,6 +159,11 @@ class Races(Order):
         message += f"by thread {thread} of block {block},"
         wrong = np.bincount(race.lane, minlength=count_of(race.lanes)) > 0
         self.report(race.instruction, "race", race.lanes, wrong, message)
+
+    def in_step(self, instruction: Instruction, places: Array, threads: Array, past: Array) -> Array | bool:
+        """Which volatile accesses to shared memory follow one by another lane of the same warp."""
+        alike = self.volatile[codes_of(past)] & (actors_of(past) // 32 == threads // 32)
+        return "volatile" in instruction.opcode and alike & self.machine.launch.is_shared(places)
 
     def issue(self, effect: Effect) -> None:
         """What the engine reads and writes, it does from now on until somebody has waited for it."""

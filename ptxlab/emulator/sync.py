@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.emulator import ir
 from ptxlab.emulator.access import SCOPES
 from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.ir import Instruction, Operand
@@ -70,6 +71,9 @@ def pack_bits(flags: Array) -> Array:
 # Blocks
 
 
+BARRIERS = 16  # of a block
+
+
 @dataclass(eq=False)
 class Barrier:
     """Barrier `number` of a block, with somebody at it; `expected` threads complete it, None stands for all."""
@@ -77,6 +81,7 @@ class Barrier:
     block: int
     number: int
     expected: int | None
+    first: Instruction  # that anybody executed
     present: Array  # bool per lane of the block
     waiting: list[Parked] = field(default_factory=list)
     finish: Callable[[Lanes], None] | None = None  # writes the results of bar.red
@@ -100,6 +105,14 @@ class Barrier:
             machine.put(parked.pc + 1, parked.lanes)
 
 
+def check_barrier(numbers: Array, expected: Array | None) -> None:
+    """Refuse barriers that there are not, and numbers of threads that are not those of whole warps."""
+    if (numbers >= BARRIERS).any():
+        raise ValueError(f"a block has barriers 0 to {BARRIERS - 1} (got {numbers.max()})")
+    if expected is not None and (wrong := (expected % 32 != 0) | (expected == 0)).any():
+        raise ValueError(f"the number of threads has to be a multiple of 32 (got {expected[wrong][0]})")
+
+
 @binder("bar", "barrier")
 def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
     modifiers = [m for m in instruction.opcode.split(".")[1:] if m not in ("cta", "aligned")]
@@ -112,30 +125,46 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
     elif modifiers not in (["sync"], ["arrive"]):
         raise UnknownOpcode(instruction.opcode)
     waits = modifiers != ["arrive"]
+    if len(operands) > 2 or (len(operands) == 1 and not waits):
+        raise ValueError(
+            f"{instruction.opcode} takes a barrier{' and, maybe,' if waits else ' and'} a number of threads"
+        )
     read_number = machine.reader(operands[0], "u32")
     read_expected = machine.reader(operands[1], "u32") if len(operands) > 1 else None
     watchers, stride = machine.watchers, machine.stride
+    is_constant = all(isinstance(operand, ir.Immediate) for operand in operands)
+    if is_constant:
+        check_barrier(read_number(slice(0, 1)), read_expected and read_expected(slice(0, 1)))
 
     def barrier(lanes: Lanes) -> Outcome:
-        simple = finish is None and waits and read_expected is None and not machine.barriers and not watchers
-        if simple and count_of(lanes) == machine.living and len(np.unique(read_number(lanes))) == 1:
-            return None
         indices = indices_of(lanes)
         numbers = np.broadcast_to(read_number(lanes), indices.shape)
         expected = np.broadcast_to(read_expected(lanes), indices.shape) if read_expected else None
-        keys = indices // stride * 16 + numbers
+        if not is_constant:
+            try:
+                check_barrier(numbers, expected)
+            except ValueError as error:
+                raise EmulationError(f"{machine.place(instruction, lanes)}: {error}") from None
+        simple = finish is None and waits and expected is None and not machine.barriers and not watchers
+        if simple and count_of(lanes) == machine.living and (numbers == numbers[0]).all():
+            return None
+        keys = indices // stride * BARRIERS + numbers
         for key in np.unique(keys):
             here = keys == key
-            block, number = divmod(int(key), 16)
-            threads = None if expected is None else int(expected[here][0])
-            arrive(block, number, threads, indices[here])
+            block, number = divmod(int(key), BARRIERS)
+            for threads in [None] if expected is None else np.unique(expected[here]).tolist():
+                arrive(block, number, threads, indices[here if threads is None else here & (expected == threads)])
         return [] if waits else None
 
     def arrive(block: int, number: int, threads: int | None, indices: Array) -> None:
+        lanes = as_lanes(indices)
         at = machine.barriers.get((block, number))
         if at is None:
-            at = machine.barriers[block, number] = Barrier(block, number, threads, np.zeros(stride, bool))
-        lanes = as_lanes(indices)
+            at = machine.barriers[block, number] = Barrier(block, number, threads, instruction, np.zeros(stride, bool))
+        elif (threads or stride) != (at.expected or stride):
+            first = f"{at.expected or 'all'} at {at.first.seen_from(instruction)}"
+            problem = f"{threads or 'all'} threads are to meet at barrier {number}, but {first}"
+            raise EmulationError(f"{machine.place(instruction, lanes)}: {problem}")
         for watcher in watchers:
             watcher.arrive((block, number), lanes)
         at.present[indices % stride] = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from ptxlab.emulator import ir
 from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.check import Findings
+from ptxlab.emulator.flow import Flow, flow_of
 from ptxlab.emulator.ir import Entry, Operand, Register
 from ptxlab.emulator.memory import Memory
 from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, bits_of, indices_of, is_float, is_signed
@@ -44,7 +46,7 @@ class Launch:
     shared_windows: Array  # arena offset of each block's shared window, for as many blocks as a wave may have
     local_window: int
     findings: Findings
-    max_steps: int | None
+    max_steps: int
     mode: str = "early"  # when asynchronous copies land; see `pending`
     seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
@@ -56,6 +58,11 @@ class Launch:
     steps: int = 0
     lane_instructions: int = 0
     elapsed: int = 0  # on the step clock, by the waves before (`stepclock`)
+
+    @cached_property
+    def flow(self) -> Flow:
+        """The kernel's control flow (check "divergence")."""
+        return flow_of(self.entry.instructions)
 
     @property
     def threads(self) -> int:

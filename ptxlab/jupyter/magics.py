@@ -24,7 +24,7 @@ def _options(function: Any) -> Any:
         argument("--verify", metavar="SPEC", help="Hold the kernel against the reference of this project kernel, "
                  "or of a KernelSpec in the notebook, with every check on."),
         argument("--check", metavar="CHECKS", default="", help="What the emulator looks for whenever the kernel is "
-                 "called: some of lanes,race,init,async, or all."),
+                 "called: some of lanes,race,init,async,divergence, or all."),
         argument("--arch", help="What to assemble for, such as sm_90a; by default this GPU, or sm_90a without one."),
         argument("--kernel", metavar="NAME", help="Only this one of the cell's kernels; by default all of them."),
     ):  # fmt: skip

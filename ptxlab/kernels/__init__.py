@@ -67,6 +67,7 @@ def run(
     checks: Iterable[str] = (),
     unchecked: bool = False,
     seed: int = 0,
+    max_steps: int | None = None,
     out: Mapping[str, Any] | None = None,
     **arrays: Any,
 ) -> Outcome:
@@ -75,9 +76,10 @@ def run(
     Args:
         kernel: its name, or `name.ptx` / `name.cu` to select a source.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
-        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
+        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, `divergence`.
         unchecked: admit values that break the value rules (to look at overflow).
         seed: orders whatever the emulator may do in any order.
+        max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
         out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
         arrays: inputs by argument name; a number gives a size (`g=64`) that no shape tells.
     """
@@ -85,5 +87,14 @@ def run(
     given = {n: v for n, v in arrays.items() if isinstance(v, (int, float, np.number))}
     inputs = {n: v for n, v in arrays.items() if n not in given}
     return run_spec(
-        spec, found[0], inputs, sizes=given, backend=backend, checks=checks, unchecked=unchecked, seed=seed, out=out
+        spec,
+        found[0],
+        inputs,
+        sizes=given,
+        backend=backend,
+        checks=checks,
+        unchecked=unchecked,
+        seed=seed,
+        max_steps=max_steps,
+        out=out,
     )

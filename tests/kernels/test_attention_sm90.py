@@ -1,5 +1,6 @@
 """Attention on Hopper: the whole contract against float64, ragged and in parts; built as meant; no wait too few."""
 
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -318,7 +319,7 @@ def test_vectors_go_to_all_banks(ratio: int) -> None:
 # Every statement that makes threads or copies wait is taken out in turn: the tests must notice. There are units enough
 # for the ring, the records and the sums to go around, and one is in parts.
 MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=Tile(32, 4, 2, 1))
-KERNEL = Kernel.of(SM90, SOURCE, {**MUTATED.config, "PATIENCE": 100})
+KERNEL = Kernel.of(SM90, SOURCE, {**MUTATED.config, "PATIENCE": 400})
 
 
 def mutants() -> Iterator[Any]:
@@ -328,12 +329,12 @@ def mutants() -> Iterator[Any]:
             yield pytest.param(waits.changed(KERNEL, copies, change), line, id=f"{change.__name__}-{opcode}-{line}")
 
 
-def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> str:
+def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> str:
     """What is noticed of a kernel."""
     logical, arrays = MUTATED.problem(0, (130, 1, 300, 200, 40), problems.nothing, 3, 0, 2)
     monkeypatch.setattr(Kernel, "module", module)
     try:
-        check(MUTATED, logical, arrays, "emulator", mode=mode)
+        check(MUTATED, logical, arrays, "emulator", mode=mode, seed=seed)
     except (AssertionError, EmulationError, VerificationError) as error:
         return str(error) or "wrong"
     return ""
@@ -347,3 +348,12 @@ def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("module", "line"), list(mutants()))
 def test_every_missing_wait_is_noticed(module: emulator.Module, line: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(diagnosis(module, mode, monkeypatch) for mode in emulator.MODES), SOURCE.text.splitlines()[line - 1]
+
+
+def test_lanes_that_do_not_wait_for_each_other_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warp that takes a part over looks until all of its lanes have seen all: some clear what others look at."""
+    votes = waits.places(KERNEL, re.compile(r"vote\.sync\.any"))
+    copies = [i for (_, place), them in votes.items() if place[0][0].endswith("parts.cuh") for i in them]
+    hasty, seeds = waits.changed(KERNEL, copies, waits.alone), (1, 8)
+    assert copies and any(diagnosis(hasty, "late", monkeypatch, seed) for seed in seeds)
+    assert not any(diagnosis(KERNEL.module, "late", monkeypatch, seed) for seed in seeds)
