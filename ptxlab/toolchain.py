@@ -6,6 +6,7 @@ registers, spills and warnings of either. What they make is cached on disk (`ptx
 
 import functools
 import re
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from ptxlab import cache, nvrtc
+from ptxlab import cache, includes, nvrtc
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Language, Source
 
@@ -92,10 +93,32 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
         CompileError: with file, line, the line itself and the log.
         UnavailableError: NVRTC is not installed.
     """
+    options = _cuda_options(source, arch, output, defines)
+    before = cuda_digest(source, arch, output=output, defines=defines)
+
+    def run() -> tuple[bytes, str]:
+        made = nvrtc.run(source, output, options)
+        if includes.digest(source, options) not in (before, None):
+            raise CompileError(source.path, 0, "a header changed while it was being compiled")
+        return made
+
+    return _image(source, before, arch, output, f"nvrtc {version('nvrtc')}", options, run)
+
+
+def cuda_digest(source: Source, arch: str, *, output: Kind = "cubin", defines: Defines = NO_DEFINES) -> str:
+    """Digest of what NVRTC reads of a source: another text, or another header, gives another digest.
+
+    With an NVRTC that does not tell, no two are equal, and everything is compiled anew.
+    """
+    options = _cuda_options(source, arch, output, defines)
+    return includes.digest(source, options) or secrets.token_hex()
+
+
+def _cuda_options(source: Source, arch: str, output: Kind, defines: Defines) -> list[str]:
     for name in defines:
         if not name.isidentifier():
             raise ArgumentError("defines", "names of macros", name)
-    options = [
+    return [
         f"-arch={check_arch(arch) if output == 'cubin' else check_arch(arch).replace('sm_', 'compute_')}",
         "-std=c++17",
         "-lineinfo",
@@ -103,8 +126,6 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
         *(f"-I{folder}" for folder in [*source.include_dirs(), *_cuda_headers()]),
         *(["--ptxas-options=-v"] if output == "cubin" else []),
     ]
-    tool = f"nvrtc {version('nvrtc')}"
-    return _image(source, arch, output, tool, options, lambda: nvrtc.run(source, output, options))
 
 
 def assemble(source: Source, arch: str) -> Image:
@@ -122,7 +143,7 @@ def assemble(source: Source, arch: str) -> Image:
                 raise _ptxas_error(source, arch, log)
             return cubin.read_bytes(), log
 
-    return _image(source, arch, "cubin", f"ptxas {version('ptxas')}", options, run)
+    return _image(source, source.text, arch, "cubin", f"ptxas {version('ptxas')}", options, run)
 
 
 def build(source: Source, arch: str, *, defines: Defines = NO_DEFINES) -> Image:
@@ -199,6 +220,7 @@ def check_arch(arch: str) -> str:
     return arch
 
 
+@functools.cache
 def _cuda_headers() -> list[str]:
     """Include folders of CUDA itself: from the wheels, then from the toolkit that the tools on the PATH belong to."""
     folders: list[str] = []
@@ -215,11 +237,20 @@ def _cuda_headers() -> list[str]:
 
 
 def _image(
-    source: Source, arch: str, kind: Kind, tool: str, options: list[str], run: Callable[[], tuple[bytes, str]]
+    source: Source,
+    content: str,
+    arch: str,
+    kind: Kind,
+    tool: str,
+    options: list[str],
+    run: Callable[[], tuple[bytes, str]],
 ) -> Image:
-    """Product and log are two entries of the cache; whichever is missing, the compiler runs at most once."""
+    """Product and log are two entries of the cache; whichever is missing, the compiler runs at most once.
+
+    `content` stands for all that the compiler reads.
+    """
     once = functools.cache(run)
-    key = cache.key_of(source.digest(), source.path, tool, *options)
+    key = cache.key_of(content, source.path, tool, *options)
     path = cache.get_or_make(key, f".{kind}", lambda: once()[0])
     log = cache.get_or_make(key, ".log", lambda: once()[1].encode())
     return Image(kind, arch, source.language, path, tool, log.read_text(encoding="utf-8"))
