@@ -15,6 +15,8 @@ from ptxlab.emulator.types import DTYPES, Lanes, as_lanes, bits_of, count_of, in
 from ptxlab.emulator.wave import SHARED_START
 from ptxlab.errors import EmulationError
 
+_WIDE_SPECIALS = ("%clock64", "%globaltimer", "%gridid")  # the only ones of 64 bits
+
 
 @binder("mov")
 def _move(machine: Machine, instruction: Instruction, pc: int) -> Step:
@@ -23,6 +25,11 @@ def _move(machine: Machine, instruction: Instruction, pc: int) -> Step:
     if len(parts) != 2 or (t not in DTYPES):
         raise UnknownOpcode(instruction.opcode)
     target, source = instruction.operands
+    machine.require_kinds((target, source), (t, t))
+    if isinstance(source, ir.Special):
+        name, wide = source.name, source.name in _WIDE_SPECIALS
+        if bits_of(t) > (64 if wide else 32) or (bits_of(t) < 64 and wide and name != "%gridid"):
+            raise ValueError(f"{name} has {64 if wide else 32} bits, the instruction takes {bits_of(t)}")
     t = t if t == "pred" or is_float(t) else f"u{bits_of(t)}"
     if isinstance(source, ir.Vector):
         return _pack(machine, target, source.items, bits_of(t))
@@ -85,6 +92,9 @@ def _branch_by_index(machine: Machine, instruction: Instruction, pc: int) -> Ste
 
 @binder("ret", "exit")
 def _return(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    if instruction.operands:
+        raise ValueError(f"{instruction.opcode} takes no operands")
+
     def end(lanes: Lanes) -> Outcome:
         machine.end(lanes)
         return []
@@ -105,6 +115,7 @@ def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Ste
     parts = instruction.opcode.split(".")
     t, to, space = f"u{parts[-1][1:]}", "to" in parts, parts[-2]
     target, source = instruction.operands
+    machine.require_kinds((target, source), (t, t))
     write, read = machine.writer(target, t), machine.reader(source, t)
     if space in ("shared", "shared::cta", "local"):
         base = (machine.local_base if space == "local" else machine.shared_base) + BASE

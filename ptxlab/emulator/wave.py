@@ -7,7 +7,7 @@ up to whole warps, so that `lane // 32` names a warp. Registers of one width for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.check import Findings
 from ptxlab.emulator.ir import Entry, Operand, Register
 from ptxlab.emulator.memory import Memory
-from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, bits_of, indices_of, is_float, is_signed
+from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, agrees, bits_of, indices_of, is_float, is_signed
 from ptxlab.layout.tensor_map import TensorMap
 
 if TYPE_CHECKING:
@@ -102,21 +102,21 @@ class Wave:
         """Bytes of a lane's local window, and its distance to the next lane's."""
         return -(-self.launch.entry.local_bytes // 16) * 16
 
-    def row(self, register: Register, type_name: str) -> Array:
-        """The register's row, as the type sees it: the low part of a wider register, if need be."""
+    def row(self, register: Register, type_name: str, relaxed: bool = False) -> Array:
+        """The register's row, as the type sees it; `relaxed`, the low part of a register that may be wider."""
         width, bits = bits_of(register.type), bits_of(type_name)
         row = self.files[width][register.index]
         if (width == 1) != (bits == 1):
             raise ValueError(f"{register.name} is {'' if width == 1 else 'not '}a predicate")
-        if bits > width:
+        if bits > width or (bits < width and not relaxed):
             raise ValueError(f"{register.name} has {width} bits, the instruction takes {bits}")
         dtype = DTYPES[type_name]
         return row.view(dtype) if bits == width else row.view(dtype)[:: width // bits]
 
-    def reader(self, operand: Operand, type_name: str) -> Reader:
-        """Function lanes -> values of a source operand; constants have shape [1]."""
+    def reader(self, operand: Operand, type_name: str, relaxed: bool = False) -> Reader:
+        """Function lanes -> values of a source operand; constants have shape [1]. `relaxed`: of a wider register too."""
         if isinstance(operand, Register):
-            row = self.row(operand, type_name)
+            row = self.row(operand, type_name, relaxed)
             if operand.negated:
                 return lambda lanes: ~row[lanes]
             return row.__getitem__
@@ -124,6 +124,18 @@ class Wave:
             return self.special(operand.name, type_name)
         constant = self.constant(operand, type_name)
         return lambda lanes: constant
+
+    @staticmethod
+    def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
+        """ValueError where a register or constant is of another kind than the instruction takes: a float for an integer."""
+        for operand, type_name in zip(operands, types, strict=False):
+            if isinstance(operand, Register) and not agrees(operand.type, type_name):
+                raise ValueError(f"{operand.name} is .{operand.type}, the instruction takes .{type_name}")
+            if isinstance(operand, ir.Immediate) and type_name != "pred":
+                own = f"f{operand.float_bits}" if operand.float_bits else "s64"
+                single = type_name in ("f32", "f64") and own != "s64"  # a literal of the other width is rounded
+                if not (single or agrees(own, type_name) or (own == "s64" and not is_float(type_name))):
+                    raise ValueError(f"a constant {'float' if operand.float_bits else 'integer'} for .{type_name}")
 
     def constant(self, operand: Operand, type_name: str) -> Array:
         """An immediate, or a variable's address, as an array of shape [1]."""
@@ -139,7 +151,7 @@ class Wave:
         if float_bits and dtype.kind == "f":
             literal = np.array([value], f"u{float_bits // 8}").view(f"f{float_bits // 8}")
             return literal.astype(dtype)
-        if float_bits > bits:
+        if float_bits not in (0, bits):
             raise ValueError(f"a {float_bits}-bit floating-point literal where the type is {type_name}")
         return np.array([value & (1 << bits) - 1], f"u{bits // 8}").view(dtype)
 
@@ -152,8 +164,11 @@ class Wave:
             return variable.offset + symbol.offset
         return self.launch.addresses[id(variable)] + symbol.offset
 
-    def writer(self, operand: Operand, type_name: str) -> Writer:
-        """Function (lanes, values) that stores into a destination, extended to its width by the type's sign."""
+    def writer(self, operand: Operand, type_name: str, relaxed: bool = False) -> Writer:
+        """Function (lanes, values) that stores into a destination.
+
+        `relaxed`: a wider register too, which the type's sign extends to.
+        """
         if isinstance(operand, ir.Sink):
             return lambda lanes, values: None
         if not isinstance(operand, Register):
@@ -161,7 +176,7 @@ class Wave:
         width, bits = bits_of(operand.type), bits_of(type_name)
         if bits == width or 1 in (bits, width):
             return self.row(operand, type_name).__setitem__
-        if bits > width:
+        if bits > width or not relaxed:
             raise ValueError(f"{operand.name} has {width} bits, the instruction writes {bits}")
         row = self.row(operand, f"{'s' if is_signed(type_name) else 'u'}{width}")
         if is_float(type_name):

@@ -219,7 +219,7 @@ def test_functions_that_cannot_be():
 @pytest.mark.parametrize("folder", ["/elsewhere", "/elsewhere/mine.cu"])
 def test_a_source_is_called_as_it_was_named_wherever_it_was_compiled(folder: str) -> None:
     """NVRTC puts the folder that it ran in before a relative path, and what it made comes from the cache."""
-    text = kernel(".reg .u32 %r1; .loc 1 7 3\n mov.u32 %r1, 1; .loc 2 5 1\n mov.u32 %r1, 2;")
+    text = kernel(".loc 1 7 3\n mov.u32 %r1, 1; .loc 2 5 1\n mov.u32 %r1, 2;")
     text += f'.file 1 "{folder}/mine.cu"\n.file 2 "/elsewhere/not_mine.cu"\n'
     entry = next(iter(emulator.parse(text, "PTX of mine.cu", "mine.cu").entries.values()))
     assert [(i.path, i.line) for i in entry.instructions[:2]] == [("mine.cu", 7), ("/elsewhere/not_mine.cu", 5)]
