@@ -50,7 +50,7 @@ def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str])
 
 
 def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
-    """What the compiler's front end alone makes of a source: its text (`--preprocess`), what it read (`--dependencies`).
+    """What the front end alone makes of a source: its text (`--preprocess`), or what it read (`--dependencies`).
 
     NVRTC reports a failure even where there is none, since no code comes out: a source that is wrong is for `run` to
     refuse. Empty if this NVRTC has no such action; it is not documented.

@@ -76,12 +76,12 @@ def names_same_file(recorded: str, path: str) -> bool:
     return recorded in (path, os.path.abspath(path)) or recorded.endswith(f"/{path}")
 
 
-def cuda_entries(text: str) -> dict[str, tuple[str, ...]]:
-    """The `extern "C"` kernels of a CUDA C++ source, each with the names of its parameters."""
+def cuda_entries(text: str, linkage: Literal["C", "C++"] = "C") -> dict[str, tuple[str, ...]]:
+    """The `extern "C"` kernels of a CUDA C++ source, or all others, each with the names of its parameters."""
     text = _CUDA_BOUNDS.sub("", _COMMENT.sub("", text))
     entries = {}
     for found in _CUDA_ENTRY.finditer(text):
-        if found[1] or _EXTERN_BLOCK.search(text, 0, found.start()):
+        if bool(found[1] or _EXTERN_BLOCK.search(text, 0, found.start())) == (linkage == "C"):
             parameters = re.split(r",(?![^<]*>)", found[3])  # but not at the commas of template arguments
             entries[found[2]] = tuple(name[1] for p in parameters if (name := _PARAMETER.search(p.strip())))
     return entries

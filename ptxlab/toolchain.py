@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from ptxlab import cache, includes, nvrtc
+from ptxlab import cache, includes, nvrtc, sources
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Language, Source
 
@@ -126,6 +126,33 @@ def _cuda_options(source: Source, arch: str, output: Kind, defines: Defines) -> 
         *(f"-I{folder}" for folder in [*source.include_dirs(), *_cuda_headers()]),
         *(["--ptxas-options=-v"] if output == "cubin" else []),
     ]
+
+
+def cuda_entries(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> list[str]:
+    """Entry symbols of the `extern "C"` kernels that the compiler sees: not those in an `#if 0`.
+
+    `arch` decides what `__CUDA_ARCH__` is; None: those of either of sm_80 and sm_90. Without NVRTC all of the text.
+
+    Raises:
+        ArgumentError: there is no such kernel; the message says how to write one.
+        CompileError: and the source is wrong.
+    """
+    written = list(sources.cuda_entries(source.text))
+    options = [_cuda_options(source, one, "ptx", defines) for one in ([arch] if arch else ["sm_80", "sm_90"])]
+    try:
+        seen = b"".join(nvrtc.front_end(source, "--preprocess", some) for some in options).decode("latin-1")
+    except UnavailableError:
+        seen = ""
+    entries = [name for name in written if re.search(rf"\b{name}\s*\(", seen)] if seen else written
+    if entries:
+        return entries
+    rule, found = 'a kernel (extern "C" __global__)', "none"
+    if written:
+        compile_cuda(source, arch or "sm_90", output="ptx", defines=defines)  # its errors come first
+        rule, found = f"{rule} that the preprocessor leaves", ", ".join(written)
+    elif others := sources.cuda_entries(source.text, "C++"):
+        rule, found = 'extern "C" before __global__, so that the kernel is found by its name', ", ".join(others)
+    raise ArgumentError(f"{source.path}: entry", rule, found)
 
 
 def assemble(source: Source, arch: str) -> Image:

@@ -11,6 +11,7 @@ import numpy as np
 from ptxlab.emulator import ir
 from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.kinds import refuse_specials, require_kinds
 from ptxlab.emulator.machine import Machine, Step, binder
 from ptxlab.emulator.memory import BASE, Region
 from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, count_of, indices_of, is_signed
@@ -177,7 +178,7 @@ def _load(machine: Machine, instruction: Instruction, pc: int) -> Step:
     t = f"{'s' if is_signed(access.type) else 'u'}{bits}"
     if isinstance(target, ir.Sink):
         raise ValueError("the result cannot be discarded")
-    machine.require_kinds(items := elements(target, access.count), [access.type] * access.count)
+    require_kinds(items := elements(target, access.count), [access.type] * access.count)
     writers = [machine.writer(item, t, relaxed=True) for item in items]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
@@ -234,9 +235,8 @@ def _store(machine: Machine, instruction: Instruction, pc: int) -> Step:
     access = decode(instruction, "store")
     address, source = _without_policy(instruction)
     t = f"u{bits_of(access.type)}"
-    if any(isinstance(item, ir.Special) for item in elements(source, access.count)):
-        raise ValueError("special registers are read by mov and cvt")
-    machine.require_kinds(items := elements(source, access.count), [access.type] * access.count)
+    refuse_specials(items := elements(source, access.count))
+    require_kinds(items, [access.type] * access.count)
     readers = [machine.reader(item, t, relaxed=True) for item in items]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])

@@ -11,6 +11,7 @@ from ptxlab.emulator import ir
 from ptxlab.emulator.access import Access, decode, locator
 from ptxlab.emulator.alu import UnknownOpcode, form
 from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.kinds import require_kinds
 from ptxlab.emulator.machine import Machine, Step, binder
 from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, is_float
 
@@ -60,7 +61,7 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Step:
     operands = list(instruction.operands)
     returns = instruction.opcode.startswith("atom")
     t = access.type
-    machine.require_kinds((o for o in operands if not isinstance(o, ir.Address)), [t] * len(operands))
+    require_kinds((o for o in operands if not isinstance(o, ir.Address)), [t] * len(operands))
     write = machine.writer(operands.pop(0), t if is_float(t) else f"u{bits_of(t)}") if returns else None
     address, *values = operands
     expected = 2 if access.rest[0] == "cas" else 1

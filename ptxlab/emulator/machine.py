@@ -17,6 +17,7 @@ import numpy as np
 from ptxlab.emulator import ir
 from ptxlab.emulator.alu import UnknownOpcode, form
 from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.kinds import check_operands, require_kinds
 from ptxlab.emulator.peers import Peers
 from ptxlab.emulator.pending import Pending
 from ptxlab.emulator.types import Array, Lanes, count_of, indices_of, merge, split
@@ -245,22 +246,9 @@ class Machine(Wave):
         return f"{instruction.where}: block {block} thread {thread}"
 
 
-_FIELDS = {"bfe": (2, 3), "bfi": (3, 4)}  # operands that say where a field lies, and how long it is
-
-
-def _check_constants(instruction: Instruction) -> None:
-    """ValueError for constants that are out of range, and for what has to be one and is not."""
-    name, operands = instruction.opcode.split(".")[0], instruction.operands
-    if name == "lop3" and not isinstance(operands[4], ir.Immediate):
-        raise ValueError("the table of lop3 is a constant")
-    for operand in (operands[position] for position in _FIELDS.get(name, ())):
-        if isinstance(operand, ir.Immediate) and not 0 <= operand.bits <= 255:
-            raise ValueError(f"{operand.bits} is not within 0..255")
-
-
 def bind_operation(machine: Machine, instruction: Instruction, pc: int) -> Step:
     """Step of a register-to-register operation of the `alu` table."""
-    _check_constants(instruction)
+    check_operands(instruction)
     selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
     known = form(instruction.opcode, selectors if any(selectors) else ())
     operands = list(instruction.operands)
@@ -272,10 +260,8 @@ def bind_operation(machine: Machine, instruction: Instruction, pc: int) -> Step:
     sources = [t for t in known.sources if t != "cc"]
     if len(operands) != len(explicit) + len(sources):
         raise ValueError(f"{instruction.opcode} takes {len(explicit) + len(sources)} operands, not {len(operands)}")
-    machine.require_kinds(operands, (*explicit, *sources))
-    if instruction.opcode[:4] != "cvt." and any(isinstance(operand, ir.Special) for operand in operands):
-        raise ValueError("special registers are read by mov and cvt")
-    if any(isinstance(operand, ir.Sink) for operand in instruction.operands[:1]) and explicit != ["pred", "pred"]:
+    require_kinds(operands, (*explicit, *sources))
+    if explicit != ["pred", "pred"] and isinstance(instruction.operands[0], ir.Sink):
         raise ValueError("the result cannot be discarded")
     relaxed = instruction.opcode.startswith("cvt.") and ".bf16" not in instruction.opcode
     writers = [machine.writer(o, t, relaxed) for o, t in zip(operands, explicit, strict=False)]

@@ -1,7 +1,5 @@
 """PTX types, and NumPy's word for each."""
 
-from functools import cache
-
 import numpy as np
 
 Array = np.ndarray
@@ -36,21 +34,6 @@ def is_signed(type_name: str) -> bool:
 def is_float(type_name: str) -> bool:
     """Whether the type is one of PTX's floating-point types."""
     return type_name[0] == "f" or type_name.startswith("bf")
-
-
-@cache
-def agrees(register: str, taken: str) -> bool:
-    """Whether a register of one type may stand where an instruction takes another, their widths apart, as ptxas has it.
-
-    Untyped bits agree with everything, integers with integers; a float with itself. A pair is 32 untyped bits, except
-    to a single float. Predicates are told by their width.
-    """
-    if "pred" in (register, taken):
-        return True
-    if register.endswith("x2"):
-        return taken.endswith("x2") or not is_float(taken)
-    kinds = {register.rstrip("0123456789"), taken.rstrip("0123456789")}
-    return register == taken or "b" in kinds or kinds <= {"u", "s"}
 
 
 def limits(type_name: str) -> tuple[int, int]:

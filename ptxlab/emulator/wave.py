@@ -7,7 +7,7 @@ up to whole warps, so that `lane // 32` names a warp. Registers of one width for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.check import Findings
 from ptxlab.emulator.ir import Entry, Operand, Register
 from ptxlab.emulator.memory import Memory
-from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, agrees, bits_of, indices_of, is_float, is_signed
+from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, bits_of, indices_of, is_float, is_signed
 from ptxlab.layout.tensor_map import TensorMap
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class Wave:
         return row.view(dtype) if bits == width else row.view(dtype)[:: width // bits]
 
     def reader(self, operand: Operand, type_name: str, relaxed: bool = False) -> Reader:
-        """Function lanes -> values of a source operand; constants have shape [1]. `relaxed`: of a wider register too."""
+        """Function lanes -> values of a source operand; constants have shape [1]. `relaxed`: a wider register too."""
         if isinstance(operand, Register):
             row = self.row(operand, type_name, relaxed)
             if operand.negated:
@@ -124,18 +124,6 @@ class Wave:
             return self.special(operand.name, type_name)
         constant = self.constant(operand, type_name)
         return lambda lanes: constant
-
-    @staticmethod
-    def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
-        """ValueError where a register or constant is of another kind than the instruction takes: a float for an integer."""
-        for operand, type_name in zip(operands, types, strict=False):
-            if isinstance(operand, Register) and not agrees(operand.type, type_name):
-                raise ValueError(f"{operand.name} is .{operand.type}, the instruction takes .{type_name}")
-            if isinstance(operand, ir.Immediate) and type_name != "pred":
-                own = f"f{operand.float_bits}" if operand.float_bits else "s64"
-                single = type_name in ("f32", "f64") and own != "s64"  # a literal of the other width is rounded
-                if not (single or agrees(own, type_name) or (own == "s64" and not is_float(type_name))):
-                    raise ValueError(f"a constant {'float' if operand.float_bits else 'integer'} for .{type_name}")
 
     def constant(self, operand: Operand, type_name: str) -> Array:
         """An immediate, or a variable's address, as an array of shape [1]."""
