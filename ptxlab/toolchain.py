@@ -106,12 +106,8 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
 
 
 def cuda_digest(source: Source, arch: str, *, output: Kind = "cubin", defines: Defines = NO_DEFINES) -> str:
-    """Digest of what NVRTC reads of a source: another text, or another header, gives another digest.
-
-    With an NVRTC that does not tell, no two are equal, and everything is compiled anew.
-    """
-    options = _cuda_options(source, arch, output, defines)
-    return includes.digest(source, options) or secrets.token_hex()
+    """Digest of what NVRTC reads of a source; one that does not tell gives a new one each time, to compile anew."""
+    return includes.digest(source, _cuda_options(source, arch, output, defines)) or secrets.token_hex()
 
 
 def _cuda_options(source: Source, arch: str, output: Kind, defines: Defines) -> list[str]:

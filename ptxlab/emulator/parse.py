@@ -24,15 +24,13 @@ def parse(text: str, path: str = "<ptx>", cuda: str = "") -> Module:
 
     `path` is what messages call the source. Of PTX that a compiler made with line information, `cuda` names the CUDA
     source: what happens while it runs is then reported at the lines of that source and its headers. Raises
-    `SourceError` with the line of the first thing that is not PTX, or that this emulator cannot take (functions with
-    bodies, initialisers that hold addresses).
+    `SourceError` with the line of the first thing that is not PTX, or that this emulator cannot take.
     """
     parser = _Parser(text, path)
     try:
         module = parser.module()
     except RecursionError:
-        within = f"calls, in {parser.inlining[0]}" if parser.inlining else "braces"
-        parser.fail(f"too deeply nested {within}")
+        parser.fail(f"nested too deeply: {f'calls, in {parser.inlining[0]}' if parser.inlining else 'braces'}")
     if cuda:
         parser.move_to(cuda)
     return module
