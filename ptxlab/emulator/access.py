@@ -74,9 +74,10 @@ def locator(machine: Machine, access: Access, address: ir.Operand) -> Locate:
     base, space = address.base, access.space
     if isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
         space = base.variable.space  # where the opcode says nothing; or .param, which in a body is a call's
-    named, own = access.space.split("::")[0], base.variable.space if isinstance(base, ir.Symbol) else ""
-    if own and named not in (own, "generic") and (named, own) != ("param", "local"):
-        raise ValueError(f"{base.variable.name} lies in .{own}, the instruction goes to .{named}")
+    if isinstance(base, ir.Symbol):
+        named, own = access.space.split("::")[0], base.variable.space
+        if named not in (own, "generic") and (named, own) != ("param", "local"):
+            raise ValueError(f"{base.variable.name} lies in .{own}, the instruction goes to .{named}")
     wide = not (isinstance(base, ir.Register) and bits_of(base.type) == 32)
     read = machine.reader(base, "u64" if wide else "u32")
     windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space.split("::")[0])
