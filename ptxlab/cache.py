@@ -8,6 +8,7 @@ keeps these few, however much has been compiled.
 
 import hashlib
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,6 +70,7 @@ def _publish(folder: Path, key: str, suffix: str, content: bytes) -> Path:
     unfinished = folder / f"{key}{suffix}.tmp"
     final = folder / f"{key}-{_digest(content)}{suffix}"
     try:
+        _remove(unfinished)
         unfinished.write_bytes(content)
         os.replace(unfinished, final)
     except OSError as error:
@@ -85,12 +87,20 @@ def _intact(folder: Path, key: str, suffix: str) -> Path | None:
     """The entry of that key whose content still has the digest in its name; damaged ones are removed."""
     for path in sorted(folder.glob(f"{key}-*{suffix}")):
         try:
-            if path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
+            if path.is_file() and path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
                 return path
-            path.unlink(missing_ok=True)
+            _remove(path)
         except OSError:
             continue
     return None
+
+
+def _remove(path: Path) -> None:
+    """Whatever is there, also what cannot be opened as a file without waiting (a FIFO) or at all (a folder)."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _digest(content: bytes) -> str:

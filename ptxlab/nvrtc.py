@@ -1,6 +1,7 @@
 """NVRTC through cuda.bindings: CUDA C++ in, cubin or PTX out, and errors that show the line they are about."""
 
 import re
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -46,6 +47,24 @@ def run(source: Source, output: Literal["cubin", "ptx"], options: Sequence[str])
         return _read(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
+
+
+def front_end(source: Source, action: str, options: Sequence[str]) -> bytes:
+    """What the front end alone makes of a source: its text (`--preprocess`), or what it read (`--dependencies`).
+
+    NVRTC reports a failure even where there is none, since no code comes out: a source that is wrong is for `run` to
+    refuse. Empty if this NVRTC has no such action; it is not documented.
+    """
+    nvrtc = _library()
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "made"
+        extra = [text for option in (action, "--output", str(made)) for text in ("-Xcudafe", option)]
+        program = _call(nvrtc.nvrtcCreateProgram, source.text.encode(), source.path.encode(), 0, None, None)
+        try:
+            nvrtc.nvrtcCompileProgram(program, len(options) + len(extra), [o.encode() for o in [*options, *extra]])
+        finally:
+            nvrtc.nvrtcDestroyProgram(program)
+        return made.read_bytes() if made.is_file() else b""
 
 
 def excerpt(source: Source, line: int, path: str = "") -> str:

@@ -177,11 +177,11 @@ def load(
     if source.language == "ptx":
         entries = list(emulator.parse(source.text, source.path).entries)
     else:
-        entries = list(cuda_entries(source.text))
+        entries = toolchain.cuda_entries(source, arch, defines or {})
     if entry is None and len(entries) == 1:
         entry = entries[0]
     if entry not in entries:
-        rule = f"one of {', '.join(entries)}" if entries else 'a kernel (.visible .entry, or extern "C" __global__)'
+        rule = f"one of {', '.join(entries)}" if entries else "a kernel (.visible .entry)"
         raise ArgumentError(f"{source.path}: entry", rule, entry)
     return Kernel(source, entry, dict(defines or {}), arch and toolchain.check_arch(arch))
 

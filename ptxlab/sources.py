@@ -1,10 +1,5 @@
-"""Finds the kernels' sources: `ptx/` and `cuda_src/` in a checkout, `ptxlab/_sources/` in an installed wheel.
+"""Finds the kernels' sources: `ptx/` and `cuda_src/` in a checkout, `ptxlab/_sources/` in an installed wheel."""
 
-A source's digest covers everything that its meaning depends on: its text and, recursively, the project headers it
-includes. Caches are keyed by it.
-"""
-
-import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -17,7 +12,6 @@ from ptxlab.errors import ArgumentError, FileError
 Language = Literal["ptx", "cu"]
 
 _PACKAGE = Path(__file__).resolve().parent
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _PTX_MARK = re.compile(r"^[ \t]*\.version\b", re.MULTILINE)
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _CUDA_BOUNDS = re.compile(r"__(?:launch_bounds|cluster_dims|block_size|maxnreg)__\s*\([^()]*(?:\([^()]*\)[^()]*)*\)")
@@ -49,11 +43,14 @@ class Source:
         if path.suffix not in (".ptx", ".cu"):
             raise ArgumentError("source", "a .ptx or .cu file", path)
         try:
+            if path.exists() and not path.is_file():  # whoever opens a FIFO waits for a writer
+                raise FileError(f"{path}: not a regular file")
             return cls(path.stem, str(path), path.suffix[1:], path.read_text(encoding="utf-8"))  # type: ignore[arg-type]
         except OSError as error:
             raise FileError(f"{path}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise FileError(f"{path}: not a text file") from None
+        except UnicodeDecodeError as error:
+            where = f"byte {error.object[error.start]:#x} at {error.start}"
+            raise FileError(f"{path}: not a text file in UTF-8 ({where})") from None
 
     @classmethod
     def from_text(cls, text: str, label: str = "<text>") -> "Source":
@@ -70,21 +67,6 @@ class Source:
         own = [Path(self.path).resolve().parent] if Path(self.path).is_file() else []
         return [*own, include_dir()]
 
-    def digest(self) -> str:
-        """SHA-256 over the text and, recursively, every `#include "..."` that is found."""
-        sha = hashlib.sha256()
-        seen: set[Path] = set()
-        pending = [(self.text, self.include_dirs())]
-        while pending:
-            text, folders = pending.pop()
-            sha.update(len(text).to_bytes(8, "little") + text.encode())
-            for include in _INCLUDE.findall(text):
-                found = next((f / include for f in folders if (f / include).is_file()), None)
-                if found is not None and found.resolve() not in seen:
-                    seen.add(found.resolve())
-                    pending.append((found.read_text(encoding="utf-8"), [found.resolve().parent, *folders]))
-        return sha.hexdigest()
-
 
 def names_same_file(recorded: str, path: str) -> bool:
     """Whether a compiler's name of a file is that of `path`: it may have put the folder that it ran in before it.
@@ -94,12 +76,12 @@ def names_same_file(recorded: str, path: str) -> bool:
     return recorded in (path, os.path.abspath(path)) or recorded.endswith(f"/{path}")
 
 
-def cuda_entries(text: str) -> dict[str, tuple[str, ...]]:
-    """The `extern "C"` kernels of a CUDA C++ source, each with the names of its parameters."""
+def cuda_entries(text: str, linkage: Literal["C", "C++"] = "C") -> dict[str, tuple[str, ...]]:
+    """The `extern "C"` kernels of a CUDA C++ source, or all others, each with the names of its parameters."""
     text = _CUDA_BOUNDS.sub("", _COMMENT.sub("", text))
     entries = {}
     for found in _CUDA_ENTRY.finditer(text):
-        if found[1] or _EXTERN_BLOCK.search(text, 0, found.start()):
+        if bool(found[1] or _EXTERN_BLOCK.search(text, 0, found.start())) == (linkage == "C"):
             parameters = re.split(r",(?![^<]*>)", found[3])  # but not at the commas of template arguments
             entries[found[2]] = tuple(name[1] for p in parameters if (name := _PARAMETER.search(p.strip())))
     return entries

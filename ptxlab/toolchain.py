@@ -6,6 +6,7 @@ registers, spills and warnings of either. What they make is cached on disk (`ptx
 
 import functools
 import re
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from ptxlab import cache, nvrtc
+from ptxlab import cache, includes, nvrtc, sources
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Language, Source
 
@@ -92,10 +93,28 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
         CompileError: with file, line, the line itself and the log.
         UnavailableError: NVRTC is not installed.
     """
+    options = _cuda_options(source, arch, output, defines)
+    before = cuda_digest(source, arch, output=output, defines=defines)
+
+    def run() -> tuple[bytes, str]:
+        made = nvrtc.run(source, output, options)
+        if includes.digest(source, options) not in (before, None):
+            raise CompileError(source.path, 0, "a header changed while it was being compiled")
+        return made
+
+    return _image(source, before, arch, output, f"nvrtc {version('nvrtc')}", options, run)
+
+
+def cuda_digest(source: Source, arch: str, *, output: Kind = "cubin", defines: Defines = NO_DEFINES) -> str:
+    """Digest of what NVRTC reads of a source; one that does not tell gives a new one each time, to compile anew."""
+    return includes.digest(source, _cuda_options(source, arch, output, defines)) or secrets.token_hex()
+
+
+def _cuda_options(source: Source, arch: str, output: Kind, defines: Defines) -> list[str]:
     for name in defines:
         if not name.isidentifier():
             raise ArgumentError("defines", "names of macros", name)
-    options = [
+    return [
         f"-arch={check_arch(arch) if output == 'cubin' else check_arch(arch).replace('sm_', 'compute_')}",
         "-std=c++17",
         "-lineinfo",
@@ -103,8 +122,33 @@ def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: 
         *(f"-I{folder}" for folder in [*source.include_dirs(), *_cuda_headers()]),
         *(["--ptxas-options=-v"] if output == "cubin" else []),
     ]
-    tool = f"nvrtc {version('nvrtc')}"
-    return _image(source, arch, output, tool, options, lambda: nvrtc.run(source, output, options))
+
+
+def cuda_entries(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> list[str]:
+    """Entry symbols of the `extern "C"` kernels that the compiler sees: not those in an `#if 0`.
+
+    `arch` decides what `__CUDA_ARCH__` is; None: those of either of sm_80 and sm_90. Without NVRTC all of the text.
+
+    Raises:
+        ArgumentError: there is no such kernel; the message says how to write one.
+        CompileError: and the source is wrong.
+    """
+    written = list(sources.cuda_entries(source.text))
+    options = [_cuda_options(source, one, "ptx", defines) for one in ([arch] if arch else ["sm_80", "sm_90"])]
+    try:
+        seen = b"".join(nvrtc.front_end(source, "--preprocess", some) for some in options).decode("latin-1")
+    except UnavailableError:
+        seen = ""
+    entries = [name for name in written if re.search(rf"\b{name}\s*\(", seen)] if seen else written
+    if entries:
+        return entries
+    rule, found = 'a kernel (extern "C" __global__)', "none"
+    if written:
+        compile_cuda(source, arch or "sm_90", output="ptx", defines=defines)  # its errors come first
+        rule, found = f"{rule} that the preprocessor leaves", ", ".join(written)
+    elif others := sources.cuda_entries(source.text, "C++"):
+        rule, found = 'extern "C" before __global__, so that the kernel is found by its name', ", ".join(others)
+    raise ArgumentError(f"{source.path}: entry", rule, found)
 
 
 def assemble(source: Source, arch: str) -> Image:
@@ -122,7 +166,7 @@ def assemble(source: Source, arch: str) -> Image:
                 raise _ptxas_error(source, arch, log)
             return cubin.read_bytes(), log
 
-    return _image(source, arch, "cubin", f"ptxas {version('ptxas')}", options, run)
+    return _image(source, source.text, arch, "cubin", f"ptxas {version('ptxas')}", options, run)
 
 
 def build(source: Source, arch: str, *, defines: Defines = NO_DEFINES) -> Image:
@@ -199,6 +243,7 @@ def check_arch(arch: str) -> str:
     return arch
 
 
+@functools.cache
 def _cuda_headers() -> list[str]:
     """Include folders of CUDA itself: from the wheels, then from the toolkit that the tools on the PATH belong to."""
     folders: list[str] = []
@@ -215,11 +260,20 @@ def _cuda_headers() -> list[str]:
 
 
 def _image(
-    source: Source, arch: str, kind: Kind, tool: str, options: list[str], run: Callable[[], tuple[bytes, str]]
+    source: Source,
+    content: str,
+    arch: str,
+    kind: Kind,
+    tool: str,
+    options: list[str],
+    run: Callable[[], tuple[bytes, str]],
 ) -> Image:
-    """Product and log are two entries of the cache; whichever is missing, the compiler runs at most once."""
+    """Product and log are two entries of the cache; whichever is missing, the compiler runs at most once.
+
+    `content` stands for all that the compiler reads.
+    """
     once = functools.cache(run)
-    key = cache.key_of(source.digest(), source.path, tool, *options)
+    key = cache.key_of(content, source.path, tool, *options)
     path = cache.get_or_make(key, f".{kind}", lambda: once()[0])
     log = cache.get_or_make(key, ".log", lambda: once()[1].encode())
     return Image(kind, arch, source.language, path, tool, log.read_text(encoding="utf-8"))

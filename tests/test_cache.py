@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,19 @@ def test_damaged_entry_is_made_again(folder: Path, damage: bytes) -> None:
     path.write_bytes(damage)
     assert cache.get_or_make(KEY, ".bin", lambda: b"content") == path
     assert path.read_bytes() == b"content"
+    assert entries(folder) == [path.name]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_file_is_no_entry(folder: Path, put: Callable[[Path], None]) -> None:
+    """Reading a FIFO waits for somebody who writes; reading a device may never end."""
+    path = cache.get_or_make(KEY, ".bin", lambda: b"content")
+    path.unlink()
+    put(path)
+    put(path.with_name(f"{KEY}.bin.tmp"))
+    assert cache.get_or_make(KEY, ".bin", lambda: b"content") == path
+    assert path.read_bytes() == b"content" and path.is_file()
     assert entries(folder) == [path.name]
 
 

@@ -168,7 +168,7 @@ def test_parameters_that_are_more_than_a_name() -> None:
         'extern "C" __global__ void k(std::pair<int, int> p, float y[4], int n = 3, int* __restrict__ z) {}'
     )
     assert kernel.parameters == ("p", "y", "n", "z")
-    with pytest.raises(ArgumentError, match=r'entry: a kernel .*extern "C" __global__'):
+    with pytest.raises(ArgumentError, match=r'entry: extern "C" before __global__.* \(got mangled\)'):
         ptxlab.load("__global__ void mangled(int* x) { *x = 1; }")
 
 

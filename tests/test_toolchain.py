@@ -187,6 +187,34 @@ def test_disassembly_names_lines(ptx: Source, cuda: Source) -> None:
     assert 'flip.cu", line 4' in text
 
 
+KERNEL = 'extern "C" __global__ void {}(int* out) {{ out[0] = 1; }}\n'
+
+
+def test_entries_are_those_that_the_compiler_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    away = "#if 0\n" + KERNEL.format("away") + "#endif\n"
+    hopper = "#if __CUDA_ARCH__ >= 900\n" + KERNEL.format("hopper") + "#endif\n"
+    both = Source.from_text(away + KERNEL.format("here") + hopper)
+    assert toolchain.cuda_entries(both) == ["here", "hopper"]
+    assert toolchain.cuda_entries(both, "sm_80") == ["here"]
+    defined = Source.from_text("#ifdef WITH\n" + KERNEL.format("k") + "#endif\n")
+    assert toolchain.cuda_entries(defined, defines={"WITH": 1}) == ["k"]
+
+    with pytest.raises(ArgumentError, match=r'entry: a kernel \(extern "C" __global__\) that the prep.* \(got away\)'):
+        toolchain.cuda_entries(Source.from_text(away))
+    with pytest.raises(ArgumentError, match=r'entry: extern "C" before __global__, so that .* \(got k\)'):
+        toolchain.cuda_entries(Source.from_text("__global__ void k(int* out) { out[0] = 1; }"))
+    with pytest.raises(ArgumentError, match=r'entry: a kernel \(extern "C" __global__\) \(got none\)'):
+        toolchain.cuda_entries(Source.from_text("__device__ int x;"))
+    with pytest.raises(CompileError, match=r":1: #error directive: not here"):
+        toolchain.cuda_entries(Source.from_text("#error not here\n" + KERNEL.format("k")))
+
+    def no_library() -> None:
+        raise UnavailableError("NVRTC: not found")
+
+    monkeypatch.setattr(nvrtc, "_library", no_library)
+    assert toolchain.cuda_entries(both) == ["away", "here", "hopper"]
+
+
 def test_versions_and_missing_tools(ptx: Source, cuda: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(toolchain.versions()) == set(toolchain.TOOLS) and toolchain.missing() == {}
     for cached in (toolchain.find, toolchain.version):

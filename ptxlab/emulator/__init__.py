@@ -1,11 +1,11 @@
 """Runs PTX on the CPU, and checks what a GPU would not: packed lanes, races, uninitialised reads.
 
-`parse` (over `tokens`, `declare` and `operands`) makes `ir` of a text. `launch` lays out `memory` and runs the grid as
-waves of blocks; a `machine` is a `wave` that runs. What instructions do stands in tables: register to register in
+`parse` (over `tokens`, `declare` and `operands`) makes `ir` of a text. `launch` lays out `memory` and runs the grid
+as waves of blocks; a `machine` is a `wave` that runs. What instructions do stands in tables: register to register in
 `integer`, `bits`, `floating` (over `rounding`), `convert` and `video`, entered into `alu`; everything else, entered
-with `machine.binder`, in `control`, `access`, `atomic`, `sync`, `collective`, `matrix`, `maxnreg`, `mma`,
-`mbarrier`, `clusters` (over `peers`), `copies` (over `bulk`), `remote` and `wgmma`. What the last three ask for are
-`effects`, which wait in `pending`.
+with `machine.binder` and held against ptxas's rules by `kinds`, in `control`, `access`, `atomic`, `sync`,
+`collective`, `matrix`, `maxnreg`, `mma`, `mbarrier`, `clusters` (over `peers`), `copies` (over `bulk`), `remote` and
+`wgmma`. What the last three ask for are `effects`, which wait in `pending`.
 
 `check`, `packed`, `initialised`, `race`, `guests`, `inflight`, `registers`, `divergence` (over `flow`), `wavefronts` and
 `stepclock` watch; `order` (over `clocks`) tells them what lies before what, `followed` whether anything depends on a

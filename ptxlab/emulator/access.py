@@ -11,6 +11,7 @@ import numpy as np
 from ptxlab.emulator import ir
 from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.kinds import refuse_specials, require_kinds
 from ptxlab.emulator.machine import Machine, Step, binder
 from ptxlab.emulator.memory import BASE, Region
 from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, count_of, indices_of, is_signed
@@ -73,6 +74,10 @@ def locator(machine: Machine, access: Access, address: ir.Operand) -> Locate:
     base, space = address.base, access.space
     if isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
         space = base.variable.space  # where the opcode says nothing; or .param, which in a body is a call's
+    if isinstance(base, ir.Symbol):
+        named, own = access.space.split("::")[0], base.variable.space
+        if named not in (own, "generic") and (named, own) != ("param", "local"):
+            raise ValueError(f"{base.variable.name} lies in .{own}, the instruction goes to .{named}")
     wide = not (isinstance(base, ir.Register) and bits_of(base.type) == 32)
     read = machine.reader(base, "u64" if wide else "u32")
     windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space.split("::")[0])
@@ -157,14 +162,25 @@ def elements(operand: ir.Operand, count: int) -> tuple:
     return items
 
 
+def _without_policy(instruction: Instruction) -> tuple:
+    """The two operands of a load or store; a third is a policy, which steers a cache."""
+    may = 3 if instruction.opcode.startswith("ld") or "L2::cache_hint" in instruction.opcode else 2
+    if len(instruction.operands) > may:
+        raise ValueError(f"{instruction.opcode} takes {may} operands, not {len(instruction.operands)}")
+    return instruction.operands[:2]
+
+
 @binder("ld", "ldu")
 def _load(machine: Machine, instruction: Instruction, pc: int) -> Step:
     access = decode(instruction, "load")
-    target, address = instruction.operands[:2]
+    target, address = _without_policy(instruction)
     # as bits, so that no NaN is touched, but with the sign that extends
     bits = bits_of(access.type)
     t = f"{'s' if is_signed(access.type) else 'u'}{bits}"
-    writers = [machine.writer(item, t) for item in elements(target, access.count)]
+    if isinstance(target, ir.Sink):
+        raise ValueError("the result cannot be discarded")
+    require_kinds(items := elements(target, access.count), [access.type] * access.count)
+    writers = [machine.writer(item, t, relaxed=True) for item in items]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
     watchers, size = machine.watchers, access.size
@@ -218,9 +234,11 @@ def _prefetch(machine: Machine, instruction: Instruction, pc: int) -> Step:
 @binder("st")
 def _store(machine: Machine, instruction: Instruction, pc: int) -> Step:
     access = decode(instruction, "store")
-    address, source = instruction.operands[:2]
+    address, source = _without_policy(instruction)
     t = f"u{bits_of(access.type)}"
-    readers = [machine.reader(item, t) for item in elements(source, access.count)]
+    refuse_specials(items := elements(source, access.count))
+    require_kinds(items, [access.type] * access.count)
+    readers = [machine.reader(item, t, relaxed=True) for item in items]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
     watchers, size = machine.watchers, access.size

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.emulator import ir
 from ptxlab.emulator.access import Access, decode, locator
 from ptxlab.emulator.alu import UnknownOpcode, form
 from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.kinds import require_kinds
 from ptxlab.emulator.machine import Machine, Step, binder
 from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, is_float
 
@@ -59,8 +61,17 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Step:
     operands = list(instruction.operands)
     returns = instruction.opcode.startswith("atom")
     t = access.type
+    require_kinds((o for o in operands if not isinstance(o, ir.Address)), [t] * len(operands))
     write = machine.writer(operands.pop(0), t if is_float(t) else f"u{bits_of(t)}") if returns else None
-    address, *values = operands[: 3 if access.rest[0] == "cas" else 2]
+    address, *values = operands
+    expected = 2 if access.rest[0] == "cas" else 1
+    values, policy = values[:expected], values[expected:]
+    if len(values) < expected or len(policy) > ("L2::cache_hint" in instruction.opcode):
+        raise ValueError(
+            f"{instruction.opcode} takes {1 + expected + returns} operands, not {len(instruction.operands)}"
+        )
+    if not returns and access.rest[0] in _EXCHANGE and access.rest[0] not in ("inc", "dec"):
+        raise UnknownOpcode(instruction.opcode)
     readers = [machine.reader(value, t) for value in values]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])

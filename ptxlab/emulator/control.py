@@ -9,6 +9,7 @@ import numpy as np
 from ptxlab.emulator import ir
 from ptxlab.emulator.alu import UnknownOpcode
 from ptxlab.emulator.ir import Instruction, Operand
+from ptxlab.emulator.kinds import check_special, require_kinds
 from ptxlab.emulator.machine import Machine, Outcome, Step, binder
 from ptxlab.emulator.memory import BASE
 from ptxlab.emulator.types import DTYPES, Lanes, as_lanes, bits_of, count_of, indices_of, is_float
@@ -23,6 +24,9 @@ def _move(machine: Machine, instruction: Instruction, pc: int) -> Step:
     if len(parts) != 2 or (t not in DTYPES):
         raise UnknownOpcode(instruction.opcode)
     target, source = instruction.operands
+    require_kinds((target, source), (t, t))
+    if isinstance(source, ir.Special):
+        check_special(source, bits_of(t))
     t = t if t == "pred" or is_float(t) else f"u{bits_of(t)}"
     if isinstance(source, ir.Vector):
         return _pack(machine, target, source.items, bits_of(t))
@@ -85,6 +89,9 @@ def _branch_by_index(machine: Machine, instruction: Instruction, pc: int) -> Ste
 
 @binder("ret", "exit")
 def _return(machine: Machine, instruction: Instruction, pc: int) -> Step:
+    if instruction.operands:
+        raise ValueError(f"{instruction.opcode} takes no operands")
+
     def end(lanes: Lanes) -> Outcome:
         machine.end(lanes)
         return []
@@ -105,6 +112,7 @@ def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Ste
     parts = instruction.opcode.split(".")
     t, to, space = f"u{parts[-1][1:]}", "to" in parts, parts[-2]
     target, source = instruction.operands
+    require_kinds((target, source), (t, t))
     write, read = machine.writer(target, t), machine.reader(source, t)
     if space in ("shared", "shared::cta", "local"):
         base = (machine.local_base if space == "local" else machine.shared_base) + BASE

@@ -22,8 +22,9 @@ def _convert(op: Opcode) -> Form:
     ftz, sat, relu, finite = op.flag("ftz"), op.flag("sat"), op.flag("relu"), op.flag("satfinite")
     target = op.type(*INTEGERS, *FLOATS, "f16x2", "bf16x2")
     source = op.type(*INTEGERS, *FLOATS)
-    if finite or mode == "rna":
+    if finite or mode == "rna" or op.modifiers:
         raise UnknownOpcode(op.text)
+    _check_rounding(mode, target, source)
     if target.endswith("x2"):
         return _two_to_pair(target, source, mode, relu)
     if not is_float(source):
@@ -48,6 +49,21 @@ def _convert(op: Opcode) -> Form:
         return round_to(after, np.zeros_like(after), target)
 
     return Form((target,), (source,), between_floats)
+
+
+def _check_rounding(mode: str, target: str, source: str) -> None:
+    """ValueError unless a mode is given where the result may need rounding, and none where it cannot."""
+    to_float, narrower = is_float(target), bits_of(target.removesuffix("x2")) < bits_of(source)
+    if is_float(source) and (not to_float or (target == source and mode)):
+        allowed = tuple(INTEGRAL)
+    elif to_float and (not is_float(source) or narrower):
+        allowed = ("rn", "rz", "rm", "rp")
+    else:
+        free = to_float and target != source and (source == "bf16" or bits_of(target) == bits_of(source))
+        allowed = (mode,) if free else ()
+    if (mode or allowed) and mode not in allowed:
+        rule = f"takes a rounding modifier: .{', .'.join(allowed)}" if allowed else "rounds nothing"
+        raise ValueError(f"cvt.{target}.{source} {rule}")
 
 
 def _integer_to_float(a: Array, target: str, mode: str, sat: bool) -> Array:

@@ -44,6 +44,7 @@ class Declarations(Cursor):
         self.result = Module(path, text)
         self.scope = Scope(None)
         self.entry = Entry("", 0)
+        self.external = False  # whether what is being declared is defined elsewhere
         self.files: dict[int, str] = {}
         self.here: Frames = ()  # by the last `.loc`
         self.inlined: dict[tuple[int, ...], Frames] = {}  # (file, line, column) -> the frames of its last `.loc`
@@ -59,7 +60,10 @@ class Declarations(Cursor):
         found = _LOC.match(self.take())
         if not found:
             self.fail("expected .loc file line column", self.line_numbers[self.at - 1])
-        file, line, column, *caller = (int(number or 0) for number in found.groups())
+        try:
+            file, line, column, *caller = (int(number or 0) for number in found.groups())
+        except ValueError:  # Python reads some 4,000 digits at most
+            self.fail(".loc names a line beyond any file", self.line_numbers[self.at - 1])
         self.here = ((file, line),)
         if found[4]:
             self.here += self.inlined.get(tuple(caller), ((caller[0], caller[1]),))
@@ -87,7 +91,7 @@ class Declarations(Cursor):
                 variable.space = "local"
                 variable.offset = -(-self.entry.local_bytes // variable.align) * variable.align
                 self.entry.local_bytes = variable.offset + variable.size
-            self.scope.names[variable.name] = variable
+            self.declare(variable.name, variable)
             if self.accept(";"):
                 return
             self.expect(",")
@@ -99,6 +103,8 @@ class Declarations(Cursor):
             word = self.take()[1:]
             if word == "align":
                 align = self.integer()
+                if align <= 0 or align & (align - 1):
+                    self.fail(f"alignment {align} is not a power of two")
             elif word in DTYPES:
                 type_name = word
             elif word in ("v2", "v4"):
@@ -121,13 +127,13 @@ class Declarations(Cursor):
         while self.accept("["):
             count *= 0 if self.token == "]" else self.integer()
             self.expect("]")
-        if align < 0 or align & (align - 1):
-            self.fail(f"alignment {align} is not a power of two")
         if not 0 <= element * count <= MOST_BYTES:
             self.fail(f"{name} has {element * count} bytes: at most {MOST_BYTES} are emulated")
         variable = Variable(name, space, type_name, align, element * count)
         if self.accept("="):
             self.initialise(variable, element)
+        if not variable.size and not self.external and space != "param":
+            self.fail(f"{name} has no size")
         return variable
 
     def initialise(self, variable: Variable, element: int) -> None:
@@ -165,10 +171,17 @@ class Declarations(Cursor):
                 self.expect(">")
             else:
                 names = [name]
-            self.scope.names.update(dict.fromkeys(names, type_name))
+            for name in names:
+                self.declare(name, type_name)
             if self.accept(";"):
                 return
             self.expect(",")
+
+    def declare(self, name: str, what: str | Variable) -> None:
+        """Enter a name into the innermost scope, where nothing else may have it."""
+        if name in self.scope.names and not self.external:
+            self.fail(f"{name} is declared twice")
+        self.scope.names[name] = what
 
     def known(self, name: str) -> Register | Variable | None:
         """What a name has been declared as, in the innermost scope that has it."""

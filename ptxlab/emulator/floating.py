@@ -57,15 +57,18 @@ def wide_form(type_name: str, arity: int, exact: Callable, mode: str, ftz: bool,
     return Form((type_name,), (type_name,) * arity, compute)
 
 
-def modifiers(op: Opcode, *types: str) -> tuple[str, str, bool, bool]:
-    """(type, rounding mode, ftz, sat) of an arithmetic opcode."""
-    mode, ftz, sat = op.choice(*MODES, default="rn"), op.flag("ftz"), op.flag("sat")
-    return op.type(*(types or FLOATS)), mode, ftz, sat
+def modifiers(op: Opcode, *types: str, default: str = "") -> tuple[str, str, bool, bool]:
+    """(type, rounding mode, ftz, sat) of an arithmetic opcode; without a default it has to say how it rounds."""
+    mode, ftz, sat = op.choice(*MODES, default=default), op.flag("ftz"), op.flag("sat")
+    t = op.type(*(types or FLOATS))
+    if not mode and not op.modifiers:  # one that is left is not known, which is said elsewhere
+        raise ValueError(f"{op.name} takes a rounding modifier: .rn, .rz, .rm or .rp")
+    return t, mode, ftz, sat
 
 
 @operation("add", "sub", "mul", floating=True)
 def _arithmetic(op: Opcode) -> Form:
-    t, mode, ftz, sat = modifiers(op)
+    t, mode, ftz, sat = modifiers(op, default="rn")
     direct, kind = DIRECT[op.name], element(t)
     if kind != "bf16" and mode == "rn":
         # NumPy rounds as IEEE 754 does; float32 has more than twice the bits of float16, so rounding twice does no harm
@@ -95,8 +98,8 @@ def _fma(op: Opcode) -> Form:
 
 @operation("div", floating=True)
 def _div(op: Opcode) -> Form:
-    op.choice("approx", "full", default="")
-    t, mode, ftz, sat = modifiers(op, "f32", "f64")
+    approximate = op.choice("approx", "full", default="")
+    t, mode, ftz, sat = modifiers(op, "f32", "f64", default="rn" if approximate else "")
 
     def divide(a: Array, b: Array) -> tuple[Array, Array]:
         q = a / b
@@ -117,7 +120,7 @@ def _div(op: Opcode) -> Form:
 def _function(op: Opcode) -> Form:
     """`.approx` functions are computed in float64 and rounded: their hardware results are near, not equal."""
     approximate = op.flag("approx")
-    t, mode, ftz, _ = modifiers(op)
+    t, mode, ftz, _ = modifiers(op, default="rn" if approximate or op.name not in ("rcp", "sqrt") else "")
     if not approximate and op.name not in ("rcp", "sqrt"):
         raise UnknownOpcode(op.text)
     functions: dict[str, Callable[[Array], Array]] = {

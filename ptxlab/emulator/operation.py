@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ptxlab.emulator import ir
 from ptxlab.emulator.alu import form
 from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.kinds import check_operands, require_kinds
 from ptxlab.emulator.types import Lanes
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def bind_operation(machine: Machine, instruction: Instruction, pc: int) -> Step:
     """Step of a register-to-register operation of the `alu` table."""
+    check_operands(instruction)
     selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
     known = form(instruction.opcode, selectors if any(selectors) else ())
     operands = list(instruction.operands)
@@ -26,8 +28,12 @@ def bind_operation(machine: Machine, instruction: Instruction, pc: int) -> Step:
     sources = [t for t in known.sources if t != "cc"]
     if len(operands) != len(explicit) + len(sources):
         raise ValueError(f"{instruction.opcode} takes {len(explicit) + len(sources)} operands, not {len(operands)}")
-    writers = [machine.writer(o, t) for o, t in zip(operands, explicit, strict=False)]
-    readers = [machine.reader(o, t) for o, t in zip(operands[len(explicit) :], sources, strict=True)]
+    require_kinds(operands, (*explicit, *sources))
+    if explicit != ["pred", "pred"] and isinstance(instruction.operands[0], ir.Sink):
+        raise ValueError("the result cannot be discarded")
+    relaxed = instruction.opcode.startswith("cvt.") and ".bf16" not in instruction.opcode
+    writers = [machine.writer(o, t, relaxed) for o, t in zip(operands, explicit, strict=False)]
+    readers = [machine.reader(o, t, relaxed) for o, t in zip(operands[len(explicit) :], sources, strict=True)]
     if "cc" in known.sources:
         readers.append(machine.carry.__getitem__)
     if "cc" in known.out:

@@ -15,6 +15,7 @@ from ptxlab.emulator.packed import parse_annotation
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 _SIZES = {"maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqnctapercluster", "maxclusterrank"}
 _LONG_VECTOR = re.compile(r"\{\s*([^{},]+),(?:[^{},]+,){3,}\s*([^{},]+?)\s*\}")  # of more than four elements
+MOST_CALLS = 10_000  # of functions, by one kernel: each is put in place
 _FLAGS = {"explicitcluster", "blocksareclusters", "noreturn"}
 
 
@@ -23,11 +24,13 @@ def parse(text: str, path: str = "<ptx>", cuda: str = "") -> Module:
 
     `path` is what messages call the source. Of PTX that a compiler made with line information, `cuda` names the CUDA
     source: what happens while it runs is then reported at the lines of that source and its headers. Raises
-    `SourceError` with the line of the first thing that is not PTX, or that this emulator cannot take (functions with
-    bodies, initialisers that hold addresses).
+    `SourceError` with the line of the first thing that is not PTX, or that this emulator cannot take.
     """
     parser = _Parser(text, path)
-    module = parser.module()
+    try:
+        module = parser.module()
+    except RecursionError:
+        parser.fail(f"nested too deeply: {f'calls, in {parser.inlining[0]}' if parser.inlining else 'braces'}")
     if cuda:
         parser.move_to(cuda)
     return module
@@ -37,6 +40,7 @@ class _Parser(Operands):
     def __init__(self, text: str, path: str) -> None:
         super().__init__(text, path)
         self.inlining: list[str] = []
+        self.calls = 0  # put in place in this kernel, those within functions each time
         self.functions: dict[str, int] = {}  # where each begins, as an index of a token; kernels may call what follows
         for after in [i for i, text in enumerate(self.texts, 1) if text == ".func"]:
             self.at = after
@@ -52,8 +56,9 @@ class _Parser(Operands):
                 continue
             directive = self.word("a directive")
             if directive in _LINKAGE:
-                pass
-            elif directive == ".version":
+                self.external |= directive == ".extern"
+                continue
+            if directive == ".version":
                 self.result.version = self.take()
             elif directive == ".target":
                 self.result.target = self.word("a target")
@@ -73,6 +78,7 @@ class _Parser(Operands):
                 self.variables(directive[1:])
             else:
                 self.fail(f"unexpected {directive!r} at module level")
+            self.external = False
         if not self.result.version:
             self.fail("not a PTX module: .version is missing", 1)
         return self.result
@@ -80,6 +86,7 @@ class _Parser(Operands):
     def kernel(self) -> None:
         line, self.here = self.line_numbers[self.at], ()
         entry = self.entry = Entry(self.word("the kernel's name"), line)
+        self.calls = 0
         if entry.name in self.result.entries:
             self.fail(f"kernel {entry.name} is defined twice", line)
         self.scope = Scope(self.scope)
@@ -114,7 +121,7 @@ class _Parser(Operands):
         param = self.variable("param", *self.kind("param"))
         param.offset = -(-self.entry.param_bytes // param.align) * param.align
         self.entry.params.append(param)
-        self.scope.names[param.name] = param
+        self.declare(param.name, param)
 
     # Bodies
 
@@ -140,7 +147,9 @@ class _Parser(Operands):
             elif self.token == ".pragma":
                 self.skip_statement()
             elif self.kinds[self.at] == "word" and following == ":":
-                label = self.take()
+                label = self.word("a label")
+                if label in self.scope.labels or label in self.scope.tables:
+                    self.fail(f"{label} is declared twice", self.line_numbers[self.at - 1])
                 self.take()
                 if self.accept(".branchtargets"):
                     targets = self.comma_separated(lambda: Unresolved(self.word("a label")), ";")
@@ -203,6 +212,10 @@ class _Parser(Operands):
             return
         if name in self.inlining:
             self.fail(f"{name} calls itself, which is not emulated", call.line)
+        self.calls += 1
+        if self.calls > MOST_CALLS:
+            outermost = (*self.inlining, name)[0]
+            self.fail(f"at most {MOST_CALLS} calls are emulated, each put in place; {outermost} makes more", call.line)
         arguments = [o for vector in call.operands if isinstance(vector, ir.Vector) for o in vector.items]
         instructions, after, caller = self.entry.instructions, self.at, self.scope
         if call.guard is None:

@@ -11,7 +11,7 @@ from ptxlab.emulator.ir import Immediate
 from ptxlab.errors import SourceError
 
 _TOKEN = re.compile(
-    r"""[^\S\n]* (?: (?P<loc>\.loc[^\S\n][^\n]*) | (?P<word>[.%$A-Za-z_][\w.$]*(?:::[\w.$]+)*)
+    r"""[^\S\n]* (?: (?P<loc>\.loc[^\S\n][^\n]*) | (?P<word>\.[\w$]+(?:::\w+)* | [%$A-Za-z_][\w.$]*(?:::[\w.$]+)*)
       | (?P<mark>[;,{}()\[\]:@!|+\-=<>])
       | (?P<number>0[fF][0-9a-fA-F]{8}\b | 0[dD][0-9a-fA-F]{16}\b | 0[xX][0-9a-fA-F]+U? | 0[bB][01]+U?
                  | \d+\.\d*(?:[eE][+-]?\d+)? | \d+U?)
@@ -62,7 +62,8 @@ class Cursor:
     def fail(self, problem: str, line: int | None = None) -> NoReturn:
         """Raise for a line, by default the one of the next token."""
         line = line or self.line_numbers[min(self.at, len(self.line_numbers) - 1)]
-        raise SourceError(self.path, line, problem, self.lines[line - 1].strip() if line <= len(self.lines) else "")
+        excerpt = self.lines[line - 1].strip() if line <= len(self.lines) else ""
+        raise SourceError(self.path, line, problem, excerpt if len(excerpt) <= 160 else f"{excerpt[:157]}...")
 
     @property
     def token(self) -> str:
@@ -113,7 +114,11 @@ class Cursor:
         if "." in text:
             return Immediate(struct.unpack("<Q", struct.pack("<d", float(text)))[0], 64)
         base = 16 if prefix == "0x" else 2 if prefix == "0b" else 8 if digits[0] == "0" and len(digits) > 1 else 10
-        return Immediate(int(digits, base))
+        try:
+            return Immediate(int(digits, base))
+        except ValueError:  # an 8 among octal digits, or more digits than Python reads
+            self.at -= 1
+            self.fail(f"{text[:20]}{'...' * (len(text) > 20)} is not an integer that can be read")
 
     def comma_separated(self, item: Callable, end: str) -> list:
         """What `item` reads, again and again, up to `end`."""

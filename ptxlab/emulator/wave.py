@@ -111,21 +111,21 @@ class Wave:
         """Bytes of a lane's local window, and its distance to the next lane's."""
         return -(-self.launch.entry.local_bytes // 16) * 16
 
-    def row(self, register: Register, type_name: str) -> Array:
-        """The register's row, as the type sees it: the low part of a wider register, if need be."""
+    def row(self, register: Register, type_name: str, relaxed: bool = False) -> Array:
+        """The register's row, as the type sees it; `relaxed`, the low part of a register that may be wider."""
         width, bits = bits_of(register.type), bits_of(type_name)
         row = self.files[width][register.index]
         if (width == 1) != (bits == 1):
             raise ValueError(f"{register.name} is {'' if width == 1 else 'not '}a predicate")
-        if bits > width:
+        if bits > width or (bits < width and not relaxed):
             raise ValueError(f"{register.name} has {width} bits, the instruction takes {bits}")
         dtype = DTYPES[type_name]
         return row.view(dtype) if bits == width else row.view(dtype)[:: width // bits]
 
-    def reader(self, operand: Operand, type_name: str) -> Reader:
-        """Function lanes -> values of a source operand; constants have shape [1]."""
+    def reader(self, operand: Operand, type_name: str, relaxed: bool = False) -> Reader:
+        """Function lanes -> values of a source operand; constants have shape [1]. `relaxed`: a wider register too."""
         if isinstance(operand, Register):
-            row = self.row(operand, type_name)
+            row = self.row(operand, type_name, relaxed)
             if operand.negated:
                 return lambda lanes: ~row[lanes]
             return row.__getitem__
@@ -148,7 +148,7 @@ class Wave:
         if float_bits and dtype.kind == "f":
             literal = np.array([value], f"u{float_bits // 8}").view(f"f{float_bits // 8}")
             return literal.astype(dtype)
-        if float_bits > bits:
+        if float_bits not in (0, bits):
             raise ValueError(f"a {float_bits}-bit floating-point literal where the type is {type_name}")
         return np.array([value & (1 << bits) - 1], f"u{bits // 8}").view(dtype)
 
@@ -161,8 +161,11 @@ class Wave:
             return variable.offset + symbol.offset
         return self.launch.addresses[id(variable)] + symbol.offset
 
-    def writer(self, operand: Operand, type_name: str) -> Writer:
-        """Function (lanes, values) that stores into a destination, extended to its width by the type's sign."""
+    def writer(self, operand: Operand, type_name: str, relaxed: bool = False) -> Writer:
+        """Function (lanes, values) that stores into a destination.
+
+        `relaxed`: a wider register too, which the type's sign extends to.
+        """
         if isinstance(operand, ir.Sink):
             return lambda lanes, values: None
         if not isinstance(operand, Register):
@@ -170,7 +173,7 @@ class Wave:
         width, bits = bits_of(operand.type), bits_of(type_name)
         if bits == width or 1 in (bits, width):
             return self.row(operand, type_name).__setitem__
-        if bits > width:
+        if bits > width or not relaxed:
             raise ValueError(f"{operand.name} has {width} bits, the instruction writes {bits}")
         row = self.row(operand, f"{'s' if is_signed(type_name) else 'u'}{width}")
         if is_float(type_name):

@@ -100,8 +100,9 @@ def load(source: Source, entry: str, *, defines: Mapping[str, int | str] = toolc
     import cupy
 
     arch = device_info().arch
-    digest = source.digest() if source.language == "cu" else source.text
-    key = (digest, source.path, entry, tuple(sorted(defines.items())), cupy.cuda.Device().id)
+    is_cuda = source.language == "cu"
+    content = toolchain.cuda_digest(source, arch, defines=defines) if is_cuda else source.text
+    key = (content, source.path, entry, tuple(sorted(defines.items())), cupy.cuda.Device().id)
     if key not in _loaded:
         _loaded[key] = _load(source, entry, _file(source, arch, defines))
     return _loaded[key]

@@ -9,7 +9,7 @@ from ptxlab import emulator, gpu, nvrtc, sass, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.jupyter.page import place, remember
 from ptxlab.runtime import Kernel, load
-from ptxlab.sources import Language, Source, cuda_entries, names_same_file
+from ptxlab.sources import Language, Source, names_same_file
 from ptxlab.verify import Verdict
 
 Reports = Mapping[str, sass.Report]
@@ -148,10 +148,13 @@ def compile_cell(
         image = toolchain.build(source, shown_for, defines=defines)
     except UnavailableError as error:
         note = f"not assembled: {error}"
-    entries = list(emulator.parse(source.text, source.path).entries) if language == "ptx" else cuda_entries(source.text)
+    if language == "ptx":
+        entries = list(emulator.parse(source.text, source.path).entries)
+    else:
+        entries = toolchain.cuda_entries(source, arch, defines)
     chosen = [kernel] if kernel else list(entries)
     if not chosen:
-        raise ArgumentError(source.path, 'a kernel (.visible .entry, or extern "C" __global__)', "none")
+        raise ArgumentError(source.path, "a kernel (.visible .entry)", "none")
     given: dict[str, Any] = {} if language == "ptx" else {"defines": defines, "arch": arch}
     kernels = {name: replace(load(source, name, **given), checks=checks) for name in chosen}
     reports = {name: sass.report(source, shown_for, entry=name, defines=defines) for name in chosen} if image else {}

@@ -199,3 +199,35 @@ def test_libraries_of_cuda():
     kinds = [lambda i: 10, lambda i: i & ~255 | i + 255 & 255, lambda i: int(f"{i:032b}"[::-1], 2), lambda i: i * i + 1,
              lambda i: (i & -i).bit_length(), lambda i: 0x070707 << 8 | i]  # fmt: skip
     assert w.tolist() == [kinds[i % 6](i) for i in range(32)]
+
+
+HALF = {
+    "exp": np.exp, "exp2": np.exp2, "exp10": lambda x: 10.0**x, "log": np.log, "log2": np.log2, "log10": np.log10,
+    "sin": np.sin, "cos": np.cos, "rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / np.sqrt(x), "sqrt": np.sqrt,
+    "tanh": np.tanh, "tanh_approx": np.tanh,
+}  # fmt: skip
+HALVES = """
+#include <cuda_{kind}16.h>
+#define ALL(f) extern "C" __global__ void f##_(const {one}* x, {one}* y, const {two}* xx, {two}* yy) {{ \\
+    int i = threadIdx.x; y[i] = h##f(x[i]); yy[i] = h2##f(xx[i]); }}
+"""
+
+
+@pytest.mark.parametrize("arch", ["compute_75", "compute_80", "compute_90"])
+@pytest.mark.parametrize("kind", ["fp", "bf"])
+def test_functions_of_the_headers_for_halves(kind, arch):
+    """Their inline assembly declares registers without blanks. To 2 units in the last place."""
+    one, two, bits = ("__half", "__half2", 10) if kind == "fp" else ("__nv_bfloat16", "__nv_bfloat162", 7)
+    text = HALVES.format(kind=kind, one=one, two=two) + "".join(f"ALL({name})\n" for name in HALF)
+    module = emulator.parse(cuda(text, arch))
+    x = np.linspace(0.1, 3, 64, dtype=np.float32)
+    x = x.astype(np.float16) if kind == "fp" else (x.view(np.uint32) >> 16).astype(np.uint16)
+    numbers = x.astype(np.float64) if kind == "fp" else (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    for name, function in HALF.items():
+        y, pairs = np.zeros_like(x), np.zeros_like(x)
+        emulator.run(module, f"{name}_", [x, y, x, pairs], grid=1, block=32)
+        expected = function(numbers)
+        unit = np.exp2(np.floor(np.log2(np.abs(expected))) - bits)
+        for got, want in ((y[:32], expected[:32]), (pairs, expected)):
+            got = got.astype(np.float64) if kind == "fp" else (got.astype(np.uint32) << 16).view(np.float32)
+            assert (np.abs(got - want) <= 2 * unit[: len(got)]).all(), name

@@ -23,6 +23,13 @@ def test_a_type_that_there_is_not_is_an_unknown_instruction():
         (".reg .b32 %z<999999999999>;", "999999999999 registers: at most"),
         (".shared .b32 z[99999999999];", "z has 399999999996 bytes: at most"),
         (".shared .align 3 .b32 z[4];", "alignment 3 is not a power of two"),
+        (".shared .align 0 .b32 z[4];", "alignment 0 is not a power of two"),
+        (".shared .b32 z[0];", "z has no size"),
+        (".reg .u32 z<4>, z3;", "z3 is declared twice"),
+        ("z: mov.u32 %r1, 1; z:", "z is declared twice"),
+        (f"mov.u32 %r1, {'1' * 5000};", r"1{20}\.\.\. is not an integer that can be read: `.{157}\.\.\.`$"),
+        ("mov.u32 %r1, 08;", "08 is not an integer that can be read"),
+        (f".loc 1 {'1' * 5000} 1", "a line beyond any file"),
     ],
 )
 def test_declarations_that_cannot_be_meant(declaration, said):
@@ -205,6 +212,39 @@ def test_functions_are_put_in_place():
     assert out.tolist() == expected
 
 
+def chain(length: int, calls: str) -> str:
+    """A kernel that calls the last of so many functions, each of which calls the one before."""
+    functions = [".func f0 () { .reg .b32 %z; mov.b32 %z, 1; ret; }"]
+    functions += [f".func f{i} () {{ {calls.format(i - 1)} ret; }}" for i in range(1, length)]
+    return kernel(f"call f{length - 1};", outside="\n".join(functions))
+
+
+@pytest.mark.timeout(60)
+def test_calls_that_grow_exponentially_are_refused():
+    assert len(emulator.parse(chain(9, "call f{0}; call f{0};")).entries["k"].instructions) > 2**8
+    with pytest.raises(SourceError, match="at most 10000 calls are emulated, each put in place; f25 makes more"):
+        emulator.parse(chain(26, "call f{0}; call f{0};"))
+
+
+def test_what_is_nested_too_deeply_is_refused_in_a_line():
+    emulator.parse(chain(100, "call f{0};"))
+    emulator.parse(kernel("{" * 100 + "}" * 100))
+    for text, said in (
+        (chain(1500, "call f{0};"), "nested too deeply: calls, in f1499"),
+        (kernel("{" * 5000 + "}" * 5000), "nested too deeply: braces"),
+        (kernel("mov.b32 %r1, " + "{" * 5000), "nested too deeply: braces"),
+        (HEADER + ".global .b32 x[2] = " + "{" * 5000, "nested too deeply: braces"),
+    ):
+        with pytest.raises(SourceError, match=said) as caught:
+            emulator.parse(text)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_directives_need_no_blanks():
+    """CUDA's fp16 header writes them so."""
+    assert (values("{.reg.b32 z<2>;mov.b32 z1,7;.shared.align 8 .b8 room[4];mov.b32 %s,z1;}") == 7).all()
+
+
 def test_functions_that_cannot_be():
     with pytest.raises(SourceError, match="calls itself"):
         emulator.parse(
@@ -219,7 +259,7 @@ def test_functions_that_cannot_be():
 @pytest.mark.parametrize("folder", ["/elsewhere", "/elsewhere/mine.cu"])
 def test_a_source_is_called_as_it_was_named_wherever_it_was_compiled(folder: str) -> None:
     """NVRTC puts the folder that it ran in before a relative path, and what it made comes from the cache."""
-    text = kernel(".reg .u32 %r1; .loc 1 7 3\n mov.u32 %r1, 1; .loc 2 5 1\n mov.u32 %r1, 2;")
+    text = kernel(".loc 1 7 3\n mov.u32 %r1, 1; .loc 2 5 1\n mov.u32 %r1, 2;")
     text += f'.file 1 "{folder}/mine.cu"\n.file 2 "/elsewhere/not_mine.cu"\n'
     entry = next(iter(emulator.parse(text, "PTX of mine.cu", "mine.cu").entries.values()))
     assert [(i.path, i.line) for i in entry.instructions[:2]] == [("mine.cu", 7), ("/elsewhere/not_mine.cu", 5)]

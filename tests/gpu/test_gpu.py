@@ -257,6 +257,20 @@ def test_edited_source_is_loaded_anew(add) -> None:
     assert gpu.load(ADD, "add_to") is add
 
 
+def test_edited_header_is_loaded_anew(tmp_path) -> None:
+    """Also where only the preprocessor knows that it is one; the same again is a look-up."""
+    header, path = tmp_path / "h.h", tmp_path / "k.cu"
+    path.write_text('#define H <h.h>\n#include H\nextern "C" __global__ void k(int* out) { out[0] = VALUE; }\n')
+    loaded = []
+    for value in (1, 2, 2):
+        header.write_text(f"#define VALUE {value}\n")
+        out = np.zeros(1, np.int32)
+        loaded.append(gpu.load(Source.read(path), "k"))
+        gpu.launch(loaded[-1], [out], Launch((1, 1, 1), (1, 1, 1)))
+        assert out[0] == value
+    assert loaded[0] is not loaded[1] and loaded[1] is loaded[2]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
