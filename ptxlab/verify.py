@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, kernels, toolchain
+from ptxlab.backends import BACKENDS
 from ptxlab.dtypes import dtype_in, numbers, storage, stored
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError, VerificationError
-from ptxlab.runtime import BACKENDS, Kernel, run_spec
+from ptxlab.runtime import Kernel, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
 

@@ -115,7 +115,7 @@ def run(
     kernel = kernel_named(module, entry)
     sizes = size_of("grid", grid), size_of("block", block), cluster_of(kernel, size_of("cluster", cluster))
     checks = frozenset(checks)
-    check_launch(kernel, *sizes, shared_bytes, checks, mode)
+    check_launch(kernel, *sizes, shared_bytes, checks, mode, seed)
     check_arguments(kernel, args)
     launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, max_steps)
     launch.mode, launch.seed = mode, seed

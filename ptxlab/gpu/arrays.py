@@ -60,8 +60,10 @@ def as_array(name: str, array: Any) -> Any:
     """
     if is_bfloat16(array):
         array = array.view(np.uint16) if isinstance(array, np.ndarray) else Bits(array)
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(name, "an array without a mask, which would be lost (.filled() has none)", "a masked array")
     if isinstance(array, np.ndarray):
-        return array
+        return np.asarray(array)  # of a subclass, such as np.matrix, the array itself
     try:
         if is_device_array(array):
             import cupy

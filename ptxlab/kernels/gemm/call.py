@@ -3,11 +3,11 @@
 from functools import cache
 from typing import Any, NamedTuple
 
+from ptxlab.backends import BACKENDS
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.layout import PackedActivations, PackedWeight
 from ptxlab.quant import PROTECTIVE_RANGE
-from ptxlab.runtime import BACKENDS
 
 
 class Call(NamedTuple):
