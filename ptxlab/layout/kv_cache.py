@@ -5,8 +5,11 @@ block_table[b, t // page_size] at offset t % page_size; its *slot* is page·page
 the pool or of the table, may hold anything.
 """
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -60,23 +63,22 @@ class KVCache:
         scheme: str = "kv4",
         k_channel: tuple[F32, F32] | None = None,
         v_channel: tuple[F32, F32] | None = None,
-        like: npt.NDArray[Any] | None = None,
+        like: Any = None,
     ) -> "KVCache":
         """Room for `batch` sequences of max_pages·page_size tokens, each page used once, of length 0.
 
-        `like` is an array of the library, NumPy (None) or CuPy, whose arrays they shall be. Raises ArgumentError for a
-        number below 1, or as the class does.
+        `like` is an array of the library, NumPy (None), CuPy or PyTorch, whose arrays they shall be, on its device.
+        Raises ArgumentError for a number below 1, or as the class does.
         """
-        like = np.empty(0) if like is None else like
         size = page_bytes(scheme, page_size, head_dim)
         for name, number in (("batch", batch), ("max_pages", max_pages), ("num_kv_heads", num_kv_heads)):
-            if number < 1:
-                raise ArgumentError(name, "must be at least 1", number)
+            if not isinstance(number, Integral) or number < 1:
+                raise ArgumentError(name, "must be an integer, at least 1", repr(number))
         pages = batch * max_pages
         return cls(
-            pool=np.zeros((pages, 2, num_kv_heads, size), np.uint8, like=like),
-            block_table=np.arange(pages, dtype=np.int32, like=like).reshape(batch, max_pages),
-            lengths=np.zeros(batch, np.int32, like=like),
+            pool=_zeros(like, "uint8", (pages, 2, num_kv_heads, size)),
+            block_table=_range(like, pages).reshape(batch, max_pages),
+            lengths=_zeros(like, "int32", (batch,)),
             page_size=page_size,
             head_dim=head_dim,
             scheme=scheme,
@@ -136,6 +138,26 @@ class KVCache:
             raise ArgumentError(name, rule, type(channel).__name__ if channel is not None else None)
         for constant, array in zip(("scale", "zero"), channel or (), strict=False):
             require_array(f"{name} {constant}", array, "float32", (self.num_kv_heads, self.head_dim))
+
+
+def _zeros(like: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    """Zeros in an array of the library, and on the device, of `like`; None stands for NumPy."""
+    if hasattr(like, "new_zeros"):  # PyTorch, which calls its dtypes by the same names
+        return like.new_zeros(shape, dtype=getattr(sys.modules["torch"], dtype))
+    if like is not None and not hasattr(like, "__array_function__"):
+        raise ArgumentError("like", "must be an array of NumPy, CuPy or PyTorch", type(like).__name__)
+    try:
+        return np.zeros(shape, dtype, like=like)
+    except MemoryError:
+        raise ArgumentError("KVCache.empty", "must fit the memory", f"{math.prod(shape)} bytes") from None
+
+
+def _range(like: Any, stop: int) -> Any:
+    """0, 1 ... s32 [stop], likewise."""
+    if hasattr(like, "new_zeros"):
+        torch = sys.modules["torch"]
+        return torch.arange(stop, dtype=torch.int32, device=like.device)
+    return np.arange(stop, dtype=np.int32, like=like)
 
 
 def gather(cache: KVCache) -> tuple[list[QuantizedKV], list[QuantizedKV]]:

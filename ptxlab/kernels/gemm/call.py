@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ptxlab.backends import BACKENDS
+from ptxlab.dtypes import name_of
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.layout import PackedActivations, PackedWeight
@@ -79,15 +80,16 @@ def opened(face: str, x_q: Any, x_scale: Any, x_sum: Any) -> Opened:
 
 def output_dtype(face: str, out_dtype: Any, out: Any, x_scale: Any) -> str:
     """The output's dtype by name; raises ArgumentError for one that there is not, or that lacks a scale."""
-    dtype, source = out_dtype, "out_dtype"
-    if dtype is None:
+    if out_dtype is not None:
+        dtype, source = name_of(out_dtype), "out_dtype"
+    else:
         dtype, source = ("float16" if out is None else dtype_of(out)), "out"
     if dtype not in DTYPES:
         rule = f"{'dtype ' if source == 'out' else ''}must be one of {', '.join(DTYPES)}"
         raise ArgumentError(f"{face}: {source}", rule, dtype)
     if x_scale is None and dtype != "int32":
         raise ArgumentError(f"{face}: x_scale", "must be given unless the output is int32", "nothing")
-    return str(dtype)
+    return dtype
 
 
 def check_how(face: str, backend: Any, programmatic: Any) -> None:
@@ -120,5 +122,5 @@ def dtype_of(array: Any) -> str:
 
 @cache
 def _named(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
+    name = name_of(dtype)
     return "bfloat16" if name == "uint16" else name

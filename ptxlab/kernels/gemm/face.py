@@ -25,7 +25,7 @@ def gemm_w4a8(
     x_sum: Any = None,
     bias: Any = None,
     out: Any = None,
-    out_dtype: str | None = None,
+    out_dtype: Any = None,
     kernel: str | None = None,
     backend: str | None = None,
     workspace: Workspace | None = None,
@@ -48,8 +48,9 @@ def gemm_w4a8(
             `strips`, where the kernel needs fewer instructions with it.
         bias: f32 [N] or None.
         out: [M, N] to write into; it is what is returned.
-        out_dtype: `float16`, `bfloat16`, `float32`, or `int32` for the accumulators; by default that of `out`, else
-            float16. NumPy and CuPy have no bfloat16: they get its bits, uint16.
+        out_dtype: `float16`, `bfloat16`, `float32`, or `int32` for the accumulators, not scaled and without bias;
+            by name, or as a dtype of NumPy, PyTorch or JAX; by default that of `out`, else float16. NumPy and CuPy have
+            no bfloat16: they get its bits, uint16.
         kernel: one of the kernels by name; by default, of those that take this weight and run here, the one that suits
             the sizes best.
         backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.

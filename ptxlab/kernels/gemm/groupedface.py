@@ -32,7 +32,7 @@ def gemm_w4a8_grouped(
     x_sum: Any = None,
     bias: Any = None,
     out: Any = None,
-    out_dtype: str | None = None,
+    out_dtype: Any = None,
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
