@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu
-from ptxlab.dtypes import ByVariant, dtype_in, storage
+from ptxlab.dtypes import ByVariant, dtype_in, name_of, storage
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.signature import Parameter
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch, Sizes
+from ptxlab.validate import is_integer, is_one_of
 
 
 def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
@@ -27,16 +28,44 @@ def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
         raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {' or '.join(known)}", array.dtype)
     _check_contiguous(f"{spec.name}: {arg.name}", array)
     gpu.check_alignment(f"{spec.name}: {arg.name}", array)
+    if arg.role in ("out", "inout", "scratch") and isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ArgumentError(f"{spec.name}: {arg.name}", "must be writeable", "a read-only array")
     return array
 
 
-def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, int]:
-    """The constants of the variant that runs: as the spec chooses by the sizes, but dtypes as the arrays have them."""
-    config = spec.config_for(sizes)
+def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any], wanted: Mapping[str, int]) -> dict[str, int]:
+    """The constants of the variant that runs: as the spec chooses by the sizes, but for those that are wanted, and for
+    dtypes and arrays left out, which are as the arrays have them."""
+    config = {**spec.config_for(sizes), **wanted}
     for arg in spec.args:
+        if arg.absent:
+            config[arg.absent] = int(arg.name not in arrays)
         if isinstance(arg.dtype, ByVariant) and arg.name in arrays:
             config[arg.dtype.constant] = [*map(storage, arg.dtype.dtypes)].index(arrays[arg.name].dtype)
     return config
+
+
+def output_variant(spec: KernelSpec, out_dtype: Any) -> dict[str, int]:
+    """The constants by which outputs are of that dtype, where no input decides it; None is the first there is: of a
+    GEMM scaled numbers, and not the accumulators that it is verified by."""
+    by_inputs = {arg.dtype.constant for arg in spec.inputs if isinstance(arg.dtype, ByVariant)}
+    free = [arg.dtype for arg in spec.outputs if isinstance(arg.dtype, ByVariant)]
+    free = [dtype for dtype in free if dtype.constant not in by_inputs]
+    if out_dtype is None:
+        return {dtype.constant: 0 for dtype in free}
+    name = name_of(out_dtype)
+    if not free or name not in free[0].dtypes:
+        rule = f"one of {', '.join(free[0].dtypes)}" if free else "must be left out: the outputs' dtype is settled"
+        raise ArgumentError(f"{spec.name}: out_dtype", rule, name)
+    return {dtype.constant: dtype.dtypes.index(name) for dtype in free}
+
+
+def check_numbers(spec: KernelSpec, sizes: Sizes) -> None:
+    """Raise ArgumentError for a size that is no whole number, unless the kernel takes a float of that name."""
+    floats = {arg.name for arg in spec.args if not arg.shape and str(arg.dtype).startswith("float")}
+    for name, value in sizes.items():
+        if not is_integer(value) and (name not in floats or not isinstance(value, float | np.floating)):
+            raise ArgumentError(f"{spec.name}: {name}", "a number" if name in floats else "an integer", repr(value))
 
 
 def check_variant(spec: KernelSpec, config: Mapping[str, int], arrays: Mapping[str, Any]) -> None:
@@ -127,14 +156,17 @@ def check_defines(defines: Any, arch: Any) -> None:
 
 def positions(label: str, chosen: Collection[str], names: Sequence[str]) -> list[int]:
     """Where the chosen ones stand among the names."""
-    if unknown := sorted(set(chosen) - set(names)):
-        raise ArgumentError(label, f"some of {', '.join(names)}", unknown[0])
+    if isinstance(chosen, str) or not isinstance(chosen, Collection):
+        raise ArgumentError(label, f"some of {', '.join(names)}", repr(chosen))
+    for name in chosen:
+        if not is_one_of(name, names):
+            raise ArgumentError(label, f"some of {', '.join(names)}", name)
     return [names.index(name) for name in chosen]
 
 
 def geometry(grid: Any, block: Any, shared_bytes: Any = 0, cluster: Any = 1) -> Launch:
     """Where a kernel without a spec is launched; ArgumentError for what is no size."""
-    if not emulator.is_integer(shared_bytes) or shared_bytes < 0:
+    if not is_integer(shared_bytes) or shared_bytes < 0:
         raise ArgumentError("shared_bytes", "an integer, 0 or more", repr(shared_bytes))
     grid, block = emulator.size_of("grid", grid), emulator.size_of("block", block)
     return Launch(grid, block, int(shared_bytes), emulator.size_of("cluster", cluster))
@@ -150,10 +182,10 @@ def checks_of(option: str, checks: str | Iterable[str]) -> frozenset[str]:
     if isinstance(checks, str):
         checks = emulator.CHECKS if checks == "all" else filter(None, map(str.strip, checks.split(",")))
     rule = f"some of {', '.join(sorted(emulator.CHECKS))}"
-    if not isinstance(checks, Iterable):
+    if not isinstance(checks, Iterable) or isinstance(checks, np.ndarray):
         raise ArgumentError(option, rule, repr(checks))
     for name in (chosen := list(checks)):
-        if name not in (*emulator.CHECKS,):
+        if not is_one_of(name, emulator.CHECKS):
             raise ArgumentError(option, rule, name)
     return frozenset(chosen)
 

@@ -8,6 +8,7 @@ import numpy as np
 from ptxlab import emulator, gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.spec import Launch
+from ptxlab.validate import is_one_of
 
 BACKENDS = ("gpu", "emulator")
 EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
@@ -34,7 +35,7 @@ def choose_backend(
     backend: str | None, kernel: Runnable, launch: Launch, *, on_device: bool, checks: Iterable[str] = ()
 ) -> str:
     """The backend to use, or an error that says why the one asked for cannot run this kernel here."""
-    if backend not in (*BACKENDS, None):
+    if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     if backend == "emulator":
         if on_device:

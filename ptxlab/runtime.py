@@ -143,7 +143,8 @@ class Kernel:
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
         """
-        checks = (() if backend == "gpu" else self.checks) if checks is None else checks_of("checks", checks)
+        usual = () if isinstance(backend, str) and backend == "gpu" else self.checks
+        checks = usual if checks is None else checks_of("checks", checks)
         names = self.parameters
         shared = self.arguments(args)
         waits = positions(f"{self.entry}: after_wait", after_wait, names)
@@ -190,7 +191,7 @@ def load(
         ArgumentError: no such entry.
     """
     source = arguments.source_of(source)
-    arguments.check_defines(defines or {}, arch)
+    arguments.check_defines({} if defines is None else defines, arch)
     for name, value in (("defines", defines), ("arch", arch)):
         if value and source.language == "ptx":
             raise ArgumentError(name, "only for CUDA C++ sources", value)
@@ -200,7 +201,7 @@ def load(
         entries = list(cuda_entries(source.text))
     if entry is None and len(entries) == 1:
         entry = entries[0]
-    if entry not in entries:
+    if not isinstance(entry, str) or entry not in entries:
         rule = f"one of {', '.join(entries)}" if entries else 'a kernel (.visible .entry, or extern "C" __global__)'
         raise ArgumentError(f"{source.path}: entry", rule, entry)
     return Kernel(source, entry, dict(defines or {}), arch and toolchain.check_arch(arch))
@@ -217,6 +218,7 @@ def run_spec(
     checks: Iterable[str] = (),
     unchecked: bool = False,
     config: Mapping[str, int] | None = None,
+    wanted: Mapping[str, int] | None = None,
     mode: str = "early",
     seed: int = 0,
     count_banks: bool = False,
@@ -235,14 +237,16 @@ def run_spec(
         checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
         unchecked: admit values that break the value rules (to look at overflow).
         config: `-D` constants; by default those that the spec chooses for the sizes, dtypes as the arrays have them.
+        wanted: some of the constants, in the place of what the spec chooses.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
         count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
     """
-    expected = {a.name for a in spec.inputs}
-    for name in inputs:
-        if name not in expected:
-            raise ArgumentError(f"{spec.name}: arguments", f"{', '.join(sorted(expected))}", name)
+    checks = checks_of("checks", checks)
+    written = [a.name for a in spec.args if a.role in ("out", "inout", "scratch")]
+    for label, names, given in (("arguments", [a.name for a in spec.inputs], inputs), ("out", written, out or {})):
+        if unknown := sorted(set(given) - set(names)):
+            raise ArgumentError(f"{spec.name}: {label}", ", ".join(sorted(names)), unknown[0])
     if missing := sorted(a.name for a in spec.inputs if a.name not in inputs and not a.optional):
         raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
     arrays = {n: accept(spec, spec.arg(n), a) for n, a in {**inputs, **(out or {})}.items()}
@@ -251,7 +255,7 @@ def run_spec(
     if not unchecked and not any(on_device(arrays[n]) for n in inputs):
         spec.check_values({n: arrays[n] for n in inputs}, solved)
 
-    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays))
+    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays, wanted or {}))
     check_variant(spec, kernel.defines, arrays)
     launch = spec.launch({**solved, **kernel.defines})
     backend = choose_backend(backend, kernel, launch, on_device=any_on_device, checks=checks)

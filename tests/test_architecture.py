@@ -15,7 +15,7 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 
 # Imports go down this list: a module may import what stands before it, and its own package.
 ORDER = (
-    "errors", "files", "dlpack", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "sheets", "cost",
+    "errors", "validate", "files", "dlpack", "checkpoint", "sources", "cache", "nvrtc", "toolchain", "sheets", "cost",
     "reference", "quant", "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "signature", "arguments",
     "backends", "runtime", "plan", "kernels", "audit", "convert", "verify", "harness", "sanitizer", "sass",
     "dataflow", "mainloop", "nsight", "bench", "subject", "profiles", "stalls", "timeline", "recorder", "counts",

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 
 from ptxlab import kernels, runtime, tiles
-from ptxlab.arguments import checks_of, in_order, parse_integers, parse_sizes
+from ptxlab.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
 from ptxlab.cli.common import (
     FAILED,
     AsJson,
@@ -139,6 +139,7 @@ def run(
                 backend=backend,
                 checks=checks,
                 unchecked=unchecked,
+                wanted=output_variant(spec, None),
                 mode=mode,
             )
         else:

@@ -10,7 +10,7 @@ with `machine.binder`, in `control`, `access`, `atomic`, `sync`, `collective`, `
 `check`, `packed`, `race`, `guests`, `inflight`, `registers`, `wavefronts` and `stepclock` watch.
 """
 
-from ptxlab.emulator.arguments import CHECKS, MODES, is_integer, size_of
+from ptxlab.emulator.arguments import CHECKS, MODES, size_of
 from ptxlab.emulator.check import Finding
 from ptxlab.emulator.ir import Entry, Instruction, Module
 from ptxlab.emulator.launch import Result, run
@@ -29,7 +29,6 @@ __all__ = [
     "PackedOperand",
     "Result",
     "SharedAccess",
-    "is_integer",
     "parse",
     "run",
     "size_of",

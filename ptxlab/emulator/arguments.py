@@ -11,6 +11,7 @@ from ptxlab.emulator.types import Array
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.spec import MOST_BLOCKS
+from ptxlab.validate import is_integer, is_one_of
 
 CHECKS = frozenset({"lanes", "race", "init", "async"})
 MODES = ("early", "late")
@@ -38,16 +39,11 @@ def kernel_named(module: Module, name: str | None) -> Entry:
 
 def size_of(name: str, value: Size) -> tuple[int, int, int]:
     """One to three positive integers as three."""
-    sizes = (value,) if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str) else tuple(value)
+    sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not 1 <= len(sizes) <= 3 or any(not is_integer(size) or size < 1 for size in sizes):
         raise ArgumentError(name, "one to three positive integers", repr(value))
     x, y, z = (*map(int, sizes), 1, 1)[:3]
     return x, y, z
-
-
-def is_integer(value: object) -> bool:
-    """Whether that is an integer, Python's or NumPy's; True and False are none."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def cluster_of(kernel: Entry, asked: tuple[int, int, int]) -> tuple[int, int, int]:
@@ -85,7 +81,7 @@ def check_launch(
         )
     if checks - CHECKS:
         raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS))}", ", ".join(sorted(checks - CHECKS)))
-    if mode not in MODES:
+    if not is_one_of(mode, MODES):
         raise ArgumentError("mode", f"is one of {', '.join(MODES)}", mode)
     if not is_integer(seed) or seed < 0:
         raise ArgumentError("seed", "is an integer, 0 or more", repr(seed))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import sources
+from ptxlab.arguments import check_numbers, output_variant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels import attention, dequant, gemm, quantize
 from ptxlab.kernels import load as load_family
@@ -31,6 +32,8 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
     Raises:
         ArgumentError: unknown name (the nearest ones are shown), or a source that the kernel does not have.
     """
+    if not isinstance(name, str):
+        raise ArgumentError("kernel", "a kernel's name; `ptxlab list` shows them", repr(name))
     stem, _, language = name.partition(".")
     if stem not in specs():
         if written := sources.of_kernel(stem):
@@ -68,6 +71,7 @@ def run(
     unchecked: bool = False,
     seed: int = 0,
     out: Mapping[str, Any] | None = None,
+    out_dtype: Any = None,
     **arrays: Any,
 ) -> Outcome:
     """Run one of the project's kernels on arrays given by argument name.
@@ -75,15 +79,28 @@ def run(
     Args:
         kernel: its name, or `name.ptx` / `name.cu` to select a source.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
-        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
+        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, or `"all"`.
         unchecked: admit values that break the value rules (to look at overflow).
         seed: orders whatever the emulator may do in any order.
         out: arrays to write into, by argument name; by default they are allocated.
+        out_dtype: of an output that no input settles: a GEMM's is by default `float16`, scaled; `int32` are its
+            accumulators, which neither scales nor bias change.
         arrays: inputs by argument name; a number gives a size (`g=64`) that no shape tells.
     """
     spec, found = find(kernel)
     given = {n: v for n, v in arrays.items() if isinstance(v, (int, float, np.number))}
-    inputs = {n: v for n, v in arrays.items() if n not in given}
+    check_numbers(spec, given)
+    if not isinstance(out, Mapping | None):
+        raise ArgumentError(f"{spec.name}: out", "arrays by name", type(out).__name__)
     return run_spec(
-        spec, found[0], inputs, sizes=given, backend=backend, checks=checks, unchecked=unchecked, seed=seed, out=out
+        spec,
+        found[0],
+        {n: v for n, v in arrays.items() if n not in given},
+        sizes=given,
+        out=out,
+        backend=backend,
+        checks=checks,
+        unchecked=unchecked,
+        wanted=output_variant(spec, out_dtype),
+        seed=seed,
     )

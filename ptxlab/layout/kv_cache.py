@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.layout.pages import PageView, page_bytes, require_array
 from ptxlab.quant.kv import QuantizedKV, check_channel, kv_scheme
 from ptxlab.reference.packed import F32, S32
+from ptxlab.validate import is_integer, is_one_of
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -42,7 +42,7 @@ class KVCache:
     v_channel: tuple[Any, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.head_dim not in HEAD_DIMS:
+        if not is_one_of(self.head_dim, HEAD_DIMS):
             raise ArgumentError("head_dim", f"must be one of {', '.join(map(str, HEAD_DIMS))}", self.head_dim)
         size = page_bytes(self.scheme, self.page_size, self.head_dim)
         require_array("pool", self.pool, "uint8", ("pages", 2, "Hkv", size))
@@ -72,7 +72,7 @@ class KVCache:
         """
         size = page_bytes(scheme, page_size, head_dim)
         for name, number in (("batch", batch), ("max_pages", max_pages), ("num_kv_heads", num_kv_heads)):
-            if not isinstance(number, Integral) or number < 1:
+            if not is_integer(number) or number < 1:
                 raise ArgumentError(name, "must be an integer, at least 1", repr(number))
         pages = batch * max_pages
         return cls(
@@ -133,7 +133,7 @@ class KVCache:
 
     def _require_channel(self, name: str, channel: tuple[Any, Any] | None) -> None:
         by_channel = kv_scheme(self.scheme).by_channel
-        if by_channel != (isinstance(channel, tuple) and len(channel) == 2):
+        if not (isinstance(channel, tuple) and len(channel) == 2 if by_channel else channel is None):
             rule = f"must be {'(scale, zero)' if by_channel else 'None'} for {self.scheme}"
             raise ArgumentError(name, rule, type(channel).__name__ if channel is not None else None)
         for constant, array in zip(("scale", "zero"), channel or (), strict=False):
@@ -148,7 +148,7 @@ def _zeros(like: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         raise ArgumentError("like", "must be an array of NumPy, CuPy or PyTorch", type(like).__name__)
     try:
         return np.zeros(shape, dtype, like=like)
-    except MemoryError:
+    except (MemoryError, ValueError):
         raise ArgumentError("KVCache.empty", "must fit the memory", f"{math.prod(shape)} bytes") from None
 
 
@@ -165,6 +165,8 @@ def gather(cache: KVCache) -> tuple[list[QuantizedKV], list[QuantizedKV]]:
 
     Raises ArgumentError as `KVCache.check` does.
     """
+    if not isinstance(cache, KVCache):
+        raise ArgumentError("cache", "must be a KVCache", type(cache).__name__)
     cache.check()
     keys, values = _keys_and_values(cache)
     slots = [cache.slots(b) for b in range(cache.batch)]

@@ -11,6 +11,7 @@ from ptxlab import reference
 from ptxlab.dlpack import on_host, plain
 from ptxlab.errors import ArgumentError
 from ptxlab.reference.packed import F32
+from ptxlab.validate import is_one_of
 
 GROUPS = (32, 64, 128)  # group sizes along K
 STRIP = 1 << 20  # elements that a quantiser works on at a time
@@ -117,7 +118,7 @@ def row_scales(argument: str, extent: F32, steps: int) -> F32:
 
 def check_group(argument: str, K: int, group: int) -> None:
     """Raise ArgumentError unless `group` is a known group size and divides K."""
-    if group not in GROUPS:
+    if not is_one_of(group, GROUPS):
         raise ArgumentError("group", f"must be one of {', '.join(map(str, GROUPS))}", group)
     if K % group:
         raise ArgumentError(argument, "K must be a multiple of the group", f"K={K}, group={group}")

@@ -14,6 +14,7 @@ from ptxlab import reference
 from ptxlab.errors import ArgumentError
 from ptxlab.quant.inputs import MAX_SCALE, MIN_SCALE, as_float32, as_floats, extremes
 from ptxlab.reference.packed import F16, F32
+from ptxlab.validate import is_one_of
 
 
 class KVScheme(NamedTuple):
@@ -154,7 +155,7 @@ def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
 
 def kv_scheme(scheme: str) -> KVScheme:
     """The scheme of that name. Raises ArgumentError, with those known, if there is none."""
-    if scheme not in KV_SCHEMES:
+    if not is_one_of(scheme, KV_SCHEMES):
         raise ArgumentError("scheme", f"must be one of {', '.join(KV_SCHEMES)}", scheme)
     return KV_SCHEMES[scheme]
 

@@ -27,7 +27,7 @@ QUANTISERS: dict[str, tuple[Callable[[Any], Any], np.ndarray]] = {
     "kv4": (quant.quantize_kv, KV),
     "kv8_channel": (lambda x: quant.quantize_kv(x, "kv8_channel"), KV),
     "calibrate": (lambda x: quant.calibrate_kv(x, "kv4_channel"), KV),
-    "smooth": (lambda x: quant.smooth_attention(x, x, x[:1, :32], head_dim=32, b_q=x[0, :64]), X),
+    "smooth": (lambda x: quant.smooth_attention(x, x, np.abs(X[:2, :32]), head_dim=32, b_q=x[0, :64]), X),
 }
 
 

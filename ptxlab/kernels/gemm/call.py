@@ -3,12 +3,16 @@
 from functools import cache
 from typing import Any, NamedTuple
 
+from ptxlab import gpu
+from ptxlab.arguments import require_on_host
 from ptxlab.backends import BACKENDS
 from ptxlab.dtypes import name_of
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm.common import DTYPES
+from ptxlab.kernels.gemm.common import DTYPES, sums_agree
 from ptxlab.layout import PackedActivations, PackedWeight
+from ptxlab.layout.packed_activations import unpack_activations
 from ptxlab.quant import PROTECTIVE_RANGE
+from ptxlab.validate import is_one_of, shape_of
 
 
 class Call(NamedTuple):
@@ -71,7 +75,7 @@ class Opened(NamedTuple):
 def opened(face: str, x_q: Any, x_scale: Any, x_sum: Any) -> Opened:
     """What was given as activations; raises ArgumentError for a scale or sum beside PackedActivations."""
     if not isinstance(x_q, PackedActivations):
-        return Opened(x_q, x_scale, x_sum, "row_major", 1, tuple(getattr(x_q, "shape", ())))
+        return Opened(x_q, x_scale, x_sum, "row_major", 1, shape_of(x_q))
     if x_scale is not None or x_sum is not None:
         name = "x_scale" if x_scale is not None else "x_sum"
         raise ArgumentError(f"{face}: {name}", "must be None: PackedActivations have theirs", "another")
@@ -94,7 +98,7 @@ def output_dtype(face: str, out_dtype: Any, out: Any, x_scale: Any) -> str:
 
 def check_how(face: str, backend: Any, programmatic: Any) -> None:
     """Raise ArgumentError for a backend that there is not, or a flag that is none."""
-    if backend not in (*BACKENDS, None):
+    if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     if not isinstance(programmatic, bool):
         raise ArgumentError(f"{face}: programmatic", "must be True or False", repr(programmatic))
@@ -113,6 +117,18 @@ def arrays(call: Call, x_shape: tuple[int, ...], takes_sum: bool) -> list[tuple[
     if call.out is not None:
         wanted.append(("y", "gemm_w4a8: out", call.out, call.dtype, (M, N)))
     return wanted
+
+
+def check_sums(call: Call) -> None:
+    """Raise ArgumentError for the first token sum, given on the host, that is not that of its activations."""
+    if call.x_sum is None:
+        return
+    sums = require_on_host("gemm_w4a8: x_sum", call.x_sum, "int32", (call.M,))
+    x_q = gpu.as_array("gemm_w4a8: x_q", call.x_q)
+    packed = PackedActivations(
+        layout=call.order, M=call.M, K=call.weight.K, rows=call.rows, x_q=x_q, scale=sums, token_sum=sums
+    )
+    sums_agree("gemm_w4a8", {"x": unpack_activations(packed).q if call.M else x_q, "x_sum": sums})
 
 
 def dtype_of(array: Any) -> str:
