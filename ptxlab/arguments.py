@@ -156,12 +156,19 @@ def check_defines(defines: Any, arch: Any) -> None:
 
 def positions(label: str, chosen: Collection[str], names: Sequence[str]) -> list[int]:
     """Where the chosen ones stand among the names."""
-    if isinstance(chosen, str) or not isinstance(chosen, Collection):
+    if isinstance(chosen, str | np.ndarray) or not isinstance(chosen, Collection):
         raise ArgumentError(label, f"some of {', '.join(names)}", repr(chosen))
     for name in chosen:
         if not is_one_of(name, names):
             raise ArgumentError(label, f"some of {', '.join(names)}", name)
     return [names.index(name) for name in chosen]
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise ArgumentError for what is neither True nor False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ArgumentError(name, "must be True or False", repr(flag))
 
 
 def geometry(grid: Any, block: Any, shared_bytes: Any = 0, cluster: Any = 1) -> Launch:

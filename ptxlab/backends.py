@@ -1,9 +1,8 @@
 """Which backend runs a kernel: what was asked for if it can, else the GPU where there is one, else the emulator."""
 
+import math
 from collections.abc import Iterable
 from typing import Protocol
-
-import numpy as np
 
 from ptxlab import emulator, gpu
 from ptxlab.errors import ArgumentError, UnavailableError
@@ -58,5 +57,5 @@ def choose_backend(
 
 def estimate_seconds(kernel: Runnable, launch: Launch) -> float:
     """Seconds that the emulator will need, if every thread runs every instruction once."""
-    threads = int(np.prod(launch.grid, dtype=np.int64)) * int(np.prod(launch.block, dtype=np.int64))
+    threads = math.prod(launch.grid) * math.prod(launch.block)
     return threads * len(kernel.module.entries[kernel.entry].instructions) / _LANE_INSTRUCTIONS_PER_SECOND

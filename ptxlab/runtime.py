@@ -143,6 +143,7 @@ class Kernel:
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
         """
+        arguments.check_flags(count_banks=count_banks)
         usual = () if isinstance(backend, str) and backend == "gpu" else self.checks
         checks = usual if checks is None else checks_of("checks", checks)
         names = self.parameters

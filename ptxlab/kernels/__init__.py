@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import sources
-from ptxlab.arguments import check_numbers, output_variant
+from ptxlab.arguments import check_flags, check_numbers, output_variant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels import attention, dequant, gemm, quantize
 from ptxlab.kernels import load as load_family
@@ -90,6 +90,7 @@ def run(
     spec, found = find(kernel)
     given = {n: v for n, v in arrays.items() if isinstance(v, (int, float, np.number))}
     check_numbers(spec, given)
+    check_flags(unchecked=unchecked)
     if not isinstance(out, Mapping | None):
         raise ArgumentError(f"{spec.name}: out", "arrays by name", type(out).__name__)
     return run_spec(

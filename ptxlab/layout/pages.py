@@ -130,6 +130,8 @@ def require_array(argument: str, array: Any, dtype: str, shape: tuple[int | str,
     if found != dtype or not fits:
         wanted = ", ".join(map(str, shape))
         raise ArgumentError(argument, f"must be {dtype} [{wanted}]", f"{found} {list(sizes)}")
+    if isinstance(array, np.ma.MaskedArray | np.matrix):
+        raise ArgumentError(argument, "must be a plain array", type(array).__name__)
     if not _is_contiguous(array):
         raise ArgumentError(argument, "C-contiguous", "another order of its axes, or gaps")
 

@@ -45,11 +45,8 @@ class TensorMap:
             raise ArgumentError("tensor map: array", "integers or floats of 1, 2, 4 or 8 bytes", self.array.dtype)
         if self.pitch % _UNIT:
             raise ArgumentError("tensor map: array", "rows of a multiple of 16 bytes", f"{self.pitch} bytes")
-        if (
-            not isinstance(self.box, tuple)
-            or len(self.box) != 2
-            or not all(is_integer(n) and 1 <= n <= 256 for n in self.box)
-        ):
+        sides = self.box if isinstance(self.box, tuple) else ()
+        if len(sides) != 2 or not all(is_integer(side) and 1 <= side <= 256 for side in sides):
             raise ArgumentError("tensor map: box", "(rows, columns), each 1 to 256", self.box)
         if self.row_bytes % _UNIT:
             raise ArgumentError("tensor map: box", "rows of a multiple of 16 bytes", f"{self.row_bytes} bytes")
