@@ -38,7 +38,7 @@ class PackedWeight:
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        if self.version != VERSION:
+        if not is_one_of(self.version, (VERSION,)):
             raise ArgumentError("version", f"must be {VERSION}", self.version)
         shapes = buffer_shapes(self.layout, self.scheme, self.N, self.K, self.group)
         if _SCHEMES[self.scheme].zero is not None:
