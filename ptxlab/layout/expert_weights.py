@@ -68,7 +68,7 @@ def stack_experts(weights: Sequence[PackedWeight]) -> ExpertWeights:
     """
     weights = list(weights) if isinstance(weights, Sequence) else []
     if not weights:
-        raise ArgumentError("weights", "must be a list of one PackedWeight or more", "none")
+        raise ArgumentError("weights", "must be one PackedWeight or more", "none")
     shared = ("layout", "scheme", "N", "K", "group")
     for expert, weight in enumerate(weights):
         if not isinstance(weight, PackedWeight):
