@@ -19,10 +19,10 @@ ORDER = (
     "reference", "quant", "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "signature", "arguments",
     "backends", "runtime", "plan", "kernels", "audit", "convert", "verify", "harness", "sanitizer", "sass",
     "dataflow", "mainloop", "nsight", "bench", "subject", "profiles", "stalls", "timeline", "recorder", "counts",
-    "demo", "bert", "kvdemo", "doctor", "tiles", "plot", "timelineplot", "pipelines", "profileplot", "profiletables",
-    "dequantplot", "ladder", "ladderplot", "headline", "targets", "gemmtables", "headlineplot", "predictions",
-    "costtables", "costplot", "kvpoints", "kvtargets", "kvtables", "kvplot", "headers", "figures", "showcase",
-    "report", "notebooks", "jupyter", "cli", "__main__",
+    "demo", "bert", "kvdemo", "tested", "doctor", "tiles", "plot", "timelineplot", "pipelines", "profileplot",
+    "profiletables", "dequantplot", "ladder", "ladderplot", "headline", "targets", "gemmtables", "headlineplot",
+    "predictions", "costtables", "costplot", "kvpoints", "kvtargets", "kvtables", "kvplot", "headers", "figures",
+    "showcase", "report", "notebooks", "jupyter", "cli", "__main__",
 )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def run(
         checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, or `"all"`.
         unchecked: admit values that break the value rules (to look at overflow).
         seed: orders whatever the emulator may do in any order.
-        out: arrays to write into, by argument name; by default they are allocated.
+        out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
         out_dtype: of an output that no input settles: a GEMM's is by default `float16`, scaled; `int32` are its
             accumulators, which neither scales nor bias change.
         arrays: inputs by argument name; a number gives a size (`g=64`) that no shape tells.
