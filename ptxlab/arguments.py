@@ -1,14 +1,20 @@
 """What a kernel is given: arrays of any library, checked before anything is launched, and sizes in up to three axes."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ptxlab import emulator, gpu
-from ptxlab.dtypes import ByVariant, dtype_in, storage
+from ptxlab.dtypes import ByVariant, dtype_in, name_of, storage
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.spec import Arg, KernelSpec, Sizes
+from ptxlab.signature import Parameter
+from ptxlab.sources import Source
+from ptxlab.spec import Arg, KernelSpec, Launch, Sizes
+from ptxlab.validate import is_integer, is_one_of
 
 
 def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
@@ -22,16 +28,44 @@ def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
         raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {' or '.join(known)}", array.dtype)
     _check_contiguous(f"{spec.name}: {arg.name}", array)
     gpu.check_alignment(f"{spec.name}: {arg.name}", array)
+    if arg.role in ("out", "inout", "scratch") and isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ArgumentError(f"{spec.name}: {arg.name}", "must be writeable", "a read-only array")
     return array
 
 
-def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any]) -> dict[str, int]:
-    """The constants of the variant that runs: as the spec chooses by the sizes, but dtypes as the arrays have them."""
-    config = spec.config_for(sizes)
+def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any], wanted: Mapping[str, int]) -> dict[str, int]:
+    """The constants of the variant that runs: as the spec chooses by the sizes, but for those that are wanted, and for
+    dtypes and arrays left out, which are as the arrays have them."""
+    config = {**spec.config_for(sizes), **wanted}
     for arg in spec.args:
+        if arg.absent:
+            config[arg.absent] = int(arg.name not in arrays)
         if isinstance(arg.dtype, ByVariant) and arg.name in arrays:
             config[arg.dtype.constant] = [*map(storage, arg.dtype.dtypes)].index(arrays[arg.name].dtype)
     return config
+
+
+def output_variant(spec: KernelSpec, out_dtype: Any) -> dict[str, int]:
+    """The constants by which outputs are of that dtype, where no input decides it; None is the first there is: of a
+    GEMM scaled numbers, and not the accumulators that it is verified by."""
+    by_inputs = {arg.dtype.constant for arg in spec.inputs if isinstance(arg.dtype, ByVariant)}
+    free = [arg.dtype for arg in spec.outputs if isinstance(arg.dtype, ByVariant)]
+    free = [dtype for dtype in free if dtype.constant not in by_inputs]
+    if out_dtype is None:
+        return {dtype.constant: 0 for dtype in free}
+    name = name_of(out_dtype)
+    if not free or name not in free[0].dtypes:
+        rule = f"one of {', '.join(free[0].dtypes)}" if free else "must be left out: the outputs' dtype is settled"
+        raise ArgumentError(f"{spec.name}: out_dtype", rule, name)
+    return {dtype.constant: dtype.dtypes.index(name) for dtype in free}
+
+
+def check_numbers(spec: KernelSpec, sizes: Sizes) -> None:
+    """Raise ArgumentError for a size that is no whole number, unless the kernel takes a float of that name."""
+    floats = {arg.name for arg in spec.args if not arg.shape and str(arg.dtype).startswith("float")}
+    for name, value in sizes.items():
+        if not is_integer(value) and (name not in floats or not isinstance(value, float | np.floating)):
+            raise ArgumentError(f"{spec.name}: {name}", "a number" if name in floats else "an integer", repr(value))
 
 
 def check_variant(spec: KernelSpec, config: Mapping[str, int], arrays: Mapping[str, Any]) -> None:
@@ -60,14 +94,25 @@ def require_on_host(name: str, array: Any, dtype: str, shape: tuple[int, ...], *
     return array
 
 
-def shared_array(name: str, arg: Any) -> Any:
-    """An argument of a kernel without a spec: arrays as `accept` has them, also in a tensor map; the rest as it is."""
+def accept_for(name: str, parameter: Parameter, arg: Any) -> Any:
+    """An argument of a kernel without a spec: arrays as `accept` has them, also in a tensor map; numbers as scalars."""
     if isinstance(arg, TensorMap):
-        return replace(arg, array=shared_array(name, arg.array))
-    if not hasattr(arg, "__dlpack__") and not hasattr(arg, "__cuda_array_interface__"):
-        return arg
-    array = gpu.as_array(name, arg)
+        return replace(arg, array=_shared(name, arg.array))
+    is_array = hasattr(arg, "__dlpack__") or hasattr(arg, "__cuda_array_interface__")
+    if not is_array and not isinstance(arg, np.generic | bool | int | float | bytes | bytearray):
+        raise ArgumentError(name, "an array, a tensor map, a number or bytes", type(arg).__name__)
+    if not is_array or isinstance(arg, np.generic):
+        return parameter.accept(name, arg, "")
+    array = _shared(name, arg)
+    dtype = getattr(arg, "dtype", array.dtype)  # of bfloat16 the array has the bits
+    return parameter.accept(name, array, str(dtype).removeprefix("torch."))
+
+
+def _shared(name: str, array: Any) -> Any:
+    array = gpu.as_array(name, array)
     _check_contiguous(name, array)
+    if array.dtype.kind not in "biufcV" or array.dtype.hasobject or not array.dtype.isnative:
+        raise ArgumentError(name, "numbers in native byte order", array.dtype)
     return array
 
 
@@ -76,29 +121,62 @@ def _check_contiguous(name: str, array: Any) -> None:
         raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
 
 
-def in_order(entry: str, parameters: Sequence[str], arrays: Mapping[str, Any]) -> list[Any]:
-    """Arrays of a file as the arguments of a kernel without a spec, by name; those without axes are scalars."""
+def in_order(entry: str, signature: Sequence[Parameter], arrays: Mapping[str, Any]) -> list[Any]:
+    """Arrays of a file as the arguments of a kernel without a spec, by name; those without axes are numbers."""
+    parameters = [parameter.name for parameter in signature]
     for name in parameters:
         if name not in arrays:
             raise ArgumentError(f"{entry}: {name}", "must be in the --in file", ", ".join(arrays) or "an empty file")
     if extra := sorted(set(arrays) - set(parameters)):
         raise ArgumentError(f"{entry}: arguments", ", ".join(parameters), extra[0])
-    return [arrays[name] if arrays[name].shape else arrays[name][()] for name in parameters]
+    return [arrays[p.name] if arrays[p.name].shape else p.scalar(arrays[p.name][()]) for p in signature]
+
+
+def source_of(source: str | Path | Source) -> Source:
+    """A source as it is, or read from a path, or made of the text itself."""
+    if isinstance(source, Source):
+        return source
+    if not isinstance(source, (str, Path)):
+        raise ArgumentError("source", "a path, the text itself or a Source", repr(source))
+    is_text = isinstance(source, str) and ("\n" in source or "{" in source)
+    return Source.from_text(str(source)) if is_text else Source.read(source)
+
+
+def check_defines(defines: Any, arch: Any) -> None:
+    """Raise ArgumentError for constants and an architecture that no compiler could be given."""
+    rule = "names of macros with integers or text, such as {'STAGES': 4}"
+    if not isinstance(defines, Mapping):
+        raise ArgumentError("defines", rule, repr(defines))
+    for name, value in defines.items():
+        if not isinstance(name, str) or not name.isidentifier() or not isinstance(value, int | np.integer | str):
+            raise ArgumentError("defines", rule, {name: value})
+    if arch is not None and not isinstance(arch, str):
+        raise ArgumentError("arch", "sm_<number>, such as sm_80 or sm_90a", repr(arch))
 
 
 def positions(label: str, chosen: Collection[str], names: Sequence[str]) -> list[int]:
     """Where the chosen ones stand among the names."""
-    if unknown := sorted(set(chosen) - set(names)):
-        raise ArgumentError(label, f"some of {', '.join(names)}", unknown[0])
+    if isinstance(chosen, str | np.ndarray) or not isinstance(chosen, Collection):
+        raise ArgumentError(label, f"some of {', '.join(names)}", repr(chosen))
+    for name in chosen:
+        if not is_one_of(name, names):
+            raise ArgumentError(label, f"some of {', '.join(names)}", name)
     return [names.index(name) for name in chosen]
 
 
-def dim3(name: str, value: int | Sequence[int]) -> tuple[int, int, int]:
-    """One to three positive integers as three."""
-    values = (value,) if isinstance(value, int) else tuple(value)
-    if not 1 <= len(values) <= 3 or any(v < 1 for v in values):
-        raise ArgumentError(name, "one to three positive integers", value)
-    return (*values, 1, 1)[:3]  # type: ignore[return-value]
+def check_flags(**flags: Any) -> None:
+    """Raise ArgumentError for what is neither True nor False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ArgumentError(name, "must be True or False", repr(flag))
+
+
+def geometry(grid: Any, block: Any, shared_bytes: Any = 0, cluster: Any = 1) -> Launch:
+    """Where a kernel without a spec is launched; ArgumentError for what is no size."""
+    if not is_integer(shared_bytes) or shared_bytes < 0:
+        raise ArgumentError("shared_bytes", "an integer, 0 or more", repr(shared_bytes))
+    grid, block = emulator.size_of("grid", grid), emulator.size_of("block", block)
+    return Launch(grid, block, int(shared_bytes), emulator.size_of("cluster", cluster))
 
 
 def on_device(arg: Any) -> bool:
@@ -106,12 +184,17 @@ def on_device(arg: Any) -> bool:
     return gpu.is_device_array(arg.array if isinstance(arg, TensorMap) else arg)
 
 
-def parse_checks(option: str, text: str) -> frozenset[str]:
-    """`lanes,race`, or `all`: which of the emulator's checks a command asks for."""
-    chosen = emulator.CHECKS if text == "all" else frozenset(filter(None, map(str.strip, text.split(","))))
-    if unknown := sorted(chosen - emulator.CHECKS):
-        raise ArgumentError(option, f"some of {', '.join(sorted(emulator.CHECKS))}", unknown[0])
-    return chosen
+def checks_of(option: str, checks: str | Iterable[str]) -> frozenset[str]:
+    """Which of the emulator's checks are asked for: their names, or in one string `race`, `lanes,race`, `all`."""
+    if isinstance(checks, str):
+        checks = emulator.CHECKS if checks == "all" else filter(None, map(str.strip, checks.split(",")))
+    rule = f"some of {', '.join(sorted(emulator.CHECKS))}"
+    if not isinstance(checks, Iterable) or isinstance(checks, np.ndarray):
+        raise ArgumentError(option, rule, repr(checks))
+    for name in (chosen := list(checks)):
+        if not is_one_of(name, emulator.CHECKS):
+            raise ArgumentError(option, rule, name)
+    return frozenset(chosen)
 
 
 def parse_integers(option: str, texts: Sequence[str]) -> dict[str, int]:

@@ -27,6 +27,13 @@ class ByVariant:
 DType = str | ByVariant
 
 
+def name_of(dtype: Any) -> str:
+    """The name of a dtype however it is given: by name, as NumPy's, as a scalar's type, as PyTorch's or JAX's."""
+    if isinstance(dtype, str):
+        return dtype
+    return dtype.__name__ if isinstance(dtype, type) else str(dtype).removeprefix("torch.")
+
+
 def dtype_in(dtype: DType, constants: Mapping[str, int]) -> str:
     """The name of `dtype` in the variant with these constants."""
     return dtype if isinstance(dtype, str) else dtype.dtypes[constants[dtype.constant]]

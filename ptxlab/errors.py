@@ -4,6 +4,8 @@ All derive from `PtxlabError`. A message is one line and names the argument, the
 (a compile log, a list of waiting threads) is kept in attributes or follows on further lines.
 """
 
+_LONGEST = 400  # characters of a value in a message
+
 
 class PtxlabError(Exception):
     """Root of every error that ptxlab raises on purpose."""
@@ -13,7 +15,8 @@ class ArgumentError(PtxlabError, ValueError):
     """An argument breaks a rule: wrong dtype, shape, range, layout or name."""
 
     def __init__(self, argument: str, rule: str, value: object) -> None:
-        super().__init__(f"{argument}: {rule} (got {value})")
+        shown = " ".join(str(value).split())  # an array is several lines
+        super().__init__(f"{argument}: {rule} (got {shown if len(shown) <= _LONGEST else shown[:_LONGEST] + ' ...'})")
         self.argument = argument
         self.rule = rule
         self.value = value

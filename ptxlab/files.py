@@ -17,7 +17,8 @@ from ptxlab.errors import FileError
 MAX_BYTES = 1 << 34  # an .npz that claims to hold more is refused before anything is allocated
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # What zipfile, zlib and NumPy raise for content that is damaged, encrypted, or compressed in a way they do not know
-_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError)
+_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError,
+           OverflowError)  # fmt: skip
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -30,12 +31,11 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
             for info in archive.infolist():
                 _check_header(archive, info)
         with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
+            return {name: np.array(archive[name], order="C") for name in archive.files}
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
     except _DAMAGE as error:
         raise FileError(f"{path}: not an .npz of plain arrays: {error}") from None
-    return {name: np.array(array, order="C") for name, array in arrays.items()}
 
 
 def _check_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
@@ -46,6 +46,8 @@ def _check_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
             raise ValueError(f"{info.filename} holds a structure")
         shape, _, dtype = read_header(member)
         nbytes, held = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
+    if not dtype.itemsize:  # of which any number fits a file, but no memory
+        raise ValueError(f"{info.filename} has elements of 0 bytes")
     if nbytes != held and not dtype.hasobject:  # objects are refused by `np.load`
         raise ValueError(f"{info.filename} claims {nbytes} bytes and holds {held}")
 

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, subject, timeline
+from ptxlab.backends import choose_backend
 from ptxlab.bench.record import commit
 from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.dtypes import dtype_in, storage, stored
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.common import draw_cache
 from ptxlab.kernels.attention.steps import step_of as attention_step
-from ptxlab.runtime import Kernel, choose_backend
+from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.timeline import SWITCH, VARIABLE, Timeline

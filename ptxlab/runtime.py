@@ -1,23 +1,22 @@
 """Runs kernels: any PTX or CUDA file by `load`, a spec's by `run_spec`, on the GPU or in the emulator."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ptxlab import emulator, gpu, toolchain
-from ptxlab.arguments import accept, check_variant, dim3, on_device, positions, shared_array, variant
+from ptxlab import arguments, emulator, gpu, signature, toolchain
+from ptxlab.arguments import accept, accept_for, check_variant, checks_of, on_device, positions, variant
+from ptxlab.backends import choose_backend
 from ptxlab.dtypes import dtype_in, storage
-from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.errors import ArgumentError
+from ptxlab.signature import Parameter
 from ptxlab.sources import Source, cuda_entries
 from ptxlab.spec import KernelSpec, Launch, Sizes
 
-BACKENDS = ("gpu", "emulator")
-EMULATOR_SECONDS = 10.0  # an implicit choice of the emulator may take this long, not more
-_LANE_INSTRUCTIONS_PER_SECOND = 50e6
 _EMULATED_ARCH, _WAITING_ARCH = "sm_80", "sm_90"  # the lowest that have what CUDA sources use, and griddepcontrol
 
 
@@ -77,6 +76,23 @@ class Kernel:
             return tuple(p.name for p in self.module.entries[self.entry].params)
         return cuda_entries(self.source.text)[self.entry]
 
+    @cached_property
+    def signature(self) -> tuple[Parameter, ...]:
+        """What each parameter takes, as far as the source tells."""
+        if self.source.language == "ptx":
+            return signature.of_ptx(self.module.entries[self.entry])
+        return signature.of_cuda(self.source.text, self.entry, self.parameters, self.defines)
+
+    def arguments(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments as `launch` takes them: arrays NumPy's or CuPy's on the same memory, numbers NumPy scalars.
+
+        Raises ArgumentError for another number of arguments, or for one that its parameter does not take.
+        """
+        names = self.parameters
+        if len(args) != len(names):
+            raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
+        return [accept_for(f"{self.entry}: {p.name}", p, arg) for p, arg in zip(self.signature, args, strict=True)]
+
     def launch(
         self, args: Sequence[Any], launch: Launch, *, backend: str, written: Collection[int] | None = None, **more: Any
     ) -> emulator.Result | None:
@@ -116,26 +132,30 @@ class Kernel:
         max_steps: int | None = None,
         after_wait: Collection[str] = (),
     ) -> Outcome:
-        """Launch on arrays (of any library), tensor maps and NumPy scalars in the order of the parameters.
+        """Launch on arrays (of any library), tensor maps and numbers in the order of the parameters.
 
-        Arrays are written in place. `after_wait` names parameters that the kernel may read only once it has waited for
-        the one before it on the stream (griddepcontrol.wait), which the check for races looks at then. `max_steps`
-        bounds what the emulator does (`emulator.run`).
+        `kernel[grid, block](*args)` and `kernel[grid, block, shared_bytes](*args)` are the same. Arrays are written in
+        place. Where the source tells a parameter's type (`signature`), an array of other elements is refused, and a
+        Python number becomes what the parameter is; else numbers are NumPy scalars, as wide as the parameter.
+
+        `after_wait` names parameters that the kernel may read only once it has waited for the one before it on the
+        stream (griddepcontrol.wait), which the check for races looks at then. `max_steps` bounds what the emulator does
+        (`emulator.run`).
 
         Returns:
             The outcome; its `outputs` are the array arguments by parameter name.
         """
-        checks = (() if backend == "gpu" else self.checks) if checks is None else checks
+        arguments.check_flags(count_banks=count_banks)
+        usual = () if isinstance(backend, str) and backend == "gpu" else self.checks
+        checks = usual if checks is None else checks_of("checks", checks)
         names = self.parameters
-        if len(args) != len(names):
-            raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
+        shared = self.arguments(args)
         waits = positions(f"{self.entry}: after_wait", after_wait, names)
-        geometry = Launch(dim3("grid", grid), dim3("block", block), shared_bytes, dim3("cluster", cluster))
-        shared = [shared_array(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
-        backend = choose_backend(backend, self, geometry, on_device=any(map(on_device, shared)), checks=checks)
+        where = arguments.geometry(grid, block, shared_bytes, cluster)
+        backend = choose_backend(backend, self, where, on_device=any(map(on_device, shared)), checks=checks)
         result = self.launch(
             shared,
-            geometry,
+            where,
             backend=backend,
             checks=checks,
             after_wait=waits,
@@ -146,6 +166,12 @@ class Kernel:
         )
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
+
+    def __getitem__(self, launch: tuple[Any, ...]) -> Callable[..., Outcome]:
+        """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: the kernel with its geometry, to be called."""
+        if not isinstance(launch, tuple) or len(launch) not in (2, 3):
+            raise ArgumentError(f"{self.entry}: []", "kernel[grid, block] or kernel[grid, block, shared_bytes]", launch)
+        return partial(self, **dict(zip(("grid", "block", "shared_bytes"), launch, strict=False)))
 
 
 def load(
@@ -168,9 +194,8 @@ def load(
         FileError, SourceError, CompileError: the source cannot be read, parsed or compiled.
         ArgumentError: no such entry.
     """
-    if not isinstance(source, Source):
-        is_text = isinstance(source, str) and ("\n" in source or "{" in source)
-        source = Source.from_text(str(source)) if is_text else Source.read(source)
+    source = arguments.source_of(source)
+    arguments.check_defines({} if defines is None else defines, arch)
     for name, value in (("defines", defines), ("arch", arch)):
         if value and source.language == "ptx":
             raise ArgumentError(name, "only for CUDA C++ sources", value)
@@ -180,7 +205,7 @@ def load(
         entries = toolchain.cuda_entries(source, arch, defines or {})
     if entry is None and len(entries) == 1:
         entry = entries[0]
-    if entry not in entries:
+    if not isinstance(entry, str) or entry not in entries:
         rule = f"one of {', '.join(entries)}" if entries else "a kernel (.visible .entry)"
         raise ArgumentError(f"{source.path}: entry", rule, entry)
     return Kernel(source, entry, dict(defines or {}), arch and toolchain.check_arch(arch))
@@ -197,6 +222,7 @@ def run_spec(
     checks: Iterable[str] = (),
     unchecked: bool = False,
     config: Mapping[str, int] | None = None,
+    wanted: Mapping[str, int] | None = None,
     mode: str = "early",
     seed: int = 0,
     count_banks: bool = False,
@@ -216,14 +242,17 @@ def run_spec(
         checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, `divergence`.
         unchecked: admit values that break the value rules (to look at overflow).
         config: `-D` constants; by default those that the spec chooses for the sizes, dtypes as the arrays have them.
+        wanted: some of the constants, in the place of what the spec chooses.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
         count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
         max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
     """
-    expected = {a.name for a in spec.inputs}
-    if unknown := sorted(set(inputs) - expected):
-        raise ArgumentError(f"{spec.name}: arguments", f"{', '.join(sorted(expected))}", unknown[0])
+    checks = checks_of("checks", checks)
+    written = [a.name for a in spec.args if a.role in ("out", "inout", "scratch")]
+    for label, names, those in (("arguments", [a.name for a in spec.inputs], inputs), ("out", written, out or {})):
+        if unknown := sorted(set(those) - set(names)):
+            raise ArgumentError(f"{spec.name}: {label}", ", ".join(sorted(names)), unknown[0])
     given = {**inputs, **(out or {})}
     if missing := sorted(a.name for a in spec.inputs if a.name not in given and not a.optional):
         raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
@@ -233,7 +262,7 @@ def run_spec(
     if not unchecked and not any(on_device(arrays[n]) for n in inputs):
         spec.check_values({n: arrays[n] for n in inputs}, solved)
 
-    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays))
+    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays, wanted or {}))
     check_variant(spec, kernel.defines, arrays)
     launch = spec.launch({**solved, **kernel.defines})
     backend = choose_backend(backend, kernel, launch, on_device=any_on_device, checks=checks)
@@ -260,37 +289,6 @@ def run_spec(
     dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}
     made = {n: given[n] if n in given else gpu.like(arrays[n], like, dtype) for n, dtype in dtypes.items()}
     return _outcome(backend, made, result)
-
-
-def choose_backend(
-    backend: str | None, kernel: Kernel, launch: Launch, *, on_device: bool, checks: Iterable[str] = ()
-) -> str:
-    """The backend to use, or an error that says why the one asked for cannot run this kernel here."""
-    if backend not in (*BACKENDS, None):
-        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
-    if backend == "emulator":
-        if on_device:
-            raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
-        return backend
-    missing = gpu.why_not(kernel.arch, exact=(kernel.arch or "0")[-1].isalpha())
-    reason = "checks are the emulator's" if checks else missing
-    if reason is None:
-        return "gpu"
-    if backend == "gpu" or on_device:
-        raise UnavailableError(f'{kernel.entry}: no GPU backend here: {reason}; pass backend="emulator"')
-    seconds = estimate_seconds(kernel, launch)
-    if seconds > EMULATOR_SECONDS:
-        raise UnavailableError(
-            f"{kernel.entry}: no GPU backend here ({reason}), and the emulator would take about {seconds:.0f} s; "
-            'pass backend="emulator" to run it all the same'
-        )
-    return "emulator"
-
-
-def estimate_seconds(kernel: Kernel, launch: Launch) -> float:
-    """Seconds that the emulator will need, if every thread runs every instruction once."""
-    threads = int(np.prod(launch.grid, dtype=np.int64)) * int(np.prod(launch.block, dtype=np.int64))
-    return threads * len(kernel.module.entries[kernel.entry].instructions) / _LANE_INSTRUCTIONS_PER_SECOND
 
 
 def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:

@@ -36,6 +36,7 @@ class Arg:
         role: `in`, `out`, `inout`, `scratch`, `tma` or `scalar`.
         value: for a scalar, the expression that gives its value.
         optional: an input that may be left out: the kernel is given a null pointer.
+        absent: the constant of the variant, if there is one, that is 1 where it is left out, else 0.
         box, swizzle: for `tma`, an input taken as a `TensorMap`: its box, over sizes and the variant's constants.
     """
 
@@ -45,6 +46,7 @@ class Arg:
     role: Role = "in"
     value: str = ""
     optional: bool = False
+    absent: str = ""
     box: tuple[str, str] = ("", "")
     swizzle: int = 0
 
@@ -121,6 +123,7 @@ class KernelSpec:
         tolerance_reason: why the tolerance, or the bound, is what it is.
         wrong: set for kernels that are wrong by design.
         example_sizes: sizes at which `verify` and the tests draw examples.
+        agree: (the kernel's name, input arrays) -> raises `ArgumentError` where one of them belies another.
         after_wait: inputs that the kernel before on the stream may still be writing: this one waits for it
             (griddepcontrol.wait) before it reads them, and before it writes anything. Empty: it does not wait.
     """
@@ -144,6 +147,7 @@ class KernelSpec:
     tolerance_reason: str = "integer results are compared for equality"
     wrong: WrongByDesign | None = None
     example_sizes: tuple[Mapping[str, int], ...] = field(default=())
+    agree: Callable[[str, Arrays], None] | None = None
     after_wait: tuple[str, ...] = ()
 
     def config_for(self, sizes: Sizes) -> dict[str, int]:
@@ -187,15 +191,13 @@ class KernelSpec:
     @cached_property
     def symbols(self) -> frozenset[str]:
         """The sizes that shapes, scalars and rules are expressions over."""
-        scalars = [a.value or a.name for a in self.args if not a.shape]
-        axes = [axis for a in self.args for axis in a.shape]
-        return frozenset(set().union(*map(names_in, [*axes, *scalars, *self.rules])))
+        of_args = [each for a in self.args for each in a.shape or (a.value or a.name,)]
+        return frozenset(set().union(*map(names_in, [*of_args, *self.rules])))
 
     def arg(self, name: str) -> Arg:
         """The argument of that name."""
-        for arg in self.args:
-            if arg.name == name:
-                return arg
+        if found := [arg for arg in self.args if arg.name == name]:
+            return found[0]
         raise ArgumentError("argument", f"{self.name} takes {', '.join(a.name for a in self.args)}", name)
 
     def sizes_of(self, shapes: Mapping[str, tuple[int, ...]], given: Sizes | None = None) -> dict[str, int]:
@@ -211,9 +213,8 @@ class KernelSpec:
         for name, shape in shapes.items():
             arg = self.arg(name)
             if len(shape) != len(arg.shape):
-                raise ArgumentError(
-                    f"{self.name}: {name}", f"{len(arg.shape)} axes [{', '.join(arg.shape)}]", f"{shape}"
-                )
+                axes = f"{len(arg.shape)} axes [{', '.join(arg.shape)}]"
+                raise ArgumentError(f"{self.name}: {name}", axes, f"{shape}")
         for arg in self.args:  # launch order, whatever order the caller named them in
             for axis, length in zip(arg.shape, shapes.get(arg.name, ()), strict=False):
                 solve(axis, length, sizes)
@@ -229,35 +230,38 @@ class KernelSpec:
         """Raise `ArgumentError` for the first rule that the sizes break."""
         for rule in self.rules:
             if not self._evaluate(rule, sizes):
-                used = {n: v for n, v in sizes.items() if re.search(rf"\b{n}\b", rule)}
-                raise ArgumentError(self.name, rule, ", ".join(f"{n}={v}" for n, v in used.items()))
+                used = [f"{n}={v}" for n, v in sizes.items() if re.search(rf"\b{n}\b", rule)]
+                raise ArgumentError(self.name, rule, ", ".join(used))
 
     def _evaluate(self, expression: str, sizes: Sizes) -> Any:
         try:
             return evaluate(expression, sizes)
         except NameError as error:
             raise ArgumentError(f"{self.name}: sizes", f"{error.name} must be given", dict(sizes)) from None
+        except (ArithmeticError, ValueError):  # a division by 0
+            raise ArgumentError(f"{self.name}: sizes", f"{expression} must be a number", dict(sizes)) from None
 
     def check_values(self, arrays: Mapping[str, np.ndarray], sizes: Sizes) -> None:
         """Raise `ArgumentError` for the first value rule that an element of the (NumPy) inputs breaks."""
+        if self.agree:
+            self.agree(self.name, dict(arrays))
         for rule in self.value_rules:
             names = {**sizes, **arrays, "nibbles": nibbles, "per_weight": lambda a: per_weight(a, sizes["g"])}
             holds = np.asarray(evaluate(rule, names))
             if holds.all():
                 continue
             place = tuple(int(i) for i in np.argwhere(~holds)[0])
-            shown = [n for n in arrays if re.search(rf"\b{n}\b", rule)]
-            values = [
-                f"{n}[{', '.join(map(str, p))}] = {arrays[n][p]}"
-                for n in shown
-                for p in [_place(place, arrays[n], holds)]
-            ]
-            raise ArgumentError(f"{self.name}: {', '.join(shown)}", rule, ", ".join(values))
+            at = {n: _place(place, arrays[n], holds) for n in arrays if re.search(rf"\b{n}\b", rule)}
+            values = [f"{n}[{', '.join(map(str, p))}] = {arrays[n][p]}" for n, p in at.items()]
+            raise ArgumentError(f"{self.name}: {', '.join(at)}", rule, ", ".join(values))
 
     def scalar(self, arg: Arg, sizes: Sizes) -> np.generic:
         """The value of a scalar argument at these sizes."""
         dtype, number = np.dtype(str(arg.dtype)), self._evaluate(arg.value or arg.name, sizes)
-        value: np.generic = dtype.type(number if dtype.kind == "f" else int(number))
+        try:
+            value: np.generic = dtype.type(number if dtype.kind == "f" else int(number))
+        except OverflowError:
+            raise ArgumentError(f"{self.name}: {arg.name}", f"must fit {dtype}", number) from None
         return value
 
     def arguments(self, arrays: Mapping[str, Any], sizes: Sizes) -> list[Any]:
@@ -286,10 +290,8 @@ class KernelSpec:
 
         `sizes` may hold constants of a variant; by default it is the one that runs at these sizes.
         """
-        sizes = {**self.config_for(sizes), **sizes}
-        return sum(
-            a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in self.args if a.shape and a.role != "scratch"
-        )
+        sizes, moved = {**self.config_for(sizes), **sizes}, [a for a in self.args if a.shape and a.role != "scratch"]
+        return sum(a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in moved)
 
 
 def _place(place: tuple[int, ...], array: np.ndarray, holds: np.ndarray) -> tuple[int, ...]:

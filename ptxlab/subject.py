@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels, runtime
-from ptxlab.arguments import dim3, in_order, merge_sizes
+from ptxlab.arguments import geometry, in_order, merge_sizes
 from ptxlab.bench import kvproblem, kvshapes, problem, shapes
 from ptxlab.bench.attention import scheme_of
 from ptxlab.dtypes import dtype_in, storage, stored
@@ -173,12 +173,12 @@ def _loaded(job: Job, source: Source, entry: str | None) -> runtime.Kernel:
 
 def _file_launch(job: Job, kernel: runtime.Kernel) -> tuple[list[Any], Launch]:
     """The arrays of the `.npz`, on the host and in the kernel's order, and the geometry."""
-    given = in_order(kernel.entry, kernel.parameters, load_arrays(Path(job.inputs)))
-    return given, Launch(dim3("grid", job.grid), dim3("block", job.block), job.shared)
+    given = in_order(kernel.entry, kernel.signature, load_arrays(Path(job.inputs)))
+    return kernel.arguments(given), geometry(job.grid, job.block, job.shared)
 
 
 def _file_call(job: Job, kernel: runtime.Kernel) -> Call:
     """On the arrays of the `.npz`."""
-    given, geometry = _file_launch(job, kernel)
+    given, launch = _file_launch(job, kernel)
     args = [gpu.to_device(value) if isinstance(value, np.ndarray) else value for value in given]
-    return gpu.prepare(gpu.load(kernel.source, kernel.entry, defines=kernel.defines), args, geometry)
+    return gpu.prepare(gpu.load(kernel.source, kernel.entry, defines=kernel.defines), args, launch)

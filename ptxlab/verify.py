@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, kernels, toolchain
+from ptxlab.backends import BACKENDS
 from ptxlab.dtypes import dtype_in, numbers, storage, stored
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError, VerificationError
-from ptxlab.runtime import BACKENDS, Kernel, run_spec
+from ptxlab.runtime import Kernel, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
+from ptxlab.validate import is_one_of
 
 _POISONS = (0xA5, 0x5A)  # every output byte differs from one of them: an element that nobody wrote shows
 _GUARD = 256  # bytes of poison before and behind every output
@@ -69,7 +71,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
         ArgumentError: unknown kernel or backend.
         UnavailableError: the backend, or the compiler of a source asked for by name, is not here.
     """
-    if backend not in (*BACKENDS, None):
+    if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     jobs, skipped = [], []
     for name in names:

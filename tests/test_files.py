@@ -99,3 +99,12 @@ def test_a_name_that_cannot_be_written_is_one_error(tmp_path: Path, monkeypatch:
     with pytest.raises(FileError, match="cannot be written"):
         save_arrays(Path(name), {"a": np.zeros(1)})
     assert [p.name for p in tmp_path.iterdir()] == ["in.npz"]
+
+
+@pytest.mark.parametrize(("descr", "shape"), [("|S0", (2**60,)), ("|V0", (2**60,)), ("<U0", (2**62,)),
+                                              ("<f4", (0, 2**62)), ("<f4", (0, 2**70))])  # fmt: skip
+def test_a_header_that_claims_more_than_any_memory_is_refused(tmp_path: Path, descr: str, shape: tuple) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
+    with pytest.raises(FileError, match=r"not an \.npz of plain arrays: "):
+        load_arrays(npz_with(tmp_path / "a.npz", header.getvalue()))

@@ -243,8 +243,8 @@ def test_out_of_bounds_is_a_fault_with_the_line_and_the_thread() -> None:
 def test_a_source_that_is_wrong_shows_the_line(text: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         ptxlab.load(text)(
-            np.zeros(32, np.uint32),
-            np.zeros(32, np.uint32),
+            np.zeros(32, np.float32),
+            np.zeros(32, np.float32),
             np.float32(1),
             np.int32(1),
             grid=1,
@@ -378,9 +378,47 @@ def test_the_emulator_is_not_chosen_silently_for_hours_of_work(monkeypatch: pyte
     assert runtime.choose_backend(None, kernel, Launch((1, 1, 1), (32, 1, 1)), on_device=False) == "emulator"
 
 
+def test_a_kernel_is_launched_as_cupy_and_numba_write_it() -> None:
+    x, y = np.arange(64, dtype=np.float32), np.zeros(64, np.float32)
+    outcome = ptxlab.load(CUDA_AXPY)[2, 32](x, y, 2, 64, backend="emulator", checks="all")
+    assert outcome.outputs["y"] is y and np.array_equal(y, 2 * x) and outcome.findings == ()
+    ptxlab.load(CUDA_AXPY)[(1,), (64, 1), 128](x, y, -2, 64, backend="emulator")
+    assert not y.any()
+
+
+def test_checks_are_named_by_a_string_too() -> None:
+    a, out = np.full(32, 0xFFFFFFFF, np.uint32), np.zeros(32, np.uint32)
+    for checks in ("lanes", "all", "lanes, race", ["lanes"]):
+        assert ptxlab.load(PTX_ADD4)[1, 32](a, a, out, backend="emulator", checks=checks).findings
+    for checks, got in (("lane", "lane"), (1, "1"), (True, "True"), ([None], "None"), ("race,x", "x")):
+        with pytest.raises(ArgumentError, match=rf"^checks: some of async, init, lanes, race \(got {got}\)$"):
+            ptxlab.load(PTX_ADD4)[1, 32](a, a, out, backend="emulator", checks=checks)
+
+
+@pytest.mark.parametrize("source", [None, 1.5, b"x.ptx", ["x.ptx"]])
+def test_what_is_no_source_is_refused(source: object) -> None:
+    with pytest.raises(ArgumentError, match=r"^source: a path, the text itself or a Source \(got "):
+        ptxlab.load(source)
+
+
+@pytest.mark.parametrize("more", [{"defines": 3}, {"defines": {1: 2}}, {"defines": {"N": None}},
+                                  {"defines": {"N": 1.5}}, {"arch": 80}, {"arch": b"sm_80"}])  # fmt: skip
+def test_constants_and_architectures_that_are_none_are_refused(more: dict) -> None:
+    with pytest.raises(ArgumentError, match=r"^(defines: names of macros|arch: sm_<number>)"):
+        ptxlab.load(CUDA_AXPY, **more)
+
+
 def test_geometry_is_checked() -> None:
     a = np.zeros(32, np.uint32)
     with pytest.raises(ArgumentError, match="grid: one to three positive integers"):
         ptxlab.load(PTX_ADD4)(a, a, a, grid=0, block=32)
+    for size in (None, 1.5, "1", True, (1, 1, 1, 1), (1, 2.0), -1):
+        with pytest.raises(ArgumentError, match=r"^block: one to three positive integers"):
+            ptxlab.load(PTX_ADD4)(a, a, a, grid=1, block=size)
+    for size in (None, 1.5, -1, "0"):
+        with pytest.raises(ArgumentError, match=r"^shared_bytes: an integer, 0 or more"):
+            ptxlab.load(PTX_ADD4)[1, 32, size](a, a, a)
+    with pytest.raises(ArgumentError, match=r"^add4: \[\]: kernel\[grid, block\] or "):
+        ptxlab.load(PTX_ADD4)[1]
     with pytest.raises(ArgumentError, match=r"add4: args: 3 arguments \(a, b, sum\) \(got 2\)"):
         ptxlab.load(PTX_ADD4)(a, a, grid=1, block=32)

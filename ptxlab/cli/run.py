@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.syntax import Syntax
 
 from ptxlab import kernels, runtime, tiles
-from ptxlab.arguments import in_order, parse_checks, parse_integers, parse_sizes
+from ptxlab.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
 from ptxlab.cli.common import (
     FAILED,
     AsJson,
@@ -127,7 +127,7 @@ def run(
 ) -> None:
     """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""
     arrays = load_arrays(inputs)
-    checks, mode = parse_checks("--check", check), "late" if late else "early"
+    checks, mode = checks_of("--check", check), "late" if late else "early"
     spec, source, entry = kernels.resolve(target)
     with progress_bar(f"run {target}", None, quiet=as_json):
         if spec is not None:
@@ -144,13 +144,14 @@ def run(
                 backend=backend,
                 checks=checks,
                 unchecked=unchecked,
+                wanted=output_variant(spec, None),
                 mode=mode,
                 max_steps=max_steps,
             )
         else:
             kernel = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
             outcome = kernel(
-                *in_order(kernel.entry, kernel.parameters, arrays),
+                *in_order(kernel.entry, kernel.signature, arrays),
                 grid=dims("grid", grid or "1"),
                 block=dims("block", block or "32"),
                 shared_bytes=shared or 0,

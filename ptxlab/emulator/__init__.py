@@ -12,7 +12,7 @@ with `machine.binder` and held against ptxas's rules by `kinds`, in `control`, `
 load; `standstill` finds out that nothing happens any more.
 """
 
-from ptxlab.emulator.arguments import CHECKS, MAX_STEPS, MODES
+from ptxlab.emulator.arguments import CHECKS, MAX_STEPS, MODES, size_of
 from ptxlab.emulator.check import Finding
 from ptxlab.emulator.ir import Entry, Instruction, Module
 from ptxlab.emulator.launch import Result, run
@@ -34,4 +34,5 @@ __all__ = [
     "SharedAccess",
     "parse",
     "run",
+    "size_of",
 ]

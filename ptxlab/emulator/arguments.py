@@ -11,6 +11,7 @@ from ptxlab.emulator.types import Array
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.spec import MOST_BLOCKS
+from ptxlab.validate import is_integer, is_one_of
 
 CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
 MODES = ("early", "late")
@@ -40,9 +41,9 @@ def kernel_named(module: Module, name: str | None) -> Entry:
 
 def size_of(name: str, value: Size) -> tuple[int, int, int]:
     """One to three positive integers as three."""
-    sizes = (value,) if isinstance(value, int | np.integer) else tuple(value)
-    if not 1 <= len(sizes) <= 3 or any(not isinstance(s, int | np.integer) or s < 1 for s in sizes):
-        raise ArgumentError(name, "has to be one to three positive integers", value)
+    sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if not 1 <= len(sizes) <= 3 or any(not is_integer(size) or size < 1 for size in sizes):
+        raise ArgumentError(name, "one to three positive integers", repr(value))
     x, y, z = (*map(int, sizes), 1, 1)[:3]
     return x, y, z
 
@@ -65,7 +66,9 @@ def cluster_of(kernel: Entry, asked: tuple[int, int, int]) -> tuple[int, int, in
     return x, y, z
 
 
-def check_launch(kernel: Entry, grid, block, cluster, shared_bytes: int, checks: frozenset[str], mode: str) -> None:
+def check_launch(
+    kernel: Entry, grid, block, cluster, shared_bytes: int, checks: frozenset[str], mode: str, seed: int
+) -> None:
     """Refuse a launch that the kernel or any GPU would refuse."""
     if any(blocks > most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)):
         raise ArgumentError("grid", f"has at most {MOST_BLOCKS} blocks", grid)
@@ -81,12 +84,16 @@ def check_launch(kernel: Entry, grid, block, cluster, shared_bytes: int, checks:
         raise ArgumentError("cluster", f"has at most {LARGEST_CLUSTER} blocks", cluster)
     if any(g % c for g, c in zip(grid, cluster, strict=True)):
         raise ArgumentError("cluster", f"has to divide the grid {grid}", cluster)
-    if shared_bytes < 0 or kernel.dynamic_offset + shared_bytes > 227 * 1024:
-        raise ArgumentError("shared_bytes", "has to fit 227 KB with the kernel's static shared memory", shared_bytes)
+    if not is_integer(shared_bytes) or shared_bytes < 0 or kernel.dynamic_offset + shared_bytes > 227 * 1024:
+        raise ArgumentError(
+            "shared_bytes", "has to fit 227 KB with the kernel's static shared memory", repr(shared_bytes)
+        )
     if checks - CHECKS:
         raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS))}", ", ".join(sorted(checks - CHECKS)))
-    if mode not in MODES:
+    if not is_one_of(mode, MODES):
         raise ArgumentError("mode", f"is one of {', '.join(MODES)}", mode)
+    if not is_integer(seed) or seed < 0:
+        raise ArgumentError("seed", "is an integer, 0 or more", repr(seed))
 
 
 def check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:

@@ -123,7 +123,7 @@ def run(
     kernel = kernel_named(module, entry)
     sizes = size_of("grid", grid), size_of("block", block), cluster_of(kernel, size_of("cluster", cluster))
     checks = frozenset(checks)
-    check_launch(kernel, *sizes, shared_bytes, checks, mode)
+    check_launch(kernel, *sizes, shared_bytes, checks, mode, seed)
     check_arguments(kernel, args)
     most = MAX_STEPS if max_steps is None else steps_of(max_steps)
     positions = [position for position, value in enumerate(args) if array_of(value) is not None]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ptxlab.dlpack import Bits, is_bfloat16, on_host, plain
 from ptxlab.errors import ArgumentError
-from ptxlab.gpu.bfloat16 import Bits, is_bfloat16
 
 _CUDA = (2, 13)  # DLPack's device types: device memory, managed memory
 _ALIGNMENT = 16  # the widest load or store of one thread
@@ -58,21 +58,20 @@ def as_array(name: str, array: Any) -> Any:
         array: NumPy, CuPy, or anything with DLPack or `__cuda_array_interface__` (PyTorch, JAX ...). One of bfloat16
             becomes an array of its bits, uint16.
     """
-    if is_bfloat16(array):
-        array = array.view(np.uint16) if isinstance(array, np.ndarray) else Bits(array)
     if isinstance(array, np.ndarray):
-        return array
-    try:
-        if is_device_array(array):
-            import cupy
+        return plain(name, array.view(np.uint16) if is_bfloat16(array) else array)
+    if not is_device_array(array):
+        if hasattr(array, "__dlpack__") and not isinstance(array, np.generic):
+            return on_host(name, array)
+        raise ArgumentError(name, "an array: NumPy, CuPy, DLPack or __cuda_array_interface__", type(array).__name__)
+    import cupy
 
-            with caller_stream():
-                return cupy.from_dlpack(array) if hasattr(array, "__dlpack__") else cupy.asarray(array)
-        if hasattr(array, "__dlpack__"):
-            return np.from_dlpack(array)
+    try:
+        with caller_stream():
+            shared = Bits(array) if is_bfloat16(array) else array
+            return cupy.from_dlpack(shared) if hasattr(shared, "__dlpack__") else cupy.asarray(shared)
     except (BufferError, TypeError, ValueError, RuntimeError) as error:
         raise ArgumentError(name, f"an array that can be shared: {error}", type(array).__name__) from None
-    raise ArgumentError(name, "an array: NumPy, CuPy, DLPack or __cuda_array_interface__", type(array).__name__)
 
 
 def check_alignment(name: str, array: Any) -> None:

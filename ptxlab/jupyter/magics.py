@@ -7,7 +7,7 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from ptxlab import gpu, kernels, sass
-from ptxlab.arguments import parse_checks, parse_integers
+from ptxlab.arguments import checks_of, parse_integers
 from ptxlab.errors import PtxlabError
 from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.errors import in_short
@@ -62,7 +62,7 @@ class PtxlabMagics(Magics):
                 kernel=options.kernel,
                 arch=options.arch,
                 defines=parse_integers("-D", getattr(options, "define", [])),
-                checks=parse_checks("--check", options.check),
+                checks=checks_of("--check", options.check),
                 listing=options.sass,
                 before=self.reports,
             )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import sources
+from ptxlab.arguments import check_flags, check_numbers, output_variant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels import attention, dequant, gemm, quantize
 from ptxlab.kernels import load as load_family
@@ -31,6 +32,8 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
     Raises:
         ArgumentError: unknown name (the nearest ones are shown), or a source that the kernel does not have.
     """
+    if not isinstance(name, str):
+        raise ArgumentError("kernel", "a kernel's name; `ptxlab list` shows them", repr(name))
     stem, _, language = name.partition(".")
     if stem not in specs():
         if written := sources.of_kernel(stem):
@@ -69,6 +72,7 @@ def run(
     seed: int = 0,
     max_steps: int | None = None,
     out: Mapping[str, Any] | None = None,
+    out_dtype: Any = None,
     **arrays: Any,
 ) -> Outcome:
     """Run one of the project's kernels on arrays given by argument name.
@@ -76,25 +80,31 @@ def run(
     Args:
         kernel: its name, or `name.ptx` / `name.cu` to select a source.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
-        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, `divergence`.
+        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, `divergence`, or `"all"`.
         unchecked: admit values that break the value rules (to look at overflow).
         seed: orders whatever the emulator may do in any order.
         max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
         out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
+        out_dtype: of an output that no input settles: a GEMM's is by default `float16`, scaled; `int32` are its
+            accumulators, which neither scales nor bias change.
         arrays: inputs by argument name; a number gives a size (`g=64`) that no shape tells.
     """
     spec, found = find(kernel)
     given = {n: v for n, v in arrays.items() if isinstance(v, (int, float, np.number))}
-    inputs = {n: v for n, v in arrays.items() if n not in given}
+    check_numbers(spec, given)
+    check_flags(unchecked=unchecked)
+    if not isinstance(out, Mapping | None):
+        raise ArgumentError(f"{spec.name}: out", "arrays by name", type(out).__name__)
     return run_spec(
         spec,
         found[0],
-        inputs,
+        {n: v for n, v in arrays.items() if n not in given},
         sizes=given,
+        out=out,
         backend=backend,
         checks=checks,
         unchecked=unchecked,
+        wanted=output_variant(spec, out_dtype),
         seed=seed,
         max_steps=max_steps,
-        out=out,
     )

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.packed_weight import PackedWeight
+from ptxlab.validate import is_integer, shape_of
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,6 +30,10 @@ class ExpertWeights:
     buffers: Mapping[str, npt.NDArray[Any]] = field(repr=False)
 
     def __post_init__(self) -> None:
+        if not is_integer(self.E) or self.E < 1 or not isinstance(self.buffers, Mapping):
+            raise ArgumentError("E, buffers", "an integer, 1 or more, and arrays by name", f"{self.E}, {self.buffers}")
+        if scalars := [name for name, array in self.buffers.items() if not shape_of(array)]:
+            raise ArgumentError(f"buffers[{scalars[0]}]", "must be an array", type(self.buffers[scalars[0]]).__name__)
         for expert in {0, self.E - 1}:
             self.expert(expert)
 
@@ -39,7 +44,7 @@ class ExpertWeights:
 
     def expert(self, index: int) -> PackedWeight:
         """The weight of one expert, on the same memory. Raises ArgumentError if there is no such expert."""
-        if not 0 <= index < self.E:
+        if not is_integer(index) or not 0 <= index < self.E:
             raise ArgumentError("expert", f"must be in 0..{self.E - 1}", index)
         of_all = {name: array.shape[:1] for name, array in self.buffers.items()}
         if any(shape != (self.E,) for shape in of_all.values()):
@@ -61,7 +66,7 @@ def stack_experts(weights: Sequence[PackedWeight]) -> ExpertWeights:
     Raises ArgumentError: none given, something else than a PackedWeight, or one that differs from the first in layout,
     scheme, N, K or group.
     """
-    weights = list(weights)
+    weights = list(weights) if isinstance(weights, Sequence) else []
     if not weights:
         raise ArgumentError("weights", "must be one PackedWeight or more", "none")
     shared = ("layout", "scheme", "N", "K", "group")

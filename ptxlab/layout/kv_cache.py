@@ -5,6 +5,8 @@ block_table[b, t // page_size] at offset t % page_size; its *slot* is page·page
 the pool or of the table, may hold anything.
 """
 
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.layout.pages import PageView, page_bytes, require_array
 from ptxlab.quant.kv import QuantizedKV, check_channel, kv_scheme
 from ptxlab.reference.packed import F32, S32
+from ptxlab.validate import is_integer, is_one_of
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -39,7 +42,7 @@ class KVCache:
     v_channel: tuple[Any, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        if self.head_dim not in HEAD_DIMS:
+        if not is_one_of(self.head_dim, HEAD_DIMS):
             raise ArgumentError("head_dim", f"must be one of {', '.join(map(str, HEAD_DIMS))}", self.head_dim)
         size = page_bytes(self.scheme, self.page_size, self.head_dim)
         require_array("pool", self.pool, "uint8", ("pages", 2, "Hkv", size))
@@ -60,23 +63,22 @@ class KVCache:
         scheme: str = "kv4",
         k_channel: tuple[F32, F32] | None = None,
         v_channel: tuple[F32, F32] | None = None,
-        like: npt.NDArray[Any] | None = None,
+        like: Any = None,
     ) -> "KVCache":
         """Room for `batch` sequences of max_pages·page_size tokens, each page used once, of length 0.
 
-        `like` is an array of the library, NumPy (None) or CuPy, whose arrays they shall be. Raises ArgumentError for a
-        number below 1, or as the class does.
+        `like` is an array of the library, NumPy (None), CuPy or PyTorch, whose arrays they shall be, on its device.
+        Raises ArgumentError for a number below 1, or as the class does.
         """
-        like = np.empty(0) if like is None else like
         size = page_bytes(scheme, page_size, head_dim)
         for name, number in (("batch", batch), ("max_pages", max_pages), ("num_kv_heads", num_kv_heads)):
-            if number < 1:
-                raise ArgumentError(name, "must be at least 1", number)
+            if not is_integer(number) or number < 1:
+                raise ArgumentError(name, "must be an integer, at least 1", repr(number))
         pages = batch * max_pages
         return cls(
-            pool=np.zeros((pages, 2, num_kv_heads, size), np.uint8, like=like),
-            block_table=np.arange(pages, dtype=np.int32, like=like).reshape(batch, max_pages),
-            lengths=np.zeros(batch, np.int32, like=like),
+            pool=_zeros(like, "uint8", (pages, 2, num_kv_heads, size)),
+            block_table=_range(like, pages).reshape(batch, max_pages),
+            lengths=_zeros(like, "int32", (batch,)),
             page_size=page_size,
             head_dim=head_dim,
             scheme=scheme,
@@ -131,11 +133,31 @@ class KVCache:
 
     def _require_channel(self, name: str, channel: tuple[Any, Any] | None) -> None:
         by_channel = kv_scheme(self.scheme).by_channel
-        if by_channel != (isinstance(channel, tuple) and len(channel) == 2):
+        if not (isinstance(channel, tuple) and len(channel) == 2 if by_channel else channel is None):
             rule = f"must be {'(scale, zero)' if by_channel else 'None'} for {self.scheme}"
             raise ArgumentError(name, rule, type(channel).__name__ if channel is not None else None)
         for constant, array in zip(("scale", "zero"), channel or (), strict=False):
             require_array(f"{name} {constant}", array, "float32", (self.num_kv_heads, self.head_dim))
+
+
+def _zeros(like: Any, dtype: str, shape: tuple[int, ...]) -> Any:
+    """Zeros in an array of the library, and on the device, of `like`; None stands for NumPy."""
+    if hasattr(like, "new_zeros"):  # PyTorch, which calls its dtypes by the same names
+        return like.new_zeros(shape, dtype=getattr(sys.modules["torch"], dtype))
+    if like is not None and not hasattr(like, "__array_function__"):
+        raise ArgumentError("like", "must be an array of NumPy, CuPy or PyTorch", type(like).__name__)
+    try:
+        return np.zeros(shape, dtype, like=like)
+    except (MemoryError, ValueError):
+        raise ArgumentError("KVCache.empty", "must fit the memory", f"{math.prod(shape)} bytes") from None
+
+
+def _range(like: Any, stop: int) -> Any:
+    """0, 1 ... s32 [stop], likewise."""
+    if hasattr(like, "new_zeros"):
+        torch = sys.modules["torch"]
+        return torch.arange(stop, dtype=torch.int32, device=like.device)
+    return np.arange(stop, dtype=np.int32, like=like)
 
 
 def gather(cache: KVCache) -> tuple[list[QuantizedKV], list[QuantizedKV]]:
@@ -143,6 +165,8 @@ def gather(cache: KVCache) -> tuple[list[QuantizedKV], list[QuantizedKV]]:
 
     Raises ArgumentError as `KVCache.check` does.
     """
+    if not isinstance(cache, KVCache):
+        raise ArgumentError("cache", "must be a KVCache", type(cache).__name__)
     cache.check()
     keys, values = _keys_and_values(cache)
     slots = [cache.slots(b) for b in range(cache.batch)]

@@ -1,7 +1,6 @@
 """Quantised activations in one of the orders that a GEMM reads them in (`layout.activations`), with scales and sums."""
 
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any
 
 from ptxlab.errors import ArgumentError
@@ -13,6 +12,7 @@ from ptxlab.layout.activations import (
     to_swizzled_tiles,
 )
 from ptxlab.quant.activations import QuantizedActivations
+from ptxlab.validate import is_integer, is_one_of, shape_of
 
 ORDERS = ("row_major", "fragment", "tiles")
 
@@ -35,9 +35,12 @@ class PackedActivations:
     token_sum: Any = field(repr=False)
 
     def __post_init__(self) -> None:
+        for name in ("M", "K"):
+            if not is_integer(getattr(self, name)) or getattr(self, name) < 0:
+                raise ArgumentError(name, "must be an integer, 0 or more", repr(getattr(self, name)))
         shape = stored_shape(self.layout, self.M, self.K, self.rows)
         for name, expected in (("x_q", shape), ("scale", (self.M,)), ("token_sum", (self.M,))):
-            got = tuple(getattr(self, name).shape)
+            got = shape_of(getattr(self, name))
             if got != expected:
                 rule = f"shape {list(expected)} for {self.layout}, M={self.M}, K={self.K}, rows={self.rows}"
                 raise ArgumentError(name, rule, list(got))
@@ -48,14 +51,14 @@ def tile_of(layout: str, rows: int | None = None) -> tuple[int, int]:
 
     Raises ArgumentError: an unknown order, or `rows` missing, superfluous, or not a multiple of 8 in 8..256.
     """
-    if layout not in ORDERS:
+    if not is_one_of(layout, ORDERS):
         raise ArgumentError("layout", f"must be one of {', '.join(ORDERS)}", layout)
     if layout == "tiles":
-        if not isinstance(rows, Integral) or rows % 8 or not 8 <= rows <= 256:
+        if not is_integer(rows) or rows % 8 or not 8 <= rows <= 256:
             raise ArgumentError("rows", "must be a multiple of 8 in 8..256 for tiles", rows)
         return int(rows), SPAN
     fixed, span = (1, 32) if layout == "row_major" else (8, 64)
-    if rows not in (None, fixed):
+    if not is_one_of(rows, (None, fixed)):
         raise ArgumentError("rows", f"{layout} has {fixed}", rows)
     return fixed, span
 
@@ -73,6 +76,8 @@ def stored_shape(layout: str, M: int, K: int, rows: int | None = None) -> tuple[
 def pack_activations(quantized: QuantizedActivations, layout: str, rows: int | None = None) -> PackedActivations:
     """Quantised activations (NumPy or CuPy) in another order; `unpack_activations` gives them back."""
     tokens, _ = tile_of(layout, rows)
+    if not isinstance(quantized, QuantizedActivations):
+        raise ArgumentError("quantized", "must be QuantizedActivations", type(quantized).__name__)
     M, K = quantized.shape
     x_q = quantized.q
     if layout == "fragment":

@@ -12,6 +12,7 @@ from ptxlab.layout.packings import PACKINGS, Buffers, Packing, Pair, Shapes, Siz
 from ptxlab.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight, TwoLevelWeight
 from ptxlab.quant.inputs import check_protective_range
 from ptxlab.reference.packed import F32, U8
+from ptxlab.validate import is_integer, is_one_of
 
 QuantizedWeight: TypeAlias = LQQWeight | QoQWeight | QoQChannelWeight
 VERSION = 1  # of every packing together: raised when the meaning of any stored byte changes
@@ -37,15 +38,17 @@ class PackedWeight:
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        if self.version != VERSION:
+        if not is_one_of(self.version, (VERSION,)):
             raise ArgumentError("version", f"must be {VERSION}", self.version)
         shapes = buffer_shapes(self.layout, self.scheme, self.N, self.K, self.group)
         if _SCHEMES[self.scheme].zero is not None:
             check_protective_range(self.protective_range)
         elif self.protective_range != 0:
             raise ArgumentError("protective_range", f"{self.scheme} has none: must be 0", self.protective_range)
+        if not isinstance(self.buffers, Mapping):
+            raise ArgumentError("buffers", "must be arrays by name", type(self.buffers).__name__)
         if set(self.buffers) != set(shapes):
-            raise ArgumentError("buffers", f"must be {', '.join(shapes)}", ", ".join(self.buffers) or "none")
+            raise ArgumentError("buffers", f"must be {', '.join(shapes)}", ", ".join(map(str, self.buffers)) or "none")
         for name, (dtype, shape) in shapes.items():
             array = self.buffers[name]
             if not _is(array, dtype, shape):
@@ -130,6 +133,8 @@ def pack(weight: QuantizedWeight, layout: str = "row_major") -> PackedWeight:
 
 def unpack(packed: PackedWeight) -> QuantizedWeight:
     """The quantised weight that was packed, equal to it in every bit, on the device where the buffers lie."""
+    if not isinstance(packed, PackedWeight):
+        raise ArgumentError("packed", "must be a PackedWeight", type(packed).__name__)
     scheme, buffers = _SCHEMES[packed.scheme], packed.buffers
     q4, constants = PACKINGS[packed.layout].unpack(buffers, _size(packed.scheme, packed.N, packed.K, packed.group))
     if constants is None:
@@ -138,24 +143,24 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
 
 
 def _packing(layout: str) -> Packing:
-    if layout not in PACKINGS:
+    if not is_one_of(layout, PACKINGS):
         raise ArgumentError("layout", f"must be one of {', '.join(PACKINGS)}", layout)
     return PACKINGS[layout]
 
 
 def _size(scheme: str, N: int, K: int, group: int) -> Size:
-    if scheme not in _SCHEMES:
+    if not is_one_of(scheme, _SCHEMES):
         raise ArgumentError("scheme", f"must be one of {', '.join(_SCHEMES)}", scheme)
-    if N <= 0 or N % 8:
+    if not is_integer(N) or N <= 0 or N % 8:
         raise ArgumentError("weight", "N must be a positive multiple of 8", f"N={N}")
-    if K <= 0 or K % 32:
+    if not is_integer(K) or K <= 0 or K % 32:
         raise ArgumentError("weight", "K must be a positive multiple of 32", f"K={K}")
     zero = _SCHEMES[scheme].zero
     if zero is None:
-        if group != K:
+        if not is_integer(group) or group != K:
             raise ArgumentError("group", f"{scheme} has none: must be K", f"group={group}, K={K}")
         return Size(N, K, None)
-    if group not in GROUPS:
+    if not is_one_of(group, GROUPS):
         raise ArgumentError("group", f"must be one of {', '.join(map(str, GROUPS))}", group)
     if K % group:
         raise ArgumentError("weight", "K must be a multiple of the group", f"K={K}, group={group}")

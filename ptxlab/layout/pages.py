@@ -17,6 +17,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.layout.words import pack_u4, unpack_u4
 from ptxlab.quant.kv import QuantizedKV, kv_scheme
 from ptxlab.reference.packed import F16, F32, U8, as_bytes, as_words
+from ptxlab.validate import is_integer, is_one_of, shape_of
 
 PAGE_SIZES = (16, 32, 64)
 _CONSTANTS = 4  # bytes of a token's scale and zero
@@ -28,9 +29,9 @@ def page_bytes(scheme: str, page_size: int, head_dim: int) -> int:
     Raises ArgumentError: an unknown scheme or page size (with those known), or a head_dim that is no multiple of 8.
     """
     known = kv_scheme(scheme)
-    if page_size not in PAGE_SIZES:
+    if not is_one_of(page_size, PAGE_SIZES):
         raise ArgumentError("page_size", f"must be one of {', '.join(map(str, PAGE_SIZES))}", page_size)
-    if head_dim < 8 or head_dim % 8:
+    if not is_integer(head_dim) or head_dim < 8 or head_dim % 8:
         raise ArgumentError("head_dim", "must be a positive multiple of 8", head_dim)
     return page_size * (head_dim * known.bits // 8 + (0 if known.by_channel else _CONSTANTS))
 
@@ -124,11 +125,13 @@ def require_array(argument: str, array: Any, dtype: str, shape: tuple[int | str,
     size.
     """
     found = str(getattr(array, "dtype", type(array).__name__)).rpartition(".")[2]  # PyTorch says torch.uint8
-    sizes = tuple(getattr(array, "shape", ()))
+    sizes = shape_of(array)
     fits = len(sizes) == len(shape) and all(isinstance(n, str) or n == m for n, m in zip(shape, sizes, strict=True))
     if found != dtype or not fits:
         wanted = ", ".join(map(str, shape))
         raise ArgumentError(argument, f"must be {dtype} [{wanted}]", f"{found} {list(sizes)}")
+    if isinstance(array, np.ma.MaskedArray | np.matrix):
+        raise ArgumentError(argument, "must be a plain array", type(array).__name__)
     if not _is_contiguous(array):
         raise ArgumentError(argument, "C-contiguous", "another order of its axes, or gaps")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptxlab.errors import ArgumentError
+from ptxlab.validate import is_integer, is_one_of, shape_of
 
 SWIZZLES = (0, 32, 64, 128)
 TENSOR_MAP_BYTES = 128  # of the parameter
@@ -35,7 +36,7 @@ class TensorMap:
     swizzle: int = 0
 
     def __post_init__(self) -> None:
-        shape = getattr(self.array, "shape", ())
+        shape = shape_of(self.array)
         if len(shape) != 2 or 0 in shape:
             raise ArgumentError("tensor map: array", "an array of two axes, neither empty", f"shape {shape}")
         if not self.array.flags.c_contiguous:
@@ -44,11 +45,12 @@ class TensorMap:
             raise ArgumentError("tensor map: array", "integers or floats of 1, 2, 4 or 8 bytes", self.array.dtype)
         if self.pitch % _UNIT:
             raise ArgumentError("tensor map: array", "rows of a multiple of 16 bytes", f"{self.pitch} bytes")
-        if len(self.box) != 2 or not all(1 <= side <= 256 for side in self.box):
+        sides = self.box if isinstance(self.box, tuple) else ()
+        if len(sides) != 2 or not all(is_integer(side) and 1 <= side <= 256 for side in sides):
             raise ArgumentError("tensor map: box", "(rows, columns), each 1 to 256", self.box)
         if self.row_bytes % _UNIT:
             raise ArgumentError("tensor map: box", "rows of a multiple of 16 bytes", f"{self.row_bytes} bytes")
-        if self.swizzle not in SWIZZLES:
+        if not is_one_of(self.swizzle, SWIZZLES):
             raise ArgumentError("tensor map: swizzle", f"one of {', '.join(map(str, SWIZZLES))}", self.swizzle)
         if self.swizzle and self.row_bytes != self.swizzle:
             rule = f"rows as wide as the swizzle of {self.swizzle} bytes"

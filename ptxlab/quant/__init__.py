@@ -1,4 +1,8 @@
-"""Floats to integers: the quantisers, and the formats they produce."""
+"""Floats to integers: the quantisers, and the formats they produce.
+
+Quantisers take float arrays of NumPy and CuPy, and give such; those of PyTorch and whatever else shares host memory by
+DLPack, bfloat16 too, are taken as NumPy's.
+"""
 
 from ptxlab.quant.activations import QuantizedActivations, quantize_activations, token_scales
 from ptxlab.quant.inputs import GROUPS

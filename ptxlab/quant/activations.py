@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
-from ptxlab.quant.inputs import as_float32, by_strips, row_extremes, row_scales
+from ptxlab.quant.inputs import as_float32, by_strips, extremes, float_matrix, row_scales
 from ptxlab.reference.packed import F32, S8, S32
 
 
@@ -35,6 +35,7 @@ def quantize_activations(x: npt.NDArray[Any]) -> QuantizedActivations:
 
     An all-zero token has scale 1. Raises ArgumentError as `token_scales` does.
     """
+    x = float_matrix("x", x)
     scale = token_scales(x)
 
     def rounded(x: npt.NDArray[Any], scale: F32) -> tuple[S8, S32]:
@@ -48,8 +49,8 @@ def quantize_activations(x: npt.NDArray[Any]) -> QuantizedActivations:
 def token_scales(x: npt.NDArray[Any]) -> F32:
     """The scale of every token of x float [M, K], f32 [M]: max|x| / 127, and 1 for a token of zeros.
 
-    Raises ArgumentError for bad input (`inputs.row_extremes`) or a row whose scale is not a usable float32
+    Raises ArgumentError for bad input (`inputs.as_float_matrix`) or a row whose scale is not a usable float32
     (`inputs.row_scales`).
     """
-    low, high = row_extremes("x", x)
+    low, high = extremes("x", float_matrix("x", x))
     return row_scales("x", np.maximum(-low, high), 127)

@@ -7,42 +7,58 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab import reference
+from ptxlab.dlpack import on_host, plain
 from ptxlab.errors import ArgumentError
 from ptxlab.reference.packed import F32
+from ptxlab.validate import is_one_of
 
 GROUPS = (32, 64, 128)  # group sizes along K
 STRIP = 1 << 20  # elements that a quantiser works on at a time
+_HOST = 1  # DLPack's device type
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 # A subnormal scale has lost bits and is flushed to zero by some kernels; one above the maximum turns -128 into -inf.
 MIN_SCALE = np.finfo(np.float32).tiny
 MAX_SCALE = np.finfo(np.float32).max / 128
 
 
-def as_float_matrix(argument: str, x: npt.NDArray[Any]) -> F32:
-    """`x` as f32 [rows, K]; f16 and bf16 convert exactly, f64 rounds to f32. Raises what `row_extremes` raises."""
-    row_extremes(argument, x)
-    return as_float32(x)
+def as_floats(argument: str, x: Any) -> npt.NDArray[Any]:
+    """An array of floats as NumPy's or CuPy's; PyTorch's and others' on the host are shared, bfloat16 as float32.
 
-
-def row_extremes(argument: str, x: npt.NDArray[Any]) -> tuple[F32, F32]:
-    """The smallest and the largest element of each row of a float matrix [rows, K], f32 [rows] each.
-
-    Raises ArgumentError: not a NumPy-like array, not a float dtype, not two-dimensional, empty, NaN or infinity (with
-    the place of the first).
+    Raises ArgumentError: not such an array (a masked one, one on a GPU that is not CuPy's), or no float dtype.
     """
-    check_floats(argument, x)
-    if x.ndim != 2 or 0 in x.shape:
-        raise ArgumentError(argument, "must be a non-empty matrix [rows, K]", f"shape {x.shape}")
-    return extremes(argument, x)
-
-
-def check_floats(argument: str, x: npt.NDArray[Any]) -> None:
-    """Raise ArgumentError unless `x` is a NumPy-like array of a float dtype."""
-    if not hasattr(x, "__array_function__"):
-        raise ArgumentError(argument, "must be a NumPy or CuPy array", type(x).__name__)
+    if hasattr(x, "is_cuda"):  # PyTorch, which shares nothing that gradients are wanted for
+        x = x.detach()
+    is_foreign = not hasattr(x, "__array_function__")
+    if is_foreign and not (hasattr(x, "__dlpack__") and hasattr(x, "dtype") and not isinstance(x, np.generic)):
+        raise ArgumentError(argument, "must be an array of NumPy, CuPy or PyTorch", type(x).__name__)
     # By name: bfloat16 is not NumPy's own and has no dtype to compare with unless ml_dtypes is installed.
-    if x.dtype.name not in _FLOATS:
-        raise ArgumentError(argument, f"dtype must be one of {', '.join(_FLOATS)}", x.dtype)
+    name = str(x.dtype).removeprefix("torch.") if is_foreign else x.dtype.name
+    if name not in _FLOATS:
+        raise ArgumentError(argument, f"dtype must be one of {', '.join(_FLOATS)}", name)
+    if is_foreign:
+        if x.__dlpack_device__()[0] != _HOST:
+            raise ArgumentError(argument, "must be on the host (.cpu()), or a CuPy array (cupy.from_dlpack)", "a GPU's")
+        shared = on_host(argument, x)
+        return reference.from_bfloat16_bits(shared) if name == "bfloat16" else shared
+    floats: npt.NDArray[Any] = plain(argument, x) if isinstance(x, np.ndarray) else x
+    return floats
+
+
+def float_matrix(argument: str, x: Any) -> npt.NDArray[Any]:
+    """As `as_floats`, of a matrix [rows, K]; raises ArgumentError for another number of axes, or an empty one."""
+    matrix = as_floats(argument, x)
+    if matrix.ndim != 2 or 0 in matrix.shape:
+        raise ArgumentError(argument, "must be a non-empty matrix [rows, K]", f"shape {tuple(matrix.shape)}")
+    return matrix
+
+
+def as_float_matrix(argument: str, x: Any) -> F32:
+    """`x` as f32 [rows, K]; f16 and bf16 convert exactly, f64 rounds to f32. Raises ArgumentError as `float_matrix`
+    does, and for NaN or infinity, with the place of the first."""
+    x = float_matrix(argument, x)
+    extremes(argument, x)
+    return as_float32(x)
 
 
 def extremes(argument: str, x: npt.NDArray[Any]) -> tuple[F32, F32]:
@@ -102,7 +118,7 @@ def row_scales(argument: str, extent: F32, steps: int) -> F32:
 
 def check_group(argument: str, K: int, group: int) -> None:
     """Raise ArgumentError unless `group` is a known group size and divides K."""
-    if group not in GROUPS:
+    if not is_one_of(group, GROUPS):
         raise ArgumentError("group", f"must be one of {', '.join(map(str, GROUPS))}", group)
     if K % group:
         raise ArgumentError(argument, "K must be a multiple of the group", f"K={K}, group={group}")

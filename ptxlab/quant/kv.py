@@ -12,8 +12,9 @@ import numpy.typing as npt
 
 from ptxlab import reference
 from ptxlab.errors import ArgumentError
-from ptxlab.quant.inputs import MAX_SCALE, MIN_SCALE, as_float32, check_floats, extremes
+from ptxlab.quant.inputs import MAX_SCALE, MIN_SCALE, as_float32, as_floats, extremes
 from ptxlab.reference.packed import F16, F32
+from ptxlab.validate import is_one_of
 
 
 class KVScheme(NamedTuple):
@@ -105,7 +106,7 @@ def quantize_kv(x: npt.NDArray[Any], scheme: str = "kv4", channel: tuple[F32, F3
             NaN or an infinity (with the place of the first), a scale that is infinite in float16 (with its place).
     """
     known = kv_scheme(scheme)
-    _check_tokens(x)
+    x = _tokens(x)
     if known.by_channel:
         extremes("x", x)  # refuses what is not finite
         channel = calibrate_kv(x, scheme) if channel is None else channel
@@ -135,7 +136,7 @@ def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
     known = kv_scheme(scheme)
     if not known.by_channel:
         raise ArgumentError("scheme", "must be one by channel", scheme)
-    _check_tokens(x)
+    x = _tokens(x)
     if x.size == 0:
         raise ArgumentError("x", "must have a token to calibrate on", f"shape {x.shape}")
     heads, D = x.shape[-2:]
@@ -154,7 +155,7 @@ def calibrate_kv(x: npt.NDArray[Any], scheme: str) -> tuple[F32, F32]:
 
 def kv_scheme(scheme: str) -> KVScheme:
     """The scheme of that name. Raises ArgumentError, with those known, if there is none."""
-    if scheme not in KV_SCHEMES:
+    if not is_one_of(scheme, KV_SCHEMES):
         raise ArgumentError("scheme", f"must be one of {', '.join(KV_SCHEMES)}", scheme)
     return KV_SCHEMES[scheme]
 
@@ -179,10 +180,12 @@ def check_channel(argument: str, scheme: str, channel: Any, shape: tuple[int, ..
         raise ArgumentError(f"{argument} zero", rule, f"channel {place} has {float(zero[tuple(place)]):g}")
 
 
-def _check_tokens(x: npt.NDArray[Any]) -> None:
-    check_floats("x", x)
-    if x.ndim < 3 or 0 in x.shape[-2:]:
-        raise ArgumentError("x", "must be [..., tokens, heads, D] with heads and dims", f"shape {x.shape}")
+def _tokens(x: Any) -> npt.NDArray[Any]:
+    """Floats [..., tokens, heads, D] of NumPy or CuPy."""
+    floats = as_floats("x", x)
+    if floats.ndim < 3 or 0 in floats.shape[-2:]:
+        raise ArgumentError("x", "must be [..., tokens, heads, D] with heads and dims", f"shape {tuple(floats.shape)}")
+    return floats
 
 
 def _token_scales(low: F32, high: F32, known: KVScheme) -> F16:

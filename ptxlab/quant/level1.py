@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
-from ptxlab.quant.inputs import as_float32, by_strips, check_protective_range, row_extremes, row_scales
+from ptxlab.quant.inputs import as_float32, by_strips, check_protective_range, extremes, float_matrix, row_scales
 from ptxlab.reference.packed import F32, S8
 
 PROTECTIVE_RANGE = 119  # rounding at level 2 adds up to s1/2 = 8, and 119 + 8 is the largest s8
@@ -35,11 +35,12 @@ class Level1Weight:
 def quantize_level1(w: npt.NDArray[Any], protective_range: int = PROTECTIVE_RANGE) -> Level1Weight:
     """Quantise w float [N, K] symmetrically per row: s0 = max|w| / range, q8 = round(w / s0), ties to even.
 
-    An all-zero row has scale 1. Raises ArgumentError for bad input (`inputs.row_extremes`), a range outside 1..127,
+    An all-zero row has scale 1. Raises ArgumentError for bad input (`inputs.as_float_matrix`), a range outside 1..127,
     or a row so small or so large that s0 is not a usable float32 (`inputs.row_scales`).
     """
     check_protective_range(protective_range)
-    low, high = row_extremes("w", w)
+    w = float_matrix("w", w)
+    low, high = extremes("w", w)
     scale = row_scales("w", np.maximum(-low, high), protective_range)
 
     def rounded(w: npt.NDArray[Any], scale: F32) -> tuple[S8]:

@@ -17,6 +17,7 @@ from ptxlab.quant.inputs import by_strips, check_group
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.quant.two_level import TwoLevelWeight
 from ptxlab.reference.packed import F32, S8, S32, U8
+from ptxlab.validate import is_one_of
 
 Rounding = Literal["nearest", "ceiling", "search"]
 MAX_GROUP_SCALE = 16  # what kernels admit; 15·16 = 240 spans every group up to range 120, beyond that the top clips
@@ -55,7 +56,7 @@ def quantize_lqq(
     group's squared error. Raises ArgumentError as `quantize_level1` does, for an unknown group or a K that is not a
     multiple of it, and for an unknown rounding.
     """
-    if rounding not in get_args(Rounding):
+    if not is_one_of(rounding, get_args(Rounding)):
         raise ArgumentError("rounding", f"must be one of {', '.join(get_args(Rounding))}", rounding)
     level1 = quantize_level1(w, protective_range)
     check_group("w", level1.shape[1], group)

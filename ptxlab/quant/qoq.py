@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
-from ptxlab.quant.inputs import as_float32, by_strips, check_group, row_extremes, row_scales
+from ptxlab.quant.inputs import as_float32, by_strips, check_group, extremes, float_matrix, row_scales
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.quant.two_level import TwoLevelWeight
 from ptxlab.reference.packed import F32, S8, S32, U8
@@ -95,7 +95,8 @@ def quantize_qoq_channel(w: npt.NDArray[Any]) -> QoQChannelWeight:
 
     An all-zero row has scale 1. Raises ArgumentError as `quantize_level1` does.
     """
-    low, high = row_extremes("w", w)
+    w = float_matrix("w", w)
+    low, high = extremes("w", w)
     low, high = np.minimum(low, 0), np.maximum(high, 0)
     with np.errstate(over="ignore"):  # an infinite extent is refused as a scale
         scale = row_scales("w", high - low, 15)

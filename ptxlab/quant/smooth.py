@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import ArgumentError
-from ptxlab.quant.inputs import as_float_matrix, check_floats, extremes, row_extremes
+from ptxlab.quant.inputs import as_float_matrix, as_floats, extremes, float_matrix
 from ptxlab.reference.packed import F32
 
 
@@ -56,11 +56,12 @@ def smooth_attention(
         ArgumentError: shapes that do not fit together, a NaN or an infinity (with the place of the first), a negative
             maximum, alpha outside 0..1, or a result beyond its dtype.
     """
-    if not 0 <= alpha <= 1:
-        raise ArgumentError("alpha", "must lie in 0..1", alpha)
-    if head_dim < 2 or head_dim % 2:
-        raise ArgumentError("head_dim", "must be a positive even number", head_dim)
+    if not isinstance(alpha, (int, float, np.number)) or not 0 <= alpha <= 1:
+        raise ArgumentError("alpha", "must lie in 0..1", repr(alpha))
+    if not isinstance(head_dim, (int, np.integer)) or head_dim < 2 or head_dim % 2:
+        raise ArgumentError("head_dim", "must be a positive even number", repr(head_dim))
     peaks = as_float_matrix("keys_max", keys_max)
+    w_k, w_q = float_matrix("w_k", w_k), float_matrix("w_q", w_q)
     Hkv, Hq = _heads("w_k", w_k, head_dim), _heads("w_q", w_q, head_dim)
     if peaks.shape != (Hkv, head_dim):
         raise ArgumentError("keys_max", f"must be [{Hkv}, {head_dim}] as w_k is", f"shape {peaks.shape}")
@@ -89,14 +90,14 @@ def _factor(peaks: F32, alpha: float) -> npt.NDArray[np.float64]:
 
 
 def _heads(argument: str, w: npt.NDArray[Any], head_dim: int) -> int:
-    row_extremes(argument, w)  # refuses what is no finite matrix
+    extremes(argument, w)  # refuses what is not finite
     if len(w) % head_dim:
         raise ArgumentError(argument, f"must have a multiple of head_dim {head_dim} rows", len(w))
     return len(w) // head_dim
 
 
 def _scaled_bias(argument: str, bias: npt.NDArray[Any], factor: npt.NDArray[np.float64]) -> npt.NDArray[Any]:
-    check_floats(argument, bias)
+    bias = as_floats(argument, bias)
     if bias.shape != factor.shape:
         raise ArgumentError(argument, f"must be [{factor.size}]", f"shape {bias.shape}")
     extremes(argument, bias)

@@ -242,7 +242,12 @@ def test_the_weights_leave_with_the_token_sum() -> None:
         inputs = spec.pack(logical)
         inputs["x_sum"] += np.arange(5, dtype=np.int32)
         config = {**spec.config_for({"M": 5, "N": 40, "K": 256, "g": 128}), "SIGNED": 0}
-        outcome = run_spec(spec, SOURCES[spec.name], inputs, sizes={"g": 128}, backend="emulator", config=config)
+        options = {"sizes": {"g": 128}, "backend": "emulator", "config": config}
+        with pytest.raises(
+            ArgumentError, match=rf"^{spec.name}: x_sum: the sum of token 1 over K is -?\d+ \(got x_sum\[1\]"
+        ):
+            run_spec(spec, SOURCES[spec.name], inputs, **options)
+        outcome = run_spec(spec, SOURCES[spec.name], inputs, unchecked=True, **options)
         assert np.array_equal(outcome.outputs["y"], spec.reference(**logical) - 128 * np.arange(5)[:, None])
 
 

@@ -114,7 +114,7 @@ def test_an_empty_cache(scheme):
 @pytest.mark.parametrize("name", ["batch", "max_pages", "num_kv_heads"])
 def test_refuses_an_empty_cache_of_nothing(name):
     sizes = {"batch": 1, "max_pages": 1, "num_kv_heads": 1} | {name: 0}
-    with pytest.raises(ArgumentError, match=rf"{name}: must be at least 1 \(got 0\)"):
+    with pytest.raises(ArgumentError, match=rf"{name}: must be an integer, at least 1 \(got 0\)"):
         KVCache.empty(**sizes, head_dim=64)
 
 

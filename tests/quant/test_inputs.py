@@ -47,7 +47,7 @@ BAD = {
         r"dtype must be one of float16, bfloat16, float32, float64 \(got int32\)",
     ),
     "complex": (weights().astype(np.complex64), "dtype must be one of"),
-    "list": ([[1.0, 2.0]], r"must be a NumPy or CuPy array \(got list\)"),
+    "list": ([[1.0, 2.0]], r"must be an array of NumPy, CuPy or PyTorch \(got list\)"),
     "scale underflows": (weights() * np.float32(1e-44), r"row scales must lie in .* row 0 has"),
     "scale is subnormal": (np.full((2, 256), 1e-37, np.float32) * [[1e9], [1]], "row 1 has"),
     "scale too large": (np.full((2, 256), 3.4e38, np.float32) * np.array([[-1], [1]]), "row 0 has"),

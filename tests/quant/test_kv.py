@@ -233,7 +233,7 @@ REFUSED = {
     "matrix": (tokens()[0], r"x: must be \[..., tokens, heads, D\] with heads and dims \(got shape \(2, 16\)\)"),
     "no dims": (tokens()[:, :, :0], "with heads and dims"),
     "integers": (np.ones((1, 1, 8), np.int8), "dtype must be one of float16, bfloat16, float32, float64"),
-    "list": ([[[1.0]]], r"must be a NumPy or CuPy array \(got list\)"),
+    "list": ([[[1.0]]], r"must be an array of NumPy, CuPy or PyTorch \(got list\)"),
 }
 
 

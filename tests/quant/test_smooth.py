@@ -133,7 +133,7 @@ GOOD = {"w_q": W, "w_k": W, "keys_max": PEAKS, "head_dim": 4}
         ({"w_k": W.astype(int)}, "w_k: dtype must be one of"),
         ({"b_q": W[:7, 0]}, r"b_q: must be \[8\] \(got shape \(7,\)\)"),
         ({"b_k": W[:, 0] * np.float32(np.nan)}, r"b_k: must be finite .*b_k\[0\] is nan"),
-        ({"b_k": [1.0] * 8}, "b_k: must be a NumPy or CuPy array"),
+        ({"b_k": [1.0] * 8}, "b_k: must be an array of NumPy, CuPy or PyTorch"),
         (
             {"w_q": W.astype(np.float16) * np.float16(60000), "keys_max": PEAKS * 4},
             r"w_q: must stay finite in float16 when smoothed \(got an overflow at w_q\[0, 0\]\)",

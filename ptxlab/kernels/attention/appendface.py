@@ -15,6 +15,7 @@ from ptxlab.plan import Plan
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.runtime import run_spec
 from ptxlab.sources import of_kernel
+from ptxlab.validate import shape_of
 
 FACE = "append_kv4"
 _MOST_PLANS = 4096  # that are remembered
@@ -107,7 +108,7 @@ def _checked(k: Any, v: Any, cache: Any, slots: Any, rope: Any) -> _Call:
     """The call; raises ArgumentError for what does not fit together."""
     if not isinstance(cache, KVCache):
         raise ArgumentError(f"{FACE}: cache", "must be a KVCache", type(cache).__name__)
-    shape, known = tuple(getattr(k, "shape", ())), KV_SCHEMES[cache.scheme]
+    shape, known = shape_of(k), KV_SCHEMES[cache.scheme]
     H, D = cache.num_kv_heads, cache.head_dim
     if len(shape) != 3 or shape[1:] != (H, D):
         raise ArgumentError(f"{FACE}: k", f"must be [T, {H}, {D}] for this cache", f"shape {list(shape)}")

@@ -13,6 +13,7 @@ from ptxlab.kernels.gemm.call import check_how, dtype_of
 from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.spec import Arrays
+from ptxlab.validate import shape_of
 
 FACE = "attention_kv4"
 MOST_TOKENS, MOST_RATIO = 8, 16  # queries of a sequence; query heads of a kv head
@@ -100,7 +101,7 @@ def checked(
     """The arguments of `attention_kv4` as a call; raises ArgumentError for what does not fit together."""
     if not isinstance(cache, KVCache):
         raise ArgumentError(f"{FACE}: cache", "must be a KVCache", type(cache).__name__)
-    shape, dtype = tuple(getattr(q, "shape", ())), dtype_of(q)
+    shape, dtype = shape_of(q), dtype_of(q)
     _check_queries(shape, dtype, cache)
     check_how(FACE, backend, programmatic)
     for name, flag in (("return_lse", return_lse), ("check", check)):

@@ -11,6 +11,7 @@ from ptxlab.kernels.attention import ladder, sm80, sm90
 from ptxlab.kernels.attention.call import FACE, MOST_RATIO, MOST_TOKENS, Call
 from ptxlab.kernels.gemm.device import Scratch
 from ptxlab.spec import KernelSpec, Sizes
+from ptxlab.validate import is_one_of
 
 _RESIDENT = 2  # blocks per SM, at most, of the kernels that share work out over blocks
 
@@ -97,7 +98,7 @@ def choose(kernel: Any, *, backend: str | None, programmatic: bool = False) -> S
         ArgumentError: an unknown kernel, or one that does not wait.
         UnavailableError: it does not run on this GPU; names those that would.
     """
-    if kernel not in (*(step.spec.name for step in STEPS), None):
+    if not is_one_of(kernel, (*(step.spec.name for step in STEPS), None)):
         raise ArgumentError(f"{FACE}: kernel", f"must be one of {_names(STEPS)}", kernel)
     asked = [step for step in STEPS if kernel in (None, step.spec.name)]
     here = [step for step in asked if why_not(step) is None]

@@ -3,11 +3,16 @@
 from functools import cache
 from typing import Any, NamedTuple
 
+from ptxlab import gpu
+from ptxlab.arguments import require_on_host
+from ptxlab.backends import BACKENDS
+from ptxlab.dtypes import name_of
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm.common import DTYPES
+from ptxlab.kernels.gemm.common import DTYPES, sums_agree
 from ptxlab.layout import PackedActivations, PackedWeight
+from ptxlab.layout.packed_activations import unpack_activations
 from ptxlab.quant import PROTECTIVE_RANGE
-from ptxlab.runtime import BACKENDS
+from ptxlab.validate import is_one_of, shape_of
 
 
 class Call(NamedTuple):
@@ -70,7 +75,7 @@ class Opened(NamedTuple):
 def opened(face: str, x_q: Any, x_scale: Any, x_sum: Any) -> Opened:
     """What was given as activations; raises ArgumentError for a scale or sum beside PackedActivations."""
     if not isinstance(x_q, PackedActivations):
-        return Opened(x_q, x_scale, x_sum, "row_major", 1, tuple(getattr(x_q, "shape", ())))
+        return Opened(x_q, x_scale, x_sum, "row_major", 1, shape_of(x_q))
     if x_scale is not None or x_sum is not None:
         name = "x_scale" if x_scale is not None else "x_sum"
         raise ArgumentError(f"{face}: {name}", "must be None: PackedActivations have theirs", "another")
@@ -79,20 +84,21 @@ def opened(face: str, x_q: Any, x_scale: Any, x_sum: Any) -> Opened:
 
 def output_dtype(face: str, out_dtype: Any, out: Any, x_scale: Any) -> str:
     """The output's dtype by name; raises ArgumentError for one that there is not, or that lacks a scale."""
-    dtype, source = out_dtype, "out_dtype"
-    if dtype is None:
+    if out_dtype is not None:
+        dtype, source = name_of(out_dtype), "out_dtype"
+    else:
         dtype, source = ("float16" if out is None else dtype_of(out)), "out"
     if dtype not in DTYPES:
         rule = f"{'dtype ' if source == 'out' else ''}must be one of {', '.join(DTYPES)}"
         raise ArgumentError(f"{face}: {source}", rule, dtype)
     if x_scale is None and dtype != "int32":
         raise ArgumentError(f"{face}: x_scale", "must be given unless the output is int32", "nothing")
-    return str(dtype)
+    return dtype
 
 
 def check_how(face: str, backend: Any, programmatic: Any) -> None:
     """Raise ArgumentError for a backend that there is not, or a flag that is none."""
-    if backend not in (*BACKENDS, None):
+    if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     if not isinstance(programmatic, bool):
         raise ArgumentError(f"{face}: programmatic", "must be True or False", repr(programmatic))
@@ -113,6 +119,18 @@ def arrays(call: Call, x_shape: tuple[int, ...], takes_sum: bool) -> list[tuple[
     return wanted
 
 
+def check_sums(call: Call) -> None:
+    """Raise ArgumentError for the first token sum, given on the host, that is not that of its activations."""
+    if call.x_sum is None:
+        return
+    sums = require_on_host("gemm_w4a8: x_sum", call.x_sum, "int32", (call.M,))
+    x_q = gpu.as_array("gemm_w4a8: x_q", call.x_q)
+    packed = PackedActivations(
+        layout=call.order, M=call.M, K=call.weight.K, rows=call.rows, x_q=x_q, scale=sums, token_sum=sums
+    )
+    sums_agree("gemm_w4a8", {"x": unpack_activations(packed).q if call.M else x_q, "x_sum": sums})
+
+
 def dtype_of(array: Any) -> str:
     """The name of an array's dtype in any library; uint16 are bits of bfloat16."""
     return _named(getattr(array, "dtype", type(array).__name__))
@@ -120,5 +138,5 @@ def dtype_of(array: Any) -> str:
 
 @cache
 def _named(dtype: Any) -> str:
-    name = str(dtype).removeprefix("torch.")
+    name = name_of(dtype)
     return "bfloat16" if name == "uint16" else name

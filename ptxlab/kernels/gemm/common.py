@@ -9,6 +9,7 @@ import numpy as np
 
 from ptxlab import quant, reference
 from ptxlab.dtypes import ByVariant
+from ptxlab.errors import ArgumentError
 from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes
 
 Tile = TypeVar("Tile")
@@ -123,6 +124,18 @@ def example_channel(rng: np.random.Generator, *, M: int, N: int, K: int) -> Arra
     """A per-channel QoQ weight of random numbers, and random activations."""
     weight = quant.quantize_qoq_channel(rng.standard_normal((N, K), dtype=np.float32))
     return {"weight": weight, **activations(rng, M, N, K)}
+
+
+def sums_agree(label: str, arrays: Arrays) -> None:
+    """Raise ArgumentError for the first token sum x_sum s32 [M] that is not that of x s8 [M, K], in row-major order."""
+    if "x_sum" not in arrays or arrays["x"].ndim != 2:
+        return
+    expected, given = arrays["x"].sum(axis=1, dtype=np.int32), arrays["x_sum"]
+    wrong = expected != given
+    if wrong.any():
+        token = int(wrong.argmax())
+        rule = f"the sum of token {token} over K is {expected[token]}"
+        raise ArgumentError(f"{label}: x_sum", rule, f"x_sum[{token}] = {given[token]}")
 
 
 def epilogue(logical: Arrays) -> Arrays:

@@ -8,7 +8,7 @@ from ptxlab import gpu
 from ptxlab.arguments import require_on_host
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
-from ptxlab.kernels.gemm.call import Call, arrays, checked
+from ptxlab.kernels.gemm.call import Call, arrays, check_sums, checked
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.kernels.gemm.device import Workspace, on_gpu
 from ptxlab.layout import PackedWeight
@@ -25,7 +25,7 @@ def gemm_w4a8(
     x_sum: Any = None,
     bias: Any = None,
     out: Any = None,
-    out_dtype: str | None = None,
+    out_dtype: Any = None,
     kernel: str | None = None,
     backend: str | None = None,
     workspace: Workspace | None = None,
@@ -45,11 +45,13 @@ def gemm_w4a8(
         x_scale: f32 [M]; may be left out for int32 output.
         weight: packed; where the activations are, on the host or on the GPU (`ptxlab.to_device`).
         x_sum: s32 [M], sum of x_q over K, for per-channel weights, where it is computed if it is not given; and for
-            `strips`, where the kernel needs fewer instructions with it.
+            `strips`, where the kernel needs fewer instructions with it. Another sum is refused on the host; on the GPU
+            nobody looks, and the result is wrong.
         bias: f32 [N] or None.
         out: [M, N] to write into; it is what is returned.
-        out_dtype: `float16`, `bfloat16`, `float32`, or `int32` for the accumulators; by default that of `out`, else
-            float16. NumPy and CuPy have no bfloat16: they get its bits, uint16.
+        out_dtype: `float16`, `bfloat16`, `float32`, or `int32` for the accumulators, not scaled and without bias;
+            by name, or as a dtype of NumPy, PyTorch or JAX; by default that of `out`, else float16. NumPy and CuPy have
+            no bfloat16: they get its bits, uint16.
         kernel: one of the kernels by name; by default, of those that take this weight and run here, the one that suits
             the sizes best.
         backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
@@ -99,6 +101,7 @@ def _on_host(call: Call, backend: str | None) -> Any:
     ):
         require_on_host(label, array, dtype, shape, written=name == "y")
         given[name] = array
+    check_sums(call)
     out = {"y": given.pop("y")} if "y" in given else {}
     inputs = given | {name: weight.buffers[buffer] for name, buffer in step.buffers}
     if any(gpu.is_device_array(array) for array in weight.buffers.values()):

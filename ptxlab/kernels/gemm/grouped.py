@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from ptxlab import layout, quant
-from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, activations, examples, gemm
+from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, activations, examples, gemm, sums_agree
 from ptxlab.kernels.gemm.strips_tiles import (
     BMS,
     COSTS,
@@ -140,7 +140,7 @@ def _by_expert(args: Mapping[str, Arg]) -> tuple[Arg, ...]:
     """The arguments behind the activations: of each expert a bias, and how many experts there are."""
     return (
         args["x_scale"],
-        Arg("x_sum", "int32", ("M",), optional=True),
+        Arg("x_sum", "int32", ("M",), optional=True, absent="SIGNED"),
         Arg("bias", "float32", ("E", "N"), optional=True),
         *(args[name] for name in ("y", "M", "N", "K")),
         Arg("E", "int32", role="scalar"),
@@ -172,6 +172,7 @@ GROUPED = KernelSpec(
     example=_example,
     pack=_pack,
     reference=_reference,
+    agree=sums_agree,
     arch="sm_90a",
     exact_arch=True,
     example_sizes=examples("MNKEg", (1, 8, 128, 1, 128), (9, 40, 192, 4, 64), (70, 200, 160, 3, 32)),

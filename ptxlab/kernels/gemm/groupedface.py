@@ -8,7 +8,7 @@ from ptxlab import gpu
 from ptxlab.arguments import require_on_host
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm.call import check_how, opened, output_dtype
-from ptxlab.kernels.gemm.common import DTYPES
+from ptxlab.kernels.gemm.common import DTYPES, sums_agree
 from ptxlab.kernels.gemm.device import refuse_in_capture
 from ptxlab.kernels.gemm.grouped import GROUPED, LAYOUT
 from ptxlab.kernels.gemm.strips import SCHEMES
@@ -32,7 +32,7 @@ def gemm_w4a8_grouped(
     x_sum: Any = None,
     bias: Any = None,
     out: Any = None,
-    out_dtype: str | None = None,
+    out_dtype: Any = None,
     backend: str | None = None,
     programmatic: bool = False,
 ) -> Any:
@@ -48,7 +48,7 @@ def gemm_w4a8_grouped(
         weights: E weights in `strips`, from `stack_experts`, where the activations are (`ptxlab.to_device`).
         offsets: s32 [E+1], where each expert's rows begin: 0 first, M last, never falling. Looked at on the host only:
             on a GPU wrong ones leave rows unwritten, or have it read or write beyond the arrays.
-        x_sum: s32 [M], sum of x_q over K; with it the kernel needs fewer instructions.
+        x_sum: s32 [M], sum of x_q over K; with it the kernel needs fewer instructions. Checked on the host alone.
         bias: f32 [E, N] or None.
         out: [M, N] to write into; it is what is returned.
         out_dtype: as of `gemm_w4a8`.
@@ -134,8 +134,10 @@ def _checked(
 
 def _on_host(call: _Call, backend: str | None) -> Any:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
+    arrays = {}
     for name, (label, dtype, shape) in call.wanted().items():
-        require_on_host(label, call.given[name], dtype, shape, written=name == "y")
+        arrays[name] = require_on_host(label, call.given[name], dtype, shape, written=name == "y")
+    sums_agree(FACE, arrays)
     if any(gpu.is_device_array(array) for array in call.weights.buffers.values()):
         raise ArgumentError(f"{FACE}: weights", "must be on the host, as x_q is", "ones on the GPU")
     inputs = {name: array for name, array in call.given.items() if name != "y"} | _buffers(call.weights)

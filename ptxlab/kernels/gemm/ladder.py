@@ -9,6 +9,7 @@ from ptxlab.kernels.gemm import sm80, sm90, strips
 from ptxlab.kernels.gemm.common import Step
 from ptxlab.layout import PackedWeight
 from ptxlab.spec import KernelSpec, Sizes
+from ptxlab.validate import is_one_of
 
 LADDER: tuple[Step, ...] = (*sm80.STEPS, *sm90.STEPS, *strips.STEPS)
 _FEW_TOKENS = 16
@@ -46,7 +47,7 @@ def choose(
             to take does not wait.
         UnavailableError: those that take them do not run on this GPU; names those that would.
     """
-    if kernel not in (*(step.spec.name for step in LADDER), None):
+    if not is_one_of(kernel, (*(step.spec.name for step in LADDER), None)):
         raise ArgumentError("gemm_w4a8: kernel", f"must be one of {_names(LADDER)}", kernel)
     taking = _that_take([step for step in LADDER if kernel in (None, step.spec.name)], weight, order)
     here = [step for step in taking if why_not(step) is None]

@@ -21,6 +21,7 @@ from ptxlab.kernels.gemm.common import (
     examples,
     gemm,
     gemm_channel,
+    sums_agree,
     tile_for,
 )
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
@@ -139,6 +140,7 @@ CHANNEL = KernelSpec(
     example=example_channel,
     pack=_pack_channel,
     reference=gemm_channel,
+    agree=sums_agree,
     arch="sm_80",
     example_sizes=examples("MNK", (1, 8, 32), (5, 40, 256), (17, 72, 224)),
 )

@@ -18,6 +18,7 @@ from ptxlab.kernels.gemm.common import (
     example_lqq,
     examples,
     gemm,
+    sums_agree,
 )
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
@@ -83,7 +84,7 @@ def _spec(name: str, summary: str, box: str, **fields: Any) -> KernelSpec:
             Arg("w_scale", "float32", ("N",)),
             Arg("x", "int8", ("M", "K"), "tma", box=(box, "128"), swizzle=128),
             X_SCALE,
-            Arg("x_sum", "int32", ("M",), optional=True),
+            Arg("x_sum", "int32", ("M",), optional=True, absent="SIGNED"),
             *AFTER_SCALE,
         ),
         operations="2*M*N*K",
@@ -92,6 +93,7 @@ def _spec(name: str, summary: str, box: str, **fields: Any) -> KernelSpec:
         reference=gemm,
         arch="sm_90a",
         exact_arch=True,
+        agree=sums_agree,
         after_wait=("x", "x_scale", "x_sum"),
         **fields,
     )

@@ -6,14 +6,16 @@ import numpy as np
 
 from ptxlab import gpu, quant, reference
 from ptxlab.arguments import require_on_host
+from ptxlab.backends import BACKENDS
 from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.quantize.specs import DTYPES, QUANTIZE
 from ptxlab.layout import PackedActivations
 from ptxlab.layout.packed_activations import stored_shape, tile_of
 from ptxlab.plan import Plan
-from ptxlab.runtime import BACKENDS, run_spec
+from ptxlab.runtime import run_spec
 from ptxlab.sources import of_kernel
+from ptxlab.validate import is_one_of, shape_of
 
 _MOST_SHAPES = 4096  # that are remembered
 _plans: dict[tuple[Any, ...], Plan] = {}
@@ -48,10 +50,10 @@ def quantize_activations(
         UnavailableError: no GPU backend here, or one below sm_80.
     """
     tokens, span = tile_of(layout, rows)
-    shape = tuple(getattr(x, "shape", ()))
+    shape = shape_of(x)
     if len(shape) != 2:
         raise ArgumentError("quantize_activations: x", "must be a matrix [M, K]", f"shape {shape}")
-    if backend not in (*BACKENDS, None):
+    if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     M, K = shape
     wanted = (M, K, layout, tokens)

@@ -1,4 +1,4 @@
-"""bfloat16 between libraries that have it (PyTorch, JAX) and those that do not (NumPy, CuPy): as its bits, uint16.
+"""Arrays of other libraries as NumPy's, on the same memory; bfloat16, which NumPy and CuPy lack, as its bits, uint16.
 
 DLPack describes an array by a struct in a capsule, and the kind of its elements is one byte of it: exchanging that byte
 renames the elements without a copy, in either direction, for every library alike.
@@ -6,6 +6,10 @@ renames the elements without a copy, in either direction, for every library alik
 
 import ctypes
 from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
 
 _UNSIGNED, _BFLOAT = 1, 4  # DLDataTypeCode
 _CODE = 20  # where DLTensor has dtype.code: behind data (8 bytes), device (4 + 4), ndim (4)
@@ -15,6 +19,22 @@ _TENSOR = {b"dltensor": 0, b"dltensor_versioned": 32}  # where the two kinds of 
 def is_bfloat16(array: Any) -> bool:
     """Whether an array of any library holds bfloat16."""
     return str(getattr(array, "dtype", "")).endswith("bfloat16")
+
+
+def plain(name: str, array: np.ndarray) -> np.ndarray:
+    """A NumPy array without what a subclass adds, np.matrix's two axes for ever; ArgumentError if that is a mask."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(name, "an array without a mask, which would be lost (.filled() has none)", "a masked array")
+    return np.asarray(array)
+
+
+def on_host(name: str, array: Any) -> np.ndarray:
+    """An array in host memory as NumPy's, bfloat16 as its bits; ArgumentError if DLPack does not share it."""
+    try:
+        return np.from_dlpack(Bits(array) if is_bfloat16(array) else array)
+    except (BufferError, TypeError, ValueError, RuntimeError) as error:
+        said = str(error).partition("\n")[0]
+        raise ArgumentError(name, f"an array that can be shared: {said}", type(array).__name__) from None
 
 
 class Bits:

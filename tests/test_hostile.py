@@ -1,0 +1,122 @@
+"""Whatever a public function is given, it works or says in one line what is wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import ptxlab
+from ptxlab import layout, quant
+from ptxlab.errors import ArgumentError, PtxlabError
+from ptxlab.layout.tensor_map import TensorMap
+
+W = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
+X = np.random.default_rng(1).integers(-128, 128, (5, 256), dtype=np.int8)
+SUMS, SCALE = X.sum(axis=1, dtype=np.int32), np.full(5, 0.01, np.float32)
+LQQ, CHANNEL = quant.quantize_lqq(W), quant.quantize_qoq_channel(W)
+PACKED = {name: ptxlab.pack(LQQ, name) for name in ("dual_mma", "strips")}
+PER_CHANNEL = ptxlab.pack(CHANNEL, "qserve")
+EXPERTS = ptxlab.stack_experts([PACKED["strips"]] * 2)
+CACHE = ptxlab.KVCache.empty(2, 2, 1, 64, page_size=16)
+KEYS = W.reshape(4, 64, 64)[:, :2]
+
+THINGS: tuple[Any, ...] = (
+    None, 1.5, -1, 0, True, "x", "", b"x", [], [1.0], {}, (), object(), np.float32(1), np.nan, float("inf"), 2**70,
+    np.zeros(0, np.float32), np.zeros((0, 0), np.float32), np.array(1.0), np.zeros(3, object), np.array(["a"]),
+    np.zeros((2, 3, 4, 5), np.float32), np.zeros(4, ">f4"), np.zeros(4, "M8[s]"), np.arange(8), complex(1, 2), np,
+    np.ma.masked_less(W, 0), W[:, ::2], W.astype(">f4"), X[:, :0],
+)  # fmt: skip
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "lqq": (quant.quantize_lqq, {"w": W, "group": 64, "protective_range": 119, "rounding": "nearest"}),
+    "qoq_channel": (quant.quantize_qoq_channel, {"w": W}),
+    "int4": (quant.quantize_int4, {"w": W, "group": 64}),
+    "kv": (quant.quantize_kv, {"x": KEYS, "scheme": "kv4_channel", "channel": None}),
+    "smooth": (quant.smooth_attention, {"w_q": W, "w_k": W, "keys_max": np.ones((1, 64)), "head_dim": 64, "alpha": 1}),
+    "pack": (ptxlab.pack, {"weight": LQQ, "layout": "strips"}),
+    "unpack": (layout.unpack, {"packed": PACKED["strips"]}),
+    "stack": (ptxlab.stack_experts, {"weights": [PACKED["strips"]]}),
+    "to_device": (ptxlab.to_device, {"packed": 1}),
+    "empty": (ptxlab.KVCache.empty, {"batch": 1, "max_pages": 1, "num_kv_heads": 1, "head_dim": 64, "scheme": "kv4",
+                                     "k_channel": None, "like": None}),
+    "cache": (ptxlab.KVCache, {"pool": CACHE.pool, "block_table": CACHE.block_table, "lengths": CACHE.lengths,
+                               "page_size": 16, "head_dim": 64, "scheme": "kv4", "v_channel": None}),
+    "gather": (layout.gather, {"cache": CACHE}),
+    "activations": (ptxlab.PackedActivations, {"layout": "row_major", "M": 5, "K": 256, "rows": 1, "x_q": X,
+                                               "scale": SCALE, "token_sum": SUMS}),
+    "weight": (ptxlab.PackedWeight, {**vars(PACKED["dual_mma"])}),
+    "experts": (ptxlab.ExpertWeights, {**vars(EXPERTS)}),
+    "tensor map": (TensorMap, {"array": np.zeros((16, 128), np.int8), "box": (8, 128), "swizzle": 128}),
+    "find": (ptxlab.find, {"name": "dequant_lqq"}),
+    "gemm": (ptxlab.gemm_w4a8, {"x_q": None, "x_scale": SCALE, "weight": PER_CHANNEL, "x_sum": SUMS, "bias": None,
+                                "out": None, "out_dtype": None, "kernel": None, "backend": "emulator",
+                                "workspace": None, "programmatic": False}),
+    "attention": (ptxlab.attention_kv4, {"q": None, "cache": CACHE, "scale": None, "window": None, "out": None,
+                                         "kernel": None, "backend": "emulator", "workspace": None}),
+    "append": (ptxlab.append_kv4, {"k": None, "v": None, "cache": CACHE, "slots": None, "rope": None}),
+    "run": (ptxlab.run, {"kernel": "dequant_lqq", "qweight": None, "scale": LQQ.group_scale, "g": 64, "checks": (),
+                         "backend": "emulator", "unchecked": False, "seed": 0, "out": None, "out_dtype": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_argument_of_every_kind(name: str) -> None:
+    call, arguments = CALLS[name]
+    for argument in arguments:
+        for thing in THINGS:
+            try:
+                call(**{**arguments, argument: thing})
+            except PtxlabError as error:
+                assert "\n" not in str(error) and len(str(error)) < 1000, (argument, error)
+
+
+GEMM = {"strips": PACKED["strips"].buffers["strips"], "w_scale": LQQ.channel_scale, "x": X, "x_scale": SCALE}
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", np.float32, "int32"])
+@pytest.mark.parametrize("sums", [None, SUMS])
+def test_run_uses_all_that_it_is_given(dtype: Any, sums: np.ndarray | None) -> None:
+    """The scales are not ignored for the sake of accumulators that nobody asked for."""
+    given = GEMM if sums is None else {**GEMM, "x_sum": sums}
+    found = ptxlab.run("gemm_w4a8_small_sm90", **given, g=64, out_dtype=dtype, backend="emulator").outputs["y"]
+    spec, _ = ptxlab.find("gemm_w4a8_small_sm90")
+    index = {None: 0, "bfloat16": 1, np.float32: 2, "int32": 3}[dtype]
+    assert np.array_equal(found, spec.expected({"weight": LQQ, "x": X, "x_scale": SCALE}, {"OUT": index})["y"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"x_sum": SUMS + np.arange(5, dtype=np.int32)}, rf"x_sum: the sum of token 1 over K is {SUMS[1]} "),
+        ({"out_dtype": "int8"}, r"out_dtype: one of float16, bfloat16, float32, int32 \(got int8\)"),
+        ({"out": {"x": X}}, r"out: y \(got x\)"),
+        ({"out": [X]}, r"out: arrays by name \(got list\)"),
+        ({"out": {"y": np.frombuffer(bytes(2 * 5 * 64), np.float16).reshape(5, 64)}}, "y: must be writeable"),
+        ({"g": 64.5}, r"g: an integer \(got 64.5\)"),
+        ({"g": 0}, "sizes: .* must be a number"),
+    ],
+)  # fmt: skip
+def test_run_refuses_what_it_would_ignore(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        ptxlab.run("gemm_w4a8_small_sm90", **{"g": 64, **GEMM, **change}, backend="emulator")
+
+
+@pytest.mark.parametrize(
+    ("order", "weight"),
+    [("row_major", PER_CHANNEL), *((order, weight) for order in ("row_major", "tiles") for weight in PACKED.values())],
+)
+def test_sums_that_belie_their_activations_are_refused(order: str, weight: ptxlab.PackedWeight) -> None:
+    wrong = SUMS.copy()
+    wrong[3] += 1
+    quantised = quant.QuantizedActivations(X, SCALE, wrong)
+    packed = layout.pack_activations(quantised, order, 8 if order == "tiles" else None)
+    rule = rf"^gemm_w4a8: x_sum: the sum of token 3 over K is {SUMS[3]} \(got x_sum\[3\] = {wrong[3]}\)$"
+    with pytest.raises(ArgumentError, match=rule):
+        ptxlab.gemm_w4a8(packed, weight=weight, backend="emulator")
+
+
+def test_sums_that_belie_the_activations_of_experts_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"^gemm_w4a8_grouped: x_sum: the sum of token 0 over K is"):
+        ptxlab.gemm_w4a8_grouped(
+            X, SCALE, EXPERTS, np.array([0, 2, 5], np.int32), x_sum=SUMS + np.int32(1), backend="emulator"
+        )
