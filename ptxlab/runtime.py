@@ -135,15 +135,11 @@ class Kernel:
         """Launch on arrays (of any library), tensor maps and numbers in the order of the parameters.
 
         `kernel[grid, block](*args)` and `kernel[grid, block, shared_bytes](*args)` are the same. Arrays are written in
-        place. Where the source tells a parameter's type (`signature`), an array of other elements is refused, and a
-        Python number becomes what the parameter is; else numbers are NumPy scalars, as wide as the parameter.
-
-        `after_wait` names parameters that the kernel may read only once it has waited for the one before it on the
-        stream (griddepcontrol.wait), which the check for races looks at then. `max_steps` bounds what the emulator does
-        (`emulator.run`).
-
-        Returns:
-            The outcome; its `outputs` are the array arguments by parameter name.
+        place; the outcome's `outputs` are these, by parameter name. Where the source tells a parameter's type
+        (`signature`), an array of other elements is refused, and a Python number becomes what the parameter is; else
+        numbers are NumPy scalars, as wide as the parameter. `after_wait` names parameters that the kernel may read only
+        once it has waited for the one before it on the stream (griddepcontrol.wait), which the check for races looks at
+        then. `max_steps` bounds what the emulator does (`emulator.run`).
         """
         arguments.check_flags(count_banks=count_banks)
         usual = () if isinstance(backend, str) and backend == "gpu" else self.checks

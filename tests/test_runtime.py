@@ -391,7 +391,9 @@ def test_checks_are_named_by_a_string_too() -> None:
     for checks in ("lanes", "all", "lanes, race", ["lanes"]):
         assert ptxlab.load(PTX_ADD4)[1, 32](a, a, out, backend="emulator", checks=checks).findings
     for checks, got in (("lane", "lane"), (1, "1"), (True, "True"), ([None], "None"), ("race,x", "x")):
-        with pytest.raises(ArgumentError, match=rf"^checks: some of async, init, lanes, race \(got {got}\)$"):
+        with pytest.raises(
+            ArgumentError, match=rf"^checks: some of async, divergence, init, lanes, race \(got {got}\)$"
+        ):
             ptxlab.load(PTX_ADD4)[1, 32](a, a, out, backend="emulator", checks=checks)
 
 

@@ -41,8 +41,8 @@ from ptxlab.emulator.arguments import (
     steps_of,
 )
 from ptxlab.emulator.check import Finding, Findings, PackedLanes, Watcher
-from ptxlab.emulator.followed import Followed
 from ptxlab.emulator.divergence import Divergence
+from ptxlab.emulator.followed import Followed
 from ptxlab.emulator.guests import Guests
 from ptxlab.emulator.inflight import InFlight
 from ptxlab.emulator.initialised import Initialised
