@@ -8,8 +8,8 @@ with `machine.binder` and held against ptxas's rules by `kinds`, in `control`, `
 `wgmma`. What the last three ask for are `effects`, which wait in `pending`.
 
 `check`, `packed`, `initialised`, `race`, `guests`, `inflight`, `registers`, `divergence` (over `flow`), `wavefronts`
-and `stepclock` watch; `order` (over `clocks`) tells them what lies before what, `followed` whether anything depends on a
-load; `standstill` finds out that nothing happens any more.
+and `stepclock` watch; `order` (over `clocks`) tells them what lies before what, `followed` whether anything depends on
+a load; `standstill` finds out that nothing happens any more.
 """
 
 from ptxlab.emulator.arguments import CHECKS, MAX_STEPS, MODES, size_of
