@@ -90,6 +90,12 @@ def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, b
     assert np.array_equal(np.isfinite(outputs["lse"]), np.broadcast_to(seen[..., None], outputs["lse"].shape))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@every_variant
+def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
+    check(variant, *variant.problem(4, problems.at_edges(variant.page), problems.nothing, Hkv=1, window=0), backend)
+
+
 @every_variant
 @settings(max_examples=3)
 @given(
@@ -176,6 +182,15 @@ def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, bloc
     window = 100 if variant.T == 3 else 0
     logical, arrays = variant.problem(blocks, (300, 0, 5, 130), problems.nothing, 1, window)
     hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tiles", [8, 9, 15])
+def test_more_parts_than_are_read_at_a_time(tiles: int, backend: str) -> None:
+    """Every tile is a part, as there are blocks enough; eight parts are on their way at a time."""
+    variant = VARIANTS[5]
+    logical, arrays = variant.problem(0, (tiles * problems.TILE - 3,), problems.a_sign_per_tile, 1, 0)
+    hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks=tiles, fused=1))
 
 
 def test_the_logarithms_may_be_left_out() -> None:

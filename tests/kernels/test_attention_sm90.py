@@ -12,7 +12,7 @@ from ptxlab import emulator, kernels, toolchain
 from ptxlab.dtypes import numbers, stored
 from ptxlab.errors import ArgumentError, EmulationError, VerificationError
 from ptxlab.kernels.attention import sm80, sm90
-from ptxlab.kernels.attention.sm90 import SM90, Tile
+from ptxlab.kernels.attention.sm90 import SM90, TILE, Tile
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
 from ptxlab.verify import compare
@@ -87,6 +87,13 @@ def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, b
     assert np.isfinite(numbers(outputs["out"], sm80.DTYPES[variant.BF16])).all()
     seen = logical["cache"].lengths[:, None] - variant.T + np.arange(variant.T) >= 0
     assert np.array_equal(np.isfinite(outputs["lse"]), np.broadcast_to(seen[..., None], outputs["lse"].shape))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@every_variant
+def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
+    lengths = problems.at_edges(variant.page)
+    check(variant, *variant.problem(4, lengths, problems.nothing, 1, window=0, blocks=3), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -204,6 +211,18 @@ def test_near_float64_on_the_gpu(
 
 
 IN_PARTS = VARIANTS[3], (1000, 64), 7  # sequences, of which one is in parts; blocks
+
+
+# Every tile is a part, as there are blocks enough: a unit of n tiles takes n - 1 parts over, 4 or 8 at a time.
+SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, BF16=0, tile=Tile(16, 4, 1, 1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tiles", [5, 6, 9, 10, 14])
+def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> None:
+    lengths, blocks = (tiles * TILE - 3,), tiles + 4  # a unit of few tiles costs up to 4 more
+    logical, arrays = SMALLEST_PARTS.problem(0, lengths, problems.a_sign_per_tile, 1, 0, blocks)
+    check(SMALLEST_PARTS, logical, arrays, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
