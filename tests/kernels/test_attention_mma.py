@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, toolchain
+from ptxlab import emulator, kernels, toolchain, verify
 from ptxlab.dtypes import numbers, stored
 from ptxlab.errors import ArgumentError, EmulationError, VerificationError
 from ptxlab.kernels.attention import sm80
+from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.layout import KVCache
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
@@ -182,6 +183,13 @@ def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, bloc
     window = 100 if variant.T == 3 else 0
     logical, arrays = variant.problem(blocks, (300, 0, 5, 130), problems.nothing, 1, window)
     hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", MERGE.example_sizes, ids=lambda sizes: "-".join(map(str, sizes.values())))
+def test_the_second_kernel_merges_parts_and_writes_nothing_else(sizes: dict[str, int], backend: str) -> None:
+    found = verify.verify(verify.Job(MERGE, kernels.find(MERGE.name)[1][0], backend, sizes))
+    assert found.passed, found.detail
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -97,6 +97,16 @@ def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
+@pytest.mark.parametrize("begin", [TILE - 1, TILE])
+def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, backend: str) -> None:
+    """What the first query sees begins with the last token of a tile, or with the first of the next one."""
+    length = 2 * TILE + 9
+    window = length - variant.T + 1 - begin
+    check(variant, *variant.problem(5, (length,), problems.nothing, 1, window, blocks=2), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[2]), ids=lambda v: "-".join(map(str, v[:-1])))
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, wrong: float, backend: str) -> None:
