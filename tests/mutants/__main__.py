@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutants.runner import Copy, Outcome
-from tests.mutants.table import Mutant, load
+from tests.mutants.table import ROOT, Mutant, load
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,15 +28,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(f"{m.file}: {m.what}{' (equivalent)' if m.equivalent else ''}" for m in chosen))
         return 0
     with tempfile.TemporaryDirectory(prefix="ptxlab-mutants-") as folder:
-        return _try_all(chosen, Path(folder), max(1, given.j))
+        return try_all(chosen, Path(folder), max(1, given.j))
 
 
-def _try_all(mutants: list[Mutant], folder: Path, workers: int) -> int:
+def try_all(mutants: list[Mutant], folder: Path, workers: int, root: Path = ROOT) -> int:
     """In as many copies as there are workers, once the tests have passed without any mutant."""
     free: SimpleQueue[Copy] = SimpleQueue()
     for i in range(workers):
-        free.put(first := Copy(folder / str(i)))
-    status, output = first.run(dict.fromkeys(test for mutant in mutants for test in mutant.killed_by), workers)
+        free.put(first := Copy(folder / str(i), root))
+    status, output = first.run(
+        dict.fromkeys(test for mutant in mutants for test in mutant.killed_by), workers if workers > 1 else 0
+    )
     if status:
         print(f"{output}\nwithout a mutant all tests must pass")
         return 2
