@@ -156,6 +156,9 @@ class Watcher:
     def end(self) -> None:
         """All lanes have ended."""
 
+    def fault(self) -> None:
+        """The launch ends here, with an error."""
+
     def report(
         self, instruction: Instruction, kind: str, lanes: Lanes, wrong: Array, message: str, **more: Any
     ) -> None:

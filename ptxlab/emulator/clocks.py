@@ -5,6 +5,10 @@ moves on whenever it makes something known; an engine's is the serial of what it
 one for all lanes of a warp that know the same, as they do once they have met: it parts where some of them learn
 something for themselves. A row tells of the actors of the lane's cluster; what it knows of other clusters, which takes
 a flag in global memory, is kept aside.
+
+The async proxy (copy engine, wgmma) sees what threads have done only where a proxy fence lies between. So for every
+actor and each space that is fenced by itself, there is one more: what of it some fence has made visible. A fence copies
+what its lane knows into what it knows to be visible; then barriers and the like hand that on, as they do everything.
 """
 
 from __future__ import annotations
@@ -64,9 +68,10 @@ def by_clock(clocks: dict[int, Clock], lanes: Array) -> list[tuple[Clock, Array]
 class Clocks:
     """The knowledge of all lanes of a wave. Sets of lanes are sorted index arrays here."""
 
-    def __init__(self, lanes: int, cluster: int, engines: bool) -> None:
-        """`cluster`: lanes of one."""
-        self.lanes, self.size, self.kinds = lanes, cluster, 1 + engines
+    def __init__(self, lanes: int, cluster: int, engines: bool, spaces: int = 0) -> None:
+        """`cluster`: lanes of one; `spaces`: how many are fenced by themselves for the async proxy."""
+        self.lanes, self.size, self.kinds = lanes, cluster, (1 + engines) * (1 + spaces)
+        self.real = 1 + engines  # kinds of actors that do things; the others stand for what is visible of these
         self.own = np.zeros(self.kinds * lanes, np.int32)  # what a lane has done, and which effects it has waited for
         self.own[:lanes] = 1
         self.rows = np.zeros((lanes // 32, self.kinds * cluster), np.int32)
@@ -136,11 +141,15 @@ class Clocks:
         return clock
 
     def columns(self, lanes: Array) -> tuple[Array, Array]:
-        """Where the rows of its cluster tell of each lane and its engine; and the numbers of these actors."""
+        """Where the rows of its cluster tell of each lane's actors, of every kind; and the numbers of these."""
         if self.kinds == 1:
             return lanes % self.size, lanes
-        place = lanes % self.size
-        return np.concatenate((place, self.size + place)), np.concatenate((lanes, self.lanes + lanes))
+        kind = np.repeat(np.arange(self.kinds), len(lanes))
+        return kind * self.size + np.tile(lanes % self.size, self.kinds), self.actors(lanes)
+
+    def actors(self, lanes: Array) -> Array:
+        """The numbers of each lane's actors, of every kind."""
+        return (np.arange(self.kinds)[:, None] * self.lanes + lanes).reshape(-1)
 
     def by_cluster(self, lanes: Array) -> Iterator[tuple[int, Array]]:
         """The lanes of each cluster."""
@@ -165,6 +174,26 @@ class Clocks:
             warp = (lanes[:, None] // 32 * 32 + np.arange(32)).reshape(-1)
             at = self.row[warp], np.repeat(self.size + lanes % self.size, 32)
             self.rows[at] = np.maximum(self.rows[at], serial)
+
+    def fence_proxy(self, lanes: Array, space: int) -> None:
+        """What these lanes know and have done counts as visible to the async proxy, in this space."""
+        rows, first = self.apart(lanes), self.real * (1 + space)
+        seen = slice(first * self.size, (first + self.real) * self.size)
+
+        def fenced(times: Array) -> Array:
+            times = times.copy()
+            times[..., seen] = times[..., : self.real * self.size]
+            return times
+
+        self.rows[rows] = fenced(self.rows[rows])
+        for row in self.far.keys() & rows.tolist():
+            self.far[row] = {cluster: fenced(times) for cluster, times in self.far[row].items()}
+        for kind in range(self.real):
+            self.own[(first + kind) * self.lanes + lanes] = self.own[kind * self.lanes + lanes]
+
+    def visible(self, actors: Array, space: int) -> Array:
+        """The actors that stand for what the async proxy sees of these, in this space."""
+        return actors + self.real * (1 + space) * self.lanes
 
     def learn(self, lanes: Array, clock: Clock) -> None:
         """These lanes, and no others, come to know it."""

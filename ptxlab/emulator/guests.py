@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from ptxlab.emulator.effects import Effect
     from ptxlab.emulator.ir import Instruction
     from ptxlab.emulator.machine import Machine
-    from ptxlab.emulator.race import Races
+    from ptxlab.emulator.order import Order
 
 
 class Guests(Watcher):
     """Accesses to the shared memory of a block that may have ended."""
 
-    def __init__(self, machine: Machine, races: Races) -> None:
+    def __init__(self, machine: Machine, order: Order) -> None:
         super().__init__(machine)
-        self.clocks = races.clocks
+        self.clocks = order.clocks
         # block -> for each column of `clocks.rows`, when that actor was there last, and by which instruction
         self.visits: dict[int, tuple[Array, Array]] = {}
         self.known: dict[int, Array] = {}  # block -> what its lanes knew that have ended

@@ -1,10 +1,20 @@
 """The check "async": what threads must not do while effects are in flight, and what the copy engine must not meet.
 
 A byte is in flight from the issue of a copy or wgmma until somebody has waited for it, whatever the mode: nobody may
-read or write a byte that is being written, nor write one that is being read (kind "async"). The copy engine and wgmma
-see what threads have written with ordinary stores or cp.async, and write over it, only after their proxy fence; until
-then the bytes are dirty ("async-dirty"). So is an mbarrier until its fence. Two copies that read the same byte count as
-one: it is free when the first is done.
+read or write a byte that is being written, nor write one that is being read (kind "async"). Two copies that read the
+same byte count as one: it is free when the first is done.
+
+The copy engine and wgmma (the async proxy) see what threads have written with ordinary stores or cp.async, and write
+over it, only behind a proxy fence (kind "async-dirty"). Which fence counts: the PTX ISA wants one wherever two proxies
+meet (8.6); it "takes effect within a single thread" and "composes with other forms of synchronization" (9.7, membar and
+fence), for aliases in words: it stands along the base causality path from one access to the other (8.9.5), which
+NVIDIA's formal model (Lustig, Cooksey and Giroux, ISCA 2022) has for every proxy. So a fence orders all writes that its
+thread knows of, its own and what a barrier told it about, before whatever is asked for by itself or by those whom
+it has told since. Fences of all writers ahead of the barrier do, and so does one of the issuing thread behind it; that
+of a thread which has not heard of the writes, or of which the issuing thread has not heard, does not. That model also
+wants the fence in the block of the copy, of which the ISA says nothing; here a fence in another block counts.
+
+An mbarrier is seen once it has been fenced by its thread, or by one that has heard of it.
 """
 
 from __future__ import annotations
@@ -15,6 +25,7 @@ import numpy as np
 
 from ptxlab.emulator.check import Watcher
 from ptxlab.emulator.effects import Boxes, Copies, Effect, Places, by_entry, spans
+from ptxlab.emulator.order import Order, actors_of
 from ptxlab.emulator.types import Array, Lanes, indices_of
 
 if TYPE_CHECKING:
@@ -24,23 +35,19 @@ if TYPE_CHECKING:
 
 _WRITTEN, _READ, _ADDED = 1, 2, 4  # what a copy in flight does to a byte
 _CHANGED = _WRITTEN | _ADDED
-# A dirty byte remembers time (24 bits), instruction (22) and lane (18); 0 is clean.
-_LANE, _TIME = 18, 40
 
 
 class InFlight(Watcher):
     """Accesses that meet a copy in flight, and copies that meet what is not visible to them."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: Machine, order: Order) -> None:
         super().__init__(machine)
-        self.pending, self.memory = machine.pending, machine.memory
+        self.pending, self.memory, self.order = machine.pending, machine.memory, order
         self.busy = np.zeros(machine.memory.size, np.uint8)
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
-        has_engine = machine.launch.entry.uses("cp.async.bulk", "wgmma", "st.async", "red.async")
-        self.dirty = np.zeros(machine.memory.size, np.int64) if has_engine else None
-        self.time = 1  # counts proxy fences
-        self.fenced = {space: np.zeros(machine.lanes, np.int64) for space in ("shared", "global")}  # time of the last
-        self.begun: dict[int, tuple[int, Instruction]] = {}  # mbarriers that the engine cannot see: lane, mbarrier.init
+        # event of the last write that was not the engine's, 0 where there is none
+        self.dirty = np.zeros(machine.memory.size, np.uint64) if machine.launch.entry.uses_async_proxy else None
+        self.begun: dict[int, int] = {}  # mbarriers that the engine cannot see: the event of mbarrier.init
 
     # Threads
 
@@ -51,7 +58,9 @@ class InFlight(Watcher):
     def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Nobody may write what a copy reads or writes."""
         self.meet(access, lanes, offsets, _CHANGED | _READ, "writes")
-        self.soil(access.instruction, lanes, offsets, np.full(len(offsets), access.size))
+        threads = indices_of(lanes)
+        times = self.order.clocks.own[threads]
+        self.soil(access.instruction, threads, times, offsets, np.full(len(offsets), access.size))
 
     def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
         """Writes."""
@@ -107,7 +116,7 @@ class InFlight(Watcher):
         """Report what the engine reads or tells without being able to see it."""
         for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
             if place in self.begun:
-                by = self.begun[place][1].seen_from(effect.instruction)
+                by = self.order.instruction_of(self.begun[place]).seen_from(effect.instruction)
                 message = f"tells the mbarrier at {self.memory.byte(place)}, which {by}, initialised "
                 message += "without fence.mbarrier_init (or fence.proxy.async): the async proxy may not see it,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
@@ -119,24 +128,28 @@ class InFlight(Watcher):
     def unfenced(self, effect: Effect, entries: Places, places: Array, does: str, consequence: str) -> None:
         """Report bytes that threads have written, and not fenced since."""
         assert self.dirty is not None
-        marks = self.dirty[places]
-        writers, shared = marks & (1 << _LANE) - 1, self.machine.launch.is_shared(places)
-        fenced = np.where(shared, self.fenced["shared"][writers], self.fenced["global"][writers])
-        hit = marks >> _TIME >= np.maximum(fenced, 1)
+        lanes, _, sizes = entries
+        marks, threads, shared = self.dirty[places], np.repeat(lanes, sizes), self.machine.launch.is_shared(places)
+        writers = actors_of(marks) % self.machine.lanes
+        hit = np.zeros(len(places), bool)
+        for space, those in enumerate((shared, ~shared)):
+            hit[those] = self.order.unordered(marks[those], threads[those], space)
+            # what its writer has fenced, and nobody has told the issuing thread of, is a race and no more
+            fenced = ~self.order.unordered(marks[those], writers[those], space)
+            hit[those] &= ~(fenced & self.order.unordered(marks[those], threads[those]))
         if hit.any():
             first = int(np.argmax(hit))
-            writer = self.machine.code[int(marks[first] >> _LANE & (1 << _TIME - _LANE) - 1)]
+            writer = self.order.instruction_of(marks[first])
             by = writer.seen_from(effect.instruction)
             message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, wrote "
             message += f"without a fence.proxy.async behind it: {consequence},"
-            lanes, _, sizes = entries
             self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
-    def soil(self, instruction: Instruction, lanes: Lanes, starts: Array, sizes: Array) -> None:
-        """Lanes have written bytes that the copy engine cannot see yet."""
+    def soil(self, instruction: Instruction, actors: Array, times: Array, starts: Array, sizes: Array) -> None:
+        """Actors have written bytes that the copy engine cannot see yet."""
         if self.dirty is not None:
-            marks = indices_of(lanes) | self.machine.index[id(instruction)] << _LANE | self.time << _TIME
-            self.dirty[spans(starts, sizes)] = np.repeat(marks, sizes)
+            events = self.order.event(instruction, actors, times, strong=False)
+            self.dirty[spans(starts, sizes)] = np.repeat(events, sizes)
 
     def waited(self, effect: Effect, only_read: bool) -> None:
         """The lanes' own effects are done, or have read their source."""
@@ -152,7 +165,9 @@ class InFlight(Watcher):
             return
         self.busy[effect.written_bytes] &= ~np.uint8(_CHANGED)
         if effect.kind == "cp.async":
-            self.soil(effect.instruction, *effect.writes)
+            lanes, starts, sizes = effect.writes
+            times = np.full(len(lanes), effect.serial)
+            self.soil(effect.instruction, self.machine.lanes + lanes, times, starts, sizes)
         elif self.dirty is not None:
             self.dirty[effect.written_bytes] = 0
 
@@ -160,18 +175,20 @@ class InFlight(Watcher):
 
     def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
         """mbarriers that only their thread knows of."""
-        self.begun.update({int(place): (int(lane), instruction)
-                           for place, lane in zip(places, indices_of(lanes), strict=True)})  # fmt: skip
+        threads = indices_of(lanes)
+        events = self.order.event(instruction, threads, self.order.clocks.own[threads], strong=False)
+        self.begun.update(zip(places.tolist(), events.tolist(), strict=True))
 
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
-        """The copy engine sees what these lanes have done."""
-        self.time += 1
-        for space in ("shared", "global"):
-            if space in spaces:
-                self.fenced[space][lanes] = self.time
-        if "mbarrier" in spaces:
-            those = set(indices_of(lanes).tolist())
-            self.begun = {place: by for place, by in self.begun.items() if by[0] not in those}
+        """The copy engine sees the mbarriers that these lanes know of; by fence.mbarrier_init those of their own."""
+        if "mbarrier" not in spaces or not self.begun:
+            return
+        threads, events = indices_of(lanes), np.array(list(self.begun.values()), np.uint64)
+        seen = np.isin(actors_of(events), threads)
+        if "shared" in spaces:
+            each, one = np.repeat(events, len(threads)), np.tile(threads, len(events))
+            seen |= ~self.order.unordered(each, one).reshape(len(events), -1).all(axis=1)
+        self.begun = {place: event for (place, event), known in zip(self.begun.items(), seen, strict=True) if not known}
 
     def end(self) -> None:
         """Shared memory is gone when its block ends: copies from it must have been waited for."""

@@ -160,6 +160,11 @@ class Entry:
         return self.uses("cp.async", "wgmma", "st.async", "red.async")
 
     @property
+    def uses_async_proxy(self) -> bool:
+        """Whether some of it is done by the copy engine or the tensor cores on their own, as cp.async is not."""
+        return self.uses("cp.async.bulk", "wgmma", "st.async", "red.async")
+
+    @property
     def max_threads(self) -> int | None:
         """Largest block that the kernel declares to support (`.maxntid`, `.reqntid`), or None."""
         sizes = self.directives.get("reqntid") or self.directives.get("maxntid")

@@ -44,6 +44,7 @@ from ptxlab.emulator.inflight import InFlight
 from ptxlab.emulator.ir import Entry, Module
 from ptxlab.emulator.machine import Machine
 from ptxlab.emulator.memory import BASE, Memory, Region
+from ptxlab.emulator.order import Order
 from ptxlab.emulator.parse import parse
 from ptxlab.emulator.predecessor import WAIT, Predecessor
 from ptxlab.emulator.race import Races
@@ -117,25 +118,28 @@ def run(
     checks = frozenset(checks)
     check_launch(kernel, *sizes, shared_bytes, checks, mode)
     check_arguments(kernel, args)
-    launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, max_steps)
-    launch.mode, launch.seed = mode, seed
     positions = [position for position, value in enumerate(args) if array_of(value) is not None]
-    regions = {position: region for position, (_, region) in zip(positions, buffers, strict=True)}
-    launch.after_wait = [regions[position].start for position in after_wait if position in regions]
-    if "init" in checks:
-        launch.defined = _defined(launch, regions, uninitialised)
-    try:
-        with np.errstate(all="ignore"):
-            for blocks in _waves(launch):
-                machine = Machine(launch, blocks)
-                machine.watchers = tuple(_watchers(machine, checks, count_banks, step_clock))
-                machine.bind()
-                machine.run()
-                vars(machine).clear()  # its steps refer to it: without that, only the garbage collector would free it
-    except EmulationError as error:
+
+    def attempt(followed: frozenset[int]) -> tuple[Launch, list[tuple[Array, Region]], EmulationError | None]:
+        launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, max_steps)
+        launch.mode, launch.seed, launch.followed = mode, seed, followed
+        regions = {position: region for position, (_, region) in zip(positions, buffers, strict=True)}
+        launch.after_wait = [regions[position].start for position in after_wait if position in regions]
+        if "init" in checks:
+            launch.defined = _defined(launch, regions, uninitialised)
+        try:
+            _run_waves(launch, checks, count_banks, step_clock)
+        except EmulationError as error:
+            return launch, buffers, error
+        return launch, buffers, None
+
+    launch, buffers, error = attempt(frozenset())
+    if launch.suspects:  # races of loads whose values may not matter: the same again, with an eye on these
+        launch, buffers, error = attempt(frozenset(launch.suspects))
+    if error is not None:
         first = {finding.kind: finding for finding in reversed(launch.findings.found.values())}  # of each kind
         if not first:
-            raise
+            raise error
         before = "".join(f"\n  found before that: {finding}" for finding in first.values())
         raise type(error)(f"{error}{before}") from error
     for array, region in buffers:
@@ -149,6 +153,22 @@ def run(
     return Result(found, launch.lane_instructions, launch.steps, seconds, shared, variables)
 
 
+def _run_waves(launch: Launch, checks: frozenset[str], count_banks: bool, step_clock: bool) -> None:
+    """Run the grid."""
+    with np.errstate(all="ignore"):
+        for blocks in _waves(launch):
+            machine = Machine(launch, blocks)
+            machine.watchers = tuple(_watchers(machine, checks, count_banks, step_clock))
+            machine.bind()
+            try:
+                machine.run()
+            except EmulationError:
+                for watcher in machine.watchers:
+                    watcher.fault()
+                raise
+            vars(machine).clear()  # its steps refer to it: without that, only the garbage collector would free it
+
+
 def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_clock: bool) -> Iterator[Watcher]:
     if step_clock:
         yield StepClock(machine)
@@ -158,13 +178,19 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield PackedLanes(machine)
     if "init" in checks:
         yield Initialised(machine)
-    in_flight = InFlight(machine) if "async" in checks and machine.launch.entry.is_asynchronous else None
-    if "race" in checks:
-        yield (races := Races(machine, in_flight.busy if in_flight else None))
+    is_asynchronous = "async" in checks and machine.launch.entry.is_asynchronous
+    order: Order | None = Races(machine) if "race" in checks else Order(machine) if is_asynchronous else None
+    in_flight = InFlight(machine, order) if is_asynchronous and order else None
+    if order:
+        yield order
+    if isinstance(order, Races):
+        order.busy = in_flight.busy if in_flight else None
+        if order.followed:
+            yield order.followed
         if machine.peers.size > 1:
-            yield Guests(machine, races)
+            yield Guests(machine, order)
         if machine.launch.entry.uses(WAIT) or machine.launch.after_wait:
-            yield Predecessor(machine, races)
+            yield Predecessor(machine, order)
     if in_flight:
         yield in_flight
     if in_flight and machine.launch.entry.uses("wgmma"):

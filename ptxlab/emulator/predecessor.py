@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ptxlab.emulator.effects import Effect
     from ptxlab.emulator.ir import Instruction
     from ptxlab.emulator.machine import Machine
-    from ptxlab.emulator.race import Races
+    from ptxlab.emulator.order import Order
 
 WAIT = "griddepcontrol.wait"
 
@@ -34,9 +34,9 @@ WAIT = "griddepcontrol.wait"
 class Predecessor(Watcher):
     """Accesses to global memory that do not wait for the kernel before."""
 
-    def __init__(self, machine: Machine, races: Races) -> None:
+    def __init__(self, machine: Machine, order: Order) -> None:
         super().__init__(machine)
-        self.clocks = clocks = races.clocks
+        self.clocks = clocks = order.clocks
         self.behind = np.zeros(machine.lanes, bool)  # lanes of which it is known; once so, always so
         # cluster, and column of `clocks.rows` -> since when that actor is behind a wait; 0: it is not
         self.since = np.zeros((machine.lanes // clocks.size, clocks.rows.shape[1]), np.int32)

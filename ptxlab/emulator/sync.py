@@ -179,16 +179,17 @@ def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 @binder("membar", "fence")
 def _fence(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    kind, *more = [part for part in instruction.opcode.split(".")[1:] if part not in SCOPES]
+    name, *parts = instruction.opcode.split(".")
+    kind = ".".join(part for part in parts if part not in SCOPES)
     watchers = machine.watchers
-    if instruction.opcode.startswith("membar") or (kind in ("sc", "acq_rel", "acquire", "release") and not more):
+    if (name == "membar" and kind in ("", "gl")) or kind in ("sc", "acq_rel", "acquire", "release"):
 
         def fence(lanes: Lanes) -> None:
             for watcher in watchers:
                 watcher.fence(lanes)
 
         return fence
-    spaces = PROXY_FENCES.get(".".join((kind, *more)))
+    spaces = PROXY_FENCES.get(kind)
     if spaces is None:
         raise UnknownOpcode(instruction.opcode)
 

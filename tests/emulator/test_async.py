@@ -514,6 +514,48 @@ def test_late_copies_happen_even_if_nobody_waits():
     assert set(a) == {7}
 
 
+ORDERS = {
+    # two copies of words 0 and 1 to one place, in whose order nothing puts them: waited for together ...
+    "of a group": """cp.async.ca.shared.global [%r2], [%x3], 4;
+        cp.async.ca.shared.global [%r2], [%x3+4], 4;
+        cp.async.wait_all; ld.shared.u32 %s, [%r2];
+    """,
+    # ... at an mbarrier, where nobody else can run ...
+    "at an mbarrier": """@%q mbarrier.init.shared.b64 [%r5], 1; @%q fence.mbarrier_init.release.cluster; bar.sync 0;
+        @!%q bra W;
+        mbarrier.arrive.expect_tx.shared.b64 _, [%r5], 32;
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%x3], 16, [%r5];
+        cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r6], [%x3+16], 16, [%r5];
+        W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W; ld.shared.u32 %s, [%r6];
+    """,
+    # ... and by nobody
+    "at the end": """mov.u64 %x9, 1; st.shared.v2.u64 [%r2], {%x9, %x9};
+        mov.u64 %x9, 5; st.shared.v2.u64 [%r2+16], {%x9, %x9};
+        fence.proxy.async; @!%q bra END; add.u64 %x4, %x3, 64;
+        cp.async.bulk.global.shared::cta.bulk_group [%x4], [%r6], 16;
+        cp.async.bulk.global.shared::cta.bulk_group [%x4], [%r6+16], 16;
+        cp.async.bulk.commit_group;
+        END:
+    """,
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_what_nothing_orders_happens_in_an_order_drawn_from_the_seed(name):
+    """Every seed has its own, the same each time; so a kernel that depends on it shows, early or by its seeds."""
+    text, threads = module(ORDERS[name]), 1
+
+    def result(mode: str, seed: int) -> int:
+        out, a = np.zeros(threads, np.uint32), np.arange(1, 1025, dtype=np.uint32)
+        run(text, out, a, threads=threads, mode=mode, seed=seed)
+        return int(a[16] if name == "at the end" else out[0])
+
+    late = [result("late", seed) for seed in range(12)]
+    assert late == [result("late", seed) for seed in range(12)]
+    assert len(set(late)) == 2 and len({result("early", seed) for seed in range(3)}) == 1
+    assert {kind for kind, _ in outcome(ORDERS[name], threads=threads)[1]} == {"async"}
+
+
 STEPS = {
     "copy": "cp.async.ca.shared.global [%r2+{0}], [%x1+{1}], 4;",
     "zero": "cp.async.ca.shared.global [%r2+{0}], [%x1+{1}], 4, 0;",

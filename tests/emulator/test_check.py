@@ -182,6 +182,35 @@ def test_a_missing_barrier_is_a_race(name):
     ) and f"races with line {accesses[-2]}," in finding.message
 
 
+@pytest.mark.parametrize("heard", [0, 1])
+@pytest.mark.parametrize(
+    "write",
+    ["st.shared.u32 [%r2], 7;", "atom.shared.add.u32 %r4, [%r2], 1;", "cp.async.ca.shared.global [%r2], [%x2], 4;"],
+)
+def test_a_write_waits_for_all_who_have_read(heard, write):
+    """Warps 0 and 1 read, warp 2 has heard of one of them when it writes: of the first reader, or of the second."""
+    body = f"""mov.u32 %r0, %tid.x; and.b32 %r1, %r0, 31; shl.b32 %r1, %r1, 2; mov.u32 %r2, buf; add.u32 %r2, %r2, %r1;
+    shr.u32 %r5, %r0, 5; setp.eq.u32 %p, %r5, 2; mov.u32 %s, 0; cvt.u64.u32 %x1, %r1; ld.param.u64 %x2, [a];
+    add.u64 %x2, %x2, %x1; @%p st.shared.u32 [%r2], %r0;
+    bar.sync 0;
+    @%p bra WRITE;
+    ld.shared.u32 %s, [%r2];
+    setp.eq.u32 %q, %r5, {heard}; @%q bar.arrive 1, ALL;
+    bra END;
+    WRITE: bar.sync 1, ALL;
+    {write}
+    END:
+    """
+    one, both = body.replace("ALL", "64"), body.replace("ALL", "96").replace("@%q bar", "bar")
+    results = []
+    for text in (kernel(source + STORE, TWO, SHARED) for source in (one, both)):
+        found = run(text, np.zeros(96, np.uint32), np.zeros(32, np.uint32), threads=96, checks=["race"]).findings
+        results.append([(f.kind, f.line - line_of(text, "WRITE: "), f.thread) for f in found])
+        said = [f"by thread ({32 * (1 - heard)},0,0)" in f.message for f in found]
+        assert all(said)
+    assert results == [[("race", 1, (64, 0, 0))], []]
+
+
 @pytest.mark.parametrize(
     ("between", "clean"),
     [
@@ -247,6 +276,7 @@ FLAG = """mov.u32 %r0, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a];
             "",
             True,
         ),
+        ("membar.cta; st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "membar.sys;", True),
         ("st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "", False),
         ("membar.gl; st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "", False),
         ("st.relaxed.gpu.global.u32 [%x2], 1;", "ld.acquire.gpu.global.u32 %r1, [%x2];", "", False),

@@ -132,6 +132,26 @@ def test_both_operands_from_shared_memory(a_type, b_type, mode):
     assert np.array_equal(wgmma_d(n).gather(out[:128], np.int32), 2 * (a.astype(np.int64) @ b.T.astype(np.int64)))
 
 
+@both_modes
+@pytest.mark.parametrize("satfinite", ["", ".satfinite"])
+def test_sums_at_the_edge_of_their_range_wrap_or_are_clamped(satfinite, mode):
+    rng, n = np.random.default_rng(4), 16
+    a, b = rng.integers(-128, 128, (64, 32), np.int8), rng.integers(-128, 128, (n, 32), np.int8)
+    start = np.tile(np.array([2**31 - 9, -(2**31) + 9], np.int32), (128, n // 4))
+    text = from_shared(n, a, b, more=" ".join(f"mov.b32 %d{i}, {value};" for i, value in enumerate(start[0])))
+    first = text.split("\n")[line_of(text, "wgmma.mma_async") - 1]
+    text = text.replace(first, "").replace(".satfinite", satfinite)
+    image, out = np.concatenate([cores(a), cores(b)]).view(np.uint8), np.zeros((256, n // 2), np.uint32)
+    assert not emulator.run(
+        text, None, [image, out[:128]], grid=1, block=128, checks=emulator.CHECKS, mode=mode
+    ).findings
+    sums = wgmma_d(n).gather(start.view(np.uint32), np.int32) + a.astype(np.int64) @ b.T.astype(np.int64)
+    clamped = sums.clip(-(2**31), 2**31 - 1)
+    assert (sums > clamped).any() and (sums < clamped).any()
+    wanted = (clamped if satfinite else sums).astype(np.int32)
+    assert np.array_equal(wgmma_d(n).gather(out[:128], np.int32), wanted)
+
+
 def test_the_first_product_may_not_add():
     a = np.zeros((64, 32), np.int8)
     text = from_shared(8, a, a[:8]).replace("%a, %b, %p;", "%a, %b, %q;")

@@ -1,0 +1,167 @@
+"""What becomes of the values that some loads bring: whether anything depends on them.
+
+Compilers load what may not be needed. NVRTC makes of `if (threadIdx.x < 32) v = total;` a load by all threads and a
+select, and hoists loads of shared variables out of loops and branches. Where such a load races, but its value is thrown
+away, no thread can notice: PTX gives a racing read one value or the other, and no more (8.9.5 to 8.10). So a race of an
+ordinary load counts only if its value has been used: it, or what was computed of it, has been stored, branched on, used
+as an address or handed to another thread or an engine. What a select, or an `and` or `or` with a deciding other
+operand, leaves out is not used; nor is what nobody reads any more.
+
+To follow every load would double the time of a launch. So it first runs as ever; if ordinary loads then race, it runs
+once more, in the very same order, and only the values of those loads are followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ptxlab.emulator.check import Watcher
+from ptxlab.emulator.ir import Operand, registers
+from ptxlab.emulator.machine import BINDERS
+from ptxlab.emulator.order import actors_of, without_actors
+from ptxlab.emulator.types import Array, Lanes, bits_of, count_of, indices_of
+
+if TYPE_CHECKING:
+    from ptxlab.emulator.ir import Instruction, Register
+    from ptxlab.emulator.machine import Machine, Step
+
+Marks = Array  # i64 per lane: a number in `Followed.sets`
+
+
+class Followed(Watcher):
+    """Marks on registers: which reads, by their events, went into what they hold."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.marks: dict[tuple[int, int], Marks] = {}  # by width and row of a register; of all lanes
+        self.sets: list[frozenset[int]] = [frozenset()]  # of events without their actor, which is the register's lane
+        self.numbers = {self.sets[0]: 0}
+        self.used: dict[int, Array] = {}  # such an event -> bool per lane
+
+    def around(self, instruction: Instruction, step: Step) -> Step:
+        """What is computed is marked like its operands; everything else uses them."""
+        sources, targets = instruction.sources, instruction.destinations
+        uses = not computes(instruction)
+        if instruction.opcode.startswith("wgmma"):  # it adds to its destination
+            sources = [*sources, *targets]
+        gather = self.deciding(instruction) or (lambda lanes: self.joined(sources, lanes))
+
+        def followed(lanes: Lanes) -> Any:
+            if self.marks:
+                marks = self.joined(sources, lanes) if uses else gather(lanes)
+                if uses:
+                    self.use(lanes, marks)
+                    marks = np.zeros_like(marks)
+                for register in targets:
+                    self.mark(register, lanes, marks)
+            return step(lanes)
+
+        return followed
+
+    def around_guard(self, instruction: Instruction, step: Step) -> Step:
+        """What becomes of all lanes depends on a guard."""
+        guard = instruction.guard
+        assert guard is not None
+
+        def followed(lanes: Lanes) -> Any:
+            if self.marks:
+                self.use(lanes, self.of(guard, lanes))
+            return step(lanes)
+
+        return followed
+
+    def deciding(self, instruction: Instruction) -> Callable[[Lanes], Marks] | None:
+        """Function lanes -> marks of those operands that the result depends on, where that is not all of them."""
+        head, *modifiers = instruction.opcode.split(".")
+        if head == "selp":
+            a, b, predicate = instruction.operands[1:]
+            read = self.machine.reader(predicate, "pred")
+            return lambda lanes: self.union(
+                np.where(read(lanes), self.of(a, lanes), self.of(b, lanes)), self.of(predicate, lanes)
+            )
+        if head in ("and", "or"):
+            t, (a, b) = modifiers[-1], instruction.operands[1:]
+            kind = "pred" if t == "pred" else f"s{bits_of(t)}"
+            decides = (head == "or") if t == "pred" else -1 if head == "or" else 0
+            read_a, read_b = (self.machine.reader(operand, kind) for operand in (a, b))
+
+            def either(lanes: Lanes) -> Marks:
+                of_a, of_b = self.of(a, lanes), self.of(b, lanes)
+                by_a, by_b = (of_a == 0) & (read_a(lanes) == decides), (of_b == 0) & (read_b(lanes) == decides)
+                return self.union(np.where(by_b, 0, of_a), np.where(by_a, 0, of_b))
+
+            return either
+        return None
+
+    # Marks
+
+    def of(self, operand: Operand, lanes: Lanes) -> Marks:
+        """Those of an operand."""
+        return self.joined(list(registers((operand,))), lanes)
+
+    def joined(self, sources: list[Register], lanes: Lanes) -> Marks:
+        """Those of several registers."""
+        rows = [self.marks[key] for key in map(place_of, sources) if key in self.marks]
+        return reduce(self.union, [row[lanes] for row in rows], np.zeros(count_of(lanes), np.int64))
+
+    def union(self, a: Marks, b: Marks) -> Marks:
+        """The sets of both."""
+        if not a.any() or not b.any():
+            return a + b
+        pairs, index = np.unique(np.stack((a, b)), axis=1, return_inverse=True)
+        both = [self.number(self.sets[i] | self.sets[j]) for i, j in pairs.T.tolist()]
+        return np.array(both)[index.reshape(-1)]
+
+    def number(self, reads: frozenset[int]) -> int:
+        """The number of a set."""
+        if reads not in self.numbers:
+            self.numbers[reads] = len(self.sets)
+            self.sets.append(reads)
+        return self.numbers[reads]
+
+    def mark(self, register: Register, lanes: Lanes, marks: Marks) -> None:
+        """What the register holds from now on."""
+        key = place_of(register)
+        if key in self.marks or marks.any():
+            self.marks.setdefault(key, np.zeros(self.machine.lanes, np.int64))[lanes] = marks
+
+    # Reads
+
+    def read(self, instruction: Instruction, lanes: Lanes, events: Array) -> None:
+        """A load that is followed brings a value."""
+        reads = without_actors(events)
+        distinct, index = np.unique(reads, return_inverse=True)
+        marks = np.array([self.number(frozenset((read,))) for read in distinct.tolist()])[index]
+        for register in instruction.destinations:
+            self.mark(register, lanes, marks)
+
+    def use(self, lanes: Lanes, marks: Marks) -> None:
+        """Something depends on the values that these lanes' marks speak of."""
+        for number in np.unique(marks[marks > 0]).tolist():
+            for read in self.sets[number]:
+                self.used.setdefault(read, np.zeros(self.machine.lanes, bool))[indices_of(lanes)[marks == number]] = (
+                    True
+                )
+
+    def were_used(self, events: Array) -> Array:
+        """Which of these reads brought something that was used."""
+        nobody = np.zeros(self.machine.lanes, bool)
+        reads, lanes = without_actors(events).tolist(), actors_of(events).tolist()
+        return np.array([self.used.get(read, nobody)[lane] for read, lane in zip(reads, lanes, strict=True)], bool)
+
+
+def place_of(register: Register) -> tuple[int, int]:
+    """Where it is."""
+    return bits_of(register.type), register.index
+
+
+def computes(instruction: Instruction) -> bool:
+    """Whether it does no more than to compute its destinations from its sources. (Carries are not followed.)"""
+    head, *modifiers = instruction.opcode.split(".")
+    if "cc" in modifiers or head in ("addc", "subc", "madc") or any(r.selector for r in instruction.destinations):
+        return False
+    return head in ("mov", "cvta") or not (head in BINDERS or ".".join((head, *modifiers[:1])) in BINDERS)

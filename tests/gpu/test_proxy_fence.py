@@ -1,0 +1,39 @@
+"""Where a proxy fence has to stand, on hardware and by the emulator's rules, in one kernel."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ptxlab
+from ptxlab import emulator
+from ptxlab.spec import Launch
+
+KERNEL = Path(__file__).parent / "proxy_fence.cu"
+ORDERS = ("by the writers, ahead of the barrier", "by the issuing thread, behind it", "nowhere", "by the issuer, ahead")
+WORDS = 16
+
+
+def send(order: int, blocks: int, threads: int, rounds: int, **where: object) -> tuple[int, list[str]]:
+    """How many words were copied too early, and the kinds of findings."""
+    out, stale = np.zeros((blocks, WORDS, threads), np.uint32), np.zeros(len(ORDERS), np.uint32)
+    kernel = ptxlab.load(KERNEL, arch="sm_90")
+    launch = Launch((blocks, 1, 1), (threads, 1, 1), WORDS * threads * 4)
+    result = kernel.launch([out, stale, np.int32(order), np.int32(rounds)], launch, **where)
+    return int(stale[order]), [finding.kind for finding in result.findings] if result else []
+
+
+@pytest.mark.parametrize("mode", emulator.MODES)
+@pytest.mark.parametrize(("order", "kinds"), [(0, []), (1, []), (2, ["async-dirty"]), (3, ["async-dirty"])])
+def test_what_the_emulator_finds(order: int, kinds: list[str], mode: str) -> None:
+    found = send(order, 2, 64, 3, backend="emulator", checks=emulator.CHECKS, mode=mode)
+    assert found == (0, kinds)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("threads", [64, 256])
+def test_hardware_sees_every_byte_behind_a_fence_on_the_way(threads: int) -> None:
+    """Of the orders that the emulator refuses the counts are printed (`-s`): hardware need not show the mistake."""
+    stale = {name: send(i, 1056, threads, 20_000, backend="gpu")[0] for i, name in enumerate(ORDERS)}
+    print(f"\n{threads} threads, of {1056 * threads * WORDS * 20_000:.2e} words too early: {stale}")
+    assert [stale[name] for name in ORDERS[:2]] == [0, 0]
