@@ -75,7 +75,7 @@ class Copy:
 
 def judged(mutant: Mutant, status: int, output: str) -> tuple[str, str]:
     """(verdict, detail) of a run of pytest: 0 all passed, 1 some failed, else it could not run them."""
-    last = (output.strip().splitlines() or ["nothing"])[-1]
+    last = (output.strip().splitlines() or ["nothing"])[-1].strip("= ")
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
     if status == 0:
         return (EQUIVALENT, mutant.equivalent) if mutant.equivalent else (SURVIVED, last)
