@@ -12,6 +12,7 @@ from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.verify import compare
 
+TILE = 64  # tokens that the kernels take at a time
 Tokens = list[np.ndarray]
 Change = Callable[[np.random.Generator, np.ndarray, Tokens, Tokens], None]  # of queries, keys, values, in place
 
@@ -58,6 +59,15 @@ def large_and_small_values(rng: np.random.Generator, q: np.ndarray, k: Tokens, v
         values *= 4000 if b == 0 else 1e-5
 
 
+def a_sign_per_tile(rng: np.random.Generator, q: np.ndarray, k: Tokens, v: Tokens) -> None:
+    """All tokens count alike, and values of a tile have a sign and size of their own: whichever is missing shows."""
+    equal_scores(rng, q, k, v)
+    for values in v:
+        tiles = -(-len(values) // TILE)
+        factors = rng.permutation(np.arange(1, tiles + 1) * 4 - 2 * tiles)
+        values[:] = np.abs(values) * np.repeat(factors, TILE)[: len(values), None, None]
+
+
 CASES = (
     nothing,
     equal_scores,
@@ -67,6 +77,11 @@ CASES = (
     outlier_keys,
     large_and_small_values,
 )
+
+
+def at_edges(page_size: int) -> tuple[int, ...]:
+    """Lengths at which the first page or the second tile is just full, lacks a token, or is followed by one more."""
+    return tuple(edge + beside for edge in (page_size, 2 * TILE) for beside in (-1, 0, 1))
 
 
 def problem(

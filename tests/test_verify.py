@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ptxlab import kernels, toolchain, verify
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.runtime import Kernel
+from ptxlab.runtime import Kernel, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, WrongByDesign
 
@@ -43,6 +44,34 @@ def test_an_unwritten_element_is_noticed() -> None:
         )
     )
     assert not found.passed and "differ from the reference, first at [7, 1008]" in found.detail
+
+
+def test_an_unwritten_element_that_should_be_the_poison_is_noticed() -> None:
+    """Outputs are poisoned in two ways, one after the other: no byte is right under both unless somebody wrote it."""
+
+    def reference(**logical: np.ndarray) -> np.ndarray:
+        right = LQQ.reference(**logical)
+        right[7, 1008:] = np.uint8(0xA5).view(np.int8)
+        return right
+
+    short = edited(
+        lambda text: text.replace("setp.ge.u32     %done", "sub.u32 %count, %count, 1;\n    setp.ge.u32 %done")
+    )
+    found = verdict(replace(LQQ, reference=reference), short)
+    assert not found.passed and "first at [7, 1008]: 90 instead of -91" in found.detail
+
+
+@pytest.mark.parametrize("at", [verify._GUARD - 1, -1])
+def test_bytes_written_outside_the_array_are_noticed(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a GPU lets a kernel do so: the emulator faults."""
+
+    def run(*args: Any, out: dict[str, np.ndarray], **how: Any) -> Any:
+        outcome = run_spec(*args, out=out, **how)
+        out["out"].base[at] ^= 1
+        return outcome
+
+    monkeypatch.setattr(verify, "run_spec", run)
+    assert verdict().detail == "out: 1 bytes written outside the array"
 
 
 def test_a_fault_is_a_failed_verdict() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from ptxlab import gpu
 from ptxlab.bench.ceilings import Ceilings
@@ -14,6 +15,8 @@ from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.kernels.attention.steps import STEPS, Step
 from ptxlab.sources import of_kernel
+
+Call = Callable[[], None]
 
 MEASURE = "merge"
 BATCHES = (even((32, 8), 1, 4096), even((32, 8), 64, 1024))  # parts of all, and of few
@@ -34,8 +37,11 @@ def merged(batch: Batch, ceilings: Ceilings) -> Row:
     one = measure(alone.calls)
     alone.check(of)
     parts = launches(Step(sm80.MMA, fused.blocks), of)
-    two = measure([in_turn(both) for both in zip(parts.calls, _merges(parts), strict=True)])
-    checked, worst = parts.check(of)
+    assert parts.logged is not None
+    two = measure(_followed(parts.calls, _merges(parts, out=parts.outputs)))
+    merges = _merges(parts, out=parts.logged.outputs, lse=parts.logged.lse)
+    logged = replace(parts.logged, calls=_followed(parts.logged.calls, merges))
+    checked, worst = replace(parts, logged=logged).check(of)
     nbytes = batch.kv_bytes()
     return row_of(
         MERGE,
@@ -51,8 +57,12 @@ def merged(batch: Batch, ceilings: Ceilings) -> Row:
     )
 
 
-def _merges(parts: Launches) -> list[Callable[[], None]]:
-    """The second launch for each of the first ones."""
+def _followed(first: list[Call], second: list[Call]) -> list[Call]:
+    return [in_turn(both) for both in zip(first, second, strict=True)]
+
+
+def _merges(parts: Launches, **written: Any) -> list[Call]:
+    """The second launch for each of the first ones; `written` are results, f16 `out` and f32 `lse` of all copies."""
     sizes = {name: parts.sizes[name] for name in ("B", "T", "Hq", "Hkv", "blocks")}
     sizes |= {"D": HEAD_DIM, "tile": parts.config["COLUMNS"], "columns": parts.scratch["stats"].shape[2]}
     MERGE.check_sizes(sizes)
@@ -60,7 +70,8 @@ def _merges(parts: Launches) -> list[Callable[[], None]]:
     everything = {**sizes, **config}
     kernel = gpu.load(of_kernel(MERGE.name)[0], MERGE.name, defines=config)
     geometry = replace(MERGE.launch(everything), programmatic=True)
-    return [
-        gpu.prepare(kernel, MERGE.arguments({**parts.scratch, "out": out}, everything), geometry)
-        for out in parts.outputs
-    ]
+    made = []
+    for i in range(len(parts.calls)):
+        ours = {name: array[i] for name, array in written.items()}
+        made.append(gpu.prepare(kernel, MERGE.arguments({**parts.scratch, **ours}, everything), geometry))
+    return made

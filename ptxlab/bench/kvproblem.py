@@ -16,7 +16,7 @@ from ptxlab.kernels.attention.steps import Step
 from ptxlab.layout import KVCache, page_bytes
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.sources import of_kernel
-from ptxlab.spec import KernelSpec
+from ptxlab.spec import Arrays, KernelSpec
 
 SCALE = HEAD_DIM**-0.5
 _RANDOM = 64 << 20  # bytes of distinct random pages; repeated in a larger cache, whose tables mix them
@@ -122,6 +122,21 @@ def _random_pages(Hkv: int, scheme: str) -> Any:
 
 
 @dataclass(frozen=True)
+class Logged:
+    """The same launches once more, which write the logarithms of the sums of exponentials too: checked, never timed.
+
+    Attributes:
+        calls: launch on CuPy's current stream.
+        outputs: what the calls write, f16 [copies, B, Hq, D].
+        lse: likewise, f32 [copies, B, Hq].
+    """
+
+    calls: list[Callable[[], None]]
+    outputs: Any
+    lse: Any
+
+
+@dataclass(frozen=True)
 class Launches:
     """Launches of one step that are ready to be timed, one per copy of the cache.
 
@@ -133,6 +148,7 @@ class Launches:
         calls: launch on CuPy's current stream.
         scratch: what the kernel works in, shared by all calls.
         outputs: what the calls write, f16 [copies, B, Hq, D].
+        logged: the launches that write logarithms too; None for teaching steps, which have none.
     """
 
     spec: KernelSpec
@@ -142,37 +158,51 @@ class Launches:
     calls: list[Callable[[], None]]
     scratch: dict[str, Any]
     outputs: Any
+    logged: Logged | None
 
     def check(self, of: Problem) -> tuple[str, float]:
         """Hold what every call wrote against float64 on the dequantised integers, within the spec's bound.
 
+        A timed launch writes no logarithms. So it is launched again with them: results must have the same bits, and
+        logarithms are held against float64 as well.
+
         Returns:
-            What was checked, in a sentence for the record, and the largest error.
+            What was checked, in a sentence for the record, and the largest error of the results.
 
         Raises:
             BenchmarkError: an element is further off than it may be, or not a number.
         """
-        worst = 0.0
+        worst = {"out": 0.0, "lse": 0.0}
+        written = {"out": ("the timed launches gave wrong results", self.outputs)}
+        if self.logged is not None:
+            for call in self.logged.calls:
+                call()
+            written["lse"] = "launched again, it gave wrong logarithms", self.logged.lse
         for b in range(len(of.batch.lengths)):
             right, allowed = self._expected(*of.sequence(b))
-            error = np.abs(self.outputs[:, b].astype(np.float64) - right)
-            if not bool((error <= allowed).all()):
-                where = f"{self.spec.name} with {self.config}"
-                raise BenchmarkError(f"{where}: the timed launches gave wrong results for sequence {b} of {of.batch}")
-            worst = max(worst, float(error.max()))
-        what = f"all {self.outputs[0].size} results of {len(self.calls)} launches"
-        return f"{what} within the spec's bound of float64, at most {worst:.1e} off", worst
+            for name, (wrong, array) in written.items():
+                got = array[:, b].astype(np.float64)
+                error = np.abs(got - right[name].reshape(got.shape[1:]))
+                if not bool((error <= allowed[name].reshape(got.shape[1:])).all()):
+                    raise BenchmarkError(f"{self.spec.name} with {self.config}: {wrong} for sequence {b} of {of.batch}")
+                worst[name] = max(worst[name], float(error.max()))
+        what = f"all {self.outputs[0].size} results of {len(self.calls)} launches within the spec's bound of float64"
+        what += f", at most {worst['out']:.1e} off"
+        if self.logged is None:
+            return what, worst["out"]
+        if not bool((self.logged.outputs == self.outputs).all()):
+            where = f"{self.spec.name} with {self.config}"
+            raise BenchmarkError(f"{where}: launched again for logarithms, it gave other results of {of.batch}")
+        return f"{what}; launched again for lse: the same results, lse at most {worst['lse']:.1e} off", worst["out"]
 
-    def _expected(self, q: Any, cache: KVCache) -> tuple[Any, Any]:
-        """The right results of one sequence, and how far off they may be, f64 [1, Hq, D]."""
+    def _expected(self, q: Any, cache: KVCache) -> tuple[Arrays, Arrays]:
+        """By output, what one sequence should have, and how far off it may be: f64 [1, 1, Hq, D], lse without D."""
         oracle = kernels.find(self.spec.name)[0]
         shape = oracle.arg("q").resolve(self.sizes)
         logical: dict[str, Any] = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": SCALE}
         if "partial" in {arg.name for arg in oracle.outputs}:  # 0 afterwards, for as many blocks
             logical["blocks"] = self.sizes["blocks"]
-        found = oracle.expected(logical), oracle.allowed(logical)
-        right, allowed = (by_name["out"].reshape(q.shape) for by_name in found)
-        return right, allowed
+        return oracle.expected(logical), oracle.allowed(logical)
 
 
 def launches(
@@ -196,10 +226,22 @@ def launches(
     kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
     geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))
     scratch = {item.name: gpu.to_device(np.zeros(item.shape, item.dtype)) for item in step.memory(sizes)}
-    outputs = gpu.empty((len(of.caches), *of.q.shape), np.float16)
-    gpu.fill_bytes(outputs, _NAN)
-    calls = []
-    for copy, out in zip(of.caches, outputs, strict=True):
-        arguments = spec.arguments({"q": of.q, **arrays_of(copy), **scratch, "out": out}, everything)
-        calls.append(gpu.prepare(kernel, arguments, geometry))
-    return Launches(spec, sizes, config, kernel, calls, scratch, outputs)
+
+    def results(*shape: int, dtype: Any = np.float16) -> Any:
+        array = gpu.empty((len(of.caches), *shape), dtype)
+        gpu.fill_bytes(array, _NAN)
+        return array
+
+    def calls(**written: Any) -> list[Callable[[], None]]:
+        prepared = []
+        for i, copy in enumerate(of.caches):
+            ours = {name: array[i] for name, array in written.items()}
+            arguments = spec.arguments({"q": of.q, **arrays_of(copy), **scratch, **ours}, everything)
+            prepared.append(gpu.prepare(kernel, arguments, geometry))
+        return prepared
+
+    outputs, logged = results(*of.q.shape), None
+    if "lse" in {arg.name for arg in spec.args}:
+        again, lse = results(*of.q.shape), results(*of.q.shape[:2], dtype=np.float32)
+        logged = Logged(calls(out=again, lse=lse), again, lse)
+    return Launches(spec, sizes, config, kernel, calls(out=outputs), scratch, outputs, logged)

@@ -52,6 +52,7 @@ def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch
     assert behind.peers == {"qserve_kv4": 60.0}, "only those whose time has the append in it"
     assert alone.more["stored_factor"] == behind.more["stored_factor"] == 2 and behind.more["plain_us"] == 10
     assert alone.checked.startswith("all 1024 results of 2 launches within the spec's bound of float64, at most ")
+    assert "; launched again for lse: the same results, lse at most " in alone.checked
     assert 0 < alone.more["error"] < 1e-2
     assert alone.more["programmatic_us"] == 10 and "programmatic_us" not in behind.more
     assert alone.key != behind.key
@@ -96,7 +97,7 @@ def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.Monk
     for step in (STEPS[5], CHOSEN):
         for programmatic in (False, True):
             kvproblem.launches(step, of, programmatic=programmatic)
-    assert seen == [False, False] * 3 + [True, True]
+    assert seen == [False] * 2 * 2 + [False] * 4 + [True] * 4, "with logarithms as they are timed without"
 
 
 @pytest.mark.parametrize("batch", [SMALL, RAGGED], ids=str)
@@ -128,6 +129,35 @@ def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
         of.caches[0].block_table[:] = of.caches[0].block_table[:, ::-1]
     with pytest.raises(BenchmarkError, match=r"attention_kv4_sm90 with .*: the timed launches gave wrong results"):
         ready.check(of)
+
+
+@pytest.mark.parametrize("of", ["lse", "out"])
+def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
+    """Timed launches write none, so they are launched again with them; results must be as before."""
+    given = kvproblem.problem(SMALL)
+    ready = kvproblem.launches(CHOSEN, given)
+    for call in ready.calls:
+        call()
+    assert ready.logged is not None
+    checked, _ = ready.check(given)
+    assert checked.endswith(" off") and "; launched again for lse: the same results, lse at most " in checked
+    array = {"lse": ready.logged.lse, "out": ready.logged.outputs}[of]
+    message = {"lse": "wrong logarithms for sequence 1 of", "out": "for logarithms, it gave other results of"}[of]
+
+    def spoiled() -> None:
+        array[1, 1, 3] *= array.dtype.type(1.001)
+
+    calls = [*ready.logged.calls, spoiled]
+    with pytest.raises(BenchmarkError, match=rf"attention_kv4_sm90 with .*: launched again.* {message} heads 4/2"):
+        replace(ready, logged=replace(ready.logged, calls=calls)).check(given)
+
+
+def test_a_step_without_logarithms_is_checked_without(small: pytest.MonkeyPatch) -> None:
+    of = kvproblem.problem(SMALL)
+    ready = kvproblem.launches(STEPS[5], of)
+    for call in ready.calls:
+        call()
+    assert ready.logged is None and "lse" not in ready.check(of)[0]
 
 
 def test_an_append_that_writes_another_byte_is_found(small: pytest.MonkeyPatch) -> None:
@@ -194,7 +224,7 @@ def test_the_merge(small: pytest.MonkeyPatch) -> None:
 
 
 def test_without_its_second_kernel_parts_are_wrong(small: pytest.MonkeyPatch) -> None:
-    small.setattr(kvmerge, "_merges", lambda parts: [lambda: None for _ in parts.calls])
+    small.setattr(kvmerge, "_merges", lambda parts, **written: [lambda: None for _ in parts.calls])
     with pytest.raises(BenchmarkError, match=r"attention_kv4_mma_sm80 with .*: the timed launches gave wrong results"):
         kvmerge.merged(Batch(2, 1, (1100,)), CEILINGS)
 

@@ -125,6 +125,8 @@ def test_annotation_in_inline_assembly():
         ("mov.u32 %s, 0;\n@%q mov.u32 %s, 1;\n", "@%q", "%q is read", (0, 0, 0)),
         (MINE + "setp.ne.u32 %p, %r0, 3; @%p st.shared.u32 [%r2], %r0; bar.sync 0;\nld.shared.u32 %s, [%r2];\n",
          "ld.shared", "byte 12 of shared memory", (3, 0, 0)),
+        (MINE + "st.shared.u16 [%r2], %r0; bar.sync 0;\nld.shared.u32 %s, [%r2];\n",
+         "ld.shared", "byte 0 of shared memory", (0, 0, 0)),
         ("ld.param.u64 %x1, [a];\nld.global.u32 %s, [%x1+16];\n", "ld.global", "byte 16 of argument 1", (0, 0, 0)),
         ("mov.u32 %s, 0;\nT: .branchtargets A, B;\nbrx.idx %r7, T;\nA:\nB:\n", "brx.idx", "%r7 is read", (0, 0, 0)),
         (".local .align 4 .b8 mem[8];\nld.local.u32 %s, [mem];\n", "ld.local", "local memory", (0, 0, 0)),

@@ -90,6 +90,16 @@ def test_every_scheme_head_dim_and_page_size(scheme: str, D: int, backend: str) 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", PAGE_SIZES)
+@pytest.mark.parametrize("scheme", KV_SCHEMES)
+def test_the_first_and_last_slots_of_pages(scheme: str, size: int, backend: str) -> None:
+    """Of the pool's first page, of its last one, and on both sides of where two pages meet."""
+    slots = np.array([0, size - 1, size, 2 * size - 1, 3 * size - 1], np.int32)
+    problem = problem_of(*normal(len(slots), 2, 64), scheme, size, pages=3)
+    replace(problem, slots=slots).check(backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (2, 40), (64, 8), (7, 33)])
 def test_more_heads_than_a_block_has_and_fewer(tokens: int, heads: int, backend: str) -> None:
     problem_of(*normal(tokens, heads, 128), "kv4", 64, rope=rotations(tokens, 128, np.int32, True)).check(backend)

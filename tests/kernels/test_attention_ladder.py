@@ -44,6 +44,14 @@ def test_near_float64_in_hard_cases(spec: KernelSpec, backend: str, change: prob
 
 @every_step
 @on_every_backend
+def test_near_float64_at_the_edges_of_pages(spec: KernelSpec, backend: str) -> None:
+    lengths = problems.at_edges(ladder.PAGE)
+    q, cache = problems.problem(4, lengths, Hq=2, Hkv=1, scheme=scheme_of(spec), spare=0)
+    problems.check(spec, logical_of(spec, q, cache), backend)
+
+
+@every_step
+@on_every_backend
 def test_one_token_is_its_own_attention(spec: KernelSpec, backend: str) -> None:
     """Its weight is 1 whatever the score; FP16 rounds the products once more."""
     q, cache = problems.problem(2, (1, 1), Hq=3, Hkv=3, scheme=scheme_of(spec))

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, toolchain
+from ptxlab import emulator, kernels, toolchain, verify
 from ptxlab.dtypes import numbers, stored
 from ptxlab.errors import ArgumentError, EmulationError, VerificationError
 from ptxlab.kernels.attention import sm80
+from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.layout import KVCache
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
@@ -88,6 +89,12 @@ def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, b
     assert np.isfinite(numbers(outputs["out"], sm80.DTYPES[variant.BF16])).all()
     seen = logical["cache"].lengths[:, None] - variant.T + np.arange(variant.T) >= 0
     assert np.array_equal(np.isfinite(outputs["lse"]), np.broadcast_to(seen[..., None], outputs["lse"].shape))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@every_variant
+def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
+    check(variant, *variant.problem(4, problems.at_edges(variant.page), problems.nothing, Hkv=1, window=0), backend)
 
 
 @every_variant
@@ -176,6 +183,22 @@ def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, bloc
     window = 100 if variant.T == 3 else 0
     logical, arrays = variant.problem(blocks, (300, 0, 5, 130), problems.nothing, 1, window)
     hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", MERGE.example_sizes, ids=lambda sizes: "-".join(map(str, sizes.values())))
+def test_the_second_kernel_merges_parts_and_writes_nothing_else(sizes: dict[str, int], backend: str) -> None:
+    found = verify.verify(verify.Job(MERGE, kernels.find(MERGE.name)[1][0], backend, sizes))
+    assert found.passed, found.detail
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tiles", [8, 9, 15])
+def test_more_parts_than_are_read_at_a_time(tiles: int, backend: str) -> None:
+    """Every tile is a part, as there are blocks enough; eight parts are on their way at a time."""
+    variant = VARIANTS[5]
+    logical, arrays = variant.problem(0, (tiles * problems.TILE - 3,), problems.a_sign_per_tile, 1, 0)
+    hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks=tiles, fused=1))
 
 
 def test_the_logarithms_may_be_left_out() -> None:

@@ -13,7 +13,7 @@ from ptxlab import emulator, kernels, toolchain
 from ptxlab.dtypes import numbers, stored
 from ptxlab.errors import ArgumentError, EmulationError, VerificationError
 from ptxlab.kernels.attention import sm80, sm90
-from ptxlab.kernels.attention.sm90 import SM90, Tile
+from ptxlab.kernels.attention.sm90 import SM90, TILE, Tile
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
 from ptxlab.verify import compare
@@ -89,6 +89,23 @@ def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, b
     assert np.isfinite(numbers(outputs["out"], sm80.DTYPES[variant.BF16])).all()
     seen = logical["cache"].lengths[:, None] - variant.T + np.arange(variant.T) >= 0
     assert np.array_equal(np.isfinite(outputs["lse"]), np.broadcast_to(seen[..., None], outputs["lse"].shape))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@every_variant
+def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
+    lengths = problems.at_edges(variant.page)
+    check(variant, *variant.problem(4, lengths, problems.nothing, 1, window=0, blocks=3), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
+@pytest.mark.parametrize("begin", [TILE - 1, TILE])
+def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, backend: str) -> None:
+    """What the first query sees begins with the last token of a tile, or with the first of the next one."""
+    length = 2 * TILE + 9
+    window = length - variant.T + 1 - begin
+    check(variant, *variant.problem(5, (length,), problems.nothing, 1, window, blocks=2), backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -206,6 +223,19 @@ def test_near_float64_on_the_gpu(
 
 
 IN_PARTS = VARIANTS[3], (1000, 64), 7  # sequences, of which one is in parts; blocks
+
+
+# Every tile is a part, as there are blocks enough: a unit of n tiles takes n - 1 parts over, 4 or 8 at a time.
+SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, BF16=0, tile=Tile(16, 4, 1, 1))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("tiles", [5, 6, 9, 10, 14])
+def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> None:
+    lengths, blocks = (tiles * TILE - 3,), tiles + 4  # a unit of few tiles costs up to 4 more
+    logical, arrays = SMALLEST_PARTS.problem(0, lengths, problems.a_sign_per_tile, 1, 0, blocks)
+    for mode in emulator.MODES if backend == "emulator" else emulator.MODES[:1]:
+        check(SMALLEST_PARTS, logical, arrays, backend, mode=mode)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -171,6 +171,12 @@ def test_the_formula_by_channel(scheme, seed, sign):
     assert (np.abs(quantized.dequantize() - x) <= 1.01 * quantized.scale).all()  # half for the zero, half for x
 
 
+def test_levels_of_every_scheme():
+    """Other tests ask the scheme itself."""
+    levels = {name: (known.low, known.high) for name, known in KV_SCHEMES.items()}
+    assert levels == {"kv4": (0, 15), "kv8": (0, 255), "kv4_channel": (0, 15), "kv8_channel": (-127, 127)}
+
+
 @pytest.mark.parametrize("scheme", BY_CHANNEL)
 def test_calibrated_constants_clip_what_lies_beyond(scheme):
     known = KV_SCHEMES[scheme]
