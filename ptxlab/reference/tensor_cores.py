@@ -1,0 +1,72 @@
+"""What Hopper's tensor cores make of FP16 operands and an FP32 sum, bit for bit.
+
+The terms of a sum, 16 products and the sum so far, are lined up below the largest exponent among them, and what lies
+more than 25 bits below it is cut off of each, towards zero. Then they are added up exactly, and the result is cut off
+to FP32. (Fasi et al. 2021; Khattak and Mikaitis 2025 have it for Hopper.) `tests/reference/test_tensor_cores.py` holds
+this against the instruction itself.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ptxlab.reference.packed import F32
+
+KEPT = 25  # bits below the largest exponent
+_SMALLEST = -14  # the exponent of FP16's subnormals, and of zero
+_NAN = 0x7FFFFFFF  # the one that hardware makes
+
+
+def hopper_mma(a: Any, b: Any, c: F32) -> F32:
+    """a·b + c as one `mma.m16n8k16` has it: f16 [..., M, 16] and f16 [..., 16, N], f32 [..., M, N]; NumPy or CuPy.
+
+    A product has the sum of its operands' exponents, whatever its significand is; subnormals and zeros have -14.
+    """
+    (a_bits, a_exponent), (b_bits, b_exponent) = _parts(a), _parts(b)
+    c_bits, c_exponent = _parts_of_single(c)
+    exponent = c_exponent
+    for k in range(a.shape[-1]):
+        exponent = np.maximum(exponent, a_exponent[..., :, k, None] + b_exponent[..., None, k, :])
+
+    total = _cut(c_bits << (KEPT - 23), exponent - c_exponent)
+    for k in range(a.shape[-1]):
+        product = a_bits[..., :, k, None] * b_bits[..., None, k, :]  # 20 bits behind the point
+        below = exponent - a_exponent[..., :, k, None] - b_exponent[..., None, k, :]
+        total = total + _cut(product << (KEPT - 20), below)
+    # a float64 has room for the sum; of its significand an FP32 has all but 29 bits
+    wide = np.ldexp(total.astype(np.float64), exponent - KEPT)
+    result = (wide.view(np.int64) & ~((1 << 29) - 1)).view(np.float64).astype(np.float32)
+    return _with_special(result, a, b, c)
+
+
+def _parts(x: Any) -> tuple[Any, Any]:
+    """(significand with its sign s64, exponent s32) of f16: significand · 2^(exponent - 10)."""
+    bits = x.view(np.uint16).astype(np.int32)
+    field = bits >> 10 & 31
+    significand = (bits & 0x3FF) | np.where(field > 0, 0x400, 0)
+    return np.where(bits >> 15, -significand, significand).astype(np.int64), np.maximum(field - 15, _SMALLEST)
+
+
+def _parts_of_single(x: F32) -> tuple[Any, Any]:
+    """The same of f32: significand · 2^(exponent - 23)."""
+    bits = x.view(np.int32)
+    field = bits >> 23 & 255
+    significand = (bits & 0x7FFFFF) | np.where(field > 0, 0x800000, 0)
+    return np.where(bits < 0, -significand, significand).astype(np.int64), np.maximum(field - 127, -126)
+
+
+def _cut(x: Any, places: Any) -> Any:
+    """Integers without their last bits, towards zero."""
+    shift = np.minimum(places, 63)
+    return np.where(x < 0, -(-x >> shift), x >> shift)
+
+
+def _with_special(result: Any, a: Any, b: Any, c: F32) -> Any:
+    """Where an operand is an infinity or NaN, so is the result, as ordinary arithmetic has it."""
+    special = [~np.isfinite(x) for x in (a, b, c)]
+    if not any(bool(x.any()) for x in special):
+        return result
+    with np.errstate(invalid="ignore"):
+        plain = (a[..., :, :, None].astype(np.float32) * b[..., None, :, :].astype(np.float32)).sum(axis=-2) + c
+    nan = np.full(1, _NAN, np.uint32, like=plain).view(np.float32)
+    return np.where(np.isfinite(plain), result, np.where(np.isnan(plain), nan, plain))
