@@ -13,9 +13,10 @@ def float_instruction(opcode: str) -> Callable[..., Any]:
     names = "abc"[: 3 if opcode.startswith("fma") else 1]
     operands = ", ".join(f"%{i + 1}" for i in range(len(names)))
     inputs = ", ".join(f'"f"({name})' for name in names)
-    return cupy.ElementwiseKernel(  # type: ignore[no-any-return]
+    function: Callable[..., Any] = cupy.ElementwiseKernel(
         ", ".join(f"float32 {name}" for name in names),
         "float32 d",
         f'asm("{opcode} %0, {operands};" : "=f"(d) : {inputs})',
         opcode.replace(".", "_"),
     )
+    return function

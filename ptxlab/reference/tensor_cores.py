@@ -17,7 +17,7 @@ _SMALLEST = -14  # the exponent of FP16's subnormals, and of zero
 _NAN = 0x7FFFFFFF  # the one that hardware makes
 
 
-def hopper_mma(a: Any, b: Any, c: F32) -> F32:
+def hopper_mma(a: Any, b: Any, c: F32) -> Any:
     """a·b + c as one `mma.m16n8k16` has it: f16 [..., M, 16] and f16 [..., 16, N], f32 [..., M, N]; NumPy or CuPy.
 
     A product has the sum of its operands' exponents, whatever its significand is; subnormals and zeros have -14.

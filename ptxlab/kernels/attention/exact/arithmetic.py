@@ -15,7 +15,7 @@ from ptxlab.reference.tensor_cores import hopper_mma
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Functions of arrays of float32, element by element but for `mma`: (a f16 [..., M, 16], b f16 [..., 16, N], c f32
+    """Functions of arrays of float32 that broadcast, but for `mma`: (a f16 [..., M, 16], b f16 [..., 16, N], c f32
     [..., M, N]) -> a·b + c.
     """
 
@@ -28,20 +28,24 @@ class Arithmetic:
     @classmethod
     def of(cls, instruction: Callable[[str], Callable[..., Any]], mma: Callable[[Any, Any, Any], Any]) -> "Arithmetic":
         """From what makes a function of an opcode."""
-        opcodes = "rcp.approx.ftz.f32", "ex2.approx.ftz.f32", "lg2.approx.ftz.f32", "fma.rn.f32"
-        return cls(*map(instruction, opcodes), mma)
+        return cls(
+            reciprocal=instruction("rcp.approx.ftz.f32"),
+            exp2=instruction("ex2.approx.ftz.f32"),
+            log2=instruction("lg2.approx.ftz.f32"),
+            fma=instruction("fma.rn.f32"),
+            mma=mma,
+        )
 
 
 def _rounded_once(a: Any, b: Any, c: Any) -> Any:
     """As `emulator.mma` has it: products are summed in float64, and their sum with c is rounded."""
-    products = np.matmul(widen(a, "f16"), widen(b, "f16"))
-    return canonical((c + products).astype(np.float32), "f32")
+    return canonical((c + widen(a, "f16") @ widen(b, "f16")).astype(np.float32), "f32")
 
 
-EMULATED = Arithmetic.of(lambda opcode: form(opcode).compute, _rounded_once)  # on NumPy arrays
+EMULATED = Arithmetic.of(lambda opcode: form(opcode).compute, _rounded_once)  # of NumPy arrays
 TRUNCATING = replace(EMULATED, mma=hopper_mma)  # the same, but for tensor cores that cut off
 
 
 def hopper() -> Arithmetic:
-    """An H200's own, on CuPy arrays."""
+    """An H200's own, of CuPy arrays."""
     return Arithmetic.of(gpu.float_instruction, hopper_mma)

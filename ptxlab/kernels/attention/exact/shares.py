@@ -1,6 +1,7 @@
 """How attention_kv4_sm90 shares out its work: which block has which tiles of what (`segments.cuh`), on the host."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -9,7 +10,7 @@ from ptxlab.kernels.attention.sm90 import TILE
 
 _PAD, _SLACK = 4, 4  # EXTRA, SLACK
 
-S64 = npt.NDArray[np.int64]
+S64: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Shares:
         cls, lengths: S64, *, heads: int, splits: int, queries: int, window: int, groups: int, blocks: int
     ) -> "Shares":
         """Of sequences of these lengths: each has heads·splits units, and `queries` new tokens that see `window`."""
-        lengths = np.maximum(lengths, 0)
         begin = np.maximum(lengths - queries + 1 - window, 0) // TILE if window else np.zeros_like(lengths)
         tiles = -(-lengths // TILE) - begin
         pad = np.where(lengths > 0, np.maximum(_PAD - tiles // 4, 0), 0)  # the cost of a unit of few tiles beside them
