@@ -2,8 +2,7 @@
 
 The terms of a sum, 16 products and the sum so far, are lined up below the largest exponent among them, and what lies
 more than 25 bits below it is cut off of each, towards zero. Then they are added up exactly, and the result is cut off
-to FP32. (Fasi et al. 2021; Khattak and Mikaitis 2025 have it for Hopper.) `tests/reference/test_tensor_cores.py` holds
-this against the instruction itself.
+to FP32. (Fasi et al. 2021 have it so for the generations before; `tests/golden/hopper_mma.npz` is what an H200 does.)
 """
 
 from typing import Any
@@ -13,14 +12,16 @@ import numpy as np
 from ptxlab.reference.packed import F32
 
 KEPT = 25  # bits below the largest exponent
-_SMALLEST = -14  # the exponent of FP16's subnormals, and of zero
-_NAN = 0x7FFFFFFF  # the one that hardware makes
+_SMALLEST = -14  # the exponent of FP16's subnormals
+_NONE = -1000  # of zeros: below any other
+_NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the one that hardware makes
 
 
 def hopper_mma(a: Any, b: Any, c: F32) -> Any:
     """a·b + c as one `mma.m16n8k16` has it: f16 [..., M, 16] and f16 [..., 16, N], f32 [..., M, N]; NumPy or CuPy.
 
-    A product has the sum of its operands' exponents, whatever its significand is; subnormals and zeros have -14.
+    A product has the sum of its operands' exponents, whatever its significand is; subnormals have -14. One that is zero
+    has none: what else there is keeps its bits. A sum of zero is +0.
     """
     (a_bits, a_exponent), (b_bits, b_exponent) = _parts(a), _parts(b)
     c_bits, c_exponent = _parts_of_single(c)
@@ -35,7 +36,8 @@ def hopper_mma(a: Any, b: Any, c: F32) -> Any:
         total = total + _cut(product << (KEPT - 20), below)
     # a float64 has room for the sum; of its significand an FP32 has all but 29 bits
     wide = np.ldexp(total.astype(np.float64), exponent - KEPT)
-    result = (wide.view(np.int64) & ~((1 << 29) - 1)).view(np.float64).astype(np.float32)
+    with np.errstate(over="ignore"):  # of what is special
+        result = (wide.view(np.int64) & ~((1 << 29) - 1)).view(np.float64).astype(np.float32)
     return _with_special(result, a, b, c)
 
 
@@ -44,7 +46,8 @@ def _parts(x: Any) -> tuple[Any, Any]:
     bits = x.view(np.uint16).astype(np.int32)
     field = bits >> 10 & 31
     significand = (bits & 0x3FF) | np.where(field > 0, 0x400, 0)
-    return np.where(bits >> 15, -significand, significand).astype(np.int64), np.maximum(field - 15, _SMALLEST)
+    exponent = np.where(bits & 0x7FFF, np.maximum(field - 15, _SMALLEST), _NONE).astype(np.int32)
+    return np.where(bits >> 15, -significand, significand).astype(np.int64), exponent
 
 
 def _parts_of_single(x: F32) -> tuple[Any, Any]:
@@ -68,5 +71,4 @@ def _with_special(result: Any, a: Any, b: Any, c: F32) -> Any:
         return result
     with np.errstate(invalid="ignore"):
         plain = (a[..., :, :, None].astype(np.float32) * b[..., None, :, :].astype(np.float32)).sum(axis=-2) + c
-    nan = np.full(1, _NAN, np.uint32, like=plain).view(np.float32)
-    return np.where(np.isfinite(plain), result, np.where(np.isnan(plain), nan, plain))
+    return np.where(np.isfinite(plain), result, np.where(np.isnan(plain), _NAN, plain))

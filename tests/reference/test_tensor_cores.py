@@ -1,6 +1,7 @@
 """The model of Hopper's tensor cores against their instruction, and against what is known of it."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import pytest
 import ptxlab
 from ptxlab import gpu
 from ptxlab.reference.tensor_cores import hopper_mma
+
+RECORDED = Path(__file__).parent.parent / "golden" / "hopper_mma.npz"
 
 # A warp per product: row-major A [16, 16], B [16, 8], C and D [16, 8].
 SOURCE = """
@@ -139,6 +142,14 @@ def differences(a: np.ndarray, b: np.ndarray, c: np.ndarray, model: np.ndarray, 
     return f"{sizes}: {values}; c = {float(c[n, i, j]).hex()}, products {' '.join(terms)}"
 
 
+@every_case
+def test_equal_to_what_was_recorded(case: Case) -> None:
+    """By `tests/golden/record_hopper_mma.py`, on an H200."""
+    with np.load(RECORDED) as stored:
+        a, b, c, d = (stored[f"{case.__name__}_{name}"] for name in "abcd")
+    assert differences(a, b, c, hopper_mma(a, b, c), d) == ""
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
 @every_case
@@ -173,9 +184,8 @@ def test_near_the_exact_sum(case: Case) -> None:
     found = hopper_mma(a, b, c).astype(np.float64)
     products = a[..., None].astype(np.float64) * b[:, None].astype(np.float64)
     exact, largest = products.sum(axis=2) + c, np.maximum(np.abs(products).max(axis=2), np.abs(c))
-    floor = np.exp2(2.0 - 28 - 25)  # of exponents that subnormals are taken for
-    a_size, b_size = (np.exp2(np.maximum(np.frexp(np.abs(x).astype(float))[1], -13)) for x in (a, b))
-    unit = np.maximum((a_size[..., None] * b_size[:, None]).max(axis=2), np.maximum(largest * 2, floor)) * 2.0**-25
+    a_size, b_size = (np.exp2(np.maximum(np.frexp(np.abs(x).astype(float))[1], -13)) * (x != 0) for x in (a, b))
+    unit = np.maximum((a_size[..., None] * b_size[:, None]).max(axis=2), largest * 2) * 2.0**-25
     assert (np.abs(found - exact) <= 17 * unit + np.abs(exact) * 2.0**-23).all()
     if (products >= 0).all() and (c >= 0).all():
         assert (found <= exact).all() and (found < exact).any()
@@ -189,11 +199,14 @@ def test_near_the_exact_sum(case: Case) -> None:
         ([(1.0, 1.0), (2.0**-12, 2.0**-14), (2.0**-12, 2.0**-14)], 0.0, 1.0),  # 26 bits below: each is cut off
         ([(1.0, 1.0), (-(2.0**-12), 2.0**-14)], 0.0, 1.0),  # towards zero
         ([(1.5, 1.5)], 2.0**-25, 2.25),  # the product of 2.25 has the exponent of 1
-        ([(0.0, 1.0)], 2.0**-60, 0.0),  # a zero has an exponent, too
+        ([(0.0, 1.0)], 2.0**-60, 2.0**-60),  # a zero has no exponent
+        ([(0.0, 1.0)], -0.0, 0.0),
+        ([(2.0**-24, 2.0**-24)], 2.0**-54, 2.0**-48),  # subnormals have that of 2^-14
     ],
 )
 def test_what_is_cut_off(products: list[tuple[float, float]], c: float, result: float) -> None:
     a, b = np.zeros((1, 16), np.float16), np.zeros((16, 1), np.float16)
     for k, (x, y) in enumerate(products):
         a[0, k], b[k, 0] = x, y
-    assert hopper_mma(a, b, np.array([[c]], np.float32)).item() == result
+    found = hopper_mma(a, b, np.array([[c]], np.float32)).item()
+    assert (found, np.signbit(found)) == (result, np.signbit(result))

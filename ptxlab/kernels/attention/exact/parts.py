@@ -69,7 +69,7 @@ def attention(
         groups=of.groups,
         blocks=blocks,
     )
-    out, lse = np.zeros((B * T * Hq, D), q.dtype, like=q), np.full(B * T * Hq, -np.inf, np.float32, like=q)
+    out, lse = np.zeros((B * T * Hq, D), q.dtype, like=q), np.zeros(B * T * Hq, np.float32, like=q) - np.float32(np.inf)
     if len(shares.first):
         with np.errstate(all="ignore"):
             parts = [_of_warps(of, tiles.of_segments(of, q, shares, some), shares, some) for some in _some(of, shares)]
@@ -103,7 +103,7 @@ def _of_warps(of: Launched, warps: tiles.Warps, shares: Shares, some: slice) -> 
     """The sums of each segment's warps, put together; values in their units, less their zeros."""
     largest, weights, sums = (array.reshape(-1, of.warps, *array.shape[1:]) for array in warps)
     values, zeros, back = sums[:, :, : of.D], sums[:, :, of.D], 2.0**24  # integers were subnormals
-    units = np.full((of.D, 1), back, np.float32, like=values)
+    units = np.zeros((of.D, 1), np.float32, like=values) + np.float32(back)
     if of.bits == 4:
         words = values.reshape(-1, of.warps, of.D // 8, 2, 4, of.columns)  # low nibbles have the high ones in them
         values = np.stack([words[:, :, :, 0] - words[:, :, :, 1], words[:, :, :, 1]], axis=3).reshape(values.shape)

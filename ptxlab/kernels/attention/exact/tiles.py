@@ -36,7 +36,7 @@ def of_segments(of: Launched, q: Any, shares: Shares, some: slice) -> Warps:
 
     C = of.columns
     state = Warps(
-        np.full((len(count), C), _LOWEST, np.float32, like=q),
+        np.zeros((len(count), C), np.float32, like=q) + _LOWEST,
         np.zeros((len(count), 8, C), np.float32, like=q),
         np.zeros((len(count), of.D + 1, C), np.float32, like=q),
     )

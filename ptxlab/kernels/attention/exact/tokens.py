@@ -32,7 +32,8 @@ def read(of: Launched, token: Any, sequence: Any, head: Any) -> Tokens:
     raw, constants = [], []
     for view in (both.part(0), both.part(1)):
         raw.append(view.features[page, head[:, None], offset])
-        scale, zero = np.ones(token.shape, np.float16, like=token), np.zeros(token.shape, np.float16, like=token)
+        zero = np.zeros(token.shape, np.float16, like=token)
+        scale = np.ones_like(zero)
         if view.constants is not None:
             pairs = view.constants[page, head[:, None], offset]
             scale, zero = (np.where(token < length, pairs[..., i], x) for i, x in enumerate((scale, zero)))
