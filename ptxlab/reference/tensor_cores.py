@@ -13,7 +13,7 @@ from ptxlab.reference.packed import F32
 
 KEPT = 25  # bits below the largest exponent
 _SMALLEST = -14  # the exponent of FP16's subnormals
-_NONE = -1000  # of zeros: below any other
+_NONE = np.int32(-1000)  # of zeros: below any other
 _NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the one that hardware makes
 
 
@@ -45,8 +45,8 @@ def _parts(x: Any) -> tuple[Any, Any]:
     """(significand with its sign s64, exponent s32) of f16: significand · 2^(exponent - 10)."""
     bits = x.view(np.uint16).astype(np.int32)
     field = bits >> 10 & 31
-    significand = (bits & 0x3FF) | np.where(field > 0, 0x400, 0)
-    exponent = np.where(bits & 0x7FFF, np.maximum(field - 15, _SMALLEST), _NONE).astype(np.int32)
+    significand = (bits & 0x3FF) + (field > 0) * np.int32(0x400)
+    exponent = np.where(bits & 0x7FFF, np.maximum(field - 15, _SMALLEST), _NONE)
     return np.where(bits >> 15, -significand, significand).astype(np.int64), exponent
 
 
@@ -54,7 +54,7 @@ def _parts_of_single(x: F32) -> tuple[Any, Any]:
     """The same of f32: significand · 2^(exponent - 23)."""
     bits = x.view(np.int32)
     field = bits >> 23 & 255
-    significand = (bits & 0x7FFFFF) | np.where(field > 0, 0x800000, 0)
+    significand = (bits & 0x7FFFFF) + (field > 0) * np.int32(0x800000)
     return np.where(bits < 0, -significand, significand).astype(np.int64), np.maximum(field - 127, -126)
 
 
