@@ -13,11 +13,13 @@ from ptxlab import gpu
 from ptxlab.bench import kvproblem
 from ptxlab.bench.kvshapes import Batch, ragged
 from ptxlab.dtypes import stored
+from ptxlab.emulator import mma
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import exact, sm90
 from ptxlab.kernels.attention.exact.shares import Shares
 from ptxlab.kernels.attention.sm90 import SM90, Tile
 from ptxlab.layout import KVCache
+from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays
 from tests import attention_problems as problems
@@ -35,11 +37,11 @@ def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], bac
 
 
 def by_oracle(
-    variant: Variant, logical: Arrays, arrays: Arrays, arithmetic: exact.Arithmetic = exact.EMULATED
-) -> tuple[np.ndarray, np.ndarray]:
+    logical: Arrays, arrays: Arrays, config: dict[str, int], arithmetic: exact.Arithmetic | None = None
+) -> tuple[Any, Any]:
     """The same by the oracle."""
     how = {name: logical[name] for name in ("cache", "softmax_scale", "window", "blocks")}
-    return exact.attention(arrays["q"], **how, config=variant.config, arithmetic=arithmetic)
+    return exact.attention(arrays["q"], **how, config=config, arithmetic=arithmetic)
 
 
 def difference(found: Any, right: Any, bf16: bool = False) -> str:
@@ -58,10 +60,10 @@ def difference(found: Any, right: Any, bf16: bool = False) -> str:
     return ""
 
 
-def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str = "early") -> None:
-    sizes = variant.sizes(logical["window"], logical["blocks"])
-    right = by_kernel(arrays, sizes, variant.config, "emulator", mode)
-    assert difference(by_oracle(variant, logical, arrays), right, bool(variant.BF16)) == ""
+def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str = "early", **more: int) -> None:
+    sizes, config = variant.sizes(logical["window"], logical["blocks"]), {**variant.config, **more}
+    right = by_kernel(arrays, sizes, config, "emulator", mode)
+    assert difference(by_oracle(logical, arrays, config), right, bool(variant.BF16)) == ""
 
 
 @pytest.mark.parametrize("sizes", SM90.example_sizes, ids=lambda s: "-".join(map(str, s.values())))
@@ -69,9 +71,8 @@ def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     logical, config = SM90.example(np.random.default_rng(3), **sizes), SM90.config_for(sizes)
     arrays = {**SM90.pack(logical), "q": stored(logical["q"], "float16")}
     told = {name: sizes[name] for name in ("page", "bits", "channel", "window", "blocks", "softmax_scale")}
-    how = {name: logical[name] for name in ("cache", "softmax_scale", "window", "blocks")}
     right = by_kernel(arrays, told, config, "emulator")
-    assert difference(exact.attention(arrays["q"], **how, config=config), right) == ""
+    assert difference(by_oracle(logical, arrays, config), right) == ""
 
 
 @every_variant
@@ -92,6 +93,51 @@ def test_equal_in_many_parts(tokens: int, parts: int) -> None:
     logical, arrays = variant.problem(0, (tokens,), problems.nothing, 1, window=0, blocks=parts)
     assert shares_of(variant, logical).parts.tolist() == [min(parts, 12)]  # of 8 tiles at least
     emulated_alike(variant, logical, arrays)
+
+
+@pytest.mark.parametrize("tiles", [0, 2])
+def test_equal_however_often_sums_are_promoted(tiles: int) -> None:
+    """Elsewhere after every tile of a warp; here never, or after two of its three to five."""
+    logical, arrays = SMALL.problem(0, (300,), problems.nothing, 2, window=0, blocks=2)
+    emulated_alike(SMALL, logical, arrays, PROMOTE=tiles * SMALL.tile.TOKENS)
+
+
+def hopper_mma_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FP16 MMAs as tensor cores do them, in place of sums that are rounded once."""
+    operands: list[np.ndarray] = []
+    dots, accumulation = mma.dots, mma.accumulation
+
+    def kept(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        operands[:] = a, b
+        return dots(a, b)
+
+    def truncating(form: mma.Form) -> Callable[..., None]:
+        def accumulate(products: np.ndarray, work: list[mma.Work], lanes: Any) -> None:
+            a, b = (x.astype(np.float16) for x in operands)  # rows of A; columns of B, 2 t + j at 4 j + t
+            for of_a, of_b, readers, writers in work:
+                c = np.empty((len(a), 16, 8), np.float32)
+                parts = [c[:, 8 * i : 8 * i + 8, 4 * j : 4 * j + 4] for i, j in form.accumulators]
+                for read, part in zip(readers, parts, strict=True):
+                    part[:] = np.broadcast_to(read(lanes), part.size).reshape(part.shape)
+                left, right = a[:, 16 * of_a :][:, :16], b[:, 8 * of_b :][:, :8]
+                c[:] = hopper_mma(left, right.swapaxes(1, 2), c)
+                for write, part in zip(writers, parts, strict=True):
+                    write(lanes, part.reshape(-1))
+
+        return accumulate if form.d == "f32" else accumulation(form)
+
+    monkeypatch.setattr(mma, "dots", kept)
+    monkeypatch.setattr(mma, "accumulation", truncating)
+
+
+@pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
+def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an MMA takes matters now, not only what it stands for."""
+    hopper_mma_in_the_emulator(monkeypatch)
+    logical, arrays = variant.problem(0, (300, 65), problems.nothing, 1, window=0, blocks=2)
+    right = by_kernel(arrays, variant.sizes(0, 2), variant.config, "emulator")
+    assert difference(by_oracle(logical, arrays, variant.config, exact.TRUNCATING), right) == ""
+    assert difference(by_oracle(logical, arrays, variant.config), right) != ""
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
@@ -209,8 +255,8 @@ every_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault._
 @every_fault
 def test_a_fault_shows(fault: Callable[[KVCache], KVCache]) -> None:
     logical, arrays = SMALL.problem(1, (5000,), problems.nothing, 2, window=0, blocks=20)
-    wrong = by_oracle(SMALL, {**logical, "cache": fault(logical["cache"])}, arrays)
-    for x, y in zip(wrong, by_oracle(SMALL, logical, arrays), strict=True):
+    wrong = by_oracle({**logical, "cache": fault(logical["cache"])}, arrays, SMALL.config)
+    for x, y in zip(wrong, by_oracle(logical, arrays, SMALL.config), strict=True):
         assert (x != y).any(axis=(0, 1, 3) if x.ndim == 4 else (0, 1)).all(), "of every head"
 
 
@@ -236,8 +282,7 @@ def test_equal_on_the_gpu(
     logical = {**logical, "cache": moved(logical["cache"], gpu.to_device)}
     arrays = {name: gpu.to_device(array) for name, array in arrays.items()}
     right = by_kernel(arrays, variant.sizes(window, blocks), variant.config, "gpu")
-    found = by_oracle(variant, logical, arrays, exact.hopper())
-    assert difference(found, right, bool(variant.BF16)) == ""
+    assert difference(by_oracle(logical, arrays, variant.config), right, bool(variant.BF16)) == ""
 
 
 BATCHES = (
@@ -271,7 +316,7 @@ def launched(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, in
 
 def expected(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
     how = {name: sizes[name] for name in ("softmax_scale", "blocks")}
-    return exact.attention(q, cache, **how, config=config, arithmetic=exact.hopper())
+    return exact.attention(q, cache, **how, config=config)
 
 
 @pytest.mark.gpu

@@ -74,6 +74,11 @@ class Launched:
         return TILE // self.config["TOKENS"]
 
     @property
+    def promote(self) -> int:
+        """Tiles of a warp after which it promotes its sums; 0 where it never does."""
+        return self.config["PROMOTE"] // self.config["TOKENS"]
+
+    @property
     def groups(self) -> int:
         """Of warps, that take turns."""
         return self.warps // self.share

@@ -7,7 +7,7 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.exact import tiles
-from ptxlab.kernels.attention.exact.arithmetic import EMULATED, Arithmetic
+from ptxlab.kernels.attention.exact.arithmetic import EMULATED, Arithmetic, hopper
 from ptxlab.kernels.attention.exact.launched import Launched, beside
 from ptxlab.kernels.attention.exact.queries import rows
 from ptxlab.kernels.attention.exact.shares import Shares
@@ -37,7 +37,7 @@ def attention(
     blocks: int,
     config: Mapping[str, int],
     window: int = 0,
-    arithmetic: Arithmetic = EMULATED,
+    arithmetic: Arithmetic | None = None,
 ) -> tuple[Any, Any]:
     """What attention_kv4_sm90 writes.
 
@@ -48,7 +48,7 @@ def attention(
         blocks: of the launch: they decide what is added up apart.
         config: constants of the variant (`SM90.config_for`), with BF16 for bfloat16.
         window: tokens that a query sees, 0 for all.
-        arithmetic: `EMULATED` or `TRUNCATING` on NumPy arrays, `hopper()` on CuPy arrays.
+        arithmetic: of what runs it: by default `EMULATED` for NumPy arrays, and `hopper()` for CuPy arrays.
 
     Returns:
         (out like q, lse f32 [B, T, Hq]).
@@ -59,6 +59,8 @@ def attention(
     _check(q, cache, config)
     B, T, Hq, D = q.shape
     lengths = np.maximum(np.array(cache.lengths.tolist(), np.int64), 0)
+    if arithmetic is None:
+        arithmetic = EMULATED if isinstance(q, np.ndarray) else hopper()
     of = Launched(cache, lengths, T, Hq, softmax_scale, window, config, arithmetic)
     shares = Shares.of(
         lengths,
@@ -101,12 +103,11 @@ def _some(of: Launched, shares: Shares) -> list[slice]:
 
 def _of_warps(of: Launched, warps: tiles.Warps, shares: Shares, some: slice) -> Part:
     """The sums of each segment's warps, put together; values in their units, less their zeros."""
-    largest, weights, sums = (array.reshape(-1, of.warps, *array.shape[1:]) for array in warps)
+    by_warp = (array.reshape(-1, of.warps, *array.shape[1:]) for array in (warps.largest, warps.weights, warps.sums))
+    largest, weights, sums = by_warp
     values, zeros, back = sums[:, :, : of.D], sums[:, :, of.D], 2.0**24  # integers were subnormals
     units = np.zeros((of.D, 1), np.float32, like=values) + np.float32(back)
     if of.bits == 4:
-        words = values.reshape(-1, of.warps, of.D // 8, 2, 4, of.columns)  # low nibbles have the high ones in them
-        values = np.stack([words[:, :, :, 0] - words[:, :, :, 1], words[:, :, :, 1]], axis=3).reshape(values.shape)
         units.reshape(-1, 2, 4)[:, 1] = back / 16
     weights = zeros if of.by_channel else _neighbours(weights)
     most = largest.max(axis=1)

@@ -15,13 +15,18 @@ _MMA = 16  # tokens of one
 
 
 class Warps(NamedTuple):
-    """Sums of a warp's tiles so far: the largest score f32 [n, C]; weights / scale, of the tokens of each row of a
-    fragment apart, f32 [n, 8, C]; accumulators of the MMA for each dim and for the zeros, f32 [n, D + 1, C].
+    """What warps have of their tiles so far.
+
+    The largest score f32 [n, C]; weights / scale, of the tokens of each row of a fragment apart, f32 [n, 8, C];
+    accumulators of the MMA for each dim and for the zeros, f32 [n, D + 1, C]; the sums that these were promoted to, and
+    the largest score then.
     """
 
     largest: Any
     weights: Any
+    accumulators: Any
     sums: Any
+    largest_then: Any
 
 
 def of_segments(of: Launched, q: Any, shares: Shares, some: slice) -> Warps:
@@ -33,34 +38,37 @@ def of_segments(of: Launched, q: Any, shares: Shares, some: slice) -> Warps:
     segment, warp = np.divmod(busiest, of.warps)
     position = shares.position[some][segment] + warp % of.share * of.config["TOKENS"] + skip.ravel()[busiest] * TILE
     sequence, head = (beside(array[some][segment], q) for array in (shares.sequence, shares.head))
+    busy = [int((count > step).sum()) for step in range(int(count.max()) + 1)]  # warps that have so many tiles and more
 
-    C = of.columns
-    state = Warps(
-        np.zeros((len(count), C), np.float32, like=q) + _LOWEST,
-        np.zeros((len(count), 8, C), np.float32, like=q),
-        np.zeros((len(count), of.D + 1, C), np.float32, like=q),
-    )
-    for step in range(int(count.max())):
-        busy = int((count > step).sum())
-        mine = Queries(*(array[beside(segment[:busy], q)] for array in queries))
-        first = beside(position[:busy] + step * of.groups * TILE, q)
-        after = _tile(of, Warps(*(array[:busy] for array in state)), mine, first, sequence[:busy], head[:busy])
-        for array, changed in zip(state, after, strict=True):
-            array[:busy] = changed
+    warps = _before(of, len(count), q)
+    for step, n in enumerate(busy[:-1]):
+        mine = Queries(*(array[beside(segment[:n], q)] for array in queries))
+        first = beside(position[:n] + step * of.groups * TILE, q)
+        _tile(of, Warps(*(array[:n] for array in warps)), mine, first, sequence[:n], head[:n])
+        whole = of.promote and (step + 1) % of.promote == 0
+        _promote(of, Warps(*(array[0 if whole else busy[step + 1] : n] for array in warps)), step)
     in_order = beside(np.argsort(busiest), q)
-    return Warps(*(array[in_order] for array in state))
+    return Warps(*(array[in_order] for array in warps))
 
 
-def _tile(of: Launched, so_far: Warps, queries: Queries, first: Any, sequence: Any, head: Any) -> Warps:
-    """The tokens of a tile that a warp has, from `first` on."""
+def _before(of: Launched, n: int, q: Any) -> Warps:
+    """Of n warps before their first tile."""
+    shapes = (n, of.columns), (n, 8, of.columns), (n, of.D + 1, of.columns)
+    largest, weights, accumulators = (np.zeros(shape, np.float32, like=q) for shape in shapes)
+    return Warps(largest + _LOWEST, weights, accumulators, accumulators.copy(), largest + _LOWEST)
+
+
+def _tile(of: Launched, warps: Warps, queries: Queries, first: Any, sequence: Any, head: Any) -> None:
+    """The tokens of a tile that a warp has, from `first` on, added to what it has, in place."""
     fma, exp2, mma = of.arithmetic.fma, of.arithmetic.exp2, of.arithmetic.mma
     at = first[:, None] + np.arange(of.config["TOKENS"], like=first)
     read = tokens.read(of, at, sequence, head)
     score = _scores(of, read, queries, at[..., None])
 
-    largest = np.fmax(so_far.largest, np.where(np.isnan(score), _LOWEST, score).max(axis=1))
-    less = exp2(so_far.largest - largest)[:, None]
-    weights, sums = so_far.weights * less, so_far.sums * less
+    # Sums are of the largest score so far. (Where no column of a warp has a larger one, it does not multiply by 1.)
+    largest = np.fmax(warps.largest, np.where(np.isnan(score), _LOWEST, score).max(axis=1))
+    less = exp2(warps.largest - largest)[:, None]
+    weights, accumulators = warps.weights * less, warps.accumulators * less
     weight, inverse = exp2(score - largest[:, None]), of.arithmetic.reciprocal(read.v_scale)
     for row in range(0, of.config["TOKENS"], 8):
         eight = slice(row, row + 8)
@@ -68,8 +76,24 @@ def _tile(of: Launched, so_far: Warps, queries: Queries, first: Any, sequence: A
     rounded = weight.astype(np.float16)
     for row in range(0, of.config["TOKENS"], _MMA):
         sixteen = slice(row, row + _MMA)
-        sums = mma(read.operands[:, sixteen].swapaxes(1, 2), rounded[:, sixteen], sums)
-    return Warps(largest, weights, sums)
+        accumulators = mma(read.operands[:, sixteen].swapaxes(1, 2), rounded[:, sixteen], accumulators)
+    warps.largest[:], warps.weights[:], warps.accumulators[:] = largest, weights, accumulators
+
+
+def _promote(of: Launched, warps: Warps, step: int) -> None:
+    """Add what tensor cores have added up, truncating, to sums that round, and begin anew.
+
+    `step` counts tiles: the first time there is nothing to add to.
+    """
+    sums = warps.accumulators.copy()
+    if of.bits == 4:
+        words = sums[:, : of.D].reshape(-1, of.D // 8, 2, 4, of.columns)  # high nibbles have the low ones with them
+        words[:, :, 1] -= words[:, :, 0]
+        sums[:, : of.D] = words.reshape(-1, of.D, of.columns)
+    if of.promote and step >= of.promote:
+        less = of.arithmetic.exp2(warps.largest_then - warps.largest)[:, None]
+        sums = of.arithmetic.fma(warps.sums, less, sums)
+    warps.sums[:], warps.largest_then[:], warps.accumulators[:] = sums, warps.largest, 0
 
 
 def _scores(of: Launched, read: tokens.Tokens, queries: Queries, token: Any) -> Any:

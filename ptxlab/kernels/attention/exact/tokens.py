@@ -47,10 +47,10 @@ def read(of: Launched, token: Any, sequence: Any, head: Any) -> Tokens:
 
 
 def _operands(of: Launched, raw: Any) -> Any:
-    """Values as FP16 subnormals: of 8 bits without a sign; of 4 bits low nibbles in their bytes, 16 times the high."""
+    """Values as FP16 subnormals: of 8 bits without a sign; of 4 bits low nibbles, and high ones in their bytes."""
     if of.bits == 8:
         integers = raw ^ np.uint8(0x80) if of.signed else raw
     else:
         words = raw.reshape(*raw.shape[:-1], -1, 4)
-        integers = np.stack([words, words & np.uint8(0xF0)], axis=-2).reshape(*raw.shape[:-1], -1)
+        integers = np.stack([words & np.uint8(0x0F), words], axis=-2).reshape(*raw.shape[:-1], -1)
     return integers.astype(np.uint16).view(np.float16)
