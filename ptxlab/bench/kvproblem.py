@@ -11,7 +11,9 @@ from ptxlab import gpu, kernels
 from ptxlab.bench.kvshapes import HEAD_DIM, PAGE, Batch
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
+from ptxlab.kernels.attention import exact
 from ptxlab.kernels.attention.common import arrays_of
+from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.kernels.attention.steps import Step
 from ptxlab.layout import KVCache, page_bytes
 from ptxlab.quant import KV_SCHEMES
@@ -144,24 +146,34 @@ class Launches:
     outputs: Any
 
     def check(self, of: Problem) -> tuple[str, float]:
-        """Hold what every call wrote against float64 on the dequantised integers, within the spec's bound.
+        """Hold what every call wrote against float64 on the dequantised integers, within the spec's bound; and bit for
+        bit against the oracle in the kernel's own order of operations, where it has one.
 
         Returns:
             What was checked, in a sentence for the record, and the largest error.
 
         Raises:
-            BenchmarkError: an element is further off than it may be, or not a number.
+            BenchmarkError: an element is further off than it may be, or not a number, or has another bit.
         """
         worst = 0.0
         for b in range(len(of.batch.lengths)):
             right, allowed = self._expected(*of.sequence(b))
             error = np.abs(self.outputs[:, b].astype(np.float64) - right)
             if not bool((error <= allowed).all()):
-                where = f"{self.spec.name} with {self.config}"
-                raise BenchmarkError(f"{where}: the timed launches gave wrong results for sequence {b} of {of.batch}")
+                raise self._wrong(of, f"wrong results for sequence {b}")
             worst = max(worst, float(error.max()))
         what = f"all {self.outputs[0].size} results of {len(self.calls)} launches"
-        return f"{what} within the spec's bound of float64, at most {worst:.1e} off", worst
+        within = f"{what} within the spec's bound of float64, at most {worst:.1e} off"
+        if self.spec.name != SM90.name:
+            return within, worst
+        how = {"softmax_scale": SCALE, "blocks": self.sizes["blocks"], "config": self.config}
+        right, _ = exact.attention(of.q[:, None], of.caches[0], **how)
+        if other := int((self.outputs.view(np.uint16) != right[:, 0].view(np.uint16)).sum()):
+            raise self._wrong(of, f"{other} results that differ from the oracle's")
+        return f"{within}; equal to the oracle in the kernel's order of operations, bit for bit", worst
+
+    def _wrong(self, of: Problem, what: str) -> BenchmarkError:
+        return BenchmarkError(f"{self.spec.name} with {self.config}: the timed launches gave {what} of {of.batch}")
 
     def _expected(self, q: Any, cache: KVCache) -> tuple[Any, Any]:
         """The right results of one sequence, and how far off they may be, f64 [1, Hq, D]."""
