@@ -4,7 +4,7 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ptxlab import __version__, cache, checkpoint, gpu, nsight, toolchain
+from ptxlab import __version__, cache, checkpoint, gpu, nsight, tested, toolchain
 from ptxlab.errors import FileError, UnavailableError
 
 
@@ -33,6 +33,7 @@ def examine() -> list[Item]:
         *_nsight(),
         _checkpoint(),
         _cache(),
+        *(Item("GPU tests", False, line, "pytest -m gpu --record-tests FILE") for line in tested.warnings()),
     ]
 
 

@@ -207,7 +207,7 @@ def run_spec(
         inputs: arrays by argument name: NumPy, CuPy, or anything with DLPack. NumPy and CuPy have no bfloat16: their
             arrays hold its bits as uint16.
         sizes: sizes that no shape tells.
-        out: arrays to write into, by argument name; by default they are allocated.
+        out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
         checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
         unchecked: admit values that break the value rules (to look at overflow).
@@ -217,12 +217,12 @@ def run_spec(
         count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
     """
     expected = {a.name for a in spec.inputs}
-    for name in inputs:
-        if name not in expected:
-            raise ArgumentError(f"{spec.name}: arguments", f"{', '.join(sorted(expected))}", name)
-    if missing := sorted(a.name for a in spec.inputs if a.name not in inputs and not a.optional):
+    if unknown := sorted(set(inputs) - expected):
+        raise ArgumentError(f"{spec.name}: arguments", f"{', '.join(sorted(expected))}", unknown[0])
+    given = {**inputs, **(out or {})}
+    if missing := sorted(a.name for a in spec.inputs if a.name not in given and not a.optional):
         raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
-    arrays = {n: accept(spec, spec.arg(n), a) for n, a in {**inputs, **(out or {})}.items()}
+    arrays = {n: accept(spec, spec.arg(n), a) for n, a in given.items()}
     solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
     any_on_device = any(map(on_device, arrays.values()))
     if not unchecked and not any(on_device(arrays[n]) for n in inputs):
@@ -250,7 +250,7 @@ def run_spec(
         seed=seed,
         count_banks=count_banks,
     )
-    like, given = next(iter(inputs.values())), out or {}
+    like = next(iter(inputs.values()))
     dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}
     made = {n: given[n] if n in given else gpu.like(arrays[n], like, dtype) for n, dtype in dtypes.items()}
     return _outcome(backend, made, result)

@@ -127,10 +127,14 @@ def include_dir() -> Path:
     return cuda_dir() / "include"
 
 
+def in_checkout() -> bool:
+    """Whether the package stands in a checkout, and not in an installed wheel."""
+    return (_PACKAGE.parent / "notebooks" / "results").is_dir()
+
+
 def results_dir() -> Path:
     """The folder of recorded measurements: `notebooks/results` (`_sources/results` in a wheel)."""
-    checkout = _PACKAGE.parent / "notebooks" / "results"
-    return checkout if checkout.is_dir() else _root("results")
+    return _PACKAGE.parent / "notebooks" / "results" if in_checkout() else _root("results")
 
 
 @cache

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import runtime
+from ptxlab import kernels, runtime
 from ptxlab.errors import ArgumentError, CompileError, FileError, MemoryFault, SourceError, UnavailableError
 from ptxlab.layout.words import pack_u4
 from ptxlab.spec import Launch
+from ptxlab.verify import compare
 
 CUDA_AXPY = r"""
 // y = a * x + y
@@ -282,6 +283,20 @@ def test_run_writes_into_the_array_it_is_given(lqq: dict[str, np.ndarray]) -> No
     outcome = ptxlab.run("dequant_lqq", **lqq, out={"out": out}, backend="emulator")
     assert outcome.outputs["out"] is out
     assert np.array_equal(out, ptxlab.run("dequant_lqq", **lqq, backend="emulator").outputs["out"])
+
+
+def test_an_array_that_is_read_and_written_may_be_given_as_out() -> None:
+    """`attention_merge` has one that is called `out` itself: by `run` there is no other way to give it."""
+    spec, (source,) = kernels.find("attention_merge")
+    sizes = spec.example_sizes[0]
+    logical = spec.example(np.random.default_rng(0), **sizes)
+    packed = spec.pack(logical)
+    out = {"out": packed.pop("out").astype(np.float16), "lse": packed.pop("lse").copy()}
+    outcome = ptxlab.run(source.label, out=out, **packed, **sizes, backend="emulator")
+    assert outcome.outputs["out"] is out["out"] and outcome.outputs["lse"] is out["lse"]
+    compare(spec, outcome.outputs, logical)
+    with pytest.raises(ArgumentError, match=r"attention_merge: lse: must be given"):
+        ptxlab.run(source.label, out={"out": out["out"]}, **packed, **sizes, backend="emulator")
 
 
 def test_an_empty_matrix_gives_an_empty_result(lqq: dict[str, np.ndarray]) -> None:

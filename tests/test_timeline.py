@@ -382,6 +382,7 @@ def test_the_gpu_is_asked_for_where_there_is_none(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @pytest.mark.parametrize("name", [EXCP, IMFP, "gemm_w4a8_sm90", "attention_kv4_sm90"])
 def test_on_a_gpu(name: str) -> None:
     shape = {"B": 4, "L": 1024} if name.startswith("attention") else {"N": 4096, "K": 2048}

@@ -27,7 +27,10 @@
 //            than one to do the softmax of. Else the bytes are two B's, and the lane has queries 2 t, 2 t + 1.
 // Softmax    in base 2, of score + log2(scale of the value): so the weights p * scale, rounded to FP16, are at most 1 whatever the scales are.
 // Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
-//            Low nibbles stay in their bytes, so to say: the sums of the high ones are taken off at the end. Lane g has dims g D / 8 on.
+//            Lane g has dims g D / 8 on. High nibbles stay in their bytes, whose sums have those of the low ones taken off them. The other way round
+//            the low ones, a sixteenth of their bytes, would keep what an MMA truncates of these.
+// Promotion  An MMA truncates each sum, always towards 0. After PROMOTE tokens a warp adds its sums to those in shared memory, in FP32 with rounding, and
+//            begins anew: so the error does not grow with the tokens of a block. Kernels for short tables (PROMOTE 0) do without.
 // PDL        block table and lengths are read at once, queries and cache behind the wait.
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 68 us, 0.92 of the speed of memory.
 //            What `attention_kv4` takes for a batch, plain launches:
@@ -58,6 +61,7 @@
 #define STAGES 16   // tiles in flight
 #define SLOTS 2     // units whose sums are in shared memory
 #define RESIDENT 1  // blocks per SM
+#define PROMOTE 0   // tokens of a warp after which its MMAs' sums are promoted, a multiple of TOKENS; 0: never
 #endif
 
 namespace {
@@ -85,7 +89,7 @@ constexpr u32 FLIP = SIGNED ? 0x80808080u : 0;                 // values s8 as u
 constexpr u32 NEUTRAL = 0x00003c00, ONES = 0x3c003c00;         // (scale 1, zero 0) of tokens that there are not; two zeros of 1
 constexpr int LARGEST = 32512;                                 // of a query's integers, 127 * 256: so the high byte is one
 static_assert(D * (BITS == 8 ? 255ll : 15ll * 16) * LARGEST < 1ll << 31);
-static_assert(WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16 && (COLUMNS == 4 || COLUMNS == 8));
+static_assert(PROMOTE % TOKENS == 0 && WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16 && (COLUMNS == 4 || COLUMNS == 8));
 
 using Segments = ptxlab::Segments<EXTRA, GROUPS>;
 
@@ -132,8 +136,7 @@ struct Feed {
     }
 };
 
-// The integers of a word of values as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). The first two have 16 times the high
-// nibbles in them.
+// The integers of a word of values as operand halves: (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7), which have the first two in them.
 __device__ __forceinline__ void subnormals(u32 (&h)[HALVES], u32 word) {
     if constexpr (BITS == 4) {
         const uint4 v = ptxlab::subnormal_u4_bytes(word);
@@ -436,7 +439,7 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
             const int length = units[slot].length, position0 = units[slot].position + token0;
             PHASE(SETUP);
             u32 query[SETS][NIBBLES][K_WORDS];
-            float column_sum[OWN], factor[OWN], m[OWN], l[OWN] = {}, o[DT][4] = {}, zeros[4] = {};
+            float column_sum[OWN], factor[OWN], m[OWN], l[OWN] = {};
 #pragma unroll
             for (int b = 0; b < OWN; ++b) m[b] = LOWEST;
 #pragma unroll
@@ -446,127 +449,148 @@ attention_kv4_sm90(const unsigned short* q,     // f16 or bf16 [B, T, Hq, D]
                 const float2 extra = reinterpret_cast<const float2*>(queries + slot * QUERY + FRAGMENTS)[OWN * t + b];
                 column_sum[b] = extra.x, factor[b] = extra.y;
             }
-            for (int turn = skip; turn < count; turn += GROUPS) {
-                const int position = position0 + turn * TILE;                // of this warp's first token
-                const bool masked = position + TOKENS > length - T + 1 || (window > 0 && position < length - window);
-                const unsigned char* keys = ring + stage * STAGE;
-                const unsigned char* values = keys + PAGES * PAGE_BYTES;
-                PHASE(WAIT_COPY);
-                ptxlab::mbarrier_wait(&full[stage], parity);
+            for (int turn = skip; turn < count;) {
+                const bool first = PROMOTE == 0 || turn == skip;
+                float o[DT][4] = {}, zeros[4] = {};
+                for (const int upto = PROMOTE == 0 ? count : min(count, turn + PROMOTE / TOKENS * GROUPS); turn < upto; turn += GROUPS) {
+                    const int position = position0 + turn * TILE;            // of this warp's first token
+                    const bool masked = position + TOKENS > length - T + 1 || (window > 0 && position < length - window);
+                    const unsigned char* keys = ring + stage * STAGE;
+                    const unsigned char* values = keys + PAGES * PAGE_BYTES;
+                    PHASE(WAIT_COPY);
+                    ptxlab::mbarrier_wait(&full[stage], parity);
 
-                PHASE(SCORES);
-                u32 k_pair[MT][2], v_pair[MT][2], v_zeros[MT][2];            // (scale, zero) of tokens; zeros of two tokens
-#pragma unroll
-                for (int i = 0; i < MT; ++i)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int token = token0 + i * 16 + h * 8;
-                        k_pair[i][h] = v_pair[i][h] = NEUTRAL, v_zeros[i][h] = ONES;
-                        if (CHANNEL) continue;
-                        k_pair[i][h] = *reinterpret_cast<const u32*>(keys + scale_at(token + g));
-                        v_pair[i][h] = *reinterpret_cast<const u32*>(values + scale_at(token + g));
-                        const uint2 pairs = *reinterpret_cast<const uint2*>(values + scale_at(token + 2 * t));
-                        v_zeros[i][h] = __byte_perm(pairs.x, pairs.y, 0x7632);
-                    }
-                if (!CHANNEL && masked) {                                    // beyond the end there may be anything
-                    asm volatile("");                                        // keeps it a branch: few tiles need it
+                    PHASE(SCORES);
+                    u32 k_pair[MT][2], v_pair[MT][2], v_zeros[MT][2];        // (scale, zero) of tokens; zeros of two tokens
 #pragma unroll
                     for (int i = 0; i < MT; ++i)
 #pragma unroll
                         for (int h = 0; h < 2; ++h) {
-                            const int left = length - position - i * 16 - h * 8;
-                            if (g >= left) k_pair[i][h] = v_pair[i][h] = NEUTRAL;
-                            if (2 * t >= left) v_zeros[i][h] = 0;
-                            else if (2 * t + 1 >= left) v_zeros[i][h] &= 0xffff;
+                            const int token = token0 + i * 16 + h * 8;
+                            k_pair[i][h] = v_pair[i][h] = NEUTRAL, v_zeros[i][h] = ONES;
+                            if (CHANNEL) continue;
+                            k_pair[i][h] = *reinterpret_cast<const u32*>(keys + scale_at(token + g));
+                            v_pair[i][h] = *reinterpret_cast<const u32*>(values + scale_at(token + g));
+                            const uint2 pairs = *reinterpret_cast<const uint2*>(values + scale_at(token + 2 * t));
+                            v_zeros[i][h] = __byte_perm(pairs.x, pairs.y, 0x7632);
                         }
-                }
-
-                float s[MT][2 * OWN];
-                multiply_keys(s, keys, token0, query, g, t);
-                PHASE(SOFTMAX);
-                float v_inverse[MT][2];
-#pragma unroll
-                for (int i = 0; i < MT; ++i)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const float scale = low_half(v_pair[i][h]), v_log = CHANNEL ? 0 : ptxlab::log2_approx(scale);
-                        v_inverse[i][h] = CHANNEL ? 1 : ptxlab::reciprocal_approx(scale);
-#pragma unroll
-                        for (int b = 0; b < OWN; ++b) {
-                            float& x = s[i][h * OWN + b];
-                            x += CHANNEL ? column_sum[b] : high_half(k_pair[i][h]) * column_sum[b];
-                            x = (CHANNEL ? x : x * low_half(k_pair[i][h])) * factor[b] + v_log;
-                        }
-                    }
-                if (masked) {
-                    asm volatile("");
-#pragma unroll
-                    for (int b = 0; b < OWN; ++b) {
-                        const int end = units[slot].end[OWN * t + b];
+                    if (!CHANNEL && masked) {                                // beyond the end there may be anything
+                        asm volatile("");                                    // keeps it a branch: few tiles need it
 #pragma unroll
                         for (int i = 0; i < MT; ++i)
 #pragma unroll
                             for (int h = 0; h < 2; ++h) {
-                                const int at = position + i * 16 + h * 8 + g;
-                                if (at >= end || (window > 0 && at < end - window)) s[i][h * OWN + b] = -ptxlab::infinity();
+                                const int left = length - position - i * 16 - h * 8;
+                                if (g >= left) k_pair[i][h] = v_pair[i][h] = NEUTRAL;
+                                if (2 * t >= left) v_zeros[i][h] = 0;
+                                else if (2 * t + 1 >= left) v_zeros[i][h] &= 0xffff;
                             }
                     }
-                }
 
-                float before[OWN];
-                bool larger = false;
+                    float s[MT][2 * OWN];
+                    multiply_keys(s, keys, token0, query, g, t);
+                    PHASE(SOFTMAX);
+                    float v_inverse[MT][2];
 #pragma unroll
-                for (int b = 0; b < OWN; ++b) {
-                    float most = LOWEST;
+                    for (int i = 0; i < MT; ++i)
 #pragma unroll
-                    for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][b], s[i][OWN + b]));
+                        for (int h = 0; h < 2; ++h) {
+                            const float scale = low_half(v_pair[i][h]), v_log = CHANNEL ? 0 : ptxlab::log2_approx(scale);
+                            v_inverse[i][h] = CHANNEL ? 1 : ptxlab::reciprocal_approx(scale);
 #pragma unroll
-                    for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
-                    before[b] = m[b], m[b] = fmaxf(m[b], most), larger |= m[b] > before[b];
-                }
-                if (__any_sync(~0u, larger)) {
+                            for (int b = 0; b < OWN; ++b) {
+                                float& x = s[i][h * OWN + b];
+                                x += CHANNEL ? column_sum[b] : high_half(k_pair[i][h]) * column_sum[b];
+                                x = (CHANNEL ? x : x * low_half(k_pair[i][h])) * factor[b] + v_log;
+                            }
+                        }
+                    if (masked) {
+                        asm volatile("");
+#pragma unroll
+                        for (int b = 0; b < OWN; ++b) {
+                            const int end = units[slot].end[OWN * t + b];
+#pragma unroll
+                            for (int i = 0; i < MT; ++i)
+#pragma unroll
+                                for (int h = 0; h < 2; ++h) {
+                                    const int at = position + i * 16 + h * 8 + g;
+                                    if (at >= end || (window > 0 && at < end - window)) s[i][h * OWN + b] = -ptxlab::infinity();
+                                }
+                        }
+                    }
+
+                    float before[OWN];
+                    bool larger = false;
 #pragma unroll
                     for (int b = 0; b < OWN; ++b) {
-                        const float less = ptxlab::exp2_approx(before[b] - m[b]);
-                        l[b] *= less, zeros[b] *= less;
+                        float most = LOWEST;
 #pragma unroll
-                        for (int d = 0; d < DT; ++d) o[d][b] *= less, o[d][b + 2] *= less;
+                        for (int i = 0; i < MT; ++i) most = fmaxf(most, fmaxf(s[i][b], s[i][OWN + b]));
+#pragma unroll
+                        for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, step));
+                        before[b] = m[b], m[b] = fmaxf(m[b], most), larger |= m[b] > before[b];
                     }
-                }
-                PHASE(VALUES);
+                    if (__any_sync(~0u, larger)) {
 #pragma unroll
-                for (int i = 0; i < MT; ++i) {
-                    u32 p[2];
+                        for (int b = 0; b < OWN; ++b) {
+                            const float less = ptxlab::exp2_approx(before[b] - m[b]);
+                            l[b] *= less, zeros[b] *= less;
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        float weight[2] = {};
-#pragma unroll
-                        for (int b = 0; b < OWN; ++b) weight[b] = ptxlab::exp2_approx(s[i][h * OWN + b] - m[b]), l[b] += weight[b] * v_inverse[i][h];
-                        p[h] = ptxlab::transposed(half_pair(weight[0], weight[1]));
+                            for (int d = 0; d < DT; ++d) o[d][b] *= less, o[d][b + 2] *= less;
+                        }
                     }
-                    ptxlab::mma_f16(zeros, v_zeros[i][0], v_zeros[i][0], v_zeros[i][1], v_zeros[i][1], p[0], p[1]);
-                    multiply_values(o, values + row_at(token0 + i * 16), p, g, t);
+                    PHASE(VALUES);
+#pragma unroll
+                    for (int i = 0; i < MT; ++i) {
+                        u32 p[2];
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            float weight[2] = {};
+#pragma unroll
+                            for (int b = 0; b < OWN; ++b) weight[b] = ptxlab::exp2_approx(s[i][h * OWN + b] - m[b]), l[b] += weight[b] * v_inverse[i][h];
+                            p[h] = ptxlab::transposed(half_pair(weight[0], weight[1]));
+                        }
+                        ptxlab::mma_f16(zeros, v_zeros[i][0], v_zeros[i][0], v_zeros[i][1], v_zeros[i][1], p[0], p[1]);
+                        multiply_values(o, values + row_at(token0 + i * 16), p, g, t);
+                    }
+                    ptxlab::mbarrier_arrive(&empty[stage]);
+                    if ((stage += GROUPS) >= STAGES) stage -= STAGES, parity ^= 1;
                 }
-                ptxlab::mbarrier_arrive(&empty[stage]);
-                if ((stage += GROUPS) >= STAGES) stage -= STAGES, parity ^= 1;
-            }
 
-            PHASE(REDUCE);
-            ptxlab::mbarrier_wait(&cleared[(number + UNITS - SLOTS) % UNITS], ((number + UNITS - SLOTS) / UNITS + 1) % 2);  // at first there is none before
+                PHASE(REDUCE);
+                ptxlab::mbarrier_wait(&cleared[(number + UNITS - SLOTS) % UNITS], ((number + UNITS - SLOTS) / UNITS + 1) % 2);  // at first there is none before
 #pragma unroll
-            for (int b = 0; b < OWN; ++b) {
+                for (int b = 0; b < OWN; ++b) {
+                    float weights = l[b], sums[D / 8];
 #pragma unroll
-                for (int step = 4; step < 32; step *= 2) l[b] += __shfl_xor_sync(~0u, l[b], step);
-                const int column = OWN * t + b, row = (number % SLOTS * WARPS + warp) * columns + place_of(column);
-                if (column >= columns) continue;
-                if (g == 0) warp_stats[(number % SLOTS * columns + column) * WARPS + warp] = make_float4(m[b], CHANNEL ? zeros[b] : l[b], zeros[b], 0);
+                    for (int step = 4; step < 32; step *= 2) weights += __shfl_xor_sync(~0u, weights, step);
 #pragma unroll
-                for (int e = 0; e < D / 8; e += 4) {                         // two dims of a tile of low halves, two of one of high halves
-                    const int low = e / PER_WORD * HALVES + e % PER_WORD / 4, high = low + HALVES / 2;
-                    const bool bytes = BITS == 4 && e % PER_WORD < 4;        // their sums have those of the tile behind in them
-                    const auto sum = [&](int tile, int i) { return __float_as_uint(bytes ? o[tile][i] - o[tile + 1][i] : o[tile][i]); };
-                    const u32 four[4] = {sum(low, b), sum(low, b + 2), sum(high, b), sum(high, b + 2)};
-                    ptxlab::store_words(warp_sums + row * PITCH + g * (D / 8) + e, four);
+                    for (int e = 0; e < D / 8; ++e) {                        // of four, two of a tile of low halves, two of one of high halves
+                        const int tile = e / PER_WORD * HALVES + e % PER_WORD / 4 + e % 4 / 2 * (HALVES / 2), i = b + e % 2 * 2;
+                        const bool bytes = BITS == 4 && e % PER_WORD >= 4;   // their sums have those of the tile before in them
+                        sums[e] = bytes ? o[tile][i] - o[tile - 1][i] : o[tile][i];
+                    }
+                    const int column = OWN * t + b, row = (number % SLOTS * WARPS + warp) * columns + place_of(column);
+                    float4* const stat = warp_stats + (number % SLOTS * columns + column) * WARPS + warp;
+                    float* const to = warp_sums + row * PITCH + g * (D / 8);
+                    if (!first) {
+                        asm volatile("");                                    // keeps it a branch: few units need it
+                        __syncwarp();                                        // a lane of row 0 has written the statistics
+                        if (column < columns) {
+                            const float less = ptxlab::exp2_approx(stat->x - m[b]);
+                            zeros[b] += stat->z * less;
+#pragma unroll
+                            for (int e = 0; e < D / 8; ++e) sums[e] += to[e] * less;
+                        }
+                        __syncwarp();                                        // all have read them
+                    }
+                    if (column >= columns) continue;
+                    if (g == 0) *stat = make_float4(m[b], CHANNEL ? zeros[b] : weights, zeros[b], 0);
+#pragma unroll
+                    for (int e = 0; e < D / 8; e += 4) {
+                        const u32 four[4] = {__float_as_uint(sums[e]), __float_as_uint(sums[e + 1]), __float_as_uint(sums[e + 2]), __float_as_uint(sums[e + 3])};
+                        ptxlab::store_words(to + e, four);
+                    }
                 }
             }
         }

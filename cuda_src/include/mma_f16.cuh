@@ -41,11 +41,10 @@ __device__ __forceinline__ uint4 subnormal_u4(u32 q) {
     const u32 up = __byte_perm(q, 0, 0x4341), high = up & 0x00f000f0u;
     return {q & 0x000f000fu, as_bits(__hsub2(as_half2(up), as_half2(high))), q & 0x00f000f0u, high};
 }
-// The same but for the low nibbles, which come as bytes, with 16 times the high ones: whose sums have to be taken off the bytes' at the end.
-// 4 instructions.
+// The same but for the high nibbles, which come in their bytes: the sums of the low ones have to be taken off the bytes' sums. 4 instructions.
 __device__ __forceinline__ uint4 subnormal_u4_bytes(u32 q) {
     const uint2 bytes = subnormal_u8(q);
-    return {bytes.x, bytes.y, bytes.x & 0x00f000f0u, bytes.y & 0x00f000f0u};
+    return {bytes.x & 0x000f000fu, bytes.y & 0x000f000fu, bytes.x, bytes.y};
 }
 
 }  // namespace ptxlab

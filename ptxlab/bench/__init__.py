@@ -26,6 +26,7 @@ __all__ = [
     "run_suite",
     "save",
     "shortfall",
+    "versions",
 ]
 
 _PLACES = 3  # in memory, at most, where what is slower is measured once more
@@ -54,7 +55,7 @@ def run_suite(
     """
     if suite == "emulator":
         device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
-        return Record(suite, device, _versions(None), {}, tuple(emulation.rows(progress)))
+        return Record(suite, device, versions(None), {}, tuple(emulation.rows(progress)))
     family = suite if suite in SUITES else _suite_of(kernels.find(suite)[0].family)
     if family not in SUITES:
         raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
@@ -76,7 +77,7 @@ def run_suite(
             "l2_bytes": info.l2_bytes,
             "memory_bytes": info.memory_bytes,
         },
-        versions=_versions(info),
+        versions=versions(info),
         ceilings=ceilings.to_json(),
         rows=rows,
         invalid=shortfall(ceilings, info.slug) or stream.shortfall(rows, info.slug),
@@ -148,7 +149,8 @@ def _best_peer(row: Row) -> tuple[str, str]:
     return name, f"{row.peers[name]:.2f}"
 
 
-def _versions(info: gpu.DeviceInfo | None) -> dict[str, str]:
+def versions(info: gpu.DeviceInfo | None) -> dict[str, str]:
+    """Of every tool and library that takes part; None: without a GPU."""
     own = {"ptxlab": __version__, "python": platform.python_version(), "numpy": metadata.version("numpy")}
     if info is None:
         return own

@@ -78,7 +78,7 @@ def run(
         checks: what the emulator looks for: `lanes`, `race`, `init`, `async`.
         unchecked: admit values that break the value rules (to look at overflow).
         seed: orders whatever the emulator may do in any order.
-        out: arrays to write into, by argument name; by default they are allocated.
+        out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
         arrays: inputs by argument name; a number gives a size (`g=64`) that no shape tells.
     """
     spec, found = find(kernel)

@@ -267,6 +267,7 @@ def test_nothing_is_allocated_after_the_first_call_of_a_shape(cupy, weights, sch
     assert same(out, expected(scheme))
 
 
+@pytest.mark.timing
 def test_a_call_does_not_wait(cupy, weights) -> None:
     """With the stream busy, the call is back before the stream is done."""
     x, scale = cupy.asarray(QUANTIZED.q), cupy.asarray(QUANTIZED.scale)

@@ -1,12 +1,17 @@
 """Loading and launching on a GPU: every kind of argument, every attribute, every refusal."""
 
+import re
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
-from ptxlab import gpu, kernels, sources
-from ptxlab.errors import ArgumentError, CompileError, LaunchError
+from ptxlab import gpu, kernels, toolchain, verify
+from ptxlab.dtypes import dtype_in, storage, stored
+from ptxlab.errors import ArgumentError, CompileError, LaunchError, UnavailableError
 from ptxlab.sources import Source
-from ptxlab.spec import Launch
+from ptxlab.spec import KernelSpec, Launch
 
 pytestmark = pytest.mark.gpu
 
@@ -207,6 +212,7 @@ def test_programmatic_launches_in_a_graph(cupy) -> None:
     assert (data.get() == expected).all()
 
 
+@pytest.mark.timing
 def test_graph_timing(cupy, add) -> None:
     buffers = [cupy.zeros(32, cupy.uint32) for _ in range(3)]
     graph = gpu.capture([gpu.prepare(add, [b, np.uint32(1)], ONE_WARP) for b in buffers * 10])
@@ -290,31 +296,94 @@ def test_misaligned_device_array(cupy) -> None:
         gpu.check_alignment("x", cupy.zeros(64, cupy.uint8)[4:])
 
 
+def arrays_of(library: str) -> Callable[[np.ndarray, str], Any]:
+    """What makes the library's array on the GPU (of NumPy: on the host) of one on the host, elements named by dtype.
+
+    Only PyTorch has a bfloat16; elsewhere it is its bits.
+    """
+    if library == "numpy":
+        return lambda array, dtype: np.array(array, order="C")
+    cupy = pytest.importorskip("cupy")
+    if library == "cupy":
+        return lambda array, dtype: cupy.asarray(array, order="C")
+    torch = pytest.importorskip("torch")
+
+    def tensor(array: np.ndarray, dtype: str) -> Any:
+        shared = torch.from_dlpack(cupy.asarray(array, order="C"))
+        return shared.view(torch.bfloat16) if dtype == "bfloat16" else shared
+
+    return tensor
+
+
+def calls_of(name: str) -> list[verify.Job]:
+    """Every source at the sizes of the last example, and in every dtype that a constant of the variant decides."""
+    try:
+        jobs, _ = verify.plan([name], "gpu")
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    last = kernels.specs()[name].example_sizes[-1]
+    return [job for job in jobs if job.sizes == last or job.config != job.spec.config_for(job.sizes)]
+
+
+def holds(job: verify.Job, array: Callable[[np.ndarray, str], Any]) -> None:
+    """A call with arrays made by `array` gives arrays of their kind, with what the spec's reference says in them.
+
+    What is only written is left to the call, but where its dtype is what asks for the variant.
+    """
+    spec, config = job.spec, {**job.spec.config_for(job.sizes), **(job.config or {})}
+    dtypes = {arg.name: dtype_in(arg.dtype, config) for arg in spec.args}
+    logical = spec.example(np.random.default_rng(1), **job.sizes)
+    given = {n: array(stored(a, dtypes[n]), dtypes[n]) for n, a in spec.pack(logical).items()}
+    read = {arg.name: given[arg.name] for arg in spec.inputs if arg.role != "inout" and arg.name in given}
+    out = {arg.name: given[arg.name] for arg in spec.inputs if arg.role == "inout"}
+    if config != spec.config_for(job.sizes):
+        made = {arg.name: storage(dtypes[arg.name]) for arg in spec.outputs if arg.role == "out"}
+        out |= {n: array(np.zeros(spec.arg(n).resolve(job.sizes), s), dtypes[n]) for n, s in made.items()}
+    outcome = kernels.run(job.source.label, backend=job.backend, out=out, **read, **job.sizes)
+    assert outcome.backend == job.backend and outcome.outputs.keys() == {arg.name for arg in spec.outputs}
+    results = {}
+    for name, result in outcome.outputs.items():
+        assert type(result) is type(next(iter(read.values())))
+        assert name not in out or result is out[name]
+        shared = gpu.as_array(name, result)
+        results[name] = shared if isinstance(shared, np.ndarray) else gpu.to_host(shared)
+        assert results[name].shape == spec.arg(name).resolve(job.sizes)
+        assert results[name].dtype == storage(dtypes[name])
+    verify.compare(spec, results, logical, config)
+
+
 @pytest.mark.parametrize("name", list(kernels.specs()))
 @pytest.mark.parametrize("library", ["numpy", "cupy", "torch"])
-def test_every_kernel_takes_every_library(cupy, name: str, library: str) -> None:
+def test_every_kernel_takes_every_library(name: str, library: str) -> None:
+    array = arrays_of(library)
+    for job in calls_of(name):
+        holds(job, array)
+
+
+REGISTERS = 1 << 16  # of an SM, in every GPU from sm_75 on; ptxas hands them out to threads by eights
+STREAMING = 1024  # threads on an SM that hide the latency of what only streams
+
+
+def most_registers(spec: KernelSpec, source: Source) -> int:
+    """Of a thread: those that leave room for the blocks that the kernel asks for by `__launch_bounds__`.
+
+    Where it asks for none, a GEMM may take all, because accumulators live in registers, and so may a merge, which has
+    no more blocks than the kernel whose parts it takes. Others stream, with many threads.
+    """
+    if source.language == "cu":
+        text = toolchain.compile_cuda(source, gpu.device_info().arch, output="ptx").data.decode()
+        blocks, threads = (re.search(rf"\.{name} (\d+)", text) for name in ("minnctapersm", "maxntid"))
+        if blocks and threads:
+            return min(255, REGISTERS // (int(blocks[1]) * int(threads[1])) // 8 * 8)
+    return 255 if spec.family == "gemm" or spec.name == "attention_merge" else REGISTERS // STREAMING
+
+
+@pytest.mark.parametrize("name", list(kernels.specs()))
+def test_kernels_use_no_local_memory(name: str) -> None:
     spec, found = kernels.find(name)
-    sizes = spec.example_sizes[-1]
-    logical = spec.example(np.random.default_rng(1), **sizes)
-    expected = spec.expected(logical)
+    if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
+        pytest.skip(reason)
     for source in found:
-        inputs = spec.pack(logical)
-        if library == "cupy":
-            inputs = {n: cupy.asarray(a) for n, a in inputs.items()}
-        if library == "torch":
-            torch = pytest.importorskip("torch")
-            inputs = {n: torch.from_dlpack(cupy.asarray(a)) for n, a in inputs.items()}
-        outcome = kernels.run(source.label, backend="gpu", **inputs, **sizes)
-        assert outcome.outputs.keys() == expected.keys()
-        for output, out in outcome.outputs.items():
-            assert type(out) is type(next(iter(inputs.values())))
-            host = out if library == "numpy" else cupy.asnumpy(cupy.asarray(out))
-            assert (host.view(np.uint8) == expected[output].view(np.uint8)).all()
-
-
-def test_kernels_use_no_local_memory() -> None:
-    for name, spec in kernels.specs().items():
-        most = 255 if spec.family == "gemm" else 64  # accumulators live in registers; what streams needs many warps
-        for source in sources.of_kernel(name):
-            kernel = gpu.load(source, name)
-            assert kernel.local_bytes == 0 and 0 < kernel.registers <= most
+        kernel = gpu.load(source, name)
+        assert (source.label, kernel.local_bytes) == (source.label, 0)
+        assert 0 < kernel.registers <= most_registers(spec, source), source.label

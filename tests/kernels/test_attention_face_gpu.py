@@ -87,6 +87,7 @@ def test_a_graph_is_replayed_on_other_lengths(kernel: str, programmatic: bool) -
 
 
 @pytest.mark.gpu
+@pytest.mark.timing
 @ON_GPU
 @pytest.mark.parametrize("kernel", HERE)
 def test_a_call_goes_to_the_callers_stream_and_does_not_wait(kernel: str) -> None:

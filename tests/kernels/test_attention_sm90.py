@@ -43,7 +43,8 @@ class Variant(NamedTuple):
     def config(self) -> dict[str, int]:
         constants = {"D": self.D, "PAGE": self.page, "BITS": self.bits, "CHANNEL": self.channel, "BF16": self.BF16}
         room = sm90.room_for(self.T * self.ratio)
-        return {**constants, "SLOTS": sm90.SLOTS, "COLUMNS": room, **self.tile._asdict()}
+        often = {"PROMOTE": self.tile.TOKENS}  # after every tile, so that short sequences go that way as well
+        return {**constants, **often, "SLOTS": sm90.SLOTS, "COLUMNS": room, **self.tile._asdict()}
 
     def problem(
         self, seed: int, lengths: tuple[int, ...], change: problems.Change, Hkv: int, window: int, blocks: int

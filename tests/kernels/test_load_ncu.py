@@ -6,7 +6,7 @@ from ptxlab import kernels
 from ptxlab.bench import loads
 from ptxlab.errors import UnavailableError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timing]  # counters of the device, which count others' launches too
 
 TILES = [name for name, spec in kernels.specs().items() if spec.family == "load" and "T" in spec.example_sizes[0]]
 

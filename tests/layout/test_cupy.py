@@ -99,6 +99,7 @@ def large():
     )
 
 
+@pytest.mark.timing
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_largest_layer_packs_in_two_seconds(layout: str, large) -> None:
     cupy = pytest.importorskip("cupy")
@@ -128,6 +129,7 @@ def first_rows(weight: LQQWeight) -> LQQWeight:
     )
 
 
+@pytest.mark.timing
 def test_the_largest_layer_quantises_in_bounded_memory() -> None:
     cupy = pytest.importorskip("cupy")
     w = cupy.random.default_rng(0).standard_normal((N, K), dtype=cupy.float32)

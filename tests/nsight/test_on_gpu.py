@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import nsight, profiles
+from ptxlab import gpu, kernels, nsight, profiles, sass, subject, toolchain
+from ptxlab.bench.problem import variant
 from ptxlab.errors import UnavailableError
+from ptxlab.mainloop import main_loop
 from ptxlab.nsight import Launched
+from ptxlab.spec import KernelSpec
 from ptxlab.subject import Job
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timing]  # counters of the device, which count others' launches too
 
 OUTSIDE = Path(__file__).parent.parent / "outside"
 
@@ -33,12 +36,29 @@ def launched(jobs: list[Job], metrics: tuple[str, ...]) -> list[Launched]:
         raise
 
 
+def in_main_loop(spec: KernelSpec, sizes: dict[str, int]) -> float:
+    """Instructions of a thread per weight that the main loops of all tiles of tokens execute, by the machine code."""
+    if missing := {"nvrtc", "ptxas", "nvdisasm"} & set(toolchain.missing()):
+        pytest.skip(f"{', '.join(sorted(missing))}: not installed")
+    config = variant(spec, sizes)
+    image = toolchain.build(kernels.find(spec.name)[1][0], gpu.device_info().arch, defines=config)
+    loop = main_loop(sass.parse(toolchain.disassemble(image))[spec.name])
+    assert loop is not None
+    return loop.per_weight * -(-sizes["M"] // config["BM"])
+
+
 def test_kernels_with_and_without_a_spec(file: Job) -> None:
-    gemm, outside = launched([Job("gemm_w4a8_sm90"), file], nsight.METRICS)
+    """Beside what every iteration of the main loop executes are loads, waits and the epilogue: less than as much again.
+
+    On an H200 1.55 times the main loop's instructions were executed at the job's 64 tokens, and 1.64 times at 256.
+    """
+    job = Job("gemm_w4a8_sm90")
+    gemm, outside = launched([job, file], nsight.METRICS)
     assert gemm.kernel == "gemm_w4a8_sm90" and outside.kernel == "dequantize"
-    page = nsight.profile_of(gemm, weights=4096 * 4096)
+    sizes = subject.sizes_of(job.spec, job.sizes)
+    page = nsight.profile_of(gemm, weights=subject.weights_of(sizes))
     assert set(page.figures) == {figure.name for figure in nsight.FIGURES} and page.carriers and page.device
-    assert 1 < page.figures["per_weight"] < 10 and page.figures["sm_mhz"] > 500
+    assert 1 < page.figures["per_weight"] / in_main_loop(job.spec, sizes) < 2 and page.figures["sm_mhz"] > 500
     assert outside.number("launch__block_size") == 64
     assert sum(one.executed for one in outside.instructions) == outside.number("smsp__inst_executed.sum")
 

@@ -37,8 +37,7 @@ class Roundings:
             subnormal has the exponent of the smallest normal number, 2⁻¹⁴, however small it is: so every integer, 0
             too, counts as 2¹⁰, or 2¹⁰/16 where a mask leaves it 16 times as large (Fasi et al. 2021).
         adding: of all that is added up for the weighted sum, in magnitude.
-        in_bytes: whether a value's low nibble is added up with 16 times the high one of its byte, whose own sum is
-            taken off at the end.
+        in_bytes: whether a value's high nibble is added up with the low one of its byte, whose own sum is taken off.
         in_integers: whether queries are integers, so that scores are added up without an error.
     """
 
@@ -139,8 +138,8 @@ class _Operand(NamedTuple):
         if apart and x.values.dtype == np.int8:  # such kernels take them as unsigned bytes
             integers, zero = integers + 128, zero + 128
         size = added = integers + zero if apart else np.abs(integers - zero)
-        if in_bytes and scheme.bits == 4:  # 16 times the high nibble of d + 4 is in two sums, of which one is taken off
-            added, grains = size + 2 * 16 * np.roll(integers, -4, axis=-1) * low, grains * (1 + low)
+        if in_bytes and scheme.bits == 4:  # the low nibble of d - 4 is in two sums, of which one is taken off
+            added, grains = size + 2 / 16 * np.roll(integers, 4, axis=-1) * ~low, grains * (1 + ~low)
         parts = (integers - zero) * scale, size * scale, added * scale
         numbers, size, added = (part.transpose(1, 0, 2) for part in parts)
         return cls(numbers, size, added, units, grains, channels)

@@ -15,6 +15,7 @@ from ptxlab.spec import Arrays, Launch, Sizes
 
 COLUMNS, TILE = 8, 64  # of a unit at most; tokens
 SLOTS = 2  # units whose sums are in shared memory; twice as many are in flight
+PROMOTE = 256  # tokens of a warp after which what its MMAs have added up, truncating, is added to FP32 sums
 SMS = 132  # of an H200, for which tiles are chosen
 _SHARED, _RESERVED, _STATIC = 233472, 1024, 1024  # bytes of an SM; kept back of every block; of barriers and records
 _FEW, _LITTLE = 256, 4096  # tiles altogether
@@ -85,7 +86,10 @@ def choose_tile(s: Sizes) -> Tile:
 
 def _choose(s: Sizes) -> dict[str, int]:
     contract = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
-    return {**contract, "SLOTS": SLOTS, "COLUMNS": room_for(columns_of(s)), **choose_tile(s)._asdict()}
+    tile = choose_tile(s)
+    longest = -(-s["P"] * s["page"] // (TILE * tile.groups)) * tile.TOKENS  # of a warp, if one block has all of a unit
+    promote = {"PROMOTE": PROMOTE if longest > 2 * PROMOTE else 0}
+    return {**contract, **promote, "SLOTS": SLOTS, "COLUMNS": room_for(columns_of(s)), **tile._asdict()}
 
 
 def _launch(s: Sizes) -> Launch:
@@ -119,7 +123,7 @@ def _bound(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[np.
 
 
 def roundings_of(D: int, channel: bool) -> Roundings:
-    """Of queries that are integers of 16 bits; low nibbles of values are summed in their bytes."""
+    """Of queries that are integers of 16 bits; high nibbles of values are summed in their bytes."""
     return replace(
         sm80.roundings_of(D, channel),
         score=((D // 4 if channel else 0) + 16) * SINGLE,
