@@ -27,7 +27,7 @@ from tests.kernels.test_attention_face_gpu import moved
 from tests.kernels.test_attention_sm90 import SOURCE, VARIANTS, Variant, every_variant
 
 ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
-SMALL = Variant(64, 16, 4, 0, T=1, ratio=2, BF16=0, tile=Tile(16, 4, 2, 1))
+PLAIN, OF_SMALL_PAGES = VARIANTS[:2]
 
 
 def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], backend: str, mode: str = "early") -> Any:
@@ -83,23 +83,21 @@ def test_equal_in_parts(variant: Variant) -> None:
 
 @pytest.mark.parametrize("change", problems.CASES[1:], ids=lambda change: change.__name__)
 def test_equal_in_hard_cases(change: problems.Change) -> None:
-    emulated_alike(SMALL, *SMALL.problem(1, (75, 0, 1, 130), change, 1, window=0, blocks=2))
+    emulated_alike(PLAIN, *PLAIN.problem(1, (75, 0, 1, 130), change, 1, window=0, blocks=2))
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(1500, 5), (1500, 6), (6100, 9), (6100, 10), (6100, 20)])
 def test_equal_in_many_parts(tokens: int, parts: int) -> None:
     """What is handed over is added up to 4 at a time, or else up to 8."""
-    variant = SMALL._replace(tile=Tile(64, 2, 4, 1))
-    logical, arrays = variant.problem(0, (tokens,), problems.nothing, 1, window=0, blocks=parts)
-    assert shares_of(variant, logical).parts.tolist() == [min(parts, 12)]  # of 8 tiles at least
-    emulated_alike(variant, logical, arrays)
+    logical, arrays = PLAIN.problem(0, (tokens,), problems.nothing, 1, window=0, blocks=parts)
+    assert shares_of(PLAIN, logical).parts.tolist() == [min(parts, 12)]  # of 8 tiles at least
+    emulated_alike(PLAIN, logical, arrays)
 
 
-@pytest.mark.parametrize("tiles", [0, 2])
-def test_equal_however_often_sums_are_promoted(tiles: int) -> None:
-    """Elsewhere after every tile of a warp; here never, or after two of its three to five."""
-    logical, arrays = SMALL.problem(0, (300,), problems.nothing, 2, window=0, blocks=2)
-    emulated_alike(SMALL, logical, arrays, PROMOTE=tiles * SMALL.tile.TOKENS)
+def test_equal_where_sums_are_promoted_now_and_then() -> None:
+    """Here after two of a warp's two or three tiles; elsewhere after each, or never in the spec's examples."""
+    logical, arrays = PLAIN.problem(0, (300,), problems.nothing, 2, window=0, blocks=2)
+    emulated_alike(PLAIN, logical, arrays, PROMOTE=2 * PLAIN.tile.TOKENS)
 
 
 def hopper_mma_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,17 +138,16 @@ def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest
     assert difference(by_oracle(logical, arrays, variant.config), right) != ""
 
 
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_equal_around_pages_and_tiles(blocks: int) -> None:
-    lengths = tuple(n + i for n in (16, 64, 128, 256) for i in (-1, 0, 1))
-    emulated_alike(SMALL, *SMALL.problem(2, lengths, problems.nothing, 1, window=0, blocks=blocks))
+def test_equal_around_pages_and_tiles() -> None:
+    lengths, variant = tuple(n + i for n in (16, 64, 128) for i in (-1, 0, 1)), OF_SMALL_PAGES
+    emulated_alike(variant, *variant.problem(2, lengths, problems.nothing, 1, window=0, blocks=3))
 
 
 def test_equal_where_a_query_is_no_number() -> None:
-    logical, arrays = SMALL.problem(1, (75, 130), problems.nothing, 1, window=0, blocks=2)
+    logical, arrays = PLAIN.problem(1, (75, 130), problems.nothing, 2, window=0, blocks=2)
     q = logical["q"].copy()
     q[0, 0, 0, 3], q[1, 0, 1, 5] = np.nan, np.inf
-    emulated_alike(SMALL, logical, {**arrays, "q": stored(q, "float16")})
+    emulated_alike(PLAIN, logical, {**arrays, "q": stored(q, "float16")})
 
 
 @settings(max_examples=8)
@@ -254,9 +251,9 @@ every_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault._
 
 @every_fault
 def test_a_fault_shows(fault: Callable[[KVCache], KVCache]) -> None:
-    logical, arrays = SMALL.problem(1, (5000,), problems.nothing, 2, window=0, blocks=20)
-    wrong = by_oracle({**logical, "cache": fault(logical["cache"])}, arrays, SMALL.config)
-    for x, y in zip(wrong, by_oracle(logical, arrays, SMALL.config), strict=True):
+    logical, arrays = PLAIN.problem(1, (5000,), problems.nothing, 2, window=0, blocks=20)
+    wrong = by_oracle({**logical, "cache": fault(logical["cache"])}, arrays, PLAIN.config)
+    for x, y in zip(wrong, by_oracle(logical, arrays, PLAIN.config), strict=True):
         assert (x != y).any(axis=(0, 1, 3) if x.ndim == 4 else (0, 1)).all(), "of every head"
 
 
