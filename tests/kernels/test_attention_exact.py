@@ -25,6 +25,7 @@ from ptxlab.spec import Arrays
 from tests import attention_problems as problems
 from tests.kernels.test_attention_face_gpu import moved
 from tests.kernels.test_attention_sm90 import SOURCE, VARIANTS, Variant, every_variant
+from tests.layout.test_dispatch import DeviceArray
 
 ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
 PLAIN, OF_SMALL_PAGES = VARIANTS[:2]
@@ -255,6 +256,22 @@ def test_a_fault_shows(fault: Callable[[KVCache], KVCache]) -> None:
     wrong = by_oracle({**logical, "cache": fault(logical["cache"])}, arrays, PLAIN.config)
     for x, y in zip(wrong, by_oracle(logical, arrays, PLAIN.config), strict=True):
         assert (x != y).any(axis=(0, 1, 3) if x.ndim == 4 else (0, 1)).all(), "of every head"
+
+
+@every_variant
+def test_the_same_on_arrays_that_are_not_numpy_s(variant: Variant) -> None:
+    """What CuPy would refuse fails here, without a GPU: NumPy's arrays among the device's."""
+
+    def there(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arrays: DeviceArray(function(*(getattr(x, "array", x) for x in arrays)))
+
+    scalars = {name: there(getattr(exact.EMULATED, name)) for name in ("reciprocal", "exp2", "log2", "fma")}
+    logical, arrays = variant.problem(1, (300, 0, 65), problems.nothing, 2, window=100, blocks=9)
+    device = {**logical, "cache": moved(logical["cache"], DeviceArray)}
+    arithmetic = exact.Arithmetic(**scalars, mma=hopper_mma)
+    found = by_oracle(device, {"q": DeviceArray(arrays["q"])}, variant.config, arithmetic)
+    right = by_oracle(logical, arrays, variant.config, exact.TRUNCATING)
+    assert difference([x.array for x in found], right, bool(variant.BF16)) == ""
 
 
 # On an H200 --------------------------------------------------------------------------------------------------------

@@ -66,9 +66,14 @@ def _with_zeros(of: Launched, integers: Any, zeros: Any) -> Any:
     are added two by two.
     """
     words, per_word = of.D * of.bits // 128, 32 // of.bits  # of a lane; integers
-    vector = min(words, 4)  # words that follow each other
-    dims = np.arange(of.D).reshape(words // vector, 4, vector * per_word).swapaxes(0, 1).reshape(4, -1)
-    total = np.zeros((*integers.shape[:-1], 4), np.float32, like=integers)
-    for of_lanes in dims.T:
-        total = of.arithmetic.fma(integers[..., of_lanes], zeros[..., of_lanes], total)
+    together = min(words, 4) * per_word  # dims that follow each other
+
+    def by_lane(x: Any) -> Any:
+        shape = x.shape[:-1]
+        return x.reshape(*shape, -1, 4, together).swapaxes(-3, -2).reshape(*shape, 4, -1)
+
+    integers, zeros = by_lane(integers), by_lane(zeros)
+    total = np.zeros(integers.shape[:-1], np.float32, like=integers)
+    for i in range(integers.shape[-1]):
+        total = of.arithmetic.fma(integers[..., i], zeros[..., i], total)
     return (total[..., 0] + total[..., 1]) + (total[..., 2] + total[..., 3])
