@@ -11,7 +11,9 @@ from ptxlab import gpu, kernels
 from ptxlab.bench.kvshapes import HEAD_DIM, PAGE, Batch
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
+from ptxlab.kernels.attention import exact
 from ptxlab.kernels.attention.common import arrays_of
+from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.kernels.attention.steps import Step
 from ptxlab.layout import KVCache, page_bytes
 from ptxlab.quant import KV_SCHEMES
@@ -161,7 +163,8 @@ class Launches:
     logged: Logged | None
 
     def check(self, of: Problem) -> tuple[str, float]:
-        """Hold what every call wrote against float64 on the dequantised integers, within the spec's bound.
+        """Hold what every call wrote against float64 on the dequantised integers, within the spec's bound; and bit for
+        bit against the oracle in the kernel's own order of operations, where it has one.
 
         A timed launch writes no logarithms. So it is launched again with them: results must have the same bits, and
         logarithms are held against float64 as well.
@@ -170,30 +173,41 @@ class Launches:
             What was checked, in a sentence for the record, and the largest error of the results.
 
         Raises:
-            BenchmarkError: an element is further off than it may be, or not a number.
+            BenchmarkError: an element is further off than it may be, or not a number, or has another bit.
         """
         worst = {"out": 0.0, "lse": 0.0}
-        written = {"out": ("the timed launches gave wrong results", self.outputs)}
+        written = {"out": self.outputs}
         if self.logged is not None:
             for call in self.logged.calls:
                 call()
-            written["lse"] = "launched again, it gave wrong logarithms", self.logged.lse
+            written["lse"] = self.logged.lse
         for b in range(len(of.batch.lengths)):
             right, allowed = self._expected(*of.sequence(b))
-            for name, (wrong, array) in written.items():
+            for name, array in written.items():
                 got = array[:, b].astype(np.float64)
                 error = np.abs(got - right[name].reshape(got.shape[1:]))
                 if not bool((error <= allowed[name].reshape(got.shape[1:])).all()):
-                    raise BenchmarkError(f"{self.spec.name} with {self.config}: {wrong} for sequence {b} of {of.batch}")
+                    raise self._wrong(of, f"wrong {name} for sequence {b}")
                 worst[name] = max(worst[name], float(error.max()))
-        what = f"all {self.outputs[0].size} results of {len(self.calls)} launches within the spec's bound of float64"
-        what += f", at most {worst['out']:.1e} off"
-        if self.logged is None:
-            return what, worst["out"]
-        if not bool((self.logged.outputs == self.outputs).all()):
-            where = f"{self.spec.name} with {self.config}"
-            raise BenchmarkError(f"{where}: launched again for logarithms, it gave other results of {of.batch}")
-        return f"{what}; launched again for lse: the same results, lse at most {worst['lse']:.1e} off", worst["out"]
+        said = [f"all {self.outputs[0].size} results of {len(self.calls)} launches within the spec's bound of float64"]
+        said[0] += f", at most {worst['out']:.1e} off"
+        if self.logged is not None:
+            if not bool((self.logged.outputs == self.outputs).all()):
+                raise self._wrong(of, "results other than those of launches for lse")
+            said.append(f"launched again for lse: the same results, lse at most {worst['lse']:.1e} off")
+        if self.spec.name == SM90.name:
+            self._check_bits(of)
+            said.append("equal to the oracle in the kernel's order of operations, bit for bit")
+        return "; ".join(said), worst["out"]
+
+    def _check_bits(self, of: Problem) -> None:
+        how = {"softmax_scale": SCALE, "blocks": self.sizes["blocks"], "config": self.config}
+        right, _ = exact.attention(of.q[:, None], of.caches[0], **how)
+        if other := int((self.outputs.view(np.uint16) != right[:, 0].view(np.uint16)).sum()):
+            raise self._wrong(of, f"{other} results that differ from the oracle's")
+
+    def _wrong(self, of: Problem, what: str) -> BenchmarkError:
+        return BenchmarkError(f"{self.spec.name} with {self.config}: the timed launches gave {what} of {of.batch}")
 
     def _expected(self, q: Any, cache: KVCache) -> tuple[Arrays, Arrays]:
         """By output, what one sequence should have, and how far off it may be: f64 [1, 1, Hq, D], lse without D."""

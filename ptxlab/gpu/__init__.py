@@ -20,6 +20,7 @@ from ptxlab.gpu.arrays import (
     zeros,
 )
 from ptxlab.gpu.device import DeviceInfo, available, device_info, remedy, unused_gpu, why_not
+from ptxlab.gpu.floats import float_instruction
 from ptxlab.gpu.graph import Graph, Timing, adopt, capture, time_calls
 from ptxlab.gpu.launch import bind, launch, prepare
 from ptxlab.gpu.marks import Marked, profiled
@@ -48,6 +49,7 @@ __all__ = [
     "empty",
     "encode",
     "fill_bytes",
+    "float_instruction",
     "handed",
     "is_capturing",
     "is_device_array",

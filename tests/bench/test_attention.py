@@ -100,6 +100,18 @@ def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.Monk
     assert seen == [False] * 2 * 2 + [False] * 4 + [True] * 4, "with logarithms as they are timed without"
 
 
+def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch) -> None:
+    of = kvproblem.problem(RAGGED)
+    ready = kvproblem.launches(CHOSEN, of)
+    for call in ready.calls:
+        call()
+    checked, _ = ready.check(of)
+    assert checked.endswith("; equal to the oracle in the kernel's order of operations, bit for bit")
+    ready.outputs.view(np.uint16)[1, 2, 3, 5] ^= 1
+    with pytest.raises(BenchmarkError, match="gave 1 results that differ from the oracle's of heads 4/2"):
+        ready.check(of)
+
+
 @pytest.mark.parametrize("batch", [SMALL, RAGGED], ids=str)
 def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Batch) -> None:
     of = kvproblem.problem(batch)

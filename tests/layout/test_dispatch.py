@@ -33,6 +33,8 @@ class DeviceArray:
         raise TypeError("implicit conversion to a NumPy array")
 
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        if function is np.asarray:  # with `like`: a copy to the device
+            return DeviceArray(*args)
         return to_device(function(*to_host(args), **to_host(kwargs)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,74 @@
+"""What Hopper's tensor cores make of FP16 operands and an FP32 sum, bit for bit.
+
+The terms of a sum, 16 products and the sum so far, are lined up below the largest exponent among them, and what lies
+more than 25 bits below it is cut off of each, towards zero. Then they are added up exactly, and the result is cut off
+to FP32. (Fasi et al. 2021 have it so for the generations before; `tests/golden/hopper_mma.npz` is what an H200 does.)
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ptxlab.reference.packed import F32
+
+KEPT = 25  # bits below the largest exponent
+_SMALLEST = -14  # the exponent of FP16's subnormals
+_NONE = np.int32(-1000)  # of zeros: below any other
+_NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the one that hardware makes
+
+
+def hopper_mma(a: Any, b: Any, c: F32) -> Any:
+    """a·b + c as one `mma.m16n8k16` has it: f16 [..., M, 16] and f16 [..., 16, N], f32 [..., M, N]; NumPy or CuPy.
+
+    A product has the sum of its operands' exponents, whatever its significand is; subnormals have -14. One that is zero
+    has none: what else there is keeps its bits. A sum of zero is +0.
+    """
+    (a_bits, a_exponent), (b_bits, b_exponent) = _parts(a), _parts(b)
+    c_bits, c_exponent = _parts_of_single(c)
+    exponent = c_exponent
+    for k in range(a.shape[-1]):
+        exponent = np.maximum(exponent, a_exponent[..., :, k, None] + b_exponent[..., None, k, :])
+
+    total = _cut(c_bits << (KEPT - 23), exponent - c_exponent)
+    for k in range(a.shape[-1]):
+        product = a_bits[..., :, k, None] * b_bits[..., None, k, :]  # 20 bits behind the point
+        below = exponent - a_exponent[..., :, k, None] - b_exponent[..., None, k, :]
+        total = total + _cut(product << (KEPT - 20), below)
+    # a float64 has room for the sum; of its significand an FP32 has all but 29 bits
+    wide = np.ldexp(total.astype(np.float64), exponent - KEPT)
+    with np.errstate(over="ignore"):  # of what is special
+        result = (wide.view(np.int64) & ~((1 << 29) - 1)).view(np.float64).astype(np.float32)
+    return _with_special(result, a, b, c)
+
+
+def _parts(x: Any) -> tuple[Any, Any]:
+    """(significand with its sign s64, exponent s32) of f16: significand · 2^(exponent - 10)."""
+    bits = x.view(np.uint16).astype(np.int32)
+    field = bits >> 10 & 31
+    significand = (bits & 0x3FF) + (field > 0) * np.int32(0x400)
+    exponent = np.where(bits & 0x7FFF, np.maximum(field - 15, _SMALLEST), _NONE)
+    return np.where(bits >> 15, -significand, significand).astype(np.int64), exponent
+
+
+def _parts_of_single(x: F32) -> tuple[Any, Any]:
+    """The same of f32: significand · 2^(exponent - 23)."""
+    bits = x.view(np.int32)
+    field = bits >> 23 & 255
+    significand = (bits & 0x7FFFFF) + (field > 0) * np.int32(0x800000)
+    return np.where(bits < 0, -significand, significand).astype(np.int64), np.maximum(field - 127, -126)
+
+
+def _cut(x: Any, places: Any) -> Any:
+    """Integers without their last bits, towards zero."""
+    shift = np.minimum(places, 63)
+    return np.where(x < 0, -(-x >> shift), x >> shift)
+
+
+def _with_special(result: Any, a: Any, b: Any, c: F32) -> Any:
+    """Where an operand is an infinity or NaN, so is the result, as ordinary arithmetic has it."""
+    special = [~np.isfinite(x) for x in (a, b, c)]
+    if not any(bool(x.any()) for x in special):
+        return result
+    with np.errstate(invalid="ignore"):
+        plain = (a[..., :, :, None].astype(np.float32) * b[..., None, :, :].astype(np.float32)).sum(axis=-2) + c
+    return np.where(np.isfinite(plain), result, np.where(np.isnan(plain), _NAN, plain))

@@ -1,0 +1,28 @@
+"""Record what an H100 or H200 makes of FP16 operands by mma.m16n8k16: `python tests/golden/record_hopper_mma.py`.
+
+Writes `hopper_mma.npz` beside this file: of every case of `tests/reference/test_tensor_cores.py` some operands, and d.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+from tests.reference.test_tensor_cores import CASES, RECORDED, instruction
+
+SOME = 8  # products of a case
+
+
+def main() -> None:
+    """Record everything."""
+    vectors: dict[str, np.ndarray] = {}
+    for case in CASES:
+        operands = case(np.random.default_rng(0), SOME)
+        results = (*operands, instruction(*operands, "gpu"))
+        vectors |= {f"{case.__name__}_{name}": array for name, array in zip("abcd", results, strict=True)}
+    np.savez_compressed(RECORDED, **vectors)
+
+
+if __name__ == "__main__":
+    main()
