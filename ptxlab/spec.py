@@ -18,6 +18,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.expressions import evaluate as evaluate
 from ptxlab.expressions import names_in, nibbles, per_weight, solve
 from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.tolerance import Allowed
 
 NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
@@ -117,7 +118,8 @@ class KernelSpec:
         arch: lowest architecture, or with `exact` the only one.
         exact_arch: true for architecture-specific code (`sm_90a`).
         tolerance: allowed relative error of floating outputs; 0 means bit-exact.
-        bound: instead of a tolerance: `reference`'s arguments -> allowed absolute error of each element of each output.
+        bound: instead of a tolerance: `reference`'s arguments -> the absolute error that each output may have: an
+            array, one number per element, or `Allowed`.
         tolerance_reason: why the tolerance, or the bound, is what it is.
         wrong: set for kernels that are wrong by design.
         example_sizes: sizes at which `verify` and the tests draw examples.
@@ -159,9 +161,10 @@ class KernelSpec:
         """What the reference says of every output, by name, in the variant `config` (by default the reference's)."""
         return self._by_output(self.reference, logical, config)
 
-    def allowed(self, logical: Arrays, config: Mapping[str, int] | None = None) -> Arrays:
-        """The error that every element of every output may have; of a spec with a `bound`."""
-        return self._by_output(self.bound, logical, config) if self.bound else {}
+    def allowed(self, logical: Arrays, config: Mapping[str, int] | None = None) -> dict[str, Allowed]:
+        """The error that every output may have, by name; of a spec with a `bound`."""
+        bounds = self._by_output(self.bound, logical, config) if self.bound else {}
+        return {name: bound if isinstance(bound, Allowed) else Allowed(bound) for name, bound in bounds.items()}
 
     def _by_output(self, of: Callable[..., Any], logical: Arrays, config: Mapping[str, int] | None) -> Arrays:
         constants = {name: config[name] for name in self.by_variant if config and name in config}
