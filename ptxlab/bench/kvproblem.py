@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels
+from ptxlab.bench import kvdata
 from ptxlab.bench.kvshapes import HEAD_DIM, PAGE, Batch
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
@@ -16,7 +17,8 @@ from ptxlab.kernels.attention.steps import Step
 from ptxlab.layout import KVCache, page_bytes
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.sources import of_kernel
-from ptxlab.spec import KernelSpec
+from ptxlab.spec import Arrays, KernelSpec
+from ptxlab.tolerance import Allowed, within
 
 SCALE = HEAD_DIM**-0.5
 _RANDOM = 64 << 20  # bytes of distinct random pages; repeated in a larger cache, whose tables mix them
@@ -77,16 +79,13 @@ class Problem:
 
 
 def problem(batch: Batch, scheme: str = "kv4") -> Problem:
-    """Random integers, scales and zeros in pages that lie in any order; the table's free entries are wild."""
+    """Random pages (`kvdata.spread`) that lie in any order; the table's free entries are wild."""
     copies, pages = copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
     block = _random_pages(batch.Hkv, scheme)
     pool = gpu.empty((copies * pages, *block.shape[1:]), np.uint8)
-    for start in range(0, pages, len(block)):
+    for turn, start in enumerate(range(0, pages, len(block))):
         part = pool[start : min(pages, start + len(block))]
-        gpu.copy_bytes(part, block[: len(part)])
-    for copy in range(1, copies):
-        gpu.copy_bytes(pool[copy * pages : (copy + 1) * pages], pool[:pages])
-
+        gpu.copy_bytes(part, kvdata.moved_on(block[: len(part)], turn, scheme))
     rng = np.random.default_rng(0)
     used = np.arange(max(batch.pages())) < np.array(batch.pages())[:, None]
     tables = np.full((copies, *used.shape), _WILD_PAGE, np.int32)
@@ -103,22 +102,18 @@ def problem(batch: Batch, scheme: str = "kv4") -> Problem:
         )
         for table in tables
     ]
-    q = rng.standard_normal((len(batch.lengths), batch.Hq, HEAD_DIM), np.float32).astype(np.float16)
+    kvdata.let_last_stand_out(caches[0])
+    for copy in range(1, copies):
+        gpu.copy_bytes(pool[copy * pages : (copy + 1) * pages], pool[:pages])
+    q = kvdata.random_queries(rng, (len(batch.lengths), batch.Hq, HEAD_DIM))
     return Problem(batch, scheme, gpu.to_device(q), caches)
 
 
 @cache
 def _random_pages(Hkv: int, scheme: str) -> Any:
     """Pages u8 [some, 2, Hkv, page_bytes] on the device, as a quantiser could have written them."""
-    rng, nbytes = np.random.default_rng(Hkv), page_bytes(scheme, PAGE, HEAD_DIM)
-    shape = max(1, _RANDOM // (2 * Hkv * nbytes)), 2, Hkv, nbytes
-    pages = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
-    most = 2.0 ** KV_SCHEMES[scheme].bits - 1
-    scales = rng.uniform(1, 8, (*shape[:3], PAGE)) / most  # so that scores differ, and some tokens count
-    zeros = rng.integers(0, int(most), scales.shape, endpoint=True)
-    constants = np.stack([scales, zeros], axis=-1).astype(np.float16)
-    pages[..., -4 * PAGE :] = constants.view(np.uint8).reshape(*shape[:3], 4 * PAGE)
-    return gpu.to_device(pages)
+    count = max(1, _RANDOM // (2 * Hkv * page_bytes(scheme, PAGE, HEAD_DIM)))
+    return gpu.to_device(kvdata.random_pages(np.random.default_rng(Hkv), count, Hkv, scheme))
 
 
 @dataclass(frozen=True)
@@ -150,29 +145,27 @@ class Launches:
             What was checked, in a sentence for the record, and the largest error.
 
         Raises:
-            BenchmarkError: an element is further off than it may be, or not a number.
+            BenchmarkError: a result is further off than it may be, or not a number.
         """
         worst = 0.0
         for b in range(len(of.batch.lengths)):
             right, allowed = self._expected(*of.sequence(b))
-            error = np.abs(self.outputs[:, b].astype(np.float64) - right)
-            if not bool((error <= allowed).all()):
-                where = f"{self.spec.name} with {self.config}"
-                raise BenchmarkError(f"{where}: the timed launches gave wrong results for sequence {b} of {of.batch}")
-            worst = max(worst, float(error.max()))
+            got = {"out": self.outputs[:, b].reshape(-1, *right["out"].shape)}
+            if problem := within(got, right, allowed):
+                wrong = f"the timed launches gave wrong results for sequence {b} of {of.batch}"
+                raise BenchmarkError(f"{self.spec.name} with {self.config}: {wrong}: {problem}")
+            worst = max(worst, float(np.abs(got["out"] - right["out"]).max()))
         what = f"all {self.outputs[0].size} results of {len(self.calls)} launches"
         return f"{what} within the spec's bound of float64, at most {worst:.1e} off", worst
 
-    def _expected(self, q: Any, cache: KVCache) -> tuple[Any, Any]:
-        """The right results of one sequence, and how far off they may be, f64 [1, Hq, D]."""
+    def _expected(self, q: Any, cache: KVCache) -> tuple[Arrays, dict[str, Allowed]]:
+        """The right results of one sequence, and how far off they may be, by output."""
         oracle = kernels.find(self.spec.name)[0]
         shape = oracle.arg("q").resolve(self.sizes)
         logical: dict[str, Any] = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": SCALE}
         if "partial" in {arg.name for arg in oracle.outputs}:  # 0 afterwards, for as many blocks
             logical["blocks"] = self.sizes["blocks"]
-        found = oracle.expected(logical), oracle.allowed(logical)
-        right, allowed = (by_name["out"].reshape(q.shape) for by_name in found)
-        return right, allowed
+        return oracle.expected(logical), oracle.allowed(logical)
 
 
 def launches(
