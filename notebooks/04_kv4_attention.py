@@ -51,7 +51,8 @@ cache.lengths[:] = lengths
 
 # %% [markdown]
 # Every kernel of the ladder gives the same answer, as far as its own roundings allow: the oracle computes in float64 on
-# the integers that are in the cache. The bound of each is in its spec, made of all roundings that it may have.
+# the integers that are in the cache. The bound of each is in its spec: what its roundings exceed in less than one of
+# 1e9 elements.
 
 # %%
 q = rng.standard_normal((2, Hq, D), np.float32).astype(np.float16)

@@ -159,9 +159,9 @@ def _origin(record: Record, rows: list[Row]) -> str:
     factors = [row.more[FACTOR] for row in beside_all(rows)]
     scaled = [factor for factor in factors if factor != 1.0]
     sentences = [
-        "Head dim 128, FP16, pages of 64 tokens in random order; every result checked against float64 within the spec's"
-        f" bound. Measured on one {record.device['name']}: `ptxlab bench attention`, {record.date[:10]}, commit"
-        f" {record.revision}, read ceiling {record.ceilings['read_tbps']:.2f} TB/s.",
+        "Head dim 128, FP16, pages of 64 tokens in random order; every result checked against float64, within what the"
+        f" kernel's roundings may add up to. Measured on one {record.device['name']}: `ptxlab bench attention`,"
+        f" {record.date[:10]}, commit {record.revision}, read ceiling {record.ceilings['read_tbps']:.2f} TB/s.",
     ]
     if factors:
         sentences.append(

@@ -18,6 +18,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.expressions import evaluate as evaluate
 from ptxlab.expressions import names_in, nibbles, per_weight, solve
 from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.tolerance import Allowed
 
 NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
@@ -119,13 +120,13 @@ class KernelSpec:
         arch: lowest architecture, or with `exact` the only one.
         exact_arch: true for architecture-specific code (`sm_90a`).
         tolerance: allowed relative error of floating outputs; 0 means bit-exact.
-        bound: instead of a tolerance: `reference`'s arguments -> allowed absolute error of each element of each output.
+        bound: instead of a tolerance: `reference`'s arguments -> the absolute error of each output: array or `Allowed`.
         tolerance_reason: why the tolerance, or the bound, is what it is.
         wrong: set for kernels that are wrong by design.
         example_sizes: sizes at which `verify` and the tests draw examples.
         agree: (the kernel's name, input arrays) -> raises `ArgumentError` where one of them belies another.
-        after_wait: inputs that the kernel before on the stream may still be writing: this one waits for it
-            (griddepcontrol.wait) before it reads them, and before it writes anything. Empty: it does not wait.
+        after_wait: inputs that the kernel before may still be writing: this one waits for it (griddepcontrol.wait)
+            before it reads them or writes anything. Empty: it does not wait.
     """
 
     name: str
@@ -163,9 +164,10 @@ class KernelSpec:
         """What the reference says of every output, by name, in the variant `config` (by default the reference's)."""
         return self._by_output(self.reference, logical, config)
 
-    def allowed(self, logical: Arrays, config: Mapping[str, int] | None = None) -> Arrays:
-        """The error that every element of every output may have; of a spec with a `bound`."""
-        return self._by_output(self.bound, logical, config) if self.bound else {}
+    def allowed(self, logical: Arrays, config: Mapping[str, int] | None = None) -> dict[str, Allowed]:
+        """The error that every output may have, by name; of a spec with a `bound`."""
+        bounds = self._by_output(self.bound, logical, config) if self.bound else {}
+        return {name: bound if isinstance(bound, Allowed) else Allowed(bound) for name, bound in bounds.items()}
 
     def _by_output(self, of: Callable[..., Any], logical: Arrays, config: Mapping[str, int] | None) -> Arrays:
         constants = {name: config[name] for name in self.by_variant if config and name in config}
@@ -286,10 +288,7 @@ class KernelSpec:
             raise ArgumentError(f"{self.name}: {arg.name}: {error.argument}", error.rule, error.value) from None
 
     def bytes_moved(self, sizes: Sizes) -> int:
-        """Compulsory traffic: every input read once, every output written once.
-
-        `sizes` may hold constants of a variant; by default it is the one that runs at these sizes.
-        """
+        """Compulsory traffic: every input read once, every output written once; `sizes` may hold a variant's constants."""
         sizes, moved = {**self.config_for(sizes), **sizes}, [a for a in self.args if a.shape and a.role != "scratch"]
         return sum(a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in moved)
 

@@ -15,6 +15,7 @@ from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableErro
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
+from ptxlab.tolerance import within
 from ptxlab.validate import is_one_of
 
 _POISONS = (0xA5, 0x5A)  # every output byte differs from one of them: an element that nobody wrote shows
@@ -163,23 +164,25 @@ def compare(
     spec: KernelSpec, results: Mapping[str, np.ndarray], logical: Arrays, config: Mapping[str, int] | None = None
 ) -> None:
     """Raise with the first difference if an output is not what the spec's reference says (in the variant `config`)."""
-    allowed = spec.allowed(logical, config)
-    for name, expected in spec.expected(logical, config).items():
-        got, bound = results[name], allowed.get(name)
-        if bound is not None:
-            got = numbers(got, dtype_in(spec.arg(name).dtype, {**dict.fromkeys(spec.by_variant, 0), **(config or {})}))
-        _compare(spec, "" if len(results) == 1 else f"{name}: ", got, expected, bound)
+    expected = spec.expected(logical, config)
+    if spec.bound is not None:
+        constants = {**dict.fromkeys(spec.by_variant, 0), **(config or {})}
+        got = {name: numbers(results[name], dtype_in(spec.arg(name).dtype, constants)) for name in expected}
+        if problem := within(got, expected, spec.allowed(logical, config)):
+            raise VerificationError(problem)
+    else:
+        for name, exact in expected.items():
+            _compare(spec, "" if len(results) == 1 else f"{name}: ", results[name], exact)
     if spec.wrong is not None:
         missed = results[spec.outputs[0].name].astype(np.int32) != spec.wrong.truth(**logical)
         if (missed != spec.wrong.misses(**logical)).any():
             raise VerificationError("misses the truth in other places than its model says")
 
 
-def _compare(spec: KernelSpec, label: str, got: np.ndarray, expected: np.ndarray, bound: np.ndarray | None) -> None:
-    if bound is not None or spec.tolerance:
+def _compare(spec: KernelSpec, label: str, got: np.ndarray, expected: np.ndarray) -> None:
+    if spec.tolerance:
         wide, truth = got.astype(np.float64), expected.astype(np.float64)
-        if bound is None:
-            bound = spec.tolerance * np.maximum(np.abs(truth), np.abs(truth).max())
+        bound = spec.tolerance * np.maximum(np.abs(truth), np.abs(truth).max())
         with np.errstate(invalid="ignore"):  # of an infinity only itself is near
             wrong = (wide != truth) & ~(np.abs(wide - truth) <= bound)
     else:

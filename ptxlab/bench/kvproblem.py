@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels
+from ptxlab.bench import kvdata
 from ptxlab.bench.kvshapes import HEAD_DIM, PAGE, Batch
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
@@ -19,6 +20,7 @@ from ptxlab.layout import KVCache, page_bytes
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.sources import of_kernel
 from ptxlab.spec import Arrays, KernelSpec
+from ptxlab.tolerance import Allowed, within
 
 SCALE = HEAD_DIM**-0.5
 _RANDOM = 64 << 20  # bytes of distinct random pages; repeated in a larger cache, whose tables mix them
@@ -79,16 +81,13 @@ class Problem:
 
 
 def problem(batch: Batch, scheme: str = "kv4") -> Problem:
-    """Random integers, scales and zeros in pages that lie in any order; the table's free entries are wild."""
+    """Random pages (`kvdata.spread`) that lie in any order; the table's free entries are wild."""
     copies, pages = copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
     block = _random_pages(batch.Hkv, scheme)
     pool = gpu.empty((copies * pages, *block.shape[1:]), np.uint8)
-    for start in range(0, pages, len(block)):
+    for turn, start in enumerate(range(0, pages, len(block))):
         part = pool[start : min(pages, start + len(block))]
-        gpu.copy_bytes(part, block[: len(part)])
-    for copy in range(1, copies):
-        gpu.copy_bytes(pool[copy * pages : (copy + 1) * pages], pool[:pages])
-
+        gpu.copy_bytes(part, kvdata.moved_on(block[: len(part)], turn, scheme))
     rng = np.random.default_rng(0)
     used = np.arange(max(batch.pages())) < np.array(batch.pages())[:, None]
     tables = np.full((copies, *used.shape), _WILD_PAGE, np.int32)
@@ -105,22 +104,18 @@ def problem(batch: Batch, scheme: str = "kv4") -> Problem:
         )
         for table in tables
     ]
-    q = rng.standard_normal((len(batch.lengths), batch.Hq, HEAD_DIM), np.float32).astype(np.float16)
+    kvdata.let_last_stand_out(caches[0])
+    for copy in range(1, copies):
+        gpu.copy_bytes(pool[copy * pages : (copy + 1) * pages], pool[:pages])
+    q = kvdata.random_queries(rng, (len(batch.lengths), batch.Hq, HEAD_DIM))
     return Problem(batch, scheme, gpu.to_device(q), caches)
 
 
 @cache
 def _random_pages(Hkv: int, scheme: str) -> Any:
     """Pages u8 [some, 2, Hkv, page_bytes] on the device, as a quantiser could have written them."""
-    rng, nbytes = np.random.default_rng(Hkv), page_bytes(scheme, PAGE, HEAD_DIM)
-    shape = max(1, _RANDOM // (2 * Hkv * nbytes)), 2, Hkv, nbytes
-    pages = np.frombuffer(rng.bytes(int(np.prod(shape))), np.uint8).reshape(shape).copy()
-    most = 2.0 ** KV_SCHEMES[scheme].bits - 1
-    scales = rng.uniform(1, 8, (*shape[:3], PAGE)) / most  # so that scores differ, and some tokens count
-    zeros = rng.integers(0, int(most), scales.shape, endpoint=True)
-    constants = np.stack([scales, zeros], axis=-1).astype(np.float16)
-    pages[..., -4 * PAGE :] = constants.view(np.uint8).reshape(*shape[:3], 4 * PAGE)
-    return gpu.to_device(pages)
+    count = max(1, _RANDOM // (2 * Hkv * page_bytes(scheme, PAGE, HEAD_DIM)))
+    return gpu.to_device(kvdata.random_pages(np.random.default_rng(Hkv), count, Hkv, scheme))
 
 
 @dataclass(frozen=True)
@@ -173,7 +168,7 @@ class Launches:
             What was checked, in a sentence for the record, and the largest error of the results.
 
         Raises:
-            BenchmarkError: an element is further off than it may be, or not a number, or has another bit.
+            BenchmarkError: a result is further off than it may be, or not a number, or has another bit.
         """
         worst = {"out": 0.0, "lse": 0.0}
         written = {"out": self.outputs}
@@ -183,34 +178,35 @@ class Launches:
             written["lse"] = self.logged.lse
         for b in range(len(of.batch.lengths)):
             right, allowed = self._expected(*of.sequence(b))
-            for name, array in written.items():
-                got = array[:, b].astype(np.float64)
-                error = np.abs(got - right[name].reshape(got.shape[1:]))
-                if not bool((error <= allowed[name].reshape(got.shape[1:])).all()):
-                    raise self._wrong(of, f"wrong {name} for sequence {b}")
-                worst[name] = max(worst[name], float(error.max()))
+            got = {name: array[:, b].reshape(-1, *right[name].shape) for name, array in written.items()}
+            if problem := within(got, right, allowed):
+                raise self._wrong(of, f"wrong results for sequence {b}: {problem},")
+            worst = {name: max(worst[name], float(np.abs(x - right[name]).max())) for name, x in got.items()}
         said = [f"all {self.outputs[0].size} results of {len(self.calls)} launches within the spec's bound of float64"]
         said[0] += f", at most {worst['out']:.1e} off"
+        if self.spec.name == SM90.name:
+            self._check_bits(of)
+            said.append("equal to the oracle in the kernel's order of operations, bit for bit")
         if self.logged is not None:
             if not bool((self.logged.outputs == self.outputs).all()):
                 raise self._wrong(of, "results other than those of launches for lse")
             said.append(f"launched again for lse: the same results, lse at most {worst['lse']:.1e} off")
-        if self.spec.name == SM90.name:
-            self._check_bits(of)
-            said.append("equal to the oracle in the kernel's order of operations, bit for bit")
         return "; ".join(said), worst["out"]
 
     def _check_bits(self, of: Problem) -> None:
         how = {"softmax_scale": SCALE, "blocks": self.sizes["blocks"], "config": self.config}
-        right, _ = exact.attention(of.q[:, None], of.caches[0], **how)
-        if other := int((self.outputs.view(np.uint16) != right[:, 0].view(np.uint16)).sum()):
-            raise self._wrong(of, f"{other} results that differ from the oracle's")
+        out, lse = exact.attention(of.q[:, None], of.caches[0], **how)
+        written = [(self.outputs, out)] if self.logged is None else [(self.outputs, out), (self.logged.lse, lse)]
+        for got, right in written:
+            bits = f"u{right.dtype.itemsize}"
+            if other := int((got.view(bits) != right[:, 0].view(bits)).sum()):
+                raise self._wrong(of, f"{other} results that differ from the oracle's")
 
     def _wrong(self, of: Problem, what: str) -> BenchmarkError:
         return BenchmarkError(f"{self.spec.name} with {self.config}: the timed launches gave {what} of {of.batch}")
 
-    def _expected(self, q: Any, cache: KVCache) -> tuple[Arrays, Arrays]:
-        """By output, what one sequence should have, and how far off it may be: f64 [1, 1, Hq, D], lse without D."""
+    def _expected(self, q: Any, cache: KVCache) -> tuple[Arrays, dict[str, Allowed]]:
+        """The right results of one sequence, and how far off they may be, by output."""
         oracle = kernels.find(self.spec.name)[0]
         shape = oracle.arg("q").resolve(self.sizes)
         logical: dict[str, Any] = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": SCALE}

@@ -17,6 +17,7 @@ from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.kernels import specs
 from ptxlab.kernels.attention.steps import STEPS, choose
+from ptxlab.layout import gather
 from tests.slowed import slowed
 
 CEILINGS = Ceilings(4.6, 4.2)
@@ -106,7 +107,7 @@ def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPa
     for call in ready.calls:
         call()
     checked, _ = ready.check(of)
-    assert checked.endswith("; equal to the oracle in the kernel's order of operations, bit for bit")
+    assert "; equal to the oracle in the kernel's order of operations, bit for bit;" in checked
     ready.outputs.view(np.uint16)[1, 2, 3, 5] ^= 1
     with pytest.raises(BenchmarkError, match="gave 1 results that differ from the oracle's of heads 4/2"):
         ready.check(of)
@@ -125,6 +126,22 @@ def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Ba
         assert (first.block_table[b, pages:] == 0x7FFFFFF0).all()
     used = np.concatenate([first.block_table[b, :pages] for b, pages in enumerate(batch.pages())])
     assert sorted(used.tolist()) == list(range(of.pages))
+
+
+def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.MonkeyPatch) -> None:
+    """Though pages are drawn once, and repeated: a neighbour's page would not show in place of its twin."""
+    small.setattr(kvproblem, "_RANDOM", 5 * 2 * 2 * 4352)
+    kvproblem._random_pages.cache_clear()
+    of = kvproblem.problem(Batch(4, 2, (2000, 700)))
+    keys = of.caches[0].pool[: of.pages, 0].reshape(of.pages, -1)
+    assert of.pages > 5 and len(np.unique(keys, axis=0)) == of.pages
+    for b, length in enumerate(of.batch.lengths):
+        q, cache = of.sequence(b)
+        (k,), _ = gather(cache)
+        x = q[0].reshape(2, 2, 128).astype(np.float64)
+        scores = (x @ k.dequantize().transpose(1, 2, 0) * kvproblem.SCALE).reshape(4, length)
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        assert (weights[:, -1] / weights.sum(axis=-1) > 4 / length).all()
 
 
 @pytest.mark.parametrize("how", ["one sequence", "another table", "nothing"])
@@ -154,13 +171,18 @@ def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
     checked, _ = ready.check(given)
     assert checked.endswith(" off") and "; launched again for lse: the same results, lse at most " in checked
     array = {"lse": ready.logged.lse, "out": ready.logged.outputs}[of]
-    message = {"lse": "wrong logarithms for sequence 1 of", "out": "for logarithms, it gave other results of"}[of]
+    message = {
+        "lse": "wrong results for sequence 1: lse: .*",
+        "out": "results other than those of launches for lse of",
+    }[of]
 
     def spoiled() -> None:
         array[1, 1, 3] *= array.dtype.type(1.001)
 
     calls = [*ready.logged.calls, spoiled]
-    with pytest.raises(BenchmarkError, match=rf"attention_kv4_sm90 with .*: launched again.* {message} heads 4/2"):
+    with pytest.raises(
+        BenchmarkError, match=rf"attention_kv4_sm90 with .*: the timed launches gave {message}.* heads 4/2"
+    ):
         replace(ready, logged=replace(ready.logged, calls=calls)).check(given)
 
 

@@ -3,6 +3,9 @@
 A score that is wrong by d changes its weight by the factor exp(d), and the output by p·(exp(d) - 1)·|v - out|: the
 more, the larger queries and keys are. So no one tolerance fits all problems, and none is needed: all that the bound is
 made of is known.
+
+Of few tokens the bound is certain. Of many it would be hopeless, as roundings never all go one way: there it is what
+they exceed by chance in less than one of 1e9 elements (`chance`), where that is less.
 """
 
 from dataclasses import dataclass
@@ -11,12 +14,18 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.kernels.attention import chance
 from ptxlab.quant import KV_SCHEMES, QuantizedKV
+from ptxlab.quant.kv import KVScheme
+from ptxlab.tolerance import Allowed
 
 F64: TypeAlias = npt.NDArray[np.float64]
 
 HALF, SINGLE = 2.0**-11, 2.0**-24  # one rounding to FP16, to FP32
 _CERTAIN = 60.0  # an error of a score that allows everything
+BY_CHANCE = "; of 256 tokens and more, what all this exceeds by chance in less than one of 1e9 elements"
+_MANY = 256  # tokens from which on chance evens roundings out
+_HOPELESS = 2.0**-8  # of sums, by their certain error alone: several times what chance allows, which nobody computes
 
 
 @dataclass(frozen=True)
@@ -38,7 +47,9 @@ class Roundings:
             too, counts as 2¹⁰, or 2¹⁰/16 where a mask leaves it 16 times as large (Fasi et al. 2021).
         adding: of all that is added up for the weighted sum, in magnitude.
         in_bytes: whether a value's high nibble is added up with the low one of its byte, whose own sum is taken off.
-        in_integers: whether queries are integers, so that scores are added up without an error.
+        levels: of queries that are integers, the largest, so that scores are added up without an error; 0: of floats.
+        promoted: tokens that a warp's MMAs add up before their sum is added to others in FP32; 0: all of its tokens.
+        warps: that share a sequence's tokens, at least, where eight lanes of each add up weights.
     """
 
     score: float
@@ -52,7 +63,9 @@ class Roundings:
     aligned: float = 0.0
     adding: float = 0.0
     in_bytes: bool = False
-    in_integers: bool = False
+    levels: int = 0
+    promoted: int = 0
+    warps: int = 1
 
 
 def allowed_error(
@@ -64,7 +77,7 @@ def allowed_error(
     scale: float,
     roundings: Roundings,
     stored: float,
-) -> tuple[F64, F64]:
+) -> tuple[Allowed, Allowed]:
     """The error that attention of one sequence may have; NumPy or CuPy, but for `visible`.
 
     Args:
@@ -80,30 +93,52 @@ def allowed_error(
         (of the output [T, Hq, D], of the natural logarithm of the sum of exponentials [T, Hq]).
     """
     (T, Hq, D), (L, Hkv, _) = q.shape, k.shape
-    out, lse = np.zeros_like(q), np.zeros_like(q[..., 0])
+    out, lse = (Allowed(np.zeros_like(x), np.zeros_like(x[..., 0])) for x in (q, q[..., 0]))
     serial = 2 * (L / roundings.serial + 16) * SINGLE  # weights' sum and values' sum
-    keys, values = _Operand.of(k, roundings.apart), _Operand.of(v, roundings.apart, roundings.in_bytes)
+    keys, values = Operand.of(k, roundings.apart), Operand.of(v, roundings.apart, roundings.in_bytes)
     for t in range(T):
         seen = np.flatnonzero(visible[t])
         if not len(seen):
             continue
         first, end = int(seen[0]), int(seen[-1]) + 1
-        x = q[t].reshape(Hkv, Hq // Hkv, D)
-        scores = x @ keys.numbers[:, first:end].transpose(0, 2, 1) * scale
-        wrong = _error_of_scores(x, keys.slice(first, end), roundings) * scale
-        wrong = np.minimum(wrong + roundings.weight + roundings.rescaled * L, _CERTAIN)
+        x, k_seen, v_seen = q[t].reshape(Hkv, Hq // Hkv, D), keys.slice(first, end), values.slice(first, end)
+        scores = x @ k_seen.numbers.swapaxes(1, 2) * scale
+        own = _error_of_scores(x, k_seen, roundings) * scale + roundings.weight
+        wrong = own + keys.largest(x) @ np.abs(k_seen.numbers).swapaxes(1, 2) * (roundings.query * scale)
+        most = np.minimum(wrong + roundings.rescaled * L, _CERTAIN)
         peak = scores.max(axis=-1, keepdims=True)
         p = np.exp(scores - peak)
         total = p.sum(axis=-1, keepdims=True)
-        off = _error_of_mean(p / total, wrong, first, values.slice(first, end), roundings, serial, stored)
-        out[t] = off.reshape(Hq, D)
-        spread = np.log((p * np.exp(wrong)).sum(axis=-1) / total[..., 0])
-        log_total = (peak + np.log(total))[..., 0]
-        lse[t] = (spread + serial + 2.0**-22 * (1 + np.abs(log_total))).reshape(Hq)
+        p, log_total = p / total, (peak + np.log(total))[..., 0]
+        of_out, of_lse = (np.full_like(array, np.inf) for array in (x, log_total))
+        if serial < _HOPELESS:
+            of_out = _error_of_mean(p, most, first, v_seen, roundings, serial, stored)
+            of_lse = np.log((p * np.exp(most)).sum(axis=-1)) + serial + 2.0**-22 * (1 + np.abs(log_total))
+        rms = np.sqrt((of_out**2).mean(axis=-1)), np.sqrt((of_lse**2).mean())
+        if end - first >= _MANY:
+            by_chance = chance.likely(
+                x,
+                scores,
+                p,
+                log_total,
+                k_seen,
+                v_seen,
+                first=first,
+                first_order=np.minimum(own if roundings.levels else wrong, _CERTAIN),
+                wrong=np.minimum(wrong, _CERTAIN),
+                scale=scale,
+                roundings=roundings,
+                stored=stored,
+            )
+            heads = chance.rms_of_heads(by_chance.lse_fixed.ravel(), by_chance.lse_variance.ravel())
+            rms = np.minimum(rms[0], by_chance.out_rms), np.minimum(rms[1], heads)
+            of_out, of_lse = np.minimum(of_out, by_chance.out), np.minimum(of_lse, by_chance.lse)
+        out.each[t], out.rms[t] = of_out.reshape(Hq, D), rms[0].reshape(Hq)
+        lse.each[t], lse.rms[t] = of_lse.reshape(Hq), rms[1]
     return out, lse
 
 
-class _Operand(NamedTuple):
+class Operand(NamedTuple):
     """Keys or values by head.
 
     Attributes:
@@ -113,6 +148,7 @@ class _Operand(NamedTuple):
         units: what an integer counts where an MMA aligns it, [Hkv, L], times
         grains: [Hkv, D].
         channels: the scale of a channel, or 1, [Hkv, D].
+        scheme: the quantiser's.
     """
 
     numbers: F64
@@ -121,9 +157,10 @@ class _Operand(NamedTuple):
     units: F64
     grains: F64
     channels: F64
+    scheme: KVScheme
 
     @classmethod
-    def of(cls, x: QuantizedKV, apart: bool, in_bytes: bool = False) -> "_Operand":
+    def of(cls, x: QuantizedKV, apart: bool, in_bytes: bool = False) -> "Operand":
         """Of tokens [L, Hkv, D]; `apart` and `in_bytes` as in `Roundings`."""
         (_, Hkv, D), scheme = x.shape, KV_SCHEMES[x.scheme]
         scale, zero = x.scale.astype(np.float64), x.zero.astype(np.float64)
@@ -142,9 +179,15 @@ class _Operand(NamedTuple):
             added, grains = size + 2 / 16 * np.roll(integers, 4, axis=-1) * ~low, grains * (1 + ~low)
         parts = (integers - zero) * scale, size * scale, added * scale
         numbers, size, added = (part.transpose(1, 0, 2) for part in parts)
-        return cls(numbers, size, added, units, grains, channels)
+        return cls(numbers, size, added, units, grains, channels, scheme)
 
-    def slice(self, first: int, end: int) -> "_Operand":
+    def largest(self, x: F64) -> F64:
+        """Of queries x [Hkv, r, D], the largest element of each, as it counts where they are scaled as keys are."""
+        scaled = self.channels[:, None]
+        largest: F64 = (np.abs(x) * scaled).max(axis=-1, keepdims=True) / scaled
+        return largest
+
+    def slice(self, first: int, end: int) -> "Operand":
         """Those tokens alone."""
         return self._replace(
             numbers=self.numbers[:, first:end],
@@ -154,21 +197,19 @@ class _Operand(NamedTuple):
         )
 
 
-def _error_of_scores(x: F64, keys: _Operand, roundings: Roundings) -> F64:
-    """Of the products of queries x [Hkv, r, D] with keys that they see, before the scale: [Hkv, r, n]."""
-    size, scaled = np.abs(x), keys.channels[:, None]
-    largest = (size * scaled).max(axis=-1, keepdims=True) / scaled
+def _error_of_scores(x: F64, keys: Operand, roundings: Roundings) -> F64:
+    """Of the products of queries x [Hkv, r, D], as they are multiplied, with keys, before the scale: [Hkv, r, n]."""
+    size = np.abs(x)
     wrong: F64 = size @ keys.size.transpose(0, 2, 1) * roundings.score
-    wrong += largest @ np.abs(keys.numbers).transpose(0, 2, 1) * roundings.query
-    if not roundings.in_integers:
+    if not roundings.levels:
         wrong += roundings.aligned * _cut_of_scores(size * keys.grains[:, None])[..., None] * keys.units[:, None]
     return wrong
 
 
 def _error_of_mean(
-    p: F64, wrong: F64, first: int, values: _Operand, roundings: Roundings, serial: float, stored: float
+    p: F64, wrong: F64, first: int, values: Operand, roundings: Roundings, serial: float, stored: float
 ) -> F64:
-    """Of the mean [Hkv, r, D] of values, with weights p [Hkv, r, n] of scores that are off by `wrong`."""
+    """Of the mean [Hkv, r, D] of values, with weights p [Hkv, r, n] of scores off by `wrong`."""
     numbers, added = values.numbers[:, None], values.added[:, None]
     mean = p @ values.numbers
     least = (p * np.exp(-wrong)).sum(axis=-1, keepdims=True)

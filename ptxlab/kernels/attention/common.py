@@ -1,5 +1,6 @@
 """What the kernels of attention share: a problem, its arrays, and the oracle."""
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,6 +11,7 @@ from ptxlab.layout import KVCache, gather, scatter
 from ptxlab.layout.pages import page_bytes
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.spec import Arrays
+from ptxlab.tolerance import Allowed
 
 Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 
@@ -116,15 +118,21 @@ def error_of(
     roundings: Roundings,
     window: int = 0,
     stored: float = HALF,
-) -> Pair:
-    """The error that each element of `attention` may have (`bound.allowed_error`)."""
+) -> tuple[Allowed, Allowed]:
+    """The error that `attention` may have (`bound.allowed_error`)."""
     bounds = []
     for x, k, v in zip(q.astype(np.float64), *gather(cache), strict=True):
         T, L = len(x), len(k.values)
         token, key = np.arange(L - T, L)[:, None], np.arange(L)
         visible = (key <= token) & (key > token - window if window else True)
         bounds.append(allowed_error(x, k, v, visible, scale=softmax_scale, roundings=roundings, stored=stored))
-    return np.stack([out for out, _ in bounds]), np.stack([lse for _, lse in bounds])
+    outs, lses = zip(*bounds, strict=True)
+    return stacked(outs), stacked(lses)
+
+
+def stacked(bounds: Sequence[Allowed]) -> Allowed:
+    """One sequence after the other."""
+    return Allowed(np.stack([bound.each for bound in bounds]), np.stack([bound.rms for bound in bounds]))
 
 
 def sizes_rows(names: str, *rows: tuple[Any, ...]) -> tuple[dict[str, Any], ...]:

@@ -6,9 +6,10 @@ from functools import partial
 import numpy as np
 
 from ptxlab.kernels.attention import common
-from ptxlab.kernels.attention.bound import HALF, SINGLE, Roundings
+from ptxlab.kernels.attention.bound import BY_CHANCE, HALF, SINGLE, Roundings
 from ptxlab.layout import KVCache
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.tolerance import Allowed
 
 THREADS, PAGE, DIM = 256, 64, 128
 _ROOM = 162688  # bytes of shared memory on an A100, without what every step uses of it
@@ -50,8 +51,9 @@ def _reference(q: np.ndarray, cache: KVCache, softmax_scale: float) -> np.ndarra
     return common.attention(q[:, None], cache, softmax_scale)[0][:, 0]
 
 
-def _bound(q: np.ndarray, cache: KVCache, softmax_scale: float, *, roundings: Roundings) -> np.ndarray:
-    return common.error_of(q[:, None], cache, softmax_scale, roundings)[0][:, 0]
+def _bound(q: np.ndarray, cache: KVCache, softmax_scale: float, *, roundings: Roundings) -> Allowed:
+    out, _ = common.error_of(q[:, None], cache, softmax_scale, roundings)
+    return Allowed(out.each[:, 0], out.rms[:, 0])
 
 
 def _spec(name: str, summary: str, *, bits: int = 4, page_shared: int = 256, half: bool = False) -> KernelSpec:
@@ -80,7 +82,7 @@ def _spec(name: str, summary: str, *, bits: int = 4, page_shared: int = 256, hal
         pack=_pack,
         reference=_reference,
         bound=partial(_bound, roundings=_roundings(bits, half)),
-        tolerance_reason=_EXACT + (_HALF if half else _SINGLE),
+        tolerance_reason=_EXACT + (_HALF if half else _SINGLE) + BY_CHANCE,
         arch="sm_80",
         example_sizes=common.sizes_rows(
             "B Hq Hkv P pages softmax_scale", (1, 1, 1, 1, 1, 0.088), (3, 4, 2, 3, 8, 0.088), (2, 3, 3, 6, 9, 0.5)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.kernels.attention import common, sm80
-from ptxlab.kernels.attention.bound import SINGLE, Roundings
+from ptxlab.kernels.attention.bound import BY_CHANCE, SINGLE, Roundings
 from ptxlab.kernels.attention.common import Pair
 from ptxlab.kernels.attention.sm80 import MMA, scheme_of
 from ptxlab.layout import KVCache
@@ -117,7 +117,7 @@ def _reference(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple
     return (*MMA.reference(q, cache, **more), *_places(q, cache, blocks))
 
 
-def _bound(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[np.ndarray, ...]:
+def _bound(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[Any, ...]:
     assert MMA.bound is not None
     return (*MMA.bound(q, cache, **more, roundings=roundings_of), *_places(q, cache, blocks))
 
@@ -130,7 +130,8 @@ def roundings_of(D: int, channel: bool) -> Roundings:
         query=0.51 / _LARGEST,  # a half, and what the reciprocal of the unit adds to the largest
         aligned=_ALIGNED,
         in_bytes=True,
-        in_integers=True,
+        levels=_LARGEST,
+        promoted=2 * PROMOTE,  # of tables so short that a warp has no more, it takes all at once
     )
 
 
@@ -140,7 +141,7 @@ _REASON = (
     "in float64 on the dequantised integers; a query is rounded to 1/32512 of its largest element, scores are exact "
     "sums of integers; an MMA of values truncates each of 17 terms to 25 bits of the largest, and takes a subnormal "
     "integer for 2^10 in that; a weight times its value's scale, or by channel the weight, is rounded to FP16"
-)
+) + BY_CHANCE
 
 SM90 = replace(
     MMA,

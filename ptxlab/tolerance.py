@@ -1,0 +1,66 @@
+"""How far floating results may be from the right ones, and the one place where they are judged by it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True, eq=False)
+class Allowed:
+    """The error that an output [..., N] may have.
+
+    Attributes:
+        each: of each element, [..., N].
+        rms: root mean square of the errors of a row, [...]; None where elements are judged by themselves alone. What is
+            a little wrong in all of a row shows here long before it shows in any one element.
+    """
+
+    each: Any
+    rms: Any = None
+
+
+def within(got: Mapping[str, Any], right: Mapping[str, Any], allowed: Mapping[str, Allowed]) -> str | None:
+    """What is wrong with results, in one line; None if all are as near as they have to be.
+
+    Of an infinity only itself is near, and nothing of a NaN.
+
+    Args:
+        got: outputs by name, numbers of any width, NumPy or CuPy; axes before those of `right` are results of repeated
+            launches. Only these are judged.
+        right: what is right, f64.
+        allowed: the error of each.
+    """
+    for name, found in got.items():
+        label = f"{name}: " if len(got) > 1 else ""
+        wrong, wrong_rows = misses(found, right[name], allowed[name])
+        if bool(wrong.any()):
+            place = _first(wrong)
+            exact = np.broadcast_to(right[name], found.shape)[place]
+            return (
+                f"{label}{int(wrong.sum())} of {wrong.size} elements differ from the reference, "
+                f"first at {list(place)}: {found[place]} instead of {exact}"
+            )
+        if bool(wrong_rows.any()):
+            return (
+                f"{label}{int(wrong_rows.sum())} of {wrong_rows.size} rows differ from the reference, no element by "
+                f"itself, but all together, first at {list(_first(wrong_rows))}"
+            )
+    return None
+
+
+def misses(found: Any, exact: Any, allowed: Allowed) -> tuple[Any, Any]:
+    """(which elements [..., N], which rows [...]) are further off than they may be."""
+    found, exact = found.astype(np.float64), exact.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # an infinity less itself
+        off = np.where(found == exact, 0.0, np.abs(found - exact))
+    wrong = ~(off <= allowed.each)
+    if allowed.rms is None:
+        return wrong, np.zeros_like(wrong[..., :0].any(axis=-1))
+    return wrong, ~(np.sqrt((off**2).mean(axis=-1)) <= allowed.rms)
+
+
+def _first(wrong: Any) -> tuple[int, ...]:
+    """The place of the first that is true."""
+    return tuple(int(axis[0]) for axis in wrong.nonzero())
