@@ -288,7 +288,7 @@ class KernelSpec:
             raise ArgumentError(f"{self.name}: {arg.name}: {error.argument}", error.rule, error.value) from None
 
     def bytes_moved(self, sizes: Sizes) -> int:
-        """Compulsory traffic: every input read once, every output written once; `sizes` may hold a variant's constants."""
+        """Compulsory traffic: inputs read once, outputs written once; `sizes` may hold constants of a variant."""
         sizes, moved = {**self.config_for(sizes), **sizes}, [a for a in self.args if a.shape and a.role != "scratch"]
         return sum(a.nbytes(sizes) * (2 if a.role == "inout" else 1) for a in moved)
 
