@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator
+from tests.emulator.kernels import values
 
 
 def s(x: int, bits: int = 32) -> int:
@@ -409,3 +410,10 @@ def test_every_half_times_every_nibble():
     a = np.concatenate((nibbles, nibbles << 4, 0x6400 | nibbles, 0x6400 | nibbles << 4))
     inputs = {"d": np.zeros(64, np.uint16), "a": a, "b": np.full(64, 0x3C00, np.uint16), "c": np.zeros(64, np.uint16)}
     assert np.array_equal(results(case, inputs), a)
+
+
+@pytest.mark.parametrize("kind", ["u32", "s32"])
+def test_division_by_zero_gives_what_gpus_give(kind):
+    """All ones, and the dividend as the remainder; the manual leaves it open."""
+    assert (values(f"mov.u32 %r1, %tid.x; div.{kind} %s, %r1, 0;") == 2**32 - 1).all()
+    assert values(f"mov.u32 %r1, %tid.x; rem.{kind} %s, %r1, 0;").tolist() == list(range(32))

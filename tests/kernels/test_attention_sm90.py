@@ -100,6 +100,12 @@ def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
+def test_scores_that_rise_from_tile_to_tile(variant: Variant, backend: str) -> None:
+    check(variant, *variant.problem(6, (9 * TILE,), problems.rising_scores, 1, window=0, blocks=1), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
 @pytest.mark.parametrize("begin", [TILE - 1, TILE])
 def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, backend: str) -> None:
     """What the first query sees begins with the last token of a tile, or with the first of the next one."""
