@@ -15,9 +15,9 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 
 # Imports go down this list: a module may import what stands before it, and its own package.
 ORDER = (
-    "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "includes", "toolchain", "sheets", "cost", "reference",
-    "quant", "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "plan", "kernels",
-    "audit", "convert", "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench",
+    "errors", "files", "checkpoint", "sources", "cache", "nvrtc", "includes", "toolchain", "sheets", "cost",
+    "reference", "quant", "layout", "dtypes", "expressions", "spec", "emulator", "gpu", "arguments", "runtime", "plan",
+    "kernels", "audit", "convert", "verify", "harness", "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench",
     "subject", "profiles", "stalls", "timeline", "recorder", "counts", "demo", "bert", "kvdemo", "tested", "doctor",
     "tiles", "plot", "timelineplot", "pipelines", "profileplot", "profiletables", "dequantplot", "ladder", "ladderplot",
     "headline", "targets", "gemmtables", "headlineplot", "predictions", "costtables", "costplot", "kvpoints",
