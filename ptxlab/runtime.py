@@ -133,14 +133,8 @@ class Kernel:
         geometry = Launch(dim3("grid", grid), dim3("block", block), shared_bytes, dim3("cluster", cluster))
         shared = [shared_array(f"{self.entry}: {name}", arg) for name, arg in zip(names, args, strict=True)]
         backend = choose_backend(backend, self, geometry, on_device=any(map(on_device, shared)), checks=checks)
-        how: dict[str, Any] = {
-            "checks": checks,
-            "mode": mode,
-            "seed": seed,
-            "after_wait": waits,
-            "max_steps": max_steps,
-        }
-        result = self.launch(shared, geometry, backend=backend, count_banks=count_banks, **how)
+        how: dict[str, Any] = {"mode": mode, "seed": seed, "count_banks": count_banks, "max_steps": max_steps}
+        result = self.launch(shared, geometry, backend=backend, checks=checks, after_wait=waits, **how)
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
 
