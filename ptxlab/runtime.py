@@ -149,17 +149,8 @@ class Kernel:
         waits = positions(f"{self.entry}: after_wait", after_wait, names)
         where = arguments.geometry(grid, block, shared_bytes, cluster)
         backend = choose_backend(backend, self, where, on_device=any(map(on_device, shared)), checks=checks)
-        result = self.launch(
-            shared,
-            where,
-            backend=backend,
-            checks=checks,
-            after_wait=waits,
-            mode=mode,
-            seed=seed,
-            count_banks=count_banks,
-            max_steps=max_steps,
-        )
+        how: dict[str, Any] = {"mode": mode, "seed": seed, "count_banks": count_banks, "max_steps": max_steps}
+        result = self.launch(shared, where, backend=backend, checks=checks, after_wait=waits, **how)
         arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
         return _outcome(backend, arrays, result)
 
