@@ -100,7 +100,13 @@ def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
-def test_scores_that_rise_from_tile_to_tile(variant: Variant, backend: str) -> None:
+@pytest.mark.parametrize("promote", [0, 1])
+def test_scores_that_rise_from_tile_to_tile(
+    variant: Variant, promote: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums so far are scaled down, those in registers and those that were promoted."""
+    config = {**variant.config, "PROMOTE": promote * 2 * variant.tile.TOKENS}
+    monkeypatch.setattr(Variant, "config", config)
     check(variant, *variant.problem(6, (9 * TILE,), problems.rising_scores, 1, window=0, blocks=1), backend)
 
 
