@@ -141,7 +141,7 @@ def page_sums(of: Problem, tokens: int, shift: Any = None) -> Sums:
     Hkv, Hq = of.cache.num_kv_heads, of.q.shape[2]
     pool, q = of.cache.pool, of.q.reshape(Hkv, Hq // Hkv, HEAD_DIM).astype(np.float64)
     keys, values = (
-        unpack_pages(np.ascontiguousarray(pool[:, part]), "kv4", HEAD_DIM, PAGE, len(pool) * PAGE)
+        unpack_pages(pool[:, part].copy(), "kv4", HEAD_DIM, PAGE, len(pool) * PAGE)
         .dequantize()
         .reshape(len(pool), PAGE, Hkv, HEAD_DIM)[:, :tokens]
         .transpose(2, 0, 1, 3)

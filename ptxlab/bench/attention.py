@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 from ptxlab import gpu, toolchain
 from ptxlab.bench import append, kvmerge
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.kvnew import Appending
-from ptxlab.bench.kvproblem import Launches, Problem, launches, problem, sizes_at
+from ptxlab.bench.kvproblem import Expected, Launches, Problem, launches, problem, sizes_at
 from ptxlab.bench.kvshapes import HEADS, Batch, even, evened, points, ragged
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
@@ -69,21 +68,26 @@ def at(
     others, factor = stored_peers(batch.place, here, stored_attention(gpu.device_info().slug), NAMES)
     more = {FACTOR: factor} if others else {}
     progress(f"{batch}: {FACE}")
-    given = problem(batch)
-    if appending:
+    given, expected = problem(batch), None
+    if appending:  # the same tokens every time, so that what is expected stays
         peers = {name: us for name, us in others.items() if name.startswith(_APPENDING)}
-        yield behind_append(step, given, ceilings, peers, more)
-    alone = timed(step, given, MEASURE, ceilings, peers={**others, **here}, more=more, face=FACE)
-    yield replace(alone, more={**alone.more, **programmatic(step, given)})
+        measured, ready, plain = behind_append(step, given)
+        expected = ready.expected(given)
+        known = {**more, "plain_us": plain.us}
+        yield row(ready, given, WITH_APPEND, measured, ceilings, expected, peers=peers, more=known, face=FACE)
+    ready = launches(step, given)
+    expected = expected or ready.expected(given)
+    measured, more = measure(ready.calls), {**more, **programmatic(step, given, expected)}
+    yield row(ready, given, MEASURE, measured, ceilings, expected, peers={**others, **here}, more=more, face=FACE)
 
 
-def programmatic(step: Step, of: Problem) -> dict[str, float]:
+def programmatic(step: Step, of: Problem, expected: Expected | None = None) -> dict[str, float]:
     """Time of launches that begin before those before them have ended; nothing of kernels that would not wait."""
     if not step.spec.after_wait:
         return {}
     ready = launches(step, of, programmatic=True)
     us = measure(ready.calls).us
-    ready.check(of)
+    ready.check(of, expected)
     return {PROGRAMMATIC: us}
 
 
@@ -107,10 +111,11 @@ def timed(step: Step, of: Problem, measured_as: str, ceilings: Ceilings, **furth
     return row(ready, of, measured_as, measured, ceilings, **further)
 
 
-def behind_append(step: Step, of: Problem, ceilings: Ceilings, peers: dict[str, float], more: dict[str, float]) -> Row:
+def behind_append(step: Step, of: Problem) -> tuple[Measured, Launches, Measured]:
     """A decoder's step: `append_kv4` rotates and writes every sequence's new token, the attention follows.
 
-    Both are launched programmatically where they wait by themselves; `more` has the time of plain launches.
+    Returns:
+        (launched programmatically where they wait by themselves, the launches of attention then, launched plainly).
     """
 
     def together(programmatic: bool) -> tuple[Measured, Launches]:
@@ -121,8 +126,7 @@ def behind_append(step: Step, of: Problem, ceilings: Ceilings, peers: dict[str, 
     plain, _ = together(False)
     measured, ready = together(True)
     appending.check()
-    more = {**more, "plain_us": plain.us}
-    return row(ready, of, WITH_APPEND, measured, ceilings, peers=peers, more=more, face=FACE)
+    return measured, ready, plain
 
 
 def row(
@@ -131,12 +135,13 @@ def row(
     measured_as: str,
     measured: Measured,
     ceilings: Ceilings,
+    expected: Expected | None = None,
     *,
     more: dict[str, float] | None = None,
     **further: Any,
 ) -> Row:
     """The row of launches that were timed: keys and values once at the speed of a read are the floor."""
-    checked, worst = ready.check(of)
+    checked, worst = ready.check(of, expected)
     nbytes = of.batch.kv_bytes(of.scheme)
     return row_of(
         ready.spec,

@@ -119,6 +119,20 @@ def _random_pages(Hkv: int, scheme: str) -> Any:
 
 
 @dataclass(frozen=True)
+class Expected:
+    """What launches should give.
+
+    Attributes:
+        sequences: of each, what is right in float64 on the dequantised integers, and how far off it may be; by output.
+        bits: what the oracle in the kernel's own order of operations gives of the whole batch; by output, empty of
+            kernels that have none.
+    """
+
+    sequences: list[tuple[Arrays, dict[str, Allowed]]]
+    bits: Arrays
+
+
+@dataclass(frozen=True)
 class Logged:
     """The same launches once more, which write the logarithms of the sums of exponentials too: checked, never timed.
 
@@ -157,12 +171,26 @@ class Launches:
     outputs: Any
     logged: Logged | None
 
-    def check(self, of: Problem) -> tuple[str, float]:
-        """Hold what every call wrote against float64 on the dequantised integers, within the spec's bound; and bit for
-        bit against the oracle in the kernel's own order of operations, where it has one.
+    def expected(self, of: Problem) -> Expected:
+        """What these launches should give of the problem as it is now."""
+        oracle = kernels.find(self.spec.name)[0]
+        shape = oracle.arg("q").resolve(self.sizes)
+        more = {"blocks": self.sizes["blocks"]} if "partial" in {arg.name for arg in oracle.outputs} else {}
+        sequences, bits = [], {}
+        for b in range(len(of.batch.lengths)):
+            q, cache = of.sequence(b)
+            logical = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": SCALE, **more}
+            sequences.append((oracle.expected(logical), oracle.allowed(logical)))
+        if self.spec.name == SM90.name:
+            out, lse = exact.attention(of.q[:, None], of.caches[0], softmax_scale=SCALE, config=self.config, **more)
+            bits = {"out": out[:, 0], "lse": lse[:, 0]}
+        return Expected(sequences, bits)
+
+    def check(self, of: Problem, expected: Expected | None = None) -> tuple[str, float]:
+        """Hold what every call wrote against what is `expected` (by default of the problem as it is now).
 
         A timed launch writes no logarithms. So it is launched again with them: results must have the same bits, and
-        logarithms are held against float64 as well.
+        logarithms are held against what is right as well.
 
         Returns:
             What was checked, in a sentence for the record, and the largest error of the results.
@@ -170,22 +198,25 @@ class Launches:
         Raises:
             BenchmarkError: a result is further off than it may be, or not a number, or has another bit.
         """
+        expected = expected or self.expected(of)
         worst = {"out": 0.0, "lse": 0.0}
         written = {"out": self.outputs}
         if self.logged is not None:
             for call in self.logged.calls:
                 call()
             written["lse"] = self.logged.lse
-        for b in range(len(of.batch.lengths)):
-            right, allowed = self._expected(*of.sequence(b))
+        for b, (right, allowed) in enumerate(expected.sequences):
             got = {name: array[:, b].reshape(-1, *right[name].shape) for name, array in written.items()}
             if problem := within(got, right, allowed):
                 raise self._wrong(of, f"wrong results for sequence {b}: {problem},")
             worst = {name: max(worst[name], float(np.abs(x - right[name]).max())) for name, x in got.items()}
         said = [f"all {self.outputs[0].size} results of {len(self.calls)} launches within the spec's bound of float64"]
         said[0] += f", at most {worst['out']:.1e} off"
-        if self.spec.name == SM90.name:
-            self._check_bits(of)
+        if expected.bits:
+            for name, array in written.items():
+                bits = f"u{array.dtype.itemsize}"
+                if other := int((array.view(bits) != expected.bits[name].view(bits)).sum()):
+                    raise self._wrong(of, f"{other} results that differ from the oracle's")
             said.append("equal to the oracle in the kernel's order of operations, bit for bit")
         if self.logged is not None:
             if not bool((self.logged.outputs == self.outputs).all()):
@@ -193,26 +224,8 @@ class Launches:
             said.append(f"launched again for lse: the same results, lse at most {worst['lse']:.1e} off")
         return "; ".join(said), worst["out"]
 
-    def _check_bits(self, of: Problem) -> None:
-        how = {"softmax_scale": SCALE, "blocks": self.sizes["blocks"], "config": self.config}
-        out, lse = exact.attention(of.q[:, None], of.caches[0], **how)
-        written = [(self.outputs, out)] if self.logged is None else [(self.outputs, out), (self.logged.lse, lse)]
-        for got, right in written:
-            bits = f"u{right.dtype.itemsize}"
-            if other := int((got.view(bits) != right[:, 0].view(bits)).sum()):
-                raise self._wrong(of, f"{other} results that differ from the oracle's")
-
     def _wrong(self, of: Problem, what: str) -> BenchmarkError:
         return BenchmarkError(f"{self.spec.name} with {self.config}: the timed launches gave {what} of {of.batch}")
-
-    def _expected(self, q: Any, cache: KVCache) -> tuple[Arrays, dict[str, Allowed]]:
-        """The right results of one sequence, and how far off they may be, by output."""
-        oracle = kernels.find(self.spec.name)[0]
-        shape = oracle.arg("q").resolve(self.sizes)
-        logical: dict[str, Any] = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": SCALE}
-        if "partial" in {arg.name for arg in oracle.outputs}:  # 0 afterwards, for as many blocks
-            logical["blocks"] = self.sizes["blocks"]
-        return oracle.expected(logical), oracle.allowed(logical)
 
 
 def launches(

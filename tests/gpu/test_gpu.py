@@ -381,15 +381,15 @@ STREAMING = 1024  # threads on an SM that hide the latency of what only streams
 def most_registers(spec: KernelSpec, source: Source) -> int:
     """Of a thread: those that leave room for the blocks that the kernel asks for by `__launch_bounds__`.
 
-    Where it asks for none, a GEMM may take all, because accumulators live in registers, and so may a merge, which has
-    no more blocks than the kernel whose parts it takes. Others stream, with many threads.
+    Where it asks for none, a GEMM may take all, because accumulators live in registers. Others stream, with many
+    threads.
     """
     if source.language == "cu":
         text = toolchain.compile_cuda(source, gpu.device_info().arch, output="ptx").data.decode()
         blocks, threads = (re.search(rf"\.{name} (\d+)", text) for name in ("minnctapersm", "maxntid"))
         if blocks and threads:
             return min(255, REGISTERS // (int(blocks[1]) * int(threads[1])) // 8 * 8)
-    return 255 if spec.family == "gemm" or spec.name == "attention_merge" else REGISTERS // STREAMING
+    return 255 if spec.family == "gemm" else REGISTERS // STREAMING
 
 
 @pytest.mark.parametrize("name", list(kernels.specs()))
