@@ -353,7 +353,8 @@ def holds(job: verify.Job, array: Callable[[np.ndarray, str], Any]) -> None:
     if config != spec.config_for(job.sizes):
         made = {arg.name: storage(dtypes[arg.name]) for arg in spec.outputs if arg.role == "out"}
         out |= {n: array(np.zeros(spec.arg(n).resolve(job.sizes), s), dtypes[n]) for n, s in made.items()}
-    outcome = kernels.run(job.source.label, backend=job.backend, out=out, **read, **job.sizes)
+    how = {"out_dtype": dtypes["y"]} if spec.family == "gemm" else {}
+    outcome = kernels.run(job.source.label, backend=job.backend, out=out, **how, **read, **job.sizes)
     assert outcome.backend == job.backend and outcome.outputs.keys() == {arg.name for arg in spec.outputs}
     results = {}
     for name, result in outcome.outputs.items():

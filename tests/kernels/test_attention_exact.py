@@ -319,7 +319,7 @@ def at_bench(batch: Batch) -> tuple[Any, KVCache, dict[str, Any], dict[str, int]
     return q, cache, sizes, SM90.config_for(everything)
 
 
-def launched(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
+def by_the_kernel(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, int]) -> tuple[Any, Any]:
     columns = sm90.columns_of({"T": 1, "Hq": q.shape[2], "Hkv": cache.num_kv_heads})
     places = {"partial": (sizes["blocks"], columns, cache.head_dim), "stats": (sizes["blocks"], columns, 2)}
     arrays = {"pool": cache.pool, "table": cache.block_table, "lengths": cache.lengths, "q": q}
@@ -338,7 +338,7 @@ def expected(q: Any, cache: KVCache, sizes: dict[str, Any], config: dict[str, in
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_equal_at_the_bench_s_batches(batch: Batch) -> None:
     problem = at_bench(batch)
-    assert difference(expected(*problem), launched(*problem)) == ""
+    assert difference(expected(*problem), by_the_kernel(*problem)) == ""
 
 
 @pytest.mark.gpu
@@ -348,6 +348,6 @@ def test_equal_at_the_bench_s_batches(batch: Batch) -> None:
 def test_a_fault_of_the_kernel_shows(fault: Callable[[KVCache], KVCache], length: int) -> None:
     """In the bits of out and of lse, whatever the bound says."""
     q, cache, *how = at_bench(Batch(32, 8, (length,)))
-    right, wrong = expected(q, cache, *how), launched(q, fault(cache), *how)
-    assert difference((right[0], right[1]), launched(q, cache, *how)) == ""
+    right, wrong = expected(q, cache, *how), by_the_kernel(q, fault(cache), *how)
+    assert difference((right[0], right[1]), by_the_kernel(q, cache, *how)) == ""
     assert all(bool((x != y).any()) for x, y in zip(wrong, right, strict=True))

@@ -146,4 +146,5 @@ def test_the_bound_is_worked_out_on_the_device_too(scheme: str) -> None:
     on_host = sm90.SM90.bound(q, cache, **sizes)
     on_device = sm90.SM90.bound(gpu.to_device(q), moved(cache, gpu.to_device), **sizes)
     for here, there in zip(on_host[:2], on_device[:2], strict=True):
-        np.testing.assert_allclose(read(there), here, rtol=1e-6)
+        np.testing.assert_allclose(read(there.each), here.each, rtol=1e-6)
+        np.testing.assert_allclose(read(there.rms), here.rms, rtol=1e-6)

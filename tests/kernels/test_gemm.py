@@ -76,14 +76,16 @@ def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_zero_point_leaves_with_the_token_sum(backend: str) -> None:
-    """With the token sum the product is that of q4 - zero; another sum is subtracted as it is given."""
+    """With the token sum the product is that of q4 - zero; another sum is refused, and subtracted where it may be."""
     logical = CHANNEL.example(np.random.default_rng(0), M=5, N=40, K=96)
     weight, x = logical["weight"], logical["x"]
     centred = x.astype(np.int64) @ (weight.q4.astype(np.int64) - weight.zero[:, None]).T
     assert np.array_equal(accumulators(CHANNEL, logical, backend), centred)
     logical["x_sum"] = x.sum(axis=1, dtype=np.int32) + np.arange(5, dtype=np.int32)
     shifted = centred - np.arange(5)[:, None] * weight.zero.astype(np.int64)
-    assert np.array_equal(accumulators(CHANNEL, logical, backend), shifted)
+    with pytest.raises(ArgumentError, match=r"x_sum: the sum of token 1 over K is -?\d+ \(got x_sum\[1\] = "):
+        accumulators(CHANNEL, logical, backend)
+    assert np.array_equal(accumulators(CHANNEL, logical, backend, unchecked=True), shifted)
 
 
 def test_the_extremes_add_up_without_a_rounding() -> None:

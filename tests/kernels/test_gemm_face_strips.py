@@ -46,14 +46,16 @@ def test_strips_of_any_number_of_tokens(scheme: str, order: str, tokens: int) ->
 @pytest.mark.parametrize("tokens", [5, 40])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_strips_with_token_sums_and_without(scheme: str, tokens: int, dtype: str) -> None:
-    """The same bits by another variant: with sums that are not those of x there is another result."""
+    """The same bits by two variants; sums that are not those of x would give others, and are refused."""
     x = np.random.default_rng(0).integers(-128, 128, (tokens, K), dtype=np.int8)
     x_scale, x_sum = np.full(tokens, 0.01, np.float32), x.sum(axis=1, dtype=np.int32)
-    without, given, others = (
-        ptxlab.gemm_w4a8(x, x_scale, STRIPS[scheme], x_sum=sums, bias=BIAS, out_dtype=dtype, backend="emulator")
-        for sums in (None, x_sum, x_sum + 1)
-    )
-    assert np.array_equal(without, given) and not np.array_equal(others, given)
+
+    def multiplied(sums: np.ndarray | None) -> np.ndarray:
+        return ptxlab.gemm_w4a8(x, x_scale, STRIPS[scheme], x_sum=sums, bias=BIAS, out_dtype=dtype, backend="emulator")
+
+    assert np.array_equal(multiplied(x_sum), multiplied(None))
+    with pytest.raises(ArgumentError, match=r"^gemm_w4a8: x_sum: the sum of token 0 over K is -?\d+ \(got x_sum\[0\]"):
+        multiplied(x_sum + 1)
 
 
 def test_tiles_that_no_wgmma_has_are_refused_before_any_launch(fake: FakeGpu) -> None:

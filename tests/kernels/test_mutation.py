@@ -51,6 +51,7 @@ SIBLINGS = {
     "xor.b32": "or.b32",
 }
 INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?(?P<opcode>[a-z]\w*(?:\.\w+)*)(?P<rest>[^;]*);")
+SPECIAL = re.compile(r"%(?:n?tid|n?ctaid)\.x")  # nothing but mov and cvt reads them, so that one becomes another one
 IMMEDIATE = re.compile(r"(?<![%\w.])(0x[0-9a-f]+|\d+)\b")
 
 # (what survives, why nothing can tell): regular expressions over "old line => new line".
@@ -72,8 +73,11 @@ def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[st
             continue
         start, opcode = found.start("opcode"), found["opcode"]
         assert opcode in siblings, f"say in SIBLINGS what {opcode} of line {number + 1} becomes in a mutant"
-        if siblings[opcode] != opcode:
+        special = SPECIAL.search(line)
+        if special or siblings[opcode] != opcode:
             changed = line[:start] + siblings[opcode] + line[start + len(opcode) :]
+            if special:
+                changed = line[: special.end() - 1] + "y" + line[special.end() :]
             yield (
                 f"{number + 1}: {opcode} => {changed.strip()}",
                 "\n".join([*lines[:number], changed, *lines[number + 1 :]]),
