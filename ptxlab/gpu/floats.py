@@ -1,4 +1,7 @@
-"""The device's own approximations and fused multiply-add on CuPy arrays of float32, element by element."""
+"""The device's own instructions on CuPy arrays of float32, element by element.
+
+CuPy compiles its own arithmetic to take subnormal numbers for zero (`-ftz=true`); these do what their opcodes say.
+"""
 
 from collections.abc import Callable
 from functools import cache
@@ -10,7 +13,7 @@ def float_instruction(opcode: str) -> Callable[..., Any]:
     """An instruction of f32 operands as a function of CuPy arrays: "ex2.approx.ftz.f32", "fma.rn.f32" ..."""
     import cupy
 
-    names = "abc"[: 3 if opcode.startswith("fma") else 1]
+    names = "abc"[: {"fma": 3, "mul": 2, "add": 2, "sub": 2}.get(opcode.partition(".")[0], 1)]
     operands = ", ".join(f"%{i + 1}" for i in range(len(names)))
     inputs = ", ".join(f'"f"({name})' for name in names)
     function: Callable[..., Any] = cupy.ElementwiseKernel(

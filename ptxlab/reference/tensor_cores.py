@@ -14,6 +14,7 @@ from ptxlab.reference.packed import F32
 KEPT = 25  # bits below the largest exponent
 _SMALLEST = -14  # the exponent of FP16's subnormals
 _NONE = np.int32(-1000)  # of zeros: below any other
+_PLUS, _SIGN = np.uint32(0), np.uint32(1 << 31)
 _NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the one that hardware makes
 
 
@@ -34,10 +35,12 @@ def hopper_mma(a: Any, b: Any, c: F32) -> Any:
         product = a_bits[..., :, k, None] * b_bits[..., None, k, :]  # 20 bits behind the point
         below = exponent - a_exponent[..., :, k, None] - b_exponent[..., None, k, :]
         total = total + _cut(product << (KEPT - 20), below)
-    # a float64 has room for the sum; of its significand an FP32 has all but 29 bits
+    # a float64 has room for the sum; an FP32 has all but 29 bits of its significand, or multiples of 2^-149
     wide = np.ldexp(total.astype(np.float64), exponent - KEPT)
-    with np.errstate(over="ignore"):  # of what is special
+    with np.errstate(over="ignore", invalid="ignore"):  # of what is special
         result = (wide.view(np.int64) & ~((1 << 29) - 1)).view(np.float64).astype(np.float32)
+        small = np.trunc(np.abs(wide) * 2.0**149).astype(np.uint32) | np.where(wide < 0, _SIGN, _PLUS)
+    result = np.where(np.abs(wide) < 2.0**-126, small.view(np.float32), result)
     return _with_special(result, a, b, c)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu, kernels, toolchain, verify
-from ptxlab.dtypes import dtype_in, storage, stored
+from ptxlab.dtypes import ByVariant, dtype_in, storage, stored
 from ptxlab.errors import ArgumentError, CompileError, LaunchError, UnavailableError
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
@@ -353,7 +353,7 @@ def holds(job: verify.Job, array: Callable[[np.ndarray, str], Any]) -> None:
     if config != spec.config_for(job.sizes):
         made = {arg.name: storage(dtypes[arg.name]) for arg in spec.outputs if arg.role == "out"}
         out |= {n: array(np.zeros(spec.arg(n).resolve(job.sizes), s), dtypes[n]) for n, s in made.items()}
-    how = {"out_dtype": dtypes["y"]} if spec.family == "gemm" else {}
+    how = {"out_dtype": dtypes["y"]} if "y" in dtypes and isinstance(spec.arg("y").dtype, ByVariant) else {}
     outcome = kernels.run(job.source.label, backend=job.backend, out=out, **how, **read, **job.sizes)
     assert outcome.backend == job.backend and outcome.outputs.keys() == {arg.name for arg in spec.outputs}
     results = {}

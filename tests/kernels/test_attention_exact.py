@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ptxlab import gpu
@@ -259,14 +259,22 @@ def test_a_fault_shows(fault: Callable[[KVCache], KVCache]) -> None:
 
 
 @every_variant
-def test_the_same_on_arrays_that_are_not_numpy_s(variant: Variant) -> None:
-    """What CuPy would refuse fails here, without a GPU: NumPy's arrays among the device's."""
+@pytest.mark.parametrize(
+    ("lengths", "change", "window", "blocks"),
+    [((300, 0, 65), problems.nothing, 100, 9), ((176,), problems.one_dominant_score, 0, 132)],
+    ids=["ragged", "subnormal results"],
+)
+def test_the_same_on_arrays_that_are_not_numpy_s(
+    variant: Variant, lengths: tuple[int, ...], change: problems.Change, window: int, blocks: int
+) -> None:
+    """What CuPy would refuse fails here, without a GPU: NumPy's arrays among the device's. It flushes subnormals."""
 
     def there(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arrays: DeviceArray(function(*(getattr(x, "array", x) for x in arrays)))
 
-    scalars = {name: there(getattr(exact.EMULATED, name)) for name in ("reciprocal", "exp2", "log2", "fma")}
-    logical, arrays = variant.problem(1, (300, 0, 65), problems.nothing, 2, window=100, blocks=9)
+    names = ("reciprocal", "exp2", "log2", "fma", "mul", "add", "sub")
+    scalars = {name: there(getattr(exact.EMULATED, name)) for name in names}
+    logical, arrays = variant.problem(1, lengths, change, 2, window=window, blocks=blocks)
     device = {**logical, "cache": moved(logical["cache"], DeviceArray)}
     arithmetic = exact.Arithmetic(**scalars, mma=hopper_mma)
     found = by_oracle(device, {"q": DeviceArray(arrays["q"])}, variant.config, arithmetic)
@@ -289,6 +297,7 @@ def test_the_same_on_arrays_that_are_not_numpy_s(variant: Variant) -> None:
     seed=st.integers(0, 2**32 - 1),
     change=st.sampled_from(problems.CASES),
 )
+@example(lengths=[176], Hkv=2, window=0, blocks=132, seed=1, change=problems.one_dominant_score)  # subnormal results
 def test_equal_on_the_gpu(
     variant: Variant, lengths: list[int], Hkv: int, window: int, blocks: int, seed: int, change: problems.Change
 ) -> None:

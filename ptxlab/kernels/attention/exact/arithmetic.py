@@ -1,4 +1,5 @@
-"""The float operations of a kernel that IEEE 754 does not settle, as the emulator has them and as Hopper has them."""
+"""The float operations of a kernel, as the emulator has them and as Hopper has them: with subnormal numbers, which
+CuPy's own operators take for zero."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,6 +24,9 @@ class Arithmetic:
     exp2: Callable[[Any], Any]
     log2: Callable[[Any], Any]
     fma: Callable[[Any, Any, Any], Any]
+    mul: Callable[[Any, Any], Any]
+    add: Callable[[Any, Any], Any]
+    sub: Callable[[Any, Any], Any]
     mma: Callable[[Any, Any, Any], Any]
 
     @classmethod
@@ -33,6 +37,9 @@ class Arithmetic:
             exp2=instruction("ex2.approx.ftz.f32"),
             log2=instruction("lg2.approx.ftz.f32"),
             fma=instruction("fma.rn.f32"),
+            mul=instruction("mul.rn.f32"),
+            add=instruction("add.rn.f32"),
+            sub=instruction("sub.rn.f32"),
             mma=mma,
         )
 

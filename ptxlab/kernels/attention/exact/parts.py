@@ -109,33 +109,35 @@ def _of_warps(of: Launched, warps: tiles.Warps, shares: Shares, some: slice) -> 
     units = np.zeros((of.D, 1), np.float32, like=values) + np.float32(back)
     if of.bits == 4:
         units.reshape(-1, 2, 4)[:, 1] = back / 16
-    weights = zeros if of.by_channel else _neighbours(weights)
+    weights = zeros if of.by_channel else _neighbours(of, weights)
     most = largest.max(axis=1)
     factor = of.arithmetic.exp2(largest - most[:, None])
     total = np.zeros_like(values[:, 0])
     for w in range(of.warps):
         total = of.arithmetic.fma(values[:, w], factor[:, w, None], total)
-    weights, zeros = _halves(weights * factor), _halves(zeros * factor)[:, None]
+    mul, sub = of.arithmetic.mul, of.arithmetic.sub
+    weights, zeros = _halves(of, mul(weights, factor)), _halves(of, mul(zeros, factor))[:, None]
     if not of.by_channel:
-        return Part(most, weights, total * units - zeros)
+        return Part(most, weights, sub(mul(total, units), zeros))
     assert of.cache.v_channel is not None
     scale, zero = (constant[beside(shares.head[some], total)][..., None] for constant in of.cache.v_channel)
-    return Part(most, weights, (total * units - zeros * (np.float32(128) if of.signed else zero)) * scale)
+    zeros = mul(zeros, np.full_like(zero, 128) if of.signed else zero)
+    return Part(most, weights, mul(sub(mul(total, units), zeros), scale))
 
 
-def _neighbours(x: Any) -> Any:
+def _neighbours(of: Launched, x: Any) -> Any:
     """Sums over the 8 of axis 2: of neighbours, then of these, and so on."""
     while x.shape[2] > 1:
-        x = x[:, :, ::2] + x[:, :, 1::2]
+        x = of.arithmetic.add(x[:, :, ::2], x[:, :, 1::2])
     return x[:, :, 0]
 
 
-def _halves(x: Any) -> Any:
+def _halves(of: Launched, x: Any) -> Any:
     """Sums over axis 1, of 4, 8 or 16 lanes: the first half and the second, and so on."""
     lanes = next(n for n in (4, 8, 16) if n >= x.shape[1])
     x = np.concatenate([x, np.zeros((len(x), lanes - x.shape[1], x.shape[2]), np.float32, like=x)], axis=1)
     while x.shape[1] > 1:
-        x = x[:, : x.shape[1] // 2] + x[:, x.shape[1] // 2 :]
+        x = of.arithmetic.add(x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :])
     return x[:, 0]
 
 
@@ -158,10 +160,10 @@ def _of_blocks(of: Launched, parts: Part, shares: Shares) -> Part:
 
 def _add(of: Launched, whole: Part, more: Part, there: Any) -> Part:
     """Parts [n, some, ..] to one of each unit, in the order of the tokens; those that are not there count nothing."""
-    fma, exp2 = of.arithmetic.fma, of.arithmetic.exp2
+    fma, mul, exp2 = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2
     largest = np.fmax(whole.largest, more.largest.max(axis=1))
     less = exp2(whole.largest - largest)
-    weights, values = whole.weights * less, whole.values * less[:, None]
+    weights, values = mul(whole.weights, less), mul(whole.values, less[:, None])
     for i in range(there.shape[1]):
         factor = np.where(there[:, i, None], exp2(more.largest[:, i] - largest), np.float32(0))
         values = fma(more.values[:, i], factor[:, None], values)
@@ -173,7 +175,7 @@ def _store(of: Launched, whole: Part, shares: Shares, out: Any, lse: Any) -> Non
     """Divided by the sum of weights; its logarithm to base e. Of no weights 0 and -inf."""
     none = whole.weights == 0
     inverse = np.where(none, np.float32(0), of.arithmetic.reciprocal(whole.weights))
-    values = (whole.values * inverse[:, None]).swapaxes(1, 2)
+    values = of.arithmetic.mul(whole.values, inverse[:, None]).swapaxes(1, 2)
     logarithm = np.where(none, np.float32(-np.inf), (whole.largest + of.arithmetic.log2(whole.weights)) * _LN2)
     row, _, there = rows(of, shares, shares.first)
     row, there = beside(row[there], out), beside(there, out)

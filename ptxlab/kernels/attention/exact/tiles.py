@@ -60,7 +60,7 @@ def _before(of: Launched, n: int, q: Any) -> Warps:
 
 def _tile(of: Launched, warps: Warps, queries: Queries, first: Any, sequence: Any, head: Any) -> None:
     """The tokens of a tile that a warp has, from `first` on, added to what it has, in place."""
-    fma, exp2, mma = of.arithmetic.fma, of.arithmetic.exp2, of.arithmetic.mma
+    fma, mul, exp2, mma = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2, of.arithmetic.mma
     at = first[:, None] + np.arange(of.config["TOKENS"], like=first)
     read = tokens.read(of, at, sequence, head)
     score = _scores(of, read, queries, at[..., None])
@@ -68,7 +68,7 @@ def _tile(of: Launched, warps: Warps, queries: Queries, first: Any, sequence: An
     # Sums are of the largest score so far. (Where no column of a warp has a larger one, it does not multiply by 1.)
     largest = np.fmax(warps.largest, np.where(np.isnan(score), _LOWEST, score).max(axis=1))
     less = exp2(warps.largest - largest)[:, None]
-    weights, accumulators = warps.weights * less, warps.accumulators * less
+    weights, accumulators = mul(warps.weights, less), mul(warps.accumulators, less)
     weight, inverse = exp2(score - largest[:, None]), of.arithmetic.reciprocal(read.v_scale)
     for row in range(0, of.config["TOKENS"], 8):
         eight = slice(row, row + 8)
@@ -88,7 +88,7 @@ def _promote(of: Launched, warps: Warps, step: int) -> None:
     sums = warps.accumulators.copy()
     if of.bits == 4:
         words = sums[:, : of.D].reshape(-1, of.D // 8, 2, 4, of.columns)  # high nibbles have the low ones with them
-        words[:, :, 1] -= words[:, :, 0]
+        words[:, :, 1] = of.arithmetic.sub(words[:, :, 1], words[:, :, 0])
         sums[:, : of.D] = words.reshape(-1, of.D, of.columns)
     if of.promote and step >= of.promote:
         less = of.arithmetic.exp2(warps.largest_then - warps.largest)[:, None]
@@ -100,7 +100,7 @@ def _scores(of: Launched, read: tokens.Tokens, queries: Queries, token: Any) -> 
     """f32 [n, tokens, C], in base 2, with the logarithm of the value's scale; -inf for what is not seen."""
     fma, sums, factors, ends = of.arithmetic.fma, *(array[:, None] for array in queries[1:])
     score = (read.keys @ queries.integers * (16 if of.bits == 4 else 1)).astype(np.float32)  # of exact sums
-    score = score + sums if of.by_channel else fma(read.k_zero, sums, score) * read.k_scale
+    score = score + sums if of.by_channel else of.arithmetic.mul(fma(read.k_zero, sums, score), read.k_scale)
     score = fma(score, factors, of.arithmetic.log2(read.v_scale))
     seen = token < ends
     if of.window:
