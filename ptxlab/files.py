@@ -24,6 +24,8 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, EOFE
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
     """All arrays of an `.npz`, by name; `FileError` if it is missing, damaged, too large, or holds objects."""
     try:
+        if path.exists() and not path.is_file():  # whoever opens a FIFO waits for a writer
+            raise FileError(f"{path}: not a regular file")
         with zipfile.ZipFile(path) as archive:
             claimed = sum(info.file_size for info in archive.infolist())
             if claimed > MAX_BYTES:

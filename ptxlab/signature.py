@@ -21,6 +21,7 @@ _QUALIFIER = re.compile(
     r"\b(?:const|volatile|__restrict__|__restrict|__grid_constant__|register|struct|enum)\b|\b(?:std|cuda)\s*::"
 )
 _INTEGER_WORDS = {"char", "short", "int", "long", "signed", "unsigned"}
+_KEYWORDS = {*_INTEGER_WORDS, "void", "float", "double", "bool"}
 _VECTOR = re.compile(r"(?:u?(?:char|short|int|long|longlong)|float|double)[1-4]")
 _LONG = np.dtype("long").itemsize
 
@@ -72,8 +73,9 @@ class Number:
 _RAW = Number("raw")
 _FLOAT16, _FLOAT32, _FLOAT64, _BFLOAT16 = Number("f", 2), Number("f", 4), Number("f", 8), Number("bf", 2)
 _BYTE, _ADDRESS = Number("i", 1), Number("i", 8)
+_BITS_16 = Number("i", 2, False)  # what kernels without cuda_fp16.h take halves as
 _NAMED = {
-    "void": _RAW, "float": _FLOAT32, "double": _FLOAT64, "bool": _BYTE, "byte": _BYTE,
+    "void": _RAW, "float": _FLOAT32, "double": _FLOAT64, "bool": _BYTE, "byte": _RAW,
     "half": _FLOAT16, "__half": _FLOAT16, "nv_half": _FLOAT16, "half2": _FLOAT16, "__half2": _FLOAT16,
     "nv_half2": _FLOAT16, "nv_bfloat16": _BFLOAT16, "__nv_bfloat16": _BFLOAT16, "nv_bfloat162": _BFLOAT16,
     "__nv_bfloat162": _BFLOAT16, "cuComplex": _FLOAT32, "cuFloatComplex": _FLOAT32, "cuDoubleComplex": _FLOAT64,
@@ -144,7 +146,8 @@ class Parameter:
             return
         if self.is_pointer and self.number is not None:
             packed = name == "int8" and self.number.kind == "i"  # bytes in words
-            if not packed and not self.number.takes(dtype, name):
+            bits = name == "float16" and self.number == _BITS_16
+            if not packed and not bits and not self.number.takes(dtype, name):
                 rule = f"{self.type} takes an array of {self.number}, or bytes (.view(np.uint8))"
                 raise ArgumentError(label, rule, name)
         if not self._fits_accesses(dtype):
@@ -233,7 +236,7 @@ def _of(text: str, name: str, declaration: str, macros: Collection[str]) -> Para
     if stars > 1:
         return Parameter(name, label, _ADDRESS, True)
     number = _number(words)
-    if number is None or (not stars and number.kind == "raw"):
+    if number is None or (not stars and (number.kind == "raw" or _is_vector(words[0]))):
         return Parameter(name, label, None, True if stars else None)
     return Parameter(name, label, number, bool(stars))
 
@@ -253,6 +256,15 @@ def _number(words: list[str]) -> Number | None:
     return _NAMED.get(words[0])
 
 
+def _is_vector(word: str) -> bool:
+    """Whether a name that is known is that of several numbers."""
+    return bool(_VECTOR.fullmatch(word) or re.search(r"half2|bfloat162|Complex", word))
+
+
 def _is_redefined(word: str, text: str) -> bool:
-    own = rf"#\s*define\s+{word}\b|\busing\s+{word}\s*=|\b(?:struct|class|enum|union|typename)\s+{word}\b|"
-    return re.search(own + rf"\btypedef\b[^;]*\b{word}\s*;", text) is not None
+    """Whether the text may give that name a meaning of its own; to keywords it does so by macros alone."""
+    own = rf"#\s*define\s+{word}\b"
+    if word not in _KEYWORDS:
+        own += rf"|\busing\s+(?:\w+\s*::\s*)*{word}\b|\b(?:struct|class|enum|union|typename)\b[^;{{}}<>,=]*\b{word}\b"
+        own += rf"|(?:\btypedef\b[^;]*|}}[^;{{}}()]*)\b{word}\s*[;,)\[]"
+    return re.search(own, text) is not None

@@ -1,5 +1,7 @@
 import io
+import os
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,14 @@ def test_a_pickled_object_is_refused(tmp_path: Path) -> None:
 def test_a_broken_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.npz").write_bytes(content)
     with pytest.raises(FileError, match=r"a\.npz: not an \.npz"):
+        load_arrays(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_regular_file_is_refused_unopened(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    """Opening a FIFO waits for a writer."""
+    put(tmp_path / "a.npz")
+    with pytest.raises(FileError, match=r"a\.npz: not a regular file"):
         load_arrays(tmp_path / "a.npz")
 
 

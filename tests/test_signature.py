@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import ptxlab
+from ptxlab import kernels, sources
+from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError
 from ptxlab.signature import Parameter, of_cuda
 
@@ -110,7 +112,9 @@ extern "C" __global__ void __launch_bounds__(32) k(%s) {}
         ("const uint32_t* x", "uint32 int32 uint8 int8", "int64 float32 uint16"),
         ("unsigned x[]", "uint32 int32", "int64"),
         ("unsigned long long int* x", "uint64 int64", "int32"),
-        ("short unsigned int* x", "uint16 int16", "float16 int32"),
+        ("short unsigned int* x", "uint16 int16 float16", "float32 int32"),
+        ("short* x", "int16 uint16", "float16"),
+        ("std::byte* x", "uint8 float32 int64", ""),
         ("const uint4* __restrict__ x", "uint32 float16 int64 float64", ""),
         ("[[maybe_unused]] const int* x", "int32", "int64"),
         ("float** x", "uint64", "float32"),
@@ -179,3 +183,50 @@ def test_numbers_in_a_file_have_no_width_of_their_own(tmp_path: Path) -> None:
     assert (np.load(tmp_path / "out.npz")["y"] == 4).all()
     np.savez(tmp_path / "in.npz", x=np.ones(32), y=x, a=3.0, n=32)
     assert CliRunner().invoke(app, command).exit_code != 0
+
+
+@pytest.mark.parametrize(
+    ("declared", "name"),
+    [
+        ("using {} [[maybe_unused]] = unsigned long long;", "uint"),
+        ("using mine::{};", "half"),
+        ("typedef unsigned long long {}, *pointer;", "uint"),
+        ("typedef float {}[4];", "uint"),
+        ("typedef void (*{})(int);", "uint"),
+        ("typedef struct {{ float a; float b; }} {};", "half"),
+        ("struct alignas(8) {} {{ float a; float b; }};", "half"),
+        ("struct __align__(8) {} {{ float a; float b; }};", "float2"),
+        ("template <int N, typename T> struct A {{}}; enum class {} : long {{}};", "uint"),
+    ],
+)
+def test_names_of_other_libraries_that_a_source_declares_itself_are_not_compared(declared: str, name: str) -> None:
+    text = f'{declared.format(name)} extern "C" __global__ void k({name}* x, {name} y, float* z) {{}}'
+    x, y, z = of_cuda(text, "k", ["x", "y", "z"], [])
+    assert (x.number, x.is_pointer, y.number, y.is_pointer) == (None, True, None, None)
+    assert z.number is not None
+
+
+@pytest.mark.parametrize("type_", ["float2", "__half2", "nv_bfloat162", "cuComplex", "int4"])
+def test_a_number_for_a_vector_needs_its_width(type_: str) -> None:
+    """One number would be passed for several."""
+    (parameter,) = of_cuda(SIGNATURE % f"{type_} x", "k", ["x"], [])
+    with pytest.raises(ArgumentError, match=r"^x: a NumPy scalar, whose dtype says how wide"):
+        parameter.accept("x", 2, "")
+    pair = np.zeros(1, [("x", "f4"), ("y", "f4")])[0]
+    assert parameter.accept("x", pair, "") is pair
+
+
+def test_the_projects_kernels_take_by_signature_what_their_specs_say() -> None:
+    compared, refused = 0, []
+    for name, spec in kernels.specs().items():
+        names = [arg.name for arg in spec.args]
+        for source in (source for source in sources.of_kernel(name) if source.language == "cu"):
+            for arg, parameter in zip(spec.args, of_cuda(source.text, name, names, []), strict=True):
+                for dtype in (arg.dtype,) if isinstance(arg.dtype, str) else arg.dtype.dtypes:
+                    array = np.zeros(1, storage(dtype))
+                    try:
+                        parameter.accept(arg.name, array if arg.shape else array[0], dtype)
+                    except ArgumentError as error:
+                        refused.append(f"{name}: {error}")
+                    compared += parameter.number is not None
+    assert refused == [] and compared > 100

@@ -108,3 +108,17 @@ def test_no_bound_is_looser_than_the_certain_one(
         assert (both[name].each[:2] == certain.each[:2]).all(), "of few tokens it is certain"
         if certain.rms is not None:
             assert (both[name].rms <= certain.rms).all() and (both[name].rms > 0).all()
+
+
+@pytest.mark.parametrize("roundings", [sm80.roundings_of, roundings_of], ids=["sm80", "sm90"])
+@pytest.mark.parametrize("seen", [1, 255, 256])
+def test_few_tokens_of_a_long_sequence_have_a_bound(roundings: Any, seen: int) -> None:
+    """A window of less than what chance needs, in a cache so long that the certain bound is not computed for it."""
+    L = 40_000
+    tokens = quantize_kv(np.random.default_rng(0).standard_normal((L, 1, 8), dtype=np.float32))
+    visible = np.arange(L)[None] >= L - seen
+    of_8 = roundings(8, False)
+    found = bound.allowed_error(
+        np.ones((1, 1, 8)), tokens, tokens, visible, scale=0.3, roundings=of_8, stored=bound.HALF
+    )
+    assert all((each.each < 0.1).all() and (each.rms < 0.1).all() for each in found)

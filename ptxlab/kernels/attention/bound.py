@@ -111,11 +111,12 @@ def allowed_error(
         total = p.sum(axis=-1, keepdims=True)
         p, log_total = p / total, (peak + np.log(total))[..., 0]
         of_out, of_lse = (np.full_like(array, np.inf) for array in (x, log_total))
-        if serial < _HOPELESS:
+        many = end - first >= _MANY
+        if not many or serial < _HOPELESS:
             of_out = _error_of_mean(p, most, first, v_seen, roundings, serial, stored)
             of_lse = np.log((p * np.exp(most)).sum(axis=-1)) + serial + 2.0**-22 * (1 + np.abs(log_total))
         rms = np.sqrt((of_out**2).mean(axis=-1)), np.sqrt((of_lse**2).mean())
-        if end - first >= _MANY:
+        if many:
             by_chance = chance.likely(
                 x,
                 scores,
