@@ -1,7 +1,7 @@
 """One GPU among all workers: a test that measures has it to itself, the others share it. A plugin of pytest.
 
-Workers are processes, so the lock is one of files, which the system releases when a process dies. Whoever waits for the
-device holds the gate, so that a test that measures waits for those that run, and none begins before it.
+Workers are processes, so the lock is one of a file, which the system releases when a process dies. Tests that measure
+come last, when everything is compiled, and wait until nobody else wants the device: no test waits for them to begin.
 """
 
 import contextlib
@@ -18,12 +18,10 @@ import pytest
 
 
 class DeviceLock:
-    """A lock that many may share or one may have alone; who wants it alone waits for no one who comes later."""
+    """A lock that many may share or one may have alone: who wants it alone waits for all who share it, later ones too."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self._gate, self._device = (
-            os.open(folder / f"{name}.{part}", os.O_RDWR | os.O_CREAT, 0o600) for part in ("gate", "device")
-        )
+        self._device = os.open(folder / f"{name}.device", os.O_RDWR | os.O_CREAT, 0o600)
         self.alone: bool | None = None  # how it is held; None: not at all
 
     def acquire(self, *, alone: bool) -> None:
@@ -31,22 +29,17 @@ class DeviceLock:
         if self.alone is not None:
             assert self.alone and alone, "released after every test, but between two that measure"
             return
-        fcntl.flock(self._gate, fcntl.LOCK_EX)
         fcntl.flock(self._device, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        if not alone:
-            fcntl.flock(self._gate, fcntl.LOCK_UN)
         self.alone = alone
 
     def release(self) -> None:
         """Let others have it."""
         fcntl.flock(self._device, fcntl.LOCK_UN)
-        fcntl.flock(self._gate, fcntl.LOCK_UN)
         self.alone = None
 
     def close(self) -> None:
         """Release it for good."""
         os.close(self._device)
-        os.close(self._gate)
 
 
 @cache
@@ -60,8 +53,8 @@ def _measures(item: pytest.Item | None) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that measure come first, so that one worker gets them, and the others wait for it once."""
-    items.sort(key=lambda item: not _measures(item))
+    """Those that measure come last."""
+    items.sort(key=_measures)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around fixtures of every scope, and outside of the timeout

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 
 from ptxlab import tested
-from tests.device import DeviceLock
+from tests.device import DeviceLock, pytest_collection_modifyitems
 
 ROOT = Path(__file__).resolve().parent.parent
 AT_ONCE = 30.0  # seconds, for what happens at once on a machine that is idle
@@ -77,17 +78,17 @@ def test_many_share_it_and_one_has_it_alone(holder: Callable[[str], Holder]) -> 
         assert each.has_it.wait(AT_ONCE)
 
 
-def test_who_comes_later_does_not_keep_one_from_having_it_alone(holder: Callable[[str], Holder]) -> None:
+def test_who_wants_it_alone_keeps_nobody_from_sharing_it(holder: Callable[[str], Holder]) -> None:
     first = holder("shared")
     assert first.has_it.wait(AT_ONCE)
     alone = holder("alone")
     assert waits(alone)
     later = holder("shared")
-    assert waits(later), "although only shared locks are held"
-    first.done()
-    assert alone.has_it.wait(AT_ONCE) and waits(later)
-    alone.done()
     assert later.has_it.wait(AT_ONCE)
+    first.done()
+    assert waits(alone)
+    later.done()
+    assert alone.has_it.wait(AT_ONCE)
 
 
 def test_it_is_kept_alone_from_one_test_to_the_next(tmp_path: Path, holder: Callable[[str], Holder]) -> None:
@@ -118,6 +119,16 @@ def test_a_process_that_dies_releases_it(tmp_path: Path, holder: Callable[[str],
         assert waits(other)
         process.kill()
     assert other.has_it.wait(AT_ONCE)
+
+
+def test_what_measures_comes_last() -> None:
+    measuring, sharing = (
+        SimpleNamespace(get_closest_marker=lambda name, marks=marks: name in marks)
+        for marks in ({"gpu", "timing"}, {"gpu"})
+    )
+    items = [measuring, sharing]
+    pytest_collection_modifyitems(items)
+    assert items == [sharing, measuring]
 
 
 SUITE = """
@@ -221,9 +232,8 @@ def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
         "fails as expected: not yet": [f"{file}::test_not_yet"],
     }
     spans = [Span(*json.loads(line)) for line in (tmp_path / "suite" / "spans").read_text().splitlines()]
-    (measuring,) = {span.worker for span in spans if span.name == "measures"}
-    alone = [span for span in spans if span.worker == measuring and span.name in ("fixture", "measures")]
-    assert len(alone) == 4 and sum(span.name == "shares" for span in spans) == 6
+    alone = [span for span in spans if span.name == "measures"]
+    assert len(alone) == 3 and sum(span.name == "shares" for span in spans) == 6
     assert not any(one.overlaps(other) for one in alone for other in spans if other is not one)
 
 
