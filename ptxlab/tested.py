@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from ptxlab import sources
 from ptxlab.errors import FileError
@@ -64,9 +64,15 @@ def load(path: Path) -> GpuTests:
     """Read a record; `FileError` says in one line why a file is none."""
     found = read_record(path, "a record of GPU tests", SCHEMA)
     try:
-        return GpuTests(**found)
+        record = GpuTests(**found)
     except TypeError as error:
         raise FileError(f"{path}: not a record of GPU tests: {error}") from None
+    for name, declared in get_type_hints(GpuTests).items():
+        value, kind = getattr(record, name), get_origin(declared) or declared
+        if type(value) is not kind and (type(value), kind) != (int, float):
+            rule = f"{name} has to be a {kind.__name__}"
+            raise FileError(f"{path}: not a record of GPU tests: {rule} (got {value!r:.40})")
+    return record
 
 
 def digests() -> dict[str, str]:

@@ -424,3 +424,9 @@ def test_geometry_is_checked() -> None:
         ptxlab.load(PTX_ADD4)[1]
     with pytest.raises(ArgumentError, match=r"add4: args: 3 arguments \(a, b, sum\) \(got 2\)"):
         ptxlab.load(PTX_ADD4)(a, a, grid=1, block=32)
+
+
+def test_a_kernel_of_a_later_architecture_says_which_one_was_compiled() -> None:
+    text = '#if __CUDA_ARCH__ >= 900\nextern "C" __global__ void k(int* y) { y[0] = 1; }\n#endif'
+    with pytest.raises(ArgumentError, match=r"entry: there is no kernel in PTX of <text> for sm_80 \(got k\)"):
+        ptxlab.load(text)(np.zeros(1, np.int32), grid=1, block=1, backend="emulator")

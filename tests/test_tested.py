@@ -171,6 +171,14 @@ def test_a_file_that_is_no_record_is_named(tree: Path, text: str, message: str) 
     assert line.startswith(str(path)) and message in line
 
 
+@pytest.mark.parametrize(("field", "value"), [("sources", None), ("commit", 7), ("date", ["2026"])])
+def test_a_record_with_a_field_of_another_kind_is_named(tree: Path, field: str, value: object) -> None:
+    path = write(tree, record())
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    (line,) = tested.warnings()
+    assert line.startswith(f"{path}: not a record of GPU tests: {field} has to be a ")
+
+
 def test_in_a_wheel_nothing_is_said(tree: Path) -> None:
     edit(tree, "ptx/copy/copy.ptx", "sm_75", "sm_80")
     write(tree, replace(record(), sources={}))

@@ -34,8 +34,10 @@ def kernel_named(module: Module, name: str | None) -> Entry:
     """The module's kernel of that name; None stands for its only one."""
     if name is None and len(module.entries) == 1:
         return next(iter(module.entries.values()))
+    if not module.entries:
+        raise ArgumentError("entry", f"there is no kernel in {module.path} for {module.target or 'its target'}", name)
     if name not in module.entries:
-        raise ArgumentError("entry", f"has to be one of {', '.join(module.entries) or 'no kernels'}", name)
+        raise ArgumentError("entry", f"has to be one of {', '.join(module.entries)}", name)
     return module.entries[name]
 
 

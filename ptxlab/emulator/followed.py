@@ -58,10 +58,9 @@ class Followed(Watcher):
 
         def followed(lanes: Lanes) -> Any:
             if self.marks:
-                marks = self.joined(sources, lanes) if uses else gather(lanes)
                 if uses:
-                    self.use(lanes, marks)
-                    marks = np.zeros_like(marks)
+                    self.use(sources, lanes)
+                marks = np.zeros(count_of(lanes), np.int64) if uses else gather(lanes)
                 for register in targets:
                     self.mark(register, lanes, marks)
             return step(lanes)
@@ -75,7 +74,7 @@ class Followed(Watcher):
 
         def followed(lanes: Lanes) -> Any:
             if self.marks:
-                self.use(lanes, self.of(guard, lanes))
+                self.use([guard], lanes)
             return step(lanes)
 
         return followed
@@ -177,9 +176,11 @@ class Followed(Watcher):
         for register in access.instruction.destinations:
             self.mark(register, lanes, marks)
 
-    def use(self, lanes: Lanes, marks: Marks) -> None:
-        """Something depends on the values that these lanes' marks speak of."""
-        indices = indices_of(lanes)
+    def use(self, sources: list[Register], lanes: Lanes) -> None:
+        """Something depends on what these registers hold. Their marks have done their work; a sum would gather more."""
+        indices, marks = indices_of(lanes), self.joined(sources, lanes)
+        for register in sources:
+            self.mark(register, lanes, np.zeros_like(marks))
         for number in np.unique(marks[marks > 0]).tolist():
             for read in self.sets[number]:
                 used = self.used.setdefault(read, np.zeros(self.machine.lanes, bool))

@@ -211,7 +211,7 @@ def _fence(machine: Machine, instruction: Instruction, pc: int) -> Step:
     name, *parts = instruction.opcode.split(".")
     kind = ".".join(part for part in parts if part not in SCOPES)
     watchers = machine.watchers
-    if (name == "membar" and kind in ("", "gl")) or kind in ("sc", "acq_rel", "acquire", "release"):
+    if (name == "membar" and parts and kind in ("", "gl")) or kind in ("sc", "acq_rel", "acquire", "release"):
 
         def fence(lanes: Lanes) -> None:
             for watcher in watchers:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
+from ptxlab.emulator import followed
 from ptxlab.errors import MemoryFault
 
 from .kernels import STORE, cuda, kernel, run
@@ -194,3 +195,26 @@ def test_strong_reads_count_at_once():
     """No compiler moves them."""
     text = kernel(LOAD.replace("ld.shared.u32 %r1", "ld.volatile.shared.u32 %r1") + STORE, outside=SHARED)
     assert len(run(text, np.zeros(64, np.uint32), threads=64, checks=["race"]).findings) == 1
+
+
+def test_what_has_been_used_is_not_followed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that is stored in every turn does not gather the reads of all turns: time and memory would be squares."""
+    sizes = []
+    number = followed.Followed.number
+    monkeypatch.setattr(
+        followed.Followed, "number", lambda self, reads: sizes.append(len(reads)) or number(self, reads)
+    )
+    text = cuda("""extern "C" __global__ void k(int* y) {
+        __shared__ int part[64];
+        int sum = 0;
+        part[threadIdx.x] = 1;
+        for (int i = 0; i < 40; i++) {
+            sum += part[threadIdx.x ^ 32];
+            __syncthreads();
+            part[threadIdx.x] = sum;
+        }
+        y[threadIdx.x] = sum;
+    }""")
+    result = emulator.run(emulator.parse(text), "k", [np.zeros(64, np.int32)], grid=1, block=64, checks=["race"])
+    assert {finding.kind for finding in result.findings} == {"race"}
+    assert 1 <= max(sizes) <= 4

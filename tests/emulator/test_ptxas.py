@@ -36,7 +36,7 @@ st.shared.b32 [sm], 0f00000000; st.shared.u32 [sm], %tid.x; setp.lt.f32 %p, %f32
 cvt.rzi.s32.f32 %s32, 1; cvt.rn.f32.s32 %f32, 1; cvt.u64.u32 %u64, %tid.x; add.u32 %u32, %tid.x, 1;
 mov.u32 %u32, %tid.x; mov.u64 %u64, %tid.x; mov.u32 %u32, %clock64; mov.u64 %u64, %clock64;
 setp.eq.u32 %p|_, %u32, %u32; lop3.b32 %b32, %b32, %b32, %b32, %b32;
-bfe.u32 %u32, %u32, 255, 1; ret %u32; ret 1; exit 1;
+bfe.u32 %u32, %u32, 255, 1; ret %u32; ret 1; exit 1; membar; membar.cta; membar.gl; membar.sys;
 add.u32 %u32, %u32; add.u32 %u32, %u32, %u32, %u32; mov.u32 %u32; ld.shared.u32 %u32; ld.shared.u32 %u32, %u32;
 st.shared.u32 [sm]; st.shared.u32 [sm], %u32, %u32; st.shared.u32 %u32, [sm]; ld.shared.v2.u32 %u32, [sm];
 ld.shared.v2.u32 {%u32, %u32, %u32}, [sm]; ld.shared.v2.u32 {%u32, _}, [sm]; atom.shared.cas.b32 %b32, [sm], %b32;
