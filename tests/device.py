@@ -18,7 +18,7 @@ import pytest
 
 
 class DeviceLock:
-    """A lock that many may share or one may have alone: who wants it alone waits for all who share it, later ones too."""
+    """A lock that many may share or one may have alone; whoever wants it alone waits for all who share it."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._device = os.open(folder / f"{name}.device", os.O_RDWR | os.O_CREAT, 0o600)
