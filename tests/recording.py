@@ -53,6 +53,10 @@ class Recorder:
         elif report.when == "call":
             self.outcomes[report.nodeid] = "passed", ""
 
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped:  # a whole module
+            self.outcomes[report.nodeid] = "skipped", self.without_root(_reason(report))
+
     def without_root(self, text: str) -> str:
         """Paths in it as they are in the checkout."""
         return text.replace(f"{self.config.rootpath}/", "")
@@ -101,7 +105,7 @@ def _problem(report: pytest.TestReport) -> str:
     return ("" if report.when == "call" else f"{report.when}: ") + lines[0 if crash else -1]
 
 
-def _reason(report: pytest.TestReport) -> str:
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     if hasattr(report, "wasxfail"):
         return f"fails as expected: {report.wasxfail}"
     where = report.longrepr  # path, line, reason

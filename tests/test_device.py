@@ -185,9 +185,10 @@ def test_needs_none():
 """
 
 
-def run_suite(folder: Path, *options: str, text: str = SUITE) -> subprocess.CompletedProcess[str]:
+def run_suite(folder: Path, *options: str, text: str = SUITE, left_out: str = "") -> subprocess.CompletedProcess[str]:
     """Run a suite with the project's plugins, in a folder of its own, whose locks are its own too."""
     (folder / "suite").mkdir()
+    (folder / "suite" / "test_other.py").write_text(left_out)
     (folder / "suite" / "test_mini.py").write_text(text)
     markers = "markers =\n    gpu: needs one\n    timing: measures\n"
     plugins = "-p tests.device -p tests.recording -p no:cacheprovider -p no:hypothesispytest"
@@ -213,7 +214,10 @@ class Span(NamedTuple):
 
 def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
     start = monotonic()
-    done = run_suite(tmp_path, "-m", "gpu", "-n", "2", "--dist", "worksteal", "--record-tests", "tests.json")
+    left_out = 'import pytest\npytest.importorskip("no_such_module", reason="no_such_module is not installed")\n'
+    done = run_suite(
+        tmp_path, "-m", "gpu", "-n", "2", "--dist", "worksteal", "--record-tests", "tests.json", left_out=left_out
+    )
     assert done.returncode == 1 and "recorded in tests.json" in done.stdout, done.stdout + done.stderr
     found = tested.load(tmp_path / "tests.json")
     assert (found.command, found.part) == ("pytest -m gpu -n 2 --dist worksteal", "")
@@ -230,6 +234,7 @@ def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
         "no tool here": [f"{file}::test_skips[no tool0]", f"{file}::test_skips[no tool1]"],
         "no card here": [f"{file}::test_skips[no card]"],
         "fails as expected: not yet": [f"{file}::test_not_yet"],
+        "no_such_module is not installed": ["suite/test_other.py"],
     }
     spans = [Span(*json.loads(line)) for line in (tmp_path / "suite" / "spans").read_text().splitlines()]
     alone = [span for span in spans if span.name == "measures"]
