@@ -115,7 +115,7 @@ def run(
         bool, typer.Option("--late", help="Emulator: copies happen as late as they may, a warp's flags at two times.")
     ] = False,
     max_steps: Annotated[
-        int | None, typer.Option(help="Emulator: give up after so many instructions of a wave; by default 50 million.")
+        int | None, typer.Option(help="Emulator: give up after so many instructions of a wave; by default 10 million.")
     ] = None,
     unchecked: Annotated[bool, typer.Option(help="Admit values that the kernel's rules refuse.")] = False,
     grid: Grid = None,

@@ -17,7 +17,7 @@ CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
 MODES = ("early", "late")
 LARGEST_CLUSTER = 16
 # Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
-MAX_STEPS = 50_000_000
+MAX_STEPS = 10_000_000
 
 Argument = np.ndarray | np.generic | bytes | TensorMap
 Size = int | Sequence[int]
