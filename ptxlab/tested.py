@@ -118,7 +118,7 @@ def changed(since: GpuTests, now: Mapping[str, str]) -> list[str]:
 
 
 def warnings() -> list[str]:
-    """A line for each GPU with a record since which kernels' sources have changed; nothing outside a checkout."""
+    """A line for each GPU whose record has failed tests, and where kernels' sources have changed since; in a checkout."""
     if not sources.in_checkout():
         return []
     lines, now = [], cache(digests)
@@ -128,10 +128,11 @@ def warnings() -> list[str]:
         except FileError as error:
             lines.append(str(error))
             continue
+        what = f"{record.date[:10]}" + (f", {record.part} alone" if record.part else "")
+        run = f"the GPU tests of {record.commit[:10]}{'+' * record.commit.endswith('+')} ({what})"
+        if record.failed:
+            lines.append(f"{len(record.failed)} failed in {run}")
         if names := changed(record, now()):
             more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
-            what = f"{record.date[:10]}" + (f", {record.part} alone" if record.part else "")
-            commit = record.commit[:10] + "+" * record.commit.endswith("+")
-            listed = ", ".join([*names[:_MOST_NAMES], *more])
-            lines.append(f"changed since the GPU tests of {commit} ({what}): {listed}")
+            lines.append(f"changed since {run}: {', '.join([*names[:_MOST_NAMES], *more])}")
     return lines

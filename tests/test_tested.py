@@ -142,6 +142,11 @@ def test_kernels_that_changed_since_are_named_in_a_line(tree: Path) -> None:
     assert tested.warnings() == [f"{since}copy.ptx, other.ptx, add.cu, alone.cu"]
 
 
+def test_failures_of_the_recorded_run_are_counted(tree: Path) -> None:
+    write(tree, record(failed={"tests/test_a.py::test_one": "AssertionError", "tests/test_b.py::test_two": "no"}))
+    assert tested.warnings() == ["2 failed in the GPU tests of 0123456789 (2026-11-22)"]
+
+
 def test_a_line_names_eight_kernels_at_most(tree: Path) -> None:
     write(tree, record())
     for i in range(10):
