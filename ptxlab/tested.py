@@ -118,7 +118,7 @@ def changed(since: GpuTests, now: Mapping[str, str]) -> list[str]:
 
 
 def warnings() -> list[str]:
-    """A line for each GPU whose record has failed tests, and for kernels whose sources have changed since; in a checkout."""
+    """Of each record: how many of its tests failed, and which kernels have changed since. In a checkout alone."""
     if not sources.in_checkout():
         return []
     lines, now = [], cache(digests)
