@@ -15,7 +15,7 @@ from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableErro
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.tolerance import within
+from ptxlab.tolerance import Allowed, misses, within
 from ptxlab.validate import is_one_of
 
 _POISONS = (0xA5, 0x5A)  # every output byte differs from one of them: an element that nobody wrote shows
@@ -181,10 +181,8 @@ def compare(
 
 def _compare(spec: KernelSpec, label: str, got: np.ndarray, expected: np.ndarray) -> None:
     if spec.tolerance:
-        wide, truth = got.astype(np.float64), expected.astype(np.float64)
-        bound = spec.tolerance * np.maximum(np.abs(truth), np.abs(truth).max())
-        with np.errstate(invalid="ignore"):  # of an infinity only itself is near
-            wrong = (wide != truth) & ~(np.abs(wide - truth) <= bound)
+        size = np.abs(expected.astype(np.float64))
+        wrong, _ = misses(got, expected, Allowed(spec.tolerance * np.maximum(size, size.max())))
     else:
         wrong = got.view(f"u{got.itemsize}") != expected.view(f"u{expected.itemsize}")
     if wrong.any():
