@@ -27,10 +27,10 @@
 //            than one to do the softmax of. Else the bytes are two B's, and the lane has queries 2 t, 2 t + 1.
 // Softmax    in base 2, of score + log2(scale of the value): so the weights p * scale, rounded to FP16, are at most 1 whatever the scales are.
 // Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
-//            Lane g has dims g D / 8 on. High nibbles stay in their bytes, whose sums have those of the low ones taken off them. The other way round
-//            the low ones, a sixteenth of their bytes, would keep what an MMA truncates of these.
-// Promotion  An MMA truncates each sum, always towards 0. After PROMOTE tokens a warp adds its sums to those in shared memory, in FP32 with rounding, and
-//            begins anew: so the error does not grow with the tokens of a block. Kernels for short tables (PROMOTE 0) do without.
+//            Lane g has dims g D / 8 on. High nibbles are summed with their whole bytes, and the low nibbles' sums subtracted afterwards. What an MMA
+//            truncates grows with the sum: that of a byte counts a sixteenth in its high nibble, and would count in full in its low one.
+// Promotion  An MMA truncates every sum towards 0. After PROMOTE tokens a warp adds its accumulators to FP32 sums in shared memory, which round to
+//            nearest, and starts again from 0: so the error does not grow with the number of tokens. With PROMOTE 0 (short tables) it never does.
 // PDL        block table and lengths are read at once, queries and cache behind the wait.
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 68 us, 0.92 of the speed of memory.
 //            What `attention_kv4` takes for a batch, plain launches:
