@@ -1,4 +1,4 @@
-"""What caches are filled with, so that whatever goes wrong shows in the results, at every length.
+"""Test data for caches in which a missing page or token shows in the results, at every length.
 
 Integers are uniform; scales and zeros decide what counts. Queries have a common direction, as those of models do: keys
 that lie along it stand out for all heads, and those against it are hardly seen. So every page has its part in the
@@ -32,7 +32,7 @@ Data = Callable[[np.random.Generator, tuple[int, ...]], Constants]
 
 
 def spread(rng: np.random.Generator, shape: tuple[int, ...]) -> Constants:
-    """All tokens count, some more, some less: scores are a bell around 0."""
+    """Every token has some weight: scores are roughly Gaussian around 0."""
     return Constants(
         rng.uniform(2.5, 4, shape), np.full(shape, 0.5), rng.uniform(4, 8, shape), rng.uniform(0, 1, shape)
     )
@@ -55,7 +55,7 @@ DATA: tuple[Data, ...] = (spread, dominant, signed)
 
 
 def random_queries(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Queries f16 [..., D]: a bell around a common direction."""
+    """Queries f16 [..., D]: Gaussian around a common direction."""
     return (rng.standard_normal(shape, np.float32) + np.float32(_OFFSET)).astype(np.float16)
 
 
@@ -76,7 +76,7 @@ def random_pages(
 
 
 def moved_on(pages: Any, by: int, scheme: str) -> Any:
-    """Other pages, for the price of a copy: `by` tokens on have the integers, while scales and zeros stay."""
+    """A copy that differs from the pages: integers are rolled by `by` tokens, scales and zeros stay."""
     moved = pages.copy()
     features = PageView.of(moved, scheme, PAGE, HEAD_DIM).features
     features[...] = np.roll(features, by % PAGE, axis=-2)

@@ -1,10 +1,10 @@
-"""What the roundings of attention add up to, but for chance: they are many, and seldom all go one way.
+"""A statistical bound on the rounding errors of attention: many roundings rarely all go the same way.
 
 Each is a random variable: bounded, of mean 0, independent of all others unless the same numbers are rounded. So it is
 sub-Gaussian (Hoeffding), of variance u²/3 if evenly spread in ±u, and at most u² otherwise. A sum of them is further
 off than `_SIGMAS` standard deviations with a probability of less than 2·exp(-_SIGMAS²/2) < 1e-9; and so is the norm of
 a row of errors of covariance C from sqrt(tr C) + _SIGMAS·sqrt(|C|) up (Hsu, Kakade, Zhang 2012).
-What is not of this kind counts in full: what tensor cores cut off has one sign, and some errors all tokens have alike.
+Other errors count in full: truncation by tensor cores has one sign, and some errors are the same for all tokens.
 """
 
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
