@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import layout, reference
-from ptxlab.checkpoint import FLOATS, Checkpoint, TensorInfo
 from ptxlab.errors import ArgumentError
+from ptxlab.io.checkpoint import FLOATS, Checkpoint, TensorInfo
 from ptxlab.quant import GROUPS, Level1Weight, TwoLevelWeight, quantize_level1, quantize_lqq, quantize_qoq
 from ptxlab.quant.inputs import as_float_matrix
 from ptxlab.reference.packed import F32

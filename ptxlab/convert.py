@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.checkpoint import FLOATS, Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.errors import ArgumentError, VerificationError
+from ptxlab.io.checkpoint import FLOATS, Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.layout import buffer_shapes, load, pack, unpack
 from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.layout.storage import METADATA_KEY, announce, contents, header_fields, metadata

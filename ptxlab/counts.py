@@ -9,7 +9,7 @@ from ptxlab import kernels, mainloop, sass, sources, toolchain
 from ptxlab.bench.problem import sizes_at, variant
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
 from ptxlab.errors import FileError
-from ptxlab.files import write_text
+from ptxlab.io.files import write_text
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 

@@ -4,8 +4,9 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ptxlab import __version__, cache, checkpoint, gpu, nsight, tested, toolchain
+from ptxlab import __version__, cache, gpu, nsight, tested, toolchain
 from ptxlab.errors import FileError, UnavailableError
+from ptxlab.io import checkpoint
 
 
 @dataclass(frozen=True)

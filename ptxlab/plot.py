@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ptxlab import audit, quant, reference
 from ptxlab.errors import ArgumentError
-from ptxlab.files import write_whole
+from ptxlab.io.files import write_whole
 
 if TYPE_CHECKING:
     from ptxlab.audit import AuditRow

@@ -24,7 +24,7 @@ from ptxlab import (
     tiles,
 )
 from ptxlab.errors import FileError
-from ptxlab.files import write_text
+from ptxlab.io.files import write_text
 
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

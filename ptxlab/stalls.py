@@ -16,7 +16,7 @@ from typing import Any
 from ptxlab import gpu, profiles, sources
 from ptxlab.bench.shapes import GROUP, LAYERS, Layer
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.files import read_record, write_text
+from ptxlab.io.files import read_record, write_text
 from ptxlab.nsight import ISSUING, Launched
 from ptxlab.subject import Job
 

@@ -19,7 +19,7 @@ from ptxlab.bench import kvproblem, kvshapes, problem, shapes
 from ptxlab.bench.attention import scheme_of
 from ptxlab.dtypes import dtype_in, storage, stored
 from ptxlab.errors import ArgumentError, PtxlabError
-from ptxlab.files import load_arrays
+from ptxlab.io.files import load_arrays
 from ptxlab.kernels.attention.steps import step_of as attention_step
 from ptxlab.kernels.gemm.ladder import fit_tokens
 from ptxlab.kernels.gemm.ladder import step_of as gemm_step

@@ -15,7 +15,7 @@ import numpy as np
 
 from ptxlab import sources
 from ptxlab.errors import FileError
-from ptxlab.files import read_record, write_text
+from ptxlab.io.files import read_record, write_text
 
 # In the order of timeline.cuh.
 PHASES = (

@@ -15,7 +15,7 @@ import pytest
 from ptxlab import bench, gpu, tested
 from ptxlab.bench.record import commit
 from ptxlab.errors import FileError
-from ptxlab.files import require_folder, write_text
+from ptxlab.io.files import require_folder, write_text
 
 OPTION = "--record-tests"
 

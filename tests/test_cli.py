@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ptxlab import checkpoint, kernels, toolchain
+from ptxlab import kernels, toolchain
 from ptxlab.cli import main
 from ptxlab.gpu import device
+from ptxlab.io import checkpoint
 from ptxlab.layout.words import pack_u4
 from tests.test_runtime import PTX_ADD4
 

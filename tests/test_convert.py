@@ -8,8 +8,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ptxlab import convert, quant
-from ptxlab.checkpoint import Checkpoint, demo_checkpoint
 from ptxlab.errors import ArgumentError, FileError, VerificationError
+from ptxlab.io.checkpoint import Checkpoint, demo_checkpoint
 from ptxlab.layout import LAYOUTS, SCHEMES, load, packed_names, unpack
 from tests.layout.test_packed_weight import assert_equal
 from tests.test_checkpoint import write

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import FileError
-from ptxlab.files import load_arrays, save_arrays, write_whole
+from ptxlab.io.files import load_arrays, save_arrays, write_whole
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_claims_too_much_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez(tmp_path / "a.npz", a=np.zeros(1000))
-    monkeypatch.setattr("ptxlab.files.MAX_BYTES", 4096)
+    monkeypatch.setattr("ptxlab.io.files.MAX_BYTES", 4096)
     with pytest.raises(FileError, match="at most 4096 bytes of arrays"):
         load_arrays(tmp_path / "a.npz")
 

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from ptxlab.bert import Bert
-from ptxlab.checkpoint import demo_checkpoint
+from ptxlab.io.checkpoint import demo_checkpoint
 from ptxlab.kvdemo import TOKENS, CacheRow, CacheTable, cache_table
 from ptxlab.sources import results_dir
 

@@ -14,7 +14,7 @@ from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.timing import Measured, copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError, UnavailableError
-from ptxlab.files import save_arrays
+from ptxlab.io.files import save_arrays
 from ptxlab.kernels.load import SPECS, TILE
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source, of_kernel

@@ -26,7 +26,7 @@ from ptxlab.cli.common import (
 )
 from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
-from ptxlab.files import require_folder
+from ptxlab.io.files import require_folder
 from ptxlab.nsight import Profile
 
 _WIDEST = 100  # characters of a source line

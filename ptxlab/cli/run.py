@@ -27,7 +27,7 @@ from ptxlab.cli.common import (
     table,
 )
 from ptxlab.errors import ArgumentError
-from ptxlab.files import load_arrays, save_arrays
+from ptxlab.io.files import load_arrays, save_arrays
 from ptxlab.spec import Arg, KernelSpec
 from ptxlab.verify import Job, Verdict, plan
 from ptxlab.verify import verify as verify_job

