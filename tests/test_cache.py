@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import cache
 from ptxlab.errors import FileError
+from ptxlab.toolchain import cache
 
 KEY = cache.key_of("a key")
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import cache, includes, nvrtc, toolchain
+from ptxlab import toolchain
 from ptxlab.errors import CompileError
 from ptxlab.sources import Source
+from ptxlab.toolchain import cache, includes, nvrtc
 
 BODY = """
 #ifndef VALUE

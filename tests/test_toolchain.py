@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import cache, nvrtc, toolchain
+from ptxlab import toolchain
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Source
+from ptxlab.toolchain import cache, nvrtc
 
 PTX = """.version 6.5
 .target sm_75

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ptxlab import cache, nvrtc
 from ptxlab.sources import Source
+from ptxlab.toolchain import cache, nvrtc
 
 _known: dict[tuple[str, ...], tuple[str, "_Inputs"]] = {}
 

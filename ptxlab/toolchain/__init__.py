@@ -1,7 +1,7 @@
 """Compilers and disassembler: NVRTC for CUDA C++, ptxas for PTX, nvdisasm for cubins. None of them needs a GPU.
 
 NVRTC hands its cubins to the same assembler that `ptxas` is, and both print the same report, so one parser reads the
-registers, spills and warnings of either. What they make is cached on disk (`ptxlab.cache`).
+registers, spills and warnings of either. What they make is cached on disk (`ptxlab.toolchain.cache`).
 """
 
 import functools
@@ -17,9 +17,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from ptxlab import cache, includes, nvrtc, sources
+from ptxlab import sources
 from ptxlab.errors import ArgumentError, CompileError, UnavailableError
 from ptxlab.sources import Language, Source
+from ptxlab.toolchain import cache, includes, nvrtc
 
 Defines = Mapping[str, int | str]
 Kind = Literal["ptx", "cubin"]
