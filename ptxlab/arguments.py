@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu
-from ptxlab.dtypes import ByVariant, dtype_in, name_of, storage
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.signature import Parameter
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch, Sizes
+from ptxlab.spec.dtypes import ByVariant, dtype_in, name_of, storage
 from ptxlab.validate import is_integer, is_one_of
 
 

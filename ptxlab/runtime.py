@@ -11,11 +11,11 @@ import numpy as np
 from ptxlab import arguments, emulator, gpu, signature, toolchain
 from ptxlab.arguments import accept, accept_for, check_variant, checks_of, on_device, positions, variant
 from ptxlab.backends import choose_backend
-from ptxlab.dtypes import dtype_in, storage
 from ptxlab.errors import ArgumentError
 from ptxlab.signature import Parameter
 from ptxlab.sources import Source, cuda_entries
 from ptxlab.spec import KernelSpec, Launch, Sizes
+from ptxlab.spec.dtypes import dtype_in, storage
 
 _EMULATED_ARCH, _WAITING_ARCH = "sm_80", "sm_90"  # the lowest that have what CUDA sources use, and griddepcontrol
 

@@ -17,7 +17,6 @@ from ptxlab import gpu, kernels, runtime
 from ptxlab.arguments import geometry, in_order, merge_sizes
 from ptxlab.bench import kvproblem, kvshapes, problem, shapes
 from ptxlab.bench.attention import scheme_of
-from ptxlab.dtypes import dtype_in, storage, stored
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.io.files import load_arrays
 from ptxlab.kernels.attention.steps import step_of as attention_step
@@ -26,6 +25,7 @@ from ptxlab.kernels.gemm.ladder import step_of as gemm_step
 from ptxlab.nsight import FAILED
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
+from ptxlab.spec.dtypes import dtype_in, storage, stored
 
 WARM_UP = 20  # launches before the one that counts
 # By backend and family: as much as shows a steady state. L: tokens of every sequence.

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab import reference
-from ptxlab.dtypes import numbers
 from ptxlab.kernels.attention import ladder, sm80, sm90
 from ptxlab.kernels.attention.sm80 import MMA
 from ptxlab.layout import KVCache, gather
-from ptxlab.tolerance import within
+from ptxlab.spec.dtypes import numbers
+from ptxlab.spec.tolerance import within
 from tests import attention_problems as problems
 from tests.fake_gpu import DeviceArray
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu, kernels, verify
-from ptxlab.dtypes import ByVariant, dtype_in, storage, stored
+from ptxlab.spec.dtypes import ByVariant, dtype_in, storage, stored
 
 
 def test_a_constant_decides() -> None:

@@ -8,9 +8,9 @@ import pytest
 
 import ptxlab
 from ptxlab import kernels, sources
-from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError
 from ptxlab.signature import Parameter, of_cuda
+from ptxlab.spec.dtypes import storage
 
 AXPY = """extern "C" __global__ void axpy(const float* __restrict__ x, float* y, float a, int n) {
     int i = blockIdx.x * blockDim.x + threadIdx.x;

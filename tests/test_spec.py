@@ -2,10 +2,10 @@ import numpy as np
 import pytest
 
 from ptxlab import kernels, sources
-from ptxlab.dtypes import ByVariant, storage, stored
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.words import pack_u4
 from ptxlab.spec import Arg, KernelSpec, Launch
+from ptxlab.spec.dtypes import ByVariant, storage, stored
 
 LQQ = kernels.specs()["dequant_lqq"]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ptxlab.tolerance import Allowed, misses, within
+from ptxlab.spec.tolerance import Allowed, misses, within
 
 RIGHT = {"out": np.arange(12.0).reshape(3, 4), "lse": np.array([1.0, -np.inf, 3.0])}
 ALLOWED = {"out": Allowed(np.full((3, 4), 0.1), np.full(3, 0.05)), "lse": Allowed(np.full(3, 0.01))}

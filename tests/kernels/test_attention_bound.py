@@ -11,7 +11,7 @@ from ptxlab.bench.kvproblem import SCALE
 from ptxlab.kernels.attention import bound, common, ladder, sm80
 from ptxlab.kernels.attention.sm90 import PROMOTE, SM90, roundings_of
 from ptxlab.quant import quantize_kv
-from ptxlab.tolerance import Allowed, misses, within
+from ptxlab.spec.tolerance import Allowed, misses, within
 from tests import attention_faults as faults
 from tests import attention_problems as problems
 from tests import attention_rounded as rounded

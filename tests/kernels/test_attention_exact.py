@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ptxlab import gpu
 from ptxlab.bench import kvproblem
 from ptxlab.bench.kvshapes import Batch, ragged
-from ptxlab.dtypes import stored
 from ptxlab.emulator import mma
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import exact, sm90
@@ -22,6 +21,7 @@ from ptxlab.layout import KVCache
 from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays
+from ptxlab.spec.dtypes import stored
 from tests import attention_problems as problems
 from tests.kernels.test_attention_face_gpu import moved
 from tests.kernels.test_attention_sm90 import SOURCE, VARIANTS, Variant, every_variant

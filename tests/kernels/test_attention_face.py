@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab.dtypes import numbers, stored
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention import device, ladder, steps
-from ptxlab.tolerance import within
+from ptxlab.spec.dtypes import numbers, stored
+from ptxlab.spec.tolerance import within
 from tests import attention_problems as problems
 from tests.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, TEACHING, Q, hold, on_device, sent
 from tests.fake_gpu import FakeGpu

@@ -8,11 +8,11 @@ import pytest
 
 import ptxlab
 from ptxlab import gpu
-from ptxlab.dtypes import stored
 from ptxlab.kernels.attention import sm90
 from ptxlab.kernels.attention.steps import choose
 from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
+from ptxlab.spec.dtypes import stored
 from tests import attention_problems as problems
 from tests.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, Q, hold
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab.dtypes import stored
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import KVCache
+from ptxlab.spec.dtypes import stored
 from tests import attention_problems as problems
 from tests.attention_faces import CACHE, SM90, TEACHING, Q, on_device, sent
 from tests.fake_gpu import FakeGpu

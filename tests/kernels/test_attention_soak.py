@@ -11,7 +11,7 @@ from ptxlab import gpu, kernels
 from ptxlab.kernels.attention.sm80 import scheme_of
 from ptxlab.kernels.attention.steps import STEPS, Step, why_not
 from ptxlab.layout import KVCache
-from ptxlab.tolerance import within
+from ptxlab.spec.tolerance import within
 from tests import attention_problems as problems
 from tests import soak
 

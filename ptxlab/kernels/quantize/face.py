@@ -7,7 +7,6 @@ import numpy as np
 from ptxlab import gpu, quant, reference
 from ptxlab.arguments import require_on_host
 from ptxlab.backends import BACKENDS
-from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.quantize.specs import DTYPES, QUANTIZE
 from ptxlab.layout import PackedActivations
@@ -15,6 +14,7 @@ from ptxlab.layout.packed_activations import stored_shape, tile_of
 from ptxlab.plan import Plan
 from ptxlab.runtime import run_spec
 from ptxlab.sources import of_kernel
+from ptxlab.spec.dtypes import storage
 from ptxlab.validate import is_one_of, shape_of
 
 _MOST_SHAPES = 4096  # that are remembered

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ptxlab.dtypes import ByVariant, DType, dtype_in, storage
 from ptxlab.errors import ArgumentError
-from ptxlab.expressions import evaluate as evaluate
-from ptxlab.expressions import names_in, nibbles, per_weight, solve
 from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.tolerance import Allowed
+from ptxlab.spec.dtypes import ByVariant, DType, dtype_in, storage
+from ptxlab.spec.expressions import evaluate as evaluate
+from ptxlab.spec.expressions import names_in, nibbles, per_weight, solve
+from ptxlab.spec.tolerance import Allowed
 
 NULL = np.uint64(0)  # what a kernel is given for an optional array that is left out
 Role = Literal["in", "out", "inout", "scratch", "tma", "scalar"]
