@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from ptxlab import gpu, kernels, nsight, subject
-from ptxlab.arguments import merge_sizes
 from ptxlab.bench.record import commit
 from ptxlab.errors import UnavailableError
 from ptxlab.nsight import Launched, Profile
+from ptxlab.runtime.arguments import merge_sizes
 from ptxlab.subject import Job
 
 SAVED = (".ncu-rep", ".json")  # what `saved` reads

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, subject, timeline
-from ptxlab.backends import choose_backend
 from ptxlab.bench.record import commit
 from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.common import draw_cache
 from ptxlab.kernels.attention.steps import step_of as attention_step
 from ptxlab.runtime import Kernel
+from ptxlab.runtime.backends import choose_backend
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.spec.dtypes import dtype_in, storage, stored

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels, runtime
-from ptxlab.arguments import geometry, in_order, merge_sizes
 from ptxlab.bench import kvproblem, kvshapes, problem, shapes
 from ptxlab.bench.attention import scheme_of
 from ptxlab.errors import ArgumentError, PtxlabError
@@ -23,6 +22,7 @@ from ptxlab.kernels.attention.steps import step_of as attention_step
 from ptxlab.kernels.gemm.ladder import fit_tokens
 from ptxlab.kernels.gemm.ladder import step_of as gemm_step
 from ptxlab.nsight import FAILED
+from ptxlab.runtime.arguments import geometry, in_order, merge_sizes
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
 from ptxlab.spec.dtypes import dtype_in, storage, stored

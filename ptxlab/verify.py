@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, kernels, toolchain
-from ptxlab.backends import BACKENDS
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError, VerificationError
 from ptxlab.runtime import Kernel, run_spec
+from ptxlab.runtime.backends import BACKENDS
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.spec.dtypes import dtype_in, numbers, storage, stored

@@ -9,7 +9,7 @@ import pytest
 import ptxlab
 from ptxlab import kernels, sources
 from ptxlab.errors import ArgumentError
-from ptxlab.signature import Parameter, of_cuda
+from ptxlab.runtime.signature import Parameter, of_cuda
 from ptxlab.spec.dtypes import storage
 
 AXPY = """extern "C" __global__ void axpy(const float* __restrict__ x, float* y, float a, int n) {

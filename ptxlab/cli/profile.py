@@ -9,7 +9,6 @@ import typer
 from rich.markup import escape
 
 from ptxlab import nsight, profiles, stalls, subject
-from ptxlab.arguments import parse_integers, parse_sizes
 from ptxlab.cli.common import (
     AsJson,
     Backend,
@@ -28,6 +27,7 @@ from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import require_folder
 from ptxlab.nsight import Profile
+from ptxlab.runtime.arguments import parse_integers, parse_sizes
 
 _WIDEST = 100  # characters of a source line
 

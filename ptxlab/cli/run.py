@@ -10,7 +10,6 @@ from rich.markup import escape
 from rich.syntax import Syntax
 
 from ptxlab import kernels, runtime, tiles
-from ptxlab.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
 from ptxlab.cli.common import (
     FAILED,
     AsJson,
@@ -28,6 +27,7 @@ from ptxlab.cli.common import (
 )
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays, save_arrays
+from ptxlab.runtime.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
 from ptxlab.spec import Arg, KernelSpec
 from ptxlab.verify import Job, Verdict, plan
 from ptxlab.verify import verify as verify_job

@@ -4,7 +4,7 @@ import pytest
 
 from ptxlab import gpu, kernels
 from ptxlab.gpu import marks
-from ptxlab.plan import Plan
+from ptxlab.runtime.plan import Plan
 from tests.fake_gpu import FakeGpu
 
 

@@ -16,7 +16,7 @@ from ptxlab.kernels.gemm.common import DTYPES, Step
 from ptxlab.kernels.quantize import SUM
 from ptxlab.layout import PackedWeight
 from ptxlab.layout.packed_activations import stored_shape
-from ptxlab.plan import Plan
+from ptxlab.runtime.plan import Plan
 from ptxlab.spec.dtypes import storage
 
 _MOST_SHAPES = 4096  # that are remembered

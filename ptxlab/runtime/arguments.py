@@ -10,7 +10,7 @@ import numpy as np
 from ptxlab import emulator, gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.signature import Parameter
+from ptxlab.runtime.signature import Parameter
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch, Sizes
 from ptxlab.spec.dtypes import ByVariant, dtype_in, name_of, storage

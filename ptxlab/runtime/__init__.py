@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import arguments, emulator, gpu, signature, toolchain
-from ptxlab.arguments import accept, accept_for, check_variant, checks_of, on_device, positions, variant
-from ptxlab.backends import choose_backend
+from ptxlab import emulator, gpu, toolchain
 from ptxlab.errors import ArgumentError
-from ptxlab.signature import Parameter
+from ptxlab.runtime import arguments, signature
+from ptxlab.runtime.arguments import accept, accept_for, check_variant, checks_of, on_device, positions, variant
+from ptxlab.runtime.backends import choose_backend
+from ptxlab.runtime.signature import Parameter
 from ptxlab.sources import Source, cuda_entries
 from ptxlab.spec import KernelSpec, Launch, Sizes
 from ptxlab.spec.dtypes import dtype_in, storage
