@@ -5,11 +5,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ptxlab import kernels, mainloop, sass, sources, toolchain
+from ptxlab import kernels, sass, sources, toolchain
 from ptxlab.bench.problem import sizes_at, variant
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
+from ptxlab.sass import mainloop
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 

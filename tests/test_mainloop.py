@@ -2,10 +2,11 @@
 
 import pytest
 
-from ptxlab import counts, kernels, mainloop, sass, toolchain
+from ptxlab import counts, kernels, sass, toolchain
 from ptxlab.bench.problem import sizes_at, variant
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
 from ptxlab.kernels.gemm import STEPS
+from ptxlab.sass import mainloop
 
 # Two loops, the second within the first; a slow path behind the end that goes back into the inner one.
 NESTED = """

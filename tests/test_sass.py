@@ -2,8 +2,9 @@
 
 import pytest
 
-from ptxlab import harness, sass, sources, toolchain
+from ptxlab import sass, sources, toolchain
 from ptxlab.errors import ArgumentError, SourceError
+from ptxlab.sass import harness
 from ptxlab.sources import Source
 from tests.test_counts import PINNED
 

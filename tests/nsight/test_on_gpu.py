@@ -9,8 +9,8 @@ import pytest
 from ptxlab import gpu, kernels, nsight, profiles, sass, subject, toolchain
 from ptxlab.bench.problem import variant
 from ptxlab.errors import UnavailableError
-from ptxlab.mainloop import main_loop
 from ptxlab.nsight import Launched
+from ptxlab.sass.mainloop import main_loop
 from ptxlab.spec import KernelSpec
 from ptxlab.subject import Job
 

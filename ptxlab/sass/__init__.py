@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ptxlab import harness, toolchain
+from ptxlab import toolchain
 from ptxlab.errors import ArgumentError
+from ptxlab.sass import harness
 from ptxlab.sources import Source
 
 # Lanes per clock and SM. `fma` is the sum of the heavy half, which alone multiplies integers, and the lite half.
