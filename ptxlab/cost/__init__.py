@@ -15,8 +15,8 @@ Left out, as there: the activations, the epilogue, tiles that do not fill the SM
 import math
 from dataclasses import dataclass
 
+from ptxlab.cost.sheets import DEVICES, SHEETS, Device, DeviceSheet, device, sheet
 from ptxlab.errors import ArgumentError
-from ptxlab.sheets import DEVICES, SHEETS, Device, DeviceSheet, device, sheet
 
 __all__ = [
     "DEVICES",
