@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import audit, counts, kernels, quant
+from ptxlab import audit, kernels, quant
+from ptxlab.bench import counts
 from ptxlab.io import checkpoint
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays, KernelSpec

@@ -9,7 +9,6 @@ from pathlib import Path
 from ptxlab import (
     bench,
     costtables,
-    counts,
     gemmtables,
     headers,
     headline,
@@ -23,6 +22,7 @@ from ptxlab import (
     sources,
     tiles,
 )
+from ptxlab.bench import counts
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ptxlab import counts, kernels, sass, toolchain
+from ptxlab import kernels, sass, toolchain
+from ptxlab.bench import counts
 from ptxlab.spec import KernelSpec
 
 # What h200 SASS needs per 8 weights; the papers' 7 for LQQ, 13 for QoQ with vadd4, 64 for the spelling to avoid.

@@ -2,7 +2,8 @@
 
 import pytest
 
-from ptxlab import counts, kernels, sass, toolchain
+from ptxlab import kernels, sass, toolchain
+from ptxlab.bench import counts
 from ptxlab.bench.problem import sizes_at, variant
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
 from ptxlab.kernels.gemm import STEPS

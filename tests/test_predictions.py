@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ptxlab import cost, costtables, counts, figures, headline, ladder, predictions, report
+from ptxlab import cost, costtables, figures, headline, ladder, predictions, report
+from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import counts, headline, kernels, kvpoints, kvtargets, sanitizer, targets, tested
+from ptxlab import headline, kernels, kvpoints, kvtargets, sanitizer, targets, tested
 from ptxlab import report as reports
 from ptxlab import sass as sass_tools
+from ptxlab.bench import counts
 from ptxlab.bench.record import Record
 from ptxlab.cli.common import FAILED, Arch, AsJson, console, notes, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
