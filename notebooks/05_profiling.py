@@ -24,7 +24,8 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import kernels, nsight, pipelines, profileplot, profiletables, recorder, sass, timeline, timelineplot
+from ptxlab import kernels, nsight, pipelines, profiletables, recorder, sass, timeline, timelineplot
+from ptxlab.profile import plot as profileplot
 
 # %% [markdown]
 # ## Machine code

@@ -14,7 +14,6 @@ from ptxlab import (
     nsight,
     pipelines,
     plot,
-    profileplot,
     profiletables,
     sources,
     tiles,
@@ -22,6 +21,7 @@ from ptxlab import (
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.errors import FileError
+from ptxlab.profile import plot as profileplot
 
 LADDER = ("ablation", "times", "fraction", "roofline")
 COST = ("roofline", "predicted", "crossover")

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import gpu, subject, timeline
+from ptxlab import gpu, timeline
 from ptxlab.bench.record import commit
 from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.common import draw_cache
 from ptxlab.kernels.attention.steps import step_of as attention_step
+from ptxlab.profile import target as subject
 from ptxlab.runtime import Kernel
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.sources import Source

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, nsight, profiles, profiletables, stalls
+from ptxlab import gpu, nsight, profiletables
 from ptxlab.errors import UnavailableError
-from ptxlab.subject import Job
+from ptxlab.profile import profiles, stalls
+from ptxlab.profile.target import Job
 from tests.fake_ncu import ncu
 from tests.nsight import FILE, GEMM, SIZES
 from tests.test_cli import cli

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import nsight, profiletables, sources, stalls
+from ptxlab import nsight, profiletables, sources
 from ptxlab.bench.shapes import Layer
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.subject import Job
+from ptxlab.profile import stalls
+from ptxlab.profile.target import Job
 from tests.nsight import FILE, GEMM, SIZES
 
 

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, kernels, nsight, subject
+from ptxlab import gpu, kernels, nsight
 from ptxlab.errors import ArgumentError
-from ptxlab.subject import Job
+from ptxlab.profile import target as subject
+from ptxlab.profile.target import Job
 from tests.bench.conftest import emulated_gpu
 from tests.test_runtime import PTX_ADD4
 

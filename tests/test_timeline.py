@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import kernels, pipelines, recorder, runtime, sources, subject, timeline, timelineplot, toolchain
+from ptxlab import kernels, pipelines, recorder, runtime, sources, timeline, timelineplot, toolchain
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
+from ptxlab.profile import target as subject
 from ptxlab.sources import Source
 from ptxlab.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track
 from tests.test_cli import cli  # noqa: F401  (a fixture)

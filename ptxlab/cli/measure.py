@@ -7,13 +7,14 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import headline, kernels, kvpoints, kvtargets, sanitizer, targets, tested
+from ptxlab import headline, kernels, kvpoints, kvtargets, targets, tested
 from ptxlab import report as reports
 from ptxlab import sass as sass_tools
 from ptxlab.bench import counts
 from ptxlab.bench.record import Record
 from ptxlab.cli.common import FAILED, Arch, AsJson, console, notes, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
+from ptxlab.nsight import sanitizer
 from ptxlab.runtime.arguments import parse_sizes
 
 
@@ -141,8 +142,8 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Time every combination of a kernel's constants on this machine's GPU, beside what the spec chooses."""
-    from ptxlab import subject
     from ptxlab.bench import sweep as sweeps
+    from ptxlab.profile import target as subject
 
     spec, _ = kernels.find(target)
     sizes = subject.sizes_of(spec, parse_sizes("--shape", shape) if shape else {})

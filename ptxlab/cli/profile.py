@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ptxlab import nsight, profiles, stalls, subject
+from ptxlab import nsight
 from ptxlab.cli.common import (
     AsJson,
     Backend,
@@ -27,6 +27,8 @@ from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import require_folder
 from ptxlab.nsight import Profile
+from ptxlab.profile import profiles, stalls
+from ptxlab.profile import target as subject
 from ptxlab.runtime.arguments import parse_integers, parse_sizes
 
 _WIDEST = 100  # characters of a source line
@@ -139,7 +141,8 @@ def _writer(out: Path) -> Callable[[Sequence[Profile], Sequence[str]], None]:
     """Writes the first profile as JSON, or all of them as a picture; ArgumentError for another kind of file."""
     if out.suffix == ".json":
         return lambda found, _: nsight.save(found[0], out)
-    from ptxlab import plot, profileplot  # Matplotlib takes half a second that others need not pay
+    from ptxlab import plot
+    from ptxlab.profile import plot as profileplot  # Matplotlib takes half a second that others need not pay
 
     plot.format_of(out)
     return lambda found, words: plot.save(profileplot.page_figure(found, words), out)

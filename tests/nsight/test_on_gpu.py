@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import gpu, kernels, nsight, profiles, sass, subject, toolchain
+from ptxlab import gpu, kernels, nsight, sass, toolchain
 from ptxlab.bench.problem import variant
 from ptxlab.errors import UnavailableError
 from ptxlab.nsight import Launched
+from ptxlab.profile import profiles
+from ptxlab.profile import target as subject
+from ptxlab.profile.target import Job
 from ptxlab.sass.mainloop import main_loop
 from ptxlab.spec import KernelSpec
-from ptxlab.subject import Job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timing]  # counters of the device, which count others' launches too
 

@@ -6,12 +6,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ptxlab import gpu, kernels, nsight, subject
+from ptxlab import gpu, kernels, nsight
 from ptxlab.bench.record import commit
 from ptxlab.errors import UnavailableError
 from ptxlab.nsight import Launched, Profile
+from ptxlab.profile import target as subject
+from ptxlab.profile.target import Job
 from ptxlab.runtime.arguments import merge_sizes
-from ptxlab.subject import Job
 
 SAVED = (".ncu-rep", ".json")  # what `saved` reads
 

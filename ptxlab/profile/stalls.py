@@ -13,12 +13,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ptxlab import gpu, profiles, sources
+from ptxlab import gpu, sources
 from ptxlab.bench.shapes import GROUP, LAYERS, Layer
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.io.files import read_record, write_text
 from ptxlab.nsight import ISSUING, Launched
-from ptxlab.subject import Job
+from ptxlab.profile import profiles
+from ptxlab.profile.target import Job
 
 SCHEMA = 1
 KERNELS = (
