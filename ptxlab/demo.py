@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import audit, kernels, quant
+from ptxlab import kernels, quant
 from ptxlab.bench import counts
 from ptxlab.io import checkpoint
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays, KernelSpec
+from ptxlab.weights import audit
 
 RANGES = (119, 120, 127)
 GROUP = 64

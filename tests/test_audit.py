@@ -6,11 +6,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from ptxlab import layout
-from ptxlab.audit import SCHEMES, AuditRow, SkippedTensor, audit_file, audit_matrix
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.checkpoint import Checkpoint, demo_checkpoint
 from ptxlab.quant import quantize_lqq, quantize_qoq
 from ptxlab.sources import results_dir
+from ptxlab.weights.audit import SCHEMES, AuditRow, SkippedTensor, audit_file, audit_matrix
 
 
 def gaussian(N=4, K=256, seed=0):

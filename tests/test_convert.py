@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ptxlab import convert, quant
+from ptxlab import quant
 from ptxlab.errors import ArgumentError, FileError, VerificationError
 from ptxlab.io.checkpoint import Checkpoint, demo_checkpoint
 from ptxlab.layout import LAYOUTS, SCHEMES, load, packed_names, unpack
+from ptxlab.weights import convert
 from tests.layout.test_packed_weight import assert_equal
 from tests.test_checkpoint import write
 

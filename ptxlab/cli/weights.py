@@ -9,7 +9,6 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ptxlab import audit as audits
 from ptxlab import demo as demos
 from ptxlab import doctor as doctors
 from ptxlab import gpu, kvdemo
@@ -17,6 +16,7 @@ from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, prog
 from ptxlab.errors import UnavailableError
 from ptxlab.io import checkpoint
 from ptxlab.io.files import write_text
+from ptxlab.weights import audit as audits
 
 
 def demo(
