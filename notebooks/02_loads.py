@@ -28,7 +28,8 @@ import numpy as np
 from IPython.display import Markdown
 
 import ptxlab
-from ptxlab import figures, jupyter, kernels, report, tiles
+from ptxlab import figures, jupyter, kernels, report
+from ptxlab.kernels import holders as tiles
 
 # %% [markdown]
 # ## What the MMA wants

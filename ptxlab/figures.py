@@ -16,11 +16,11 @@ from ptxlab import (
     plot,
     profiletables,
     sources,
-    tiles,
 )
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.errors import FileError
+from ptxlab.kernels import holders as tiles
 from ptxlab.profile import plot as profileplot
 
 LADDER = ("ablation", "times", "fraction", "roofline")

@@ -18,7 +18,7 @@ from ptxlab.weights import audit
 
 if TYPE_CHECKING:
     from ptxlab.demo import Row
-    from ptxlab.tiles import Holders, WarpAccess
+    from ptxlab.kernels.holders import Holders, WarpAccess
     from ptxlab.weights.audit import AuditRow
 
 BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"

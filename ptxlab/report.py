@@ -20,11 +20,11 @@ from ptxlab import (
     profiletables,
     showcase,
     sources,
-    tiles,
 )
 from ptxlab.bench import counts
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
+from ptxlab.kernels import holders as tiles
 
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

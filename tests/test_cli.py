@@ -16,7 +16,7 @@ from ptxlab import kernels, toolchain
 from ptxlab.cli import main
 from ptxlab.gpu import device
 from ptxlab.io import checkpoint
-from ptxlab.layout.words import pack_u4
+from ptxlab.layout.nibbles import pack_u4
 from tests.test_runtime import PTX_ADD4
 
 

@@ -9,7 +9,7 @@ import pytest
 import ptxlab
 from ptxlab import kernels, runtime
 from ptxlab.errors import ArgumentError, CompileError, FileError, MemoryFault, SourceError, UnavailableError
-from ptxlab.layout.words import pack_u4
+from ptxlab.layout.nibbles import pack_u4
 from ptxlab.spec import Launch
 from ptxlab.verify import compare
 

@@ -3,7 +3,7 @@ import pytest
 
 from ptxlab import kernels, sources
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.words import pack_u4
+from ptxlab.layout.nibbles import pack_u4
 from ptxlab.spec import Arg, KernelSpec, Launch
 from ptxlab.spec.dtypes import ByVariant, storage, stored
 

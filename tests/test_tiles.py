@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from ptxlab import figures, tiles
+from ptxlab import figures
 from ptxlab.errors import ArgumentError
+from ptxlab.kernels import holders as tiles
 from ptxlab.layout import fragments
 
 RIGHT = ("load_ldmatrix_s8", "load_lds32_u4", "load_dual_mma", "load_comet_interleave")

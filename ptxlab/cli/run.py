@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import kernels, runtime, tiles
+from ptxlab import kernels, runtime
 from ptxlab.cli.common import (
     FAILED,
     AsJson,
@@ -27,6 +27,7 @@ from ptxlab.cli.common import (
 )
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays, save_arrays
+from ptxlab.kernels import holders as tiles
 from ptxlab.runtime.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
 from ptxlab.spec import Arg, KernelSpec
 from ptxlab.verify import Job, Verdict, plan

@@ -11,8 +11,9 @@ from functools import cache, partial
 
 import numpy as np
 
-from ptxlab import kernels, tiles
+from ptxlab import kernels
 from ptxlab.errors import ArgumentError
+from ptxlab.kernels import holders as tiles
 from ptxlab.layout import LAYOUTS, fragments, pack
 from ptxlab.layout.fragments import WARP, Fragment
 from ptxlab.quant import QoQChannelWeight

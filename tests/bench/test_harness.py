@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator, kernels, reference
 from ptxlab.bench import dequant
-from ptxlab.layout.words import unpack_u4
+from ptxlab.layout.nibbles import unpack_u4
 from ptxlab.sass import harness
 from ptxlab.sources import Source
 

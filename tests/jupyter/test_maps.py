@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import tiles
 from ptxlab.errors import ArgumentError
 from ptxlab.jupyter import maps, who_holds
+from ptxlab.kernels import holders as tiles
 from ptxlab.layout import fragments
 from ptxlab.quant import QoQChannelWeight
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, quant, reference
-from ptxlab.layout.words import pack_u4
+from ptxlab.layout.nibbles import pack_u4
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
