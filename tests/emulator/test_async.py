@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from ptxlab import emulator
 from ptxlab.errors import Deadlock, EmulationError, MemoryFault, SourceError, UnknownInstruction
-
-from .kernels import STORE, kernel, run
-from .test_machine import line_of
+from tests.emulator.test_machine import line_of
+from tests.support.emulated import STORE, kernel, run
 
 TWO = ".param .u64 out, .param .u64 a"
 SHARED = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"

@@ -8,9 +8,8 @@ import pytest
 from ptxlab import emulator
 from ptxlab.emulator import followed
 from ptxlab.errors import MemoryFault
-
-from .kernels import STORE, cuda, kernel, run
-from .test_machine import line_of
+from tests.emulator.test_machine import line_of
+from tests.support.emulated import STORE, cuda, kernel, run
 
 # Thread 0 makes `total`, its warp uses it. NVRTC has all three warps load it, and hoists loads out of loops.
 GUARDED = {

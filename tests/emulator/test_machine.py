@@ -5,8 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
-
-from .kernels import HEADER, STORE, kernel, run, values
+from tests.support.emulated import HEADER, STORE, kernel, run, values
 
 TID = "mov.u32 %r0, %tid.x;"
 

@@ -8,9 +8,8 @@ from ptxlab import emulator
 from ptxlab.errors import EmulationError, MemoryFault, SourceError, UnknownInstruction
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import mma_a, mma_b, mma_c, wgmma_d
-
-from .kernels import HEADER
-from .test_machine import line_of
+from tests.emulator.test_machine import line_of
+from tests.support.emulated import HEADER
 
 both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 CASE = next(case for case in fragment_cases() if case.name == "wgmma_m64n24k32_s8_span64")

@@ -22,10 +22,10 @@ from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import stored
-from tests import attention_problems as problems
 from tests.kernels.test_attention_face_gpu import moved
 from tests.kernels.test_attention_sm90 import SOURCE, VARIANTS, Variant, every_variant
 from tests.layout.test_dispatch import DeviceArray
+from tests.support import attention_problems as problems
 
 ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
 PLAIN, OF_SMALL_PAGES = VARIANTS[:2]

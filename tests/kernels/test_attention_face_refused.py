@@ -10,9 +10,9 @@ import ptxlab
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import KVCache
 from ptxlab.spec.dtypes import stored
-from tests import attention_problems as problems
-from tests.attention_faces import CACHE, SM90, TEACHING, Q, on_device, sent
-from tests.fake_gpu import FakeGpu
+from tests.support import attention_problems as problems
+from tests.support.attention_faces import CACHE, SM90, TEACHING, Q, on_device, sent
+from tests.support.fake_gpu import FakeGpu
 
 
 def changed(array: np.ndarray, at: Any, value: Any) -> np.ndarray:

@@ -17,8 +17,8 @@ from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.spec.tolerance import within
 from ptxlab.verify import compare
-from tests import attention_problems as problems
-from tests import waits
+from tests.support import attention_problems as problems
+from tests.support import waits
 
 SPEC = sm80.MMA
 SOURCE = kernels.find(SPEC.name)[1][0]

@@ -17,8 +17,8 @@ from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.verify import compare
-from tests import attention_problems as problems
-from tests import waits
+from tests.support import attention_problems as problems
+from tests.support import waits
 
 SOURCE = kernels.find(SM90.name)[1][0]
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))

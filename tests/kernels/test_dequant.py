@@ -12,7 +12,7 @@ from ptxlab.layout.nibbles import pack_u4
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
-from tests import strategies
+from tests.support import strategies
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SPECS = [spec for spec in kernels.specs().values() if spec.name.startswith("dequant_")]

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import pytest
 
 from ptxlab import tested
-from tests.device import DeviceLock, pytest_collection_modifyitems
+from tests.support.device import DeviceLock, pytest_collection_modifyitems
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 AT_ONCE = 30.0  # seconds, for what happens at once on a machine that is idle
 
 
@@ -104,7 +104,7 @@ def test_it_is_kept_alone_from_one_test_to_the_next(tmp_path: Path, holder: Call
 
 def test_a_process_that_dies_releases_it(tmp_path: Path, holder: Callable[[str], Holder]) -> None:
     code = (
-        "from pathlib import Path; from tests.device import DeviceLock; lock = DeviceLock(Path('.'), 'gpu');"
+        "from pathlib import Path; from tests.support.device import DeviceLock; lock = DeviceLock(Path('.'), 'gpu');"
         "lock.acquire(alone=True); print(flush=True); input()"
     )
     with subprocess.Popen(
@@ -191,7 +191,7 @@ def run_suite(folder: Path, *options: str, text: str = SUITE, left_out: str = ""
     (folder / "suite" / "test_other.py").write_text(left_out)
     (folder / "suite" / "test_mini.py").write_text(text)
     markers = "markers =\n    gpu: needs one\n    timing: measures\n"
-    plugins = "-p tests.device -p tests.recording -p no:cacheprovider -p no:hypothesispytest"
+    plugins = "-p tests.support.device -p tests.support.recording -p no:cacheprovider -p no:hypothesispytest"
     options_of_all = f"addopts = -q --strict-markers {plugins}\n"
     (folder / "pytest.ini").write_text(f"[pytest]\ntestpaths = suite\n{options_of_all}{markers}")
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ptxlab import layout
-from tests import test_cli
+from tests.cli import test_cli
 
 cli = test_cli.cli  # the fixture that runs a command line
 

@@ -16,7 +16,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.profile import target as subject
 from ptxlab.profile.target import Job
 from tests.bench.conftest import emulated_gpu
-from tests.test_runtime import PTX_ADD4
+from tests.runtime.test_runtime import PTX_ADD4
 
 __all__ = ["emulated_gpu"]
 

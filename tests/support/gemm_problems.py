@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from ptxlab import quant
 from ptxlab.kernels.gemm.common import GROUPS
 from ptxlab.kernels.gemm.grouped import offsets_of
-from tests import strategies
+from tests.support import strategies
 
 _EDGES = strategies.near_edges((-128, -127, 127), -128, 127)  # of bytes that are multiplied as they are
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ptxlab import headers, kernels, kvpoints, ladder, report
-from tests.slowed import slowed
+from tests.support.slowed import slowed
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def block(language: str) -> str:

@@ -17,7 +17,7 @@ from ptxlab.cli import main
 from ptxlab.gpu import device
 from ptxlab.io import checkpoint
 from ptxlab.layout.nibbles import pack_u4
-from tests.test_runtime import PTX_ADD4
+from tests.runtime.test_runtime import PTX_ADD4
 
 
 @pytest.fixture

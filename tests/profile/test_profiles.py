@@ -12,10 +12,10 @@ from ptxlab import gpu, nsight, profiletables
 from ptxlab.errors import UnavailableError
 from ptxlab.profile import profiles, stalls
 from ptxlab.profile.target import Job
-from tests.fake_ncu import ncu
-from tests.nsight import FILE, GEMM, SIZES
-from tests.test_cli import cli
-from tests.test_runtime import PTX_ADD4
+from tests.cli.test_cli import cli
+from tests.runtime.test_runtime import PTX_ADD4
+from tests.support.fake_ncu import ncu
+from tests.support.reports import FILE, GEMM, SIZES
 
 __all__ = ["cli", "ncu"]
 

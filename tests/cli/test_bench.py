@@ -11,10 +11,10 @@ import pytest
 from ptxlab import bench
 from ptxlab.bench import sweep
 from ptxlab.bench.timing import Measured
-from tests import kv_record, ladder_record
-from tests.headline_record import record
-from tests.slowed import slowed
-from tests.test_cli import cli
+from tests.cli.test_cli import cli
+from tests.support import kv_record, ladder_record
+from tests.support.headline_record import record
+from tests.support.slowed import slowed
 
 __all__ = ["cli"]
 

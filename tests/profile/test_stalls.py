@@ -10,7 +10,7 @@ from ptxlab.bench.shapes import Layer
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.profile import stalls
 from ptxlab.profile.target import Job
-from tests.nsight import FILE, GEMM, SIZES
+from tests.support.reports import FILE, GEMM, SIZES
 
 
 def test_the_parts_of_a_real_launch() -> None:

@@ -19,7 +19,7 @@ from ptxlab.bench.shapes import (
     Layer,
 )
 from ptxlab.bench.stored import stored_peers, stored_times
-from tests import ladder_record
+from tests.support import ladder_record
 
 SLOWDOWN = 1.125  # time over the floor, of all that is ours
 CUBLAS = {"cublas_fp8": 1.7, "cublas_int8": 2.2, "cublas_fp16": 3.1}  # time over our floor

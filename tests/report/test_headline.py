@@ -11,8 +11,8 @@ from ptxlab import figures, gemmtables, headline, headlineplot, ladder, plot, re
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from ptxlab.errors import FileError
-from tests import ladder_record
-from tests.headline_record import CUBLAS, SLOWDOWN, record
+from tests.support import ladder_record
+from tests.support.headline_record import CUBLAS, SLOWDOWN, record
 
 RECORD = record()
 POINTS = headline.points(RECORD)

@@ -16,7 +16,7 @@ from ptxlab.profile import target as subject
 from ptxlab.sources import Source
 from ptxlab.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
 from ptxlab.timeline import plot as timelineplot
-from tests.test_cli import cli  # noqa: F401  (a fixture)
+from tests.cli.test_cli import cli  # noqa: F401  (a fixture)
 
 HEADER_FILE = (sources.include_dir() / "timeline.cuh").read_text()
 LINE = re.compile(r'^[ \t]*(?:(?:PHASE|TIMELINE_THREAD)\(.*\);|#include "timeline.cuh")$', re.MULTILINE)

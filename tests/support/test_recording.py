@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ptxlab import tested
-from tests import recording
+from tests.support import recording
 
 SOURCE = pytest.Config.ArgsSource
 

@@ -14,8 +14,8 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.kernels.attention.steps import STEPS
 from ptxlab.targets import Target
-from tests import kv_record
-from tests.kv_record import EARLY, SLOWDOWN
+from tests.support import kv_record
+from tests.support.kv_record import EARLY, SLOWDOWN
 
 RECORD = kv_record.record()
 POINTS = kvpoints.points(RECORD)

@@ -15,9 +15,9 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
 from ptxlab.predictions import W8A8, duels, mean_error, slower_between
-from tests import ladder_record
-from tests.headline_record import record
-from tests.test_cli import cli
+from tests.cli.test_cli import cli
+from tests.support import ladder_record
+from tests.support.headline_record import record
 
 __all__ = ["cli"]
 

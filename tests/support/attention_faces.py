@@ -11,8 +11,8 @@ from ptxlab.kernels.attention.sm80 import MMA
 from ptxlab.layout import KVCache, gather
 from ptxlab.spec.dtypes import numbers
 from ptxlab.spec.tolerance import within
-from tests import attention_problems as problems
-from tests.fake_gpu import DeviceArray
+from tests.support import attention_problems as problems
+from tests.support.fake_gpu import DeviceArray
 
 SM90, SM80 = "attention_kv4_sm90", "attention_kv4_mma_sm80"
 TEACHING = [spec.name for spec in ladder.SPECS]
