@@ -143,10 +143,10 @@ def sweep(
 ) -> None:
     """Time every combination of a kernel's constants on this machine's GPU, beside what the spec chooses."""
     from ptxlab.bench import sweep as sweeps
-    from ptxlab.profile import target as subject
+    from ptxlab.profile import launch_target
 
     spec, _ = kernels.find(target)
-    sizes = subject.sizes_of(spec, parse_sizes("--shape", shape) if shape else {})
+    sizes = launch_target.sizes_of(spec, parse_sizes("--shape", shape) if shape else {})
     constants = _constants(define)
     with progress_bar(f"sweep {target}", None, quiet=as_json) as advance:
         found = sweeps.sweep(spec, sizes, constants, advance)

@@ -11,7 +11,7 @@ import pytest
 from ptxlab import gpu, nsight, profiletables
 from ptxlab.errors import UnavailableError
 from ptxlab.profile import profiles, stalls
-from ptxlab.profile.target import Job
+from ptxlab.profile.launch_target import Job
 from tests.cli.test_cli import cli
 from tests.runtime.test_runtime import PTX_ADD4
 from tests.support.fake_ncu import ncu
