@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ptxlab.emulator.ir import Entry, Module
-from ptxlab.emulator.types import Array
+from ptxlab.emulator.front.ir import Entry, Module
+from ptxlab.emulator.front.types import Array
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.spec import MOST_BLOCKS
@@ -20,7 +20,7 @@ LARGEST_CLUSTER = 16
 MAX_STEPS = 10_000_000
 
 Argument = np.ndarray | np.generic | bytes | TensorMap
-Size = int | Sequence[int]
+Dim3 = int | Sequence[int]
 
 
 def array_of(argument: Argument) -> Array | None:
@@ -41,7 +41,7 @@ def kernel_named(module: Module, name: str | None) -> Entry:
     return module.entries[name]
 
 
-def size_of(name: str, value: Size) -> tuple[int, int, int]:
+def size_of(name: str, value: Dim3) -> tuple[int, int, int]:
     """One to three positive integers as three."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not 1 <= len(sizes) <= 3 or any(not is_integer(size) or size < 1 for size in sizes):

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from ptxlab.emulator import mma
+from ptxlab.emulator.ops import mma
 from ptxlab.kernels.attention.sm90 import SM90
 from tests import attention_problems as problems
 from tests.kernels import test_attention_mma as sm80

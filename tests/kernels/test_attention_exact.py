@@ -13,7 +13,7 @@ from ptxlab import gpu
 from ptxlab.bench import kvproblem
 from ptxlab.bench.kvshapes import Batch, ragged
 from ptxlab.dtypes import stored
-from ptxlab.emulator import mma
+from ptxlab.emulator.ops import mma
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import exact, sm90
 from ptxlab.kernels.attention.exact.shares import Shares

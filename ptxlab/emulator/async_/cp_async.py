@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.alu import Opcode, UnknownOpcode
-from ptxlab.emulator.bulk import SHARED, bulk, offsets_of, prefetch
-from ptxlab.emulator.effects import UNGROUPED, Copies
-from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import Machine, Step, binder
-from ptxlab.emulator.mbarrier import MBarriers
-from ptxlab.emulator.types import Lanes, bits_of, indices_of
+from ptxlab.emulator.async_.copy_effects import Copies
+from ptxlab.emulator.async_.cp_async_bulk import SHARED, bulk, offsets_of, prefetch
+from ptxlab.emulator.core.effect import UNGROUPED
+from ptxlab.emulator.core.effect_queue import EffectQueue
+from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import bits_of
+from ptxlab.emulator.sync.mbarrier import MBarrierOperand
 from ptxlab.errors import MemoryFault
 
 _GROUP_ACTIONS = ("commit_group", "wait_group", "wait_all")
 
 
 @binder("cp")
-def _copy(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _copy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     opcode = Opcode(instruction.opcode)
     for hint in ("L2::cache_hint", "L2::64B", "L2::128B", "L2::256B"):
         opcode.flag(hint)
@@ -29,21 +32,21 @@ def _copy(machine: Machine, instruction: Instruction, pc: int) -> Step:
         raise UnknownOpcode(instruction.opcode)
     kind = "bulk" if opcode.flag("bulk") else "cp.async"
     if action := opcode.choice(*_GROUP_ACTIONS, default=""):
-        step = _group(machine, instruction, opcode, kind, action)
+        handler = _group(machine, instruction, opcode, kind, action)
     elif opcode.flag("mbarrier"):
-        step = _arrive(machine, instruction, opcode)
+        handler = _arrive(machine, instruction, opcode)
     elif kind == "bulk" and opcode.flag("prefetch"):
-        step = prefetch(machine, instruction, opcode)
+        handler = prefetch(machine, instruction, opcode)
     else:
-        step = (bulk if kind == "bulk" else _small)(machine, instruction, opcode)
+        handler = (bulk if kind == "bulk" else _small)(machine, instruction, opcode)
     if opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
-    return step
+    return handler
 
 
-def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str, action: str) -> Step:
+def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str, action: str) -> Handler:
     """commit_group, wait_group, wait_all."""
-    pending = machine.pending
+    pending = machine.unit(EffectQueue)
     if action == "commit_group":
         return lambda lanes: pending.commit(kind, lanes)
     if action == "wait_all" and kind == "cp.async":
@@ -61,7 +64,7 @@ def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str
     return lambda lanes: pending.wait(kind, lanes, newest.bits, only_read)
 
 
-def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
+def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
     """cp.async of 4, 8 or 16 bytes per lane; an optional operand says how many of them to read, or whether none."""
     cached = opcode.choice("ca", "cg")
     if not any(opcode.flag(space) for space in SHARED[:2]) or not opcode.flag("global"):
@@ -75,7 +78,7 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
     read_size = machine.reader(more[0] if more else size, "pred" if ignores else "u32")
     locate_target = offsets_of(machine, instruction, "store", "shared", target, count)
     locate_source = offsets_of(machine, instruction, "load", "global", source, count)
-    pending = machine.pending
+    pending = machine.unit(EffectQueue)
 
     def copy(lanes: Lanes) -> None:
         indices = indices_of(lanes)
@@ -101,13 +104,13 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
     return copy
 
 
-def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
+def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
     """cp.async.mbarrier.arrive: the mbarrier hears of the lane's cp.async so far as of an arrival."""
     extra = not opcode.flag("noinc")
     if not opcode.flag("arrive") or not opcode.flag("b64"):
         raise UnknownOpcode(instruction.opcode)
     space = opcode.choice(*SHARED[:2], default="generic").split("::")[0]
-    find = MBarriers(machine, instruction, space, instruction.operands[0], "load").objects
+    find = MBarrierOperand(machine, instruction, space, instruction.operands[0], "load").objects
 
     def arrive(lanes: Lanes) -> None:
         indices, places = indices_of(lanes), np.zeros(len(indices_of(lanes)), np.int64)
@@ -115,7 +118,7 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
             places[who] = barrier.place
             barrier.missing += len(who) if extra else 0
         zero = np.zeros_like(places)
-        machine.pending.arrive(
+        machine.unit(EffectQueue).arrive(
             Copies(
                 instruction=instruction,
                 kind="cp.async",

@@ -9,15 +9,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.access import Access, locator
-from ptxlab.emulator.alu import Opcode, UnknownOpcode
-from ptxlab.emulator.effects import UNGROUPED, Boxes, Copies
-from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import Machine, Step
-from ptxlab.emulator.mbarrier import MBarriers
-from ptxlab.emulator.memory import BASE
-from ptxlab.emulator.types import Array, Lanes, as_lanes, indices_of
+from ptxlab.emulator.async_.copy_effects import Boxes, Copies
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.addressing import locator
+from ptxlab.emulator.core.effect import UNGROUPED
+from ptxlab.emulator.core.effect_queue import EffectQueue
+from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.memory import BASE
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.sync.mbarrier import MBarrierOperand
 from ptxlab.errors import MemoryFault
 from ptxlab.layout.tensor_map import TensorMap
 
@@ -31,7 +35,7 @@ Route = Callable[[Lanes, Array], tuple[Array, Array, Array]]
 def offsets_of(machine: Machine, instruction: Instruction, kind: str, space: str, operand: ir.Operand, align: int
              ) -> Callable[[Lanes, Array], Array]:  # fmt: skip
     """Function (lanes, sizes) -> arena offsets; 0 where the size is 0, as such an address may be anything."""
-    locate = locator(machine, Access(instruction, kind, space, "weak", "b8", align, ()), operand)
+    locate = locator(machine, MemoryAccess(instruction, kind, space, "weak", "b8", align, ()), operand)
 
     def offsets(lanes: Lanes, sizes: Array) -> Array:
         found, some = np.zeros(len(sizes), np.int64), sizes > 0
@@ -42,7 +46,7 @@ def offsets_of(machine: Machine, instruction: Instruction, kind: str, space: str
     return offsets
 
 
-def bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
+def bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
     """cp.async.bulk and cp.async.bulk.tensor.2d."""
     tensor = opcode.flag("tensor")
     if tensor and not opcode.flag("2d"):
@@ -74,7 +78,7 @@ def _ways(tensor: bool, told: bool, multicast: bool) -> set[tuple[str, str]]:
 
 def _route(machine: Machine, instruction: Instruction, more: list[ir.Operand], told: bool, multicast: bool) -> Route:
     """Where copies go and whom they tell: a multicast, to the same place in each block that the mask names."""
-    at = MBarriers(machine, instruction, "shared::cluster", more[0], "load") if told else None
+    at = MBarrierOperand(machine, instruction, "shared::cluster", more[0], "load") if told else None
     read_mask = machine.reader(more[1], "u16") if multicast else None
 
     def route(lanes: Lanes, targets: Array) -> tuple[Array, Array, Array]:
@@ -84,7 +88,7 @@ def _route(machine: Machine, instruction: Instruction, more: list[ir.Operand], t
         barriers = at.locate(lanes)
         if read_mask is not None:
             masks = np.broadcast_to(read_mask(lanes), targets.shape)
-            who, shifts = machine.peers.shifts(instruction, indices_of(lanes), masks)
+            who, shifts = machine.cluster_memory.shifts(instruction, indices_of(lanes), masks)
             targets, barriers = targets[who] + shifts, barriers[who] + shifts
         list(at.objects(indices_of(lanes)[who], barriers))  # they have to be there
         return who, targets, barriers
@@ -108,7 +112,7 @@ def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> C
     return sizes
 
 
-def prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step:
+def prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
     """cp.async.bulk.prefetch: a hint, that moves nothing; but a run of bytes has to be there, where a box need not."""
     tensor = opcode.flag("tensor")
     if not (opcode.flag("L2") and opcode.flag("global") and (not tensor or opcode.flag("2d"))):
@@ -127,9 +131,9 @@ def prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Step
 
 
 def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin: str, size: ir.Operand,
-          place: Callable[[Lanes, Array], Array], route: Route) -> Step:  # fmt: skip
+          place: Callable[[Lanes, Array], Array], route: Route) -> Handler:  # fmt: skip
     """Any multiple of 16 bytes per lane."""
-    sizes_of, pending = _sizes(machine, instruction, size), machine.pending
+    sizes_of, pending = _sizes(machine, instruction, size), machine.unit(EffectQueue)
     locate_source = offsets_of(machine, instruction, "load", origin, source, 16)
 
     def copy(lanes: Lanes) -> None:
@@ -155,13 +159,13 @@ def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin
 
 
 def _boxes(machine: Machine, instruction: Instruction, source: ir.Operand, place: Callable[[Lanes, Array], Array],
-           route: Route) -> Step:  # fmt: skip
+           route: Route) -> Handler:  # fmt: skip
     """One box of a tensor map per lane."""
     if not isinstance(source, ir.Address) or len(source.coordinates) != 2:
         raise ValueError("a box of two dimensions is at [map, {column, row}]")
     read_map = machine.reader(source.base, "u64")
     read_column, read_row = (machine.reader(coordinate, "s32") for coordinate in source.coordinates)
-    pending, shift = machine.pending, source.offset - BASE
+    pending, shift = machine.unit(EffectQueue), source.offset - BASE
 
     def map_at(offset: int, lane: int) -> tuple[TensorMap, int]:
         known = machine.launch.tensor_maps.get(offset)

@@ -7,15 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptxlab.emulator.access import Access, elements, locator
-from ptxlab.emulator.alu import Opcode, UnknownOpcode
-from ptxlab.emulator.atomic import combination, rounds
-from ptxlab.emulator.effects import UNGROUPED, Effect, Places
-from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import Machine, Step, binder
-from ptxlab.emulator.mbarrier import MBarriers
-from ptxlab.emulator.memory import Memory
-from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, indices_of
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.addressing import elements, locator
+from ptxlab.emulator.core.effect import UNGROUPED, Effect, Places
+from ptxlab.emulator.core.effect_queue import EffectQueue
+from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.core.memory import Memory
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of
+from ptxlab.emulator.ops.atomic import combination, rounds
+from ptxlab.emulator.sync.mbarrier import MBarrierOperand
 
 _TYPES = ("b32", "u32", "s32", "b64", "u64", "s64", "f32", "f64")  # the first five of red.async too
 
@@ -53,7 +56,7 @@ class Stores(Effect):
 
 
 @binder("st.async", "red.async")
-def _remote(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _remote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     opcode = Opcode(instruction.opcode)
     adds = opcode.name == "red"
     needed = ("async", "relaxed" if adds else "weak", "shared::cluster", "mbarrier::complete_tx::bytes")
@@ -70,11 +73,14 @@ def _remote(machine: Machine, instruction: Instruction, pc: int) -> Step:
     if opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
     address, source, barrier = instruction.operands
-    access = Access(instruction, "store", "shared::cluster", "weak", t, count, (operation,))
-    locate, at = locator(machine, access, address), MBarriers(machine, instruction, "shared::cluster", barrier, "load")
+    access = MemoryAccess(instruction, "store", "shared::cluster", "weak", t, count, (operation,))
+    locate, at = (
+        locator(machine, access, address),
+        MBarrierOperand(machine, instruction, "shared::cluster", barrier, "load"),
+    )
     as_bits = t if adds else f"u{bits_of(t)}"
     readers = [machine.reader(item, as_bits) for item in elements(source, count)]
-    combine, pending = combination(operation, t) if adds else None, machine.pending
+    combine, pending = combination(operation, t) if adds else None, machine.unit(EffectQueue)
 
     def store(lanes: Lanes) -> None:
         indices = indices_of(lanes)

@@ -12,17 +12,18 @@ from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.access import elements
-from ptxlab.emulator.alu import UnknownOpcode
-from ptxlab.emulator.collective import together
-from ptxlab.emulator.effects import Effect, Places
-from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import Machine, Step, binder
-from ptxlab.emulator.matrix import EVERYBODY, integers, registers_of, to_int32, whole_warps
-from ptxlab.emulator.memory import Memory
-from ptxlab.emulator.types import Array, Lanes, as_lanes, indices_of
-from ptxlab.emulator.wave import SHARED_START
+from ptxlab.emulator.core.addressing import elements
+from ptxlab.emulator.core.effect import Effect, Places
+from ptxlab.emulator.core.effect_queue import EffectQueue
+from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.core.memory import SHARED_START, Memory
+from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.ops.mma import integers, registers_of, to_int32
 from ptxlab.errors import ArgumentError, EmulationError, MemoryFault
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import WGMMA_N, Fragment, mma_a, wgmma_d
@@ -46,7 +47,7 @@ def pieces(descriptor: int, rows: int) -> Array:
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class DecodedWgmma:
     """What is fixed about a wgmma instruction: its types, and its operands, as functions of lanes (whole warps)."""
 
     n: int
@@ -68,10 +69,10 @@ class Form:
 
 
 @dataclass(eq=False, kw_only=True)
-class Products(Effect):
+class WgmmaProducts(Effect):
     """One entry per warp."""
 
-    form: Form
+    form: DecodedWgmma
     quarter: Array  # which 16 rows are the warp's
     base: Array  # arena offset of shared address 0, of the warp's block
     a: Array  # descriptors u64; 0 for registers
@@ -147,11 +148,11 @@ class Products(Effect):
 
 
 @binder("wgmma")
-def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     action, *more = instruction.opcode.split(".")[1:]
     if more[:2] != ["sync", "aligned"] or (more[2:] and action != "mma_async"):
         raise UnknownOpcode(instruction.opcode)
-    pending = machine.pending
+    pending = machine.unit(EffectQueue)
     if action == "mma_async":
         return _multiply(machine, instruction, pc, more[2:])
     if action == "commit_group":
@@ -171,7 +172,7 @@ def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return together(machine, pc, EVERYBODY, fence)
 
 
-def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: list[str]) -> Step:
+def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: list[str]) -> Handler:
     """mma_async."""
     saturates = "satfinite" in modifiers
     shape, *types = [word for word in modifiers if word != "satfinite"]
@@ -180,7 +181,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         raise UnknownOpcode(instruction.opcode)
     d, a, b, scale = instruction.operands
     d_registers, a_registers = elements(d, n // 2), a.items if isinstance(a, ir.Vector) else ()
-    form = Form(
+    form = DecodedWgmma(
         n=n,
         a_type=types[1],
         b_type=types[2],
@@ -193,7 +194,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
     )
     read_a = None if a_registers else machine.reader(a, "u64")
     read_b, read_scale = machine.reader(b, "u64"), machine.reader(scale, "pred")
-    pending = machine.pending
+    pending = machine.unit(EffectQueue)
 
     def of_warps(lanes: Lanes, values: Array) -> Array:
         """What all lanes of each warp have to agree on."""
@@ -225,7 +226,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         if read_a:
             check(first, a_values, 4 * ROWS)
         pending.issue(
-            Products(
+            WgmmaProducts(
                 instruction=instruction,
                 kind="wgmma",
                 lanes=first,

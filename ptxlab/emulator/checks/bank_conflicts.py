@@ -2,57 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
-from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.types import Array, Lanes, indices_of
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.findings import SharedAccess
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.front.types import Array
 from ptxlab.layout.banks import bank_use
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.access import Access
 
 COUNTED = ("ld", "st", "ldmatrix", "stmatrix")
 
 
-@dataclass(frozen=True)
-class SharedAccess:
-    """All executions of one load or store of shared memory, ldmatrix and stmatrix among them.
-
-    Attributes:
-        line, text: where it stands.
-        requests: how many warps have executed it; a warp whose lanes came apart counts once for each part.
-        wavefronts, conflicts: passes over the banks, and those beyond the minimum; see `layout.banks`.
-        width: bytes per lane, a row's 16 for ldmatrix and stmatrix.
-        store: as `layout.banks` takes it: ldmatrix counts as a store, its rows are never taken together.
-        addresses: of the 32 lanes of the first request, from the block's first byte of shared memory; -1 for a lane
-            that takes no part. For ldmatrix and stmatrix those of the rows.
-    """
-
-    line: int
-    text: str
-    requests: int
-    wavefronts: int
-    conflicts: int
-    width: int
-    store: bool
-    addresses: tuple[int, ...]
-
-
-class Wavefronts(Watcher):
+class BankConflicts(Check):
     """Counts `ld.shared`, `st.shared`, `ldmatrix` and `stmatrix`; not atomics, nor copies."""
 
-    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """A read, if of shared memory."""
         self.count(access, lanes, offsets, access.instruction.opcode.startswith("ldmatrix"))
 
-    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """A write, if to shared memory."""
         self.count(access, lanes, offsets, True)
 
-    def count(self, access: Access, lanes: Lanes, offsets: Array, store: bool) -> None:
+    def count(self, access: MemoryAccess, lanes: Lanes, offsets: Array, store: bool) -> None:
         """Enter one execution by some warps."""
         launch, instruction = self.machine.launch, access.instruction
         if instruction.opcode.split(".")[0] not in COUNTED or not launch.is_shared(offsets[:1])[0]:

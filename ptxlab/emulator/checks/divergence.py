@@ -13,18 +13,16 @@ where all threads of a warp evaluate the condition alike; who has exited is not 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.flow import END
-from ptxlab.emulator.sync import pack_bits
-from ptxlab.emulator.types import Array, Lanes, as_lanes, count_of, indices_of
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.ir import Instruction
-    from ptxlab.emulator.machine import Machine, Outcome, Step
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, count_of, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.warp import pack_bits
+from ptxlab.emulator.front.control_flow import END
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
 
 
 @dataclass
@@ -36,7 +34,7 @@ class Execution:
     lanes: int  # one bit each
 
 
-class Divergence(Watcher):
+class Divergence(Check):
     """Warps that are not whole where they have to be."""
 
     def __init__(self, machine: Machine) -> None:
@@ -47,43 +45,43 @@ class Divergence(Watcher):
         self.parked = np.zeros(machine.lanes, bool)  # ... and that will execute once more what they wait at
         self.open: dict[int, list[Execution]] = {}  # by warp, the oldest first
 
-    def around(self, instruction: Instruction, step: Step) -> Step:
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at who comes to `.aligned` instructions, and follow branches."""
         pc = self.machine.index[id(instruction)]
         if pc in self.flow.aligned:
 
-            def together(lanes: Lanes) -> Outcome:
+            def together(lanes: Lanes) -> Successors:
                 self.come(pc, lanes)
-                return step(lanes)
+                return handler(lanes)
 
             return together
         if END in self.flow.leaving.get(pc, ()):
 
-            def leave(lanes: Lanes) -> Outcome:
+            def leave(lanes: Lanes) -> Successors:
                 self.leave(lanes)
-                return step(lanes)
+                return handler(lanes)
 
             return leave
-        return self.followed(pc, step) if instruction.guard is None else step
+        return self.followed(pc, handler) if instruction.guard is None else handler
 
-    def around_guard(self, instruction: Instruction, step: Step) -> Step:
+    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
         """A branch with a guard: some go on behind it."""
-        return self.followed(self.machine.index[id(instruction)], step)
+        return self.followed(self.machine.index[id(instruction)], handler)
 
-    def followed(self, pc: int, step: Step) -> Step:
+    def followed(self, pc: int, handler: Handler) -> Handler:
         """The step of a branch, after which its lanes are counted where they have gone."""
         turning, leaving = self.flow.turning.get(pc, ()), self.flow.leaving.get(pc, ())
         if not turning and not leaving:
-            return step
+            return handler
 
-        def follow(lanes: Lanes) -> Outcome:
-            outcome = step(lanes)
-            for target, those in [(pc + 1, lanes)] if outcome is None else outcome:
+        def follow(lanes: Lanes) -> Successors:
+            successors = handler(lanes)
+            for target, those in [(pc + 1, lanes)] if successors is None else successors:
                 if target in turning:
                     self.turns[those] += 1
                 if target in leaving:
                     self.leave(those)
-            return outcome
+            return successors
 
         return follow
 

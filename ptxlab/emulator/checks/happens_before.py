@@ -7,19 +7,16 @@ barriers alone; neither running in step nor exchanging values (shfl, vote) does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.clocks import NOTHING, Clock, Clocks, by_clock, groups, joined
-from ptxlab.emulator.types import Array, Lanes, indices_of
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.access import Access
-    from ptxlab.emulator.effects import Effect
-    from ptxlab.emulator.ir import Instruction
-    from ptxlab.emulator.machine import Machine
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.vector_clocks import NOTHING, Clock, Clocks, by_clock, groups, joined
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
 
 # An event fits in 64 bits: strong (1), instruction index + 1 (20), actor (21), time (22); 0 is none.
 _ACTOR, _CODE, STRONG = np.uint64(22), np.uint64(43), np.uint64(1 << 63)
@@ -55,12 +52,12 @@ def times_of(events: Array) -> Array:
     return (events & _TIMES).astype(np.int32)
 
 
-class Order(Watcher):
+class HappensBefore(Check):
     """What lies before what."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        cluster, entry = machine.peers.size * machine.stride, machine.launch.entry
+        cluster, entry = machine.cluster_memory.size * machine.stride, machine.launch.entry
         spaces = len(PROXY_SPACES) if entry.uses_async_proxy else 0
         self.clocks = Clocks(machine.lanes, cluster, entry.is_asynchronous, spaces)
         self.fenced: dict[int, Clock] = {}  # lane -> what its warp knew at its last fence, and
@@ -79,7 +76,7 @@ class Order(Watcher):
         """Which instruction did it."""
         return self.machine.code[int(codes_of(np.array(event, np.uint64)))]
 
-    def bytes(self, access: Access, lanes: Lanes, offsets: Array) -> tuple[Array, Array]:
+    def bytes(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> tuple[Array, Array]:
         """Of every byte of an access its place, and the thread (as a lane of the wave)."""
         places = (offsets[:, None] + np.arange(access.size)).reshape(-1)
         return places, np.repeat(indices_of(lanes), access.size)
@@ -105,23 +102,23 @@ class Order(Watcher):
 
     # Flags
 
-    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """A strong read may acquire."""
         if access.order != "weak" and self.flags:
             self.acquire(access, *self.bytes(access, lanes, offsets))
 
-    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """A strong write may release."""
         if access.order != "weak":
             self.release(access, lanes, offsets, keep=False)
 
-    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Both."""
         self.release(access, lanes, offsets, keep=True)
         if self.flags:
             self.acquire(access, *self.bytes(access, lanes, offsets))
 
-    def release(self, access: Access, lanes: Lanes, offsets: Array, keep: bool) -> None:
+    def release(self, access: MemoryAccess, lanes: Lanes, offsets: Array, keep: bool) -> None:
         """What the lanes know (or knew at their last fence) goes with the flag; an atomic keeps what was there."""
         releasing = access.order in ("release", "acq_rel")
         if not releasing and not self.fenced:
@@ -143,7 +140,7 @@ class Order(Watcher):
             known = joined(known, self.clocks.known_to(those, clock, self.own_at_fence))
         return known
 
-    def acquire(self, access: Access, places: Array, threads: Array) -> None:
+    def acquire(self, access: MemoryAccess, places: Array, threads: Array) -> None:
         """The lanes take over what came with the flag, at once or at their next fence."""
         for group in groups(places):
             known = self.flags.get(int(places[group[0]]))

@@ -19,30 +19,29 @@ An mbarrier is seen once it has been fenced by its thread, or by one that has he
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.effects import Boxes, Copies, Effect, Places, by_entry, spans
-from ptxlab.emulator.order import Order, actors_of
-from ptxlab.emulator.types import Array, Lanes, indices_of
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.access import Access
-    from ptxlab.emulator.ir import Instruction
-    from ptxlab.emulator.machine import Machine
+from ptxlab.emulator.async_.copy_effects import Boxes, Copies
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.happens_before import HappensBefore, actors_of
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect, Places, by_entry, spans
+from ptxlab.emulator.core.effect_queue import EffectQueue
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
 
 _WRITTEN, _READ, _ADDED = 1, 2, 4  # what a copy in flight does to a byte
 _CHANGED = _WRITTEN | _ADDED
 
 
-class InFlight(Watcher):
+class InFlight(Check):
     """Accesses that meet a copy in flight, and copies that meet what is not visible to them."""
 
-    def __init__(self, machine: Machine, order: Order) -> None:
+    def __init__(self, machine: Machine, order: HappensBefore) -> None:
         super().__init__(machine)
-        self.pending, self.memory, self.order = machine.pending, machine.memory, order
+        self.pending, self.memory, self.order = machine.unit(EffectQueue), machine.memory, order
         self.busy = np.zeros(machine.memory.size, np.uint8)
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
         # event of the last write that was not the engine's, 0 where there is none
@@ -51,28 +50,28 @@ class InFlight(Watcher):
 
     # Threads
 
-    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Nobody may read what a copy writes."""
         self.meet(access, lanes, offsets, _CHANGED, "reads")
 
-    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Nobody may write what a copy reads or writes."""
         self.meet(access, lanes, offsets, _CHANGED | _READ, "writes")
         threads = indices_of(lanes)
         times = self.order.clocks.own[threads]
         self.soil(access.instruction, threads, times, offsets, np.full(len(offsets), access.size))
 
-    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Writes."""
         self.store(access, lanes, offsets, offsets)
 
-    def meet(self, access: Access, lanes: Lanes, offsets: Array, flags: int, does: str) -> None:
+    def meet(self, access: MemoryAccess, lanes: Lanes, offsets: Array, flags: int, does: str) -> None:
         """Report accesses to bytes that carry one of the flags."""
-        step = min(access.size, 8)
-        pattern = int.from_bytes(bytes([flags]) * step, "little")
+        handler = min(access.size, 8)
+        pattern = int.from_bytes(bytes([flags]) * handler, "little")
         wrong = np.zeros(len(offsets), bool)
-        for first in range(0, access.size, step):
-            wrong |= self.words[step][(offsets + first) // step] & pattern != 0
+        for first in range(0, access.size, handler):
+            wrong |= self.words[handler][(offsets + first) // handler] & pattern != 0
         if wrong.any():
             start = int(offsets[int(np.argmax(wrong))])
             place = start + int(np.argmax(self.busy[start : start + access.size] & flags))

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.effects import by_entry
-from ptxlab.emulator.types import Array, Lanes, bits_of
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.access import Access
-    from ptxlab.emulator.effects import Effect
-    from ptxlab.emulator.followed import Followed
-    from ptxlab.emulator.ir import Instruction, Register
-    from ptxlab.emulator.machine import Machine, Step
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.load_taint import LoadTaint
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect, by_entry
+from ptxlab.emulator.core.lanes import Handler, Lanes
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction, Register
+from ptxlab.emulator.front.types import Array, bits_of
 
 
-class Initialised(Watcher):
+class Initialised(Check):
     """Reads of registers, and of bytes of memory, that nobody has written."""
 
-    def __init__(self, machine: Machine, followed: Followed | None = None) -> None:
+    def __init__(self, machine: Machine, followed: LoadTaint | None = None) -> None:
         """`followed`: who knows which loads count."""
         super().__init__(machine)
         self.followed = followed
@@ -40,7 +38,9 @@ class Initialised(Watcher):
         """Flags of registers, by name."""
         return {r.name: self.registers[bits_of(r.type)][r.index] for r in registers}
 
-    def marking(self, instruction: Instruction, step: Step, sources: list[Register], targets: list[Register]) -> Step:
+    def marking(
+        self, instruction: Instruction, handler: Handler, sources: list[Register], targets: list[Register]
+    ) -> Handler:
         """The step, after a look at the registers that it reads, and with those marked that it writes.
 
         What has been written stays written: lanes that come again, as they do in a loop, are not looked at again.
@@ -51,38 +51,38 @@ class Initialised(Watcher):
         def marked(lanes: Lanes) -> Any:
             place = (lanes.start, lanes.stop) if isinstance(lanes, slice) else None
             if place in seen:
-                return step(lanes)
+                return handler(lanes)
             for name, known in reads.items():
                 if not known[lanes].all():
                     self.report(
                         instruction, "uninitialised", lanes, ~known[lanes], f"{name} is read, but never written"
                     )
                     known[lanes] = True
-            outcome = step(lanes)
+            successors = handler(lanes)
             for known in writes:
                 known[lanes] = True
             if place is not None:
                 seen.add(place)
-            return outcome
+            return successors
 
-        return marked if reads or writes else step
+        return marked if reads or writes else handler
 
-    def around(self, instruction: Instruction, step: Step) -> Step:
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at sources before, mark destinations after."""
-        return self.marking(instruction, step, instruction.sources, instruction.destinations)
+        return self.marking(instruction, handler, instruction.sources, instruction.destinations)
 
-    def around_guard(self, instruction: Instruction, step: Step) -> Step:
+    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
         """The guard is read by all lanes."""
         assert instruction.guard is not None
-        return self.marking(instruction, step, [instruction.guard], [])
+        return self.marking(instruction, handler, [instruction.guard], [])
 
-    def parts(self, access: Access, offsets: Array) -> Iterator[tuple[Array, Array, int]]:
+    def parts(self, access: MemoryAccess, offsets: Array) -> Iterator[tuple[Array, Array, int]]:
         """(flags as words, indices, value of a word that is all written) covering an access."""
-        step = min(access.size, 8)
-        for first in range(0, access.size, step):
-            yield self.words[step], (offsets + first) // step, int.from_bytes(b"\1" * step, "little")
+        width = min(access.size, 8)
+        for first in range(0, access.size, width):
+            yield self.words[width], (offsets + first) // width, int.from_bytes(b"\1" * width, "little")
 
-    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Report bytes that were never written, once; of an ordinary load only if its value is used."""
         instruction, wrong = access.instruction, np.zeros(len(offsets), bool)
         for words, index, full in self.parts(access, offsets):
@@ -102,7 +102,7 @@ class Initialised(Watcher):
         tell(wrong)
         self.store(access, lanes, offsets, offsets)
 
-    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """The bytes are written now."""
         for words, index, full in self.parts(access, offsets):
             words[index] = full
@@ -139,7 +139,7 @@ class Initialised(Watcher):
                 message = f"adds to {register.name}, which was never written"
                 self.report(effect.instruction, "uninitialised", lanes, unknown, message)
 
-    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Reads first."""
         self.load(access, lanes, offsets)
         self.store(access, lanes, offsets, offsets)

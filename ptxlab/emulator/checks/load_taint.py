@@ -16,31 +16,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.ir import Operand, registers
-from ptxlab.emulator.machine import BINDERS
-from ptxlab.emulator.order import actors_of, event, without_actors
-from ptxlab.emulator.types import Array, Lanes, bits_of, count_of, indices_of
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.happens_before import HappensBefore, actors_of, event, without_actors
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.lanes import Handler, Lanes, count_of, indices_of
+from ptxlab.emulator.core.machine import BINDERS, Machine
+from ptxlab.emulator.front.ir import Instruction, Operand, Register, registers
+from ptxlab.emulator.front.types import Array, bits_of
 
-if TYPE_CHECKING:
-    from ptxlab.emulator.access import Access
-    from ptxlab.emulator.ir import Instruction, Register
-    from ptxlab.emulator.machine import Machine, Step
-    from ptxlab.emulator.order import Order
-
-Marks = Array  # i64 per lane: a number in `Followed.sets`
+Marks = Array  # i64 per lane: a number in `LoadTaint.sets`
 
 
-class Followed(Watcher):
+class LoadTaint(Check):
     """Marks on registers: which reads, by their events, went into what they hold."""
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        self.order: Order | None = None  # whose times tell one execution of a load from another
+        self.order: HappensBefore | None = None  # whose times tell one execution of a load from another
         self.marks: dict[tuple[int, int], Marks] = {}  # by width and row of a register; of all lanes
         self.sets: list[frozenset[int]] = [frozenset()]  # of events without their actor, which is the register's lane
         self.numbers = {self.sets[0]: 0}
@@ -48,7 +44,7 @@ class Followed(Watcher):
         # such an event -> what there is to report if it is used: for each occurrence its lane, or -1
         self.held: dict[int, list[tuple[Array, Callable[[Array], None]]]] = {}
 
-    def around(self, instruction: Instruction, step: Step) -> Step:
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """What is computed is marked like its operands; everything else uses them."""
         sources, targets = instruction.sources, instruction.destinations
         uses = not computes(instruction)
@@ -63,11 +59,11 @@ class Followed(Watcher):
                 marks = np.zeros(count_of(lanes), np.int64) if uses else gather(lanes)
                 for register in targets:
                     self.mark(register, lanes, marks)
-            return step(lanes)
+            return handler(lanes)
 
         return followed
 
-    def around_guard(self, instruction: Instruction, step: Step) -> Step:
+    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
         """What becomes of all lanes depends on a guard."""
         guard = instruction.guard
         assert guard is not None
@@ -75,7 +71,7 @@ class Followed(Watcher):
         def followed(lanes: Lanes) -> Any:
             if self.marks:
                 self.use([guard], lanes)
-            return step(lanes)
+            return handler(lanes)
 
         return followed
 
@@ -166,7 +162,7 @@ class Followed(Watcher):
             if (rest := np.where(now, -1, lanes)).max() >= 0:
                 self.held[read].append((rest, report))
 
-    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """One that is followed brings a value."""
         if not self.is_followed(access.instruction):
             return

@@ -11,19 +11,17 @@ are reported too. Stores of the value that is there already are not; nor are rac
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptxlab.emulator.order import STRONG, Order, actors_of, codes_of
-from ptxlab.emulator.types import Array, Lanes, count_of, indices_of
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.access import Access, Sizes
-    from ptxlab.emulator.effects import Effect
-    from ptxlab.emulator.followed import Followed
-    from ptxlab.emulator.ir import Instruction
-    from ptxlab.emulator.machine import Machine
+from ptxlab.emulator.checks.happens_before import STRONG, HappensBefore, actors_of, codes_of
+from ptxlab.emulator.checks.load_taint import LoadTaint
+from ptxlab.emulator.core.access import AccessSizes, MemoryAccess
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Lanes, count_of, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
 
 
 @dataclass
@@ -44,10 +42,10 @@ class Race:
         return Race(self.instruction, self.what, self.lanes, *parts)
 
 
-class Races(Order):
+class Races(HappensBefore):
     """Conflicting accesses by different threads that nothing orders."""
 
-    def __init__(self, machine: Machine, followed: Followed | None = None) -> None:
+    def __init__(self, machine: Machine, followed: LoadTaint | None = None) -> None:
         """`followed`: who knows which loads count."""
         super().__init__(machine)
         self.followed = followed
@@ -58,7 +56,7 @@ class Races(Order):
 
     # Accesses
 
-    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """A read races with an unordered write."""
         if access.space in ("local", "param", "const"):
             return
@@ -71,7 +69,7 @@ class Races(Order):
         self.remember_reads(places, threads, events)
         super().load(access, lanes, offsets)
 
-    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """A write races with unordered reads and writes, and with its own like in the other lanes."""
         if access.space in ("local", "param", "const"):
             return
@@ -88,7 +86,7 @@ class Races(Order):
         self.reads[places] = self.other_reads[places] = 0
         self.writes[places] = events
 
-    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Atomics race with ordinary accesses only."""
         places, threads, events = self.events(access, lanes, offsets, True)
         for past in (self.writes, self.reads, self.other_reads):
@@ -96,7 +94,7 @@ class Races(Order):
         super().atomic(access, lanes, offsets)
         self.writes[places] = events
 
-    def events(self, access: Access, lanes: Lanes, offsets: Array, strong: bool) -> tuple[Array, Array, Array]:
+    def events(self, access: MemoryAccess, lanes: Lanes, offsets: Array, strong: bool) -> tuple[Array, Array, Array]:
         """Per byte: its place, the thread (as a lane of the wave), and the event as it is stored."""
         threads = indices_of(lanes)
         events = self.event(access.instruction, threads, self.clocks.own[threads], strong)
@@ -114,7 +112,7 @@ class Races(Order):
         if second.any():
             self.other_reads[places[second]] = events[second]
 
-    def compare(self, instruction: Instruction, sizes: Sizes, lanes: Lanes, places: Array, threads: Array,
+    def compare(self, instruction: Instruction, sizes: AccessSizes, lanes: Lanes, places: Array, threads: Array,
                 events: Array, strong: bool, what: str, among: Array | None = None,
                 reads: Array | None = None) -> None:  # fmt: skip
         """Report the accesses, of so many bytes per lane, that race with past ones; `reads`: their events, if loads."""
@@ -186,7 +184,7 @@ class Races(Order):
             self.reads[places] = self.other_reads[places] = 0
             self.writes[places] = events
 
-    def same_instruction(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+    def same_instruction(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Two lanes that store different values to one address; strong stores may."""
         if access.order != "weak":
             return

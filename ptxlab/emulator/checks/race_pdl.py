@@ -14,27 +14,24 @@ the SASS of a kernel that read offsets so, 13.0).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.types import Array, Lanes, indices_of
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.access import Access
-    from ptxlab.emulator.effects import Effect
-    from ptxlab.emulator.ir import Instruction
-    from ptxlab.emulator.machine import Machine
-    from ptxlab.emulator.order import Order
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.happens_before import HappensBefore
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
 
 WAIT = "griddepcontrol.wait"
 
 
-class Predecessor(Watcher):
+class RacePdl(Check):
     """Accesses to global memory that do not wait for the kernel before."""
 
-    def __init__(self, machine: Machine, order: Order) -> None:
+    def __init__(self, machine: Machine, order: HappensBefore) -> None:
         super().__init__(machine)
         self.clocks = clocks = order.clocks
         self.behind = np.zeros(machine.lanes, bool)  # lanes of which it is known; once so, always so
@@ -65,18 +62,18 @@ class Predecessor(Watcher):
 
     # Accesses
 
-    def load(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Of what the predecessor makes."""
         if "nc" in access.instruction.opcode.split("."):
             self.read_as_constant(access.instruction, indices_of(lanes), offsets)
         else:
             self.read(access.instruction, indices_of(lanes), offsets)
 
-    def store(self, access: Access, lanes: Lanes, offsets: Array, values: Array) -> None:
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """To whatever the predecessor may use."""
         self.write(access.instruction, indices_of(lanes), offsets)
 
-    def atomic(self, access: Access, lanes: Lanes, offsets: Array) -> None:
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """As a store."""
         self.write(access.instruction, indices_of(lanes), offsets)
 
@@ -108,7 +105,7 @@ class Predecessor(Watcher):
 
     def write(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
         """Report writes to global memory that lie behind no wait."""
-        ours = offsets < self.machine.peers.first_window  # shared and local memory lie behind all buffers
+        ours = offsets < self.machine.cluster_memory.first_window  # shared and local memory lie behind all buffers
         self.judge(instruction, indices, offsets, ours, "write to", "use")
 
     def judge(self, instruction: Instruction, indices: Array, offsets: Array, mask: Array, what: str, may: str) -> None:

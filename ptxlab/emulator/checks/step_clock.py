@@ -9,25 +9,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.effects import Effect
-from ptxlab.emulator.types import Array, Lanes
-from ptxlab.emulator.wgmma import Products
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.ir import Instruction
-    from ptxlab.emulator.machine import Machine, Step
+from ptxlab.emulator.async_.wgmma import WgmmaProducts
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Handler, Lanes
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
 
 LATENCY = 600  # from asking for a copy to its first byte
 BYTES_PER_STEP = 64  # of a block's copies: what an SM takes from the L2
 COLUMNS_PER_STEP = 2  # of wgmma m64nNk32, 8-bit: 4096 multiply-adds per clock and SM
 
 
-class StepClock(Watcher):
+class StepClock(Check):
     """Times of the warps of a wave, which its clock registers show."""
 
     def __init__(self, machine: Machine) -> None:
@@ -40,16 +39,16 @@ class StepClock(Watcher):
         self.multiplied: dict[tuple[int, int], int] = defaultdict(int)  # block, quarter of its SM -> likewise
         self.ends: dict[tuple[int, int], int] = {}  # serial of an effect, lane -> when it has ended
 
-    def around(self, instruction: Instruction, step: Step) -> Step:
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """Every instruction takes a step; one behind a guard, its guard does."""
-        return step if instruction.guard is not None else self.around_guard(instruction, step)
+        return handler if instruction.guard is not None else self.around_guard(instruction, handler)
 
-    def around_guard(self, instruction: Instruction, step: Step) -> Step:
+    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
         """Whether it is carried out or not."""
 
         def timed(lanes: Lanes) -> Any:
             self.time[self.warps(lanes)] += 1
-            return step(lanes)
+            return handler(lanes)
 
         return timed
 
@@ -93,7 +92,7 @@ class StepClock(Watcher):
             sizes[lane] += size
         for lane, size in sizes.items():
             now, (block, warp) = int(self.time[lane // 32]), divmod(lane // 32, self.warps_per_block)
-            if isinstance(effect, Products):
+            if isinstance(effect, WgmmaProducts):
                 place = block, warp % 4
                 end = self.multiplied[place] = max(now, self.multiplied[place]) + effect.form.n // COLUMNS_PER_STEP
             else:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ptxlab.emulator.types import Array
+from ptxlab.emulator.front.types import Array
 
 # Cluster -> times of its actors (lanes, then engines): what lies before. Clocks are shared, and never changed.
 Clock = dict[int, Array]

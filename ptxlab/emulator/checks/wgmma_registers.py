@@ -7,23 +7,23 @@ warp needs before its first.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ptxlab.emulator.check import Watcher
-from ptxlab.emulator.types import Lanes, bits_of, indices_of
-from ptxlab.emulator.wgmma import Products
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.effects import Effect
-    from ptxlab.emulator.ir import Instruction, Register
-    from ptxlab.emulator.machine import Machine, Step
+from ptxlab.emulator.async_.wgmma import WgmmaProducts
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.effect_queue import EffectQueue
+from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction, Register
+from ptxlab.emulator.front.types import bits_of
 
 _TAKEN, _GIVEN = 1, 2  # what a wgmma in flight does to a register
 
 
-class RegistersInUse(Watcher):
+class RegistersInUse(Check):
     """Accesses to the registers of a running wgmma, and a wgmma that registers have not been fenced for."""
 
     def __init__(self, machine: Machine) -> None:
@@ -35,24 +35,24 @@ class RegistersInUse(Watcher):
         multiplies = (i for i in machine.code if i.opcode.startswith("wgmma.mma_async"))
         self.concerned = {register.index for i in multiplies for register in words((*i.destinations, *i.sources))}
 
-    def around(self, instruction: Instruction, step: Step) -> Step:
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
         """Look at sources and destinations before; remember destinations after."""
         if instruction.opcode.startswith("wgmma"):
-            return step
+            return handler
         some = instruction.sources, instruction.destinations
         sources, targets = ([r for r in words(of) if r.index in self.concerned] for of in some)
         if not sources and not targets:
-            return step
+            return handler
 
         def checked(lanes: Lanes) -> Any:
             for register in sources:
                 self.meet(instruction, register, lanes, _GIVEN, "reads")
             for register in targets:
                 self.meet(instruction, register, lanes, _TAKEN | _GIVEN, "writes")
-            outcome = step(lanes)
+            successors = handler(lanes)
             for register in targets:
                 self.written[register.index, lanes] = self.machine.index[id(instruction)] + 1
-            return outcome
+            return successors
 
         return checked
 
@@ -60,7 +60,7 @@ class RegistersInUse(Watcher):
         """Report an access to a register in use."""
         hit = self.used[register.index, lanes] & flags != 0
         if hit.any():
-            by = next(e.instruction for e in self.machine.pending.queue if self.uses(e, register, flags))
+            by = next(e.instruction for e in self.machine.unit(EffectQueue).queue if self.uses(e, register, flags))
             message = (
                 f"{does} {register.name}, still in use by {by.seen_from(instruction)}, as nobody has waited for that,"
             )
@@ -68,14 +68,14 @@ class RegistersInUse(Watcher):
 
     def uses(self, effect: Effect, register: Register, flags: int) -> bool:
         """Whether it is a wgmma that takes or gives the register."""
-        if not isinstance(effect, Products):
+        if not isinstance(effect, WgmmaProducts):
             return False
         taken, given = effect.form.a_registers, effect.form.d_registers
         return register in (taken if flags == _TAKEN else given if flags == _GIVEN else taken + given)
 
     def issue(self, effect: Effect) -> None:
         """A wgmma meets others, and registers that it cannot see."""
-        if not isinstance(effect, Products):
+        if not isinstance(effect, WgmmaProducts):
             return
         lanes, instruction = indices_of(effect.all_lanes), effect.instruction
         if not self.fenced[lanes].all():
@@ -94,7 +94,7 @@ class RegistersInUse(Watcher):
                 self.meet(instruction, registers[i], lanes, flag, does)
         self.mark(effect)
 
-    def mark(self, effect: Products) -> None:
+    def mark(self, effect: WgmmaProducts) -> None:
         """Its registers are in use."""
         lanes = indices_of(effect.all_lanes)
         for rows, flag in zip(effect.form.rows, (_TAKEN, _GIVEN), strict=True):
@@ -102,11 +102,11 @@ class RegistersInUse(Watcher):
 
     def waited(self, effect: Effect, only_read: bool) -> None:
         """The registers are free, but for those that others use."""
-        if isinstance(effect, Products):
+        if isinstance(effect, WgmmaProducts):
             for rows in effect.form.rows:
                 self.used[rows, indices_of(effect.all_lanes)] = 0
-            for other in self.machine.pending.queue:
-                if isinstance(other, Products):
+            for other in self.machine.unit(EffectQueue).queue:
+                if isinstance(other, WgmmaProducts):
                     self.mark(other)
 
     def register_fence(self, lanes: Lanes) -> None:

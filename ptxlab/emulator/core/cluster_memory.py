@@ -8,31 +8,27 @@ the arena, so those of peers need no mapping.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ptxlab.emulator.memory import BASE
-from ptxlab.emulator.types import Array, Lanes, indices_of
-from ptxlab.emulator.wave import SHARED_START
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.memory import BASE, SHARED_START
+from ptxlab.emulator.core.wave import Wave
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
 from ptxlab.errors import EmulationError, MemoryFault
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.ir import Instruction
-    from ptxlab.emulator.machine import Machine
 
 _RANK = 24  # bits of an address below the rank, plus one, of the block that it points to
 _WITHIN = (1 << _RANK) - 1
 
 
-class Peers:
+class ClusterMemory:
     """Who is in a cluster with whom, and where their shared windows are."""
 
-    def __init__(self, machine: Machine) -> None:
-        x, y, z = machine.launch.cluster
-        self.machine, self.size = machine, x * y * z
-        self.block = np.arange(machine.lanes) // machine.stride  # of each lane, by its place in the wave
-        self.windows = machine.launch.shared_windows[: len(machine.blocks)]
+    def __init__(self, wave: Wave) -> None:
+        x, y, z = wave.launch.cluster
+        self.wave, self.size = wave, x * y * z
+        self.block = np.arange(wave.lanes) // wave.stride  # of each lane, by its place in the wave
+        self.windows = wave.launch.shared_windows[: len(wave.blocks)]
         self.first_window = int(self.windows[0]) if len(self.windows) else 0
 
     def first(self, lanes: Lanes) -> Array:
@@ -48,7 +44,7 @@ class Peers:
     def block_at(self, offsets: Array) -> Array:
         """The blocks whose shared windows hold these arena offsets; -1 for anywhere else."""
         found = np.searchsorted(self.windows, offsets, "right") - 1
-        inside = (found >= 0) & (offsets < self.windows[found] + self.machine.launch.window_bytes)
+        inside = (found >= 0) & (offsets < self.windows[found] + self.wave.launch.window_bytes)
         return np.where(inside, found, -1)
 
     # Addresses
@@ -99,7 +95,7 @@ class Peers:
         wrong = ranks >= self.size
         if wrong.any():
             first = int(np.argmax(wrong))
-            where = self.machine.fault_place(instruction, int(indices_of(lanes)[first]))
+            where = self.wave.fault_place(instruction, int(indices_of(lanes)[first]))
             raise EmulationError(f"{where}: block {int(ranks[first])} of a cluster of {self.size}")
 
     def check(self, instruction: Instruction, lanes: Lanes, blocks: Array) -> None:
@@ -108,12 +104,12 @@ class Peers:
         if (own == blocks).all():
             return
         strange: Array = np.not_equal(blocks // self.size, own // self.size)
-        alive: Array = np.any(self.machine.alive.reshape(-1, self.machine.stride), axis=1)
+        alive: Array = np.any(self.wave.alive.reshape(-1, self.wave.stride), axis=1)
         wrong = np.logical_or(strange, ~alive[blocks])
         if wrong.any():
             first = int(np.argmax(wrong))
-            where = self.machine.fault_place(instruction, int(indices_of(lanes)[first]))
-            block = "({},{},{})".format(*self.machine.blocks[blocks[first]])
+            where = self.wave.fault_place(instruction, int(indices_of(lanes)[first]))
+            block = "({},{},{})".format(*self.wave.blocks[blocks[first]])
             why = "is of another cluster" if strange[first] else "has ended"
             raise MemoryFault(f"{where}: shared memory of block {block}, which {why}")
 

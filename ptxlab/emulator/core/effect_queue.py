@@ -9,24 +9,42 @@ but a wait settles an effect.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sized
+from typing import Protocol
 
 import numpy as np
 
-from ptxlab.emulator.effects import Effect
-from ptxlab.emulator.types import Array, Lanes
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Lanes
+from ptxlab.emulator.core.machine import Machine, Unit
+from ptxlab.emulator.front.types import Array
 from ptxlab.errors import EmulationError
 
-if TYPE_CHECKING:
-    from ptxlab.emulator.machine import Machine
+
+class Notified(Protocol):
+    """An mbarrier, as far as effects know it."""
+
+    @property
+    def phase(self) -> int:
+        """Phases completed so far."""
+
+    @property
+    def waiting(self) -> Sized:
+        """Lanes that are parked at it."""
+
+    def expect(self, size: int) -> None:
+        """Bytes are to come; negative: have come."""
+
+    def arrive(self, count: int) -> None:
+        """Arrivals."""
 
 
-class Pending:
+class EffectQueue(Unit):
     """The effects of a wave that are not settled, in the order of their issue."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine = machine
+        super().__init__(machine)
+        self.mbarriers: Mapping[int, Notified] = {}  # by arena offset; see `mbarrier`
         self.late = machine.launch.mode == "late"
         self.random = np.random.default_rng(machine.launch.seed)
         self.queue: list[Effect] = []
@@ -82,7 +100,7 @@ class Pending:
 
     def observe(self, place: int) -> None:
         """Lanes have seen the last phase of an mbarrier complete: what it has heard of in that phase is settled."""
-        phase = self.machine.mbarriers[place].phase
+        phase = self.mbarriers[place].phase
         for effect in self.extract([(effect.barrier == place) & (effect.phase < phase) if effect.landed else None
                                     for effect in self.queue]):  # fmt: skip
             for watcher in self.machine.watchers:
@@ -91,7 +109,7 @@ class Pending:
     def phases(self, places: Array) -> Array:
         """The current phase of each mbarrier; -1 where there is none."""
         known, index = np.unique(places, return_inverse=True)
-        barriers = [self.machine.mbarriers.get(int(place)) for place in known]
+        barriers = [self.mbarriers.get(int(place)) for place in known]
         return np.array([-1 if barrier is None else barrier.phase for barrier in barriers])[index]
 
     def extract(self, masks: Iterable[Array | None]) -> list[Effect]:
@@ -111,7 +129,7 @@ class Pending:
         flying = [effect for effect in self.queue if not effect.landed]
         if not flying:
             return False
-        awaited = [place for place, barrier in self.machine.mbarriers.items() if barrier.waiting]
+        awaited = [place for place, barrier in self.mbarriers.items() if barrier.waiting]
         chosen = [effect for effect in flying if np.isin(effect.barrier, awaited).any()]
         if not chosen and only_awaited:
             return False
@@ -120,6 +138,10 @@ class Pending:
             effect = self.part(effect, np.isin(effect.barrier, awaited))
         self.land(effect)
         return True
+
+    def state(self) -> object:
+        """What is under way."""
+        return [(effect.serial, effect.landed) for effect in self.queue]
 
     def part(self, effect: Effect, mask: Array) -> Effect:
         """Part an effect of the queue in two, if need be; returns where `mask` holds."""
@@ -150,7 +172,7 @@ class Pending:
         for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
             mine = effect.barrier == place
             try:
-                barrier = self.machine.mbarriers.get(place)
+                barrier = self.mbarriers.get(place)
                 if barrier is None:
                     raise ValueError("its mbarrier has been invalidated")
                 if not effect.arrives:

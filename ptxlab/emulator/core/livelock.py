@@ -8,21 +8,33 @@ scheduler's states are compared for a while: first a few registers, then a diges
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from ptxlab.emulator.types import indices_of
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.machine import Machine
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.memory import Memory
+from ptxlab.emulator.core.wave import LaunchState
+from ptxlab.emulator.front.types import Array
 
 FIRST = 1 << 14  # steps before the first look; the next ones after ever more
 WHILE = 1 << 14  # steps that a look takes
 
 
-class Standstill:
+class Scheduler(Protocol):
+    """What is looked at."""
+
+    launch: LaunchState
+    memory: Memory
+    files: dict[int, Array]
+    ready: dict[int, Lanes]
+
+    def state(self) -> object:
+        """What has to be other than before if anything has happened, registers, memory and places apart."""
+
+
+class LivelockDetector:
     """Watches a wave. `look` is called whenever so many steps as `due` have been taken."""
 
-    def __init__(self, machine: Machine, turns: int) -> None:
+    def __init__(self, machine: Scheduler, turns: int) -> None:
         """`turns`: steps within which every lane that can run has had its turn."""
         self.machine, self.turns = machine, turns
         self.began = machine.launch.steps
@@ -64,9 +76,5 @@ class Standstill:
             digest.update(file.data)
         for pc, lanes in sorted(machine.ready.items(), key=lambda item: item[0]):
             digest.update(repr(pc).encode() + indices_of(lanes).tobytes())
-        barriers = [(b.place, b.missing, b.bytes, b.phase, len(b.waiting)) for b in machine.mbarriers.values()]
-        of_blocks = [(*key, b.present.tobytes()) for key, b in machine.barriers.items()]
-        of_clusters = [(key, b.phase, b.arrivals.tobytes()) for key, b in machine.cluster_barriers.items()]
-        under_way = [(effect.serial, effect.landed) for effect in machine.pending.queue]
-        digest.update(repr((barriers, of_blocks, of_clusters, under_way, machine.living)).encode())
+        digest.update(repr(machine.state()).encode())
         return digest.digest()

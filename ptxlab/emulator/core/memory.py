@@ -11,18 +11,16 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptxlab.emulator.types import Array
+from ptxlab.emulator.front.ir import Variable
+from ptxlab.emulator.front.types import Array
 from ptxlab.errors import ArgumentError
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.ir import Variable
 
 _LOCAL = re.compile(r"^_ZZ.*E\d+(?=[A-Za-z_]\w*$)")  # how C++ decorates the name of a function's own variable
 BASE = 0x7F00_0000_0000
+SHARED_START = 1024  # address of the first byte of a shared window, as on sm_90: null is out of bounds
 GAP = 1 << 16
 ALIGN = 1024  # shared windows need it for swizzled tiles; cudaMalloc gives 256
 

@@ -7,33 +7,26 @@ up to whole warps, so that `lane // 32` names a warp. Registers of one width for
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.alu import UnknownOpcode
-from ptxlab.emulator.check import Findings
-from ptxlab.emulator.flow import Flow, flow_of
-from ptxlab.emulator.ir import Entry, Operand, Register
-from ptxlab.emulator.memory import Memory
-from ptxlab.emulator.types import DTYPES, FILES, Array, Lanes, bits_of, indices_of, is_float, is_signed
+from ptxlab.emulator.core.findings import Findings, SharedAccess
+from ptxlab.emulator.core.lanes import Lanes, Reader, Writer, count_of, indices_of
+from ptxlab.emulator.core.memory import SHARED_START, Memory
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.control_flow import Flow, flow_of
+from ptxlab.emulator.front.ir import Entry, Instruction, Operand, Register
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, FILES, Array, bits_of, is_float, is_signed
 from ptxlab.layout.tensor_map import TensorMap
-
-if TYPE_CHECKING:
-    from ptxlab.emulator.wavefronts import SharedAccess
-
-Reader = Callable[[Lanes], Array]
-Writer = Callable[[Lanes, Array], Any]
-
-SHARED_START = 1024  # address of the first byte of a shared window, as on sm_90: null is out of bounds
 
 
 @dataclass
-class Launch:
+class LaunchState:
     """What all waves of a launch share."""
 
     entry: Entry
@@ -47,17 +40,17 @@ class Launch:
     local_window: int
     findings: Findings
     max_steps: int
-    mode: str = "early"  # when asynchronous copies land; see `pending`
+    mode: str = "early"  # when asynchronous copies land; see `effect_queue`
     seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
     after_wait: Sequence[int] = ()  # arena offsets of buffers that the kernel before makes (check "race")
-    followed: frozenset[int] = frozenset()  # loads, by index, whose values are followed (`followed`)
+    followed: frozenset[int] = frozenset()  # loads, by index, whose values are followed (`load_taint`)
     suspects: set[int] = field(default_factory=set)  # ordinary loads that have raced
     tensor_maps: dict[int, tuple[TensorMap, int]] = field(default_factory=dict)  # by arena offset; where its array is
     shared_accesses: dict[tuple[str, int, str], SharedAccess] = field(default_factory=dict)  # by path, line, text
     steps: int = 0
     lane_instructions: int = 0
-    elapsed: int = 0  # on the step clock, by the waves before (`stepclock`)
+    elapsed: int = 0  # on the step clock, by the waves before (`step_clock`)
 
     @cached_property
     def flow(self) -> Flow:
@@ -90,7 +83,7 @@ class Launch:
 class Wave:
     """The blocks with the given indices (ctaid), shape [blocks, 3]; their lanes and registers."""
 
-    def __init__(self, launch: Launch, blocks: Array) -> None:
+    def __init__(self, launch: LaunchState, blocks: Array) -> None:
         self.launch, self.blocks = launch, blocks
         self.memory, self.code = launch.memory, launch.entry.instructions
         self.index = {id(instruction): i for i, instruction in enumerate(self.code)}
@@ -102,6 +95,8 @@ class Wave:
             for bits, rows in launch.entry.registers.items()
         }
         self.thread = np.arange(self.lanes) % self.stride
+        self.alive = self.thread < launch.threads
+        self.living = int(np.count_nonzero(self.alive))
         self.clock: Array | None = None  # of each warp; None: the instructions dispatched so far
         self.shared_base = np.repeat(launch.shared_windows[: len(blocks)] - SHARED_START, self.stride)
         self.local_base = launch.local_window + np.arange(self.lanes, dtype=np.int64) * self.local_pitch
@@ -229,3 +224,22 @@ class Wave:
             raise UnknownOpcode(name)
         row = np.broadcast_to(np.asarray(values[base]), (self.lanes,)).astype(dtype)
         return row.__getitem__
+
+    # Places
+
+    def place_of(self, lane: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """(block index, thread index) of a lane."""
+        x, y, _ = self.launch.block
+        block, thread = divmod(int(lane), self.stride)
+        bx, by, bz = (int(i) for i in self.blocks[block])
+        return (bx, by, bz), (thread % x, thread // x % y, thread // (x * y))
+
+    def place(self, instruction: Instruction, lanes: Lanes) -> str:
+        """`path:line: `text`: block (0,0,0) thread (3,0,0) and 31 more`."""
+        more = count_of(lanes) - 1
+        return f"{self.fault_place(instruction, int(indices_of(lanes)[0]))}" + (f" and {more} more" if more else "")
+
+    def fault_place(self, instruction: Instruction, lane: int) -> str:
+        """`path:line: `text`: block (0,0,0) thread (3,0,0)`."""
+        block, thread = ("({},{},{})".format(*index) for index in self.place_of(lane))
+        return f"{instruction.where}: block {block} thread {thread}"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.ir import Instruction
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
 
 END = -1
 _LEAVES = ("ret", "exit")
@@ -44,7 +44,7 @@ class Flow:
     leaving: dict[int, frozenset[int]]
 
 
-class Graph:
+class ControlFlowGraph:
     """Blocks and the edges between them."""
 
     def __init__(self, code: list[Instruction]) -> None:
@@ -79,7 +79,7 @@ class Graph:
 
 def flow_of(code: list[Instruction]) -> Flow:
     """Look at a kernel's code."""
-    graph = Graph(code)
+    graph = ControlFlowGraph(code)
     blocks = range(len(graph.first))
     aligned: set[int] = set()
     with_aligned: set[int] = set()
@@ -102,7 +102,7 @@ def flow_of(code: list[Instruction]) -> Flow:
     return Flow(frozenset(aligned), turning, leaving)
 
 
-def loop(graph: Graph, block: int, start: int) -> set[int]:
+def loop(graph: ControlFlowGraph, block: int, start: int) -> set[int]:
     """The natural loop that an edge closes; none if it does not go back to a block that all ways here lead through."""
     if start > block and not graph.before[start] - {block}:  # most edges
         return set()
@@ -110,7 +110,7 @@ def loop(graph: Graph, block: int, start: int) -> set[int]:
     return set() if 0 in body else body | {start}
 
 
-def leaves(graph: Graph, code: list[Instruction], block: int, way: int) -> bool:
+def leaves(graph: ControlFlowGraph, code: list[Instruction], block: int, way: int) -> bool:
     """Whether nothing on this way out is common to all ways from the block to the end; a mere `ret` may be."""
     for common in graph.reached([way]) - {END}:
         does = code[graph.first[common] : graph.last[common] + 1]

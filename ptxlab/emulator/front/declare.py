@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.ir import Entry, Instruction, Module, Register, Variable
-from ptxlab.emulator.tokens import Cursor
-from ptxlab.emulator.types import DTYPES, bits_of
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Entry, Instruction, Module, Register, Variable
+from ptxlab.emulator.front.tokens import Cursor
+from ptxlab.emulator.front.types import DTYPES, bits_of
 from ptxlab.sources import names_same_file
 
 SPACES = {".param", ".shared", ".local", ".global", ".const"}

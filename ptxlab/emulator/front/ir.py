@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ptxlab.emulator.packed import LaneTypes
-from ptxlab.emulator.types import DTYPES
+from ptxlab.emulator.front.lane_annotation import LaneTypes
+from ptxlab.emulator.front.types import DTYPES
 
 
 @dataclass(frozen=True, slots=True)

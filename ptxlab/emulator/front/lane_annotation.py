@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptxlab.emulator.types import DTYPES, Array, is_float
+from ptxlab.emulator.front.types import DTYPES, Array, is_float
 
 _TYPE = re.compile(r"([dabc]):([us])(\d+)(?:x(\d+))?")
 
@@ -145,100 +145,3 @@ def operation_of(opcode: str) -> LaneOperation | None:
     if "cc" in modifiers or any(is_float(m) for m in modifiers if m in DTYPES):
         return None
     return _OPERATIONS.get(name)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedOperand:
-    """A register of an annotated instruction: which operand, the type of its lanes, and all its bits."""
-
-    letter: str
-    type: LaneType
-    word: int
-
-    @property
-    def lanes(self) -> tuple[int, ...]:
-        """The value of each lane, lane 0 first; of a plain number just that."""
-        return tuple(int(v) for v in self.type.decode(np.array([self.word], np.uint64))[:, 0])
-
-
-@dataclass(frozen=True, slots=True)
-class LaneFault:
-    """Register lane `lane` of position `index` (in the set of lanes that ran) broke a rule; `times` positions did.
-
-    `operands` are the values in that lane; `registers` are whole, `exact` has every lane of the wide result.
-    """
-
-    kind: str
-    lane: int
-    index: int
-    times: int
-    operands: dict[str, int]
-    problem: str
-    registers: tuple[PackedOperand, ...]
-    exact: tuple[int, ...]
-
-
-def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str, Array]) -> list[LaneFault]:
-    """Recompute an annotated instruction lane by lane.
-
-    `stored` and `sources[letter]` are unsigned arrays of shape [n], the destination after and the sources before the
-    instruction. Returns one `LaneFault` per rule and lane, for the first position that broke it.
-    """
-    operation = operation_of(opcode)
-    if operation is None or operation.compute is None:
-        return []
-    target = types["d"]
-    values = {letter: types[letter].decode(sources[letter]) for letter in operation.letters}
-    exact = np.broadcast_to(operation.compute(*values.values()), (target.count, len(stored)))
-    kept = target.decode(stored)
-    faults: list[LaneFault] = []
-
-    def seen(lane: int, index: int) -> dict[str, int]:
-        return {letter: int(value[lane if len(value) > 1 else 0, index]) for letter, value in values.items()}
-
-    def sum_up(lane: int, index: int) -> str:
-        return f"{operation.format.format(**seen(lane, index))} = {exact[lane, index]}"
-
-    def report(kind: str, lane: int, wrong: Array, problem: str) -> None:
-        index = int(np.argmax(wrong))
-        operands = seen(lane, index) | {"d": int(kept[lane, index])}
-        words = {letter: sources[letter] for letter in operation.letters} | {"d": stored}
-        registers = tuple(PackedOperand(letter, types[letter], int(w[index])) for letter, w in words.items())
-        wide = tuple(int(value) for value in exact[:, index])
-        faults.append(LaneFault(kind, lane, index, int(np.count_nonzero(wrong)), operands, problem, registers, wide))
-
-    for lane in range(target.count):
-        disturbed = kept[lane] != wrap(exact[lane], target)
-        if disturbed.any() and not operation.simd:
-            index = int(np.argmax(disturbed))
-            culprit, reason = _blame(operation, target, exact[:, index], lane)
-            because = reason if operation.format == "{a} >> {b}" else f"{sum_up(culprit, index)} {reason}"
-            report("carry", lane, disturbed, f"lane {lane} is disturbed by lane {culprit} ({because})")
-        unfit = outside(exact[lane], target)
-        if unfit.any() and ".sat" not in opcode:
-            problem = f"lane {lane} is {sum_up(lane, int(np.argmax(unfit)))}, which does not fit {target}"
-            report("range", lane, unfit, problem)
-    for letter, value in values.items():
-        unfit = outside(value[0], types[letter])
-        if not types[letter].count and unfit.any():
-            number = int(value[0, int(np.argmax(unfit))])
-            report("range", 0, unfit, f"operand {letter} is {number}, which does not fit {types[letter]}")
-    return faults
-
-
-def outside(values: Array, lane_type: LaneType) -> Array:
-    """Which values do not fit the type."""
-    low, high = lane_type.limits
-    return (values < low) | (values > high)
-
-
-def _blame(operation: LaneOperation, target: LaneType, exact: Array, lane: int) -> tuple[int, str]:
-    """Which lane spilled into `lane`, and why: the nearest below whose bits overflow (above, for a right shift)."""
-    if operation.format == "{a} >> {b}":
-        return lane + 1, "its bits are shifted down"
-    top = (1 << target.bits) - 1
-    for below in range(lane - 1, -1, -1):
-        if not 0 <= exact[below] <= top:
-            return below, f"> {top}" if exact[below] > top else "< 0"
-    # a sum that fits overflows its field all the same if a negative term went in as its two's complement
-    return max(lane - 1, 0), "with a negative term"

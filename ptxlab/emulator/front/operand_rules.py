@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.ir import Instruction, Operand, Register
-from ptxlab.emulator.types import is_float
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction, Operand, Register
+from ptxlab.emulator.front.types import is_float
 
 _FIELDS = {"bfe": (2, 3), "bfi": (3, 4)}  # operands that say where a field lies, and how long it is
 _WIDE_SPECIALS = ("%clock64", "%globaltimer", "%gridid")  # the only ones of 64 bits

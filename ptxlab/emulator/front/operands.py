@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.declare import Declarations
-from ptxlab.emulator.ir import Operand, Register
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.declare import Declarations
+from ptxlab.emulator.front.ir import Operand, Register
 
 _SPECIAL = re.compile(
     r"%(?:(?:n?tid|n?ctaid|cluster_n?ctaid|n?clusterid)\.[xyz]|cluster_n?ctarank|is_explicit_cluster|n?warpid|laneid|n?smid|gridid"

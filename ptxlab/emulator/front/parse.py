@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.declare import SPACES, Scope
-from ptxlab.emulator.ir import Entry, Instruction, Module, Operand, Register, Variable
-from ptxlab.emulator.operands import Operands, Unresolved
-from ptxlab.emulator.packed import parse_annotation
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.declare import SPACES, Scope
+from ptxlab.emulator.front.ir import Entry, Instruction, Module, Operand, Register, Variable
+from ptxlab.emulator.front.lane_annotation import parse_annotation
+from ptxlab.emulator.front.operands import Operands, Unresolved
 
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 _SIZES = {"maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqnctapercluster", "maxclusterrank"}

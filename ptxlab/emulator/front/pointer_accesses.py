@@ -10,8 +10,18 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ptxlab.emulator.ir import Address, Entry, Immediate, Instruction, Register, Special, Symbol, Variable, registers
-from ptxlab.emulator.types import DTYPES
+from ptxlab.emulator.front.ir import (
+    Address,
+    Entry,
+    Immediate,
+    Instruction,
+    Register,
+    Special,
+    Symbol,
+    Variable,
+    registers,
+)
+from ptxlab.emulator.front.types import DTYPES
 
 _FLOATS = {"f16": 2, "f16x2": 2, "bf16": 2, "bf16x2": 2, "f32": 4, "f64": 8}  # bytes of a number
 # What makes an address of an address.
@@ -24,7 +34,7 @@ _ACCESSES = frozenset({"ld", "ldu", "st", "atom", "red"})
 
 
 @dataclass(frozen=True)
-class Access:
+class PointerAccess:
     """Elements that a kernel moves through a pointer: floats, or integers (also bits that it only copies)."""
 
     is_float: bool
@@ -35,11 +45,11 @@ class Access:
         return f"{'f' if self.is_float else 'u'}{8 * self.nbytes}"
 
 
-def accesses_of(entry: Entry) -> dict[str, frozenset[Access]]:
+def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
     """The accesses through every parameter of which all are known, by its name."""
     pointers = _pointers(entry)
     unknown: set[str] = set()
-    found: dict[str, set[Access]] = defaultdict(set)
+    found: dict[str, set[PointerAccess]] = defaultdict(set)
     meanings = _Meanings(entry.instructions)
     for instruction in entry.instructions:
         head, *_ = instruction.opcode.split(".")
@@ -111,7 +121,7 @@ class _Meanings:
             for register in instruction.sources:
                 self.types[register].add(last if head in ("cvt", "set", "slct") else first)
 
-    def access(self, instruction: Instruction) -> Access | None:
+    def access(self, instruction: Instruction) -> PointerAccess | None:
         """What a load, a store or an atomic moves; None where its bits may be anything."""
         _, *modifiers = instruction.opcode.split(".")
         types = [m for m in modifiers if m in DTYPES]
@@ -119,7 +129,7 @@ class _Meanings:
             return None
         is_vector = "v2" in modifiers or "v4" in modifiers or "v8" in modifiers
         if types[-1] in _FLOATS:
-            return Access(True, _FLOATS[types[-1]], is_vector)
+            return PointerAccess(True, _FLOATS[types[-1]], is_vector)
         moved = [r for o in instruction.operands if not isinstance(o, Address | Immediate | Special)
                  for r in registers((o,))]  # fmt: skip
         meant = {register.type for register in moved}
@@ -129,5 +139,5 @@ class _Meanings:
             meant = {t for register in moved for t in self.types[register]}
         floats = {_FLOATS[t] for t in meant if t in _FLOATS}
         if floats:
-            return Access(True, floats.pop(), is_vector) if len(floats) == 1 and meant <= set(_FLOATS) else None
-        return Access(False, DTYPES[types[-1]].itemsize, is_vector)
+            return PointerAccess(True, floats.pop(), is_vector) if len(floats) == 1 and meant <= set(_FLOATS) else None
+        return PointerAccess(False, DTYPES[types[-1]].itemsize, is_vector)

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable
 from typing import NoReturn
 
-from ptxlab.emulator.ir import Immediate
+from ptxlab.emulator.front.ir import Immediate
 from ptxlab.errors import SourceError
 
 _TOKEN = re.compile(

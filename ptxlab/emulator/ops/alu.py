@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ptxlab.emulator.types import DTYPES, is_float
-
-
-class UnknownOpcode(Exception):  # noqa: N818  (turned into UnknownInstruction, with its place, where the place is known)
-    """No operation of this name, or none with these modifiers."""
+from ptxlab.emulator.core.lanes import Handler, Lanes
+from ptxlab.emulator.core.machine import ANY_OTHER, Machine, binder
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.operand_rules import check_operands, require_kinds
 
 
 @dataclass(frozen=True)
-class Form:
+class AluOperation:
     """What an opcode does: PTX types of destinations and sources in operand order, and the function.
 
     The pseudo-type "cc" is the carry flag, which is no operand. `compute` returns an array, or a tuple of as many as
@@ -32,54 +33,7 @@ class Form:
     compute: Callable[..., Any]
 
 
-class Opcode:
-    """An opcode's name and its modifiers, which a builder takes one after another; any left over make it unknown."""
-
-    def __init__(self, text: str, selectors: tuple[str, ...] = ()) -> None:
-        self.text = text
-        self._selectors = selectors
-        self.selected = not any(selectors)
-        self.name, *self.modifiers = text.split(".")
-
-    def flag(self, name: str) -> bool:
-        """Whether the modifier is there."""
-        if name not in self.modifiers:
-            return False
-        self.modifiers.remove(name)
-        return True
-
-    def choice(self, *names: str, default: str | None = None) -> str:
-        """The one of the names that is there, else the default; neither: unknown."""
-        for modifier in self.modifiers:
-            if modifier in names:
-                self.modifiers.remove(modifier)
-                return modifier
-        if default is None:
-            raise UnknownOpcode(self.text)
-        return default
-
-    def type(self, *allowed: str) -> str:
-        """The first type among the modifiers that are left; `allowed` names the types that the operation has."""
-        found = self.choice(*DTYPES)
-        if allowed and found not in allowed:
-            raise UnknownOpcode(self.text)
-        return found
-
-    @property
-    def selectors(self) -> tuple[str, str, str]:
-        """Selectors of a video instruction's first three operands, such as "b3210" or ""."""
-        self.selected = True
-        d, a, b = (*self._selectors, "", "", "")[:3]
-        return d, a, b
-
-    @property
-    def floating(self) -> bool:
-        """Whether the last type named is a floating-point one."""
-        types = [m for m in self.modifiers if m in DTYPES]
-        return bool(types) and is_float(types[-1])
-
-
-Builder = Callable[[Opcode], Form]
+Builder = Callable[[Opcode], AluOperation]
 _BUILDERS: dict[tuple[str, bool], Builder] = {}
 
 
@@ -96,7 +50,7 @@ def operation(*names: str, floating: bool | None = None) -> Callable[[Builder], 
 
 
 @cache
-def form(text: str, selectors: tuple[str, ...] = ()) -> Form:
+def form(text: str, selectors: tuple[str, ...] = ()) -> AluOperation:
     """The form of a full opcode such as "mad.lo.u32", with its operands' selectors; raises `UnknownOpcode`."""
     opcode = Opcode(text, selectors)
     builder = _BUILDERS.get((opcode.name, opcode.floating))
@@ -106,3 +60,46 @@ def form(text: str, selectors: tuple[str, ...] = ()) -> Form:
     if opcode.modifiers or not opcode.selected:
         raise UnknownOpcode(text)
     return result
+
+
+@binder(ANY_OTHER)
+def _bind(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    """Handler of a register-to-register operation of the `alu` table."""
+    check_operands(instruction)
+    selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
+    known = form(instruction.opcode, selectors if any(selectors) else ())
+    operands = list(instruction.operands)
+    explicit = [t for t in known.out if t != "cc"]
+    if operands and isinstance(operands[0], ir.Vector) and operands[0].pair:
+        operands[:1] = operands[0].items
+    elif explicit[1:] == ["pred"]:
+        operands.insert(1, ir.Sink())
+    sources = [t for t in known.sources if t != "cc"]
+    if len(operands) != len(explicit) + len(sources):
+        raise ValueError(f"{instruction.opcode} takes {len(explicit) + len(sources)} operands, not {len(operands)}")
+    require_kinds(operands, (*explicit, *sources))
+    if explicit != ["pred", "pred"] and isinstance(instruction.operands[0], ir.Sink):
+        raise ValueError("the result cannot be discarded")
+    relaxed = instruction.opcode.startswith("cvt.") and ".bf16" not in instruction.opcode
+    writers = [machine.writer(o, t, relaxed) for o, t in zip(operands, explicit, strict=False)]
+    readers = [machine.reader(o, t, relaxed) for o, t in zip(operands[len(explicit) :], sources, strict=True)]
+    if "cc" in known.sources:
+        readers.append(machine.carry.__getitem__)
+    if "cc" in known.out:
+        writers.append(machine.carry.__setitem__)
+    compute = known.compute
+    if len(writers) == 1:
+        write = writers[0]
+        if len(readers) == 1:
+            (read,) = readers
+            return lambda lanes: write(lanes, compute(read(lanes)))
+        if len(readers) == 2:
+            first, second = readers
+            return lambda lanes: write(lanes, compute(first(lanes), second(lanes)))
+        return lambda lanes: write(lanes, compute(*[read(lanes) for read in readers]))
+
+    def several(lanes: Lanes) -> None:
+        for write, values in zip(writers, compute(*[read(lanes) for read in readers]), strict=True):
+            write(lanes, values)
+
+    return several

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.access import Access, decode, locator
-from ptxlab.emulator.alu import UnknownOpcode, form
-from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.kinds import require_kinds
-from ptxlab.emulator.machine import Machine, Step, binder
-from ptxlab.emulator.types import DTYPES, Array, Lanes, bits_of, is_float
+from ptxlab.emulator.core.access import MemoryAccess, decode
+from ptxlab.emulator.core.addressing import locator
+from ptxlab.emulator.core.lanes import Handler, Lanes
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.operand_rules import require_kinds
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float
+from ptxlab.emulator.ops.alu import form
 
 _EXCHANGE: dict[str, Callable[..., Any]] = {
     "exch": lambda old, b: np.broadcast_to(b, old.shape),
@@ -33,7 +36,7 @@ def combination(name: str, t: str) -> Callable[..., Any]:
     return _EXCHANGE.get(name) or form(f"{name}.{t}").compute
 
 
-def _function(access: Access) -> Callable[..., Any]:
+def _function(access: MemoryAccess) -> Callable[..., Any]:
     """What an atomic does to memory."""
     if len(access.rest) != 1 or access.count != 1:
         raise UnknownOpcode(access.instruction.opcode)
@@ -55,7 +58,7 @@ def rounds(offsets: Array) -> list[Array]:
 
 
 @binder("atom", "red")
-def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     access = decode(instruction, "atomic")
     function = _function(access)
     operands = list(instruction.operands)

@@ -7,25 +7,26 @@ from functools import cache
 
 import numpy as np
 
-from ptxlab.emulator.alu import Form, Opcode, operation
-from ptxlab.emulator.integer import BITS, INTEGERS
-from ptxlab.emulator.types import DTYPES, Array, bits_of, is_signed
+from ptxlab.emulator.front.opcode import Opcode
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_signed
+from ptxlab.emulator.ops.alu import AluOperation, operation
+from ptxlab.emulator.ops.integer import BITS, INTEGERS
 
 # Logic and shifts
 
 
 @operation("and", "or", "xor", "not", floating=False)
-def _logic(op: Opcode) -> Form:
+def _logic(op: Opcode) -> AluOperation:
     t = op.type("pred", *BITS)
     if op.name == "not":
-        return Form((t,), (t,), np.invert)
-    return Form((t,), (t, t), {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op.name])
+        return AluOperation((t,), (t,), np.invert)
+    return AluOperation((t,), (t, t), {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op.name])
 
 
 @operation("cnot", floating=False)
-def _cnot(op: Opcode) -> Form:
+def _cnot(op: Opcode) -> AluOperation:
     t = op.type(*BITS)
-    return Form((t,), (t,), lambda a: a == 0)
+    return AluOperation((t,), (t,), lambda a: a == 0)
 
 
 @cache
@@ -54,29 +55,29 @@ def lop3(a: Array, b: Array, c: Array, table: int) -> Array:
 
 
 @operation("lop3", floating=False)
-def _lop3(op: Opcode) -> Form:
+def _lop3(op: Opcode) -> AluOperation:
     combine = op.choice("or", "and", default="")
     op.type("b32")
     if not combine:
-        return Form(("b32",), ("b32", "b32", "b32", "b32"), lambda a, b, c, t: lop3(a, b, c, int(t[0])))
+        return AluOperation(("b32",), ("b32", "b32", "b32", "b32"), lambda a, b, c, t: lop3(a, b, c, int(t[0])))
 
     def with_predicate(a: Array, b: Array, c: Array, table: Array, q: Array) -> tuple[Array, Array]:
         result = lop3(a, b, c, int(table[0]))
         return result, (result != 0) | q if combine == "or" else (result != 0) & q
 
-    return Form(("b32", "pred"), ("b32", "b32", "b32", "b32", "pred"), with_predicate)
+    return AluOperation(("b32", "pred"), ("b32", "b32", "b32", "b32", "pred"), with_predicate)
 
 
 @operation("shl", "shr", floating=False)
-def _shift(op: Opcode) -> Form:
+def _shift(op: Opcode) -> AluOperation:
     t = op.type(*BITS, *(INTEGERS if op.name == "shr" else ()))
     shift, dtype, top = np.left_shift if op.name == "shl" else np.right_shift, DTYPES[t], bits_of(t)
     # NumPy gives 0 (or the sign) for a count that reaches the width, as PTX wants
-    return Form((t,), (t, "u32"), lambda a, b: shift(a, np.minimum(b, top).astype(dtype)))
+    return AluOperation((t,), (t, "u32"), lambda a, b: shift(a, np.minimum(b, top).astype(dtype)))
 
 
 @operation("shf", floating=False)
-def _funnel(op: Opcode) -> Form:
+def _funnel(op: Opcode) -> AluOperation:
     left, wrap = op.choice("l", "r") == "l", op.choice("wrap", "clamp") == "wrap"
     op.type("b32")
 
@@ -86,14 +87,14 @@ def _funnel(op: Opcode) -> Form:
         shifted = (pair << count) >> np.uint64(32) if left else pair >> count
         return shifted.astype(np.uint32)
 
-    return Form(("b32",), ("b32", "b32", "u32"), funnel)
+    return AluOperation(("b32",), ("b32", "b32", "u32"), funnel)
 
 
 # Bits
 
 
 @operation("popc", "clz", "brev", "bfind", floating=False)
-def _count(op: Opcode) -> Form:
+def _count(op: Opcode) -> AluOperation:
     if op.name == "bfind":
         amount, t = op.flag("shiftamt"), op.type("u32", "u64", "s32", "s64")
     else:
@@ -108,18 +109,18 @@ def _count(op: Opcode) -> Form:
         return np.bitwise_count(x) if hasattr(np, "bitwise_count") else popcount(x)
 
     if op.name == "popc":
-        return Form(("u32",), (t,), popcount)
+        return AluOperation(("u32",), (t,), popcount)
     if op.name == "clz":
-        return Form(("u32",), (t,), lambda a: bits - length(a).astype(np.uint32))
+        return AluOperation(("u32",), (t,), lambda a: bits - length(a).astype(np.uint32))
     if op.name == "brev":
-        return Form((t,), (t,), reverse_bits)
+        return AluOperation((t,), (t,), reverse_bits)
 
     def find(a: Array) -> Array:
         value = np.where(a < 0, ~a, a).view(DTYPES[unsigned]) if is_signed(t) else a
         position = length(value).astype(np.int32) - 1
         return np.where(position >= 0, bits - 1 - position, position).astype(np.int32) if amount else position
 
-    return Form(("s32",), (t,), find)
+    return AluOperation(("s32",), (t,), find)
 
 
 def popcount(x: Array) -> Array:
@@ -136,7 +137,7 @@ def reverse_bits(x: Array) -> Array:
 
 
 @operation("bfe", floating=False)
-def _extract(op: Opcode) -> Form:
+def _extract(op: Opcode) -> AluOperation:
     t = op.type("u32", "u64", "s32", "s64")
     bits, dtype = bits_of(t), DTYPES[t]
 
@@ -151,11 +152,11 @@ def _extract(op: Opcode) -> Form:
         # beyond the operand's top bit, and nowhere else, its sign fills the field
         return np.where((position >= bits) & (length > 0), a >> dtype.type(bits - 1), field)
 
-    return Form((t,), (t, "u32", "u32"), extract)
+    return AluOperation((t,), (t, "u32", "u32"), extract)
 
 
 @operation("bfi", floating=False)
-def _insert(op: Opcode) -> Form:
+def _insert(op: Opcode) -> AluOperation:
     t = op.type("b32", "b64")
     bits, dtype = bits_of(t), DTYPES[t]
 
@@ -164,11 +165,11 @@ def _insert(op: Opcode) -> Form:
         mask = ~(~dtype.type(0) << length) << position
         return (b & ~mask) | (a << position & mask)
 
-    return Form((t,), (t, t, "u32", "u32"), insert)
+    return AluOperation((t,), (t, t, "u32", "u32"), insert)
 
 
 @operation("bmsk", floating=False)
-def _mask(op: Opcode) -> Form:
+def _mask(op: Opcode) -> AluOperation:
     wrap = op.choice("clamp", "wrap") == "wrap"
     op.type("b32")
 
@@ -176,11 +177,11 @@ def _mask(op: Opcode) -> Form:
         position, length = ((x & np.uint32(31) if wrap else np.minimum(x, 32)).astype(np.uint64) for x in (a, b))
         return ((np.uint64(1) << length) - np.uint64(1) << position).astype(np.uint32)
 
-    return Form(("b32",), ("u32", "u32"), mask)
+    return AluOperation(("b32",), ("u32", "u32"), mask)
 
 
 @operation("szext", floating=False)
-def _extend(op: Opcode) -> Form:
+def _extend(op: Opcode) -> AluOperation:
     wrap, t = op.choice("clamp", "wrap") == "wrap", op.type("u32", "s32")
     dtype = DTYPES[t]
 
@@ -189,11 +190,11 @@ def _extend(op: Opcode) -> Form:
         spare = (32 - kept).astype(dtype)
         return a << spare >> spare if t == "u32" else np.where(kept == 0, 0, a << spare >> spare)
 
-    return Form((t,), (t, "u32"), extend)
+    return AluOperation((t,), (t, "u32"), extend)
 
 
 @operation("prmt", floating=False)
-def _permute(op: Opcode) -> Form:
+def _permute(op: Opcode) -> AluOperation:
     op.type("b32")
     mode = op.choice("f4e", "b4e", "rc8", "ecl", "ecr", "rc16", default="")
     special = {
@@ -218,4 +219,4 @@ def _permute(op: Opcode) -> Form:
             result[:, byte] = taken
         return result.view(np.uint32)[:, 0]
 
-    return Form(("b32",), ("b32", "b32", "b32"), permute)
+    return AluOperation(("b32",), ("b32", "b32", "b32"), permute)

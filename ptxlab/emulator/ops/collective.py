@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.alu import UnknownOpcode
-from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import Machine, Outcome, Step, binder
-from ptxlab.emulator.sync import meet, pack_bits
-from ptxlab.emulator.types import DTYPES, Array, Lanes, indices_of
-
-Apply = Callable[[Lanes, Array], None]  # lanes and, for each, the mask of those that take part
-
-
-def together(machine: Machine, pc: int, mask: ir.Operand | None, apply: Apply) -> Step:
-    """Step of a collective: `apply` runs once all lanes of a mask are here; without a mask, on whoever is."""
-    read = machine.reader(mask, "u32") if mask is not None else None
-    whole_warps = isinstance(mask, ir.Immediate) and mask.bits & 0xFFFFFFFF == 0xFFFFFFFF
-    everybody = np.full(machine.lanes, 0xFFFFFFFF, np.uint32) if whole_warps else np.zeros(0, np.uint32)
-
-    def step(lanes: Lanes) -> Outcome:
-        nobody_missing = whole_warps and machine.living == machine.lanes and pc not in machine.meetings
-        if nobody_missing and isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32:
-            apply(lanes, everybody[lanes])
-            return None
-        if read is None:
-            present = np.zeros(machine.lanes, bool)
-            present[lanes] = True
-            apply(lanes, pack_bits(present)[indices_of(lanes) // 32])
-            return None
-        ready = meet(machine, pc, pc, lanes, read(lanes)).get(pc)
-        if ready is None:
-            return []
-        alive = pack_bits(machine.alive)[indices_of(ready) // 32]
-        apply(ready, read(ready) & alive)
-        return None if ready is lanes else [(pc + 1, ready)]
-
-    return step
+from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.core.warp import pack_bits, together
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array
 
 
 def operands_of(instruction: Instruction, count: int) -> tuple[ir.Operand, ...]:
@@ -67,7 +38,7 @@ def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
 
 
 @binder("shfl")
-def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     modifiers = instruction.opcode.split(".")[1:]
     sync = modifiers[:1] == ["sync"]
     mode, t, *more = (*modifiers[sync:], "", "")
@@ -101,7 +72,7 @@ def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("vote")
-def _vote(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _vote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     modifiers = instruction.opcode.split(".")[1:]
     sync = modifiers[:1] == ["sync"]
     mode, t, *more = (*modifiers[sync:], "", "")
@@ -120,7 +91,7 @@ def _vote(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("activemask")
-def _active(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _active(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     if instruction.opcode != "activemask.b32":
         raise UnknownOpcode(instruction.opcode)
     (target,) = operands_of(instruction, 1)
@@ -134,7 +105,7 @@ def member_matrix(members: Array) -> Array:
 
 
 @binder("redux")
-def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     _, sync, name, t = (*instruction.opcode.split("."), "", "", "")[:4]
     identity = {"add": 0, "or": 0, "xor": 0, "and": -1, "min": np.iinfo(np.int64).max, "max": np.iinfo(np.int64).min}
     if sync != "sync" or name not in identity or t not in ("u32", "s32", "b32"):
@@ -155,7 +126,7 @@ def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("match")
-def _match(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _match(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     _, mode, sync, t = (*instruction.opcode.split("."), "", "", "")[:4]
     if sync != "sync" or mode not in ("any", "all") or t not in ("b32", "b64"):
         raise UnknownOpcode(instruction.opcode)
@@ -178,7 +149,7 @@ def _match(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("elect")
-def _elect(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _elect(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     if instruction.opcode != "elect.sync":
         raise UnknownOpcode(instruction.opcode)
     target, mask = operands_of(instruction, 2)

@@ -6,19 +6,19 @@ from typing import NoReturn
 
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.alu import UnknownOpcode
-from ptxlab.emulator.ir import Instruction, Operand
-from ptxlab.emulator.kinds import check_special, require_kinds
-from ptxlab.emulator.machine import Machine, Outcome, Step, binder
-from ptxlab.emulator.memory import BASE
-from ptxlab.emulator.types import DTYPES, Lanes, as_lanes, bits_of, count_of, indices_of, is_float
-from ptxlab.emulator.wave import SHARED_START
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, count_of, indices_of
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.core.memory import BASE, SHARED_START
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction, Operand
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.operand_rules import check_special, require_kinds
+from ptxlab.emulator.front.types import DTYPES, bits_of, is_float
 from ptxlab.errors import EmulationError
 
 
 @binder("mov")
-def _move(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _move(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     parts = instruction.opcode.split(".")
     t = parts[-1]
     if len(parts) != 2 or (t not in DTYPES):
@@ -36,7 +36,7 @@ def _move(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return lambda lanes: write(lanes, read(lanes))
 
 
-def _pack(machine: Machine, target: Operand, items: tuple, bits: int) -> Step:
+def _pack(machine: Machine, target: Operand, items: tuple, bits: int) -> Handler:
     part = bits // len(items)
     write = machine.writer(target, f"u{bits}")
     readers = [machine.reader(item, f"u{part}") for item in items]
@@ -48,7 +48,7 @@ def _pack(machine: Machine, target: Operand, items: tuple, bits: int) -> Step:
     return pack
 
 
-def _unpack(machine: Machine, items: tuple, source: Operand, bits: int) -> Step:
+def _unpack(machine: Machine, items: tuple, source: Operand, bits: int) -> Handler:
     part = bits // len(items)
     read = machine.reader(source, f"u{bits}")
     writers = [machine.writer(item, f"u{part}") for item in items]
@@ -62,7 +62,7 @@ def _unpack(machine: Machine, items: tuple, source: Operand, bits: int) -> Step:
 
 
 @binder("bra")
-def _branch(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _branch(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     (target,) = instruction.operands
     if not isinstance(target, ir.Label):
         raise ValueError("bra takes a label")
@@ -70,13 +70,13 @@ def _branch(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("brx")
-def _branch_by_index(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _branch_by_index(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     index, targets = instruction.operands
     if not isinstance(targets, ir.Vector):
         raise ValueError("brx.idx takes a list of targets")
     places, read = np.array([target.index for target in targets.items]), machine.reader(index, "u32")
 
-    def branch(lanes: Lanes) -> Outcome:
+    def branch(lanes: Lanes) -> Successors:
         chosen = np.broadcast_to(read(lanes), (count_of(lanes),))
         if int(chosen.max()) >= len(places):
             where = machine.place(instruction, lanes)
@@ -88,11 +88,11 @@ def _branch_by_index(machine: Machine, instruction: Instruction, pc: int) -> Ste
 
 
 @binder("ret", "exit")
-def _return(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _return(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     if instruction.operands:
         raise ValueError(f"{instruction.opcode} takes no operands")
 
-    def end(lanes: Lanes) -> Outcome:
+    def end(lanes: Lanes) -> Successors:
         machine.end(lanes)
         return []
 
@@ -100,7 +100,7 @@ def _return(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("trap", "brkpt")
-def _trap(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _trap(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     def trap(lanes: Lanes) -> NoReturn:
         raise EmulationError(f"{machine.place(instruction, lanes)}: the kernel trapped")
 
@@ -108,7 +108,7 @@ def _trap(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("cvta")
-def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     parts = instruction.opcode.split(".")
     t, to, space = f"u{parts[-1][1:]}", "to" in parts, parts[-2]
     target, source = instruction.operands
@@ -120,7 +120,7 @@ def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Ste
         row = (sign * base).astype(DTYPES[t])
         return lambda lanes: write(lanes, read(lanes) + row[lanes])
     if space == "shared::cluster" and t == "u64":
-        peers = machine.peers
+        peers = machine.cluster_memory
 
         def convert(lanes: Lanes) -> None:
             addresses = np.broadcast_to(read(lanes).view(np.int64), (count_of(lanes),))
@@ -134,7 +134,7 @@ def _convert_address(machine: Machine, instruction: Instruction, pc: int) -> Ste
 
 
 @binder("isspacep")
-def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     space = instruction.opcode.split(".")[1]
     write, read = machine.writer(instruction.operands[0], "pred"), machine.reader(instruction.operands[1], "u64")
 
@@ -144,7 +144,7 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Step:
         in_shared = (shared >= 0) & (shared < machine.launch.window_bytes)
         local = offsets - machine.launch.local_window
         in_local = (local >= 0) & (local < machine.local_pitch * machine.lanes)
-        peers, blocks = machine.peers, machine.peers.block_at(offsets)
+        peers, blocks = machine.cluster_memory, machine.cluster_memory.block_at(offsets)
         in_cluster = (blocks >= 0) & (blocks // peers.size == peers.block[lanes] // peers.size)
         spaces = {
             "shared": in_shared,
@@ -159,12 +159,12 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("nanosleep", "prefetchu", "discard", "applypriority")
-def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     return lambda lanes: None
 
 
 @binder("griddepcontrol")
-def _grid_dependency(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _grid_dependency(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     """Launches run one after the other: the grid before this one has always ended. Only the watchers see a wait."""
     if instruction.opcode == "griddepcontrol.launch_dependents":
         return lambda lanes: None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptxlab.emulator.alu import Form, Opcode, UnknownOpcode, operation
-from ptxlab.emulator.floating import flush, saturate
-from ptxlab.emulator.rounding import round_to, two_sum, widen
-from ptxlab.emulator.types import DTYPES, Array, bits_of, is_float, limits
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float, limits
+from ptxlab.emulator.ops.alu import AluOperation, operation
+from ptxlab.emulator.ops.floating import flush, saturate
+from ptxlab.emulator.ops.rounding import round_to, two_sum, widen
 
 INTEGERS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")
 FLOATS = ("f16", "bf16", "f32", "f64")
@@ -15,7 +16,7 @@ INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 
 @operation("cvt")
-def _convert(op: Opcode) -> Form:
+def _convert(op: Opcode) -> AluOperation:
     if op.flag("pack"):
         return _pack(op)
     mode = op.choice("rn", "rz", "rm", "rp", "rna", *INTEGRAL, default="")
@@ -29,10 +30,12 @@ def _convert(op: Opcode) -> Form:
         return _two_to_pair(target, source, mode, relu)
     if not is_float(source):
         if is_float(target):
-            return Form((target,), (source,), lambda a: _integer_to_float(a, target, mode or "rn", sat))
-        return Form((target,), (source,), lambda a: _integer_to_integer(a, target, sat))
+            return AluOperation((target,), (source,), lambda a: _integer_to_float(a, target, mode or "rn", sat))
+        return AluOperation((target,), (source,), lambda a: _integer_to_integer(a, target, sat))
     if not is_float(target):
-        return Form((target,), (source,), lambda a: _float_to_integer(a, source, target, INTEGRAL[mode or "rzi"], ftz))
+        return AluOperation(
+            (target,), (source,), lambda a: _float_to_integer(a, source, target, INTEGRAL[mode or "rzi"], ftz)
+        )
 
     def between_floats(a: Array) -> Array:
         wide = widen(a, source)
@@ -48,7 +51,7 @@ def _convert(op: Opcode) -> Form:
         after = saturate(after) if sat else np.where(after <= 0, 0.0, after) if relu else after
         return round_to(after, np.zeros_like(after), target)
 
-    return Form((target,), (source,), between_floats)
+    return AluOperation((target,), (source,), between_floats)
 
 
 def _check_rounding(mode: str, target: str, source: str) -> None:
@@ -105,7 +108,7 @@ def _float_to_integer(a: Array, source: str, target: str, integral: np.ufunc, ft
     return np.where(np.isnan(x), np.array([nan], result.dtype), result).astype(DTYPES[target])
 
 
-def _two_to_pair(target: str, source: str, mode: str, relu: bool) -> Form:
+def _two_to_pair(target: str, source: str, mode: str, relu: bool) -> AluOperation:
     if source != "f32":
         raise UnknownOpcode(f"cvt.{target}.{source}")
 
@@ -115,10 +118,10 @@ def _two_to_pair(target: str, source: str, mode: str, relu: bool) -> Form:
         pair = np.where(pair <= 0, 0.0, pair) if relu else pair
         return round_to(pair, np.zeros_like(pair), target, mode or "rn")
 
-    return Form((target,), (source, source), convert)
+    return AluOperation((target,), (source, source), convert)
 
 
-def _pack(op: Opcode) -> Form:
+def _pack(op: Opcode) -> AluOperation:
     """cvt.pack.sat: two saturated integers beside each other, below what is left of a third."""
     if not op.flag("sat"):
         raise UnknownOpcode(op.text)
@@ -134,6 +137,6 @@ def _pack(op: Opcode) -> Form:
         return packed if c is None else packed | c << np.uint32(2 * bits)
 
     if bits == 16:
-        return Form(("b32",), ("s32", "s32"), pack)
+        return AluOperation(("b32",), ("s32", "s32"), pack)
     op.choice("b32")
-    return Form(("b32",), ("s32", "s32", "b32"), pack)
+    return AluOperation(("b32",), ("s32", "s32", "b32"), pack)

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptxlab.emulator.alu import Form, Opcode, UnknownOpcode, operation
-from ptxlab.emulator.integer import COMPARISONS, compare_form
-from ptxlab.emulator.rounding import CANONICAL_NAN, TINY, directed_sum, element, fused, rest_sign, round_to, widen
-from ptxlab.emulator.types import DTYPES, Array, bits_of
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of
+from ptxlab.emulator.ops.alu import AluOperation, operation
+from ptxlab.emulator.ops.integer import COMPARISONS, compare_form
+from ptxlab.emulator.ops.rounding import CANONICAL_NAN, TINY, directed_sum, element, fused, rest_sign, round_to, widen
 
 FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
 TINIEST = 2.0**-1074  # stands for "a little more" in hi + lo
@@ -35,8 +36,10 @@ def canonical(x: Array, type_name: str) -> Array:
     return np.where(np.isnan(x), nan, x)
 
 
-def wide_form(type_name: str, arity: int, exact: Callable, mode: str, ftz: bool, sat: bool, relu: bool = False) -> Form:
-    """Form of an operation given by `exact`: float64 arrays -> (hi, lo), or register values if it rounds by itself."""
+def wide_form(
+    type_name: str, arity: int, exact: Callable, mode: str, ftz: bool, sat: bool, relu: bool = False
+) -> AluOperation:
+    """An operation given by `exact`: float64 arrays -> (hi, lo), or register values if it rounds by itself."""
 
     def compute(*raw: Array) -> Array:
         inputs = [widen(x, type_name) for x in raw]
@@ -54,7 +57,7 @@ def wide_form(type_name: str, arity: int, exact: Callable, mode: str, ftz: bool,
         wide = np.where(wide <= 0, 0.0, wide) if relu else wide
         return round_to(wide, 0.0, type_name)
 
-    return Form((type_name,), (type_name,) * arity, compute)
+    return AluOperation((type_name,), (type_name,) * arity, compute)
 
 
 def modifiers(op: Opcode, *types: str, default: str = "") -> tuple[str, str, bool, bool]:
@@ -67,7 +70,7 @@ def modifiers(op: Opcode, *types: str, default: str = "") -> tuple[str, str, boo
 
 
 @operation("add", "sub", "mul", floating=True)
-def _arithmetic(op: Opcode) -> Form:
+def _arithmetic(op: Opcode) -> AluOperation:
     t, mode, ftz, sat = modifiers(op, default="rn")
     direct, kind = DIRECT[op.name], element(t)
     if kind != "bf16" and mode == "rn":
@@ -84,20 +87,20 @@ def _arithmetic(op: Opcode) -> Form:
             result = saturate(result) if sat else canonical(result, kind)
             return np.ascontiguousarray(result).view(np.uint32)[:, 0] if t.endswith("x2") else result
 
-        return Form((t,), (t, t), compute)
+        return AluOperation((t,), (t, t), compute)
     if op.name == "mul":
         return wide_form(t, 2, lambda a, b: fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
     return wide_form(t, 2, lambda a, b: directed_sum(a, b if op.name == "add" else -b, mode), mode, ftz, sat)
 
 
 @operation("fma", "mad", floating=True)
-def _fma(op: Opcode) -> Form:
+def _fma(op: Opcode) -> AluOperation:
     t, mode, ftz, sat = modifiers(op)
     return wide_form(t, 3, lambda a, b, c: fused(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
 
 
 @operation("div", floating=True)
-def _div(op: Opcode) -> Form:
+def _div(op: Opcode) -> AluOperation:
     approximate = op.choice("approx", "full", default="")
     t, mode, ftz, sat = modifiers(op, "f32", "f64", default="rn" if approximate else "")
 
@@ -112,12 +115,12 @@ def _div(op: Opcode) -> Form:
             result = canonical(a / b, t)
             return flush(result, t) if ftz else result
 
-        return Form((t,), (t, t), direct)
+        return AluOperation((t,), (t, t), direct)
     return wide_form(t, 2, divide, mode, ftz, sat)
 
 
 @operation("rcp", "sqrt", "rsqrt", "sin", "cos", "lg2", "ex2", "tanh", floating=True)
-def _function(op: Opcode) -> Form:
+def _function(op: Opcode) -> AluOperation:
     """`.approx` functions are computed in float64 and rounded: their hardware results are near, not equal."""
     approximate = op.flag("approx")
     t, mode, ftz, _ = modifiers(op, default="rn" if approximate or op.name not in ("rcp", "sqrt") else "")
@@ -141,7 +144,7 @@ def _function(op: Opcode) -> Form:
 
 
 @operation("abs", "neg", floating=True)
-def _sign(op: Opcode) -> Form:
+def _sign(op: Opcode) -> AluOperation:
     ftz, t = op.flag("ftz"), op.type(*FLOATS)
     bits = f"b{bits_of(t)}"
     sign = np.array([{"16": 0x8000, "32": 0x80000000, "64": 1 << 63}[bits[1:]]], DTYPES[bits])
@@ -152,17 +155,17 @@ def _sign(op: Opcode) -> Form:
         x = round_to(flush(widen(x, t), t), 0.0, t).view(DTYPES[bits]) if ftz else x.view(DTYPES[bits])
         return (x & ~sign if op.name == "abs" else x ^ sign).view(DTYPES[t])
 
-    return Form((t,), (t,), change)
+    return AluOperation((t,), (t,), change)
 
 
 @operation("copysign", floating=True)
-def _copysign(op: Opcode) -> Form:
+def _copysign(op: Opcode) -> AluOperation:
     t = op.type("f32", "f64")
-    return Form((t,), (t, t), lambda a, b: np.copysign(b, a))
+    return AluOperation((t,), (t, t), lambda a, b: np.copysign(b, a))
 
 
 @operation("min", "max", floating=True)
-def _extreme(op: Opcode) -> Form:
+def _extreme(op: Opcode) -> AluOperation:
     ftz, nan, xorsign = op.flag("ftz"), op.flag("NaN"), op.flag("xorsign")
     if xorsign and not op.flag("abs"):
         raise UnknownOpcode(op.text)
@@ -183,7 +186,7 @@ def _extreme(op: Opcode) -> Form:
 
 
 @operation("setp", "set", floating=True)
-def _compare(op: Opcode) -> Form:
+def _compare(op: Opcode) -> AluOperation:
     ordered = {name: COMPARISONS[name] for name in ("eq", "ne", "lt", "le", "gt", "ge")}
     name = op.choice(*ordered, *(f"{n}u" for n in ordered), "num", "nan")
     ftz = op.flag("ftz")
@@ -203,7 +206,7 @@ def _compare(op: Opcode) -> Form:
     if not t.endswith("x2") and result not in ("f16", "bf16", "f16x2", "bf16x2"):
         return compare_form(op, result, (t, t), compare)
     if op.name == "setp":  # one predicate per half
-        return Form(("pred", "pred"), (t, t), lambda a, b: tuple(np.moveaxis(compare(a, b), 1, 0)))
+        return AluOperation(("pred", "pred"), (t, t), lambda a, b: tuple(np.moveaxis(compare(a, b), 1, 0)))
     one = 1.0 if "f" in result else 0.0
 
     def set_(a: Array, b: Array) -> Array:
@@ -213,11 +216,11 @@ def _compare(op: Opcode) -> Form:
         halves = np.where(true, 0xFFFF, 0).astype(np.uint16)
         return np.ascontiguousarray(halves).view(np.uint32)[:, 0] if t.endswith("x2") else halves
 
-    return Form((result,), (t, t), set_)
+    return AluOperation((result,), (t, t), set_)
 
 
 @operation("testp", floating=True)
-def _test(op: Opcode) -> Form:
+def _test(op: Opcode) -> AluOperation:
     kind = op.choice("finite", "infinite", "number", "notanumber", "normal", "subnormal")
     t = op.type("f32", "f64")
 
@@ -228,4 +231,4 @@ def _test(op: Opcode) -> Form:
             "normal": np.isfinite(x) & ~small, "subnormal": small,  # zero is normal
         }[kind]  # fmt: skip
 
-    return Form(("pred",), (t,), test)
+    return AluOperation(("pred",), (t,), test)

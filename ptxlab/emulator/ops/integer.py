@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptxlab.emulator.alu import Form, Opcode, UnknownOpcode, operation
-from ptxlab.emulator.types import DTYPES, Array, bits_of, is_signed, limits
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_signed, limits
+from ptxlab.emulator.ops.alu import AluOperation, operation
 
 INTEGERS = ("u16", "u32", "u64", "s16", "s32", "s64")
 BITS = ("b16", "b32", "b64")
@@ -16,18 +17,18 @@ WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
 
 
 @operation("add", "sub", "addc", "subc", floating=False)
-def _add(op: Opcode) -> Form:
+def _add(op: Opcode) -> AluOperation:
     carry_in, carry_out, saturate = op.name.endswith("c"), op.flag("cc"), op.flag("sat")
     subtract = op.name.startswith("sub")
     t = op.type(*INTEGERS, "u16x2", "s16x2")
     if t.endswith("x2"):
-        return Form((t,), (t, t), lambda a, b: _by_halves(np.subtract if subtract else np.add, a, b))
+        return AluOperation((t,), (t, t), lambda a, b: _by_halves(np.subtract if subtract else np.add, a, b))
     if saturate:
         low, high = limits(t)
         wide = np.subtract if subtract else np.add
-        return Form((t,), (t, t), lambda a, b: wide(a, b, dtype=np.int64).clip(low, high))
+        return AluOperation((t,), (t, t), lambda a, b: wide(a, b, dtype=np.int64).clip(low, high))
     if not carry_in and not carry_out:
-        return Form((t,), (t, t), np.subtract if subtract else np.add)
+        return AluOperation((t,), (t, t), np.subtract if subtract else np.add)
 
     def with_carry(a: Array, b: Array, carry: Array | None = None) -> tuple[Array, Array] | Array:
         # a - b is a + ~b + 1, and the flag that goes in and out of a subtraction is the borrow
@@ -40,7 +41,7 @@ def _add(op: Opcode) -> Form:
 
     unsigned = t.replace("s", "u")
     ins, outs = (unsigned, unsigned), (unsigned,)
-    return Form((*outs, "cc") if carry_out else outs, (*ins, "cc") if carry_in else ins, with_carry)
+    return AluOperation((*outs, "cc") if carry_out else outs, (*ins, "cc") if carry_in else ins, with_carry)
 
 
 def _by_halves(function: np.ufunc, a: Array, b: Array) -> Array:
@@ -89,13 +90,13 @@ def _product(op: Opcode) -> tuple[str, str, object]:
 
 
 @operation("mul", "mul24", floating=False)
-def _mul(op: Opcode) -> Form:
+def _mul(op: Opcode) -> AluOperation:
     t, result, product = _product(op)
-    return Form((result,), (t, t), product)  # type: ignore[arg-type]
+    return AluOperation((result,), (t, t), product)  # type: ignore[arg-type]
 
 
 @operation("mad", "mad24", "madc", floating=False)
-def _mad(op: Opcode) -> Form:
+def _mad(op: Opcode) -> AluOperation:
     carry_in, carry_out, saturate = op.name == "madc", op.flag("cc"), op.flag("sat")
     t, result, product = _product(op)
     low, high = limits(result)
@@ -116,19 +117,21 @@ def _mad(op: Opcode) -> Form:
         return (total, extra) if carry_out else total
 
     sources = (t, t, result, "cc") if carry_in else (t, t, result)
-    return Form((result, "cc") if carry_out else (result,), sources, mad)
+    return AluOperation((result, "cc") if carry_out else (result,), sources, mad)
 
 
 @operation("sad", floating=False)
-def _sad(op: Opcode) -> Form:
+def _sad(op: Opcode) -> AluOperation:
     t = op.type(*INTEGERS)
     unsigned = t.replace("s", "u")
     dtype = DTYPES[unsigned]
-    return Form((unsigned,), (t, t, unsigned), lambda a, b, c: c + (np.maximum(a, b) - np.minimum(a, b)).view(dtype))
+    return AluOperation(
+        (unsigned,), (t, t, unsigned), lambda a, b, c: c + (np.maximum(a, b) - np.minimum(a, b)).view(dtype)
+    )
 
 
 @operation("dp4a", "dp2a", floating=False)
-def _dot(op: Opcode) -> Form:
+def _dot(op: Opcode) -> AluOperation:
     half = op.choice("lo", "hi") if op.name == "dp2a" else ""
     ta, tb = op.type("u32", "s32"), op.type("u32", "s32")
     result = "s32" if "s32" in (ta, tb) else "u32"
@@ -141,14 +144,14 @@ def _dot(op: Opcode) -> Form:
         right = {"": right, "lo": right[:, :2], "hi": right[:, 2:]}[half]
         return ((left * right).sum(axis=1) + c).astype(DTYPES[result])
 
-    return Form((result,), (ta, tb, result), dot)
+    return AluOperation((result,), (ta, tb, result), dot)
 
 
 # Divide, compare, extremes
 
 
 @operation("div", "rem", floating=False)
-def _div(op: Opcode) -> Form:
+def _div(op: Opcode) -> AluOperation:
     t = op.type(*INTEGERS)
     remainder, unsigned = op.name == "rem", DTYPES[t.replace("s", "u")]
 
@@ -162,11 +165,11 @@ def _div(op: Opcode) -> Form:
             result = np.where(negative, np.negative(result), result)
         return np.where(y == 0, a.view(unsigned) if remainder else ~unsigned.type(0), result)
 
-    return Form((t.replace("s", "u"),), (t, t), divide)
+    return AluOperation((t.replace("s", "u"),), (t, t), divide)
 
 
 @operation("min", "max", floating=False)
-def _extreme(op: Opcode) -> Form:
+def _extreme(op: Opcode) -> AluOperation:
     function = np.minimum if op.name == "min" else np.maximum
     relu = op.flag("relu")
     t = op.type(*INTEGERS, "u16x2", "s16x2")
@@ -179,13 +182,13 @@ def _extreme(op: Opcode) -> Form:
         result = np.maximum(result, 0) if relu else result
         return np.ascontiguousarray(result).view(np.uint32)[:, 0] if t.endswith("x2") else result
 
-    return Form((t,), (t, t), extreme)
+    return AluOperation((t,), (t, t), extreme)
 
 
 @operation("abs", "neg", floating=False)
-def _negate(op: Opcode) -> Form:
+def _negate(op: Opcode) -> AluOperation:
     t = op.type("s16", "s32", "s64")
-    return Form((t,), (t,), np.abs if op.name == "abs" else np.negative)
+    return AluOperation((t,), (t,), np.abs if op.name == "abs" else np.negative)
 
 
 COMPARISONS = {
@@ -194,8 +197,8 @@ COMPARISONS = {
 }  # fmt: skip
 
 
-def compare_form(op: Opcode, t: str, sources: tuple[str, str], compare) -> Form:
-    """Form of setp and set: compare, combine with a predicate where the opcode says so, store one or two results."""
+def compare_form(op: Opcode, t: str, sources: tuple[str, str], compare) -> AluOperation:
+    """setp and set: compare, combine with a predicate where the opcode says so, store one or two results."""
     combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     name = op.choice(*combine, default="")
     if op.name == "setp":
@@ -206,17 +209,17 @@ def compare_form(op: Opcode, t: str, sources: tuple[str, str], compare) -> Form:
             other = ~result
             return (result, other) if c is None else (combine[name](result, c), combine[name](other, c))
 
-        return Form(out, (*sources, "pred") if name else sources, setp)
+        return AluOperation(out, (*sources, "pred") if name else sources, setp)
 
     def set_(a: Array, b: Array, c: Array | None = None) -> Array:
         result = compare(a, b) if c is None else combine[name](compare(a, b), c)
         return result.astype(np.float32) if t == "f32" else np.where(result, np.array(-1), 0).astype(np.int32)
 
-    return Form((t if t == "f32" else "s32",), (*sources, "pred") if name else sources, set_)
+    return AluOperation((t if t == "f32" else "s32",), (*sources, "pred") if name else sources, set_)
 
 
 @operation("setp", "set", floating=False)
-def _compare(op: Opcode) -> Form:
+def _compare(op: Opcode) -> AluOperation:
     compare = COMPARISONS[op.choice(*COMPARISONS)]
     result = op.type("u32", "s32", "f32") if op.name == "set" else ""
     t = op.type(*INTEGERS, *BITS)
@@ -224,14 +227,14 @@ def _compare(op: Opcode) -> Form:
 
 
 @operation("selp")
-def _select(op: Opcode) -> Form:
+def _select(op: Opcode) -> AluOperation:
     t = op.type()
     bits = f"b{bits_of(t)}" if t[0] != "f" else t
-    return Form((bits,), (bits, bits, "pred"), lambda a, b, p: np.where(p, a, b))
+    return AluOperation((bits,), (bits, bits, "pred"), lambda a, b, p: np.where(p, a, b))
 
 
 @operation("slct")
-def _select_by_sign(op: Opcode) -> Form:
+def _select_by_sign(op: Opcode) -> AluOperation:
     op.flag("ftz")
     t, test = op.type(), op.type("s32", "f32")
-    return Form((t,), (t, t, test), lambda a, b, c: np.where(c >= 0, a, b))
+    return AluOperation((t,), (t, t, test), lambda a, b, c: np.where(c >= 0, a, b))

@@ -16,17 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.access import elements
-from ptxlab.emulator.alu import Opcode, UnknownOpcode
-from ptxlab.emulator.collective import together
-from ptxlab.emulator.floating import canonical
-from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import Machine, Step, binder
-from ptxlab.emulator.matrix import EVERYBODY, whole_warps
-from ptxlab.emulator.rounding import widen
-from ptxlab.emulator.types import DTYPES, Array, Lanes, count_of, limits
-from ptxlab.emulator.wave import Reader, Writer
+from ptxlab.emulator.core.addressing import elements
+from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, Writer, count_of
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, limits
+from ptxlab.emulator.ops.floating import canonical
+from ptxlab.emulator.ops.rounding import widen
 from ptxlab.layout import fragments
 from ptxlab.layout.fragments import WARP
 
@@ -41,7 +40,7 @@ Work = tuple[int, int, list[Reader], list[Writer]]  # an mma: which A, which B, 
 
 
 @dataclass(frozen=True)
-class Form:
+class DecodedMma:
     """Types of an mma, and its depth: tiles along k, 2 as in the fragment maps or 1, their left half."""
 
     d: str
@@ -51,7 +50,7 @@ class Form:
     saturates: bool
 
     @classmethod
-    def of(cls, text: str) -> Form:
+    def of(cls, text: str) -> DecodedMma:
         """The form of an opcode."""
         opcode = Opcode(text)
         flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
@@ -103,8 +102,8 @@ def group(machine: Machine, start: int) -> int:
 
 
 @binder("mma")
-def _mma(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    form = Form.of(instruction.opcode)
+def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    form = DecodedMma.of(instruction.opcode)
     if pc < machine.done_before:
         return lambda lanes: None
     if len(instruction.operands) != 4:
@@ -173,7 +172,7 @@ def dots(a: Array, b: Array) -> Array:
     return np.matmul(a, b.swapaxes(-1, -2))
 
 
-def accumulation(form: Form) -> Callable[[Array, list[Work], Lanes], None]:
+def accumulation(form: DecodedMma) -> Callable[[Array, list[Work], Lanes], None]:
     """Function that adds products [warps, A, tile, row, B, j, t], columns 2 t + j, to the accumulators of each mma."""
     kind, places = np.dtype("i4" if form.d == "s32" else "f8"), form.accumulators
 
@@ -202,3 +201,31 @@ def accumulation(form: Form) -> Callable[[Array, list[Work], Lanes], None]:
                 write(lanes, values)
 
     return accumulate
+
+
+_INTEGERS = {"s8": np.int8, "u8": np.uint8}
+
+
+_INT32 = np.iinfo(np.int32)
+
+
+def registers_of(machine: Machine, operand: ir.Operand, count: int) -> Callable[[Lanes], Array]:
+    """Function: lanes, whole warps -> what a vector operand holds, u32 [warps, 32, count]."""
+    readers = [machine.reader(register, "b32") for register in elements(operand, count)]
+
+    def read(lanes: Lanes) -> Array:
+        return np.stack([reader(lanes).reshape(-1, 32) for reader in readers], axis=-1)
+
+    return read
+
+
+def integers(fragment: fragments.Fragment, registers: Array, type_name: str) -> Array:
+    """The matrices that registers hold: float32 of 8-bit integers, int64 of s32."""
+    if type_name == "s32":
+        return fragment.gather(registers, np.int32).astype(np.int64)
+    return fragment.gather(registers, _INTEGERS[type_name]).astype(np.float32)
+
+
+def to_int32(sums: Array, saturates: bool) -> Array:
+    """Accumulators int64 as s32: clamped, or modulo 2^32."""
+    return (sums.clip(_INT32.min, _INT32.max) if saturates else sums).astype(np.int32)

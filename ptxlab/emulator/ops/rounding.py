@@ -12,7 +12,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from ptxlab.emulator.types import Array
+from ptxlab.emulator.front.types import Array
 
 TINY = {"f16": 2.0**-14, "f16x2": 2.0**-14, "bf16": 2.0**-126, "bf16x2": 2.0**-126, "f32": 2.0**-126, "f64": 2.0**-1022}
 CANONICAL_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF}

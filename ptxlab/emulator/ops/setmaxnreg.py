@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.alu import UnknownOpcode
-from ptxlab.emulator.collective import together
-from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import Machine, Step, binder
-from ptxlab.emulator.matrix import EVERYBODY, whole_warps
-from ptxlab.emulator.types import Array, Lanes, indices_of
+from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, Unit, binder
+from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import Array
 from ptxlab.errors import EmulationError
 
 LEAST, MOST = 24, 256
@@ -19,7 +19,7 @@ _GROUP = 4  # warps
 
 
 @binder("setmaxnreg")
-def _set(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _set(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     _, action, *more = instruction.opcode.split(".")
     if action not in ("inc", "dec") or more != ["sync", "aligned", "u32"]:
         raise UnknownOpcode(instruction.opcode)
@@ -27,7 +27,7 @@ def _set(machine: Machine, instruction: Instruction, pc: int) -> Step:
     if not isinstance(count, ir.Immediate) or not LEAST <= count.bits <= MOST or count.bits % 8:
         raise ValueError(f"the number of registers has to be a multiple of 8 from {LEAST} to {MOST}")
 
-    budget = machine.budget = machine.budget or RegisterBudget(machine)
+    budget = machine.unit(RegisterBudget)
 
     def change(lanes: Lanes, members: Array) -> None:
         whole_warps(machine, instruction, lanes, members)
@@ -36,11 +36,12 @@ def _set(machine: Machine, instruction: Instruction, pc: int) -> Step:
     return together(machine, pc, EVERYBODY, change)
 
 
-class RegisterBudget:
+class RegisterBudget(Unit):
     """How many registers each warp has, where that is known: from `.maxnreg`, or its first setmaxnreg."""
 
     def __init__(self, machine: Machine) -> None:
-        self.machine, warps = machine, machine.lanes // 32
+        super().__init__(machine)
+        warps = machine.lanes // 32
         self.registers = np.full(warps, machine.launch.entry.directives.get("maxnreg", (0,))[0])
         self.history: list[list[Instruction]] = [[] for _ in range(warps)]
         self.per_block = machine.stride // 32
@@ -65,7 +66,7 @@ class RegisterBudget:
             if total > OF_A_BLOCK:
                 self.fail(instruction, warp, f"the block's warps then have {total} registers, more than {OF_A_BLOCK}")
 
-    def check_groups(self) -> None:
+    def finish(self) -> None:
         """All four warps of a warp group execute the same setmaxnreg: looked at in the end."""
         for first in range(0, len(self.history), self.per_block):
             block = self.history[first : first + self.per_block]

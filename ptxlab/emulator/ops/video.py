@@ -11,9 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptxlab.emulator.alu import Form, Opcode, UnknownOpcode, operation
-from ptxlab.emulator.integer import COMPARISONS
-from ptxlab.emulator.types import Array
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.ops.alu import AluOperation, operation
+from ptxlab.emulator.ops.integer import COMPARISONS
 
 
 def _average(a: Array, b: Array) -> Array:
@@ -45,7 +46,7 @@ def _clamp(x: Array, signed: bool, bits: int) -> Array:
 
 
 @operation(*(f"{name}{n}" for name in (*_FUNCTIONS, "vset") for n in (2, 4)), floating=False)
-def _simd(op: Opcode) -> Form:
+def _simd(op: Opcode) -> AluOperation:
     count = int(op.name[-1])
     bits, letter = 32 // count, "h" if count == 2 else "b"
     if op.name[:-1] == "vset":
@@ -76,11 +77,11 @@ def _simd(op: Opcode) -> Form:
         merged = np.where(kept, result.astype(f"u{bits // 8}"), c[:, None].view(f"u{bits // 8}"))
         return np.ascontiguousarray(merged).view(np.uint32)[:, 0]
 
-    return Form(("b32",), ("b32", "b32", "b32"), simd)
+    return AluOperation(("b32",), ("b32", "b32", "b32"), simd)
 
 
 @operation(*_FUNCTIONS, "vset", "vshl", "vshr", floating=False)
-def _scalar(op: Opcode) -> Form:
+def _scalar(op: Opcode) -> AluOperation:
     if op.name == "vavrg":
         raise UnknownOpcode(op.text)
     comparison = op.choice(*_ORDER) if op.name == "vset" else ""
@@ -126,4 +127,4 @@ def _scalar(op: Opcode) -> Form:
         return result.astype(np.uint32)
 
     three = bool(target or second)
-    return Form(("b32",), ("b32", "b32", "b32") if three else ("b32", "b32"), scalar)
+    return AluOperation(("b32",), ("b32", "b32", "b32") if three else ("b32", "b32"), scalar)

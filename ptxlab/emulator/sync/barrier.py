@@ -5,19 +5,21 @@ Both park lanes with what they wait for, and put them back among the ready ones 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.access import SCOPES
-from ptxlab.emulator.alu import UnknownOpcode
-from ptxlab.emulator.ir import Instruction, Operand
-from ptxlab.emulator.machine import Machine, Outcome, Parked, Step, binder
-from ptxlab.emulator.types import Array, Lanes, as_lanes, count_of, indices_of, merge, split
+from ptxlab.emulator.core.access import SCOPES
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, count_of, indices_of, merge, split
+from ptxlab.emulator.core.machine import Machine, Parked, Unit, binder
+from ptxlab.emulator.core.warp import meet
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction, Operand
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import Array
 from ptxlab.errors import EmulationError
 
 # What a fence between the ways to memory makes visible to the copy engine
@@ -33,39 +35,6 @@ PROXY_FENCES = {
 }
 
 # Warps
-
-
-def meet(machine: Machine, key: Hashable, pc: int, lanes: Lanes, masks: Array) -> dict[int, Lanes]:
-    """Lanes arrive at a meeting of the lanes in their masks (u32 [lanes]); who has not ended has to come.
-
-    Returns where whole groups are now complete: instruction index -> lanes. The others are parked.
-    """
-    lane_bits = np.uint32(1) << (indices_of(lanes) % 32).astype(np.uint32)
-    if not (masks & lane_bits).all():
-        outside = as_lanes(indices_of(lanes)[np.broadcast_to(masks & lane_bits == 0, lane_bits.shape)])
-        raise EmulationError(f"{machine.place(machine.code[pc], outside)}: the lane is not in its own member mask")
-    whole_warps = isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32
-    if key not in machine.meetings and (whole_warps or count_of(lanes) == machine.living):
-        return {pc: lanes}
-    arrived = [*machine.meetings.pop(key, []), (pc, lanes, np.broadcast_to(masks, lane_bits.shape))]
-    present = np.zeros(machine.lanes, bool)
-    for _, those, _ in arrived:
-        present[those] = True
-    missing = pack_bits(machine.alive & ~present)
-    complete: dict[int, Lanes] = {}
-    for at, those, wanted in arrived:
-        here = (wanted & missing[indices_of(those) // 32]) == 0
-        chosen, others = split(those, here)
-        if chosen is not None:
-            complete[at] = merge(complete[at], chosen) if at in complete else chosen
-        if others is not None:
-            machine.meetings.setdefault(key, []).append((at, others, wanted[~here]))
-    return complete
-
-
-def pack_bits(flags: Array) -> Array:
-    """One bool per lane of the wave -> one u32 per warp."""
-    return np.packbits(flags.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)[:, 0]
 
 
 # Blocks
@@ -86,14 +55,15 @@ class Barrier:
     waiting: list[Parked] = field(default_factory=list)
     finish: Callable[[Lanes], None] | None = None  # writes the results of bar.red
 
-    def look_again(self, machine: Machine) -> None:
-        """Let everybody go if all have come. A warp counts in whole, whatever of it has ended."""
+    def is_complete(self, machine: Machine) -> bool:
+        """Whether all have come. A warp counts in whole, whatever of it has ended."""
         alive = machine.alive.reshape(-1, machine.stride)[self.block]
         warps_here = np.repeat(self.present.reshape(-1, 32).any(axis=1), 32)
         come = np.count_nonzero(self.present | (~alive & warps_here))
-        if (alive & ~self.present).any() if self.expected is None else come < self.expected:
-            return
-        del machine.barriers[self.block, self.number]
+        return not (alive & ~self.present).any() if self.expected is None else come >= self.expected
+
+    def release(self, machine: Machine) -> None:
+        """Let everybody go."""
         released = None
         for parked in self.waiting:
             released = parked.lanes if released is None else merge(released, parked.lanes)
@@ -105,6 +75,33 @@ class Barrier:
             machine.put(parked.pc + 1, parked.lanes)
 
 
+class BlockBarriers(Unit):
+    """Those with somebody at them."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.at: dict[tuple[int, int], Barrier] = {}  # by block of the wave, and number
+
+    def look_at(self, barrier: Barrier) -> None:
+        """Let everybody go if all have come."""
+        if barrier.is_complete(self.machine):
+            del self.at[barrier.block, barrier.number]
+            barrier.release(self.machine)
+
+    def look_again(self) -> None:
+        """Threads that have ended are not waited for."""
+        for barrier in list(self.at.values()):
+            self.look_at(barrier)
+
+    def waiters(self) -> Iterator[Parked]:
+        """At all barriers."""
+        return (parked for barrier in self.at.values() for parked in barrier.waiting)
+
+    def state(self) -> object:
+        """Who has come."""
+        return [(*key, barrier.present.tobytes()) for key, barrier in self.at.items()]
+
+
 def check_barrier(numbers: Array, expected: Array | None) -> None:
     """Refuse barriers that there are not, and numbers of threads that are not those of whole warps."""
     if (numbers >= BARRIERS).any():
@@ -114,7 +111,7 @@ def check_barrier(numbers: Array, expected: Array | None) -> None:
 
 
 @binder("bar", "barrier")
-def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     modifiers = [m for m in instruction.opcode.split(".")[1:] if m not in ("cta", "aligned")]
     operands = list(instruction.operands)
     if modifiers == ["warp", "sync"]:
@@ -131,12 +128,12 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
         )
     read_number = machine.reader(operands[0], "u32")
     read_expected = machine.reader(operands[1], "u32") if len(operands) > 1 else None
-    watchers, stride = machine.watchers, machine.stride
+    barriers, watchers, stride = machine.unit(BlockBarriers), machine.watchers, machine.stride
     is_constant = all(isinstance(operand, ir.Immediate) for operand in operands)
     if is_constant:
         check_barrier(read_number(slice(0, 1)), read_expected and read_expected(slice(0, 1)))
 
-    def barrier(lanes: Lanes) -> Outcome:
+    def barrier(lanes: Lanes) -> Successors:
         indices = indices_of(lanes)
         numbers = np.broadcast_to(read_number(lanes), indices.shape)
         expected = np.broadcast_to(read_expected(lanes), indices.shape) if read_expected else None
@@ -145,7 +142,7 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
                 check_barrier(numbers, expected)
             except ValueError as error:
                 raise EmulationError(f"{machine.place(instruction, lanes)}: {error}") from None
-        simple = finish is None and waits and expected is None and not machine.barriers and not watchers
+        simple = finish is None and waits and expected is None and not barriers.at and not watchers
         if simple and count_of(lanes) == machine.living and (numbers == numbers[0]).all():
             return None
         keys = indices // stride * BARRIERS + numbers
@@ -158,9 +155,9 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
     def arrive(block: int, number: int, threads: int | None, indices: Array) -> None:
         lanes = as_lanes(indices)
-        at = machine.barriers.get((block, number))
+        at = barriers.at.get((block, number))
         if at is None:
-            at = machine.barriers[block, number] = Barrier(block, number, threads, instruction, np.zeros(stride, bool))
+            at = barriers.at[block, number] = Barrier(block, number, threads, instruction, np.zeros(stride, bool))
         elif (threads or stride) != (at.expected or stride):
             first = f"{at.expected or 'all'} at {at.first.seen_from(instruction)}"
             problem = f"{threads or 'all'} threads are to meet at barrier {number}, but {first}"
@@ -172,7 +169,7 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
             wanted = "all threads" if threads is None else f"{threads} threads"
             at.waiting.append(Parked(pc, lanes, f"{wanted} of its block at barrier {number}"))
             at.finish = finish
-        at.look_again(machine)
+        barriers.look_at(at)
 
     return barrier
 
@@ -186,10 +183,10 @@ def _reduction(machine: Machine, kind: str, target: Operand, source: Operand) ->
     return lambda lanes: write(lanes, np.array([combine[kind](read(lanes))]))
 
 
-def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     read = machine.reader(instruction.operands[0], "u32")
 
-    def warp_barrier(lanes: Lanes) -> Outcome:
+    def warp_barrier(lanes: Lanes) -> Successors:
         masks = np.broadcast_to(read(lanes), (count_of(lanes),))
         on: list[tuple[int, Lanes]] = []
         for mask in np.unique(masks):  # lanes that name different members do not meet
@@ -207,7 +204,7 @@ def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("membar", "fence")
-def _fence(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _fence(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     name, *parts = instruction.opcode.split(".")
     kind = ".".join(part for part in parts if part not in SCOPES)
     watchers = machine.watchers

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from ptxlab.emulator.alu import Opcode, UnknownOpcode
-from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import Machine, Outcome, Parked, Step, binder
-from ptxlab.emulator.memory import BASE
-from ptxlab.emulator.types import DTYPES, Array, Lanes, as_lanes, indices_of
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, Parked, Unit, binder
+from ptxlab.emulator.core.memory import BASE
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array
 from ptxlab.errors import EmulationError
 
 
 @binder("mapa")
-def _map(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    opcode, peers = Opcode(instruction.opcode), machine.peers
+def _map(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    opcode, peers = Opcode(instruction.opcode), machine.cluster_memory
     t, shared = opcode.choice("u32", "u64"), opcode.flag("shared::cluster")
     if opcode.modifiers or (t == "u32" and not shared):
         raise UnknownOpcode(instruction.opcode)
@@ -38,8 +40,8 @@ def _map(machine: Machine, instruction: Instruction, pc: int) -> Step:
 
 
 @binder("getctarank")
-def _rank(machine: Machine, instruction: Instruction, pc: int) -> Step:
-    opcode, peers = Opcode(instruction.opcode), machine.peers
+def _rank(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    opcode, peers = Opcode(instruction.opcode), machine.cluster_memory
     t, shared = opcode.choice("u32", "u64"), opcode.flag("shared::cluster")
     if opcode.modifiers or (t == "u32" and not shared):
         raise UnknownOpcode(instruction.opcode)
@@ -91,8 +93,41 @@ class ClusterBarrier:
             watcher.phase_wait(self.key, lanes)
 
 
+class ClusterBarriers(Unit):
+    """Those of the wave's clusters."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.lanes = machine.cluster_memory.size * machine.stride  # of a cluster
+        self.of: dict[int, ClusterBarrier] = {}
+
+    def around(self, lanes: Lanes) -> Iterator[tuple[ClusterBarrier, Array]]:
+        """The barrier of each cluster that these lanes belong to, with its lanes among them."""
+        indices = indices_of(lanes)
+        clusters = indices // self.lanes
+        for cluster in np.unique(clusters).tolist():
+            if cluster not in self.of:
+                start, none = cluster * self.lanes, np.zeros(self.lanes, np.int64)
+                its_lanes = slice(start, start + self.lanes)
+                self.of[cluster] = ClusterBarrier(self.machine, cluster, its_lanes, none, none.copy())
+            yield self.of[cluster], indices[clusters == cluster]
+
+    def look_again(self) -> None:
+        """Threads that have ended are not waited for."""
+        for barrier in self.of.values():
+            barrier.look_again()
+
+    def waiters(self) -> Iterator[Parked]:
+        """At all barriers."""
+        return (parked for barrier in self.of.values() for parked in barrier.waiting)
+
+    def state(self) -> object:
+        """Who has arrived."""
+        return [(cluster, barrier.phase, barrier.arrivals.tobytes()) for cluster, barrier in self.of.items()]
+
+
 @binder("barrier.cluster")
-def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     opcode = Opcode(instruction.opcode)
     opcode.flag("cluster")
     opcode.flag("aligned")
@@ -100,19 +135,7 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
     order = opcode.choice("release", "relaxed", "acquire", default="release" if action == "arrive" else "acquire")
     if opcode.modifiers or (order == "acquire") == (action == "arrive"):
         raise UnknownOpcode(instruction.opcode)
-    per_cluster = machine.peers.size * machine.stride
-
-    def barriers(lanes: Lanes) -> list[tuple[ClusterBarrier, Array]]:
-        indices = indices_of(lanes)
-        found = []
-        for cluster in np.unique(indices // per_cluster).tolist():
-            if cluster not in machine.cluster_barriers:
-                start, none = cluster * per_cluster, np.zeros(per_cluster, np.int64)
-                machine.cluster_barriers[cluster] = ClusterBarrier(
-                    machine, cluster, slice(start, start + per_cluster), none, none.copy()
-                )
-            found.append((machine.cluster_barriers[cluster], indices[indices // per_cluster == cluster]))
-        return found
+    barriers = machine.unit(ClusterBarriers)
 
     def check(barrier: ClusterBarrier, who: Array, ahead: int, problem: str) -> None:
         """The lanes have arrived `ahead` times more often than waited."""
@@ -121,16 +144,16 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
             raise EmulationError(f"{machine.place(instruction, as_lanes(who[wrong]))}: {problem}")
 
     def arrive(lanes: Lanes) -> None:
-        for barrier, who in barriers(lanes):
+        for barrier, who in barriers.around(lanes):
             check(barrier, who, 0, "arrives at the barrier of its cluster again, without having waited")
             for watcher in machine.watchers if order == "release" else ():
                 watcher.phase_arrive(barrier.key, as_lanes(who))
             barrier.arrivals[who - barrier.lanes.start] += 1
             barrier.look_again()
 
-    def wait(lanes: Lanes) -> Outcome:
+    def wait(lanes: Lanes) -> Successors:
         on: list[tuple[int, Lanes]] = []
-        for barrier, who in barriers(lanes):
+        for barrier, who in barriers.around(lanes):
             check(barrier, who, 1, "waits at the barrier of its cluster without having arrived")
             done = barrier.arrivals[who - barrier.lanes.start] <= barrier.phase
             if done.any():

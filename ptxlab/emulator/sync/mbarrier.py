@@ -12,16 +12,21 @@ from typing import NoReturn
 
 import numpy as np
 
-from ptxlab.emulator import ir
-from ptxlab.emulator.access import SCOPES, Access, locator
-from ptxlab.emulator.alu import Opcode, UnknownOpcode
-from ptxlab.emulator.ir import Instruction
-from ptxlab.emulator.machine import Machine, Outcome, Parked, Step, binder
-from ptxlab.emulator.types import Array, Lanes, as_lanes, indices_of
+from ptxlab.emulator.core.access import SCOPES, MemoryAccess
+from ptxlab.emulator.core.addressing import locator
+from ptxlab.emulator.core.effect_queue import EffectQueue
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, Parked, Unit, binder
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import Array
 from ptxlab.errors import EmulationError
 
 Finish = Callable[[int, Lanes, bool], None]  # tells lanes that wait at a place whether the phase is complete
 
+# So often in a row, when nothing else can run, whoever waits is told "not yet" before that counts as a deadlock.
+PATIENCE = 50
 LARGEST = (1 << 20) - 1  # arrivals, and bytes in flight
 _MARK = np.uint64(0x6D62_6172_7269_6572)
 _PENDING = 20  # bits of a state token below its phase
@@ -54,7 +59,7 @@ class MBarrier:
 
     def look(self) -> None:
         """Complete the phase if nothing is missing, and let those go who waited for that."""
-        self.machine.vain = 0
+        self.machine.unit(MBarriers).vain = 0
         if self.missing or self.bytes:
             return
         self.phase, self.missing = self.phase + 1, self.count
@@ -81,13 +86,41 @@ class MBarrier:
             yield Parked(parked.pc, parked.lanes, why)
 
 
-class MBarriers:
+class MBarriers(Unit):
+    """Those of a wave."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.at: dict[int, MBarrier] = {}  # by arena offset
+        self.vain = 0  # how often in a row whoever waits has been told "not yet"
+        machine.unit(EffectQueue).mbarriers = self.at
+
+    def answer_in_vain(self) -> bool:
+        """Tell whoever waits "not yet", as hardware does after a while."""
+        waited_at = [barrier for barrier in self.at.values() if barrier.waiting]
+        self.vain += 1
+        if not waited_at or self.vain > PATIENCE:
+            return False
+        for barrier in waited_at:
+            barrier.answer(False)
+        return True
+
+    def waiters(self) -> Iterator[Parked]:
+        """At all mbarriers."""
+        return (parked for barrier in self.at.values() for parked in barrier.waiters())
+
+    def state(self) -> object:
+        """What each has counted."""
+        return [(b.place, b.missing, b.bytes, b.phase, len(b.waiting)) for b in self.at.values()]
+
+
+class MBarrierOperand:
     """Finds the objects at an address operand."""
 
     def __init__(self, machine: Machine, instruction: Instruction, space: str, address: ir.Operand, kind: str) -> None:
         order = "relaxed" if kind == "load" else "weak"
-        self.machine, self.instruction = machine, instruction
-        self.access = Access(instruction, kind, space, order, "b64", 1, ())
+        self.machine, self.instruction, self.mbarriers = machine, instruction, machine.unit(MBarriers)
+        self.access = MemoryAccess(instruction, kind, space, order, "b64", 1, ())
         self.locate = locator(machine, self.access, address)
 
     def fail(self, lane: int, problem: str) -> NoReturn:
@@ -102,7 +135,7 @@ class MBarriers:
         order = np.argsort(offsets, kind="stable")
         places, first = np.unique(offsets[order], return_index=True)
         for place, who in zip(places.tolist(), np.split(order, first[1:]), strict=True):
-            barrier = self.machine.mbarriers.get(place)
+            barrier = self.mbarriers.at.get(place)
             if barrier is None:
                 where = self.machine.memory.byte(place)
                 self.fail(indices_of(lanes)[who[0]], f"there is no initialised mbarrier at {where}")
@@ -112,20 +145,20 @@ class MBarriers:
 
 
 @binder("mbarrier")
-def _mbarrier(machine: Machine, instruction: Instruction, pc: int) -> Step:
+def _mbarrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     opcode = Opcode(instruction.opcode)
     action = opcode.choice(*_ACTIONS)
     space = opcode.choice("shared", "shared::cta", "shared::cluster", default="generic")
     if not opcode.flag("b64"):
         raise UnknownOpcode(instruction.opcode)
-    step = _ACTIONS[action](machine, instruction, pc, opcode, space)
+    handler = _ACTIONS[action](machine, instruction, pc, opcode, space)
     if opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
-    return step
+    return handler
 
 
-def _init(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Step:
-    at = MBarriers(machine, instruction, space, instruction.operands[0], "store")
+def _init(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
+    at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "store")
     read = machine.reader(instruction.operands[1], "u32")
 
     def init(lanes: Lanes) -> None:
@@ -137,32 +170,32 @@ def _init(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
         for lane, place, count in zip(indices_of(lanes).tolist(), offsets.tolist(), counts.tolist(), strict=True):
             if not 1 <= count <= LARGEST:
                 at.fail(lane, f"an mbarrier expects 1 to {LARGEST} arrivals, not {count}")
-            if place in machine.mbarriers:
-                line = machine.mbarriers[place].instruction.line
+            if place in at.mbarriers.at:
+                line = at.mbarriers.at[place].instruction.line
                 at.fail(lane, f"the mbarrier at {machine.memory.byte(place)} is initialised already, by line {line}")
-            machine.mbarriers[place] = MBarrier(machine, place, count, instruction)
+            at.mbarriers.at[place] = MBarrier(machine, place, count, instruction)
         machine.memory.view[8][offsets // 8] = _MARK
 
     return init
 
 
-def _invalidate(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Step:
-    at = MBarriers(machine, instruction, space, instruction.operands[0], "store")
+def _invalidate(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
+    at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "store")
 
     def invalidate(lanes: Lanes) -> None:
         for barrier, who in at.objects(lanes):
             if barrier.waiting:
                 at.fail(indices_of(lanes)[who[0]], f"threads still wait at {barrier}")
-            del machine.mbarriers[barrier.place]
+            del at.mbarriers.at[barrier.place]
 
     return invalidate
 
 
-def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Step:
+def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
     """expect_tx and complete_tx."""
     opcode.flag("relaxed")
     opcode.choice(*SCOPES, default="cta")
-    at = MBarriers(machine, instruction, space, instruction.operands[0], "load")
+    at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "load")
     read = machine.reader(instruction.operands[1], "u32")
     sign = 1 if "expect_tx" in instruction.opcode else -1
 
@@ -178,13 +211,13 @@ def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: O
     return transact
 
 
-def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Step:
+def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
     """arrive and arrive_drop, perhaps with expect_tx or noComplete."""
     drop, expects, partial = "arrive_drop" in instruction.opcode, opcode.flag("expect_tx"), opcode.flag("noComplete")
     releases = opcode.choice("release", "relaxed", default="release") == "release"
     opcode.choice(*SCOPES, default="cta")
     state, address, *argument = instruction.operands
-    at = MBarriers(machine, instruction, space, address, "load")
+    at = MBarrierOperand(machine, instruction, space, address, "load")
     write = machine.writer(state, "u64")
     read = machine.reader(argument[0] if argument else ir.Immediate(1), "u32")
     if (expects or partial) and not argument:
@@ -219,13 +252,14 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
     return arrive
 
 
-def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Step:
+def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
     """test_wait and try_wait, by state or by parity; the hint how long to wait says nothing here."""
     parity = opcode.flag("parity")
     acquires = opcode.choice("acquire", "relaxed", default="acquire") == "acquire"
     opcode.choice(*SCOPES, default="cta")
     target, address, expected = instruction.operands[:3]
-    at = MBarriers(machine, instruction, space, address, "load")
+    pending = machine.unit(EffectQueue)
+    at = MBarrierOperand(machine, instruction, space, address, "load")
     write, read = machine.writer(target, "pred"), machine.reader(expected, "u32" if parity else "u64")
 
     def done(barrier: MBarrier, wanted: Array) -> Array:
@@ -235,12 +269,12 @@ def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
 
     def finish(place: int, lanes: Lanes, success: bool) -> None:
         if success:
-            machine.pending.observe(place)
+            pending.observe(place)
         for watcher in machine.watchers if success and acquires else ():
             watcher.phase_wait(place, lanes)
         write(lanes, np.array([success]))
 
-    def wait(lanes: Lanes) -> Outcome:
+    def wait(lanes: Lanes) -> Successors:
         indices = indices_of(lanes)
         wanted, success = np.broadcast_to(read(lanes), indices.shape), np.zeros(len(indices), bool)
         for barrier, who in at.objects(lanes):
@@ -256,12 +290,12 @@ def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
     return wait
 
 
-def _pending_count(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Step:
+def _pending_count(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
     write, read = machine.writer(instruction.operands[0], "u32"), machine.reader(instruction.operands[1], "u64")
     return lambda lanes: write(lanes, (read(lanes) & np.uint64(LARGEST)).astype(np.uint32))
 
 
-_ACTIONS: dict[str, Callable[[Machine, Instruction, int, Opcode, str], Step]] = {
+_ACTIONS: dict[str, Callable[[Machine, Instruction, int, Opcode, str], Handler]] = {
     "init": _init,
     "inval": _invalidate,
     "arrive": _arrive,

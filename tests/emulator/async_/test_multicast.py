@@ -5,7 +5,7 @@ import pytest
 
 import ptxlab
 from ptxlab import emulator
-from ptxlab.emulator.mbarrier import MBarrier
+from ptxlab.emulator.sync.mbarrier import MBarrier
 from ptxlab.errors import Deadlock
 from ptxlab.layout import TensorMap
 

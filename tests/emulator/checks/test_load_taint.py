@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.emulator import followed
+from ptxlab.emulator.checks import load_taint as followed
 from ptxlab.errors import MemoryFault
 
 from .kernels import STORE, cuda, kernel, run

@@ -3,7 +3,7 @@
 import numpy as np
 
 from ptxlab import emulator
-from ptxlab.emulator.stepclock import BYTES_PER_STEP, LATENCY
+from ptxlab.emulator.checks.step_clock import BYTES_PER_STEP, LATENCY
 from tests.emulator.kernels import STORE, kernel, run, values
 
 ROUNDS = 50

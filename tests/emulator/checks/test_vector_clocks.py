@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab.emulator.clocks import Clocks
+from ptxlab.emulator.checks.vector_clocks import Clocks
 
 LANES, CLUSTER = 128, 64
 EVERYBODY = np.arange(LANES)

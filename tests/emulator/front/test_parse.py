@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.emulator.ir import Address, Immediate, Vector
+from ptxlab.emulator.front.ir import Address, Immediate, Vector
 from ptxlab.errors import SourceError, UnknownInstruction
 
 from .kernels import HEADER, STORE, kernel, values

@@ -3,7 +3,7 @@
 import pytest
 
 from ptxlab.emulator import parse
-from ptxlab.emulator.accesses import accesses_of
+from ptxlab.emulator.front.pointer_accesses import accesses_of
 
 
 def accesses(body: str) -> dict[str, set[str]]:

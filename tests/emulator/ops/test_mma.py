@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator
-from ptxlab.emulator import mma
+from ptxlab.emulator.ops import mma
 from ptxlab.errors import Deadlock, EmulationError, SourceError, UnknownInstruction
 from ptxlab.layout import fragments
 

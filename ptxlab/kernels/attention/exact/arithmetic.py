@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.emulator.alu import form
-from ptxlab.emulator.floating import canonical
-from ptxlab.emulator.rounding import widen
+from ptxlab.emulator.ops.alu import form
+from ptxlab.emulator.ops.floating import canonical
+from ptxlab.emulator.ops.rounding import widen
 from ptxlab.reference.tensor_cores import hopper_mma
 
 
