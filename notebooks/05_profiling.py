@@ -24,7 +24,10 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import kernels, nsight, pipelines, profileplot, profiletables, recorder, sass, timeline, timelineplot
+from ptxlab import kernels, nsight, pipelines, profiletables, sass, timeline
+from ptxlab.profile import plot as profileplot
+from ptxlab.timeline import plot as timelineplot
+from ptxlab.timeline import recorder
 
 # %% [markdown]
 # ## Machine code

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from ptxlab import reference
-from ptxlab.checkpoint import Checkpoint
-from ptxlab.files import read_text
+from ptxlab.io.checkpoint import Checkpoint
+from ptxlab.io.files import read_text
 from ptxlab.reference.attention import F64
 from ptxlab.reference.packed import F32
 

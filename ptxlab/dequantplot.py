@@ -7,9 +7,10 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from ptxlab import audit, kernels, quant, reference
+from ptxlab import kernels, quant, reference
 from ptxlab.bench.record import Record, Row
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED, SCHEME_COLOURS, SWEEP
+from ptxlab.weights import audit
 
 _TITLES = {"qoq": "QoQ", "lqq": "LQQ"}
 _GROUP = 32

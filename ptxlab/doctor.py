@@ -4,8 +4,10 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ptxlab import __version__, cache, checkpoint, gpu, nsight, tested, toolchain
+from ptxlab import __version__, gpu, nsight, tested, toolchain
 from ptxlab.errors import FileError, UnavailableError
+from ptxlab.io import checkpoint
+from ptxlab.toolchain import cache
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from ptxlab import quant
 from ptxlab.bert import AttentionInputs, Bert, attend
-from ptxlab.files import read_text
+from ptxlab.io.files import read_text
 from ptxlab.reference.attention import F64
 from ptxlab.reference.packed import F32
 

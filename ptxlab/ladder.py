@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from ptxlab import bench, counts, kernels, sources
+from ptxlab import bench, kernels, sources
+from ptxlab.bench import counts
 from ptxlab.bench.limits import STALL
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer

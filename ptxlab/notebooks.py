@@ -6,7 +6,7 @@ from typing import Any
 
 from ptxlab import sources
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.files import write_whole
+from ptxlab.io.files import write_whole
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{8,}(?=>)")  # of a function: another one in every run
 _SECONDS = 300  # no cell of ours takes longer

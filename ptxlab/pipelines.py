@@ -101,7 +101,8 @@ def _steady(one: Timeline) -> float:
 
 def pictures(folder: Path) -> list[Path]:
     """Draw every comparison that is recorded, and attention, into a folder; returns the pictures' paths."""
-    from ptxlab import plot, timelineplot
+    from ptxlab import plot
+    from ptxlab.timeline import plot as timelineplot
 
     drawn = []
     for M in (FEW, SHOWN):

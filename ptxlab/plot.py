@@ -11,14 +11,15 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ptxlab import audit, quant, reference
+from ptxlab import quant, reference
 from ptxlab.errors import ArgumentError
-from ptxlab.files import write_whole
+from ptxlab.io.files import write_whole
+from ptxlab.weights import audit
 
 if TYPE_CHECKING:
-    from ptxlab.audit import AuditRow
     from ptxlab.demo import Row
-    from ptxlab.tiles import Holders, WarpAccess
+    from ptxlab.kernels.holders import Holders, WarpAccess
+    from ptxlab.weights.audit import AuditRow
 
 BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"
 SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}

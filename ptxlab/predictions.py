@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ptxlab import cost, counts, headline, kernels, ladder
+from ptxlab import cost, headline, kernels, ladder
+from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED_TOKENS, Layer
 from ptxlab.cost import Cost, Device, Scheme

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from ptxlab import nsight, sources, stalls
+from ptxlab import nsight, sources
 from ptxlab.nsight import Profile
+from ptxlab.profile import stalls
 
 COMPARED = "gemm_w4a8_sm90", "gemm_w4a8_lqq_imfp_sm90"  # the page in the README: the former beside the latter
 _SPELLING = {

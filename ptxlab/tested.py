@@ -14,7 +14,7 @@ from typing import Any, get_origin, get_type_hints
 
 from ptxlab import sources
 from ptxlab.errors import FileError
-from ptxlab.files import read_record, read_text
+from ptxlab.io.files import read_record, read_text
 
 SCHEMA = 1
 FILE = "tests.json"  # under `notebooks/results/<gpu>/`

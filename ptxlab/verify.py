@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, kernels, toolchain
-from ptxlab.backends import BACKENDS
-from ptxlab.dtypes import dtype_in, numbers, storage, stored
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError, VerificationError
 from ptxlab.runtime import Kernel, run_spec
+from ptxlab.runtime.backends import BACKENDS
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.tolerance import Allowed, misses, within
+from ptxlab.spec.dtypes import dtype_in, numbers, storage, stored
+from ptxlab.spec.tolerance import Allowed, misses, within
 from ptxlab.validate import is_one_of
 
 _POISONS = (0xA5, 0x5A)  # every output byte differs from one of them: an element that nobody wrote shows

@@ -18,7 +18,7 @@
 
 namespace ptxlab {
 
-// Its names, in this order, are those of ptxlab/timeline.py.
+// Its names, in this order, are those of ptxlab/timeline/__init__.py.
 enum class Phase : unsigned { END, SETUP, LOAD, WAIT_COPY, WAIT_GROUP, WAIT_MMA, DEQUANTISE, ISSUE, MULTIPLY, SCORES, SOFTMAX, VALUES, REDUCE, EPILOGUE };
 
 constexpr unsigned TRACKS = 256, STAMPS = 4096, HEADER = 6;  // STAMPS: of a track, its header included

@@ -20,7 +20,7 @@ from ptxlab.layout import KVCache, page_bytes
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.sources import of_kernel
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.tolerance import Allowed, within
+from ptxlab.spec.tolerance import Allowed, within
 
 SCALE = HEAD_DIM**-0.5
 _RANDOM = 64 << 20  # bytes of distinct random pages; repeated in a larger cache, whose tables mix them

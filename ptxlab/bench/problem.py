@@ -10,12 +10,12 @@ from ptxlab import gpu
 from ptxlab.bench.shapes import GROUP, Layer
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
-from ptxlab.expressions import names_in
 from ptxlab.kernels.gemm import STEPS
 from ptxlab.kernels.gemm.common import F16, Step
 from ptxlab.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
+from ptxlab.spec.expressions import names_in
 
 _POISON = 0xA5
 _OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no part of the weight; nor is the bias

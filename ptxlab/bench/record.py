@@ -11,7 +11,7 @@ from typing import Any
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.files import read_record, write_text
+from ptxlab.io.files import read_record, write_text
 
 SCHEMA = 1
 TOLERANCE = 0.03

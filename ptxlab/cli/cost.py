@@ -6,9 +6,9 @@ import typer
 
 from ptxlab import cost as model
 from ptxlab import costtables
-from ptxlab.arguments import parse_sizes
 from ptxlab.cli.common import AsJson, console, print_json, table
 from ptxlab.errors import ArgumentError
+from ptxlab.runtime.arguments import parse_sizes
 
 _AXES = ("M", "N", "K")
 

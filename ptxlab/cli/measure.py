@@ -7,13 +7,15 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import counts, headline, kernels, kvpoints, kvtargets, sanitizer, targets, tested
+from ptxlab import headline, kernels, kvpoints, kvtargets, targets, tested
 from ptxlab import report as reports
 from ptxlab import sass as sass_tools
-from ptxlab.arguments import parse_sizes
+from ptxlab.bench import counts
 from ptxlab.bench.record import Record
 from ptxlab.cli.common import FAILED, Arch, AsJson, console, notes, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
+from ptxlab.nsight import sanitizer
+from ptxlab.runtime.arguments import parse_sizes
 
 
 def sass(
@@ -140,11 +142,11 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Time every combination of a kernel's constants on this machine's GPU, beside what the spec chooses."""
-    from ptxlab import subject
     from ptxlab.bench import sweep as sweeps
+    from ptxlab.profile import launch_target
 
     spec, _ = kernels.find(target)
-    sizes = subject.sizes_of(spec, parse_sizes("--shape", shape) if shape else {})
+    sizes = launch_target.sizes_of(spec, parse_sizes("--shape", shape) if shape else {})
     constants = _constants(define)
     with progress_bar(f"sweep {target}", None, quiet=as_json) as advance:
         found = sweeps.sweep(spec, sizes, constants, advance)

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ptxlab import nsight, profiles, stalls, subject
-from ptxlab.arguments import parse_integers, parse_sizes
+from ptxlab import nsight
 from ptxlab.cli.common import (
     AsJson,
     Backend,
@@ -26,8 +25,10 @@ from ptxlab.cli.common import (
 )
 from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
-from ptxlab.files import require_folder
+from ptxlab.io.files import require_folder
 from ptxlab.nsight import Profile
+from ptxlab.profile import launch_target, profiles, stalls
+from ptxlab.runtime.arguments import parse_integers, parse_sizes
 
 _WIDEST = 100  # characters of a source line
 
@@ -102,8 +103,8 @@ def profile(
         _refuse({"--shape": shape}, "none of a .json, which has its own")
     write = _writer(out) if out is not None else None
 
-    def job(named: str) -> subject.Job:
-        made = subject.Job(named, sizes)
+    def job(named: str) -> launch_target.Job:
+        made = launch_target.Job(named, sizes)
         if made.spec is not None:
             _refuse(of_files, f"for files only: the spec of {made.spec.name} says it")
             return made
@@ -111,7 +112,7 @@ def profile(
         if inputs is None:
             raise ArgumentError("--in", "an .npz with the arguments of the kernel by name", "nothing")
         geometry = dims("grid", grid or "1"), dims("block", block or "32"), shared or 0
-        return subject.Job(named, {}, str(inputs), *geometry, arch, parse_integers("-D", define or []))
+        return launch_target.Job(named, {}, str(inputs), *geometry, arch, parse_integers("-D", define or []))
 
     def made(named: str, keep: Path | None) -> Profile:
         if Path(named).suffix in profiles.SAVED:
@@ -139,7 +140,8 @@ def _writer(out: Path) -> Callable[[Sequence[Profile], Sequence[str]], None]:
     """Writes the first profile as JSON, or all of them as a picture; ArgumentError for another kind of file."""
     if out.suffix == ".json":
         return lambda found, _: nsight.save(found[0], out)
-    from ptxlab import plot, profileplot  # Matplotlib takes half a second that others need not pay
+    from ptxlab import plot
+    from ptxlab.profile import plot as profileplot  # Matplotlib takes half a second that others need not pay
 
     plot.format_of(out)
     return lambda found, words: plot.save(profileplot.page_figure(found, words), out)

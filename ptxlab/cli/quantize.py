@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ptxlab import convert
 from ptxlab.cli.common import AsJson, console, print_json, progress_bar, table
+from ptxlab.weights import convert
 
 
 def quantize(

@@ -9,8 +9,7 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import kernels, runtime, tiles
-from ptxlab.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
+from ptxlab import kernels, runtime
 from ptxlab.cli.common import (
     FAILED,
     AsJson,
@@ -27,7 +26,9 @@ from ptxlab.cli.common import (
     table,
 )
 from ptxlab.errors import ArgumentError
-from ptxlab.files import load_arrays, save_arrays
+from ptxlab.io.files import load_arrays, save_arrays
+from ptxlab.kernels import holders
+from ptxlab.runtime.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
 from ptxlab.spec import Arg, KernelSpec
 from ptxlab.verify import Job, Verdict, plan
 from ptxlab.verify import verify as verify_job
@@ -95,7 +96,7 @@ def show(
     if spec.wrong:
         console.print(f"  [red]wrong by design[/]: {escape(spec.wrong.why)}")
     if "fragments" in {arg.name for arg in spec.outputs}:
-        console.print(tiles.as_text(spec.name), highlight=False, soft_wrap=True)
+        console.print(holders.as_text(spec.name), highlight=False, soft_wrap=True)
     for source in sources:
         console.print(f"\n[dim]{escape(source.label)}[/]")
         console.print(Syntax(source.text, "c", background_color="default", word_wrap=True))

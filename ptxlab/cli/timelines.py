@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from ptxlab import kernels, recorder, timeline
+from ptxlab import kernels, timeline
 from ptxlab.cli.common import console, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
-from ptxlab.files import write_text
-from ptxlab.timeline import Timeline
+from ptxlab.io.files import write_text
+from ptxlab.timeline import Timeline, recorder
 
 
 def profile_timeline(
@@ -62,7 +62,8 @@ def _writer(out: Path) -> Callable[[Timeline], None]:
     """Writes a trace for Perfetto, or a picture; ArgumentError for another kind of file."""
     if out.suffix == ".json":
         return lambda found: write_text(out, json.dumps(timeline.trace(found)) + "\n")
-    from ptxlab import plot, timelineplot  # Matplotlib takes half a second
+    from ptxlab import plot
+    from ptxlab.timeline import plot as timelineplot  # Matplotlib takes half a second
 
     plot.format_of(out)
     return lambda found: plot.save(timelineplot.timeline_figure(found), out)

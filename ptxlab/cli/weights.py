@@ -9,13 +9,14 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ptxlab import audit as audits
-from ptxlab import checkpoint, gpu, kvdemo
 from ptxlab import demo as demos
 from ptxlab import doctor as doctors
+from ptxlab import gpu, kvdemo
 from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
 from ptxlab.errors import UnavailableError
-from ptxlab.files import write_text
+from ptxlab.io import checkpoint
+from ptxlab.io.files import write_text
+from ptxlab.weights import audit as audits
 
 
 def demo(

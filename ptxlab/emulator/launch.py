@@ -91,12 +91,12 @@ def run(
     value and has exactly the parameter's size; bytes are a struct passed by value. `grid`, `block` and `cluster` are
     sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS`; bounds and alignment are
     always checked. `uninitialised` are positions in `args` of buffers whose contents count as never written,
-    `after_wait` of those that the kernel before on the stream may still write when this one begins (`predecessor`).
+    `after_wait` of those that the kernel before on the stream may still write when this one begins (`race_pdl`).
     `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
     `seed`; in "late" the lanes of a warp execute their strong stores (relaxed, volatile, release) at two times, too.
     `max_steps` bounds the instructions that a wave of blocks dispatches (None: `MAX_STEPS`); lanes that spin on what no
     other will change are found before that. With `count_banks` the result tells what accesses to shared
-    memory cost; with `step_clock` every warp has a clock of its own (`stepclock`).
+    memory cost; with `step_clock` every warp has a clock of its own (`step_clock`).
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
     `EmulationError`s with the place in the source. No array is modified then.
@@ -111,9 +111,9 @@ def run(
     most = MAX_STEPS if max_steps is None else steps_of(max_steps)
     positions = [position for position, value in enumerate(args) if array_of(value) is not None]
 
-    def attempt(followed: frozenset[int]) -> tuple[LaunchState, list[tuple[Array, Region]], EmulationError | None]:
+    def attempt(tracked: frozenset[int]) -> tuple[LaunchState, list[tuple[Array, Region]], EmulationError | None]:
         launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, most)
-        launch.mode, launch.seed, launch.followed = mode, seed, followed
+        launch.mode, launch.seed, launch.tracked = mode, seed, tracked
         regions = {position: region for position, (_, region) in zip(positions, buffers, strict=True)}
         launch.after_wait = [regions[position].start for position in after_wait if position in regions]
         if "init" in checks:
@@ -125,8 +125,8 @@ def run(
         return launch, buffers, None
 
     launch, buffers, error = attempt(frozenset())
-    while not launch.suspects <= launch.followed:  # their values may not matter: the same again, with an eye on these
-        launch, buffers, error = attempt(launch.followed | launch.suspects)
+    while not launch.suspects <= launch.tracked:  # their values may not matter: the same again, with an eye on these
+        launch, buffers, error = attempt(launch.tracked | launch.suspects)
     if error is not None:
         first = {finding.kind: finding for finding in reversed(launch.findings.found.values())}  # of each kind
         if not first:
@@ -156,7 +156,7 @@ def _run_waves(launch: LaunchState, checks: frozenset[str], count_banks: bool, s
 
 
 def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_clock: bool) -> Iterator[Watcher]:
-    followed = LoadTaint(machine) if machine.launch.followed else None
+    taint = LoadTaint(machine) if machine.launch.tracked else None
     if step_clock:
         yield StepClock(machine)
     if count_banks:
@@ -164,19 +164,19 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
     if "lanes" in checks:
         yield PackedLanes(machine)
     if "init" in checks:
-        yield Initialised(machine, followed)
+        yield Initialised(machine, taint)
     if "divergence" in checks and machine.launch.flow.aligned:
         yield Divergence(machine)
     is_asynchronous = "async" in checks and machine.launch.entry.is_asynchronous
     order: HappensBefore | None = (
-        Races(machine, followed) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
+        Races(machine, taint) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
     )
     in_flight = InFlight(machine, order) if is_asynchronous and order else None
     if order:
         yield order
-    if followed:
-        followed.order = order
-        yield followed
+    if taint:
+        taint.order = order
+        yield taint
     if isinstance(order, Races):
         order.busy = in_flight.busy if in_flight else None
         if machine.cluster_memory.size > 1:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.dlpack import Bits, is_bfloat16, on_host, plain
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dlpack import Bits, is_bfloat16, on_host, plain
 
 _CUDA = (2, 13)  # DLPack's device types: device memory, managed memory
 _ALIGNMENT = 16  # the widest load or store of one thread

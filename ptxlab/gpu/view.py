@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError
 from ptxlab.gpu.arrays import as_array, caller_stream, empty, is_device_array, like
+from ptxlab.spec.dtypes import storage
 
 _ALIGNMENT = 16  # bytes: the widest load or store of one thread
 

@@ -10,7 +10,7 @@ from ptxlab.jupyter import maps, page
 from ptxlab.jupyter.cell import Cell, Fact, Remark, counts, facts
 from ptxlab.jupyter.drawing import HolderView
 from ptxlab.jupyter.page import Html, chip, details, element, join, listing, table
-from ptxlab.jupyter.words import Row, words
+from ptxlab.jupyter.registers import Row, words
 from ptxlab.layout import PackedWeight
 from ptxlab.runtime import Kernel, Outcome
 from ptxlab.sass import Report

@@ -11,7 +11,7 @@ import numpy as np
 from ptxlab.emulator import Finding, LaneType
 from ptxlab.errors import ArgumentError
 from ptxlab.jupyter.page import Html, chip, element, join, page
-from ptxlab.jupyter.words import Row, section, words
+from ptxlab.jupyter.registers import Row, section, words
 from ptxlab.reference.packed import as_words, replicate
 from ptxlab.runtime import Kernel, load
 

@@ -7,10 +7,10 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from ptxlab import gpu, kernels, sass
-from ptxlab.arguments import checks_of, parse_integers
 from ptxlab.errors import PtxlabError
 from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.errors import in_short
+from ptxlab.runtime.arguments import checks_of, parse_integers
 from ptxlab.sources import Language
 from ptxlab.spec import KernelSpec
 from ptxlab.verify import Job, Verdict, verify

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab import sources
-from ptxlab.arguments import check_flags, check_numbers, output_variant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels import attention, dequant, gemm, quantize
 from ptxlab.kernels import load as load_family
 from ptxlab.runtime import Outcome, run_spec
+from ptxlab.runtime.arguments import check_flags, check_numbers, output_variant
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 

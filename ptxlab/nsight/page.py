@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ptxlab.errors import FileError
-from ptxlab.files import read_record, write_text
+from ptxlab.io.files import read_record, write_text
 from ptxlab.nsight.report import ISSUING, Launched
 
 SCHEMA = 1

@@ -8,8 +8,8 @@ from ptxlab import gpu
 from ptxlab.bench import limits, problem
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS
 from tests.bench.test_gemm import NAMES, SMALL
-from tests.fake_ncu import ncu, printed
-from tests.ladder_record import row
+from tests.support.fake_ncu import ncu, printed
+from tests.support.ladder_record import row
 
 __all__ = ["ncu"]
 

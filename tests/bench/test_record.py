@@ -14,7 +14,7 @@ from ptxlab.bench.ceilings import Ceilings, shortfall
 from ptxlab.bench.record import Record, Row, commit
 from ptxlab.bench.timing import BEYOND_L2, clock_mhz, copies_beyond_l2
 from ptxlab.errors import ArgumentError, BenchmarkError, FileError
-from tests.slowed import slowed
+from tests.support.slowed import slowed
 
 ROW = Row(
     kernel="dequant_lqq",

@@ -7,7 +7,7 @@ from ptxlab.kernels.attention import device as attention
 from ptxlab.kernels.gemm import device as gemm
 from ptxlab.kernels.gemm import groupedface
 from ptxlab.kernels.quantize import face as quantize
-from tests.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu
 
 REMEMBERED = [(gemm, "_prepared"), (gemm, "_shared"), (attention, "_prepared"), (attention, "_shared")]
 REMEMBERED += [(module, "_plans") for module in (groupedface, appendface, quantize)]

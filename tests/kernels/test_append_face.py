@@ -11,7 +11,7 @@ from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.layout import KVCache, write_slots
-from tests.fake_gpu import DeviceArray, FakeGpu
+from tests.support.fake_gpu import DeviceArray, FakeGpu
 
 T, H, D, PAGE = 6, 2, 64, 16
 RNG = np.random.default_rng(0)

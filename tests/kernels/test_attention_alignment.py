@@ -7,9 +7,9 @@ import pytest
 
 from ptxlab.emulator.ops import mma
 from ptxlab.kernels.attention.sm90 import SM90
-from tests import attention_problems as problems
 from tests.kernels import test_attention_mma as sm80
 from tests.kernels import test_attention_sm90 as sm90
+from tests.support import attention_problems as problems
 
 AMPERE, HOPPER = (24, 8), (25, 16)  # bits below the largest exponent, products at a time (Fasi et al. 2021)
 SMALLEST = -14  # the exponent of FP16's subnormals, and of zero

@@ -11,10 +11,10 @@ from ptxlab.bench.kvproblem import SCALE
 from ptxlab.kernels.attention import bound, common, ladder, sm80
 from ptxlab.kernels.attention.sm90 import PROMOTE, SM90, roundings_of
 from ptxlab.quant import quantize_kv
-from ptxlab.tolerance import Allowed, misses, within
-from tests import attention_faults as faults
-from tests import attention_problems as problems
-from tests import attention_rounded as rounded
+from ptxlab.spec.tolerance import Allowed, misses, within
+from tests.support import attention_faults as faults
+from tests.support import attention_problems as problems
+from tests.support import attention_rounded as rounded
 
 LENGTHS = (300, 4096, 32768)
 HEADS = (8, 1)  # the fewest heads in which a fault has to show

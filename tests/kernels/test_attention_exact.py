@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from ptxlab import gpu
 from ptxlab.bench import kvproblem
 from ptxlab.bench.kvshapes import Batch, ragged
-from ptxlab.dtypes import stored
 from ptxlab.emulator.ops import mma
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import exact, sm90
@@ -22,10 +21,11 @@ from ptxlab.layout import KVCache
 from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays
-from tests import attention_problems as problems
+from ptxlab.spec.dtypes import stored
 from tests.kernels.test_attention_face_gpu import moved
 from tests.kernels.test_attention_sm90 import SOURCE, VARIANTS, Variant, every_variant
 from tests.layout.test_dispatch import DeviceArray
+from tests.support import attention_problems as problems
 
 ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
 PLAIN, OF_SMALL_PAGES = VARIANTS[:2]
@@ -110,7 +110,7 @@ def hopper_mma_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
         operands[:] = a, b
         return dots(a, b)
 
-    def truncating(form: mma.Form) -> Callable[..., None]:
+    def truncating(form: mma.DecodedMma) -> Callable[..., None]:
         def accumulate(products: np.ndarray, work: list[mma.Work], lanes: Any) -> None:
             a, b = (x.astype(np.float16) for x in operands)  # rows of A; columns of B, 2 t + j at 4 j + t
             for of_a, of_b, readers, writers in work:

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab.dtypes import numbers, stored
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention import device, ladder, steps
-from ptxlab.tolerance import within
-from tests import attention_problems as problems
-from tests.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, TEACHING, Q, hold, on_device, sent
-from tests.fake_gpu import FakeGpu
+from ptxlab.spec.dtypes import numbers, stored
+from ptxlab.spec.tolerance import within
+from tests.support import attention_problems as problems
+from tests.support.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, TEACHING, Q, hold, on_device, sent
+from tests.support.fake_gpu import FakeGpu
 
 
 @pytest.mark.parametrize("kernel", [SM90, SM80])

@@ -8,13 +8,13 @@ import pytest
 
 import ptxlab
 from ptxlab import gpu
-from ptxlab.dtypes import stored
 from ptxlab.kernels.attention import sm90
 from ptxlab.kernels.attention.steps import choose
 from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
-from tests import attention_problems as problems
-from tests.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, Q, hold
+from ptxlab.spec.dtypes import stored
+from tests.support import attention_problems as problems
+from tests.support.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, Q, hold
 
 ON_GPU = pytest.mark.skipif(gpu.why_not("sm_80") is not None, reason="the kernels run from sm_80 on")
 HERE = [name for name in (SM90, SM80) if gpu.why_not("sm_90a" if name == SM90 else "sm_80", exact=name == SM90) is None]

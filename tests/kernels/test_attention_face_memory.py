@@ -10,8 +10,8 @@ import ptxlab
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import steps
 from ptxlab.layout import KVCache
-from tests.attention_faces import CACHE, SM80, SM90, Q, hold, on_device, sent
-from tests.fake_gpu import FakeGpu
+from tests.support.attention_faces import CACHE, SM80, SM90, Q, hold, on_device, sent
+from tests.support.fake_gpu import FakeGpu
 
 
 @pytest.mark.parametrize("kernel", [SM90, SM80])

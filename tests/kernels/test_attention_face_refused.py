@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab.dtypes import stored
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import KVCache
-from tests import attention_problems as problems
-from tests.attention_faces import CACHE, SM90, TEACHING, Q, on_device, sent
-from tests.fake_gpu import FakeGpu
+from ptxlab.spec.dtypes import stored
+from tests.support import attention_problems as problems
+from tests.support.attention_faces import CACHE, SM90, TEACHING, Q, on_device, sent
+from tests.support.fake_gpu import FakeGpu
 
 
 def changed(array: np.ndarray, at: Any, value: Any) -> np.ndarray:

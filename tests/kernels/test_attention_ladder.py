@@ -13,8 +13,8 @@ from ptxlab.kernels.attention import ladder
 from ptxlab.layout import KVCache, pack_u4
 from ptxlab.runtime import Kernel, load, run_spec
 from ptxlab.spec import Arrays, KernelSpec
-from tests import attention_problems as problems
-from tests import waits
+from tests.support import attention_problems as problems
+from tests.support import waits
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SCALE = 128**-0.5

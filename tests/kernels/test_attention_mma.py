@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, toolchain, verify
-from ptxlab.dtypes import numbers, stored
 from ptxlab.errors import ArgumentError, EmulationError, VerificationError
 from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.layout import KVCache
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
-from ptxlab.tolerance import within
+from ptxlab.spec.dtypes import numbers, stored
+from ptxlab.spec.tolerance import within
 from ptxlab.verify import compare
-from tests import attention_problems as problems
-from tests import waits
+from tests.support import attention_problems as problems
+from tests.support import waits
 
 SPEC = sm80.MMA
 SOURCE = kernels.find(SPEC.name)[1][0]

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, toolchain
-from ptxlab.dtypes import numbers, stored
 from ptxlab.errors import ArgumentError, EmulationError, VerificationError
 from ptxlab.kernels.attention import sm80, sm90
 from ptxlab.kernels.attention.sm90 import SM90, TILE, Tile
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
+from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.verify import compare
-from tests import attention_problems as problems
-from tests import waits
+from tests.support import attention_problems as problems
+from tests.support import waits
 
 SOURCE = kernels.find(SM90.name)[1][0]
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))

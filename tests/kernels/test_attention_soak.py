@@ -11,9 +11,9 @@ from ptxlab import gpu, kernels
 from ptxlab.kernels.attention.sm80 import scheme_of
 from ptxlab.kernels.attention.steps import STEPS, Step, why_not
 from ptxlab.layout import KVCache
-from ptxlab.tolerance import within
-from tests import attention_problems as problems
-from tests import soak
+from ptxlab.spec.tolerance import within
+from tests.support import attention_problems as problems
+from tests.support import soak
 
 pytestmark = pytest.mark.gpu
 

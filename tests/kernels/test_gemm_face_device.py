@@ -11,8 +11,8 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm import device, ladder
 from ptxlab.kernels.gemm.common import DTYPES, Step
-from tests.fake_gpu import DeviceArray, FakeGpu, on_device
-from tests.gemm_faces import (
+from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
+from tests.support.gemm_faces import (
     BIAS,
     GROUPED,
     WEIGHTS,

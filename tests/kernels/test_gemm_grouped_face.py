@@ -11,7 +11,7 @@ from ptxlab import gpu, quant
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.kernels.gemm.grouped import GROUPED, offsets_of
-from tests.fake_gpu import DeviceArray, FakeGpu, on_device
+from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 
 E, M, N, K = 4, 11, 40, 192
 RNG = np.random.default_rng(0)

@@ -23,7 +23,7 @@ from ptxlab.kernels.gemm.strips import LARGE, SMALL
 from ptxlab.kernels.gemm.strips_tiles import Chosen
 from ptxlab.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import Kernel, run_spec
-from tests.waits import Place, changed, not_expecting, places
+from tests.support.waits import Place, changed, not_expecting, places
 
 NAMES = (*dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name)
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has

@@ -12,7 +12,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm.common import Step, example_channel, example_lqq, example_qoq
 from ptxlab.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.spec import KernelSpec
-from tests import soak
+from tests.support import soak
 
 pytestmark = pytest.mark.gpu
 

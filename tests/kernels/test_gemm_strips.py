@@ -17,7 +17,7 @@ from ptxlab.kernels.gemm.strips import LARGE, LARGE_TILES, SMALL, SMALL_FRAGMENT
 from ptxlab.kernels.gemm.strips_tiles import Chosen, Tile
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
-from tests import gemm_problems
+from tests.support import gemm_problems
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SOURCES = {spec.name: kernels.find(spec.name)[1][0] for spec in strips.SPECS}

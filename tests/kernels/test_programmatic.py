@@ -13,7 +13,7 @@ from ptxlab.kernels.gemm import device
 from ptxlab.kernels.gemm.strips import LARGE
 from ptxlab.kernels.gemm.strips_tiles import Chosen, Tile
 from ptxlab.runtime import run_spec
-from tests.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu
 
 RNG = np.random.default_rng(0)
 SIZES = {"M": 5, "N": 136, "K": 768, "g": 128}

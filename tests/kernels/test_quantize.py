@@ -13,8 +13,8 @@ import ptxlab
 from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.layout.packed_activations import ORDERS, stored_shape, tile_of
-from tests.fake_gpu import DeviceArray, FakeGpu
-from tests.strategies import floats
+from tests.support.fake_gpu import DeviceArray, FakeGpu
+from tests.support.strategies import floats
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 DTYPES = {"float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype("float32")}

@@ -13,8 +13,8 @@ from ptxlab import quant
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.packed_weight import VERSION
-from tests import strategies
 from tests.layout.test_packings import KINDS, random_weight, weights
+from tests.support import strategies
 
 
 def assert_equal(a, b) -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from ptxlab import reference
 from ptxlab.layout import pack, pack_u4
 from ptxlab.layout.fragments import Fragment, ldmatrix, mma_a, wgmma_a
-from ptxlab.layout.words import exchange_nibbles
+from ptxlab.layout.nibbles import exchange_nibbles
 from ptxlab.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight, quantize_lqq, quantize_qoq
-from tests import strategies
+from tests.support import strategies
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4

@@ -8,7 +8,7 @@ import pytest
 from ptxlab import nsight
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.nsight import Launched, Profile
-from tests.nsight import FILE, GEMM, SIZES
+from tests.support.reports import FILE, GEMM, SIZES
 
 WEIGHTS = SIZES["N"] * SIZES["K"]
 

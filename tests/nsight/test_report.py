@@ -8,7 +8,7 @@ import pytest
 from ptxlab import nsight
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.nsight import Launched
-from tests.nsight import FILE, GEMM
+from tests.support.reports import FILE, GEMM
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""cp.async: copies that go on while their threads do, and the groups of all such. When they happen: `pending`.
+"""cp.async: copies that go on while their threads do, and the groups of all such. When they happen: `effect_queue`.
 
-Those of the copy engine, cp.async.bulk, stand in `bulk`.
+Those of the copy engine, cp.async.bulk, stand in `cp_async_bulk`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """cp.async.bulk: what the copy engine moves, runs of bytes and boxes of a matrix, to one block or several.
 
-It tells an mbarrier of every byte, or forms groups. When copies happen: `pending`.
+It tells an mbarrier of every byte, or forms groups. When copies happen: `effect_queue`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """wgmma: D = A·B + D of a warp group, 8-bit integers; A in registers or in shared memory, B in shared memory.
 
-Each of the four warps does its 16 rows by itself, as an effect of its own (`pending`): late, it reads registers and
-shared memory and writes the accumulators only when its group is waited for.
+Each of the four warps does its 16 rows by itself, as an effect of its own (`effect_queue`): late, it reads registers
+and shared memory and writes the accumulators only when its group is waited for.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DecodedWgmma:
 class WgmmaProducts(Effect):
     """One entry per warp."""
 
-    form: DecodedWgmma
+    decoded: DecodedWgmma
     quarter: Array  # which 16 rows are the warp's
     base: Array  # arena offset of shared address 0, of the warp's block
     a: Array  # descriptors u64; 0 for registers
@@ -89,7 +89,7 @@ class WgmmaProducts(Effect):
     def adds_to(self) -> list[tuple[ir.Register, Array]]:
         """D, where it is not replaced."""
         lanes = (self.lanes[self.adds, None] + np.arange(32)).reshape(-1)
-        return [(register, lanes) for register in self.form.d_registers]
+        return [(register, lanes) for register in self.decoded.d_registers]
 
     def operand(self, memory: Memory, descriptor: int, base: int, rows: int, type_name: str) -> Array:
         """A matrix in shared memory, float32 [rows, 32]."""
@@ -100,17 +100,17 @@ class WgmmaProducts(Effect):
         """Multiply: exact in float32, as a sum of 32 products stays below 2^24."""
         if self.taken is not None:
             return
-        form, taken = self.form, np.empty((len(self.lanes), ROWS, self.form.n), np.int64)
-        own = integers(mma_a(32), form.read_a(self.all_lanes), form.a_type) if form.read_a else None
+        decoded, taken = self.decoded, np.empty((len(self.lanes), ROWS, self.decoded.n), np.int64)
+        own = integers(mma_a(32), decoded.read_a(self.all_lanes), decoded.a_type) if decoded.read_a else None
         keys = np.stack([self.base, self.a.view(np.int64), self.b.view(np.int64)])
         distinct, which = np.unique(keys, axis=1, return_inverse=True)
         for i, (base, a, b) in enumerate(zip(*distinct.tolist(), strict=True)):
             warps = np.flatnonzero(which.reshape(-1) == i)
-            right = self.operand(memory, b % (1 << 64), base, form.n, form.b_type).T
+            right = self.operand(memory, b % (1 << 64), base, decoded.n, decoded.b_type).T
             if own is not None:
                 left = own[warps]
             else:
-                whole = self.operand(memory, a % (1 << 64), base, 4 * ROWS, form.a_type).reshape(4, ROWS, 32)
+                whole = self.operand(memory, a % (1 << 64), base, 4 * ROWS, decoded.a_type).reshape(4, ROWS, 32)
                 left = whole[self.quarter[warps]]
             taken[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
         self.taken = taken
@@ -119,11 +119,11 @@ class WgmmaProducts(Effect):
         """Accumulate."""
         self.take(memory)
         assert self.taken is not None
-        form, fragment, lanes = self.form, accumulators(self.form.n), self.all_lanes
-        before = fragment.gather(form.read_d(lanes), np.int32).astype(np.int64)
-        after = to_int32(np.where(self.adds[:, None, None], before, 0) + self.taken, form.saturates)
+        decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n), self.all_lanes
+        before = fragment.gather(decoded.read_d(lanes), np.int32).astype(np.int64)
+        after = to_int32(np.where(self.adds[:, None, None], before, 0) + self.taken, decoded.saturates)
         columns = fragment.scatter(after)
-        for i, write in enumerate(form.write_d):
+        for i, write in enumerate(decoded.write_d):
             write(lanes, columns[:, :, i].reshape(-1))
         self.taken = None
 
@@ -132,8 +132,8 @@ class WgmmaProducts(Effect):
         """The operands in shared memory, piece by piece."""
         lanes, starts = [], []
         for i, lane in enumerate(self.lanes.tolist()):
-            places = [pieces(int(self.b[i]), self.form.n)]
-            if self.form.read_a is None:
+            places = [pieces(int(self.b[i]), self.decoded.n)]
+            if self.decoded.read_a is None:
                 first = int(self.quarter[i]) * ROWS
                 places.append(pieces(int(self.a[i]), 4 * ROWS)[first : first + ROWS])
             starts.append(np.concatenate(places).reshape(-1) + self.base[i])
@@ -181,7 +181,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         raise UnknownOpcode(instruction.opcode)
     d, a, b, scale = instruction.operands
     d_registers, a_registers = elements(d, n // 2), a.items if isinstance(a, ir.Vector) else ()
-    form = DecodedWgmma(
+    decoded = DecodedWgmma(
         n=n,
         a_type=types[1],
         b_type=types[2],
@@ -232,7 +232,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
                 lanes=first,
                 group=pending.committed["wgmma"][first],
                 barrier=np.full(len(first), -1),
-                form=form,
+                decoded=decoded,
                 base=machine.shared_base[first],
                 quarter=machine.thread[first] // 32 % 4,
                 a=a_values,

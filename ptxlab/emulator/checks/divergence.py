@@ -2,8 +2,8 @@
 
 What counts is the program's control flow, not the order in which the scheduler takes a warp's lanes. Each lane of a
 warp has to come to the same `.aligned` instructions in the same order, in the same turns of the loops around them;
-lanes that come there one after the other are waited for. Who leaves the kernel early (`flow.Flow.leaving`) is not. To
-go past an `.aligned` instruction, to what the others execute behind it, is not to leave early.
+lanes that come there one after the other are waited for. Who leaves the kernel early (`control_flow.Flow.leaving`) is
+not. To go past an `.aligned` instruction, to what the others execute behind it, is not to leave early.
 
 It is a check, and no error of every run, because it costs time, and because a GPU may well get along: its barriers
 count whole warps. A warp is reported once. (PTX ISA, 9.7.13.1: in conditionally executed code, an aligned barrier only

@@ -20,10 +20,10 @@ from ptxlab.emulator.front.types import Array, bits_of
 class Initialised(Check):
     """Reads of registers, and of bytes of memory, that nobody has written."""
 
-    def __init__(self, machine: Machine, followed: LoadTaint | None = None) -> None:
-        """`followed`: who knows which loads count."""
+    def __init__(self, machine: Machine, taint: LoadTaint | None = None) -> None:
+        """`taint`: who knows which loads count."""
         super().__init__(machine)
-        self.followed = followed
+        self.taint = taint
         assert machine.launch.defined is not None
         self.memory = machine.launch.defined
         self.words = {size: self.memory.view(f"u{size}") for size in (1, 2, 4, 8)}
@@ -96,8 +96,8 @@ class Initialised(Check):
             place = self.machine.memory.byte(int(offsets[int(np.argmax(some))]))
             self.report(instruction, "uninitialised", lanes, some, f"reads {place}, which was never written")
 
-        if self.followed and self.followed.is_followed(instruction):
-            self.followed.hold(self.followed.events(instruction, lanes), lambda used: tell(used & wrong))
+        if self.taint and self.taint.is_tracked(instruction):
+            self.taint.hold(self.taint.events(instruction, lanes), lambda used: tell(used & wrong))
             return
         tell(wrong)
         self.store(access, lanes, offsets, offsets)
@@ -118,7 +118,7 @@ class Initialised(Check):
             self.report(instruction, "uninitialised", lanes, outside, message)
 
     def issue(self, effect: Effect) -> None:
-        """Look at what is read; what is written counts as written, `inflight` knows when."""
+        """Look at what is read; what is written counts as written, `in_flight` knows when."""
         lanes, _, sizes = effect.reads
         places = effect.read_bytes
         known = self.memory[places]

@@ -8,8 +8,8 @@ value has been used: it, or what was computed of it, has been stored, branched o
 another thread or an engine. What a select, or an `and` or `or` with a deciding other operand, leaves out is not used;
 nor is what nobody reads any more.
 
-To follow every load would double the time of a launch. So it first runs as ever; if there is something about ordinary
-loads then, it runs once more, in the very same order, and only the values of those loads are followed.
+To track every load would double the time of a launch. So it first runs as ever; if there is something about ordinary
+loads then, it runs once more, in the very same order, and only the values of those loads are tracked.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class LoadTaint(Check):
 
     # Reads
 
-    def is_followed(self, instruction: Instruction) -> bool:
+    def is_tracked(self, instruction: Instruction) -> bool:
         """Whether it is one of those loads."""
-        return self.machine.index[id(instruction)] in self.machine.launch.followed
+        return self.machine.index[id(instruction)] in self.machine.launch.tracked
 
     def events(self, instruction: Instruction, lanes: Lanes) -> Array:
         """The reads of these lanes by a load, now."""
@@ -163,8 +163,8 @@ class LoadTaint(Check):
                 self.held[read].append((rest, report))
 
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
-        """One that is followed brings a value."""
-        if not self.is_followed(access.instruction):
+        """One that is tracked brings a value."""
+        if not self.is_tracked(access.instruction):
             return
         reads = without_actors(self.events(access.instruction, lanes))
         distinct, index = np.unique(reads, return_inverse=True)
@@ -190,7 +190,7 @@ def place_of(register: Register) -> tuple[int, int]:
 
 
 def computes(instruction: Instruction) -> bool:
-    """Whether it does no more than to compute its destinations from its sources. (Carries are not followed.)"""
+    """Whether it does no more than to compute its destinations from its sources. (Carries are not tracked.)"""
     head, *modifiers = instruction.opcode.split(".")
     if "cc" in modifiers or head in ("addc", "subc", "madc") or any(r.selector for r in instruction.destinations):
         return False

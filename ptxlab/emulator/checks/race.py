@@ -1,11 +1,11 @@
 """Data races, by vector clocks.
 
-An access is ordered before another one if the lane that does the latter knows of it (`order`). Per byte the last write
-and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed; so are
-races between blocks of different waves. Volatile accesses do not race with each other, but where lanes of one warp
-share memory by them as if they ran in step. Two lanes that store different values to one address with one instruction
-are reported too. Stores of the value that is there already are not; nor are races of loads whose value nobody uses
-(`followed`).
+An access is ordered before another one if the lane that does the latter knows of it (`happens_before`). Per byte the
+last write and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed;
+so are races between blocks of different waves. Volatile accesses do not race with each other, but where lanes of one
+warp share memory by them as if they ran in step. Two lanes that store different values to one address with one
+instruction are reported too. Stores of the value that is there already are not; nor are races of loads whose value
+nobody uses (`load_taint`).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Race:
 class Races(HappensBefore):
     """Conflicting accesses by different threads that nothing orders."""
 
-    def __init__(self, machine: Machine, followed: LoadTaint | None = None) -> None:
-        """`followed`: who knows which loads count."""
+    def __init__(self, machine: Machine, taint: LoadTaint | None = None) -> None:
+        """`taint`: who knows which loads count."""
         super().__init__(machine)
-        self.followed = followed
-        self.busy: Array | None = None  # bytes that `inflight` looks at
+        self.taint = taint
+        self.busy: Array | None = None  # bytes that `in_flight` looks at
         self.loads = np.array([i.opcode.startswith("ld") for i in machine.code])
         self.volatile = np.array(["volatile" in i.opcode for i in machine.code])
         self.writes, self.reads, self.other_reads = (np.zeros(machine.memory.size, np.uint64) for _ in range(3))
@@ -134,12 +134,12 @@ class Races(HappensBefore):
         ordinary = (reads is not None or self.is_read(events)) & self.loads[code] & (race.reads & STRONG == 0)
         ordinary &= actors_of(race.reads) < self.machine.lanes
         self.machine.launch.suspects.update(code[ordinary].tolist())
-        if self.followed is None:
+        if self.taint is None:
             self.tell(race)
             return
         if ordinary.any():
             held = race.only(ordinary)
-            self.followed.hold(held.reads, lambda used: self.tell(held.only(used)))
+            self.taint.hold(held.reads, lambda used: self.tell(held.only(used)))
         if not ordinary.all():
             self.tell(race.only(~ordinary))
 

@@ -94,7 +94,7 @@ class StepClock(Check):
             now, (block, warp) = int(self.time[lane // 32]), divmod(lane // 32, self.warps_per_block)
             if isinstance(effect, WgmmaProducts):
                 place = block, warp % 4
-                end = self.multiplied[place] = max(now, self.multiplied[place]) + effect.form.n // COLUMNS_PER_STEP
+                end = self.multiplied[place] = max(now, self.multiplied[place]) + effect.decoded.n // COLUMNS_PER_STEP
             else:
                 self.copied[block] = max(now, self.copied[block]) + size // BYTES_PER_STEP
                 end = self.copied[block] + LATENCY

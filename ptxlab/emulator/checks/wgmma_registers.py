@@ -70,7 +70,7 @@ class RegistersInUse(Check):
         """Whether it is a wgmma that takes or gives the register."""
         if not isinstance(effect, WgmmaProducts):
             return False
-        taken, given = effect.form.a_registers, effect.form.d_registers
+        taken, given = effect.decoded.a_registers, effect.decoded.d_registers
         return register in (taken if flags == _TAKEN else given if flags == _GIVEN else taken + given)
 
     def issue(self, effect: Effect) -> None:
@@ -80,10 +80,10 @@ class RegistersInUse(Check):
         lanes, instruction = indices_of(effect.all_lanes), effect.instruction
         if not self.fenced[lanes].all():
             self.report(instruction, "async", lanes, ~self.fenced[lanes], "no wgmma.fence since the kernel began,")
-        form, (a_rows, d_rows) = effect.form, effect.form.rows
+        decoded, (a_rows, d_rows) = effect.decoded, effect.decoded.rows
         for registers, rows, flag, does in (
-            (form.a_registers, a_rows, _GIVEN, "takes"),
-            (form.d_registers, d_rows, _TAKEN, "writes"),  # two wgmmas may add to one D, in order
+            (decoded.a_registers, a_rows, _GIVEN, "takes"),
+            (decoded.d_registers, d_rows, _TAKEN, "writes"),  # two wgmmas may add to one D, in order
         ):
             late = self.written[rows, lanes]
             for i in np.flatnonzero(late.any(axis=1)).tolist():
@@ -97,13 +97,13 @@ class RegistersInUse(Check):
     def mark(self, effect: WgmmaProducts) -> None:
         """Its registers are in use."""
         lanes = indices_of(effect.all_lanes)
-        for rows, flag in zip(effect.form.rows, (_TAKEN, _GIVEN), strict=True):
+        for rows, flag in zip(effect.decoded.rows, (_TAKEN, _GIVEN), strict=True):
             self.used[rows, lanes] |= flag
 
     def waited(self, effect: Effect, only_read: bool) -> None:
         """The registers are free, but for those that others use."""
         if isinstance(effect, WgmmaProducts):
-            for rows in effect.form.rows:
+            for rows in effect.decoded.rows:
                 self.used[rows, indices_of(effect.all_lanes)] = 0
             for other in self.machine.unit(EffectQueue).queue:
                 if isinstance(other, WgmmaProducts):

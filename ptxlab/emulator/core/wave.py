@@ -44,7 +44,7 @@ class LaunchState:
     seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
     after_wait: Sequence[int] = ()  # arena offsets of buffers that the kernel before makes (check "race")
-    followed: frozenset[int] = frozenset()  # loads, by index, whose values are followed (`load_taint`)
+    tracked: frozenset[int] = frozenset()  # loads, by index, whose values are tracked (`load_taint`)
     suspects: set[int] = field(default_factory=set)  # ordinary loads that have raced
     tensor_maps: dict[int, tuple[TensorMap, int]] = field(default_factory=dict)  # by arena offset; where its array is
     shared_accesses: dict[tuple[str, int, str], SharedAccess] = field(default_factory=dict)  # by path, line, text

@@ -50,7 +50,7 @@ def operation(*names: str, floating: bool | None = None) -> Callable[[Builder], 
 
 
 @cache
-def form(text: str, selectors: tuple[str, ...] = ()) -> AluOperation:
+def alu_operation(text: str, selectors: tuple[str, ...] = ()) -> AluOperation:
     """The form of a full opcode such as "mad.lo.u32", with its operands' selectors; raises `UnknownOpcode`."""
     opcode = Opcode(text, selectors)
     builder = _BUILDERS.get((opcode.name, opcode.floating))
@@ -67,7 +67,7 @@ def _bind(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     """Handler of a register-to-register operation of the `alu` table."""
     check_operands(instruction)
     selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
-    known = form(instruction.opcode, selectors if any(selectors) else ())
+    known = alu_operation(instruction.opcode, selectors if any(selectors) else ())
     operands = list(instruction.operands)
     explicit = [t for t in known.out if t != "cc"]
     if operands and isinstance(operands[0], ir.Vector) and operands[0].pair:

@@ -16,7 +16,7 @@ from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.operand_rules import require_kinds
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float
-from ptxlab.emulator.ops.alu import form
+from ptxlab.emulator.ops.alu import alu_operation
 
 _EXCHANGE: dict[str, Callable[..., Any]] = {
     "exch": lambda old, b: np.broadcast_to(b, old.shape),
@@ -33,7 +33,7 @@ _UNORDERED = {
 
 def combination(name: str, t: str) -> Callable[..., Any]:
     """old, operands -> new."""
-    return _EXCHANGE.get(name) or form(f"{name}.{t}").compute
+    return _EXCHANGE.get(name) or alu_operation(f"{name}.{t}").compute
 
 
 def _function(access: MemoryAccess) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of
 from ptxlab.emulator.ops.alu import AluOperation, operation
-from ptxlab.emulator.ops.integer import COMPARISONS, compare_form
+from ptxlab.emulator.ops.integer import COMPARISONS, compare_operation
 from ptxlab.emulator.ops.rounding import CANONICAL_NAN, TINY, directed_sum, element, fused, rest_sign, round_to, widen
 
 FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
@@ -36,7 +36,7 @@ def canonical(x: Array, type_name: str) -> Array:
     return np.where(np.isnan(x), nan, x)
 
 
-def wide_form(
+def wide_operation(
     type_name: str, arity: int, exact: Callable, mode: str, ftz: bool, sat: bool, relu: bool = False
 ) -> AluOperation:
     """An operation given by `exact`: float64 arrays -> (hi, lo), or register values if it rounds by itself."""
@@ -89,14 +89,14 @@ def _arithmetic(op: Opcode) -> AluOperation:
 
         return AluOperation((t,), (t, t), compute)
     if op.name == "mul":
-        return wide_form(t, 2, lambda a, b: fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
-    return wide_form(t, 2, lambda a, b: directed_sum(a, b if op.name == "add" else -b, mode), mode, ftz, sat)
+        return wide_operation(t, 2, lambda a, b: fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
+    return wide_operation(t, 2, lambda a, b: directed_sum(a, b if op.name == "add" else -b, mode), mode, ftz, sat)
 
 
 @operation("fma", "mad", floating=True)
 def _fma(op: Opcode) -> AluOperation:
     t, mode, ftz, sat = modifiers(op)
-    return wide_form(t, 3, lambda a, b, c: fused(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
+    return wide_operation(t, 3, lambda a, b, c: fused(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
 
 
 @operation("div", floating=True)
@@ -116,7 +116,7 @@ def _div(op: Opcode) -> AluOperation:
             return flush(result, t) if ftz else result
 
         return AluOperation((t,), (t, t), direct)
-    return wide_form(t, 2, divide, mode, ftz, sat)
+    return wide_operation(t, 2, divide, mode, ftz, sat)
 
 
 @operation("rcp", "sqrt", "rsqrt", "sin", "cos", "lg2", "ex2", "tanh", floating=True)
@@ -140,7 +140,7 @@ def _function(op: Opcode) -> AluOperation:
             return y, rest_sign(np.ones_like(x), y, x, t) * np.copysign(TINIEST, x)
         return y, rest_sign(x, y, y, t) * TINIEST
 
-    return wide_form(t, 1, exact, mode, ftz, sat=False)
+    return wide_operation(t, 1, exact, mode, ftz, sat=False)
 
 
 @operation("abs", "neg", floating=True)
@@ -182,7 +182,7 @@ def _extreme(op: Opcode) -> AluOperation:
             result = np.where(np.signbit(a) != np.signbit(b), -result, result)
         return result, np.zeros_like(result)
 
-    return wide_form(t, 2, extreme, "rn", ftz, sat=False)
+    return wide_operation(t, 2, extreme, "rn", ftz, sat=False)
 
 
 @operation("setp", "set", floating=True)
@@ -204,7 +204,7 @@ def _compare(op: Opcode) -> AluOperation:
         return ordered[name[:-1]](x, y) | unordered
 
     if not t.endswith("x2") and result not in ("f16", "bf16", "f16x2", "bf16x2"):
-        return compare_form(op, result, (t, t), compare)
+        return compare_operation(op, result, (t, t), compare)
     if op.name == "setp":  # one predicate per half
         return AluOperation(("pred", "pred"), (t, t), lambda a, b: tuple(np.moveaxis(compare(a, b), 1, 0)))
     one = 1.0 if "f" in result else 0.0

@@ -197,7 +197,7 @@ COMPARISONS = {
 }  # fmt: skip
 
 
-def compare_form(op: Opcode, t: str, sources: tuple[str, str], compare) -> AluOperation:
+def compare_operation(op: Opcode, t: str, sources: tuple[str, str], compare) -> AluOperation:
     """setp and set: compare, combine with a predicate where the opcode says so, store one or two results."""
     combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     name = op.choice(*combine, default="")
@@ -223,7 +223,7 @@ def _compare(op: Opcode) -> AluOperation:
     compare = COMPARISONS[op.choice(*COMPARISONS)]
     result = op.type("u32", "s32", "f32") if op.name == "set" else ""
     t = op.type(*INTEGERS, *BITS)
-    return compare_form(op, result, (t, t), compare)
+    return compare_operation(op, result, (t, t), compare)
 
 
 @operation("selp")

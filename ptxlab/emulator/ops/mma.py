@@ -103,7 +103,7 @@ def group(machine: Machine, start: int) -> int:
 
 @binder("mma")
 def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    form = DecodedMma.of(instruction.opcode)
+    decoded = DecodedMma.of(instruction.opcode)
     if pc < machine.done_before:
         return lambda lanes: None
     if len(instruction.operands) != 4:
@@ -111,7 +111,11 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     machine.done_before = group(machine, pc)
     parts = [each.operands for each in machine.code[pc : machine.done_before]]
     all_a, all_b = (list(dict.fromkeys(part[i] for part in parts)) for i in (1, 2))
-    (tiles_a, tiles_b), count, kind = form.tiles, len(form.accumulators), "b32" if form.d == "f16" else form.d
+    (tiles_a, tiles_b), count, kind = (
+        decoded.tiles,
+        len(decoded.accumulators),
+        "b32" if decoded.d == "f16" else decoded.d,
+    )
 
     def readers(operand: ir.Operand, registers: int, type_name: str) -> list[Reader]:
         return [machine.reader(register, type_name) for register in elements(operand, registers)]
@@ -123,12 +127,12 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
          [machine.writer(register, kind) for register in elements(p[0], count)])
         for p in parts
     ]  # fmt: skip
-    accumulate = accumulation(form)
+    accumulate = accumulation(decoded)
     chunk = min(CHUNK // len(work) // WARP * WARP, CHUNK // 4)
 
     def multiply(lanes: Lanes) -> None:
-        left = numbers(matrices(a, tiles_a, lanes), form.a)
-        right = numbers(matrices(b, tiles_b, lanes, swap=True), form.b)
+        left = numbers(matrices(a, tiles_a, lanes), decoded.a)
+        right = numbers(matrices(b, tiles_b, lanes, swap=True), decoded.b)
         products = dots(left, right)
         accumulate(products.reshape(len(products), len(a), 2, 8, len(b), 2, 4), work, lanes)
 
@@ -172,14 +176,14 @@ def dots(a: Array, b: Array) -> Array:
     return np.matmul(a, b.swapaxes(-1, -2))
 
 
-def accumulation(form: DecodedMma) -> Callable[[Array, list[Work], Lanes], None]:
+def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], None]:
     """Function that adds products [warps, A, tile, row, B, j, t], columns 2 t + j, to the accumulators of each mma."""
-    kind, places = np.dtype("i4" if form.d == "s32" else "f8"), form.accumulators
+    kind, places = np.dtype("i4" if decoded.d == "s32" else "f8"), decoded.accumulators
 
     def add(c: Array, products: Array) -> Array:
-        if form.d != "s32":
-            return canonical((c + products).astype(c.dtype), form.d)
-        if form.saturates:
+        if decoded.d != "s32":
+            return canonical((c + products).astype(c.dtype), decoded.d)
+        if decoded.saturates:
             return np.add(c, products, dtype=np.int64).clip(*limits("s32")).astype(np.int32)
         return c + products
 
@@ -191,7 +195,7 @@ def accumulation(form: DecodedMma) -> Callable[[Array, list[Work], Lanes], None]
 
         for mma in work:
             readers, writers = mma[2:]
-            if form.d == "f16":  # columns 2 t and 2 t + 1 in one register
+            if decoded.d == "f16":  # columns 2 t and 2 t + 1 in one register
                 pairs = [np.ascontiguousarray(read(lanes)).view(np.float16).reshape(-1, 2) for read in readers]
                 sums = [np.stack((part(mma, i, 0), part(mma, i, 1)), axis=1) for i, _ in places]
                 results = [add(*both).view(np.uint32)[:, 0] for both in zip(pairs, sums, strict=True)]

@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab import gpu, quant, reference
-from ptxlab.arguments import require_on_host
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.append import APPEND, DTYPES, INDICES, values
 from ptxlab.kernels.attention.call import copied
 from ptxlab.kernels.gemm.call import check_how, dtype_of
 from ptxlab.layout import KVCache
-from ptxlab.plan import Plan
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.runtime import run_spec
+from ptxlab.runtime.arguments import require_on_host
+from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
 from ptxlab.validate import shape_of
 

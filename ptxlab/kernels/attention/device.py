@@ -11,7 +11,7 @@ from ptxlab.kernels.attention.call import FACE, Call, cache_on_host, check_numbe
 from ptxlab.kernels.attention.steps import choose
 from ptxlab.kernels.gemm.device import Scratch
 from ptxlab.layout import KVCache
-from ptxlab.plan import Plan
+from ptxlab.runtime.plan import Plan
 
 _MOST_SHAPES = 4096  # that are remembered
 

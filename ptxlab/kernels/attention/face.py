@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.arguments import require_on_host
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.call import FACE, Call, check_numbers, checked
 from ptxlab.kernels.attention.device import AttentionWorkspace, on_gpu
 from ptxlab.kernels.attention.steps import choose, why_not
 from ptxlab.layout import KVCache
 from ptxlab.runtime import run_spec
+from ptxlab.runtime.arguments import require_on_host
 from ptxlab.sources import of_kernel
 
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ptxlab.dtypes import ByVariant, stored
 from ptxlab.kernels.attention import common
 from ptxlab.kernels.attention.bound import BY_CHANCE, HALF, SINGLE, Roundings
 from ptxlab.kernels.attention.common import Pair
@@ -14,7 +13,8 @@ from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.reference import from_bfloat16_bits
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
-from ptxlab.tolerance import Allowed
+from ptxlab.spec.dtypes import ByVariant, stored
+from ptxlab.spec.tolerance import Allowed
 
 DTYPES = ("float16", "bfloat16")  # by BF16
 _BFLOAT16 = 2.0**-8  # one rounding to bfloat16

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptxlab import gpu
-from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention import ladder, sm80, sm90
 from ptxlab.kernels.attention.call import FACE, MOST_RATIO, MOST_TOKENS, Call
 from ptxlab.kernels.gemm.device import Scratch
 from ptxlab.spec import KernelSpec, Sizes
+from ptxlab.spec.dtypes import storage
 from ptxlab.validate import is_one_of
 
 _RESIDENT = 2  # blocks per SM, at most, of the kernels that share work out over blocks

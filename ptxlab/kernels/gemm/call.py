@@ -4,14 +4,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from ptxlab import gpu
-from ptxlab.arguments import require_on_host
-from ptxlab.backends import BACKENDS
-from ptxlab.dtypes import name_of
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm.common import DTYPES, sums_agree
 from ptxlab.layout import PackedActivations, PackedWeight
 from ptxlab.layout.packed_activations import unpack_activations
 from ptxlab.quant import PROTECTIVE_RANGE
+from ptxlab.runtime.arguments import require_on_host
+from ptxlab.runtime.backends import BACKENDS
+from ptxlab.spec.dtypes import name_of
 from ptxlab.validate import is_one_of, shape_of
 
 

@@ -8,9 +8,9 @@ from typing import TypeVar
 import numpy as np
 
 from ptxlab import quant, reference
-from ptxlab.dtypes import ByVariant
 from ptxlab.errors import ArgumentError
 from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes
+from ptxlab.spec.dtypes import ByVariant
 
 Tile = TypeVar("Tile")
 

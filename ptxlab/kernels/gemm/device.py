@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.kernels.gemm.call import Call, arrays
@@ -17,7 +16,8 @@ from ptxlab.kernels.gemm.common import DTYPES, Step
 from ptxlab.kernels.quantize import SUM
 from ptxlab.layout import PackedWeight
 from ptxlab.layout.packed_activations import stored_shape
-from ptxlab.plan import Plan
+from ptxlab.runtime.plan import Plan
+from ptxlab.spec.dtypes import storage
 
 _MOST_SHAPES = 4096  # that are remembered
 

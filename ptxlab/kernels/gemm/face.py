@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.arguments import require_on_host
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.kernels.gemm.call import Call, arrays, check_sums, checked
@@ -14,6 +13,7 @@ from ptxlab.kernels.gemm.device import Workspace, on_gpu
 from ptxlab.layout import PackedWeight
 from ptxlab.layout.packed_activations import stored_shape
 from ptxlab.runtime import run_spec
+from ptxlab.runtime.arguments import require_on_host
 from ptxlab.sources import of_kernel
 
 

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.arguments import require_on_host
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm.call import check_how, opened, output_dtype
 from ptxlab.kernels.gemm.common import DTYPES, sums_agree
@@ -13,9 +12,10 @@ from ptxlab.kernels.gemm.device import refuse_in_capture
 from ptxlab.kernels.gemm.grouped import GROUPED, LAYOUT
 from ptxlab.kernels.gemm.strips import SCHEMES
 from ptxlab.layout import ExpertWeights
-from ptxlab.plan import Plan
 from ptxlab.quant import PROTECTIVE_RANGE
 from ptxlab.runtime import run_spec
+from ptxlab.runtime.arguments import require_on_host
+from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
 
 FACE = "gemm_w4a8_grouped"

@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, quant, reference
-from ptxlab.arguments import require_on_host
-from ptxlab.backends import BACKENDS
-from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.quantize.specs import DTYPES, QUANTIZE
 from ptxlab.layout import PackedActivations
 from ptxlab.layout.packed_activations import stored_shape, tile_of
-from ptxlab.plan import Plan
 from ptxlab.runtime import run_spec
+from ptxlab.runtime.arguments import require_on_host
+from ptxlab.runtime.backends import BACKENDS
+from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
+from ptxlab.spec.dtypes import storage
 from ptxlab.validate import is_one_of, shape_of
 
 _MOST_SHAPES = 4096  # that are remembered

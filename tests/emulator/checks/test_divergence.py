@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import Deadlock
-from tests.emulator.kernels import STORE, cuda, kernel, run
+from tests.support.emulated import STORE, cuda, kernel, run
 
 START = "mov.u32 %r0, %tid.x; and.b32 %r1, %r0, 31; mov.u32 %r5, buf; ld.param.u64 %x1, [out]; mov.u32 %s, 1;\n"
 HALF = "setp.lt.u32 %p, %r1, 16;\n"

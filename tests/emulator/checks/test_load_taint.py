@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.emulator.checks import load_taint as followed
+from ptxlab.emulator.checks import load_taint
 from ptxlab.errors import MemoryFault
-
-from .kernels import STORE, cuda, kernel, run
-from .test_machine import line_of
+from tests.support.emulated import STORE, cuda, kernel, line_of, run
 
 # Thread 0 makes `total`, its warp uses it. NVRTC has all three warps load it, and hoists loads out of loops.
 GUARDED = {
@@ -200,9 +198,9 @@ def test_strong_reads_count_at_once():
 def test_what_has_been_used_is_not_followed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum that is stored in every turn does not gather the reads of all turns: time and memory would be squares."""
     sizes = []
-    number = followed.Followed.number
+    number = load_taint.LoadTaint.number
     monkeypatch.setattr(
-        followed.Followed, "number", lambda self, reads: sizes.append(len(reads)) or number(self, reads)
+        load_taint.LoadTaint, "number", lambda self, reads: sizes.append(len(reads)) or number(self, reads)
     )
     text = cuda("""extern "C" __global__ void k(int* y) {
         __shared__ int part[64];

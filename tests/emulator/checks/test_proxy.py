@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-
-from .kernels import STORE, kernel, run
-from .test_async import START
-from .test_machine import line_of
+from tests.support.emulated import START, STORE, kernel, line_of, run
 
 OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
 FENCE = "fence.proxy.async.shared::cta;"

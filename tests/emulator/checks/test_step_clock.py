@@ -4,7 +4,7 @@ import numpy as np
 
 from ptxlab import emulator
 from ptxlab.emulator.checks.step_clock import BYTES_PER_STEP, LATENCY
-from tests.emulator.kernels import STORE, kernel, run, values
+from tests.support.emulated import STORE, kernel, run, values
 
 ROUNDS = 50
 # Warp 1 goes round a loop of three instructions; warp 0 does not.

@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError
-from tests.emulator.kernels import STORE, kernel, run
+from tests.support.emulated import STORE, kernel, run
 
 START = "ld.param.u64 %x1, [out]; mov.u32 %r0, %tid.x; mov.u32 %r5, buf;\n"
 POLL = "ld.volatile.global.u32 %r1, [%x1];\nsetp.eq.u32 %p, %r1, 0;\n"

@@ -4,8 +4,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.emulator.front.ir import Address, Immediate, Vector
 from ptxlab.errors import SourceError, UnknownInstruction
-
-from .kernels import HEADER, STORE, kernel, values
+from tests.support.emulated import HEADER, STORE, kernel, values
 
 
 def only(body: str):

@@ -5,7 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import EmulationError, PtxlabError, SourceError, UnknownInstruction
-from tests.emulator.kernels import STORE, cuda, kernel, run
+from tests.support.emulated import STORE, cuda, kernel, run
 
 START = "mov.u32 %r0, %tid.x; setp.lt.u32 %p, %r0, 32;\n"
 

@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator
-from tests.emulator.kernels import values
+from tests.support.emulated import values
 
 
 def s(x: int, bits: int = 32) -> int:

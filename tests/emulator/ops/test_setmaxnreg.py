@@ -5,8 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import EmulationError, SourceError, UnknownInstruction
-
-from .kernels import kernel, values
+from tests.support.emulated import kernel, values
 
 
 def execute(body: str, threads: int = 384, directives: str = "") -> None:

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.kernels.attention.exact.launched import Launched
+from ptxlab.layout.nibbles import unpack_u4
 from ptxlab.layout.pages import PageView
-from ptxlab.layout.words import unpack_u4
 from ptxlab.reference.packed import as_words
 
 
