@@ -33,6 +33,7 @@ from ptxlab.emulator.launch_arguments import (
     MAX_STEPS,
     Argument,
     Dim3,
+    Extent,
     array_of,
     check_arguments,
     check_launch,
@@ -189,8 +190,16 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield RegistersInUse(machine)
 
 
-def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, block, cluster, shared_bytes: int,
-             max_steps: int) -> tuple[LaunchState, list[tuple[Array, Region]]]:  # fmt: skip
+def _prepare(
+    module: Module,
+    kernel: Entry,
+    args: Sequence[Argument],
+    grid: Extent,
+    block: Extent,
+    cluster: Extent,
+    shared_bytes: int,
+    max_steps: int,
+) -> tuple[LaunchState, list[tuple[Array, Region]]]:
     """Lay out memory and fill it; returns the launch, and the region of each array."""
     memory = Memory()
     buffers: list[tuple[Array, Region]] = []

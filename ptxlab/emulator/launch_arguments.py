@@ -21,12 +21,14 @@ MAX_STEPS = 10_000_000
 
 Argument = np.ndarray | np.generic | bytes | TensorMap
 Dim3 = int | Sequence[int]
+Extent = tuple[int, int, int]  # a Dim3 written out
 
 
 def array_of(argument: Argument) -> Array | None:
     """The buffer that an argument points to: an array, or that of a tensor map."""
     if isinstance(argument, TensorMap):
-        return argument.array
+        result: Array = argument.array
+        return result
     return argument if isinstance(argument, np.ndarray) else None
 
 
@@ -41,7 +43,7 @@ def kernel_named(module: Module, name: str | None) -> Entry:
     return module.entries[name]
 
 
-def size_of(name: str, value: Dim3) -> tuple[int, int, int]:
+def size_of(name: str, value: Dim3) -> Extent:
     """One to three positive integers as three."""
     sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
     if not 1 <= len(sizes) <= 3 or any(not is_integer(size) or size < 1 for size in sizes):
@@ -57,7 +59,7 @@ def steps_of(value: int) -> int:
     return int(value)
 
 
-def cluster_of(kernel: Entry, asked: tuple[int, int, int]) -> tuple[int, int, int]:
+def cluster_of(kernel: Entry, asked: Extent) -> Extent:
     """The cluster's size: what is asked for, or what the kernel was compiled for."""
     required = kernel.directives.get("reqnctapercluster")
     if not required:
@@ -69,7 +71,14 @@ def cluster_of(kernel: Entry, asked: tuple[int, int, int]) -> tuple[int, int, in
 
 
 def check_launch(
-    kernel: Entry, grid, block, cluster, shared_bytes: int, checks: frozenset[str], mode: str, seed: int
+    kernel: Entry,
+    grid: Extent,
+    block: Extent,
+    cluster: Extent,
+    shared_bytes: int,
+    checks: frozenset[str],
+    mode: str,
+    seed: int,
 ) -> None:
     """Refuse a launch that the kernel or any GPU would refuse."""
     if any(blocks > most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)):

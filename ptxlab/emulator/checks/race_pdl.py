@@ -58,7 +58,8 @@ class RacePdl(Check):
             members = np.flatnonzero(clocks.row == row)
             since = self.since[members[0] // clocks.size]
             self.behind[members] |= bool(((since > 0) & (clocks.rows[row] >= since)).any())
-        return self.behind[indices]
+        result: Array = self.behind[indices]
+        return result
 
     # Accesses
 

@@ -62,7 +62,10 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
             where = machine.fault_place(access.instruction, indices_of(lanes)[first])
             place = f"{size_at(sizes, first)} bytes at {space.split('::')[0]} address {int(offsets[first]) - start}"
             raise MemoryFault(f"{where}: {place} (window of {end - start} bytes) are out of bounds")
-        return machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
+        result: Array = (
+            machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
+        )
+        return result
 
     def anywhere(lanes: Lanes, sizes: AccessSizes = size) -> Array:
         offsets = addresses(lanes)
@@ -107,7 +110,7 @@ def mark_written(machine: Machine, access: MemoryAccess, lanes: Lanes, region: R
     region.written = True
 
 
-def elements(operand: ir.Operand, count: int) -> tuple:
+def elements(operand: ir.Operand, count: int) -> ir.Operands:
     """The registers of a vector operand."""
     items = operand.items if isinstance(operand, ir.Vector) else (operand,)
     if len(items) != count:

@@ -34,7 +34,8 @@ class ClusterMemory:
     def first(self, lanes: Lanes) -> Array:
         """The first block of each lane's cluster."""
         block: Array = self.block[lanes]
-        return block - block % self.size
+        result: Array = block - block % self.size
+        return result
 
     def rank(self, lanes: Lanes) -> Array:
         """The rank of each lane's block."""
@@ -69,14 +70,16 @@ class ClusterMemory:
     def to_generic(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> Array:
         """Addresses in the window of the cluster as generic ones."""
         blocks, within = self.resolve(instruction, lanes, addresses)
-        return self.windows[blocks] + within - SHARED_START + BASE
+        result: Array = self.windows[blocks] + within - SHARED_START + BASE
+        return result
 
     def from_generic(self, lanes: Lanes, addresses: Array) -> Array:
         """Generic addresses of shared memory in the window of the cluster."""
         blocks = self.block_at(addresses - BASE)
         within = addresses - BASE - self.windows[blocks] + SHARED_START
         far = blocks != self.block[lanes]
-        return np.where(far, (blocks % self.size + 1) << _RANK, 0) + within
+        result: Array = np.where(far, (blocks % self.size + 1) << _RANK, 0) + within
+        return result
 
     def shifts(self, instruction: Instruction, indices: Array, masks: Array) -> tuple[Array, Array]:
         """For each lane and each block of its mask: (position of the lane, distance from its own window)."""

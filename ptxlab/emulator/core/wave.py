@@ -77,7 +77,8 @@ class LaunchState:
         if not len(self.shared_windows):
             return np.zeros(len(offsets), bool)
         last = self.shared_windows[-1] + self.window_bytes  # nothing else lies between the windows
-        return (offsets >= self.shared_windows[0]) & (offsets < last)
+        result: Array = (offsets >= self.shared_windows[0]) & (offsets < last)
+        return result
 
 
 class Wave:
@@ -115,7 +116,8 @@ class Wave:
         if bits > width or (bits < width and not relaxed):
             raise ValueError(f"{register.name} has {width} bits, the instruction takes {bits}")
         dtype = DTYPES[type_name]
-        return row.view(dtype) if bits == width else row.view(dtype)[:: width // bits]
+        result: Array = row.view(dtype) if bits == width else row.view(dtype)[:: width // bits]
+        return result
 
     def reader(self, operand: Operand, type_name: str, relaxed: bool = False) -> Reader:
         """Function lanes -> values of a source operand; constants have shape [1]. `relaxed`: a wider register too."""
@@ -178,7 +180,8 @@ class Wave:
     @property
     def carry(self) -> Array:
         """The carry flag of every lane."""
-        return self.files[1][-1]
+        result: Array = self.files[1][-1]
+        return result
 
     def special(self, name: str, type_name: str) -> Reader:
         """A special register."""

@@ -26,7 +26,7 @@ class Scope:
     parent: Scope | None
     names: dict[str, str | Register | Variable] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
-    tables: dict[str, tuple] = field(default_factory=dict)  # of .branchtargets: names of labels
+    tables: dict[str, ir.Operands] = field(default_factory=dict)  # of .branchtargets: names of labels
 
     def chain(self) -> Iterator[Scope]:
         """This scope and those around it, innermost first."""

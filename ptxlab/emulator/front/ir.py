@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from ptxlab.emulator.front.lane_annotation import LaneTypes
 from ptxlab.emulator.front.types import DTYPES
+
+Operands = tuple[Any, ...]  # each an `Operand`; what an instruction takes of which kind, it asks when it is bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Label:
 class Vector:
     """`{a, b}`, or `p|q` where `pair`; the elements are operands."""
 
-    items: tuple
+    items: Operands
     pair: bool = False
 
 
@@ -84,7 +87,7 @@ class Address:
 
     base: Register | Special | Symbol | Immediate
     offset: int = 0
-    coordinates: tuple = ()
+    coordinates: Operands = ()
 
 
 Operand = Register | Special | Immediate | Symbol | Label | Vector | Sink | Address
@@ -98,7 +101,7 @@ class Instruction:
     """
 
     opcode: str
-    operands: tuple
+    operands: Operands
     guard: Register | None
     line: int
     text: str  # the source line without indentation, comment and semicolon
@@ -201,7 +204,7 @@ def called_from(here: str, callers: tuple[tuple[str, int], ...]) -> str:
     return f" (called from {', '.join(line_of(*caller, here) for caller in callers)})" if callers else ""
 
 
-def registers(operands: tuple) -> Iterator[Register]:
+def registers(operands: Operands) -> Iterator[Register]:
     """All registers among operands, those within vectors and addresses too."""
     for operand in operands:
         if isinstance(operand, Register):
@@ -212,7 +215,7 @@ def registers(operands: tuple) -> Iterator[Register]:
             yield from registers((operand.base, *operand.coordinates))
 
 
-def labels(operands: tuple) -> Iterator[Label]:
+def labels(operands: Operands) -> Iterator[Label]:
     """All labels among operands, those of a list of targets too."""
     for operand in operands:
         if isinstance(operand, Label):

@@ -286,14 +286,14 @@ class _Parser(Operands):
         entry.shared = [*fixed, *dynamic]
 
 
-def _flat(operands: tuple) -> Iterator:
+def _flat(operands: ir.Operands) -> Iterator[Operand]:
     for operand in operands:
         yield operand
         if isinstance(operand, ir.Vector):
             yield from _flat(operand.items)
 
 
-def _variables(operands: tuple) -> Iterator[Variable]:
+def _variables(operands: ir.Operands) -> Iterator[Variable]:
     for operand in _flat(operands):
         target = operand.base if isinstance(operand, ir.Address) else operand
         if isinstance(target, ir.Symbol):

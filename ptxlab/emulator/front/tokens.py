@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from ptxlab.emulator.front.ir import Immediate
 from ptxlab.errors import SourceError
@@ -19,6 +19,7 @@ _TOKEN = re.compile(
       | (?P<nothing>\Z) | (?P<other>.))""",
     re.VERBOSE | re.DOTALL,
 )
+Item = TypeVar("Item")
 _KEPT = frozenset(("word", "mark", "number", "string", "loc"))
 
 
@@ -120,9 +121,9 @@ class Cursor:
             self.at -= 1
             self.fail(f"{text[:20]}{'...' * (len(text) > 20)} is not an integer that can be read")
 
-    def comma_separated(self, item: Callable, end: str) -> list:
+    def comma_separated(self, item: Callable[[], Item], end: str) -> list[Item]:
         """What `item` reads, again and again, up to `end`."""
-        items: list = []
+        items: list[Item] = []
         while not self.accept(end):
             if items:
                 self.expect(",")

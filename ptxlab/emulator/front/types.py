@@ -1,8 +1,11 @@
 """PTX types, and NumPy's word for each."""
 
-import numpy as np
+from typing import Any
 
-Array = np.ndarray
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
 
 # bf16 and the packed float pairs have no NumPy type: they travel as raw bits.
 DTYPES: dict[str, np.dtype] = {

@@ -85,7 +85,8 @@ def _funnel(op: Opcode) -> AluOperation:
         count = (c & np.uint32(31) if wrap else np.minimum(c, 32)).astype(np.uint64)
         pair = b.astype(np.uint64) << np.uint64(32) | a
         shifted = (pair << count) >> np.uint64(32) if left else pair >> count
-        return shifted.astype(np.uint32)
+        result: Array = shifted.astype(np.uint32)
+        return result
 
     return AluOperation(("b32",), ("b32", "b32", "u32"), funnel)
 
@@ -126,7 +127,8 @@ def _count(op: Opcode) -> AluOperation:
 def popcount(x: Array) -> Array:
     """Number of set bits."""
     octets = np.ascontiguousarray(x).view(np.uint8).reshape(len(x), -1)
-    return np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32)
+    result: Array = np.unpackbits(octets, axis=1).sum(axis=1, dtype=np.uint32)
+    return result
 
 
 def reverse_bits(x: Array) -> Array:
@@ -146,11 +148,12 @@ def _extract(op: Opcode) -> AluOperation:
         position, length = (b & np.uint32(255), c & np.uint32(255)) if bits == 32 else (b, c)
         shifted = a >> np.minimum(position, bits).astype(dtype)
         spare = (bits - np.minimum(length, bits)).astype(dtype)
-        field = np.where(length == 0, dtype.type(0), shifted << spare >> spare)
+        field: Array = np.where(length == 0, dtype.type(0), shifted << spare >> spare)
         if not is_signed(t):
             return field
         # beyond the operand's top bit, and nowhere else, its sign fills the field
-        return np.where((position >= bits) & (length > 0), a >> dtype.type(bits - 1), field)
+        result: Array = np.where((position >= bits) & (length > 0), a >> dtype.type(bits - 1), field)
+        return result
 
     return AluOperation((t,), (t, "u32", "u32"), extract)
 
@@ -163,7 +166,8 @@ def _insert(op: Opcode) -> AluOperation:
     def insert(a: Array, b: Array, c: Array, d: Array) -> Array:
         position, length = (np.minimum(x & np.uint32(255), bits).astype(dtype) for x in (c, d))
         mask = ~(~dtype.type(0) << length) << position
-        return (b & ~mask) | (a << position & mask)
+        result: Array = (b & ~mask) | (a << position & mask)
+        return result
 
     return AluOperation((t,), (t, t, "u32", "u32"), insert)
 

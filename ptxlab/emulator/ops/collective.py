@@ -34,7 +34,8 @@ def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
     """For each of the lanes, the bits of its warp's lanes where the flag is set."""
     full = np.zeros(machine.lanes, bool)
     full[lanes] = flags
-    return pack_bits(full)[indices_of(lanes) // 32]
+    result: Array = pack_bits(full)[indices_of(lanes) // 32]
+    return result
 
 
 @binder("shfl")
@@ -101,7 +102,8 @@ def _active(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 def member_matrix(members: Array) -> Array:
     """Masks u32 [n] -> bool [n, 32]."""
-    return members[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1) != 0
+    result: Array = members[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1) != 0
+    return result
 
 
 @binder("redux")

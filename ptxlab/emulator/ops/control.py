@@ -36,7 +36,7 @@ def _move(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     return lambda lanes: write(lanes, read(lanes))
 
 
-def _pack(machine: Machine, target: Operand, items: tuple, bits: int) -> Handler:
+def _pack(machine: Machine, target: Operand, items: ir.Operands, bits: int) -> Handler:
     part = bits // len(items)
     write = machine.writer(target, f"u{bits}")
     readers = [machine.reader(item, f"u{part}") for item in items]
@@ -48,7 +48,7 @@ def _pack(machine: Machine, target: Operand, items: tuple, bits: int) -> Handler
     return pack
 
 
-def _unpack(machine: Machine, items: tuple, source: Operand, bits: int) -> Handler:
+def _unpack(machine: Machine, items: ir.Operands, source: Operand, bits: int) -> Handler:
     part = bits // len(items)
     read = machine.reader(source, f"u{bits}")
     writers = [machine.writer(item, f"u{part}") for item in items]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -37,7 +38,7 @@ def canonical(x: Array, type_name: str) -> Array:
 
 
 def wide_operation(
-    type_name: str, arity: int, exact: Callable, mode: str, ftz: bool, sat: bool, relu: bool = False
+    type_name: str, arity: int, exact: Callable[..., Any], mode: str, ftz: bool, sat: bool, relu: bool = False
 ) -> AluOperation:
     """An operation given by `exact`: float64 arrays -> (hi, lo), or register values if it rounds by itself."""
 
@@ -45,10 +46,8 @@ def wide_operation(
         inputs = [widen(x, type_name) for x in raw]
         if ftz:
             inputs = [flush(x, type_name) for x in inputs]
-        result = exact(*inputs)
-        if isinstance(result, tuple):
-            hi, lo = result
-            result = round_to(hi, lo, type_name, mode)
+        found = exact(*inputs)
+        result: Array = round_to(found[0], found[1], type_name, mode) if isinstance(found, tuple) else found
         if not (ftz or sat or relu):
             return result
         wide = widen(result, type_name)
@@ -153,7 +152,8 @@ def _sign(op: Opcode) -> AluOperation:
 
     def change(x: Array) -> Array:
         x = round_to(flush(widen(x, t), t), 0.0, t).view(DTYPES[bits]) if ftz else x.view(DTYPES[bits])
-        return (x & ~sign if op.name == "abs" else x ^ sign).view(DTYPES[t])
+        result: Array = (x & ~sign if op.name == "abs" else x ^ sign).view(DTYPES[t])
+        return result
 
     return AluOperation((t,), (t,), change)
 
@@ -196,12 +196,14 @@ def _compare(op: Opcode) -> AluOperation:
     def compare(a: Array, b: Array) -> Array:
         x, y = widen(a, t), widen(b, t)
         x, y = (flush(x, t), flush(y, t)) if ftz else (x, y)
-        unordered = np.isnan(x) | np.isnan(y)
+        unordered: Array = np.isnan(x) | np.isnan(y)
         if name in ("num", "nan"):
-            return unordered if name == "nan" else ~unordered
+            return unordered if name == "nan" else np.logical_not(unordered)
         if name in ordered:
-            return ordered[name](x, y) & ~unordered
-        return ordered[name[:-1]](x, y) | unordered
+            found: Array = ordered[name](x, y) & ~unordered
+        else:
+            found = ordered[name[:-1]](x, y) | unordered
+        return found
 
     if not t.endswith("x2") and result not in ("f16", "bf16", "f16x2", "bf16x2"):
         return compare_operation(op, result, (t, t), compare)
@@ -226,9 +228,10 @@ def _test(op: Opcode) -> AluOperation:
 
     def test(x: Array) -> Array:
         small = (np.abs(x) < TINY[element(t)]) & (x != 0)
-        return {
+        result: Array = {
             "finite": np.isfinite(x), "infinite": np.isinf(x), "number": ~np.isnan(x), "notanumber": np.isnan(x),
             "normal": np.isfinite(x) & ~small, "subnormal": small,  # zero is normal
         }[kind]  # fmt: skip
+        return result
 
     return AluOperation(("pred",), (t,), test)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
@@ -47,7 +49,8 @@ def _add(op: Opcode) -> AluOperation:
 def _by_halves(function: np.ufunc, a: Array, b: Array) -> Array:
     low = function(a, b) & np.uint32(0xFFFF)
     high = function(a & np.uint32(0xFFFF0000), b & np.uint32(0xFFFF0000))
-    return low | high & np.uint32(0xFFFF0000)
+    result: Array = low | high & np.uint32(0xFFFF0000)
+    return result
 
 
 def multiply_high(a: Array, b: Array) -> Array:
@@ -55,7 +58,8 @@ def multiply_high(a: Array, b: Array) -> Array:
     bits = a.dtype.itemsize * 8
     if bits < 64:
         wide = f"{a.dtype.kind}{bits // 4}"
-        return (a.astype(wide) * b.astype(wide) >> bits).astype(a.dtype)
+        result: Array = (a.astype(wide) * b.astype(wide) >> bits).astype(a.dtype)
+        return result
     x, y, half, mask = a.view(np.uint64), b.view(np.uint64), np.uint64(32), np.uint64(0xFFFFFFFF)
     low, mid = (x & mask) * (y & mask), (x >> half) * (y & mask)
     mid2, high = (x & mask) * (y >> half), (x >> half) * (y >> half)
@@ -63,10 +67,11 @@ def multiply_high(a: Array, b: Array) -> Array:
     high = high + (mid >> half) + (mid2 >> half) + carry
     if a.dtype.kind == "i":
         high = high - np.where(a < 0, y, 0).astype(np.uint64) - np.where(b < 0, x, 0).astype(np.uint64)
-    return high.view(a.dtype)
+    result = high.view(a.dtype)
+    return result
 
 
-def _product(op: Opcode) -> tuple[str, str, object]:
+def _product(op: Opcode) -> tuple[str, str, Callable[[Array, Array], Array]]:
     """(source type, result type, function) of mul, mul24 and their multiply-adds."""
     part = op.choice("lo", "hi", "wide", default="lo" if "24" in op.name else None)
     if "24" in op.name:
@@ -77,7 +82,8 @@ def _product(op: Opcode) -> tuple[str, str, object]:
             # the low 24 bits of each operand, extended; .hi is bits 47..16 of the product
             wide = "i8" if is_signed(t) else "u8"
             full = (a << shift >> shift).astype(wide) * (b << shift >> shift).astype(wide)
-            return (full >> (16 if part == "hi" else 0)).astype(DTYPES[t])
+            result: Array = (full >> (16 if part == "hi" else 0)).astype(DTYPES[t])
+            return result
 
         return t, t, product24
     t = op.type(*INTEGERS)
@@ -92,7 +98,7 @@ def _product(op: Opcode) -> tuple[str, str, object]:
 @operation("mul", "mul24", floating=False)
 def _mul(op: Opcode) -> AluOperation:
     t, result, product = _product(op)
-    return AluOperation((result,), (t, t), product)  # type: ignore[arg-type]
+    return AluOperation((result,), (t, t), product)
 
 
 @operation("mad", "mad24", "madc", floating=False)
@@ -102,10 +108,11 @@ def _mad(op: Opcode) -> AluOperation:
     low, high = limits(result)
 
     def mad(a: Array, b: Array, c: Array, carry: Array | None = None) -> Array | tuple[Array, Array]:
-        p = product(a, b)  # type: ignore[operator]
+        p = product(a, b)
         if saturate:
-            return np.add(p, c, dtype=np.int64).clip(low, high)
-        total = p + c
+            clamped: Array = np.add(p, c, dtype=np.int64).clip(low, high)
+            return clamped
+        total: Array = p + c
         if carry is None and not carry_out:
             return total
         unsigned = DTYPES[result.replace("s", "u")]
@@ -142,7 +149,8 @@ def _dot(op: Opcode) -> AluOperation:
     def dot(a: Array, b: Array, c: Array) -> Array:
         left, right = fields(a, 16 if half else 8, ta == "s32"), fields(b, 8, tb == "s32")
         right = {"": right, "lo": right[:, :2], "hi": right[:, 2:]}[half]
-        return ((left * right).sum(axis=1) + c).astype(DTYPES[result])
+        total: Array = ((left * right).sum(axis=1) + c).astype(DTYPES[result])
+        return total
 
     return AluOperation((result,), (ta, tb, result), dot)
 
@@ -191,13 +199,15 @@ def _negate(op: Opcode) -> AluOperation:
     return AluOperation((t,), (t,), np.abs if op.name == "abs" else np.negative)
 
 
-COMPARISONS = {
+COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
     "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
     "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
 }  # fmt: skip
 
 
-def compare_operation(op: Opcode, t: str, sources: tuple[str, str], compare) -> AluOperation:
+def compare_operation(
+    op: Opcode, t: str, sources: tuple[str, str], compare: Callable[[Array, Array], Array]
+) -> AluOperation:
     """setp and set: compare, combine with a predicate where the opcode says so, store one or two results."""
     combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     name = op.choice(*combine, default="")

@@ -14,7 +14,7 @@ from ptxlab.emulator.front.operand_rules import refuse_specials, require_kinds
 from ptxlab.emulator.front.types import DTYPES, bits_of, is_signed
 
 
-def _without_policy(instruction: Instruction) -> tuple:
+def _without_policy(instruction: Instruction) -> ir.Operands:
     """The two operands of a load or store; a third is a policy, which steers a cache."""
     may = 3 if instruction.opcode.startswith("ld") or "L2::cache_hint" in instruction.opcode else 2
     if len(instruction.operands) > may:

@@ -82,11 +82,11 @@ def group(machine: Machine, start: int) -> int:
     """Where the group of mma that begins here ends: a straight line of each of some A by each of some B."""
     code = machine.code
 
-    def types(instruction: Instruction) -> tuple:
+    def types(instruction: Instruction) -> ir.Operands:
         operands = [tuple(register.type for register in ir.registers((o,))) for o in instruction.operands]
         return instruction.opcode, instruction.guard, *operands
 
-    stop, written, pairs = start + 1, set[int](), set[tuple]()
+    stop, written, pairs = start + 1, set[int](), set[ir.Operands]()
     for at in range(start, min(start + LONGEST, len(code))):
         alike = code[at].guard is None and at not in machine.targets and types(code[at]) == types(code[start])
         if at > start and not alike:
@@ -173,7 +173,8 @@ def numbers(raw: Array, type_name: str) -> Array:
 
 def dots(a: Array, b: Array) -> Array:
     """Each row of A times each column of B: [warps, rows, k] and [warps, columns, k] -> [warps, rows, columns]."""
-    return np.matmul(a, b.swapaxes(-1, -2))
+    result: Array = np.matmul(a, b.swapaxes(-1, -2))
+    return result
 
 
 def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], None]:
@@ -184,8 +185,10 @@ def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], No
         if decoded.d != "s32":
             return canonical((c + products).astype(c.dtype), decoded.d)
         if decoded.saturates:
-            return np.add(c, products, dtype=np.int64).clip(*limits("s32")).astype(np.int32)
-        return c + products
+            result: Array = np.add(c, products, dtype=np.int64).clip(*limits("s32")).astype(np.int32)
+        else:
+            result = c + products
+        return result
 
     def accumulate(products: Array, work: list[Work], lanes: Lanes) -> None:
         quads = products.astype(kind, copy=False).view(f"V{4 * kind.itemsize}")[..., 0]

@@ -69,7 +69,8 @@ def rest_sign(x: Array, y: Array, z: Array, type_name: str) -> Array:
     """Sign of x - y * z, exactly, where y is a rounded quotient or root; 0 where anything is not finite."""
     if type_name != "f64":  # far from the ends of float64's range
         ph, pl = two_product(y, z)
-        return np.nan_to_num(np.sign((x - ph) - pl))
+        result: Array = np.nan_to_num(np.sign((x - ph) - pl))
+        return result
     signs = np.zeros(x.shape)
     for i in np.flatnonzero(np.isfinite(x) & np.isfinite(z) & ~np.isnan(y)):
         if np.isinf(y[i]):  # it overflowed, or z is zero
@@ -135,7 +136,8 @@ def _step(nearest: Array, value: Array, exact: Array, type_name: str, mode: str)
     away = {"rz": np.zeros_like(negative), "rm": above & negative, "rp": below & ~negative}[mode]
     bits = np.ascontiguousarray(nearest).view(_BITS[type_name])
     moved = bits - toward_zero.astype(bits.dtype) + away.astype(bits.dtype)
-    return moved if type_name == "bf16" else moved.view(nearest.dtype)
+    result: Array = moved if type_name == "bf16" else moved.view(nearest.dtype)
+    return result
 
 
 def fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array:

@@ -19,7 +19,8 @@ from ptxlab.emulator.ops.integer import COMPARISONS
 
 def _average(a: Array, b: Array) -> Array:
     total = a + b
-    return total + (total >= 0) >> 1  # halves are rounded away from zero
+    result: Array = total + (total >= 0) >> 1  # halves are rounded away from zero
+    return result
 
 
 _FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {
@@ -49,6 +50,7 @@ def _clamp(x: Array, signed: bool, bits: int) -> Array:
 def _simd(op: Opcode) -> AluOperation:
     count = int(op.name[-1])
     bits, letter = 32 // count, "h" if count == 2 else "b"
+    function: Callable[[Array, Array], Array]
     if op.name[:-1] == "vset":
         compare = COMPARISONS[op.choice(*_ORDER)]
         function, signed = lambda a, b: compare(a, b).astype(np.int64), False
@@ -73,7 +75,8 @@ def _simd(op: Opcode) -> AluOperation:
         result = function(x, y)
         result = _clamp(result, signed, bits) if saturate else result
         if accumulate:
-            return (result[:, kept].sum(axis=1) + c).astype(np.uint32)
+            total: Array = (result[:, kept].sum(axis=1) + c).astype(np.uint32)
+            return total
         merged = np.where(kept, result.astype(f"u{bits // 8}"), c[:, None].view(f"u{bits // 8}"))
         return np.ascontiguousarray(merged).view(np.uint32)[:, 0]
 
@@ -103,7 +106,8 @@ def _scalar(op: Opcode) -> AluOperation:
             return COMPARISONS[comparison](a, b).astype(np.int64)
         if op.name in ("vshl", "vshr"):
             count = b & 31 if wrap else np.minimum(b, 32)
-            return a << count if op.name == "vshl" else a >> count
+            shifted: Array = a << count if op.name == "vshl" else a >> count
+            return shifted
         return _FUNCTIONS[op.name](a, b)
 
     def scalar(a: Array, b: Array, c: Array | None = None) -> Array:

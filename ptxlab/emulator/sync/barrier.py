@@ -60,7 +60,7 @@ class Barrier:
         alive = machine.alive.reshape(-1, machine.stride)[self.block]
         warps_here = np.repeat(self.present.reshape(-1, 32).any(axis=1), 32)
         come = np.count_nonzero(self.present | (~alive & warps_here))
-        return not (alive & ~self.present).any() if self.expected is None else come >= self.expected
+        return not (alive & ~self.present).any() if self.expected is None else bool(come >= self.expected)
 
     def release(self, machine: Machine) -> None:
         """Let everybody go."""
