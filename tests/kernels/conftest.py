@@ -2,15 +2,15 @@
 
 import pytest
 
-from ptxlab.kernels.attention import appendface
+from ptxlab.kernels.attention import append_api
 from ptxlab.kernels.attention import device as attention
 from ptxlab.kernels.gemm import device as gemm
-from ptxlab.kernels.gemm import groupedface
-from ptxlab.kernels.quantize import face as quantize
+from ptxlab.kernels.gemm import grouped_api
+from ptxlab.kernels.quantize import api as quantize
 from tests.support.fake_gpu import FakeGpu
 
 REMEMBERED = [(gemm, "_prepared"), (gemm, "_shared"), (attention, "_prepared"), (attention, "_shared")]
-REMEMBERED += [(module, "_plans") for module in (groupedface, appendface, quantize)]
+REMEMBERED += [(module, "_plans") for module in (grouped_api, append_api, quantize)]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.spec.dtypes import stored
 from tests.support import attention_problems as problems
-from tests.support.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, Q, hold
+from tests.support.attention_calls import CACHE, CONTRACT, LENGTHS, SM80, SM90, Q, hold
 
 ON_GPU = pytest.mark.skipif(gpu.why_not("sm_80") is not None, reason="the kernels run from sm_80 on")
 HERE = [name for name in (SM90, SM80) if gpu.why_not("sm_90a" if name == SM90 else "sm_80", exact=name == SM90) is None]

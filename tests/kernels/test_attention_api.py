@@ -12,7 +12,7 @@ from ptxlab.kernels.attention import device, ladder, steps
 from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.spec.tolerance import within
 from tests.support import attention_problems as problems
-from tests.support.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, TEACHING, Q, hold, on_device, sent
+from tests.support.attention_calls import CACHE, CONTRACT, LENGTHS, SM80, SM90, TEACHING, Q, hold, on_device, sent
 from tests.support.fake_gpu import FakeGpu
 
 

@@ -12,7 +12,7 @@ from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm import device, ladder
 from ptxlab.kernels.gemm.common import DTYPES, Step
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
-from tests.support.gemm_faces import (
+from tests.support.gemm_calls import (
     BIAS,
     GROUPED,
     WEIGHTS,
