@@ -8,7 +8,8 @@ import pytest
 
 import ptxlab
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.attention import device, ladder, steps
+from ptxlab.kernels import operation
+from ptxlab.kernels.attention import ladder, steps
 from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.spec.tolerance import within
 from tests.support import attention_problems as problems
@@ -53,11 +54,11 @@ def test_which_kernel_is_taken(fake: FakeGpu) -> None:
     assert steps.choose(None, backend="emulator").spec.name == SM90
     q, cache = sent(Q), on_device(CACHE)
     ptxlab.attention_kv4(q, cache)
-    device._prepared.clear()
+    operation.forget()
     fake.arch = 80
     ptxlab.attention_kv4(q, cache)
     assert fake.launched == [(SM90, 7), (SM80, 7)]
-    device._prepared.clear()
+    operation.forget()
     with pytest.raises(
         UnavailableError, match=r"attention_kv4_sm90: it runs on sm_90a, and .*; here run attention_kv8"
     ):

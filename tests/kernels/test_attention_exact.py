@@ -22,7 +22,7 @@ from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import stored
-from tests.kernels.test_attention_face_gpu import moved
+from tests.kernels.test_attention_api_gpu import moved
 from tests.kernels.test_attention_sm90 import SOURCE, VARIANTS, Variant, every_variant
 from tests.layout.test_dispatch import DeviceArray
 from tests.support import attention_problems as problems

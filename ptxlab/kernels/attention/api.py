@@ -1,18 +1,32 @@
-"""`attention_kv4`, the Python face of the kernels: any array library, any of them, eager calls and CUDA graphs."""
+"""`attention_kv4`: any array library, any of its kernels, in eager calls and in CUDA graphs."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.attention.call import FACE, Call, check_numbers, checked
-from ptxlab.kernels.attention.device import AttentionWorkspace, on_gpu
+from ptxlab.kernels.attention.call import NAME, AttentionCall, cache_on_host, check_numbers, checked, results
+from ptxlab.kernels.attention.common import arrays_of, channels_of
 from ptxlab.kernels.attention.steps import choose, why_not
+from ptxlab.kernels.operation import DeviceMemory, Operation, Prepared, Results, copied
 from ptxlab.layout import KVCache
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
+from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionWorkspace(DeviceMemory):
+    """Device memory that `attention_kv4` needs besides its result; made by `attention_workspace`.
+
+    Blocks hand parts of results to each other in it, and every call finds and leaves zeros where these come. Calls on
+    one stream may share it, since they follow each other; so may graphs that are replayed on one stream. Calls that
+    fail leave it empty, so that none takes it any more.
+    """
 
 
 def attention_kv4(
@@ -67,35 +81,84 @@ def attention_kv4(
             unwritten.
         UnavailableError: the kernel does not run here; the message names those that would.
     """
-    call = checked(
-        q,
-        cache,
-        scale=scale,
-        window=window,
-        out=out,
-        return_lse=return_lse,
-        kernel=kernel,
-        backend=backend,
-        programmatic=programmatic,
-        check=check,
-    )
+    if not isinstance(cache, KVCache):
+        raise ArgumentError(f"{NAME}: cache", "must be a KVCache", type(cache).__name__)
     if workspace is not None and not isinstance(workspace, AttentionWorkspace):
-        raise ArgumentError(f"{FACE}: workspace", "must come from attention_workspace", type(workspace).__name__)
-    if not gpu.is_device_array(q):
-        return _on_host(call, backend)
-    if backend == "emulator":
-        raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
-    return on_gpu(call, workspace, check)
+        raise ArgumentError(f"{NAME}: workspace", "must come from attention_workspace", type(workspace).__name__)
+    out, lse = results(out, return_lse)
+    made = _ATTENTION(
+        (
+            cache.scheme,
+            cache.page_size,
+            cache.head_dim,
+            scale,
+            window,
+            return_lse,
+            kernel,
+            backend,
+            programmatic,
+            check,
+        ),
+        {"q": q, **arrays_of(cache), **channels_of(cache), "out": out, "lse": lse},
+        lambda: checked(q, cache, scale, window, out, lse, return_lse, kernel, backend, programmatic, check),
+        workspace,
+    )
+    out = made["out"] if out is None else out
+    return (out, made["lse"] if lse is None else lse) if return_lse else out
 
 
-def _on_host(call: Call, backend: str | None) -> Any:
+def attention_workspace(cache: KVCache, *, kernel: str | None = None) -> AttentionWorkspace:
+    """The memory that `attention_kv4` needs on the current device for any queries of caches with this one's head dim.
+
+    A few MiB, whatever the batch; for teaching steps none. For calls of that kernel alone, as they name it: by default
+    of the one that is chosen. It is ready, all zeros, when this returns: the call waits for it, and so has its place
+    before a capture. Raises ArgumentError for what is no KVCache, and what choosing the kernel raises.
+    """
+    if not isinstance(cache, KVCache):
+        raise ArgumentError("attention_workspace: cache", "must be a KVCache", type(cache).__name__)
+    step = choose(kernel, backend="gpu")
+    memory = step.most_memory(cache.head_dim, gpu.device_info().sms)
+    return AttentionWorkspace.of(step.spec.name, memory, zeros=True)
+
+
+def _prepare(call: AttentionCall) -> Prepared:
+    step, sms = choose(call.kernel, backend="gpu", programmatic=call.programmatic), gpu.device_info().sms
+    sizes, programmatic, dtype = step.sizes(call, sms), call.programmatic, call.dtype
+    named = f", kernel={call.kernel!r}" if call.kernel else ""
+    return Prepared(
+        step.spec.name,
+        lambda: (Plan(step.spec, step.config(sizes, dtype), sizes, programmatic=programmatic),),
+        memory=step.most_memory(call.cache.head_dim, sms),
+        kept=step.kept,
+        maker=f"attention_workspace(cache{named})",
+        enough=" of this head dim or a larger one, used by no call that failed",
+    )
+
+
+def _look(call: AttentionCall, prepared: Prepared, used: DeviceMemory | None) -> None:
+    """Raise ArgumentError for numbers on the device that no call may be given."""
+    check_numbers(call, cache_on_host(call))
+    if used is not None:
+        _check_zeros(used, prepared.kept)
+
+
+def _check_zeros(workspace: DeviceMemory, kept: Iterable[str]) -> None:
+    """Raise ArgumentError if a call has left what no other has taken: no later one would be right."""
+    left = sum(int((copied(NAME, workspace.views[name].owner) != 0).sum()) for name in kept)
+    if left:
+        workspace.views.clear()
+        rule = "must be all zeros between calls: lengths changed under one, or two ran at a time; make another"
+        raise ArgumentError(f"{NAME}: workspace", rule, f"{left} words that are not")
+
+
+def _on_host(call: AttentionCall) -> Results:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
-    step = choose(call.kernel, backend=backend, programmatic=call.programmatic)
-    emulated = backend == "emulator" or why_not(step) is not None
+    step = choose(call.kernel, backend=call.backend, programmatic=call.programmatic)
+    emulated = call.backend == "emulator" or why_not(step) is not None
     sizes = step.sizes(call, 1 if emulated else gpu.device_info().sms)
     arrays = {}
-    for name, label, array, dtype, shape in call.arrays():
-        shared = require_on_host(label, array, dtype, shape, written=name in ("out", "lse"))
+    for name, *operand in (operand[:5] for operand in call.operands if operand.array is not None):
+        shared = require_on_host(*operand, written=name in ("out", "lse"))
         arrays[name] = shared.reshape(step.spec.arg(name).resolve(sizes))
     check_numbers(call, arrays)
     kept = {item.name: np.zeros(item.shape, item.dtype) for item in step.memory(sizes) if item.name in step.kept}
@@ -105,13 +168,9 @@ def _on_host(call: Call, backend: str | None) -> Any:
         made = {"out": np.empty(call.shape, arrays["q"].dtype), "lse": np.empty(call.shape[:-1], np.float32)}
     else:
         source, config = of_kernel(step.spec.name)[0], step.config(sizes, call.dtype)
-        made = run_spec(step.spec, source, inputs, sizes=sizes, out=out, backend=backend, config=config).outputs
-    result = _like(call.out, made["out"], call.shape, call.q, call.dtype)
-    if not call.return_lse:
-        return result
-    return result, _like(call.lse, made["lse"], call.shape[:-1], call.q, "float32")
+        made = run_spec(step.spec, source, inputs, sizes=sizes, out=out, backend=call.backend, config=config).outputs
+    wanted = [operand for operand in call.operands if operand.array is None]
+    return {each.name: gpu.like(made[each.name].reshape(each.shape), call.q, each.dtype) for each in wanted}
 
 
-def _like(given: Any, made: np.ndarray, shape: tuple[int, ...], q: Any, dtype: str) -> Any:
-    """What the caller gave to be written, or what was made as q's library has it."""
-    return gpu.like(made.reshape(shape), q, dtype) if given is None else given
+_ATTENTION = Operation(NAME, _prepare, _on_host, _look)

@@ -1,26 +1,28 @@
-"""`gemm_w4a8_grouped`, the Python face of the grouped GEMM: the experts of a layer in one call."""
+"""`gemm_w4a8_grouped`: the experts of a layer in one call."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.gemm.call import check_how, opened, output_dtype
+from ptxlab.kernels.gemm.api import opened, output_dtype
 from ptxlab.kernels.gemm.common import DTYPES, sums_agree
-from ptxlab.kernels.gemm.device import refuse_in_capture
 from ptxlab.kernels.gemm.grouped import GROUPED, LAYOUT
 from ptxlab.kernels.gemm.strips import SCHEMES
+from ptxlab.kernels.operation import Operand, Operation, Prepared, Results, check_how
 from ptxlab.layout import ExpertWeights
 from ptxlab.quant import PROTECTIVE_RANGE
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
+from ptxlab.validate import shape_of
 
-FACE = "gemm_w4a8_grouped"
-_MOST_PLANS = 4096  # that are remembered
-_plans: dict[tuple[Any, ...], Plan] = {}
+NAME = "gemm_w4a8_grouped"
+_BUFFERS = {"strips": "strips", "w_scale": "channel_scale"}  # of the weights, by argument
 
 
 def gemm_w4a8_grouped(
@@ -64,22 +66,44 @@ def gemm_w4a8_grouped(
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: the kernel does not run here.
     """
-    call = _checked(x_q, x_scale, weights, offsets, x_sum, bias, out, out_dtype)
-    check_how(FACE, backend, programmatic)
-    if not gpu.is_device_array(call.given["x"]):
-        return _on_host(call, backend)
-    if backend == "emulator":
-        raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
-    return _on_gpu(call, programmatic)
+    if not isinstance(weights, ExpertWeights):
+        raise ArgumentError(f"{NAME}: weights", "must be ExpertWeights (stack_experts)", type(weights).__name__)
+    x_q, x_scale, x_sum, order, _, shape = opened(NAME, x_q, x_scale, x_sum)
+    given = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "offsets": offsets, "bias": bias, "y": out}
+
+    def check() -> GroupedCall:
+        _check_weights(weights)
+        M_K = shape or shape_of(x_q)
+        if order != "row_major" or len(M_K) != 2:
+            got = order if order != "row_major" else f"shape {M_K}"
+            raise ArgumentError(f"{NAME}: x_q", "must be an array [M, K] or row-major PackedActivations", got)
+        if M_K[1] != weights.K:
+            raise ArgumentError(f"{NAME}: x_q", f"K must be {weights.K} as the weights'", f"shape {M_K}")
+        if offsets is None:
+            raise ArgumentError(f"{NAME}: offsets", f"must be s32 [{weights.E + 1}]", "nothing")
+        dtype = output_dtype(NAME, out_dtype, out, x_scale)
+        check_how(NAME, backend, programmatic=programmatic)
+        return GroupedCall(given, weights, M_K[0], dtype, backend, programmatic)
+
+    options = (
+        *(weights.scheme, weights.layout, weights.E, weights.N, weights.K, weights.group, weights.protective_range),
+        *(order, shape, out_dtype, backend, programmatic),
+    )
+    results = _GROUPED(options, {**given, **weights.buffers}, check)
+    return results["y"] if out is None else out
 
 
-class _Call(NamedTuple):
-    """The arrays given, by argument of the kernel, the weights, and the output's dtype by name."""
+@dataclass(frozen=True, eq=False)
+class GroupedCall:
+    """The arrays that may be given, by argument of the kernel, the weights, and the output's dtype by name."""
 
     given: dict[str, Any]
     weights: ExpertWeights
     M: int
     dtype: str
+    backend: str | None
+    programmatic: bool
+    check = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -90,95 +114,77 @@ class _Call(NamedTuple):
     @property
     def config(self) -> dict[str, int]:
         """Constants of the variant."""
-        variant = {"OUT": DTYPES.index(self.dtype), "SIGNED": int("x_sum" not in self.given)}
+        variant = {"OUT": DTYPES.index(self.dtype), "SIGNED": int(self.given["x_sum"] is None)}
         return {**GROUPED.config_for(self.sizes), **variant}
 
-    def wanted(self) -> dict[str, tuple[str, str, tuple[int, ...]]]:
-        """Of every array given beside the weights: the label for messages, dtype and shape."""
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All by which its kernel is compiled."""
+        return (*self.sizes.values(), self.dtype, self.given["x_sum"] is None, self.programmatic)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no row."""
+        return self.M == 0
+
+    @property
+    def beside_the_weights(self) -> Iterator[Operand]:
+        """Activations, where each expert's begin, and output."""
         M, N, K, E, _ = self.sizes.values()
-        known = {
-            "x": ("x_q", "int8", (M, K)),
-            "offsets": ("offsets", "int32", (E + 1,)),
-            "x_scale": ("x_scale", "float32", (M,)),
-            "x_sum": ("x_sum", "int32", (M,)),
-            "bias": ("bias", "float32", (E, N)),
-            "y": ("out", self.dtype, (M, N)),
-        }
-        return {name: (f"{FACE}: {known[name][0]}", *known[name][1:]) for name in self.given}
+        known = (
+            ("x", "x_q", "int8", (M, K)),
+            ("offsets", "offsets", "int32", (E + 1,)),
+            ("x_scale", "x_scale", "float32", (M,)),
+            ("x_sum", "x_sum", "int32", (M,)),
+            ("bias", "bias", "float32", (E, N)),
+        )
+        for name, label, dtype, shape in known:
+            if self.given[name] is not None:
+                yield Operand(name, f"{NAME}: {label}", self.given[name], dtype, shape)
+        yield Operand("y", f"{NAME}: out", self.given["y"], self.dtype, (M, N))
+
+    @property
+    def operands(self) -> Iterator[Operand]:
+        """The same, and the weights, whose dtypes and shapes are their own concern."""
+        yield from self.beside_the_weights
+        for buffer in _BUFFERS.values():
+            yield Operand(buffer, f"{NAME}: weights", self.weights.buffers[buffer])
 
 
-def _checked(
-    x_q: Any, x_scale: Any, weights: Any, offsets: Any, x_sum: Any, bias: Any, out: Any, out_dtype: Any
-) -> _Call:
-    """The call; raises ArgumentError for what does not fit together."""
-    if not isinstance(weights, ExpertWeights):
-        raise ArgumentError(f"{FACE}: weights", "must be ExpertWeights (stack_experts)", type(weights).__name__)
+def _check_weights(weights: ExpertWeights) -> None:
     if weights.layout != LAYOUT or weights.scheme not in SCHEMES:
         rule = f"must be {' or '.join(SCHEMES)} in {LAYOUT}"
-        raise ArgumentError(f"{FACE}: weights", rule, f"{weights.scheme} in {weights.layout}")
+        raise ArgumentError(f"{NAME}: weights", rule, f"{weights.scheme} in {weights.layout}")
     if weights.protective_range > PROTECTIVE_RANGE:
         rule = f"must have a protective_range of at most {PROTECTIVE_RANGE}, beyond which its bytes may overflow"
-        raise ArgumentError(f"{FACE}: weights", rule, weights.protective_range)
-    x_q, x_scale, x_sum, order, _, shape = opened(FACE, x_q, x_scale, x_sum)
-    if order != "row_major" or len(shape) != 2:
-        got = order if order != "row_major" else f"shape {shape}"
-        raise ArgumentError(f"{FACE}: x_q", "must be an array [M, K] or row-major PackedActivations", got)
-    if shape[1] != weights.K:
-        raise ArgumentError(f"{FACE}: x_q", f"K must be {weights.K} as the weights'", f"shape {shape}")
-    if offsets is None:
-        raise ArgumentError(f"{FACE}: offsets", f"must be s32 [{weights.E + 1}]", "nothing")
-    dtype = output_dtype(FACE, out_dtype, out, x_scale)
-    arrays = {"x": x_q, "offsets": offsets, "x_scale": x_scale, "x_sum": x_sum, "bias": bias, "y": out}
-    return _Call({name: a for name, a in arrays.items() if a is not None}, weights, shape[0], dtype)
+        raise ArgumentError(f"{NAME}: weights", rule, weights.protective_range)
 
 
-def _on_host(call: _Call, backend: str | None) -> Any:
+def _prepare(call: GroupedCall) -> Prepared:
+    if reason := gpu.why_not(GROUPED.arch, exact=GROUPED.exact_arch):
+        raise UnavailableError(f"{NAME}: {reason}")
+
+    def plans() -> tuple[Plan, ...]:
+        return (Plan(GROUPED, call.config, call.sizes, programmatic=call.programmatic, named=_BUFFERS),)
+
+    return Prepared(GROUPED.name, plans)
+
+
+def _on_host(call: GroupedCall) -> Results:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
     arrays = {}
-    for name, (label, dtype, shape) in call.wanted().items():
-        arrays[name] = require_on_host(label, call.given[name], dtype, shape, written=name == "y")
-    sums_agree(FACE, arrays)
+    for operand in call.beside_the_weights:
+        if operand.array is not None:
+            arrays[operand.name] = require_on_host(*operand[1:5], written=operand.name == "y")
+    sums_agree(NAME, arrays)
     if any(gpu.is_device_array(array) for array in call.weights.buffers.values()):
-        raise ArgumentError(f"{FACE}: weights", "must be on the host, as x_q is", "ones on the GPU")
-    inputs = {name: array for name, array in call.given.items() if name != "y"} | _buffers(call.weights)
+        raise ArgumentError(f"{NAME}: weights", "must be on the host, as x_q is", "ones on the GPU")
+    inputs = {name: call.given[name] for name in arrays if name != "y"}
+    inputs |= {name: call.weights.buffers[buffer] for name, buffer in _BUFFERS.items()}
     inputs.setdefault("x_scale", np.ones(call.M, np.float32))  # of int32 output, which does not see it
-    out = {"y": call.given["y"]} if "y" in call.given else {}
+    out = {"y": call.given["y"]} if "y" in arrays else {}
     source, config = of_kernel(GROUPED.name)[0], call.config
-    return run_spec(GROUPED, source, inputs, sizes=call.sizes, out=out, backend=backend, config=config).outputs["y"]
+    return run_spec(GROUPED, source, inputs, sizes=call.sizes, out=out, backend=call.backend, config=config).outputs
 
 
-def _on_gpu(call: _Call, programmatic: bool) -> Any:
-    """Check what lies on the device, load the kernel if this is the first call of its shape, and launch."""
-    if reason := gpu.why_not(GROUPED.arch, exact=GROUPED.exact_arch):
-        raise UnavailableError(f"{FACE}: {reason}")
-    device, stream, x, out = gpu.current_device(), gpu.stream_handle(), call.given["x"], call.given.get("y")
-    views = {}
-    for name, (label, dtype, shape) in call.wanted().items():
-        views[name] = gpu.view(label, call.given[name]).require(label, dtype, shape, device)
-    for name, buffer in _buffers(call.weights).items():  # whose dtypes and shapes are the weights' own concern
-        views[name] = view = gpu.view(f"{FACE}: weights", buffer)
-        if view.device != device:
-            raise ArgumentError(f"{FACE}: weights", f"on the current device {device}", f"device {view.device}")
-    shape = call.M, call.weights.N
-    if call.M == 0:
-        return gpu.handed(gpu.new(x, shape, call.dtype), x, call.dtype) if out is None else out
-    key = (*call.sizes.values(), call.dtype, "x_sum" in views, programmatic, device)
-    if gpu.is_capturing(stream):
-        refuse_in_capture(FACE, out, call.dtype, key in _plans, **call.sizes)
-    plan = _plans.get(key) or _planned(call, key, programmatic)
-    result = gpu.new(x, shape, call.dtype) if out is None else out
-    if out is None:
-        views["y"] = gpu.view("out", result)
-    plan(stream, views)
-    return gpu.handed(result, x, call.dtype) if out is None else out
-
-
-def _planned(call: _Call, key: tuple[Any, ...], programmatic: bool) -> Plan:
-    if len(_plans) >= _MOST_PLANS:
-        _plans.clear()
-    plan = _plans[key] = Plan(GROUPED, call.config, call.sizes, programmatic=programmatic)
-    return plan
-
-
-def _buffers(weights: ExpertWeights) -> dict[str, Any]:
-    return {"strips": weights.buffers["strips"], "w_scale": weights.buffers["channel_scale"]}
+_GROUPED = Operation(NAME, _prepare, _on_host)

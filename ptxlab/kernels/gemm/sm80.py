@@ -14,7 +14,7 @@ from ptxlab.kernels.gemm.common import (
     MANY,
     QSERVE,
     X_SCALE,
-    Step,
+    GemmStep,
     epilogue,
     example_channel,
     example_qoq,
@@ -145,5 +145,5 @@ CHANNEL = KernelSpec(
     example_sizes=examples("MNK", (1, 8, 32), (5, 40, 256), (17, 72, 224)),
 )
 
-STEPS = (Step(QOQ, "qoq", "qserve"), Step(CHANNEL, "qoq_channel", "qserve"))
+STEPS = (GemmStep(QOQ, "qoq", "qserve"), GemmStep(CHANNEL, "qoq_channel", "qserve"))
 SPECS = tuple(step.spec for step in STEPS)

@@ -11,7 +11,7 @@ from ptxlab.kernels.gemm.common import (
     GROUPS,
     INT32,
     MANY,
-    Step,
+    GemmStep,
     epilogue,
     example_lqq,
     example_qoq,
@@ -227,11 +227,11 @@ IMFP_TILES = replace(
 )
 
 STEPS = (
-    Step(QOQ, "qoq", "dual_mma"),
-    Step(LQQ, "lqq", "dual_mma"),
-    Step(EXCP, "lqq", "dual_mma", suits=lambda s: False),  # the way through shared memory never pays
-    Step(IMFP_TILES, "lqq", "dual_mma", "tiles"),
+    GemmStep(QOQ, "qoq", "dual_mma"),
+    GemmStep(LQQ, "lqq", "dual_mma"),
+    GemmStep(EXCP, "lqq", "dual_mma", suits=lambda s: False),  # the way through shared memory never pays
+    GemmStep(IMFP_TILES, "lqq", "dual_mma", "tiles"),
     # From the sweep of the tables above: from 9 to 64 tokens more and smaller blocks hide as much, and share better.
-    Step(IMFP, "lqq", "dual_mma", suits=lambda s: s["g"] == 32 or not 8 < s["M"] <= 64 or s["K"] > s["N"]),
+    GemmStep(IMFP, "lqq", "dual_mma", suits=lambda s: s["g"] == 32 or not 8 < s["M"] <= 64 or s["K"] > s["N"]),
 )
 SPECS = (QOQ, LQQ, EXCP, IMFP)

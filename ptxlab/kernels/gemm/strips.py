@@ -12,7 +12,7 @@ from ptxlab.kernels.gemm.common import (
     GROUPS,
     INT32,
     X_SCALE,
-    Step,
+    GemmStep,
     anywhere,
     epilogue,
     example_lqq,
@@ -150,7 +150,7 @@ def _few(s: Sizes) -> bool:
 
 
 STEPS = tuple(
-    Step(spec, scheme, "strips", order, suits)
+    GemmStep(spec, scheme, "strips", order, suits)
     for scheme in SCHEMES
     for spec, order, suits in (
         (LARGE, "row_major", anywhere),

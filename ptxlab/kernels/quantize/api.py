@@ -1,24 +1,23 @@
 """`quantize_activations`: from the floats of any array library to what `gemm_w4a8` takes, in one launch."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.kernels.operation import Operand, Operation, Prepared, Results, check_how, dtype_of
 from ptxlab.kernels.quantize.specs import DTYPES, QUANTIZE
 from ptxlab.layout import PackedActivations
 from ptxlab.layout.packed_activations import stored_shape, tile_of
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
-from ptxlab.runtime.backends import BACKENDS
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
-from ptxlab.spec.dtypes import storage
-from ptxlab.validate import is_one_of, shape_of
+from ptxlab.validate import shape_of
 
-_MOST_SHAPES = 4096  # that are remembered
-_plans: dict[tuple[Any, ...], Plan] = {}
+NAME = "quantize_activations"
 
 
 def quantize_activations(
@@ -49,96 +48,100 @@ def quantize_activations(
             or a token whose scale is not a normal float32, with the place of the first.
         UnavailableError: no GPU backend here, or one below sm_80.
     """
-    tokens, span = tile_of(layout, rows)
-    shape = shape_of(x)
-    if len(shape) != 2:
-        raise ArgumentError("quantize_activations: x", "must be a matrix [M, K]", f"shape {shape}")
-    if not is_one_of(backend, (*BACKENDS, None)):
-        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
-    M, K = shape
-    wanted = (M, K, layout, tokens)
-    if out is not None and not isinstance(out, PackedActivations):
-        raise ArgumentError("quantize_activations: out", "must be PackedActivations", type(out).__name__)
-    if out is not None and (out.M, out.K, out.layout, out.rows) != wanted:
-        rule = f"must have M={M}, K={K}, layout={layout}, rows={tokens}"
-        got = f"M={out.M}, K={out.K}, layout={out.layout}, rows={out.rows}"
-        raise ArgumentError("quantize_activations: out", rule, got)
-    sizes = {"M": M, "K": K, "rows": tokens, "span": span}
-    if not gpu.is_device_array(x):
-        return _on_host(x, sizes, layout, out, backend)
-    if backend == "emulator":
-        raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
-    return _on_gpu(x, sizes, layout, out)
-
-
-def _on_gpu(x: Any, sizes: dict[str, int], layout: str, out: PackedActivations | None) -> PackedActivations:
-    M, K, rows = sizes["M"], sizes["K"], sizes["rows"]
-    device, stream = gpu.current_device(), gpu.stream_handle()
-    view = gpu.view("quantize_activations: x", x)
-    dtype = "bfloat16" if view.dtype == "uint16" else view.dtype
-    if dtype not in DTYPES:
-        raise ArgumentError("quantize_activations: x", f"dtype {' or '.join(DTYPES)}", view.dtype)
-    view.require("quantize_activations: x", dtype, (M, K), device)
-    plan = _plans.get(key := (*sizes.values(), dtype, device))
-    if plan is None:
-        QUANTIZE.check_sizes(sizes)
-        if reason := gpu.why_not(QUANTIZE.arch):
-            raise UnavailableError(f'quantize_activations: {reason}; pass backend="emulator" with NumPy arrays')
-    if (plan is None or out is None) and gpu.is_capturing(stream):
-        rule = "must be given in a capture" if out is None else "the first call of a shape is made before the capture"
-        raise ArgumentError("quantize_activations: out", rule, f"M={M}, K={K}")
-    wanted = _results(layout, M, K, rows)
     if out is None:
-        made = {name: gpu.new(x, shape, dtype_of) for name, (dtype_of, shape) in wanted.items()}
+        arrays, like = {"x": x}, None
+    elif isinstance(out, PackedActivations):
+        arrays = {"x": x, "x_q": out.x_q, "scale": out.scale, "token_sum": out.token_sum}
+        like = out.M, out.K, out.layout, out.rows
     else:
-        made = {name: getattr(out, name) for name in wanted}
-    views = {n: _checked(f"quantize_activations: out.{n}", made[n], *of, device) for n, of in wanted.items()}
-    if M:
-        if plan is None:
-            if len(_plans) >= _MOST_SHAPES:
-                _plans.clear()
-            plan = _plans[key] = Plan(QUANTIZE, {**QUANTIZE.config_for(sizes), "IN": DTYPES.index(dtype)}, sizes)
-        plan(stream, {"x": view, **views})
+        raise ArgumentError(f"{NAME}: out", "must be PackedActivations", type(out).__name__)
+    made = _QUANTIZE((layout, rows, backend, like), arrays, lambda: _checked(arrays, layout, rows, like, backend))
     if out is not None:
         return out
-    handed = {name: gpu.handed(array, x, wanted[name][0]) for name, array in made.items()}
-    return PackedActivations(layout=layout, M=M, K=K, rows=rows, **handed)
+    (M, K), (tokens, _) = shape_of(x), tile_of(layout, rows)
+    return PackedActivations(layout=layout, M=M, K=K, rows=tokens, **made)
 
 
-def _results(layout: str, M: int, K: int, rows: int) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Dtypes and shapes of the arrays of `PackedActivations`."""
-    return {
-        "x_q": ("int8", stored_shape(layout, M, K, rows)),
-        "scale": ("float32", (M,)),
-        "token_sum": ("int32", (M,)),
-    }
+class QuantizeCall(NamedTuple):
+    """The arrays given, by argument of the kernel, the order of the results, sizes, and the dtype of x by name."""
+
+    given: dict[str, Any]
+    layout: str
+    sizes: dict[str, int]
+    dtype: str
+    backend: str | None
+    check = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All by which its kernel is compiled."""
+        return (*self.sizes.values(), self.dtype)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no token."""
+        return self.sizes["M"] == 0
+
+    @property
+    def operands(self) -> Iterator[Operand]:
+        """Floats, and the arrays of `PackedActivations`."""
+        M, K, rows, _ = self.sizes.values()
+        yield Operand("x", f"{NAME}: x", self.given["x"], self.dtype, (M, K))
+        for name, dtype, shape in (
+            ("x_q", "int8", stored_shape(self.layout, M, K, rows)),
+            ("scale", "float32", (M,)),
+            ("token_sum", "int32", (M,)),
+        ):
+            label, lacking = f"{NAME}: out", "must be given in a capture: the result of a call before it"
+            if name in self.given:
+                yield Operand(name, f"{label}.{name}", self.given[name], dtype, shape)
+            else:
+                yield Operand(name, label, None, dtype, shape, lacking)
 
 
-def _checked(name: str, array: Any, dtype: str, shape: tuple[int, ...], device: int) -> gpu.View:
-    return gpu.view(name, array).require(name, dtype, shape, device)
+def _checked(given: dict[str, Any], layout: Any, rows: Any, like: Any, backend: Any) -> QuantizeCall:
+    """The call; raises ArgumentError for what does not fit together. `like` is what describes `out`."""
+    tokens, span = tile_of(layout, rows)
+    shape, dtype = shape_of(given["x"]), dtype_of(given["x"])
+    if len(shape) != 2:
+        raise ArgumentError(f"{NAME}: x", "must be a matrix [M, K]", f"shape {shape}")
+    check_how(NAME, backend)
+    if like not in (None, (*shape, layout, tokens)):
+        said = ("M={}, K={}, layout={}, rows={}".format(*each) for each in ((*shape, layout, tokens), like))
+        raise ArgumentError(f"{NAME}: out", f"must have {next(said)}", next(said))
+    if dtype not in DTYPES:
+        raise ArgumentError(f"{NAME}: x", f"dtype {' or '.join(DTYPES)}", dtype)
+    return QuantizeCall(given, layout, {"M": shape[0], "K": shape[1], "rows": tokens, "span": span}, dtype, backend)
 
 
-def _on_host(
-    x: Any, sizes: dict[str, int], layout: str, out: PackedActivations | None, backend: str | None
-) -> PackedActivations:
-    M, K, rows = sizes["M"], sizes["K"], sizes["rows"]
-    values = gpu.as_array("quantize_activations: x", x)
-    if values.dtype not in map(storage, DTYPES):
-        raise ArgumentError("quantize_activations: x", f"dtype {' or '.join(DTYPES)}", values.dtype)
-    require_on_host("quantize_activations: x", x, values.dtype.name, (M, K))
+def _prepare(call: QuantizeCall) -> Prepared:
+    sizes, dtype = call.sizes, call.dtype
     QUANTIZE.check_sizes(sizes)
-    if M:
+    if reason := gpu.why_not(QUANTIZE.arch):
+        raise UnavailableError(f'{NAME}: {reason}; pass backend="emulator" with NumPy arrays')
+    config = {**QUANTIZE.config_for(sizes), "IN": DTYPES.index(dtype)}
+    return Prepared(QUANTIZE.name, lambda: (Plan(QUANTIZE, config, sizes),))
+
+
+def _on_host(call: QuantizeCall) -> Results:
+    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
+    sizes = call.sizes
+    x, *results = (operand for operand in call.operands)
+    values = gpu.as_array(x.label, x.array)
+    require_on_host(x.label, x.array, values.dtype.name, x.shape)
+    QUANTIZE.check_sizes(sizes)
+    if not call.is_empty:
         quant.token_scales(reference.from_bfloat16_bits(values) if values.dtype == np.uint16 else values)
-    padded = QUANTIZE.arg("x_q").resolve(sizes)
-    given = {}
-    for name, (dtype, stored) in _results(layout, M, K, rows).items() if out is not None else ():
-        given[name] = getattr(out, name)
-        require_on_host(f"quantize_activations: out.{name}", given[name], dtype, stored, written=True)
-    if given:
-        given["x_q"] = given["x_q"].reshape(padded)  # contiguous, so the same memory
+    out = {}
+    for operand in results:
+        if operand.array is not None:
+            require_on_host(*operand[1:5], written=True)
+            out[operand.name] = operand.array
+    if out:
+        out["x_q"] = out["x_q"].reshape(QUANTIZE.arg("x_q").resolve(sizes))  # contiguous, so the same memory
     source = of_kernel(QUANTIZE.name)[0]
-    results = run_spec(QUANTIZE, source, {"x": x}, sizes=sizes, out=given, backend=backend).outputs
-    if out is not None:
-        return out
-    results["x_q"] = results["x_q"].reshape(stored_shape(layout, M, K, rows))
-    return PackedActivations(layout=layout, M=M, K=K, rows=rows, **results)
+    made = run_spec(QUANTIZE, source, {"x": x.array}, sizes=sizes, out=out, backend=call.backend).outputs
+    return {operand.name: made[operand.name].reshape(operand.shape) for operand in results}
+
+
+_QUANTIZE = Operation(NAME, _prepare, _on_host)
