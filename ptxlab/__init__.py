@@ -5,6 +5,7 @@ from typing import Any
 from ptxlab.kernels import find, run, specs
 from ptxlab.kernels.attention import AttentionWorkspace, append_kv4, attention_kv4, attention_workspace
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
+from ptxlab.kernels.operation import release_memory
 from ptxlab.kernels.packed import to_device
 from ptxlab.kernels.quantize import quantize_activations
 from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, pack, stack_experts
@@ -35,6 +36,7 @@ __all__ = [
     "pack",
     "quantize_activations",
     "quantize_kv",
+    "release_memory",
     "run",
     "smooth_attention",
     "specs",

@@ -112,10 +112,8 @@ def gemm_w4a8(
         given = x_q, x_scale, x_sum, order, rows, M_K[0], weight, bias, out
         return GemmCall(*given, dtype, kernel, backend, programmatic)
 
-    options = (
-        *(weight.scheme, weight.layout, weight.N, weight.K, weight.group, weight.protective_range),
-        *(order, rows, shape, out_dtype, kernel, backend, programmatic),
-    )
+    packed = weight.scheme, weight.layout, weight.N, weight.K, weight.group, weight.protective_range
+    options = packed, order, rows, shape, out_dtype, kernel, backend, programmatic
     arrays = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "bias": bias, "y": out, **weight.buffers}
     results = _GEMM(options, arrays, check, workspace)
     return results["y"] if out is None else out

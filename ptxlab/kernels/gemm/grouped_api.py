@@ -85,10 +85,8 @@ def gemm_w4a8_grouped(
         check_how(NAME, backend, programmatic=programmatic)
         return GroupedCall(given, weights, M_K[0], dtype, backend, programmatic)
 
-    options = (
-        *(weights.scheme, weights.layout, weights.E, weights.N, weights.K, weights.group, weights.protective_range),
-        *(order, shape, out_dtype, backend, programmatic),
-    )
+    packed = weights.scheme, weights.layout, weights.E, weights.N, weights.K, weights.group, weights.protective_range
+    options = packed, order, shape, out_dtype, backend, programmatic
     results = _GROUPED(options, {**given, **weights.buffers}, check)
     return results["y"] if out is None else out
 
