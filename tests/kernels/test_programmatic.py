@@ -11,7 +11,7 @@ from ptxlab import emulator, gpu, kernels, quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels import operation
 from ptxlab.kernels.gemm.strips import LARGE
-from ptxlab.kernels.gemm.strips_tiles import Chosen, Tile
+from ptxlab.kernels.gemm.strips_tiles import StripChoice, StripTile
 from ptxlab.runtime import run_spec
 from tests.support.fake_gpu import FakeGpu
 
@@ -30,7 +30,7 @@ def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
     for old, new in ((WAIT, WAIT.partition("\n")[2]), (LOADED, WAIT.partition("\n")[0] + "\n" + LOADED)):
         assert text.count(old) == 1
         text = text.replace(old, new)
-    tile = Chosen(Tile(8, WN=2, WK=1, MN=1, BK=128), 8, 3, split)
+    tile = StripChoice(StripTile(8, WN=2, WK=1, MN=1, BK=128), 8, 3, split)
     config = {**LARGE.config_for(SIZES), **tile.constants, "SIGNED": 0}
     packed = LARGE.pack(LARGE.example(np.random.default_rng(0), **SIZES))
     outcome = run_spec(
