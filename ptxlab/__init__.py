@@ -6,8 +6,8 @@ from ptxlab.kernels import find, run, specs
 from ptxlab.kernels.attention import AttentionWorkspace, append_kv4, attention_kv4, attention_workspace
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.operation import release_memory
-from ptxlab.kernels.transfer import to_device
 from ptxlab.kernels.quantize import quantize_activations
+from ptxlab.kernels.transfer import to_device
 from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, pack, stack_experts
 from ptxlab.quant import calibrate_kv, quantize_kv, smooth_attention
 from ptxlab.runtime import Kernel, Outcome, load

@@ -1,7 +1,7 @@
 """Arrays of any library: NumPy on the host; CuPy, PyTorch, JAX and others on the device without a copy."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
@@ -40,10 +40,12 @@ def elsewhere(nbytes: int) -> Iterator[None]:
         pool.free_all_blocks()
 
 
-@cache
-def library(kind: type) -> str:
+def _library(kind: type) -> str:
     """The name of the package that a type comes from."""
     return kind.__module__.partition(".")[0]
+
+
+library: Callable[[type], str] = cache(_library)
 
 
 def is_device_array(array: Any) -> bool:

@@ -1,7 +1,8 @@
 """`quantize_activations`: from the floats of any array library to what `gemm_w4a8` takes, in one launch."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -62,7 +63,8 @@ def quantize_activations(
     return PackedActivations(layout=layout, M=M, K=K, rows=tokens, **made)
 
 
-class QuantizeCall(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class QuantizeCall:
     """The arrays given, by argument of the kernel, the order of the results, sizes, and the dtype of x by name."""
 
     given: dict[str, Any]
