@@ -29,7 +29,7 @@ from IPython.display import Markdown
 
 import ptxlab
 from ptxlab import figures, jupyter, kernels, report
-from ptxlab.kernels import holders as tiles
+from ptxlab.kernels import holders
 
 # %% [markdown]
 # ## What the MMA wants
@@ -40,7 +40,7 @@ from ptxlab.kernels import holders as tiles
 # off the kernel itself: it ran on tiles whose elements are the digits of their own position.)
 
 # %%
-print(tiles.as_text("load_ldmatrix_s8"))
+print(holders.as_text("load_ldmatrix_s8"))
 
 # %% [markdown]
 # ## The same road with 4-bit weights: wrong
@@ -49,7 +49,7 @@ print(tiles.as_text("load_ldmatrix_s8"))
 # 7`, which belong to lanes `2 t` and `2 t + 1` (modulo 4). Only a quarter of the tile is where the MMA wants it.
 
 # %%
-print(tiles.as_text("load_ldmatrix_u4"))
+print(holders.as_text("load_ldmatrix_u4"))
 figures.load_picture("load_ldmatrix_u4")
 
 # %% [markdown]
@@ -93,7 +93,7 @@ jupyter.layout_explorer()
 
 # %%
 for name in ("load_ldmatrix_s8", "load_lds32_u4", "load_qserve_reorder", "load_dual_mma", "load_comet_interleave"):
-    accesses = tiles.shared_accesses(name)
+    accesses = holders.shared_accesses(name)
     loads, fronts, least = (sum(getattr(a, f) for a in accesses) for f in ("requests", "wavefronts", "least"))
     print(f"{name:24} {loads} loads per warp, {fronts:2} wavefronts, {fronts - least} of them conflicts")
 

@@ -29,7 +29,7 @@ from ptxlab import bench, cost, gpu, layout, nsight, quant, sass, sources
 from ptxlab.bench import dequant
 from ptxlab.errors import PtxlabError
 from ptxlab.profile import profiles
-from ptxlab.profile.target import Job
+from ptxlab.profile.launch_target import Job
 from ptxlab.spec import Arg, KernelSpec, Launch
 
 # %% [markdown]

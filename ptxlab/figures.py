@@ -20,7 +20,7 @@ from ptxlab import (
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.errors import FileError
-from ptxlab.kernels import holders as tiles
+from ptxlab.kernels import holders
 from ptxlab.profile import plot as profileplot
 
 LADDER = ("ablation", "times", "fraction", "roofline")
@@ -53,10 +53,10 @@ def draw_all() -> list[Path]:
 
 def load_picture(name: str) -> "plot.Figure":
     """Who holds what after a `load_*` kernel, and the banks it meets; a wrong one beside the right one."""
-    held = [tiles.holders(name)]
+    held = [holders.holders(name)]
     if held[0].wrong.any():
-        held.append(tiles.holders(tiles.RIGHT))
-    return plot.load_figure(held, tiles.shared_accesses(name))
+        held.append(holders.holders(holders.RIGHT))
+    return plot.load_figure(held, holders.shared_accesses(name))
 
 
 def ladder_picture(name: str) -> "plot.Figure":

@@ -24,7 +24,7 @@ from ptxlab import (
 from ptxlab.bench import counts
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
-from ptxlab.kernels import holders as tiles
+from ptxlab.kernels import holders
 
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -131,7 +131,7 @@ def load_table() -> str:
     head = f"| kernel | shows | {per_32} | resident, weights per clock and SM | streaming |"
     lines = [head, "| --- | --- | ---: | ---: | ---: | ---: |"]
     for spec in (s for s in kernels.specs().values() if s.family == "load"):
-        accesses = tiles.shared_accesses(spec.name) if "T" in spec.example_sizes[0] else ()
+        accesses = holders.shared_accesses(spec.name) if "T" in spec.example_sizes[0] else ()
         fronts, least = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "least"))
         resident = measured.get((spec.name, "ptx", "resident"))
         streaming = measured.get((spec.name, "ptx", "streaming"))

@@ -27,8 +27,7 @@ from ptxlab.cli.timelines import profile_timeline
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import require_folder
 from ptxlab.nsight import Profile
-from ptxlab.profile import profiles, stalls
-from ptxlab.profile import target as subject
+from ptxlab.profile import launch_target, profiles, stalls
 from ptxlab.runtime.arguments import parse_integers, parse_sizes
 
 _WIDEST = 100  # characters of a source line
@@ -104,8 +103,8 @@ def profile(
         _refuse({"--shape": shape}, "none of a .json, which has its own")
     write = _writer(out) if out is not None else None
 
-    def job(named: str) -> subject.Job:
-        made = subject.Job(named, sizes)
+    def job(named: str) -> launch_target.Job:
+        made = launch_target.Job(named, sizes)
         if made.spec is not None:
             _refuse(of_files, f"for files only: the spec of {made.spec.name} says it")
             return made
@@ -113,7 +112,7 @@ def profile(
         if inputs is None:
             raise ArgumentError("--in", "an .npz with the arguments of the kernel by name", "nothing")
         geometry = dims("grid", grid or "1"), dims("block", block or "32"), shared or 0
-        return subject.Job(named, {}, str(inputs), *geometry, arch, parse_integers("-D", define or []))
+        return launch_target.Job(named, {}, str(inputs), *geometry, arch, parse_integers("-D", define or []))
 
     def made(named: str, keep: Path | None) -> Profile:
         if Path(named).suffix in profiles.SAVED:

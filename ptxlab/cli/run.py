@@ -27,7 +27,7 @@ from ptxlab.cli.common import (
 )
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays, save_arrays
-from ptxlab.kernels import holders as tiles
+from ptxlab.kernels import holders
 from ptxlab.runtime.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
 from ptxlab.spec import Arg, KernelSpec
 from ptxlab.verify import Job, Verdict, plan
@@ -96,7 +96,7 @@ def show(
     if spec.wrong:
         console.print(f"  [red]wrong by design[/]: {escape(spec.wrong.why)}")
     if "fragments" in {arg.name for arg in spec.outputs}:
-        console.print(tiles.as_text(spec.name), highlight=False, soft_wrap=True)
+        console.print(holders.as_text(spec.name), highlight=False, soft_wrap=True)
     for source in sources:
         console.print(f"\n[dim]{escape(source.label)}[/]")
         console.print(Syntax(source.text, "c", background_color="default", word_wrap=True))

@@ -10,8 +10,8 @@ from ptxlab import gpu, kernels, nsight
 from ptxlab.bench.record import commit
 from ptxlab.errors import UnavailableError
 from ptxlab.nsight import Launched, Profile
-from ptxlab.profile import target as subject
-from ptxlab.profile.target import Job
+from ptxlab.profile import launch_target
+from ptxlab.profile.launch_target import Job
 from ptxlab.runtime.arguments import merge_sizes
 
 SAVED = (".ncu-rep", ".json")  # what `saved` reads
@@ -30,8 +30,8 @@ def profile(job: Job, *, chosen: str = "quick", keep: Path | None = None) -> Pro
         UnavailableError: no GPU for this kernel, no ncu, no permission, no ncu-report, a metric that ncu does not know.
     """
     (launched,) = launch([job], nsight.METRICS, chosen=chosen, keep=keep)
-    sizes = subject.sizes_of(job.spec, job.sizes) if job.spec else {}
-    return nsight.profile_of(launched, sizes=sizes, weights=subject.weights_of(sizes), origin=origin())
+    sizes = launch_target.sizes_of(job.spec, job.sizes) if job.spec else {}
+    return nsight.profile_of(launched, sizes=sizes, weights=launch_target.weights_of(sizes), origin=origin())
 
 
 def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
@@ -45,8 +45,8 @@ def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
         return nsight.load(path)
     given, launched = dict(sizes or {}), nsight.read(path)[-1]
     if spec := kernels.specs().get(launched.kernel):
-        merge_sizes("--shape", spec, subject.usual_sizes(spec), given)  # or which of them the kernel does not have
-    return nsight.profile_of(launched, sizes=given, weights=subject.weights_of(given))
+        merge_sizes("--shape", spec, launch_target.usual_sizes(spec), given)  # raises where the kernel lacks one
+    return nsight.profile_of(launched, sizes=given, weights=launch_target.weights_of(given))
 
 
 def launch(
@@ -54,7 +54,7 @@ def launch(
 ) -> list[Launched]:
     """Launch all of them under one ncu, in this order; raises as `profile` does."""
     nsight.require_reader()
-    entries = [subject.entry_of(job) for job in jobs]
+    entries = [launch_target.entry_of(job) for job in jobs]
     try:
         gpu.device_info()
     except UnavailableError as error:
@@ -64,7 +64,7 @@ def launch(
             raise UnavailableError(f"{spec.name}: {reason}")
     with tempfile.TemporaryDirectory() as folder:
         file = keep or Path(folder) / "launches.ncu-rep"
-        nsight.collect(subject.command(jobs), entries, metrics, file, chosen=chosen)
+        nsight.collect(launch_target.command(jobs), entries, metrics, file, chosen=chosen)
         found = nsight.read(file)
     if [one.kernel for one in found] != entries:
         raise UnavailableError(f"ncu: launches of {', '.join(entries)} (got {', '.join(o.kernel for o in found)})")

@@ -19,7 +19,7 @@ from ptxlab.errors import FileError, UnavailableError
 from ptxlab.io.files import read_record, write_text
 from ptxlab.nsight import ISSUING, Launched
 from ptxlab.profile import profiles
-from ptxlab.profile.target import Job
+from ptxlab.profile.launch_target import Job
 
 SCHEMA = 1
 KERNELS = (

@@ -13,7 +13,7 @@ from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.common import draw_cache
 from ptxlab.kernels.attention.steps import step_of as attention_step
-from ptxlab.profile import target as subject
+from ptxlab.profile import launch_target
 from ptxlab.runtime import Kernel
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.sources import Source
@@ -42,7 +42,7 @@ def record(
     Args:
         spec: the kernel.
         source: its CUDA C++.
-        sizes: of the problem; those left out are as in `subject.usual_sizes`.
+        sizes: of the problem; those left out are as in `launch_target.usual_sizes`.
         backend: `"gpu"`, `"emulator"`, or None: the GPU where there is one that runs it.
         sms: of how many SMs (from number 0 on) there shall be stamps; of the emulator's, all that have a block.
         seed: of the example.
@@ -54,7 +54,7 @@ def record(
     if "timeline.cuh" not in source.text:
         raise ArgumentError("--timeline", "a kernel that stamps its phases (timeline.cuh)", source.label)
     asked, backend = backend, backend or ("emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu")
-    shape = subject.sizes_of(spec, sizes or {}, backend)
+    shape = launch_target.sizes_of(spec, sizes or {}, backend)
     sizes = _sizes(spec, shape, backend)
     config = {**spec.config_for(sizes), **dict.fromkeys(spec.by_variant, 0)}
     everything = {**sizes, **config}

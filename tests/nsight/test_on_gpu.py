@@ -10,9 +10,8 @@ from ptxlab import gpu, kernels, nsight, sass, toolchain
 from ptxlab.bench.problem import variant
 from ptxlab.errors import UnavailableError
 from ptxlab.nsight import Launched
-from ptxlab.profile import profiles
-from ptxlab.profile import target as subject
-from ptxlab.profile.target import Job
+from ptxlab.profile import launch_target, profiles
+from ptxlab.profile.launch_target import Job
 from ptxlab.sass.mainloop import main_loop
 from ptxlab.spec import KernelSpec
 
@@ -57,8 +56,8 @@ def test_kernels_with_and_without_a_spec(file: Job) -> None:
     job = Job("gemm_w4a8_sm90")
     gemm, outside = launched([job, file], nsight.METRICS)
     assert gemm.kernel == "gemm_w4a8_sm90" and outside.kernel == "dequantize"
-    sizes = subject.sizes_of(job.spec, job.sizes)
-    page = nsight.profile_of(gemm, weights=subject.weights_of(sizes))
+    sizes = launch_target.sizes_of(job.spec, job.sizes)
+    page = nsight.profile_of(gemm, weights=launch_target.weights_of(sizes))
     assert set(page.figures) == {figure.name for figure in nsight.FIGURES} and page.carriers and page.device
     assert 1 < page.figures["per_weight"] / in_main_loop(job.spec, sizes) < 2 and page.figures["sm_mhz"] > 500
     assert outside.number("launch__block_size") == 64

@@ -9,7 +9,7 @@ from ptxlab import nsight, profiletables, sources
 from ptxlab.bench.shapes import Layer
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.profile import stalls
-from ptxlab.profile.target import Job
+from ptxlab.profile.launch_target import Job
 from tests.support.reports import FILE, GEMM, SIZES
 
 

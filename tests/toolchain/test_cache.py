@@ -87,7 +87,7 @@ def test_failing_maker_leaves_nothing(folder: Path) -> None:
 def test_what_a_killed_process_left_is_no_entry(folder: Path) -> None:
     """Killed while writing, it leaves the unfinished file; the lock dies with the process."""
     killed = (
-        "import os, pathlib; from ptxlab import cache\n"
+        "import os, pathlib; from ptxlab.toolchain import cache\n"
         "pathlib.Path.write_bytes = lambda self, content: (open(self, 'wb').write(content[:3]), os._exit(9))\n"
         f"cache.get_or_make({KEY!r}, '.bin', lambda: b'content')"
     )
@@ -100,7 +100,7 @@ def test_what_a_killed_process_left_is_no_entry(folder: Path) -> None:
 
 def test_two_processes_make_it_once(folder: Path, tmp_path: Path) -> None:
     maker = (
-        "import sys, time; from ptxlab import cache\n"
+        "import sys, time; from ptxlab.toolchain import cache\n"
         "def make():\n"
         "    open(sys.argv[1], 'a').write('made\\n'); time.sleep(0.5); return b'content'\n"
         f"print(cache.get_or_make({KEY!r}, '.bin', make))"

@@ -13,10 +13,10 @@ import pytest
 
 from ptxlab import gpu, kernels, nsight
 from ptxlab.errors import ArgumentError
-from ptxlab.profile import target as subject
-from ptxlab.profile.target import Job
+from ptxlab.profile import launch_target
+from ptxlab.profile.launch_target import Job
 from tests.bench.conftest import emulated_gpu
-from tests.runtime.test_runtime import PTX_ADD4
+from tests.support.add4 import PTX_ADD4
 
 __all__ = ["emulated_gpu"]
 
@@ -51,7 +51,7 @@ def events(emulated_gpu: pytest.MonkeyPatch) -> list[str]:
 
     emulated_gpu.setattr(gpu, "prepare", remembered)
     emulated_gpu.setattr(gpu, "profiled", profiled)
-    emulated_gpu.setattr(subject, "WARM_UP", 1)
+    emulated_gpu.setattr(launch_target, "WARM_UP", 1)
     return seen
 
 
@@ -63,48 +63,48 @@ def add4(tmp_path: Path) -> Job:
 
 
 def test_each_job_is_warmed_up_and_then_profiled_once(events: list[str], add4: Job) -> None:
-    python, option, code, jobs = subject.command([*SMALL, add4])
-    assert (python, option) == (sys.executable, "-c") and "subject.main" in code
-    subject.main(jobs)
+    python, option, code, jobs = launch_target.command([*SMALL, add4])
+    assert (python, option) == (sys.executable, "-c") and "launch_target.main" in code
+    launch_target.main(jobs)
     names = [*(job.target for job in SMALL), "add4"]
     assert events == [event for name in names for event in (name, "begin", name, "end")]
-    assert [subject.entry_of(job) for job in (*SMALL, add4)] == names
+    assert [launch_target.entry_of(job) for job in (*SMALL, add4)] == names
 
 
 def test_what_cannot_be_launched_is_said_in_a_line_that_the_command_finds(events: list[str], add4: Job) -> None:
     np.savez(add4.inputs, a=np.zeros(32, np.uint32))
     with pytest.raises(SystemExit, match=f"^{nsight.FAILED}add4: b: must be in the --in file"):
-        subject.main(json.dumps([asdict(add4)]))
+        launch_target.main(json.dumps([asdict(add4)]))
     assert events == []
 
 
 def test_sizes_are_the_usual_ones_unless_given() -> None:
     assert Job("gemm_w4a8_sm90").spec is kernels.specs()["gemm_w4a8_sm90"]
-    found = subject.sizes_of(kernels.specs()["gemm_w4a8_sm90"], {"M": 3})
+    found = launch_target.sizes_of(kernels.specs()["gemm_w4a8_sm90"], {"M": 3})
     assert found == {"M": 3, "N": 22016, "K": 4096, "g": 128}
-    assert subject.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "emulator")["N"] == 256
-    assert subject.usual_sizes(kernels.specs()["gemm_w8a8_sm90"])["N"] == 22016, "no step, and yet a GEMM"
+    assert launch_target.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "emulator")["N"] == 256
+    assert launch_target.usual_sizes(kernels.specs()["gemm_w8a8_sm90"])["N"] == 22016, "no step, and yet a GEMM"
     with pytest.raises(ArgumentError, match=r"backend: one of gpu, emulator \(got cuda\)"):
-        subject.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "cuda")
-    assert "g" not in subject.usual_sizes(kernels.specs()["gemm_w4a8_qoq_channel_sm80"])
-    assert set(subject.usual_sizes(kernels.specs()["attention_kv4_naive"])) == {"B", "L", "Hq", "Hkv"}
+        launch_target.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "cuda")
+    assert "g" not in launch_target.usual_sizes(kernels.specs()["gemm_w4a8_qoq_channel_sm80"])
+    assert set(launch_target.usual_sizes(kernels.specs()["attention_kv4_naive"])) == {"B", "L", "Hq", "Hkv"}
     with pytest.raises(ArgumentError, match=r"--shape: of gemm_w4a8_sm90 has M, N, K, g \(got L\)"):
-        subject.entry_of(Job("gemm_w4a8_sm90", {"L": 3}))
+        launch_target.entry_of(Job("gemm_w4a8_sm90", {"L": 3}))
     with pytest.raises(ArgumentError, match="K % g == 0"):
-        subject.entry_of(Job("gemm_w4a8_sm90", {"K": 100}))
+        launch_target.entry_of(Job("gemm_w4a8_sm90", {"K": 100}))
     with pytest.raises(ArgumentError, match=r"--shape: sizes of 1 or more \(got M=0\)"):
-        subject.entry_of(Job("gemm_w4a8_sm90", {"M": 0}))
-    assert subject.sizes_of(kernels.specs()["append_kv4"], {"R": 0})["R"] == 0, "no rotation"
+        launch_target.entry_of(Job("gemm_w4a8_sm90", {"M": 0}))
+    assert launch_target.sizes_of(kernels.specs()["append_kv4"], {"R": 0})["R"] == 0, "no rotation"
 
 
 @pytest.mark.parametrize("name", kernels.specs())
 def test_usual_sizes_are_such_as_the_kernel_takes(name: str) -> None:
     spec = kernels.specs()[name]
-    assert subject.sizes_of(spec, {}) == subject.usual_sizes(spec)
+    assert launch_target.sizes_of(spec, {}) == launch_target.usual_sizes(spec)
 
 
 def test_weights_that_the_figures_are_per() -> None:
-    assert subject.weights_of({"M": 5, "N": 3, "K": 7}) == 21
-    assert subject.weights_of({"R": 2, "K": 8, "g": 4}) == 16
-    assert subject.weights_of({"B": 2, "L": 3, "Hq": 8, "Hkv": 4}) == 2 * 2 * 3 * 4 * 128
-    assert subject.weights_of({"T": 5}) is subject.weights_of({}) is None
+    assert launch_target.weights_of({"M": 5, "N": 3, "K": 7}) == 21
+    assert launch_target.weights_of({"R": 2, "K": 8, "g": 4}) == 16
+    assert launch_target.weights_of({"B": 2, "L": 3, "Hq": 8, "Hkv": 4}) == 2 * 2 * 3 * 4 * 128
+    assert launch_target.weights_of({"T": 5}) is launch_target.weights_of({}) is None

@@ -39,7 +39,7 @@ _USUAL: dict[str, dict[str, dict[str, Any]]] = {
         "attention": {"B": 2, "L": 512, "Hq": 8, "Hkv": 2},
     },
 }
-_LAUNCH = "import sys; from ptxlab import subject; subject.main(sys.argv[1])"
+_LAUNCH = "import sys; from ptxlab.profile import launch_target; launch_target.main(sys.argv[1])"
 
 Call = Callable[[], None]
 
