@@ -43,7 +43,7 @@ class Scratch(NamedTuple):
         return cls(arg.name, arg.resolve(sizes), storage(str(arg.dtype)), arg.nbytes(sizes))
 
 
-class Operand(NamedTuple):
+class CallArray(NamedTuple):
     """An array of a call, by the kernels' name for it; one that is None is a result, which the call has to make.
 
     `label` is for messages. Without a dtype only the device is looked at: the rest is the concern of whoever packed it.
@@ -80,7 +80,7 @@ class Call(Protocol):
         """Of the problem, for messages."""
 
     @property
-    def operands(self) -> Iterable[Operand]:
+    def operands(self) -> Iterable[CallArray]:
         """What is given, and results."""
 
     @property
@@ -169,7 +169,7 @@ class Ready(NamedTuple):
 
     prepared: Prepared
     memory: tuple[Scratch, ...]
-    results: tuple[Operand, ...]
+    results: tuple[CallArray, ...]
 
 
 _prepared: dict[Hashable, Prepared] = {}
@@ -335,7 +335,7 @@ def _launch(ready: Ready, stream: int, views: dict[str, gpu.View], used: DeviceM
     return _handed(made, ready.results, example) if made else made
 
 
-def _handed(made: dict[str, Any], results: Iterable[Operand], example: Any) -> Results:
+def _handed(made: dict[str, Any], results: Iterable[CallArray], example: Any) -> Results:
     """The results as the caller's library has them."""
     return {result.name: gpu.handed(made[result.name], example, result.dtype) for result in results}
 

@@ -9,7 +9,7 @@ from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.append import APPEND, DTYPES, INDICES, values
 from ptxlab.kernels.attention.common import channels_of
-from ptxlab.kernels.operation import DeviceMemory, Operand, Operation, Prepared, Results, check_how, copied, dtype_of
+from ptxlab.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, check_how, copied, dtype_of
 from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.runtime import run_spec
@@ -96,7 +96,7 @@ class AppendCall(NamedTuple):
         return self.sizes["T"] == 0
 
     @property
-    def operands(self) -> Iterator[Operand]:
+    def operands(self) -> Iterator[CallArray]:
         """All that is given; the pool is written in place."""
         T, H, D, R = (self.sizes[name] for name in ("T", "H", "D", "R"))
         known: dict[str, tuple[str, str, tuple[int, ...]]] = {
@@ -112,7 +112,7 @@ class AppendCall(NamedTuple):
             known[name] = (f"cache.{name[0]}_channel {name[2:]}", "float32", (H, D))
         for name, array in self.given.items():
             label, dtype, shape = known[name]
-            yield Operand(name, f"{NAME}: {label}", array, dtype, shape)
+            yield CallArray(name, f"{NAME}: {label}", array, dtype, shape)
 
 
 def _checked(given: dict[str, Any], cache: KVCache, backend: Any, programmatic: Any, check: Any) -> AppendCall:

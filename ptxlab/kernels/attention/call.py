@@ -9,7 +9,7 @@ import numpy as np
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.common import arrays_of, channels_of
 from ptxlab.kernels.attention.sm80 import DTYPES
-from ptxlab.kernels.operation import Operand, check_how, copied, dtype_of
+from ptxlab.kernels.operation import CallArray, check_how, copied, dtype_of
 from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.spec import Arrays
@@ -74,22 +74,24 @@ class AttentionCall(NamedTuple):
         return self.shape[0] == 0
 
     @property
-    def operands(self) -> Iterator[Operand]:
+    def operands(self) -> Iterator[CallArray]:
         """Queries, cache and results."""
         cache, lse = self.cache, self.shape[:-1]
-        yield Operand("q", f"{NAME}: q", self.q, self.dtype, self.shape)
-        yield Operand("pool", f"{NAME}: cache.pool", cache.pool, "uint8", tuple(cache.pool.shape))
-        yield Operand("table", f"{NAME}: cache.block_table", cache.block_table, "int32", (cache.batch, cache.max_pages))
-        yield Operand("lengths", f"{NAME}: cache.lengths", cache.lengths, "int32", (cache.batch,))
+        yield CallArray("q", f"{NAME}: q", self.q, self.dtype, self.shape)
+        yield CallArray("pool", f"{NAME}: cache.pool", cache.pool, "uint8", tuple(cache.pool.shape))
+        yield CallArray(
+            "table", f"{NAME}: cache.block_table", cache.block_table, "int32", (cache.batch, cache.max_pages)
+        )
+        yield CallArray("lengths", f"{NAME}: cache.lengths", cache.lengths, "int32", (cache.batch,))
         for name, array in channels_of(cache).items():
             label = f"{NAME}: cache.{name[0]}_channel {name[2:]}"
-            yield Operand(name, label, array, "float32", (cache.num_kv_heads, cache.head_dim))
-        yield Operand("out", f"{NAME}: out", self.out, self.dtype, self.shape)
+            yield CallArray(name, label, array, "float32", (cache.num_kv_heads, cache.head_dim))
+        yield CallArray("out", f"{NAME}: out", self.out, self.dtype, self.shape)
         if self.lse is not None:
-            yield Operand("lse", f"{NAME}: out lse", self.lse, "float32", lse)
+            yield CallArray("lse", f"{NAME}: out lse", self.lse, "float32", lse)
         elif self.return_lse:
             lacking = "must be (out, lse) in a capture: make an array {shape} of {dtype} before"
-            yield Operand("lse", f"{NAME}: out", None, "float32", lse, lacking, "one array")
+            yield CallArray("lse", f"{NAME}: out", None, "float32", lse, lacking, "one array")
 
 
 def results(out: Any, return_lse: Any) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.kernels.gemm.common import DTYPES, GemmStep, sums_agree
-from ptxlab.kernels.operation import DeviceMemory, Operand, Operation, Prepared, Results, Scratch, check_how, dtype_of
+from ptxlab.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, Scratch, check_how, dtype_of
 from ptxlab.kernels.quantize import SUM
 from ptxlab.layout import PackedActivations, PackedWeight
 from ptxlab.layout.packed_activations import stored_shape, unpack_activations
@@ -225,24 +225,24 @@ class GemmCall:
         return sizes
 
     @property
-    def beside_the_weight(self) -> Iterator[Operand]:
+    def beside_the_weight(self) -> Iterator[CallArray]:
         """Activations and output."""
         M, N = self.M, self.weight.N
-        yield Operand("x", f"{NAME}: x_q", self.x_q, "int8", stored_shape(self.order, M, self.weight.K, self.rows))
+        yield CallArray("x", f"{NAME}: x_q", self.x_q, "int8", stored_shape(self.order, M, self.weight.K, self.rows))
         if self.x_scale is not None:
-            yield Operand("x_scale", f"{NAME}: x_scale", self.x_scale, "float32", (M,))
+            yield CallArray("x_scale", f"{NAME}: x_scale", self.x_scale, "float32", (M,))
         if self.has_sum and self.step.takes_sum:
-            yield Operand("x_sum", f"{NAME}: x_sum", self.x_sum, "int32", (M,))
+            yield CallArray("x_sum", f"{NAME}: x_sum", self.x_sum, "int32", (M,))
         if self.bias is not None:
-            yield Operand("bias", f"{NAME}: bias", self.bias, "float32", (N,))
-        yield Operand("y", f"{NAME}: out", self.out, self.dtype, (M, N))
+            yield CallArray("bias", f"{NAME}: bias", self.bias, "float32", (N,))
+        yield CallArray("y", f"{NAME}: out", self.out, self.dtype, (M, N))
 
     @property
-    def operands(self) -> Iterator[Operand]:
+    def operands(self) -> Iterator[CallArray]:
         """The same, and the weight, whose dtypes and shapes are the PackedWeight's own concern."""
         yield from self.beside_the_weight
         for buffer, array in self.weight.buffers.items():
-            yield Operand(buffer, f"{NAME}: weight", array)
+            yield CallArray(buffer, f"{NAME}: weight", array)
 
 
 def _prepare(call: GemmCall) -> Prepared:

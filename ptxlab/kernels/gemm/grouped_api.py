@@ -12,7 +12,7 @@ from ptxlab.kernels.gemm.api import opened, output_dtype
 from ptxlab.kernels.gemm.common import DTYPES, sums_agree
 from ptxlab.kernels.gemm.grouped import GROUPED, LAYOUT
 from ptxlab.kernels.gemm.strips import SCHEMES
-from ptxlab.kernels.operation import Operand, Operation, Prepared, Results, check_how
+from ptxlab.kernels.operation import CallArray, Operation, Prepared, Results, check_how
 from ptxlab.layout import ExpertWeights
 from ptxlab.quant import PROTECTIVE_RANGE
 from ptxlab.runtime import run_spec
@@ -126,7 +126,7 @@ class GroupedCall:
         return self.M == 0
 
     @property
-    def beside_the_weights(self) -> Iterator[Operand]:
+    def beside_the_weights(self) -> Iterator[CallArray]:
         """Activations, where each expert's begin, and output."""
         M, N, K, E, _ = self.sizes.values()
         known = (
@@ -138,15 +138,15 @@ class GroupedCall:
         )
         for name, label, dtype, shape in known:
             if self.given[name] is not None:
-                yield Operand(name, f"{NAME}: {label}", self.given[name], dtype, shape)
-        yield Operand("y", f"{NAME}: out", self.given["y"], self.dtype, (M, N))
+                yield CallArray(name, f"{NAME}: {label}", self.given[name], dtype, shape)
+        yield CallArray("y", f"{NAME}: out", self.given["y"], self.dtype, (M, N))
 
     @property
-    def operands(self) -> Iterator[Operand]:
+    def operands(self) -> Iterator[CallArray]:
         """The same, and the weights, whose dtypes and shapes are their own concern."""
         yield from self.beside_the_weights
         for buffer in _BUFFERS.values():
-            yield Operand(buffer, f"{NAME}: weights", self.weights.buffers[buffer])
+            yield CallArray(buffer, f"{NAME}: weights", self.weights.buffers[buffer])
 
 
 def _check_weights(weights: ExpertWeights) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.operation import Operand, Operation, Prepared, Results, check_how, dtype_of
+from ptxlab.kernels.operation import CallArray, Operation, Prepared, Results, check_how, dtype_of
 from ptxlab.kernels.quantize.specs import DTYPES, QUANTIZE
 from ptxlab.layout import PackedActivations
 from ptxlab.layout.packed_activations import stored_shape, tile_of
@@ -85,10 +85,10 @@ class QuantizeCall:
         return self.sizes["M"] == 0
 
     @property
-    def operands(self) -> Iterator[Operand]:
+    def operands(self) -> Iterator[CallArray]:
         """Floats, and the arrays of `PackedActivations`."""
         M, K, rows, _ = self.sizes.values()
-        yield Operand("x", f"{NAME}: x", self.given["x"], self.dtype, (M, K))
+        yield CallArray("x", f"{NAME}: x", self.given["x"], self.dtype, (M, K))
         for name, dtype, shape in (
             ("x_q", "int8", stored_shape(self.layout, M, K, rows)),
             ("scale", "float32", (M,)),
@@ -96,9 +96,9 @@ class QuantizeCall:
         ):
             label, lacking = f"{NAME}: out", "must be given in a capture: the result of a call before it"
             if name in self.given:
-                yield Operand(name, f"{label}.{name}", self.given[name], dtype, shape)
+                yield CallArray(name, f"{label}.{name}", self.given[name], dtype, shape)
             else:
-                yield Operand(name, label, None, dtype, shape, lacking)
+                yield CallArray(name, label, None, dtype, shape, lacking)
 
 
 def _checked(given: dict[str, Any], layout: Any, rows: Any, like: Any, backend: Any) -> QuantizeCall:

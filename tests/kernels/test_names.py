@@ -1,0 +1,18 @@
+"""One word, one meaning: no public class of the kernels has the name of another public class of the package."""
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import ptxlab
+
+PACKAGE = Path(ptxlab.__file__).parent
+PUBLIC = re.compile(r"^class ([A-Z]\w*)", re.MULTILINE)
+
+
+def test_every_public_class_has_a_name_of_its_own() -> None:
+    places = defaultdict(list)
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for name in PUBLIC.findall(path.read_text()):
+            places[name].append(str(path.relative_to(PACKAGE)))
+    assert {name for name, of in places.items() if len(of) > 1 and any("kernels" in place for place in of)} == set()
