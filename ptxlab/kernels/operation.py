@@ -177,12 +177,6 @@ _ready: dict[Hashable, Ready] = {}
 _memory: dict[tuple[int, int, str], DeviceMemory] = {}  # by device, stream and kernel
 
 
-def forget() -> None:
-    """Forget prepared kernels and checked calls: the next one goes the whole way."""
-    _prepared.clear()
-    _ready.clear()
-
-
 def release_memory() -> int:
     """Give up the device memory that calls without a workspace share, on every stream; returns how many bytes.
 
@@ -282,9 +276,8 @@ class Operation(Generic[C]):
     def _refuse_in_capture(self, call: C, ready: Ready, workspace: DeviceMemory | None) -> None:
         """Nothing can be waited for, allocated or loaded while a CUDA graph is captured: say what to do before."""
         if call.check:
-            raise ArgumentError(
-                f"{self.name}: check", "must be False in a capture, where nothing can be waited for", True
-            )
+            rule = "must be False in a capture, where nothing can be waited for"
+            raise ArgumentError(f"{self.name}: check", rule, True)
         if ready.memory and workspace is None:
             rule = f"must be given in a capture{ready.prepared.unless}: make {ready.prepared.maker} before"
             raise ArgumentError(f"{self.name}: workspace", rule, "nothing")
@@ -302,8 +295,8 @@ class Operation(Generic[C]):
         if workspace is None:
             used = _memory.get((*place, prepared.kernel))
             if used is None or used.too_small(ready.memory):
-                made = DeviceMemory.of(prepared.kernel, ready.memory, zeros=bool(prepared.kept))
-                used = _memory[*place, prepared.kernel] = made
+                used = DeviceMemory.of(prepared.kernel, ready.memory, zeros=bool(prepared.kept))
+                _memory[*place, prepared.kernel] = used
         else:
             used = workspace
             if prepared.kept and used.kernel != prepared.kernel:

@@ -50,15 +50,21 @@ def test_every_teaching_step_by_name(fake: FakeGpu, kernel: str) -> None:
     assert np.array_equal(out.host[:, 0], got) and fake.launched == [(kernel, 7)]
 
 
+def forget() -> None:
+    """As if the device were another one."""
+    operation._prepared.clear()
+    operation._ready.clear()
+
+
 def test_which_kernel_is_taken(fake: FakeGpu) -> None:
     assert steps.choose(None, backend="emulator").spec.name == SM90
     q, cache = sent(Q), on_device(CACHE)
     ptxlab.attention_kv4(q, cache)
-    operation.forget()
+    forget()
     fake.arch = 80
     ptxlab.attention_kv4(q, cache)
     assert fake.launched == [(SM90, 7), (SM80, 7)]
-    operation.forget()
+    forget()
     with pytest.raises(
         UnavailableError, match=r"attention_kv4_sm90: it runs on sm_90a, and .*; here run attention_kv8"
     ):

@@ -1,4 +1,4 @@
-"""One word, one meaning: no public class of the kernels has the name of another public class of the package."""
+"""One word, one meaning, and families that stand beside each other."""
 
 import re
 from collections import defaultdict
@@ -16,3 +16,8 @@ def test_every_public_class_has_a_name_of_its_own() -> None:
         for name in PUBLIC.findall(path.read_text()):
             places[name].append(str(path.relative_to(PACKAGE)))
     assert {name for name, of in places.items() if len(of) > 1 and any("kernels" in place for place in of)} == set()
+
+
+def test_attention_imports_nothing_of_a_gemm() -> None:
+    modules = sorted((PACKAGE / "kernels" / "attention").rglob("*.py"))
+    assert modules and [str(path) for path in modules if "kernels.gemm" in path.read_text()] == []

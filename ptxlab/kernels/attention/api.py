@@ -67,7 +67,7 @@ def attention_kv4(
             then may write these; before it reads queries and pool, or writes anything, it waits by itself. Only for
             kernels that do so; of no effect on host arrays.
         workspace: from `attention_workspace`, for this kernel, of no other call that runs at the same time. Without
-            one, calls on a stream share what the first of them makes.
+            one, calls on a stream share what the first of them makes, until `ptxlab.release_memory()`.
         check: look at lengths, block table, constants by channel, and whether the workspace is zeros where it has to
             be, on a GPU too, for which the call waits. On the host that is always done.
 

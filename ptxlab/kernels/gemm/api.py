@@ -79,7 +79,8 @@ def gemm_w4a8(
         kernel: one of the kernels by name; by default, of those that take this weight and run here, the one that suits
             the sizes best.
         backend: `gpu` or `emulator`; by default the GPU where one will do. Host arrays are copied there and back.
-        workspace: from `gemm_workspace`.
+        workspace: from `gemm_workspace`. Without one, calls on a stream share what the first of them makes, until
+            `ptxlab.release_memory()`.
         programmatic: the call may begin before the kernel before it on the stream has ended (programmatic dependent
             launch): it reads weight and bias at once, so no kernel that may still run then may write these; before it
             reads activations, scales or sums, or writes the output, it waits by itself. Only for kernels that do so;
