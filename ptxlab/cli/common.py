@@ -88,7 +88,8 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> 
         header = column.rstrip(">")
         longest = max([len(row[0]) for row in cells] if index == 0 else map(len, header.split()), default=1)
         justify: Literal["left", "right"] = "right" if column.endswith(">") else "left"
-        made.add_column(header, justify=justify, overflow="fold", min_width=min(longest, _NAME_WIDTH))
+        whole = index == 0 and longest <= _NAME_WIDTH
+        made.add_column(header, justify=justify, overflow="fold", min_width=min(longest, _NAME_WIDTH), no_wrap=whole)
     for row in cells:
         made.add_row(*row)
     return made

@@ -85,12 +85,12 @@ def show(
     require_file("--plot", plot, *PICTURES)
     found = kernels.resolve_all(name)
     if plot is not None:
-        from ptxlab import figures
-        from ptxlab.plot import save
-
         spec = found[0][0]
         if len(found) > 1 or spec is None:
             raise expects("--plot", "one load_* kernel", name)
+        from ptxlab import figures
+        from ptxlab.plot import save
+
         save(figures.load_picture(spec.name), plot)
     if as_json:
         shown = [_as_json(spec, sources) for spec, sources, _ in found]

@@ -13,17 +13,13 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import emulator, gpu, kernels, nsight, sources
+from ptxlab import emulator, gpu, kernels, nsight
 from ptxlab.cli import PANELS, profile
 from ptxlab.cli.common import WIDTH
-from tests.cli.test_cli import cli
+from tests.support.add4 import PTX_ADD4
 from tests.support.reports import FILE, GEMM, SIZES
 
-__all__ = ["cli"]
-
-TEXT = sources.of_kernel("dequant_lqq")[0].text.replace("dequant_lqq", "mine")
-
-COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
+COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items() if name != "report"}
 # Of several spellings of one thing, the one that commands take.
 RETIRED = {"--sizes": "--shape", "--timeline": "timeline", "--stalls": "stalls", "--sass": "--listing"}
 
@@ -32,11 +28,11 @@ def options(command: Callable[..., None]) -> dict[str, Any]:
     """Option -> its type, as the signature declares them."""
     found = {}
     hints = get_type_hints(command, include_extras=True)
-    for name, parameter in inspect.signature(command).parameters.items():
+    for name in inspect.signature(command).parameters:
         kind, declared = get_args(hints[name])
         if "Option" in type(declared).__name__:
-            spelled = declared.param_decls or (f"--{name.replace('_', '-')}",)
-            found[spelled[0]] = (kind, parameter.default)
+            spelled = [one for one in (declared.default, *(declared.param_decls or ())) if str(one).startswith("-")]
+            found[(spelled or [f"--{name.replace('_', '-')}"])[0]] = kind
     return found
 
 
@@ -44,13 +40,13 @@ def test_help_has_panels(cli: Any) -> None:
     code, out, _ = cli("--help")
     places = [out.index(f"─ {panel} ─") for panel in ("Run and check", "Measure", "Weights", "Project")]
     assert code == 0 and places == sorted(places)
-    assert cli()[1] == out, "without a command too"
+    assert cli()[1].strip() == out.strip(), "without a command too"
 
 
 def test_an_option_means_the_same_in_all_commands() -> None:
     kinds: dict[str, set[Any]] = defaultdict(set)
     for command in COMMANDS.values():
-        for option, (kind, _) in options(command).items():
+        for option, kind in options(command).items():
             assert option not in RETIRED, option
             kinds[option].add(kind)
     for option in ("--shape", "--check", "--plot", "--group", "--arch", "--backend", "--json"):
@@ -76,7 +72,7 @@ def test_profile_is_three_commands_of_few_options(name: str) -> None:
         (("nosuch",), "nosuch"),
         (("show",), "missing argument"),
         (("run", "dequant_lqq"), "missing option"),
-        (("verify", "--seed", "x"), "'x' is not a valid int"),
+        (("verify", "--seed", "x"), "invalid value for '--seed'"),
         (("show", "nosuch_at_all_qqq"), "unknown kernel 'nosuch_at_all_qqq'; "),
         (("verify", "gem"), "unknown kernel 'gem'; nearest: gemm"),
         (("sass", "dequant_lqq", "--record", "-D", "X"), "-D cannot be combined with --record"),
@@ -91,15 +87,15 @@ def test_profile_is_three_commands_of_few_options(name: str) -> None:
     ],
 )
 def test_a_usage_error_is_one_line(cli: Any, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    (tmp_path / "mine.ptx").write_text(TEXT)
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
     (tmp_path / "in.npz").write_bytes(b"PK\x05\x06" + bytes(18))
-    paths = {"{file}": str(tmp_path / "mine.ptx"), "{npz}": str(tmp_path / "in.npz")}
+    paths = {"{file}": str(tmp_path / "add4.ptx"), "{npz}": str(tmp_path / "in.npz")}
     code, out, err = cli(*(paths.get(one, one) for one in arguments))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ") and message in err and not set("╭│╰") & set(err)
 
 
-@pytest.mark.parametrize("command", [("run", "sum_rows"), ("verify", "sum")])
+@pytest.mark.parametrize("command", [("run", "sum"), ("verify", "sum")])
 def test_an_unavailable_gpu_names_the_emulator(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, str]
 ) -> None:
@@ -108,7 +104,7 @@ def test_an_unavailable_gpu_names_the_emulator(
     packed = spec.pack(spec.example(np.random.default_rng(0), **spec.example_sizes[0]))
     np.savez(tmp_path / "in.npz", **packed)
     more = ("--in", tmp_path / "in.npz") if command[0] == "run" else ()
-    code, _, err = cli(command[0], spec.name if command[0] == "run" else "sum", *more, "--backend", "gpu")
+    code, _, err = cli(*command, *more, "--backend", "gpu")
     assert code == 2 and "no CUDA device; pass --backend emulator" in err and 'backend="' not in err
 
 
@@ -120,8 +116,8 @@ def test_a_family_stands_for_its_kernels(cli: Any) -> None:
     assert [spec.name for spec, *_ in kernels.resolve_all("load") if spec] == family
     assert [row["name"] for row in json.loads(cli("list", "load", "--json")[1])] == family
     assert [row["name"] for row in json.loads(cli("show", "load", "--json")[1])] == family
-    _, out, _ = cli("sass", "load", "--json")
-    assert {report["entry"] for report in json.loads(out)} == set(family)
+    _, out, _ = cli("sass", "sum", "append", "--json")
+    assert [report["entry"] for report in json.loads(out)] == ["sum_activations_s8", "append_kv4"]
     _, out, _ = cli("verify", "sum", "--backend", "emulator", "--json")
     assert {verdict["kernel"].partition(".")[0] for verdict in json.loads(out)} == {
         name for name, spec in kernels.specs().items() if spec.family == "sum"
@@ -152,8 +148,8 @@ def test_a_source_is_shown_verbatim(cli: Any, label: str) -> None:
 
 
 def test_a_file_is_shown_verbatim_too(cli: Any, tmp_path: Path) -> None:
-    (tmp_path / "mine.ptx").write_text(TEXT)
-    assert cli("show", tmp_path / "mine.ptx")[:2] == (0, TEXT)
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
+    assert cli("show", tmp_path / "add4.ptx")[:2] == (0, PTX_ADD4)
 
 
 def test_a_listing_interleaves_machine_code_and_source(cli: Any, tmp_path: Path) -> None:
@@ -166,20 +162,18 @@ def test_a_listing_interleaves_machine_code_and_source(cli: Any, tmp_path: Path)
 }
 """
     (tmp_path / "scale.cu").write_text(text)
-    for more, line, other, opcode in (
-        ((), "scale.cu:5  x[threadIdx.x] += 5.0f;  // or that one", "this one", "FADD"),
-        (("-D", "TWICE"), "scale.cu:3  x[threadIdx.x] *= 2.0f;  // this one", "or that", "F"),
+    for more, line, other in (
+        ((), "scale.cu:5  x[threadIdx.x] += 5.0f;  // or that one", "this one"),
+        (("-D", "TWICE"), "scale.cu:3  x[threadIdx.x] *= 2.0f;  // this one", "or that"),
     ):
         code, out, _ = cli("sass", tmp_path / "scale.cu", "--listing", *more)
         assert code == 0 and line in out and other not in out
         below = out[out.index(line) :].splitlines()[1]
-        assert re.match(r"    /\*[0-9a-f]{4}\*/ \S", below) and re.search(rf"\*/ {opcode}", out)
+        assert re.match(r"    /\*[0-9a-f]{4}\*/ \S", below)
     shown = re.findall(r"/\*([0-9a-f]+)\*/", out)
     assert shown == sorted(shown) and len(shown) == len(set(shown)), "every instruction once, in order"
-    code, out, _ = cli("sass", tmp_path / "scale.cu", "-D", "TWICE", "--json")
-    assert (code == 0 and "FADD" in json.loads(out)["opcodes"]) or "FMUL" in json.loads(out)["opcodes"]
     code, out, _ = cli("sass", "dequant_lqq.ptx", "--listing", "--json")
-    assert code == 0 and any("lop3" in one for one in json.loads(out)["dequant_lqq.ptx"])
+    assert code == 0 and any("and.b32" in one for one in json.loads(out)["dequant_lqq.ptx"])
 
 
 def tables_fit(out: str) -> None:
@@ -189,7 +183,7 @@ def tables_fit(out: str) -> None:
 def test_tables_fit_and_names_stand_on_one_line(cli: Any) -> None:
     for command in (("list",), ("sass", "load"), ("doctor",), ("sass", "dequant_lqq", "gemm_w4a8_qoq_channel_sm80")):
         code, out, _ = cli(*command)
-        assert code == 0
+        assert code == 0 and (command[1:] != ("load",) or "instructions" in out), "nothing is cut off"
         tables_fit(out)
         named = [name for target in command[1:] for _, _, name in kernels.resolve_all(target)]
         for name in named if command[0] == "sass" else kernels.specs() if command[0] == "list" else ():

@@ -16,7 +16,6 @@ from ptxlab.profile import launch_target
 from ptxlab.sources import Source
 from ptxlab.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
 from ptxlab.timeline.plot import STYLES, comparison_figure, timeline_figure
-from tests.cli.test_cli import cli  # noqa: F401  (a fixture)
 
 HEADER_FILE = (sources.include_dir() / "timeline.cuh").read_text()
 LINE = re.compile(r'^[ \t]*(?:(?:PHASE|TIMELINE_THREAD)\(.*\);|#include "timeline.cuh")$', re.MULTILINE)
@@ -319,7 +318,7 @@ def test_the_readme_says_what_is_seen_in_the_other_pictures(tmp_path: Path, monk
 # The command
 
 
-def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:  # noqa: F811
+def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:
     shape = ("--backend", "emulator", "--shape", "N=64,K=512")
     code, out, _ = cli("timeline", EXCP, *shape, "--plot", tmp_path / "a.png")
     assert code == 0 and (tmp_path / "a.png").stat().st_size > 10_000
@@ -329,7 +328,7 @@ def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
 
-def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:  # noqa: F811
+def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:
     kept = tmp_path / "a.json"
     code, out, _ = cli("timeline", IMFP, "--backend", "emulator", "--shape", "N=64,K=512", "--out", kept, "--json")
     assert code == 0 and json.loads(out) == json.loads(json.dumps(timeline.load(kept).to_json()))
@@ -356,7 +355,7 @@ def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:  # no
         ([IMFP, "--backend", "emulator", "--shape", "K=128", "--plot", "a.jpg"], "--plot expects a .png or .svg"),
     ],
 )
-def test_bad_command_lines(cli: Any, arguments: list[str], problem: str) -> None:  # noqa: F811
+def test_bad_command_lines(cli: Any, arguments: list[str], problem: str) -> None:
     code, _, printed = cli("timeline", *arguments)
     assert code == 2 and problem in printed and printed.count("\n") == 1
 
