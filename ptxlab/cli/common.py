@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -82,14 +82,21 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> 
 
     Names in the first column and words in the headers are not broken, however narrow the terminal is.
     """
-    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     cells = [[escape(str(cell)) for cell in row] for row in rows]
     for index, column in enumerate(columns):
         header = column.rstrip(">")
-        longest = max([len(row[0]) for row in cells] if index == 0 else map(len, header.split()), default=1)
-        justify: Literal["left", "right"] = "right" if column.endswith(">") else "left"
-        whole = index == 0 and longest <= _NAME_WIDTH
-        made.add_column(header, justify=justify, overflow="fold", min_width=min(longest, _NAME_WIDTH), no_wrap=whole)
+        widest = max((len(row[index]) for row in cells), default=0)
+        least = max(map(len, header.split()), default=1)
+        if index == 0:
+            least = min(max(least, widest), _NAME_WIDTH)
+        made.add_column(
+            header,
+            justify="right" if column.endswith(">") else "left",
+            overflow="fold",
+            min_width=least,
+            no_wrap=max(widest, len(header)) <= least,  # or Rich shrinks it first, and cuts off the last column
+        )
     for row in cells:
         made.add_row(*row)
     return made

@@ -67,8 +67,8 @@ def sass(
 
 def _summarise(title: str, found: Sequence[Report]) -> None:
     """A row per kernel."""
-    columns = ("kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "shared bytes>", "instructions>")
-    rows = [(r.name, _alu(r), r.registers, _spilled(r), r.shared, sum(r.opcodes.values())) for r in found]
+    columns = ("kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "instructions>")
+    rows = [(r.name, _alu(r), r.registers, _spilled(r), sum(r.opcodes.values())) for r in found]
     console.print(table(title, columns, rows))
     for one in found:
         for warning in one.warnings:
