@@ -55,7 +55,7 @@ def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     slow = slowed(RECORD.rows[-1], 0.96)
     measured(monkeypatch, replace(RECORD, rows=(*RECORD.rows[:-1], slow)))
     code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--against", before)
-    assert code == 1 and out.count("slower gemm") == 1 and "4.0% less" in out.replace("\n", " ")
+    assert code == 1 and out.count("slower gemm") == 1 and "4.0% less" in " ".join(out.split())
 
 
 def test_a_sweep_is_a_table(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
