@@ -79,7 +79,7 @@ def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> SanitizerResul
         raise UnavailableError(f"compute-sanitizer --tool {tool}: {' '.join(last) or 'printed nothing'}")
     problems = int(summary[2])
     if done.returncode and not problems:
-        raise VerificationError(f"{', '.join(kernels)} under {tool}: {done.stdout.strip().splitlines()[-1:]}")
+        raise VerificationError(f"{', '.join(kernels)} under {tool}: {' '.join(done.stdout.strip().splitlines()[-1:])}")
     first = first_report(printed) if problems else ""
     return SanitizerResult(tool, tuple(kernels), problems, summary[1], first, time.monotonic() - started)
 

@@ -67,7 +67,8 @@ def launch(
         nsight.collect(launch_target.command(jobs), entries, metrics, file, chosen=chosen)
         found = nsight.read(file)
     if [one.kernel for one in found] != entries:
-        raise UnavailableError(f"ncu: launches of {', '.join(entries)} (got {', '.join(o.kernel for o in found)})")
+        seen = ", ".join(one.kernel for one in found)
+        raise UnavailableError(f"ncu: expected launches of {', '.join(entries)}, saw {seen}")
     return found
 
 

@@ -247,7 +247,7 @@ def _built(source: Source, arch: str, entry: str | None, defines: toolchain.Defi
     if entry is None and len(image.resources) == 1:
         entry = next(iter(image.resources))
     if entry is None or entry not in image.resources:
-        raise ArgumentError(f"{source.label}: entry", f"one of {', '.join(image.resources) or 'none'}", entry)
+        raise ArgumentError(f"{source.label}: entry", f"one of {', '.join(image.resources) or 'none'}", entry or "none")
     return image, entry
 
 

@@ -90,7 +90,7 @@ def test_sizes_are_the_usual_ones_unless_given() -> None:
         launch_target.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "cuda")
     assert "g" not in launch_target.usual_sizes(kernels.specs()["gemm_w4a8_qoq_channel_sm80"])
     assert set(launch_target.usual_sizes(kernels.specs()["attention_kv4_naive"])) == {"B", "L", "Hq", "Hkv"}
-    with pytest.raises(ArgumentError, match=r"--shape: of gemm_w4a8_sm90 has M, N, K, g \(got L\)"):
+    with pytest.raises(ArgumentError, match=r"--shape: gemm_w4a8_sm90 takes M, N, K, g \(got L\)"):
         launch_target.entry_of(LaunchTarget("gemm_w4a8_sm90", {"L": 3}))
     with pytest.raises(ArgumentError, match="K % g == 0"):
         launch_target.entry_of(LaunchTarget("gemm_w4a8_sm90", {"K": 100}))

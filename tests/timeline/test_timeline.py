@@ -142,7 +142,7 @@ def test_bubbles_of_the_explicit_pipeline_and_overlap_of_the_implicit_one(excp: 
 
 
 def test_sizes_that_a_kernel_does_not_have() -> None:
-    with pytest.raises(ArgumentError, match=r"--shape: of attention_kv4_sm90 has B, L, Hq, Hkv \(got R\)"):
+    with pytest.raises(ArgumentError, match=r"--shape: attention_kv4_sm90 takes B, L, Hq, Hkv \(got R\)"):
         record("attention_kv4_sm90", R=1)
     with pytest.raises(ArgumentError, match=r"--shape: sizes of 1 or more \(got L=0\)"):
         record("attention_kv4_sm90", L=0)
@@ -341,7 +341,7 @@ def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:
     [
         ([], "timeline expects either a kernel or --from FILE"),
         ([IMFP, "--from", "a.json"], "timeline expects either a kernel or --from FILE"),
-        ([IMFP, "--shape", "X=1"], "--shape: of gemm_w4a8_lqq_imfp_sm90 has M, N, K, g (got X)"),
+        ([IMFP, "--shape", "X=1"], "--shape: gemm_w4a8_lqq_imfp_sm90 takes M, N, K, g (got X)"),
         (["load_dual_mma"], "kernel: must stamp its phases (timeline.cuh) (got load_dual_mma.ptx)"),
         (["missing.cu"], "missing.cu: cannot be read"),
         (["attention"], "kernel: one kernel of this family: attention_"),
