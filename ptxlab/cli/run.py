@@ -234,14 +234,14 @@ def verify(
         list[str] | None, typer.Argument(help="Kernels or families; NAME.ptx or NAME.cu selects one source.")
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
-    backend: Backend = None,
+    backend: Annotated[str | None, typer.Option(help="gpu or emulator. Default: each that is available.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the example inputs.")] = 0,
     shape: Annotated[
         str | None, typer.Option(help="Also verify at these sizes, such as M=136,N=1040,K=2048,g=128.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify kernels against their references, on the GPU and in the emulator (whichever this machine has)."""
+    """Verify kernels against their NumPy references, on the GPU and in the emulator, with every check on."""
     if bool(names) == everything:
         raise CommandLineError("verify expects kernels, families or --all")
     jobs, skipped = plan(names or list(kernels.specs()), backend)

@@ -66,9 +66,8 @@ def resolve(target: str) -> tuple[KernelSpec | None, Source, str | None]:
     """The same where one kernel is wanted, with its first source; ArgumentError for a family of several."""
     found = resolve_all(target)
     if len(found) > 1:
-        raise ArgumentError(
-            "kernel", f"one kernel of this family: {', '.join(str(name) for *_, name in found)}", target
-        )
+        names = ", ".join(str(name) for *_, name in found)
+        raise ArgumentError("kernel", f"one of {names}", f"the family {target}")
     ((spec, sources_of, entry),) = found
     return spec, sources_of[0], entry
 

@@ -82,7 +82,7 @@ def test_profile_is_three_commands_of_few_options(name: str) -> None:
         (("sass", "dequant_lqq", "--record", "-D", "X"), "-D cannot be combined with --record"),
         (("sanitize", "sum", "--tool", "memchek"), "--tool expects some of memcheck, "),
         (("sanitize", "{file}"), "sanitize expects kernels or families, got "),
-        (("run", "gemm", "--in", "{npz}"), "kernel: one kernel of this family: gemm_"),
+        (("run", "gemm", "--in", "{npz}"), "kernel: one of gemm_"),
         (("sweep", "{file}", "-D", "X=1"), "sweep expects a kernel of the W4A8 GEMM or of attention, got "),
         (("verify", "{file}"), "a file has no reference to verify against"),
         (("show", "load", "--plot", "x.png"), "--plot expects one load_* kernel, got load"),

@@ -96,7 +96,7 @@ def test_a_file_without_a_spec(cli: Any, device: SimpleNamespace, tmp_path: Path
         ([NAME, "--shape", "Q=3"], "--shape: gemm_w4a8_qoq_sm90 takes M, N, K, g (got Q)"),
         ([NAME, "--shape", "M=x"], "--shape: NAME=INTEGER (got M=x)"),
         ([NAME, "--shape", "M=3,M=4"], "--shape: each name once (got M)"),
-        (["gemm"], "kernel: one kernel of this family: gemm_tile_lqq_sm80, "),
+        (["gemm"], "kernel: one of gemm_tile_lqq_sm80, "),
         ([NAME, "--keep", "report"], "--keep expects a .ncu-rep file, got report"),
         (["--from", "a.json", "--keep", "b.ncu-rep"], "--keep needs a launch, and --from launches nothing"),
         ([NAME, "--grid", "4"], f"--grid is for files only: {NAME} has a spec"),

@@ -344,7 +344,7 @@ def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:
         ([IMFP, "--shape", "X=1"], "--shape: gemm_w4a8_lqq_imfp_sm90 takes M, N, K, g (got X)"),
         (["load_dual_mma"], "kernel: must stamp its phases (timeline.cuh) (got load_dual_mma.ptx)"),
         (["missing.cu"], "missing.cu: cannot be read"),
-        (["attention"], "kernel: one kernel of this family: attention_"),
+        (["attention"], "kernel: one of attention_"),
         (["--from", "a.json", "--shape", "M=3"], "--shape needs a launch, and --from launches nothing"),
         (["--from", "a.json", "--backend", "emulator"], "--backend needs a launch, and --from launches nothing"),
         ([IMFP, "--out", "b.ncu-rep"], "--out expects a .json file, got b.ncu-rep"),
