@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ptxlab import cost, headline
+from ptxlab.bench import counts
 from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import ALL_TOKENS, DISSECTED
 from ptxlab.cost import Device
@@ -18,7 +19,6 @@ from ptxlab.plot import BLUE, GREY, ORANGE, RED
 from ptxlab.predictions import (
     W8A8,
     Duel,
-    alpha_of,
     by_kernel,
     called,
     duels,
@@ -67,9 +67,9 @@ def _roofs(axes: Axes, device: Device) -> None:
     for name, style in _ROOFS.items():
         scheme = cost.SCHEMES[name]
         if scheme.operands in device.tops:
-            roof = [cost.most_tops(device, scheme, M, alpha_of(scheme.dequantiser)) for M in _INTENSITY]
+            roof = [cost.most_tops(device, scheme, M, counts.alpha_of(scheme.dequantiser)) for M in _INTENSITY]
             axes.plot(_INTENSITY, roof, label=name.removesuffix(" LQQ"), **style)
-    alpha = alpha_of(_DEAR)
+    alpha = counts.alpha_of(_DEAR)
     roof = [cost.most_tops(device, cost.SCHEMES["W4A8 LQQ"], M, alpha) for M in _INTENSITY]
     axes.plot(_INTENSITY, roof, color=RED, linestyle=":", label=f"W4A8 by vadd4.s32, α = {alpha:g}")
     axes.set_xscale("log", base=2)

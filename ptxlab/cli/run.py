@@ -70,10 +70,11 @@ def show(
     """Show a kernel: contract, arguments, rules and source; for a load, which lane gets what."""
     spec, sources = kernels.find(name)
     if draw:
-        from ptxlab import figures, plot
+        from ptxlab import plot
+        from ptxlab.kernels.plot import load_picture
 
         picture = out or Path(f"{spec.name}.png")
-        plot.save(figures.load_picture(spec.name), picture)
+        plot.save(load_picture(spec.name), picture)
         if not as_json:
             console.print(f"picture: {escape(str(picture))}", soft_wrap=True)
     if as_json:

@@ -51,8 +51,8 @@ def test_alpha_is_counted() -> None:
     for name, word in (("gemm_w4a8_lqq_sm90", "dequant_lqq"), ("gemm_w4a8_qoq_sm80", "dequant_qoq_vadd4")):
         few, many = (predictions.alpha_at(name, M) for M in (4, 128))
         assert few == sum(loops[f"{name}.cu"]["16"]["pipes"].values()) / loops[f"{name}.cu"]["16"]["weights"]
-        assert predictions.alpha_of(word) <= few < many
-    assert predictions.alpha_of("dequant_lqq") == 7 / 8 and predictions.alpha_of("") == 0
+        assert counts.alpha_of(word) <= few < many
+    assert counts.alpha_of("dequant_lqq") == 7 / 8 and counts.alpha_of("") == 0
     assert predictions.alpha_at(W8A8, 64) == 0
     assert predictions.alpha_at("gemm_w4a8_small_sm90", 16) == 5 / 8
     assert predictions.alpha_at("gemm_w4a8_sm90", 16) > 5 / 8
