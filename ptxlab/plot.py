@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from ptxlab.errors import ArgumentError
-from ptxlab.io.files import write_whole
+from ptxlab.io.files import require_folder, write_whole
 
 BLUE, ORANGE, RED, GREY, PALE = "#2f6db5", "#e08214", "#c2242b", "#8a8f98", "#dfe5ec"
 SCHEME_COLOURS = {"qoq": ORANGE, "lqq": BLUE, "lqq_ceiling": "#74add1", "lqq_search": "#1b3a5f"}
@@ -18,6 +18,12 @@ def format_of(path: Path) -> str:
     if suffix not in ("png", "svg", "pdf"):
         raise ArgumentError("picture", "a file name that ends in .png, .svg or .pdf", path)
     return suffix
+
+
+def require_writable(path: Path) -> None:
+    """ArgumentError or FileError where `save` could not write: to be asked before anything long is done."""
+    format_of(path)
+    require_folder(path)
 
 
 def save(figure: Figure, path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io.files import read_record, write_text
+from ptxlab.io.files import read_record, require_folder, write_text
 
 SCHEMA = 1
 TOLERANCE = 0.03
@@ -154,6 +154,15 @@ class Slower:
 def default_path(record: Record) -> Path:
     """`notebooks/results/<gpu>/<suite>.json`."""
     return sources.results_dir() / str(record.device["slug"]) / f"{record.suite}.json"
+
+
+def require_writable(path: Path | None) -> None:
+    """FileError where `save` could not write: to be asked before anything is measured."""
+    if path is not None:
+        return require_folder(path)
+    folder = sources.results_dir()
+    if not os.access(folder, os.W_OK):
+        raise FileError(f"{folder}: cannot be written to; --out says where the record goes")
 
 
 def save(record: Record, path: Path | None = None) -> Path:

@@ -7,11 +7,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import headline, kernels, kvpoints, kvtargets, targets, tested
+from ptxlab import kernels, tested
 from ptxlab import report as reports
 from ptxlab import sass as sass_tools
 from ptxlab.bench import counts
-from ptxlab.bench.record import Record
 from ptxlab.cli.common import FAILED, Arch, AsJson, console, notes, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
 from ptxlab.nsight import sanitizer
@@ -100,35 +99,38 @@ def _report(target: str, arch: str) -> sass_tools.Report:
 
 def bench(
     suite: Annotated[str, typer.Argument(help="dequant, load, gemm, attention, emulator, or one kernel.")],
-    against: Annotated[
-        Path | None, typer.Option(help="A record to compare with: fails if a row got slower, twice.")
-    ] = None,
+    against: Annotated[Path | None, typer.Option(help="Compare with a record; fail if a row got slower.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Where to write the record; by default notebooks/results/<gpu>/.")
     ] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Plot the record (.png, .svg, .pdf).")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time kernels against their floor on this machine's GPU (the suite emulator: on its CPU), and record it.
-
-    Where gemm_w4a8 or attention_kv4 was measured it is also drawn, and held against what was aimed at.
-    """
+    """Time kernels against their floor on this machine's GPU (the suite emulator: on its CPU), and record it."""
     from ptxlab import bench as benches
+    from ptxlab import plot
 
-    before = benches.load(against) if against else None  # a file that is no record is found before anything is measured
+    benches.require_writable(out)  # whatever is wrong with a file is found before anything is measured
+    if picture is not None:
+        plot.require_writable(picture)
+    before = benches.load(against) if against else None
     with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:
         record = benches.run_suite(suite, progress=advance)
         slower = benches.confirmed(benches.compare(record, before), before, advance) if before else []
-    path = benches.save(record, out)
-    pictures = _drawn(record, out)
+    written = [benches.save(record, out)]
+    if picture is not None:
+        from ptxlab.bench.plot import record_figure
+
+        plot.save(record_figure(record), picture)
+        written.append(picture)
     if as_json:
         print_json(record.to_json())
     else:
-        console.print(table(*benches.as_table(record)))
-        for measured, aims in ((headline.points(record), targets), (kvpoints.points(record), kvtargets)):
-            if measured:
-                console.print(table("what was aimed at", targets.COLUMNS, aims.lines(record)))
-        for written in (path, *pictures):
-            console.print(f"recorded in {escape(str(written))}", soft_wrap=True)
+        console.print(f"[bold]{escape(benches.title(record))}[/]", highlight=False)
+        for title, columns, rows in benches.as_tables(record):
+            console.print(table(title, columns, rows))
+        for path in written:
+            console.print(f"written: {escape(str(path))}", soft_wrap=True)
         for line in slower:
             console.print(f"[red]slower[/] {escape(str(line))}")
     if slower:
@@ -169,16 +171,6 @@ def _constants(define: list[str]) -> dict[str, list[int]]:
         except ValueError:
             raise ArgumentError("-D", "NAME=INTEGER[,INTEGER..]", text) from None
     return found
-
-
-def _drawn(record: Record, out: Path | None) -> list[Path]:
-    """Pictures of a record that has any: beside `out`, or where the README looks for them."""
-    if not headline.points(record) and not kvpoints.points(record):
-        return []
-    from ptxlab import figures  # Matplotlib takes half a second that other suites need not pay
-
-    folder = out.parent if out else figures.drawn_into()
-    return figures.draw_gemm(record, folder) + figures.draw_attention(record, folder)
 
 
 def report(
