@@ -24,10 +24,11 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import kernels, nsight, pipelines, profiletables, sass, timeline
+from ptxlab import kernels, nsight, sass, timeline
 from ptxlab.profile import plot as profileplot
 from ptxlab.timeline import plot as timelineplot
 from ptxlab.timeline import recorder
+from report import pipelines, profiletables
 
 # %% [markdown]
 # ## Machine code

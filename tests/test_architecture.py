@@ -15,14 +15,12 @@ MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
 
 # Imports go down this list: a module may import what stands before it, and its own package.
 ORDER = (
-    "errors", "validate", "files", "dlpack", "checkpoint", "sources", "cache", "nvrtc", "includes", "toolchain",
+    "errors", "validate", "files", "io", "plot", "dlpack", "checkpoint", "sources", "cache", "nvrtc", "includes",
+    "toolchain",
     "sheets", "cost", "reference", "quant", "layout", "dtypes", "expressions", "tolerance", "spec", "emulator", "gpu",
     "signature", "arguments", "backends", "runtime", "plan", "kernels", "audit", "convert", "verify", "harness",
-    "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench", "subject", "profiles", "stalls", "timeline",
-    "recorder", "counts", "demo", "bert", "kvdemo", "tested", "doctor", "tiles", "plot", "timelineplot", "pipelines",
-    "profileplot", "profiletables", "dequantplot", "ladder", "ladderplot", "headline", "targets", "gemmtables",
-    "headlineplot", "predictions", "costtables", "costplot", "kvpoints", "kvtargets", "kvtables", "kvplot", "headers",
-    "figures", "showcase", "report", "notebooks", "jupyter", "cli", "__main__",
+    "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench", "profile", "timeline",
+    "recorder", "counts", "weights", "demo", "bert", "kvdemo", "testing", "doctor", "jupyter", "cli", "__main__",
 )  # fmt: skip
 
 

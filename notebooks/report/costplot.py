@@ -7,16 +7,17 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ptxlab import cost, headline
+from ptxlab import cost
 from ptxlab.bench import counts
 from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import ALL_TOKENS, DISSECTED
 from ptxlab.cost import Device
-from ptxlab.headlineplot import layer_style
-from ptxlab.ladder import QSERVE, mean, short
-from ptxlab.ladderplot import COLOURS, title, token_axis
 from ptxlab.plot import BLUE, GREY, ORANGE, RED
-from ptxlab.predictions import (
+from report import headline
+from report.headlineplot import layer_style
+from report.ladder import QSERVE, mean, short
+from report.ladderplot import COLOURS, title, token_axis
+from report.predictions import (
     W8A8,
     Duel,
     by_kernel,

@@ -2,8 +2,8 @@
 
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import DISSECTED_TOKENS
-from ptxlab.ladder import NOT_RECORDED, fraction_cell, markdown
-from ptxlab.predictions import (
+from report.ladder import NOT_RECORDED, fraction_cell, markdown
+from report.predictions import (
     W8A8,
     alpha_at,
     by_kernel,

@@ -2,41 +2,34 @@
 
 from pathlib import Path
 
-from ptxlab import (
-    costplot,
-    demo,
-    headline,
-    headlineplot,
-    kvplot,
-    kvpoints,
-    ladder,
-    ladderplot,
-    nsight,
-    pipelines,
-    plot,
-    profiletables,
-    sources,
-)
+from ptxlab import demo, nsight, plot
 from ptxlab.bench.record import Record
 from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.demo.plot import demo_figure
 from ptxlab.errors import FileError
 from ptxlab.kernels.plot import load_picture
 from ptxlab.profile import plot as profileplot
+from report import (
+    FIGURES,
+    costplot,
+    headline,
+    headlineplot,
+    kvplot,
+    kvpoints,
+    ladder,
+    ladderplot,
+    pipelines,
+    profiletables,
+)
 
 LADDER = ("ablation", "times", "fraction", "roofline")
 COST = ("roofline", "predicted", "crossover")
 LOADS = ("load_ldmatrix_u4", "load_lds32_u4", "load_dual_mma")  # wrong, slow, right
 
 
-def drawn_into() -> Path:
-    """`notebooks/figures`."""
-    return sources.results_dir().parent / "figures"
-
-
 def draw_all() -> list[Path]:
     """Draw every picture; returns their paths."""
-    folder = drawn_into()
+    folder = FIGURES
     folder.mkdir(exist_ok=True)
     what, matrices = demo.weights()
     drawn = [folder / "demo.png"]

@@ -11,9 +11,9 @@ from ptxlab import cost
 from ptxlab.bench.kvshapes import BATCHES, HEADS, LENGTHS, LONG, even
 from ptxlab.bench.record import Row
 from ptxlab.bench.stored import Stored
-from ptxlab.kvpoints import PEERS, heads
-from ptxlab.ladderplot import title
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
+from report.kvpoints import PEERS, heads
+from report.ladderplot import title
 
 _TOKEN_BYTES = {"kv4": 68, "kv8": 132, "mb": 132, "fp8": 128, "f16": 256}  # of one head's key or value, constants too
 _LINES: dict[str, dict[str, Any]] = {

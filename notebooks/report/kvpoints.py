@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ptxlab import bench, sources
+from ptxlab import bench
 from ptxlab.bench import append, kvmerge
 from ptxlab.bench.attention import EVEN, LADDER, MEASURE, PROGRAMMATIC, RAGGED, WITH_APPEND
 from ptxlab.bench.kvshapes import BATCHES, LENGTHS, LONG
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import FACTOR
+from report import RESULTS
 
 PEERS = {  # name -> how tables call it
     "sdpa_flash_f16": "PyTorch flash FP16",
@@ -40,7 +41,7 @@ A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100; the baselin
 
 def recorded(gpu: str = "h200") -> Record | None:
     """The record of the suite on that GPU, if there is one."""
-    path = sources.results_dir() / gpu / "attention.json"
+    path = RESULTS / gpu / "attention.json"
     return bench.load(path) if path.is_file() else None
 
 

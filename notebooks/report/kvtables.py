@@ -7,8 +7,8 @@ from ptxlab.bench.append import POINTS
 from ptxlab.bench.kvshapes import BATCHES, HEADS, LENGTHS, LONG
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import FACTOR, SAME
-from ptxlab.headline import best_peer, fraction, over, slower
-from ptxlab.kvpoints import (
+from report.headline import best_peer, fraction, over, slower
+from report.kvpoints import (
     A100_US,
     PEERS,
     QSERVE,
@@ -25,7 +25,7 @@ from ptxlab.kvpoints import (
     steps,
     unequal,
 )
-from ptxlab.ladder import NOT_RECORDED, fraction_cell, markdown, mean, times_cell
+from report.ladder import NOT_RECORDED, fraction_cell, markdown, mean, times_cell
 
 _MISSING = f"{NOT_RECORDED}\n"
 

@@ -5,8 +5,8 @@ import math
 from ptxlab.bench.append import POINTS
 from ptxlab.bench.kvshapes import HEADS
 from ptxlab.bench.record import Record
-from ptxlab.headline import over, slower
-from ptxlab.kvpoints import (
+from report.headline import over, slower
+from report.kvpoints import (
     QSERVE,
     appends,
     batched,
@@ -19,8 +19,8 @@ from ptxlab.kvpoints import (
     single,
     unequal,
 )
-from ptxlab.ladder import mean
-from ptxlab.targets import Target, as_lines, as_table, least, most
+from report.ladder import mean
+from report.targets import Target, as_lines, as_table, least, most
 
 _TIMES, _FRACTION = "{:.2f}x", "{:.2f}"
 _BANDS = ((240.0, 0.95), (60.0, 0.90), (15.0, 0.75), (3.8, 0.55))  # floor in µs, from which so much of it is wanted

@@ -13,7 +13,8 @@ from ptxlab import cost
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS, Layer
 from ptxlab.bench.stored import Stored
-from ptxlab.ladder import (
+from ptxlab.plot import GREY, ORANGE, RED
+from report.ladder import (
     QSERVE,
     fraction,
     layer_of,
@@ -24,7 +25,6 @@ from ptxlab.ladder import (
     speed_over,
     steps,
 )
-from ptxlab.plot import GREY, ORANGE, RED
 
 # The steps of sm_80 in warm colours, those of sm_90 in ever darker blue.
 COLOURS = {

@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ptxlab import cost, headline, kernels, ladder
+from ptxlab import cost, kernels
 from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED_TOKENS, Layer
 from ptxlab.cost import Cost, Device, Scheme
-from ptxlab.ladder import place_of
+from report import headline, ladder
+from report.ladder import place_of
 
 W8A8 = "gemm_w8a8_sm90"
 _ON_MMA_SYNC = {"gemm_w4a8_qoq_sm80", "gemm_w4a8_qoq_channel_sm80", "gemm_w4a8_small_sm90"}

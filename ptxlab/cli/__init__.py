@@ -23,7 +23,6 @@ app.command()(quantize.quantize)
 app.command()(measure.bench)
 app.command()(measure.sweep)
 app.command()(profile.profile)
-app.command()(measure.report)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""Commands that measure: `sass`, `bench`, `report`, and NVIDIA's tools over the kernels: `sanitize`."""
+"""Commands that measure: `sass`, `bench`, and NVIDIA's tools over the kernels: `sanitize`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -7,11 +7,10 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import kernels, tested
-from ptxlab import report as reports
+from ptxlab import kernels
 from ptxlab import sass as sass_tools
 from ptxlab.bench import counts
-from ptxlab.cli.common import FAILED, Arch, AsJson, console, notes, print_json, progress_bar, table
+from ptxlab.cli.common import FAILED, Arch, AsJson, console, print_json, progress_bar, table
 from ptxlab.errors import ArgumentError
 from ptxlab.nsight import sanitizer
 from ptxlab.runtime.arguments import parse_sizes
@@ -101,7 +100,8 @@ def bench(
     suite: Annotated[str, typer.Argument(help="dequant, load, gemm, attention, emulator, or one kernel.")],
     against: Annotated[Path | None, typer.Option(help="Compare with a record; fail if a row got slower.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Where to write the record; by default notebooks/results/<gpu>/.")
+        Path | None,
+        typer.Option(help="Where to write the record; default: notebooks/results/<gpu>/, without a checkout here."),
     ] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Plot the record (.png, .svg, .pdf).")] = None,
     as_json: AsJson = False,
@@ -171,39 +171,3 @@ def _constants(define: list[str]) -> dict[str, list[int]]:
         except ValueError:
             raise ArgumentError("-D", "NAME=INTEGER[,INTEGER..]", text) from None
     return found
-
-
-def report(
-    check: Annotated[bool, typer.Option(help="Change nothing; fail if the README is out of date.")] = False,
-    figures: Annotated[bool, typer.Option(help="Also redraw notebooks/figures.")] = False,
-    notebooks: Annotated[bool, typer.Option(help="Also execute the notebooks and write their .ipynb.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Rebuild the README's tables, the headers' figures, pictures and notebooks from the specs and the records.
-
-    With --check, also name the kernels whose sources changed since the recorded GPU tests; that is no failure.
-    """
-    changed = reports.update(write=not check)
-    if figures:
-        from ptxlab import figures as drawings
-
-        changed += drawings.draw_all()
-    if notebooks:
-        from ptxlab import notebooks as books
-
-        scripts = books.scripts()
-        with progress_bar("notebooks", len(scripts), quiet=as_json) as advance:
-            for script in scripts:
-                advance(script.name)
-                changed.append(books.build(script))
-    if as_json:
-        print_json([str(path) for path in changed])
-    else:
-        console.print(
-            "\n".join(f"{'out of date' if check else 'updated'}: {path}" for path in changed) or "all up to date"
-        )
-    if check:
-        for line in tested.warnings():
-            notes.print(f"[yellow]{escape(line)}[/]", soft_wrap=True)
-        if changed:
-            raise typer.Exit(FAILED)

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from ptxlab import cost, costtables, figures, headline, ladder, predictions, report
+from ptxlab import cost
 from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
-from ptxlab.predictions import W8A8, duels, mean_error, slower_between
+from report import costtables, figures, headline, ladder, predictions
+from report import sections as report
+from report.predictions import W8A8, duels, mean_error, slower_between
 from tests.cli.test_cli import cli
 from tests.support import ladder_record
 from tests.support.headline_record import record
