@@ -47,11 +47,6 @@ def test_a_page_of_the_guide_has_links_from_its_own_folder(monkeypatch: pytest.M
         report.renewed(page.replace("kernels", "nosuch"), README.parent)
 
 
-def test_every_section_is_shown_on_some_page() -> None:
-    marked = [name for page in report.pages() for name in re.findall(r"<!-- report: (\w+) -->", page.read_text())]
-    assert sorted(set(marked)) == sorted(report.SECTIONS)
-
-
 def test_figures_in_the_headers_are_the_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another record, every header that states a measurement is out of date, and says the new figures."""
     measured = {**headers.rows("h200", "dequant"), **headers.rows("h200", "load")}
