@@ -14,8 +14,8 @@ from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
 from report import figures, ladder, ladderplot
 from report import sections as report
+from tests.support.bench_rows import slowed
 from tests.support.ladder_record import NAMES, record
-from tests.support.slowed import slowed
 
 RECORD = record()
 STORED = stored_times()

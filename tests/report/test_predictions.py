@@ -17,11 +17,8 @@ from ptxlab.errors import FileError
 from report import costtables, figures, headline, ladder, predictions
 from report import sections as report
 from report.predictions import W8A8, duels, mean_error, slower_between
-from tests.cli.test_cli import cli
 from tests.support import ladder_record
 from tests.support.headline_record import record
-
-__all__ = ["cli"]
 
 RECORD = record()
 DEVICE = predictions.measured_device(RECORD)

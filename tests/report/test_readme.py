@@ -10,7 +10,7 @@ from ptxlab import kernels
 from ptxlab.errors import FileError
 from report import headers, kvpoints, ladder
 from report import sections as report
-from tests.support.slowed import slowed
+from tests.support.bench_rows import slowed
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

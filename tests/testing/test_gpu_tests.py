@@ -11,7 +11,6 @@ from ptxlab import sources
 from ptxlab.errors import FileError
 from ptxlab.testing import gpu_tests
 from report.__main__ import main
-from tests.cli.test_cli import cli as cli
 
 KERNEL = """// Measured: 12 us
 #include "outer.cuh"
