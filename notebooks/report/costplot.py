@@ -11,11 +11,11 @@ from ptxlab import cost
 from ptxlab.bench import counts
 from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import ALL_TOKENS, DISSECTED
-from ptxlab.cost import Device
+from ptxlab.cost import Device, Scheme
 from ptxlab.plot import BLUE, GREY, ORANGE, RED
 from report import headline
 from report.headlineplot import layer_style
-from report.ladder import QSERVE, mean, short
+from report.ladder import mean, short
 from report.ladderplot import COLOURS, title, token_axis
 from report.predictions import (
     W8A8,
@@ -29,70 +29,65 @@ from report.predictions import (
     predictions,
 )
 
-_ROOFS: dict[str, dict[str, Any]] = {  # scheme -> style; those whose roofs coincide differ in width
-    "FP16": {"color": "#b9bdc4", "linewidth": 2},
-    "W4A16": {"color": "#5aae61", "linewidth": 2},
-    "FP8": {"color": "#444444", "linewidth": 3.5},
-    "W8A8": {"color": ORANGE, "linewidth": 1.6},
-    "W4A8 LQQ": {"color": BLUE, "linewidth": 2.2},
-    "W4A4": {"color": "#7b6fb0", "linewidth": 1.2},
+_ROOFS: dict[str, dict[str, Any]] = {  # scheme -> style
+    "W4A4": {"color": "#7b6fb0", "linewidth": 1.4},
+    "W4A8": {"color": BLUE, "linewidth": 2.2},
+    "W8A8": {"color": ORANGE, "linewidth": 1.8},
+    "W4A16": {"color": "#5aae61", "linewidth": 1.6},
+    "FP16": {"color": GREY, "linewidth": 1.6},
+    "FP8": {"color": "#444444", "linewidth": 1.4, "linestyle": "--"},
 }
 _DEAR = "dequant_qoq_vadd4_s32"  # QoQ with the vadd4 to avoid: too dear to hide
-_OTHERS = {  # peer -> (label, colour)
-    "cublas_fp8": ("cuBLAS FP8", "#444444"),
-    "cublas_fp16": ("cuBLAS FP16", "#b9bdc4"),
-    QSERVE: ("QServe W4A8 g128", RED),
-}
-_OURS = {"gemm_w4a8_small_sm90": "#b2df8a", "gemm_w4a8_sm90": "#1b7837", W8A8: "#444444"}
+_OURS = {"gemm_w4a8_small_sm90": ORANGE, "gemm_w4a8_sm90": BLUE, W8A8: "#444444"}
 _INTENSITY = np.geomspace(0.5, 2 * ALL_TOKENS[-1], 400)
 
 
 def roofline_figure(record: Record) -> Figure:
     """QServe's Fig. 3: what each scheme can reach on an A100, and on the record's card with what was reached there."""
-    figure = Figure(figsize=(14, 5.6), layout="constrained")
+    figure = Figure(figsize=(14, 5.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     a100, here = cost.device("a100"), measured_device(record)
-    _roofs(left, a100)
-    title(left, "A100 by its data sheet")
-    _roofs(right, here)
-    _reached(right, record)
-    right.text(
-        9000, 1.1 * here.tops["int4"], "4-bit MMA, emulated on Hopper", ha="right", fontsize=8.5, color="#7b6fb0"
-    )
-    title(right, f"{record.device['name'].removeprefix('NVIDIA ')} as measured; dots: {DISSECTED}")
-    figure.legend(*right.get_legend_handles_labels(), loc="outside lower center", ncols=6, frameon=False)
+    for name in ("W4A4", "W4A8", "W8A8", "W4A16", "FP16"):
+        _roof(left, a100, name, label=name)
+    alpha = counts.alpha_of(_DEAR)
+    _roof(left, a100, "W4A8", alpha, color=RED, linestyle=":", label=f"W4A8, {alpha:g} instructions per weight")
+    ridge = cost.transition(a100, _scheme("W8A8"))
+    title(left, f"A100 (data sheet): 4-bit weights double the roof below {ridge / 2:.0f} tokens", size=10)
+    for name in ("W4A8", "W8A8", "FP8"):
+        _roof(right, here, name, label=f"{name} roof")
+    rows = [row for row in headline.points(record) if headline.named(row) == DISSECTED]
+    eight = [row for row in headline.eight_bit(record) if headline.named(row) == DISSECTED]
+    fp8 = [(row.sizes["M"], row.operations / us / 1e6) for row in rows if (us := row.peers.get("cublas_fp8"))]
+    _dots(right, [(row.sizes["M"], row.rate) for row in rows], color=BLUE, label="gemm_w4a8")
+    _dots(right, [(row.sizes["M"], row.rate) for row in eight], color=ORANGE, label="gemm_w8a8_sm90")
+    _dots(right, fp8, color="#444444", marker="s", markersize=5, label="cuBLAS FP8")
+    above = [row.sizes["M"] for row in rows if row.rate > cost.most_tops(here, _scheme("W8A8"), row.sizes["M"], 0)]
+    beyond = f"gemm_w4a8 is above the 8-bit roof up to {max(above)} tokens" if above else "measured beside the roofs"
+    title(right, f"{record.device['name'].removeprefix('NVIDIA ')} (measured), {DISSECTED}: {beyond}", size=10)
+    for axes in (left, right):
+        axes.legend(loc="lower right", frameon=False, fontsize=9)
     return figure
 
 
-def _roofs(axes: Axes, device: Device) -> None:
-    for name, style in _ROOFS.items():
-        scheme = cost.SCHEMES[name]
-        if scheme.operands in device.tops:
-            roof = [cost.most_tops(device, scheme, M, counts.alpha_of(scheme.dequantiser)) for M in _INTENSITY]
-            axes.plot(_INTENSITY, roof, label=name.removesuffix(" LQQ"), **style)
-    alpha = counts.alpha_of(_DEAR)
-    roof = [cost.most_tops(device, cost.SCHEMES["W4A8 LQQ"], M, alpha) for M in _INTENSITY]
-    axes.plot(_INTENSITY, roof, color=RED, linestyle=":", label=f"W4A8 by vadd4.s32, α = {alpha:g}")
+def _scheme(name: str) -> Scheme:
+    return cost.SCHEMES["W4A8 LQQ" if name == "W4A8" else name]
+
+
+def _roof(axes: Axes, device: Device, name: str, alpha: float | None = None, **style: Any) -> None:
+    scheme = _scheme(name)
+    alpha = counts.alpha_of(scheme.dequantiser) if alpha is None else alpha
+    roof = [cost.most_tops(device, scheme, M, alpha) for M in _INTENSITY]
+    axes.plot(_INTENSITY, roof, **{**_ROOFS[name], **style})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xlim(0.9, 1.4 * ALL_TOKENS[-1])
     axes.set_ylim(4, 4000)
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.grid(color="#eceff3", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("tokens M: multiply-adds per weight")
     axes.set_ylabel("TOPS")
-
-
-def _reached(axes: Axes, record: Record) -> None:
-    rows = [row for row in headline.points(record) if headline.named(row) == DISSECTED]
-    eight = [row for row in headline.eight_bit(record) if headline.named(row) == DISSECTED]
-    for name, (label, colour) in _OTHERS.items():
-        points = [(row.sizes["M"], row.operations / row.peers[name] / 1e6) for row in rows if name in row.peers]
-        _dots(axes, points, color=colour, label=label, marker="s", markersize=5)
-    _dots(axes, [(row.sizes["M"], row.rate) for row in eight], color=ORANGE, label="our W8A8")
-    _dots(axes, [(row.sizes["M"], row.rate) for row in rows], color=BLUE, label="gemm_w4a8")
 
 
 def _dots(axes: Axes, points: Iterable[tuple[int, float]], **style: Any) -> None:
@@ -101,39 +96,30 @@ def _dots(axes: Axes, points: Iterable[tuple[int, float]], **style: Any) -> None
 
 
 def predicted_figure(record: Record) -> Figure:
-    """Every point's prediction in turn beside its time, and how the ratio of the two runs over the tokens."""
-    figure = Figure(figsize=(14.5, 5.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    found = predictions(record)
-    ends = np.array([1.5, 1.4 * max(prediction.row.time_us for prediction in found)])
-    left.plot(ends, ends, color="black", linewidth=1)
-    left.plot(ends, 2 * ends, color=GREY, linewidth=0.8, linestyle=":")
-    left.text(500, 1150, "twice as long", fontsize=8, color=GREY, rotation=45, rotation_mode="anchor")
-    for name, mine in by_kernel(found).items():
-        style = {"color": _OURS.get(name) or COLOURS[short(name)]}
-        errors = [mean_error(mine, overlapped=overlapped) for overlapped in (False, True)]
-        label = f"{called(name)}: {errors[0]:.0%} ({errors[1]:.0%})"
-        times = [(p.cost.in_turn_us, p.row.time_us) for p in mine]
-        left.plot(*np.array(times).T, "o", markersize=4, alpha=0.75, markeredgewidth=0, label=label, **style)
-        ratios = [mean_ratio(mine, M) for M in ALL_TOKENS]
-        right.plot(range(len(ALL_TOKENS)), ratios, "o-", markersize=4, **style)
-    left.set_xscale("log")
-    left.set_yscale("log")
-    left.set_xlim(*ends)
-    left.set_ylim(*ends)
-    left.set_aspect("equal")
-    for axis in (left.xaxis, left.yaxis):
-        axis.set_major_formatter(lambda value, _: f"{value:,g}")
-    left.set_xlabel("predicted in turn, µs")
-    left.set_ylabel("measured, µs")
-    left.spines[["top", "right"]].set_visible(False)
-    left.legend(loc="lower right", frameon=False, fontsize=8, title="mean error in turn (overlapped)", title_fontsize=8)
-    title(left, "Predicted and measured, every point")
-    right.axhline(1, color="black", linewidth=0.8, zorder=0)
-    right.set_ylim(0, 1.25)
-    right.set_ylabel("predicted in turn / measured")
-    token_axis(right, ALL_TOKENS)
-    title(right, "Geometric mean over the matrices")
+    """Predicted over measured time by tokens: every point, and the mean over the matrices; the ladder, and the rest."""
+    figure = Figure(figsize=(14, 5.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    found = by_kernel(predictions(record))
+    parts = [{name: mine for name, mine in found.items() if (name in _OURS) == ours} for ours in (False, True)]
+    for axes, part, what in zip(panels, parts, ("The ladder's steps", "The launched kernels"), strict=True):
+        for name, mine in part.items():
+            colour = _OURS.get(name) or COLOURS[short(name)]
+            errors = [mean_error(mine, overlapped=overlapped) for overlapped in (False, True)]
+            places = [ALL_TOKENS.index(p.row.sizes["M"]) for p in mine]
+            ratios = [p.cost.in_turn_us / p.row.time_us for p in mine]
+            axes.plot(places, ratios, "o", markersize=3, alpha=0.35, markeredgewidth=0, color=colour)
+            label = f"{called(name)}: {errors[0]:.0%} ({errors[1]:.0%})"
+            axes.plot([mean_ratio(mine, M) for M in ALL_TOKENS], "o-", markersize=5, color=colour, label=label)
+        everything = [p for mine in part.values() for p in mine]
+        longer = mean(p.row.time_us / p.cost.in_turn_us for p in everything)
+        title(axes, f"{what} take {longer:.1f}x the predicted time in the mean")
+        axes.axhline(1, color="black", linewidth=1, label="as predicted")
+        axes.set_xlim(-0.4, len(ALL_TOKENS) - 0.6)
+        axes.set_ylim(0, 1.6)
+        token_axis(axes, ALL_TOKENS)
+        legend = {"title": "mean error in turn (overlapped); dots: every matrix", "title_fontsize": 8, "fontsize": 8}
+        axes.legend(loc="upper left", frameon=False, ncols=2, **legend)
+    panels[0].set_ylabel("predicted in turn / measured")
     return figure
 
 

@@ -18,7 +18,7 @@ from report.kvpoints import (
     beside_all,
     heads,
     merges,
-    over_eight_bits,
+    over_bits,
     points,
     programmatic,
     single,
@@ -55,7 +55,7 @@ def means_table(record: Record | None) -> str:
     for pair in HEADS:
         alone = [row for row in rows if heads(row) == pair]
         behind = [row for row in batched(behind_append(record)) if heads(row) == pair]
-        speeds = [mean(over(alone)), mean(over_eight_bits(alone)), mean(over(behind, QSERVE))]
+        speeds = [mean(over(alone)), mean(over_bits(alone, 8)), mean(over(behind, QSERVE))]
         lines.append(
             [_of(*pair), f"{fraction(alone):.2f}", fraction_cell(mean(programmatic(alone))), *map(times_cell, speeds)]
         )
