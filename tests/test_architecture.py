@@ -19,7 +19,7 @@ ORDER = (
     "sheets", "cost", "reference", "quant", "layout", "dtypes", "expressions", "tolerance", "spec", "emulator", "gpu",
     "signature", "arguments", "backends", "runtime", "plan", "kernels", "audit", "convert", "verify", "harness",
     "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench", "subject", "profiles", "stalls", "timeline",
-    "recorder", "counts", "demo", "bert", "kvdemo", "tested", "doctor", "tiles", "plot", "timelineplot", "pipelines",
+    "recorder", "counts", "demo", "tested", "doctor", "tiles", "plot", "timelineplot", "pipelines",
     "profileplot", "profiletables", "dequantplot", "ladder", "ladderplot", "headline", "targets", "gemmtables",
     "headlineplot", "predictions", "costtables", "costplot", "kvpoints", "kvtargets", "kvtables", "kvplot", "headers",
     "figures", "showcase", "report", "notebooks", "jupyter", "cli", "__main__",
