@@ -9,7 +9,7 @@ from ptxlab.bench import peers
 from ptxlab.bench.timing import Measured
 from ptxlab.errors import BenchmarkError
 
-torch = pytest.importorskip("torch", reason="torch is not installed: it comes with the extra `demo`")
+torch = pytest.importorskip("torch", reason="torch is not installed: it comes with the extra `torch`")
 
 
 @pytest.fixture

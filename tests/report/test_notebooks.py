@@ -9,7 +9,7 @@ import pytest
 
 from ptxlab import notebooks
 
-jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed: it comes with the extra `test`")
+jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed: it comes with the extra `dev`")
 SCRIPTS = notebooks.scripts()
 SECONDS = 30  # what a reader without a GPU is promised, on two cores
 A_MACHINES = re.compile(r"(?<![\w.])/(?:home|root|Users|work|mnt|tmp|usr)/\w")  # paths of the one that made it
