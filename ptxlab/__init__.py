@@ -11,7 +11,7 @@ from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeigh
 from ptxlab.quant import calibrate_kv, quantize_kv, smooth_attention
 from ptxlab.runtime import Kernel, Outcome, load
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionWorkspace",

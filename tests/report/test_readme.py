@@ -6,27 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import ptxlab
 from ptxlab import headers, kernels, kvpoints, ladder, report
+from tests.support.pages import GUIDE, PAGES, ROOT, anchors, links
 from tests.support.slowed import slowed
-
-README = Path(__file__).resolve().parents[2] / "README.md"
-
-
-def block(language: str) -> str:
-    found = re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(found) == 1
-    return found[0]
-
-
-def test_your_own_kernel_in_ten_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("add4.ptx").write_text(block("ptx"))
-    exec(block("python"), {})
-    printed = capsys.readouterr().out
-    assert "carry: add4.ptx:10: `add.u32 %x0, %x0, %x1`" in printed
-    assert re.search(r"lane \d .*thread \(\d+,0,0\)", printed)
 
 
 def test_the_tables_are_what_the_records_say() -> None:
@@ -64,17 +47,24 @@ def test_no_measurement_in_a_header_is_typed_in(monkeypatch: pytest.MonkeyPatch)
     assert table.count("// Measured") == 1 and table.count("//            32 / 8 ") == 1
 
 
-def test_every_command_it_names_exists() -> None:
-    from ptxlab.cli import app
-
-    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    code = re.findall(r"```[a-z]*\n(.*?)```|`([^`\n]+)`", README.read_text(), re.DOTALL)
-    named = {
-        word for spans in code for span in spans for word in re.findall(r"(?:^|&& )ptxlab (\w+)", span, re.MULTILINE)
-    }
-    assert named and named <= known
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists() and target.is_relative_to(ROOT), link
+        assert not anchor or anchor in anchors(target), link
 
 
-def test_every_picture_is_there() -> None:
-    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README.read_text())
-    assert pictures and all((README.parent / p).is_file() for p in pictures)
+def test_a_newcomer_reads_less_than_200_lines_first() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+def test_every_page_of_the_guide_is_reached() -> None:
+    linked = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links(page)}
+    assert set(GUIDE) <= linked | {ROOT / "README.md"}
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None and newest[1] == ptxlab.__version__
