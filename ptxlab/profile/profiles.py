@@ -45,10 +45,7 @@ def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
         return nsight.load(path)
     given, launched = dict(sizes or {}), nsight.read(path)[-1]
     if spec := kernels.specs().get(launched.kernel):
-        # Raises where the kernel does not have one of these sizes.
-        merge_sizes(
-            "--shape", spec, launch_target.usual_sizes(spec), given
-        )  # or which of them the kernel does not have
+        merge_sizes("--shape", spec, launch_target.usual_sizes(spec), given)  # raises where the kernel lacks one
     return nsight.profile_of(launched, sizes=given, weights=launch_target.weights_of(given))
 
 

@@ -7,20 +7,15 @@ from hypothesis import strategies as st
 
 from ptxlab import emulator
 from ptxlab.errors import Deadlock, EmulationError, MemoryFault, SourceError, UnknownInstruction
-from tests.emulator.test_machine import line_of
-from tests.support.emulated import STORE, kernel, run
+from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, line_of, run
 
 TWO = ".param .u64 out, .param .u64 a"
 SHARED = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
-START = """mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 4; mov.u32 %r2, buf; add.u32 %r2, %r2, %r1; mov.u32 %r5, bar;
-    ld.param.u64 %x1, [a]; mul.wide.u32 %x2, %r0, 16; add.u64 %x1, %x1, %x2; setp.eq.u32 %q, %r0, 0; mov.u32 %s, 0;
-    mov.u32 %r6, buf; ld.param.u64 %x3, [a];
-"""
 both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 
 
 def module(body: str) -> str:
-    return kernel(START + body + STORE, TWO, SHARED)
+    return kernel(COPY_PROLOGUE + body + STORE, TWO, SHARED)
 
 
 def outcome(body: str, a: np.ndarray | None = None, threads: int = 32, mode: str = "late", **more):

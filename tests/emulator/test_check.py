@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator
-from tests.emulator.test_machine import line_of
-from tests.support.emulated import STORE, cuda, kernel, run
+from tests.support.emulated import STORE, cuda, kernel, line_of, run
 
 TWO = ".param .u64 out, .param .u64 a"
 SHARED = ".shared .align 4 .b8 buf[512];"

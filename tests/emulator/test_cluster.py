@@ -8,8 +8,7 @@ import pytest
 import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
-from tests.emulator.test_machine import line_of
-from tests.support.emulated import STORE, kernel
+from tests.support.emulated import STORE, kernel, line_of
 
 BLOCKS, THREADS = 6, 64
 SHARED = ".shared .align 128 .b8 buf[1024]; .shared .align 8 .b64 bar[2]; .shared .align 16 .b8 got[1024];"

@@ -8,8 +8,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.emulator import followed
 from ptxlab.errors import MemoryFault
-from tests.emulator.test_machine import line_of
-from tests.support.emulated import STORE, cuda, kernel, run
+from tests.support.emulated import STORE, cuda, kernel, line_of, run
 
 # Thread 0 makes `total`, its warp uses it. NVRTC has all three warps load it, and hoists loads out of loops.
 GUARDED = {

@@ -5,13 +5,9 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
-from tests.support.emulated import HEADER, STORE, kernel, run, values
+from tests.support.emulated import HEADER, STORE, kernel, line_of, run, values
 
 TID = "mov.u32 %r0, %tid.x;"
-
-
-def line_of(text: str, part: str) -> int:
-    return next(i for i, line in enumerate(text.split("\n"), 1) if part in line)
 
 
 # Scheduling

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import Deadlock, EmulationError, MemoryFault, UnknownInstruction
-from tests.emulator.test_machine import line_of
-from tests.support.emulated import STORE, kernel, run
+from tests.support.emulated import STORE, kernel, line_of, run
 
 SHARED = ".shared .align 16 .b8 tile[512];"
 ROWS = "mov.u32 %r0, %laneid; shl.b32 %r1, %r0, 4; mov.u32 %r2, tile; add.u32 %r2, %r2, %r1;\n"

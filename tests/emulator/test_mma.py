@@ -12,8 +12,7 @@ from ptxlab import emulator
 from ptxlab.emulator import mma
 from ptxlab.errors import Deadlock, EmulationError, SourceError, UnknownInstruction
 from ptxlab.layout import fragments
-from tests.emulator.test_machine import line_of
-from tests.support.emulated import HEADER, run
+from tests.support.emulated import HEADER, line_of, run
 
 BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "f16": 16}
 RANGES = {"s8": (-128, 127), "u8": (0, 255), "s4": (-8, 7), "u4": (0, 15)}

@@ -5,8 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.emulator import Finding
-from tests.emulator.test_machine import line_of
-from tests.support.emulated import kernel, run
+from tests.support.emulated import kernel, line_of, run
 
 PARAMS = ".param .u64 out, .param .u64 x, .param .u64 w"
 SHARED = ".shared .align 128 .b8 buf[1024]; .shared .align 8 .b64 bar[2];"

@@ -5,8 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.layout.banks import collisions
-from tests.emulator.test_machine import line_of
-from tests.support.emulated import STORE, kernel, run
+from tests.support.emulated import STORE, kernel, line_of, run
 
 SHARED = ".shared .align 128 .b8 pad[256]; .shared .align 128 .b8 buf[4096];"
 START = "mov.u32 %r0, %tid.x; mov.u32 %s, pad; mov.u32 %r2, buf; and.b32 %r9, %r0, 31;\n"

@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from fragments import fragment_cases  # tests/golden
 
 from ptxlab import emulator
 from ptxlab.errors import EmulationError, MemoryFault, SourceError, UnknownInstruction
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import mma_a, mma_b, mma_c, wgmma_d
-from tests.emulator.test_machine import line_of
-from tests.support.emulated import HEADER
+from tests.golden.fragments import fragment_cases
+from tests.support.emulated import HEADER, line_of
+from tests.support.wgmma import cores
 
 both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 CASE = next(case for case in fragment_cases() if case.name == "wgmma_m64n24k32_s8_span64")
@@ -110,11 +110,6 @@ def from_shared(n: int, a: np.ndarray, b: np.ndarray, more: str = "", types: str
     wgmma.mma_async.sync.aligned.m64n{n}k32.satfinite.s32.{types} {d}, %a, %b, %q;
     wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
     ld.param.u64 %o, [out]; mad.wide.u32 %o, %t, {2 * n}, %o; {store} ret; }}"""
-
-
-def cores(matrix: np.ndarray) -> np.ndarray:
-    """[rows, 32] bytes as core matrices of 8 rows of 16 bytes, 128 bytes apart along K."""
-    return matrix.reshape(-1, 8, 2, 16).transpose(0, 2, 1, 3).reshape(-1)
 
 
 @both_modes
