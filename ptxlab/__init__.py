@@ -1,4 +1,8 @@
-"""ptxlab: a workbench for low-bit LLM kernels."""
+"""ptxlab: a workbench for low-bit LLM kernels.
+
+`gemm_w4a8`, `attention_kv4`, `append_kv4` and `quantize_activations` call the kernels. `load` and `run` launch any kernel
+on a GPU or in the PTX emulator, with checks. `pack`, `KVCache` and `to_device` prepare weights and caches for them.
+"""
 
 from typing import Any
 
@@ -44,7 +48,7 @@ __all__ = [
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What `%load_ext ptxlab` calls: the magics `%%ptx` and `%%cuda`, and displays for notebooks."""
+    """Register the magics `%%ptx` and `%%cuda` and the displays; `%load_ext ptxlab` calls this."""
     from ptxlab import jupyter
 
     jupyter.register(shell)
