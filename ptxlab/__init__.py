@@ -1,7 +1,7 @@
 """ptxlab: a workbench for low-bit LLM kernels.
 
-`gemm_w4a8`, `attention_kv4`, `append_kv4` and `quantize_activations` call the kernels. `load` and `run` launch any kernel
-on a GPU or in the PTX emulator, with checks. `pack`, `KVCache` and `to_device` prepare weights and caches for them.
+`gemm_w4a8`, `attention_kv4`, `append_kv4` and `quantize_activations` call the kernels. `load` and `run` launch any
+kernel on a GPU or in the PTX emulator, with checks. `pack`, `KVCache` and `to_device` prepare weights and caches.
 """
 
 from typing import Any
