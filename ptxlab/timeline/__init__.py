@@ -1,7 +1,8 @@
 """Timelines: what every warp group did when, as stamped by the kernel itself (`cuda_src/include/timeline.cuh`).
 
-The same stamps come from a GPU, in clocks of the SM, and from the emulator, in steps (`emulator.stepclock`). `recorder`
-makes timelines, `timelineplot` draws them; here they are read, kept as JSON, and exported for Perfetto and Chrome.
+The same stamps come from a GPU, in clocks of the SM, and from the emulator, in steps (`emulator.checks.step_clock`).
+`recorder` makes timelines, `timelineplot` draws them; here they are read, kept as JSON, and exported for Perfetto and
+Chrome.
 """
 
 import json
