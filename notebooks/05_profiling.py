@@ -25,9 +25,9 @@
 from IPython.display import Markdown
 
 from ptxlab import kernels, nsight, pipelines, profiletables, sass, timeline
-from ptxlab.profile import plot as profileplot
-from ptxlab.timeline import plot as timelineplot
+from ptxlab.profile.plot import page_figure
 from ptxlab.timeline import recorder
+from ptxlab.timeline.plot import comparison_figure, timeline_figure
 
 # %% [markdown]
 # ## Machine code
@@ -56,7 +56,7 @@ Markdown("\n".join(lines))
 
 # %%
 found = profiletables.compared()
-profileplot.page_figure(found)
+page_figure(found)
 
 # %% [markdown]
 # The same in words, the largest difference first:
@@ -107,7 +107,7 @@ emulated = []
 for name in ("gemm_w4a8_lqq_sm90", "gemm_w4a8_lqq_excp_sm90", "gemm_w4a8_lqq_imfp_sm90"):
     spec, (source, *_) = kernels.find(name)
     emulated.append(recorder.record(spec, source, backend="emulator"))
-timelineplot.comparison_figure(emulated, [f"{one.kernel}, emulated" for one in emulated], 2500)
+comparison_figure(emulated, [f"{one.kernel}, emulated" for one in emulated], 2500)
 
 # %% [markdown]
 # Top: a warp group dequantises, multiplies, waits. Middle (ExCP): one warp group dequantises for the other through
@@ -118,7 +118,7 @@ timelineplot.comparison_figure(emulated, [f"{one.kernel}, emulated" for one in e
 
 # %%
 measured = pipelines.compared(256)
-timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
+comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
 
 # %% [markdown]
 # At 64 tokens each weight is dequantised for a quarter of the MMAs, and dequantisation (orange) takes the time: the
@@ -126,7 +126,7 @@ timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.W
 
 # %%
 measured = pipelines.compared(64)
-timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
+comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
 
 # %% [markdown]
 # Attention to a 4-bit cache, the whole launch, because it is short. Before the first scores, pages have to be looked
@@ -135,7 +135,7 @@ timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.W
 # ever for other warps (pink).
 
 # %%
-timelineplot.timeline_figure(pipelines.recorded(pipelines.ATTENTION)[0])
+timeline_figure(pipelines.recorded(pipelines.ATTENTION)[0])
 
 # %% [markdown]
 # ## Looking closer

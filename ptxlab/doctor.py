@@ -29,7 +29,7 @@ def examine() -> list[Item]:
     python = ".".join(map(str, sys.version_info[:3]))
     return [
         Item("ptxlab", True, f"{__version__}, Python {python}"),
-        Item("backend emulator", True, "runs PTX on the CPU, always here"),
+        Item("backend emulator", True, "runs PTX on the CPU; always available"),
         _gpu(),
         *(_tool(tool) for tool in toolchain.TOOLS),
         *_nsight(),
@@ -55,7 +55,7 @@ def _tool(tool: str) -> Item:
 
 
 def _nsight() -> list[Item]:
-    version, use = nsight.version(), "counts and samples for `ptxlab profile`"
+    version, use = nsight.version(), "metrics and stall samples for `ptxlab profile`"
     ncu = Item("ncu", bool(version), f"{version}: {use}" if version else use, "" if version else nsight.INSTALL)
     try:
         nsight.require_reader()

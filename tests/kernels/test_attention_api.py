@@ -8,11 +8,12 @@ import pytest
 
 import ptxlab
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.attention import device, ladder, steps
+from ptxlab.kernels import operation
+from ptxlab.kernels.attention import ladder, steps
 from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.spec.tolerance import within
 from tests.support import attention_problems as problems
-from tests.support.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, TEACHING, Q, hold, on_device, sent
+from tests.support.attention_calls import CACHE, CONTRACT, LENGTHS, SM80, SM90, TEACHING, Q, hold, on_device, sent
 from tests.support.fake_gpu import FakeGpu
 
 
@@ -49,15 +50,21 @@ def test_every_teaching_step_by_name(fake: FakeGpu, kernel: str) -> None:
     assert np.array_equal(out.host[:, 0], got) and fake.launched == [(kernel, 7)]
 
 
+def forget() -> None:
+    """As if the device were another one."""
+    operation._prepared.clear()
+    operation._ready.clear()
+
+
 def test_which_kernel_is_taken(fake: FakeGpu) -> None:
     assert steps.choose(None, backend="emulator").spec.name == SM90
     q, cache = sent(Q), on_device(CACHE)
     ptxlab.attention_kv4(q, cache)
-    device._prepared.clear()
+    forget()
     fake.arch = 80
     ptxlab.attention_kv4(q, cache)
     assert fake.launched == [(SM90, 7), (SM80, 7)]
-    device._prepared.clear()
+    forget()
     with pytest.raises(
         UnavailableError, match=r"attention_kv4_sm90: it runs on sm_90a, and .*; here run attention_kv8"
     ):

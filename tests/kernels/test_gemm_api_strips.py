@@ -11,7 +11,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.kernels.gemm.common import DTYPES
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
-from tests.support.gemm_faces import BIAS, LQQ, SCHEMES, STRIPS, WEIGHTS, K, M, N
+from tests.support.gemm_calls import BIAS, LQQ, SCHEMES, STRIPS, WEIGHTS, K, M, N
 
 STRIPS_ORDERS: dict[str, dict[str, Any]] = {
     "row_major": {},

@@ -13,7 +13,7 @@ from ptxlab.kernels.attention.steps import choose
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.spec.dtypes import stored
 from tests.support import attention_problems as problems
-from tests.support.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, Q, hold
+from tests.support.attention_calls import CACHE, CONTRACT, LENGTHS, SM80, SM90, Q, hold
 from tests.support.attention_problems import moved
 
 ON_GPU = pytest.mark.skipif(gpu.why_not("sm_80") is not None, reason="the kernels run from sm_80 on")

@@ -11,7 +11,7 @@ from ptxlab import quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.kernels.gemm.common import DTYPES
-from tests.support.gemm_faces import (
+from tests.support.gemm_calls import (
     BIAS,
     CHANNEL,
     GROUPED,

@@ -11,7 +11,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.layout import KVCache
 from ptxlab.spec.dtypes import stored
 from tests.support import attention_problems as problems
-from tests.support.attention_faces import CACHE, SM90, TEACHING, Q, on_device, sent
+from tests.support.attention_calls import CACHE, SM90, TEACHING, Q, on_device, sent
 from tests.support.fake_gpu import FakeGpu
 
 

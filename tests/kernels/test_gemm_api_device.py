@@ -9,10 +9,11 @@ import pytest
 import ptxlab
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.gemm import device, ladder
-from ptxlab.kernels.gemm.common import DTYPES, Step
+from ptxlab.kernels import operation
+from ptxlab.kernels.gemm import ladder
+from ptxlab.kernels.gemm.common import DTYPES, GemmStep
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
-from tests.support.gemm_faces import (
+from tests.support.gemm_calls import (
     BIAS,
     GROUPED,
     WEIGHTS,
@@ -24,7 +25,7 @@ from tests.support.gemm_faces import (
 )
 
 
-def with_wait(step: Step, after_wait: tuple[str, ...]) -> Step:
+def with_wait(step: GemmStep, after_wait: tuple[str, ...]) -> GemmStep:
     """The step, with a spec that says so."""
     return replace(step, spec=replace(step.spec, after_wait=after_wait))
 
@@ -143,7 +144,8 @@ def test_a_workspace_serves_fewer_tokens_too(fake: FakeGpu) -> None:
         ArgumentError, match=r"workspace: must be gemm_workspace\(weight, 5\) or larger \(got one for M=2"
     ):
         call("qoq_channel", workspace=ptxlab.gemm_workspace(weight, 2))
-    elsewhere = ptxlab.kernels.gemm.Workspace(M, {"x_sum": DeviceArray(np.zeros(M, np.int32), device=1)})
+    there = gpu.view("x_sum", DeviceArray(np.zeros(M, np.int32), device=1))
+    elsewhere = replace(workspace, views={"x_sum": there})
     with pytest.raises(ArgumentError, match=r"workspace: on the current device 0 \(got device 1\)"):
         call("qoq_channel", workspace=elsewhere)
     for change, message in (((X, M), "weight: must be a PackedWeight"), ((weight, -1), r"M: .* \(got -1\)")):
@@ -197,7 +199,7 @@ def test_host_activations_and_a_weight_on_the_gpu_are_refused(fake: FakeGpu) -> 
 
 
 @pytest.fixture
-def hopper_step(monkeypatch: pytest.MonkeyPatch) -> Step:
+def hopper_step(monkeypatch: pytest.MonkeyPatch) -> GemmStep:
     """As if there were another step for Hopper alone, for the same activations and the weight in another packing."""
     first = ladder.LADDER[0]
     spec = replace(first.spec, name="gemm_w4a8_qoq_sm90", arch="sm_90a", exact_arch=True)
@@ -206,7 +208,7 @@ def hopper_step(monkeypatch: pytest.MonkeyPatch) -> Step:
     return step
 
 
-def test_an_arch_that_lacks_the_kernel_is_told_which_would_do(fake: FakeGpu, hopper_step: Step) -> None:
+def test_an_arch_that_lacks_the_kernel_is_told_which_would_do(fake: FakeGpu, hopper_step: GemmStep) -> None:
     weight = ptxlab.pack(GROUPED, "comet")
     fake.arch = 80
     message = (
@@ -222,7 +224,7 @@ def test_an_arch_that_lacks_the_kernel_is_told_which_would_do(fake: FakeGpu, hop
 
 
 def test_the_highest_step_that_suits_and_runs_is_taken(
-    fake: FakeGpu, hopper_step: Step, monkeypatch: pytest.MonkeyPatch
+    fake: FakeGpu, hopper_step: GemmStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     higher = replace(hopper_step, packing="qserve", suits=lambda s: s["M"] >= 16)
     monkeypatch.setattr(ladder, "LADDER", (*ladder.LADDER[:2], higher))
@@ -240,11 +242,11 @@ def test_the_highest_step_that_suits_and_runs_is_taken(
 
 
 def test_shapes_are_remembered_up_to_a_limit(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_MOST_SHAPES", 2)
+    monkeypatch.setattr(operation, "MOST", 2)
     fake.runs = False
     for tokens in (1, 2, 3, 1):
         call(x=X[:tokens])
-    assert len(device._prepared) <= 2 and fake.loads == 4
+    assert len(operation._prepared) <= 2 and len(operation._ready) <= 2 and fake.loads == 4
 
 
 def test_a_packed_weight_goes_to_the_gpu_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import ptxlab
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import steps
 from ptxlab.layout import KVCache
-from tests.support.attention_faces import CACHE, SM80, SM90, Q, hold, on_device, sent
+from tests.support.attention_calls import CACHE, SM80, SM90, Q, hold, on_device, sent
 from tests.support.fake_gpu import FakeGpu
 
 
