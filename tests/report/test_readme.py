@@ -1,8 +1,6 @@
 """What the README says works, and its tables are current."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -11,25 +9,6 @@ from ptxlab.errors import FileError
 from report import headers, kvpoints, ladder
 from report import sections as report
 from tests.support.bench_rows import slowed
-
-README = Path(__file__).resolve().parents[2] / "README.md"
-
-
-def block(language: str) -> str:
-    found = re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(found) == 1
-    return found[0]
-
-
-def test_your_own_kernel_in_ten_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("add4.ptx").write_text(block("ptx"))
-    exec(block("python"), {})
-    printed = capsys.readouterr().out
-    assert "carry: add4.ptx:10: `add.u32 %x0, %x0, %x1`" in printed
-    assert re.search(r"lane \d .*thread \(\d+,0,0\)", printed)
 
 
 def test_the_tables_are_what_the_records_say() -> None:
@@ -76,22 +55,6 @@ def test_no_measurement_in_a_header_is_typed_in(monkeypatch: pytest.MonkeyPatch)
     assert {path.stem for path in headers.outdated()} == stating
     table = next(text for path, text in headers.outdated().items() if path.stem == "attention_kv4_sm90")
     assert table.count("// Measured") == 1 and table.count("//            32 / 8 ") == 1
-
-
-def test_every_command_it_names_exists() -> None:
-    from ptxlab.cli import app
-
-    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    code = re.findall(r"```[a-z]*\n(.*?)```|`([^`\n]+)`", README.read_text(), re.DOTALL)
-    named = {
-        word for spans in code for span in spans for word in re.findall(r"(?:^|&& )ptxlab (\w+)", span, re.MULTILINE)
-    }
-    assert named and named <= known
-
-
-def test_every_picture_is_there() -> None:
-    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README.read_text())
-    assert pictures and all((README.parent / p).is_file() for p in pictures)
 
 
 def test_the_package_knows_nothing_of_it() -> None:
