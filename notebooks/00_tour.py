@@ -137,7 +137,7 @@ print(f"{y.shape[0]} tokens, {y.shape[1]} channels: equal bit for bit: {np.array
 # need to arrive, or its products on the tensor cores; and how far ahead of the fastest of nine others it is.
 
 # %%
-figures.gemm_picture("headline")
+figures.picture("gemm_headline")
 
 # %% [markdown]
 # ## From here

@@ -52,7 +52,7 @@ print(holders.as_text("load_ldmatrix_s8"))
 
 # %%
 print(holders.as_text("load_ldmatrix_u4"))
-figures.load_picture("load_ldmatrix_u4")
+figures.picture("load_ldmatrix_u4")
 
 # %% [markdown]
 # The kernel is *wrong by design*, and verification holds it to being wrong in exactly the places that the model
@@ -72,7 +72,7 @@ print(f"{missed.mean():.0%} of the bytes differ; as predicted: {np.array_equal(m
 # take sixteen wavefronts.
 
 # %%
-figures.load_picture("load_lds32_u4")
+figures.picture("load_lds32_u4")
 
 # %% [markdown]
 # ## Right, and fast: put the weights in the order of the threads
@@ -82,7 +82,7 @@ figures.load_picture("load_lds32_u4")
 # conflict, and no address arithmetic but the thread's number.
 
 # %%
-figures.load_picture("load_dual_mma")
+figures.picture("load_dual_mma")
 
 # %% [markdown]
 # To ask for any lane and any layout, run this: a list and a slider.

@@ -56,7 +56,7 @@ for layer in LAYERS[:3]:
 # tokens on it is plainly not the memory that takes their time.
 
 # %%
-figures.ladder_picture("peers")
+figures.picture("ladder_peers")
 
 # %% [markdown]
 # ## The steps
@@ -90,13 +90,13 @@ Markdown(ladder.loop_table())
 # reference. cuBLAS ran in the same process, QServe before that, on an H200 too.
 
 # %%
-figures.ladder_picture("times") if record else ladder.NOT_RECORDED
+figures.picture("ladder_times") if record else ladder.NOT_RECORDED
 
 # %% [markdown]
 # How near to the floor:
 
 # %%
-figures.ladder_picture("fraction") if record else ladder.NOT_RECORDED
+figures.picture("ladder_fraction") if record else ladder.NOT_RECORDED
 
 # %% [markdown]
 # ## What each step gained
@@ -104,7 +104,7 @@ figures.ladder_picture("fraction") if record else ladder.NOT_RECORDED
 # LiquidGEMM's Fig. 13, on an H200: the steps over the baseline, which is the first of them on wgmma.
 
 # %%
-figures.ladder_picture("ablation") if record else ladder.NOT_RECORDED
+figures.picture("ladder_ablation") if record else ladder.NOT_RECORDED
 
 # %%
 Markdown(ladder.ladder_table())
@@ -114,7 +114,7 @@ Markdown(ladder.ladder_table())
 # lower because a small matrix is over before the memory is busy.
 
 # %%
-figures.ladder_picture("roofline") if record else ladder.NOT_RECORDED
+figures.picture("ladder_roofline") if record else ladder.NOT_RECORDED
 
 # %% [markdown]
 # ## What limits each step
@@ -131,11 +131,11 @@ Markdown(ladder.limits_table())
 #
 # LiquidGEMM's cost model (§3.2): a weight takes 1/B to load, α/C to dequantise and 2M/T to multiply. A plain loop does
 # the last two in turn while the next weights load. With the instructions α that the machine code has, that is a time
-# that a kernel should come near to. The right picture says by how much each does not: the model knows nothing of
+# that a kernel should come near to. The picture shows by how much each misses it: the model knows nothing of
 # epilogues, of waiting for other warps, or of tiles that leave SMs idle.
 
 # %%
-figures.cost_picture("predicted")
+figures.picture("cost_predicted")
 
 # %% [markdown]
 # ## What the figures say

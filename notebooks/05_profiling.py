@@ -118,16 +118,14 @@ timelineplot.comparison_figure(emulated, [f"{one.kernel}, emulated" for one in e
 # The same on an H200, in clocks of one SM, at 256 tokens:
 
 # %%
-measured = pipelines.compared(256)
-timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
+pipelines.comparison(256)
 
 # %% [markdown]
 # At 64 tokens each weight is dequantised for a quarter of the products, and dequantisation (orange) is what lasts:
 # the gaps of the tensor cores are there under any pipeline.
 
 # %%
-measured = pipelines.compared(64)
-timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
+pipelines.comparison(64)
 
 # %% [markdown]
 # And attention to a 4-bit cache: not a part of the launch but all of it, since it is short. Before the first scores,
