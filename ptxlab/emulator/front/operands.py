@@ -35,8 +35,9 @@ class Operands(Declarations):
             return ir.Vector(tuple(self.comma_separated(self.operand, "}")))
         if self.accept("("):
             items = self.comma_separated(self.operand, ")")
-            if isinstance(items[0] if items else None, ir.Immediate) and self.token in OPERATORS:  # (1 + 2) * 3
-                return self.constant(left=items[0].bits)
+            first = items[0] if len(items) == 1 else None
+            if isinstance(first, ir.Immediate) and self.token in OPERATORS:  # (1 + 2) * 3, and no argument of a call
+                return self.constant(left=first.bits)
             return ir.Vector(tuple(items))
         if self.accept("!"):
             register = self.operand()
