@@ -1,7 +1,10 @@
 import gc
 import os
+import sys
+from typing import Any
 
 import hypothesis
+import pytest
 
 # Before NumPy is imported: tests run on all cores, and the threads that BLAS would add for products as small as theirs
 # are busy waiting for one another. That was a third of the emulator's time.
@@ -21,3 +24,18 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command line in this process: (exit code, standard output, standard error)."""
+    from ptxlab.cli import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ptxlab", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return run

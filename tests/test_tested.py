@@ -9,7 +9,6 @@ import pytest
 
 from ptxlab import sources, tested
 from ptxlab.errors import FileError
-from tests.cli.test_cli import cli as cli
 
 KERNEL = """// Measured: 12 us
 #include "outer.cuh"

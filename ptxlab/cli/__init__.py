@@ -4,7 +4,7 @@ import typer
 from rich.markup import escape
 
 from ptxlab import __version__
-from ptxlab.cli import cost, measure, profile, quantize, run, weights
+from ptxlab.cli import bench, cost, profile, quantize, run, sanitize, sass, sweep, weights
 from ptxlab.cli.common import BAD_INPUT, FAILED, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
 
@@ -15,15 +15,15 @@ app.command("list")(run.list_kernels)
 app.command()(run.show)
 app.command()(run.run)
 app.command()(run.verify)
-app.command()(measure.sanitize)
-app.command()(measure.sass)
+app.command()(sanitize.sanitize)
+app.command()(sass.sass)
 app.command()(cost.cost)
 app.command()(weights.audit)
 app.command()(quantize.quantize)
-app.command()(measure.bench)
-app.command()(measure.sweep)
+app.command()(bench.bench)
+app.command()(sweep.sweep)
 app.command()(profile.profile)
-app.command()(measure.report)
+app.command()(bench.report)
 
 
 @app.callback(invoke_without_command=True)

@@ -11,30 +11,11 @@ import pytest
 
 from ptxlab import bench, cost
 from ptxlab.bench.ceilings import Ceilings, shortfall
-from ptxlab.bench.record import Record, Row, commit
+from ptxlab.bench.record import Record, commit
 from ptxlab.bench.timing import BEYOND_L2, clock_mhz, copies_beyond_l2
 from ptxlab.errors import ArgumentError, BenchmarkError, FileError
-from tests.support.slowed import slowed
+from tests.support.bench_rows import ROW, slowed
 
-ROW = Row(
-    kernel="dequant_lqq",
-    source="ptx",
-    measure="streaming",
-    sizes={"R": 16384, "K": 16384, "g": 128},
-    time_us=100.0,
-    fastest_us=99.5,
-    slowest_us=101.0,
-    rate=4000.0,
-    rate_unit="GB/s",
-    bytes=407_000_000,
-    operations=536_870_912,
-    floor_us=95.0,
-    fraction=0.95,
-    limit="copy 4.26 TB/s",
-    sm_mhz=1980.0,
-    checked="all",
-    more={"registers": 16},
-)
 RECORD = Record(
     suite="dequant",
     device={"name": "NVIDIA H200", "slug": "h200", "driver": "580.1", "sms": 132},

@@ -11,12 +11,9 @@ import pytest
 from ptxlab import bench
 from ptxlab.bench import sweep
 from ptxlab.bench.timing import Measured
-from tests.cli.test_cli import cli
 from tests.support import kv_record, ladder_record
+from tests.support.bench_rows import slowed
 from tests.support.headline_record import record
-from tests.support.slowed import slowed
-
-__all__ = ["cli"]
 
 RECORD = record()
 

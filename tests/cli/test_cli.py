@@ -13,25 +13,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from ptxlab import kernels, toolchain
-from ptxlab.cli import main
 from ptxlab.gpu import device
 from ptxlab.io import checkpoint
 from ptxlab.layout.nibbles import pack_u4
-from tests.runtime.test_runtime import PTX_ADD4
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Run a command line in this process: (exit code, standard output, standard error)."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ptxlab", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
-            main()
-        captured = capsys.readouterr()
-        return int(exit_.value.code or 0), captured.out, captured.err
-
-    return run
+from tests.support.add4 import PTX_ADD4
 
 
 @pytest.fixture

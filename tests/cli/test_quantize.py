@@ -9,9 +9,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from ptxlab import layout
-from tests.cli import test_cli
-
-cli = test_cli.cli  # the fixture that runs a command line
 
 
 @pytest.fixture

@@ -9,17 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.checkpoint import Checkpoint, TensorInfo, demo_checkpoint, encoder_matrices, write_checkpoint
-
-
-def write(path, tensors, header_length=None):
-    """A safetensors file from {name: (dtype, shape, bytes)}, for what `save_file` cannot or will not write."""
-    header, data = {}, b""
-    for name, (dtype, shape, content) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
-        data += content
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if header_length is None else header_length) + text + data)
-    return path
+from tests.support.safetensors_file import write
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from ptxlab.kernels.attention import sm90
 from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.sources import of_kernel
 from ptxlab.spec.tolerance import within
-from tests.kernels.test_attention_bound import every_data, refused
 from tests.support import attention_faults as faults
+from tests.support.attention_faults import every_data, refused
 
 pytestmark = [
     pytest.mark.gpu,

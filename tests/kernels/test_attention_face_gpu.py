@@ -10,20 +10,14 @@ import ptxlab
 from ptxlab import gpu
 from ptxlab.kernels.attention import sm90
 from ptxlab.kernels.attention.steps import choose
-from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.spec.dtypes import stored
 from tests.support import attention_problems as problems
 from tests.support.attention_faces import CACHE, CONTRACT, LENGTHS, SM80, SM90, Q, hold
+from tests.support.attention_problems import moved
 
 ON_GPU = pytest.mark.skipif(gpu.why_not("sm_80") is not None, reason="the kernels run from sm_80 on")
 HERE = [name for name in (SM90, SM80) if gpu.why_not("sm_90a" if name == SM90 else "sm_80", exact=name == SM90) is None]
-
-
-def moved(cache: KVCache, to: Any) -> KVCache:
-    arrays = {name: to(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
-    channels = {name: getattr(cache, name) for name in ("k_channel", "v_channel")}
-    return replace(cache, **arrays, **{name: both and tuple(map(to, both)) for name, both in channels.items()})
 
 
 def read(array: Any) -> np.ndarray:

@@ -16,7 +16,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.profile import launch_target
 from ptxlab.profile.launch_target import Job
 from tests.bench.conftest import emulated_gpu
-from tests.runtime.test_runtime import PTX_ADD4
+from tests.support.add4 import PTX_ADD4
 
 __all__ = ["emulated_gpu"]
 

@@ -12,12 +12,11 @@ from ptxlab import gpu, nsight, profiletables
 from ptxlab.errors import UnavailableError
 from ptxlab.profile import profiles, stalls
 from ptxlab.profile.launch_target import Job
-from tests.cli.test_cli import cli
-from tests.runtime.test_runtime import PTX_ADD4
+from tests.support.add4 import PTX_ADD4
 from tests.support.fake_ncu import ncu
 from tests.support.reports import FILE, GEMM, SIZES
 
-__all__ = ["cli", "ncu"]
+__all__ = ["ncu"]
 
 SHAPE = ",".join(f"{name}={size}" for name, size in SIZES.items())
 NAME = "gemm_w4a8_qoq_sm90"

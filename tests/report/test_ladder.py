@@ -12,8 +12,8 @@ from ptxlab.bench.peers import CUBLAS
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS
 from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
+from tests.support.bench_rows import slowed
 from tests.support.ladder_record import NAMES, record
-from tests.support.slowed import slowed
 
 RECORD = record()
 STORED = stored_times()

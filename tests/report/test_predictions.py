@@ -15,11 +15,8 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
 from ptxlab.predictions import W8A8, duels, mean_error, slower_between
-from tests.cli.test_cli import cli
 from tests.support import ladder_record
 from tests.support.headline_record import record
-
-__all__ = ["cli"]
 
 RECORD = record()
 DEVICE = predictions.measured_device(RECORD)

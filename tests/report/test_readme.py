@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ptxlab import headers, kernels, kvpoints, ladder, report
-from tests.support.slowed import slowed
+from tests.support.bench_rows import slowed
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

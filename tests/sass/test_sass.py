@@ -6,7 +6,7 @@ from ptxlab import sass, sources, toolchain
 from ptxlab.errors import ArgumentError, SourceError
 from ptxlab.sass import harness
 from ptxlab.sources import Source
-from tests.bench.test_counts import PINNED
+from tests.support.alu_counts import PINNED
 
 LISTING = """
 	.section	.text.first,"ax",@progbits

@@ -1,6 +1,7 @@
 """Problems of decode attention, and what must hold of every kernel's answer."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,13 @@ def problem(
     )
     cache = common.cache_of(keys, values, empty.pool, empty.block_table, page_size=page_size, scheme=scheme)
     return q, cache
+
+
+def moved(cache: KVCache, to: Any) -> KVCache:
+    """Its arrays sent there one by one."""
+    arrays = {name: to(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
+    channels = {name: getattr(cache, name) for name in ("k_channel", "v_channel")}
+    return replace(cache, **arrays, **{name: both and tuple(map(to, both)) for name, both in channels.items()})
 
 
 def check(spec: KernelSpec, logical: Arrays, backend: str = "emulator", **how: Any) -> Arrays:

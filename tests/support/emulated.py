@@ -23,9 +23,8 @@ STORE = """
     ld.param.u64 %y, [out]; mul.wide.u32 %x19, %t, 4; add.u64 %y, %y, %x19; st.global.u32 [%y], %s;
     ret;
 """
-
-# %r2 is where the thread puts its 16 bytes in `buf`, %r5 is `bar`, %x1 its 16 bytes of `a`; %q is the first thread.
-START = """mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 4; mov.u32 %r2, buf; add.u32 %r2, %r2, %r1; mov.u32 %r5, bar;
+# Where a thread copies 16 bytes from and to: %x1 of `a` and %r2 of `buf`, which begin at %x3 and %r6; %r5 is `bar`.
+COPY_PROLOGUE = """mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 4; mov.u32 %r2, buf; add.u32 %r2, %r2, %r1; mov.u32 %r5, bar;
     ld.param.u64 %x1, [a]; mul.wide.u32 %x2, %r0, 16; add.u64 %x1, %x1, %x2; setp.eq.u32 %q, %r0, 0; mov.u32 %s, 0;
     mov.u32 %r6, buf; ld.param.u64 %x3, [a];
 """
@@ -43,12 +42,8 @@ def run(text: str, *args, threads: int = 32, blocks: int = 1, **more) -> emulato
 
 
 def line_of(text: str, part: str) -> int:
+    """The first line, from 1, with this part."""
     return next(i for i, line in enumerate(text.split("\n"), 1) if part in line)
-
-
-def cores(matrix: np.ndarray) -> np.ndarray:
-    """[rows, 32] bytes as core matrices of 8 rows of 16 bytes, 128 bytes apart along K."""
-    return matrix.reshape(-1, 8, 2, 16).transpose(0, 2, 1, 3).reshape(-1)
 
 
 @functools.cache

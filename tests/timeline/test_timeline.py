@@ -16,7 +16,6 @@ from ptxlab.profile import launch_target
 from ptxlab.sources import Source
 from ptxlab.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
 from ptxlab.timeline import plot as timelineplot
-from tests.cli.test_cli import cli  # noqa: F401  (a fixture)
 
 HEADER_FILE = (sources.include_dir() / "timeline.cuh").read_text()
 LINE = re.compile(r'^[ \t]*(?:(?:PHASE|TIMELINE_THREAD)\(.*\);|#include "timeline.cuh")$', re.MULTILINE)
@@ -319,7 +318,7 @@ def test_the_readme_says_what_is_seen_in_the_other_pictures(tmp_path: Path, monk
 # The command
 
 
-def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:  # noqa: F811
+def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:
     shape = ("--timeline", "--backend", "emulator", "--shape", "N=64,K=512")
     code, out, _ = cli("profile", EXCP, *shape, "--out", tmp_path / "a.png")
     assert code == 0 and (tmp_path / "a.png").stat().st_size > 10_000
@@ -329,7 +328,7 @@ def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
 
-def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:  # noqa: F811
+def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:
     kept = tmp_path / "a.json"
     code, out, _ = cli(
         "profile", IMFP, "--timeline", "--backend", "emulator", "--shape", "N=64,K=512", "--keep", kept, "--json"
@@ -363,7 +362,7 @@ def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:  # no
         ),
     ],
 )
-def test_bad_command_lines(cli: Any, arguments: list[str], problem: str) -> None:  # noqa: F811
+def test_bad_command_lines(cli: Any, arguments: list[str], problem: str) -> None:
     code, _, printed = cli("profile", *arguments)
     assert code == 2 and problem in printed
 

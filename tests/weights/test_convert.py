@@ -12,8 +12,8 @@ from ptxlab.errors import ArgumentError, FileError, VerificationError
 from ptxlab.io.checkpoint import Checkpoint, demo_checkpoint
 from ptxlab.layout import LAYOUTS, SCHEMES, load, packed_names, unpack
 from ptxlab.weights import convert
-from tests.io.test_checkpoint import write
-from tests.layout.test_packed_weight import assert_equal
+from tests.support.quantized import assert_equal
+from tests.support.safetensors_file import write
 
 RNG = np.random.default_rng(0)
 TENSORS = {

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ptxlab import emulator
 from ptxlab.errors import Deadlock, EmulationError, MemoryFault, SourceError, UnknownInstruction
-from tests.support.emulated import START, STORE, kernel, line_of, run
+from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, line_of, run
 
 TWO = ".param .u64 out, .param .u64 a"
 SHARED = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
@@ -15,7 +15,7 @@ both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 
 
 def module(body: str) -> str:
-    return kernel(START + body + STORE, TWO, SHARED)
+    return kernel(COPY_PROLOGUE + body + STORE, TWO, SHARED)
 
 
 def outcome(body: str, a: np.ndarray | None = None, threads: int = 32, mode: str = "late", **more):

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from fragments import fragment_cases  # tests/golden
 
 from ptxlab import emulator
 from ptxlab.errors import EmulationError, MemoryFault, SourceError, UnknownInstruction
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import mma_a, mma_b, mma_c, wgmma_d
-from tests.support.emulated import HEADER, cores, line_of
+from tests.golden.fragments import fragment_cases
+from tests.support.emulated import HEADER, line_of
+from tests.support.wgmma import cores
 
 both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 CASE = next(case for case in fragment_cases() if case.name == "wgmma_m64n24k32_s8_span64")

@@ -6,11 +6,11 @@ from operator import mul, sub
 
 import numpy as np
 import pytest
-from cases import BLOCK, Case
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator
+from tests.golden.cases import BLOCK, Case
 from tests.support.emulated import values
 
 
