@@ -55,7 +55,7 @@ class Operands(Declarations):
 
     def offset(self) -> int:
         """`+4-8`, perhaps nothing."""
-        return self.constant(SUM, left=0).bits
+        return self.constant(SUM, left=0).bits if self.token in ("+", "-") else 0
 
     def address(self) -> ir.Address:
         """`[` has been read: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""

@@ -138,6 +138,8 @@ class Cursor:
 
     def constant(self, weakest: int = 0, left: int | None = None) -> Immediate:
         """Pass a constant: a literal, or an expression of integers as ptxas evaluates it; `left` has been read."""
+        if left is None and self.kinds[self.at] == "number" and self.texts[self.at + 1] not in OPERATORS:  # most
+            return self.number()
         return self.expression(weakest, left)[0]
 
     def expression(self, weakest: int, left: int | None = None) -> tuple[Immediate, bool]:
