@@ -10,7 +10,7 @@ import pytest
 # are busy waiting for one another. That was a third of the emulator's time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-pytest_plugins = ("tests.support.device", "tests.support.recording")
+pytest_plugins = ("tests.support.collection", "tests.support.device", "tests.support.recording")
 
 # Examples take as long as the machine lets them: a deadline would only measure its load.
 hypothesis.settings.register_profile("ptxlab", deadline=None)

@@ -11,6 +11,7 @@ from ptxlab import gpu, quant
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.kernels.gemm.grouped import GROUPED, offsets_of
+from ptxlab.layout import PackedActivations, to_swizzled_tiles
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 
 E, M, N, K = 4, 11, 40, 192
@@ -124,7 +125,9 @@ def test_another_gpu_is_told_what_the_kernel_runs_on(fake: FakeGpu) -> None:
         call()
 
 
-IN_TILES = ptxlab.quantize_activations(np.ones((M, K), np.float32), layout="tiles", rows=8, backend="emulator")
+IN_TILES = PackedActivations(
+    layout="tiles", M=M, K=K, rows=8, x_q=to_swizzled_tiles(X, 8), scale=X_SCALE, token_sum=X_SUM
+)
 OTHER = ptxlab.stack_experts([ptxlab.pack(QUANTIZED[0], "dual_mma")])
 WIDE = ptxlab.stack_experts([replace(PACKED[0], protective_range=127), PACKED[1]])
 REFUSED: list[tuple[dict[str, Any], str]] = [
