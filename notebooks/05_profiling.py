@@ -24,10 +24,11 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import kernels, nsight, pipelines, profiletables, sass, timeline
-from ptxlab.profile import plot as profileplot
-from ptxlab.timeline import plot as timelineplot
+from ptxlab import kernels, nsight, sass, timeline
+from ptxlab.profile.plot import page_figure
 from ptxlab.timeline import recorder
+from ptxlab.timeline.plot import comparison_figure, timeline_figure
+from report import pipelines, profiletables
 
 # %% [markdown]
 # ## Machine code
@@ -56,7 +57,7 @@ Markdown("\n".join(lines))
 
 # %%
 found = profiletables.compared()
-profileplot.page_figure(found)
+page_figure(found)
 
 # %% [markdown]
 # The same in words, the largest difference first:
@@ -107,7 +108,7 @@ emulated = []
 for name in ("gemm_w4a8_lqq_sm90", "gemm_w4a8_lqq_excp_sm90", "gemm_w4a8_lqq_imfp_sm90"):
     spec, (source, *_) = kernels.find(name)
     emulated.append(recorder.record(spec, source, backend="emulator"))
-timelineplot.comparison_figure(emulated, [f"{one.kernel}, emulated" for one in emulated], 2500)
+comparison_figure(emulated, [f"{one.kernel}, emulated" for one in emulated], 2500)
 
 # %% [markdown]
 # Above, a warp group dequantises, multiplies, waits. In the middle (ExCP) one dequantises for the other, by way of
@@ -118,7 +119,7 @@ timelineplot.comparison_figure(emulated, [f"{one.kernel}, emulated" for one in e
 
 # %%
 measured = pipelines.compared(256)
-timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
+comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
 
 # %% [markdown]
 # At 64 tokens each weight is dequantised for a quarter of the products, and dequantisation (orange) is what lasts:
@@ -126,7 +127,7 @@ timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.W
 
 # %%
 measured = pipelines.compared(64)
-timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
+comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
 
 # %% [markdown]
 # And attention to a 4-bit cache: not a part of the launch but all of it, since it is short. Before the first scores,
@@ -135,14 +136,14 @@ timelineplot.comparison_figure(measured, pipelines.titles(measured), pipelines.W
 # what it waits for are copies (pale), hardly ever other warps (pink).
 
 # %%
-timelineplot.timeline_figure(pipelines.recorded(pipelines.ATTENTION)[0])
+timeline_figure(pipelines.recorded(pipelines.ATTENTION)[0])
 
 # %% [markdown]
 # ## Looking closer
 #
-# `ptxlab profile NAME --timeline --out trace.json` writes a trace that [Perfetto](https://ui.perfetto.dev) opens,
-# to zoom and measure. `--keep FILE.json` keeps a timeline, and `--timeline --from FILE.json` draws it again, on a
-# machine without that GPU too. What is in the trace:
+# `ptxlab timeline NAME --trace trace.json` writes a trace that [Perfetto](https://ui.perfetto.dev) opens, to zoom and
+# measure. `--out FILE.json` keeps a timeline, and `ptxlab timeline --from FILE.json --plot FILE.png` draws it again, on
+# a machine without that GPU too. What is in the trace:
 
 # %%
 events = timeline.trace(emulated[-1])["traceEvents"]

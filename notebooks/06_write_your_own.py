@@ -25,12 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ptxlab import bench, cost, gpu, layout, nsight, quant, sass, sources
+from ptxlab import Arg, KernelSpec, Launch, PtxlabError, bench, cost, gpu, layout, nsight, quant, sass, sources
 from ptxlab.bench import dequant
-from ptxlab.errors import PtxlabError
 from ptxlab.profile import profiles
 from ptxlab.profile.launch_target import Job
-from ptxlab.spec import Arg, KernelSpec, Launch
 
 # %% [markdown]
 # ## The contract
@@ -122,7 +120,7 @@ contract
 # XOR for all eight of the word; and `dequant_u4_f16_minus` takes a zero point off with the very instruction that
 # takes off the 1024.
 
-# %% magic_args="--verify contract --sass" language="cuda"
+# %% magic_args="--verify contract --listing" language="cuda"
 # #include "dequant.cuh"
 # extern "C" __global__ void __launch_bounds__(256)
 # int4_to_f16(const unsigned* qweight, const __half* scale, uint4* out, unsigned words, unsigned shift) {

@@ -1,4 +1,4 @@
-// When a warp group does what: stamps of the SM's clock for `ptxlab profile --timeline`. Without TIMELINE nothing of it is compiled.
+// When a warp group does what: stamps of the SM's clock for `ptxlab timeline`. Without TIMELINE nothing of it is compiled.
 //
 // A kernel names the threads that keep time, one per warp group (or warp), and says what follows:
 //

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.emulator.accesses import Access, accesses_of
-from ptxlab.emulator.ir import Entry, Variable
+from ptxlab.emulator import Entry, PointerAccess, Variable, accesses_of
 from ptxlab.errors import ArgumentError
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -100,7 +99,7 @@ class Parameter:
     type: str = ""
     number: Number | None = None
     is_pointer: bool | None = None
-    accesses: frozenset[Access] = frozenset()
+    accesses: frozenset[PointerAccess] = frozenset()
 
     def accept(self, label: str, value: Any, dtype: str) -> Any:
         """The argument as it is, or a Python number as the NumPy scalar that the parameter is.
@@ -170,7 +169,7 @@ def of_ptx(entry: Entry) -> tuple[Parameter, ...]:
     return tuple(_declared(variable, accesses.get(variable.name)) for variable in entry.params)
 
 
-def _declared(variable: Variable, accesses: frozenset[Access] | None) -> Parameter:
+def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> Parameter:
     kind, bits, label = variable.type[0], variable.type[1:], f".param .{variable.type}"
     if accesses is not None:
         return Parameter(variable.name, label, None, True, accesses)

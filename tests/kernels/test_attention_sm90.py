@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ptxlab import emulator, toolchain
 from ptxlab.errors import ArgumentError, EmulationError, VerificationError
 from ptxlab.kernels.attention import sm80, sm90
-from ptxlab.kernels.attention.sm90 import SM90, TILE, Tile
+from ptxlab.kernels.attention.sm90 import SM90, TILE, AttentionTileSm90
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.verify import compare
@@ -89,7 +89,7 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
 @pytest.mark.parametrize("ratio", [3, 8])
 def test_no_sum_of_integers_overflows(ratio: int, bits: int, sign: int, backend: str) -> None:
     """Of 256 dims, all but one at the highest level, and queries with no smaller element; in one operand and in two."""
-    variant = Variant(256, 16, bits, 0, T=1, ratio=ratio, BF16=0, tile=Tile(16, 4, 1, 1))
+    variant = Variant(256, 16, bits, 0, T=1, ratio=ratio, BF16=0, tile=AttentionTileSm90(16, 4, 1, 1))
 
     def change(rng: np.random.Generator, q: np.ndarray, k: problems.Tokens, v: problems.Tokens) -> None:
         q[:] = sign
@@ -101,7 +101,7 @@ def test_no_sum_of_integers_overflows(ratio: int, bits: int, sign: int, backend:
 
 def test_memory_is_what_the_constants_need() -> None:
     """Also of others than are chosen: a sweep may ask for room for 8 columns where there are 2."""
-    variant = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=Tile(32, 4, 2, 1))
+    variant = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=AttentionTileSm90(32, 4, 2, 1))
     logical, arrays = variant.problem(0, (75, 130), problems.nothing, 1, window=0, blocks=2)
     sizes = variant.sizes(0, 2)
     for more in ({"COLUMNS": 8}, {"SLOTS": 1}):
@@ -152,7 +152,7 @@ def test_more_than_a_warp_has_lanes(
     lengths: tuple[int, ...], Hkv: int, shape: dict[str, int], blocks: int, window: int
 ) -> None:
     """Units of a sequence, and sequences: lanes take several, one after the other."""
-    variant = Variant(64, 64, 4, 0, **shape, BF16=0, tile=Tile(32, 4, 2, 1))
+    variant = Variant(64, 64, 4, 0, **shape, BF16=0, tile=AttentionTileSm90(32, 4, 2, 1))
     check(variant, *variant.problem(0, lengths, problems.nothing, Hkv, window, blocks), "emulator")
 
 
@@ -182,7 +182,7 @@ IN_PARTS = VARIANTS[3], (1000, 64), 7  # sequences, of which one is in parts; bl
 
 
 # Every tile is a part, as there are blocks enough: a unit of n tiles takes n - 1 parts over, 4 or 8 at a time.
-SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, BF16=0, tile=Tile(16, 4, 1, 1))
+SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, BF16=0, tile=AttentionTileSm90(16, 4, 1, 1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -291,7 +291,7 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
 @pytest.mark.parametrize("ratio", [4, 8])
 def test_vectors_go_to_all_banks(ratio: int) -> None:
     """Keys, queries, and the warps' sums of a head dim of 128, there and back."""
-    variant = Variant(128, 64, 4, 0, T=1, ratio=ratio, BF16=0, tile=Tile(64, 2, 4, 1))
+    variant = Variant(128, 64, 4, 0, T=1, ratio=ratio, BF16=0, tile=AttentionTileSm90(64, 2, 4, 1))
     _, arrays = variant.problem(0, (200,), problems.nothing, 1, 0, 1)
     sizes = variant.sizes(0, 1)
     outcome = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=variant.config, backend="emulator", count_banks=True)
@@ -304,7 +304,7 @@ def test_vectors_go_to_all_banks(ratio: int) -> None:
 
 # Every statement that makes threads or copies wait is taken out in turn: the tests must notice. There are units enough
 # for the ring, the records and the sums to go around, and one is in parts.
-MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=Tile(32, 4, 2, 1))
+MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=AttentionTileSm90(32, 4, 2, 1))
 SHARES = 4  # of the mutants, tests that run side by side
 
 

@@ -20,7 +20,7 @@ from ptxlab.kernels.gemm.common import F16
 from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.ladder import LADDER
 from ptxlab.kernels.gemm.strips import LARGE, SMALL
-from ptxlab.kernels.gemm.strips_tiles import Chosen
+from ptxlab.kernels.gemm.strips_tiles import StripChoice
 from ptxlab.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import Kernel, run_spec
 from tests.support.waits import Place, changed, not_expecting, places
@@ -88,7 +88,10 @@ def variants(name: str) -> Iterator[Variant]:
         yield Variant(name, "", tile, M=9, N=136, channels=256, sms=1)
         return
     if name == LARGE.name:
-        tile = Chosen(strips_tiles.Tile(32, WN=2, WK=1, MN=1, BK=128), 8, 3, 1).constants | {"SIGNED": 0, "OUT": F16}
+        tile = StripChoice(strips_tiles.StripTile(32, WN=2, WK=1, MN=1, BK=128), 8, 3, 1).constants | {
+            "SIGNED": 0,
+            "OUT": F16,
+        }
         plain = Variant(name, "", tile, M=72, N=136, channels=128, sms=1, full=96)
         split = tile | {"WN": 1, "WK": 2, "STRIPS": 4, "STAGES": 4, "SPLIT": 2}
         yield from (plain, Variant(name, "split", split, M=24, N=64, channels=512, plain=plain))
