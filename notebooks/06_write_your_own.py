@@ -25,12 +25,10 @@ from pathlib import Path
 
 import numpy as np
 
-from ptxlab import bench, cost, gpu, layout, nsight, quant, sass, sources
+from ptxlab import Arg, KernelSpec, Launch, PtxlabError, bench, cost, gpu, layout, nsight, quant, sass, sources
 from ptxlab.bench import dequant
-from ptxlab.errors import PtxlabError
 from ptxlab.profile import profiles
 from ptxlab.profile.launch_target import Job
-from ptxlab.spec import Arg, KernelSpec, Launch
 
 # %% [markdown]
 # ## The contract

@@ -2,26 +2,40 @@
 
 from typing import Any
 
+from ptxlab.errors import PtxlabError
 from ptxlab.kernels import find, run, specs
 from ptxlab.kernels.attention import AttentionWorkspace, append_kv4, attention_kv4, attention_workspace
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
-from ptxlab.kernels.packed import to_device
+from ptxlab.kernels.operation import release_memory
 from ptxlab.kernels.quantize import quantize_activations
+from ptxlab.kernels.transfer import to_device
 from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, pack, stack_experts
+from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.quant import calibrate_kv, quantize_kv, smooth_attention
-from ptxlab.runtime import Kernel, Outcome, load
+from ptxlab.runtime import Kernel, Outcome, load, run_spec
+from ptxlab.sources import Source
+from ptxlab.spec import Arg, KernelSpec, Launch, WrongByDesign
+from ptxlab.spec.dtypes import ByVariant
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Arg",
     "AttentionWorkspace",
+    "ByVariant",
     "ExpertWeights",
     "KVCache",
     "Kernel",
+    "KernelSpec",
+    "Launch",
     "Outcome",
     "PackedActivations",
     "PackedWeight",
+    "PtxlabError",
+    "Source",
+    "TensorMap",
     "Workspace",
+    "WrongByDesign",
     "__version__",
     "append_kv4",
     "attention_kv4",
@@ -35,7 +49,9 @@ __all__ = [
     "pack",
     "quantize_activations",
     "quantize_kv",
+    "release_memory",
     "run",
+    "run_spec",
     "smooth_attention",
     "specs",
     "stack_experts",

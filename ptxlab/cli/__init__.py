@@ -31,13 +31,13 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "cost": cost.cost,
     },
     "Weights": {
+        "weights": weights.weights,
         "audit": weights.audit,
         "quantize": quantize.quantize,
     },
     "Project": {
         "demo": weights.demo,
         "doctor": weights.doctor,
-        "report": bench.report,
     },
 }
 for _panel, _commands in PANELS.items():

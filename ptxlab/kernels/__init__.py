@@ -1,4 +1,4 @@
-"""The project's kernels: their specs, found by name, and the Python face of each family."""
+"""The project's kernels: their specs, found by name, and the public calls of each family."""
 
 import difflib
 from collections.abc import Iterable, Mapping

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import headers, kernels, kvpoints, ladder, report
+from ptxlab import kernels
+from ptxlab.errors import FileError
+from report import headers, kvpoints, ladder
+from report import sections as report
 from tests.support.bench_rows import slowed
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -30,7 +33,18 @@ def test_your_own_kernel_in_ten_lines(
 
 
 def test_the_tables_are_what_the_records_say() -> None:
-    assert report.update(write=False) == [], "run `ptxlab report`"
+    assert report.update(write=False) == [], "run `python -m report` in notebooks/"
+
+
+def test_a_page_of_the_guide_has_links_from_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = "![picture](notebooks/figures/demo.png) and [page](https://example.org/notebooks/x)\n"
+    monkeypatch.setitem(report.SECTIONS, "kernels", lambda: made)
+    page = "before\n<!-- report: kernels -->\nold\n<!-- end -->\nafter\n"
+    moved = report.renewed(page, README.parent / "notebooks" / "guide" / "kernels")
+    assert "![picture](../../figures/demo.png) and [page](https://example.org/notebooks/x)" in moved
+    assert report.renewed(page, README.parent) == page.replace("old\n", made)
+    with pytest.raises(FileError, match=r"a section named one of .* \(got nosuch\)"):
+        report.renewed(page.replace("kernels", "nosuch"), README.parent)
 
 
 def test_figures_in_the_headers_are_the_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,3 +92,9 @@ def test_every_command_it_names_exists() -> None:
 def test_every_picture_is_there() -> None:
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", README.read_text())
     assert pictures and all((README.parent / p).is_file() for p in pictures)
+
+
+def test_the_package_knows_nothing_of_it() -> None:
+    """Only `notebooks/report` reads the README and knows what this project aims at."""
+    imports = re.compile(r"^\s*(?:from|import) report\b", re.MULTILINE)
+    assert not [path for path in (README.parent / "ptxlab").rglob("*.py") if imports.search(path.read_text())]

@@ -1,5 +1,7 @@
 """wgmma, and mma.sync where no vector was recorded: their results, and what is found when a step is missing."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -31,7 +33,11 @@ def test_long_lists_of_registers_are_cut_in_messages():
     assert launch.text.endswith("s8 {%d0, ..., %d11}, {%a0, %a1, %a2, %a3}, %desc, %p")
 
 
-RIGHT = outcome(CASE.ptx, "early")[0]
+@functools.cache
+def right() -> np.ndarray:
+    return outcome(CASE.ptx, "early")[0]
+
+
 LAUNCHES = [i for i, line in enumerate(CASE.ptx.split("\n"), 1) if "wgmma.mma_async" in line]
 STORES = [i for i, line in enumerate(CASE.ptx.split("\n"), 1) if "st.global.b32" in line]
 
@@ -67,10 +73,10 @@ def test_operands_are_in_use_until_waited_for(line, wrong, mode):
     early, late = text.replace(COMMIT, f"{COMMIT} {line}"), text.replace(WAIT, f"{WAIT} bar.sync 0; {line}")
     out, found = outcome(early, mode)
     assert found == [("async", line_of(early, line))]
-    assert (out == RIGHT).all() == (mode != wrong)
+    assert (out == right()).all() == (mode != wrong)
     if "%d1, 0" not in line:
         out, found = outcome(late, mode)
-        assert found == [] and (out == RIGHT).all()
+        assert found == [] and (out == right()).all()
 
 
 @both_modes
@@ -86,7 +92,7 @@ def test_newer_groups_may_stay_in_flight(mode):
         LAUNCHED := CASE.ptx.split("\n")[LAUNCHES[0] - 1], f"{LAUNCHED} {COMMIT}"
     )
     out, found = outcome(text.replace("REWRITE", "mov.b32 %a1, 7;"), mode)
-    assert found == [] and (out == RIGHT).all()
+    assert found == [] and (out == right()).all()
     assert [kind for kind, _ in outcome(text.replace("REWRITE", "mov.b32 %a5, 7;"), mode)[1]] == ["async"]
 
 
