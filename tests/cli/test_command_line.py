@@ -152,7 +152,7 @@ def test_a_source_is_shown_verbatim(cli: Any, label: str) -> None:
 
 
 def test_a_load_is_plotted_where_it_is_told(cli: Any, tmp_path: Path) -> None:
-    code, out, _ = cli("show", "load_bulk_sm90", "--plot", tmp_path / "a.svg")
+    code, out, _ = cli("show", "load_dual_mma", "--plot", tmp_path / "a.svg")
     assert code == 0 and "<svg" in (tmp_path / "a.svg").read_text() and out.rstrip().endswith("a.svg")
 
 
