@@ -1,4 +1,8 @@
-"""ptxlab: a workbench for low-bit LLM kernels."""
+"""ptxlab: a workbench for low-bit LLM kernels.
+
+`gemm_w4a8`, `attention_kv4`, `append_kv4` and `quantize_activations` call the kernels. `load` and `run` launch any
+kernel on a GPU or in the PTX emulator, with checks. `pack`, `KVCache` and `to_device` prepare weights and caches.
+"""
 
 from typing import Any
 
@@ -17,7 +21,7 @@ from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch, WrongByDesign
 from ptxlab.spec.dtypes import ByVariant
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Arg",
@@ -60,7 +64,7 @@ __all__ = [
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What `%load_ext ptxlab` calls: the magics `%%ptx` and `%%cuda`, and displays for notebooks."""
+    """Register the magics `%%ptx` and `%%cuda` and the displays; `%load_ext ptxlab` calls this."""
     from ptxlab import jupyter
 
     jupyter.register(shell)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+import ptxlab
 from ptxlab import demo, kernels, toolchain
 from ptxlab.errors import UnavailableError
 from ptxlab.gpu import device
@@ -442,7 +443,7 @@ def test_audit_of_a_file_without_matrices_has_nothing_to_draw(cli: Any, tmp_path
 
 def test_the_module_is_a_command_too() -> None:
     done = subprocess.run([sys.executable, "-m", "ptxlab", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "0.1.0"
+    assert done.stdout.strip() == ptxlab.__version__
 
 
 def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_path: Path) -> None:
