@@ -72,8 +72,8 @@ def test_stamps_do_not_serialise_wgmma() -> None:
 
 
 def test_the_header_and_this_package_agree() -> None:
-    names = re.search(r"enum class Phase : unsigned \{ (.*?) \}", HEADER_FILE)
-    assert names and tuple(names[1].lower().split(", ")) == PHASES
+    names = re.search(r"enum class Phase : unsigned \{ (.*?) \}", HEADER_FILE, re.DOTALL)
+    assert names and tuple(re.split(r",\s+", names[1].lower())) == PHASES
     constants = re.search(r"TRACKS = (\d+), STAMPS = (\d+), HEADER = (\d+)", HEADER_FILE)
     assert constants and tuple(map(int, constants.groups())) == (TRACKS, STAMPS, HEADER)
     assert set(timelineplot.STYLES) == set(PHASES) - {"end"}

@@ -29,39 +29,58 @@
 #include "reciprocal.cuh"
 
 #ifndef D
-#define D 128      // of a head: 64, 128, 256
-#define PAGE 64    // tokens: 16, 32, 64
+#define D 128    // of a head: 64, 128, 256
+#define PAGE 64  // tokens: 16, 32, 64
 #define BITS 4
 #define CHANNEL 0
 #define BF16 0
-#define INDEX 0    // slots and positions are s32, or s64
+#define INDEX 0  // slots and positions are s32, or s64
 #define ROPE 0
-#define ROWS 2     // 1, 2, 4
+#define ROWS 2  // 1, 2, 4
 #endif
 
 namespace {
 
 constexpr int VALUES = CHANNEL ? 8 : 16, PAIRS = VALUES / 2;  // of a lane
-constexpr int LANES = D / VALUES, OWNERS = LANES / ROWS;      // of a row; of them, those that answer for the same row in the end
-constexpr int TOKENS = CHANNEL ? ROWS : 1;                    // that a thread has rows of
+// of a row; of them, those that answer for the same row in the end
+constexpr int LANES = D / VALUES, OWNERS = LANES / ROWS;
+constexpr int TOKENS = CHANNEL ? ROWS : 1;  // that a thread has rows of
 constexpr int LEVELS = BITS == 4 ? 15 : 255;
-constexpr int FEATURES = D * BITS / 8;                        // bytes of a row
+constexpr int FEATURES = D * BITS / 8;  // bytes of a row
 constexpr int PAGE_BYTES = PAGE * (FEATURES + (CHANNEL ? 0 : 4));
-constexpr int UNIT = 32;                                      // bytes, of which rows and pages are multiples
+constexpr int UNIT = 32;  // bytes, of which rows and pages are multiples
 constexpr unsigned NOWHERE = ~0u;
-constexpr bool STREAMED = ROPE && ROWS > 1;                   // rows are evicted first
-constexpr int BLOCKS = ROWS < 4 ? 4 : CHANNEL ? 3 : 2;        // of a multiprocessor at least: 64, 80 or 128 registers
+constexpr bool STREAMED = ROPE && ROWS > 1;             // rows are evicted first
+constexpr int BLOCKS = ROWS < 4 ? 4 : CHANNEL ? 3 : 2;  // of a multiprocessor at least: 64, 80 or 128 registers
 
-template <int> struct Integer { using type = int; };
-template <> struct Integer<1> { using type = long long; };
+template <int>
+struct Integer {
+    using type = int;
+};
+template <>
+struct Integer<1> {
+    using type = long long;
+};
 using Index = Integer<INDEX>::type;
 
-template <int> struct Pair { using type = __half2; };
-template <> struct Pair<1> { using type = __nv_bfloat162; };
+template <int>
+struct Pair {
+    using type = __half2;
+};
+template <>
+struct Pair<1> {
+    using type = __nv_bfloat162;
+};
 using Two = Pair<BF16>::type;
 
-template <int> struct Vector { using type = uint4; };
-template <> struct Vector<8> { using type = uint2; };
+template <int>
+struct Vector {
+    using type = uint4;
+};
+template <>
+struct Vector<8> {
+    using type = uint2;
+};
 using Half = Vector<VALUES>::type;  // half of a lane's values of a row, as they come
 
 // The extremes of a row, or of a part of it.
@@ -79,13 +98,16 @@ struct Stored {
     Half halves[2];
 
     __device__ __forceinline__ Two pair(int i) const { return reinterpret_cast<const Two*>(halves)[i]; }
-    __device__ __forceinline__ float operator[](int i) const { return i % 2 ? __high2float(pair(i / 2)) : __low2float(pair(i / 2)); }
+    __device__ __forceinline__ float operator[](int i) const {
+        return i % 2 ? __high2float(pair(i / 2)) : __low2float(pair(i / 2));
+    }
 
     __device__ __forceinline__ Extremes extremes() const {
         Two most = pair(0), least = pair(0);
 #pragma unroll
         for (int i = 1; i < PAIRS; ++i) most = __hmax2_nan(most, pair(i)), least = __hmin2_nan(least, pair(i));
-        return {ptxlab::max_nan(__low2float(most), __high2float(most)), ptxlab::max_nan(-__low2float(least), -__high2float(least))};
+        return {ptxlab::max_nan(__low2float(most), __high2float(most)),
+                ptxlab::max_nan(-__low2float(least), -__high2float(least))};
     }
 };
 
@@ -130,13 +152,14 @@ struct Rotation {
     }
 };
 
-// x / s as IEEE rounds it, for an s of f16 (and a quotient that is not tiny). 1/s is known to 2^-46 of itself, and a quotient
-// by 11 bits that is not a float keeps 2^-36 of itself from where the rounding turns: it is m * s that x is not, with m of 25
-// bits half-way between two floats.
+// x / s as IEEE rounds it, for an s of f16 (and a quotient that is not tiny). 1/s is known to 2^-46 of itself, and a
+// quotient by 11 bits that is not a float keeps 2^-36 of itself from where the rounding turns: it is m * s that x is
+// not, with m of 25 bits half-way between two floats.
 struct Reciprocal {
     float high, low;
 
-    __device__ __forceinline__ explicit Reciprocal(float s) : high(ptxlab::reciprocal(s)), low(__fmul_rn(fmaf(-s, high, 1.0f), high)) {}
+    __device__ __forceinline__ explicit Reciprocal(float s)
+        : high(ptxlab::reciprocal(s)), low(__fmul_rn(fmaf(-s, high, 1.0f), high)) {}
     __device__ __forceinline__ Reciprocal(float high, float low) : high(high), low(low) {}
     __device__ __forceinline__ float operator()(float x) const { return fmaf(x, high, __fmul_rn(x, low)); }
 };
@@ -149,10 +172,11 @@ struct Divided {
     __device__ __forceinline__ float operator()(float x) const { return __fdiv_rn(x, s); }
 };
 
-// The same of an s that fits, in so far as a level depends on it. With r = RN(1/s) a quotient x * r, which is wrong by less than
-// two units in the last place, is right after one correction (Markstein; every x and s of f32 that come close enough to where
-// the rounding turns were tried). The remainder of a quotient beyond 1/4 does not underflow. A product that is infinite
-// is cut off if positive, so that it stays so; if negative it ends as NaN, which gets the lowest level as well.
+// The same of an s that fits, in so far as a level depends on it. With r = RN(1/s) a quotient x * r, which is wrong by
+// less than two units in the last place, is right after one correction (Markstein; every x and s of f32 that come close
+// enough to where the rounding turns were tried). The remainder of a quotient beyond 1/4 does not underflow. A product
+// that is infinite is cut off if positive, so that it stays so; if negative it ends as NaN, which gets the lowest level
+// as well.
 struct Corrected {
     float s, r;
 
@@ -174,12 +198,16 @@ struct Corrected {
 };
 
 // The integer next to a quotient of more than -2^22.
-__device__ __forceinline__ int rounded(float quotient) { return __float_as_int(__fadd_rn(quotient, ptxlab::SHIFT)) - __float_as_int(ptxlab::SHIFT); }
+__device__ __forceinline__ int rounded(float quotient) {
+    return __float_as_int(__fadd_rn(quotient, ptxlab::SHIFT)) - __float_as_int(ptxlab::SHIFT);
+}
 
 __device__ __forceinline__ int level(float quotient, int zero) { return max(min(rounded(quotient) + zero, LEVELS), 0); }
 
 template <class T>
-__device__ __forceinline__ T read(const T* from) { return STREAMED ? __ldcs(from) : *from; }
+__device__ __forceinline__ T read(const T* from) {
+    return STREAMED ? __ldcs(from) : *from;
+}
 
 template <class T>
 __device__ __forceinline__ void write(void* to, T value) {
@@ -187,8 +215,9 @@ __device__ __forceinline__ void write(void* to, T value) {
     else *static_cast<T*>(to) = value;
 }
 
-// Where a thread's rows go, in units from `pages` on, or NOWHERE. By head and token also where the first token's constants of
-// the row that the lane answers for begin, unless another lane stores them, and the token's offset in the page.
+// Where a thread's rows go, in units from `pages` on, or NOWHERE. By head and token also where the first token's
+// constants of the row that the lane answers for begin, unless another lane stores them, and the token's offset in the
+// page.
 struct Places {
     unsigned char* pages;
     unsigned rows[ROWS], constants, offset;
@@ -207,7 +236,8 @@ struct Places {
     }
 }
 
-// The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these each.
+// The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these
+// each.
 [[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
     const unsigned first = ptxlab::bytes_of<0>(q), second = ptxlab::bytes_of<0>(q + 4);
     const bool odd = lane % 2;
@@ -224,7 +254,9 @@ struct Places {
 
 // What the owner of row i says.
 template <class T>
-__device__ __forceinline__ T handed(T value, int i) { return __shfl_sync(~0u, value, i * OWNERS, LANES); }
+__device__ __forceinline__ T handed(T value, int i) {
+    return __shfl_sync(~0u, value, i * OWNERS, LANES);
+}
 
 // The extremes of the row that the lane answers for, of the parts that the row's lanes have.
 __device__ __forceinline__ Extremes reduced(Extremes (&e)[ROWS], int lane) {
@@ -284,13 +316,16 @@ struct Channels {
     }
 };
 
-// Rows with the constants of their channels: any scales, zeros in 0..LEVELS. What is below the levels, or no number, becomes the lowest.
+// Rows with the constants of their channels: any scales, zeros in 0..LEVELS. What is below the levels, or no number,
+// becomes the lowest.
 template <class Quotient, class Row>
-__device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const Places& places, const Channels& channels, int lane) {
+__device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const Places& places,
+                                                  const Channels& channels, int lane) {
     Quotient quotient[VALUES];
     int zero[VALUES];
 #pragma unroll
-    for (int j = 0; j < VALUES; ++j) quotient[j].by(channels.scale[j]), zero[j] = BITS == 4 ? rounded(channels.zero[j]) : 0;
+    for (int j = 0; j < VALUES; ++j)
+        quotient[j].by(channels.scale[j]), zero[j] = BITS == 4 ? rounded(channels.zero[j]) : 0;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         int q[VALUES];
@@ -305,29 +340,29 @@ __device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const
 
 // A function, not a lambda with an `auto` parameter: some versions of NVRTC take the latter for a host function.
 template <class Row>
-__device__ __forceinline__ void append(const Row (&rows)[ROWS], const Places& places, const Channels& channels, int lane) {
+__device__ __forceinline__ void append(const Row (&rows)[ROWS], const Places& places, const Channels& channels,
+                                       int lane) {
     if (!CHANNEL) append_by_token(rows, places, lane);
-    else if (__all_sync(~0u, Corrected::fit(channels.scale))) append_by_channel<Corrected>(rows, places, channels, lane);
+    else if (__all_sync(~0u, Corrected::fit(channels.scale)))
+        append_by_channel<Corrected>(rows, places, channels, lane);
     else append_by_channel<Divided>(rows, places, channels, lane);
 }
 
 }  // namespace
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(256, BLOCKS)
-append_kv4(const Half* k,             // f16 or bf16 [tokens, heads, D]
-           const Half* v,             // as k
-           unsigned char* pool,       // u8  [pages, 2, heads, PAGE_BYTES]: K, then V
-           const Index* slots,        // s32 or s64 [tokens]
-           const float* cos,          // f32 [positions, D/2]; read if ROPE
-           const float* sin,          // f32 [positions, D/2]
-           const Index* positions,    // as slots [tokens], or null: token t is at position t
-           const float* k_scale,      // f32 [heads, D]; read if CHANNEL
-           const float* k_zero,       // f32 [heads, D]; read if CHANNEL and BITS == 4
-           const float* v_scale,
-           const float* v_zero,
-           int tokens, int heads,
-           int turns) {               // positions in the tables
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
+    const Half* k,           // f16 or bf16 [tokens, heads, D]
+    const Half* v,           // as k
+    unsigned char* pool,     // u8  [pages, 2, heads, PAGE_BYTES]: K, then V
+    const Index* slots,      // s32 or s64 [tokens]
+    const float* cos,        // f32 [positions, D/2]; read if ROPE
+    const float* sin,        // f32 [positions, D/2]
+    const Index* positions,  // as slots [tokens], or null: token t is at position t
+    const float* k_scale,    // f32 [heads, D]; read if CHANNEL
+    const float* k_zero,     // f32 [heads, D]; read if CHANNEL and BITS == 4
+    const float* v_scale, const float* v_zero, int tokens, int heads,
+    int turns) {  // positions in the tables
     ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, tile = blockIdx.x / 2;
@@ -366,11 +401,13 @@ append_kv4(const Half* k,             // f16 or bf16 [tokens, heads, D]
     for (int i = 0; i < ROWS; ++i) {
         const Index at = slot[i % TOKENS];
         const unsigned page = unsigned(at / PAGE) * (pitch / UNIT) + i / TOKENS * (PAGE_BYTES / UNIT);
-        places.rows[i] = at < 0 || head + i / TOKENS >= heads ? NOWHERE : page + unsigned(at) % PAGE * (FEATURES / UNIT);
+        places.rows[i] =
+            at < 0 || head + i / TOKENS >= heads ? NOWHERE : page + unsigned(at) % PAGE * (FEATURES / UNIT);
     }
     const int own = lane / OWNERS;
     const bool answers = lane % OWNERS == 0 && slot[0] >= 0 && head + own < heads;
-    const unsigned constants = unsigned(slot[0] / PAGE) * (pitch / UNIT) + own * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
+    const unsigned constants =
+        unsigned(slot[0] / PAGE) * (pitch / UNIT) + own * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
     places.constants = answers ? constants : NOWHERE;
     places.offset = unsigned(slot[0]) % PAGE;
     if (turned) {

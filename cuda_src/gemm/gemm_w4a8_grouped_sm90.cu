@@ -38,26 +38,27 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 32      // tokens of a tile
-#define WN 2       // warp groups, along the rows of W
-#define MN 1       // MMAs of 64 rows of each
-#define STRIPS 8   // most strips of a tile
+#define BM 32     // tokens of a tile
+#define WN 2      // warp groups, along the rows of W
+#define MN 1      // MMAs of 64 rows of each
+#define STRIPS 8  // most strips of a tile
 #define BK 128
 #define STAGES 4
 #define GROUP 128
 #define OUT 0
-#define SIGNED 0   // 1: no token sums, so the MMA is given the weights as they are
+#define SIGNED 0  // 1: no token sums, so the MMA is given the weights as they are
 #endif
 
 namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUPS = 128 / GROUP;                                          // of a block of W
-constexpr int BLOCK = 1024 + GROUPS * 32;                                    // bytes of 16 rows x 128 channels
-constexpr int W_SLOT = (BK / 128 * BLOCK + 127) / 128 * 128;                 // of a strip and a stage
+constexpr int GROUPS = 128 / GROUP;                           // of a block of W
+constexpr int BLOCK = 1024 + GROUPS * 32;                     // bytes of 16 rows x 128 channels
+constexpr int W_SLOT = (BK / 128 * BLOCK + 127) / 128 * 128;  // of a strip and a stage
 constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
+// swizzled tiles begin at multiples of 1024
+constexpr int STAGE_BYTES = (X_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;
 constexpr int UNITS = BK / 64;
 static_assert(STRIPS <= WN * MN * 4, "a warp has MN strips");
 static_assert(WN <= 3, "registers");
@@ -71,7 +72,9 @@ struct Scales {
     int x_sum[BM];
 };
 
-__device__ __forceinline__ void sync_warp_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
+__device__ __forceinline__ void sync_warp_group(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
+}
 
 __device__ __forceinline__ void multiply(int (&acc)[BM / 2], const u32 (&a)[4], u64 x) {
     if (SIGNED) ptxlab::wgmma_s8(acc, a, x);
@@ -80,16 +83,16 @@ __device__ __forceinline__ void multiply(int (&acc)[BM / 2], const u32 (&a)[4], 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, N/16, K/128, 1024 + 32 * 128 / g]
-                       const float* __restrict__ w_scale,            // f32 [E, N]
-                       const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
-                       const int* offsets,                           // s32 [E + 1]
-                       const float* x_scale,                         // f32 [M]; not read if OUT == 3
-                       const int* x_sum,                             // s32 [M]; null if SIGNED
-                       const float* __restrict__ bias,               // f32 [E, N], or null
-                       void* __restrict__ y,                         // [M, N], by OUT
-                       int M, int N, int K, int E) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
+    const unsigned char* __restrict__ strips,     // u8  [E, N/16, K/128, 1024 + 32 * 128 / g]
+    const float* __restrict__ w_scale,            // f32 [E, N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
+    const int* offsets,                           // s32 [E + 1]
+    const float* x_scale,                         // f32 [M]; not read if OUT == 3
+    const int* x_sum,                             // s32 [M]; null if SIGNED
+    const float* __restrict__ bias,               // f32 [E, N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K, int E) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -102,10 +105,11 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
     }
     const int w_blocks = (K + 127) / 128, stages = (K + BK - 1) / BK;
     const int all_strips = (N + 15) / 16, row_tiles = (all_strips + STRIPS - 1) / STRIPS;
-    const int least = all_strips / row_tiles, larger = all_strips % row_tiles;  // strips of a row tile; tiles that have one more
+    // strips of a row tile; tiles that have one more
+    const int least = all_strips / row_tiles, larger = all_strips % row_tiles;
     const auto strip_of = [&](int row_tile) { return row_tile * least + min(row_tile, larger); };
 
-    unsigned char* buffers = ring + STAGES * STAGE_BYTES;                    // 512 bytes of each warp
+    unsigned char* buffers = ring + STAGES * STAGE_BYTES;  // 512 bytes of each warp
     Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
 
     if (threadIdx.x == 0) ptxlab::launch_dependents();
@@ -119,13 +123,15 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
         ptxlab::fewer_registers<FEWER>();
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring), full_at = ptxlab::shared_address(full);
+        const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring),
+                  full_at = ptxlab::shared_address(full);
         for (int number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
             const int strip0 = strip_of(tile.row_tile) + warp, height = strip_of(tile.row_tile + 1) - strip0;
-            const int own = max(0, height + 3) / 4;                          // every fourth strip
+            const int own = max(0, height + 3) / 4;  // every fourth strip
             const unsigned char* from = strips + (size_t(tile.expert) * all_strips + strip0) * pitch;
             for (int stage = 0; stage < stages; ++stage, slot.advance(), from += BK / 128 * BLOCK) {
-                const u32 bytes = min(BK / 128, w_blocks - stage * (BK / 128)) * BLOCK, barrier = full_at + slot.index * 8;
+                const u32 bytes = min(BK / 128, w_blocks - stage * (BK / 128)) * BLOCK,
+                          barrier = full_at + slot.index * 8;
                 const u32 x_at = ring_at + slot.index * STAGE_BYTES;
                 PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
@@ -134,11 +140,15 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
                     ptxlab::mbarrier_arrive_expect(&full[slot.index], (warp == 3 ? X_BYTES : 0) + own * bytes);
 #pragma unroll
                     for (int i = 0; i < (STRIPS + 3) / 4; ++i)
-                        if (i < own) ptxlab::bulk_load(x_at + X_BYTES + (warp + 4 * i) * W_SLOT, from + size_t(4 * i * pitch), bytes, barrier);
+                        if (i < own)
+                            ptxlab::bulk_load(x_at + X_BYTES + (warp + 4 * i) * W_SLOT, from + size_t(4 * i * pitch),
+                                              bytes, barrier);
                 }
 #pragma unroll
-                for (int i = 0; i < BK / 128; ++i)                           // X by the last warp, which has the fewest strips
-                    if (elected && warp == 3) ptxlab::tensor_load(x_at + i * BM * 128, &x, (stage * (BK / 128) + i) * 128, tile.token0, barrier);
+                for (int i = 0; i < BK / 128; ++i)  // X by the last warp, which has the fewest strips
+                    if (elected && warp == 3)
+                        ptxlab::tensor_load(x_at + i * BM * 128, &x, (stage * (BK / 128) + i) * 128, tile.token0,
+                                            barrier);
             }
         }
         return;
@@ -150,7 +160,7 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
         const int strip0 = strip_of(tile.row_tile), end = strip_of(tile.row_tile + 1), height = end - strip0;
         PHASE(SETUP);
         int acc[MN][BM / 2] = {};
-        u32 a[2][MN][2][4];                                                  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
+        u32 a[2][MN][2][4];  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
         u32 at[MN];
         float ws[MN][2], b[MN][2];
 #pragma unroll
@@ -173,8 +183,8 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
         }
         uint4 q[2][MN];
         u32 c[MN][GROUPS], c_next[MN][GROUPS];
-        // The lane's words of a unit of 64 k; with the first of a block its constants. Behind the end of K, where X is zero, the
-        // stage's first block once more.
+        // The lane's words of a unit of 64 k; with the first of a block its constants. Behind the end of K, where X is
+        // zero, the stage's first block once more.
         const auto load = [&](int slot_index, int stage, int unit) {
             const int block = unit >= 2 && stage * (BK / 128) + unit / 2 >= w_blocks ? 0 : unit / 2;
 #pragma unroll
@@ -183,10 +193,11 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
                 q[unit % 2][h] = ptxlab::load_shared_16(w + unit % 2 * 512 + lane * 16);
                 if (unit % 2 == 0)
 #pragma unroll
-                    for (int i = 0; i < GROUPS; ++i) c_next[h][i] = ptxlab::load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
+                    for (int i = 0; i < GROUPS; ++i)
+                        c_next[h][i] = ptxlab::load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
             }
         };
-        int before = -1;                                                     // the slot that wgmma may still read
+        int before = -1;  // the slot that wgmma may still read
         PHASE(WAIT_COPY);
         ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
         PHASE(DEQUANTISE);
@@ -207,7 +218,8 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
                 if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
                 PHASE(DEQUANTISE);
 #pragma unroll
-                for (int h = 0; h < MN; ++h) ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
+                for (int h = 0; h < MN; ++h)
+                    ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
                 PHASE(ISSUE, MN * BM);
                 ptxlab::wgmma_fence();
                 const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
@@ -233,18 +245,22 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
         for (int h = 0; h < MN; ++h) ptxlab::pin(acc[h]);
         ptxlab::mbarrier_arrive(&empty[before]);
 
-        sync_warp_group(wn);                                                 // the scales of the tile before have been used
+        sync_warp_group(wn);  // the scales of the tile before have been used
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i)
-            if (i * 128 + thread < BM) scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
+            if (i * 128 + thread < BM)
+                scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
         sync_warp_group(wn);
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             PHASE(EPILOGUE);
-            const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}};
+            const ptxlab::Scaling scaling{scales->x_scale,
+                                          SIGNED ? nullptr : scales->x_sum,
+                                          {ws[h][0], ws[h][1]},
+                                          {b[h][0], b[h][1]}};
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, tile.token0,
-                                             (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N, min(N, end * 16),
-                                             [](int) { return true; });
+                                             (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N,
+                                             min(N, end * 16), [](int) { return true; });
         }
     }
 }

@@ -45,29 +45,30 @@
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 64      // tokens of a tile
-#define WN 2       // warp groups along the rows of W
-#define WK 1       // warp groups along K
-#define MN 1       // MMAs of 64 rows of each
-#define STRIPS 8   // most strips of a tile
+#define BM 64     // tokens of a tile
+#define WN 2      // warp groups along the rows of W
+#define WK 1      // warp groups along K
+#define MN 1      // MMAs of 64 rows of each
+#define STRIPS 8  // most strips of a tile
 #define BK 128
 #define STAGES 4
-#define SPLIT 1    // blocks of a cluster, along K
+#define SPLIT 1  // blocks of a cluster, along K
 #define GROUP 128
 #define OUT 0
-#define ORDER 0    // of X: 0 row-major, 1 swizzled tiles of BM tokens
-#define SIGNED 0   // 1: no token sums, so the MMA is given the weights as they are
+#define ORDER 0   // of X: 0 row-major, 1 swizzled tiles of BM tokens
+#define SIGNED 0  // 1: no token sums, so the MMA is given the weights as they are
 #endif
 
 namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUPS = 128 / GROUP;                                          // of a block of W
-constexpr int BLOCK = 1024 + GROUPS * 32;                                    // bytes of 16 rows x 128 channels
-constexpr int W_SLOT = (BK / 128 * BLOCK + 127) / 128 * 128;                 // of a strip and a stage
+constexpr int GROUPS = 128 / GROUP;                           // of a block of W
+constexpr int BLOCK = 1024 + GROUPS * 32;                     // bytes of 16 rows x 128 channels
+constexpr int W_SLOT = (BK / 128 * BLOCK + 127) / 128 * 128;  // of a strip and a stage
 constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
+// swizzled tiles begin at multiples of 1024
+constexpr int STAGE_BYTES = (X_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;
 constexpr int WGS = WN * WK, TILES = WN * MN, UNITS = BK / 64;
 static_assert(STRIPS <= TILES * 4, "a warp has MN strips");
 static_assert(STAGES >= 2 * WK, "a slot is given back while the next stage is worked on");
@@ -93,15 +94,17 @@ __device__ __forceinline__ void multiply(int (&acc)[BM / 2], const u32 (&a)[4], 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
-               const float* __restrict__ w_scale,            // f32 [N]
-               const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [tokens of a tile][128] swizzled; or tiles
-               const float* x_scale,                         // f32 [M]; null if OUT == 3. Not __restrict__: a read-only load may be
-               const int* x_sum,                             // s32 [M]; null if SIGNED. moved ahead of griddepcontrol.wait
-               const float* __restrict__ bias,               // f32 [N], or null
-               void* __restrict__ y,                         // [M, N], by OUT
-               int M, int N, int K) {
+// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
+    const unsigned char* __restrict__ strips,  // u8  [N/16, K/128, 1024 + 32 * 128 / g]
+    const float* __restrict__ w_scale,         // f32 [N]
+    // s8  [M, K], boxes [tokens of a tile][128] swizzled; or tiles
+    const __grid_constant__ ptxlab::TensorMap x,
+    const float* x_scale,            // f32 [M]; null if OUT == 3
+    const int* x_sum,                // s32 [M]; null if SIGNED
+    const float* __restrict__ bias,  // f32 [N], or null
+    void* __restrict__ y,            // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -115,24 +118,27 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     }
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
     const int w_blocks = (K + 127) / 128, all_strips = (N + 15) / 16;
-    const int token_tiles = (M + BM - 1) / BM, row_tiles = (all_strips + STRIPS - 1) / STRIPS, tiles = token_tiles * row_tiles;
-    const bool one = token_tiles == 1;                                       // spares divisions, which the first copy would wait for
+    const int token_tiles = (M + BM - 1) / BM, row_tiles = (all_strips + STRIPS - 1) / STRIPS,
+              tiles = token_tiles * row_tiles;
+    const bool one = token_tiles == 1;  // spares divisions, which the first copy would wait for
     const int tokens = ORDER == 1 ? BM : ((one ? M : (M + token_tiles - 1) / token_tiles) + 7) / 8 * 8;  // of a tile
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
-    const int least = all_strips / row_tiles, larger = all_strips % row_tiles;  // strips of a row tile; tiles that have one more
+    // strips of a row tile; tiles that have one more
+    const int least = all_strips / row_tiles, larger = all_strips % row_tiles;
     const auto row_tile_of = [&](int tile) { return one ? tile : tile / token_tiles; };
     const auto strip_of = [&](int row_tile) { return row_tile * least + min(row_tile, larger); };
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
     const Sums sums{reinterpret_cast<int4*>(behind), nullptr, &arrived, slice};
-    unsigned char* buffers = behind + Sums::RECEIVE_BYTES;                   // 512 bytes of each warp
+    unsigned char* buffers = behind + Sums::RECEIVE_BYTES;  // 512 bytes of each warp
     Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
 
-    if (tokens < BM) {  // what wgmma reads behind the copies' rows
-        const int missing = (BM - tokens) * 8;                               // 16 bytes each, of 128 channels
+    if (tokens < BM) {                          // what wgmma reads behind the copies' rows
+        const int missing = (BM - tokens) * 8;  // 16 bytes each, of 128 channels
         for (int tile = threadIdx.x / 32; tile < STAGES * (BK / 128); tile += THREADS / 32) {
             unsigned char* x_tile = ring + tile / (BK / 128) * STAGE_BYTES + tile % (BK / 128) * (BM * 128);
-            for (int i = threadIdx.x % 32; i < missing; i += 32) *reinterpret_cast<int4*>(x_tile + tokens * 128 + i * 16) = make_int4(0, 0, 0, 0);
+            for (int i = threadIdx.x % 32; i < missing; i += 32)
+                *reinterpret_cast<int4*>(x_tile + tokens * 128 + i * 16) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
     }
@@ -143,45 +149,52 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     if (threadIdx.x < 128) {  // the warp group that loads: one thread of each warp asks, the copy engine does
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring), full_at = ptxlab::shared_address(full);
+        const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring),
+                  full_at = ptxlab::shared_address(full);
         int tile = blockIdx.x / SPLIT, height = 0, token_tile = 0;
-        const unsigned char* from = nullptr;                                 // this warp's weights of the next stage
+        const unsigned char* from = nullptr;  // this warp's weights of the next stage
         const auto begin = [&] {
             const int row_tile = row_tile_of(tile), strip0 = strip_of(row_tile) + warp;
             height = strip_of(row_tile + 1) - strip0;
             from = strips + size_t(strip0) * pitch + first * (BK / 128 * BLOCK);
             token_tile = tile - row_tile * token_tiles;
         };
-        const auto load_w = [&](int stage, int slot_index) {                 // every fourth strip
-            const int there = min(BK / 128, w_blocks - stage * (BK / 128));  // blocks; behind the end of K any will do, as X is zero
-            const u32 barrier = full_at + slot_index * 8, bytes = (warp == 3 ? tokens * BK : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
+        const auto load_w = [&](int stage, int slot_index) {  // every fourth strip
+            // blocks; behind the end of K any will do, as X is zero
+            const int there = min(BK / 128, w_blocks - stage * (BK / 128));
+            const u32 barrier = full_at + slot_index * 8,
+                      bytes = (warp == 3 ? tokens * BK : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
             const u32 to = ring_at + slot_index * STAGE_BYTES + X_BYTES + warp * W_SLOT;
             if (elected) {
                 ptxlab::mbarrier_arrive_expect(&full[slot_index], bytes);
 #pragma unroll
                 for (int i = 0; i < (STRIPS + 3) / 4; ++i)
-                    if (4 * i < height) ptxlab::bulk_load(to + 4 * i * W_SLOT, from + size_t(4 * i * pitch), there * BLOCK, barrier);
+                    if (4 * i < height)
+                        ptxlab::bulk_load(to + 4 * i * W_SLOT, from + size_t(4 * i * pitch), there * BLOCK, barrier);
             }
 #pragma unroll 1
             for (int b = there; b < BK / 128; ++b)
                 for (int i = 0; i < height; i += 4)
-                    if (elected) ptxlab::bulk_load(to + i * W_SLOT + b * BLOCK, from + size_t(i * pitch), BLOCK, barrier);
+                    if (elected)
+                        ptxlab::bulk_load(to + i * W_SLOT + b * BLOCK, from + size_t(i * pitch), BLOCK, barrier);
             from += BK / 128 * BLOCK;
         };
-        const auto load_x = [&](int stage, int slot_index) {                 // by the last warp, which has the fewest strips
+        const auto load_x = [&](int stage, int slot_index) {  // by the last warp, which has the fewest strips
             const u32 to = ring_at + slot_index * STAGE_BYTES, barrier = full_at + slot_index * 8;
 #pragma unroll
             for (int i = 0; i < BK / 128; ++i) {
                 const int k_tile = stage * (BK / 128) + i;
                 const int column = ORDER == 0 ? k_tile * 128 : 0;
-                const int row = ORDER == 0 ? token_tile * tokens : k_tile < w_blocks ? (token_tile * w_blocks + k_tile) * BM : -BM;
+                const int row = ORDER == 0          ? token_tile * tokens
+                                : k_tile < w_blocks ? (token_tile * w_blocks + k_tile) * BM
+                                                    : -BM;
                 if (elected && warp == 3) ptxlab::tensor_load(to + i * BM * 128, &x, column, row, barrier);
             }
         };
         ptxlab::fewer_registers<FEWER>();
         bool begun = stages > 0;
         PHASE(LOAD);
-        if (begun) begin(), load_w(first, 0);                                // weights do not wait for the kernel before
+        if (begun) begin(), load_w(first, 0);  // weights do not wait for the kernel before
         if (elected) ptxlab::launch_dependents();
         ptxlab::wait_for_predecessors();
         for (; tile < tiles; tile += gridDim.x / SPLIT) {
@@ -213,7 +226,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
         const int strip0 = strip_of(row_tile), end = strip_of(row_tile + 1), height = end - strip0;
         PHASE(SETUP);
         int acc[MN][BM / 2] = {};
-        u32 a[2][MN][2][4];                                                  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
+        u32 a[2][MN][2][4];  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
         u32 at[MN];
         float ws[MN][2], b[MN][2];
 #pragma unroll
@@ -244,10 +257,11 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
                 q[unit % 2][h] = ptxlab::load_shared_16(w + unit % 2 * 512 + lane * 16);
                 if (unit % 2 == 0)
 #pragma unroll
-                    for (int i = 0; i < GROUPS; ++i) c_next[h][i] = ptxlab::load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
+                    for (int i = 0; i < GROUPS; ++i)
+                        c_next[h][i] = ptxlab::load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
             }
         };
-        int before = -1;                                                     // the slot that wgmma may still read
+        int before = -1;  // the slot that wgmma may still read
         if (wk < stages) {
             PHASE(WAIT_COPY);
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
@@ -270,7 +284,8 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
                 if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
                 PHASE(DEQUANTISE);
 #pragma unroll
-                for (int h = 0; h < MN; ++h) ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
+                for (int h = 0; h < MN; ++h)
+                    ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
                 PHASE(ISSUE, MN * BM);
                 ptxlab::wgmma_fence();
                 const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
@@ -298,7 +313,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
         if (before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
 
         PHASE(REDUCE);
-        if (WK > 1) {                                                        // one tile per block: the ring is free
+        if (WK > 1) {  // one tile per block: the ring is free
             int4* partial = reinterpret_cast<int4*>(ring) + thread;
             sync_threads(8, 128 * WGS);
             if (wk > 0) {
@@ -306,7 +321,8 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
                 for (int h = 0; h < MN; ++h)
 #pragma unroll
                     for (int j = 0; j < BM / 8; ++j)
-                        partial[(((wk - 1) * TILES + wn * MN + h) * (BM / 8) + j) * 128] = make_int4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2], acc[h][4 * j + 3]);
+                        partial[(((wk - 1) * TILES + wn * MN + h) * (BM / 8) + j) * 128] =
+                            make_int4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2], acc[h][4 * j + 3]);
             }
             sync_threads(8, 128 * WGS);
             if (wk > 0) {
@@ -320,16 +336,18 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
 #pragma unroll
                     for (int k = 0; k < WK - 1; ++k) {
                         const int4 more = partial[((k * TILES + wn * MN + h) * (BM / 8) + j) * 128];
-                        acc[h][4 * j] += more.x, acc[h][4 * j + 1] += more.y, acc[h][4 * j + 2] += more.z, acc[h][4 * j + 3] += more.w;
+                        acc[h][4 * j] += more.x, acc[h][4 * j + 1] += more.y, acc[h][4 * j + 2] += more.z,
+                            acc[h][4 * j + 3] += more.w;
                     }
         }
         if (SPLIT > 1) ptxlab::cluster_wait();
 #pragma unroll
         for (int h = 0; h < MN; ++h) sums.send(acc[h], wn * MN + h, thread);
-        sync_threads(1 + wn, 128);                                           // the scales of the tile before have been used
+        sync_threads(1 + wn, 128);  // the scales of the tile before have been used
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i)
-            if (i * 128 + thread < BM) scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
+            if (i * 128 + thread < BM)
+                scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
         sync_threads(1 + wn, 128);
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
@@ -337,9 +355,13 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
             PHASE(REDUCE);
             sums.receive(acc[h], tile_row, thread);
             PHASE(EPILOGUE);
-            const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}};
-            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0, (strip0 + tile_row * 4 + warp) * 16,
-                                             min(M, token0 + tokens), N, min(N, end * 16),
+            const ptxlab::Scaling scaling{scales->x_scale,
+                                          SIGNED ? nullptr : scales->x_sum,
+                                          {ws[h][0], ws[h][1]},
+                                          {b[h][0], b[h][1]}};
+            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0,
+                                             (strip0 + tile_row * 4 + warp) * 16, min(M, token0 + tokens), N,
+                                             min(N, end * 16),
                                              [&](int piece) { return Sums::owner(tile_row, piece) == slice; });
         }
     }

@@ -34,7 +34,7 @@
 #include "timeline.cuh"
 
 #ifndef BM
-#define BM 16       // tokens, a multiple of 8
+#define BM 16  // tokens, a multiple of 8
 #define ROWS 2
 #define SLICES 8
 #define STAGES 6
@@ -49,16 +49,16 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUPS = 128 / GROUP;                            // of a block of W
-constexpr int BLOCK = 1024 + GROUPS * 32;                      // bytes of 16 rows x 128 channels
+constexpr int GROUPS = 128 / GROUP;        // of a block of W
+constexpr int BLOCK = 1024 + GROUPS * 32;  // bytes of 16 rows x 128 channels
 constexpr int WARPS = ROWS * SLICES, THREADS = 32 * (WARPS + 2);
 constexpr int W_BYTES = SLICES * BLOCK, X_BYTES = SLICES * 128 * BM;  // of a strip and a stage; of X and a stage
-constexpr int MMAS = BM / 8;                                   // along the tokens
-constexpr int PITCH = ROWS * 16 + 4, TILE = BM * PITCH;        // of sums: lane 4 g + t at bank 8 t + g
-constexpr int ITEMS = (BM * ROWS * 2 + 31) / 32;               // of 8 results, per lane of the last warp
+constexpr int MMAS = BM / 8;                                          // along the tokens
+constexpr int PITCH = ROWS * 16 + 4, TILE = BM * PITCH;               // of sums: lane 4 g + t at bank 8 t + g
+constexpr int ITEMS = (BM * ROWS * 2 + 31) / 32;                      // of 8 results, per lane of the last warp
 
 __device__ __forceinline__ void multiply(int (&d)[4], const uint2 (&a)[4], int step, u32 b0, u32 b1) {
-    const uint2 low = a[2 * step], high = a[2 * step + 1];     // rows g and g + 8
+    const uint2 low = a[2 * step], high = a[2 * step + 1];  // rows g and g + 8
     if (SIGNED) ptxlab::mma_s8(d, low.x, high.x, low.y, high.y, b0, b1);
     else ptxlab::mma_u8(d, low.x, high.x, low.y, high.y, b0, b1);
 }
@@ -74,25 +74,28 @@ __device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-// The block's barrier. The warp that asks for copies does not wait there for the others, which fill X up with zeros first.
+// The block's barrier. The warp that asks for copies does not wait there for the others, which fill X up with zeros
+// first.
 __device__ __forceinline__ void arrive() { asm volatile("bar.arrive 0, %0;" ::"n"(THREADS) : "memory"); }
 __device__ __forceinline__ void sync() { asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory"); }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
-                     const float* __restrict__ w_scale,            // f32 [N]
-                     const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [M][128] swizzled; or fragments
-                     const float* x_scale,                         // f32 [M]; null if OUT == 3. Not __restrict__: a read-only load may
-                     const int* x_sum,                             // s32 [M]; null if SIGNED.  be moved ahead of griddepcontrol.wait
-                     const float* __restrict__ bias,               // f32 [N], or null
-                     void* __restrict__ y,                         // [M, N], by OUT
-                     int M, int N, int K) {
+// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_sm90(
+    const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [M][128] swizzled; or fragments
+    const float* x_scale,                         // f32 [M]; null if OUT == 3
+    const int* x_sum,                             // s32 [M]; null if SIGNED
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char x_tile[];
     __shared__ u64 full[STAGES], empty[STAGES], summed[2], cleared[2];
     const int w_blocks = (K + 127) / 128, stages = (w_blocks + SLICES - 1) / SLICES;
-    const int all = (N + 15) / 16, blocks = gridDim.x, first = blockIdx.x;     // strips: every blocks-th, from the first on
+    // strips: every blocks-th, from the first on
+    const int all = (N + 15) / 16, blocks = gridDim.x, first = blockIdx.x;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     TIMELINE_THREAD(lane == 0 && (warp == 0 || warp >= WARPS));
     unsigned char* ring = x_tile + stages * X_BYTES;
@@ -101,17 +104,20 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
     ptxlab::Slot<STAGES> slot;
     if (warp == WARPS) {  // asks for copies: one thread does, the copy engine works
         const bool elected = ptxlab::elect();
-        const u32 pitch = w_blocks * BLOCK;                                  // bytes of a strip
+        const u32 pitch = w_blocks * BLOCK;  // bytes of a strip
         const auto load_w = [&](int strip0, int stage, int slot_index) {
             const u32 bytes = min(SLICES, w_blocks - stage * SLICES) * BLOCK;
-            u32 expected = strip0 != first ? 0 : ORDER == 1 ? X_BYTES : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
+            u32 expected = strip0 != first ? 0
+                           : ORDER == 1    ? X_BYTES
+                                           : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) expected += strip0 + i * blocks < all ? bytes : 0;
             if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], expected);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
                 if (strip0 + i * blocks < all && elected)
-                    ptxlab::bulk_load(ring + (slot_index * ROWS + i) * W_BYTES, strips + size_t(strip0 + i * blocks) * pitch + stage * W_BYTES, bytes,
+                    ptxlab::bulk_load(ring + (slot_index * ROWS + i) * W_BYTES,
+                                      strips + size_t(strip0 + i * blocks) * pitch + stage * W_BYTES, bytes,
                                       &full[slot_index]);
         };
         const auto load_x = [&](int stage, int slot_index) {
@@ -121,7 +127,8 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
             } else {
 #pragma unroll 1
                 for (int i = 0; i < min(SLICES, w_blocks - stage * SLICES); ++i)
-                    if (elected) ptxlab::tensor_load(to + i * 128 * BM, &x, (stage * SLICES + i) * 128, 0, &full[slot_index]);
+                    if (elected)
+                        ptxlab::tensor_load(to + i * 128 * BM, &x, (stage * SLICES + i) * 128, 0, &full[slot_index]);
             }
         };
         if (elected) {
@@ -137,7 +144,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
         }
         __syncwarp();
         PHASE(LOAD);
-        load_w(first, 0, 0);                                                  // weights do not wait for the kernel before
+        load_w(first, 0, 0);  // weights do not wait for the kernel before
         arrive();
         if (elected) ptxlab::launch_dependents();
         ptxlab::wait_for_predecessors();
@@ -156,14 +163,15 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
     if (warp < WARPS) {
         for (int i = threadIdx.x; i < 2 * TILE; i += 32 * WARPS) sums[i] = 0;
         // Row-major X comes without the tokens that fill up the tile: rows outside the matrix are slow to come.
-        const int missing = (BM - M) * 8;                                    // 16 bytes each, of 128 channels
+        const int missing = (BM - M) * 8;  // 16 bytes each, of 128 channels
         for (int block = warp; ORDER == 0 && block < w_blocks; block += WARPS)
-            for (int i = lane; i < missing; i += 32) *reinterpret_cast<int4*>(x_tile + (block * BM + M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
+            for (int i = lane; i < missing; i += 32)
+                *reinterpret_cast<int4*>(x_tile + (block * BM + M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
     }
     sync();
-    int buffer = 0, parity = 0;                                              // of the tiles of sums
-    if (warp == WARPS + 1) {  // sums -> outputs
-        const int part = lane % (ROWS * 2);                                  // 8 rows of the ROWS * 16
+    int buffer = 0, parity = 0;              // of the tiles of sums
+    if (warp == WARPS + 1) {                 // sums -> outputs
+        const int part = lane % (ROWS * 2);  // 8 rows of the ROWS * 16
         float scale[ITEMS];
         int extra[ITEMS];
         for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks) {
@@ -193,7 +201,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
                 int4* at = reinterpret_cast<int4*>(sums + buffer * TILE + token * PITCH + part * 8);
                 const int4 low = at[0], high = at[1];
                 at[0] = at[1] = make_int4(0, 0, 0, 0);
-                const int v[8] = {low.x - extra[i], low.y - extra[i], low.z - extra[i], low.w - extra[i],
+                const int v[8] = {low.x - extra[i],  low.y - extra[i],  low.z - extra[i],  low.w - extra[i],
                                   high.x - extra[i], high.y - extra[i], high.z - extra[i], high.w - extra[i]};
                 if (!inside) continue;
                 if (bias) ptxlab::store_8<OUT>(y, size_t(token) * N + n, v, scale[i], ws, b);
@@ -214,7 +222,8 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
             if (mine && block < w_blocks) {
                 const unsigned char* w = ring + (slot.index * ROWS + strip) * W_BYTES + slice * BLOCK;
-                const uint4 q[2] = {*reinterpret_cast<const uint4*>(w + lane * 16), *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
+                const uint4 q[2] = {*reinterpret_cast<const uint4*>(w + lane * 16),
+                                    *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
                 u32 c[GROUPS];
 #pragma unroll
                 for (int i = 0; i < GROUPS; ++i) c[i] = *reinterpret_cast<const u32*>(w + 1024 + i * 32 + g * 4);
@@ -227,7 +236,8 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
                     for (int j = 0; j < 4; ++j) {
                         const u32 pair = c[(unit * 64 + j / 2 * 32) / GROUP] >> 16 * (j & 1);
                         const u32 scale = pair & 0xff, offset = __byte_perm(pair, 0, 0x1111);
-                        a[j] = SIGNED ? ptxlab::dequant_lqq(words[j], scale, offset) : ptxlab::dequant_lqq_unsigned(words[j], scale, offset);
+                        a[j] = SIGNED ? ptxlab::dequant_lqq(words[j], scale, offset)
+                                      : ptxlab::dequant_lqq_unsigned(words[j], scale, offset);
                     }
                     PHASE(MULTIPLY);
 #pragma unroll
@@ -241,7 +251,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
             ptxlab::mbarrier_arrive(&empty[slot.index]);
         }
         PHASE(REDUCE);
-        ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);                 // the first two tiles are clear
+        ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);  // the first two tiles are clear
         if (mine) {
             int* tile = sums + buffer * TILE + strip * 16 + g;
 #pragma unroll

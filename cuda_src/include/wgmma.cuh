@@ -1,6 +1,6 @@
-// One function per instruction: wgmma m64nNk32 of 8-bit integers, and what orders it (PTX ISA 9.7.15).
-// D [64, N] += A [64, 32] B [32, N]. Of D a thread holds, in d[4 j .. 4 j + 3], rows r, r, r + 8, r + 8 (r = 16 warp + lane / 4)
-// and columns 8 j + 2 t, 8 j + 2 t + 1 (t = lane % 4), twice.
+// One function per instruction: wgmma m64nNk32 of 8-bit integers, and what orders it (PTX ISA 9.7.15). D [64, N] += A
+// [64, 32] B [32, N]. Of D a thread holds, in d[4 j .. 4 j + 3], rows r, r, r + 8, r + 8 (r = 16 warp + lane / 4) and
+// columns 8 j + 2 t, 8 j + 2 t + 1 (t = lane % 4), twice.
 #pragma once
 #include "mma.cuh"
 
@@ -44,6 +44,7 @@ __device__ __forceinline__ void pin(int (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
+// clang-format off
 // The operands of N / 2 accumulators, in the text and in the list of constraints: 4, 8, and then multiples of 8.
 #define PTXLAB_D4 "%0, %1, %2, %3"
 #define PTXLAB_R4 "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
@@ -116,6 +117,7 @@ __device__ __forceinline__ void pin(int (&d)[COUNT]) {
     PTXLAB_WGMMA(NAME, TYPE, 256, 128, 128, 129, 130, 131, 132)
 PTXLAB_WGMMA_ALL(wgmma_s8, s8)
 PTXLAB_WGMMA_ALL(wgmma_u8, u8)  // A unsigned
+// clang-format on
 #undef PTXLAB_WGMMA_ALL
 #undef PTXLAB_WGMMA
 

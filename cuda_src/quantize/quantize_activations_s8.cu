@@ -38,7 +38,8 @@ struct Chunk {
         const unsigned* words = reinterpret_cast<const unsigned*>(v);
         if (IN == 2) return __uint_as_float(words[i]);
         const unsigned half = words[i / 2] >> (i % 2 * 16);
-        return IN == 1 ? __uint_as_float(half << 16) : __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
+        return IN == 1 ? __uint_as_float(half << 16)
+                       : __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
     }
 };
 
@@ -57,8 +58,9 @@ __device__ __forceinline__ unsigned magnitude(const Chunk& c) {
     return most;
 }
 
-// x / scale as IEEE rounds it, with one reciprocal for the whole row: the second correction starts within one unit in the
-// last place, where the remainder is exact (Markstein). `lift` keeps the remainders of small numbers from underflowing.
+// x / scale as IEEE rounds it, with one reciprocal for the whole row: the second correction starts within one unit in
+// the last place, where the remainder is exact (Markstein). `lift` keeps the remainders of small numbers from
+// underflowing.
 struct Divider {
     float lift, scale, reciprocal;
 
@@ -103,18 +105,19 @@ __device__ __forceinline__ void transpose_in_quad(uint4& w) {
 // Where chunk `chunk` of token `m` goes, in 16-byte units; `chunks` per token, `tokens` with the padding.
 __device__ __forceinline__ size_t place(int m, int chunk, int chunks, int tokens, int rows) {
     if (LAYOUT == 1) return (size_t(chunk / 4) * (tokens / 8) + m / 8) * 32 + m % 8 * 4 + chunk % 4;
-    if (LAYOUT == 2) return (size_t(m / rows * (chunks / 8) + chunk / 8) * rows + m % rows) * 8 + (chunk % 8 ^ (m % rows & 7));
+    if (LAYOUT == 2)
+        return (size_t(m / rows * (chunks / 8) + chunk / 8) * rows + m % rows) * 8 + (chunk % 8 ^ (m % rows & 7));
     return size_t(m) * chunks + chunk;
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-quantize_activations_s8(const uint4* __restrict__ x,     // [M, K], by IN
-                        uint4* __restrict__ x_q,         // s8  [M, K], by LAYOUT
-                        float* __restrict__ scale,       // f32 [M]
-                        int* __restrict__ token_sum,     // s32 [M]
-                        int M, int K, int rows) {        // rows: tokens of a tile
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_activations_s8(
+    const uint4* __restrict__ x,  // [M, K], by IN
+    uint4* __restrict__ x_q,      // s8  [M, K], by LAYOUT
+    float* __restrict__ scale,    // f32 [M]
+    int* __restrict__ token_sum,  // s32 [M]
+    int M, int K, int rows) {     // rows: tokens of a tile
     __shared__ unsigned partial[32];
     constexpr int SPAN = LAYOUT == 2 ? 128 : LAYOUT == 1 ? 64 : 32;
     const int m = blockIdx.x, inside = m < M ? K / 16 : 0, chunks = (K + SPAN - 1) / SPAN * (SPAN / 16);
@@ -130,7 +133,8 @@ quantize_activations_s8(const uint4* __restrict__ x,     // [M, K], by IN
     }
     for (int c = further; c < inside; c += THREADS) most = max(most, magnitude(load(row, c, true)));
 
-    const float extent = __uint_as_float(ptxlab::block_max<THREADS>(most, partial)), quotient = __fdiv_rn(extent, 127.0f);
+    const float extent = __uint_as_float(ptxlab::block_max<THREADS>(most, partial)),
+                quotient = __fdiv_rn(extent, 127.0f);
     const float s = quotient < 0x1p-126f ? 1.0f : quotient;
     const Divider divide(s);
     int sum = 0;
@@ -143,7 +147,8 @@ quantize_activations_s8(const uint4* __restrict__ x,     // [M, K], by IN
     };
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) finish(held[i], first + i * THREADS);
-    for (int c = CHUNKS * THREADS; c < chunks; c += THREADS) finish(load(row, first + c, first + c < inside), first + c);
+    for (int c = CHUNKS * THREADS; c < chunks; c += THREADS)
+        finish(load(row, first + c, first + c < inside), first + c);
 
     sum = ptxlab::block_sum<THREADS>(sum, partial);
     if (threadIdx.x == 0 && m < M) {

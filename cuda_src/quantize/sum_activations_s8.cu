@@ -10,10 +10,9 @@
 #define THREADS 128
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-sum_activations_s8(const uint4* __restrict__ x_q,  // s8  [M, K]
-                   int* __restrict__ token_sum,    // s32 [M]
-                   int K) {
+extern "C" __global__ void __launch_bounds__(THREADS) sum_activations_s8(const uint4* __restrict__ x_q,  // s8  [M, K]
+                                                                         int* __restrict__ token_sum,    // s32 [M]
+                                                                         int K) {
     __shared__ unsigned partial[32];
     const uint4* row = x_q + size_t(blockIdx.x) * (K / 16);
     int sum = 0;

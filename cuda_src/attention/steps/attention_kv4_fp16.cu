@@ -43,7 +43,8 @@ struct Halves {
     // Nibbles of a word without their zero point, exact: (e0, e2), (e1, e3), (e4, e6), (e5, e7).
     __device__ __forceinline__ Halves(unsigned word, uint2 bias) {
         const uint4 h = ptxlab::dequant_u4_f16_minus(word, bias);
-        pair[0] = ptxlab::as_half2(h.x), pair[1] = ptxlab::as_half2(h.y), pair[2] = ptxlab::as_half2(h.z), pair[3] = ptxlab::as_half2(h.w);
+        pair[0] = ptxlab::as_half2(h.x), pair[1] = ptxlab::as_half2(h.y), pair[2] = ptxlab::as_half2(h.z),
+        pair[3] = ptxlab::as_half2(h.w);
     }
 };
 
@@ -53,14 +54,14 @@ __device__ __forceinline__ constexpr int high_of(int i) { return low_of(i) + 2; 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
-attention_kv4_fp16(const __half* __restrict__ q,            // f16 [B, Hq, 128]
-                   const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
-                   const int* __restrict__ table,           // s32 [B, P]
-                   const int* __restrict__ lengths,         // s32 [B]
-                   __half* __restrict__ out,                // f16 [B, Hq, 128]
-                   float softmax_scale, int Hq, int Hkv, int P) {
-    extern __shared__ float scores[];                         // [P * 64], and the block table [P]
+extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_fp16(
+    const __half* __restrict__ q,            // f16 [B, Hq, 128]
+    const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
+    const int* __restrict__ table,           // s32 [B, P]
+    const int* __restrict__ lengths,         // s32 [B]
+    __half* __restrict__ out,                // f16 [B, Hq, 128]
+    float softmax_scale, int Hq, int Hkv, int P) {
+    extern __shared__ float scores[];  // [P * 64], and the block table [P]
     __shared__ float partial[32];
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
     int* pages = reinterpret_cast<int*>(scores + P * PAGE);
@@ -78,14 +79,16 @@ attention_kv4_fp16(const __half* __restrict__ q,            // f16 [B, Hq, 128]
     for (int i = 0; i < DIMS; ++i) largest = fmaxf(largest, fabsf(__half2float(q[row + part * DIMS + i])));
 #pragma unroll
     for (int mask = 1; mask < PARTS; mask *= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
-    const float unit = ptxlab::leading_power(largest), scale = unit * softmax_scale * LOG2E, per_unit = ptxlab::inverse_power(unit);
-    __half2 query[4][4];                                    // of a word, in the order of Halves
+    const float unit = ptxlab::leading_power(largest), scale = unit * softmax_scale * LOG2E,
+                per_unit = ptxlab::inverse_power(unit);
+    __half2 query[4][4];  // of a word, in the order of Halves
 #pragma unroll
     for (int w = 0; w < 4; ++w)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const __half* from = q + row + part * DIMS + w * 8;
-            query[w][i] = __floats2half2_rn(__half2float(from[low_of(i)]) * per_unit, __half2float(from[high_of(i)]) * per_unit);
+            query[w][i] =
+                __floats2half2_rn(__half2float(from[low_of(i)]) * per_unit, __half2float(from[high_of(i)]) * per_unit);
         }
     __syncthreads();
 
@@ -132,7 +135,7 @@ attention_kv4_fp16(const __half* __restrict__ q,            // f16 [B, Hq, 128]
 
     PHASE(VALUES);
     float acc[DIMS] = {};
-    const auto add = [&](__half2 (&sum4)[4][4], int i, bool inside) {
+    const auto add = [&](__half2(&sum4)[4][4], int i, bool inside) {
         const unsigned char* page = values + pages[i] * pitch;
         const uint4 v = *reinterpret_cast<const uint4*>(page + threadIdx.x * 16);
         const __half2 c = inside ? constants_of(page, slot) : __half2{};

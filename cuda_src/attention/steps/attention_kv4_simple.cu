@@ -53,14 +53,14 @@ __device__ __forceinline__ void dequant(float (&x)[DIMS], const uint4& nibbles, 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
-attention_kv4_simple(const __half* __restrict__ q,            // f16 [B, Hq, 128]
-                     const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
-                     const int* __restrict__ table,           // s32 [B, P]
-                     const int* __restrict__ lengths,         // s32 [B]
-                     __half* __restrict__ out,                // f16 [B, Hq, 128]
-                     float softmax_scale, int Hq, int Hkv, int P) {
-    extern __shared__ float scores[];                         // [P * 64], and the block table [P]
+extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_simple(
+    const __half* __restrict__ q,            // f16 [B, Hq, 128]
+    const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
+    const int* __restrict__ table,           // s32 [B, P]
+    const int* __restrict__ lengths,         // s32 [B]
+    __half* __restrict__ out,                // f16 [B, Hq, 128]
+    float softmax_scale, int Hq, int Hkv, int P) {
+    extern __shared__ float scores[];  // [P * 64], and the block table [P]
     __shared__ float partial[32];
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
     int* pages = reinterpret_cast<int*>(scores + P * PAGE);

@@ -39,14 +39,14 @@ __device__ __forceinline__ float dequant(const uint4& bytes, int i, float2 c) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
-              const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
-              const int* __restrict__ table,           // s32 [B, P]
-              const int* __restrict__ lengths,         // s32 [B]
-              __half* __restrict__ out,                // f16 [B, Hq, 128]
-              float softmax_scale, int Hq, int Hkv, int P) {
-    extern __shared__ float scores[];                  // [P * 64]
+extern "C" __global__ void __launch_bounds__(THREADS) attention_kv8(
+    const __half* __restrict__ q,            // f16 [B, Hq, 128]
+    const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
+    const int* __restrict__ table,           // s32 [B, P]
+    const int* __restrict__ lengths,         // s32 [B]
+    __half* __restrict__ out,                // f16 [B, Hq, 128]
+    float softmax_scale, int Hq, int Hkv, int P) {
+    extern __shared__ float scores[];  // [P * 64]
     __shared__ float partial[32];
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -64,7 +64,8 @@ attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
         const int t = first + slot;
         float dot = 0;
         if (t < length) {
-            const unsigned char* page = pool + (size_t(table[size_t(sequence) * P + t / PAGE]) * 2 * Hkv + kv_head) * PAGE_BYTES;
+            const unsigned char* page =
+                pool + (size_t(table[size_t(sequence) * P + t / PAGE]) * 2 * Hkv + kv_head) * PAGE_BYTES;
             const uint4 k = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
             const float2 c = constants_of(page, t % PAGE);
 #pragma unroll
@@ -92,7 +93,8 @@ attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
     for (int first = 0; first < length; first += TOKENS) {
         const int t = first + slot;
         if (t >= length) continue;
-        const unsigned char* page = pool + ((size_t(table[size_t(sequence) * P + t / PAGE]) * 2 + 1) * Hkv + kv_head) * PAGE_BYTES;
+        const unsigned char* page =
+            pool + ((size_t(table[size_t(sequence) * P + t / PAGE]) * 2 + 1) * Hkv + kv_head) * PAGE_BYTES;
         const uint4 v = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
         const float2 c = constants_of(page, t % PAGE);
 #pragma unroll

@@ -41,24 +41,24 @@ namespace {
 using ptxlab::u32;
 using ptxlab::u64;
 constexpr int BK = 128;
-constexpr int W_BLOCK = GROUP / 64 * 2048 + 128;                             // GROUP channels of 64 rows, and their constants
-constexpr int W_BYTES = BK / GROUP * W_BLOCK;                                // of a stage and 64 rows
+constexpr int W_BLOCK = GROUP / 64 * 2048 + 128;  // GROUP channels of 64 rows, and their constants
+constexpr int W_BYTES = BK / GROUP * W_BLOCK;     // of a stage and 64 rows
 constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;   // swizzled tiles begin at multiples of 1024
+constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
 constexpr int TILE_BYTES = 64 * WN * BK;
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
 using Epilogue = ptxlab::Epilogue<WN, BM, CLUSTER>;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(384, RESIDENT)
-gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/64, K/g, bytes], dual-MMA layout
-                        const float* __restrict__ w_scale,            // f32 [N]
-                        const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
-                        const float* __restrict__ x_scale,            // f32 [M]
-                        const float* __restrict__ bias,               // f32 [N], or null
-                        void* __restrict__ y,                         // [M, N], by OUT
-                        int M, int N, int K) {
+extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_sm90(
+    const unsigned char* __restrict__ blocks,     // u8  [N/64, K/g, bytes], dual-MMA layout
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
+    const float* __restrict__ x_scale,            // f32 [M]
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], ready[TILES], spent[TILES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -70,7 +70,8 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
 
     unsigned char* tiles = ring + STAGES * STAGE_BYTES;
     unsigned char* behind = tiles + TILES * TILE_BYTES;
-    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES), &arrived, rank};
+    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES),
+                            &arrived, rank};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 1);
@@ -127,8 +128,10 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
 #pragma unroll
                 for (int unit = 0; unit < 2; ++unit) {
                     const unsigned char* block = w + i * W_BYTES + unit * 64 / GROUP * W_BLOCK;
-                    const uint4 q = *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP / 64 * 2048 + thread * 16);
-                    const u32 c = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 + (thread / 32 * 8 + thread % 32 / 4) * 4);
+                    const uint4 q =
+                        *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP / 64 * 2048 + thread * 16);
+                    const u32 c = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 +
+                                                                (thread / 32 * 8 + thread % 32 / 4) * 4);
                     const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
@@ -163,10 +166,11 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
 #pragma unroll
             for (int step = 0; step < BK / 32; ++step)
 #pragma unroll
-                for (int i = 0; i < WN; ++i) ptxlab::wgmma_s8(acc[i], w_tile + i * (64 * 128 / 16) + step * 2, x_tile + step * 2);
+                for (int i = 0; i < WN; ++i)
+                    ptxlab::wgmma_s8(acc[i], w_tile + i * (64 * 128 / 16) + step * 2, x_tile + step * 2);
             ptxlab::wgmma_commit();
             PHASE(WAIT_MMA, 1);
-            ptxlab::wgmma_wait<1>();      // the stage before is done with
+            ptxlab::wgmma_wait<1>();                     // the stage before is done with
             if (slot_before >= 0 && thread % 32 == 0) {  // nobody but wgmma reads them
                 ptxlab::mbarrier_arrive(&empty[slot_before]);
                 ptxlab::mbarrier_arrive(&spent[tile_before]);

@@ -44,25 +44,25 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUP_K = GROUP < 64 ? 64 : GROUP;                             // channels of a block of W
-constexpr int GROUPS = GROUP_K / GROUP;                                      // groups of a block of W
-constexpr int W_BLOCK = GROUP_K / 64 * 2048 + GROUPS * 128;                  // its bytes
-constexpr int W_BYTES = BK / GROUP_K * W_BLOCK;                              // of a stage and 64 rows
+constexpr int GROUP_K = GROUP < 64 ? 64 : GROUP;             // channels of a block of W
+constexpr int GROUPS = GROUP_K / GROUP;                      // groups of a block of W
+constexpr int W_BLOCK = GROUP_K / 64 * 2048 + GROUPS * 128;  // its bytes
+constexpr int W_BYTES = BK / GROUP_K * W_BLOCK;              // of a stage and 64 rows
 constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + 2 * W_BYTES + 1023) / 1024 * 1024;    // swizzled tiles begin at multiples of 1024
+constexpr int STAGE_BYTES = (X_BYTES + 2 * W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
 using Epilogue = ptxlab::Epilogue<2, BM, CLUSTER>;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(384, RESIDENT)
-gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/64, K/max(64, g), bytes], dual-MMA layout
-                        const float* __restrict__ w_scale,            // f32 [N]
-                        const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
-                        const float* __restrict__ x_scale,            // f32 [M]
-                        const float* __restrict__ bias,               // f32 [N], or null
-                        void* __restrict__ y,                         // [M, N], by OUT
-                        int M, int N, int K) {
+extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_sm90(
+    const unsigned char* __restrict__ blocks,     // u8  [N/64, K/max(64, g), bytes], dual-MMA layout
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
+    const float* __restrict__ x_scale,            // f32 [M]
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -72,7 +72,8 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
     const int all = (K + BK - 1) / BK, first = all * rank / CLUSTER, stages = all * (rank + 1) / CLUSTER - first;
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
-    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES), &arrived, rank};
+    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES),
+                            &arrived, rank};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 1);
@@ -98,19 +99,22 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                     PHASE(LOAD);
                     ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + 2 * W_BYTES);
                     for (int i = 0; i < BK / 128; ++i) {
-                        const int k_tile = stage * (BK / 128) + i;               // tiles lie one behind the other, along K first
+                        const int k_tile = stage * (BK / 128) + i;  // tiles lie one behind the other, along K first
                         const int row = k_tile < k_tiles ? (tile % token_tiles * k_tiles + k_tile) * BM : -BM;
                         if (ORDER == 0) ptxlab::tensor_load(to + i * BM * 128, &x, k_tile * 128, token0, barrier);
                         else ptxlab::tensor_load(to + i * BM * 128, &x, 0, row, barrier);
                     }
-                    // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will do.
+                    // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will
+                    // do.
                     const int block = stage * (BK / GROUP_K), there = min(BK / GROUP_K, w_blocks - block);
                     for (int i = 0; i < 2; ++i) {
-                        const unsigned char* from = blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * W_BLOCK;
+                        const unsigned char* from =
+                            blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * W_BLOCK;
                         unsigned char* w = to + X_BYTES + i * W_BYTES;
                         ptxlab::bulk_load(w, from + size_t(block) * W_BLOCK, there * W_BLOCK, barrier);
 #pragma unroll 1
-                        for (int b = there; b < BK / GROUP_K; ++b) ptxlab::bulk_load(w + b * W_BLOCK, from, W_BLOCK, barrier);
+                        for (int b = there; b < BK / GROUP_K; ++b)
+                            ptxlab::bulk_load(w + b * W_BLOCK, from, W_BLOCK, barrier);
                     }
                 }
             }
@@ -118,14 +122,14 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
         PHASE(WAIT_GROUP);
         __syncwarp();
         if (CLUSTER > 1) ptxlab::cluster_wait();
-    } else {                  // a warp group that dequantises and multiplies
+    } else {  // a warp group that dequantises and multiplies
         ptxlab::more_registers<RESIDENT == 1 ? 232 : RESIDENT == 2 ? 104 : 72>();
         const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
         for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
             const int token0 = tile % token_tiles * BM, row_tile = tile / token_tiles * 2 + group;
             int acc[BM / 2] = {};
-            u32 a[2][2][4];                                                // [unit of 64 k][MMA][register]
-            int before = -1;                                               // the slot that wgmma may still read
+            u32 a[2][2][4];   // [unit of 64 k][MMA][register]
+            int before = -1;  // the slot that wgmma may still read
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
                 const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
                 const unsigned char* w = x_slot + X_BYTES + group * W_BYTES;
@@ -141,13 +145,14 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                     q[unit] = *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP_K / 64 * 2048 + thread * 16);
 #pragma unroll
                     for (int i = 0; i < GROUPS; ++i)
-                        c[unit][i] = *reinterpret_cast<const u32*>(block + GROUP_K / 64 * 2048 + (rows * GROUPS + i) * 4);
+                        c[unit][i] =
+                            *reinterpret_cast<const u32*>(block + GROUP_K / 64 * 2048 + (rows * GROUPS + i) * 4);
                 }
 #pragma unroll
                 for (int unit = 0; unit < BK / 64; ++unit) {
                     int words[4] = {int(q[unit].x), int(q[unit].y), int(q[unit].z), int(q[unit].w)};
                     PHASE(WAIT_MMA, 1);
-                    ptxlab::wgmma_wait<1>();                               // the unit before the last has left its registers
+                    ptxlab::wgmma_wait<1>();  // the unit before the last has left its registers
                     ptxlab::pin(words);
                     if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
                     PHASE(DEQUANTISE);
@@ -155,8 +160,8 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
                     for (int j = 0; j < 4; ++j) {
                         const u32 pair = c[unit][j / 2 * (GROUPS - 1)] >> 16 * (j & 1);
                         const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
-                        a[unit & 1][j / 2][j & 1] = d.x;                   // k 4 t .. of row r or r + 8
-                        a[unit & 1][j / 2][2 + (j & 1)] = d.y;             // k 16 + 4 t ..
+                        a[unit & 1][j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
+                        a[unit & 1][j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
                     }
                     PHASE(ISSUE, BM);
                     ptxlab::wgmma_fence();
@@ -173,7 +178,7 @@ gemm_w4a8_lqq_imfp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
             if (before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
 
             PHASE(REDUCE);
-            if (CLUSTER > 1) ptxlab::cluster_wait();                       // the other blocks have their barriers
+            if (CLUSTER > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
             epilogue.send(acc, group, thread);
             epilogue.receive(acc, group, thread);
             PHASE(EPILOGUE);

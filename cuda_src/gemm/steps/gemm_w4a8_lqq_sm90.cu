@@ -37,23 +37,23 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUP_K = GROUP < 64 ? 64 : GROUP;                             // channels of a block of W
-constexpr int W_BLOCK = GROUP_K / 64 * 2048 + GROUP_K / GROUP * 128;         // its bytes
-constexpr int W_BYTES = BK / GROUP_K * W_BLOCK;                              // of a stage and 64 rows
+constexpr int GROUP_K = GROUP < 64 ? 64 : GROUP;                      // channels of a block of W
+constexpr int W_BLOCK = GROUP_K / 64 * 2048 + GROUP_K / GROUP * 128;  // its bytes
+constexpr int W_BYTES = BK / GROUP_K * W_BLOCK;                       // of a stage and 64 rows
 constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;   // swizzled tiles begin at multiples of 1024
+constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
 using Epilogue = ptxlab::Epilogue<WN, BM, CLUSTER>;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(128 * WN)
-gemm_w4a8_lqq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/64, K/max(64, g), bytes], dual-MMA layout
-                   const float* __restrict__ w_scale,                 // f32 [N]
-                   const __grid_constant__ ptxlab::TensorMap x,       // s8  [M, K], boxes [BM][128] swizzled
-                   const float* __restrict__ x_scale,                 // f32 [M]
-                   const float* __restrict__ bias,                    // f32 [N], or null
-                   void* __restrict__ y,                              // [M, N], by OUT
-                   int M, int N, int K) {
+extern "C" __global__ void __launch_bounds__(128 * WN) gemm_w4a8_lqq_sm90(
+    const unsigned char* __restrict__ blocks,     // u8  [N/64, K/max(64, g), bytes], dual-MMA layout
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
+    const float* __restrict__ x_scale,            // f32 [M]
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -64,10 +64,11 @@ gemm_w4a8_lqq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
     const int all = (K + BK - 1) / BK, first = all * rank / CLUSTER, stages = all * (rank + 1) / CLUSTER - first;
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
-    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES), &arrived, rank};
+    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES),
+                            &arrived, rank};
 
-    // One thread asks for a stage: X, and for every warp group its 64 rows of W (the last ones again where N ends). Behind
-    // the end of K, where X comes as zeros, any weights will do.
+    // One thread asks for a stage: X, and for every warp group its 64 rows of W (the last ones again where N ends).
+    // Behind the end of K, where X comes as zeros, any weights will do.
     const auto fetch = [&](int stage) {
         unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
         u64* barrier = &full[stage % STAGES];
@@ -105,17 +106,19 @@ gemm_w4a8_lqq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
         PHASE(DEQUANTISE);
         u32 a[BK / 32][4];
 #pragma unroll
-        for (int unit = 0; unit < BK / 64; ++unit) {                       // 64 k: the operands of two wgmmas
+        for (int unit = 0; unit < BK / 64; ++unit) {  // 64 k: the operands of two wgmmas
             const unsigned char* block = w + unit * 64 / GROUP_K * W_BLOCK;
             const uint4 q = *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP_K / 64 * 2048 + thread * 16);
-            const u32 c = *reinterpret_cast<const u32*>(block + GROUP_K / 64 * 2048 + (thread / 32 * 8 + thread % 32 / 4) * 4);
-            const u32 scale[2] = {c & 0xff, c >> 16 & 0xff}, offset[2] = {__byte_perm(c, 0, 0x1111), __byte_perm(c, 0, 0x3333)};
+            const u32 c =
+                *reinterpret_cast<const u32*>(block + GROUP_K / 64 * 2048 + (thread / 32 * 8 + thread % 32 / 4) * 4);
+            const u32 scale[2] = {c & 0xff, c >> 16 & 0xff},
+                      offset[2] = {__byte_perm(c, 0, 0x1111), __byte_perm(c, 0, 0x3333)};
             const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const uint2 d = ptxlab::dequant_lqq(words[j], scale[j & 1], offset[j & 1]);
-                a[unit * 2 + j / 2][j & 1] = d.x;                          // k 4 t .. of row r or r + 8
-                a[unit * 2 + j / 2][2 + (j & 1)] = d.y;                    // k 16 + 4 t ..
+                a[unit * 2 + j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
+                a[unit * 2 + j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
             }
         }
         PHASE(ISSUE, BK / 64 * BM);
@@ -128,13 +131,13 @@ gemm_w4a8_lqq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
         ptxlab::wgmma_wait<0>();
         ptxlab::pin(acc);
         PHASE(WAIT_GROUP);
-        __syncthreads();                                                   // everyone has done with the slot
+        __syncthreads();  // everyone has done with the slot
         PHASE(LOAD);
         if (threadIdx.x == 0 && stage + STAGES < stages) fetch(stage + STAGES);
     }
 
     PHASE(REDUCE);
-    if (CLUSTER > 1) ptxlab::cluster_wait();                               // the blocks of the cluster have their barriers
+    if (CLUSTER > 1) ptxlab::cluster_wait();  // the blocks of the cluster have their barriers
     epilogue.send(acc, group, thread);
     epilogue.receive(acc, group, thread);
     PHASE(EPILOGUE);
