@@ -47,7 +47,7 @@
 #include "reciprocal.cuh"
 #include "segments.cuh"
 #include "timeline.cuh"
-#include "words.cuh"
+#include "vector_access.cuh"
 
 #ifndef D
 #define D 128       // of a head: 64, 128, 256

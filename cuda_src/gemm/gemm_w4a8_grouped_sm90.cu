@@ -34,6 +34,7 @@
 #include "fragments_out.cuh"
 #include "griddep.cuh"
 #include "mbarrier.cuh"
+#include "named_barrier.cuh"
 #include "timeline.cuh"
 #include "wgmma.cuh"
 
@@ -71,10 +72,6 @@ struct Scales {
     float x_scale[BM];
     int x_sum[BM];
 };
-
-__device__ __forceinline__ void sync_warp_group(int group) {
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
-}
 
 __device__ __forceinline__ void multiply(int (&acc)[BM / 2], const u32 (&a)[4], u64 x) {
     if (SIGNED) ptxlab::wgmma_s8(acc, a, x);
@@ -245,12 +242,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
         for (int h = 0; h < MN; ++h) ptxlab::pin(acc[h]);
         ptxlab::mbarrier_arrive(&empty[before]);
 
-        sync_warp_group(wn);  // the scales of the tile before have been used
+        ptxlab::sync_warp_group(wn);  // the scales of the tile before have been used
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i)
             if (i * 128 + thread < BM)
                 scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
-        sync_warp_group(wn);
+        ptxlab::sync_warp_group(wn);
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             PHASE(EPILOGUE);

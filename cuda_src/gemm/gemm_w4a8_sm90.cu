@@ -41,6 +41,7 @@
 #include "epilogue_sm90.cuh"
 #include "fragments_out.cuh"
 #include "griddep.cuh"
+#include "named_barrier.cuh"
 #include "timeline.cuh"
 #include "wgmma.cuh"
 
@@ -82,10 +83,6 @@ struct Scales {
     float x_scale[BM];
     int x_sum[BM];
 };
-
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
 
 __device__ __forceinline__ void multiply(int (&acc)[BM / 2], const u32 (&a)[4], u64 x) {
     if (SIGNED) ptxlab::wgmma_s8(acc, a, x);
@@ -315,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
         PHASE(REDUCE);
         if (WK > 1) {  // one tile per block: the ring is free
             int4* partial = reinterpret_cast<int4*>(ring) + thread;
-            sync_threads(8, 128 * WGS);
+            ptxlab::sync_threads(8, 128 * WGS);
             if (wk > 0) {
 #pragma unroll
                 for (int h = 0; h < MN; ++h)
@@ -324,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
                         partial[(((wk - 1) * TILES + wn * MN + h) * (BM / 8) + j) * 128] =
                             make_int4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2], acc[h][4 * j + 3]);
             }
-            sync_threads(8, 128 * WGS);
+            ptxlab::sync_threads(8, 128 * WGS);
             if (wk > 0) {
                 if (SPLIT > 1) ptxlab::cluster_wait();
                 return;
@@ -343,12 +340,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
         if (SPLIT > 1) ptxlab::cluster_wait();
 #pragma unroll
         for (int h = 0; h < MN; ++h) sums.send(acc[h], wn * MN + h, thread);
-        sync_threads(1 + wn, 128);  // the scales of the tile before have been used
+        ptxlab::sync_warp_group(wn);  // the scales of the tile before have been used
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i)
             if (i * 128 + thread < BM)
                 scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
-        sync_threads(1 + wn, 128);
+        ptxlab::sync_warp_group(wn);
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             const int tile_row = wn * MN + h;

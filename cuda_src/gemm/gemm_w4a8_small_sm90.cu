@@ -30,6 +30,7 @@
 #include "dequant.cuh"
 #include "griddep.cuh"
 #include "mbarrier.cuh"
+#include "named_barrier.cuh"
 #include "output.cuh"
 #include "timeline.cuh"
 
@@ -73,11 +74,6 @@ __device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int
     for (int i = 0; i < 4; ++i) word[i] = *reinterpret_cast<const u32*>(row + ((unit * 4 + i) ^ g) * 16);
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
-
-// The block's barrier. The warp that asks for copies does not wait there for the others, which fill X up with zeros
-// first.
-__device__ __forceinline__ void arrive() { asm volatile("bar.arrive 0, %0;" ::"n"(THREADS) : "memory"); }
-__device__ __forceinline__ void sync() { asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory"); }
 
 }  // namespace
 
@@ -144,8 +140,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
         }
         __syncwarp();
         PHASE(LOAD);
-        load_w(first, 0, 0);  // weights do not wait for the kernel before
-        arrive();
+        load_w(first, 0, 0);                 // weights do not wait for the kernel before
+        ptxlab::arrive_threads(0, THREADS);  // without waiting for the others, which fill X up with zeros first
         if (elected) ptxlab::launch_dependents();
         ptxlab::wait_for_predecessors();
         for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks)
@@ -168,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
             for (int i = lane; i < missing; i += 32)
                 *reinterpret_cast<int4*>(x_tile + (block * BM + M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
     }
-    sync();
+    ptxlab::sync_threads(0, THREADS);
     int buffer = 0, parity = 0;              // of the tiles of sums
     if (warp == WARPS + 1) {                 // sums -> outputs
         const int part = lane % (ROWS * 2);  // 8 rows of the ROWS * 16

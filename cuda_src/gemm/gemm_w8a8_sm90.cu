@@ -27,6 +27,7 @@
 #include "epilogue_sm90.cuh"
 #include "fragments_out.cuh"
 #include "griddep.cuh"
+#include "named_barrier.cuh"
 #include "timeline.cuh"
 #include "wgmma.cuh"
 
@@ -55,11 +56,6 @@ using Sums = ptxlab::Epilogue<WN, BM, SPLIT>;
 struct Place {
     int row, token;
 };
-
-// Only the 128 threads of a warp group that multiplies; barrier 0 is the whole block's.
-__device__ __forceinline__ void sync_warp_group(int group) {
-    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
-}
 
 }  // namespace
 
@@ -189,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
 #pragma unroll
             for (int i = 0; i < (BM + 127) / 128; ++i)
                 if (i * 128 + thread < BM) scales[turn * BM + i * 128 + thread] = token_scales[i];
-            sync_warp_group(group);  // those of the tile before may still be read
+            ptxlab::sync_warp_group(group);  // those of the tile before may still be read
             sums.receive(acc, group, thread);
             PHASE(EPILOGUE);
             ptxlab::store_fragments<OUT, BM>(acc, scaling, y, buffers, lane, token0, n0, min(M, token0 + tokens), N, N,

@@ -12,15 +12,10 @@
 //          (lane 4 g + t at bank 8 t + g), read by rows, 8 neighbours per thread, 16 bytes of f16 at least.
 #pragma once
 #include "cluster.cuh"
+#include "named_barrier.cuh"
 #include "output.cuh"
 
 namespace ptxlab {
-
-// Only the 128 threads of one of two warp groups; barrier 0 is the whole block's.
-__device__ __forceinline__ void warp_group_sync(int group) {
-    if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
-    else asm volatile("bar.sync 2, 128;" ::: "memory");
-}
 
 // Where the sums go, and what makes numbers of them.
 struct Output {
@@ -100,14 +95,14 @@ struct Epilogue {
         const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll
         for (int chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
-            warp_group_sync(group);  // the chunk before has been read
+            sync_one_of_two(group);  // the chunk before has been read
 #pragma unroll
             for (int i = 0; i < CHUNK / 8; ++i) {
                 const int* d = acc + (chunk * CHUNK / 8 + i) * 4;
 #pragma unroll
                 for (int e = 0; e < 4; ++e) mine[(i * 8 + column + e % 2) * PITCH + row + e / 2 * 8] = d[e];
             }
-            warp_group_sync(group);
+            sync_one_of_two(group);
 #pragma unroll
             for (int i = thread; i < CHUNK * 8; i += 128) {
                 const int token = chunk * CHUNK + i / 8, n = n0 + i % 8 * 8;
