@@ -29,14 +29,12 @@
 //            0.87; 0.96 to 1.55 times as fast as a loop of single GEMMs, 1.35 in the mean from 32 tokens on.
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
 //            9.7.19.5 setmaxnreg; 9.7.14.5.16 stmatrix
-#include "dequant.cuh"
 #include "experts.cuh"
 #include "fragments_out.cuh"
 #include "griddep.cuh"
-#include "mbarrier.cuh"
 #include "named_barrier.cuh"
+#include "strips_sm90.cuh"
 #include "timeline.cuh"
-#include "wgmma.cuh"
 
 #ifndef BM
 #define BM 32     // tokens of a tile
@@ -54,13 +52,8 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUPS = 128 / GROUP;                           // of a block of W
-constexpr int BLOCK = 1024 + GROUPS * 32;                     // bytes of 16 rows x 128 channels
-constexpr int W_SLOT = (BK / 128 * BLOCK + 127) / 128 * 128;  // of a strip and a stage
-constexpr int X_BYTES = BM * BK;
-// swizzled tiles begin at multiples of 1024
-constexpr int STAGE_BYTES = (X_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;
-constexpr int UNITS = BK / 64;
+using Stage = ptxlab::StripStage<BM, BK, STRIPS, GROUP>;
+constexpr int BLOCK = Stage::BLOCK, W_SLOT = Stage::W_SLOT, X_BYTES = Stage::X_BYTES, STAGE_BYTES = Stage::BYTES;
 static_assert(STRIPS <= WN * MN * 4, "a warp has MN strips");
 static_assert(WN <= 3, "registers");
 
@@ -72,11 +65,6 @@ struct Scales {
     float x_scale[BM];
     int x_sum[BM];
 };
-
-__device__ __forceinline__ void multiply(int (&acc)[BM / 2], const u32 (&a)[4], u64 x) {
-    if (SIGNED) ptxlab::wgmma_s8(acc, a, x);
-    else ptxlab::wgmma_u8(acc, a, x);
-}
 
 }  // namespace
 
@@ -156,14 +144,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
     for (int number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
         const int strip0 = strip_of(tile.row_tile), end = strip_of(tile.row_tile + 1), height = end - strip0;
         PHASE(SETUP);
-        int acc[MN][BM / 2] = {};
-        u32 a[2][MN][2][4];  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
-        u32 at[MN];
+        ptxlab::StripProduct<Stage, MN, SIGNED, false> product;
         float ws[MN][2], b[MN][2];
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             const int strip = (wn * MN + h) * 4 + warp, n = (strip0 + strip) * 16 + lane / 4;
-            at[h] = ptxlab::shared_address(ring) + X_BYTES + min(strip, height - 1) * W_SLOT;
+            product.at[h] = ptxlab::shared_address(ring) + X_BYTES + min(strip, height - 1) * W_SLOT;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const size_t row = size_t(tile.expert) * N + min(n + 8 * r, N - 1);
@@ -178,69 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
             const int token = min(tile.token0 + i * 128 + thread, M - 1);
             xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
         }
-        uint4 q[2][MN];
-        u32 c[MN][GROUPS], c_next[MN][GROUPS];
-        // The lane's words of a unit of 64 k; with the first of a block its constants. Behind the end of K, where X is
-        // zero, the stage's first block once more.
-        const auto load = [&](int slot_index, int stage, int unit) {
-            const int block = unit >= 2 && stage * (BK / 128) + unit / 2 >= w_blocks ? 0 : unit / 2;
-#pragma unroll
-            for (int h = 0; h < MN; ++h) {
-                const u32 w = at[h] + slot_index * STAGE_BYTES + block * BLOCK;
-                q[unit % 2][h] = ptxlab::load_shared_16(w + unit % 2 * 512 + lane * 16);
-                if (unit % 2 == 0)
-#pragma unroll
-                    for (int i = 0; i < GROUPS; ++i)
-                        c_next[h][i] = ptxlab::load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
-            }
-        };
-        int before = -1;  // the slot that wgmma may still read
-        PHASE(WAIT_COPY);
-        ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-        PHASE(DEQUANTISE);
-        load(slot.index, 0, 0);
-        for (int stage = 0; stage < stages; ++stage) {
-            const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * STAGE_BYTES);
-            const int current = slot.index;
-#pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
-                if (unit % 2 == 0)
-#pragma unroll
-                    for (int h = 0; h < MN; ++h)
-#pragma unroll
-                        for (int i = 0; i < GROUPS; ++i) c[h][i] = c_next[h][i];
-                if (unit + 1 < UNITS) load(current, stage, unit + 1);
-                PHASE(WAIT_MMA, 1);
-                ptxlab::wgmma_wait<1>();
-                if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
-                PHASE(DEQUANTISE);
-#pragma unroll
-                for (int h = 0; h < MN; ++h)
-                    ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
-                PHASE(ISSUE, MN * BM);
-                ptxlab::wgmma_fence();
-                const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
-#pragma unroll
-                for (int h = 0; h < MN; ++h) {
-                    multiply(acc[h], a[unit % 2][h][0], x_unit);
-                    multiply(acc[h], a[unit % 2][h][1], x_unit + 2);
-                }
-                ptxlab::wgmma_commit();
-            }
-            before = current;
-            slot.advance();
-            if (stage + 1 < stages) {
-                PHASE(WAIT_COPY);
-                ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-                PHASE(DEQUANTISE);
-                load(slot.index, stage + 1, 0);
-            }
-        }
-        PHASE(WAIT_MMA, 0);
-        ptxlab::wgmma_wait<0>();
-#pragma unroll
-        for (int h = 0; h < MN; ++h) ptxlab::pin(acc[h]);
-        ptxlab::mbarrier_arrive(&empty[before]);
+        product.add<1>(ring, full, empty, slot, 0, stages, w_blocks, lane TIMELINE_ARGUMENT);
 
         ptxlab::sync_warp_group(wn);  // the scales of the tile before have been used
 #pragma unroll
@@ -255,8 +179,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
                                           SIGNED ? nullptr : scales->x_sum,
                                           {ws[h][0], ws[h][1]},
                                           {b[h][0], b[h][1]}};
-            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, tile.token0,
-                                             (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N,
+            ptxlab::store_fragments<OUT, BM>(product.acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane,
+                                             tile.token0, (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N,
                                              min(N, end * 16), [](int) { return true; });
         }
     }

@@ -37,13 +37,12 @@
 //            (means of 1, 1, 6, 8, 8, 8, 8, 8, 8, 8 of LLaMA-2's matrices, on which it is launched; row-major activations).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
 //            9.7.19.5 setmaxnreg; 9.7.14.5.16 stmatrix
-#include "dequant.cuh"
 #include "epilogue_sm90.cuh"
 #include "fragments_out.cuh"
 #include "griddep.cuh"
 #include "named_barrier.cuh"
+#include "strips_sm90.cuh"
 #include "timeline.cuh"
-#include "wgmma.cuh"
 
 #ifndef BM
 #define BM 64     // tokens of a tile
@@ -64,13 +63,9 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUPS = 128 / GROUP;                           // of a block of W
-constexpr int BLOCK = 1024 + GROUPS * 32;                     // bytes of 16 rows x 128 channels
-constexpr int W_SLOT = (BK / 128 * BLOCK + 127) / 128 * 128;  // of a strip and a stage
-constexpr int X_BYTES = BM * BK;
-// swizzled tiles begin at multiples of 1024
-constexpr int STAGE_BYTES = (X_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;
-constexpr int WGS = WN * WK, TILES = WN * MN, UNITS = BK / 64;
+using Stage = ptxlab::StripStage<BM, BK, STRIPS, GROUP>;
+constexpr int BLOCK = Stage::BLOCK, W_SLOT = Stage::W_SLOT, X_BYTES = Stage::X_BYTES, STAGE_BYTES = Stage::BYTES;
+constexpr int WGS = WN * WK, TILES = WN * MN;
 static_assert(STRIPS <= TILES * 4, "a warp has MN strips");
 static_assert(STAGES >= 2 * WK, "a slot is given back while the next stage is worked on");
 using Sums = ptxlab::Epilogue<TILES, BM, SPLIT>;
@@ -83,11 +78,6 @@ struct Scales {
     float x_scale[BM];
     int x_sum[BM];
 };
-
-__device__ __forceinline__ void multiply(int (&acc)[BM / 2], const u32 (&a)[4], u64 x) {
-    if (SIGNED) ptxlab::wgmma_s8(acc, a, x);
-    else ptxlab::wgmma_u8(acc, a, x);
-}
 
 }  // namespace
 
@@ -222,14 +212,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
         const int row_tile = row_tile_of(tile), token0 = (tile - row_tile * token_tiles) * tokens;
         const int strip0 = strip_of(row_tile), end = strip_of(row_tile + 1), height = end - strip0;
         PHASE(SETUP);
-        int acc[MN][BM / 2] = {};
-        u32 a[2][MN][2][4];  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
-        u32 at[MN];
+        ptxlab::StripProduct<Stage, MN, SIGNED, true> product;
         float ws[MN][2], b[MN][2];
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             const int strip = (wn * MN + h) * 4 + warp, n = (strip0 + strip) * 16 + lane / 4;
-            at[h] = ptxlab::shared_address(ring) + X_BYTES + max(0, min(strip, height - 1)) * W_SLOT;
+            product.at[h] = ptxlab::shared_address(ring) + X_BYTES + max(0, min(strip, height - 1)) * W_SLOT;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 ws[h][r] = w_scale[min(n + 8 * r, N - 1)];
@@ -244,70 +232,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
             const int token = min(token0 + i * 128 + thread, M - 1);
             xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
         }
-        uint4 q[2][MN];
-        u32 c[MN][GROUPS], c_next[MN][GROUPS];
-        // The lane's words of a unit of 64 k; with the first of a block its constants.
-        const auto load = [&](int slot_index, int unit) {
-#pragma unroll
-            for (int h = 0; h < MN; ++h) {
-                const u32 w = at[h] + slot_index * STAGE_BYTES + unit / 2 * BLOCK;
-                q[unit % 2][h] = ptxlab::load_shared_16(w + unit % 2 * 512 + lane * 16);
-                if (unit % 2 == 0)
-#pragma unroll
-                    for (int i = 0; i < GROUPS; ++i)
-                        c_next[h][i] = ptxlab::load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
-            }
-        };
-        int before = -1;  // the slot that wgmma may still read
-        if (wk < stages) {
-            PHASE(WAIT_COPY);
-            ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-            PHASE(DEQUANTISE);
-            load(slot.index, 0);
-        }
-        for (int stage = wk; stage < stages; stage += WK) {
-            const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * STAGE_BYTES);
-            const int current = slot.index;
-#pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
-                if (unit % 2 == 0)
-#pragma unroll
-                    for (int h = 0; h < MN; ++h)
-#pragma unroll
-                        for (int i = 0; i < GROUPS; ++i) c[h][i] = c_next[h][i];
-                if (unit + 1 < UNITS) load(current, unit + 1);
-                PHASE(WAIT_MMA, 1);
-                ptxlab::wgmma_wait<1>();
-                if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
-                PHASE(DEQUANTISE);
-#pragma unroll
-                for (int h = 0; h < MN; ++h)
-                    ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
-                PHASE(ISSUE, MN * BM);
-                ptxlab::wgmma_fence();
-                const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
-#pragma unroll
-                for (int h = 0; h < MN; ++h) {
-                    multiply(acc[h], a[unit % 2][h][0], x_unit);
-                    multiply(acc[h], a[unit % 2][h][1], x_unit + 2);
-                }
-                ptxlab::wgmma_commit();
-            }
-            before = current;
-#pragma unroll
-            for (int i = 0; i < WK; ++i) slot.advance();
-            if (stage + WK < stages) {
-                PHASE(WAIT_COPY);
-                ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-                PHASE(DEQUANTISE);
-                load(slot.index, 0);
-            }
-        }
-        PHASE(WAIT_MMA, 0);
-        ptxlab::wgmma_wait<0>();
-#pragma unroll
-        for (int h = 0; h < MN; ++h) ptxlab::pin(acc[h]);
-        if (before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+        product.add<WK>(ring, full, empty, slot, wk, stages, w_blocks, lane TIMELINE_ARGUMENT);
 
         PHASE(REDUCE);
         if (WK > 1) {  // one tile per block: the ring is free
@@ -319,7 +244,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
 #pragma unroll
                     for (int j = 0; j < BM / 8; ++j)
                         partial[(((wk - 1) * TILES + wn * MN + h) * (BM / 8) + j) * 128] =
-                            make_int4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2], acc[h][4 * j + 3]);
+                            make_int4(product.acc[h][4 * j], product.acc[h][4 * j + 1], product.acc[h][4 * j + 2],
+                                      product.acc[h][4 * j + 3]);
             }
             ptxlab::sync_threads(8, 128 * WGS);
             if (wk > 0) {
@@ -333,13 +259,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
 #pragma unroll
                     for (int k = 0; k < WK - 1; ++k) {
                         const int4 more = partial[((k * TILES + wn * MN + h) * (BM / 8) + j) * 128];
-                        acc[h][4 * j] += more.x, acc[h][4 * j + 1] += more.y, acc[h][4 * j + 2] += more.z,
-                            acc[h][4 * j + 3] += more.w;
+                        product.acc[h][4 * j] += more.x, product.acc[h][4 * j + 1] += more.y,
+                            product.acc[h][4 * j + 2] += more.z, product.acc[h][4 * j + 3] += more.w;
                     }
         }
         if (SPLIT > 1) ptxlab::cluster_wait();
 #pragma unroll
-        for (int h = 0; h < MN; ++h) sums.send(acc[h], wn * MN + h, thread);
+        for (int h = 0; h < MN; ++h) sums.send(product.acc[h], wn * MN + h, thread);
         ptxlab::sync_warp_group(wn);  // the scales of the tile before have been used
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i)
@@ -350,13 +276,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
         for (int h = 0; h < MN; ++h) {
             const int tile_row = wn * MN + h;
             PHASE(REDUCE);
-            sums.receive(acc[h], tile_row, thread);
+            sums.receive(product.acc[h], tile_row, thread);
             PHASE(EPILOGUE);
             const ptxlab::Scaling scaling{scales->x_scale,
                                           SIGNED ? nullptr : scales->x_sum,
                                           {ws[h][0], ws[h][1]},
                                           {b[h][0], b[h][1]}};
-            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0,
+            ptxlab::store_fragments<OUT, BM>(product.acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0,
                                              (strip0 + tile_row * 4 + warp) * 16, min(M, token0 + tokens), N,
                                              min(N, end * 16),
                                              [&](int piece) { return Sums::owner(tile_row, piece) == slice; });

@@ -8,14 +8,15 @@
 //     ...
 //
 // A phase lasts until the next one. wgmma goes on while its warp group does something else: PHASE(ISSUE, n) begins a
-// group of wgmmas that
-// take the tensor cores n clocks at least, and where PHASE(WAIT_MMA, n) ends all but the last n groups have ended.
-// These lines stand alone,
-// so that a test can take them out.
+// group of wgmmas that take the tensor cores n clocks at least, and where PHASE(WAIT_MMA, n) ends all but the last n
+// groups have ended. These lines stand alone, so that a test can take them out. A function that has phases of its own
+// takes `TIMELINE_PARAMETER` as its last parameter and is called with `TIMELINE_ARGUMENT`, both without a comma before.
 // PTX ISA    10.27, 10.30 %clock, %globaltimer; 10.15 %smid.
 #pragma once
 #ifndef TIMELINE
 #define TIMELINE_THREAD(keeps_time)
+#define TIMELINE_PARAMETER
+#define TIMELINE_ARGUMENT
 #define PHASE(...)
 #else
 
@@ -106,5 +107,7 @@ struct Recorder {
 }  // namespace ptxlab
 
 #define TIMELINE_THREAD(keeps_time) ptxlab::Recorder timeline(keeps_time)
+#define TIMELINE_PARAMETER , ptxlab::Recorder& timeline
+#define TIMELINE_ARGUMENT , timeline
 #define PHASE(...) timeline.stamp(ptxlab::Phase::__VA_ARGS__)
 #endif
