@@ -12,7 +12,7 @@ from ptxlab.spec import KernelSpec
 
 _MEASURED = re.compile(r"^// Measured   .*(?:\n//            .*)*$", re.MULTILINE)
 _FIRST, _NEXT = "// Measured   ", "//            "
-_WIDTH = 128
+_WIDTH = 120
 _ATTENTION = "attention_kv4_sm90"
 _EXPERT_TOKENS, _MANY_EXPERT_TOKENS = (1, 8, 64), 32
 _BATCHES = ((16, 1024), (64, 1024), (256, 1024), (1, 4096), (64, 4096), (1, 32768))  # sequences x tokens

@@ -1,6 +1,7 @@
 """Sources: what can be read as one, and what cannot."""
 
 import os
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -58,3 +59,15 @@ def test_production_kernels_are_what_the_public_calls_launch() -> None:
     for family in ("gemm", "attention"):
         own = {path.stem for path in (sources.cuda_dir() / family).glob("*.cu")}
         assert {name for name in launched if sources.family_of(sources.of_kernel(name)[0]) == family} == own - beside
+
+
+@pytest.mark.parametrize("family", ["dequant", "load", "gemm", "attention", "quantize"])
+def test_the_guide_names_every_kernel_and_constant(family: str) -> None:
+    """A family's page names its kernels, and what `-D` may set of them."""
+    page = (sources.ptx_dir().parent / "notebooks" / "guide" / f"kernels_{family}.md").read_text()
+    named = set(re.findall(r"`(\w+)(?:\.ptx)?`", page))
+    found = [source for name in sources.names() for source in sources.of_kernel(name)]
+    for source in (source for source in found if sources.family_of(source) == family):
+        constants = re.search(r"^#ifndef.*?^#endif", source.text, re.DOTALL | re.MULTILINE)
+        names = re.findall(r"^#define (\w+)", constants[0], re.MULTILINE) if constants else []
+        assert {source.name, *names} <= named, source.label

@@ -1,25 +1,17 @@
-// append_kv4: new keys and values, rotated and quantised, into their slots of a paged cache (QServe sections 4.2 and 5.3).
+// append_kv4: new keys and values, rotated and quantised, into their slots of a paged cache (QServe sections 4.2, 5.3).
 //
-// Contract   token t goes to page slots[t] / PAGE, offset slots[t] % PAGE; of a negative slot (padding) nothing is written.
-//            With tables, k is rotated first: pairs (i, i + D/2), every multiplication and addition rounded to f32. A position
-//            beyond the tables reads their last row: padding may have any.
-//            By head and token (CHANNEL 0), L = 2^BITS - 1: s = f16((max - min) / L), 1 if that is 0, the range extended to
-//            include 0; z = rint(-min / s) in 0..L; q = rint(x / s) + z in 0..L; s and z go into the page as f16.
-//            By channel (CHANNEL 1), s and z given: 4 bits the same q; 8 bits q = rint(x / s) in -127..127, signed, no zero.
-//            Every division is IEEE's: the same bytes as `quant.quantize_kv`. A token with a NaN or an infinity gets a scale
-//            that is no finite number either, so that it shows.
-// Page       of a head, K or V: [PAGE][D * BITS/8] features (4 bits: micro-kernel words), then [PAGE][2] f16 scale and zero
-// Lanes      D/VALUES lanes have a row, the values of one token and head. Lane l: n = VALUES/2 values from n l on, and n from
-//            D/2 + n l on, so both of each rotated pair. By channel 8 values: a lane's constants stay in registers beside them.
-// Tile       By head and token a thread keeps ROWS heads of one token, with one slot and one rotation; a row's lanes find the
-//            extremes of these rows together: each exchange halves the rows that a lane answers for, each finds the constants
-//            of its one row, and hands them to the others. By channel it keeps ROWS tokens of one head, with the same constants.
-// Grid       blocks of K and of V take turns: while those of K wait for their rotations, those of V load.
-// Cache      with rotations, rows are evicted first; without, that costs time. A step of decoding leaves its rows to attention,
-//            which follows.
-// Measured   4096 tokens of 32 heads on an H200, beside the speed of a copy: kv4, rotated 26.2 us, 0.78; kv4 22.1 us, 0.90;
-//            kv8, rotated 29.0 us, 0.84; kv4 channel, rotated 33.0 us, 0.61; kv8 channel, rotated 34.5 us, 0.70.
+// Contract   token t goes to page slots[t] / PAGE, offset slots[t] % PAGE; of a negative slot (padding) nothing is
+//            written. With tables, k is rotated first: pairs (i, i + D/2), every multiplication and addition rounded to
+//            f32. A position beyond the tables reads their last row: padding may have any. By head and token (CHANNEL
+//            0), L = 2^BITS - 1: s = f16((max - min) / L), 1 if that is 0, the range extended to include 0; z =
+//            rint(-min / s) in 0..L; q = rint(x / s) + z in 0..L; s and z go into the page as f16. By channel (CHANNEL
+//            1), s and z given: 4 bits the same q; 8 bits q = rint(x / s) in -127..127, no zero. Every division is
+//            IEEE's: the same bytes as `quant.quantize_kv`. A token with a NaN or an infinity gets a scale that is no
+//            finite number either, so that it shows.
 // PDL        everything waits for the kernel before: it makes k and v, and may read the pool.
+// Guide      notebooks/guide/kernels_attention.md: page, lanes, tile, order of blocks, constants
+// Measured   4096 tokens of 32 heads on an H200, beside the speed of a copy: kv4, rotated 26.2 us, 0.78; kv4 22.1 us,
+//            0.90; kv8, rotated 29.0 us, 0.84; kv4 channel, rotated 33.0 us, 0.61; kv8 channel, rotated 34.5 us, 0.70.
 // PTX ISA    9.7.3 max.NaN, div.rn, rcp; 9.7.4 max.NaN.f16x2; 9.7.9 shfl.sync; 9.7.9.1 cache operators.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

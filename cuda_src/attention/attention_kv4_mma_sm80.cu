@@ -1,26 +1,17 @@
 // attention_kv4_mma_sm80: decode attention over a paged cache on tensor cores, from Ampere on: the whole contract.
 //
-// All queries that share a kv head (the heads of its group, times T) read its keys and values once: they are the columns of an MMA whose other
-// operand are keys, and then values, dequantised by AND alone: a nibble under a mask is the FP16 subnormal v * 2^-24, which tensor cores
-// take exactly.
+// All queries that share a kv head (the heads of its group, times T) read its keys and values once: they are the
+// columns of an MMA whose other operand are keys, and then values, dequantised by AND alone: a nibble under a mask is
+// the FP16 subnormal v * 2^-24, which tensor cores take exactly. Units are split evenly over blocks (COMET section
+// 3.2).
 //
-// Contract   out[b, t, h] = sum_i p[i] v[i], p = softmax of softmax_scale * q[b, t, h] . k[i] over the keys that query t sees: i up to
-//            lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of the sum of exponentials. Nothing
-//            seen: zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). k = (integer - zero) * scale per token and head, f16 in
-//            the page (CHANNEL 0), or per channel, f32 [Hkv, D] (CHANNEL 1, where 8 bits are signed and have no zero).
-//            What one block has not seen all of goes to `partial`; attention_merge, or the last of these blocks, puts it together.
-// Work       units (sequence, kv head, COLUMNS queries) of 64-token tiles, in gridDim.x equal pieces (segments.cuh); deterministic.
-// Warp       takes every WARPS-th item of 32 tokens by itself: a ring of STAGES items by cp.async, its own running maximum and sums.
-//            They meet in shared memory at the end of a segment. The next segment's items are on their way by then.
-// Scores     S = K Q^T, m16n8k16: lane 4 g + t has rows (tokens) g, g + 8 and columns (queries) 2 t, 2 t + 1. The order of dims is free: of
-//            a row lane t takes words 8 j + 2 t, + 1 (LDS.64), halves (e0, e2), (e1, e3), 16 (e4, e6), 16 (e5, e7) each, and of Q the
-//            same dims. Queries are scaled by a power of two, so that the largest has the top of FP16's range; the 16 is taken off them.
-//            The zero point's part, -zero * sum(q), is what the accumulators start with.
-// Softmax    in base 2, of x + log2(scale of the value): so the weights p * scale, rounded to FP16, are at most 1 whatever the scales are.
-// Values     O^T = V^T P^T: movmatrix turns P over; a pair of tokens of one dim is a PRMT of their words. Of a row lane g has words
-//            2 g + 16 j, + 1: tiles of dims (e0, e1), (e2, e3), 16 (e4, e5), 16 (e6, e7). sum(p * zero) is one more MMA.
-// Stage      keys [32][ROW], values [32][ROW], then f16 (scale, zero) of both. 16-byte chunk c of 128 bytes w at c ^ 2 f(w): neither the
-//            rows g .. nor the rows 2 t .. of a fragment meet in a bank.
+// Contract   out[b, t, h] = sum_i p[i] v[i], p = softmax of softmax_scale * q[b, t, h] . k[i] over the keys that query
+//            t sees: i up to lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of
+//            the sum of exponentials. Nothing seen: zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). k =
+//            (integer - zero) * scale per token and head, f16 in the page (CHANNEL 0), or per channel, f32 [Hkv, D]
+//            (CHANNEL 1, where 8 bits are signed and have no zero). What one block has not seen all of goes to
+//            `partial`; attention_merge, or the last of these blocks, puts it together.
+// Guide      notebooks/guide/kernels_attention.md: work, warps, scores, values, stages, constants
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 94 us, 0.66 of the speed of memory.
 // PTX ISA    9.7.14.5.8 mma.m16n8k16; 9.7.14.5.17 movmatrix; 9.7.9.25 cp.async; 9.7.3 ex2, lg2, rcp; 9.7.13.5 atom.
 #include "exponent.cuh"

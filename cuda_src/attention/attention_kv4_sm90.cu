@@ -1,45 +1,24 @@
-// attention_kv4_sm90: decode attention over a paged cache of 4 or 8 bits, at the speed of memory.
+// attention_kv4_sm90: decode attention over a paged cache of 4 or 8 bits, at the speed of memory (QServe section 5.3).
 //
-// Contract   out[b, t, h] = sum_i p[i] v[i], p = softmax of softmax_scale * q[b, t, h] . k[i] over the keys that query t sees: i up to
-//            lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of the sum of exponentials. Nothing
-//            seen: zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). k = (integer - zero) * scale per token and head, f16 in
-//            the page (CHANNEL 0), or per channel, f32 [Hkv, D] (CHANNEL 1, where 8 bits are signed and have no zero).
-//            T queries of a sequence and all heads of a group are one unit's columns, up to 8; more are several units.
-// Work       all tiles (64 tokens) of all units, in equal pieces over the blocks, worked out by each from `lengths` (segments.cuh): a block
-//            has segments, of which the first and the last may be parts of units. The block in which a unit begins, its last one, puts the
-//            parts together, in the order of the tokens: same input, same bits. The others hand theirs over (mailbox.cuh), which is the first of
-//            their segments, behind the next one's tiles: mostly early. A counter of those that are done would have all wait for a fence and an
-//            atomic. Who waits, waits for blocks behind it, and of a unit only one does. So on a busy GPU too others end and make room for these,
-//            as long as there is room for two, and blocks begin in their order, as they do, though nothing promises it.
-// Block      WARPS multiply, tile by tile: SHARE warps share one, GROUPS of warps take turns. One more asks for copies, one prepares queries:
-//            both work out the block's share of the work, as to hand it over would take longer.
-//            full, empty   a place of the ring: keys and values of a tile are there; its warps are done with it. One group has it for ever,
-//                          as STAGES is a multiple of GROUPS: others could take it for full that was full a round ago.
-//            ready         a unit's record and queries are in shared memory
-//            summed        all warps have their sums of a unit in shared memory
-//            cleared       all warps have taken their part of them out again: a unit or more later, so that nobody waits for the slowest
-//            Every lane arrives for itself, which orders what it read or wrote, and which racecheck can follow; it takes no longer.
-// Scores     S = K Q^T by m16n8k32 in integers, so without an error; lane 4 g + t: tokens g, g + 8. K, the operand A, is bytes as they are, or
-//            words under a mask: low nibbles, and 16 times the high ones, which are summed apart: 2 instructions per 8 integers. The order
-//            of dims is free: lane t has 16 bytes of a token (32 dims), of Q the same. -zero * sum(q) is added in f32.
-// Queries    are integers of two signed bytes, the largest element of each 127 * 256; operand B lies in shared memory as the lanes load it.
-//            Up to 4 queries (COLUMNS 4): query t is columns 2 t (high bytes) and 2 t + 1 (low bytes) of one B, and no lane has more
-//            than one to do the softmax of. Else the bytes are two B's, and the lane has queries 2 t, 2 t + 1.
-// Softmax    in base 2, of score + log2(scale of the value): so the weights p * scale, rounded to FP16, are at most 1 whatever the scales are.
-// Values     O^T = V^T P^T: movmatrix turns P over; two tokens of one dim come together by PRMT; sum(p * zero) is one more MMA.
-//            Lane g has dims g D / 8 on. High nibbles are summed with their whole bytes, and the low nibbles' sums subtracted afterwards. What an MMA
-//            truncates grows with the sum: that of a byte counts a sixteenth in its high nibble, and would count in full in its low one.
-// Promotion  An MMA truncates every sum towards 0. After PROMOTE tokens a warp adds its accumulators to FP32 sums in shared memory, which round to
-//            nearest, and starts again from 0: so the error does not grow with the number of tokens. With PROMOTE 0 (short tables) it never does.
+// One warp asks for copies, one prepares queries, the others multiply, each tile by tile. Tiles of all units are dealt
+// to the blocks in equal pieces; the block in which a unit begins puts its parts together, always in the same order.
+//
+// Contract   out[b, t, h] = sum_i p[i] v[i], p = softmax of softmax_scale * q[b, t, h] . k[i] over the keys that query
+//            t sees: i up to lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of
+//            the sum of exponentials. Nothing seen: zeros, and lse -infinity. Head h reads kv head h / (Hq / Hkv). k =
+//            (integer - zero) * scale per token and head, f16 in the page (CHANNEL 0), or per channel, f32 [Hkv, D]
+//            (CHANNEL 1, where 8 bits are signed and have no zero). T queries of a sequence and all heads of a group
+//            are one unit's columns, up to 8; more are several units.
 // PDL        block table and lengths are read at once, queries and cache behind the wait.
+// Guide      notebooks/guide/kernels_attention.md: work, barriers, scores in integers, values, promotion, constants
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 69 us, 0.90 of the speed of memory.
 //            What `attention_kv4` takes for a batch, plain launches:
 //            heads         16 x 1024     64 x 1024     256 x 1024    1 x 4096      64 x 4096     1 x 32768
 //            32 / 32       20.7 us 0.75  69.4 us 0.90  262 us 0.95   8.9 us 0.44   262 us 0.95   38.5 us 0.81
 //            32 / 8        8.2 us 0.48   21.3 us 0.73  70.8 us 0.88  6.5 us 0.15   70.9 us 0.88  13.8 us 0.56
 //            64 / 8        8.7 us 0.45   22.5 us 0.69  72.9 us 0.86  7.0 us 0.14   72.0 us 0.87  14.9 us 0.52
-// PTX ISA    9.7.14.5.8, 9 mma.m16n8k16 (.f16), m16n8k32 (.u8.s8, .s8.s8); 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies; 9.7.13.15 mbarrier;
-//            9.7.13.16 elect; 9.7.3 ex2, lg2, rcp; 9.7.1 dp4a; 9.7.13.13 griddepcontrol
+// PTX ISA    9.7.14.5.8, 9 mma.m16n8k16 (.f16), m16n8k32 (.u8.s8, .s8.s8); 9.7.14.5.17 movmatrix; 9.7.9.25 bulk copies;
+//            9.7.13.15 mbarrier; 9.7.13.16 elect; 9.7.3 ex2, lg2, rcp; 9.7.1 dp4a; 9.7.13.13 griddepcontrol
 #include "griddep.cuh"
 #include "mbarrier.cuh"
 #include "pack.cuh"

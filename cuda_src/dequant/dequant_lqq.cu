@@ -1,4 +1,4 @@
-// dequant_lqq: the CUDA C++ twin of ptx/dequant/dequant_lqq.ptx; contract, word and tile are stated there.
+// dequant_lqq: the CUDA C++ twin of ptx/dequant/dequant_lqq.ptx, which states contract, word and tile.
 // IMAD + XOR, LiquidGEMM section 4.
 #include "dequant.cuh"
 

@@ -1,4 +1,5 @@
-// dequant_lqq_unsigned: the CUDA C++ twin of ptx/dequant/dequant_lqq_unsigned.ptx; contract, word and tile are stated there.
+// dequant_lqq_unsigned: the CUDA C++ twin of ptx/dequant/dequant_lqq_unsigned.ptx,
+// which states contract, word and tile.
 // IMAD alone: weight + 128 as u8.
 #include "dequant.cuh"
 

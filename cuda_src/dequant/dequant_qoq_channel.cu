@@ -1,4 +1,5 @@
-// dequant_qoq_channel: the CUDA C++ twin of ptx/dequant/dequant_qoq_channel.ptx; contract, word and tile are stated there.
+// dequant_qoq_channel: the CUDA C++ twin of ptx/dequant/dequant_qoq_channel.ptx,
+// which states contract, word and tile.
 // Only unpack; the zero point is left to the epilogue, QServe section 5.2.2.
 #include "dequant.cuh"
 

@@ -1,4 +1,5 @@
-// dequant_qoq_vadd4: the CUDA C++ twin of ptx/dequant/dequant_qoq_vadd4.ptx; contract, word and tile are stated there.
+// dequant_qoq_vadd4: the CUDA C++ twin of ptx/dequant/dequant_qoq_vadd4.ptx,
+// which states contract, word and tile.
 // Multiply, then __vadd4, QServe section 5.2.3.
 #include "dequant.cuh"
 

@@ -1,4 +1,4 @@
-// dequant_u4_f16: the CUDA C++ twin of ptx/dequant/dequant_u4_f16.ptx; contract, word and tile are stated there.
+// dequant_u4_f16: the CUDA C++ twin of ptx/dequant/dequant_u4_f16.ptx, which states contract, word and tile.
 // The magic number 1024, QServe section 5.3.
 #include "dequant.cuh"
 

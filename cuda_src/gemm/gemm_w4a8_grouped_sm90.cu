@@ -1,32 +1,20 @@
 // gemm_w4a8_grouped_sm90: the experts of a layer in one launch: y = x W_e^T for the rows of x that each expert e has.
 //
-// gemm_w4a8_sm90 with another list of tiles: how many rows an expert has is known on the device only, where the router
-// has just written it, so the list is worked out there (experts.cuh), by every warp for itself.
+// gemm_w4a8_sm90 with another list of tiles: how many rows an expert has is known on the device alone, where the router
+// has just written it, so every warp works the list out for itself (experts.cuh).
 //
 // Contract   rows offsets[e] .. offsets[e + 1] - 1 of X go with W_e: offsets never fall, from offsets[0] = 0 to
-//            offsets[E] = M; an expert may have none. accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[e, n, k],
-//            exact in int32; y = accumulators * x_scale[m] * w_scale[e, n] + bias[e, n], each operation in f32 and then
-//            rounded to the output, or the accumulators (OUT == 3). Any M >= 1 and E >= 1, N a multiple of 8, K of the group. W in
-//            strips serves LiquidQuant and QoQ: o1 = 128 + min, or 128 - zero * s1.
-// Operands   Y^T = W X^T, as in gemm_w4a8_sm90: W dequantised to w + 128 as u8, for which 128 times the sum of a token's x is
-//            taken off at the end; SIGNED: without token sums, the top bits flipped instead.
-// Tile       BM tokens of one expert x up to STRIPS strips of 16 rows, shared out evenly: heights differ by one strip at most.
-//            Rows of X behind the expert's last are the next one's, or zeros: multiplied, and not stored. WN warp groups x MN
-//            MMAs lie along the rows: warp v of MMA h of group w has strip 4 (MN w + h) + v; one without a strip takes the last
-//            once more and stores nothing.
-// Ring       STAGES slots of BK channels: X as BK / 128 boxes [BM][128] under the 128-byte swizzle, and W_SLOT bytes of each
-//            strip. full completes when the copy engine has brought all of it, empty when the warp groups are done with it.
-// W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
-//            channels: word j rows g, g + 8 (j & 1) of MMA j >> 1 (lane 4 g + t); then 32 bytes of constants per group:
-//            4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8
-// Pipeline   a warp group has the words of the next 64 channels under way, dequantises one unit into the registers that wgmma
-//            has left (wait_group 1), and issues it. Persistent: the loads of a tile begin under the end of the one before.
-// Copies     four warps ask, each for every fourth strip, through elect.sync.
-// Output     from the fragments, each warp by itself (fragments_out.cuh).
-// PDL        everything waits for the kernel before: which weights are wanted is what that one may be writing. What it may
-//            write is not __restrict__: ptxas moves loads of read-only data (ld.global.nc) ahead of griddepcontrol.wait.
-// Measured   Mixtral, 8 experts, top 2, on an H200, of the floor at 1, 8, 64 tokens: gate+up 0.84, 0.90, 0.88; down 0.74, 0.93,
-//            0.87; 0.96 to 1.55 times as fast as a loop of single GEMMs, 1.35 in the mean from 32 tokens on.
+//            offsets[E] = M; an expert may have none. accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[e, n,
+//            k], exact in int32; y = accumulators * x_scale[m] * w_scale[e, n] + bias[e, n], each operation in f32 and
+//            then rounded to the output, or the accumulators (OUT == 3). Any M >= 1, E >= 1, N a multiple of 8, K of
+//            the group. LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: no token sums, and the MMA
+//            takes w as s8.
+// PDL        everything waits for the kernel before, which may be writing which weights are wanted. What it may write
+//            is not __restrict__: ptxas moves loads of read-only data (ld.global.nc) ahead of griddepcontrol.wait.
+// Guide      notebooks/guide/kernels_gemm.md: strips, tiles of experts, schedule, constants
+// Measured   Mixtral, 8 experts, top 2, on an H200, of the floor at 1, 8, 64 tokens: gate+up 0.84, 0.90, 0.88; down
+//            0.74, 0.93, 0.87; 0.96 to 1.55 times as fast as a loop of single GEMMs, 1.35 in the mean from 32 tokens
+//            on.
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
 //            9.7.19.5 setmaxnreg; 9.7.14.5.16 stmatrix
 #include "experts.cuh"

@@ -1,20 +1,13 @@
 // gemm_w4a8_qoq_channel_sm80: Y = X W^T with INT8 activations and per-channel QoQ weights (QServe section 5.2.2).
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * q4[n, k] - zero[n] * x_sum[m], exact in int32 for K < 131,072: with
-//            x_sum[m] = sum_k x[m, k] it is the product with q4 - zero, whose sign never burdens the main loop;
-//            y = accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output,
-//            or the accumulators themselves (OUT == 3).
-//            Any M >= 1, N a multiple of 8, K a multiple of 32; padding is zero-filled on the way in.
-// Operands   W is operand A (16 rows of N x 32 of K), X operand B (32 of K x 8 tokens), so a thread's accumulators are
-//            rows g and g + 8 of N for tokens 2 t and 2 t + 1. A q4 is 0..15, so as signed bytes they mean the same.
-// Tile       block: BN rows x BM tokens x BK channels; warps WN x WM x WK: 32 rows, BM / WM tokens, every WK-th k32 step.
-//            W      ring of STAGES; per k32 step and 32 rows one 512-byte tile in QServe's order: LDS.128 per lane is the
-//                   lane's 32 weights: word q = row g + 8 q, low nibbles channels 4 t .. + 3, high ones 16 + 4 t .. + 3
-//            X      row-major [BM][BK], 16-byte chunk c of token m at c ^ (m & 7): ldmatrix without conflicts
-// Dequant    unpacking alone, 3 instructions per 8 weights; no constants of groups, neither in the ring nor in registers.
-// Split K    the WK warps of a row strip take turns of k32 steps and add up in shared memory: exact in any order.
-// Order      blocks of one row strip are neighbours, so that W comes from memory once and X from the L2.
-// Tuned      tile, stages by tokens and rows: the table in ptxlab/kernels/gemm/sm80.py, from a sweep as wide as every step's.
+//            x_sum[m] = sum_k x[m, k] it is the product with q4 - zero, whose sign never burdens the main loop; y =
+//            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or
+//            the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 32; padding is
+//            zero-filled on the way in.
+// Tile       that of gemm_w4a8_qoq_sm80, without constants of groups. A q4 is 0..15, so as signed bytes they mean the
+//            same.
+// Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
 // Measured   0.64, 0.34, 0.31 of the floor at M = 16, 64, 256 on an H200; 0.87 times as fast as cuBLAS FP8 (means).
 // PTX ISA    9.7.14 mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "dequant.cuh"

@@ -1,20 +1,16 @@
 // gemm_w4a8_qoq_sm80: Y = X W^T with INT8 activations and QoQ weights in groups: QServe's main loop (section 5.2, 5.4).
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32 for K < 131,072;
-//            y = accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output,
-//            or the accumulators themselves (OUT == 3).
-//            Any M >= 1, N a multiple of 8, K a multiple of the group; padding is zero-filled on the way in.
-// Operands   W is operand A (16 rows of N x 32 of K), X operand B (32 of K x 8 tokens), so a thread's accumulators are
-//            rows g and g + 8 of N for tokens 2 t and 2 t + 1.
-// Tile       block: BN rows x BM tokens x BK channels; warps WN x WM x WK: 32 rows, BM / WM tokens, every WK-th k32 step.
-//            W      ring of STAGES; per k32 step and 32 rows one 512-byte tile in QServe's order: LDS.128 per lane is the
-//                   lane's 32 weights: word q = row g + 8 q, low nibbles channels 4 t .. + 3, high ones 16 + 4 t .. + 3
+// Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32 for K < 131,072; y =
+//            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or
+//            the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of the group; padding
+//            is zero-filled on the way in.
+// Tile       block: BN rows x BM tokens x BK channels; warps WN x WM x WK: 32 rows, BM / WM tokens, every WK-th k32
+//            step.
+//            W      ring of STAGES; per k32 step and 32 rows 512 bytes in QServe's order: LDS.128 per lane is its 32
+//                   weights: word q = row g + 8 q, low nibbles channels 4 t .. + 3, high ones 16 + 4 t .. + 3
 //            X      row-major [BM][BK], 16-byte chunk c of token m at c ^ (m & 7): ldmatrix without conflicts
 //            scales, offsets  per 32 rows and group 32 bytes each, byte 4 g + q = row g + 8 q: one LDS.32 per lane
-// Dequant    multiply, then __vadd4 (QServe section 5.2.3), 13 instructions per 8 weights.
-// Split K    the WK warps of a row strip take turns of k32 steps and add up in shared memory: exact in any order.
-// Order      blocks of one row strip are neighbours, so that W comes from memory once and X from the L2.
-// Tuned      tile, stages by tokens and rows: the table in ptxlab/kernels/gemm/sm80.py, from a sweep as wide as every step's.
+// Guide      notebooks/guide/kernels_gemm.md: operands, schedule, order of blocks, constants
 // Measured   0.52, 0.29, 0.24 of the floor at M = 16, 64, 256 on an H200; 0.68 times as fast as cuBLAS FP8 (means).
 // PTX ISA    9.7.14 mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "dequant.cuh"

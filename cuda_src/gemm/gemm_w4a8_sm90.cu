@@ -1,40 +1,19 @@
 // gemm_w4a8_sm90: Y = X W^T on Hopper's tensor cores, weights in strips, from a few tokens to thousands.
 //
-// LiquidGEMM's implicit pipeline (section 5.3: warp groups dequantise into registers under each other's wgmma) with unsigned
-// weights, tiles whose height is a number of strips, and warp groups along K as well as along the rows: what of it pays where
-// is measured (ptxlab/kernels/gemm/strips_tiles.py).
+// LiquidGEMM's implicit pipeline (section 5.3: warp groups dequantise into registers under each other's wgmma) with
+// unsigned weights, tiles whose height is a number of strips, and warp groups along K as well as along the rows.
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            Any M >= 1, N a multiple of 8, K of the group. W in strips serves LiquidQuant and QoQ: o1 = 128 + min, or
-//            128 - zero * s1.
-// Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K, registers), X operand B (32 of K x BM tokens, shared memory).
-//            Unsigned LiquidQuant: wgmma is given w + 128 as u8, and the sum of a token's x, times 128, is taken off at the
-//            end: 5 instructions per 8 weights. Without token sums (SIGNED) the top bits are flipped instead: 7.
-// Tile       BM tokens x up to STRIPS strips of 16 rows, shared out evenly: heights differ by one strip at most, and so do the
-//            tokens: a copy brings as many rows of X as a tile has tokens, since rows outside the matrix are slow to come, and
-//            wgmma finds zeros behind them. WN warp groups
-//            x MN MMAs lie along the rows: warp v of MMA h of group w has strip 4 (MN w + h) + v; one without a strip takes
-//            the last once more and stores nothing. WK warp groups take stages in turn and add up in the ring at the end.
-//            SPLIT blocks of a cluster each take a slice of K and add up through distributed shared memory. BM is a width that
-//            wgmma has: 200 tokens are one tile of 208 or two of 112, not of 256.
-// Ring       STAGES slots of BK channels: X as BK / 128 tiles [BM][128] under the 128-byte swizzle (from row-major X, or as they
-//            are from X in tiles: ORDER), and W_SLOT bytes of each strip. full completes when the copy engine has brought
-//            all of it, empty when the WN warp groups that use the slot are done with it.
-// W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
-//            channels: word j rows g, g + 8 (j & 1) of MMA j >> 1 (lane 4 g + t); then 32 bytes of constants per group:
-//            4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8
-// Pipeline   a warp group has the words of the next 64 channels under way, dequantises one unit into the registers that wgmma
-//            has left (wait_group 1), and issues it. Persistent: the loads of a tile begin under the end of the one before.
-// Copies     four warps ask, each for every fourth strip, through elect.sync: a plain `if (thread == 0)` makes the compiler
-//            loop over lanes around each copy, about 64 ns each, which was what limited this kernel. The first copy waits for
-//            as little as can be: a warp that multiplies makes the barriers meanwhile, and one tile of tokens needs no division.
-// Output     from the fragments, each warp by itself (fragments_out.cuh).
+// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators *
+//            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
+//            accumulators (OUT == 3). Any M >= 1, N a multiple of 8, K of the group. LiquidQuant: o1 = 128 + min; QoQ:
+//            o1 = 128 - zero * s1. wgmma takes w + 128 as u8, and 128 times the token sum leaves at the end; SIGNED: w
+//            as s8, no token sums.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
-// Tuned      tile, strips, stages and cluster by costs that were measured: ptxlab/kernels/gemm/strips_tiles.py.
-// Measured   0.93, 0.92, 0.82, 0.78, 0.71, 0.62, 0.73, 0.79, 0.82, 0.66 of the floor on an H200 at M = 1, 4, 16, 32, 64, 128,
-//            256, 512, 2048, 8192; 1.94, 1.91, 1.70, 1.57, 1.47, 1.22, 1.11, 1.18, 1.20, 1.00 times as fast as cuBLAS FP8
-//            (means of 1, 1, 6, 8, 8, 8, 8, 8, 8, 8 of LLaMA-2's matrices, on which it is launched; row-major activations).
+// Guide      notebooks/guide/kernels_gemm.md: strips, tile, ring, schedule, constants
+// Measured   0.93, 0.92, 0.82, 0.78, 0.71, 0.62, 0.73, 0.79, 0.82, 0.66 of the floor on an H200 at M = 1, 4, 16, 32,
+//            64, 128, 256, 512, 2048, 8192; 1.94, 1.91, 1.70, 1.57, 1.47, 1.22, 1.11, 1.18, 1.20, 1.00 times as fast as
+//            cuBLAS FP8 (means of 1, 1, 6, 8, 8, 8, 8, 8, 8, 8 of LLaMA-2's matrices, on which it is launched; row-
+//            major activations).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
 //            9.7.19.5 setmaxnreg; 9.7.14.5.16 stmatrix
 #include "epilogue_sm90.cuh"

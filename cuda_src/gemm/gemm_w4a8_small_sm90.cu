@@ -1,31 +1,16 @@
 // gemm_w4a8_small_sm90: Y = X W^T for a few tokens: every SM keeps all of X, and streams whole strips of W past it.
 //
-// At up to 16 tokens or so the product costs nothing beside the weights' way from memory. So everything serves the stream:
-// a strip, 16 rows over all of K, lies contiguous in memory and comes in few long copies; each block takes every so many-th
-// strip, so that all have the same number, give or take one, and the first copy does not wait for a division; and nothing is
-// exchanged between blocks.
+// At up to 16 tokens or so the product costs nothing beside the stream of the weights. So a strip, 16 rows over all of
+// K, lies contiguously in memory and comes in few long copies, and blocks exchange nothing (LiquidGEMM section 4).
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            1 <= M <= 32, as far as X fits shared memory; N a multiple of 8, K of the group. W in strips serves LiquidQuant
-//            and QoQ: o1 = 128 + min, or 128 - zero * s1.
-// Operands   W is operand A of m16n8k32, X operand B. Unsigned LiquidQuant: the MMA is given w + 128 as u8, and the sum of a
-//            token's x, times 128, is taken off at the end. Without token sums (SIGNED) the top bits are flipped instead.
-// Block      ROWS strips at a time x BM tokens; ROWS x SLICES warps multiply, warp ROWS r + s strip r, and of a stage of
-//            SLICES * 128 channels the 128 channels s. One warp more asks for copies, one turns sums into outputs.
-//            full      completes when a stage's W (and, with the first strips, its X) is there
-//            empty     when all multiplying warps are done with it
-//            summed    when all have added a tile's sums to shared memory (atomics: integers, the order does not matter);
-//            cleared   when the last warp has taken them out again: two tiles take turns
-// W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
-//            channels: word j rows g, g + 8 (j & 1) of MMA j >> 1 (lane 4 g + t); then 32 bytes of constants per group:
-//            4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8
-// X          ORDER 0, row-major: boxes [M][128] under the 128-byte swizzle, LDS.32 at row g, column (4 unit + i) ^ g, word t;
-//            ORDER 1, fragments: LDS.128 at 512 * (unit of 64 channels, 8 tokens) + 16 * lane. Neither has bank conflicts.
+// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators *
+//            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
+//            accumulators (OUT == 3). 1 <= M <= 32, as far as X fits shared memory; N a multiple of 8, K of the group.
+//            LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: no token sums, and the MMA takes w as s8.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
-// Tuned      strips at a time, warps and blocks per SM by costs that were measured: ptxlab/kernels/gemm/small_tiles.py.
-// Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.81, 1.75, 1.44 times as fast as cuBLAS FP8 (means of
-//            7, 7, 2 of LLaMA-2's matrices, on which it is launched; row-major activations).
+// Guide      notebooks/guide/kernels_gemm.md: strips, roles of the warps, barriers, constants
+// Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.81, 1.75, 1.44 times as fast as cuBLAS FP8
+//            (means of 7, 7, 2 of LLaMA-2's matrices, on which it is launched; row-major activations).
 // PTX ISA    9.7.14.5.9 mma.m16n8k32 (.u8.s8); 9.7.9.25, 27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect
 #include "dequant.cuh"
 #include "griddep.cuh"

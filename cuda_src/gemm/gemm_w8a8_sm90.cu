@@ -1,27 +1,16 @@
-// gemm_w8a8_sm90: Y = X W^T on Hopper's tensor cores, 8-bit weights: nothing to dequantise, both operands from shared memory.
+// gemm_w8a8_sm90: Y = X W^T on Hopper's tensor cores, 8-bit weights, both operands from shared memory.
 //
-// The 8-bit sibling of gemm_w4a8_sm90: the same pipeline without its dequantisation, hence what that costs is the difference.
-// One warp group loads, the others multiply. Persistent blocks: the loads of a tile begin under the end of the one before.
+// The 8-bit sibling of gemm_w4a8_sm90: the same pipeline without its dequantisation, hence what that costs is the
+// difference. One warp group loads, the others multiply; persistent blocks.
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k], exact in int32; y = accumulators * x_scale[m] * w_scale[n]
-//            + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            Any M >= 1, N a multiple of 8, K a multiple of 16; padding is zero-filled on the way in.
-// Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K), X operand B (32 of K x BM tokens), both as they lie in
-//            shared memory. Thread 32 v + 4 g + t of warp group w has rows r = 64 w + 16 v + g and r + 8 of the accumulators.
-// Tile       block: WN warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES, each with its mbarriers:
-//            full   completes when the copy engine has brought X and W; empty, when all warps are done with them
-//            X, W   BK / 128 boxes [BM][128] and [64 WN][128] under the 128-byte swizzle, by the copy engine, row-major
-//            Tokens are shared out evenly: a copy brings as many rows of X as a tile has tokens, since rows outside the
-//            matrix are slow to come, and wgmma finds zeros behind them. All tokens of some rows of W before the next rows.
-// Split K    SPLIT blocks of a cluster share a tile, each with a slice of K; they add up through distributed shared memory.
-// Copies     one warp asks for W, another for X, both through elect.sync: a plain `if (thread == 0)` makes the compiler loop
-//            over lanes around each copy.
-// Output     from the fragments, each warp by itself (fragments_out.cuh).
+// Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k], exact in int32; y = accumulators * x_scale[m] * w_scale[n] +
+//            bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3). Any M >= 1,
+//            N a multiple of 8, K a multiple of 16; padding is zero-filled on the way in.
 // PDL        W does not wait for the kernel before, as far as the ring takes it; X, scales of tokens and results do.
-// Tuned      tile and split by measured costs: see ptxlab/kernels/gemm/w8a8_tiles.py.
-// Measured   on an H200 at M = 1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192: 1.08, 1.06, 1.04, 1.00, 1.03, 0.99, 1.10, 1.11,
-//            1.15, 1.06 times as fast as cuBLAS FP8, 1.71, 1.48, 1.40, 1.34, 1.37, 1.71, 1.92, 1.73, 1.66, 1.48 times as its
-//            INT8 (means over LLaMA-2's matrices).
+// Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
+// Measured   on an H200 at M = 1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192: 1.08, 1.06, 1.04, 1.00, 1.03, 0.99, 1.10,
+//            1.11, 1.15, 1.06 times as fast as cuBLAS FP8, 1.71, 1.48, 1.40, 1.34, 1.37, 1.71, 1.92, 1.73, 1.66, 1.48
+//            times as its INT8 (means over LLaMA-2's matrices).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.27 tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15 mbarrier;
 //            9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include "epilogue_sm90.cuh"

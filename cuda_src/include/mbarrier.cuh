@@ -84,8 +84,8 @@ __device__ __forceinline__ void bulk_load_once(void* to, const void* from, unsig
 // The map's box from (row, column) on; what lies outside the matrix comes as zeros, and counts as bytes all the same.
 __device__ __forceinline__ void tensor_load(unsigned to, const TensorMap* map, int column, int row, unsigned barrier) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
-            "r"(to),
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
         "l"(map), "r"(column), "r"(row), "r"(barrier)
         : "memory");
 }

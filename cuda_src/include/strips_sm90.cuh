@@ -8,8 +8,9 @@
 
 namespace ptxlab {
 
-// Bytes of a block of a strip, 16 rows x 128 channels: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
-// channels; then 32 bytes of constants per group of SIZE, 4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8.
+// Bytes of a block of a strip, 16 rows x 128 channels: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of
+// 64 channels; then 32 bytes of constants per group of SIZE, 4 bytes at 4 * g: scale g, offset g, scale g + 8,
+// offset g + 8.
 template <int SIZE>
 constexpr int STRIP_BLOCK = 1024 + 128 / SIZE * 32;
 
@@ -52,7 +53,8 @@ struct StripProduct {
         else wgmma_u8(sums, weights, x);
     }
 
-    // Every STEP-th stage from `first` on. A slot is given back when wgmma has read it, while the next stage is worked on.
+    // Every STEP-th stage from `first` on. A slot is given back when wgmma has read it, while the next stage is worked
+    // on.
     template <int STEP, int SLOTS>
     __device__ __forceinline__ void add(const unsigned char* ring, u64* full, u64* empty, Slot<SLOTS>& slot, int first,
                                         int stages, int blocks, int lane TIMELINE_PARAMETER) {

@@ -1,5 +1,5 @@
-// Vector loads and stores: 2, or a multiple of 4 words at once (or 1, to be loaded), at an address that is a multiple of
-// their bytes, 16 at most.
+// Vector loads and stores: 2, or a multiple of 4 words at once (or 1, to be loaded), at an address that is a multiple
+// of their bytes, 16 at most.
 #pragma once
 #include "mma.cuh"
 

@@ -1,18 +1,12 @@
-// quantize_activations_s8: per-token symmetric INT8 with the token sum, in the order that a GEMM reads (QServe section 4.1).
+// quantize_activations_s8: per-token symmetric INT8 with the token sum, in the order that a GEMM reads (QServe 4.1).
 //
-// Contract   scale[m] = max_k |x[m, k]| / 127, or 1 where that is no normal f32 (a row of zeros, or of less than 1.5e-36);
-//            x_q[m, k] = x[m, k] / scale[m] rounded half to even; token_sum[m] = sum_k x_q[m, k].
-//            Both divisions are IEEE's: the same bits as `quant.quantize_activations`. A row with a NaN or an infinity gets
-//            a scale that is no number either, so that it shows in whatever is computed from it.
-// Operands   x f16, bf16 or f32 (IN 0, 1, 2); K a multiple of 32. x_q by LAYOUT, padded with zeros to whole tiles:
-//            0  row-major [M, K]
-//            1  fragment order [K/64][M/8][512]: bytes 16 lane .. + 15 are lane 4 g + t of two mma.m16n8k32: token g,
-//               k 4 t .., 16 + 4 t .., 32 + 4 t .., 48 + 4 t ..
-//            2  swizzled tiles [M/rows][K/128][rows][128]: 16-byte chunk c of token r at c ^ (r & 7), for wgmma
-// Tile       one block per token (padding tokens too); a thread takes chunks of 16 k: 16-byte loads, one 16-byte store.
-//            The row stays in registers between the maximum and the rounding; of rows longer than 16 THREADS CHUNKS the rest
-//            is read twice, the second time from the L2.
-// Fragment   a thread has 16 successive k, a lane of the MMA 4 of each of the quad's four: a 4 x 4 transposition of words.
+// Contract   scale[m] = max_k |x[m, k]| / 127, or 1 where that is no normal f32 (a row of zeros, or of less than
+//            1.5e-36); x_q[m, k] = x[m, k] / scale[m] rounded half to even; token_sum[m] = sum_k x_q[m, k]. Both
+//            divisions are IEEE's: the same bits as `quant.quantize_activations`. A row with a NaN or an infinity gets
+//            a scale that is no number either, so that it shows in whatever is computed from it. x f16, bf16 or f32 (IN
+//            0, 1, 2); K a multiple of 32. x_q by LAYOUT, padded with zeros to whole tiles: 0 row-major; 1 fragment
+//            order [K/64][M/8][512]; 2 swizzled tiles [M/rows][K/128][rows][128], for wgmma.
+// Guide      notebooks/guide/kernels_quantize.md: layouts, tile, constants
 // PTX ISA    9.7.3 fma; 9.7.9 shfl.sync; 9.7.13 redux.sync; 9.7.1 dp4a.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -1,25 +1,18 @@
 // gemm_w4a8_lqq_excp_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, three warp groups in a row.
 //
-// LiquidGEMM's explicit coarse-grained pipeline (section 5.3): one warp group loads, one dequantises into shared memory, one
-// multiplies from there. Dequantisation and multiplication overlap, at the price of a way through shared memory and of
-// waiting for each other stage by stage.
+// LiquidGEMM's explicit coarse-grained pipeline (section 5.3): one warp group loads, one dequantises into shared
+// memory, one multiplies from there. Dequantisation and multiplication overlap, at the price of a way through shared
+// memory and of waiting for each other stage by stage.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            Groups of 64 or 128. Padding is zero-filled on the way in.
-// Operands   Y^T = W X^T: both operands of wgmma in shared memory, in rows of 128 bytes under the 128-byte swizzle.
-// Tile       block: 64 WN rows x BM tokens x BK = 128 channels. Two rings:
-//            STAGES as they come   full: the copy engine has brought X [BM][128] and WN blocks of W in the dual-MMA layout
-//                                  (LDS.128 at 16 * thread: word j rows r, r + 8 (j & 1), k 32 (j >> 1) .. of 64 k);
-//                                  empty: the 128 threads that dequantise and the four warps that multiply have done with them
-//            TILES dequantised     ready: 128 threads have written s8 [64 WN][128]; spent: four warps have multiplied them
-// Lanes      lane 4 g + t writes 4 bytes of row r at 16-byte column c ^ g, + 4 t: all 32 banks, once.
-// Dequant    multiply-add with the offset 128 + min, then flip the top bits (LiquidGEMM section 4), 7 instructions per 8 weights.
-// Split K    CLUSTER blocks share a tile, each with a slice of K; they add up through distributed shared memory.
-// Tuned      tile, stages and cluster by tokens and rows: the table in ptxlab/kernels/gemm/sm90.py, from a sweep as wide as every step's.
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
+//            3). Groups of 64 or 128. Padding is zero-filled on the way in.
+// Tile       block: 64 WN rows x BM tokens x BK = 128 channels; a ring of STAGES as copied, one of TILES dequantised s8
+//            [64 WN][128]. Lane 4 g + t writes 4 bytes of row r at 16-byte column c ^ g, + 4 t: all 32 banks, once.
+// Guide      notebooks/guide/kernels_gemm.md: operands, layout, the barriers full, empty, ready, spent, constants
 // Measured   0.48, 0.41, 0.47 of the floor at M = 16, 64, 256 on an H200; 0.85 times as fast as cuBLAS FP8 (means).
-// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.4 fence.proxy.async;
-//            9.7.19.5 setmaxnreg.
+// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.4
+//            fence.proxy.async; 9.7.19.5 setmaxnreg.
 #include "dequant.cuh"
 #include "epilogue_sm90.cuh"
 #include "timeline.cuh"

@@ -1,27 +1,18 @@
-// gemm_w4a8_lqq_imfp_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, dequantisation under the multiplication.
+// gemm_w4a8_lqq_imfp_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, dequantised under wgmma.
 //
 // LiquidGEMM's implicit fine-grained pipeline (section 5.3): one warp group loads, two compute. Each of these two
-// dequantises its own weights into registers and multiplies them, and nothing synchronises the two: while one occupies the
-// tensor cores, the other dequantises. Persistent blocks: the loads of a tile begin under the epilogue of the one before.
+// dequantises its own weights into registers and multiplies them, and nothing synchronises the two: while one occupies
+// the tensor cores, the other dequantises. Persistent blocks: the loads of a tile begin under the epilogue of the one
+// before.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            Any M >= 1, N a multiple of 8, K a multiple of the group; padding is zero-filled on the way in.
-// Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K, registers), X operand B (32 of K x BM tokens, shared
-//            memory). Thread 128 w + 32 v + 4 g + t has rows r = 64 w + 16 v + g and r + 8.
-// Tile       block: 2 warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES, each with two mbarriers:
-//            full   completes when the copy engine has brought X and W; empty, when the 256 threads are done with them
-//            X      BK / 128 boxes [BM][128] under the 128-byte swizzle, by the copy engine from row-major X, or as they
-//                   are from X in tiles (ORDER)
-//            W      2 runs of blocks in the dual-MMA layout: 2048 bytes of weights per 64 k, LDS.128 at 16 * thread is
-//                   the thread's 32 weights: word j rows r, r + 8 (j & 1) of MMA j >> 1; then the constants: 4 bytes per
-//                   group at 4 * (8 v + g) * groups: scale r, offset r, scale r + 8, offset r + 8
-// Dequant    multiply-add with the offset 128 + min, then flip the top bits (LiquidGEMM section 4), 7 instructions per 8
-//            weights. Registers of two units of 64 k: one is filled while wgmma reads the other (wait_group 1).
-// Split K    CLUSTER blocks share a tile, each with a slice of K; they add up through distributed shared memory.
-// Tuned      tile, stages and cluster by tokens and rows: the table in ptxlab/kernels/gemm/sm90.py, from a sweep as wide as every step's.
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
+//            3). Any M >= 1, N a multiple of 8, K a multiple of the group; padding is zero-filled on the way in.
+// Tile       block: 2 warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES; W in the dual-MMA layout.
+// Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
 // Measured   0.65, 0.56, 0.60 of the floor at M = 16, 64, 256 on an H200; 1.18 times as fast as cuBLAS FP8 (means).
-// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.19.5 setmaxnreg.
+// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.19.5
+//            setmaxnreg.
 #include "dequant.cuh"
 #include "epilogue_sm90.cuh"
 #include "timeline.cuh"

@@ -1,22 +1,14 @@
 // gemm_w4a8_qoq_sm90: Y = X W^T on Hopper's tensor cores, QoQ weights, one thing after the other.
 //
 // The baseline of LiquidGEMM's ablation (section 7, Fig. 13): wgmma with the weights from registers, dequantised by
-// multiply and __vadd4, and nothing overlaps but the loads: a warp group waits for a stage, dequantises all of it,
-// multiplies, waits for that, and only then takes the next.
+// multiply and __vadd4 (QServe section 5.2.3), and nothing overlaps but the loads: a warp group waits for a stage,
+// dequantises all of it, multiplies, waits for that, and only then takes the next.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            Groups of 64 or 128. Padding is zero-filled on the way in.
-// Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K, registers), X operand B (32 of K x BM tokens, shared
-//            memory). Thread 128 w + 32 v + 4 g + t has rows r = 64 w + 16 v + g and r + 8.
-// Tile       block: WN warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES, each one mbarrier:
-//            X      BK / 128 boxes [BM][128] under the 128-byte swizzle, by the copy engine from row-major X
-//            W      WN runs of blocks in the dual-MMA layout: 2048 bytes of weights per 64 k, LDS.128 at 16 * thread is
-//                   the thread's 32 weights: word j rows r, r + 8 (j & 1) of MMA j >> 1; then per group 128 bytes:
-//                   4 bytes at 4 * (8 v + g): scale r, offset r, scale r + 8, offset r + 8
-// Dequant    multiply, then __vadd4 (QServe section 5.2.3), 13 instructions per 8 weights.
-// Split K    CLUSTER blocks share a tile, each with a slice of K; they add up through distributed shared memory.
-// Tuned      tile, stages and cluster by tokens and rows: the table in ptxlab/kernels/gemm/sm90.py, from a sweep as wide as every step's.
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
+//            3). Groups of 64 or 128. Padding is zero-filled on the way in.
+// Tile       block: WN warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES; W in the dual-MMA layout.
+// Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
 // Measured   0.60, 0.51, 0.50 of the floor at M = 16, 64, 256 on an H200; 1.03 times as fast as cuBLAS FP8 (means).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier.
 #include "dequant.cuh"
