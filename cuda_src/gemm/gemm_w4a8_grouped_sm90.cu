@@ -132,12 +132,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
     for (int number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
         const int strip0 = strip_of(tile.row_tile), end = strip_of(tile.row_tile + 1), height = end - strip0;
         PHASE(SETUP);
-        ptxlab::StripProduct<Stage, MN, SIGNED, false> product;
+        int acc[MN][BM / 2] = {};
+        u32 a[2][MN][2][4];
+        u32 at[MN];
         float ws[MN][2], b[MN][2];
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             const int strip = (wn * MN + h) * 4 + warp, n = (strip0 + strip) * 16 + lane / 4;
-            product.at[h] = ptxlab::shared_address(ring) + X_BYTES + min(strip, height - 1) * W_SLOT;
+            at[h] = ptxlab::shared_address(ring) + X_BYTES + min(strip, height - 1) * W_SLOT;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 const size_t row = size_t(tile.expert) * N + min(n + 8 * r, N - 1);
@@ -152,7 +154,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
             const int token = min(tile.token0 + i * 128 + thread, M - 1);
             xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
         }
-        product.add<1>(ring, full, empty, slot, 0, stages, w_blocks, lane TIMELINE_ARGUMENT);
+        uint4 q[2][MN];
+        u32 c[MN][Stage::GROUPS], c_next[MN][Stage::GROUPS];
+        ptxlab::multiply_strips<Stage, 1, SIGNED, false>(acc, a, at, q, c, c_next, ring, full, empty, slot, 0, stages,
+                                                         w_blocks, lane TIMELINE_ARGUMENT);
 
         ptxlab::sync_warp_group(wn);  // the scales of the tile before have been used
 #pragma unroll
@@ -167,8 +172,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
                                           SIGNED ? nullptr : scales->x_sum,
                                           {ws[h][0], ws[h][1]},
                                           {b[h][0], b[h][1]}};
-            ptxlab::store_fragments<OUT, BM>(product.acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane,
-                                             tile.token0, (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N,
+            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, tile.token0,
+                                             (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N,
                                              min(N, end * 16), [](int) { return true; });
         }
     }

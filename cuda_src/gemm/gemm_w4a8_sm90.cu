@@ -191,12 +191,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
         const int row_tile = row_tile_of(tile), token0 = (tile - row_tile * token_tiles) * tokens;
         const int strip0 = strip_of(row_tile), end = strip_of(row_tile + 1), height = end - strip0;
         PHASE(SETUP);
-        ptxlab::StripProduct<Stage, MN, SIGNED, true> product;
+        int acc[MN][BM / 2] = {};
+        u32 a[2][MN][2][4];
+        u32 at[MN];
         float ws[MN][2], b[MN][2];
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             const int strip = (wn * MN + h) * 4 + warp, n = (strip0 + strip) * 16 + lane / 4;
-            product.at[h] = ptxlab::shared_address(ring) + X_BYTES + max(0, min(strip, height - 1)) * W_SLOT;
+            at[h] = ptxlab::shared_address(ring) + X_BYTES + max(0, min(strip, height - 1)) * W_SLOT;
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 ws[h][r] = w_scale[min(n + 8 * r, N - 1)];
@@ -211,7 +213,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
             const int token = min(token0 + i * 128 + thread, M - 1);
             xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
         }
-        product.add<WK>(ring, full, empty, slot, wk, stages, w_blocks, lane TIMELINE_ARGUMENT);
+        uint4 q[2][MN];
+        u32 c[MN][Stage::GROUPS], c_next[MN][Stage::GROUPS];
+        ptxlab::multiply_strips<Stage, WK, SIGNED, true>(acc, a, at, q, c, c_next, ring, full, empty, slot, wk, stages,
+                                                         w_blocks, lane TIMELINE_ARGUMENT);
 
         PHASE(REDUCE);
         if (WK > 1) {  // one tile per block: the ring is free
@@ -223,8 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
 #pragma unroll
                     for (int j = 0; j < BM / 8; ++j)
                         partial[(((wk - 1) * TILES + wn * MN + h) * (BM / 8) + j) * 128] =
-                            make_int4(product.acc[h][4 * j], product.acc[h][4 * j + 1], product.acc[h][4 * j + 2],
-                                      product.acc[h][4 * j + 3]);
+                            make_int4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2], acc[h][4 * j + 3]);
             }
             ptxlab::sync_threads(8, 128 * WGS);
             if (wk > 0) {
@@ -238,13 +242,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
 #pragma unroll
                     for (int k = 0; k < WK - 1; ++k) {
                         const int4 more = partial[((k * TILES + wn * MN + h) * (BM / 8) + j) * 128];
-                        product.acc[h][4 * j] += more.x, product.acc[h][4 * j + 1] += more.y,
-                            product.acc[h][4 * j + 2] += more.z, product.acc[h][4 * j + 3] += more.w;
+                        acc[h][4 * j] += more.x, acc[h][4 * j + 1] += more.y, acc[h][4 * j + 2] += more.z,
+                            acc[h][4 * j + 3] += more.w;
                     }
         }
         if (SPLIT > 1) ptxlab::cluster_wait();
 #pragma unroll
-        for (int h = 0; h < MN; ++h) sums.send(product.acc[h], wn * MN + h, thread);
+        for (int h = 0; h < MN; ++h) sums.send(acc[h], wn * MN + h, thread);
         ptxlab::sync_warp_group(wn);  // the scales of the tile before have been used
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i)
@@ -255,13 +259,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
         for (int h = 0; h < MN; ++h) {
             const int tile_row = wn * MN + h;
             PHASE(REDUCE);
-            sums.receive(product.acc[h], tile_row, thread);
+            sums.receive(acc[h], tile_row, thread);
             PHASE(EPILOGUE);
             const ptxlab::Scaling scaling{scales->x_scale,
                                           SIGNED ? nullptr : scales->x_sum,
                                           {ws[h][0], ws[h][1]},
                                           {b[h][0], b[h][1]}};
-            ptxlab::store_fragments<OUT, BM>(product.acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0,
+            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0,
                                              (strip0 + tile_row * 4 + warp) * 16, min(M, token0 + tokens), N,
                                              min(N, end * 16),
                                              [&](int piece) { return Sums::owner(tile_row, piece) == slice; });

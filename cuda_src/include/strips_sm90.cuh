@@ -24,19 +24,27 @@ struct StripStage {
     static constexpr int BYTES = (X_BYTES + HEIGHT * W_SLOT + 1023) / 1024 * 1024;
 };
 
-// The products of a warp group, MMAS of 64 rows x TOKENS: warp v of MMA h takes the strip that lies at[h] in the ring's
-// first slot. FILLED: behind the end of K the copies bring any weights, as X is zero there; else a stage's first block
-// serves for them, and every warp group has a stage.
-template <class Stage, int MMAS, bool AS_S8, bool FILLED>
-struct StripProduct {
-    int acc[MMAS][Stage::TOKENS / 2] = {};
-    u32 a[2][MMAS][2][4];  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
-    u32 at[MMAS];
-    uint4 q[2][MMAS];
-    u32 c[MMAS][Stage::GROUPS], c_next[MMAS][Stage::GROUPS];
+// By weights w as s8, or w + 128 as u8.
+template <bool AS_S8, int SUMS>
+__device__ __forceinline__ void multiply_8bit(int (&acc)[SUMS], const u32 (&a)[4], u64 x) {
+    if (AS_S8) wgmma_s8(acc, a, x);
+    else wgmma_u8(acc, a, x);
+}
 
+// acc += the products of a warp group, MMAS of 64 rows x TOKENS: warp v of MMA h takes the strip that lies at[h] in the
+// ring's first slot. Every STEP-th stage from `first` on; a slot is given back when wgmma has read it, while the next
+// stage is worked on. FILLED: behind the end of K the copies bring any weights, as X is zero there; else a stage's first
+// block serves for them, and every warp group has a stage. The registers in between are the caller's, which leaves
+// ptxas's choice of registers as it was: a as [unit of 64 k][MMA of 64 rows][MMA of 32 k][register], q words of this
+// unit and the next, c and c_next their constants.
+template <class Stage, int STEP, bool AS_S8, bool FILLED, int MMAS, int SUMS, int SLOTS>
+__device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)[2][MMAS][2][4], const u32 (&at)[MMAS],
+                                                uint4 (&q)[2][MMAS], u32 (&c)[MMAS][Stage::GROUPS],
+                                                u32 (&c_next)[MMAS][Stage::GROUPS], const unsigned char* ring,
+                                                u64* full, u64* empty, Slot<SLOTS>& slot, int first, int stages,
+                                                int blocks, int lane TIMELINE_PARAMETER) {
     // The lane's words of a unit of 64 k; with the first of a block its constants.
-    __device__ __forceinline__ void load(int slot_index, int stage, int unit, int blocks, int lane) {
+    const auto load = [&](int slot_index, int stage, int unit) {
         const int block = !FILLED && unit >= 2 && stage * Stage::BLOCKS + unit / 2 >= blocks ? 0 : unit / 2;
 #pragma unroll
         for (int h = 0; h < MMAS; ++h) {
@@ -46,69 +54,57 @@ struct StripProduct {
 #pragma unroll
                 for (int i = 0; i < Stage::GROUPS; ++i) c_next[h][i] = load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
         }
+    };
+    int before = -1;  // the slot that wgmma may still read
+    if (!FILLED || first < stages) {
+        PHASE(WAIT_COPY);
+        mbarrier_wait(&full[slot.index], slot.parity);
+        PHASE(DEQUANTISE);
+        load(slot.index, first, 0);
     }
-
-    static __device__ __forceinline__ void multiply(int (&sums)[Stage::TOKENS / 2], const u32 (&weights)[4], u64 x) {
-        if (AS_S8) wgmma_s8(sums, weights, x);
-        else wgmma_u8(sums, weights, x);
-    }
-
-    // Every STEP-th stage from `first` on. A slot is given back when wgmma has read it, while the next stage is worked
-    // on.
-    template <int STEP, int SLOTS>
-    __device__ __forceinline__ void add(const unsigned char* ring, u64* full, u64* empty, Slot<SLOTS>& slot, int first,
-                                        int stages, int blocks, int lane TIMELINE_PARAMETER) {
-        int before = -1;  // the slot that wgmma may still read
-        if (!FILLED || first < stages) {
+    for (int stage = first; stage < stages; stage += STEP) {
+        const u64 x_tile = swizzled_128(ring + slot.index * Stage::BYTES);
+        const int current = slot.index;
+#pragma unroll
+        for (int unit = 0; unit < Stage::UNITS; ++unit) {
+            if (unit % 2 == 0)
+#pragma unroll
+                for (int h = 0; h < MMAS; ++h)
+#pragma unroll
+                    for (int i = 0; i < Stage::GROUPS; ++i) c[h][i] = c_next[h][i];
+            if (unit + 1 < Stage::UNITS) load(current, stage, unit + 1);
+            PHASE(WAIT_MMA, 1);
+            wgmma_wait<1>();
+            if (unit == 1 && before >= 0) mbarrier_arrive(&empty[before]);
+            PHASE(DEQUANTISE);
+#pragma unroll
+            for (int h = 0; h < MMAS; ++h)
+                dequant_strip<AS_S8, Stage::SIZE>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
+            PHASE(ISSUE, MMAS * Stage::TOKENS);
+            wgmma_fence();
+            const u64 x_unit = x_tile + unit / 2 * (Stage::TOKENS * 128 / 16) + unit % 2 * 4;
+#pragma unroll
+            for (int h = 0; h < MMAS; ++h) {
+                multiply_8bit<AS_S8>(acc[h], a[unit % 2][h][0], x_unit);
+                multiply_8bit<AS_S8>(acc[h], a[unit % 2][h][1], x_unit + 2);
+            }
+            wgmma_commit();
+        }
+        before = current;
+#pragma unroll
+        for (int i = 0; i < STEP; ++i) slot.advance();
+        if (stage + STEP < stages) {
             PHASE(WAIT_COPY);
             mbarrier_wait(&full[slot.index], slot.parity);
             PHASE(DEQUANTISE);
-            load(slot.index, first, 0, blocks, lane);
+            load(slot.index, stage + STEP, 0);
         }
-        for (int stage = first; stage < stages; stage += STEP) {
-            const u64 x_tile = swizzled_128(ring + slot.index * Stage::BYTES);
-            const int current = slot.index;
-#pragma unroll
-            for (int unit = 0; unit < Stage::UNITS; ++unit) {
-                if (unit % 2 == 0)
-#pragma unroll
-                    for (int h = 0; h < MMAS; ++h)
-#pragma unroll
-                        for (int i = 0; i < Stage::GROUPS; ++i) c[h][i] = c_next[h][i];
-                if (unit + 1 < Stage::UNITS) load(current, stage, unit + 1, blocks, lane);
-                PHASE(WAIT_MMA, 1);
-                wgmma_wait<1>();
-                if (unit == 1 && before >= 0) mbarrier_arrive(&empty[before]);
-                PHASE(DEQUANTISE);
-#pragma unroll
-                for (int h = 0; h < MMAS; ++h)
-                    dequant_strip<AS_S8, Stage::SIZE>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
-                PHASE(ISSUE, MMAS * Stage::TOKENS);
-                wgmma_fence();
-                const u64 x_unit = x_tile + unit / 2 * (Stage::TOKENS * 128 / 16) + unit % 2 * 4;
-#pragma unroll
-                for (int h = 0; h < MMAS; ++h) {
-                    multiply(acc[h], a[unit % 2][h][0], x_unit);
-                    multiply(acc[h], a[unit % 2][h][1], x_unit + 2);
-                }
-                wgmma_commit();
-            }
-            before = current;
-#pragma unroll
-            for (int i = 0; i < STEP; ++i) slot.advance();
-            if (stage + STEP < stages) {
-                PHASE(WAIT_COPY);
-                mbarrier_wait(&full[slot.index], slot.parity);
-                PHASE(DEQUANTISE);
-                load(slot.index, stage + STEP, 0, blocks, lane);
-            }
-        }
-        PHASE(WAIT_MMA, 0);
-        wgmma_wait<0>();
-#pragma unroll
-        for (int h = 0; h < MMAS; ++h) pin(acc[h]);
-        if (!FILLED || before >= 0) mbarrier_arrive(&empty[before]);
     }
-};
+    PHASE(WAIT_MMA, 0);
+    wgmma_wait<0>();
+#pragma unroll
+    for (int h = 0; h < MMAS; ++h) pin(acc[h]);
+    if (!FILLED || before >= 0) mbarrier_arrive(&empty[before]);
+}
 
 }  // namespace ptxlab
