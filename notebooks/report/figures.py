@@ -8,7 +8,7 @@ from ptxlab.bench.stored import stored_attention, stored_times
 from ptxlab.demo.plot import demo_figure
 from ptxlab.errors import FileError
 from ptxlab.kernels.plot import load_picture
-from ptxlab.profile import plot as profileplot
+from ptxlab.profile.plot import page_figure
 from report import (
     FIGURES,
     costplot,
@@ -137,7 +137,7 @@ def draw_profile(folder: Path) -> list[Path]:
     if not found:
         return []
     path = folder / "profile.png"
-    plot.save(profileplot.page_figure(found, nsight.differences(*found)), path)
+    plot.save(page_figure(found, nsight.differences(*found)), path)
     return [path]
 
 
