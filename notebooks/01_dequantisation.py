@@ -29,7 +29,8 @@
 import numpy as np
 
 import ptxlab
-from ptxlab import bench, demo, dequantplot, jupyter, layout, quant, reference, sources
+from ptxlab import bench, demo, jupyter, layout, quant, reference, sources
+from report import dequantplot
 
 # %% [markdown]
 # ## Eight weights in a word

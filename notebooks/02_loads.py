@@ -27,8 +27,10 @@ import numpy as np
 from IPython.display import Markdown
 
 import ptxlab
-from ptxlab import figures, jupyter, kernels, report
+from ptxlab import jupyter, kernels
 from ptxlab.kernels import holders
+from report import figures
+from report import sections as report
 
 # %% [markdown]
 # ## The MMA's operand

@@ -26,8 +26,9 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import cost, figures, kernels, ladder
+from ptxlab import cost, kernels
 from ptxlab.bench.shapes import LAYERS, TOKENS
+from report import figures, ladder
 
 record = ladder.recorded()
 

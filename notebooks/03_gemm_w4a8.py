@@ -22,7 +22,7 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import costtables, figures, gemmtables, headline, ladder, targets
+from report import costtables, figures, gemmtables, headline, ladder, targets
 
 record = ladder.recorded()
 measured = bool(headline.points(record))

@@ -27,8 +27,9 @@ import numpy as np
 from IPython.display import Markdown
 
 import ptxlab
-from ptxlab import figures, kernels, kvpoints, kvtables, kvtargets, quant, reference
+from ptxlab import kernels, quant, reference
 from ptxlab.layout import KVCache, gather
+from report import figures, kvpoints, kvtables, kvtargets
 
 record = kvpoints.recorded()
 

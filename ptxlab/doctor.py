@@ -4,9 +4,10 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ptxlab import __version__, gpu, nsight, tested, toolchain
+from ptxlab import __version__, gpu, nsight, toolchain
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.io import checkpoint
+from ptxlab.testing import gpu_tests
 from ptxlab.toolchain import cache
 
 
@@ -35,7 +36,7 @@ def examine() -> list[Item]:
         *_nsight(),
         _checkpoint(),
         _cache(),
-        *(Item("GPU tests", False, line, "pytest -m gpu --record-tests FILE") for line in tested.warnings()),
+        *(Item("GPU tests", False, line, "pytest -m gpu --record-tests FILE") for line in gpu_tests.warnings()),
     ]
 
 

@@ -3,11 +3,12 @@
 import statistics
 from collections.abc import Iterable
 
-from ptxlab import bench, sources
+from ptxlab import bench
 from ptxlab.bench import attention, headline
 from ptxlab.bench.kvshapes import BATCHES, LENGTHS
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import GROUP
+from report import RESULTS
 
 
 def gemm_table() -> str:
@@ -32,7 +33,7 @@ def attention_table() -> str:
 
 def _recorded(suite: str, gpu: str = "h200") -> tuple[Row, ...]:
     """The rows of a suite's record; none where it was not recorded."""
-    path = sources.results_dir() / gpu / f"{suite}.json"
+    path = RESULTS / gpu / f"{suite}.json"
     return bench.load(path).rows if path.is_file() else ()
 
 

@@ -62,6 +62,11 @@ def load() -> dict[str, Any]:
     return record
 
 
+def alpha_of(dequantiser: str) -> float:
+    """α of a kernel of the family `dequant`: instructions per weight in machine code; 0 of none."""
+    return float(load()["counts"][f"{dequantiser}.ptx"]["alu_per_8"]) / 8 if dequantiser else 0.0
+
+
 def alu_per_8(source: Source) -> tuple[float | None, str]:
     """ALU instructions per 8 weights of one of the project's sources, and where the figure comes from."""
     if not toolchain.missing():

@@ -37,7 +37,6 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Project": {
         "demo": weights.demo,
         "doctor": weights.doctor,
-        "report": bench.report,
     },
 }
 for _panel, _commands in PANELS.items():

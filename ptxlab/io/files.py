@@ -84,6 +84,8 @@ def read_record(path: Path, what: str, schema: int) -> dict[str, Any]:
 
 def require_folder(path: Path) -> None:
     """FileError where no file can come to lie at that path; to be asked before something long is done for it."""
+    if path.is_dir():
+        raise FileError(f"{path}: cannot be written: it is a folder")
     if not path.parent.is_dir():
         raise FileError(f"{path}: cannot be written: {path.parent} is no folder")
     if not os.access(path.parent, os.W_OK):

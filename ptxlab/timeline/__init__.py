@@ -160,6 +160,11 @@ class Timeline:
         spans = [(max(p.start, begin), min(p.stop, end)) for products in self.products for p in products]
         return sum(max(0, stop - start) for start, stop in spans) / (end - begin)
 
+    @property
+    def share_of_launch(self) -> float:
+        """How much of the launch (with stamps) these tracks last: little, where other SMs have more tiles."""
+        return self.duration / self.mhz / self.recording_us if self.mhz and self.recording_us else 1.0
+
     def steady(self, width: float | None = None) -> Window:
         """A part of the main loop, from before its middle: of that width, or some repetitions."""
         loops = [[time for time, phase, _ in track.stamps if PHASES[phase] in _LOOP] for track in self.tracks]

@@ -57,7 +57,7 @@ def timeline_figure(timeline: Timeline, sm: int | None = None, window: Window | 
     return figure
 
 
-def comparison_figure(timelines: Sequence[Timeline], titles: Sequence[str], width: float) -> Figure:
+def comparison_figure(timelines: Sequence[Timeline], titles: Sequence[str], width: float, finding: str = "") -> Figure:
     """Several launches, one SM each, at the same scale: `width` clocks from the middle of their main loops."""
     shown = [timeline.of_sm(timeline.sms[0]) for timeline in timelines]
     windows = [timeline.steady(width) for timeline in shown]
@@ -69,7 +69,9 @@ def comparison_figure(timelines: Sequence[Timeline], titles: Sequence[str], widt
         axes.set_title(title, loc="left", fontsize=10.5, weight="bold")
         if axes is not panels[-1]:
             axes.set_xticklabels([])
-    panels[-1].set_xlabel(_unit(shown[-1]))
+    panels[-1].set_xlabel(_unit(*shown))
+    if finding:
+        figure.suptitle(finding, x=0.01, ha="left", fontsize=11, weight="bold")
     _legend(figure, shown, windows)
     return figure
 
@@ -124,10 +126,15 @@ def _legend(figure: Figure, shown: Sequence[Timeline], windows: Sequence[Window]
     spans = [(s, window) for one, window in zip(shown, windows, strict=True) for t in one.tracks for s in t.spans]
     used = {span.phase for span, (begin, end) in spans if span.begin < end and span.end > begin}
     handles = [Patch(label=label, color=colour) for phase, (label, colour) in STYLES.items() if phase in used]
-    if "issue" in used:
-        handles.append(Patch(color=_TENSOR[0], label="wgmma at its peak rate; a colour per warp group"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=8.5)
+    issuers = max(sum(map(bool, one.products)) for one in shown) if "issue" in used else 0
+    for number, colour in enumerate(_TENSOR[: min(issuers, len(_TENSOR))], 1):
+        handles.append(Patch(color=colour, label=f"tensor cores: wgmma of issuing warp group {number}, at peak rate"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8.5)
 
 
-def _unit(timeline: Timeline) -> str:
-    return f"{timeline.unit} of the SM ({timeline.mhz:,.0f} per µs)" if timeline.mhz else timeline.unit
+def _unit(*shown: Timeline) -> str:
+    rates = sorted(one.mhz for one in shown)
+    if not rates[0]:
+        return shown[0].unit
+    per_us = " to ".join(dict.fromkeys(f"{rate:,.0f}" for rate in (rates[0], rates[-1])))
+    return f"{shown[0].unit} of the SM ({per_us} per µs)"

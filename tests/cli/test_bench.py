@@ -1,4 +1,4 @@
-"""`ptxlab bench` on a machine whose measurements are made up: what is recorded, drawn, printed and compared."""
+"""`ptxlab bench` on a machine whose measurements are made up: what is recorded, printed, drawn and compared."""
 
 import json
 from contextlib import nullcontext
@@ -23,29 +23,37 @@ def measured(monkeypatch: pytest.MonkeyPatch, found: bench.Record) -> None:
     monkeypatch.setattr(bench.gpu, "elsewhere", lambda nbytes: nullcontext())
 
 
-def test_one_command_records_draws_and_says_what_is_met(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("found", [RECORD, kv_record.record(), ladder_record.record()], ids=lambda record: record.suite)
+def test_one_command_records_and_prints_what_was_measured(
+    found: bench.Record, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured(monkeypatch, RECORD)
-    code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json")
-    assert code == 0 and bench.load(tmp_path / "r.json") == RECORD
-    assert {path.name for path in tmp_path.iterdir()} == {"r.json", "gemm_headline.png", "gemm_beyond.png"}
-    assert "what was aimed at" in out and "missed" in out and "gemm_beyond.png" in out.replace("\n", "")
-    code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json", "--json")
-    assert code == 0 and len(json.loads(out)["rows"]) == len(RECORD.rows)
+    measured(monkeypatch, found)
+    code, out, _ = cli("bench", found.suite, "--out", tmp_path / "r.json")
+    assert code == 0 and bench.load(tmp_path / "r.json") == found and "target" not in out
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"], "nothing is drawn that was not asked for"
+    assert all(title.partition(",")[0] in out for title, *_ in bench.as_tables(found))
+    code, out, _ = cli("bench", found.suite, "--out", tmp_path / "r.json", "--plot", tmp_path / "p.png", "--json")
+    assert code == 0 and len(json.loads(out)["rows"]) == len(found.rows)
+    assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
-def test_attention_is_recorded_and_drawn_likewise(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured(monkeypatch, kv_record.record())
-    code, out, _ = cli("bench", "attention", "--out", tmp_path / "r.json")
-    assert code == 0 and {path.name for path in tmp_path.iterdir()} == {"r.json", "attention_bandwidth.png"}
-    assert out.count("what was aimed at") == 1 and "QServe KV4" in out
-
-
-def test_the_ladder_alone_is_recorded_alone(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured(monkeypatch, ladder_record.record())
-    code, out, _ = cli("bench", "gemm", "--out", tmp_path / "r.json")
-    assert code == 0 and [path.name for path in tmp_path.iterdir()] == ["r.json"] and "aimed at" not in out
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--out", "."), ".: cannot be written: it is a folder"),
+        (("--out", "none/r.json"), "none/r.json: cannot be written: none is no folder"),
+        (("--out", "r.json", "--plot", "p.gif"), "a file name that ends in .png, .svg or .pdf"),
+        (("--out", "r.json", "--plot", "none/p.png"), "none/p.png: cannot be written: none is no folder"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_measured(
+    options: tuple[str, ...], message: str, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "run_suite", lambda *_, **__: pytest.fail("it was measured"))
+    code, _, err = cli("bench", "gemm", *options)
+    assert code == 2 and message in err and len(err.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

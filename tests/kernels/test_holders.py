@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from ptxlab import figures
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels import holders
+from ptxlab.kernels.plot import load_picture
 from ptxlab.layout import fragments
 
 RIGHT = ("load_ldmatrix_s8", "load_lds32_u4", "load_dual_mma", "load_comet_interleave")
@@ -79,8 +79,8 @@ def test_wavefronts_of_one_warp(name: str, loads: int, wavefronts: int, least: i
 
 
 def test_the_pictures_have_a_panel_for_the_right_kernel_beside_a_wrong_one() -> None:
-    assert len(figures.load_picture("load_dual_mma").axes) == 2
-    assert len(figures.load_picture("load_ldmatrix_u4").axes) == 3
+    assert len(load_picture("load_dual_mma").axes) == 2
+    assert len(load_picture("load_ldmatrix_u4").axes) == 3
 
 
 @pytest.mark.parametrize("name", [*RIGHT, "load_ldmatrix_u4", "load_qserve_reorder"])

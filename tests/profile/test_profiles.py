@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import gpu, nsight, profiletables
+from ptxlab import gpu, nsight
 from ptxlab.errors import UnavailableError
 from ptxlab.profile import profiles, stalls
 from ptxlab.profile.launch_target import LaunchTarget
+from report import profiletables
 from tests.support.add4 import PTX_ADD4
 from tests.support.fake_ncu import ncu
 from tests.support.reports import FILE, GEMM, SIZES

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import nsight, profiletables, sources
+from ptxlab import nsight, sources
 from ptxlab.bench.shapes import Layer
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.profile import stalls
 from ptxlab.profile.launch_target import LaunchTarget
+from report import profiletables
 from tests.support.reports import FILE, GEMM, SIZES
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptxlab import dequantplot
+from report import dequantplot
 
 
 @pytest.mark.parametrize(("scheme", "at_119", "at_120"), [("qoq", 121, 128), ("lqq", 126, 127)])

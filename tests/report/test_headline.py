@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import figures, gemmtables, headline, headlineplot, ladder, plot, report, targets
+from ptxlab import plot
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from ptxlab.errors import FileError
+from report import figures, gemmtables, headline, headlineplot, ladder, targets
+from report import sections as report
 from tests.support import ladder_record
 from tests.support.headline_record import CUBLAS, SLOWDOWN, record
 

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import figures, headline, kvpoints, kvtables, kvtargets, ladder, plot, report
+from ptxlab import plot
 from ptxlab.bench.attention import PROGRAMMATIC
 from ptxlab.bench.kvshapes import BATCHES, HEADS, points
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.kernels.attention.steps import STEPS
-from ptxlab.targets import Target
+from report import figures, headline, kvpoints, kvtables, kvtargets, ladder
+from report import sections as report
+from report.targets import Target
 from tests.support import kv_record
 from tests.support.kv_record import EARLY, SLOWDOWN
 

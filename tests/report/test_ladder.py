@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import figures, ladder, ladderplot, plot, report
+from ptxlab import plot
 from ptxlab.bench import compare
 from ptxlab.bench.peers import CUBLAS
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS
 from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
+from report import figures, ladder, ladderplot
+from report import sections as report
 from tests.support.bench_rows import slowed
 from tests.support.ladder_record import NAMES, record
 

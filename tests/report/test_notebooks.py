@@ -7,7 +7,7 @@ from time import perf_counter
 
 import pytest
 
-from ptxlab import notebooks
+from report import notebooks
 
 jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed: it comes with the extra `test`")
 SCRIPTS = notebooks.scripts()
@@ -26,7 +26,7 @@ def test_runs_from_top_to_bottom(script: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
 def test_the_ipynb_is_made_from_the_script(script: Path) -> None:
-    """`ptxlab report --notebooks` renews it."""
+    """`python -m report --notebooks` renews it."""
     source, made = jupytext.read(script), jupytext.read(script.with_suffix(".ipynb"))
     assert [(cell.cell_type, cell.source) for cell in source.cells] == [(c.cell_type, c.source) for c in made.cells]
     outputs = [output for cell in made.cells if cell.cell_type == "code" for output in cell.outputs]

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from ptxlab import cost, costtables, figures, headline, ladder, predictions, report
+from ptxlab import cost
 from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
-from ptxlab.predictions import W8A8, duels, mean_error, slower_between
+from report import costtables, figures, headline, ladder, predictions
+from report import sections as report
+from report.predictions import W8A8, duels, mean_error, slower_between
 from tests.support import ladder_record
 from tests.support.headline_record import record
 
@@ -48,8 +50,8 @@ def test_alpha_is_counted() -> None:
     for name, word in (("gemm_w4a8_lqq_sm90", "dequant_lqq"), ("gemm_w4a8_qoq_sm80", "dequant_qoq_vadd4")):
         few, many = (predictions.alpha_at(name, M) for M in (4, 128))
         assert few == sum(loops[f"{name}.cu"]["16"]["pipes"].values()) / loops[f"{name}.cu"]["16"]["weights"]
-        assert predictions.alpha_of(word) <= few < many
-    assert predictions.alpha_of("dequant_lqq") == 7 / 8 and predictions.alpha_of("") == 0
+        assert counts.alpha_of(word) <= few < many
+    assert counts.alpha_of("dequant_lqq") == 7 / 8 and counts.alpha_of("") == 0
     assert predictions.alpha_at(W8A8, 64) == 0
     assert predictions.alpha_at("gemm_w4a8_small_sm90", 16) == 5 / 8
     assert predictions.alpha_at("gemm_w4a8_sm90", 16) > 5 / 8

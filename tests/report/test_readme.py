@@ -1,15 +1,31 @@
 """What the README says works, and its tables are current."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
-from ptxlab import headers, kernels, kvpoints, ladder, report
+from ptxlab import kernels
+from ptxlab.errors import FileError
+from report import headers, kvpoints, ladder
+from report import sections as report
 from tests.support.bench_rows import slowed
+from tests.support.pages import ROOT
 
 
 def test_the_tables_are_what_the_records_say() -> None:
-    assert report.update(write=False) == [], "run `ptxlab report`"
+    assert report.update(write=False) == [], "run `python -m report` in notebooks/"
+
+
+def test_a_page_of_the_guide_has_links_from_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = "![picture](notebooks/figures/demo.png) and [page](https://example.org/notebooks/x)\n"
+    monkeypatch.setitem(report.SECTIONS, "kernels", lambda: made)
+    page = "before\n<!-- report: kernels -->\nold\n<!-- end -->\nafter\n"
+    moved = report.renewed(page, ROOT / "notebooks" / "guide" / "kernels")
+    assert "![picture](../../figures/demo.png) and [page](https://example.org/notebooks/x)" in moved
+    assert report.renewed(page, ROOT) == page.replace("old\n", made)
+    with pytest.raises(FileError, match=r"a section named one of .* \(got nosuch\)"):
+        report.renewed(page.replace("kernels", "nosuch"), ROOT)
 
 
 def test_figures_in_the_headers_are_the_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +57,9 @@ def test_no_measurement_in_a_header_is_typed_in(monkeypatch: pytest.MonkeyPatch)
     assert {path.stem for path in headers.outdated()} == stating
     table = next(text for path, text in headers.outdated().items() if path.stem == "attention_kv4_sm90")
     assert table.count("// Measured") == 1 and table.count("//            32 / 8 ") == 1
+
+
+def test_the_package_knows_nothing_of_it() -> None:
+    """Only `notebooks/report` reads the README and knows what this project aims at."""
+    imports = re.compile(r"^\s*(?:from|import) report\b", re.MULTILINE)
+    assert not [path for path in (ROOT / "ptxlab").rglob("*.py") if imports.search(path.read_text())]

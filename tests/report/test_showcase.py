@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import emulator, showcase
+from ptxlab import emulator
 from ptxlab.cli import main
 from ptxlab.layout.fragments import mma_a
-from ptxlab.showcase import MISTAKES, Mistake
+from report import showcase
+from report.showcase import MISTAKES, Mistake
 
 each = pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
 

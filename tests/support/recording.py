@@ -1,4 +1,4 @@
-"""`--record-tests FILE`: what a run of the tests found, as `ptxlab.tested` reads it. A plugin of pytest."""
+"""`--record-tests FILE`: what a run of the tests found, as `ptxlab.testing.gpu_tests` reads it. A plugin of pytest."""
 
 import json
 import platform
@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from ptxlab import bench, gpu, tested
+from ptxlab import bench, gpu
 from ptxlab.bench.record import commit
 from ptxlab.errors import FileError
 from ptxlab.io.files import require_folder, write_text
+from ptxlab.testing import gpu_tests
 
 OPTION = "--record-tests"
 
@@ -40,7 +41,7 @@ class Recorder:
 
     def __init__(self, config: pytest.Config, path: Path) -> None:
         self.config, self.path = config, path
-        self.sources, self.commit = tested.digests(), commit()
+        self.sources, self.commit = gpu_tests.digests(), commit()
         self.date, self.start = datetime.now(UTC).isoformat(timespec="seconds"), monotonic()
         self.outcomes: dict[str, tuple[str, str]] = {}  # by test: passed, failed or skipped, and why
         self.written = ""
@@ -69,12 +70,12 @@ class Recorder:
         write_text(self.path, json.dumps(self.record().to_json(), indent=1) + "\n")
         self.written = f"recorded in {self.path}"
 
-    def record(self) -> tested.GpuTests:
+    def record(self) -> gpu_tests.GpuTests:
         info = gpu.device_info() if gpu.why_not(None) is None else None
         skipped: dict[str, list[str]] = {}
         for test, why in self.of("skipped"):
             skipped.setdefault(why, []).append(test)
-        return tested.GpuTests(
+        return gpu_tests.GpuTests(
             command=shlex.join(["pytest", *_without_option(self.config.invocation_params.args)]),
             part=shlex.join(_narrowed(self.config)),
             device={"name": info.name, "slug": info.slug, "driver": info.driver}

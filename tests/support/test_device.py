@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 
-from ptxlab import tested
+from ptxlab.testing import gpu_tests
 from tests.support.device import DeviceLock, pytest_collection_modifyitems
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -219,9 +219,9 @@ def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
         tmp_path, "-m", "gpu", "-n", "2", "--dist", "worksteal", "--record-tests", "tests.json", left_out=left_out
     )
     assert done.returncode == 1 and "recorded in tests.json" in done.stdout, done.stdout + done.stderr
-    found = tested.load(tmp_path / "tests.json")
+    found = gpu_tests.load(tmp_path / "tests.json")
     assert (found.command, found.part) == ("pytest -m gpu -n 2 --dist worksteal", "")
-    assert (found.commit, found.sources) == ("0123456789", tested.digests())
+    assert (found.commit, found.sources) == ("0123456789", gpu_tests.digests())
     assert 0.3 < found.seconds < monotonic() - start and {"name", "slug"} <= set(found.device)
     assert {"ptxlab", "python", "numpy", "pytest"} <= set(found.versions)
     file = "suite/test_mini.py"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ptxlab import tested
+from ptxlab.testing import gpu_tests
 from tests.support import recording
 
 SOURCE = pytest.Config.ArgsSource
@@ -81,7 +81,7 @@ def test_only_a_run_that_came_to_its_end_is_written(tmp_path: Path, status: pyte
     recorder.pytest_sessionfinish(status)
     assert path.exists() == (status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
     assert recorder.written == (f"recorded in {path}" if path.exists() else NOTHING)
-    assert not path.exists() or tested.load(path).date == recorder.date
+    assert not path.exists() or gpu_tests.load(path).date == recorder.date
 
 
 NOTHING = "--record-tests: nothing written, the run did not come to its end"

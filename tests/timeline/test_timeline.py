@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import kernels, pipelines, runtime, sources, timeline, toolchain
+from ptxlab import kernels, runtime, sources, timeline, toolchain
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
 from ptxlab.profile import launch_target
 from ptxlab.sources import Source
 from ptxlab.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
 from ptxlab.timeline.plot import STYLES, comparison_figure, timeline_figure
+from report import pipelines
 
 HEADER_FILE = (sources.include_dir() / "timeline.cuh").read_text()
 LINE = re.compile(r'^[ \t]*(?:(?:PHASE|TIMELINE_THREAD)\(.*\);|#include "timeline.cuh")$', re.MULTILINE)

@@ -7,8 +7,8 @@ from ptxlab.bench.append import POINTS
 from ptxlab.bench.kvshapes import BATCHES, HEADS, LENGTHS, LONG
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import FACTOR, SAME
-from ptxlab.headline import best_peer, fraction, over, slower
-from ptxlab.kvpoints import (
+from report.headline import best_peer, fraction, over, slower
+from report.kvpoints import (
     A100_US,
     PEERS,
     QSERVE,
@@ -18,14 +18,14 @@ from ptxlab.kvpoints import (
     beside_all,
     heads,
     merges,
-    over_eight_bits,
+    over_bits,
     points,
     programmatic,
     single,
     steps,
     unequal,
 )
-from ptxlab.ladder import NOT_RECORDED, fraction_cell, markdown, mean, times_cell
+from report.ladder import NOT_RECORDED, fraction_cell, markdown, mean, times_cell
 
 _MISSING = f"{NOT_RECORDED}\n"
 
@@ -55,7 +55,7 @@ def means_table(record: Record | None) -> str:
     for pair in HEADS:
         alone = [row for row in rows if heads(row) == pair]
         behind = [row for row in batched(behind_append(record)) if heads(row) == pair]
-        speeds = [mean(over(alone)), mean(over_eight_bits(alone)), mean(over(behind, QSERVE))]
+        speeds = [mean(over(alone)), mean(over_bits(alone, 8)), mean(over(behind, QSERVE))]
         lines.append(
             [_of(*pair), f"{fraction(alone):.2f}", fraction_cell(mean(programmatic(alone))), *map(times_cell, speeds)]
         )

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 from ptxlab import kernels, quant, reference
 from ptxlab.bench.record import Record, Row
-from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED, SCHEME_COLOURS, SWEEP
+from ptxlab.demo.plot import SWEEP
+from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED, SCHEME_COLOURS
 from ptxlab.weights import audit
 
 _TITLES = {"qoq": "QoQ", "lqq": "LQQ"}

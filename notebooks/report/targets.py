@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ptxlab.bench.headline import ORDER
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
-from ptxlab.headline import (
+from report.headline import (
     at,
     chains,
     dequantising,
@@ -21,7 +21,7 @@ from ptxlab.headline import (
     slower,
     untuned_points,
 )
-from ptxlab.ladder import NOT_RECORDED, QSERVE, markdown, mean
+from report.ladder import NOT_RECORDED, QSERVE, markdown, mean
 
 COLUMNS = ("target", "wanted", "measured>", "verdict>")
 LEVEL = 1 - TOLERANCE  # two runs of the same kernel differ by so much

@@ -8,7 +8,7 @@ from ptxlab.bench import chain, grouped, quantiser, untuned, w8a8
 from ptxlab.bench.headline import MEASURE, ORDER
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, CHAINS, GROUP, LLAMA, UNTUNED, Layer
-from ptxlab.ladder import mean, place_of
+from report.ladder import mean, place_of
 
 PEERS = {  # name -> how tables call it
     "cublas_fp8": "FP8",

@@ -1,59 +1,68 @@
 """Figures of the README and of the kernels' headers, from the specs, the records and runs: never typed in by hand."""
 
 import json
+import os
 import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
-from ptxlab import (
-    bench,
-    costtables,
-    gemmtables,
-    headers,
-    headline,
-    kernels,
-    kvpoints,
-    kvtables,
-    ladder,
-    pipelines,
-    profiletables,
-    showcase,
-    sources,
-)
+from ptxlab import bench, kernels
 from ptxlab.bench import counts
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.kernels import holders
+from report import (
+    RESULTS,
+    ROOT,
+    costtables,
+    gemmtables,
+    headers,
+    headline,
+    kvpoints,
+    kvtables,
+    ladder,
+    means,
+    pipelines,
+    profiletables,
+    showcase,
+)
 
+_LINK = re.compile(r"\]\(([\w./-]+)\)")  # from the root; in a page from its folder
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
-def readme() -> Path:
-    """The README of the checkout; `FileError` where there is no checkout."""
-    path = sources.results_dir().parent.parent / "README.md"
-    if not path.is_file():
-        raise FileError(f"{path}: not found; `ptxlab report` works in a checkout")
-    return path
+def pages() -> list[Path]:
+    """The pages whose marked sections are made here: the README and the guide."""
+    return [ROOT / "README.md", *sorted((ROOT / "notebooks" / "guide").rglob("*.md"))]
 
 
 def update(*, write: bool = True) -> list[Path]:
-    """Renew the README's marked sections and the headers' `Measured`; returns the files that changed (or would)."""
-    path = readme()
-    before = path.read_text(encoding="utf-8")
-    after = _SECTION.sub(lambda found: f"{found[1]}{_section(path, found[2])}{found[3]}", before)
-    changed = {path: after} if after != before else {}
-    changed |= headers.outdated()
+    """Renew the pages' marked sections and the headers' `Measured`; returns the files that changed (or would)."""
+    changed = headers.outdated()
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        after = renewed(before, page.parent)
+        if after != before:
+            changed[page] = after
     if write:
-        for file, text in changed.items():
-            write_text(file, text)
+        for path, text in changed.items():
+            write_text(path, text)
     return list(changed)
 
 
-def _section(path: Path, name: str) -> str:
-    if name not in SECTIONS:
-        raise FileError(f"{path}: a section named one of {', '.join(SECTIONS)} (got {name})")
-    return SECTIONS[name]()
+def renewed(text: str, folder: Path) -> str:
+    """A page with its marked sections as they should be, links relative to the page's folder."""
+
+    def linked(link: re.Match[str]) -> str:
+        return f"]({os.path.relpath(ROOT / link[1], folder)})"
+
+    def section(found: re.Match[str]) -> str:
+        if found[2] not in SECTIONS:
+            raise FileError(f"{folder}: a section named one of {', '.join(SECTIONS)} (got {found[2]})")
+        return found[1] + _LINK.sub(linked, SECTIONS[found[2]]()) + found[3]
+
+    return _SECTION.sub(section, text)
 
 
 def kernel_table() -> str:
@@ -87,7 +96,7 @@ def kernel_table() -> str:
 
 def _origin(gpu: str, suite: str) -> str:
     """Where a record's figures come from, in a sentence."""
-    record = bench.load(sources.results_dir() / gpu / f"{suite}.json")
+    record = bench.load(RESULTS / gpu / f"{suite}.json")
     ceilings = ", ".join(f"{name.removesuffix('_tbps')} {value:.2f} TB/s" for name, value in record.ceilings.items())
     origin = f"`ptxlab bench {suite}`, {record.date[:10]}, commit {record.revision}"
     return f"Measured on one {record.device['name']}: {origin}; ceilings of the same run: {ceilings}."
@@ -95,7 +104,7 @@ def _origin(gpu: str, suite: str) -> str:
 
 def audit_table() -> str:
     """Overflow and error of every scheme on the trained weights of the demo, from the recorded audit."""
-    rows = json.loads((sources.results_dir() / "audit" / "all-MiniLM-L6-v2.json").read_text(encoding="utf-8"))
+    rows = json.loads((RESULTS / "audit" / "all-MiniLM-L6-v2.json").read_text(encoding="utf-8"))
     audited = [row for row in rows if "scheme" in row]
     weights = {row["tensor"]: row["weights"] for row in audited}
     lines = [
@@ -112,7 +121,7 @@ def audit_table() -> str:
 
 def attention_table() -> str:
     """What a quantised KV cache costs attention on real text, from the recorded demo."""
-    record = json.loads((sources.results_dir() / "audit" / "demo.json").read_text(encoding="utf-8"))["attention"]
+    record = json.loads((RESULTS / "audit" / "demo.json").read_text(encoding="utf-8"))["attention"]
     lines = [
         "| KV cache | bits per element, constants included | relative error of attention | worst layer |",
         "| --- | ---: | ---: | ---: |",
@@ -183,6 +192,8 @@ def cost_section() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
+    "gemm_means": means.gemm_table,
+    "attention_means": means.attention_table,
     "headline": headline_section,
     "kernels": kernel_table,
     "loads": load_table,

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from ptxlab import bench, kernels, sources
+from ptxlab import bench, kernels
 from ptxlab.bench import counts
 from ptxlab.bench.limits import STALL
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
 from ptxlab.bench.steps import MEASURE
 from ptxlab.bench.stored import SAME, Place, Stored, stored_peers, stored_times
+from report import RESULTS
 
 PREFIX = "gemm_w4a8_"
 QSERVE = "qserve_w4a8_g128"
@@ -23,7 +24,7 @@ _COUNTED_LOOP = "Instructions per weight: those of every iteration of the main l
 
 def recorded(gpu: str = "h200") -> Record | None:
     """The record of the suite on that GPU, if there is one."""
-    path = sources.results_dir() / gpu / "gemm.json"
+    path = RESULTS / gpu / "gemm.json"
     return bench.load(path) if path.is_file() else None
 
 

@@ -5,7 +5,7 @@ import math
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, CHOSEN_EXPERTS, EXPERTS, FEW_TOKENS, LLAMA, MIXTRAL, SWEPT, UNTUNED
 from ptxlab.bench.stored import FACTOR, SAME
-from ptxlab.headline import (
+from report.headline import (
     PEERS,
     at,
     best_peer,
@@ -20,7 +20,7 @@ from ptxlab.headline import (
     slower,
     untuned_points,
 )
-from ptxlab.ladder import NOT_RECORDED, QSERVE, fraction_cell, markdown, mean, place_of, times_cell
+from report.ladder import NOT_RECORDED, QSERVE, fraction_cell, markdown, mean, place_of, times_cell
 
 _SHOWN_TOKENS = (16, 64, 256, 2048)
 _MISSING = f"{NOT_RECORDED}\n"

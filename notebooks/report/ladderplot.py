@@ -13,7 +13,8 @@ from ptxlab import cost
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS, Layer
 from ptxlab.bench.stored import Stored
-from ptxlab.ladder import (
+from ptxlab.plot import GREY, ORANGE, RED
+from report.ladder import (
     QSERVE,
     fraction,
     layer_of,
@@ -24,7 +25,6 @@ from ptxlab.ladder import (
     speed_over,
     steps,
 )
-from ptxlab.plot import GREY, ORANGE, RED
 
 # The steps of sm_80 in warm colours, those of sm_90 in ever darker blue.
 COLOURS = {
@@ -85,42 +85,30 @@ def _over_floor(stored: Stored, peer: str, M: int, device: str) -> float:
 
 
 def times_figure(rows: Sequence[Row], stored: Stored) -> Figure:
-    """Time over tokens, a panel per matrix: every step, the floor, and the peers."""
-    layers = [layer for layer in LAYERS if any(layer_of(row) == layer for row in rows)]
-    columns = min(5, len(layers))
-    figure = Figure(figsize=(3.5 * columns, 3.2 * -(-len(layers) // columns) + 0.9), layout="constrained")
-    panels = figure.subplots(-(-len(layers) // columns), columns, squeeze=False)
-    for place, axes in enumerate(panels.flat):
-        if place >= len(layers):
-            axes.set_visible(False)
-            continue
-        here = [row for row in rows if layer_of(row) == layers[place]]
-        _times(axes, here, stored)
-        token_axis(axes, _tokens(here), label=place >= len(layers) - columns)
-        title(axes, f"{layers[place]}  {layers[place].N} x {layers[place].K}", size=10)
-        if place % columns == 0:
-            axes.set_ylabel("µs")
-    handles, labels = panels.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
-    return figure
-
-
-def _times(axes: Axes, rows: Sequence[Row], stored: Stored) -> None:
-    tokens = _tokens(rows)
-    floor = [min(row.floor_us for row in rows if row.sizes["M"] == M) for M in tokens]
-    axes.fill_between(range(len(tokens)), floor, 0.1, color="#e9ecf0", linewidth=0)
-    axes.plot(range(len(tokens)), floor, color="black", linewidth=1.2, label="floor")
+    """Time over the floor by tokens, geometric mean over the matrices: the steps, and the best of them beside peers."""
+    tokens, names = _tokens(rows), steps(rows)
+    means = {name: [1 / fraction(rows, name, M) for M in tokens] for name in names}
+    best = min(names, key=lambda name: mean(means[name]))
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for name in names:
+        left.plot(means[name], "o-", markersize=4, **_step_style(name))
     for peer, (label, style) in _PEERS.items():
-        known = {row.sizes["M"]: peers_of(row, stored).get(peer) for row in rows}
-        values = [known.get(M) or np.nan for M in tokens]
-        axes.plot(range(len(tokens)), values, linewidth=1.2, label=label, **style)
-    for name in steps(rows):
-        times = {row.sizes["M"]: row.time_us for row in rows if row.kernel == name}
-        axes.plot(range(len(tokens)), [times.get(M, np.nan) for M in tokens], "o-", markersize=4, **_step_style(name))
-    axes.set_yscale("log", base=2)
-    axes.set_ylim(bottom=min(floor) / 1.3)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.minorticks_off()
+        over = [[us / r.floor_us for r in rows if r.kernel == best and r.sizes["M"] == M
+                 if (us := peers_of(r, stored).get(peer))] for M in tokens]  # fmt: skip
+        right.plot([mean(ratios) for ratios in over], "s", markersize=4, label=label, **style)
+    right.plot(means[best], "o-", markersize=4, **_step_style(best))
+    first = means[names[0]]
+    title(left, f"{short(best)} takes {means[best][-1]:.1f}x the floor at {tokens[-1]} tokens, the first step "
+                f"{first[-1]:.1f}x", size=10)  # fmt: skip
+    title(right, f"{short(best)} beside other libraries", size=10)
+    for axes in (left, right):
+        axes.axhline(1, color="black", linewidth=1, label="floor")
+        token_axis(axes, tokens)
+        axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper left")
+    left.set_ylim(0, 1.3 * left.get_ylim()[1])  # room for the legends
+    left.set_ylabel("time / floor")
+    return figure
 
 
 def ablation_figure(rows: Sequence[Row], base: str = "") -> Figure:

@@ -5,10 +5,11 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from ptxlab import bench, headline, kernels, kvpoints, ladder, sources
+from ptxlab import bench, kernels
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, MIXTRAL
 from ptxlab.spec import KernelSpec
+from report import RESULTS, headline, kvpoints, ladder
 
 _MEASURED = re.compile(r"^// Measured   .*(?:\n//            .*)*$", re.MULTILINE)
 _FIRST, _NEXT = "// Measured   ", "//            "
@@ -53,7 +54,7 @@ def measured(spec: KernelSpec) -> list[str]:
 
 def rows(gpu: str, suite: str) -> dict[tuple[str, str, str], Row]:
     """Rows of a record by kernel, source and measure; empty where nothing is recorded."""
-    path = sources.results_dir() / gpu / f"{suite}.json"
+    path = RESULTS / gpu / f"{suite}.json"
     if not path.is_file():
         return {}
     return {(row.kernel, row.source, row.measure): row for row in bench.load(path).rows}

@@ -5,8 +5,8 @@ import math
 from ptxlab.bench.append import POINTS
 from ptxlab.bench.kvshapes import HEADS
 from ptxlab.bench.record import Record
-from ptxlab.headline import over, slower
-from ptxlab.kvpoints import (
+from report.headline import over, slower
+from report.kvpoints import (
     QSERVE,
     appends,
     batched,
@@ -14,13 +14,13 @@ from ptxlab.kvpoints import (
     beside_all,
     between,
     heads,
-    over_eight_bits,
+    over_bits,
     points,
     single,
     unequal,
 )
-from ptxlab.ladder import mean
-from ptxlab.targets import Target, as_lines, as_table, least, most
+from report.ladder import mean
+from report.targets import Target, as_lines, as_table, least, most
 
 _TIMES, _FRACTION = "{:.2f}x", "{:.2f}"
 _BANDS = ((240.0, 0.95), (60.0, 0.90), (15.0, 0.75), (3.8, 0.55))  # floor in µs, from which so much of it is wanted
@@ -40,7 +40,7 @@ def targets(record: Record | None) -> list[Target]:
         *_bands(rows),
         Target("of the floor, single sequences of 32k and more, every one", least(long), _FRACTION, least=_LONG),
         Target("points slower than a peer", len(slower(rows)) if compared else math.nan, "{:.0f}", most=0),
-        Target("over the best 8-bit peer, batch >= 16, mean", mean(over_eight_bits(batched(rows))), _TIMES, least=2.0),
+        Target("over the best 8-bit peer, batch >= 16, mean", mean(over_bits(batched(rows), 8)), _TIMES, least=2.0),
         *_over_qserve(record),
         Target("ragged beside even, time, all heads", most(uneven), _TIMES, most=1.15),
         Target("append, 4096 tokens: of a copy, every one", least(appended), _FRACTION, least=0.8),

@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ptxlab import bench, sources
+from ptxlab import bench
 from ptxlab.bench import append, kvmerge
 from ptxlab.bench.attention import EVEN, LADDER, MEASURE, PROGRAMMATIC, RAGGED, WITH_APPEND
 from ptxlab.bench.kvshapes import BATCHES, LENGTHS, LONG
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import FACTOR
+from report import RESULTS
 
 PEERS = {  # name -> how tables call it
     "sdpa_flash_f16": "PyTorch flash FP16",
@@ -26,7 +27,10 @@ PEERS = {  # name -> how tables call it
     "qserve_kv4": "QServe KV4",
     "lserve_kv4": "LServe KV4",
 }
-EIGHT_BITS = tuple(name for name in PEERS if name.endswith(("fp8", "kv8", "kv8_mb")))
+BITS = {  # of an element of the cache -> peers
+    bits: tuple(name for name in PEERS if name.endswith(endings))
+    for bits, endings in {16: ("f16",), 8: ("fp8", "kv8", "kv8_mb"), 4: ("kv4",)}.items()
+}
 QSERVE = "qserve_kv4"
 A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100; the baseline is TensorRT-LLM's KV8 (QServe §5.3)
     "attention_kv8": 420,
@@ -40,7 +44,7 @@ A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100; the baselin
 
 def recorded(gpu: str = "h200") -> Record | None:
     """The record of the suite on that GPU, if there is one."""
-    path = sources.results_dir() / gpu / "attention.json"
+    path = RESULTS / gpu / "attention.json"
     return bench.load(path) if path.is_file() else None
 
 
@@ -97,9 +101,14 @@ def heads(row: Row) -> tuple[int, int]:
     return row.sizes["Hq"], row.sizes["Hkv"]
 
 
+def batched_and_single(rows: Iterable[Row]) -> list[Row]:
+    """Those of the stored peers' batches."""
+    return [row for row in rows if row.sizes["B"] in BATCHES and row.sizes["L"] in LENGTHS]
+
+
 def batched(rows: Iterable[Row]) -> list[Row]:
-    """Those of the stored peers' batches with more than one sequence."""
-    return [row for row in rows if row.sizes["B"] in BATCHES and row.sizes["L"] in LENGTHS and row.sizes["B"] > 1]
+    """Those of them with more than one sequence."""
+    return [row for row in batched_and_single(rows) if row.sizes["B"] > 1]
 
 
 def single(rows: Iterable[Row]) -> list[Row]:
@@ -117,9 +126,9 @@ def programmatic(rows: Iterable[Row]) -> list[float]:
     return [row.floor_us / row.more[PROGRAMMATIC] for row in rows if PROGRAMMATIC in row.more]
 
 
-def over_eight_bits(rows: Iterable[Row]) -> list[float]:
-    """How many times as fast as the fastest peer with a cache of 8 bits, where there is one."""
-    found = ((row, [us for name, us in row.peers.items() if name in EIGHT_BITS]) for row in rows)
+def over_bits(rows: Iterable[Row], bits: int) -> list[float]:
+    """How many times as fast as the fastest peer with a cache of so many bits, where there is one."""
+    found = ((row, [us for name, us in row.peers.items() if name in BITS[bits]]) for row in rows)
     return [min(times) / row.time_us for row, times in found if times]
 
 

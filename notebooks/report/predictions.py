@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ptxlab import cost, headline, kernels, ladder
+from ptxlab import cost, kernels
 from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED_TOKENS, Layer
 from ptxlab.cost import Cost, Device, Scheme
-from ptxlab.ladder import place_of
+from report import headline, ladder
+from report.ladder import place_of
 
 W8A8 = "gemm_w8a8_sm90"
 _ON_MMA_SYNC = {"gemm_w4a8_qoq_sm80", "gemm_w4a8_qoq_channel_sm80", "gemm_w4a8_small_sm90"}
@@ -28,19 +29,12 @@ class Prediction(NamedTuple):
         return us / self.row.time_us - 1
 
 
-def alpha_of(dequantiser: str) -> float:
-    """α of a kernel of the family `dequant`: instructions per weight in machine code; 0 of none."""
-    if not dequantiser:
-        return 0.0
-    return float(counts.load()["counts"][f"{dequantiser}.ptx"]["alu_per_8"]) / 8
-
-
 def alpha_at(kernel: str, M: int) -> float:
     """α of a GEMM: all instructions of its main loop per weight, of the dissected variant nearest to M tokens."""
     if kernel == W8A8:
         return 0.0
     if kernel in _BY_THE_WORD:
-        return alpha_of(_BY_THE_WORD[kernel])
+        return counts.alpha_of(_BY_THE_WORD[kernel])
     nearest = min(DISSECTED_TOKENS, key=lambda tokens: abs(math.log(M / tokens)))
     loop = counts.load()["main_loops"][kernels.find(kernel)[1][0].label][str(nearest)]
     return float(sum(loop["pipes"].values())) / float(loop["weights"])

@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-from ptxlab import nsight, sources
+from ptxlab import nsight
 from ptxlab.nsight import Profile
 from ptxlab.profile import stalls
+from report import RESULTS
 
 COMPARED = "gemm_w4a8_sm90", "gemm_w4a8_lqq_imfp_sm90"  # the page in the README: the former beside the latter
 _SPELLING = {
@@ -22,7 +23,7 @@ def recorded(kernel: str, slug: str = "h200") -> Profile | None:
 
 def profile_path(kernel: str, slug: str = "h200") -> Path:
     """Where it is recorded."""
-    return sources.results_dir() / slug / "profiles" / f"{kernel}.json"
+    return RESULTS / slug / "profiles" / f"{kernel}.json"
 
 
 def compared() -> list[Profile]:

@@ -20,10 +20,10 @@ from ptxlab.bench.shapes import (
     UNTUNED_TOKENS,
     Layer,
 )
-from ptxlab.headline import at, best_peer, chains, experts, fraction, named, over, points, untuned_points
-from ptxlab.ladder import mean
-from ptxlab.ladderplot import title, token_axis
 from ptxlab.plot import BLUE, GREY, ORANGE
+from report.headline import at, best_peer, chains, experts, fraction, named, over, points, untuned_points
+from report.ladder import mean
+from report.ladderplot import title, token_axis
 
 _PARTS = {"QKV": BLUE, "O": "#5aae61", "gate+up": ORANGE, "down": "#7b6fb0"}
 _MODELS: dict[str, dict[str, Any]] = {  # the larger model in whole lines

@@ -2,44 +2,38 @@
 
 from pathlib import Path
 
-from ptxlab import (
+from ptxlab import demo, nsight, plot
+from ptxlab.bench.record import Record
+from ptxlab.bench.stored import stored_attention, stored_times
+from ptxlab.demo.plot import demo_figure
+from ptxlab.errors import FileError
+from ptxlab.kernels.plot import load_picture
+from ptxlab.profile import plot as profileplot
+from report import (
+    FIGURES,
     costplot,
-    demo,
     headline,
     headlineplot,
     kvplot,
     kvpoints,
     ladder,
     ladderplot,
-    nsight,
     pipelines,
-    plot,
     profiletables,
-    sources,
 )
-from ptxlab.bench.record import Record
-from ptxlab.bench.stored import stored_attention, stored_times
-from ptxlab.errors import FileError
-from ptxlab.kernels import holders
-from ptxlab.profile import plot as profileplot
 
 LADDER = ("ablation", "times", "fraction", "roofline")
 COST = ("roofline", "predicted", "crossover")
 LOADS = ("load_ldmatrix_u4", "load_lds32_u4", "load_dual_mma")  # wrong, slow, right
 
 
-def drawn_into() -> Path:
-    """`notebooks/figures`."""
-    return sources.results_dir().parent / "figures"
-
-
 def draw_all() -> list[Path]:
     """Draw every picture; returns their paths."""
-    folder = drawn_into()
+    folder = FIGURES
     folder.mkdir(exist_ok=True)
     what, matrices = demo.weights()
     drawn = [folder / "demo.png"]
-    plot.save(plot.demo_figure(list(demo.rows(matrices)), matrices, what), drawn[0])
+    plot.save(demo_figure(list(demo.rows(matrices)), matrices, what), drawn[0])
     for name in LOADS:
         drawn.append(folder / f"{name}.png")
         plot.save(load_picture(name), drawn[-1])
@@ -49,14 +43,6 @@ def draw_all() -> list[Path]:
     record = ladder.recorded()
     drawn += draw_gemm(record, folder) + draw_cost(record, folder) + draw_attention(kvpoints.recorded(), folder)
     return drawn + draw_profile(folder) + pipelines.pictures(folder)
-
-
-def load_picture(name: str) -> "plot.Figure":
-    """Who holds what after a `load_*` kernel, and the banks it meets; a wrong one beside the right one."""
-    held = [holders.holders(name)]
-    if held[0].wrong.any():
-        held.append(holders.holders(holders.RIGHT))
-    return plot.load_figure(held, holders.shared_accesses(name))
 
 
 def ladder_picture(name: str) -> "plot.Figure":

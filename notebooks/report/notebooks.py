@@ -4,20 +4,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ptxlab import sources
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.io.files import write_whole
+from report import ROOT
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]{8,}(?=>)")  # of a function: another one in every run
 _SECONDS = 300  # no cell of ours takes longer
 
 
 def scripts() -> list[Path]:
-    """The notebooks' sources, `notebooks/*.py`; `FileError` where there is no checkout."""
-    folder = sources.results_dir().parent
-    if folder.name != "notebooks":
-        raise FileError(f"{folder}: not a checkout's notebooks/; `ptxlab report` works in a checkout")
-    return sorted(folder.glob("*.py"))
+    """The notebooks' sources, `notebooks/*.py`."""
+    return sorted((ROOT / "notebooks").glob("*.py"))
 
 
 def execute(script: Path) -> Any:
@@ -60,7 +57,7 @@ def _is_alive(output: Any) -> bool:
 def _from_the_root(value: Any) -> Any:
     """What a cell put out: paths as in any checkout, the README's links as seen from here, no addresses."""
     if isinstance(value, str):
-        value = value.replace(f"{scripts()[0].parent.parent}/", "").replace("](notebooks/", "](")
+        value = value.replace(f"{ROOT}/", "").replace("](notebooks/", "](")
         return _ADDRESS.sub("", value)
     if isinstance(value, dict):
         return type(value)({key: _from_the_root(part) for key, part in value.items()})
