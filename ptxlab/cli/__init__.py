@@ -31,6 +31,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "cost": cost.cost,
     },
     "Weights": {
+        "weights": weights.weights,
         "audit": weights.audit,
         "quantize": quantize.quantize,
     },

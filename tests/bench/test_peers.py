@@ -11,7 +11,9 @@ from ptxlab.bench.timing import Measured
 from ptxlab.errors import BenchmarkError
 
 # Not imported here: that takes seconds of every worker.
-pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("torch") is None, reason="torch is not installed: it comes with the extra `torch`"
+)
 
 
 @pytest.fixture
