@@ -137,7 +137,7 @@ print(f"{y.shape[0]} tokens, {y.shape[1]} channels: equal bit for bit: {np.array
 # packed weights and running its MMAs at peak rate), and its speed-up over the fastest of nine peers.
 
 # %%
-figures.gemm_picture("headline")
+figures.picture("gemm_headline")
 
 # %% [markdown]
 # ## Next

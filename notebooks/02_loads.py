@@ -51,7 +51,7 @@ print(holders.as_text("load_ldmatrix_s8"))
 
 # %%
 print(holders.as_text("load_ldmatrix_u4"))
-figures.load_picture("load_ldmatrix_u4")
+figures.picture("load_ldmatrix_u4")
 
 # %% [markdown]
 # The kernel is *wrong by design*. Verification requires it to be wrong in exactly the places that the model predicts.
@@ -70,7 +70,7 @@ print(f"{missed.mean():.0%} of the bytes differ; as predicted: {np.array_equal(m
 # take sixteen wavefronts.
 
 # %%
-figures.load_picture("load_lds32_u4")
+figures.picture("load_lds32_u4")
 
 # %% [markdown]
 # ## Weights in thread order: correct and fast
@@ -80,7 +80,7 @@ figures.load_picture("load_lds32_u4")
 # suffices, without bank conflicts, and its address needs nothing but the thread's number.
 
 # %%
-figures.load_picture("load_dual_mma")
+figures.picture("load_dual_mma")
 
 # %% [markdown]
 # This cell shows a list and a slider, for any lane and any layout:

@@ -56,7 +56,7 @@ for layer in LAYERS[:3]:
 # not memory-bound.
 
 # %%
-figures.ladder_picture("peers")
+figures.picture("ladder_peers")
 
 # %% [markdown]
 # ## The steps
@@ -90,13 +90,13 @@ Markdown(ladder.loop_table())
 # reference. cuBLAS ran in the same process; QServe ran before that, also on an H200.
 
 # %%
-figures.ladder_picture("times") if record else ladder.NOT_RECORDED
+figures.picture("ladder_times") if record else ladder.NOT_RECORDED
 
 # %% [markdown]
 # Fraction of the floor:
 
 # %%
-figures.ladder_picture("fraction") if record else ladder.NOT_RECORDED
+figures.picture("ladder_fraction") if record else ladder.NOT_RECORDED
 
 # %% [markdown]
 # ## What each step gained
@@ -104,7 +104,7 @@ figures.ladder_picture("fraction") if record else ladder.NOT_RECORDED
 # LiquidGEMM's Fig. 13 on an H200: the steps relative to the baseline, which is the first step on wgmma.
 
 # %%
-figures.ladder_picture("ablation") if record else ladder.NOT_RECORDED
+figures.picture("ladder_ablation") if record else ladder.NOT_RECORDED
 
 # %%
 Markdown(ladder.ladder_table())
@@ -114,7 +114,7 @@ Markdown(ladder.ladder_table())
 # are lower because a small matrix ends before the memory is busy.
 
 # %%
-figures.ladder_picture("roofline") if record else ladder.NOT_RECORDED
+figures.picture("ladder_roofline") if record else ladder.NOT_RECORDED
 
 # %% [markdown]
 # ## What limits each step
@@ -131,11 +131,11 @@ Markdown(ladder.limits_table())
 #
 # LiquidGEMM's cost model (§3.2): a weight takes 1/B to load, α/C to dequantise and 2M/T to multiply. A plain loop
 # does the last two in turn while the next weights load. With the α of the machine code this gives a time that a
-# kernel should come near to. The right picture shows how far each is from it: the model does not include epilogues,
+# kernel should come near to. The picture shows how far each is from it: the model does not include epilogues,
 # waiting for other warps, or tiles that leave SMs idle.
 
 # %%
-figures.cost_picture("predicted")
+figures.picture("cost_predicted")
 
 # %% [markdown]
 # ## Findings

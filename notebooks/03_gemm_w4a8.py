@@ -36,7 +36,7 @@ measured = bool(headline.points(record))
 # on an H200, and scaled where cuBLAS differed by more than 5% between the runs. Their times relative to the floor:
 
 # %%
-figures.ladder_picture("peers")
+figures.picture("ladder_peers")
 
 # %% [markdown]
 # ## Every matrix, one to 8192 tokens
@@ -45,7 +45,7 @@ figures.ladder_picture("peers")
 # bit. Activations come from the fused quantiser, row-major with their token sums.
 
 # %%
-figures.gemm_picture("headline") if measured else ladder.NOT_RECORDED
+figures.picture("gemm_headline") if measured else ladder.NOT_RECORDED
 
 # %%
 Markdown(gemmtables.matrices_table(record))
@@ -76,7 +76,7 @@ Markdown(targets.table(record))
 # tokens on; it depends on how well the dequantisation is hidden.
 
 # %%
-figures.cost_picture("crossover") if measured else ladder.NOT_RECORDED
+figures.picture("cost_crossover") if measured else ladder.NOT_RECORDED
 
 # %%
 Markdown(costtables.crossover_table(record))
@@ -97,7 +97,7 @@ Markdown(gemmtables.chains_table(record))
 # models at odd numbers of tokens; four of their sixteen matrices are in no sweep that a tile table was made from.
 
 # %%
-figures.gemm_picture("beyond") if measured else ladder.NOT_RECORDED
+figures.picture("gemm_beyond") if measured else ladder.NOT_RECORDED
 
 # %%
 Markdown(gemmtables.experts_table(record))

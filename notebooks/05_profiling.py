@@ -118,16 +118,14 @@ comparison_figure(emulated, [f"{one.kernel}, emulated" for one in emulated], 250
 # The same on an H200, in clocks of one SM, at 256 tokens:
 
 # %%
-measured = pipelines.compared(256)
-comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
+pipelines.comparison(256)
 
 # %% [markdown]
 # At 64 tokens each weight is dequantised for a quarter of the MMAs, and dequantisation (orange) takes the time: the
 # tensor cores have gaps under any pipeline.
 
 # %%
-measured = pipelines.compared(64)
-comparison_figure(measured, pipelines.titles(measured), pipelines.WIDTH)
+pipelines.comparison(64)
 
 # %% [markdown]
 # Attention to a 4-bit cache, the whole launch, because it is short. Before the first scores, pages have to be looked

@@ -63,7 +63,7 @@ def roofline_figure(record: Record) -> Figure:
     _dots(right, fp8, color="#444444", marker="s", markersize=5, label="cuBLAS FP8")
     above = [row.sizes["M"] for row in rows if row.rate > cost.most_tops(here, _scheme("W8A8"), row.sizes["M"], 0)]
     beyond = f"gemm_w4a8 is above the 8-bit roof up to {max(above)} tokens" if above else "measured beside the roofs"
-    title(right, f"{record.device['name'].removeprefix('NVIDIA ')} (measured), {DISSECTED}: {beyond}", size=10)
+    title(right, f"{record.device['name'].removeprefix('NVIDIA ')}, {DISSECTED}: {beyond}", size=10)
     for axes in (left, right):
         axes.legend(loc="lower right", frameon=False, fontsize=9)
     return figure

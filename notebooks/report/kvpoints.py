@@ -139,3 +139,8 @@ def between(rows: Iterable[Row], least_us: float, most_us: float = math.inf) -> 
 
 def _of(record: Record | None, measure: str) -> list[Row]:
     return [row for row in record.rows if row.measure == measure] if record else []
+
+
+def batches(record: Record | None) -> list[Row]:
+    """The points at the stored peers' batches."""
+    return batched_and_single(points(record))

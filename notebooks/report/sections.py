@@ -4,11 +4,14 @@ import json
 import os
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pandas as pd
 
 from ptxlab import bench, kernels
 from ptxlab.bench import counts
+from ptxlab.bench.record import Row
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.kernels import holders
@@ -168,10 +171,23 @@ def headline_section() -> str:
     return gemmtables.matrices_table(record) + (f"\n![{picture}\n" if headline.points(record) else "")
 
 
+def means_table(rows: Sequence[Row], size: str, called: str) -> str:
+    """Over the fastest peer and of the floor, geometric means by one size."""
+    if not rows:
+        return f"{ladder.NOT_RECORDED}\n"
+    columns = [called, "speed-up over the fastest peer", "fraction of the floor"]
+    frame = pd.DataFrame(
+        {size: row.sizes[size], "speed": headline.best_peer(row)[1], "of floor": row.fraction} for row in rows
+    )
+    means = frame.groupby(size).agg(lambda values: ladder.mean(values.dropna()))
+    lines = [[f"{value:,}", f"{speed:.2f}x", f"{near:.2f}"] for value, speed, near in means.itertuples()]
+    return ladder.markdown(columns, lines, left=0)
+
+
 def kv4_section() -> str:
     """`attention_kv4` against everyone else, and where it is recorded as a picture."""
     record = kvpoints.recorded()
-    picture = "Bandwidth by batch and length, everyone's own bytes](notebooks/figures/attention_bandwidth.png)"
+    picture = "Speed-up over the best peer with 16, 8 and 4 bits](notebooks/figures/attention_speedup.png)"
     drawn = f"\n![{picture}\n" if kvpoints.points(record) else ""
     return kvtables.batches_table(record) + drawn
 
@@ -202,6 +218,10 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,
+    "gemm_means": lambda: means_table(headline.points(ladder.recorded()), "M", "tokens M"),
+    "attention_means": lambda: means_table(
+        kvpoints.batched_and_single(kvpoints.points(kvpoints.recorded())), "B", "batch"
+    ),
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,

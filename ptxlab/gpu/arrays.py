@@ -172,12 +172,26 @@ def caller_stream() -> AbstractContextManager[Any]:
     import cupy
 
     stream = cupy.cuda.get_current_stream()
+    theirs = 0 if stream.ptr else torch_stream()
+    return borrow_stream(theirs) if theirs else stream
+
+
+def torch_stream() -> int:
+    """The handle of PyTorch's current stream on CuPy's current device; 0, the default one, where it is not in use."""
     torch = sys.modules.get("torch")
-    if stream.ptr == 0 and torch is not None and torch.cuda.is_initialized():
-        theirs = torch.cuda.current_stream().cuda_stream
-        if theirs:
-            stream = borrow_stream(theirs)
-    return stream
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    import cupy
+
+    return _torch_streams()(cupy.cuda.runtime.getDevice())
+
+
+@cache
+def _torch_streams() -> Callable[[int], int]:
+    """By device. `torch.cuda.current_stream` makes an object of it, which takes longer."""
+    torch = sys.modules["torch"]
+    quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return quick or (lambda device: int(torch.cuda.current_stream(device).cuda_stream))
 
 
 def borrow_stream(handle: int) -> Any:

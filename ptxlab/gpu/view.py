@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.gpu.arrays import as_array, caller_stream, empty, is_device_array, library, like
+from ptxlab.gpu.arrays import as_array, caller_stream, empty, is_device_array, library, like, torch_stream
 from ptxlab.spec.dtypes import storage
 
 _ALIGNMENT = 16  # bytes: the widest load or store of one thread
@@ -74,18 +74,7 @@ def stream_handle() -> int:
     import cupy
 
     handle: int = cupy.cuda.get_current_stream().ptr
-    torch = sys.modules.get("torch")
-    if handle == 0 and torch is not None and torch.cuda.is_initialized():
-        return _torch_stream()(current_device())  # PyTorch finds the device less quickly
-    return handle
-
-
-@cache
-def _torch_stream() -> Callable[[int], int]:
-    """PyTorch's current stream on a device: its handle. `torch.cuda.current_stream` makes an object for it."""
-    torch = sys.modules["torch"]
-    quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return quick or (lambda device: int(torch.cuda.current_stream(device).cuda_stream))
+    return handle or torch_stream()
 
 
 def is_capturing(stream: int) -> bool:

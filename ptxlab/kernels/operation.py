@@ -235,8 +235,8 @@ class Operation(Generic[C]):
                 if array is not None:
                     view = views[name] = gpu.view(name, array)
                     addresses |= view[0]
-                    kinds += name, *view[1:4]
-            key = tuple(kinds)
+                    kinds.append(view[1:4])
+            key = *kinds, *views
             ready = _ready.get(key) if addresses % _ALIGNMENT == 0 else None
         except (ArgumentError, TypeError):  # the checks have better words
             key = None

@@ -57,10 +57,10 @@ class Plan:
             raise ArgumentError(f"{spec.name}: args", f"parameters of {kernel.parameter_bytes} bytes", wanted)
         self._launch = gpu.bind(kernel, replace(spec.launch(self.sizes), programmatic=programmatic))
         # Every parameter but a tensor map fits 8 bytes, of which the driver copies as many as it has.
-        numbers = [int.from_bytes(scalars.get(arg.name, b""), "little") for arg in spec.args]
-        names = [named.get(arg.name, arg.name) for arg in spec.args]
-        self._values = list(zip(names, numbers, strict=True))
-        self._maps = [(i, names[i], arg) for i, arg in enumerate(spec.args) if arg.role == "tma"]
+        self._numbers = [int.from_bytes(scalars.get(arg.name, b""), "little") for arg in spec.args]
+        names = [(i, named.get(arg.name, arg.name), arg) for i, arg in enumerate(spec.args) if arg.shape]
+        self._pointers = [(i, name) for i, name, arg in names if arg.role != "tma"]
+        self._maps = [(i, name, arg) for i, name, arg in names if arg.role == "tma"]
 
     def __call__(self, stream: int, arrays: Mapping[str, gpu.View]) -> None:
         """Launch on `arrays` by name, which the caller has checked; what is missing is a null pointer."""
@@ -68,10 +68,12 @@ class Plan:
             words = self._idle.pop()
         except IndexError:
             words = self._new_words()
-        count = len(self._values)
-        words[:count] = [arrays[name][0] if name in arrays else number for name, number in self._values]
-        maps = [self._map(arg, arrays[name]) for _, name, arg in self._maps]  # kept until the driver has read them
-        for (position, _, _), encoded in zip(self._maps, maps, strict=True):
+        for position, name in self._pointers:
+            words[position] = arrays[name][0] if name in arrays else 0
+        count, maps = len(self._numbers), []
+        for position, name, arg in self._maps:
+            encoded = self._map(arg, arrays[name])
+            maps.append(encoded)  # so that it is there until the driver has read it
             words[count + position] = ctypes.addressof(encoded)
         with self._launching:
             self._launch(ctypes.addressof(words) + 8 * count, stream)
@@ -79,8 +81,8 @@ class Plan:
 
     def _new_words(self) -> Any:
         """Room for the values of all parameters, and behind it pointers to them, which the driver takes."""
-        count = len(self._values)
-        words = (ctypes.c_uint64 * (2 * count))()
+        count = len(self._numbers)
+        words = (ctypes.c_uint64 * (2 * count))(*self._numbers)
         base = ctypes.addressof(words)
         words[count:] = list(range(base, base + 8 * count, 8))
         return words

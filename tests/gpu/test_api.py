@@ -289,6 +289,7 @@ def test_a_call_does_not_wait(cupy, weights) -> None:
 def test_device_arrays_refused(cupy, weights) -> None:
     x, scale = cupy.asarray(QUANTIZED.q), cupy.asarray(QUANTIZED.scale)
     on_host = ptxlab.pack(GROUPED, "qserve")
+    ptxlab.gemm_w4a8(x, scale, weights["qoq"])  # a call like it is remembered, and changes nothing
     for change, message in (
         ({"x_q": x[:, ::2]}, r"K must be 512"),
         ({"x_q": cupy.asfortranarray(x)}, r"x_q: C-contiguous"),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import ptxlab
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.kernels import operation
 from ptxlab.layout import KVCache
@@ -228,6 +229,26 @@ def test_memory_of_streams_is_given_back_and_made_again(fake: FakeGpu) -> None:
         assert np.array_equal(out.host, gemm_calls.expected("qoq_channel"))
         attention_calls.hold(attention_calls.Q, attention_calls.CACHE, ptxlab.attention_kv4(q, cache).host)
         assert ptxlab.release_memory() > 0 and fake.loads == loads  # kernels stay
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(gpu.why_not("sm_80") is not None, reason="the kernels run from sm_80 on")
+def test_memory_on_a_gpu_goes_back_to_the_pool() -> None:
+    cupy = pytest.importorskip("cupy")
+    x, scale = cupy.asarray(gemm_calls.X), cupy.asarray(gemm_calls.X_SCALE)
+    weight, out = ptxlab.to_device(gemm_calls.WEIGHTS["qoq_channel"]), cupy.zeros((M, N), np.float16)
+    ptxlab.release_memory()
+    cupy.cuda.Device().synchronize()
+    pool, stream = cupy.get_default_memory_pool(), cupy.cuda.Stream(non_blocking=True)
+    used = pool.used_bytes()
+    for _ in range(2):
+        out.fill(0)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            ptxlab.gemm_w4a8(x, scale, weight, out=out)
+        assert pool.used_bytes() > used and ptxlab.release_memory() == 4 * M and pool.used_bytes() == used
+        stream.synchronize()
+        assert np.array_equal(out.get(), gemm_calls.expected("qoq_channel"))
 
 
 def test_a_workspace_is_its_owners(fake: FakeGpu) -> None:

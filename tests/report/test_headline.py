@@ -11,7 +11,7 @@ from ptxlab import plot
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from ptxlab.errors import FileError
-from report import figures, gemmtables, headline, headlineplot, ladder, targets
+from report import FIGURES, figures, gemmtables, headline, headlineplot, ladder, targets
 from report import sections as report
 from tests.support import ladder_record
 from tests.support.headline_record import CUBLAS, SLOWDOWN, record
@@ -157,18 +157,23 @@ def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ladder, "recorded", lambda: ladder_record.record())
     assert report.headline_section() == f"{ladder.NOT_RECORDED}\n"
     with pytest.raises(FileError, match="ptxlab bench gemm"):
-        figures.gemm_picture("headline")
+        figures.picture("gemm_headline")
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
     assert "(notebooks/figures/gemm_headline.png)" in report.headline_section()
-    for name in ("headline", "beyond"):
-        assert figures.gemm_picture(name).axes
+    for name in ("gemm_headline", "gemm_beyond"):
+        assert figures.picture(name).axes
 
 
-def test_what_a_record_has_is_drawn(tmp_path: Path) -> None:
-    assert [path.name for path in figures.draw_gemm(RECORD, tmp_path)] == ["gemm_headline.png", "gemm_beyond.png"]
+def test_what_a_record_lacks_is_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     one_kernel = replace(RECORD, rows=tuple(row for row in RECORD.rows if row.measure == "headline"))
-    assert [path.name for path in figures.draw_gemm(one_kernel, tmp_path)] == ["gemm_headline.png"]
-    assert figures.draw_gemm(ladder_record.record(), tmp_path) == figures.draw_gemm(None, tmp_path) == []
+    monkeypatch.setattr(ladder, "recorded", lambda: one_kernel)
+    assert figures.picture("gemm_headline").axes
+    with pytest.raises(FileError, match="lacks what is drawn here"):
+        figures.picture("gemm_beyond")
+
+
+def test_every_picture_has_its_file() -> None:
+    assert {path.stem for path in FIGURES.glob("*.png")} == set(figures.PICTURES)
 
 
 @pytest.fixture

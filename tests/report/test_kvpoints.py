@@ -3,15 +3,14 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from ptxlab import plot
 from ptxlab.bench.attention import PROGRAMMATIC
-from ptxlab.bench.kvshapes import BATCHES, HEADS, points
+from ptxlab.bench.kvshapes import HEADS, points
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import stored_attention
+from ptxlab.errors import FileError
 from ptxlab.kernels.attention.steps import STEPS
 from report import figures, headline, kvpoints, kvtables, kvtargets, ladder
 from report import sections as report
@@ -46,7 +45,8 @@ def place(row: Row) -> tuple[int, ...]:
 
 def test_every_peer_has_a_name_and_a_line() -> None:
     assert all(set(peers) == set(kvpoints.PEERS) for peers in stored_attention().values())
-    assert len(kvpoints.EIGHT_BITS) == 6
+    assert {bits: len(names) for bits, names in kvpoints.BITS.items()} == {16: 5, 8: 6, 4: 2}
+    assert sorted(name for names in kvpoints.BITS.values() for name in names) == sorted(kvpoints.PEERS)
     assert set(kvpoints.A100_US) == {step.spec.name for step in STEPS[:6]}
 
 
@@ -57,7 +57,7 @@ def test_the_points_and_their_peers() -> None:
     row = next(row for row in POINTS if place(row) == (32, 32, 64, 1024))
     fastest = stored_attention()[32, 32, 64, 1024]["fi_xqa_fp8"]
     assert headline.best_peer(row) == ("fi_xqa_fp8", pytest.approx(fastest / row.time_us))
-    assert kvpoints.over_eight_bits([row]) == [pytest.approx(fastest / row.time_us)]
+    assert kvpoints.over_bits([row], 8) == [pytest.approx(fastest / row.time_us)]
     scaled = next(row for row in POINTS if place(row) == (32, 32, 128, 1024))
     assert scaled.peers["fi_xqa_fp8"] == pytest.approx(1.1 * stored_attention()[32, 32, 128, 1024]["fi_xqa_fp8"])
 
@@ -131,26 +131,26 @@ def test_the_ablation() -> None:
     assert table.count("|\n") == 2 + len(STEPS)
 
 
-def test_the_picture_with_and_without_a_record(tmp_path: Path) -> None:
-    alone, ours = figures.attention_picture(None), figures.attention_picture(RECORD)
-    assert (len(alone.axes), len(ours.axes)) == (6, 8)
-    stored = stored_attention()[32, 32, 1, 1024]["qserve_kv4"]
-    lines = {line.get_label(): line.get_ydata() for line in alone.axes[0].lines}
-    assert lines["QServe KV4"][0] == pytest.approx(2 * 32 * 1024 * 68 / stored / 1e6) and "attention_kv4" not in lines
-    lines = {line.get_label(): line.get_ydata() for line in ours.axes[0].lines}
-    assert lines["attention_kv4"] == pytest.approx([kv_record.READ / SLOWDOWN] * len(BATCHES))
-    for name, figure in (("alone", alone), ("ours", ours)):
-        plot.save(figure, tmp_path / f"{name}.png")
-        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    assert [path.name for path in figures.draw_attention(RECORD, tmp_path)] == ["attention_bandwidth.png"]
-    assert figures.draw_attention(None, tmp_path) == []
+def test_the_picture_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvpoints, "recorded", lambda: None)
+    with pytest.raises(FileError, match="ptxlab bench attention"):
+        figures.picture("attention_speedup")
+    monkeypatch.setattr(kvpoints, "recorded", lambda: RECORD)
+    figure = figures.picture("attention_speedup")
+    assert len(figure.axes) == len(HEADS) * 2
+    first = next(row for row in POINTS if place(row) == (32, 32, 1, 1024))
+    for line, (bits, names) in zip(figure.axes[0].lines, kvpoints.BITS.items(), strict=False):
+        best = min(first.peers[name] for name in names if name in first.peers)
+        assert f"with {bits} bits" in line.get_label() and line.get_ydata()[0] == pytest.approx(best / first.time_us)
+    everything = kvpoints.batched_and_single(POINTS)
+    assert f"{ladder.mean(kvpoints.over_bits(everything, 8)):.1f}x as the best 8-bit" in figure.get_suptitle()
 
 
 def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kvpoints, "recorded", lambda: None)
     assert report.kv4_section() == f"{ladder.NOT_RECORDED}\n"
     monkeypatch.setattr(kvpoints, "recorded", lambda: RECORD)
-    assert "(notebooks/figures/attention_bandwidth.png)" in report.kv4_section()
+    assert "(notebooks/figures/attention_speedup.png)" in report.kv4_section()
 
 
 def test_the_record_is_whole() -> None:

@@ -100,11 +100,11 @@ def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ladder, "recorded", lambda: None)
     assert ladder.NOT_RECORDED in report.ladder_section() and "![" not in report.ladder_section()
     with pytest.raises(FileError, match="ptxlab bench gemm"):
-        figures.ladder_picture("times")
+        figures.picture("ladder_times")
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
     assert "![What each step gained, by tokens](notebooks/figures/ladder_ablation.png)" in report.ladder_section()
-    for name in ("peers", *figures.LADDER):
-        assert figures.ladder_picture(name).axes
+    for name in figures.PICTURES:
+        assert not name.startswith("ladder") or figures.picture(name).axes
 
 
 def test_a_slower_point_is_found_whatever_variant_runs_now() -> None:

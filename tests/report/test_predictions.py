@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from ptxlab import cost
+from ptxlab import cost, plot
 from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
-from report import costtables, figures, headline, ladder, predictions
+from report import costplot, costtables, figures, headline, ladder, predictions
 from report import sections as report
 from report.predictions import W8A8, duels, mean_error, slower_between
 from tests.support import ladder_record
@@ -113,28 +113,30 @@ def test_tables_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     tables = [block for block in section.split("\n\n") if block.startswith("|")]
     assert len(tables) == 2 and all(len({line.count("|") for line in t.splitlines()}) == 1 for t in tables)
     assert "nan" not in section and "cost_roofline.png" in section
-    assert {path.name for path in figures.draw_cost(RECORD, tmp_path)} == {f"cost_{name}.png" for name in figures.COST}
-    assert all(path.stat().st_size > 20_000 for path in tmp_path.iterdir())
+    for name in ("cost_roofline", "cost_predicted", "cost_crossover"):
+        plot.save(figures.picture(name), tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 20_000
 
 
-def test_every_kernel_has_its_colour_and_its_error_in_the_figure() -> None:
-    axes = figures.cost_picture("predicted", RECORD).axes[0]
-    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+def test_every_kernel_has_its_line_its_dots_and_its_error_in_the_figure() -> None:
+    panels = costplot.predicted_figure(RECORD).axes
+    labels = [text.get_text() for axes in panels for text in axes.get_legend().get_texts()]
     for name, mine in predictions.by_kernel(predictions.predictions(RECORD)).items():
         error, ideal = mean_error(mine), mean_error(mine, overlapped=True)
         assert f"{predictions.called(name)}: {error:.0%} ({ideal:.0%})" in labels
-        low, high = axes.get_xlim()
-        assert all(low < time < high for p in mine for time in (p.row.time_us, p.cost.in_turn_us)), "every point"
+    dots = sum(len(line.get_xdata()) for axes in panels for line in axes.lines if line.get_linestyle() == "None")
+    assert dots == len(predictions.predictions(RECORD)), "every point"
+    assert all(axes.get_ylim()[0] <= y <= axes.get_ylim()[1] for axes in panels for line in axes.lines
+               for y in line.get_ydata() if not math.isnan(y))  # fmt: skip
 
 
-def test_without_both_kernels_there_is_nothing_to_compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_both_kernels_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = ladder_record.record()
     for found in (alone, None):
         monkeypatch.setattr(ladder, "recorded", lambda found=found: found)
         assert report.cost_section() == f"{ladder.NOT_RECORDED}\n" == costtables.crossover_table(found)
-        assert figures.draw_cost(found, tmp_path) == []
         with pytest.raises(FileError, match="ptxlab bench gemm"):
-            figures.cost_picture("roofline")
+            figures.picture("cost_roofline")
 
 
 def test_nothing_recorded_is_faster_than_the_model_overlapped() -> None:

@@ -45,7 +45,7 @@ class Problem:
         return pool
 
     def check(self, backend: str) -> None:
-        """By the face; whatever else is in the pool stays."""
+        """By the public call; whatever else is in the pool stays."""
         cache = replace(self.cache, pool=self.cache.pool.copy())
         ptxlab.append_kv4(self.k, self.v, cache, self.slots, rope=self.rope, backend=backend)
         assert np.array_equal(cache.pool, self.wanted)

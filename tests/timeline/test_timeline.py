@@ -290,7 +290,7 @@ def test_the_comparison_leaves_out_who_does_nothing(excp: Timeline) -> None:
 def test_the_readme_says_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, excp: Timeline,
                                           imfp: Timeline) -> None:  # fmt: skip
     monkeypatch.setattr(timeline, "folder", lambda gpu="h200": tmp_path)
-    assert pipelines.section() == "Not recorded yet.\n" and pipelines.pictures(tmp_path) == []
+    assert pipelines.section() == "Not recorded yet.\n"
     for one in (imfp, excp):
         recorded = replace(one, sizes={**one.sizes, "M": 256}, time_us=50.0, recording_us=51.5, device={"slug": "h200"})
         timeline.save(recorded, timeline.default_path(recorded))
@@ -298,7 +298,7 @@ def test_the_readme_says_what_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     text = pipelines.section()
     assert f"| `{EXCP}` | 50.0 µs | 51.5 µs |" in text and "timeline_gemm_256.png" in text
     assert text.index(f"`{EXCP}`") < text.index(f"`{IMFP}`")
-    assert [path.name for path in pipelines.pictures(tmp_path)] == ["timeline_gemm_256.png"]
+    assert len(pipelines.comparison(256).axes) == 2
 
 
 def test_the_readme_says_what_is_seen_in_the_other_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +313,6 @@ def test_the_readme_says_what_is_seen_in_the_other_pictures(tmp_path: Path, monk
     monkeypatch.setattr(timeline, "folder", lambda gpu="h200": tmp_path)
     timeline.save(one, timeline.default_path(one))
     assert "attention](notebooks/figures/timeline_attention.png), 20.0 µs, 30% of the time" in pipelines._others()[0]
-    assert [path.name for path in pipelines.pictures(tmp_path)] == ["timeline_attention.png"]
 
 
 # The command

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.declare import Declarations
 from ptxlab.emulator.front.ir import Operand, Register
+from ptxlab.emulator.front.tokens import OPERATORS, SUM
 
 _SPECIAL = re.compile(
     r"%(?:(?:n?tid|n?ctaid|cluster_n?ctaid|n?clusterid)\.[xyz]|cluster_n?ctarank|is_explicit_cluster|n?warpid|laneid|n?smid|gridid"
@@ -33,18 +34,18 @@ class Operands(Declarations):
         if self.accept("{"):
             return ir.Vector(tuple(self.comma_separated(self.operand, "}")))
         if self.accept("("):
-            return ir.Vector(tuple(self.comma_separated(self.operand, ")")))
+            items = self.comma_separated(self.operand, ")")
+            first = items[0] if len(items) == 1 else None
+            if isinstance(first, ir.Immediate) and self.token in OPERATORS:  # (1 + 2) * 3, and no argument of a call
+                return self.constant(left=first.bits)
+            return ir.Vector(tuple(items))
         if self.accept("!"):
             register = self.operand()
             if not isinstance(register, Register):
                 self.fail("! takes a predicate register")
             return replace(register, negated=not register.negated)
-        if self.kinds[self.at] == "number" or self.token == "-":
-            negative = self.accept("-")
-            number = self.number()
-            if negative and number.float_bits:
-                return replace(number, bits=number.bits ^ 1 << number.float_bits - 1)
-            return replace(number, bits=-number.bits) if negative else number
+        if self.kinds[self.at] == "number" or self.token in ("-", "~", "WARP_SZ"):
+            return self.constant()
         first = self.named(self.word("an operand"))
         if self.accept("|"):
             return ir.Vector((first, self.operand()), pair=True)
@@ -54,11 +55,7 @@ class Operands(Declarations):
 
     def offset(self) -> int:
         """`+4-8`, perhaps nothing."""
-        total = 0
-        while self.token in ("+", "-"):
-            sign = -1 if self.take() == "-" else 1
-            total += sign * self.integer()
-        return total
+        return self.constant(SUM, left=0).bits if self.token in ("+", "-") else 0
 
     def address(self) -> ir.Address:
         """`[` has been read: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""
@@ -82,8 +79,6 @@ class Operands(Declarations):
         """What a name stands for; one that is not known yet may be a label."""
         if name == "_":
             return ir.Sink()
-        if name == "WARP_SZ":
-            return ir.Immediate(32)
         known = self.known(name)
         if known is None and "." in name:  # `%r1.b3210`
             base, _, selector = name.rpartition(".")

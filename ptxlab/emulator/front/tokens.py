@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import re
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NoReturn, TypeVar
 
 from ptxlab.emulator.front.ir import Immediate
@@ -12,7 +14,7 @@ from ptxlab.errors import SourceError
 
 _TOKEN = re.compile(
     r"""[^\S\n]* (?: (?P<loc>\.loc[^\S\n][^\n]*) | (?P<word>\.[\w$]+(?:::\w+)* | [%$A-Za-z_][\w.$]*(?:::[\w.$]+)*)
-      | (?P<mark>[;,{}()\[\]:@!|+\-=<>])
+      | (?P<mark><<|>>|/(?![/*])|[;,{}()\[\]:@!|+\-=<>*&^~])
       | (?P<number>0[fF][0-9a-fA-F]{8}\b | 0[dD][0-9a-fA-F]{16}\b | 0[xX][0-9a-fA-F]+U? | 0[bB][01]+U?
                  | \d+\.\d*(?:[eE][+-]?\d+)? | \d+U?)
       | (?P<newline>\n+) | (?P<comment>//[^\n]*) | (?P<block>/\*.*?\*/) | (?P<string>"[^"\n]*")
@@ -20,6 +22,19 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 Item = TypeVar("Item")
+# Of constants, weakest first; each takes two numbers of 64 bits, signed or not.
+_OPERATORS: tuple[dict[str, Callable[[int, int], int]], ...] = (
+    {"|": operator.or_},
+    {"^": operator.xor},
+    {"&": operator.and_},
+    {"<<": lambda a, b: a << (b & 63), ">>": lambda a, b: a >> (b & 63)},
+    {"+": operator.add, "-": operator.sub},
+    {"*": operator.mul, "/": lambda a, b: abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1),
+     "%": lambda a, b: a % _U64 % (b % _U64)},
+)  # fmt: skip
+OPERATORS = frozenset(symbol for level in _OPERATORS for symbol in level)
+SUM = 4  # where among them + and - stand
+_U64 = 1 << 64
 _KEPT = frozenset(("word", "mark", "number", "string", "loc"))
 
 
@@ -121,6 +136,49 @@ class Cursor:
             self.at -= 1
             self.fail(f"{text[:20]}{'...' * (len(text) > 20)} is not an integer that can be read")
 
+    def constant(self, weakest: int = 0, left: int | None = None) -> Immediate:
+        """Pass a constant: a literal, or an expression of integers as ptxas evaluates it; `left` has been read."""
+        if left is None and self.kinds[self.at] == "number" and self.texts[self.at + 1] not in OPERATORS:  # most
+            return self.number()
+        return self.expression(weakest, left)[0]
+
+    def expression(self, weakest: int, left: int | None = None) -> tuple[Immediate, bool]:
+        """Pass what operators from `weakest` on join; and whether it is unsigned."""
+        if weakest == len(_OPERATORS):
+            return self.term() if left is None else (Immediate(left), left >= _U64 // 2)
+        found, unsigned = self.expression(weakest + 1, left)
+        while function := _OPERATORS[weakest].get(self.token):
+            symbol = self.take()
+            other, other_unsigned = self.expression(weakest + 1)
+            if found.float_bits or other.float_bits:
+                self.fail("arithmetic on floating-point constants is not emulated")
+            if symbol in "/%" and not other.bits:
+                self.fail("division by zero")
+            is_shift = symbol in ("<<", ">>")
+            unsigned = unsigned or symbol == "%" or (other_unsigned and not is_shift)
+            a, b = (n.bits % _U64 if unsigned else n.bits for n in (found, other))
+            found = Immediate(_wrapped(function(a, b), unsigned))
+        return found, unsigned
+
+    def term(self) -> tuple[Immediate, bool]:
+        """Pass a literal, one behind - or ~, or an expression in parentheses."""
+        if self.accept("("):
+            found = self.expression(0)
+            self.expect(")")
+            return found
+        if self.token in ("-", "~"):
+            symbol = self.take()
+            number, unsigned = self.term()
+            if number.float_bits:
+                if symbol == "~":
+                    self.fail("expected an integer")
+                return replace(number, bits=number.bits ^ 1 << number.float_bits - 1), False
+            return Immediate(_wrapped(-number.bits if symbol == "-" else ~number.bits, unsigned)), unsigned
+        if self.accept("WARP_SZ"):
+            return Immediate(32), False
+        number = self.number()
+        return number, not number.float_bits and (self.texts[self.at - 1].endswith("U") or number.bits >= _U64 // 2)
+
     def comma_separated(self, item: Callable[[], Item], end: str) -> list[Item]:
         """What `item` reads, again and again, up to `end`."""
         items: list[Item] = []
@@ -153,3 +211,8 @@ class Cursor:
     def skip_statement(self) -> None:
         """Pass everything to the next semicolon."""
         self.skip_to(";")
+
+
+def _wrapped(value: int, unsigned: bool) -> int:
+    """The value in 64 bits."""
+    return value % _U64 if unsigned else (value + _U64 // 2) % _U64 - _U64 // 2

@@ -262,3 +262,19 @@ def test_a_source_is_called_as_it_was_named_wherever_it_was_compiled(folder: str
     text += f'.file 1 "{folder}/mine.cu"\n.file 2 "/elsewhere/not_mine.cu"\n'
     entry = next(iter(emulator.parse(text, "PTX of mine.cu", "mine.cu").entries.values()))
     assert [(i.path, i.line) for i in entry.instructions[:2]] == [("mine.cu", 7), ("/elsewhere/not_mine.cu", 5)]
+
+
+# As ptxas 13.2 evaluates them, read off its machine code.
+CONSTANTS = {
+    "1+2": 3, "2+3*4": 14, "(1+2)*3": 9, "-(1+2)": -3, "1-2-3": -4, "10-4+1": 7, "100/7/2": 7, "-7/2": -3, "7/-2": -3,
+    "-7 % 2": 1, "7 % 2": 1, "1+2<<3": 24, "1<<2+1": 8, "1<<64": 1, "1<<65": 2, "1<<-1": -1 << 63, "-1>>65": -1,
+    "-8>>1U": -4, "(-8)>>1": -4, "0xFFFFFFFFFFFFFFFF>>60": 15, "0x8000000000000000>>1": 1 << 62, "~0": -1, "~5&7": 2,
+    "-1/2U": (1 << 63) - 1, "(-1)/2U": (1 << 63) - 1, "1|2^3&4": 3, "6&3<<1": 6, "WARP_SZ*2+1": 65, "- -1": 1,
+}  # fmt: skip
+
+
+def test_constant_expressions() -> None:
+    found = np.zeros(len(CONSTANTS), np.int64)
+    body = "".join(f"mov.u64 %x2, {text}; st.global.u64 [%x1+{i}*8], %x2;\n" for i, text in enumerate(CONSTANTS))
+    emulator.run(kernel(f"ld.param.u64 %x1, [out];\n{body} ret;"), "k", [found], grid=1, block=1)
+    assert dict(zip(CONSTANTS, found.tolist(), strict=True)) == CONSTANTS

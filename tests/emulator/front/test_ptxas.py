@@ -41,6 +41,9 @@ add.u32 %u32, %u32; add.u32 %u32, %u32, %u32, %u32; mov.u32 %u32; ld.shared.u32 
 st.shared.u32 [sm]; st.shared.u32 [sm], %u32, %u32; st.shared.u32 %u32, [sm]; ld.shared.v2.u32 %u32, [sm];
 ld.shared.v2.u32 {%u32, %u32, %u32}, [sm]; ld.shared.v2.u32 {%u32, _}, [sm]; atom.shared.cas.b32 %b32, [sm], %b32;
 atom.shared.add.u32 %u32, [sm], %u32, %u32; ld.param.u32 %u32, [sm]; ld.global.u32 %u32, [sm];
+mov.u32 %u32, 1+2; mov.u32 %u32, (1+2)*3; mov.u32 %u32, 4*(1+2); mov.u32 %u32, 7 % 2; mov.u32 %u32, ~0; bar.sync 1+1;
+mov.u32 %u32, - -1; mov.u32 %u32, -(1+2); mov.u32 %u32, 2*WARP_SZ; ld.shared.u32 %u32, [sm+4*8]; mov.u32 %u32, sm+4*8;
+ld.shared.u32 %u32, [sm+(4+4)]; add.f32 %f32, %f32, 1+2;
 """
 # Each alone: an error of one of these hides others.
 ALONE = [
@@ -57,8 +60,17 @@ ALONE = [
     ".shared .align 3 .b32 z[4];",
     ".shared.align 8 .b32 z[4];",
     ".shared .b32 z[0];",
+    ".shared .b32 z[2*4];",
+    ".reg .b32 w<2+2>;",
     ".local .b32 z[];",
     "mov.u32 %u32, 08;",
+    "mov.u32 %u32, 7%2;",
+    "mov.u32 %u32, 1/0;",
+    "mov.u32 %u32, sm*2;",
+    "bfe.u32 %u32, %u32, 2*200, 1;",
+    "add.u32 %u32, %u32, 2*;",
+    "add.u32 %u32, %u32, (2*3;",
+    "ld.shared.u32 %u32, [sm]+1;",
     "mov.u32 %u32, %nowhere;",
     "bra NOWHERE;",
     "{ { mov.u32 %u32, 1; } { } }",
