@@ -25,7 +25,6 @@ from report import (
     kvpoints,
     kvtables,
     ladder,
-    means,
     pipelines,
     profiletables,
     showcase,
@@ -208,8 +207,6 @@ def cost_section() -> str:
 
 
 SECTIONS: dict[str, Callable[[], str]] = {
-    "gemm_means": means.gemm_table,
-    "attention_means": means.attention_table,
     "headline": headline_section,
     "kernels": kernel_table,
     "loads": load_table,
