@@ -58,10 +58,23 @@ def test_imports_go_down_the_list() -> None:
         f"{module} imports {name}"
         for module, path in MODULES.items()
         for name in imported(path)
-        if name.startswith("ptxlab.") and module != "ptxlab" and {room(module), room(name)} <= {*ORDER}
+        if name.startswith("ptxlab.") and module != "ptxlab" and room(name) in ORDER
         if ORDER.index(room(name)) > ORDER.index(room(module))
     }
     assert wrong == set()
+
+
+def test_every_room_has_its_place() -> None:
+    assert {room(module) for module in MODULES if module != "ptxlab"} - {*ORDER} == set()
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
 def test_only_gpu_imports_cupy() -> None:

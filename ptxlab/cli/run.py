@@ -31,6 +31,7 @@ from ptxlab.cli.common import (
     require_file,
     sizes_text,
     table,
+    written,
 )
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays, save_arrays
@@ -102,6 +103,8 @@ def show(
             if "." not in name:
                 console.print(f"\n[dim]{escape(source.label)}[/]")
             _print_source(source)
+    if "." not in name:
+        written(plot)
 
 
 def _as_json(spec: KernelSpec | None, sources: Iterable[Source]) -> dict[str, Any]:

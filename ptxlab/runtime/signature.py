@@ -55,7 +55,8 @@ class Number:
             low, high = (0 if self.signed is False else -(1 << bits - 1)), (1 << bits - (self.signed is True)) - 1
             if not low <= value <= high:
                 raise ArgumentError(label, f"{wanted} lies in {low}..{high}", value)
-            return np.dtype(f"{'i' if value < 0 else 'u'}{self.nbytes}").type(value)
+            scalar: np.generic = np.dtype(f"{'i' if value < 0 else 'u'}{self.nbytes}").type(value)
+            return scalar
         if self.kind == "f":
             dtype = np.dtype(f"f{self.nbytes}")
             with np.errstate(over="ignore"):

@@ -151,6 +151,11 @@ def test_a_source_is_shown_verbatim(cli: Any, label: str) -> None:
     assert code == 0 and source.text in out and "Arguments, in launch order" in out
 
 
+def test_a_load_is_plotted_where_it_is_told(cli: Any, tmp_path: Path) -> None:
+    code, out, _ = cli("show", "load_dual_mma", "--plot", tmp_path / "a.svg")
+    assert code == 0 and "<svg" in (tmp_path / "a.svg").read_text() and out.rstrip().endswith("a.svg")
+
+
 def test_a_file_is_shown_verbatim_too(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "add4.ptx").write_text(PTX_ADD4)
     assert cli("show", tmp_path / "add4.ptx")[:2] == (0, PTX_ADD4)

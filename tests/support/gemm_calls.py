@@ -19,7 +19,7 @@ WEIGHTS = {
     "qoq_channel": ptxlab.pack(CHANNEL, "qserve"),
     "lqq": ptxlab.pack(LQQ, "dual_mma"),  # through a tensor map and clusters
 }
-SCHEMES = {"qoq": GROUPED, "lqq": LQQ}
+SCHEMES: dict[str, quant.QoQWeight | quant.LQQWeight] = {"qoq": GROUPED, "lqq": LQQ}
 STRIPS = {scheme: ptxlab.pack(weight, "strips") for scheme, weight in SCHEMES.items()}
 
 
