@@ -21,7 +21,7 @@ import typer.main
 
 import ptxlab
 from ptxlab import cli
-from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks
+from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks, prose
 
 GPU = "needs a GPU"
 INSTALLS = "takes an installation"
@@ -169,10 +169,14 @@ def test_every_fence_names_its_language(page: Path) -> None:
 
 
 def test_commands_in_running_text_exist() -> None:
-    known = set(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+    """`ptxlab NAME ... --option`, in the prose of every page, by name and options."""
+    known = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     for page in PAGES:
-        named = set(re.findall(r"(?:`|^|&& )ptxlab ([a-z]\w*)", page.read_text(), re.MULTILINE))
-        assert named <= known, ids(page)
+        for span in re.findall(r"`ptxlab ([a-z][^`]*)`", prose(page)):
+            name, *words = span.split()
+            assert name in known, f"{ids(page)}: ptxlab {span}"
+            options = {option for parameter in known[name].params for option in parameter.opts}
+            assert {word for word in words if re.match("--?[a-zA-Z]", word)} <= options, f"{ids(page)}: ptxlab {span}"
 
 
 def test_numbered_lines_are_those_of_the_file() -> None:
