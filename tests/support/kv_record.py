@@ -9,6 +9,7 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.bench.sdpa import NAMES
 from ptxlab.bench.stored import FACTOR, stored_attention, stored_peers
 from ptxlab.kernels.attention.steps import STEPS
+from tests.support import made_up
 
 SLOWDOWN = 1.04  # time over the floor, of all that is ours
 EARLY = 1.02  # the same, launched before the launch before has ended
@@ -16,27 +17,8 @@ READ, COPY = 4.6, 4.2  # TB/s
 
 
 def row(measure: str, sizes: dict[str, int], nbytes: int, slowdown: float, tbps: float = READ, **fields: Any) -> Row:
-    floor = nbytes / tbps / 1e6
-    time = floor * slowdown
-    return Row(
-        kernel=fields.pop("kernel", "attention_kv4_sm90"),
-        source="cu",
-        measure=measure,
-        sizes=sizes,
-        time_us=time,
-        fastest_us=time,
-        slowest_us=time,
-        rate=nbytes / time / 1e3,
-        rate_unit="GB/s",
-        bytes=nbytes,
-        operations=0,
-        floor_us=floor,
-        fraction=floor / time,
-        limit="read",
-        sm_mhz=1755.0,
-        checked="nothing: this row is made up",
-        **fields,
-    )
+    fields = {"kernel": "attention_kv4_sm90", "limit": "read", **fields}
+    return made_up.row(nbytes / tbps / 1e6, slowdown, nbytes, measure=measure, sizes=sizes, **fields)
 
 
 def of(measure: str, batch: Batch, slowdown: float = SLOWDOWN, scheme: str = "kv4", **fields: Any) -> Row:

@@ -1,21 +1,30 @@
 """The bound of attention can fail: what is wrong in silence is refused at every length, what only rounds is not."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from ptxlab import reference
+from ptxlab import gpu, reference
 from ptxlab.bench import kvdata
 from ptxlab.bench.kvproblem import SCALE
-from ptxlab.kernels.attention import bound, common, ladder, sm80
+from ptxlab.bench.kvshapes import HEAD_DIM, PAGE
+from ptxlab.kernels.attention import bound, common, ladder, sm80, sm90
 from ptxlab.kernels.attention.sm90 import PROMOTE, SM90, roundings_of
 from ptxlab.quant import quantize_kv
+from ptxlab.reference.tensor_cores import hopper_mma
+from ptxlab.sources import of_kernel
 from ptxlab.spec.tolerance import Allowed, within
 from tests.support import attention_faults as faults
 from tests.support import attention_problems as problems
 from tests.support import attention_rounded as rounded
+from tests.support import attention_sm80 as sm80
+from tests.support import attention_sm90 as sm90
+from tests.support import tensor_cores
 from tests.support.attention_faults import every_data, refused
+from tests.support.tensor_cores import ampere_mma
 
 LENGTHS = (300, 4096, 32768)
 HEADS = (8, 1)  # the fewest heads in which a fault has to show
@@ -115,3 +124,122 @@ def test_few_tokens_of_a_long_sequence_have_a_bound(roundings: Any, seen: int) -
         np.ones((1, 1, 8)), tokens, tokens, visible, scale=0.3, roundings=of_8, stored=bound.HALF
     )
     assert all((each.each < 0.1).all() and (each.rms < 0.1).all() for each in found)
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="attention_kv4_sm90 runs on Hopper only"),
+]
+
+LENGTH = 131072
+
+
+def launcher(of: faults.Problem) -> Callable[[faults.Draws], dict[str, Any]]:
+    """Launches the kernel once for every table and length: out f16 [draws, 1, 1, Hq, D], lse f32 [draws, 1, 1, Hq]."""
+    Hkv, Hq = of.cache.num_kv_heads, of.q.shape[2]
+    sizes: dict[str, Any] = {"B": 1, "T": 1, "Hq": Hq, "Hkv": Hkv, "D": HEAD_DIM, "P": of.cache.block_table.shape[1]}
+    sizes |= {"pages": of.cache.pages, "page": PAGE, "bits": 4, "channel": 0, "window": 0, "softmax_scale": SCALE}
+    sizes["blocks"] = sm90.blocks_for(sizes, gpu.device_info().sms)
+    config = SM90.config_for(sizes)
+    sizes |= config
+    kernel = gpu.load(of_kernel(SM90.name)[0], SM90.name, defines=config)
+    geometry = SM90.launch(sizes)
+    handed_over = {
+        name: gpu.zeros(SM90.arg(name).resolve(sizes), str(SM90.arg(name).dtype)) for name in ("partial", "stats")
+    }
+
+    def launch(draws: faults.Draws) -> dict[str, Any]:
+        tables, lengths = (gpu.to_device(np.ascontiguousarray(x, np.int32)) for x in draws)
+        out = gpu.empty((len(tables), 1, 1, Hq, HEAD_DIM), np.float16)
+        lse = gpu.empty((len(tables), 1, 1, Hq), np.float32)
+        gpu.fill_bytes(out, 0xFF), gpu.fill_bytes(lse, 0xFF)
+        for i in range(len(tables)):
+            given = {"q": of.q, "pool": of.cache.pool, "table": tables[i : i + 1], "lengths": lengths[i : i + 1]}
+            written = {"out": out[i], "lse": lse[i], **handed_over}
+            gpu.prepare(kernel, SM90.arguments({**given, **written}, sizes), geometry)()
+        return {"out": out, "lse": lse}
+
+    return launch
+
+
+@every_data
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8), (8, 1)], ids=lambda heads: f"{heads[0]}-{heads[1]}")
+def test_every_fault_is_refused_at_131072_tokens(
+    data: kvdata.Data, heads: tuple[int, int], record_property: Callable[[str, object], None]
+) -> None:
+    """By results and by logarithms alone, 1,000 draws of each; right launches are accepted in every draw.
+
+    One bound serves all last tokens: at this length another one hardly changes it.
+    """
+    host, rng = faults.problem(data, heads, LENGTH, spare=faults.DRAWS), np.random.default_rng(0)
+    of = replace(host, q=gpu.to_device(host.q), cache=replace(host.cache, pool=gpu.to_device(host.cache.pool)))
+    placed = {name: gpu.to_device(getattr(of.cache, name)) for name in ("block_table", "lengths")}
+    logical = {"q": of.q, "cache": replace(of.cache, **placed), "softmax_scale": SCALE, "window": 0, "blocks": 1}
+    allowed = {name: error for name, error in SM90.allowed(logical).items() if name in ("out", "lse")}
+    exact, launch = faults.Expected(of), launcher(of)
+
+    def expected(draws: faults.Draws) -> dict[str, Any]:
+        return dict(zip(allowed, exact(draws), strict=True))
+
+    right, others = expected(of.right(1)), expected(of.with_other_lasts())
+    for draws, wanted in ((of.right(3), right), (of.with_other_lasts(), others)):
+        found = launch(draws)
+        problem = within(found, wanted, allowed)
+        assert problem is None, problem
+    for name, error in allowed.items():
+        off = np.abs(found[name] - others[name])
+        rms = np.sqrt((off**2).mean(axis=-1))
+        size = float(np.sqrt((others[name] ** 2).mean()))
+        measured = {
+            "max": float(off.max()),
+            "rms": float(rms.max()),
+            "of allowed": float((off / error.each).max()),
+            "rms of allowed": float((rms / error.rms).max()),
+        }
+        for what, value in measured.items():
+            record_property(f"{name} {what}", value)
+        shown = ", ".join(f"{what} {value:.2e}" for what, value in measured.items())
+        print(f"\n{data.__name__} {heads[0]}/{heads[1]} {name} (RMS {size:.2e}): error {shown}")
+    for fault in faults.FAULTS:
+        wanted, found = others if fault is faults.last_token_lost else right, launch(fault(of, rng))
+        for name in allowed:
+            by_name = refused(found[name], wanted[name], allowed[name])
+            assert bool(by_name.all()), f"{fault.__name__}: {int(by_name.sum())} of {len(by_name)} refused by {name}"
+
+
+def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heaviest token's value is 0, with a zero point of 2: of the others' part of the sum 2⁻¹⁵ is the last bit.
+
+    This very number came out on an H200. Sums that are rounded only once are far nearer.
+    """
+    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
+    variant, at = sm90.VARIANTS[3], (0, 6, 3, 25)
+    logical, arrays = variant.problem(1, (5,), problems.one_dominant_score, 3, window=0, blocks=1)
+    out = sm90.check(variant, logical, arrays, "emulator")["out"]
+    assert out[at] == np.float16(2.2470951080322266e-05)
+    assert SM90.reference is not None
+    assert abs(float(out[at]) - SM90.reference(**logical)[0][at]) > 1e-6
+
+
+# Where products differ most in size, and subnormal ones meet ordinary ones; and nothing of the kind.
+CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_small_values)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@sm90.every_variant
+def test_hopper_stays_within_the_bound(
+    variant: sm90.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
+    for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
+        sm90.check(variant, *variant.problem(1, lengths, change, Hkv, window=0, blocks=1), "emulator")
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@sm80.every_variant
+def test_ampere_stays_within_the_bound(
+    variant: sm80.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor_cores.in_the_emulator(ampere_mma, monkeypatch)
+    for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
+        sm80.check(variant, *variant.problem(1, lengths, change, Hkv, window=0), "emulator")
