@@ -13,12 +13,11 @@ from ptxlab.kernels.load import operand_a
 from ptxlab.layout import fragments
 from ptxlab.quant import GROUPS, quantize_lqq
 from ptxlab.runtime import run_spec
+from tests.support.axes import on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 RIGHT = ("load_ldmatrix_s8", "load_lds32_u4", "load_dual_mma", "load_comet_interleave")
 RINGS = ("load_cp_async", "load_bulk_sm90")
 
-on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 modes, seeds = st.sampled_from(emulator.MODES), st.integers(0, 2**16)
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
+from tests.support.axes import both_modes
 from tests.support.emulated import HEADER, STORE, kernel, line_of, run, values
 
 TID = "mov.u32 %r0, %tid.x;"
@@ -190,7 +191,7 @@ def test_many_waves():
     assert (out == np.repeat(np.arange(300), 1000)).all()
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 @pytest.mark.parametrize("add", ["red.shared.add.s32 [%r4], %r1;", "atom.shared.add.s32 %r2, [%r4], %r1;",
                                  "atom.shared::cta.add.u32 %r2, [%r4], %r1;"])  # fmt: skip
 def test_sums_in_shared_memory(add: str, mode: str) -> None:

@@ -20,8 +20,8 @@ from ptxlab.spec.tolerance import Allowed, within
 from tests.support import attention_faults as faults
 from tests.support import attention_problems as problems
 from tests.support import attention_rounded as rounded
-from tests.support import attention_sm80 as sm80
-from tests.support import attention_sm90 as sm90
+from tests.support import attention_sm80 as ampere
+from tests.support import attention_sm90 as hopper
 from tests.support import tensor_cores
 from tests.support.attention_faults import every_data, refused
 from tests.support.tensor_cores import ampere_mma
@@ -126,11 +126,6 @@ def test_few_tokens_of_a_long_sequence_have_a_bound(roundings: Any, seen: int) -
     assert all((each.each < 0.1).all() and (each.rms < 0.1).all() for each in found)
 
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="attention_kv4_sm90 runs on Hopper only"),
-]
-
 LENGTH = 131072
 
 
@@ -162,12 +157,14 @@ def launcher(of: faults.Problem) -> Callable[[faults.Draws], dict[str, Any]]:
     return launch
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="attention_kv4_sm90 runs on Hopper only")
 @every_data
 @pytest.mark.parametrize("heads", [(32, 8), (64, 8), (8, 1)], ids=lambda heads: f"{heads[0]}-{heads[1]}")
 def test_every_fault_is_refused_at_131072_tokens(
     data: kvdata.Data, heads: tuple[int, int], record_property: Callable[[str, object], None]
 ) -> None:
-    """By results and by logarithms alone, 1,000 draws of each; right launches are accepted in every draw.
+    """Wrong pages or lengths, by results and by logarithms alone, 1,000 draws of each; right launches are accepted.
 
     One bound serves all last tokens: at this length another one hardly changes it.
     """
@@ -213,9 +210,9 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     This very number came out on an H200. Sums that are rounded only once are far nearer.
     """
     tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
-    variant, at = sm90.VARIANTS[3], (0, 6, 3, 25)
+    variant, at = hopper.VARIANTS[3], (0, 6, 3, 25)
     logical, arrays = variant.problem(1, (5,), problems.one_dominant_score, 3, window=0, blocks=1)
-    out = sm90.check(variant, logical, arrays, "emulator")["out"]
+    out = hopper.check(variant, logical, arrays, "emulator")["out"]
     assert out[at] == np.float16(2.2470951080322266e-05)
     assert SM90.reference is not None
     assert abs(float(out[at]) - SM90.reference(**logical)[0][at]) > 1e-6
@@ -226,20 +223,20 @@ CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_sma
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@sm90.every_variant
+@hopper.every_variant
 def test_hopper_stays_within_the_bound(
-    variant: sm90.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
+    variant: hopper.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
     for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
-        sm90.check(variant, *variant.problem(1, lengths, change, Hkv, window=0, blocks=1), "emulator")
+        hopper.check(variant, *variant.problem(1, lengths, change, Hkv, window=0, blocks=1), "emulator")
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@sm80.every_variant
+@ampere.every_variant
 def test_ampere_stays_within_the_bound(
-    variant: sm80.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
+    variant: ampere.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensor_cores.in_the_emulator(ampere_mma, monkeypatch)
     for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
-        sm80.check(variant, *variant.problem(1, lengths, change, Hkv, window=0), "emulator")
+        ampere.check(variant, *variant.problem(1, lengths, change, Hkv, window=0), "emulator")

@@ -15,12 +15,11 @@ from ptxlab.runtime import Kernel, load, run_spec
 from ptxlab.spec import Arrays, KernelSpec
 from tests.support import attention_problems as problems
 from tests.support import waits
+from tests.support.axes import on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SCALE = 128**-0.5
 
 every_step = pytest.mark.parametrize("spec", ladder.SPECS, ids=lambda spec: spec.name)
-on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 def logical_of(spec: KernelSpec, q: np.ndarray, cache: KVCache, scale: float = SCALE) -> Arrays:

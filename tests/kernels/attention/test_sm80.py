@@ -19,11 +19,10 @@ from ptxlab.spec.tolerance import within
 from tests.support import attention_problems as problems
 from tests.support import waits
 from tests.support.attention_sm80 import SOURCE, SPEC, VARIANTS, Variant, check, every_variant
+from tests.support.axes import both_modes, on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda v: "-".join(map(str, v)))
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
 def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, backend: str) -> None:
@@ -35,7 +34,7 @@ def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, b
     assert np.array_equal(np.isfinite(outputs["lse"]), np.broadcast_to(seen[..., None], outputs["lse"].shape))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @every_variant
 def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
     check(variant, *variant.problem(4, problems.at_edges(variant.page), problems.nothing, Hkv=1, window=0), backend)
@@ -116,7 +115,7 @@ def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) ->
 
 
 @every_variant
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize(("blocks", "fused"), [(2, 1), (7, 0), (40, 1)])
 def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, blocks: int, fused: int) -> None:
     """Blocks with several units, with part of one, and with none; ragged, and a window that leaves tiles out."""
@@ -125,14 +124,14 @@ def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, bloc
     hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("sizes", MERGE.example_sizes, ids=lambda sizes: "-".join(map(str, sizes.values())))
 def test_the_second_kernel_merges_parts_and_writes_nothing_else(sizes: dict[str, int], backend: str) -> None:
     found = verify.verify(verify.Job(MERGE, kernels.find(MERGE.name)[1][0], backend, sizes))
     assert found.passed, found.detail
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("tiles", [8, 9, 15])
 def test_more_parts_than_are_read_at_a_time(tiles: int, backend: str) -> None:
     """Every tile is a part, as there are blocks enough; eight parts are on their way at a time."""
@@ -254,7 +253,7 @@ def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatc
     return ""
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert diagnosis(mutated_kernel().module, mode, monkeypatch) == ""
 

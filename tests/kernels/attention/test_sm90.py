@@ -19,11 +19,10 @@ from ptxlab.verify import compare
 from tests.support import attention_problems as problems
 from tests.support import waits
 from tests.support.attention_sm90 import SOURCE, VARIANTS, Variant, check, every_variant
+from tests.support.axes import both_modes, on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 
-
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda v: "-".join(map(str, v[:-1])))
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
 def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, backend: str) -> None:
@@ -35,14 +34,14 @@ def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, b
     assert np.array_equal(np.isfinite(outputs["lse"]), np.broadcast_to(seen[..., None], outputs["lse"].shape))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @every_variant
 def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
     lengths = problems.at_edges(variant.page)
     check(variant, *variant.problem(4, lengths, problems.nothing, 1, window=0, blocks=3), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
 @pytest.mark.parametrize("promote", [0, 1])
 def test_scores_that_rise_from_tile_to_tile(
@@ -54,7 +53,7 @@ def test_scores_that_rise_from_tile_to_tile(
     check(variant, *variant.problem(6, (9 * TILE,), problems.rising_scores, 1, window=0, blocks=1), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
 @pytest.mark.parametrize("begin", [TILE - 1, TILE])
 def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, backend: str) -> None:
@@ -64,7 +63,7 @@ def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, 
     check(variant, *variant.problem(5, (length,), problems.nothing, 1, window, blocks=2), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[2]), ids=lambda v: "-".join(map(str, v[:-1])))
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, wrong: float, backend: str) -> None:
@@ -83,7 +82,7 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
         assert np.array_equal(found[name], right[name])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("ratio", [3, 8])
@@ -185,7 +184,7 @@ IN_PARTS = VARIANTS[3], (1000, 64), 7  # sequences, of which one is in parts; bl
 SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, BF16=0, tile=AttentionTileSm90(16, 4, 1, 1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("tiles", [5, 6, 9, 10, 14])
 def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> None:
     lengths, blocks = (tiles * TILE - 3,), tiles + 4  # a unit of few tiles costs up to 4 more
@@ -194,7 +193,7 @@ def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> N
         check(SMALLEST_PARTS, logical, arrays, backend, mode=mode)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_a_nan_is_handed_over(backend: str) -> None:
     """Also one of all ones, whose word would say that nothing has come: arithmetic makes another of it."""
     variant, lengths, blocks = IN_PARTS
@@ -334,7 +333,7 @@ def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatc
     return ""
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert diagnosis(mutated_kernel().module, mode, monkeypatch) == ""
 

@@ -3,21 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, toolchain
+from ptxlab import emulator, kernels
 from ptxlab.bench.shapes import MIXTRAL
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import grouped
 from ptxlab.kernels.gemm.grouped import GROUPED, most_tiles, offsets_of
-from ptxlab.runtime import run_spec
+from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
+from tests.support.axes import on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 (SOURCE,) = kernels.find(GROUPED.name)[1]
 # Tiles that the emulator runs in a moment: few tokens, a short ring, rows that are no multiple of a warp group's.
 TILES = (
@@ -34,19 +33,9 @@ def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], 
     """Y, after the emulator's checks; `config` over the constants that are chosen."""
     (M, K), first = logical["x"].shape, logical["weights"][0]
     sizes = {"M": M, "N": first.shape[0], "K": K, "E": len(logical["weights"]), "g": first.group}
-    outcome = run_spec(
-        GROUPED,
-        SOURCE,
-        GROUPED.pack(dict(logical)),
-        sizes={"g": first.group},
-        backend=backend,
-        checks=("race", "init", "async") if backend == "emulator" else (),
-        config={**GROUPED.config_for(sizes), **config},
-        **options,
-    )
-    assert outcome.findings == ()
-    y: np.ndarray = outcome.outputs["y"]
-    return y
+    config = {**GROUPED.config_for(sizes), **config}
+    inputs = GROUPED.pack(dict(logical))
+    return checks.output(GROUPED, inputs, backend, sizes={"g": first.group}, config=config, **options)
 
 
 @given(
@@ -67,7 +56,7 @@ def test_accumulators_are_exact_in_the_emulator(
     assert np.array_equal(y, GROUPED.reference(**logical))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("experts", [32, 33, 100])
 def test_more_experts_than_a_warp_has_lanes(experts: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most without rows, among them the first and the last, and one with several tiles; on few SMs."""
@@ -82,9 +71,7 @@ def test_more_experts_than_a_warp_has_lanes(experts: int, backend: str, monkeypa
 @pytest.mark.gpu
 @given(logical=gemm_problems.grouped(experts=12, tokens=200, rows=1200, groups=12), tile=st.sampled_from(({}, *TILES)))
 def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[str, int]) -> None:
-    first = output(logical, "gpu", tile)
-    assert np.array_equal(first, GROUPED.reference(**logical))
-    assert np.array_equal(first, output(logical, "gpu", tile)), "two runs, the same bits"
+    checks.exact_twice(lambda: output(logical, "gpu", tile), GROUPED.reference(**logical))
 
 
 @pytest.mark.gpu
@@ -96,30 +83,24 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
     assert np.array_equal(output(logical, "gpu", {}), GROUPED.reference(**logical))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("tile", OUTPUT_TILES, ids=lambda tile: f"{tile['BM']} tokens")
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize(
-    ("variant", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32), (3, np.int32)]
-)
+@checks.every_output
 def test_scaled_outputs_are_the_epilogue_in_float32(
     variant: int, dtype: Any, with_bias: bool, tile: dict[str, int], backend: str
 ) -> None:
     """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
     logical = GROUPED.example(np.random.default_rng(variant), M=50, N=136, K=384, E=3, g=64)
-    logical["x"][3], logical["x_scale"][3] = 0, -1  # which makes -0 of its results
-    if not with_bias:
-        del logical["bias"]  # the kernel is given a null pointer
+    logical = checks.with_zeros(logical, with_bias)
     y = output(logical, backend, {**tile, "OUT": variant})
     expert = np.repeat(np.arange(3), np.diff(logical["offsets"]))
     level1 = np.stack([weight.exact_level1() for weight in logical["weights"]]).astype(np.int32)
     exact = np.einsum("mk,mnk->mn", logical["x"].astype(np.int32), level1[expert])
     w_scale = np.stack([weight.channel_scale for weight in logical["weights"]])[expert]
-    scaled = exact.astype(np.float32) * logical["x_scale"][:, None] * w_scale
-    scaled = scaled + logical["bias"][expert] if with_bias else scaled
-    expected = exact if dtype is np.int32 else scaled.astype(dtype)
+    bias = logical["bias"][expert] if with_bias else None
+    checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], w_scale, bias)
     bits = f"u{y.itemsize}"
-    assert np.array_equal(y.view(bits), expected.view(bits))
     assert np.array_equal(y.view(bits), GROUPED.expected(logical, {"OUT": variant})["y"].view(bits))
 
 
@@ -140,14 +121,11 @@ def chosen(M: int, N: int, K: int, g: int, signed: int) -> dict[str, int]:
     ids=lambda config: "-".join(f"{name}{value}" for name, value in config),
 )
 def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int], ...]) -> None:
-    """No local memory, and none of ptxas' notes, of which C7510, C7511, C7514, C7515 say that wgmma was serialised."""
-    image = toolchain.compile_cuda(SOURCE, GROUPED.arch, defines=dict(config))
-    resources = image.resources[GROUPED.name]
-    assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
+    sizes = {"M": 256, "N": 4096, "K": 4096, "E": 8}
+    image = checks.built_as_meant(GROUPED, dict(config), sizes)
     assert image.warnings == ()
-    launch = GROUPED.launch({"M": 256, "N": 4096, "K": 4096, "E": 8, **dict(config)})
-    assert resources.registers * launch.block[0] <= 65536
-    assert resources.shared + launch.shared_bytes <= 232_448
+    shared = GROUPED.launch({**sizes, **dict(config)}).shared_bytes
+    assert image.resources[GROUPED.name].shared + shared <= 232_448
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 1000])

@@ -12,9 +12,10 @@ from ptxlab import emulator, kernels, quant, toolchain
 from ptxlab.errors import ArgumentError
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
+from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
+from tests.support.axes import on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 QOQ, (SOURCE, *_) = kernels.find("gemm_w4a8_qoq_sm80")
 CHANNEL = kernels.specs()["gemm_w4a8_qoq_channel_sm80"]
 
@@ -27,11 +28,7 @@ def sizes_of(spec: KernelSpec, **sizes: int) -> dict[str, int]:
 
 
 def accumulators(spec: KernelSpec, logical: dict[str, Any], backend: str, **options: Any) -> np.ndarray:
-    checks = ("race", "init", "async") if backend == "emulator" else ()
-    source = kernels.find(spec.name)[1][0]
-    outcome = run_spec(spec, source, spec.pack(logical), backend=backend, checks=checks, **options)
-    assert outcome.findings == ()
-    return outcome.outputs["y"]
+    return checks.output(spec, spec.pack(logical), backend, **options)
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -47,12 +44,10 @@ def test_accumulators_are_exact_in_the_emulator(name: str, data: st.DataObject, 
 @given(data=st.data())
 def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject) -> None:
     spec, logical = kernels.specs()[name], data.draw(PROBLEMS[name](tokens=300, rows=320, groups=12))
-    first = accumulators(spec, logical, "gpu")
-    assert np.array_equal(first, spec.reference(**logical))
-    assert np.array_equal(first, accumulators(spec, logical, "gpu")), "two runs, the same bits"
+    checks.exact_twice(lambda: accumulators(spec, logical, "gpu"), spec.reference(**logical))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize(("N", "M"), [*((72, M) for M in (1, 9, 17, 33, 65, 130)), (12296, 1), (12296, 65)])
 def test_every_tile_shape_is_exact(name: str, M: int, N: int, backend: str) -> None:
@@ -74,7 +69,7 @@ def test_no_tile_spills_where_registers_are_fewest(name: str, N: int) -> None:
         assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_the_zero_point_leaves_with_the_token_sum(backend: str) -> None:
     """With the token sum the product is that of q4 - zero; another sum is refused, and subtracted where it may be."""
     logical = CHANNEL.example(np.random.default_rng(0), M=5, N=40, K=96)
@@ -119,7 +114,7 @@ def test_bad_input_is_refused_before_any_launch(change: dict[str, np.ndarray], m
         run_spec(QOQ, SOURCE, {**inputs, **change}, backend="emulator")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize(("variant", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32)])

@@ -23,6 +23,7 @@ from ptxlab.kernels.gemm.strips import LARGE, SMALL
 from ptxlab.kernels.gemm.strips_tiles import StripChoice
 from ptxlab.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import Kernel, run_spec
+from tests.support.axes import both_modes
 from tests.support.waits import Place, changed, not_expecting, places
 
 NAMES = (*dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major"), W8A8.name, GROUPED.name)
@@ -202,7 +203,7 @@ def diagnosis_of(variant: Variant, sizes: dict[str, int], mode: str) -> list[emu
     return [*outcome.findings, *([] if right else ["wrong result"])]
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_kernel_itself_is_clean(variant: Variant, mode: str) -> None:
     assert diagnosis(variant, kernel_of(variant).module, mode) == []

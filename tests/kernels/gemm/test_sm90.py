@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, toolchain
+from ptxlab import emulator
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import sm90
-from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
+from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
+from tests.support.axes import on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SPECS = {spec.name: spec for spec in sm90.SPECS}
 CHECKS = ("race", "init", "async")
 # Tiles that the emulator runs in a moment: few tokens, a short ring, clusters of one, two and four.
@@ -46,18 +46,7 @@ def accumulators(
     sizes = {"M": M, "N": len(logical["weight"].q4), "K": K, "g": group(logical)}
     usual = spec.config_for(sizes)
     config = {**usual, **{name: value for name, value in tile.items() if name in usual}}
-    outcome = run_spec(
-        spec,
-        kernels.find(spec.name)[1][0],
-        spec.pack(logical),
-        sizes={"g": sizes["g"]},
-        backend=backend,
-        checks=CHECKS if backend == "emulator" else (),
-        config=config,
-        **options,
-    )
-    assert outcome.findings == ()
-    return outcome.outputs["y"]
+    return checks.output(spec, spec.pack(logical), backend, sizes={"g": sizes["g"]}, config=config, **options)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -77,9 +66,7 @@ def test_accumulators_are_exact_in_the_emulator(
 def test_accumulators_are_exact_on_the_gpu(name: str, data: st.DataObject, tile: dict[str, int]) -> None:
     spec = SPECS[name]
     logical = data.draw(problems(spec, tokens=300, rows=640, groups=12))
-    first = accumulators(spec, logical, "gpu", tile)
-    assert np.array_equal(first, spec.reference(**logical))
-    assert np.array_equal(first, accumulators(spec, logical, "gpu", tile)), "two runs, the same bits"
+    checks.exact_twice(lambda: accumulators(spec, logical, "gpu", tile), spec.reference(**logical))
 
 
 @pytest.mark.gpu
@@ -96,15 +83,11 @@ def test_every_chosen_tile_is_exact(name: str, M: int, N: int) -> None:
 @pytest.mark.parametrize(("name", "g"), [(name, g) for name, spec in SPECS.items() for g in groups_of(spec)])
 @pytest.mark.parametrize("N", [4096, 57344])
 def test_no_tile_spills_or_waits_for_its_own_wgmma(name: str, g: int, N: int) -> None:
-    """No local memory, and none of ptxas' notes that wgmma was serialised (C7510, C7511, C7514, C7515)."""
-    spec, (source, *_) = kernels.find(name)
+    spec = SPECS[name]
     for M in (1, 16, 32, 64, 128, 256):
-        config = {**spec.config_for({"M": M, "N": N, "K": 8192, "g": g}), "OUT": 0}
-        image = toolchain.compile_cuda(source, spec.arch, defines=config)
-        resources = image.resources[name]
-        assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
-        assert not [note for note in image.warnings if "C7519" not in note], config
-        assert resources.registers * spec.launch({"M": M, "N": N, "K": 8192, "g": g, **config}).block[0] <= 65536
+        sizes = {"M": M, "N": N, "K": 8192, "g": g}
+        config = {**spec.config_for(sizes), "OUT": 0}
+        checks.built_as_meant(spec, config, sizes)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +105,7 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @given(data=st.data(), rows=st.sampled_from((8, 16, 32)), mode=st.sampled_from(emulator.MODES))
 @settings(max_examples=15)
 def test_activations_in_tiles(backend: str, data: Any, rows: int, mode: str) -> None:
@@ -131,14 +114,7 @@ def test_activations_in_tiles(backend: str, data: Any, rows: int, mode: str) -> 
     logical = data.draw(gemm_problems.lqq(tokens=40, rows=200, groups=6))
     M, K = logical["x"].shape
     sizes = {"M": M, "N": len(logical["weight"].q4), "K": K, "g": group(logical), "rows": rows}
-    outcome = run_spec(
-        spec,
-        kernels.find(spec.name)[1][0],
-        spec.pack({**logical, "rows": rows}),
-        sizes=sizes,
-        backend=backend,
-        config={**spec.config_for(sizes), "STAGES": 3},
-        checks=CHECKS if backend == "emulator" else (),
-        mode=mode if backend == "emulator" else "early",
-    )
-    assert outcome.findings == () and np.array_equal(outcome.outputs["y"], spec.reference(**logical))
+    how = {"mode": mode} if backend == "emulator" else {}
+    config, inputs = {**spec.config_for(sizes), "STAGES": 3}, spec.pack({**logical, "rows": rows})
+    y = checks.output(spec, inputs, backend, sizes=sizes, config=config, **how)
+    assert np.array_equal(y, spec.reference(**logical))

@@ -9,17 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, quant, toolchain
+from ptxlab import emulator, kernels, quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import small_tiles, strips, strips_tiles
-from ptxlab.kernels.gemm.common import DTYPES, GROUPS, INT32
+from ptxlab.kernels.gemm.common import DTYPES, GROUPS
 from ptxlab.kernels.gemm.strips import LARGE, LARGE_TILES, SMALL, SMALL_FRAGMENTS
 from ptxlab.kernels.gemm.strips_tiles import StripChoice, StripTile
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
+from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
+from tests.support.axes import on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SOURCES = {spec.name: kernels.find(spec.name)[1][0] for spec in strips.SPECS}
 Config = dict[str, int]
 
@@ -68,19 +69,7 @@ def output(spec: KernelSpec, logical: Mapping[str, Any], backend: str, config: C
     inputs = spec.pack({**logical, **rows})
     if config["SIGNED"]:
         del inputs["x_sum"]  # the kernel is given a null pointer
-    outcome = run_spec(
-        spec,
-        SOURCES[spec.name],
-        inputs,
-        sizes=sizes,
-        backend=backend,
-        checks=("race", "init", "async") if backend == "emulator" else (),
-        config=config,
-        **options,
-    )
-    assert outcome.findings == ()
-    y: np.ndarray = outcome.outputs["y"]
-    return y
+    return checks.output(spec, inputs, backend, sizes=sizes, config=config, **options)
 
 
 def problems(**limits: int) -> st.SearchStrategy[dict[str, Any]]:
@@ -152,9 +141,7 @@ def test_a_few_tokens_are_exact_in_the_emulator(
 def test_accumulators_are_exact_on_the_gpu(config: Config, data: st.DataObject, signed: int, order: int) -> None:
     logical = data.draw(problems(tokens=300, rows=1200, groups=20))
     config, spec = {**config, "SIGNED": signed}, specs(LARGE)[order]
-    first = output(spec, logical, "gpu", config)
-    assert np.array_equal(first, LARGE.reference(**logical))
-    assert np.array_equal(first, output(spec, logical, "gpu", config)), "two runs, the same bits"
+    checks.exact_twice(lambda: output(spec, logical, "gpu", config), LARGE.reference(**logical))
 
 
 @pytest.mark.gpu
@@ -162,9 +149,7 @@ def test_accumulators_are_exact_on_the_gpu(config: Config, data: st.DataObject, 
 def test_a_few_tokens_are_exact_on_the_gpu(config: Config, data: st.DataObject, signed: int, order: int) -> None:
     logical = data.draw(problems(tokens=16 if config.get("SLICES") == 16 else 32, rows=4800, groups=36))
     config, spec = {**config, "SIGNED": signed}, specs(SMALL)[order]
-    first = output(spec, logical, "gpu", config)
-    assert np.array_equal(first, SMALL.reference(**logical))
-    assert np.array_equal(first, output(spec, logical, "gpu", config)), "two runs, the same bits"
+    checks.exact_twice(lambda: output(spec, logical, "gpu", config), SMALL.reference(**logical))
 
 
 @pytest.mark.gpu
@@ -189,7 +174,7 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
             assert np.array_equal(output(spec, logical, "gpu", {"SIGNED": signed}), expected), (spec.args[2], signed)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize(
     ("spec", "config"),
     [(LARGE, LARGE_CONFIGS[0]), (LARGE, LARGE_CONFIGS[2]), (LARGE, LARGE_CONFIGS[4]), (SMALL, SMALL_CONFIGS[2])],
@@ -203,21 +188,16 @@ def test_scaled_outputs_are_the_epilogue_in_float32(
     """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
     OUT = DTYPES.index(np.dtype(dtype).name)
     logical = spec.example(np.random.default_rng(OUT), M=29, N=136, K=448, g=64)
-    logical["x"][3], logical["x_scale"][3] = 0, -1  # which makes -0 of its results
-    if not with_bias:
-        del logical["bias"]  # the kernel is given a null pointer
+    logical = checks.with_zeros(logical, with_bias)
     y = output(spec, logical, backend, {**config, "OUT": OUT, "SIGNED": signed})
     exact, w_scale = spec.reference(logical["weight"], logical["x"]), logical["weight"].channel_scale
-    scaled = exact.astype(np.float32) * logical["x_scale"][:, None] * w_scale
-    scaled = scaled + logical["bias"] if with_bias else scaled
-    expected = exact if OUT == INT32 else scaled.astype(dtype)
+    checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], w_scale, logical.get("bias"))
     bits = f"u{y.itemsize}"
-    assert np.array_equal(y.view(bits), expected.view(bits))
     assert np.array_equal(y.view(bits), spec.expected(logical, {"OUT": OUT})["y"].view(bits))
 
 
 @pytest.mark.parametrize("spec", strips.SPECS, ids=lambda spec: spec.name)
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) -> None:
     """Bytes of 255 times -128 over a long K: the largest sums that 128 times the token's is taken from."""
     N, K = 8, 4096
@@ -263,15 +243,9 @@ COMPILED = [(*case, 128, 0) for case in MEASURED[128]] + [(*case, 32, 1) for cas
 def test_no_tile_spills_or_waits_for_its_own_wgmma(
     spec: KernelSpec, config: Config, tokens: int, group: int, signed: int
 ) -> None:
-    """No local memory, and none of ptxas' notes that wgmma was serialised (C7510, C7511, C7514, C7515)."""
     sizes = {"M": tokens, "N": 4096, "K": 4096, "g": group}
     config = {**spec.config_for(sizes), **config, "OUT": 0, "SIGNED": signed}
-    image = toolchain.compile_cuda(SOURCES[spec.name], spec.arch, defines=config)
-    resources = image.resources[spec.name]
-    assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
-    assert not [note for note in image.warnings if "C7519" not in note]
-    threads = spec.launch({**sizes, **config}).block[0] * config.get("RESIDENT", 1)
-    assert resources.registers * threads <= 65536
+    checks.built_as_meant(spec, config, sizes)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from ptxlab.kernels.gemm.common import GROUPS
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from tests.support import strategies
+from tests.support.axes import on_every_backend
 from tests.support.mutation import SIBLINGS, mutants
 
 TILE, (SOURCE,) = kernels.find("gemm_tile_lqq_sm80")
@@ -67,7 +68,7 @@ def test_the_widest_products_add_up() -> None:
     assert (y == -128 * 127 * K).all()
 
 
-@pytest.mark.parametrize("backend", ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+@on_every_backend
 def test_without_the_protective_range_the_lane_check_names_the_line(backend: str) -> None:
     """Weights quantised to ±127 carry. The result is that of the carrying words, and the check says where."""
     rng = np.random.default_rng(0)

@@ -6,21 +6,20 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, sources, toolchain
+from ptxlab import emulator, kernels, sources
 from ptxlab.bench.shapes import LAYERS
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import strips_tiles, w8a8_tiles
 from ptxlab.kernels.gemm.w8a8 import W8A8
-from ptxlab.runtime import run_spec
+from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
+from tests.support.axes import on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 (SOURCE,) = kernels.find(W8A8.name)[1]
 # Tiles that the emulator runs in a moment: few tokens, a short ring, one to three warp groups, clusters that split K.
 TILES = (
@@ -38,18 +37,8 @@ SWEEP = sources.results_dir() / "h200" / "sweeps" / "gemm_w8a8.csv"
 def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
     """Y, after the emulator's checks; `config` over the constants that are chosen."""
     (M, K), N = logical["x"].shape, len(logical["w"])
-    outcome = run_spec(
-        W8A8,
-        SOURCE,
-        W8A8.pack(dict(logical)),
-        backend=backend,
-        checks=("race", "init", "async") if backend == "emulator" else (),
-        config={**W8A8.config_for({"M": M, "N": N, "K": K}), **config},
-        **options,
-    )
-    assert outcome.findings == ()
-    y: np.ndarray = outcome.outputs["y"]
-    return y
+    config = {**W8A8.config_for({"M": M, "N": N, "K": K}), **config}
+    return checks.output(W8A8, W8A8.pack(dict(logical)), backend, config=config, **options)
 
 
 @given(
@@ -71,9 +60,7 @@ def test_accumulators_are_exact_in_the_emulator(
 @pytest.mark.gpu
 @given(logical=gemm_problems.w8a8(tokens=600, rows=1200, sixteens=120), tile=st.sampled_from(({}, *TILES)))
 def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[str, int]) -> None:
-    first = output(logical, "gpu", tile)
-    assert np.array_equal(first, W8A8.reference(**logical))
-    assert np.array_equal(first, output(logical, "gpu", tile)), "two runs, the same bits"
+    checks.exact_twice(lambda: output(logical, "gpu", tile), W8A8.reference(**logical))
 
 
 @pytest.mark.gpu
@@ -85,27 +72,20 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
     assert np.array_equal(output(logical, "gpu", {}), W8A8.reference(**logical))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("tile", OUTPUT_TILES, ids="BM{BM}-WN{WN}-SPLIT{SPLIT}".format_map)
 @pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize(
-    ("variant", "dtype"), [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32), (3, np.int32)]
-)
+@checks.every_output
 def test_scaled_outputs_are_the_epilogue_in_float32(
     variant: int, dtype: Any, with_bias: bool, tile: dict[str, int], backend: str
 ) -> None:
     """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
     logical = W8A8.example(np.random.default_rng(variant), M=85, N=136, K=400)
-    logical["x"][3], logical["x_scale"][3] = 0, -1  # which makes -0 of its results
-    if not with_bias:
-        del logical["bias"]  # the kernel is given a null pointer
+    logical = checks.with_zeros(logical, with_bias)
     y = output(logical, backend, {**tile, "OUT": variant})
     exact = logical["x"].astype(np.int32) @ logical["w"].T.astype(np.int32)
-    scaled = exact.astype(np.float32) * logical["x_scale"][:, None] * logical["w_scale"]
-    scaled = scaled + logical["bias"] if with_bias else scaled
-    expected = exact if dtype is np.int32 else scaled.astype(dtype)
+    checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], logical["w_scale"], logical.get("bias"))
     bits = f"u{y.itemsize}"
-    assert np.array_equal(y.view(bits), expected.view(bits))
     assert np.array_equal(y.view(bits), W8A8.expected(logical, {"OUT": variant})["y"].view(bits))
 
 
@@ -125,13 +105,7 @@ def chosen(M: int, N: int, K: int) -> dict[str, int]:
     ids=lambda config: "-".join(f"{name}{value}" for name, value in config),
 )
 def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int], ...]) -> None:
-    """No local memory, and none of ptxas' notes, of which C7510, C7511, C7514, C7515 say that wgmma was serialised."""
-    image = toolchain.compile_cuda(SOURCE, W8A8.arch, defines=dict(config))
-    resources = image.resources[W8A8.name]
-    assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
-    assert image.warnings == ()
-    launch = W8A8.launch({"M": 256, "N": 4096, "K": 4096, **dict(config)})
-    assert resources.registers * launch.block[0] <= 65536
+    assert checks.built_as_meant(W8A8, dict(config), {"M": 256, "N": 4096, "K": 4096}).warnings == ()
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)

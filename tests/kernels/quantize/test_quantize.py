@@ -13,10 +13,10 @@ import ptxlab
 from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.layout.packed_activations import ORDERS, stored_shape, tile_of
+from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 from tests.support.strategies import floats
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 DTYPES = {"float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype("float32")}
 RNG = np.random.default_rng(0)
 
@@ -57,7 +57,7 @@ def test_every_bit_on_the_gpu(problem: dict[str, Any]) -> None:
     check("gpu", **problem)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @pytest.mark.parametrize("K", [32, 8192, 8224, 16384, 32768, 32800])
 @pytest.mark.parametrize(("order", "rows"), [("row_major", None), ("fragment", None), ("tiles", 8)])
 def test_rows_of_any_length(K: int, order: str, rows: int | None, backend: str) -> None:
@@ -78,13 +78,13 @@ def near_ties(tokens: int, K: int) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_the_quotients_are_those_of_an_ieee_division(backend: str) -> None:
     """One reciprocal per token and two corrections per value must round like a division does."""
     check(backend, near_ties(*((64, 2048) if backend == "emulator" else (4096, 8192))), "row_major", None)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_tokens_that_no_host_lets_through(backend: str) -> None:
     """The kernel itself: what is too small counts as zeros, what is no number shows in the scale."""
     spec, (source, *_) = ptxlab.find("quantize_activations_s8")
