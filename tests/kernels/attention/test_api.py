@@ -17,7 +17,19 @@ from ptxlab.quant import KV_SCHEMES
 from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.spec.tolerance import within
 from tests.support import attention_problems as problems
-from tests.support.attention_calls import CACHE, CONTRACT, LENGTHS, SM80, SM90, TEACHING, Q, hold, on_device, sent
+from tests.support.attention_calls import (
+    CACHE,
+    CONTRACT,
+    LENGTHS,
+    SM80,
+    SM90,
+    TEACHING,
+    Q,
+    changed,
+    hold,
+    on_device,
+    sent,
+)
 from tests.support.attention_problems import moved
 from tests.support.fake_gpu import FakeGpu
 
@@ -258,12 +270,6 @@ def test_a_capture_is_told_what_to_do_before_it(fake: FakeGpu) -> None:
         with pytest.raises(ArgumentError, match=f"attention_kv4: {message}"):
             ptxlab.attention_kv4(q, cache, **options)
     assert fake.launched == [] and fake.loads == 0
-
-
-def changed(array: np.ndarray, at: Any, value: Any) -> np.ndarray:
-    array = array.copy()
-    array[at] = value
-    return array
 
 
 CHANNEL = problems.problem(0, (3, 0, 1, 2), Hq=4, Hkv=2, scheme="kv4_channel", page_size=32)[1]

@@ -11,6 +11,7 @@ from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.layout import KVCache, write_slots
+from tests.support.attention_calls import changed, on_device, sent
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 
 T, H, D, PAGE = 6, 2, 64, 16
@@ -38,20 +39,6 @@ def wanted(rope: Any = None, slots: np.ndarray = SLOTS, scheme: str = "kv4") -> 
     write_slots(cache, keys, quant.quantize_kv(V[here], scheme, cache.v_channel), slots[here])
     pool: np.ndarray = cache.pool
     return pool
-
-
-def sent(array: Any) -> Any:
-    return DeviceArray(array)
-
-
-def on_device(cache: KVCache) -> KVCache:
-    moved = {name: sent(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
-    for name in ("k_channel", "v_channel"):
-        channel = getattr(cache, name)
-        moved[name] = channel and tuple(map(sent, channel))
-    for name, array in moved.items():
-        object.__setattr__(cache, name, array)
-    return cache
 
 
 def call(cache: KVCache, slots: Any = SLOTS, rope: Any = None, **options: Any) -> None:
@@ -129,12 +116,6 @@ def test_another_gpu_is_told_what_the_kernel_runs_on(fake: FakeGpu) -> None:
     fake.arch = 80
     with pytest.raises(UnavailableError, match=r"append_kv4: it runs on sm_90, and this is sm_80; pass backend="):
         call(on_device(new_cache()))
-
-
-def changed(array: np.ndarray, at: Any, value: Any) -> np.ndarray:
-    array = array.copy()
-    array[at] = value
-    return array
 
 
 PLACES: list[tuple[dict[str, Any], str]] = [

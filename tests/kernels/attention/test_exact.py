@@ -126,7 +126,7 @@ def test_equal_where_a_query_is_no_number() -> None:
 @settings(max_examples=8)
 @given(
     variant=st.sampled_from(VARIANTS),
-    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=4).map(tuple),
     Hkv=st.integers(1, 2),
     window=st.sampled_from((0, 1, 20, 64, 1000)),
     blocks=st.integers(1, 9),
@@ -134,17 +134,8 @@ def test_equal_where_a_query_is_no_number() -> None:
     change=st.sampled_from(problems.CASES),
     mode=st.sampled_from(("early", "late")),
 )
-def test_equal_in_the_emulator(
-    variant: Variant,
-    lengths: list[int],
-    Hkv: int,
-    window: int,
-    blocks: int,
-    seed: int,
-    change: problems.Change,
-    mode: str,
-) -> None:
-    emulated_alike(variant, *variant.problem(seed, tuple(lengths), change, Hkv, window, blocks), mode)
+def test_equal_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
+    emulated_alike(variant, *variant.problem(seed, **how), mode)
 
 
 def shares_of(variant: Variant, logical: Arrays) -> Shares:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, toolchain
-from ptxlab.errors import ArgumentError, EmulationError, MemoryFault, VerificationError
+from ptxlab.errors import ArgumentError, MemoryFault
 from ptxlab.kernels.attention import ladder
 from ptxlab.layout import KVCache, pack_u4
 from ptxlab.runtime import Kernel, load, run_spec
@@ -170,24 +170,19 @@ def test_nibbles_without_their_zero_point_are_exact() -> None:
     assert np.array_equal(halves, expected[..., [0, 2, 1, 3, 4, 6, 5, 7]])
 
 
-def kernel_of(spec: KernelSpec) -> Kernel:
-    return Kernel.of(spec, kernels.find(spec.name)[1][0], {})
-
-
-@pytest.mark.parametrize("spec", ladder.SPECS, ids=lambda spec: spec.name)
+@every_step
 def test_every_missing_wait_is_noticed(spec: KernelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     q, cache = problems.problem(0, (150, 70), Hq=1, Hkv=1, scheme=scheme_of(spec))
-    kernel = kernel_of(spec)
+    kernel = Kernel.of(spec, kernels.find(spec.name)[1][0], {})
     statements = waits.statements(kernel)
     mutants = {statement: waits.changed(kernel, copies) for statement, copies in statements.items()}
 
-    def is_noticed(module: emulator.Module) -> bool:
-        monkeypatch.setattr(Kernel, "module", module)
-        try:
-            for mode in emulator.MODES:
-                problems.check(spec, logical_of(spec, q, cache), mode=mode)
-        except (AssertionError, EmulationError, VerificationError):
-            return True
-        return False
+    def check() -> None:
+        for mode in emulator.MODES:
+            problems.check(spec, logical_of(spec, q, cache), mode=mode)
 
-    assert mutants and [statement for statement, module in mutants.items() if not is_noticed(module)] == []
+    assert (
+        mutants
+        and [statement for statement, module in mutants.items() if not waits.diagnosis(module, check, monkeypatch)]
+        == []
+    )
