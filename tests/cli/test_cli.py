@@ -196,10 +196,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("bench", "dequant"), "no GPU backend here: "),
         (("run", "missing.ptx", "--in", "{lqq}"), "missing.ptx: cannot be read: No such file"),
         (("run", "dequant_lqq", "--in", "{lqq}", "--grid", "3"), "--grid is for files only: dequant_lqq has a spec"),
-        (
-            ("run", "dequant_lqq", "--in", "{lqq}", "--arch", "sm_90a"),
-            "--arch is for files only: dequant_lqq",
-        ),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--arch", "sm_90a"), "--arch is for files only: dequant_lqq"),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "emulator", "--out", "/"), "/: cannot be written"),
         (("bench", "emulator", "--against", "{lqq}"), "in.npz: not JSON"),
     ],

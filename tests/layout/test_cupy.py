@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 from ptxlab.layout import LAYOUTS, KVCache, gather, load, pack, pack_pages, save, scatter, unpack, unpack_pages
-from ptxlab.layout.activations import (
-    from_fragment_order,
-    from_swizzled_tiles,
-    to_fragment_order,
-    to_swizzled_tiles,
-)
+from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
 from ptxlab.quant import KV_SCHEMES, LQQWeight, quantize_kv, quantize_lqq
 from tests.support.quantized import KINDS, random_weight
 

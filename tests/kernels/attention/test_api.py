@@ -279,10 +279,7 @@ VALUES: list[tuple[KVCache, str]] = [
         replace(CACHE, lengths=changed(CACHE.lengths, 2, ROOM + 1)),
         rf"attention_kv4: cache.lengths: must lie in 0..{ROOM} \(got lengths\[2\] is {ROOM + 1}\)",
     ),
-    (
-        replace(CACHE, lengths=changed(CACHE.lengths, 0, -1)),
-        r"cache.lengths: must .* \(got lengths\[0\] is -1\)",
-    ),
+    (replace(CACHE, lengths=changed(CACHE.lengths, 0, -1)), r"cache.lengths: must .* \(got lengths\[0\] is -1\)"),
     (
         replace(CACHE, block_table=changed(CACHE.block_table, (3, 9), CACHE.pages)),
         rf"cache.block_table: pages in use must lie in 0..{CACHE.pages - 1} \(got block_table\[3, 9\] is {CACHE.pages}",
@@ -295,10 +292,7 @@ VALUES: list[tuple[KVCache, str]] = [
 REFUSED: list[tuple[dict[str, Any], str]] = [
     *(({"cache": cache}, message) for cache, message in VALUES),
     ({"cache": Q}, r"attention_kv4: cache: must be a KVCache \(got ndarray\)"),
-    (
-        {"q": Q[:3]},
-        r"attention_kv4: q: must be \[4, Hq, 128\] or \[4, T, Hq, 128\] for .* \(got shape \[3, 1, 4, 1",
-    ),
+    ({"q": Q[:3]}, r"attention_kv4: q: must be \[4, Hq, 128\] or \[4, T, Hq, 128\] for .* \(got shape \[3, 1, 4, 1"),
     ({"q": Q[..., :64]}, r"attention_kv4: q: must be \[4, Hq, 128\] or .* \(got shape \[4, 1, 4, 64\]\)"),
     ({"q": Q[0, 0]}, r"attention_kv4: q: must be \[4, Hq, 128\] or .* \(got shape \[4, 128\]\)"),
     ({"q": Q.astype(np.float32)}, r"attention_kv4: q: dtype float16 or bfloat16 \(got float32\)"),

@@ -185,11 +185,7 @@ def test_every_output_from_device_arrays(fake: FakeGpu, scheme: str, dtype: str)
     wanted = expected(scheme, dtype, BIAS)
     assert y.dtype == wanted.dtype and np.array_equal(y.host, wanted)
     sums = [("sum_activations_s8", 7)] if scheme == "qoq_channel" else []
-    name = {
-        "qoq": "gemm_w4a8_qoq_sm80",
-        "qoq_channel": "gemm_w4a8_qoq_channel_sm80",
-        "lqq": "gemm_w4a8_lqq_imfp_sm90",
-    }[scheme]
+    name = "gemm_w4a8_lqq_imfp_sm90" if scheme == "lqq" else f"gemm_w4a8_{scheme}_sm80"
     assert fake.launched == [*sums, (name, 7)]
 
 
