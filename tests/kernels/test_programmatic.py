@@ -34,16 +34,8 @@ def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
     tile = StripChoice(StripTile(8, WN=2, WK=1, MN=1, BK=128), 8, 3, split)
     config = {**LARGE.config_for(SIZES), **tile.constants, "SIGNED": 0}
     packed = LARGE.pack(LARGE.example(np.random.default_rng(0), **SIZES))
-    outcome = run_spec(
-        LARGE,
-        replace(source, text=text),
-        packed,
-        sizes={"g": SIZES["g"]},
-        mode=mode,
-        backend="emulator",
-        checks=("race", "init", "async"),
-        config=config,
-    )
+    how = {"sizes": {"g": SIZES["g"]}, "mode": mode, "backend": "emulator", "checks": ("race", "init", "async")}
+    outcome = run_spec(LARGE, replace(source, text=text), packed, config=config, **how)
     ahead = "ahead of griddepcontrol.wait: the kernel before may still write it,"
     assert outcome.findings
     for finding in outcome.findings:  # weights may be read at once, and who stores has waited

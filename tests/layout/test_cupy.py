@@ -1,6 +1,7 @@
 """The same code packs CuPy arrays, to the same bytes, and fast enough for the largest layer of a 70B model."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -115,13 +116,7 @@ def test_the_largest_layer_packs_in_two_seconds(layout: str, large) -> None:
 
 def first_rows(weight: LQQWeight) -> LQQWeight:
     """Its first 64 rows."""
-    return LQQWeight(
-        q4=weight.q4[:64],
-        group_scale=weight.group_scale[:64],
-        minimum=weight.minimum[:64],
-        channel_scale=weight.channel_scale[:64],
-        protective_range=weight.protective_range,
-    )
+    return replace(weight, **{n: getattr(weight, n)[:64] for n in ("q4", "group_scale", "minimum", "channel_scale")})
 
 
 @pytest.mark.timing

@@ -50,14 +50,8 @@ SPIN_PARAMS = ".param .u64 out, .param .u64 flag"
 @pytest.mark.parametrize("writer", [0, 1])
 def test_spinning_on_a_global_flag_does_not_starve_the_writer(writer):
     out, flag = np.zeros(2, np.uint32), np.zeros(1, np.uint32)
-    result = run(
-        kernel(SPIN.replace("{writer}", str(writer)), SPIN_PARAMS),
-        out,
-        flag,
-        threads=1,
-        blocks=2,
-        checks=["race", "init"],
-    )
+    text = kernel(SPIN.replace("{writer}", str(writer)), SPIN_PARAMS)
+    result = run(text, out, flag, threads=1, blocks=2, checks=["race", "init"])
     assert out.tolist() == [42, 42] and flag[0] == 1 and not result.findings
 
 
