@@ -37,7 +37,7 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
     stem, _, language = name.partition(".")
     if stem not in specs():
         if written := sources.of_kernel(stem):
-            family = Path(written[0].path).parent.name
+            family = sources.family_of(written[0])
             rule = f"{written[0].label} has no spec yet: add one to SPECS of the family {family}, or name the file"
             raise ArgumentError("kernel", rule, name)
         known = dict.fromkeys([*specs(), *(spec.family for spec in specs().values())])

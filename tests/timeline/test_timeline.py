@@ -46,7 +46,7 @@ def imfp() -> Timeline:
 
 
 def test_all_kernels_of_both_ladders_are_stamped() -> None:
-    ladders = {s.stem for family in ("gemm", "attention") for s in (sources.cuda_dir() / family).glob("*.cu")}
+    ladders = {s.stem for family in ("gemm", "attention") for s in (sources.cuda_dir() / family).rglob("*.cu")}
     assert ladders - set(STAMPED) == {"append_kv4", "attention_merge"}  # a load and a store each: nothing to overlap
 
 
@@ -74,8 +74,8 @@ def test_stamps_do_not_serialise_wgmma() -> None:
 
 
 def test_the_header_and_this_package_agree() -> None:
-    names = re.search(r"enum class Phase : unsigned \{ (.*?) \}", HEADER_FILE)
-    assert names and tuple(names[1].lower().split(", ")) == PHASES
+    names = re.search(r"enum class Phase : unsigned \{ (.*?) \}", HEADER_FILE, re.DOTALL)
+    assert names and tuple(re.split(r",\s+", names[1].lower())) == PHASES
     constants = re.search(r"TRACKS = (\d+), STAMPS = (\d+), HEADER = (\d+)", HEADER_FILE)
     assert constants and tuple(map(int, constants.groups())) == (TRACKS, STAMPS, HEADER)
     assert set(STYLES) == set(PHASES) - {"end"}

@@ -1,22 +1,14 @@
 // gemm_w4a8_qoq_sm90: Y = X W^T on Hopper's tensor cores, QoQ weights, one thing after the other.
 //
 // The baseline of LiquidGEMM's ablation (section 7, Fig. 13): wgmma with the weights from registers, dequantised by
-// multiply and __vadd4, and nothing overlaps but the loads: a warp group waits for a stage, dequantises all of it,
-// multiplies, waits for that, and only then takes the next.
+// multiply and __vadd4 (QServe section 5.2.3), and nothing overlaps but the loads: a warp group waits for a stage,
+// dequantises all of it, multiplies, waits for that, and only then takes the next.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            Groups of 64 or 128. Padding is zero-filled on the way in.
-// Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K, registers), X operand B (32 of K x BM tokens, shared
-//            memory). Thread 128 w + 32 v + 4 g + t has rows r = 64 w + 16 v + g and r + 8.
-// Tile       block: WN warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES, each one mbarrier:
-//            X      BK / 128 boxes [BM][128] under the 128-byte swizzle, by the copy engine from row-major X
-//            W      WN runs of blocks in the dual-MMA layout: 2048 bytes of weights per 64 k, LDS.128 at 16 * thread is
-//                   the thread's 32 weights: word j rows r, r + 8 (j & 1) of MMA j >> 1; then per group 128 bytes:
-//                   4 bytes at 4 * (8 v + g): scale r, offset r, scale r + 8, offset r + 8
-// Dequant    multiply, then __vadd4 (QServe section 5.2.3), 13 instructions per 8 weights.
-// Split K    CLUSTER blocks share a tile, each with a slice of K; they add up through distributed shared memory.
-// Tuned      tile, stages and cluster by tokens and rows: the table in ptxlab/kernels/gemm/sm90.py, from a sweep as wide as every step's.
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
+//            3). Groups of 64 or 128. Padding is zero-filled on the way in.
+// Tile       block: WN warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES; W in the dual-MMA layout.
+// Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
 // Measured   0.60, 0.51, 0.50 of the floor at M = 16, 64, 256 on an H200; 1.03 times as fast as cuBLAS FP8 (means).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier.
 #include "dequant.cuh"
@@ -38,23 +30,23 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUP_K = GROUP < 64 ? 64 : GROUP;                             // channels of a block of W
-constexpr int W_BLOCK = GROUP_K / 64 * 2048 + GROUP_K / GROUP * 128;         // its bytes
-constexpr int W_BYTES = BK / GROUP_K * W_BLOCK;                              // of a stage and 64 rows
+constexpr int GROUP_K = GROUP < 64 ? 64 : GROUP;                      // channels of a block of W
+constexpr int W_BLOCK = GROUP_K / 64 * 2048 + GROUP_K / GROUP * 128;  // its bytes
+constexpr int W_BYTES = BK / GROUP_K * W_BLOCK;                       // of a stage and 64 rows
 constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;   // swizzled tiles begin at multiples of 1024
+constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
 using Epilogue = ptxlab::Epilogue<WN, BM, CLUSTER>;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(128 * WN)
-gemm_w4a8_qoq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/64, K/max(64, g), bytes], dual-MMA layout
-                   const float* __restrict__ w_scale,                 // f32 [N]
-                   const __grid_constant__ ptxlab::TensorMap x,       // s8  [M, K], boxes [BM][128] swizzled
-                   const float* __restrict__ x_scale,                 // f32 [M]
-                   const float* __restrict__ bias,                    // f32 [N], or null
-                   void* __restrict__ y,                              // [M, N], by OUT
-                   int M, int N, int K) {
+extern "C" __global__ void __launch_bounds__(128 * WN) gemm_w4a8_qoq_sm90(
+    const unsigned char* __restrict__ blocks,     // u8  [N/64, K/max(64, g), bytes], dual-MMA layout
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
+    const float* __restrict__ x_scale,            // f32 [M]
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -65,10 +57,11 @@ gemm_w4a8_qoq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
     const int all = (K + BK - 1) / BK, first = all * rank / CLUSTER, stages = all * (rank + 1) / CLUSTER - first;
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
-    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES), &arrived, rank};
+    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES),
+                            &arrived, rank};
 
-    // One thread asks for a stage: X, and for every warp group its 64 rows of W (the last ones again where N ends). Behind
-    // the end of K, where X comes as zeros, any weights will do.
+    // One thread asks for a stage: X, and for every warp group its 64 rows of W (the last ones again where N ends).
+    // Behind the end of K, where X comes as zeros, any weights will do.
     const auto fetch = [&](int stage) {
         unsigned char* slot = ring + stage % STAGES * STAGE_BYTES;
         u64* barrier = &full[stage % STAGES];
@@ -106,17 +99,19 @@ gemm_w4a8_qoq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
         PHASE(DEQUANTISE);
         u32 a[BK / 32][4];
 #pragma unroll
-        for (int unit = 0; unit < BK / 64; ++unit) {                       // 64 k: the operands of two wgmmas
+        for (int unit = 0; unit < BK / 64; ++unit) {  // 64 k: the operands of two wgmmas
             const unsigned char* block = w + unit * 64 / GROUP_K * W_BLOCK;
             const uint4 q = *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP_K / 64 * 2048 + thread * 16);
-            const u32 c = *reinterpret_cast<const u32*>(block + GROUP_K / 64 * 2048 + (thread / 32 * 8 + thread % 32 / 4) * 4);
-            const u32 scale[2] = {c & 0xff, c >> 16 & 0xff}, offset[2] = {__byte_perm(c, 0, 0x1111), __byte_perm(c, 0, 0x3333)};
+            const u32 c =
+                *reinterpret_cast<const u32*>(block + GROUP_K / 64 * 2048 + (thread / 32 * 8 + thread % 32 / 4) * 4);
+            const u32 scale[2] = {c & 0xff, c >> 16 & 0xff},
+                      offset[2] = {__byte_perm(c, 0, 0x1111), __byte_perm(c, 0, 0x3333)};
             const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
                 const uint2 d = ptxlab::dequant_qoq_vadd4(words[j], scale[j & 1], offset[j & 1]);
-                a[unit * 2 + j / 2][j & 1] = d.x;                          // k 4 t .. of row r or r + 8
-                a[unit * 2 + j / 2][2 + (j & 1)] = d.y;                    // k 16 + 4 t ..
+                a[unit * 2 + j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
+                a[unit * 2 + j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
             }
         }
         PHASE(ISSUE, BK / 64 * BM);
@@ -129,13 +124,13 @@ gemm_w4a8_qoq_sm90(const unsigned char* __restrict__ blocks,          // u8  [N/
         ptxlab::wgmma_wait<0>();
         ptxlab::pin(acc);
         PHASE(WAIT_GROUP);
-        __syncthreads();                                                   // everyone has done with the slot
+        __syncthreads();  // everyone has done with the slot
         PHASE(LOAD);
         if (threadIdx.x == 0 && stage + STAGES < stages) fetch(stage + STAGES);
     }
 
     PHASE(REDUCE);
-    if (CLUSTER > 1) ptxlab::cluster_wait();                               // the blocks of the cluster have their barriers
+    if (CLUSTER > 1) ptxlab::cluster_wait();  // the blocks of the cluster have their barriers
     epilogue.send(acc, group, thread);
     epilogue.receive(acc, group, thread);
     PHASE(EPILOGUE);

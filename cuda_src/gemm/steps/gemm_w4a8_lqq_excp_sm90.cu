@@ -1,25 +1,18 @@
 // gemm_w4a8_lqq_excp_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, three warp groups in a row.
 //
-// LiquidGEMM's explicit coarse-grained pipeline (section 5.3): one warp group loads, one dequantises into shared memory, one
-// multiplies from there. Dequantisation and multiplication overlap, at the price of a way through shared memory and of
-// waiting for each other stage by stage.
+// LiquidGEMM's explicit coarse-grained pipeline (section 5.3): one warp group loads, one dequantises into shared
+// memory, one multiplies from there. Dequantisation and multiplication overlap, at the price of a way through shared
+// memory and of waiting for each other stage by stage.
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            Groups of 64 or 128. Padding is zero-filled on the way in.
-// Operands   Y^T = W X^T: both operands of wgmma in shared memory, in rows of 128 bytes under the 128-byte swizzle.
-// Tile       block: 64 WN rows x BM tokens x BK = 128 channels. Two rings:
-//            STAGES as they come   full: the copy engine has brought X [BM][128] and WN blocks of W in the dual-MMA layout
-//                                  (LDS.128 at 16 * thread: word j rows r, r + 8 (j & 1), k 32 (j >> 1) .. of 64 k);
-//                                  empty: the 128 threads that dequantise and the four warps that multiply have done with them
-//            TILES dequantised     ready: 128 threads have written s8 [64 WN][128]; spent: four warps have multiplied them
-// Lanes      lane 4 g + t writes 4 bytes of row r at 16-byte column c ^ g, + 4 t: all 32 banks, once.
-// Dequant    multiply-add with the offset 128 + min, then flip the top bits (LiquidGEMM section 4), 7 instructions per 8 weights.
-// Split K    CLUSTER blocks share a tile, each with a slice of K; they add up through distributed shared memory.
-// Tuned      tile, stages and cluster by tokens and rows: the table in ptxlab/kernels/gemm/sm90.py, from a sweep as wide as every step's.
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
+//            3). Groups of 64 or 128. Padding is zero-filled on the way in.
+// Tile       block: 64 WN rows x BM tokens x BK = 128 channels; a ring of STAGES as copied, one of TILES dequantised s8
+//            [64 WN][128]. Lane 4 g + t writes 4 bytes of row r at 16-byte column c ^ g, + 4 t: all 32 banks, once.
+// Guide      notebooks/guide/kernels_gemm.md: operands, layout, the barriers full, empty, ready, spent, constants
 // Measured   0.48, 0.41, 0.47 of the floor at M = 16, 64, 256 on an H200; 0.85 times as fast as cuBLAS FP8 (means).
-// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.4 fence.proxy.async;
-//            9.7.19.5 setmaxnreg.
+// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.4
+//            fence.proxy.async; 9.7.19.5 setmaxnreg.
 #include "dequant.cuh"
 #include "epilogue_sm90.cuh"
 #include "timeline.cuh"
@@ -41,24 +34,24 @@ namespace {
 using ptxlab::u32;
 using ptxlab::u64;
 constexpr int BK = 128;
-constexpr int W_BLOCK = GROUP / 64 * 2048 + 128;                             // GROUP channels of 64 rows, and their constants
-constexpr int W_BYTES = BK / GROUP * W_BLOCK;                                // of a stage and 64 rows
+constexpr int W_BLOCK = GROUP / 64 * 2048 + 128;  // GROUP channels of 64 rows, and their constants
+constexpr int W_BYTES = BK / GROUP * W_BLOCK;     // of a stage and 64 rows
 constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;   // swizzled tiles begin at multiples of 1024
+constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
 constexpr int TILE_BYTES = 64 * WN * BK;
 static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
 using Epilogue = ptxlab::Epilogue<WN, BM, CLUSTER>;
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(384, RESIDENT)
-gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/64, K/g, bytes], dual-MMA layout
-                        const float* __restrict__ w_scale,            // f32 [N]
-                        const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
-                        const float* __restrict__ x_scale,            // f32 [M]
-                        const float* __restrict__ bias,               // f32 [N], or null
-                        void* __restrict__ y,                         // [M, N], by OUT
-                        int M, int N, int K) {
+extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_sm90(
+    const unsigned char* __restrict__ blocks,     // u8  [N/64, K/g, bytes], dual-MMA layout
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
+    const float* __restrict__ x_scale,            // f32 [M]
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], ready[TILES], spent[TILES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -70,7 +63,8 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
 
     unsigned char* tiles = ring + STAGES * STAGE_BYTES;
     unsigned char* behind = tiles + TILES * TILE_BYTES;
-    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES), &arrived, rank};
+    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES),
+                            &arrived, rank};
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             ptxlab::mbarrier_init(&full[s], 1);
@@ -127,8 +121,10 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
 #pragma unroll
                 for (int unit = 0; unit < 2; ++unit) {
                     const unsigned char* block = w + i * W_BYTES + unit * 64 / GROUP * W_BLOCK;
-                    const uint4 q = *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP / 64 * 2048 + thread * 16);
-                    const u32 c = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 + (thread / 32 * 8 + thread % 32 / 4) * 4);
+                    const uint4 q =
+                        *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP / 64 * 2048 + thread * 16);
+                    const u32 c = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 +
+                                                                (thread / 32 * 8 + thread % 32 / 4) * 4);
                     const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
@@ -163,10 +159,11 @@ gemm_w4a8_lqq_excp_sm90(const unsigned char* __restrict__ blocks,     // u8  [N/
 #pragma unroll
             for (int step = 0; step < BK / 32; ++step)
 #pragma unroll
-                for (int i = 0; i < WN; ++i) ptxlab::wgmma_s8(acc[i], w_tile + i * (64 * 128 / 16) + step * 2, x_tile + step * 2);
+                for (int i = 0; i < WN; ++i)
+                    ptxlab::wgmma_s8(acc[i], w_tile + i * (64 * 128 / 16) + step * 2, x_tile + step * 2);
             ptxlab::wgmma_commit();
             PHASE(WAIT_MMA, 1);
-            ptxlab::wgmma_wait<1>();      // the stage before is done with
+            ptxlab::wgmma_wait<1>();                     // the stage before is done with
             if (slot_before >= 0 && thread % 32 == 0) {  // nobody but wgmma reads them
                 ptxlab::mbarrier_arrive(&empty[slot_before]);
                 ptxlab::mbarrier_arrive(&spent[tile_before]);

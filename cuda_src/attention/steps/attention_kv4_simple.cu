@@ -1,20 +1,15 @@
 // attention_kv4_simple: simpler control flow (QServe section 5.3).
 //
-// The loops go page by page, without a branch: addresses are a base per thread and an offset per page, the block table lies in shared
-// memory, so that no load waits for another one, and several pages are on their way at once. Tokens behind the end get a score of
-// -infinity and constants of 0: a weight of 0 like any other. Only the last page has them.
+// The loops go page by page, without a branch: addresses are a base per thread and an offset per page, the block table
+// lies in shared memory, so that no load waits for another one, and several pages are on their way at once. Tokens
+// behind the end get a score of -infinity and constants of 0: a weight of 0 like any other. Only the last page has
+// them.
 //
-// Contract   out[b, h] = sum_t p[t] v[t] with p = softmax over t < lengths[b] of softmax_scale * q[b, h] . k[t], in f32; zeros for
-//            length 0. k = (nibble - zero) * scale, scale and zero per token and head; head h reads kv head h / (Hq / Hkv).
-//            Head dim 128, pages of 64 tokens: token t is in page table[b, t / 64], slot t % 64. P is as long as the scores of
-//            P * 64 tokens fit shared memory.
-// Page       u8 [64][64] features, then f16 (scale, zero) [64]; keys of all kv heads of a page first, then their values. Eight
-//            dims are a micro-kernel word: e0..e3 in the low nibbles of bytes 0..3, e4..e7 in the high ones.
-// Tile       256 threads: 64 tokens x 4 parts of a row. Lane 4 i + j of a warp has dims 32 j .. + 31 of token i: one LDG.128.
-//                        dims 0 ..31   32..63   64..95   96..127
-//            slot 8 w       lane 0     lane 1   lane 2   lane 3       warp w: 512 contiguous bytes
-//            slot 8 w + 1   lane 4     lane 5   lane 6   lane 7
-// Scores     summed over the 4 lanes by shuffles, kept in shared memory, in units of log2 (the factor is in q): ex2 is their exponential.
+// Contract   out[b, h] = sum_t p[t] v[t] with p = softmax over t < lengths[b] of softmax_scale * q[b, h] . k[t], in
+//            f32; zeros for length 0. k = (nibble - zero) * scale, scale and zero per token and head; head h reads kv
+//            head h / (Hq / Hkv). Head dim 128, pages of 64 tokens: token t is in page table[b, t / 64], slot t % 64. P
+//            is as long as the scores of P * 64 tokens fit shared memory.
+// Guide      notebooks/guide/kernels_attention.md: pages, lanes, passes
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 126 us, 0.50 of the speed of memory.
 // PTX ISA    9.7.9 shfl.sync; 9.7.3 ex2.approx; 9.7.4 sub.f16x2, fma.f16x2; 9.7.8 lop3.
 #include <cuda_fp16.h>
@@ -53,14 +48,14 @@ __device__ __forceinline__ void dequant(float (&x)[DIMS], const uint4& nibbles, 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
-attention_kv4_simple(const __half* __restrict__ q,            // f16 [B, Hq, 128]
-                     const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
-                     const int* __restrict__ table,           // s32 [B, P]
-                     const int* __restrict__ lengths,         // s32 [B]
-                     __half* __restrict__ out,                // f16 [B, Hq, 128]
-                     float softmax_scale, int Hq, int Hkv, int P) {
-    extern __shared__ float scores[];                         // [P * 64], and the block table [P]
+extern "C" __global__ void __launch_bounds__(THREADS, 3) attention_kv4_simple(
+    const __half* __restrict__ q,            // f16 [B, Hq, 128]
+    const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
+    const int* __restrict__ table,           // s32 [B, P]
+    const int* __restrict__ lengths,         // s32 [B]
+    __half* __restrict__ out,                // f16 [B, Hq, 128]
+    float softmax_scale, int Hq, int Hkv, int P) {
+    extern __shared__ float scores[];  // [P * 64], and the block table [P]
     __shared__ float partial[32];
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
     int* pages = reinterpret_cast<int*>(scores + P * PAGE);

@@ -1,18 +1,13 @@
-// attention_kv8: decode attention over an 8-bit cache on CUDA cores, the baseline of the KV4 ladder (QServe section 5.3).
+// attention_kv8: decode attention on CUDA cores over an 8-bit cache, the baseline of the ladder (QServe section 5.3).
 //
-// One block per sequence and query head, as TensorRT-LLM and QServe have it: a head that shares its keys and values with others (GQA)
-// reads them all the same. Three passes: scores, softmax, values.
+// One block per sequence and query head, as TensorRT-LLM and QServe have it: a head that shares its keys and values
+// with others (GQA) reads them all the same. Three passes: scores, softmax, values.
 //
-// Contract   out[b, h] = sum_t p[t] v[t] with p = softmax over t < lengths[b] of softmax_scale * q[b, h] . k[t], in f32; zeros for
-//            length 0. k = (byte - zero) * scale, scale and zero per token and head; head h reads kv head h / (Hq / Hkv).
-//            Head dim 128, pages of 64 tokens: token t is in page table[b, t / 64], slot t % 64. P is as long as the scores of
-//            P * 64 tokens fit shared memory.
-// Page       u8 [64][128] features, then f16 (scale, zero) [64]; keys of all kv heads of a page first, then their values.
-// Tile       256 threads: 32 tokens x 8 parts of a row. Lane 8 i + j of a warp has dims 16 j .. + 15 of token i: one LDG.128.
-//                        dims 0 ..15   16..31   ...   112..127
-//            slot 4 w       lane 0     lane 1   ...   lane 7       warp w: 512 contiguous bytes
-//            slot 4 w + 1   lane 8     lane 9   ...   lane 15
-// Scores     summed over the 8 lanes by shuffles, kept in shared memory, in units of log2 (the factor is in q): ex2 is their exponential.
+// Contract   out[b, h] = sum_t p[t] v[t] with p = softmax over t < lengths[b] of softmax_scale * q[b, h] . k[t], in
+//            f32; zeros for length 0. k = (byte - zero) * scale, scale and zero per token and head; head h reads kv
+//            head h / (Hq / Hkv). Head dim 128, pages of 64 tokens: token t is in page table[b, t / 64], slot t % 64. P
+//            is as long as the scores of P * 64 tokens fit shared memory.
+// Guide      notebooks/guide/kernels_attention.md: pages, lanes, passes
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 191 us, 0.63 of the speed of memory.
 // PTX ISA    9.7.9 shfl.sync; 9.7.3 ex2.approx.
 #include <cuda_fp16.h>
@@ -39,14 +34,14 @@ __device__ __forceinline__ float dequant(const uint4& bytes, int i, float2 c) {
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
-              const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
-              const int* __restrict__ table,           // s32 [B, P]
-              const int* __restrict__ lengths,         // s32 [B]
-              __half* __restrict__ out,                // f16 [B, Hq, 128]
-              float softmax_scale, int Hq, int Hkv, int P) {
-    extern __shared__ float scores[];                  // [P * 64]
+extern "C" __global__ void __launch_bounds__(THREADS) attention_kv8(
+    const __half* __restrict__ q,            // f16 [B, Hq, 128]
+    const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
+    const int* __restrict__ table,           // s32 [B, P]
+    const int* __restrict__ lengths,         // s32 [B]
+    __half* __restrict__ out,                // f16 [B, Hq, 128]
+    float softmax_scale, int Hq, int Hkv, int P) {
+    extern __shared__ float scores[];  // [P * 64]
     __shared__ float partial[32];
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -64,7 +59,8 @@ attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
         const int t = first + slot;
         float dot = 0;
         if (t < length) {
-            const unsigned char* page = pool + (size_t(table[size_t(sequence) * P + t / PAGE]) * 2 * Hkv + kv_head) * PAGE_BYTES;
+            const unsigned char* page =
+                pool + (size_t(table[size_t(sequence) * P + t / PAGE]) * 2 * Hkv + kv_head) * PAGE_BYTES;
             const uint4 k = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
             const float2 c = constants_of(page, t % PAGE);
 #pragma unroll
@@ -92,7 +88,8 @@ attention_kv8(const __half* __restrict__ q,            // f16 [B, Hq, 128]
     for (int first = 0; first < length; first += TOKENS) {
         const int t = first + slot;
         if (t >= length) continue;
-        const unsigned char* page = pool + ((size_t(table[size_t(sequence) * P + t / PAGE]) * 2 + 1) * Hkv + kv_head) * PAGE_BYTES;
+        const unsigned char* page =
+            pool + ((size_t(table[size_t(sequence) * P + t / PAGE]) * 2 + 1) * Hkv + kv_head) * PAGE_BYTES;
         const uint4 v = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
         const float2 c = constants_of(page, t % PAGE);
 #pragma unroll

@@ -1,19 +1,13 @@
 // attention_kv4_naive: the 8-bit kernel with 4-bit features put in, each multiplied out by itself (QServe section 5.3).
 //
-// Half the bytes, and yet no faster where arithmetic is dear: shift, mask, int -> float, subtract, multiply are five operations for each
-// element before the one that uses it.
+// Half the bytes, and yet no faster where arithmetic is dear: shift, mask, int -> float, subtract, multiply are five
+// operations for each element before the one that uses it.
 //
-// Contract   out[b, h] = sum_t p[t] v[t] with p = softmax over t < lengths[b] of softmax_scale * q[b, h] . k[t], in f32; zeros for
-//            length 0. k = (nibble - zero) * scale, scale and zero per token and head; head h reads kv head h / (Hq / Hkv).
-//            Head dim 128, pages of 64 tokens: token t is in page table[b, t / 64], slot t % 64. P is as long as the scores of
-//            P * 64 tokens fit shared memory.
-// Page       u8 [64][64] features, then f16 (scale, zero) [64]; keys of all kv heads of a page first, then their values. Eight
-//            dims are a micro-kernel word: e0..e3 in the low nibbles of bytes 0..3, e4..e7 in the high ones.
-// Tile       256 threads: 64 tokens x 4 parts of a row. Lane 4 i + j of a warp has dims 32 j .. + 31 of token i: one LDG.128.
-//                        dims 0 ..31   32..63   64..95   96..127
-//            slot 8 w       lane 0     lane 1   lane 2   lane 3       warp w: 512 contiguous bytes
-//            slot 8 w + 1   lane 4     lane 5   lane 6   lane 7
-// Scores     summed over the 4 lanes by shuffles, kept in shared memory, in units of log2 (the factor is in q): ex2 is their exponential.
+// Contract   out[b, h] = sum_t p[t] v[t] with p = softmax over t < lengths[b] of softmax_scale * q[b, h] . k[t], in
+//            f32; zeros for length 0. k = (nibble - zero) * scale, scale and zero per token and head; head h reads kv
+//            head h / (Hq / Hkv). Head dim 128, pages of 64 tokens: token t is in page table[b, t / 64], slot t % 64. P
+//            is as long as the scores of P * 64 tokens fit shared memory.
+// Guide      notebooks/guide/kernels_attention.md: pages, lanes, passes
 // Measured   64 sequences of 1024 tokens, 32 heads, on an H200: 170 us, 0.37 of the speed of memory.
 // PTX ISA    9.7.9 shfl.sync; 9.7.3 ex2.approx.
 #include <cuda_fp16.h>
@@ -42,14 +36,14 @@ __device__ __forceinline__ float dequant(const uint4& nibbles, int i, float2 c) 
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-attention_kv4_naive(const __half* __restrict__ q,            // f16 [B, Hq, 128]
-                    const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
-                    const int* __restrict__ table,           // s32 [B, P]
-                    const int* __restrict__ lengths,         // s32 [B]
-                    __half* __restrict__ out,                // f16 [B, Hq, 128]
-                    float softmax_scale, int Hq, int Hkv, int P) {
-    extern __shared__ float scores[];                        // [P * 64]
+extern "C" __global__ void __launch_bounds__(THREADS) attention_kv4_naive(
+    const __half* __restrict__ q,            // f16 [B, Hq, 128]
+    const unsigned char* __restrict__ pool,  // u8  [pages, 2, Hkv, PAGE_BYTES]
+    const int* __restrict__ table,           // s32 [B, P]
+    const int* __restrict__ lengths,         // s32 [B]
+    __half* __restrict__ out,                // f16 [B, Hq, 128]
+    float softmax_scale, int Hq, int Hkv, int P) {
+    extern __shared__ float scores[];  // [P * 64]
     __shared__ float partial[32];
     __shared__ __align__(16) float sums[THREADS / 32 * 128];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -67,7 +61,8 @@ attention_kv4_naive(const __half* __restrict__ q,            // f16 [B, Hq, 128]
         const int t = first + slot;
         float dot = 0;
         if (t < length) {
-            const unsigned char* page = pool + (size_t(table[size_t(sequence) * P + t / PAGE]) * 2 * Hkv + kv_head) * PAGE_BYTES;
+            const unsigned char* page =
+                pool + (size_t(table[size_t(sequence) * P + t / PAGE]) * 2 * Hkv + kv_head) * PAGE_BYTES;
             const uint4 k = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
             const float2 c = constants_of(page, t % PAGE);
 #pragma unroll
@@ -95,7 +90,8 @@ attention_kv4_naive(const __half* __restrict__ q,            // f16 [B, Hq, 128]
     for (int first = 0; first < length; first += TOKENS) {
         const int t = first + slot;
         if (t >= length) continue;
-        const unsigned char* page = pool + ((size_t(table[size_t(sequence) * P + t / PAGE]) * 2 + 1) * Hkv + kv_head) * PAGE_BYTES;
+        const unsigned char* page =
+            pool + ((size_t(table[size_t(sequence) * P + t / PAGE]) * 2 + 1) * Hkv + kv_head) * PAGE_BYTES;
         const uint4 v = *reinterpret_cast<const uint4*>(page + t % PAGE * ROW + part * 16);
         const float2 c = constants_of(page, t % PAGE);
 #pragma unroll
