@@ -95,12 +95,12 @@ def _root(folder: str) -> Path:
 
 
 def ptx_dir() -> Path:
-    """The folder of hand-written PTX: `ptx/<family>/<kernel>.ptx`."""
+    """The folder of hand-written PTX: `ptx/<family>/<kernel>.ptx`, teaching steps in `ptx/<family>/steps/`."""
     return _root("ptx")
 
 
 def cuda_dir() -> Path:
-    """The folder of hand-written CUDA C++: `cuda_src/<family>/<kernel>.cu`."""
+    """The folder of hand-written CUDA C++: `cuda_src/<family>/<kernel>.cu`, teaching steps in `<family>/steps/`."""
     return _root("cuda_src")
 
 
@@ -123,7 +123,7 @@ def results_dir() -> Path:
 def _paths() -> dict[str, tuple[Path, ...]]:
     """Every kernel name with its sources, the `.ptx` first: it is what a bare name means."""
     found: dict[str, list[Path]] = {}
-    for path in [*sorted(ptx_dir().glob("*/*.ptx")), *sorted(cuda_dir().glob("*/*.cu"))]:
+    for path in [*sorted(ptx_dir().rglob("*.ptx")), *sorted(cuda_dir().rglob("*.cu"))]:
         found.setdefault(path.stem, []).append(path)
     return {name: tuple(paths) for name, paths in sorted(found.items())}
 
@@ -131,6 +131,12 @@ def _paths() -> dict[str, tuple[Path, ...]]:
 def names() -> list[str]:
     """Names of all kernels that have a source, sorted."""
     return list(_paths())
+
+
+def family_of(source: Source) -> str:
+    """The family of one of the project's sources: its first folder below `ptx/` or `cuda_src/`."""
+    root = ptx_dir() if source.language == "ptx" else cuda_dir()
+    return Path(source.path).relative_to(root).parts[0]
 
 
 def of_kernel(name: str) -> tuple[Source, ...]:

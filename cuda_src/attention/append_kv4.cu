@@ -1,25 +1,17 @@
-// append_kv4: new keys and values, rotated and quantised, into their slots of a paged cache (QServe sections 4.2 and 5.3).
+// append_kv4: new keys and values, rotated and quantised, into their slots of a paged cache (QServe sections 4.2, 5.3).
 //
-// Contract   token t goes to page slots[t] / PAGE, offset slots[t] % PAGE; of a negative slot (padding) nothing is written.
-//            With tables, k is rotated first: pairs (i, i + D/2), every multiplication and addition rounded to f32. A position
-//            beyond the tables reads their last row: padding may have any.
-//            By head and token (CHANNEL 0), L = 2^BITS - 1: s = f16((max - min) / L), 1 if that is 0, the range extended to
-//            include 0; z = rint(-min / s) in 0..L; q = rint(x / s) + z in 0..L; s and z go into the page as f16.
-//            By channel (CHANNEL 1), s and z given: 4 bits the same q; 8 bits q = rint(x / s) in -127..127, signed, no zero.
-//            Every division is IEEE's: the same bytes as `quant.quantize_kv`. A token with a NaN or an infinity gets a scale
-//            that is no finite number either, so that it shows.
-// Page       of a head, K or V: [PAGE][D * BITS/8] features (4 bits: micro-kernel words), then [PAGE][2] f16 scale and zero
-// Lanes      D/VALUES lanes have a row, the values of one token and head. Lane l: n = VALUES/2 values from n l on, and n from
-//            D/2 + n l on, so both of each rotated pair. By channel 8 values: a lane's constants stay in registers beside them.
-// Tile       By head and token a thread keeps ROWS heads of one token, with one slot and one rotation; a row's lanes find the
-//            extremes of these rows together: each exchange halves the rows that a lane answers for, each finds the constants
-//            of its one row, and hands them to the others. By channel it keeps ROWS tokens of one head, with the same constants.
-// Grid       blocks of K and of V take turns: while those of K wait for their rotations, those of V load.
-// Cache      with rotations, rows are evicted first; without, that costs time. A step of decoding leaves its rows to attention,
-//            which follows.
-// Measured   4096 tokens of 32 heads on an H200, beside the speed of a copy: kv4, rotated 26.2 us, 0.78; kv4 22.1 us, 0.90;
-//            kv8, rotated 29.0 us, 0.84; kv4 channel, rotated 33.0 us, 0.61; kv8 channel, rotated 34.5 us, 0.70.
+// Contract   token t goes to page slots[t] / PAGE, offset slots[t] % PAGE; of a negative slot (padding) nothing is
+//            written. With tables, k is rotated first: pairs (i, i + D/2), every multiplication and addition rounded to
+//            f32. A position beyond the tables reads their last row: padding may have any. By head and token (CHANNEL
+//            0), L = 2^BITS - 1: s = f16((max - min) / L), 1 if that is 0, the range extended to include 0; z =
+//            rint(-min / s) in 0..L; q = rint(x / s) + z in 0..L; s and z go into the page as f16. By channel (CHANNEL
+//            1), s and z given: 4 bits the same q; 8 bits q = rint(x / s) in -127..127, no zero. Every division is
+//            IEEE's: the same bytes as `quant.quantize_kv`. A token with a NaN or an infinity gets a scale that is no
+//            finite number either, so that it shows.
 // PDL        everything waits for the kernel before: it makes k and v, and may read the pool.
+// Guide      notebooks/guide/kernels_attention.md: page, lanes, tile, order of blocks, constants
+// Measured   4096 tokens of 32 heads on an H200, beside the speed of a copy: kv4, rotated 26.2 us, 0.78; kv4 22.1 us,
+//            0.90; kv8, rotated 29.0 us, 0.84; kv4 channel, rotated 33.0 us, 0.61; kv8 channel, rotated 34.5 us, 0.70.
 // PTX ISA    9.7.3 max.NaN, div.rn, rcp; 9.7.4 max.NaN.f16x2; 9.7.9 shfl.sync; 9.7.9.1 cache operators.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -29,39 +21,58 @@
 #include "reciprocal.cuh"
 
 #ifndef D
-#define D 128      // of a head: 64, 128, 256
-#define PAGE 64    // tokens: 16, 32, 64
+#define D 128    // of a head: 64, 128, 256
+#define PAGE 64  // tokens: 16, 32, 64
 #define BITS 4
 #define CHANNEL 0
 #define BF16 0
-#define INDEX 0    // slots and positions are s32, or s64
+#define INDEX 0  // slots and positions are s32, or s64
 #define ROPE 0
-#define ROWS 2     // 1, 2, 4
+#define ROWS 2  // 1, 2, 4
 #endif
 
 namespace {
 
 constexpr int VALUES = CHANNEL ? 8 : 16, PAIRS = VALUES / 2;  // of a lane
-constexpr int LANES = D / VALUES, OWNERS = LANES / ROWS;      // of a row; of them, those that answer for the same row in the end
-constexpr int TOKENS = CHANNEL ? ROWS : 1;                    // that a thread has rows of
+// of a row; of them, those that answer for the same row in the end
+constexpr int LANES = D / VALUES, OWNERS = LANES / ROWS;
+constexpr int TOKENS = CHANNEL ? ROWS : 1;  // that a thread has rows of
 constexpr int LEVELS = BITS == 4 ? 15 : 255;
-constexpr int FEATURES = D * BITS / 8;                        // bytes of a row
+constexpr int FEATURES = D * BITS / 8;  // bytes of a row
 constexpr int PAGE_BYTES = PAGE * (FEATURES + (CHANNEL ? 0 : 4));
-constexpr int UNIT = 32;                                      // bytes, of which rows and pages are multiples
+constexpr int UNIT = 32;  // bytes, of which rows and pages are multiples
 constexpr unsigned NOWHERE = ~0u;
-constexpr bool STREAMED = ROPE && ROWS > 1;                   // rows are evicted first
-constexpr int BLOCKS = ROWS < 4 ? 4 : CHANNEL ? 3 : 2;        // of a multiprocessor at least: 64, 80 or 128 registers
+constexpr bool STREAMED = ROPE && ROWS > 1;             // rows are evicted first
+constexpr int BLOCKS = ROWS < 4 ? 4 : CHANNEL ? 3 : 2;  // of a multiprocessor at least: 64, 80 or 128 registers
 
-template <int> struct Integer { using type = int; };
-template <> struct Integer<1> { using type = long long; };
+template <int>
+struct Integer {
+    using type = int;
+};
+template <>
+struct Integer<1> {
+    using type = long long;
+};
 using Index = Integer<INDEX>::type;
 
-template <int> struct Pair { using type = __half2; };
-template <> struct Pair<1> { using type = __nv_bfloat162; };
+template <int>
+struct Pair {
+    using type = __half2;
+};
+template <>
+struct Pair<1> {
+    using type = __nv_bfloat162;
+};
 using Two = Pair<BF16>::type;
 
-template <int> struct Vector { using type = uint4; };
-template <> struct Vector<8> { using type = uint2; };
+template <int>
+struct Vector {
+    using type = uint4;
+};
+template <>
+struct Vector<8> {
+    using type = uint2;
+};
 using Half = Vector<VALUES>::type;  // half of a lane's values of a row, as they come
 
 // The extremes of a row, or of a part of it.
@@ -79,13 +90,16 @@ struct Stored {
     Half halves[2];
 
     __device__ __forceinline__ Two pair(int i) const { return reinterpret_cast<const Two*>(halves)[i]; }
-    __device__ __forceinline__ float operator[](int i) const { return i % 2 ? __high2float(pair(i / 2)) : __low2float(pair(i / 2)); }
+    __device__ __forceinline__ float operator[](int i) const {
+        return i % 2 ? __high2float(pair(i / 2)) : __low2float(pair(i / 2));
+    }
 
     __device__ __forceinline__ Extremes extremes() const {
         Two most = pair(0), least = pair(0);
 #pragma unroll
         for (int i = 1; i < PAIRS; ++i) most = __hmax2_nan(most, pair(i)), least = __hmin2_nan(least, pair(i));
-        return {ptxlab::max_nan(__low2float(most), __high2float(most)), ptxlab::max_nan(-__low2float(least), -__high2float(least))};
+        return {ptxlab::max_nan(__low2float(most), __high2float(most)),
+                ptxlab::max_nan(-__low2float(least), -__high2float(least))};
     }
 };
 
@@ -130,13 +144,14 @@ struct Rotation {
     }
 };
 
-// x / s as IEEE rounds it, for an s of f16 (and a quotient that is not tiny). 1/s is known to 2^-46 of itself, and a quotient
-// by 11 bits that is not a float keeps 2^-36 of itself from where the rounding turns: it is m * s that x is not, with m of 25
-// bits half-way between two floats.
+// x / s as IEEE rounds it, for an s of f16 (and a quotient that is not tiny). 1/s is known to 2^-46 of itself, and a
+// quotient by 11 bits that is not a float keeps 2^-36 of itself from where the rounding turns: it is m * s that x is
+// not, with m of 25 bits half-way between two floats.
 struct Reciprocal {
     float high, low;
 
-    __device__ __forceinline__ explicit Reciprocal(float s) : high(ptxlab::reciprocal(s)), low(__fmul_rn(fmaf(-s, high, 1.0f), high)) {}
+    __device__ __forceinline__ explicit Reciprocal(float s)
+        : high(ptxlab::reciprocal(s)), low(__fmul_rn(fmaf(-s, high, 1.0f), high)) {}
     __device__ __forceinline__ Reciprocal(float high, float low) : high(high), low(low) {}
     __device__ __forceinline__ float operator()(float x) const { return fmaf(x, high, __fmul_rn(x, low)); }
 };
@@ -149,10 +164,11 @@ struct Divided {
     __device__ __forceinline__ float operator()(float x) const { return __fdiv_rn(x, s); }
 };
 
-// The same of an s that fits, in so far as a level depends on it. With r = RN(1/s) a quotient x * r, which is wrong by less than
-// two units in the last place, is right after one correction (Markstein; every x and s of f32 that come close enough to where
-// the rounding turns were tried). The remainder of a quotient beyond 1/4 does not underflow. A product that is infinite
-// is cut off if positive, so that it stays so; if negative it ends as NaN, which gets the lowest level as well.
+// The same of an s that fits, in so far as a level depends on it. With r = RN(1/s) a quotient x * r, which is wrong by
+// less than two units in the last place, is right after one correction (Markstein; every x and s of f32 that come close
+// enough to where the rounding turns were tried). The remainder of a quotient beyond 1/4 does not underflow. A product
+// that is infinite is cut off if positive, so that it stays so; if negative it ends as NaN, which gets the lowest level
+// as well.
 struct Corrected {
     float s, r;
 
@@ -174,12 +190,16 @@ struct Corrected {
 };
 
 // The integer next to a quotient of more than -2^22.
-__device__ __forceinline__ int rounded(float quotient) { return __float_as_int(__fadd_rn(quotient, ptxlab::SHIFT)) - __float_as_int(ptxlab::SHIFT); }
+__device__ __forceinline__ int rounded(float quotient) {
+    return __float_as_int(__fadd_rn(quotient, ptxlab::SHIFT)) - __float_as_int(ptxlab::SHIFT);
+}
 
 __device__ __forceinline__ int level(float quotient, int zero) { return max(min(rounded(quotient) + zero, LEVELS), 0); }
 
 template <class T>
-__device__ __forceinline__ T read(const T* from) { return STREAMED ? __ldcs(from) : *from; }
+__device__ __forceinline__ T read(const T* from) {
+    return STREAMED ? __ldcs(from) : *from;
+}
 
 template <class T>
 __device__ __forceinline__ void write(void* to, T value) {
@@ -187,8 +207,9 @@ __device__ __forceinline__ void write(void* to, T value) {
     else *static_cast<T*>(to) = value;
 }
 
-// Where a thread's rows go, in units from `pages` on, or NOWHERE. By head and token also where the first token's constants of
-// the row that the lane answers for begin, unless another lane stores them, and the token's offset in the page.
+// Where a thread's rows go, in units from `pages` on, or NOWHERE. By head and token also where the first token's
+// constants of the row that the lane answers for begin, unless another lane stores them, and the token's offset in the
+// page.
 struct Places {
     unsigned char* pages;
     unsigned rows[ROWS], constants, offset;
@@ -207,7 +228,8 @@ struct Places {
     }
 }
 
-// The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these each.
+// The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these
+// each.
 [[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
     const unsigned first = ptxlab::bytes_of<0>(q), second = ptxlab::bytes_of<0>(q + 4);
     const bool odd = lane % 2;
@@ -224,7 +246,9 @@ struct Places {
 
 // What the owner of row i says.
 template <class T>
-__device__ __forceinline__ T handed(T value, int i) { return __shfl_sync(~0u, value, i * OWNERS, LANES); }
+__device__ __forceinline__ T handed(T value, int i) {
+    return __shfl_sync(~0u, value, i * OWNERS, LANES);
+}
 
 // The extremes of the row that the lane answers for, of the parts that the row's lanes have.
 __device__ __forceinline__ Extremes reduced(Extremes (&e)[ROWS], int lane) {
@@ -284,13 +308,16 @@ struct Channels {
     }
 };
 
-// Rows with the constants of their channels: any scales, zeros in 0..LEVELS. What is below the levels, or no number, becomes the lowest.
+// Rows with the constants of their channels: any scales, zeros in 0..LEVELS. What is below the levels, or no number,
+// becomes the lowest.
 template <class Quotient, class Row>
-__device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const Places& places, const Channels& channels, int lane) {
+__device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const Places& places,
+                                                  const Channels& channels, int lane) {
     Quotient quotient[VALUES];
     int zero[VALUES];
 #pragma unroll
-    for (int j = 0; j < VALUES; ++j) quotient[j].by(channels.scale[j]), zero[j] = BITS == 4 ? rounded(channels.zero[j]) : 0;
+    for (int j = 0; j < VALUES; ++j)
+        quotient[j].by(channels.scale[j]), zero[j] = BITS == 4 ? rounded(channels.zero[j]) : 0;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         int q[VALUES];
@@ -305,29 +332,29 @@ __device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const
 
 // A function, not a lambda with an `auto` parameter: some versions of NVRTC take the latter for a host function.
 template <class Row>
-__device__ __forceinline__ void append(const Row (&rows)[ROWS], const Places& places, const Channels& channels, int lane) {
+__device__ __forceinline__ void append(const Row (&rows)[ROWS], const Places& places, const Channels& channels,
+                                       int lane) {
     if (!CHANNEL) append_by_token(rows, places, lane);
-    else if (__all_sync(~0u, Corrected::fit(channels.scale))) append_by_channel<Corrected>(rows, places, channels, lane);
+    else if (__all_sync(~0u, Corrected::fit(channels.scale)))
+        append_by_channel<Corrected>(rows, places, channels, lane);
     else append_by_channel<Divided>(rows, places, channels, lane);
 }
 
 }  // namespace
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(256, BLOCKS)
-append_kv4(const Half* k,             // f16 or bf16 [tokens, heads, D]
-           const Half* v,             // as k
-           unsigned char* pool,       // u8  [pages, 2, heads, PAGE_BYTES]: K, then V
-           const Index* slots,        // s32 or s64 [tokens]
-           const float* cos,          // f32 [positions, D/2]; read if ROPE
-           const float* sin,          // f32 [positions, D/2]
-           const Index* positions,    // as slots [tokens], or null: token t is at position t
-           const float* k_scale,      // f32 [heads, D]; read if CHANNEL
-           const float* k_zero,       // f32 [heads, D]; read if CHANNEL and BITS == 4
-           const float* v_scale,
-           const float* v_zero,
-           int tokens, int heads,
-           int turns) {               // positions in the tables
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
+    const Half* k,           // f16 or bf16 [tokens, heads, D]
+    const Half* v,           // as k
+    unsigned char* pool,     // u8  [pages, 2, heads, PAGE_BYTES]: K, then V
+    const Index* slots,      // s32 or s64 [tokens]
+    const float* cos,        // f32 [positions, D/2]; read if ROPE
+    const float* sin,        // f32 [positions, D/2]
+    const Index* positions,  // as slots [tokens], or null: token t is at position t
+    const float* k_scale,    // f32 [heads, D]; read if CHANNEL
+    const float* k_zero,     // f32 [heads, D]; read if CHANNEL and BITS == 4
+    const float* v_scale, const float* v_zero, int tokens, int heads,
+    int turns) {  // positions in the tables
     ptxlab::launch_dependents();
     ptxlab::wait_for_predecessors();
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, tile = blockIdx.x / 2;
@@ -366,11 +393,13 @@ append_kv4(const Half* k,             // f16 or bf16 [tokens, heads, D]
     for (int i = 0; i < ROWS; ++i) {
         const Index at = slot[i % TOKENS];
         const unsigned page = unsigned(at / PAGE) * (pitch / UNIT) + i / TOKENS * (PAGE_BYTES / UNIT);
-        places.rows[i] = at < 0 || head + i / TOKENS >= heads ? NOWHERE : page + unsigned(at) % PAGE * (FEATURES / UNIT);
+        places.rows[i] =
+            at < 0 || head + i / TOKENS >= heads ? NOWHERE : page + unsigned(at) % PAGE * (FEATURES / UNIT);
     }
     const int own = lane / OWNERS;
     const bool answers = lane % OWNERS == 0 && slot[0] >= 0 && head + own < heads;
-    const unsigned constants = unsigned(slot[0] / PAGE) * (pitch / UNIT) + own * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
+    const unsigned constants =
+        unsigned(slot[0] / PAGE) * (pitch / UNIT) + own * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
     places.constants = answers ? constants : NOWHERE;
     places.offset = unsigned(slot[0]) % PAGE;
     if (turned) {

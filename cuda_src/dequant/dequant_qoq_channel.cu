@@ -1,11 +1,12 @@
-// dequant_qoq_channel: the CUDA C++ twin of ptx/dequant/dequant_qoq_channel.ptx; contract, word and tile are stated there.
+// dequant_qoq_channel: the CUDA C++ twin of ptx/dequant/dequant_qoq_channel.ptx,
+// which states contract, word and tile.
 // Only unpack; the zero point is left to the epilogue, QServe section 5.2.2.
 #include "dequant.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
-dequant_qoq_channel(const uint2* __restrict__ qweight,  // u32 [R, K/8]
-                    uint4* __restrict__ out,            // u8  [R, K]
-                    unsigned int pairs)                 // R*K/16: one thread takes a pair of words, 16 weights
+extern "C" __global__ void __launch_bounds__(256) dequant_qoq_channel(
+    const uint2* __restrict__ qweight,  // u32 [R, K/8]
+    uint4* __restrict__ out,            // u8  [R, K]
+    unsigned int pairs)                 // R*K/16: one thread takes a pair of words, 16 weights
 {
     const unsigned int index = blockIdx.x * 256 + threadIdx.x;
     if (index >= pairs) return;

@@ -1,11 +1,11 @@
-// dequant_u4_f16: the CUDA C++ twin of ptx/dequant/dequant_u4_f16.ptx; contract, word and tile are stated there.
+// dequant_u4_f16: the CUDA C++ twin of ptx/dequant/dequant_u4_f16.ptx, which states contract, word and tile.
 // The magic number 1024, QServe section 5.3.
 #include "dequant.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
-dequant_u4_f16(const unsigned int* __restrict__ qweight,  // u32 [R, K/8]
-               uint4* __restrict__ out,                   // f16 [R, K]
-               unsigned int words)                        // R*K/8: one thread takes a word, 8 weights
+extern "C" __global__ void __launch_bounds__(256) dequant_u4_f16(
+    const unsigned int* __restrict__ qweight,  // u32 [R, K/8]
+    uint4* __restrict__ out,                   // f16 [R, K]
+    unsigned int words)                        // R*K/8: one thread takes a word, 8 weights
 {
     const unsigned int index = blockIdx.x * 256 + threadIdx.x;
     if (index >= words) return;

@@ -1,14 +1,16 @@
-// dequant_u4_f16_subnormal: the CUDA C++ twin of ptx/dequant/dequant_u4_f16_subnormal.ptx; contract, word and tile are stated there.
+// dequant_u4_f16_subnormal: the CUDA C++ twin of ptx/dequant/dequant_u4_f16_subnormal.ptx,
+// which states contract, word and tile.
 // AND alone: v * 2^-24 as an FP16 subnormal.
 #include "dequant.cuh"
 
-extern "C" __global__ void __launch_bounds__(256)
-dequant_u4_f16_subnormal(const unsigned int* __restrict__ qweight,  // u32 [R, K/8]
-                         uint4* __restrict__ out,                   // f16 [R, K]
-                         unsigned int words)                        // R*K/8: one thread takes a word, 8 weights
+extern "C" __global__ void __launch_bounds__(256) dequant_u4_f16_subnormal(
+    const unsigned int* __restrict__ qweight,  // u32 [R, K/8]
+    uint4* __restrict__ out,                   // f16 [R, K]
+    unsigned int words)                        // R*K/8: one thread takes a word, 8 weights
 {
     const unsigned int index = blockIdx.x * 256 + threadIdx.x;
     if (index >= words) return;
-    const uint4 halves = ptxlab::dequant_u4_f16_subnormal(__ldcs(qweight + index));  // @word dequant_u4_f16_subnormal(q) -> uint4
+    // @word dequant_u4_f16_subnormal(q) -> uint4
+    const uint4 halves = ptxlab::dequant_u4_f16_subnormal(__ldcs(qweight + index));
     __stcs(out + index, ptxlab::logical_order(halves));
 }

@@ -1,64 +1,47 @@
 // gemm_w4a8_grouped_sm90: the experts of a layer in one launch: y = x W_e^T for the rows of x that each expert e has.
 //
-// gemm_w4a8_sm90 with another list of tiles: how many rows an expert has is known on the device only, where the router
-// has just written it, so the list is worked out there (experts.cuh), by every warp for itself.
+// gemm_w4a8_sm90 with another list of tiles: how many rows an expert has is known on the device alone, where the router
+// has just written it, so every warp works the list out for itself (experts.cuh).
 //
 // Contract   rows offsets[e] .. offsets[e + 1] - 1 of X go with W_e: offsets never fall, from offsets[0] = 0 to
-//            offsets[E] = M; an expert may have none. accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[e, n, k],
-//            exact in int32; y = accumulators * x_scale[m] * w_scale[e, n] + bias[e, n], each operation in f32 and then
-//            rounded to the output, or the accumulators (OUT == 3). Any M >= 1 and E >= 1, N a multiple of 8, K of the group. W in
-//            strips serves LiquidQuant and QoQ: o1 = 128 + min, or 128 - zero * s1.
-// Operands   Y^T = W X^T, as in gemm_w4a8_sm90: W dequantised to w + 128 as u8, for which 128 times the sum of a token's x is
-//            taken off at the end; SIGNED: without token sums, the top bits flipped instead.
-// Tile       BM tokens of one expert x up to STRIPS strips of 16 rows, shared out evenly: heights differ by one strip at most.
-//            Rows of X behind the expert's last are the next one's, or zeros: multiplied, and not stored. WN warp groups x MN
-//            MMAs lie along the rows: warp v of MMA h of group w has strip 4 (MN w + h) + v; one without a strip takes the last
-//            once more and stores nothing.
-// Ring       STAGES slots of BK channels: X as BK / 128 boxes [BM][128] under the 128-byte swizzle, and W_SLOT bytes of each
-//            strip. full completes when the copy engine has brought all of it, empty when the warp groups are done with it.
-// W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
-//            channels: word j rows g, g + 8 (j & 1) of MMA j >> 1 (lane 4 g + t); then 32 bytes of constants per group:
-//            4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8
-// Pipeline   a warp group has the words of the next 64 channels under way, dequantises one unit into the registers that wgmma
-//            has left (wait_group 1), and issues it. Persistent: the loads of a tile begin under the end of the one before.
-// Copies     four warps ask, each for every fourth strip, through elect.sync.
-// Output     from the fragments, each warp by itself (fragments_out.cuh).
-// PDL        everything waits for the kernel before: which weights are wanted is what that one may be writing. What it may
-//            write is not __restrict__: ptxas moves loads of read-only data (ld.global.nc) ahead of griddepcontrol.wait.
-// Measured   Mixtral, 8 experts, top 2, on an H200, of the floor at 1, 8, 64 tokens: gate+up 0.84, 0.90, 0.88; down 0.74, 0.93,
-//            0.87; 0.96 to 1.55 times as fast as a loop of single GEMMs, 1.35 in the mean from 32 tokens on.
+//            offsets[E] = M; an expert may have none. accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[e, n,
+//            k], exact in int32; y = accumulators * x_scale[m] * w_scale[e, n] + bias[e, n], each operation in f32 and
+//            then rounded to the output, or the accumulators (OUT == 3). Any M >= 1, E >= 1, N a multiple of 8, K of
+//            the group. LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: no token sums, and the MMA
+//            takes w as s8.
+// PDL        everything waits for the kernel before, which may be writing which weights are wanted. What it may write
+//            is not __restrict__: ptxas moves loads of read-only data (ld.global.nc) ahead of griddepcontrol.wait.
+// Guide      notebooks/guide/kernels_gemm.md: strips, tiles of experts, schedule, constants
+// Measured   Mixtral, 8 experts, top 2, on an H200, of the floor at 1, 8, 64 tokens: gate+up 0.84, 0.90, 0.88; down
+//            0.74, 0.93, 0.87; 0.96 to 1.55 times as fast as a loop of single GEMMs, 1.35 in the mean from 32 tokens
+//            on.
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
 //            9.7.19.5 setmaxnreg; 9.7.14.5.16 stmatrix
-#include "dequant.cuh"
 #include "experts.cuh"
 #include "fragments_out.cuh"
 #include "griddep.cuh"
-#include "mbarrier.cuh"
+#include "named_barrier.cuh"
+#include "strips_sm90.cuh"
 #include "timeline.cuh"
-#include "wgmma.cuh"
 
 #ifndef BM
-#define BM 32      // tokens of a tile
-#define WN 2       // warp groups, along the rows of W
-#define MN 1       // MMAs of 64 rows of each
-#define STRIPS 8   // most strips of a tile
+#define BM 32     // tokens of a tile
+#define WN 2      // warp groups, along the rows of W
+#define MN 1      // MMAs of 64 rows of each
+#define STRIPS 8  // most strips of a tile
 #define BK 128
 #define STAGES 4
 #define GROUP 128
 #define OUT 0
-#define SIGNED 0   // 1: no token sums, so the MMA is given the weights as they are
+#define SIGNED 0  // 1: no token sums, so the MMA is given the weights as they are
 #endif
 
 namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUPS = 128 / GROUP;                                          // of a block of W
-constexpr int BLOCK = 1024 + GROUPS * 32;                                    // bytes of 16 rows x 128 channels
-constexpr int W_SLOT = (BK / 128 * BLOCK + 127) / 128 * 128;                 // of a strip and a stage
-constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
-constexpr int UNITS = BK / 64;
+using Stage = ptxlab::StripStage<BM, BK, STRIPS, GROUP>;
+constexpr int BLOCK = Stage::BLOCK, W_SLOT = Stage::W_SLOT, X_BYTES = Stage::X_BYTES, STAGE_BYTES = Stage::BYTES;
 static_assert(STRIPS <= WN * MN * 4, "a warp has MN strips");
 static_assert(WN <= 3, "registers");
 
@@ -71,25 +54,18 @@ struct Scales {
     int x_sum[BM];
 };
 
-__device__ __forceinline__ void sync_warp_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory"); }
-
-__device__ __forceinline__ void multiply(int (&acc)[BM / 2], const u32 (&a)[4], u64 x) {
-    if (SIGNED) ptxlab::wgmma_s8(acc, a, x);
-    else ptxlab::wgmma_u8(acc, a, x);
-}
-
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, N/16, K/128, 1024 + 32 * 128 / g]
-                       const float* __restrict__ w_scale,            // f32 [E, N]
-                       const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
-                       const int* offsets,                           // s32 [E + 1]
-                       const float* x_scale,                         // f32 [M]; not read if OUT == 3
-                       const int* x_sum,                             // s32 [M]; null if SIGNED
-                       const float* __restrict__ bias,               // f32 [E, N], or null
-                       void* __restrict__ y,                         // [M, N], by OUT
-                       int M, int N, int K, int E) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_grouped_sm90(
+    const unsigned char* __restrict__ strips,     // u8  [E, N/16, K/128, 1024 + 32 * 128 / g]
+    const float* __restrict__ w_scale,            // f32 [E, N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
+    const int* offsets,                           // s32 [E + 1]
+    const float* x_scale,                         // f32 [M]; not read if OUT == 3
+    const int* x_sum,                             // s32 [M]; null if SIGNED
+    const float* __restrict__ bias,               // f32 [E, N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K, int E) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -102,10 +78,11 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
     }
     const int w_blocks = (K + 127) / 128, stages = (K + BK - 1) / BK;
     const int all_strips = (N + 15) / 16, row_tiles = (all_strips + STRIPS - 1) / STRIPS;
-    const int least = all_strips / row_tiles, larger = all_strips % row_tiles;  // strips of a row tile; tiles that have one more
+    // strips of a row tile; tiles that have one more
+    const int least = all_strips / row_tiles, larger = all_strips % row_tiles;
     const auto strip_of = [&](int row_tile) { return row_tile * least + min(row_tile, larger); };
 
-    unsigned char* buffers = ring + STAGES * STAGE_BYTES;                    // 512 bytes of each warp
+    unsigned char* buffers = ring + STAGES * STAGE_BYTES;  // 512 bytes of each warp
     Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
 
     if (threadIdx.x == 0) ptxlab::launch_dependents();
@@ -119,13 +96,15 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
         ptxlab::fewer_registers<FEWER>();
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring), full_at = ptxlab::shared_address(full);
+        const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring),
+                  full_at = ptxlab::shared_address(full);
         for (int number = blockIdx.x; tiles.find(number, tile); number += gridDim.x) {
             const int strip0 = strip_of(tile.row_tile) + warp, height = strip_of(tile.row_tile + 1) - strip0;
-            const int own = max(0, height + 3) / 4;                          // every fourth strip
+            const int own = max(0, height + 3) / 4;  // every fourth strip
             const unsigned char* from = strips + (size_t(tile.expert) * all_strips + strip0) * pitch;
             for (int stage = 0; stage < stages; ++stage, slot.advance(), from += BK / 128 * BLOCK) {
-                const u32 bytes = min(BK / 128, w_blocks - stage * (BK / 128)) * BLOCK, barrier = full_at + slot.index * 8;
+                const u32 bytes = min(BK / 128, w_blocks - stage * (BK / 128)) * BLOCK,
+                          barrier = full_at + slot.index * 8;
                 const u32 x_at = ring_at + slot.index * STAGE_BYTES;
                 PHASE(WAIT_GROUP);
                 ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);
@@ -134,11 +113,15 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
                     ptxlab::mbarrier_arrive_expect(&full[slot.index], (warp == 3 ? X_BYTES : 0) + own * bytes);
 #pragma unroll
                     for (int i = 0; i < (STRIPS + 3) / 4; ++i)
-                        if (i < own) ptxlab::bulk_load(x_at + X_BYTES + (warp + 4 * i) * W_SLOT, from + size_t(4 * i * pitch), bytes, barrier);
+                        if (i < own)
+                            ptxlab::bulk_load(x_at + X_BYTES + (warp + 4 * i) * W_SLOT, from + size_t(4 * i * pitch),
+                                              bytes, barrier);
                 }
 #pragma unroll
-                for (int i = 0; i < BK / 128; ++i)                           // X by the last warp, which has the fewest strips
-                    if (elected && warp == 3) ptxlab::tensor_load(x_at + i * BM * 128, &x, (stage * (BK / 128) + i) * 128, tile.token0, barrier);
+                for (int i = 0; i < BK / 128; ++i)  // X by the last warp, which has the fewest strips
+                    if (elected && warp == 3)
+                        ptxlab::tensor_load(x_at + i * BM * 128, &x, (stage * (BK / 128) + i) * 128, tile.token0,
+                                            barrier);
             }
         }
         return;
@@ -150,7 +133,7 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
         const int strip0 = strip_of(tile.row_tile), end = strip_of(tile.row_tile + 1), height = end - strip0;
         PHASE(SETUP);
         int acc[MN][BM / 2] = {};
-        u32 a[2][MN][2][4];                                                  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
+        u32 a[2][MN][2][4];
         u32 at[MN];
         float ws[MN][2], b[MN][2];
 #pragma unroll
@@ -172,79 +155,26 @@ gemm_w4a8_grouped_sm90(const unsigned char* __restrict__ strips,     // u8  [E, 
             xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
         }
         uint4 q[2][MN];
-        u32 c[MN][GROUPS], c_next[MN][GROUPS];
-        // The lane's words of a unit of 64 k; with the first of a block its constants. Behind the end of K, where X is zero, the
-        // stage's first block once more.
-        const auto load = [&](int slot_index, int stage, int unit) {
-            const int block = unit >= 2 && stage * (BK / 128) + unit / 2 >= w_blocks ? 0 : unit / 2;
-#pragma unroll
-            for (int h = 0; h < MN; ++h) {
-                const u32 w = at[h] + slot_index * STAGE_BYTES + block * BLOCK;
-                q[unit % 2][h] = ptxlab::load_shared_16(w + unit % 2 * 512 + lane * 16);
-                if (unit % 2 == 0)
-#pragma unroll
-                    for (int i = 0; i < GROUPS; ++i) c_next[h][i] = ptxlab::load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
-            }
-        };
-        int before = -1;                                                     // the slot that wgmma may still read
-        PHASE(WAIT_COPY);
-        ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-        PHASE(DEQUANTISE);
-        load(slot.index, 0, 0);
-        for (int stage = 0; stage < stages; ++stage) {
-            const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * STAGE_BYTES);
-            const int current = slot.index;
-#pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
-                if (unit % 2 == 0)
-#pragma unroll
-                    for (int h = 0; h < MN; ++h)
-#pragma unroll
-                        for (int i = 0; i < GROUPS; ++i) c[h][i] = c_next[h][i];
-                if (unit + 1 < UNITS) load(current, stage, unit + 1);
-                PHASE(WAIT_MMA, 1);
-                ptxlab::wgmma_wait<1>();
-                if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
-                PHASE(DEQUANTISE);
-#pragma unroll
-                for (int h = 0; h < MN; ++h) ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
-                PHASE(ISSUE, MN * BM);
-                ptxlab::wgmma_fence();
-                const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
-#pragma unroll
-                for (int h = 0; h < MN; ++h) {
-                    multiply(acc[h], a[unit % 2][h][0], x_unit);
-                    multiply(acc[h], a[unit % 2][h][1], x_unit + 2);
-                }
-                ptxlab::wgmma_commit();
-            }
-            before = current;
-            slot.advance();
-            if (stage + 1 < stages) {
-                PHASE(WAIT_COPY);
-                ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-                PHASE(DEQUANTISE);
-                load(slot.index, stage + 1, 0);
-            }
-        }
-        PHASE(WAIT_MMA, 0);
-        ptxlab::wgmma_wait<0>();
-#pragma unroll
-        for (int h = 0; h < MN; ++h) ptxlab::pin(acc[h]);
-        ptxlab::mbarrier_arrive(&empty[before]);
+        u32 c[MN][Stage::GROUPS], c_next[MN][Stage::GROUPS];
+        ptxlab::multiply_strips<Stage, 1, SIGNED, false>(acc, a, at, q, c, c_next, ring, full, empty, slot, 0, stages,
+                                                         w_blocks, lane TIMELINE_ARGUMENT);
 
-        sync_warp_group(wn);                                                 // the scales of the tile before have been used
+        ptxlab::sync_warp_group(wn);  // the scales of the tile before have been used
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i)
-            if (i * 128 + thread < BM) scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
-        sync_warp_group(wn);
+            if (i * 128 + thread < BM)
+                scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
+        ptxlab::sync_warp_group(wn);
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             PHASE(EPILOGUE);
-            const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}};
+            const ptxlab::Scaling scaling{scales->x_scale,
+                                          SIGNED ? nullptr : scales->x_sum,
+                                          {ws[h][0], ws[h][1]},
+                                          {b[h][0], b[h][1]}};
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, tile.token0,
-                                             (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N, min(N, end * 16),
-                                             [](int) { return true; });
+                                             (strip0 + (wn * MN + h) * 4 + warp) * 16, tile.end_token, N,
+                                             min(N, end * 16), [](int) { return true; });
         }
     }
 }

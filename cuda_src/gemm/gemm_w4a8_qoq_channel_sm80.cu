@@ -1,20 +1,13 @@
 // gemm_w4a8_qoq_channel_sm80: Y = X W^T with INT8 activations and per-channel QoQ weights (QServe section 5.2.2).
 //
 // Contract   accumulators[m, n] = sum_k x[m, k] * q4[n, k] - zero[n] * x_sum[m], exact in int32 for K < 131,072: with
-//            x_sum[m] = sum_k x[m, k] it is the product with q4 - zero, whose sign never burdens the main loop;
-//            y = accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output,
-//            or the accumulators themselves (OUT == 3).
-//            Any M >= 1, N a multiple of 8, K a multiple of 32; padding is zero-filled on the way in.
-// Operands   W is operand A (16 rows of N x 32 of K), X operand B (32 of K x 8 tokens), so a thread's accumulators are
-//            rows g and g + 8 of N for tokens 2 t and 2 t + 1. A q4 is 0..15, so as signed bytes they mean the same.
-// Tile       block: BN rows x BM tokens x BK channels; warps WN x WM x WK: 32 rows, BM / WM tokens, every WK-th k32 step.
-//            W      ring of STAGES; per k32 step and 32 rows one 512-byte tile in QServe's order: LDS.128 per lane is the
-//                   lane's 32 weights: word q = row g + 8 q, low nibbles channels 4 t .. + 3, high ones 16 + 4 t .. + 3
-//            X      row-major [BM][BK], 16-byte chunk c of token m at c ^ (m & 7): ldmatrix without conflicts
-// Dequant    unpacking alone, 3 instructions per 8 weights; no constants of groups, neither in the ring nor in registers.
-// Split K    the WK warps of a row strip take turns of k32 steps and add up in shared memory: exact in any order.
-// Order      blocks of one row strip are neighbours, so that W comes from memory once and X from the L2.
-// Tuned      tile, stages by tokens and rows: the table in ptxlab/kernels/gemm/sm80.py, from a sweep as wide as every step's.
+//            x_sum[m] = sum_k x[m, k] it is the product with q4 - zero, whose sign never burdens the main loop; y =
+//            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or
+//            the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of 32; padding is
+//            zero-filled on the way in.
+// Tile       that of gemm_w4a8_qoq_sm80, without constants of groups. A q4 is 0..15, so as signed bytes they mean the
+//            same.
+// Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
 // Measured   0.64, 0.34, 0.31 of the floor at M = 16, 64, 256 on an H200; 0.87 times as fast as cuBLAS FP8 (means).
 // PTX ISA    9.7.14 mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "dequant.cuh"
@@ -37,13 +30,13 @@ namespace {
 
 using ptxlab::u32;
 constexpr int THREADS = 32 * WN * WM * WK;
-constexpr int STEPS = BK / 32;         // k32 steps of a stage
-constexpr int STRIPS = BN / 32;        // 32-row strips of a block
+constexpr int STEPS = BK / 32;   // k32 steps of a stage
+constexpr int STRIPS = BN / 32;  // 32-row strips of a block
 constexpr int W_BYTES = STRIPS * STEPS * 512;
 constexpr int X_BYTES = BM * BK;
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES;
-constexpr int TOKENS = BM / WM;        // of a warp
-constexpr int TILE_PITCH = BN + 4;     // int32 of the tile of results in shared memory
+constexpr int TOKENS = BM / WM;     // of a warp
+constexpr int TILE_PITCH = BN + 4;  // int32 of the tile of results in shared memory
 
 static_assert(WN == STRIPS && STEPS % WK == 0 && (TOKENS == 8 || TOKENS % 16 == 0) && BK % 128 == 0, "tile shape");
 
@@ -63,7 +56,8 @@ __device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, i
         const int strip = i / (STEPS * 32), step = i / 32 % STEPS, lane = i % 32;
         const int s = strip0 + strip, k = stage * STEPS + step;
         const bool inside = s < in.strips && k < in.steps;
-        ptxlab::cp_async_16(slot + i * 16, inside ? in.qweight + (size_t(s) * in.steps + k) * 32 + lane : in.qweight, inside);
+        ptxlab::cp_async_16(slot + i * 16, inside ? in.qweight + (size_t(s) * in.steps + k) * 32 + lane : in.qweight,
+                            inside);
     }
     unsigned char* xs = slot + W_BYTES;
 #pragma unroll
@@ -73,23 +67,24 @@ __device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, i
         const int m = i / (BK / 16), c = i % (BK / 16);
         const int k = stage * BK + c * 16;
         const bool inside = token0 + m < in.M && k < in.K;
-        ptxlab::cp_async_16(xs + m * BK + ((c ^ (m & 7)) * 16), inside ? in.x + size_t(token0 + m) * in.K + k : in.x, inside);
+        ptxlab::cp_async_16(xs + m * BK + ((c ^ (m & 7)) * 16), inside ? in.x + size_t(token0 + m) * in.K + k : in.x,
+                            inside);
     }
     ptxlab::cp_async_commit();
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK)
-gemm_w4a8_qoq_channel_sm80(const uint4* __restrict__ qweight,          // u32 [N/32, K/32, 128], QServe's order
-                           const float* __restrict__ w_scale,          // f32 [N]
-                           const unsigned char* __restrict__ w_zero,   // u8  [N]
-                           const signed char* __restrict__ x,          // s8  [M, K]
-                           const float* __restrict__ x_scale,          // f32 [M]
-                           const int* __restrict__ x_sum,              // s32 [M]: sum of x over K
-                           const float* __restrict__ bias,             // f32 [N], or null
-                           void* __restrict__ y,                       // [M, N], by OUT
-                           int M, int N, int K) {
+extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_channel_sm80(
+    const uint4* __restrict__ qweight,         // u32 [N/32, K/32, 128], QServe's order
+    const float* __restrict__ w_scale,         // f32 [N]
+    const unsigned char* __restrict__ w_zero,  // u8  [N]
+    const signed char* __restrict__ x,         // s8  [M, K]
+    const float* __restrict__ x_scale,         // f32 [M]
+    const int* __restrict__ x_sum,             // s32 [M]: sum of x over K
+    const float* __restrict__ bias,            // f32 [N], or null
+    void* __restrict__ y,                      // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int token_tiles = (M + BM - 1) / BM;
@@ -110,7 +105,7 @@ gemm_w4a8_qoq_channel_sm80(const uint4* __restrict__ qweight,          // u32 [N
     for (int stage = 0; stage < stages; ++stage) {
         PHASE(WAIT_COPY);
         ptxlab::cp_async_wait<STAGES - 2>();
-        __syncthreads();                               // the stage is there for everyone, and the oldest slot is free
+        __syncthreads();  // the stage is there for everyone, and the oldest slot is free
         PHASE(LOAD);
         const int ahead = stage + STAGES - 1;
         if (ahead < stages) fetch(in, ring + ahead % STAGES * STAGE_BYTES, ahead, strip0, token0);
@@ -123,11 +118,10 @@ gemm_w4a8_qoq_channel_sm80(const uint4* __restrict__ qweight,          // u32 [N
             const int step = i * WK + wk;
             PHASE(DEQUANTISE);
             const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * STEPS + step) * 32 + lane) * 16);
-            uint2 a[4];                                // row g + 8 q: channels 4 t .. (x) and 16 + 4 t .. (y)
+            uint2 a[4];  // row g + 8 q: channels 4 t .. (x) and 16 + 4 t .. (y)
             const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
-            for (int r = 0; r < 4; ++r)
-                a[r] = ptxlab::dequant_qoq_channel(words[r]);
+            for (int r = 0; r < 4; ++r) a[r] = ptxlab::dequant_qoq_channel(words[r]);
             PHASE(MULTIPLY);
 #pragma unroll
             for (int m = 0; m < TOKENS / 8; m += 2) {
@@ -158,7 +152,8 @@ gemm_w4a8_qoq_channel_sm80(const uint4* __restrict__ qweight,          // u32 [N
                 for (int m = 0; m < TOKENS / 8; ++m)
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
-                        const int n = wn * 32 + a * 16 + g + c / 2 * 8, token = wm * TOKENS + m * 8 + lane % 4 * 2 + c % 2;
+                        const int n = wn * 32 + a * 16 + g + c / 2 * 8,
+                                  token = wm * TOKENS + m * 8 + lane % 4 * 2 + c % 2;
                         int& sum = tile[token * TILE_PITCH + n];
                         sum = turn ? sum + acc[a][m][c] : acc[a][m][c];
                     }
@@ -172,7 +167,8 @@ gemm_w4a8_qoq_channel_sm80(const uint4* __restrict__ qweight,          // u32 [N
             int* sums = tile + i / (BN / 8) * TILE_PITCH + i % (BN / 8) * 8;
 #pragma unroll
             for (int c = 0; c < 8; ++c) sums[c] -= w_zero[n + c] * x_sum[token];
-            ptxlab::store_8<OUT>(y, size_t(token) * N + n, sums, x_scale[token], w_scale + n, bias ? bias + n : nullptr);
+            ptxlab::store_8<OUT>(y, size_t(token) * N + n, sums, x_scale[token], w_scale + n,
+                                 bias ? bias + n : nullptr);
         }
     }
 }

@@ -1,20 +1,16 @@
 // gemm_w4a8_qoq_sm80: Y = X W^T with INT8 activations and QoQ weights in groups: QServe's main loop (section 5.2, 5.4).
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32 for K < 131,072;
-//            y = accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output,
-//            or the accumulators themselves (OUT == 3).
-//            Any M >= 1, N a multiple of 8, K a multiple of the group; padding is zero-filled on the way in.
-// Operands   W is operand A (16 rows of N x 32 of K), X operand B (32 of K x 8 tokens), so a thread's accumulators are
-//            rows g and g + 8 of N for tokens 2 t and 2 t + 1.
-// Tile       block: BN rows x BM tokens x BK channels; warps WN x WM x WK: 32 rows, BM / WM tokens, every WK-th k32 step.
-//            W      ring of STAGES; per k32 step and 32 rows one 512-byte tile in QServe's order: LDS.128 per lane is the
-//                   lane's 32 weights: word q = row g + 8 q, low nibbles channels 4 t .. + 3, high ones 16 + 4 t .. + 3
+// Contract   accumulators[m, n] = sum_k x[m, k] * ((q4 - z) * s1)[n, k], exact in int32 for K < 131,072; y =
+//            accumulators * x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or
+//            the accumulators themselves (OUT == 3). Any M >= 1, N a multiple of 8, K a multiple of the group; padding
+//            is zero-filled on the way in.
+// Tile       block: BN rows x BM tokens x BK channels; warps WN x WM x WK: 32 rows, BM / WM tokens, every WK-th k32
+//            step.
+//            W      ring of STAGES; per k32 step and 32 rows 512 bytes in QServe's order: LDS.128 per lane is its 32
+//                   weights: word q = row g + 8 q, low nibbles channels 4 t .. + 3, high ones 16 + 4 t .. + 3
 //            X      row-major [BM][BK], 16-byte chunk c of token m at c ^ (m & 7): ldmatrix without conflicts
 //            scales, offsets  per 32 rows and group 32 bytes each, byte 4 g + q = row g + 8 q: one LDS.32 per lane
-// Dequant    multiply, then __vadd4 (QServe section 5.2.3), 13 instructions per 8 weights.
-// Split K    the WK warps of a row strip take turns of k32 steps and add up in shared memory: exact in any order.
-// Order      blocks of one row strip are neighbours, so that W comes from memory once and X from the L2.
-// Tuned      tile, stages by tokens and rows: the table in ptxlab/kernels/gemm/sm80.py, from a sweep as wide as every step's.
+// Guide      notebooks/guide/kernels_gemm.md: operands, schedule, order of blocks, constants
 // Measured   0.52, 0.29, 0.24 of the floor at M = 16, 64, 256 on an H200; 0.68 times as fast as cuBLAS FP8 (means).
 // PTX ISA    9.7.14 mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "dequant.cuh"
@@ -38,23 +34,23 @@ namespace {
 
 using ptxlab::u32;
 constexpr int THREADS = 32 * WN * WM * WK;
-constexpr int STEPS = BK / 32;                        // k32 steps of a stage
-constexpr int STRIPS = BN / 32;                       // 32-row strips of a block
+constexpr int STEPS = BK / 32;                           // k32 steps of a stage
+constexpr int STRIPS = BN / 32;                          // 32-row strips of a block
 constexpr int GROUPS = BK / GROUP > 0 ? BK / GROUP : 1;  // groups that a stage touches
 constexpr int W_BYTES = STRIPS * STEPS * 512;
 constexpr int X_BYTES = BM * BK;
-constexpr int C_BYTES = STRIPS * GROUPS * 64;         // 32 scales, 32 offsets per strip and group
+constexpr int C_BYTES = STRIPS * GROUPS * 64;  // 32 scales, 32 offsets per strip and group
 constexpr int STAGE_BYTES = W_BYTES + X_BYTES + C_BYTES;
-constexpr int TOKENS = BM / WM;                       // of a warp
-constexpr int TILE_PITCH = BN + 4;                    // int32 of the tile of results in shared memory
+constexpr int TOKENS = BM / WM;     // of a warp
+constexpr int TILE_PITCH = BN + 4;  // int32 of the tile of results in shared memory
 
 static_assert(WN == STRIPS && STEPS % WK == 0 && (TOKENS == 8 || TOKENS % 16 == 0) && BK % 128 == 0, "tile shape");
 
 struct Operands {
-    const uint4* qweight;     // [strips, k32 steps, 32 lanes]
-    const uint4* scale;       // u8 [strips, groups, 32] as 2 pieces of 16 bytes
-    const uint4* offset;      // likewise
-    const signed char* x;     // [M, K]
+    const uint4* qweight;  // [strips, k32 steps, 32 lanes]
+    const uint4* scale;    // u8 [strips, groups, 32] as 2 pieces of 16 bytes
+    const uint4* offset;   // likewise
+    const signed char* x;  // [M, K]
     int M, K, strips, steps, groups;
 };
 
@@ -68,7 +64,8 @@ __device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, i
         const int strip = i / (STEPS * 32), step = i / 32 % STEPS, lane = i % 32;
         const int s = strip0 + strip, k = stage * STEPS + step;
         const bool inside = s < in.strips && k < in.steps;
-        ptxlab::cp_async_16(slot + i * 16, inside ? in.qweight + (size_t(s) * in.steps + k) * 32 + lane : in.qweight, inside);
+        ptxlab::cp_async_16(slot + i * 16, inside ? in.qweight + (size_t(s) * in.steps + k) * 32 + lane : in.qweight,
+                            inside);
     }
     unsigned char* xs = slot + W_BYTES;
 #pragma unroll
@@ -78,7 +75,8 @@ __device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, i
         const int m = i / (BK / 16), c = i % (BK / 16);
         const int k = stage * BK + c * 16;
         const bool inside = token0 + m < in.M && k < in.K;
-        ptxlab::cp_async_16(xs + m * BK + ((c ^ (m & 7)) * 16), inside ? in.x + size_t(token0 + m) * in.K + k : in.x, inside);
+        ptxlab::cp_async_16(xs + m * BK + ((c ^ (m & 7)) * 16), inside ? in.x + size_t(token0 + m) * in.K + k : in.x,
+                            inside);
     }
     unsigned char* cs = xs + X_BYTES;
 #pragma unroll
@@ -96,16 +94,16 @@ __device__ __forceinline__ void fetch(const Operands& in, unsigned char* slot, i
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK)
-gemm_w4a8_qoq_sm80(const uint4* __restrict__ qweight,    // u32 [N/32, K/32, 128], QServe's order
-                   const uint4* __restrict__ scale,      // u8  [N/32, K/g, 32]
-                   const uint4* __restrict__ offset,     // s8  [N/32, K/g, 32]: -z * scale modulo 256
-                   const float* __restrict__ w_scale,    // f32 [N]
-                   const signed char* __restrict__ x,    // s8  [M, K]
-                   const float* __restrict__ x_scale,    // f32 [M]
-                   const float* __restrict__ bias,       // f32 [N], or null
-                   void* __restrict__ y,                 // [M, N], by OUT
-                   int M, int N, int K) {
+extern "C" __global__ void __launch_bounds__(32 * WN * WM * WK) gemm_w4a8_qoq_sm80(
+    const uint4* __restrict__ qweight,  // u32 [N/32, K/32, 128], QServe's order
+    const uint4* __restrict__ scale,    // u8  [N/32, K/g, 32]
+    const uint4* __restrict__ offset,   // s8  [N/32, K/g, 32]: -z * scale modulo 256
+    const float* __restrict__ w_scale,  // f32 [N]
+    const signed char* __restrict__ x,  // s8  [M, K]
+    const float* __restrict__ x_scale,  // f32 [M]
+    const float* __restrict__ bias,     // f32 [N], or null
+    void* __restrict__ y,               // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(128) unsigned char ring[];
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int token_tiles = (M + BM - 1) / BM;
@@ -126,7 +124,7 @@ gemm_w4a8_qoq_sm80(const uint4* __restrict__ qweight,    // u32 [N/32, K/32, 128
     for (int stage = 0; stage < stages; ++stage) {
         PHASE(WAIT_COPY);
         ptxlab::cp_async_wait<STAGES - 2>();
-        __syncthreads();                               // the stage is there for everyone, and the oldest slot is free
+        __syncthreads();  // the stage is there for everyone, and the oldest slot is free
         PHASE(LOAD);
         const int ahead = stage + STAGES - 1;
         if (ahead < stages) fetch(in, ring + ahead % STAGES * STAGE_BYTES, ahead, strip0, token0);
@@ -141,8 +139,9 @@ gemm_w4a8_qoq_sm80(const uint4* __restrict__ qweight,    // u32 [N/32, K/32, 128
             PHASE(DEQUANTISE);
             const uint4 q = *reinterpret_cast<const uint4*>(slot + ((wn * STEPS + step) * 32 + lane) * 16);
             const int group = GROUPS == 1 ? 0 : step * 32 / GROUP;
-            const u32 s4 = *reinterpret_cast<const u32*>(cs + group * 64), o4 = *reinterpret_cast<const u32*>(cs + group * 64 + 32);
-            uint2 a[4];                                // row g + 8 q: channels 4 t .. (x) and 16 + 4 t .. (y)
+            const u32 s4 = *reinterpret_cast<const u32*>(cs + group * 64),
+                      o4 = *reinterpret_cast<const u32*>(cs + group * 64 + 32);
+            uint2 a[4];  // row g + 8 q: channels 4 t .. (x) and 16 + 4 t .. (y)
             const u32 words[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
             for (int r = 0; r < 4; ++r)
@@ -177,7 +176,8 @@ gemm_w4a8_qoq_sm80(const uint4* __restrict__ qweight,    // u32 [N/32, K/32, 128
                 for (int m = 0; m < TOKENS / 8; ++m)
 #pragma unroll
                     for (int c = 0; c < 4; ++c) {
-                        const int n = wn * 32 + a * 16 + g + c / 2 * 8, token = wm * TOKENS + m * 8 + lane % 4 * 2 + c % 2;
+                        const int n = wn * 32 + a * 16 + g + c / 2 * 8,
+                                  token = wm * TOKENS + m * 8 + lane % 4 * 2 + c % 2;
                         int& sum = tile[token * TILE_PITCH + n];
                         sum = turn ? sum + acc[a][m][c] : acc[a][m][c];
                     }

@@ -1,74 +1,50 @@
 // gemm_w4a8_sm90: Y = X W^T on Hopper's tensor cores, weights in strips, from a few tokens to thousands.
 //
-// LiquidGEMM's implicit pipeline (section 5.3: warp groups dequantise into registers under each other's wgmma) with unsigned
-// weights, tiles whose height is a number of strips, and warp groups along K as well as along the rows: what of it pays where
-// is measured (ptxlab/kernels/gemm/strips_tiles.py).
+// LiquidGEMM's implicit pipeline (section 5.3: warp groups dequantise into registers under each other's wgmma) with
+// unsigned weights, tiles whose height is a number of strips, and warp groups along K as well as along the rows.
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            Any M >= 1, N a multiple of 8, K of the group. W in strips serves LiquidQuant and QoQ: o1 = 128 + min, or
-//            128 - zero * s1.
-// Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K, registers), X operand B (32 of K x BM tokens, shared memory).
-//            Unsigned LiquidQuant: wgmma is given w + 128 as u8, and the sum of a token's x, times 128, is taken off at the
-//            end: 5 instructions per 8 weights. Without token sums (SIGNED) the top bits are flipped instead: 7.
-// Tile       BM tokens x up to STRIPS strips of 16 rows, shared out evenly: heights differ by one strip at most, and so do the
-//            tokens: a copy brings as many rows of X as a tile has tokens, since rows outside the matrix are slow to come, and
-//            wgmma finds zeros behind them. WN warp groups
-//            x MN MMAs lie along the rows: warp v of MMA h of group w has strip 4 (MN w + h) + v; one without a strip takes
-//            the last once more and stores nothing. WK warp groups take stages in turn and add up in the ring at the end.
-//            SPLIT blocks of a cluster each take a slice of K and add up through distributed shared memory. BM is a width that
-//            wgmma has: 200 tokens are one tile of 208 or two of 112, not of 256.
-// Ring       STAGES slots of BK channels: X as BK / 128 tiles [BM][128] under the 128-byte swizzle (from row-major X, or as they
-//            are from X in tiles: ORDER), and W_SLOT bytes of each strip. full completes when the copy engine has brought
-//            all of it, empty when the WN warp groups that use the slot are done with it.
-// W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
-//            channels: word j rows g, g + 8 (j & 1) of MMA j >> 1 (lane 4 g + t); then 32 bytes of constants per group:
-//            4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8
-// Pipeline   a warp group has the words of the next 64 channels under way, dequantises one unit into the registers that wgmma
-//            has left (wait_group 1), and issues it. Persistent: the loads of a tile begin under the end of the one before.
-// Copies     four warps ask, each for every fourth strip, through elect.sync: a plain `if (thread == 0)` makes the compiler
-//            loop over lanes around each copy, about 64 ns each, which was what limited this kernel. The first copy waits for
-//            as little as can be: a warp that multiplies makes the barriers meanwhile, and one tile of tokens needs no division.
-// Output     from the fragments, each warp by itself (fragments_out.cuh).
+// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators *
+//            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
+//            accumulators (OUT == 3). Any M >= 1, N a multiple of 8, K of the group. LiquidQuant: o1 = 128 + min; QoQ:
+//            o1 = 128 - zero * s1. wgmma takes w + 128 as u8, and 128 times the token sum leaves at the end; SIGNED: w
+//            as s8, no token sums.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
-// Tuned      tile, strips, stages and cluster by costs that were measured: ptxlab/kernels/gemm/strips_tiles.py.
-// Measured   0.93, 0.92, 0.82, 0.78, 0.71, 0.62, 0.73, 0.79, 0.82, 0.66 of the floor on an H200 at M = 1, 4, 16, 32, 64, 128,
-//            256, 512, 2048, 8192; 1.94, 1.91, 1.70, 1.57, 1.47, 1.22, 1.11, 1.18, 1.20, 1.00 times as fast as cuBLAS FP8
-//            (means of 1, 1, 6, 8, 8, 8, 8, 8, 8, 8 of LLaMA-2's matrices, on which it is launched; row-major activations).
+// Guide      notebooks/guide/kernels_gemm.md: strips, tile, ring, schedule, constants
+// Measured   0.93, 0.92, 0.82, 0.78, 0.71, 0.62, 0.73, 0.79, 0.82, 0.66 of the floor on an H200 at M = 1, 4, 16, 32,
+//            64, 128, 256, 512, 2048, 8192; 1.94, 1.91, 1.70, 1.57, 1.47, 1.22, 1.11, 1.18, 1.20, 1.00 times as fast as
+//            cuBLAS FP8 (means of 1, 1, 6, 8, 8, 8, 8, 8, 8, 8 of LLaMA-2's matrices, on which it is launched; row-
+//            major activations).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
 //            9.7.19.5 setmaxnreg; 9.7.14.5.16 stmatrix
-#include "dequant.cuh"
 #include "epilogue_sm90.cuh"
 #include "fragments_out.cuh"
 #include "griddep.cuh"
+#include "named_barrier.cuh"
+#include "strips_sm90.cuh"
 #include "timeline.cuh"
-#include "wgmma.cuh"
 
 #ifndef BM
-#define BM 64      // tokens of a tile
-#define WN 2       // warp groups along the rows of W
-#define WK 1       // warp groups along K
-#define MN 1       // MMAs of 64 rows of each
-#define STRIPS 8   // most strips of a tile
+#define BM 64     // tokens of a tile
+#define WN 2      // warp groups along the rows of W
+#define WK 1      // warp groups along K
+#define MN 1      // MMAs of 64 rows of each
+#define STRIPS 8  // most strips of a tile
 #define BK 128
 #define STAGES 4
-#define SPLIT 1    // blocks of a cluster, along K
+#define SPLIT 1  // blocks of a cluster, along K
 #define GROUP 128
 #define OUT 0
-#define ORDER 0    // of X: 0 row-major, 1 swizzled tiles of BM tokens
-#define SIGNED 0   // 1: no token sums, so the MMA is given the weights as they are
+#define ORDER 0   // of X: 0 row-major, 1 swizzled tiles of BM tokens
+#define SIGNED 0  // 1: no token sums, so the MMA is given the weights as they are
 #endif
 
 namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUPS = 128 / GROUP;                                          // of a block of W
-constexpr int BLOCK = 1024 + GROUPS * 32;                                    // bytes of 16 rows x 128 channels
-constexpr int W_SLOT = (BK / 128 * BLOCK + 127) / 128 * 128;                 // of a strip and a stage
-constexpr int X_BYTES = BM * BK;
-constexpr int STAGE_BYTES = (X_BYTES + STRIPS * W_SLOT + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
-constexpr int WGS = WN * WK, TILES = WN * MN, UNITS = BK / 64;
+using Stage = ptxlab::StripStage<BM, BK, STRIPS, GROUP>;
+constexpr int BLOCK = Stage::BLOCK, W_SLOT = Stage::W_SLOT, X_BYTES = Stage::X_BYTES, STAGE_BYTES = Stage::BYTES;
+constexpr int WGS = WN * WK, TILES = WN * MN;
 static_assert(STRIPS <= TILES * 4, "a warp has MN strips");
 static_assert(STAGES >= 2 * WK, "a slot is given back while the next stage is worked on");
 using Sums = ptxlab::Epilogue<TILES, BM, SPLIT>;
@@ -82,26 +58,19 @@ struct Scales {
     int x_sum[BM];
 };
 
-__device__ __forceinline__ void sync_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
-__device__ __forceinline__ void multiply(int (&acc)[BM / 2], const u32 (&a)[4], u64 x) {
-    if (SIGNED) ptxlab::wgmma_s8(acc, a, x);
-    else ptxlab::wgmma_u8(acc, a, x);
-}
-
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
-               const float* __restrict__ w_scale,            // f32 [N]
-               const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [tokens of a tile][128] swizzled; or tiles
-               const float* x_scale,                         // f32 [M]; null if OUT == 3. Not __restrict__: a read-only load may be
-               const int* x_sum,                             // s32 [M]; null if SIGNED. moved ahead of griddepcontrol.wait
-               const float* __restrict__ bias,               // f32 [N], or null
-               void* __restrict__ y,                         // [M, N], by OUT
-               int M, int N, int K) {
+// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
+    const unsigned char* __restrict__ strips,  // u8  [N/16, K/128, 1024 + 32 * 128 / g]
+    const float* __restrict__ w_scale,         // f32 [N]
+    // s8  [M, K], boxes [tokens of a tile][128] swizzled; or tiles
+    const __grid_constant__ ptxlab::TensorMap x,
+    const float* x_scale,            // f32 [M]; null if OUT == 3
+    const int* x_sum,                // s32 [M]; null if SIGNED
+    const float* __restrict__ bias,  // f32 [N], or null
+    void* __restrict__ y,            // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -115,24 +84,27 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     }
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
     const int w_blocks = (K + 127) / 128, all_strips = (N + 15) / 16;
-    const int token_tiles = (M + BM - 1) / BM, row_tiles = (all_strips + STRIPS - 1) / STRIPS, tiles = token_tiles * row_tiles;
-    const bool one = token_tiles == 1;                                       // spares divisions, which the first copy would wait for
+    const int token_tiles = (M + BM - 1) / BM, row_tiles = (all_strips + STRIPS - 1) / STRIPS,
+              tiles = token_tiles * row_tiles;
+    const bool one = token_tiles == 1;  // spares divisions, which the first copy would wait for
     const int tokens = ORDER == 1 ? BM : ((one ? M : (M + token_tiles - 1) / token_tiles) + 7) / 8 * 8;  // of a tile
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
-    const int least = all_strips / row_tiles, larger = all_strips % row_tiles;  // strips of a row tile; tiles that have one more
+    // strips of a row tile; tiles that have one more
+    const int least = all_strips / row_tiles, larger = all_strips % row_tiles;
     const auto row_tile_of = [&](int tile) { return one ? tile : tile / token_tiles; };
     const auto strip_of = [&](int row_tile) { return row_tile * least + min(row_tile, larger); };
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
     const Sums sums{reinterpret_cast<int4*>(behind), nullptr, &arrived, slice};
-    unsigned char* buffers = behind + Sums::RECEIVE_BYTES;                   // 512 bytes of each warp
+    unsigned char* buffers = behind + Sums::RECEIVE_BYTES;  // 512 bytes of each warp
     Scales* all_scales = reinterpret_cast<Scales*>(buffers + WN * 4 * 512);
 
-    if (tokens < BM) {  // what wgmma reads behind the copies' rows
-        const int missing = (BM - tokens) * 8;                               // 16 bytes each, of 128 channels
+    if (tokens < BM) {                          // what wgmma reads behind the copies' rows
+        const int missing = (BM - tokens) * 8;  // 16 bytes each, of 128 channels
         for (int tile = threadIdx.x / 32; tile < STAGES * (BK / 128); tile += THREADS / 32) {
             unsigned char* x_tile = ring + tile / (BK / 128) * STAGE_BYTES + tile % (BK / 128) * (BM * 128);
-            for (int i = threadIdx.x % 32; i < missing; i += 32) *reinterpret_cast<int4*>(x_tile + tokens * 128 + i * 16) = make_int4(0, 0, 0, 0);
+            for (int i = threadIdx.x % 32; i < missing; i += 32)
+                *reinterpret_cast<int4*>(x_tile + tokens * 128 + i * 16) = make_int4(0, 0, 0, 0);
         }
         ptxlab::fence_proxy_async();
     }
@@ -143,45 +115,52 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
     if (threadIdx.x < 128) {  // the warp group that loads: one thread of each warp asks, the copy engine does
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring), full_at = ptxlab::shared_address(full);
+        const u32 pitch = w_blocks * BLOCK, ring_at = ptxlab::shared_address(ring),
+                  full_at = ptxlab::shared_address(full);
         int tile = blockIdx.x / SPLIT, height = 0, token_tile = 0;
-        const unsigned char* from = nullptr;                                 // this warp's weights of the next stage
+        const unsigned char* from = nullptr;  // this warp's weights of the next stage
         const auto begin = [&] {
             const int row_tile = row_tile_of(tile), strip0 = strip_of(row_tile) + warp;
             height = strip_of(row_tile + 1) - strip0;
             from = strips + size_t(strip0) * pitch + first * (BK / 128 * BLOCK);
             token_tile = tile - row_tile * token_tiles;
         };
-        const auto load_w = [&](int stage, int slot_index) {                 // every fourth strip
-            const int there = min(BK / 128, w_blocks - stage * (BK / 128));  // blocks; behind the end of K any will do, as X is zero
-            const u32 barrier = full_at + slot_index * 8, bytes = (warp == 3 ? tokens * BK : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
+        const auto load_w = [&](int stage, int slot_index) {  // every fourth strip
+            // blocks; behind the end of K any will do, as X is zero
+            const int there = min(BK / 128, w_blocks - stage * (BK / 128));
+            const u32 barrier = full_at + slot_index * 8,
+                      bytes = (warp == 3 ? tokens * BK : 0) + max(0, height + 3) / 4 * (BK / 128 * BLOCK);
             const u32 to = ring_at + slot_index * STAGE_BYTES + X_BYTES + warp * W_SLOT;
             if (elected) {
                 ptxlab::mbarrier_arrive_expect(&full[slot_index], bytes);
 #pragma unroll
                 for (int i = 0; i < (STRIPS + 3) / 4; ++i)
-                    if (4 * i < height) ptxlab::bulk_load(to + 4 * i * W_SLOT, from + size_t(4 * i * pitch), there * BLOCK, barrier);
+                    if (4 * i < height)
+                        ptxlab::bulk_load(to + 4 * i * W_SLOT, from + size_t(4 * i * pitch), there * BLOCK, barrier);
             }
 #pragma unroll 1
             for (int b = there; b < BK / 128; ++b)
                 for (int i = 0; i < height; i += 4)
-                    if (elected) ptxlab::bulk_load(to + i * W_SLOT + b * BLOCK, from + size_t(i * pitch), BLOCK, barrier);
+                    if (elected)
+                        ptxlab::bulk_load(to + i * W_SLOT + b * BLOCK, from + size_t(i * pitch), BLOCK, barrier);
             from += BK / 128 * BLOCK;
         };
-        const auto load_x = [&](int stage, int slot_index) {                 // by the last warp, which has the fewest strips
+        const auto load_x = [&](int stage, int slot_index) {  // by the last warp, which has the fewest strips
             const u32 to = ring_at + slot_index * STAGE_BYTES, barrier = full_at + slot_index * 8;
 #pragma unroll
             for (int i = 0; i < BK / 128; ++i) {
                 const int k_tile = stage * (BK / 128) + i;
                 const int column = ORDER == 0 ? k_tile * 128 : 0;
-                const int row = ORDER == 0 ? token_tile * tokens : k_tile < w_blocks ? (token_tile * w_blocks + k_tile) * BM : -BM;
+                const int row = ORDER == 0          ? token_tile * tokens
+                                : k_tile < w_blocks ? (token_tile * w_blocks + k_tile) * BM
+                                                    : -BM;
                 if (elected && warp == 3) ptxlab::tensor_load(to + i * BM * 128, &x, column, row, barrier);
             }
         };
         ptxlab::fewer_registers<FEWER>();
         bool begun = stages > 0;
         PHASE(LOAD);
-        if (begun) begin(), load_w(first, 0);                                // weights do not wait for the kernel before
+        if (begun) begin(), load_w(first, 0);  // weights do not wait for the kernel before
         if (elected) ptxlab::launch_dependents();
         ptxlab::wait_for_predecessors();
         for (; tile < tiles; tile += gridDim.x / SPLIT) {
@@ -213,7 +192,7 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
         const int strip0 = strip_of(row_tile), end = strip_of(row_tile + 1), height = end - strip0;
         PHASE(SETUP);
         int acc[MN][BM / 2] = {};
-        u32 a[2][MN][2][4];                                                  // [unit of 64 k][MMA of 64 rows][MMA of 32 k][register]
+        u32 a[2][MN][2][4];
         u32 at[MN];
         float ws[MN][2], b[MN][2];
 #pragma unroll
@@ -235,80 +214,23 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
             xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
         }
         uint4 q[2][MN];
-        u32 c[MN][GROUPS], c_next[MN][GROUPS];
-        // The lane's words of a unit of 64 k; with the first of a block its constants.
-        const auto load = [&](int slot_index, int unit) {
-#pragma unroll
-            for (int h = 0; h < MN; ++h) {
-                const u32 w = at[h] + slot_index * STAGE_BYTES + unit / 2 * BLOCK;
-                q[unit % 2][h] = ptxlab::load_shared_16(w + unit % 2 * 512 + lane * 16);
-                if (unit % 2 == 0)
-#pragma unroll
-                    for (int i = 0; i < GROUPS; ++i) c_next[h][i] = ptxlab::load_shared_4(w + 1024 + i * 32 + lane / 4 * 4);
-            }
-        };
-        int before = -1;                                                     // the slot that wgmma may still read
-        if (wk < stages) {
-            PHASE(WAIT_COPY);
-            ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-            PHASE(DEQUANTISE);
-            load(slot.index, 0);
-        }
-        for (int stage = wk; stage < stages; stage += WK) {
-            const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * STAGE_BYTES);
-            const int current = slot.index;
-#pragma unroll
-            for (int unit = 0; unit < UNITS; ++unit) {
-                if (unit % 2 == 0)
-#pragma unroll
-                    for (int h = 0; h < MN; ++h)
-#pragma unroll
-                        for (int i = 0; i < GROUPS; ++i) c[h][i] = c_next[h][i];
-                if (unit + 1 < UNITS) load(current, unit + 1);
-                PHASE(WAIT_MMA, 1);
-                ptxlab::wgmma_wait<1>();
-                if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
-                PHASE(DEQUANTISE);
-#pragma unroll
-                for (int h = 0; h < MN; ++h) ptxlab::dequant_strip<SIGNED, GROUP>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
-                PHASE(ISSUE, MN * BM);
-                ptxlab::wgmma_fence();
-                const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
-#pragma unroll
-                for (int h = 0; h < MN; ++h) {
-                    multiply(acc[h], a[unit % 2][h][0], x_unit);
-                    multiply(acc[h], a[unit % 2][h][1], x_unit + 2);
-                }
-                ptxlab::wgmma_commit();
-            }
-            before = current;
-#pragma unroll
-            for (int i = 0; i < WK; ++i) slot.advance();
-            if (stage + WK < stages) {
-                PHASE(WAIT_COPY);
-                ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
-                PHASE(DEQUANTISE);
-                load(slot.index, 0);
-            }
-        }
-        PHASE(WAIT_MMA, 0);
-        ptxlab::wgmma_wait<0>();
-#pragma unroll
-        for (int h = 0; h < MN; ++h) ptxlab::pin(acc[h]);
-        if (before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+        u32 c[MN][Stage::GROUPS], c_next[MN][Stage::GROUPS];
+        ptxlab::multiply_strips<Stage, WK, SIGNED, true>(acc, a, at, q, c, c_next, ring, full, empty, slot, wk, stages,
+                                                         w_blocks, lane TIMELINE_ARGUMENT);
 
         PHASE(REDUCE);
-        if (WK > 1) {                                                        // one tile per block: the ring is free
+        if (WK > 1) {  // one tile per block: the ring is free
             int4* partial = reinterpret_cast<int4*>(ring) + thread;
-            sync_threads(8, 128 * WGS);
+            ptxlab::sync_threads(8, 128 * WGS);
             if (wk > 0) {
 #pragma unroll
                 for (int h = 0; h < MN; ++h)
 #pragma unroll
                     for (int j = 0; j < BM / 8; ++j)
-                        partial[(((wk - 1) * TILES + wn * MN + h) * (BM / 8) + j) * 128] = make_int4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2], acc[h][4 * j + 3]);
+                        partial[(((wk - 1) * TILES + wn * MN + h) * (BM / 8) + j) * 128] =
+                            make_int4(acc[h][4 * j], acc[h][4 * j + 1], acc[h][4 * j + 2], acc[h][4 * j + 3]);
             }
-            sync_threads(8, 128 * WGS);
+            ptxlab::sync_threads(8, 128 * WGS);
             if (wk > 0) {
                 if (SPLIT > 1) ptxlab::cluster_wait();
                 return;
@@ -320,26 +242,32 @@ gemm_w4a8_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128
 #pragma unroll
                     for (int k = 0; k < WK - 1; ++k) {
                         const int4 more = partial[((k * TILES + wn * MN + h) * (BM / 8) + j) * 128];
-                        acc[h][4 * j] += more.x, acc[h][4 * j + 1] += more.y, acc[h][4 * j + 2] += more.z, acc[h][4 * j + 3] += more.w;
+                        acc[h][4 * j] += more.x, acc[h][4 * j + 1] += more.y, acc[h][4 * j + 2] += more.z,
+                            acc[h][4 * j + 3] += more.w;
                     }
         }
         if (SPLIT > 1) ptxlab::cluster_wait();
 #pragma unroll
         for (int h = 0; h < MN; ++h) sums.send(acc[h], wn * MN + h, thread);
-        sync_threads(1 + wn, 128);                                           // the scales of the tile before have been used
+        ptxlab::sync_warp_group(wn);  // the scales of the tile before have been used
 #pragma unroll
         for (int i = 0; i < (BM + 127) / 128; ++i)
-            if (i * 128 + thread < BM) scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
-        sync_threads(1 + wn, 128);
+            if (i * 128 + thread < BM)
+                scales->x_scale[i * 128 + thread] = xs[i], scales->x_sum[i * 128 + thread] = xsum[i];
+        ptxlab::sync_warp_group(wn);
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             const int tile_row = wn * MN + h;
             PHASE(REDUCE);
             sums.receive(acc[h], tile_row, thread);
             PHASE(EPILOGUE);
-            const ptxlab::Scaling scaling{scales->x_scale, SIGNED ? nullptr : scales->x_sum, {ws[h][0], ws[h][1]}, {b[h][0], b[h][1]}};
-            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0, (strip0 + tile_row * 4 + warp) * 16,
-                                             min(M, token0 + tokens), N, min(N, end * 16),
+            const ptxlab::Scaling scaling{scales->x_scale,
+                                          SIGNED ? nullptr : scales->x_sum,
+                                          {ws[h][0], ws[h][1]},
+                                          {b[h][0], b[h][1]}};
+            ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0,
+                                             (strip0 + tile_row * 4 + warp) * 16, min(M, token0 + tokens), N,
+                                             min(N, end * 16),
                                              [&](int piece) { return Sums::owner(tile_row, piece) == slice; });
         }
     }

@@ -1,40 +1,26 @@
 // gemm_w4a8_small_sm90: Y = X W^T for a few tokens: every SM keeps all of X, and streams whole strips of W past it.
 //
-// At up to 16 tokens or so the product costs nothing beside the weights' way from memory. So everything serves the stream:
-// a strip, 16 rows over all of K, lies contiguous in memory and comes in few long copies; each block takes every so many-th
-// strip, so that all have the same number, give or take one, and the first copy does not wait for a division; and nothing is
-// exchanged between blocks.
+// At up to 16 tokens or so the product costs nothing beside the stream of the weights. So a strip, 16 rows over all of
+// K, lies contiguously in memory and comes in few long copies, and blocks exchange nothing (LiquidGEMM section 4).
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators * x_scale[m]
-//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            1 <= M <= 32, as far as X fits shared memory; N a multiple of 8, K of the group. W in strips serves LiquidQuant
-//            and QoQ: o1 = 128 + min, or 128 - zero * s1.
-// Operands   W is operand A of m16n8k32, X operand B. Unsigned LiquidQuant: the MMA is given w + 128 as u8, and the sum of a
-//            token's x, times 128, is taken off at the end. Without token sums (SIGNED) the top bits are flipped instead.
-// Block      ROWS strips at a time x BM tokens; ROWS x SLICES warps multiply, warp ROWS r + s strip r, and of a stage of
-//            SLICES * 128 channels the 128 channels s. One warp more asks for copies, one turns sums into outputs.
-//            full      completes when a stage's W (and, with the first strips, its X) is there
-//            empty     when all multiplying warps are done with it
-//            summed    when all have added a tile's sums to shared memory (atomics: integers, the order does not matter);
-//            cleared   when the last warp has taken them out again: two tiles take turns
-// W          per 16 rows and 128 channels 1024 bytes: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
-//            channels: word j rows g, g + 8 (j & 1) of MMA j >> 1 (lane 4 g + t); then 32 bytes of constants per group:
-//            4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8
-// X          ORDER 0, row-major: boxes [M][128] under the 128-byte swizzle, LDS.32 at row g, column (4 unit + i) ^ g, word t;
-//            ORDER 1, fragments: LDS.128 at 512 * (unit of 64 channels, 8 tokens) + 16 * lane. Neither has bank conflicts.
+// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + o1 - 128)[n, k], exact in int32; y = accumulators *
+//            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
+//            accumulators (OUT == 3). 1 <= M <= 32, as far as X fits shared memory; N a multiple of 8, K of the group.
+//            LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: no token sums, and the MMA takes w as s8.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
-// Tuned      strips at a time, warps and blocks per SM by costs that were measured: ptxlab/kernels/gemm/small_tiles.py.
-// Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.81, 1.75, 1.44 times as fast as cuBLAS FP8 (means of
-//            7, 7, 2 of LLaMA-2's matrices, on which it is launched; row-major activations).
+// Guide      notebooks/guide/kernels_gemm.md: strips, roles of the warps, barriers, constants
+// Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.81, 1.75, 1.44 times as fast as cuBLAS FP8
+//            (means of 7, 7, 2 of LLaMA-2's matrices, on which it is launched; row-major activations).
 // PTX ISA    9.7.14.5.9 mma.m16n8k32 (.u8.s8); 9.7.9.25, 27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect
 #include "dequant.cuh"
 #include "griddep.cuh"
 #include "mbarrier.cuh"
+#include "named_barrier.cuh"
 #include "output.cuh"
 #include "timeline.cuh"
 
 #ifndef BM
-#define BM 16       // tokens, a multiple of 8
+#define BM 16  // tokens, a multiple of 8
 #define ROWS 2
 #define SLICES 8
 #define STAGES 6
@@ -49,16 +35,16 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUPS = 128 / GROUP;                            // of a block of W
-constexpr int BLOCK = 1024 + GROUPS * 32;                      // bytes of 16 rows x 128 channels
+constexpr int GROUPS = 128 / GROUP;        // of a block of W
+constexpr int BLOCK = 1024 + GROUPS * 32;  // bytes of 16 rows x 128 channels
 constexpr int WARPS = ROWS * SLICES, THREADS = 32 * (WARPS + 2);
 constexpr int W_BYTES = SLICES * BLOCK, X_BYTES = SLICES * 128 * BM;  // of a strip and a stage; of X and a stage
-constexpr int MMAS = BM / 8;                                   // along the tokens
-constexpr int PITCH = ROWS * 16 + 4, TILE = BM * PITCH;        // of sums: lane 4 g + t at bank 8 t + g
-constexpr int ITEMS = (BM * ROWS * 2 + 31) / 32;               // of 8 results, per lane of the last warp
+constexpr int MMAS = BM / 8;                                          // along the tokens
+constexpr int PITCH = ROWS * 16 + 4, TILE = BM * PITCH;               // of sums: lane 4 g + t at bank 8 t + g
+constexpr int ITEMS = (BM * ROWS * 2 + 31) / 32;                      // of 8 results, per lane of the last warp
 
 __device__ __forceinline__ void multiply(int (&d)[4], const uint2 (&a)[4], int step, u32 b0, u32 b1) {
-    const uint2 low = a[2 * step], high = a[2 * step + 1];     // rows g and g + 8
+    const uint2 low = a[2 * step], high = a[2 * step + 1];  // rows g and g + 8
     if (SIGNED) ptxlab::mma_s8(d, low.x, high.x, low.y, high.y, b0, b1);
     else ptxlab::mma_u8(d, low.x, high.x, low.y, high.y, b0, b1);
 }
@@ -74,25 +60,23 @@ __device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int
     return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-// The block's barrier. The warp that asks for copies does not wait there for the others, which fill X up with zeros first.
-__device__ __forceinline__ void arrive() { asm volatile("bar.arrive 0, %0;" ::"n"(THREADS) : "memory"); }
-__device__ __forceinline__ void sync() { asm volatile("bar.sync 0, %0;" ::"n"(THREADS) : "memory"); }
-
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
-                     const float* __restrict__ w_scale,            // f32 [N]
-                     const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [M][128] swizzled; or fragments
-                     const float* x_scale,                         // f32 [M]; null if OUT == 3. Not __restrict__: a read-only load may
-                     const int* x_sum,                             // s32 [M]; null if SIGNED.  be moved ahead of griddepcontrol.wait
-                     const float* __restrict__ bias,               // f32 [N], or null
-                     void* __restrict__ y,                         // [M, N], by OUT
-                     int M, int N, int K) {
+// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_sm90(
+    const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [M][128] swizzled; or fragments
+    const float* x_scale,                         // f32 [M]; null if OUT == 3
+    const int* x_sum,                             // s32 [M]; null if SIGNED
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char x_tile[];
     __shared__ u64 full[STAGES], empty[STAGES], summed[2], cleared[2];
     const int w_blocks = (K + 127) / 128, stages = (w_blocks + SLICES - 1) / SLICES;
-    const int all = (N + 15) / 16, blocks = gridDim.x, first = blockIdx.x;     // strips: every blocks-th, from the first on
+    // strips: every blocks-th, from the first on
+    const int all = (N + 15) / 16, blocks = gridDim.x, first = blockIdx.x;
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     TIMELINE_THREAD(lane == 0 && (warp == 0 || warp >= WARPS));
     unsigned char* ring = x_tile + stages * X_BYTES;
@@ -101,17 +85,20 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
     ptxlab::Slot<STAGES> slot;
     if (warp == WARPS) {  // asks for copies: one thread does, the copy engine works
         const bool elected = ptxlab::elect();
-        const u32 pitch = w_blocks * BLOCK;                                  // bytes of a strip
+        const u32 pitch = w_blocks * BLOCK;  // bytes of a strip
         const auto load_w = [&](int strip0, int stage, int slot_index) {
             const u32 bytes = min(SLICES, w_blocks - stage * SLICES) * BLOCK;
-            u32 expected = strip0 != first ? 0 : ORDER == 1 ? X_BYTES : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
+            u32 expected = strip0 != first ? 0
+                           : ORDER == 1    ? X_BYTES
+                                           : min(SLICES, w_blocks - stage * SLICES) * 128 * M;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) expected += strip0 + i * blocks < all ? bytes : 0;
             if (elected) ptxlab::mbarrier_arrive_expect(&full[slot_index], expected);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
                 if (strip0 + i * blocks < all && elected)
-                    ptxlab::bulk_load(ring + (slot_index * ROWS + i) * W_BYTES, strips + size_t(strip0 + i * blocks) * pitch + stage * W_BYTES, bytes,
+                    ptxlab::bulk_load(ring + (slot_index * ROWS + i) * W_BYTES,
+                                      strips + size_t(strip0 + i * blocks) * pitch + stage * W_BYTES, bytes,
                                       &full[slot_index]);
         };
         const auto load_x = [&](int stage, int slot_index) {
@@ -121,7 +108,8 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
             } else {
 #pragma unroll 1
                 for (int i = 0; i < min(SLICES, w_blocks - stage * SLICES); ++i)
-                    if (elected) ptxlab::tensor_load(to + i * 128 * BM, &x, (stage * SLICES + i) * 128, 0, &full[slot_index]);
+                    if (elected)
+                        ptxlab::tensor_load(to + i * 128 * BM, &x, (stage * SLICES + i) * 128, 0, &full[slot_index]);
             }
         };
         if (elected) {
@@ -137,8 +125,8 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
         }
         __syncwarp();
         PHASE(LOAD);
-        load_w(first, 0, 0);                                                  // weights do not wait for the kernel before
-        arrive();
+        load_w(first, 0, 0);                 // weights do not wait for the kernel before
+        ptxlab::arrive_threads(0, THREADS);  // without waiting for the others, which fill X up with zeros first
         if (elected) ptxlab::launch_dependents();
         ptxlab::wait_for_predecessors();
         for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks)
@@ -156,14 +144,15 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
     if (warp < WARPS) {
         for (int i = threadIdx.x; i < 2 * TILE; i += 32 * WARPS) sums[i] = 0;
         // Row-major X comes without the tokens that fill up the tile: rows outside the matrix are slow to come.
-        const int missing = (BM - M) * 8;                                    // 16 bytes each, of 128 channels
+        const int missing = (BM - M) * 8;  // 16 bytes each, of 128 channels
         for (int block = warp; ORDER == 0 && block < w_blocks; block += WARPS)
-            for (int i = lane; i < missing; i += 32) *reinterpret_cast<int4*>(x_tile + (block * BM + M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
+            for (int i = lane; i < missing; i += 32)
+                *reinterpret_cast<int4*>(x_tile + (block * BM + M) * 128 + i * 16) = make_int4(0, 0, 0, 0);
     }
-    sync();
-    int buffer = 0, parity = 0;                                              // of the tiles of sums
-    if (warp == WARPS + 1) {  // sums -> outputs
-        const int part = lane % (ROWS * 2);                                  // 8 rows of the ROWS * 16
+    ptxlab::sync_threads(0, THREADS);
+    int buffer = 0, parity = 0;              // of the tiles of sums
+    if (warp == WARPS + 1) {                 // sums -> outputs
+        const int part = lane % (ROWS * 2);  // 8 rows of the ROWS * 16
         float scale[ITEMS];
         int extra[ITEMS];
         for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks) {
@@ -193,7 +182,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
                 int4* at = reinterpret_cast<int4*>(sums + buffer * TILE + token * PITCH + part * 8);
                 const int4 low = at[0], high = at[1];
                 at[0] = at[1] = make_int4(0, 0, 0, 0);
-                const int v[8] = {low.x - extra[i], low.y - extra[i], low.z - extra[i], low.w - extra[i],
+                const int v[8] = {low.x - extra[i],  low.y - extra[i],  low.z - extra[i],  low.w - extra[i],
                                   high.x - extra[i], high.y - extra[i], high.z - extra[i], high.w - extra[i]};
                 if (!inside) continue;
                 if (bias) ptxlab::store_8<OUT>(y, size_t(token) * N + n, v, scale[i], ws, b);
@@ -214,7 +203,8 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
             ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
             if (mine && block < w_blocks) {
                 const unsigned char* w = ring + (slot.index * ROWS + strip) * W_BYTES + slice * BLOCK;
-                const uint4 q[2] = {*reinterpret_cast<const uint4*>(w + lane * 16), *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
+                const uint4 q[2] = {*reinterpret_cast<const uint4*>(w + lane * 16),
+                                    *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
                 u32 c[GROUPS];
 #pragma unroll
                 for (int i = 0; i < GROUPS; ++i) c[i] = *reinterpret_cast<const u32*>(w + 1024 + i * 32 + g * 4);
@@ -227,7 +217,8 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
                     for (int j = 0; j < 4; ++j) {
                         const u32 pair = c[(unit * 64 + j / 2 * 32) / GROUP] >> 16 * (j & 1);
                         const u32 scale = pair & 0xff, offset = __byte_perm(pair, 0, 0x1111);
-                        a[j] = SIGNED ? ptxlab::dequant_lqq(words[j], scale, offset) : ptxlab::dequant_lqq_unsigned(words[j], scale, offset);
+                        a[j] = SIGNED ? ptxlab::dequant_lqq(words[j], scale, offset)
+                                      : ptxlab::dequant_lqq_unsigned(words[j], scale, offset);
                     }
                     PHASE(MULTIPLY);
 #pragma unroll
@@ -241,7 +232,7 @@ gemm_w4a8_small_sm90(const unsigned char* __restrict__ strips,     // u8  [N/16,
             ptxlab::mbarrier_arrive(&empty[slot.index]);
         }
         PHASE(REDUCE);
-        ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);                 // the first two tiles are clear
+        ptxlab::mbarrier_wait(&cleared[buffer], parity ^ 1);  // the first two tiles are clear
         if (mine) {
             int* tile = sums + buffer * TILE + strip * 16 + g;
 #pragma unroll

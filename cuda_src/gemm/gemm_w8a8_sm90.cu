@@ -1,41 +1,31 @@
-// gemm_w8a8_sm90: Y = X W^T on Hopper's tensor cores, 8-bit weights: nothing to dequantise, both operands from shared memory.
+// gemm_w8a8_sm90: Y = X W^T on Hopper's tensor cores, 8-bit weights, both operands from shared memory.
 //
-// The 8-bit sibling of gemm_w4a8_sm90: the same pipeline without its dequantisation, hence what that costs is the difference.
-// One warp group loads, the others multiply. Persistent blocks: the loads of a tile begin under the end of the one before.
+// The 8-bit sibling of gemm_w4a8_sm90: the same pipeline without its dequantisation, hence what that costs is the
+// difference. One warp group loads, the others multiply; persistent blocks.
 //
-// Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k], exact in int32; y = accumulators * x_scale[m] * w_scale[n]
-//            + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3).
-//            Any M >= 1, N a multiple of 8, K a multiple of 16; padding is zero-filled on the way in.
-// Operands   Y^T = W X^T: W is operand A (64 rows of N x 32 of K), X operand B (32 of K x BM tokens), both as they lie in
-//            shared memory. Thread 32 v + 4 g + t of warp group w has rows r = 64 w + 16 v + g and r + 8 of the accumulators.
-// Tile       block: WN warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES, each with its mbarriers:
-//            full   completes when the copy engine has brought X and W; empty, when all warps are done with them
-//            X, W   BK / 128 boxes [BM][128] and [64 WN][128] under the 128-byte swizzle, by the copy engine, row-major
-//            Tokens are shared out evenly: a copy brings as many rows of X as a tile has tokens, since rows outside the
-//            matrix are slow to come, and wgmma finds zeros behind them. All tokens of some rows of W before the next rows.
-// Split K    SPLIT blocks of a cluster share a tile, each with a slice of K; they add up through distributed shared memory.
-// Copies     one warp asks for W, another for X, both through elect.sync: a plain `if (thread == 0)` makes the compiler loop
-//            over lanes around each copy.
-// Output     from the fragments, each warp by itself (fragments_out.cuh).
+// Contract   accumulators[m, n] = sum_k x[m, k] * w[n, k], exact in int32; y = accumulators * x_scale[m] * w_scale[n] +
+//            bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT == 3). Any M >= 1,
+//            N a multiple of 8, K a multiple of 16; padding is zero-filled on the way in.
 // PDL        W does not wait for the kernel before, as far as the ring takes it; X, scales of tokens and results do.
-// Tuned      tile and split by measured costs: see ptxlab/kernels/gemm/w8a8_tiles.py.
-// Measured   on an H200 at M = 1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192: 1.08, 1.06, 1.04, 1.00, 1.03, 0.99, 1.10, 1.11,
-//            1.15, 1.06 times as fast as cuBLAS FP8, 1.71, 1.48, 1.40, 1.34, 1.37, 1.71, 1.92, 1.73, 1.66, 1.48 times as its
-//            INT8 (means over LLaMA-2's matrices).
+// Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
+// Measured   on an H200 at M = 1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192: 1.08, 1.06, 1.04, 1.00, 1.03, 0.99, 1.10,
+//            1.11, 1.15, 1.06 times as fast as cuBLAS FP8, 1.71, 1.48, 1.40, 1.34, 1.37, 1.71, 1.92, 1.73, 1.66, 1.48
+//            times as its INT8 (means over LLaMA-2's matrices).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.27 tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15 mbarrier;
 //            9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
 #include "epilogue_sm90.cuh"
 #include "fragments_out.cuh"
 #include "griddep.cuh"
+#include "named_barrier.cuh"
 #include "timeline.cuh"
 #include "wgmma.cuh"
 
 #ifndef BM
-#define BM 128     // most tokens of a tile
-#define WN 2       // warp groups of 64 rows of W
+#define BM 128  // most tokens of a tile
+#define WN 2    // warp groups of 64 rows of W
 #define BK 128
 #define STAGES 6
-#define SPLIT 1    // blocks of a cluster, along K
+#define SPLIT 1  // blocks of a cluster, along K
 #define OUT 0
 #endif
 
@@ -56,19 +46,17 @@ struct Place {
     int row, token;
 };
 
-// Only the 128 threads of a warp group that multiplies; barrier 0 is the whole block's.
-__device__ __forceinline__ void sync_warp_group(int group) { asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory"); }
-
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxes [64 WN][128] swizzled
-               const float* __restrict__ w_scale,            // f32 [N]
-               const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [tokens of a tile][128] swizzled
-               const float* x_scale,                         // f32 [M]; not __restrict__: a read-only load may be moved ahead of griddepcontrol.wait
-               const float* __restrict__ bias,               // f32 [N], or null
-               void* __restrict__ y,                         // [M, N], by OUT
-               int M, int N, int K) {
+// What the kernel before may be writing is not __restrict__: ptxas moves a read-only load ahead of griddepcontrol.wait.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
+    const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxes [64 WN][128] swizzled
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [tokens of a tile][128] swizzled
+    const float* x_scale,                         // f32 [M]
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
     extern __shared__ __align__(1024) unsigned char ring[];
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
@@ -80,10 +68,10 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
     const Sums sums{reinterpret_cast<int4*>(behind), nullptr, &arrived, slice};
-    unsigned char* buffers = behind + Sums::RECEIVE_BYTES;                     // 512 bytes of each warp
-    float* scales = reinterpret_cast<float*>(buffers + WN * 4 * 512);          // of each warp group 2 BM, for tiles in turn
-    if (tokens < BM) {  // what wgmma reads behind the copies' rows
-        const int missing = (BM - tokens) * 8;                                 // 16 bytes each, of a box
+    unsigned char* buffers = behind + Sums::RECEIVE_BYTES;             // 512 bytes of each warp
+    float* scales = reinterpret_cast<float*>(buffers + WN * 4 * 512);  // of each warp group 2 BM, for tiles in turn
+    if (tokens < BM) {                                                 // what wgmma reads behind the copies' rows
+        const int missing = (BM - tokens) * 8;                         // 16 bytes each, of a box
         for (int i = threadIdx.x; i < STAGES * (BK / BOX) * missing; i += THREADS) {
             const int box = i / missing;
             unsigned char* x_box = ring + box / (BK / BOX) * STAGE_BYTES + box % (BK / BOX) * (BM * BOX);
@@ -106,7 +94,8 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
     if (threadIdx.x < 128) {  // the warp group that loads: one thread of two warps asks, the copy engine does
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-        const auto load = [&](const ptxlab::TensorMap& operand, int rows, int box_bytes, int offset, int Place::*along) {
+        const auto load = [&](const ptxlab::TensorMap& operand, int rows, int box_bytes, int offset,
+                              int Place::* along) {
             for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
                 const int row = place_of(tile).*along;
 #pragma unroll 1
@@ -119,7 +108,8 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                     if (elected) ptxlab::mbarrier_arrive_expect(barrier, rows * BK);
 #pragma unroll
                     for (int i = 0; i < BK / BOX; ++i)
-                        if (elected) ptxlab::tensor_load(to + i * box_bytes, &operand, stage * BK + i * BOX, row, barrier);
+                        if (elected)
+                            ptxlab::tensor_load(to + i * box_bytes, &operand, stage * BK + i * BOX, row, barrier);
                 }
             }
         };
@@ -133,7 +123,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
         PHASE(WAIT_GROUP);
         __syncwarp();
         if (SPLIT > 1) ptxlab::cluster_wait();
-    } else {                  // a warp group that multiplies
+    } else {  // a warp group that multiplies
         if (UNEVEN) ptxlab::more_registers<MORE>();
         const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
         scales += group * 2 * BM, buffers += (group * 4 + warp) * 512;
@@ -152,7 +142,7 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
             for (int i = 0; i < (BM + 127) / 128; ++i) token_scales[i] = x_scale[min(token0 + i * 128 + thread, M - 1)];
 
             int acc[BM / 2] = {};
-            int before = -1;                                                   // the slot that wgmma may still read
+            int before = -1;  // the slot that wgmma may still read
             for (int stage = 0; stage < stages; ++stage, slot.advance()) {
                 const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
                 const u64 x_tile = ptxlab::swizzled_128(x_slot);
@@ -162,13 +152,14 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
                 PHASE(ISSUE, BK / 64 * BM);
                 ptxlab::wgmma_fence();
 #pragma unroll
-                for (int step = 0; step < BK / 32; ++step) {                   // 32 channels each
+                for (int step = 0; step < BK / 32; ++step) {  // 32 channels each
                     const int box = step / 4, column = step % 4 * 2;
-                    ptxlab::wgmma_s8(acc, w_tile + box * (ROWS * BOX / 16) + column, x_tile + box * (BM * BOX / 16) + column);
+                    ptxlab::wgmma_s8(acc, w_tile + box * (ROWS * BOX / 16) + column,
+                                     x_tile + box * (BM * BOX / 16) + column);
                 }
                 ptxlab::wgmma_commit();
                 PHASE(WAIT_MMA, 1);
-                ptxlab::wgmma_wait<1>();                                       // the stage before has been read
+                ptxlab::wgmma_wait<1>();  // the stage before has been read
                 if (lane == 0 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
                 before = slot.index;
             }
@@ -178,17 +169,17 @@ gemm_w8a8_sm90(const __grid_constant__ ptxlab::TensorMap w,  // s8  [N, K], boxe
             if (lane == 0 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
 
             PHASE(REDUCE);
-            if (SPLIT > 1) ptxlab::cluster_wait();                             // the other blocks have their barriers
+            if (SPLIT > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
             sums.send(acc, group, thread);
 #pragma unroll
             for (int i = 0; i < (BM + 127) / 128; ++i)
                 if (i * 128 + thread < BM) scales[turn * BM + i * 128 + thread] = token_scales[i];
-            sync_warp_group(group);                                            // those of the tile before may still be read
+            ptxlab::sync_warp_group(group);  // those of the tile before may still be read
             sums.receive(acc, group, thread);
             PHASE(EPILOGUE);
             ptxlab::store_fragments<OUT, BM>(acc, scaling, y, buffers, lane, token0, n0, min(M, token0 + tokens), N, N,
                                              [&](int piece) { return Sums::owner(group, piece) == slice; });
-            if (SPLIT > 1) break;                                              // its sums are received once
+            if (SPLIT > 1) break;  // its sums are received once
         }
     }
 }

@@ -11,7 +11,9 @@ __device__ __forceinline__ unsigned cluster_rank() {
 }
 
 // Every thread of every block of the cluster arrives once and waits once; work may lie between the two.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Where `p` of this block lies in block `rank` of the cluster.
@@ -23,9 +25,10 @@ __device__ __forceinline__ unsigned address_in_block(const void* p, unsigned ran
 
 // 16 bytes into another block's shared memory; they count at an mbarrier of that block.
 __device__ __forceinline__ void store_async_16(unsigned to, int a, int b, int c, int d, unsigned barrier) {
-    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "r"(a),
-                 "r"(b), "r"(c), "r"(d), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+        "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier)
+        : "memory");
 }
 
 }  // namespace ptxlab

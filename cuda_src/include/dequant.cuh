@@ -1,6 +1,7 @@
 // Dequantisers of one micro-kernel word: eight 4-bit weights e0..e7 in a u32, the low nibbles of bytes 0..3 are e0..e3,
-// the high nibbles e4..e7. One function each; `scale` is the group's level-2 scale, `offset` one byte repeated in all four.
-// The packed 32-bit operations are PTX, so that the emulator's lane check can be asked for on the very instruction.
+// the high nibbles e4..e7. One function each; `scale` is the group's level-2 scale, `offset` one byte repeated in all
+// four. The packed 32-bit operations are PTX, so that the emulator's lane check can be asked for on the very
+// instruction.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -38,10 +39,12 @@ __device__ __forceinline__ uint2 dequant_lqq_unsigned(u32 q, u32 scale, u32 offs
 }
 
 // Of a strip (16 rows, layout `strips`) the 32 weights of lane 4 g + t in 64 channels, as operand A of two MMAs of 32
-// channels: word j are rows g, g + 8 (j & 1) of MMA j >> 1. `constants[i]` are scale g, offset g, scale g + 8, offset g + 8 of
-// group i of the 128 channels; `unit` says which half of these it is. w + 128 as u8, or w as s8. SIZE is the group's.
+// channels: word j are rows g, g + 8 (j & 1) of MMA j >> 1. `constants[i]` are scale g, offset g, scale g + 8, offset g
+// + 8 of group i of the 128 channels; `unit` says which half of these it is. w + 128 as u8, or w as s8. SIZE is the
+// group's.
 template <bool AS_S8, int SIZE>
-__device__ __forceinline__ void dequant_strip(const uint4& weights, const u32 (&constants)[128 / SIZE], int unit, u32 (&a)[2][4]) {
+__device__ __forceinline__ void dequant_strip(const uint4& weights, const u32 (&constants)[128 / SIZE], int unit,
+                                              u32 (&a)[2][4]) {
     const u32 words[4] = {weights.x, weights.y, weights.z, weights.w};
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -72,8 +75,8 @@ __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 magic) {
 __device__ __forceinline__ __half2 as_half2(u32 bits) { return *reinterpret_cast<__half2*>(&bits); }
 __device__ __forceinline__ u32 as_bits(__half2 h) { return *reinterpret_cast<u32*>(&h); }
 
-// FP16 through the magic number 1024 (QServe section 5.3); halves (e0, e2), (e1, e3), (e4, e6), (e5, e7). 9 instructions:
-// a nibble in bits 4..7 counts 16, and (1024 + 16 v) / 16 - 64 = v without a rounding.
+// FP16 through the magic number 1024 (QServe section 5.3); halves (e0, e2), (e1, e3), (e4, e6), (e5, e7). 9
+// instructions: a nibble in bits 4..7 counts 16, and (1024 + 16 v) / 16 - 64 = v without a rounding.
 __device__ __forceinline__ uint4 dequant_u4_f16(u32 q) {
     const u32 up = q >> 8;
     const __half2 bias = as_half2(0x64006400u), sixteenth = as_half2(0x2c002c00u), minus64 = as_half2(0xd400d400u);
@@ -83,13 +86,15 @@ __device__ __forceinline__ uint4 dequant_u4_f16(u32 q) {
             as_bits(__hfma2(as_half2(and_or(up, 0x00f000f0u, 0x64006400u)), sixteenth, minus64))};
 }
 
-// What dequant_u4_f16_minus takes off, from a zero point 0..15: 1024 + zero of nibbles that count 1, and -(64 + zero) of those
-// that count 16, in both halves. Exact.
+// What dequant_u4_f16_minus takes off, from a zero point 0..15: 1024 + zero of nibbles that count 1, and -(64 + zero)
+// of those that count 16, in both halves. Exact.
 __device__ __forceinline__ uint2 bias_u4_f16(__half zero) {
-    return {as_bits(__half2half2(__hadd(__ushort_as_half(0x6400), zero))), as_bits(__half2half2(__hsub(__ushort_as_half(0xd400), zero)))};
+    return {as_bits(__half2half2(__hadd(__ushort_as_half(0x6400), zero))),
+            as_bits(__half2half2(__hsub(__ushort_as_half(0xd400), zero)))};
 }
 
-// The same with the zero point taken off by the very instruction that takes off the bias: v - zero, exact, in no more of them.
+// The same with the zero point taken off by the very instruction that takes off the bias: v - zero, exact, in no more
+// of them.
 __device__ __forceinline__ uint4 dequant_u4_f16_minus(u32 q, uint2 bias) {
     const u32 up = q >> 8;
     const __half2 sixteenth = as_half2(0x2c002c00u);

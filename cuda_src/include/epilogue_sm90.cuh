@@ -1,23 +1,21 @@
-// What follows the main loop of every wgmma GEMM: the blocks of a cluster, each with a slice of K, add up their tiles, and
-// the sums go to Y. A tile is 64 rows of W per warp group x TOKENS; a *piece* is 64 rows x 8 tokens: four accumulators of
+// What follows the main loop of every wgmma GEMM: the blocks of a cluster, each with a slice of K, add up their tiles,
+// and
+// the sums go to Y. A tile is 64 rows of W per warp group x TOKENS; a *piece* is 64 rows x 8 tokens: four accumulators
+// of
 // each of the 128 threads of a warp group.
 //
 // Sum      pieces are dealt to the blocks of the cluster; a block sends the pieces that it does not own to their owner,
-//          registers -> remote shared memory as they are (st.async, 16 bytes per thread), and adds what it receives to its
+//          registers -> remote shared memory as they are (st.async, 16 bytes per thread), and adds what it receives to
+//          its
 //          own registers. Integers: the order does not matter. One mbarrier per block counts the bytes that come.
 // Store    32 tokens at a time through shared memory, int32 [32][PITCH]: written by fragment without bank conflicts
 //          (lane 4 g + t at bank 8 t + g), read by rows, 8 neighbours per thread, 16 bytes of f16 at least.
 #pragma once
 #include "cluster.cuh"
+#include "named_barrier.cuh"
 #include "output.cuh"
 
 namespace ptxlab {
-
-// Only the 128 threads of one of two warp groups; barrier 0 is the whole block's.
-__device__ __forceinline__ void warp_group_sync(int group) {
-    if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
-    else asm volatile("bar.sync 2, 128;" ::: "memory");
-}
 
 // Where the sums go, and what makes numbers of them.
 struct Output {
@@ -30,10 +28,12 @@ struct Output {
 
 template <int WARP_GROUPS, int TOKENS, int BLOCKS>
 struct Epilogue {
-    static constexpr int PER_GROUP = TOKENS / 8, PIECES = WARP_GROUPS * PER_GROUP, OWNED = (PIECES + BLOCKS - 1) / BLOCKS;
+    static constexpr int PER_GROUP = TOKENS / 8, PIECES = WARP_GROUPS * PER_GROUP,
+                         OWNED = (PIECES + BLOCKS - 1) / BLOCKS;
     static constexpr int CHUNK = TOKENS < 32 ? TOKENS : 32, PITCH = 68;
     static constexpr int RECEIVE_BYTES = (BLOCKS - 1) * OWNED * 2048;
-    static constexpr bool SHARED_OUT = PER_GROUP % BLOCKS == 0;  // every warp group's pieces: then all of them store alike
+    // every warp group's pieces: then all of them store alike
+    static constexpr bool SHARED_OUT = PER_GROUP % BLOCKS == 0;
 
     // Which block adds up piece `j` of a group and stores it, and its place among that block's pieces.
     static __device__ __forceinline__ int owner(int group, int j) {
@@ -89,26 +89,27 @@ struct Epilogue {
 
     // By all threads of warp group `group`, whose 64 rows begin at n0: the owned pieces become outputs.
     template <int KIND>
-    __device__ __forceinline__ void store(const int (&acc)[TOKENS / 2], int group, int thread, const Output& out, int token0, int n0) const {
+    __device__ __forceinline__ void store(const int (&acc)[TOKENS / 2], int group, int thread, const Output& out,
+                                          int token0, int n0) const {
         int* mine = tile + group * CHUNK * PITCH;
         const int row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
 #pragma unroll
         for (int chunk = 0; chunk < TOKENS / CHUNK; ++chunk) {
-            warp_group_sync(group);  // the chunk before has been read
+            sync_one_of_two(group);  // the chunk before has been read
 #pragma unroll
             for (int i = 0; i < CHUNK / 8; ++i) {
                 const int* d = acc + (chunk * CHUNK / 8 + i) * 4;
 #pragma unroll
                 for (int e = 0; e < 4; ++e) mine[(i * 8 + column + e % 2) * PITCH + row + e / 2 * 8] = d[e];
             }
-            warp_group_sync(group);
+            sync_one_of_two(group);
 #pragma unroll
             for (int i = thread; i < CHUNK * 8; i += 128) {
                 const int token = chunk * CHUNK + i / 8, n = n0 + i % 8 * 8;
                 const bool owned = owner(group, token / 8) == rank;
                 if (owned && token0 + token < out.M && n < out.N)
                     store_8<KIND>(out.y, size_t(token0 + token) * out.N + n, mine + i / 8 * PITCH + i % 8 * 8,
-                                 out.x_scale[token0 + token], out.w_scale + n, out.bias ? out.bias + n : nullptr);
+                                  out.x_scale[token0 + token], out.w_scale + n, out.bias ? out.bias + n : nullptr);
             }
         }
     }

@@ -1,6 +1,6 @@
-// The tiles of a grouped GEMM, worked out on the device from where each expert's rows begin: expert by expert, of an expert
-// one row tile of W after the other, of a row tile one tile of tokens after the other, which find its weights in the L2. An
-// expert without rows has none.
+// The tiles of a grouped GEMM, worked out on the device from where each expert's rows begin: expert by expert, of an
+// expert one row tile of W after the other, of a row tile one tile of tokens after the other, which find its weights in
+// the L2. An expert without rows has none.
 #pragma once
 
 namespace ptxlab {
@@ -10,7 +10,8 @@ struct ExpertTile {
     int expert, token0, end_token, row_tile;
 };
 
-// Finds tiles in rising order of their numbers. By a whole warp, which looks at 32 experts at a time, an expert per lane.
+// Finds tiles in rising order of their numbers. By a whole warp, which looks at 32 experts at a time, an expert per
+// lane.
 template <int TOKENS>
 class ExpertTiles {
     const int* offsets;  // [experts + 1]

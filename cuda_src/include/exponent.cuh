@@ -7,6 +7,8 @@ namespace ptxlab {
 __device__ __forceinline__ float leading_power(float x) { return __int_as_float(__float_as_int(x) & 0x7f800000); }
 
 // 1 / power for a power of two in 2^-126 .. 2^126; a large number for 0.
-__device__ __forceinline__ float inverse_power(float power) { return __int_as_float(0x7f000000 - __float_as_int(power)); }
+__device__ __forceinline__ float inverse_power(float power) {
+    return __int_as_float(0x7f000000 - __float_as_int(power));
+}
 
 }  // namespace ptxlab

@@ -1,10 +1,13 @@
-// From the accumulators of a wgmma with weights as operand A straight to Y, one warp by itself: no barrier of the warp group.
-// A warp has 16 rows of W (n) and TOKENS columns; lane 4 g + t holds, of every 8 tokens, rows g, g, g + 8, g + 8 at tokens
+// From the accumulators of a wgmma with weights as operand A straight to Y, one warp by itself: no barrier of the warp
+// group.
+// A warp has 16 rows of W (n) and TOKENS columns; lane 4 g + t holds, of every 8 tokens, rows g, g, g + 8, g + 8 at
+// tokens
 // 2 t, 2 t + 1, twice.
 //
 // 2-byte outputs   16 tokens at a time: results in pairs of tokens, one stmatrix.x4.trans turns four 8 x 8 matrices
 //                  [n][token] over, and 16 tokens x 16 rows lie in 512 bytes of shared memory, 32 bytes per token, from
-//                  where each lane takes 16 bytes. The halves of tokens 4..7 of every 8 change places: no bank conflicts.
+//                  where each lane takes 16 bytes. The halves of tokens 4..7 of every 8 change places: no bank
+//                  conflicts.
 // 4-byte outputs   from the registers: eight lanes write one sector of 32 bytes.
 #pragma once
 #include "mma.cuh"
@@ -14,10 +17,10 @@ namespace ptxlab {
 
 // What makes numbers of a warp's sums. Arrays in shared memory begin at the tile's first token.
 struct Scaling {
-    const float* x_scale;    // [TOKENS]
-    const int* x_sum;        // [TOKENS], times 128 to be taken off, or null
-    float w_scale[2];        // of rows g and g + 8
-    float bias[2];           // -0 where there is none: adding it changes nothing
+    const float* x_scale;  // [TOKENS]
+    const int* x_sum;      // [TOKENS], times 128 to be taken off, or null
+    float w_scale[2];      // of rows g and g + 8
+    float bias[2];         // -0 where there is none: adding it changes nothing
 };
 
 // y = acc * x_scale * w_scale + bias in f32, each operation rounded.
@@ -25,11 +28,12 @@ __device__ __forceinline__ float scaled(int acc, float x_scale, float w_scale, f
     return __fadd_rn(__fmul_rn(__fmul_rn(float(acc), x_scale), w_scale), bias);
 }
 
-// Tokens token0 .. of rows n0 .. n0 + 15, as far as they are below M and `end`; `own(piece)` says whether the sums of tokens
-// 8 * piece .. are here. `buffer`: 512 bytes of this warp.
+// Tokens token0 .. of rows n0 .. n0 + 15, as far as they are below M and `end`; `own(piece)` says whether the sums of
+// tokens 8 * piece .. are here. `buffer`: 512 bytes of this warp.
 template <int KIND, int TOKENS, class Own>
-__device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], const Scaling& s, void* y, unsigned char* buffer, int lane,
-                                                int token0, int n0, int M, int N, int end, Own own) {
+__device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], const Scaling& s, void* y,
+                                                unsigned char* buffer, int lane, int token0, int n0, int M, int N,
+                                                int end, Own own) {
     const int g = lane / 4, t = lane % 4;
     if constexpr (KIND >= 2) {
 #pragma unroll
@@ -47,9 +51,9 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
         }
     } else {
         constexpr int AT_ONCE = TOKENS < 16 ? 1 : 2;
-        const int row = lane % 8, matrix = lane / 8;                       // whose address this lane gives: token, and (half, 8 tokens)
+        const int row = lane % 8, matrix = lane / 8;  // whose address this lane gives: token, and (half, 8 tokens)
         const unsigned to = shared_address(buffer) + (matrix / 2 * 8 + row) * 32 + ((matrix % 2) ^ (row / 4)) * 16;
-        const int out = lane / 2, half = lane % 2;                         // what this lane writes: token, and 8 rows
+        const int out = lane / 2, half = lane % 2;  // what this lane writes: token, and 8 rows
         const unsigned from = shared_address(buffer) + out * 32 + (half ^ (out / 4 % 2)) * 16;
 #pragma unroll
         for (int j = 0; j < TOKENS / 8; j += AT_ONCE) {
@@ -63,10 +67,11 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
                 const int* d = acc + 4 * (j + i);
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
-                    h[2 * i + r] = rounded_pair<KIND>(scaled(d[2 * r] - 128 * sum.x, scale.x, s.w_scale[r], s.bias[r]),
-                                                 scaled(d[2 * r + 1] - 128 * sum.y, scale.y, s.w_scale[r], s.bias[r]));
+                    h[2 * i + r] =
+                        rounded_pair<KIND>(scaled(d[2 * r] - 128 * sum.x, scale.x, s.w_scale[r], s.bias[r]),
+                                           scaled(d[2 * r + 1] - 128 * sum.y, scale.y, s.w_scale[r], s.bias[r]));
             }
-            __syncwarp();                                                  // what was there has been taken
+            __syncwarp();  // what was there has been taken
             store_matrices_transposed(to, h);
             __syncwarp();
             const uint4 v = load_shared_16(from);

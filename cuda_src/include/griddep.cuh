@@ -1,20 +1,21 @@
-// One function per instruction: kernels that follow each other by programmatic dependent launch (PTX ISA 9.7.13.13). Before Hopper there is no
-// such launch, and nothing to do.
+// One function per instruction: kernels that follow each other by programmatic dependent launch (PTX ISA 9.7.13.13).
+// Before Hopper there is no such launch, and nothing to do.
 #pragma once
 
 namespace ptxlab {
 
-// The next kernel on the stream, if it was launched programmatically, may begin once every block has said so or ended. It sees what this one
-// writes only behind its own wait, so this may stand at the very beginning.
+// The next kernel on the stream, if it was launched programmatically, may begin once every block has said so or ended.
+// It sees what this one writes only behind its own wait, so this may stand at the very beginning.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Until the kernel before on the stream has ended and what it wrote can be seen: by this thread, and by those that synchronise with it.
-// Before, nothing that it writes may be read, and nothing written to global memory. Some thread of the grid has to wait even where there is
-// nothing to do: the next kernel's wait is for this one alone, not for those before it.
+// Until the kernel before on the stream has ended and what it wrote can be seen: by this thread, and by those that
+// synchronise with it. Before, nothing that it writes may be read, and nothing written to global memory. Some thread of
+// the grid has to wait even where there is nothing to do: the next kernel's wait is for this one alone, not for those
+// before it.
 __device__ __forceinline__ void wait_for_predecessors() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,4 +1,5 @@
-// One function per instruction: mbarriers, and the copies that complete on them; and the place in a ring that they guard (PTX ISA 9.7.13.15, 9.7.9.25, 9.7.9.27).
+// One function per instruction: mbarriers, and the copies that complete on them; and the place in a ring that they
+// guard (PTX ISA 9.7.13.15, 9.7.9.25, 9.7.9.27).
 #pragma once
 #include "mma.cuh"
 
@@ -25,7 +26,9 @@ __device__ __forceinline__ void mbarrier_init(u64* barrier, unsigned arrivals) {
 }
 
 // Makes the initialisation visible to the copy engine and to the other blocks of the cluster.
-__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_mbarrier_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
@@ -33,10 +36,12 @@ __device__ __forceinline__ void mbarrier_arrive(u64* barrier) {
 
 // Arrive, and have the phase wait for `bytes` more from the copy engine.
 __device__ __forceinline__ void mbarrier_arrive_expect(u64* barrier, unsigned bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
 }
 
-// True in one lane of a warp that is all here: the compiler knows that what follows runs once, and needs no loop over lanes.
+// True in one lane of a warp that is all here: the compiler knows that what follows runs once, and needs no loop over
+// lanes.
 __device__ __forceinline__ bool elect() {
     unsigned elected;
     asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(elected));
@@ -51,14 +56,16 @@ __device__ __forceinline__ void mbarrier_wait(u64* barrier, unsigned parity) {
         "WAIT:\n"
         "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
         "@!done bra WAIT;\n"
-        "}" ::"r"(shared_address(barrier)), "r"(parity)
+        "}" ::"r"(shared_address(barrier)),
+        "r"(parity)
         : "memory");
 }
 
-// `bytes` (a multiple of 16) from global to shared memory. Addresses of shared memory, so that a loop can count them up.
+// `bytes` (a multiple of 16) from global to shared memory. Addresses of shared memory, so that a loop can count them
+// up.
 __device__ __forceinline__ void bulk_load(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes),
-                 "r"(barrier)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 __device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned bytes, u64* barrier) {
@@ -67,17 +74,20 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, unsigned b
 
 // The same for what is read once: the L2 may forget it first (the policy is createpolicy's evict_first of everything).
 __device__ __forceinline__ void bulk_load_once(void* to, const void* from, unsigned bytes, u64* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(
-                     shared_address(to)),
-                 "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(0x12f0000000000000ull)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+            "r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(0x12f0000000000000ull)
+        : "memory");
 }
 
 // The map's box from (row, column) on; what lies outside the matrix comes as zeros, and counts as bytes all the same.
 __device__ __forceinline__ void tensor_load(unsigned to, const TensorMap* map, int column, int row, unsigned barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-                 "l"(map), "r"(column), "r"(row), "r"(barrier)
-                 : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(map), "r"(column), "r"(row), "r"(barrier)
+        : "memory");
 }
 __device__ __forceinline__ void tensor_load(void* to, const TensorMap* map, int column, int row, u64* barrier) {
     tensor_load(shared_address(to), map, column, row, shared_address(barrier));

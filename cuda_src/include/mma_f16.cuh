@@ -1,4 +1,5 @@
-// Tensor cores on 16-bit elements, and 4- or 8-bit integers as FP16 subnormals: one function per instruction or dequantiser.
+// Tensor cores on 16-bit elements, and 4- or 8-bit integers as FP16 subnormals: one function per instruction or
+// dequantiser.
 #pragma once
 #include "dequant.cuh"
 
@@ -6,7 +7,8 @@ namespace ptxlab {
 
 // d += A B with A [16, 16] f16, B [16, 8] f16, d f32 (PTX ISA 9.7.14.5.8). Not volatile: it may be scheduled freely.
 __device__ __forceinline__ void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -32,16 +34,18 @@ __device__ __forceinline__ float log2_approx(float x) {
     return y;
 }
 
-// Integers v without a sign as FP16 subnormals v * 2^-24, which tensor cores take exactly and at their full rate. An MMA does not mind the
-// order of what it sums up, and the 16 is folded into the other operand.
-// Four bytes of a word: halves (e0, e2), (e1, e3). 2 instructions.
+// Integers v without a sign as FP16 subnormals v * 2^-24, which tensor cores take exactly and at their full rate. An
+// MMA does not mind the order of what it sums up, and the 16 is folded into the other operand. Four bytes of a word:
+// halves (e0, e2), (e1, e3). 2 instructions.
 __device__ __forceinline__ uint2 subnormal_u8(u32 q) { return {q & 0x00ff00ffu, __byte_perm(q, 0, 0x4341)}; }
-// Eight nibbles: halves (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). 5 instructions, one of them not the ALU's, which has the most to do.
+// Eight nibbles: halves (e0, e2), (e1, e3), then 16 times (e4, e6), (e5, e7). 5 instructions, one of them not the
+// ALU's, which has the most to do.
 __device__ __forceinline__ uint4 subnormal_u4(u32 q) {
     const u32 up = __byte_perm(q, 0, 0x4341), high = up & 0x00f000f0u;
     return {q & 0x000f000fu, as_bits(__hsub2(as_half2(up), as_half2(high))), q & 0x00f000f0u, high};
 }
-// The same but for the high nibbles, which come in their bytes: the sums of the low ones have to be taken off the bytes' sums. 4 instructions.
+// The same but for the high nibbles, which come in their bytes: the sums of the low ones have to be taken off the
+// bytes' sums. 4 instructions.
 __device__ __forceinline__ uint4 subnormal_u4_bytes(u32 q) {
     const uint2 bytes = subnormal_u8(q);
     return {bytes.x & 0x000f000fu, bytes.y & 0x000f000fu, bytes.x, bytes.y};

@@ -20,7 +20,8 @@ __device__ __forceinline__ unsigned rounded_pair(float a, float b) {
 
 // y = acc * x_scale * w_scale + bias in f32, each operation rounded, then one rounding to the output.
 template <int KIND>
-__device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, float x_scale, const float* w_scale, const float* bias) {
+__device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, float x_scale, const float* w_scale,
+                                        const float* bias) {
     if constexpr (KIND == 3) {
         int4* to = reinterpret_cast<int4*>(static_cast<int*>(y) + at);
         to[0] = make_int4(acc[0], acc[1], acc[2], acc[3]);
@@ -38,8 +39,8 @@ __device__ __forceinline__ void store_8(void* y, size_t at, const int* acc, floa
             to[1] = make_float4(v[4], v[5], v[6], v[7]);
         } else {
             *reinterpret_cast<uint4*>(static_cast<unsigned short*>(y) + at) =
-                make_uint4(rounded_pair<KIND>(v[0], v[1]), rounded_pair<KIND>(v[2], v[3]), rounded_pair<KIND>(v[4], v[5]),
-                           rounded_pair<KIND>(v[6], v[7]));
+                make_uint4(rounded_pair<KIND>(v[0], v[1]), rounded_pair<KIND>(v[2], v[3]),
+                           rounded_pair<KIND>(v[4], v[5]), rounded_pair<KIND>(v[6], v[7]));
         }
     }
 }

@@ -1,4 +1,5 @@
-// A query's result in a warp's hands: one row of D sums, unnormalised, with the largest score and the sum of the weights that they belong to.
+// A query's result in a warp's hands: one row of D sums, unnormalised, with the largest score and the sum of the
+// weights that they belong to.
 #pragma once
 #include "mailbox.cuh"
 #include "mma_f16.cuh"
@@ -7,11 +8,13 @@
 
 namespace ptxlab {
 
-// True in the last of `count` warps that come here, which then sees what all of them wrote before. The counter has to be 0 at first.
+// True in the last of `count` warps that come here, which then sees what all of them wrote before. The counter has to
+// be 0 at first.
 __device__ __forceinline__ bool last_of(int* counter, int count) {
     int before = 0;
     __syncwarp();
-    if (threadIdx.x % 32 == 0) asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    if (threadIdx.x % 32 == 0)
+        asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
     before = __shfl_sync(~0u, before, 0);
     __syncwarp();
     return before == count - 1;
@@ -29,7 +32,9 @@ struct Row {
 
     __device__ __forceinline__ void add(const float4 (&more)[PIECES], float factor) {
 #pragma unroll
-        for (int p = 0; p < PIECES; ++p) v[p].x += factor * more[p].x, v[p].y += factor * more[p].y, v[p].z += factor * more[p].z, v[p].w += factor * more[p].w;
+        for (int p = 0; p < PIECES; ++p)
+            v[p].x += factor * more[p].x, v[p].y += factor * more[p].y, v[p].z += factor * more[p].z,
+                v[p].w += factor * more[p].w;
     }
 
     // Workspace: sums f32 [parts, columns, D], (largest, sum) f32 [parts, columns, 2].
@@ -40,11 +45,12 @@ struct Row {
         if (threadIdx.x % 32 == 0) stats[at] = make_float2(largest, sum);
     }
 
-    // The parts of one row, put together in their order: those of `count` blocks, of which the first has it as its part 1, the others as part 0.
-    // Around the L1, since other blocks of the same grid may have written them.
-    static __device__ __forceinline__ Row merged(const float* partial, const float2* stats, int block, int count, int columns, int column) {
+    // The parts of one row, put together in their order: those of `count` blocks, of which the first has it as its part
+    // 1, the others as part 0. Around the L1, since other blocks of the same grid may have written them.
+    static __device__ __forceinline__ Row merged(const float* partial, const float2* stats, int block, int count,
+                                                 int columns, int column) {
         const auto part = [&](int i) { return ((block + i) * 2 + (i == 0)) * size_t(columns) + column; };
-        constexpr int AHEAD = 8;                                             // parts on their way at a time
+        constexpr int AHEAD = 8;  // parts on their way at a time
         Row row = {};
         row.largest = -infinity();
         for (int first = 0; first < count; first += AHEAD) {
@@ -80,7 +86,8 @@ struct Row {
         }
     }
 
-    // To the block where the row begins, which takes it: into part `at` of sums u32 [parts, D] and (largest, sum) u32 [parts, 2].
+    // To the block where the row begins, which takes it: into part `at` of sums u32 [parts, D] and (largest, sum) u32
+    // [parts, 2].
     __device__ __forceinline__ void hand_over(unsigned* partial, unsigned* stats, size_t at) const {
 #pragma unroll
         for (int p = 0; p < PIECES; ++p)
@@ -88,7 +95,8 @@ struct Row {
         if (threadIdx.x % 32 == 0) post(stats + at * 2, make_float2(largest, sum));
     }
 
-    // What others hand over, or will, and go on without: `count` parts, in the order of the tokens, the first at `first`, the next `stride` on.
+    // What others hand over, or will, and go on without: `count` parts, in the order of the tokens, the first at
+    // `first`, the next `stride` on.
     __device__ __forceinline__ void take_over(unsigned* partial, unsigned* stats, size_t first, int stride, int count) {
         if (count <= 4) add_posted<4>(partial, stats, first, stride, count);
         else add_posted<8>(partial, stats, first, stride, count);
@@ -102,14 +110,17 @@ struct Row {
         }
     }
 
-    // Of these AHEAD at a time, as soon as they have come. A block does this once, and waits for its instructions: for few parts there are fewer.
+    // Of these AHEAD at a time, as soon as they have come. A block does this once, and waits for its instructions: for
+    // few parts there are fewer.
     template <int AHEAD>
-    __device__ __forceinline__ void add_posted(const unsigned* partial, const unsigned* stats, size_t first, int stride, int count) {
+    __device__ __forceinline__ void add_posted(const unsigned* partial, const unsigned* stats, size_t first, int stride,
+                                               int count) {
         for (int done = 0; done < count; done += AHEAD) {
             float2 s[AHEAD];
             float4 more[AHEAD][PIECES] = {};
             bool missing = true;
-            for (int looks = 0; missing && looks < PATIENCE; ++looks) {      // at all of them: to wait for one after the other takes longer
+            // at all of them: to wait for one after the other takes longer
+            for (int looks = 0; missing && looks < PATIENCE; ++looks) {
                 missing = false;
 #pragma unroll
                 for (int i = 0; i < AHEAD; ++i) {
@@ -119,13 +130,14 @@ struct Row {
                     for (int p = 0; p < PIECES; ++p)
                         if (mine(p)) missing |= !fetch(more[i][p], partial + at * DIM + dim(p));
                 }
-                missing = __any_sync(~0u, missing);                          // nobody clears what another lane has yet to see
+                missing = __any_sync(~0u, missing);  // nobody clears what another lane has yet to see
             }
             add_parts(s, more, count - done);
         }
     }
 
-    // Divided by the sum of weights, and the natural logarithm of the sum of e^score; of no weights 0 and -inf. f16 (KIND 0) or bf16 (1).
+    // Divided by the sum of weights, and the natural logarithm of the sum of e^score; of no weights 0 and -inf. f16
+    // (KIND 0) or bf16 (1).
     template <int KIND>
     __device__ __forceinline__ void store(unsigned short* out, float* lse, size_t at) const {
         const float inverse = sum == 0 ? 0 : reciprocal_approx(sum);  // NaN stays so
@@ -133,8 +145,10 @@ struct Row {
         for (int p = 0; p < PIECES; ++p)
             if (mine(p))
                 *reinterpret_cast<uint2*>(out + at * DIM + dim(p)) =
-                    make_uint2(rounded_pair<KIND>(v[p].x * inverse, v[p].y * inverse), rounded_pair<KIND>(v[p].z * inverse, v[p].w * inverse));
-        if (lse && threadIdx.x % 32 == 0) lse[at] = sum == 0 ? -infinity() : (largest + log2_approx(sum)) * 0.693147181f;
+                    make_uint2(rounded_pair<KIND>(v[p].x * inverse, v[p].y * inverse),
+                               rounded_pair<KIND>(v[p].z * inverse, v[p].w * inverse));
+        if (lse && threadIdx.x % 32 == 0)
+            lse[at] = sum == 0 ? -infinity() : (largest + log2_approx(sum)) * 0.693147181f;
     }
 };
 

@@ -10,7 +10,8 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
     return y;
 }
 
-// As IEEE rounds it, for 2^-126 <= |x| <= 2^126 (a test tries every x); NaN of an infinity. Unlike __frcp_rn without a branch for all others.
+// As IEEE rounds it, for 2^-126 <= |x| <= 2^126 (a test tries every x); NaN of an infinity. Unlike __frcp_rn without a
+// branch for all others.
 __device__ __forceinline__ float reciprocal(float x) {
     const float near = reciprocal_approx(x);
     return fmaf(fmaf(-x, near, 1.0f), near, near);

@@ -4,23 +4,26 @@
 
 namespace ptxlab {
 
-constexpr int TILE = 64;  // tokens
+constexpr int TILE = 64;               // tokens
 constexpr int NO_WINDOW = 0x7fffff00;  // tokens: more than any sequence has, and yet far enough from the largest s32
 constexpr int SLACK = 4;  // tiles more than its share that a block may get, so that no unit has to be put together
 
-// Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are ordered by sequence, then
-// head; each costs its tiles and, the fewer they are, up to PAD more, which stand before them: what is done once per unit hides behind many tiles
-// alone. No piece is smaller than SMALLEST, nor than 8 tiles or an eighth of the largest unit: to put parts together costs more than it would save.
-// Everything follows from `lengths`, on the device: nothing is planned on the host.
+// Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are
+// ordered by sequence, then head; each costs its tiles and, the fewer they are, up to PAD more, which stand before
+// them: what is done once per unit hides behind many tiles alone. No piece is smaller than SMALLEST, nor than 8 tiles
+// or an eighth of the largest unit: to put parts together costs more than it would save. Everything follows from
+// `lengths`, on the device: nothing is planned on the host.
 template <int PAD, int SMALLEST = 1>
 struct Segments {
     const int* lengths;
     int units, queries, window;  // heads of a sequence; queries at its end; tokens that a query sees at most
     int piece, from, to;         // cost of a block; the block's range of costs
     int sequence, unit, length;  // of this segment
-    int start, begin, tiles, pad;  // of its unit: where it lies among all costs; its first tile in the window; how many; what is before them
+    // of its unit: where it lies among all costs; its first tile in the window; how many; what is before them
+    int start, begin, tiles, pad;
 
-    // a / b rounded up, for 0 <= a, 1 <= b and a + b < 2^31, in half the instructions of a division: from below, in float.
+    // a / b rounded up, for 0 <= a, 1 <= b and a + b < 2^31, in half the instructions of a division: from below, in
+    // float.
     static __device__ __forceinline__ float reciprocal_below(int b) { return reciprocal_approx(float(b)) * 0.999999f; }
     static __device__ __forceinline__ int ceil_div(int a, int b) { return ceil_div(a, b, reciprocal_below(b)); }
     static __device__ __forceinline__ int ceil_div(int a, int b, float reciprocal) {
@@ -42,12 +45,14 @@ struct Segments {
         return first < sequences ? lengths[first] : 0;
     }
 
-    // All lanes of a warp together. A block runs through this once, with nothing to do meanwhile, and most of the time waits for instructions:
-    // few of them matter more than fast ones.
-    __device__ __forceinline__ Segments(const int* lengths, int nearest, int sequences, int units, int queries, int window)
+    // All lanes of a warp together. A block runs through this once, with nothing to do meanwhile, and most of the time
+    // waits for instructions: few of them matter more than fast ones.
+    __device__ __forceinline__ Segments(const int* lengths, int nearest, int sequences, int units, int queries,
+                                        int window)
         : lengths(lengths), units(units), queries(queries), window(window > 0 ? window : NO_WINDOW) {
         const int share = share_of(sequences), first = threadIdx.x % 32 * share;
-        const int whole_units = ceil_div(sequences * units, gridDim.x);      // of a block: worked out while lengths are on their way
+        // of a block: worked out while lengths are on their way
+        const int whole_units = ceil_div(sequences * units, gridDim.x);
         const float per_block = reciprocal_below(gridDim.x);
         set(nearest);
         int mine = first < sequences ? pad + tiles : 0, most = mine;
@@ -57,14 +62,15 @@ struct Segments {
             mine += pad + tiles, most = max(most, pad + tiles);
         }
         const int sum = __reduce_add_sync(~0u, unsigned(mine)), all = sum * units;
-        int upto = mine;                                                     // costs of a head in the sequences up to this lane's
+        int upto = mine;  // costs of a head in the sequences up to this lane's
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
             const int before = __shfl_up_sync(~0u, upto, step);
             if (threadIdx.x % 32 >= step) upto += before;
         }
         most = max(1, int(__reduce_max_sync(~0u, unsigned(most))));
-        piece = max(max(SMALLEST, min(most / 8, 8)), ceil_div(all, gridDim.x, per_block));  // units of up to 64 tiles: 8 parts or so
+        // units of up to 64 tiles: 8 parts or so
+        piece = max(max(SMALLEST, min(most / 8, 8)), ceil_div(all, gridDim.x, per_block));
         const int whole = whole_units * most;
         if (sum == most * sequences && whole >= piece && whole <= piece + SLACK) piece = whole;  // units are all alike
         from = min(int(blockIdx.x) * piece, all);
@@ -72,7 +78,7 @@ struct Segments {
         start = to, sequence = unit = 0;
         if (from == to) return;
         const int found = __ffs(__ballot_sync(~0u, upto * units > from)) - 1;
-        int before = __shfl_sync(~0u, upto - mine, found);                   // costs of a head in the sequences before this one
+        int before = __shfl_sync(~0u, upto - mine, found);  // costs of a head in the sequences before this one
         sequence = found * share;
         set(__shfl_sync(~0u, nearest, found));
 #pragma unroll 1
@@ -104,10 +110,12 @@ struct Segments {
         } while (count() <= 0);
     }
 
-  private:
+private:
     __device__ __forceinline__ void set(int tokens) {
-        // The condition changes no result: without it ptxas keeps fewer registers, and works out addresses in the loops of both kernels.
-        length = max(0, tokens), begin = window < NO_WINDOW ? unsigned(max(0, length - queries + 1 - window)) / TILE : 0;
+        // The condition changes no result: without it ptxas keeps fewer registers, and works out addresses in the loops
+        // of both kernels.
+        length = max(0, tokens),
+        begin = window < NO_WINDOW ? unsigned(max(0, length - queries + 1 - window)) / TILE : 0;
         tiles = int(unsigned(length + TILE - 1) / TILE) - begin;
         pad = length > 0 ? max(0, PAD - int(unsigned(tiles) / 4)) : 0;
     }

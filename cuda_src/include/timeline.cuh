@@ -1,4 +1,5 @@
-// When a warp group does what: stamps of the SM's clock for `ptxlab profile --timeline`. Without TIMELINE nothing of it is compiled.
+// When a warp group does what: stamps of the SM's clock for `ptxlab timeline`. Without TIMELINE nothing of it
+// is compiled.
 //
 // A kernel names the threads that keep time, one per warp group (or warp), and says what follows:
 //
@@ -6,30 +7,38 @@
 //     PHASE(WAIT_COPY);
 //     ...
 //
-// A phase lasts until the next one. wgmma goes on while its warp group does something else: PHASE(ISSUE, n) begins a group of wgmmas that
-// take the tensor cores n clocks at least, and where PHASE(WAIT_MMA, n) ends all but the last n groups have ended. These lines stand alone,
-// so that a test can take them out.
+// A phase lasts until the next one. wgmma goes on while its warp group does something else: PHASE(ISSUE, n) begins a
+// group of wgmmas that take the tensor cores n clocks at least, and where PHASE(WAIT_MMA, n) ends all but the last n
+// groups have ended. These lines stand alone, so that a test can take them out. A function that has phases of its own
+// takes `TIMELINE_PARAMETER` as its last parameter and is called with `TIMELINE_ARGUMENT`, both without a comma before.
 // PTX ISA    10.27, 10.30 %clock, %globaltimer; 10.15 %smid.
 #pragma once
 #ifndef TIMELINE
 #define TIMELINE_THREAD(keeps_time)
+#define TIMELINE_PARAMETER
+#define TIMELINE_ARGUMENT
 #define PHASE(...)
 #else
 
 namespace ptxlab {
 
 // Its names, in this order, are those of ptxlab/timeline/__init__.py.
-enum class Phase : unsigned { END, SETUP, LOAD, WAIT_COPY, WAIT_GROUP, WAIT_MMA, DEQUANTISE, ISSUE, MULTIPLY, SCORES, SOFTMAX, VALUES, REDUCE, EPILOGUE };
+// clang-format off
+enum class Phase : unsigned { END, SETUP, LOAD, WAIT_COPY, WAIT_GROUP, WAIT_MMA, DEQUANTISE, ISSUE, MULTIPLY,
+                              SCORES, SOFTMAX, VALUES, REDUCE, EPILOGUE };
+// clang-format on
 
 constexpr unsigned TRACKS = 256, STAMPS = 4096, HEADER = 6;  // STAMPS: of a track, its header included
 constexpr unsigned TRACK_BYTES = STAMPS * 8;
 
 // Zeros, of which the host restores the first before a launch, and which it reads after it.
 struct Timeline {
-    unsigned long long tracks;                        // given out so far
-    unsigned long long first;                         // where the first one begins, in bytes: at a multiple of TRACK_BYTES in memory
-    unsigned long long stamps[(TRACKS + 1) * STAMPS]; // of a track: SM and warp; block; time in ns and clock at the beginning, and at the
-};                                                    // end; then clock (low half) and phase with its argument (high half)
+    unsigned long long tracks;  // given out so far
+    unsigned long long first;   // where the first one begins, in bytes: at a multiple of TRACK_BYTES in memory
+    // Of a track: SM and warp; block; time in ns and clock at the beginning, and at the end; then clock (low half) and
+    // phase with its argument (high half).
+    unsigned long long stamps[(TRACKS + 1) * STAMPS];
+};
 
 }  // namespace ptxlab
 
@@ -41,7 +50,8 @@ namespace ptxlab {
 
 // The track of a thread, from here to where it leaves the kernel. TIMELINE: of so many SMs.
 struct Recorder {
-    // The address of the next stamp; none of a track lies at a multiple of TRACK_BYTES. So this says too that there is no room, or no track.
+    // The address of the next stamp; none of a track lies at a multiple of TRACK_BYTES. So this says too that there is
+    // no room, or no track.
     unsigned low = 0, high = 0;
 
     __device__ __forceinline__ explicit Recorder(bool keeps_time) {
@@ -51,7 +61,8 @@ struct Recorder {
         const unsigned track = unsigned(atomicAdd(&ptxlab_timeline.tracks, 1ull));
         if (track >= TRACKS) return;
         const unsigned long long stamps = reinterpret_cast<unsigned long long>(ptxlab_timeline.stamps);
-        const unsigned long long first = (stamps + TRACK_BYTES - 1) / TRACK_BYTES * TRACK_BYTES, begin = first + track * TRACK_BYTES;
+        const unsigned long long first = (stamps + TRACK_BYTES - 1) / TRACK_BYTES * TRACK_BYTES,
+                                 begin = first + track * TRACK_BYTES;
         ptxlab_timeline.first = first - stamps;
         const unsigned block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
         const unsigned warp = (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) / 32;
@@ -68,7 +79,8 @@ struct Recorder {
         anchor(reinterpret_cast<unsigned long long*>(last / TRACK_BYTES * TRACK_BYTES) + 4);
     }
 
-    // As few instructions as can be, and no branch: a warp whose lanes part between wgmmas has them one after the other (C7519).
+    // As few instructions as can be, and no branch: a warp whose lanes part between wgmmas has them one after the other
+    // (C7519).
     __device__ __forceinline__ void stamp(Phase phase, unsigned argument = 0) {
         asm volatile(
             "{\n"
@@ -95,5 +107,7 @@ struct Recorder {
 }  // namespace ptxlab
 
 #define TIMELINE_THREAD(keeps_time) ptxlab::Recorder timeline(keeps_time)
+#define TIMELINE_PARAMETER , ptxlab::Recorder& timeline
+#define TIMELINE_ARGUMENT , timeline
 #define PHASE(...) timeline.stamp(ptxlab::Phase::__VA_ARGS__)
 #endif

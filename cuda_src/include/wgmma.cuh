@@ -1,6 +1,6 @@
-// One function per instruction: wgmma m64nNk32 of 8-bit integers, and what orders it (PTX ISA 9.7.15).
-// D [64, N] += A [64, 32] B [32, N]. Of D a thread holds, in d[4 j .. 4 j + 3], rows r, r, r + 8, r + 8 (r = 16 warp + lane / 4)
-// and columns 8 j + 2 t, 8 j + 2 t + 1 (t = lane % 4), twice.
+// One function per instruction: wgmma m64nNk32 of 8-bit integers, and what orders it (PTX ISA 9.7.15). D [64, N] += A
+// [64, 32] B [32, N]. Of D a thread holds, in d[4 j .. 4 j + 3], rows r, r, r + 8, r + 8 (r = 16 warp + lane / 4) and
+// columns 8 j + 2 t, 8 j + 2 t + 1 (t = lane % 4), twice.
 #pragma once
 #include "mma.cuh"
 
@@ -44,6 +44,7 @@ __device__ __forceinline__ void pin(int (&d)[COUNT]) {
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
+// clang-format off
 // The operands of N / 2 accumulators, in the text and in the list of constraints: 4, 8, and then multiples of 8.
 #define PTXLAB_D4 "%0, %1, %2, %3"
 #define PTXLAB_R4 "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
@@ -63,7 +64,9 @@ __device__ __forceinline__ void pin(int (&d)[COUNT]) {
 #define PTXLAB_D112 PTXLAB_D104 ", %104, %105, %106, %107, %108, %109, %110, %111"
 #define PTXLAB_D120 PTXLAB_D112 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define PTXLAB_D128 PTXLAB_D120 ", %120, %121, %122, %123, %124, %125, %126, %127"
-#define PTXLAB_MORE(i) "+r"(d[(i)]), "+r"(d[(i) + 1]), "+r"(d[(i) + 2]), "+r"(d[(i) + 3]), "+r"(d[(i) + 4]), "+r"(d[(i) + 5]), "+r"(d[(i) + 6]), "+r"(d[(i) + 7])
+#define PTXLAB_MORE(i) \
+    "+r"(d[(i)]), "+r"(d[(i) + 1]), "+r"(d[(i) + 2]), "+r"(d[(i) + 3]), \
+    "+r"(d[(i) + 4]), "+r"(d[(i) + 5]), "+r"(d[(i) + 6]), "+r"(d[(i) + 7])
 #define PTXLAB_R8 PTXLAB_MORE(0)
 #define PTXLAB_R16 PTXLAB_R8, PTXLAB_MORE(8)
 #define PTXLAB_R24 PTXLAB_R16, PTXLAB_MORE(16)
@@ -82,40 +85,42 @@ __device__ __forceinline__ void pin(int (&d)[COUNT]) {
 #define PTXLAB_R128 PTXLAB_R120, PTXLAB_MORE(120)
 
 // wgmma_s8(d, a, b): A from four registers; with two descriptors: A from shared memory.
-#define PTXLAB_WGMMA(NAME, TYPE, N, D, E0, E1, E2, E3, E4)                                                                 \
-    __device__ __forceinline__ void NAME(int(&d)[D], const unsigned(&a)[4], u64 b) {                                       \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." #TYPE ".s8 {" PTXLAB_D##D "}, {%" #E0 ", %" #E1     \
-                     ", %" #E2 ", %" #E3 "}, %" #E4 ", 1;"                                                                 \
-                     : PTXLAB_R##D                                                                                      \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)                                                  \
-                     : "memory");                                                                                          \
-    }                                                                                                                      \
-    __device__ __forceinline__ void NAME(int(&d)[D], u64 a, u64 b) {                                                       \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." #TYPE ".s8 {" PTXLAB_D##D "}, %" #E0 ", %" #E1 ", 1;" \
-                     : PTXLAB_R##D                                                                                      \
-                     : "l"(a), "l"(b)                                                                                      \
-                     : "memory");                                                                                          \
+#define PTXLAB_WGMMA(NAME, TYPE, N, D, E0, E1, E2, E3, E4) \
+    __device__ __forceinline__ void NAME(int(&d)[D], const unsigned(&a)[4], u64 b) { \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." #TYPE ".s8 {" PTXLAB_D##D "}, {%" #E0 ", %" #E1 \
+                     ", %" #E2 ", %" #E3 "}, %" #E4 ", 1;" \
+                     : PTXLAB_R##D \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b) \
+                     : "memory"); \
+    } \
+    __device__ __forceinline__ void NAME(int(&d)[D], u64 a, u64 b) { \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k32.s32." #TYPE ".s8 {" PTXLAB_D##D "}, %" #E0 ", %" #E1 \
+                     ", 1;" \
+                     : PTXLAB_R##D \
+                     : "l"(a), "l"(b) \
+                     : "memory"); \
     }
-#define PTXLAB_WGMMA_ALL(NAME, TYPE)                         \
-    PTXLAB_WGMMA(NAME, TYPE, 8, 4, 4, 5, 6, 7, 8)            \
-    PTXLAB_WGMMA(NAME, TYPE, 16, 8, 8, 9, 10, 11, 12)        \
-    PTXLAB_WGMMA(NAME, TYPE, 32, 16, 16, 17, 18, 19, 20)     \
-    PTXLAB_WGMMA(NAME, TYPE, 48, 24, 24, 25, 26, 27, 28)     \
-    PTXLAB_WGMMA(NAME, TYPE, 64, 32, 32, 33, 34, 35, 36)     \
-    PTXLAB_WGMMA(NAME, TYPE, 80, 40, 40, 41, 42, 43, 44)     \
-    PTXLAB_WGMMA(NAME, TYPE, 96, 48, 48, 49, 50, 51, 52)     \
-    PTXLAB_WGMMA(NAME, TYPE, 112, 56, 56, 57, 58, 59, 60)    \
-    PTXLAB_WGMMA(NAME, TYPE, 128, 64, 64, 65, 66, 67, 68)    \
-    PTXLAB_WGMMA(NAME, TYPE, 144, 72, 72, 73, 74, 75, 76)    \
-    PTXLAB_WGMMA(NAME, TYPE, 160, 80, 80, 81, 82, 83, 84)    \
-    PTXLAB_WGMMA(NAME, TYPE, 176, 88, 88, 89, 90, 91, 92)    \
-    PTXLAB_WGMMA(NAME, TYPE, 192, 96, 96, 97, 98, 99, 100)   \
+#define PTXLAB_WGMMA_ALL(NAME, TYPE) \
+    PTXLAB_WGMMA(NAME, TYPE, 8, 4, 4, 5, 6, 7, 8) \
+    PTXLAB_WGMMA(NAME, TYPE, 16, 8, 8, 9, 10, 11, 12) \
+    PTXLAB_WGMMA(NAME, TYPE, 32, 16, 16, 17, 18, 19, 20) \
+    PTXLAB_WGMMA(NAME, TYPE, 48, 24, 24, 25, 26, 27, 28) \
+    PTXLAB_WGMMA(NAME, TYPE, 64, 32, 32, 33, 34, 35, 36) \
+    PTXLAB_WGMMA(NAME, TYPE, 80, 40, 40, 41, 42, 43, 44) \
+    PTXLAB_WGMMA(NAME, TYPE, 96, 48, 48, 49, 50, 51, 52) \
+    PTXLAB_WGMMA(NAME, TYPE, 112, 56, 56, 57, 58, 59, 60) \
+    PTXLAB_WGMMA(NAME, TYPE, 128, 64, 64, 65, 66, 67, 68) \
+    PTXLAB_WGMMA(NAME, TYPE, 144, 72, 72, 73, 74, 75, 76) \
+    PTXLAB_WGMMA(NAME, TYPE, 160, 80, 80, 81, 82, 83, 84) \
+    PTXLAB_WGMMA(NAME, TYPE, 176, 88, 88, 89, 90, 91, 92) \
+    PTXLAB_WGMMA(NAME, TYPE, 192, 96, 96, 97, 98, 99, 100) \
     PTXLAB_WGMMA(NAME, TYPE, 208, 104, 104, 105, 106, 107, 108)\
     PTXLAB_WGMMA(NAME, TYPE, 224, 112, 112, 113, 114, 115, 116)\
     PTXLAB_WGMMA(NAME, TYPE, 240, 120, 120, 121, 122, 123, 124)\
     PTXLAB_WGMMA(NAME, TYPE, 256, 128, 128, 129, 130, 131, 132)
 PTXLAB_WGMMA_ALL(wgmma_s8, s8)
 PTXLAB_WGMMA_ALL(wgmma_u8, u8)  // A unsigned
+// clang-format on
 #undef PTXLAB_WGMMA_ALL
 #undef PTXLAB_WGMMA
 

@@ -1,18 +1,12 @@
-// quantize_activations_s8: per-token symmetric INT8 with the token sum, in the order that a GEMM reads (QServe section 4.1).
+// quantize_activations_s8: per-token symmetric INT8 with the token sum, in the order that a GEMM reads (QServe 4.1).
 //
-// Contract   scale[m] = max_k |x[m, k]| / 127, or 1 where that is no normal f32 (a row of zeros, or of less than 1.5e-36);
-//            x_q[m, k] = x[m, k] / scale[m] rounded half to even; token_sum[m] = sum_k x_q[m, k].
-//            Both divisions are IEEE's: the same bits as `quant.quantize_activations`. A row with a NaN or an infinity gets
-//            a scale that is no number either, so that it shows in whatever is computed from it.
-// Operands   x f16, bf16 or f32 (IN 0, 1, 2); K a multiple of 32. x_q by LAYOUT, padded with zeros to whole tiles:
-//            0  row-major [M, K]
-//            1  fragment order [K/64][M/8][512]: bytes 16 lane .. + 15 are lane 4 g + t of two mma.m16n8k32: token g,
-//               k 4 t .., 16 + 4 t .., 32 + 4 t .., 48 + 4 t ..
-//            2  swizzled tiles [M/rows][K/128][rows][128]: 16-byte chunk c of token r at c ^ (r & 7), for wgmma
-// Tile       one block per token (padding tokens too); a thread takes chunks of 16 k: 16-byte loads, one 16-byte store.
-//            The row stays in registers between the maximum and the rounding; of rows longer than 16 THREADS CHUNKS the rest
-//            is read twice, the second time from the L2.
-// Fragment   a thread has 16 successive k, a lane of the MMA 4 of each of the quad's four: a 4 x 4 transposition of words.
+// Contract   scale[m] = max_k |x[m, k]| / 127, or 1 where that is no normal f32 (a row of zeros, or of less than
+//            1.5e-36); x_q[m, k] = x[m, k] / scale[m] rounded half to even; token_sum[m] = sum_k x_q[m, k]. Both
+//            divisions are IEEE's: the same bits as `quant.quantize_activations`. A row with a NaN or an infinity gets
+//            a scale that is no number either, so that it shows in whatever is computed from it. x f16, bf16 or f32 (IN
+//            0, 1, 2); K a multiple of 32. x_q by LAYOUT, padded with zeros to whole tiles: 0 row-major; 1 fragment
+//            order [K/64][M/8][512]; 2 swizzled tiles [M/rows][K/128][rows][128], for wgmma.
+// Guide      notebooks/guide/kernels_quantize.md: layouts, tile, constants
 // PTX ISA    9.7.3 fma; 9.7.9 shfl.sync; 9.7.13 redux.sync; 9.7.1 dp4a.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -38,7 +32,8 @@ struct Chunk {
         const unsigned* words = reinterpret_cast<const unsigned*>(v);
         if (IN == 2) return __uint_as_float(words[i]);
         const unsigned half = words[i / 2] >> (i % 2 * 16);
-        return IN == 1 ? __uint_as_float(half << 16) : __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
+        return IN == 1 ? __uint_as_float(half << 16)
+                       : __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
     }
 };
 
@@ -57,8 +52,9 @@ __device__ __forceinline__ unsigned magnitude(const Chunk& c) {
     return most;
 }
 
-// x / scale as IEEE rounds it, with one reciprocal for the whole row: the second correction starts within one unit in the
-// last place, where the remainder is exact (Markstein). `lift` keeps the remainders of small numbers from underflowing.
+// x / scale as IEEE rounds it, with one reciprocal for the whole row: the second correction starts within one unit in
+// the last place, where the remainder is exact (Markstein). `lift` keeps the remainders of small numbers from
+// underflowing.
 struct Divider {
     float lift, scale, reciprocal;
 
@@ -103,18 +99,19 @@ __device__ __forceinline__ void transpose_in_quad(uint4& w) {
 // Where chunk `chunk` of token `m` goes, in 16-byte units; `chunks` per token, `tokens` with the padding.
 __device__ __forceinline__ size_t place(int m, int chunk, int chunks, int tokens, int rows) {
     if (LAYOUT == 1) return (size_t(chunk / 4) * (tokens / 8) + m / 8) * 32 + m % 8 * 4 + chunk % 4;
-    if (LAYOUT == 2) return (size_t(m / rows * (chunks / 8) + chunk / 8) * rows + m % rows) * 8 + (chunk % 8 ^ (m % rows & 7));
+    if (LAYOUT == 2)
+        return (size_t(m / rows * (chunks / 8) + chunk / 8) * rows + m % rows) * 8 + (chunk % 8 ^ (m % rows & 7));
     return size_t(m) * chunks + chunk;
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-quantize_activations_s8(const uint4* __restrict__ x,     // [M, K], by IN
-                        uint4* __restrict__ x_q,         // s8  [M, K], by LAYOUT
-                        float* __restrict__ scale,       // f32 [M]
-                        int* __restrict__ token_sum,     // s32 [M]
-                        int M, int K, int rows) {        // rows: tokens of a tile
+extern "C" __global__ void __launch_bounds__(THREADS) quantize_activations_s8(
+    const uint4* __restrict__ x,  // [M, K], by IN
+    uint4* __restrict__ x_q,      // s8  [M, K], by LAYOUT
+    float* __restrict__ scale,    // f32 [M]
+    int* __restrict__ token_sum,  // s32 [M]
+    int M, int K, int rows) {     // rows: tokens of a tile
     __shared__ unsigned partial[32];
     constexpr int SPAN = LAYOUT == 2 ? 128 : LAYOUT == 1 ? 64 : 32;
     const int m = blockIdx.x, inside = m < M ? K / 16 : 0, chunks = (K + SPAN - 1) / SPAN * (SPAN / 16);
@@ -130,7 +127,8 @@ quantize_activations_s8(const uint4* __restrict__ x,     // [M, K], by IN
     }
     for (int c = further; c < inside; c += THREADS) most = max(most, magnitude(load(row, c, true)));
 
-    const float extent = __uint_as_float(ptxlab::block_max<THREADS>(most, partial)), quotient = __fdiv_rn(extent, 127.0f);
+    const float extent = __uint_as_float(ptxlab::block_max<THREADS>(most, partial)),
+                quotient = __fdiv_rn(extent, 127.0f);
     const float s = quotient < 0x1p-126f ? 1.0f : quotient;
     const Divider divide(s);
     int sum = 0;
@@ -143,7 +141,8 @@ quantize_activations_s8(const uint4* __restrict__ x,     // [M, K], by IN
     };
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) finish(held[i], first + i * THREADS);
-    for (int c = CHUNKS * THREADS; c < chunks; c += THREADS) finish(load(row, first + c, first + c < inside), first + c);
+    for (int c = CHUNKS * THREADS; c < chunks; c += THREADS)
+        finish(load(row, first + c, first + c < inside), first + c);
 
     sum = ptxlab::block_sum<THREADS>(sum, partial);
     if (threadIdx.x == 0 && m < M) {

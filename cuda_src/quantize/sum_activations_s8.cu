@@ -1,8 +1,8 @@
-// sum_activations_s8: the token sums that zero points in an epilogue need (QServe section 5.2.2), for activations that come
-// without them.
+// sum_activations_s8: the token sums that zero points in an epilogue need, for activations that come without them.
 //
-// Contract   token_sum[m] = sum_k x_q[m, k], x_q s8 [M, K] row-major, K a multiple of 16.
+// Contract   token_sum[m] = sum_k x_q[m, k], x_q s8 [M, K] row-major, K a multiple of 16 (QServe section 5.2.2).
 // Tile       one block per token, 16 bytes per thread and step, four bytes by one dp4a.
+// Guide      notebooks/guide/kernels_quantize.md
 // PTX ISA    9.7.1 dp4a; 9.7.13 redux.sync.
 #include "reduce.cuh"
 
@@ -10,10 +10,9 @@
 #define THREADS 128
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-sum_activations_s8(const uint4* __restrict__ x_q,  // s8  [M, K]
-                   int* __restrict__ token_sum,    // s32 [M]
-                   int K) {
+extern "C" __global__ void __launch_bounds__(THREADS) sum_activations_s8(const uint4* __restrict__ x_q,  // s8  [M, K]
+                                                                         int* __restrict__ token_sum,    // s32 [M]
+                                                                         int K) {
     __shared__ unsigned partial[32];
     const uint4* row = x_q + size_t(blockIdx.x) * (K / 16);
     int sum = 0;

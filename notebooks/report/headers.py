@@ -13,7 +13,7 @@ from report import RESULTS, headline, kvpoints, ladder
 
 _MEASURED = re.compile(r"^// Measured   .*(?:\n//            .*)*$", re.MULTILINE)
 _FIRST, _NEXT = "// Measured   ", "//            "
-_WIDTH = 128
+_WIDTH = 120
 _ATTENTION = "attention_kv4_sm90"
 _EXPERT_TOKENS, _MANY_EXPERT_TOKENS = (1, 8, 64), 32
 _BATCHES = ((16, 1024), (64, 1024), (256, 1024), (1, 4096), (64, 4096), (1, 32768))  # sequences x tokens

@@ -90,7 +90,7 @@ def section() -> str:
         times = [f"{one.time_us:.1f} µs", f"{one.recording_us:.1f} µs"]
         lines.append([f"`{one.kernel}`", *times, f"{_steady(one):.2f}", f"{works:.2f}", f"{whole * works:.2f}"])
     note = (
-        f"Recorded by `ptxlab profile NAME --timeline --record`, {excp.date[:10]}, commit {excp.commit[:10]}. A wgmma "
+        f"Recorded by `ptxlab timeline NAME --record`, {excp.date[:10]}, commit {excp.commit[:10]}. A wgmma "
         "is drawn as soon as it can run, and as short as at the peak rate: the shares are lower bounds. They are those "
         "of the launch with stamps, as are the last two columns."
     )

@@ -66,7 +66,7 @@ def stalls_section() -> str:
         "Shares of the sampled warps that did not issue. `gemm_w4a8_qoq_sm80` has QServe's main loop; of QServe itself "
     )
     note += "the paper says 21% on an H800, and no M."
-    return "\n".join(lines) + f"\n\n{note} {_origin(record.device['name'], record.origin, 'ptxlab profile --stalls')}\n"
+    return "\n".join(lines) + f"\n\n{note} {_origin(record.device['name'], record.origin, 'ptxlab stalls')}\n"
 
 
 def _spelling(kernel: str) -> str:

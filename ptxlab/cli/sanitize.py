@@ -7,27 +7,35 @@ import typer
 from rich.markup import escape
 
 from ptxlab import kernels
-from ptxlab.cli.common import FAILED, AsJson, console, print_json, progress_bar, table
+from ptxlab.cli.common import FAILED, AsJson, console, expects, print_json, progress_bar, table
 from ptxlab.nsight import sanitizer
 
 
 def sanitize(
-    names: Annotated[list[str], typer.Argument(help="Kernels, or the name of a family: dequant, load, gemm.")],
-    tool: Annotated[list[str] | None, typer.Option(help="memcheck, initcheck, synccheck, racecheck; or all.")] = None,
-    sizes: Annotated[str | None, typer.Option(help="Sizes beside the examples', M=136,N=1040,K=2048,g=128.")] = None,
+    names: Annotated[list[str], typer.Argument(help="Kernels or families.")],
+    tool: Annotated[
+        str, typer.Option(help="Comma-separated: memcheck, initcheck, synccheck, racecheck, or all.")
+    ] = "all",
+    shape: Annotated[
+        str | None, typer.Option(help="Also verify at these sizes, such as M=136,N=1040,K=2048,g=128.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify kernels on the GPU under compute-sanitizer."""
-    chosen = [n for name in names for n in [k for k, s in kernels.specs().items() if s.family == name] or [name]]
-    for name in chosen:
-        kernels.find(name)
-    tools, verdicts = tool or sanitizer.TOOLS, list[sanitizer.Verdict]()
+    """Verify kernels on the GPU under NVIDIA's compute-sanitizer."""
+    tools = sanitizer.TOOLS if tool == "all" else tuple(tool.split(","))
+    if unknown := [one for one in tools if one not in sanitizer.TOOLS]:
+        raise expects("--tool", f"some of {', '.join(sanitizer.TOOLS)}, or all", unknown[0])
+    found = [spec for name in names for spec, *_ in kernels.resolve_all(name)]
+    chosen = [spec.name for spec in found if spec is not None]
+    if len(chosen) < len(found):
+        raise expects("sanitize", "kernels or families", ", ".join(names))
+    results = list[sanitizer.SanitizerResult]()
     with progress_bar("sanitize", len(tools), quiet=as_json) as advance:
         for each in tools:
-            verdicts += sanitizer.sanitize(each, chosen, sizes)
+            results += sanitizer.sanitize(each, chosen, shape)
             advance(each)
     if as_json:
-        print_json([asdict(v) for v in verdicts])
+        print_json([asdict(v) for v in results])
     else:
         cells = [
             (
@@ -36,11 +44,11 @@ def sanitize(
                 v.summary,
                 f"{v.seconds:.0f} s",
             )
-            for v in verdicts
+            for v in results
         ]
         console.print(table("compute-sanitizer", ("tool", "on", "found", "took>"), cells))
-        for v in verdicts:
+        for v in results:
             if v.first:
                 console.print(f"{v.tool}, {', '.join(v.kernels)}, first report:\n{escape(v.first)}", highlight=False)
-    if any(v.problems for v in verdicts):
+    if any(v.problems for v in results):
         raise typer.Exit(FAILED)

@@ -6,29 +6,32 @@ from typing import Annotated
 import typer
 
 from ptxlab import kernels
-from ptxlab.cli.common import AsJson, console, print_json, progress_bar, table
-from ptxlab.errors import ArgumentError
+from ptxlab.cli.common import AsJson, Shape, console, expects, print_json, progress_bar, sizes_text, table
 from ptxlab.runtime.arguments import parse_sizes
 
 
 def sweep(
-    target: Annotated[str, typer.Argument(help="A kernel of a W4A8 GEMM or of attention.")],
-    define: Annotated[list[str], typer.Option("-D", help="A constant and its values: -D STAGES=4,6,8; repeatable.")],
-    shape: Annotated[str | None, typer.Option(help="Of the problem, as `profile` takes it.")] = None,
+    target: Annotated[str, typer.Argument(help="A kernel of the W4A8 GEMM or of attention.")],
+    define: Annotated[
+        list[str], typer.Option("-D", metavar="NAME=N[,N..]", help="Constant and its values: -D STAGES=4,6,8.")
+    ],
+    shape: Shape = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time every combination of a kernel's constants on this machine's GPU, beside what the spec chooses."""
+    """Time and check every combination of a kernel's constants on the GPU, against the variant its spec chooses."""
     from ptxlab.bench import sweep as sweeps
     from ptxlab.profile import launch_target
 
-    spec, _ = kernels.find(target)
+    spec, *_ = kernels.resolve(target)
+    if spec is None:
+        raise expects("sweep", "a kernel of the W4A8 GEMM or of attention", target)
     sizes = launch_target.sizes_of(spec, parse_sizes("--shape", shape) if shape else {})
     constants = _constants(define)
     with progress_bar(f"sweep {target}", None, quiet=as_json) as advance:
         found = sweeps.sweep(spec, sizes, constants, advance)
     if as_json:
         return print_json([asdict(one) for one in found])
-    title = f"{spec.name} at {', '.join(f'{name}={size}' for name, size in sizes.items())}"
+    title = f"{spec.name} {sizes_text(sizes)}"
     columns = [*(f"{name}>" for name in constants), "µs>", "speed>", "registers>", "local bytes>", ""]
     console.print(table(title, columns, sweeps.lines(found)))
 
@@ -39,9 +42,9 @@ def _constants(define: list[str]) -> dict[str, list[int]]:
     for text in define:
         name, _, values = text.partition("=")
         if name in found:
-            raise ArgumentError("-D", "each name once", name)
+            raise expects("-D", "each name once", name)
         try:
             found[name] = [int(value) for value in values.split(",")]
         except ValueError:
-            raise ArgumentError("-D", "NAME=INTEGER[,INTEGER..]", text) from None
+            raise expects("-D", "NAME=INTEGER[,INTEGER..]", text) from None
     return found

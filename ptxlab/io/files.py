@@ -11,14 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import platformdirs
 
 from ptxlab.errors import FileError
 
+CACHE_VARIABLE = "PTXLAB_CACHE_DIR"
 MAX_BYTES = 1 << 34  # an .npz that claims to hold more is refused before anything is allocated
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 # What zipfile, zlib and NumPy raise for content that is damaged, encrypted, or compressed in a way they do not know
 _DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError,
            OverflowError)  # fmt: skip
+
+
+def cache_directory() -> Path:
+    """The cache folder: `$PTXLAB_CACHE_DIR`, or the user's cache folder of the platform."""
+    return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_path("ptxlab"))
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:

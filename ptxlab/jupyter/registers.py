@@ -10,7 +10,7 @@ _NIBBLE = 4
 
 
 @dataclass(frozen=True)
-class Row:
+class RegisterRow:
     """A word, or what it should be.
 
     Attributes:
@@ -28,15 +28,15 @@ class Row:
     note: object = ""
 
 
-def words(rows: Iterable[Row | Html], lane: int | None = None) -> Html:
+def words(rows: Iterable[RegisterRow | Html], lane: int | None = None) -> Html:
     """A table of words of equally many lanes, `lane` brought out; a plain number for all lanes stands once.
 
     Rows that are `Html`, made by `section`, stand between them.
     """
     rows = list(rows)
-    count = max(len(row.lanes) for row in rows if isinstance(row, Row))
+    count = max(len(row.lanes) for row in rows if isinstance(row, RegisterRow))
     lanes = [element("th", f"lane {i}", cls="num bad" if i == lane else "num") for i in reversed(range(count))]
-    return table(["", "type", *lanes, ""], (_row(row, count) if isinstance(row, Row) else row for row in rows))
+    return table(["", "type", *lanes, ""], (_row(row, count) if isinstance(row, RegisterRow) else row for row in rows))
 
 
 def section(*content: object) -> Html:
@@ -44,7 +44,7 @@ def section(*content: object) -> Html:
     return element("tr", element("td", *content, colspan=99), cls="section")
 
 
-def _row(row: Row, count: int) -> list[Html]:
+def _row(row: RegisterRow, count: int) -> list[Html]:
     lanes = [
         element("td", bits(row.lanes[lane], row.type), cls="bits bad" if lane in row.wrong else "bits")
         for lane in reversed(range(len(row.lanes)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from ptxlab.errors import FileError
 from ptxlab.io.files import read_record, write_text
-from ptxlab.nsight.report import ISSUING, Launched
+from ptxlab.nsight.report import ISSUING, ProfiledLaunch
 
 SCHEMA = 1
 MOST_CARRIERS = 10
@@ -147,7 +147,7 @@ class Profile:
 
 
 def profile_of(
-    launched: Launched,
+    launched: ProfiledLaunch,
     *,
     sizes: Mapping[str, Any] | None = None,
     weights: int | None = None,
@@ -187,7 +187,7 @@ def profile_of(
     )
 
 
-def carriers(launched: Launched) -> tuple[Carrier, ...]:
+def carriers(launched: ProfiledLaunch) -> tuple[Carrier, ...]:
     """The source lines, or where there is no line table the instructions, that most stalls were sampled at."""
     waiting: dict[tuple[str, int], Counter[str]] = {}
     hottest: dict[tuple[str, int], str] = {}

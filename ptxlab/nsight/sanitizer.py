@@ -21,12 +21,12 @@ _HEADER = "COMPUTE-SANITIZER"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SanitizerResult:
     """What one tool said of some kernels.
 
     Attributes:
         tool: one of `TOOLS`.
-        kernels: as `verify` was given them.
+        kernels: as `ptxlab verify` was given them.
         problems: how many it counted.
         summary: its last line.
         first: the first problem, as it was printed; empty if there is none.
@@ -41,13 +41,13 @@ class Verdict:
     seconds: float
 
 
-def sanitize(tool: str, kernels: Sequence[str], sizes: str | None = None) -> Iterator[Verdict]:
+def sanitize(tool: str, kernels: Sequence[str], sizes: str | None = None) -> Iterator[SanitizerResult]:
     """One verdict on all the kernels if they are clean, else one on each: a report does not always name its kernel.
 
     Args:
         tool: one of `TOOLS`.
         kernels: names of kernels.
-        sizes: sizes beside those of the examples, as `ptxlab verify --sizes` takes them.
+        sizes: sizes beside those of the examples, as `ptxlab verify --shape` takes them.
 
     Raises:
         ArgumentError: no such tool.
@@ -63,13 +63,13 @@ def sanitize(tool: str, kernels: Sequence[str], sizes: str | None = None) -> Ite
         yield together
 
 
-def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> Verdict:
+def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> SanitizerResult:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         raise UnavailableError("compute-sanitizer: not on the PATH; it comes with the CUDA toolkit")
     # The driver is asked for the parameters of a kernel until it says that there are no more: no error of the kernel's.
     options = ["--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
-    verify = ["verify", *kernels, "--backend", "gpu", *(["--sizes", sizes] if sizes else [])]
+    verify = ["verify", *kernels, "--backend", "gpu", *(["--shape", sizes] if sizes else [])]
     started = time.monotonic()
     done = subprocess.run([sanitizer, *options, sys.executable, "-c", _CHILD, *verify], capture_output=True, text=True)
     printed = done.stdout + done.stderr
@@ -79,9 +79,9 @@ def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> Verdict:
         raise UnavailableError(f"compute-sanitizer --tool {tool}: {' '.join(last) or 'printed nothing'}")
     problems = int(summary[2])
     if done.returncode and not problems:
-        raise VerificationError(f"{', '.join(kernels)} under {tool}: {done.stdout.strip().splitlines()[-1:]}")
+        raise VerificationError(f"{', '.join(kernels)} under {tool}: {' '.join(done.stdout.strip().splitlines()[-1:])}")
     first = first_report(printed) if problems else ""
-    return Verdict(tool, tuple(kernels), problems, summary[1], first, time.monotonic() - started)
+    return SanitizerResult(tool, tuple(kernels), problems, summary[1], first, time.monotonic() - started)
 
 
 def first_report(printed: str) -> str:

@@ -45,7 +45,7 @@ Call = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchTarget:
     """One launch to be profiled, as a command line names it.
 
     Attributes:
@@ -73,7 +73,7 @@ class Job:
         return kernels.resolve(self.target)[0]
 
 
-def command(jobs: Sequence[Job]) -> list[str]:
+def command(jobs: Sequence[LaunchTarget]) -> list[str]:
     """What to run under a profiler: it prepares every job, warms it up and launches it once, in this order."""
     return [sys.executable, "-c", _LAUNCH, json.dumps([asdict(job) for job in jobs])]
 
@@ -82,7 +82,7 @@ def main(jobs: str) -> None:
     """The process under the profiler. What ptxlab cannot launch it says in a line that `nsight.collect` looks for."""
     try:
         for described in json.loads(jobs):
-            call = prepared(Job(**described))
+            call = prepared(LaunchTarget(**described))
             for _ in range(WARM_UP):
                 call()
             with gpu.profiled():
@@ -126,7 +126,7 @@ def weights_of(sizes: Mapping[str, Any]) -> int | None:
     return None
 
 
-def entry_of(job: Job) -> str:
+def entry_of(job: LaunchTarget) -> str:
     """The entry symbol that will be launched; raises what makes the job impossible anywhere."""
     spec, source, entry = kernels.resolve(job.target)
     if spec is None:
@@ -137,7 +137,7 @@ def entry_of(job: Job) -> str:
     return spec.name
 
 
-def prepared(job: Job) -> Call:
+def prepared(job: LaunchTarget) -> Call:
     """Put the job's problem on the device; the call launches."""
     spec, source, entry = kernels.resolve(job.target)
     if spec is None:
@@ -167,17 +167,17 @@ def _spec_call(spec: KernelSpec, source: Source, sizes: dict[str, Any]) -> Call:
     return gpu.prepare(kernel, spec.arguments(arrays, everything), spec.launch(everything))
 
 
-def _loaded(job: Job, source: Source, entry: str | None) -> runtime.Kernel:
+def _loaded(job: LaunchTarget, source: Source, entry: str | None) -> runtime.Kernel:
     return runtime.load(source, entry, defines=job.defines, arch=job.arch)
 
 
-def _file_launch(job: Job, kernel: runtime.Kernel) -> tuple[list[Any], Launch]:
+def _file_launch(job: LaunchTarget, kernel: runtime.Kernel) -> tuple[list[Any], Launch]:
     """The arrays of the `.npz`, on the host and in the kernel's order, and the geometry."""
     given = in_order(kernel.entry, kernel.signature, load_arrays(Path(job.inputs)))
     return kernel.arguments(given), geometry(job.grid, job.block, job.shared)
 
 
-def _file_call(job: Job, kernel: runtime.Kernel) -> Call:
+def _file_call(job: LaunchTarget, kernel: runtime.Kernel) -> Call:
     """On the arrays of the `.npz`."""
     given, launch = _file_launch(job, kernel)
     args = [gpu.to_device(value) if isinstance(value, np.ndarray) else value for value in given]

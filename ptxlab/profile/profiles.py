@@ -9,15 +9,15 @@ from typing import Any
 from ptxlab import gpu, kernels, nsight
 from ptxlab.bench.record import commit
 from ptxlab.errors import UnavailableError
-from ptxlab.nsight import Launched, Profile
+from ptxlab.nsight import Profile, ProfiledLaunch
 from ptxlab.profile import launch_target
-from ptxlab.profile.launch_target import Job
+from ptxlab.profile.launch_target import LaunchTarget
 from ptxlab.runtime.arguments import merge_sizes
 
 SAVED = (".ncu-rep", ".json")  # what `saved` reads
 
 
-def profile(job: Job, *, chosen: str = "quick", keep: Path | None = None) -> Profile:
+def profile(job: LaunchTarget, *, chosen: str = "quick", keep: Path | None = None) -> Profile:
     """Launch a kernel under ncu and put that launch on a page.
 
     Args:
@@ -45,20 +45,20 @@ def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
         return nsight.load(path)
     given, launched = dict(sizes or {}), nsight.read(path)[-1]
     if spec := kernels.specs().get(launched.kernel):
-        merge_sizes("--shape", spec, launch_target.usual_sizes(spec), given)  # raises where the kernel lacks one
+        merge_sizes("--shape", spec, launch_target.usual_sizes(spec), given)  # raises for a size that it does not have
     return nsight.profile_of(launched, sizes=given, weights=launch_target.weights_of(given))
 
 
 def launch(
-    jobs: Sequence[Job], metrics: Sequence[str], *, chosen: str = "quick", keep: Path | None = None
-) -> list[Launched]:
+    jobs: Sequence[LaunchTarget], metrics: Sequence[str], *, chosen: str = "quick", keep: Path | None = None
+) -> list[ProfiledLaunch]:
     """Launch all of them under one ncu, in this order; raises as `profile` does."""
     nsight.require_reader()
     entries = [launch_target.entry_of(job) for job in jobs]
     try:
         gpu.device_info()
     except UnavailableError as error:
-        raise UnavailableError(f"{error}; --from shows a saved report, --timeline needs no GPU") from None
+        raise UnavailableError(f"{error}; --from reads a saved report; `ptxlab timeline` needs no GPU") from None
     for spec in filter(None, (job.spec for job in jobs)):
         if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
             raise UnavailableError(f"{spec.name}: {reason}")
@@ -67,7 +67,8 @@ def launch(
         nsight.collect(launch_target.command(jobs), entries, metrics, file, chosen=chosen)
         found = nsight.read(file)
     if [one.kernel for one in found] != entries:
-        raise UnavailableError(f"ncu: launches of {', '.join(entries)} (got {', '.join(o.kernel for o in found)})")
+        seen = ", ".join(one.kernel for one in found)
+        raise UnavailableError(f"ncu: expected launches of {', '.join(entries)}, saw {seen}")
     return found
 
 

@@ -17,9 +17,9 @@ from ptxlab import gpu, sources
 from ptxlab.bench.shapes import GROUP, LAYERS, Layer
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.io.files import read_record, write_text
-from ptxlab.nsight import ISSUING, Launched
+from ptxlab.nsight import ISSUING, ProfiledLaunch
 from ptxlab.profile import profiles
-from ptxlab.profile.launch_target import Job
+from ptxlab.profile.launch_target import LaunchTarget
 
 SCHEMA = 1
 KERNELS = (
@@ -41,7 +41,7 @@ _FUNCTION = re.compile(r"^__device__ __forceinline__ [\w ]*?(\w+)\(")
 
 
 @dataclass(frozen=True)
-class Row:
+class StallRow:
     """One kernel on one matrix.
 
     Attributes:
@@ -76,37 +76,37 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Record:
+class StallRecord:
     """All of them as measured on one GPU; `origin` has commit, date and versions."""
 
     device: dict[str, Any]
     origin: dict[str, str]
-    rows: tuple[Row, ...]
+    rows: tuple[StallRow, ...]
     schema: int = SCHEMA
 
-    def at(self, kernel: str, layer: str, M: int) -> Row | None:
+    def at(self, kernel: str, layer: str, M: int) -> StallRow | None:
         """The row of a kernel on a matrix, if it was measured."""
         return next((r for r in self.rows if (r.kernel, r.layer, r.sizes["M"]) == (kernel, layer, M)), None)
 
 
-def measure(keep: Path | None = None) -> Record:
+def measure(keep: Path | None = None) -> StallRecord:
     """Launch every kernel on every matrix under ncu; raises as `profiles.launch` does."""
     planned = list(jobs())
     launched = profiles.launch([job for job, _ in planned], METRICS, keep=keep)
     info = gpu.device_info()
     rows = tuple(row_of(one, job, layer) for one, (job, layer) in zip(launched, planned, strict=True))
-    return Record({"name": info.name, "slug": info.slug, "driver": info.driver}, profiles.origin(), rows)
+    return StallRecord({"name": info.name, "slug": info.slug, "driver": info.driver}, profiles.origin(), rows)
 
 
-def jobs() -> Iterator[tuple[Job, Layer]]:
+def jobs() -> Iterator[tuple[LaunchTarget, Layer]]:
     """What is launched, in this order."""
     for kernel in KERNELS:
         for layer in FFN:
             for M in TOKENS:
-                yield Job(kernel, {"M": M, "N": layer.N, "K": layer.K, "g": GROUP}), layer
+                yield LaunchTarget(kernel, {"M": M, "N": layer.N, "K": layer.K, "g": GROUP}), layer
 
 
-def row_of(launched: Launched, job: Job, layer: Layer) -> Row:
+def row_of(launched: ProfiledLaunch, job: LaunchTarget, layer: Layer) -> StallRow:
     """Attribute the samples of one launch; UnavailableError if the report does not hold the dequantisers' source."""
     if not launched.sources.get(_FILE):
         raise UnavailableError(
@@ -121,7 +121,7 @@ def row_of(launched: Launched, job: Job, layer: Layer) -> Row:
         if part == "subtract":
             reasons.update({reason: n for reason, n in one.samples.items() if reason != ISSUING})
     stalls = parts.total()
-    return Row(
+    return StallRow(
         kernel=job.target,
         layer=str(layer),
         sizes=dict(job.sizes),
@@ -162,7 +162,7 @@ def part_of(sass: str, function: str) -> str:
     return "subtract" if function in _SUBTRACTING else ""
 
 
-def save(record: Record, path: Path | None = None) -> Path:
+def save(record: StallRecord, path: Path | None = None) -> Path:
     """Write it, by default where `load` finds it."""
     if path is None:
         path = default_path(record.device["slug"])
@@ -171,16 +171,16 @@ def save(record: Record, path: Path | None = None) -> Path:
     return path
 
 
-def load(path: Path) -> Record:
+def load(path: Path) -> StallRecord:
     """Read one; `FileError` says in one line why a file is none."""
     found = read_record(path, "a record of stalls", SCHEMA)
     try:
-        return Record(**{**found, "rows": tuple(Row(**row) for row in found["rows"])})
+        return StallRecord(**{**found, "rows": tuple(StallRow(**row) for row in found["rows"])})
     except (TypeError, KeyError) as error:
         raise FileError(f"{path}: not a record of stalls: {error}") from None
 
 
-def recorded(slug: str = "h200") -> Record | None:
+def recorded(slug: str = "h200") -> StallRecord | None:
     """What is recorded of a GPU."""
     path = default_path(slug)
     return load(path) if path.is_file() else None
@@ -191,7 +191,7 @@ def default_path(slug: str) -> Path:
     return sources.results_dir() / slug / "stalls.json"
 
 
-def table(rows: Iterable[Row]) -> list[list[str]]:
+def table(rows: Iterable[StallRow]) -> list[list[str]]:
     """Cells, the head first: kernel and matrix; per number of tokens the share of the subtraction, and of all of it."""
     found = {(r.kernel, r.layer, r.sizes["M"]): r for r in rows}
     tokens = sorted({M for _, _, M in found})

@@ -228,7 +228,7 @@ def merge_sizes(option: str, spec: KernelSpec, usual: Sizes, given: Sizes) -> di
         ArgumentError: a size that the kernel does not have, or one below 1 that in none of its examples is.
     """
     if unknown := sorted(set(given) - set(usual)):
-        raise ArgumentError(option, f"of {spec.name} has {', '.join(usual)}", unknown[0])
+        raise ArgumentError(option, f"{spec.name} takes {', '.join(usual)}", unknown[0])
     may_be_none = {name for sizes in spec.example_sizes for name, size in sizes.items() if size < 1}
     if none := [f"{name}={size}" for name, size in given.items() if size < 1 and name not in may_be_none]:
         raise ArgumentError(option, "sizes of 1 or more", none[0])

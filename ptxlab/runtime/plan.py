@@ -5,6 +5,7 @@ the device and waits for nothing, so that it can be captured into a CUDA graph.
 """
 
 import ctypes
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES
 from ptxlab.sources import of_kernel
-from ptxlab.spec import KernelSpec
+from ptxlab.spec import Arg, KernelSpec
 
 _MOST_MAPS = 256  # tensor maps that a plan remembers
 
@@ -22,22 +23,31 @@ class Plan:
     """Launches one variant of a kernel at one set of sizes, on the device that is current when it is made.
 
     With `programmatic` the kernel may begin before the one before it on the stream has ended, for which it has to wait
-    by itself (`KernelSpec.after_wait`).
+    by itself (`KernelSpec.after_wait`). Arguments that a call's arrays are `named` otherwise for are looked up so.
 
     Raises ArgumentError for sizes that break a rule, CompileError or UnavailableError as `gpu.load` does.
     """
 
     def __init__(
-        self, spec: KernelSpec, config: Mapping[str, int], sizes: Mapping[str, int], *, programmatic: bool = False
+        self,
+        spec: KernelSpec,
+        config: Mapping[str, int],
+        sizes: Mapping[str, int],
+        *,
+        programmatic: bool = False,
+        named: Mapping[str, str] | None = None,
     ) -> None:
         spec.check_sizes(sizes)
         self.spec, self.sizes = spec, {**sizes, **config}
         with gpu.Marked(f"plan {spec.name}"):
-            self._prepare(config, sizes, programmatic)
+            self._prepare(config, sizes, programmatic, named or {})
         self._launching = gpu.Marked(f"launch {spec.name}")
         self._encoded: dict[tuple[str, int], Any] = {}
+        self._idle: deque[Any] = deque()  # buffers for parameters that no launch uses
 
-    def _prepare(self, config: Mapping[str, int], sizes: Mapping[str, int], programmatic: bool) -> None:
+    def _prepare(
+        self, config: Mapping[str, int], sizes: Mapping[str, int], programmatic: bool, named: Mapping[str, str]
+    ) -> None:
         spec = self.spec
         kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
         scalars = {arg.name: spec.scalar(arg, sizes).tobytes() for arg in spec.args if not arg.shape}
@@ -47,29 +57,44 @@ class Plan:
             raise ArgumentError(f"{spec.name}: args", f"parameters of {kernel.parameter_bytes} bytes", wanted)
         self._launch = gpu.bind(kernel, replace(spec.launch(self.sizes), programmatic=programmatic))
         # Every parameter but a tensor map fits 8 bytes, of which the driver copies as many as it has.
-        self._values = [(arg.name, int.from_bytes(scalars.get(arg.name, b""), "little")) for arg in spec.args]
-        self._words = ctypes.c_uint64 * len(spec.args)
-        self._tensor_maps = [(i, arg.name) for i, arg in enumerate(spec.args) if arg.role == "tma"]
+        self._numbers = [int.from_bytes(scalars.get(arg.name, b""), "little") for arg in spec.args]
+        names = [(i, named.get(arg.name, arg.name), arg) for i, arg in enumerate(spec.args) if arg.shape]
+        self._pointers = [(i, name) for i, name, arg in names if arg.role != "tma"]
+        self._maps = [(i, name, arg) for i, name, arg in names if arg.role == "tma"]
 
     def __call__(self, stream: int, arrays: Mapping[str, gpu.View]) -> None:
-        """Launch on `arrays` by argument name, which the caller has checked; what is missing is a null pointer."""
-        values = self._words(*[arrays[name].address if name in arrays else value for name, value in self._values])
-        base = ctypes.addressof(values)
-        pointers = self._words(*range(base, base + ctypes.sizeof(values), 8))
-        maps = [self._map(name, arrays[name]) for _, name in self._tensor_maps]
-        for (position, _), encoded in zip(self._tensor_maps, maps, strict=True):
-            pointers[position] = ctypes.addressof(encoded)
+        """Launch on `arrays` by name, which the caller has checked; what is missing is a null pointer."""
+        try:
+            words = self._idle.pop()
+        except IndexError:
+            words = self._new_words()
+        for position, name in self._pointers:
+            words[position] = arrays[name][0] if name in arrays else 0
+        count, maps = len(self._numbers), []
+        for position, name, arg in self._maps:
+            encoded = self._map(arg, arrays[name])
+            maps.append(encoded)  # so that it is there until the driver has read it
+            words[count + position] = ctypes.addressof(encoded)
         with self._launching:
-            self._launch(ctypes.addressof(pointers), stream)
+            self._launch(ctypes.addressof(words) + 8 * count, stream)
+        self._idle.append(words)
 
-    def _map(self, name: str, view: gpu.View) -> Any:
+    def _new_words(self) -> Any:
+        """Room for the values of all parameters, and behind it pointers to them, which the driver takes."""
+        count = len(self._numbers)
+        words = (ctypes.c_uint64 * (2 * count))(*self._numbers)
+        base = ctypes.addressof(words)
+        words[count:] = list(range(base, base + 8 * count, 8))
+        return words
+
+    def _map(self, arg: Arg, view: gpu.View) -> Any:
         """The tensor map over an array, remembered by its address: at fixed sizes nothing else tells maps apart."""
-        key = name, view.address
+        key = arg.name, view.address
         if key not in self._encoded:
             if len(self._encoded) == _MOST_MAPS:
                 self._encoded.clear()
-            label = f"{self.spec.name}: {name}"
-            tensor_map = self.spec.tensor_map(self.spec.arg(name), gpu.as_array(label, view.owner), self.sizes)
+            label = f"{self.spec.name}: {arg.name}"
+            tensor_map = self.spec.tensor_map(arg, gpu.as_array(label, view.owner), self.sizes)
             encoded = gpu.encode(label, tensor_map, view.address)
             self._encoded[key] = ctypes.create_string_buffer(encoded, TENSOR_MAP_BYTES)
         return self._encoded[key]

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.emulator.accesses import Access, accesses_of
-from ptxlab.emulator.ir import Entry, Variable
+from ptxlab.emulator import Entry, PointerAccess, Variable, accesses_of
 from ptxlab.errors import ArgumentError
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -56,7 +55,8 @@ class Number:
             low, high = (0 if self.signed is False else -(1 << bits - 1)), (1 << bits - (self.signed is True)) - 1
             if not low <= value <= high:
                 raise ArgumentError(label, f"{wanted} lies in {low}..{high}", value)
-            return np.dtype(f"{'i' if value < 0 else 'u'}{self.nbytes}").type(value)
+            scalar: np.generic = np.dtype(f"{'i' if value < 0 else 'u'}{self.nbytes}").type(value)
+            return scalar
         if self.kind == "f":
             dtype = np.dtype(f"f{self.nbytes}")
             with np.errstate(over="ignore"):
@@ -99,7 +99,7 @@ class Parameter:
     type: str = ""
     number: Number | None = None
     is_pointer: bool | None = None
-    accesses: frozenset[Access] = frozenset()
+    accesses: frozenset[PointerAccess] = frozenset()
 
     def accept(self, label: str, value: Any, dtype: str) -> Any:
         """The argument as it is, or a Python number as the NumPy scalar that the parameter is.
@@ -169,7 +169,7 @@ def of_ptx(entry: Entry) -> tuple[Parameter, ...]:
     return tuple(_declared(variable, accesses.get(variable.name)) for variable in entry.params)
 
 
-def _declared(variable: Variable, accesses: frozenset[Access] | None) -> Parameter:
+def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> Parameter:
     kind, bits, label = variable.type[0], variable.type[1:], f".param .{variable.type}"
     if accesses is not None:
         return Parameter(variable.name, label, None, True, accesses)

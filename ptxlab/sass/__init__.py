@@ -209,11 +209,7 @@ def report(
         ArgumentError: no such entry, or several and none was named.
         CompileError, UnavailableError: as in `toolchain`.
     """
-    image = toolchain.build(source, arch, defines=defines)
-    if entry is None and len(image.resources) == 1:
-        entry = next(iter(image.resources))
-    if entry not in image.resources:
-        raise ArgumentError(f"{source.label}: entry", f"one of {', '.join(image.resources) or 'none'}", entry)
+    image, entry = _built(source, arch, entry, defines)
     instructions = parse(toolchain.disassemble(image))[entry]
     used = image.resources[entry]
     word = per_8(source, arch)
@@ -235,6 +231,24 @@ def report(
         pipes_per_8=by_pipe(word or {}),
         warnings=image.warnings,
     )
+
+
+def instructions(
+    source: Source, arch: str, *, entry: str | None = None, defines: toolchain.Defines = toolchain.NO_DEFINES
+) -> list[SassInstruction]:
+    """The machine code of one entry of a source, each instruction with its source line; raises as `report` does."""
+    image, entry = _built(source, arch, entry, defines)
+    return parse(toolchain.disassemble(image))[entry]
+
+
+def _built(source: Source, arch: str, entry: str | None, defines: toolchain.Defines) -> tuple[toolchain.Image, str]:
+    """The compiled source, and the entry: the one that is named, else the only one."""
+    image = toolchain.build(source, arch, defines=defines)
+    if entry is None and len(image.resources) == 1:
+        entry = next(iter(image.resources))
+    if entry is None or entry not in image.resources:
+        raise ArgumentError(f"{source.label}: entry", f"one of {', '.join(image.resources) or 'none'}", entry or "none")
+    return image, entry
 
 
 def per_8(source: Source, arch: str) -> dict[str, float] | None:

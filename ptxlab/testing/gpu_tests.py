@@ -112,9 +112,12 @@ def _headers(path: Path, codes: Mapping[Path, str]) -> set[Path]:
 
 
 def changed(since: GpuTests, now: Mapping[str, str]) -> list[str]:
-    """Labels of the kernels' sources (`dequant_lqq.ptx`) that are not those of the record, new ones among them."""
-    kernels = (path for path in now if not path.endswith(".cuh"))
-    return [path.rpartition("/")[2] for path in kernels if since.sources.get(path) != now[path]]
+    """Labels of the kernels' sources (`dequant_lqq.ptx`) that are not those of the record, new ones among them.
+
+    A source is known by its name, which is unique: in another folder it is the same kernel.
+    """
+    recorded, found = ({Path(path).name: digest for path, digest in of.items()} for of in (since.sources, now))
+    return [name for name, digest in found.items() if not name.endswith(".cuh") and recorded.get(name) != digest]
 
 
 def warnings() -> list[str]:

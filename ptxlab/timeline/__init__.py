@@ -1,7 +1,7 @@
 """Timelines: what every warp group did when, as stamped by the kernel itself (`cuda_src/include/timeline.cuh`).
 
-The same stamps come from a GPU, in clocks of the SM, and from the emulator, in steps (`emulator.stepclock`). `recorder`
-makes timelines, `timelineplot` draws them; here they are read, kept as JSON, and exported for Perfetto and Chrome.
+The same stamps come from a GPU, in clocks of the SM, and from the emulator, in steps (`emulator.checks.step_clock`).
+`recorder` makes timelines, `plot` draws them; here they are read, kept as JSON, and exported for Perfetto and Chrome.
 """
 
 import json
@@ -25,7 +25,7 @@ PHASES = (
 VARIABLE, TRACKS, STAMPS, HEADER = "ptxlab_timeline", 256, 4096, 6  # as there
 SWITCH = "TIMELINE"  # the macro: of how many SMs
 SCHEMA = 1
-_WHAT = "a timeline as --keep writes them,"  # what --out writes is for Perfetto
+_WHAT = "a timeline as `ptxlab timeline --out` writes it,"  # what --trace writes is for Perfetto
 
 _LOOP = ("issue", "multiply", "scores")  # once per repetition of a main loop
 _REPETITIONS = 14
@@ -44,7 +44,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Products:
+class WgmmaGroup:
     """A group of wgmmas: issued at `begin`, known to have ended at `end`.
 
     `start` to `stop`: when the tensor cores were at it, if they took each group as soon as they could, group after
@@ -142,16 +142,16 @@ class Timeline:
         return replace(self, tracks=tuple(track for track in self.tracks if track.sm == sm))
 
     @cached_property
-    def products(self) -> tuple[tuple[Products, ...], ...]:
+    def products(self) -> tuple[tuple[WgmmaGroup, ...], ...]:
         """The groups of wgmmas of every track; those of an SM share its tensor cores."""
-        found: list[list[Products]] = [[] for _ in self.tracks]
+        found: list[list[WgmmaGroup]] = [[] for _ in self.tracks]
         for sm in self.sms:
             issued = sorted((p, i) for i, t in enumerate(self.tracks) if t.sm == sm for p in _issued(t.stamps))
             free = 0
             for (begin, end, clocks), i in issued:
                 start = max(begin, free)
                 free = min(start + clocks, end)
-                found[i].append(Products(begin, end, min(start, free), free))
+                found[i].append(WgmmaGroup(begin, end, min(start, free), free))
         return tuple(map(tuple, found))
 
     def busy(self, window: Window | None = None) -> float:

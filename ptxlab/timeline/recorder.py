@@ -52,7 +52,7 @@ def record(
         UnavailableError: no such backend here.
     """
     if "timeline.cuh" not in source.text:
-        raise ArgumentError("--timeline", "a kernel that stamps its phases (timeline.cuh)", source.label)
+        raise ArgumentError("kernel", "must stamp its phases (timeline.cuh)", source.label)
     asked, backend = backend, backend or ("emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu")
     shape = launch_target.sizes_of(spec, sizes or {}, backend)
     sizes = _sizes(spec, shape, backend)

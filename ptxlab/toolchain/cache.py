@@ -13,17 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import filelock
-import platformdirs
 
 from ptxlab.errors import FileError
+from ptxlab.io.files import CACHE_VARIABLE, cache_directory
 
-VARIABLE = "PTXLAB_CACHE_DIR"
+VARIABLE, directory = CACHE_VARIABLE, cache_directory
 _LOCK_SECONDS = 300.0
-
-
-def directory() -> Path:
-    """The cache folder: `$PTXLAB_CACHE_DIR`, or the user's cache folder of the platform."""
-    return Path(os.environ.get(VARIABLE) or platformdirs.user_cache_path("ptxlab"))
 
 
 def key_of(*parts: object) -> str:

@@ -1,10 +1,11 @@
 """What a two-level scheme would do to given weights: overflow, clipping, error, at each protective range."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,25 @@ class AuditRow:
     overflows: int
     clipped: int | None
     relative_error: float | None
+
+
+@dataclass(frozen=True)
+class AuditTotal:
+    """All tensors under one scheme at one protective range; errors over the tensors whose original is known."""
+
+    scheme: str
+    protective_range: int
+    tensors: int
+    groups: int
+    weights: int
+    overflows: int
+    mean_error: float | None
+    worst_error: float | None
+
+    @property
+    def overflow_share(self) -> float:
+        """Of all weights."""
+        return self.overflows / max(1, self.weights)
 
 
 @dataclass(frozen=True)
@@ -135,6 +155,29 @@ def audit_file(
             progress(len(names), len(names), "")
 
     return rows()
+
+
+def totals(rows: Iterable[AuditRow]) -> list[AuditTotal]:
+    """One total per scheme and protective range, in the order of the rows."""
+    kinds: dict[tuple[str, int], list[AuditRow]] = {}
+    for row in rows:
+        kinds.setdefault((row.scheme, row.protective_range), []).append(row)
+    found = []
+    for (scheme, protective_range), some in kinds.items():
+        errors = [row.relative_error for row in some if row.relative_error is not None]
+        found.append(
+            AuditTotal(
+                scheme=scheme,
+                protective_range=protective_range,
+                tensors=len(some),
+                groups=sum(row.weights // row.group for row in some),
+                weights=sum(row.weights for row in some),
+                overflows=sum(row.overflows for row in some),
+                mean_error=fmean(errors) if errors else None,
+                worst_error=max(errors, default=None),
+            )
+        )
+    return found
 
 
 def _audit_packed(name: str, packed: layout.PackedWeight) -> AuditRow:

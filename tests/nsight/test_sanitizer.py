@@ -41,7 +41,7 @@ def test_clean_kernels_take_one_run_per_tool(prints: Any) -> None:
     lines = prints(CLEAN)
     (verdict,) = sanitizer.sanitize("memcheck", ["gemm_w4a8_qoq_sm80", "dequant_lqq"], "M=2,N=8")
     assert (verdict.problems, verdict.summary, verdict.first) == (0, "0 errors", "")
-    assert len(lines) == 1 and lines[0][-2:] == ["--sizes", "M=2,N=8"] and "gemm_w4a8_qoq_sm80" in lines[0]
+    assert len(lines) == 1 and lines[0][-2:] == ["--shape", "M=2,N=8"] and "gemm_w4a8_qoq_sm80" in lines[0]
 
 
 def test_others_are_told_apart_with_their_first_report(prints: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from ptxlab import gpu, nsight
 from ptxlab.errors import UnavailableError
 from ptxlab.profile import profiles, stalls
-from ptxlab.profile.launch_target import Job
+from ptxlab.profile.launch_target import LaunchTarget
 from report import profiletables
 from tests.support.add4 import PTX_ADD4
 from tests.support.fake_ncu import ncu
@@ -34,7 +34,7 @@ def device(monkeypatch: pytest.MonkeyPatch, ncu: SimpleNamespace) -> SimpleNames
 
 
 def test_a_profile_of_a_launch(device: SimpleNamespace, tmp_path: Path) -> None:
-    page = profiles.profile(Job(NAME, SIZES), keep=tmp_path / "k.ncu-rep")
+    page = profiles.profile(LaunchTarget(NAME, SIZES), keep=tmp_path / "k.ncu-rep")
     assert page.kernel == NAME and page.sizes == SIZES and "per_weight" in page.figures
     assert page.origin["ncu"] == "2025.3.1.0" and {"commit", "date", "driver"} <= set(page.origin)
     assert (tmp_path / "k.ncu-rep").read_bytes() == GEMM.read_bytes()
@@ -43,8 +43,8 @@ def test_a_profile_of_a_launch(device: SimpleNamespace, tmp_path: Path) -> None:
 
 
 def test_another_launch_than_asked_for_is_refused(device: SimpleNamespace) -> None:
-    with pytest.raises(UnavailableError, match=f"launches of gemm_w4a8_sm90 .got {NAME}"):
-        profiles.profile(Job("gemm_w4a8_sm90"))
+    with pytest.raises(UnavailableError, match=f"^ncu: expected launches of gemm_w4a8_sm90, saw {NAME}$"):
+        profiles.profile(LaunchTarget("gemm_w4a8_sm90"))
 
 
 def test_without_a_gpu_or_with_an_older_one(cli: Any, ncu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_saved_report_on_a_page(cli: Any, tmp_path: Path) -> None:
 
 def test_two_beside_each_other_and_drawn(cli: Any, device: SimpleNamespace, tmp_path: Path) -> None:
     picture = tmp_path / "p.png"
-    code, out, _ = cli("profile", NAME, "--shape", SHAPE, "--compare", FILE, "--out", picture)
+    code, out, _ = cli("profile", NAME, "--shape", SHAPE, "--compare", FILE, "--plot", picture)
     assert code == 0 and "takes" in out and "times as long as add4" in out and "SHF" not in out.splitlines()[0]
     assert picture.read_bytes().startswith(b"\x89PNG")
     code, out, _ = cli("profile", NAME, "--shape", SHAPE, "--compare", FILE, "--json")
@@ -92,38 +92,37 @@ def test_a_file_without_a_spec(cli: Any, device: SimpleNamespace, tmp_path: Path
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "target: a kernel, or a report with --from"),
-        ([NAME, "--shape", "Q=3"], "--shape: of gemm_w4a8_qoq_sm90 has M, N, K, g (got Q)"),
+        ([], "error: profile expects either a kernel or --from FILE"),
+        ([NAME, "--from", "a.json"], "error: profile expects either a kernel or --from FILE"),
+        ([NAME, "--shape", "Q=3"], "--shape: gemm_w4a8_qoq_sm90 takes M, N, K, g (got Q)"),
         ([NAME, "--shape", "M=x"], "--shape: NAME=INTEGER (got M=x)"),
         ([NAME, "--shape", "M=3,M=4"], "--shape: each name once (got M)"),
-        ([NAME, "--stalls"], "target: none with --stalls"),
-        (["--stalls", "--shape", "M=3"], "--shape: none with --stalls"),
-        ([NAME, "--keep", "report"], "--keep: a .ncu-rep (got report)"),
-        (["--from", "a.json", "--keep", "b.ncu-rep"], "--keep: none with --from"),
-        (["--stalls", "--set", "full"], "--set: none with --stalls"),
-        ([NAME, "--grid", "4"], "--grid: for files only"),
-        ([NAME, "--set", "all"], "--set: one of quick, full"),
-        (["add4.ptx"], "--in: an .npz"),
-        (["add4.ptx", "--in", "in.npz", "--shape", "M=3"], "--shape: for kernels with a spec"),
-        ([NAME, "--out", "p.gif"], "picture: a file name that ends in .png, .svg or .pdf"),
+        (["gemm"], "kernel: one of gemm_tile_lqq_sm80, "),
+        ([NAME, "--keep", "report"], "--keep expects a .ncu-rep file, got report"),
+        (["--from", "a.json", "--keep", "b.ncu-rep"], "--keep needs a launch, and --from launches nothing"),
+        ([NAME, "--grid", "4"], f"--grid is for files only: {NAME} has a spec"),
+        ([NAME, "--set", "all"], "--set expects quick or full, got all"),
+        (["add4.ptx"], "--in expects an .npz with the arguments of the kernel by name, got nothing"),
+        (["add4.ptx", "--in", "in.npz", "--shape", "M=3"], "--shape is for kernels with a spec"),
+        ([NAME, "--plot", "p.gif"], "--plot expects a .png or .svg or .pdf file, got p.gif"),
+        ([NAME, "--out", "p.png"], "--out expects a .json file, got p.png"),
         ([NAME, "--shape", "M=64,"], "--shape: NAME=INTEGER[,NAME=INTEGER..] (got M=64,)"),
         ([NAME, "--shape", "M"], "--shape: NAME=INTEGER[,NAME=INTEGER..] (got M)"),
         ([NAME, "--shape", "M="], "--shape: NAME=INTEGER (got M=)"),
         ([NAME, "--shape", "=3"], "--shape: NAME=INTEGER (got =3)"),
-        ([NAME, "--out", "none/p.png"], "none/p.png: cannot be written: none is no folder"),
+        ([NAME, "--plot", "none/p.png"], "none/p.png: cannot be written: none is no folder"),
         ([NAME, "--keep", "none/p.ncu-rep"], "none/p.ncu-rep: cannot be written: none is no folder"),
-        (["--stalls", "--out", "p.png"], "--out: a .json with --stalls (got p.png)"),
-        (["--from", "p.json", "--shape", "M=3"], "--shape: none of a .json, which has its own (got M=3)"),
-        (["--from", "p.json", "--compare", "q.json", "--shape", "M=3"], "--shape: none of a .json"),
-        (["--from", "p.json", "--grid", "3"], "--grid: none where nothing is launched (got 3)"),
-        (["--from", "p.ncu-rep", "--set", "full"], "--set: none where nothing is launched (got full)"),
-        (["--from", str(GEMM), "--shape", "Q=3"], "--shape: of gemm_w4a8_qoq_sm90 has M, N, K, g (got Q)"),
+        (["--from", "p.json", "--shape", "M=3"], "--shape cannot change the sizes that a .json profile was made with"),
+        (["--from", "p.json", "--compare", "q.json", "--shape", "M=3"], "--shape cannot change the sizes"),
+        (["--from", "p.json", "--grid", "3"], "--grid needs a launch"),
+        (["--from", "p.ncu-rep", "--set", "full"], "--set needs a launch"),
+        (["--from", str(GEMM), "--shape", "Q=3"], "--shape: gemm_w4a8_qoq_sm90 takes M, N, K, g (got Q)"),
         (["add4.ptx", "--in", "in.npz"], "in.npz: cannot be read"),
         (["add4.ptx", "--in", "short.npz"], "add4: b: must be in the --in file (got a)"),
         (["add4.ptx", "--in", "full.npz", "--grid", "0"], "grid: one to three positive integers"),
         (["--from", "other.json"], "other.json: not a profile: it has no 'carriers'"),
         (["--from", "none.ncu-rep"], "none.ncu-rep: not found"),
-        (["--from", "none.txt"], "--from: a .ncu-rep or .json"),
+        (["--from", "none.txt"], "--from expects a .ncu-rep or .json file, got none.txt"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -149,7 +148,9 @@ def test_stalls_are_recorded(
     monkeypatch.setattr(stalls, "KERNELS", (NAME,))
     monkeypatch.setattr(stalls, "FFN", stalls.FFN[:1])
     monkeypatch.setattr(stalls, "TOKENS", (16,))
-    code, out, _ = cli("profile", "--stalls", "--out", tmp_path / "s.json")
+    code, _, err = cli("stalls", "--out", tmp_path / "s.png")
+    assert code == 2 and "--out expects a .json file" in err and device.command == []
+    code, out, _ = cli("stalls", "--out", tmp_path / "s.json")
     assert code == 0 and "7B gate+up" in out and "% of " in out
     (row,) = stalls.load(tmp_path / "s.json").rows
     assert (row.kernel, row.layer, row.sizes["N"]) == (NAME, "7B gate+up", 22016)

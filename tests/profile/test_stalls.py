@@ -9,14 +9,14 @@ from ptxlab import nsight, sources
 from ptxlab.bench.shapes import Layer
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.profile import stalls
-from ptxlab.profile.launch_target import Job
+from ptxlab.profile.launch_target import LaunchTarget
 from report import profiletables
 from tests.support.reports import FILE, GEMM, SIZES
 
 
 def test_the_parts_of_a_real_launch() -> None:
     (launched,) = nsight.read(GEMM)
-    row = stalls.row_of(launched, Job(launched.kernel, SIZES), Layer("7B", "down", SIZES["N"], SIZES["K"]))
+    row = stalls.row_of(launched, LaunchTarget(launched.kernel, SIZES), Layer("7B", "down", SIZES["N"], SIZES["K"]))
     # 13 instructions per 8 weights: 3 unpack (some have the caller's line), 2 multiply, 8 subtract (and z's own bits).
     assert row.executed["multiply"] == 2 / 8
     assert 8 / 8 <= row.executed["subtract"] < 9 / 8
@@ -30,7 +30,7 @@ def test_the_parts_of_a_real_launch() -> None:
 def test_without_the_dequantisers_source_nothing_is_claimed() -> None:
     (launched,) = nsight.read(FILE)
     with pytest.raises(UnavailableError, match=r"dequant\.cuh is not in the report of add4"):
-        stalls.row_of(launched, Job("add4"), stalls.FFN[0])
+        stalls.row_of(launched, LaunchTarget("add4"), stalls.FFN[0])
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_the_dequantisers_are_where_they_are_looked_for() -> None:
     assert {"unpack_u4", "mul_u8x4", "mad_u8x4", "dequant_qoq_vadd4", "dequant_lqq", "dequant_lqq_unsigned"} <= names
 
 
-def record() -> stalls.Record:
+def record() -> stalls.StallRecord:
     rows = tuple(
-        stalls.Row(
+        stalls.StallRow(
             job.target, str(layer), job.sizes, 9.0, 1000, {"unpack": 0.1, "subtract": 0.05}, {"subtract": 1.0}, {}
         )
         for job, layer in stalls.jobs()
     )
-    return stalls.Record({"name": "GPU", "slug": "gpu"}, {"date": "2026-11-22", "commit": "abc", "ncu": "1"}, rows)
+    return stalls.StallRecord({"name": "GPU", "slug": "gpu"}, {"date": "2026-11-22", "commit": "abc", "ncu": "1"}, rows)
 
 
 def test_a_record_is_kept_as_json(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import emulator, gpu, kernels, quant, reference
+from ptxlab import gpu, kernels, quant, reference
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.layout import KVCache, page_bytes, write_slots
 from ptxlab.quant import KV_SCHEMES
-from ptxlab.runtime import run_spec
+from ptxlab.runtime import Outcome, run_spec
 
 ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="the kernel runs on sm_90")
 BACKENDS = ("emulator", pytest.param("gpu", marks=[pytest.mark.gpu, ON_GPU]))
@@ -45,12 +45,12 @@ class Problem:
         return pool
 
     def check(self, backend: str) -> None:
-        """By the face; whatever else is in the pool stays."""
+        """By the public call; whatever else is in the pool stays."""
         cache = replace(self.cache, pool=self.cache.pool.copy())
         ptxlab.append_kv4(self.k, self.v, cache, self.slots, rope=self.rope, backend=backend)
         assert np.array_equal(cache.pool, self.wanted)
 
-    def run(self, source: Any = None, rows: int = 0, **options: Any) -> tuple[np.ndarray, emulator.Result]:
+    def run(self, source: Any = None, rows: int = 0, **options: Any) -> tuple[np.ndarray, Outcome]:
         """The pool and what the emulator says, with all its checks, of another source or other rows per thread."""
         cache, known = self.cache, KV_SCHEMES[self.cache.scheme]
         bits = [x.view(np.uint16) if x.dtype == DTYPES[1] else x for x in (self.k, self.v)]

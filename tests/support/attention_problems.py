@@ -128,9 +128,9 @@ def problem(
 
 def moved(cache: KVCache, to: Any) -> KVCache:
     """Its arrays sent there one by one."""
-    arrays = {name: to(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
+    fields: dict[str, Any] = {name: to(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
     channels = {name: getattr(cache, name) for name in ("k_channel", "v_channel")}
-    return replace(cache, **arrays, **{name: both and tuple(map(to, both)) for name, both in channels.items()})
+    return replace(cache, **fields | {name: both and tuple(map(to, both)) for name, both in channels.items()})
 
 
 def check(spec: KernelSpec, logical: Arrays, backend: str = "emulator", **how: Any) -> Arrays:

@@ -18,7 +18,7 @@ def attention(q: np.ndarray, cache: KVCache, warps: int, promoted: int) -> tuple
     """(out f16, lse f32) as of the kernel, of one sequence q f16 [1, 1, Hq, D], whose tiles `warps` take in turns."""
     (k,), (v,) = gather(cache)
     heads = q[0, 0].reshape(k.shape[1], -1, k.shape[2])
-    found = [_head(x, *(_of_head(tokens, h) for tokens in (k, v)), warps, promoted) for h, x in enumerate(heads)]
+    found = [_head(x, _of_head(k, h), _of_head(v, h), warps, promoted) for h, x in enumerate(heads)]
     out, lse = (np.concatenate(parts) for parts in zip(*found, strict=True))
     return out[None, None], lse[None, None]
 

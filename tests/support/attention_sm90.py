@@ -6,7 +6,7 @@ import pytest
 
 from ptxlab import emulator, kernels
 from ptxlab.kernels.attention import sm80, sm90
-from ptxlab.kernels.attention.sm90 import SM90, Tile
+from ptxlab.kernels.attention.sm90 import SM90, AttentionTileSm90
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import stored
@@ -26,7 +26,7 @@ class Variant(NamedTuple):
     T: int
     ratio: int
     BF16: int
-    tile: Tile
+    tile: AttentionTileSm90
 
     def sizes(self, window: int, blocks: int) -> dict[str, Any]:
         known = {"page": self.page, "bits": self.bits, "channel": self.channel, "softmax_scale": self.D**-0.5}
@@ -51,12 +51,12 @@ class Variant(NamedTuple):
 
 
 VARIANTS = (
-    Variant(128, 64, 4, 0, T=1, ratio=1, BF16=0, tile=Tile(64, 2, 4, 1)),
-    Variant(128, 16, 4, 0, T=3, ratio=4, BF16=1, tile=Tile(16, 4, 2, 1)),
-    Variant(128, 32, 8, 0, T=1, ratio=16, BF16=0, tile=Tile(32, 4, 4, 1)),
-    Variant(64, 32, 4, 1, T=8, ratio=3, BF16=0, tile=Tile(32, 2, 3, 1)),
-    Variant(256, 16, 4, 0, T=1, ratio=8, BF16=1, tile=Tile(16, 8, 2, 1)),
-    Variant(64, 64, 8, 1, T=2, ratio=2, BF16=0, tile=Tile(64, 3, 3, 1)),
+    Variant(128, 64, 4, 0, T=1, ratio=1, BF16=0, tile=AttentionTileSm90(64, 2, 4, 1)),
+    Variant(128, 16, 4, 0, T=3, ratio=4, BF16=1, tile=AttentionTileSm90(16, 4, 2, 1)),
+    Variant(128, 32, 8, 0, T=1, ratio=16, BF16=0, tile=AttentionTileSm90(32, 4, 4, 1)),
+    Variant(64, 32, 4, 1, T=8, ratio=3, BF16=0, tile=AttentionTileSm90(32, 2, 3, 1)),
+    Variant(256, 16, 4, 0, T=1, ratio=8, BF16=1, tile=AttentionTileSm90(16, 8, 2, 1)),
+    Variant(64, 64, 8, 1, T=2, ratio=2, BF16=0, tile=AttentionTileSm90(64, 3, 3, 1)),
 )
 every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v[:-1])))
 

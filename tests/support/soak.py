@@ -70,7 +70,7 @@ class BusyStream:
         with self.stream:
             for _ in range(COPIES):
                 gpu.copy_bytes(self.target, self.source)
-            case = self.cases[rng.integers(len(self.cases))]
+            case = self.cases[int(rng.integers(len(self.cases)))]
             check(case, case.call())
             self.batches.append(self.stream.record())
         self.calls += 1
@@ -106,7 +106,7 @@ def endure(cases: Sequence[Case], rng: np.random.Generator) -> None:
         assert time.monotonic() - start < SECONDS, f"only {done} calls in {SECONDS} s"
         busy.feed(rng)
         with stream:
-            case = cases[rng.integers(len(cases))]
+            case = cases[int(rng.integers(len(cases)))]
             check(case, case.call())
 
     after = memory()

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab.emulator import mma
+from ptxlab.emulator.ops import mma
 from ptxlab.reference.tensor_cores import hopper_mma
 
 Model = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]  # a f16 [.., 16, 16], b f16 [.., 16, 8], c f32
@@ -28,7 +28,7 @@ def in_the_emulator(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         operands[:] = a, b
         return dots(a, b)
 
-    def truncating(form: mma.Form) -> Callable[..., None]:
+    def truncating(form: mma.DecodedMma) -> Callable[..., None]:
         def accumulate(products: np.ndarray, work: list[mma.Work], lanes: Any) -> None:
             a, b = (x.astype(np.float16) for x in operands)  # rows of A; columns of B, 2 t + j at 4 j + t
             for of_a, of_b, readers, writers in work:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -126,7 +126,7 @@ def test_what_measures_comes_last() -> None:
         SimpleNamespace(get_closest_marker=lambda name, marks=marks: name in marks)
         for marks in ({"gpu", "timing"}, {"gpu"})
     )
-    items = [measuring, sharing]
+    items: list[Any] = [measuring, sharing]
     pytest_collection_modifyitems(items)
     assert items == [sharing, measuring]
 

@@ -52,7 +52,7 @@ def test_the_command_is_without_the_path_of_the_record(tmp_path: Path, option: t
     assert recorder.record().command == "pytest -m gpu -n 8"
 
 
-def report(outcome: str, when: str = "call", longrepr: Any = None, test: str = "tests/test_a.py::test_b") -> Any:
+def report(outcome: Any, when: Any = "call", longrepr: Any = None, test: str = "tests/test_a.py::test_b") -> Any:
     return pytest.TestReport(test, ("", 0, ""), {}, outcome, longrepr, when)
 
 

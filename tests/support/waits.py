@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ptxlab import emulator
-from ptxlab.emulator import ir
+from ptxlab.emulator.front import ir
 from ptxlab.runtime import Kernel
 
 SYNCHRONISING = re.compile(

@@ -15,7 +15,7 @@ from ptxlab.errors import ArgumentError, FileError, UnavailableError
 from ptxlab.profile import launch_target
 from ptxlab.sources import Source
 from ptxlab.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
-from ptxlab.timeline import plot as timelineplot
+from ptxlab.timeline.plot import STYLES, comparison_figure, timeline_figure
 from report import pipelines
 
 HEADER_FILE = (sources.include_dir() / "timeline.cuh").read_text()
@@ -46,7 +46,7 @@ def imfp() -> Timeline:
 
 
 def test_all_kernels_of_both_ladders_are_stamped() -> None:
-    ladders = {s.stem for family in ("gemm", "attention") for s in (sources.cuda_dir() / family).glob("*.cu")}
+    ladders = {s.stem for family in ("gemm", "attention") for s in (sources.cuda_dir() / family).rglob("*.cu")}
     assert ladders - set(STAMPED) == {"append_kv4", "attention_merge"}  # a load and a store each: nothing to overlap
 
 
@@ -74,11 +74,11 @@ def test_stamps_do_not_serialise_wgmma() -> None:
 
 
 def test_the_header_and_this_package_agree() -> None:
-    names = re.search(r"enum class Phase : unsigned \{ (.*?) \}", HEADER_FILE)
-    assert names and tuple(names[1].lower().split(", ")) == PHASES
+    names = re.search(r"enum class Phase : unsigned \{ (.*?) \}", HEADER_FILE, re.DOTALL)
+    assert names and tuple(re.split(r",\s+", names[1].lower())) == PHASES
     constants = re.search(r"TRACKS = (\d+), STAMPS = (\d+), HEADER = (\d+)", HEADER_FILE)
     assert constants and tuple(map(int, constants.groups())) == (TRACKS, STAMPS, HEADER)
-    assert set(timelineplot.STYLES) == set(PHASES) - {"end"}
+    assert set(STYLES) == set(PHASES) - {"end"}
 
 
 @pytest.mark.parametrize("backend", ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -143,7 +143,7 @@ def test_bubbles_of_the_explicit_pipeline_and_overlap_of_the_implicit_one(excp: 
 
 
 def test_sizes_that_a_kernel_does_not_have() -> None:
-    with pytest.raises(ArgumentError, match=r"--shape: of attention_kv4_sm90 has B, L, Hq, Hkv \(got R\)"):
+    with pytest.raises(ArgumentError, match=r"--shape: attention_kv4_sm90 takes B, L, Hq, Hkv \(got R\)"):
         record("attention_kv4_sm90", R=1)
     with pytest.raises(ArgumentError, match=r"--shape: sizes of 1 or more \(got L=0\)"):
         record("attention_kv4_sm90", L=0)
@@ -151,7 +151,7 @@ def test_sizes_that_a_kernel_does_not_have() -> None:
         recorder.record(kernels.find(IMFP)[0], source_of(IMFP), backend="tpu")
     with pytest.raises(ArgumentError, match=r"K % g == 0"):
         record(EXCP, K=100)
-    with pytest.raises(ArgumentError, match=r"a kernel that stamps its phases .* \(got dequant_lqq.cu\)"):
+    with pytest.raises(ArgumentError, match=r"must stamp its phases .* \(got dequant_lqq.cu\)"):
         record("dequant_lqq")
 
 
@@ -241,8 +241,8 @@ def test_a_timeline_is_what_was_saved(tmp_path: Path, imfp: Timeline) -> None:
     ("text", "problem"),
     [
         ("{", "not JSON"),
-        ("[]", "not a timeline as --keep writes them, of schema 1"),
-        ('{"schema": 1, "phases": []}', "not a timeline as --keep writes them, of schema 1"),
+        ("[]", "not a timeline as `ptxlab timeline --out` writes it, of schema 1"),
+        ('{"schema": 1, "phases": []}', "not a timeline as `ptxlab timeline --out` writes it, of schema 1"),
         (json.dumps({"schema": 1, "phases": PHASES}), "not a timeline: 'tracks'"),
         (json.dumps({"schema": 1, "phases": PHASES, "tracks": [{"sm": 0}]}), "not a timeline"),
     ],
@@ -273,7 +273,7 @@ def test_a_clock_of_a_trace_is_a_microsecond_over_the_rate() -> None:
 
 
 def test_a_row_per_track_and_one_for_the_tensor_cores(imfp: Timeline) -> None:
-    whole, part = timelineplot.timeline_figure(imfp).axes
+    whole, part = timeline_figure(imfp).axes
     labels = [[label.get_text() for label in axes.get_yticklabels()] for axes in (whole, part)]
     assert labels[0][:3] == ["warp 0: load", "warp 4: dequantise + wgmma", "warp 8: dequantise + wgmma"]
     assert labels[0][3] == f"tensor cores: {imfp.of_sm(0).busy():.0%}" != labels[1][-1]
@@ -282,7 +282,7 @@ def test_a_row_per_track_and_one_for_the_tensor_cores(imfp: Timeline) -> None:
 
 def test_the_comparison_leaves_out_who_does_nothing(excp: Timeline) -> None:
     late = Track(0, 7, 0, tuple((t + 10 * excp.duration, p, a) for t, p, a in excp.tracks[0].stamps))
-    (axes,) = timelineplot.comparison_figure([replace(excp, tracks=(*excp.of_sm(0).tracks, late))], ["t"], 500).axes
+    (axes,) = comparison_figure([replace(excp, tracks=(*excp.of_sm(0).tracks, late))], ["t"], 500).axes
     assert [label.get_text().split(":")[0] for label in axes.get_yticklabels()][-2:] == ["warp 8", "tensor cores"]
     assert axes.get_xlim() == (0, 500)
 
@@ -319,52 +319,45 @@ def test_the_readme_says_what_is_seen_in_the_other_pictures(tmp_path: Path, monk
 
 
 def test_the_command_draws_exports_and_prints(tmp_path: Path, cli: Any) -> None:
-    shape = ("--timeline", "--backend", "emulator", "--shape", "N=64,K=512")
-    code, out, _ = cli("profile", EXCP, *shape, "--out", tmp_path / "a.png")
+    shape = ("--backend", "emulator", "--shape", "N=64,K=512")
+    code, out, _ = cli("timeline", EXCP, *shape, "--plot", tmp_path / "a.png")
     assert code == 0 and (tmp_path / "a.png").stat().st_size > 10_000
-    assert "0/8" in out and "tensor cores: at least" in out
-    code, out, _ = cli("profile", EXCP, *shape, "--out", tmp_path / "a.json", "--json")
+    assert "0/8" in out and "tensor cores busy: at least" in out
+    code, out, _ = cli("timeline", EXCP, *shape, "--trace", tmp_path / "a.json", "--json")
     assert code == 0 and json.loads(out)["kernel"] == EXCP
     assert json.loads((tmp_path / "a.json").read_text())["traceEvents"]
 
 
 def test_the_command_reads_what_it_kept(tmp_path: Path, cli: Any) -> None:
     kept = tmp_path / "a.json"
-    code, out, _ = cli(
-        "profile", IMFP, "--timeline", "--backend", "emulator", "--shape", "N=64,K=512", "--keep", kept, "--json"
-    )
+    code, out, _ = cli("timeline", IMFP, "--backend", "emulator", "--shape", "N=64,K=512", "--out", kept, "--json")
     assert code == 0 and json.loads(out) == json.loads(json.dumps(timeline.load(kept).to_json()))
-    code, out, _ = cli("profile", "--timeline", "--from", kept, "--out", tmp_path / "a.svg")
-    assert code == 0 and IMFP in out and "N=64, K=512" in out and "<svg" in (tmp_path / "a.svg").read_text()
+    code, out, _ = cli("timeline", "--from", kept, "--plot", tmp_path / "a.svg")
+    assert code == 0 and IMFP in out and "N=64 K=512" in out and "<svg" in (tmp_path / "a.svg").read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--timeline"], "target: a kernel, or a timeline with --from (got neither)"),
-        ([IMFP, "--timeline", "--shape", "X=1"], "--shape: of gemm_w4a8_lqq_imfp_sm90 has M, N, K, g (got X)"),
-        (
-            ["load_dual_mma", "--timeline"],
-            "--timeline: a kernel that stamps its phases (timeline.cuh) (got load_dual_mma.ptx)",
-        ),
-        ([IMFP, "--backend", "emulator"], "--backend: with --timeline only (got emulator)"),
-        ([IMFP, "--timeline", "--compare", EXCP], f"--compare: none with --timeline (got {EXCP})"),
-        ([IMFP, "--timeline", "--set", "full"], "--set: none with --timeline (got full)"),
-        (["--timeline", "--from", "a.json", "--shape", "M=3"], "--shape: none with --from, which has its own"),
-        (["--timeline", "--from", "a.json", "--keep", "b.json"], "--keep: none with --from, which launches nothing"),
-        ([IMFP, "--timeline", "--keep", "b.ncu-rep"], "--keep: a .json (got b.ncu-rep)"),
-        ([IMFP, "--timeline", "--out", "none/a.png"], "none/a.png: cannot be written: none is no folder"),
-        ([IMFP, "--timeline", "--backend", "cuda"], "backend: one of gpu, emulator (got cuda)"),
-        ([IMFP, "--timeline", "--shape", "M=0"], "--shape: sizes of 1 or more (got M=0)"),
-        (
-            [IMFP, "--timeline", "--backend", "emulator", "--shape", "K=128", "--out", "a.jpg"],
-            "ends in .png, .svg or .pdf",
-        ),
+        ([], "timeline expects either a kernel or --from FILE"),
+        ([IMFP, "--from", "a.json"], "timeline expects either a kernel or --from FILE"),
+        ([IMFP, "--shape", "X=1"], "--shape: gemm_w4a8_lqq_imfp_sm90 takes M, N, K, g (got X)"),
+        (["load_dual_mma"], "kernel: must stamp its phases (timeline.cuh) (got load_dual_mma.ptx)"),
+        (["missing.cu"], "missing.cu: cannot be read"),
+        (["attention"], "kernel: one of attention_"),
+        (["--from", "a.json", "--shape", "M=3"], "--shape needs a launch, and --from launches nothing"),
+        (["--from", "a.json", "--backend", "emulator"], "--backend needs a launch, and --from launches nothing"),
+        ([IMFP, "--out", "b.ncu-rep"], "--out expects a .json file, got b.ncu-rep"),
+        ([IMFP, "--trace", "b.png"], "--trace expects a .json file, got b.png"),
+        ([IMFP, "--plot", "none/a.png"], "none/a.png: cannot be written: none is no folder"),
+        ([IMFP, "--backend", "cuda"], "backend: one of gpu, emulator (got cuda)"),
+        ([IMFP, "--shape", "M=0"], "--shape: sizes of 1 or more (got M=0)"),
+        ([IMFP, "--backend", "emulator", "--shape", "K=128", "--plot", "a.jpg"], "--plot expects a .png or .svg"),
     ],
 )
 def test_bad_command_lines(cli: Any, arguments: list[str], problem: str) -> None:
-    code, _, printed = cli("profile", *arguments)
-    assert code == 2 and problem in printed
+    code, _, printed = cli("timeline", *arguments)
+    assert code == 2 and problem in printed and printed.count("\n") == 1
 
 
 @pytest.mark.parametrize("backend", ["gpu", "emulator"])

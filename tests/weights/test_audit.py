@@ -7,10 +7,10 @@ from safetensors.numpy import save_file
 
 from ptxlab import layout
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io.checkpoint import Checkpoint, demo_checkpoint
+from ptxlab.io.checkpoint import Checkpoint
 from ptxlab.quant import quantize_lqq, quantize_qoq
 from ptxlab.sources import results_dir
-from ptxlab.weights.audit import SCHEMES, AuditRow, SkippedTensor, audit_file, audit_matrix
+from ptxlab.weights.audit import SCHEMES, AuditRow, SkippedTensor, audit_file, audit_matrix, totals
 
 
 def gaussian(N=4, K=256, seed=0):
@@ -27,6 +27,23 @@ def test_rows_come_scheme_by_scheme():
     ]
     assert {(row.tensor, row.group, row.weights) for row in rows} == {("up", 64, 1024)}
     assert all(type(value) in (str, int, float) for row in rows for value in dataclasses.asdict(row).values())
+
+
+def test_totals_by_scheme_and_range():
+    """Per tensor the rows of two matrices, one twice the other's size, and a packed one of unknown origin."""
+    rows = [*audit_matrix(gaussian(), ranges=(119, 127), tensor="a"), *audit_matrix(gaussian(8), ranges=(119, 127))]
+    packed = AuditRow("p", "lqq", 119, 64, 128, 7, None, None)
+    found = totals([*rows, packed])
+    assert [(t.scheme, t.protective_range) for t in found] == [("qoq", 119), ("qoq", 127), ("lqq", 119), ("lqq", 127)]
+    for t in found:
+        mine = [row for row in rows if (row.scheme, row.protective_range) == (t.scheme, t.protective_range)]
+        extra = [packed] if (t.scheme, t.protective_range) == ("lqq", 119) else []
+        assert (t.tensors, t.weights, t.groups) == (2 + len(extra), 12 * 256 + 128 * len(extra), 24 + 2 * len(extra))
+        assert t.overflows == sum(row.overflows for row in mine) + 7 * len(extra)
+        assert t.overflow_share == t.overflows / t.weights
+        assert t.mean_error == pytest.approx(sum(row.relative_error for row in mine) / 2)
+        assert t.worst_error == max(row.relative_error for row in mine)
+    assert totals([packed])[0].mean_error is None and totals([]) == []
 
 
 def test_the_papers_overflow_is_counted():
@@ -139,9 +156,9 @@ def test_refuses_a_file_that_is_not_safetensors(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trained():
+def trained(minilm):
     """One layer of the demo checkpoint under every scheme: {(scheme, range): rows of its six matrices}."""
-    rows = list(audit_file(demo_checkpoint(), pattern="encoder.layer.3.*weight", schemes=SCHEMES, group=64))
+    rows = list(audit_file(minilm, pattern="encoder.layer.3.*weight", schemes=SCHEMES, group=64))
     audited = [row for row in rows if isinstance(row, AuditRow)]
     keys = {(row.scheme, row.protective_range) for row in audited}
     table = {key: [row for row in audited if (row.scheme, row.protective_range) == key] for key in keys}
@@ -173,12 +190,10 @@ def test_trained_weights_errors(trained):
     assert total(trained["lqq", 119], "clipped") > 0
 
 
-def test_the_recorded_audit_is_what_the_checkpoint_gives() -> None:
-    path = demo_checkpoint()
-    assert path is not None, "the `demo` extra is part of `test`"
+def test_the_recorded_audit_is_what_the_checkpoint_gives(minilm) -> None:
     recorded = json.loads((results_dir() / "audit" / "all-MiniLM-L6-v2.json").read_text())
     name = "encoder.layer.3.intermediate.dense.weight"
-    audited = audit_file(path, pattern=name, schemes=tuple(SCHEMES))
+    audited = audit_file(minilm, pattern=name, schemes=tuple(SCHEMES))
     assert [dataclasses.asdict(row) for row in audited] == [row for row in recorded if row["tensor"] == name]
 
 

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from ptxlab import quant
 from ptxlab.errors import ArgumentError, FileError, VerificationError
-from ptxlab.io.checkpoint import Checkpoint, demo_checkpoint
+from ptxlab.io.checkpoint import Checkpoint
 from ptxlab.layout import LAYOUTS, SCHEMES, load, packed_names, unpack
 from ptxlab.weights import convert
 from tests.support.quantized import assert_equal
@@ -83,7 +83,7 @@ def test_reasons_for_copies_and_sizes(source: Path) -> None:
     planned = {tensor.info.name: tensor for tensor in convert.plan(source, pattern="layers.*").tensors}
     reasons = {name: tensor.reason for name, tensor in planned.items() if not tensor.fields}
     assert reasons == {
-        "layers.0.norm": "not a matrix (shape [192])",
+        "layers.0.norm": "not a matrix",
         "layers.0.odd": "N must be a positive multiple of 8 (N=9)",
         "layers.0.narrow": "K must be a positive multiple of 32 (K=24)",
         "ids": "not selected",
@@ -105,12 +105,45 @@ def test_a_pattern_selects(source: Path) -> None:
         ({"layout": "zigzag"}, r"layout: must be one of row_major, qserve, dual_mma, comet, strips \(got zigzag\)"),
         ({"scheme": "awq"}, r"scheme: must be one of lqq, qoq, qoq_channel \(got awq\)"),
         ({"group": 48}, r"group: must be one of 32, 64, 128 \(got 48\)"),
-        ({"pattern": "*norm"}, r"pattern: must match a matrix of .* that can be packed \(got \*norm\)"),
+        ({"pattern": "*.Up"}, r"pattern: must match a tensor of .*in.safetensors \(got \*.Up\)"),
     ],
 )
 def test_refuses_arguments(source: Path, arguments: dict, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         convert.plan(source, **arguments)
+
+
+def test_says_of_every_tensor_why_nothing_can_be_packed(tmp_path: Path) -> None:
+    path = tmp_path / "odd.safetensors"
+    odd = {"odd": np.ones((9, 64), np.float32), "bias": np.ones(8, np.float16), "ids": np.ones((8, 64), np.int64)}
+    save_file(odd, path)
+    with pytest.raises(FileError) as error:
+        convert.plan(path)
+    assert str(error.value).startswith(f"{path}: no tensor can be packed: ")
+    assert set(str(error.value).partition("packed: ")[2].split("; ")) == {
+        "odd F32 [9, 64]: N must be a positive multiple of 8 (N=9)",
+        "bias F16 [8]: not a matrix",
+        "ids I64 [8, 64]: not of F16, BF16, F32, F64",
+    }
+    save_file({f"bias.{i}": np.ones(8, np.float32) for i in range(9)} | odd, path)
+    with pytest.raises(FileError, match=r"bias\.\d F32 \[8\]: not a matrix; and 4 more$") as error:
+        convert.plan(path)
+    assert "odd F32 [9, 64]" in str(error.value), "matrices first"
+
+
+EMBEDDINGS = ("model.embed_tokens.weight", "bert.embeddings.position_embeddings.weight", "h.wte.weight", "wpe.weight")
+
+
+@pytest.mark.parametrize("name", EMBEDDINGS)
+def test_embeddings_are_packed_only_by_name(tmp_path: Path, name: str) -> None:
+    path, w = tmp_path / "in.safetensors", TENSORS["layers.0.down"]
+    save_file({name: w, "layers.0.up": w, "lm_head.weight": w, "followed.weight": w}, path)
+
+    def packed(**pattern: str) -> set[str]:
+        return {tensor.info.name for tensor in convert.plan(path, **pattern).tensors if tensor.fields}
+
+    assert packed() == packed(pattern="*") == {"layers.0.up", "lm_head.weight", "followed.weight"}
+    assert packed(pattern=name) == {name}
 
 
 def test_refuses_what_is_packed_already(source: Path) -> None:
@@ -139,8 +172,8 @@ def test_the_checkpoint_is_not_overwritten(source: Path) -> None:
 
 
 def test_two_tensors_of_one_name(source: Path) -> None:
-    save_file(TENSORS | {"layers.0.up.blocks": np.zeros(3, np.uint8)}, source)
-    with pytest.raises(ArgumentError, match=r"must have different names \(got layers.0.up.blocks\)"):
+    save_file(TENSORS | {"layers.0.up.strips": np.zeros(3, np.uint8)}, source)
+    with pytest.raises(ArgumentError, match=r"must have different names \(got layers.0.up.strips\)"):
         converted(source)
 
 
@@ -150,22 +183,22 @@ def test_a_damaged_result_is_found(source: Path) -> None:
     conversion.write(out)
     content = bytearray(out.read_bytes())
     length = int.from_bytes(content[:8], "little")
-    begin, _ = json.loads(content[8 : 8 + length])["layers.0.up.blocks"]["data_offsets"]
+    begin, _ = json.loads(content[8 : 8 + length])["layers.0.up.strips"]["data_offsets"]
     content[8 + length + begin] ^= 1
     out.write_bytes(content)
     with pytest.raises(VerificationError, match=r"layers.0.up does not load as it was written"):
         conversion.verify(out)
 
 
-def test_a_trained_checkpoint(tmp_path: Path) -> None:
-    source = demo_checkpoint()
-    assert source is not None, "the extra `demo` is part of the extra `test`"
-    conversion = convert.plan(source, pattern="*.layer.*")
+def test_a_trained_checkpoint(tmp_path: Path, minilm: Path) -> None:
+    """By default: all linear layers, in the layout of the fastest kernels, and none of the three embeddings."""
+    conversion = convert.plan(minilm)
     conversion.write(tmp_path / "out")
     conversion.verify(tmp_path / "out")
     names = packed_names(tmp_path / "out")
-    assert len(names) == 36
+    assert len(names) == 37 and not [name for name in names if "embedding" in name]
+    assert {load(tmp_path / "out", name).layout for name in names} == {"strips"}
     assert not any(unpack(load(tmp_path / "out", name)).overflows().any() for name in names), "audits clean"
     weight = unpack(load(tmp_path / "out", names[0]))
-    w = Checkpoint(source).read(names[0])
+    w = Checkpoint(minilm).read(names[0])
     assert np.linalg.norm(weight.dequantize() - w) < 0.15 * np.linalg.norm(w)

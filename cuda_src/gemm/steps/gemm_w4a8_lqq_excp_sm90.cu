@@ -1,0 +1,190 @@
+// gemm_w4a8_lqq_excp_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, three warp groups in a row.
+//
+// LiquidGEMM's explicit coarse-grained pipeline (section 5.3): one warp group loads, one dequantises into shared
+// memory, one multiplies from there. Dequantisation and multiplication overlap, at the price of a way through shared
+// memory and of waiting for each other stage by stage.
+//
+// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
+//            3). Groups of 64 or 128. Padding is zero-filled on the way in.
+// Tile       block: 64 WN rows x BM tokens x BK = 128 channels; a ring of STAGES as copied, one of TILES dequantised s8
+//            [64 WN][128]. Lane 4 g + t writes 4 bytes of row r at 16-byte column c ^ g, + 4 t: all 32 banks, once.
+// Guide      notebooks/guide/kernels_gemm.md: operands, layout, the barriers full, empty, ready, spent, constants
+// Measured   0.48, 0.41, 0.47 of the floor at M = 16, 64, 256 on an H200; 0.85 times as fast as cuBLAS FP8 (means).
+// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.4
+//            fence.proxy.async; 9.7.19.5 setmaxnreg.
+#include "dequant.cuh"
+#include "epilogue_sm90.cuh"
+#include "timeline.cuh"
+#include "wgmma.cuh"
+
+#ifndef BM
+#define WN 2
+#define BM 64
+#define STAGES 4
+#define TILES 2
+#define CLUSTER 1
+#define RESIDENT 1
+#define GROUP 128
+#define OUT 0
+#endif
+
+namespace {
+
+using ptxlab::u32;
+using ptxlab::u64;
+constexpr int BK = 128;
+constexpr int W_BLOCK = GROUP / 64 * 2048 + 128;  // GROUP channels of 64 rows, and their constants
+constexpr int W_BYTES = BK / GROUP * W_BLOCK;     // of a stage and 64 rows
+constexpr int X_BYTES = BM * BK;
+constexpr int STAGE_BYTES = (X_BYTES + WN * W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
+constexpr int TILE_BYTES = 64 * WN * BK;
+static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
+using Epilogue = ptxlab::Epilogue<WN, BM, CLUSTER>;
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_excp_sm90(
+    const unsigned char* __restrict__ blocks,     // u8  [N/64, K/g, bytes], dual-MMA layout
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
+    const float* __restrict__ x_scale,            // f32 [M]
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
+    extern __shared__ __align__(1024) unsigned char ring[];
+    __shared__ u64 full[STAGES], empty[STAGES], ready[TILES], spent[TILES], arrived;
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
+    const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0, tile = blockIdx.x / CLUSTER;
+    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64, w_blocks = K / GROUP;
+    const int token0 = tile % token_tiles * BM, row_tile0 = tile / token_tiles * WN;
+    const int all = (K + BK - 1) / BK, first = all * rank / CLUSTER, stages = all * (rank + 1) / CLUSTER - first;
+    const int role = threadIdx.x / 128, thread = threadIdx.x % 128;
+
+    unsigned char* tiles = ring + STAGES * STAGE_BYTES;
+    unsigned char* behind = tiles + TILES * TILE_BYTES;
+    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES),
+                            &arrived, rank};
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            ptxlab::mbarrier_init(&full[s], 1);
+            ptxlab::mbarrier_init(&empty[s], 128 + 4);
+        }
+        for (int t = 0; t < TILES; ++t) {
+            ptxlab::mbarrier_init(&ready[t], 128);
+            ptxlab::mbarrier_init(&spent[t], 4);
+        }
+        epilogue.expect();
+        ptxlab::fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (CLUSTER > 1) ptxlab::cluster_arrive();
+
+    ptxlab::Slot<STAGES> slot;
+    ptxlab::Slot<TILES> dequantised;
+    if (role == 0) {  // load: one thread asks, the copy engine does
+        if (RESIDENT == 1) ptxlab::fewer_registers<40>();
+        if (thread == 0) {
+            for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
+                unsigned char* to = ring + slot.index * STAGE_BYTES;
+                u64* barrier = &full[slot.index];
+                PHASE(WAIT_GROUP);
+                ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                PHASE(LOAD);
+                ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + WN * W_BYTES);
+                ptxlab::tensor_load(to, &x, stage * BK, token0, barrier);
+                // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will do.
+                const int block = stage * (BK / GROUP), there = min(BK / GROUP, w_blocks - block);
+                for (int i = 0; i < WN; ++i) {
+                    const unsigned char* from = blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * W_BLOCK;
+                    unsigned char* w = to + X_BYTES + i * W_BYTES;
+                    ptxlab::bulk_load(w, from + size_t(block) * W_BLOCK, there * W_BLOCK, barrier);
+                    if (there < BK / GROUP) ptxlab::bulk_load(w + there * W_BLOCK, from, W_BLOCK, barrier);
+                }
+            }
+        }
+        PHASE(WAIT_GROUP);
+        __syncwarp();
+        if (CLUSTER > 1) ptxlab::cluster_wait();
+    } else if (role == 1) {  // dequantise
+        const int row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
+        for (int stage = 0; stage < stages; ++stage, slot.advance(), dequantised.advance()) {
+            const unsigned char* w = ring + slot.index * STAGE_BYTES + X_BYTES;
+            unsigned char* to = tiles + dequantised.index * TILE_BYTES;
+            PHASE(WAIT_COPY);
+            ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+            PHASE(WAIT_GROUP);
+            ptxlab::mbarrier_wait(&spent[dequantised.index], dequantised.parity ^ 1);
+            PHASE(DEQUANTISE);
+#pragma unroll
+            for (int i = 0; i < WN; ++i) {
+#pragma unroll
+                for (int unit = 0; unit < 2; ++unit) {
+                    const unsigned char* block = w + i * W_BYTES + unit * 64 / GROUP * W_BLOCK;
+                    const uint4 q =
+                        *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP / 64 * 2048 + thread * 16);
+                    const u32 c = *reinterpret_cast<const u32*>(block + GROUP / 64 * 2048 +
+                                                                (thread / 32 * 8 + thread % 32 / 4) * 4);
+                    const u32 words[4] = {q.x, q.y, q.z, q.w};
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const u32 pair = c >> 16 * (j & 1);
+                        const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
+                        const int r = row + 8 * (j & 1), column = unit * 4 + j / 2 * 2;  // of 16 bytes
+                        unsigned char* at = to + (i * 64 + r) * 128 + 4 * t;
+                        *reinterpret_cast<u32*>(at + ((column ^ (r & 7)) * 16)) = d.x;
+                        *reinterpret_cast<u32*>(at + (((column + 1) ^ (r & 7)) * 16)) = d.y;
+                    }
+                }
+            }
+            ptxlab::fence_proxy_async();  // wgmma reads what these stores wrote
+            ptxlab::mbarrier_arrive(&ready[dequantised.index]);
+            ptxlab::mbarrier_arrive(&empty[slot.index]);
+        }
+        PHASE(WAIT_GROUP);
+        if (CLUSTER > 1) ptxlab::cluster_wait();
+    } else {  // multiply
+        if (RESIDENT == 1) ptxlab::more_registers<232>();
+        int acc[WN][BM / 2] = {};
+        int slot_before = -1, tile_before = -1;
+        for (int stage = 0; stage < stages; ++stage, slot.advance(), dequantised.advance()) {
+            const u64 x_tile = ptxlab::swizzled_128(ring + slot.index * STAGE_BYTES);
+            const u64 w_tile = ptxlab::swizzled_128(tiles + dequantised.index * TILE_BYTES);
+            PHASE(WAIT_COPY);
+            ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+            PHASE(WAIT_GROUP);
+            ptxlab::mbarrier_wait(&ready[dequantised.index], dequantised.parity);
+            PHASE(ISSUE, BK / 64 * WN * BM);
+            ptxlab::wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < BK / 32; ++step)
+#pragma unroll
+                for (int i = 0; i < WN; ++i)
+                    ptxlab::wgmma_s8(acc[i], w_tile + i * (64 * 128 / 16) + step * 2, x_tile + step * 2);
+            ptxlab::wgmma_commit();
+            PHASE(WAIT_MMA, 1);
+            ptxlab::wgmma_wait<1>();                     // the stage before is done with
+            if (slot_before >= 0 && thread % 32 == 0) {  // nobody but wgmma reads them
+                ptxlab::mbarrier_arrive(&empty[slot_before]);
+                ptxlab::mbarrier_arrive(&spent[tile_before]);
+            }
+            slot_before = slot.index, tile_before = dequantised.index;
+        }
+        PHASE(WAIT_MMA, 0);
+        ptxlab::wgmma_wait<0>();
+#pragma unroll
+        for (int i = 0; i < WN; ++i) ptxlab::pin(acc[i]);
+        PHASE(REDUCE);
+        if (CLUSTER > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
+#pragma unroll
+        for (int i = 0; i < WN; ++i) epilogue.send(acc[i], i, thread);
+#pragma unroll
+        for (int i = 0; i < WN; ++i) {
+            PHASE(REDUCE);
+            epilogue.receive(acc[i], i, thread);
+            PHASE(EPILOGUE);
+            if (row_tile0 + i < row_tiles)
+                epilogue.store<OUT>(acc[i], i, thread, {y, x_scale, w_scale, bias, M, N}, token0, (row_tile0 + i) * 64);
+        }
+    }
+}

@@ -1,0 +1,180 @@
+// gemm_w4a8_lqq_imfp_sm90: Y = X W^T on Hopper's tensor cores, LiquidQuant weights, dequantised under wgmma.
+//
+// LiquidGEMM's implicit fine-grained pipeline (section 5.3): one warp group loads, two compute. Each of these two
+// dequantises its own weights into registers and multiplies them, and nothing synchronises the two: while one occupies
+// the tensor cores, the other dequantises. Persistent blocks: the loads of a tile begin under the epilogue of the one
+// before.
+//
+// Contract   accumulators[m, n] = sum_k x[m, k] * (q4 * s1 + min)[n, k], exact in int32; y = accumulators * x_scale[m]
+//            * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the accumulators (OUT ==
+//            3). Any M >= 1, N a multiple of 8, K a multiple of the group; padding is zero-filled on the way in.
+// Tile       block: 2 warp groups of 64 rows each x BM tokens x BK channels; ring of STAGES; W in the dual-MMA layout.
+// Guide      notebooks/guide/kernels_gemm.md: operands, layout, schedule, constants
+// Measured   0.65, 0.56, 0.60 of the floor at M = 16, 64, 256 on an H200; 1.18 times as fast as cuBLAS FP8 (means).
+// PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.19.5
+//            setmaxnreg.
+#include "dequant.cuh"
+#include "epilogue_sm90.cuh"
+#include "timeline.cuh"
+#include "wgmma.cuh"
+
+#ifndef BM
+#define BM 64
+#define BK 128
+#define STAGES 6
+#define CLUSTER 1
+#define RESIDENT 1
+#define GROUP 128
+#define OUT 0
+#endif
+#ifndef ORDER
+#define ORDER 0  // of X: 0 row-major, 1 swizzled tiles of BM tokens (quantize_activations, layout="tiles", rows=BM)
+#endif
+
+namespace {
+
+using ptxlab::u32;
+using ptxlab::u64;
+constexpr int GROUP_K = GROUP < 64 ? 64 : GROUP;             // channels of a block of W
+constexpr int GROUPS = GROUP_K / GROUP;                      // groups of a block of W
+constexpr int W_BLOCK = GROUP_K / 64 * 2048 + GROUPS * 128;  // its bytes
+constexpr int W_BYTES = BK / GROUP_K * W_BLOCK;              // of a stage and 64 rows
+constexpr int X_BYTES = BM * BK;
+constexpr int STAGE_BYTES = (X_BYTES + 2 * W_BYTES + 1023) / 1024 * 1024;  // swizzled tiles begin at multiples of 1024
+static_assert(STAGES >= 2, "a slot is given back while the next stage is worked on");
+using Epilogue = ptxlab::Epilogue<2, BM, CLUSTER>;
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(384, RESIDENT) gemm_w4a8_lqq_imfp_sm90(
+    const unsigned char* __restrict__ blocks,     // u8  [N/64, K/max(64, g), bytes], dual-MMA layout
+    const float* __restrict__ w_scale,            // f32 [N]
+    const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [BM][128] swizzled
+    const float* __restrict__ x_scale,            // f32 [M]
+    const float* __restrict__ bias,               // f32 [N], or null
+    void* __restrict__ y,                         // [M, N], by OUT
+    int M, int N, int K) {
+    extern __shared__ __align__(1024) unsigned char ring[];
+    __shared__ u64 full[STAGES], empty[STAGES], arrived;
+    TIMELINE_THREAD(threadIdx.x % 128 == 0);
+    const int rank = CLUSTER > 1 ? ptxlab::cluster_rank() : 0;
+    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + 63) / 64, w_blocks = (K + GROUP_K - 1) / GROUP_K;
+    const int tiles = token_tiles * ((row_tiles + 1) / 2), k_tiles = (K + 127) / 128;
+    const int all = (K + BK - 1) / BK, first = all * rank / CLUSTER, stages = all * (rank + 1) / CLUSTER - first;
+
+    unsigned char* behind = ring + STAGES * STAGE_BYTES;
+    const Epilogue epilogue{reinterpret_cast<int4*>(behind), reinterpret_cast<int*>(behind + Epilogue::RECEIVE_BYTES),
+                            &arrived, rank};
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            ptxlab::mbarrier_init(&full[s], 1);
+            ptxlab::mbarrier_init(&empty[s], 256);
+        }
+        epilogue.expect();
+        ptxlab::fence_mbarrier_init();
+    }
+    __syncthreads();
+    if (CLUSTER > 1) ptxlab::cluster_arrive();
+
+    ptxlab::Slot<STAGES> slot;
+    if (threadIdx.x < 128) {  // the warp group that loads: one thread asks, the copy engine does
+        ptxlab::fewer_registers<RESIDENT == 1 ? 40 : 24>();
+        if (threadIdx.x == 0) {
+            for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
+                const int token0 = tile % token_tiles * BM, row_tile0 = tile / token_tiles * 2;
+                for (int stage = first; stage < first + stages; ++stage, slot.advance()) {
+                    unsigned char* to = ring + slot.index * STAGE_BYTES;
+                    u64* barrier = &full[slot.index];
+                    PHASE(WAIT_GROUP);
+                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                    PHASE(LOAD);
+                    ptxlab::mbarrier_arrive_expect(barrier, X_BYTES + 2 * W_BYTES);
+                    for (int i = 0; i < BK / 128; ++i) {
+                        const int k_tile = stage * (BK / 128) + i;  // tiles lie one behind the other, along K first
+                        const int row = k_tile < k_tiles ? (tile % token_tiles * k_tiles + k_tile) * BM : -BM;
+                        if (ORDER == 0) ptxlab::tensor_load(to + i * BM * 128, &x, k_tile * 128, token0, barrier);
+                        else ptxlab::tensor_load(to + i * BM * 128, &x, 0, row, barrier);
+                    }
+                    // Where N ends, the last rows again; behind the end of K, where X comes as zeros, any weights will
+                    // do.
+                    const int block = stage * (BK / GROUP_K), there = min(BK / GROUP_K, w_blocks - block);
+                    for (int i = 0; i < 2; ++i) {
+                        const unsigned char* from =
+                            blocks + size_t(min(row_tile0 + i, row_tiles - 1)) * w_blocks * W_BLOCK;
+                        unsigned char* w = to + X_BYTES + i * W_BYTES;
+                        ptxlab::bulk_load(w, from + size_t(block) * W_BLOCK, there * W_BLOCK, barrier);
+#pragma unroll 1
+                        for (int b = there; b < BK / GROUP_K; ++b)
+                            ptxlab::bulk_load(w + b * W_BLOCK, from, W_BLOCK, barrier);
+                    }
+                }
+            }
+        }
+        PHASE(WAIT_GROUP);
+        __syncwarp();
+        if (CLUSTER > 1) ptxlab::cluster_wait();
+    } else {  // a warp group that dequantises and multiplies
+        ptxlab::more_registers<RESIDENT == 1 ? 232 : RESIDENT == 2 ? 104 : 72>();
+        const int group = threadIdx.x / 128 - 1, thread = threadIdx.x % 128, rows = thread / 32 * 8 + thread % 32 / 4;
+        for (int tile = blockIdx.x / CLUSTER; tile < tiles; tile += gridDim.x / CLUSTER) {
+            const int token0 = tile % token_tiles * BM, row_tile = tile / token_tiles * 2 + group;
+            int acc[BM / 2] = {};
+            u32 a[2][2][4];   // [unit of 64 k][MMA][register]
+            int before = -1;  // the slot that wgmma may still read
+            for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+                const unsigned char* x_slot = ring + slot.index * STAGE_BYTES;
+                const unsigned char* w = x_slot + X_BYTES + group * W_BYTES;
+                const u64 x_tile = ptxlab::swizzled_128(x_slot);
+                PHASE(WAIT_COPY);
+                ptxlab::mbarrier_wait(&full[slot.index], slot.parity);
+                PHASE(DEQUANTISE);
+                uint4 q[BK / 64];
+                u32 c[BK / 64][GROUPS];
+#pragma unroll
+                for (int unit = 0; unit < BK / 64; ++unit) {
+                    const unsigned char* block = w + unit * 64 / GROUP_K * W_BLOCK;
+                    q[unit] = *reinterpret_cast<const uint4*>(block + unit * 64 % GROUP_K / 64 * 2048 + thread * 16);
+#pragma unroll
+                    for (int i = 0; i < GROUPS; ++i)
+                        c[unit][i] =
+                            *reinterpret_cast<const u32*>(block + GROUP_K / 64 * 2048 + (rows * GROUPS + i) * 4);
+                }
+#pragma unroll
+                for (int unit = 0; unit < BK / 64; ++unit) {
+                    int words[4] = {int(q[unit].x), int(q[unit].y), int(q[unit].z), int(q[unit].w)};
+                    PHASE(WAIT_MMA, 1);
+                    ptxlab::wgmma_wait<1>();  // the unit before the last has left its registers
+                    ptxlab::pin(words);
+                    if (unit == 1 && before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+                    PHASE(DEQUANTISE);
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const u32 pair = c[unit][j / 2 * (GROUPS - 1)] >> 16 * (j & 1);
+                        const uint2 d = ptxlab::dequant_lqq(words[j], pair & 0xff, __byte_perm(pair, 0, 0x1111));
+                        a[unit & 1][j / 2][j & 1] = d.x;        // k 4 t .. of row r or r + 8
+                        a[unit & 1][j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
+                    }
+                    PHASE(ISSUE, BM);
+                    ptxlab::wgmma_fence();
+                    const u64 x_unit = x_tile + unit / 2 * (BM * 128 / 16) + unit % 2 * 4;
+                    ptxlab::wgmma_s8(acc, a[unit & 1][0], x_unit);
+                    ptxlab::wgmma_s8(acc, a[unit & 1][1], x_unit + 2);
+                    ptxlab::wgmma_commit();
+                }
+                before = slot.index;
+            }
+            PHASE(WAIT_MMA, 0);
+            ptxlab::wgmma_wait<0>();
+            ptxlab::pin(acc);
+            if (before >= 0) ptxlab::mbarrier_arrive(&empty[before]);
+
+            PHASE(REDUCE);
+            if (CLUSTER > 1) ptxlab::cluster_wait();  // the other blocks have their barriers
+            epilogue.send(acc, group, thread);
+            epilogue.receive(acc, group, thread);
+            PHASE(EPILOGUE);
+            if (row_tile < row_tiles)
+                epilogue.store<OUT>(acc, group, thread, {y, x_scale, w_scale, bias, M, N}, token0, row_tile * 64);
+        }
+    }
+}
