@@ -15,9 +15,9 @@
 # %% [markdown]
 # # A tour
 #
-# ptxlab is a workbench for low-bit LLM kernels: hand-written PTX and CUDA, run on a GPU, or line by line in a PTX
-# emulator where there is none; held against plain NumPy; timed against what the hardware allows. This notebook takes
-# one thing of each kind into the hand. It needs no GPU, and uses one if it is there.
+# ptxlab is a workbench for low-bit LLM kernels: hand-written PTX and CUDA, run on a GPU, or in a PTX emulator where
+# there is none; compared with plain NumPy; timed against what the hardware allows. This notebook shows one example of
+# each feature. It needs no GPU, and uses one if there is one.
 
 # %%
 # %matplotlib inline
@@ -25,13 +25,14 @@
 import numpy as np
 
 import ptxlab
-from ptxlab import figures, kernels, layout, quant, reference, verify
+from ptxlab import kernels, layout, quant, reference, verify
+from report import figures
 
 # %% [markdown]
 # ## A kernel and its contract
 #
-# A name finds everything: the source, the entry symbol, the tests, the measurements. `ptxlab list` prints all of
-# them; the families are:
+# A kernel's name finds its source, entry symbol, tests and measurements. `ptxlab list` prints all of them; the
+# families are:
 
 # %%
 for family in dict.fromkeys(spec.family for spec in kernels.specs().values()):
@@ -39,8 +40,8 @@ for family in dict.fromkeys(spec.family for spec in kernels.specs().values()):
     print(f"{family:9} {len(names):2}  {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}")
 
 # %% [markdown]
-# A *spec* says what a kernel promises: arguments, rules, and to what its results are compared. This one turns 4-bit
-# weights into 8-bit ones, four at a time with one multiply-add (notebook 01 shows why that is right).
+# A *spec* states what a kernel promises: arguments, rules, and the reference of its results. This kernel converts
+# 4-bit weights to 8 bits, four at a time with one multiply-add (notebook 01 shows why that is correct).
 
 # %%
 spec, sources = ptxlab.find("dequant_lqq")
@@ -62,8 +63,8 @@ outcome
 # %% [markdown]
 # ## Verify it
 #
-# Every source of a kernel, on every backend that is here, at several sizes; on poisoned memory, with all of the
-# emulator's checks on. That is `ptxlab verify dequant_lqq` in a shell.
+# This runs every source of the kernel on every available backend, at several sizes, on poisoned memory and with all
+# of the emulator's checks. In a shell it is `ptxlab verify dequant_lqq`.
 
 # %%
 jobs, skipped = verify.plan(["dequant_lqq"])
@@ -71,9 +72,9 @@ for verdict in map(verify.verify, jobs):
     print("passed" if verdict.passed else "FAILED", verdict.kernel, verdict.backend, verdict.sizes, verdict.detail)
 
 # %% [markdown]
-# ## Give it something bad
+# ## Invalid input
 #
-# What breaks a rule is refused before anything runs, with the rule and the value:
+# A value that breaks a rule is refused before anything runs. The error has the rule and the value:
 
 # %%
 packed["scale"] = np.full_like(w.group_scale, 17)
@@ -83,8 +84,8 @@ except ptxlab.errors.ArgumentError as error:
     print(error)
 
 # %% [markdown]
-# Insist on it, and the emulator shows what happens: the line, the thread, the byte that did not fit, and the
-# neighbour that it spoiled.
+# With `unchecked=True` the kernel runs anyway. The emulator reports the line, the thread, the byte that overflowed
+# and the neighbour that it disturbed:
 
 # %%
 found = ptxlab.run("dequant_lqq", **packed, unchecked=True, backend="emulator", checks=["lanes"]).findings
@@ -93,8 +94,8 @@ next(finding for finding in found if finding.kind == "carry")
 # %% [markdown]
 # ## Check a kernel of your own
 #
-# Any CUDA or PTX will do; a cell's magic compiles it, and says what the assembler made of it. This one reverses a
-# row by way of shared memory, and forgets something.
+# A cell's magic compiles any CUDA or PTX and shows what the assembler made of it. This kernel reverses a row through
+# shared memory. It lacks a barrier.
 
 # %% magic_args="--check race" language="cuda"
 # extern "C" __global__ void reverse(const int* in, int* out) {
@@ -104,7 +105,7 @@ next(finding for finding in found if finding.kind == "carry")
 # }
 
 # %% [markdown]
-# Its result is right here, as it often is on a GPU. The check is not content with that:
+# The result is correct here, as it often is on a GPU. The check still reports the race:
 
 # %%
 row = np.arange(64, dtype=np.int32)
@@ -115,9 +116,9 @@ launch
 # %% [markdown]
 # ## A whole GEMM
 #
-# `gemm_w4a8` multiplies 8-bit activations by 4-bit weights with tensor-core instructions, and chooses the kernel
-# for the shape itself. The emulator runs its `wgmma`, its copies and its barriers; the accumulators are exact
-# integers, so the floats are compared bit for bit too.
+# `gemm_w4a8` multiplies 8-bit activations by 4-bit weights on the tensor cores and selects the kernel for the shape.
+# The emulator runs its `wgmma`, its copies and its barriers. The accumulators are exact integers, so the floats are
+# compared bit for bit too.
 
 # %%
 w = quant.quantize_lqq(rng.standard_normal((64, 256), np.float32), group=64)
@@ -131,21 +132,21 @@ print(f"{y.shape[0]} tokens, {y.shape[1]} channels: equal bit for bit: {np.array
 # %% [markdown]
 # ## How fast
 #
-# Timings need the hardware; they are recorded with everything that belongs to them, and pictures, tables and this
-# notebook are made from the records. Each point: how near a GEMM comes to the time that its packed weights alone
-# need to arrive, or its products on the tensor cores; and how far ahead of the fastest of nine others it is.
+# Timings need the hardware. They are recorded with device, versions and commit, and pictures, tables and this
+# notebook are made from the records. Each point shows how near a GEMM comes to its floor (the longer of streaming its
+# packed weights and running its MMAs at peak rate), and its speed-up over the fastest of nine peers.
 
 # %%
-figures.gemm_picture("headline")
+figures.picture("gemm_headline")
 
 # %% [markdown]
-# ## From here
+# ## Next
 #
-# | notebook | |
+# | notebook | topic |
 # | --- | --- |
-# | 01 dequantisation and overflow | eight weights in a word: what unpacking costs, and why the range is 119 |
-# | 02 loads | from the wrong bytes to zero bank conflicts |
-# | 03 the GEMM ladder, `gemm_w4a8` | main loops step by step; against its floor and everyone else |
-# | 04 KV4 attention | a 4-bit cache at the memory's speed |
-# | 05 profiling | what a kernel waits for, and what happens when |
-# | 06 write your own | from an empty cell to verified, timed and profiled |
+# | 01 dequantisation and overflow | packed 4-bit arithmetic, its cost, and why the range is 119 |
+# | 02 loads | weight layouts without bank conflicts |
+# | 03 the GEMM ladder, `gemm_w4a8` | main loops step by step; measurements against floor and peers |
+# | 04 KV4 attention | a 4-bit cache at memory bandwidth |
+# | 05 profiling | machine code, stalls, timelines |
+# | 06 write your own | a kernel from an empty cell to verified, timed and profiled |

@@ -14,10 +14,10 @@
 # %% [markdown]
 # # The GEMM ladder: from QServe's main loop to one that hides its dequantisation
 #
-# A W4A8 GEMM multiplies 8-bit activations by weights that are stored in 4 bits. It reads half of what an 8-bit GEMM
-# reads, which is all that counts while there are few tokens, and pays for it with instructions: every weight has to
-# become a byte before the tensor core can have it. Whether that is worth it depends on where these instructions go.
-# Six kernels, each readable on its own, climb from QServe's answer to LiquidGEMM's.
+# A W4A8 GEMM multiplies 8-bit activations by weights that are stored in 4 bits. It reads half the bytes of an 8-bit
+# GEMM, which decides with few tokens. It pays with instructions: every weight has to become a byte before the tensor
+# core can use it. Where these instructions run decides whether 4 bits pay. Six kernels, each readable on its own,
+# lead from QServe's solution to LiquidGEMM's.
 #
 # Sources: QServe §5.2, LiquidGEMM §3 to §5 and §7. Everything below is made from records: `ptxlab bench gemm` on an
 # H200, and `ptxlab sass --record`, which needs no GPU.
@@ -26,18 +26,19 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from ptxlab import cost, figures, kernels, ladder
+from ptxlab import cost, kernels
 from ptxlab.bench.shapes import LAYERS, TOKENS
+from report import figures, ladder
 
 record = ladder.recorded()
 
 # %% [markdown]
 # ## The floor
 #
-# Two things take time whatever the kernel does. The packed weights have to come from device memory into shared memory;
-# `ptxlab/bench/stream.ptx` does that and nothing else, with bulk copies into a ring, and is timed in the same run as
-# the kernels. And the products have to go through the tensor cores. The larger of the two times is the floor of a
-# point: with few tokens it is the stream, from 128 tokens on the products.
+# Two things take time in any kernel. The packed weights have to be copied from device memory into shared memory;
+# `ptxlab/bench/stream.ptx` does only that, with bulk copies into a ring, and is timed in the same run as the kernels.
+# And the MMAs have to run. The longer of the two times is the floor of a point: with few tokens the stream, from 128
+# tokens on the MMAs.
 
 # %%
 sheet = cost.sheet("h200")
@@ -47,15 +48,15 @@ for layer in LAYERS[:3]:
     print(f"{layer!s:12}", *(f"M={M}: {us:.1f} µs ({limit})" for M, (us, limit) in zip(TOKENS, points, strict=True)))
 
 # %% [markdown]
-# ## Where others stand
+# ## Peers
 #
-# Times of other projects' kernels, measured on an H200 with CUDA 13.0 in November 2026
-# (`notebooks/results/h200/peers`), over that floor. cuBLAS with 8-bit weights is twice the floor because it reads
-# twice the bytes. The 4-bit kernels written for Ampere read half of that and are hardly faster, or slower; from 32
-# tokens on it is plainly not the memory that takes their time.
+# Times of other projects' kernels relative to that floor, measured on an H200 with CUDA 13.0 in November 2026
+# (`notebooks/results/h200/peers`). cuBLAS with 8-bit weights takes twice the floor because it reads twice the bytes.
+# The 4-bit kernels written for Ampere read half of that and are hardly faster, or slower. From 32 tokens on they are
+# not memory-bound.
 
 # %%
-figures.ladder_picture("peers")
+figures.picture("ladder_peers")
 
 # %% [markdown]
 # ## The steps
@@ -67,90 +68,90 @@ for spec in kernels.gemm.STEPS:
     print(f"{ladder.short(spec.name):18} {spec.summary}")
 
 # %% [markdown]
-# ## What a weight costs in instructions
+# ## Instructions per weight
 #
-# The innermost loop that unpacks weights, in the machine code of the variants that run on 57344 x 8192. A thread's
-# instructions per weight: those that every iteration executes once, by pipe. What an iteration executes only sometimes,
-# or in a loop of its own (fetching the next stage by all threads, waiting), stands in the last column, uncounted per
-# weight. In `lqq_excp_sm90` this is the loop of the warp groups that dequantise: they hand their tiles on through
-# shared memory, and other warp groups multiply.
+# The table shows the innermost loop that unpacks weights, in the machine code of the variants that run on 57344 x
+# 8192. It counts a thread's instructions per weight that every iteration executes once, by pipe. What an iteration
+# executes only sometimes, or in a loop of its own (fetching the next stage by all threads, waiting), is in the last
+# column and not counted per weight. In `lqq_excp_sm90` this is the loop of the warp groups that dequantise: they pass
+# their tiles on through shared memory, and other warp groups multiply.
 
 # %%
 Markdown(ladder.loop_table())
 
 # %% [markdown]
-# An SM issues 128 instructions of threads per clock, and at 4.5 TB/s it receives about 40 weights per clock. So
-# beyond about three instructions per weight, all told, a kernel cannot keep up with its memory. The ALU pipe takes 64
-# per clock: 1.6 per weight.
+# An SM issues 128 thread instructions per clock, and at 4.5 TB/s it receives about 40 weights per clock. Beyond about
+# three instructions per weight in all, a kernel cannot keep up with the memory. The ALU pipe executes 64 per clock:
+# 1.6 per weight.
 #
 # ## Measured
 #
-# Every point is a replayed CUDA graph over weights that exceed the L2, its results compared bit for bit with the
-# reference. cuBLAS ran in the same process, QServe before that, on an H200 too.
+# Every point is a replayed CUDA graph over weights that exceed the L2, with its results compared bit for bit with the
+# reference. cuBLAS ran in the same process; QServe ran before that, also on an H200.
 
 # %%
-figures.ladder_picture("times") if record else ladder.NOT_RECORDED
+figures.picture("ladder_times") if record else ladder.NOT_RECORDED
 
 # %% [markdown]
-# How near to the floor:
+# Fraction of the floor:
 
 # %%
-figures.ladder_picture("fraction") if record else ladder.NOT_RECORDED
+figures.picture("ladder_fraction") if record else ladder.NOT_RECORDED
 
 # %% [markdown]
 # ## What each step gained
 #
-# LiquidGEMM's Fig. 13, on an H200: the steps over the baseline, which is the first of them on wgmma.
+# LiquidGEMM's Fig. 13 on an H200: the steps relative to the baseline, which is the first step on wgmma.
 
 # %%
-figures.ladder_picture("ablation") if record else ladder.NOT_RECORDED
+figures.picture("ladder_ablation") if record else ladder.NOT_RECORDED
 
 # %%
 Markdown(ladder.ladder_table())
 
 # %% [markdown]
-# The same under the two roofs. A step's line runs over the tokens of one large matrix; the dots are all the others,
-# lower because a small matrix is over before the memory is busy.
+# The same as a roofline. A line is one large matrix at all numbers of tokens. The dots are the other matrices; they
+# are lower because a small matrix ends before the memory is busy.
 
 # %%
-figures.ladder_picture("roofline") if record else ladder.NOT_RECORDED
+figures.picture("ladder_roofline") if record else ladder.NOT_RECORDED
 
 # %% [markdown]
 # ## What limits each step
 #
-# ncu's counters on one large matrix, at few and at many tokens. `executed per weight` counts everything that ran,
-# whatever loop it was in. A warp under `long scoreboard` waits for global memory, under `barrier` for other warps,
+# ncu's counters on one large matrix, at few and at many tokens. `executed per weight` counts every executed
+# instruction, in any loop. A warp under `long scoreboard` waits for global memory, under `barrier` for other warps,
 # under `gmma` for the tensor core, under `math pipe throttle` for an arithmetic pipe.
 
 # %%
 Markdown(ladder.limits_table())
 
 # %% [markdown]
-# ## What a model says
+# ## The cost model
 #
-# LiquidGEMM's cost model (§3.2): a weight takes 1/B to load, α/C to dequantise and 2M/T to multiply. A plain loop does
-# the last two in turn while the next weights load. With the instructions α that the machine code has, that is a time
-# that a kernel should come near to. The right picture says by how much each does not: the model knows nothing of
-# epilogues, of waiting for other warps, or of tiles that leave SMs idle.
+# LiquidGEMM's cost model (§3.2): a weight takes 1/B to load, α/C to dequantise and 2M/T to multiply. A plain loop
+# does the last two in turn while the next weights load. With the α of the machine code this gives a time that a
+# kernel should come near to. The picture shows how far each is from it: the model does not include epilogues,
+# waiting for other warps, or tiles that leave SMs idle.
 
 # %%
-figures.cost_picture("predicted")
+figures.picture("cost_predicted")
 
 # %% [markdown]
-# ## What the figures say
+# ## Findings
 #
-# - **LiquidQuant pays at every number of tokens**, 1.12 to 1.16 times in the mean: one multiply-add and one XOR where
-#   QoQ needs a multiply and an emulated byte-wise add. The kernels are the same but for that one function, each with
-#   the tiles that suit it; at 2 of 60 points, where the tiles differ, QoQ is ahead.
-# - **A way through shared memory never pays here.** In the explicit pipeline four warps dequantise for the whole block,
-#   write every weight back as a byte and wait for the warps that multiply: it is the slowest step on wgmma in the
-#   mean at every number of tokens, least so at many, where the multiplication is long enough to hide it: from 64 tokens
-#   on there are matrices on which it passes the baseline.
-# - **Overlap has two sources.** The implicit pipeline gets it from two warp groups that share nothing but the
-#   activations; the plain loop gets it from two or three blocks on an SM, each of which waits at other times. With 16
-#   to 64 tokens the small blocks win in the mean, because 64-row tiles divide a matrix more evenly among 132 SMs than
-#   128-row tiles do; from 128 tokens on fewer of them fit, and the implicit pipeline wins.
+# - **LiquidQuant pays at every number of tokens**, 1.12 to 1.16 times in the mean: one multiply-add and one XOR
+#   replace QoQ's multiply and emulated byte-wise add. The kernels differ in that one function only, each with the
+#   tiles that suit it. At 2 of 60 points, where the tiles differ, QoQ is faster.
+# - **The detour through shared memory never pays here.** In the explicit pipeline four warps dequantise for the whole
+#   block, write every weight back as a byte and wait for the warps that multiply. It is the slowest step on wgmma in
+#   the mean at every number of tokens. The gap is smallest with many tokens, where the MMAs are long enough to hide
+#   it: from 64 tokens on it passes the baseline on some matrices.
+# - **Overlap has two sources.** The implicit pipeline has two warp groups that share only the activations. The plain
+#   loop has two or three blocks on an SM, which wait at different times. With 16 to 64 tokens the small blocks win in
+#   the mean, because 64-row tiles divide a matrix more evenly among 132 SMs than 128-row tiles. From 128 tokens on
+#   fewer of them fit, and the implicit pipeline wins.
 # - **With few tokens the L2 is busier than the memory behind it.** Every block reads all activations of its tile
-#   again, beside its weights. Sharing activations between blocks, or keeping them, is what is left to gain.
-# - **At 4 tokens unpacking alone on mma.sync is the fastest of all**, on 9 of 10 matrices: strips of 32 rows give every
-#   SM its share, the warps of a block split K without leaving the SM, and nothing is padded to 64 rows.
+#   again, next to its weights. Sharing activations between blocks, or keeping them, is what is left to gain.
+# - **At 4 tokens unpacking alone on mma.sync is the fastest**, on 9 of 10 matrices: strips of 32 rows give every SM
+#   its share, the warps of a block split K within the SM, and nothing is padded to 64 rows.

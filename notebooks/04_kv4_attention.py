@@ -12,13 +12,13 @@
 # ---
 
 # %% [markdown]
-# # KV4 attention at the memory's speed
+# # KV4 attention at memory bandwidth
 #
-# When a model writes text, every new token of a sequence attends to all tokens before it. Their keys and values are
-# read once and multiplied once or a few times, so the memory's speed is all that should count: a cache of 4 bits could
-# be nearly four times as fast as one of FP16. Could be, because every 4 bits have to become a number first.
+# In decoding, every new token of a sequence attends to all tokens before it. Their keys and values are read once and
+# multiplied once or a few times, so the kernel should be memory-bound: a 4-bit cache could be nearly four times as
+# fast as an FP16 cache. The difficulty is that every 4 bits have to be converted to a number first.
 #
-# Sources: QServe §4.2 and §5.3, Atom §4.4, COMET §3.2. This notebook runs without a GPU: the emulator executes the very
+# Sources: QServe §4.2 and §5.3, Atom §4.4, COMET §3.2. This notebook runs without a GPU: the emulator executes the
 # kernels on a small case, and the times are those of `ptxlab bench attention` on an H200.
 
 # %%
@@ -27,17 +27,18 @@ import numpy as np
 from IPython.display import Markdown
 
 import ptxlab
-from ptxlab import figures, kernels, kvpoints, kvtables, kvtargets, quant, reference
+from ptxlab import kernels, quant, reference
 from ptxlab.layout import KVCache, gather
+from report import figures, kvpoints, kvtables, kvtargets
 
 record = kvpoints.recorded()
 
 # %% [markdown]
-# ## A cache, a token, an answer
+# ## A cache, a token, an output
 #
-# A page of the pool holds the nibbles of 64 tokens of one head, and behind them the scale and zero of each token in
-# FP16: 68 bytes per token, head, and key or value. `append_kv4` quantises and writes new tokens; `attention_kv4` reads
-# them through the block table, here that of two sequences with 70 and 3 tokens, whose pages lie in any order.
+# A page of the pool holds the nibbles of 64 tokens of one head, followed by the scale and zero of each token in FP16:
+# 68 bytes per token, head, and key or value. `append_kv4` quantises and writes new tokens. `attention_kv4` reads them
+# through the block table, here for two sequences with 70 and 3 tokens, whose pages are in arbitrary order.
 
 # %%
 rng = np.random.default_rng(0)
@@ -50,9 +51,8 @@ ptxlab.append_kv4(k, v, cache, np.array(slots, np.int32), backend="emulator")
 cache.lengths[:] = lengths
 
 # %% [markdown]
-# Every kernel of the ladder gives the same answer, as far as its own roundings allow: the oracle computes in float64 on
-# the integers that are in the cache. The bound of each is in its spec: what its roundings exceed in less than one of
-# 1e9 elements.
+# Every kernel of the ladder gives the same result within its own roundings. The reference computes in float64 on the
+# integers in the cache. Each spec has a bound: what the kernel's roundings exceed in less than one of 1e9 elements.
 
 # %%
 q = rng.standard_normal((2, Hq, D), np.float32).astype(np.float16)
@@ -69,35 +69,35 @@ for name in ladder:
     print(f"{name:24} {np.abs(out - right).max():.1e} off")
 
 # %% [markdown]
-# What 4 bits lose is another matter: that of the quantiser, whatever the kernel does.
+# The error of quantising to 4 bits is separate: it is the quantiser's, in any kernel.
 
 # %%
 for scheme in quant.KV_SCHEMES:
     x = rng.standard_normal((256, Hkv, D), np.float32)
     lost = np.linalg.norm(quant.quantize_kv(x, scheme).dequantize() - x) / np.linalg.norm(x)
-    print(f"{scheme:12} relative error {lost:.4f} on a bell")
+    print(f"{scheme:12} relative error {lost:.4f} on Gaussian data")
 
 # %% [markdown]
-# ## The yardsticks
+# ## Floor and peers
 #
 # The *floor* of a batch is one read of all its packed keys and values, with scales and zeros, at the read ceiling
 # measured in the same run. The *peers* are thirteen kernels on an H200: PyTorch's two and FlashInfer's three in FP16,
-# FlashInfer's three in FP8, QServe's and LServe's in 4 and 8 bits. Below, the bytes of each one's *own* cache over its
-# time; the black line is the memory's read speed. An 8-bit kernel on that line is half as fast as a 4-bit one there.
+# FlashInfer's three in FP8, QServe's and LServe's in 4 and 8 bits. The picture shows the speed-up over the best of each
+# kind. A peer at the memory's speed with 8 bits takes twice as long as one with 4 bits, with 16 bits four times.
 
 # %%
-figures.attention_picture(record)
+figures.picture("attention_speedup")
 
 # %% [markdown]
-# QServe's and LServe's kernels stay far below the line: they dequantise on CUDA cores, and read the cache anew for each
-# query head, as many times as heads share it.
+# QServe's and LServe's 4-bit kernels dequantise on CUDA cores, and read the cache anew for each query head, as many
+# times as heads share it: the speed-up grows with the heads that share.
 
 # %%
 Markdown(kvtables.batches_table(record))
 
 # %% [markdown]
-# The means of these. All times are of plain launches, one after the other. In a decoder the kernel before may let the
-# next one begin before it has ended, and `programmatic=True` makes use of that: the table has that column too.
+# The means of these. All times are of plain launches, one after the other. In a decoder the kernel before can let the
+# next one begin early, and `programmatic=True` makes use of that: the table has a column for it.
 
 # %%
 Markdown(kvtables.means_table(record))
@@ -105,7 +105,7 @@ Markdown(kvtables.means_table(record))
 # %% [markdown]
 # ## The steps
 #
-# QServe took its kernel apart on an A100, at 64 sequences of 1024 tokens. The same steps here, and the two beyond:
+# QServe's ablation is on an A100, at 64 sequences of 1024 tokens. The table shows the same steps here, and two more:
 # tensor cores with the queries of a group side by side, so that each key is read and unpacked once; then bulk copies
 # and equal shares of ragged work.
 
@@ -113,11 +113,11 @@ Markdown(kvtables.means_table(record))
 Markdown(kvtables.steps_table(record))
 
 # %% [markdown]
-# ## One long sequence, ragged ones, new tokens
+# ## One long sequence, ragged batches, new tokens
 #
-# A single sequence has to be split over all SMs, and what they found be put together, exactly and always in the same
-# order: the block in which a sequence begins takes what the others hand to it word by word, and each word says by
-# itself whether it has come. Ragged batches are shared out in pieces that cost the same.
+# A single sequence has to be split over all SMs, and the partial results have to be merged exactly and always in the
+# same order. The block in which a sequence begins receives the results of the others word by word; each word carries
+# a flag that says whether it has arrived. Ragged batches are divided into pieces of equal cost.
 
 # %%
 Markdown(kvtables.single_table(record))
@@ -126,7 +126,7 @@ Markdown(kvtables.single_table(record))
 Markdown(kvtables.others_table(record))
 
 # %% [markdown]
-# ## What was aimed at
+# ## Targets, met and missed
 
 # %%
 Markdown(kvtargets.table(record))

@@ -16,7 +16,7 @@
 # # Write your own kernel
 #
 # From an empty cell to a kernel that is verified, timed and profiled. The task: most 4-bit checkpoints hold *signed*
-# weights with one FP16 scale per group; they shall become FP16 numbers. Nothing below needs to be part of ptxlab.
+# weights with one FP16 scale per group; convert them to FP16. Nothing below needs to be part of ptxlab.
 
 # %%
 # %load_ext ptxlab
@@ -25,17 +25,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ptxlab import bench, cost, gpu, layout, nsight, profiles, quant, sass, sources
+from ptxlab import Arg, KernelSpec, Launch, PtxlabError, bench, cost, gpu, layout, nsight, quant, sass, sources
 from ptxlab.bench import dequant
-from ptxlab.errors import PtxlabError
-from ptxlab.spec import Arg, KernelSpec, Launch
-from ptxlab.subject import Job
+from ptxlab.profile import profiles
+from ptxlab.profile.launch_target import Job
 
 # %% [markdown]
 # ## The contract
 #
-# First what is to come out, as plainly as it can be said. NumPy multiplies FP16 numbers with one rounding, and so
-# shall the kernel: the results are compared bit for bit.
+# The reference comes first, as plain as possible. NumPy multiplies FP16 numbers with one rounding. The kernel has to
+# do the same: results are compared bit for bit.
 
 
 # %%
@@ -51,8 +50,8 @@ def example(rng: np.random.Generator, *, R: int, K: int, g: int) -> dict[str, np
 
 
 # %% [markdown]
-# Then what a kernel is given: arguments in launch order, with shapes over the sizes; how to launch it; how to pack
-# the inputs; and at which sizes to try. One thread shall take a word, that is eight weights.
+# The contract also has the arguments in launch order, with shapes over the sizes; the launch geometry; how to pack
+# the inputs; and the sizes to try. One thread processes one word of eight weights.
 
 # %%
 contract = KernelSpec(
@@ -78,9 +77,9 @@ contract
 # %% [markdown]
 # ## First make it right
 #
-# The obvious loop: shift the nibble to the top, back down with its sign, multiply. `%%cuda` compiles the cell, says
-# what the assembler made of it, and with `--verify` runs it over the contract's sizes, on poisoned memory, with
-# every check of the emulator on: races, uninitialised reads, bounds, overflowing lanes.
+# The obvious loop shifts the nibble to the top and back down with its sign, and multiplies. `%%cuda` compiles the
+# cell and shows what the assembler made of it. With `--verify` it also runs the cell over the contract's sizes, on
+# poisoned memory, with every check of the emulator: races, uninitialised reads, bounds, overflowing lanes.
 
 # %% magic_args="--verify contract" language="cuda"
 # #include <cuda_fp16.h>
@@ -99,9 +98,9 @@ contract
 # %% [markdown]
 # ## Then make it fast
 #
-# Converting one number at a time is slow. The project's headers know a better way: put the nibble below the bits of
-# 1024, and subtract 1024 (`dequant_u4_f16`); two numbers at a time, no conversion. Run again under the same name,
-# the cell says what changed. And what broke:
+# Converting one number at a time is slow. The project's headers have a faster method: write the nibble below the bits
+# of 1024, and subtract 1024 (`dequant_u4_f16`), two numbers at a time, without a conversion. Run again under the same
+# name, the cell shows what changed, and what broke:
 
 # %% magic_args="--verify contract" language="cuda"
 # #include "dequant.cuh"
@@ -117,11 +116,11 @@ contract
 # }
 
 # %% [markdown]
-# Of course: that is for unsigned nibbles. Flipping the top bit of a signed one makes it the unsigned `v + 8`, one
-# XOR for all eight of the word; and `dequant_u4_f16_minus` takes a zero point off with the very instruction that
-# takes off the 1024.
+# That method is for unsigned nibbles. Flipping the top bit of a signed nibble makes it the unsigned `v + 8`, with one
+# XOR for all eight of the word. `dequant_u4_f16_minus` subtracts a zero point with the same instruction that
+# subtracts the 1024.
 
-# %% magic_args="--verify contract --sass" language="cuda"
+# %% magic_args="--verify contract --listing" language="cuda"
 # #include "dequant.cuh"
 # extern "C" __global__ void __launch_bounds__(256)
 # int4_to_f16(const unsigned* qweight, const __half* scale, uint4* out, unsigned words, unsigned shift) {
@@ -136,12 +135,12 @@ contract
 # }
 
 # %% [markdown]
-# Half the instructions, and right. `machine code by line` shows what each line became.
+# Half the instructions, and correct. `machine code by line` shows the instructions of each line.
 #
 # ## What should it reach?
 #
-# That can be told without a GPU. A word's four bytes come from memory and eight results of two bytes go back; and the
-# instructions go through the pipes of an SM at known rates.
+# This can be computed without a GPU. A word's four bytes are read from memory and eight results of two bytes are
+# written. The instructions go through the pipes of an SM at known rates.
 
 # %%
 sizes = {"R": 16384, "K": 16384, "g": 128}
@@ -156,9 +155,9 @@ print(f"16384 x 16384 weights on an H200: memory {memory_us:.0f} µs, instructio
 # %% [markdown]
 # ## Time it
 #
-# On a GPU the suite's own function does it: CUDA-graph replays over data that exceeds the L2, results of the timed
-# launch compared, ceilings of the same run. Without one, here is what it recorded of `dequant_s4_f16`, the same way
-# in PTX.
+# On a GPU the suite's own function measures it: CUDA-graph replays over data that exceeds the L2, results of the
+# timed launch compared, ceilings of the same run. Without a GPU, this shows the recorded time of `dequant_s4_f16`,
+# the same method in PTX.
 
 # %%
 if gpu.why_not(contract.arch) is None:
@@ -171,9 +170,8 @@ print(f"{row}: {row.time_us:.0f} µs, {row.fraction:.0%} of a {row.limit}")
 # %% [markdown]
 # ## Profile it
 #
-# `ptxlab profile` puts one launch under Nsight Compute, any file's: `ptxlab profile int4_to_f16.cu --in arrays.npz
-# --grid 16384 --block 256`. Again, what was recorded of the PTX stands in where there is no GPU, or no right to
-# count.
+# `ptxlab profile` launches any file under Nsight Compute: `ptxlab profile int4_to_f16.cu --in arrays.npz --grid 16384
+# --block 256`. Where there is no GPU, or no permission to read counters, this shows the record of the PTX kernel.
 
 # %%
 recorded = sources.results_dir() / "h200" / "profiles" / "dequant_s4_f16.json"
@@ -199,13 +197,13 @@ for reason, share in list(profile.stalls.items())[:3]:
     print(f"{share:.0%} of the stalls: {reason.replace('_', ' ')}")
 
 # %% [markdown]
-# *Long scoreboard* is a wait for memory. So that is what this kernel does; its instructions hide behind it, and
-# would in anything else that streams. Whether they do in a GEMM, where they share the pipes, is another question
-# (notebook 03).
+# *Long scoreboard* is a wait for memory. The kernel is memory-bound; its instructions are hidden behind the loads, as
+# they would be in any kernel that streams. Whether they are hidden in a GEMM, where they share the pipes, is another
+# question (notebook 03).
 
 # %% [markdown]
 # ## Make it part of the workbench
 #
-# A file `ptx/<family>/<name>.ptx` or `cuda_src/<family>/<name>.cu`, the reference, the contract: then `ptxlab
-# verify`, `bench`, `sass` and `profile` know the name, property tests draw its inputs, and every opcode is changed
-# in turn to see whether a test notices. CONTRIBUTING.md goes through it with this very kernel.
+# Add a file `ptx/<family>/<name>.ptx` or `cuda_src/<family>/<name>.cu`, the reference and the contract. Then `ptxlab
+# verify`, `bench`, `sass` and `profile` know the name, property tests draw its inputs, and every opcode is changed in
+# turn to see whether a test notices. CONTRIBUTING.md lists the steps for this very kernel.

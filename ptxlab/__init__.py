@@ -1,27 +1,45 @@
-"""ptxlab: a workbench for low-bit LLM kernels."""
+"""ptxlab: a workbench for low-bit LLM kernels.
+
+`gemm_w4a8`, `attention_kv4`, `append_kv4` and `quantize_activations` call the kernels. `load` and `run` launch any
+kernel on a GPU or in the PTX emulator, with checks. `pack`, `KVCache` and `to_device` prepare weights and caches.
+"""
 
 from typing import Any
 
+from ptxlab.errors import PtxlabError
 from ptxlab.kernels import find, run, specs
 from ptxlab.kernels.attention import AttentionWorkspace, append_kv4, attention_kv4, attention_workspace
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
-from ptxlab.kernels.packed import to_device
+from ptxlab.kernels.operation import release_memory
 from ptxlab.kernels.quantize import quantize_activations
+from ptxlab.kernels.transfer import to_device
 from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, pack, stack_experts
+from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.quant import calibrate_kv, quantize_kv, smooth_attention
-from ptxlab.runtime import Kernel, Outcome, load
+from ptxlab.runtime import Kernel, Outcome, load, run_spec
+from ptxlab.sources import Source
+from ptxlab.spec import Arg, KernelSpec, Launch, WrongByDesign
+from ptxlab.spec.dtypes import ByVariant
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
+    "Arg",
     "AttentionWorkspace",
+    "ByVariant",
     "ExpertWeights",
     "KVCache",
     "Kernel",
+    "KernelSpec",
+    "Launch",
     "Outcome",
     "PackedActivations",
     "PackedWeight",
+    "PtxlabError",
+    "Source",
+    "TensorMap",
     "Workspace",
+    "WrongByDesign",
     "__version__",
     "append_kv4",
     "attention_kv4",
@@ -35,7 +53,9 @@ __all__ = [
     "pack",
     "quantize_activations",
     "quantize_kv",
+    "release_memory",
     "run",
+    "run_spec",
     "smooth_attention",
     "specs",
     "stack_experts",
@@ -44,7 +64,7 @@ __all__ = [
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """What `%load_ext ptxlab` calls: the magics `%%ptx` and `%%cuda`, and displays for notebooks."""
+    """Register the magics `%%ptx` and `%%cuda` and the displays; `%load_ext ptxlab` calls this."""
     from ptxlab import jupyter
 
     jupyter.register(shell)

@@ -4,8 +4,11 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ptxlab import __version__, cache, checkpoint, gpu, nsight, tested, toolchain
+from ptxlab import __version__, gpu, nsight, toolchain
 from ptxlab.errors import FileError, UnavailableError
+from ptxlab.io import weights
+from ptxlab.testing import gpu_tests
+from ptxlab.toolchain import cache
 
 
 @dataclass(frozen=True)
@@ -27,13 +30,13 @@ def examine() -> list[Item]:
     python = ".".join(map(str, sys.version_info[:3]))
     return [
         Item("ptxlab", True, f"{__version__}, Python {python}"),
-        Item("backend emulator", True, "runs PTX on the CPU, always here"),
+        Item("backend emulator", True, "runs PTX on the CPU; always available"),
         _gpu(),
         *(_tool(tool) for tool in toolchain.TOOLS),
         *_nsight(),
-        _checkpoint(),
+        *_trained_weights(),
         _cache(),
-        *(Item("GPU tests", False, line, "pytest -m gpu --record-tests FILE") for line in tested.warnings()),
+        *(Item("GPU tests", False, line, "pytest -m gpu --record-tests FILE") for line in gpu_tests.warnings()),
     ]
 
 
@@ -53,7 +56,7 @@ def _tool(tool: str) -> Item:
 
 
 def _nsight() -> list[Item]:
-    version, use = nsight.version(), "counts and samples for `ptxlab profile`"
+    version, use = nsight.version(), "metrics and stall samples for `ptxlab profile`"
     ncu = Item("ncu", bool(version), f"{version}: {use}" if version else use, "" if version else nsight.INSTALL)
     try:
         nsight.require_reader()
@@ -62,11 +65,13 @@ def _nsight() -> list[Item]:
     return [ncu, Item("ncu-report", True, "reads ncu's reports, also without a GPU")]
 
 
-def _checkpoint() -> Item:
-    path = checkpoint.demo_checkpoint()
-    if path is None:
-        return Item("demo weights", False, "demo generates weights instead", "python -m pip install 'ptxlab[demo]'")
-    return Item("demo weights", True, f"{path.stat().st_size / 1e6:.0f} MB of trained weights")
+def _trained_weights() -> list[Item]:
+    """The weights that `ptxlab weights` downloads."""
+    return [
+        Item(f"weights {name}", found is not None, w.summary, "" if found else f"ptxlab weights {name}")
+        for name, w in weights.KNOWN.items()
+        for found in [weights.find(name)]
+    ]
 
 
 def _cache() -> Item:

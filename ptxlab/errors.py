@@ -4,6 +4,8 @@ All derive from `PtxlabError`. A message is one line and names the argument, the
 (a compile log, a list of waiting threads) is kept in attributes or follows on further lines.
 """
 
+from collections.abc import Sequence
+
 _LONGEST = 400  # characters of a value in a message
 
 
@@ -20,6 +22,15 @@ class ArgumentError(PtxlabError, ValueError):
         self.argument = argument
         self.rule = rule
         self.value = value
+
+
+class UnknownKernel(ArgumentError):  # noqa: N818
+    """No kernel or family has this name; the message shows the nearest ones."""
+
+    def __init__(self, name: str, nearest: Sequence[str]) -> None:
+        hint = f"nearest: {', '.join(nearest)}" if nearest else "`ptxlab list` shows all"
+        PtxlabError.__init__(self, f"unknown kernel {name!r}; {hint}")
+        self.argument, self.rule, self.value = "kernel", hint, name
 
 
 class FileError(PtxlabError):

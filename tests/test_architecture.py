@@ -1,70 +1,123 @@
-"""The rules that keep the project in shape: who may import whom, one name per kernel, sizes of modules."""
+"""The rules that keep the project in shape: who may import whom, one name per kernel, nothing built at import."""
 
 import ast
 import re
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from ptxlab import kernels, sources
+from ptxlab import emulator, kernels, sources, toolchain
+from ptxlab.sources import Source
+from tests.support.collection import BuiltAtImportError, nothing_is_built
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "ptxlab"
-MODULES = sorted(p for p in PACKAGE.rglob("*.py") if "_sources" not in p.parts)
+PACKAGE, TESTS = ROOT / "ptxlab", ROOT / "tests"
 
-# Imports go down this list: a module may import what stands before it, and its own package.
+# Rooms: folders and modules of the package root. Imports go one way, down the list.
 ORDER = (
-    "errors", "validate", "files", "dlpack", "checkpoint", "sources", "cache", "nvrtc", "includes", "toolchain",
-    "sheets", "cost", "reference", "quant", "layout", "dtypes", "expressions", "tolerance", "spec", "emulator", "gpu",
-    "signature", "arguments", "backends", "runtime", "plan", "kernels", "audit", "convert", "verify", "harness",
-    "sanitizer", "sass", "dataflow", "mainloop", "nsight", "bench", "subject", "profiles", "stalls", "timeline",
-    "recorder", "counts", "demo", "bert", "kvdemo", "tested", "doctor", "tiles", "plot", "timelineplot", "pipelines",
-    "profileplot", "profiletables", "dequantplot", "ladder", "ladderplot", "headline", "targets", "gemmtables",
-    "headlineplot", "predictions", "costtables", "costplot", "kvpoints", "kvtargets", "kvtables", "kvplot", "headers",
-    "figures", "showcase", "report", "notebooks", "jupyter", "cli", "__main__",
+    "errors", "validate", "io", "plot", "sources", "toolchain", "cost", "reference", "quant", "layout", "spec",
+    "emulator", "gpu", "runtime", "kernels", "verify", "sass", "nsight", "bench", "profile", "timeline", "weights",
+    "demo", "testing", "doctor", "jupyter", "cli", "__main__",
 )  # fmt: skip
 
 
-def imported(path: Path, *, top_level_only: bool = False) -> Iterator[str]:
-    """Dotted names that a module imports."""
+def imported(path: Path, *, when_imported: bool = False) -> set[str]:
+    """Dotted names that a file imports: modules, and what it takes from them; perhaps only outside its functions."""
     tree = ast.parse(path.read_text())
-    for node in tree.body if top_level_only else ast.walk(tree):
+    found: set[str] = set()
+    for node in tree.body if when_imported else ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level, f"{path}: imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
 
 
-def part(path: Path) -> str:
-    relative = path.relative_to(PACKAGE)
-    return relative.parts[0].removesuffix(".py")
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_only_gpu_imports_cupy(path: Path) -> None:
-    if part(path) != "gpu":
-        assert not [name for name in imported(path) if name.split(".")[0] == "cupy"]
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if "_sources" not in path.parts}
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "reference").glob("*.py")), ids=lambda p: p.name)
-def test_reference_imports_only_numpy(path: Path) -> None:
-    allowed = ("numpy", "typing", "ptxlab.reference", "ptxlab")
-    for name in imported(path):
-        assert name.startswith(allowed) and (not name.startswith("ptxlab") or "reference" in name), name
+def importers(library: str) -> set[str]:
+    """Modules that import a library, somewhere."""
+    return {name for name, path in MODULES.items() if any(n.split(".")[0] == library for n in imported(path))}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_imports_go_down_the_list(path: Path) -> None:
-    mine = part(path)
-    if mine == "__init__":
-        return
-    for name in imported(path):
-        parts = name.split(".")
-        if parts[0] != "ptxlab" or len(parts) < 2 or parts[1] not in ORDER or parts[1] == mine:
-            continue
-        assert ORDER.index(parts[1]) < ORDER.index(mine), f"{mine} imports {parts[1]}"
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_imports_go_down_the_list() -> None:
+    """All but the package's root, which offers what is below it."""
+    wrong = {
+        f"{module} imports {name}"
+        for module, path in MODULES.items()
+        for name in imported(path)
+        if name.startswith("ptxlab.") and module != "ptxlab" and {room(module), room(name)} <= {*ORDER}
+        if ORDER.index(room(name)) > ORDER.index(room(module))
+    }
+    assert wrong == set()
+
+
+def test_only_gpu_imports_cupy() -> None:
+    assert {room(module) for module in importers("cupy")} == {"gpu"}
+
+
+def test_torch_is_imported_by_peers_alone() -> None:
+    allowed = re.compile(r"ptxlab\.(torch\b.*|bench\.(peers\w*|sdpa))")
+    assert [module for module in importers("torch") if not allowed.fullmatch(module)] == []
+
+
+def test_reference_imports_only_numpy() -> None:
+    allowed = re.compile(r"(numpy|typing|ptxlab\.reference)\b.*")
+    names = {name for module, path in MODULES.items() if room(f"{module}.") == "reference" for name in imported(path)}
+    assert names and [name for name in names if not allowed.fullmatch(name)] == []
+
+
+def test_no_module_imports_itself_around_others() -> None:
+    graph: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        names = imported(path, when_imported=True)
+        graph[module] = {name if name in MODULES else name.rpartition(".")[0] for name in names} & {*MODULES} - {module}
+    TopologicalSorter(graph).prepare()  # CycleError names the circle
+
+
+TEST_FILES = sorted(TESTS.rglob("*.py"))
+OWN = {"support", "golden", "mutants", "outside", "report"}  # folders of tests that mirror no room
+
+
+def test_tests_mirror_the_package() -> None:
+    folders = {path.parent.relative_to(TESTS) for path in TEST_FILES}
+    assert [str(f) for f in folders if not OWN & {*f.parts[:1]} and not (PACKAGE / f).is_dir()] == []
+
+
+def test_no_test_module_imports_another() -> None:
+    """What two share is in `tests/support`, or a fixture of a `conftest.py`; and imports need no `sys.path`."""
+
+    def wrong(path: Path) -> Iterator[str]:
+        yield from (name for name in imported(path) if name.startswith("tests.") and ".test_" in name)
+        yield from re.findall(r"sys\.path\.(?:insert|append)", path.read_text())
+
+    assert {path.name: found for path in TEST_FILES if path != Path(__file__) and (found := [*wrong(path)])} == {}
+
+
+def test_nothing_is_built_while_tests_are_collected() -> None:
+    """Which `tests/support/collection.py` sees to in every run."""
+    ptx = Source.from_text(".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry k() { ret; }\n", "k.ptx")
+    cuda = Source.from_text('extern "C" __global__ void k() {}', "k.cu")
+    toolchain.assemble(ptx, "sm_80"), toolchain.compile_cuda(cuda, "sm_80")
+    for build in (
+        lambda: toolchain.assemble(ptx, "sm_80"),
+        lambda: toolchain.compile_cuda(cuda, "sm_80"),
+        lambda: emulator.run(ptx.text, "k", [], grid=1, block=32),
+    ):
+        with nothing_is_built(), pytest.raises(BuiltAtImportError):
+            build()
 
 
 def test_every_source_has_a_spec_and_every_spec_a_source() -> None:
@@ -76,11 +129,6 @@ def test_entry_symbol_is_the_name(name: str) -> None:
     for source in sources.of_kernel(name):
         pattern = r"\.visible \.entry (\w+)" if source.language == "ptx" else r"__launch_bounds__\([^)]*\)\s+(\w+)\("
         assert re.findall(pattern, source.text) == [name]
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_modules_stay_small(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= 300
 
 
 CUDA = sorted((ROOT / "cuda_src").rglob("*.cu*"))

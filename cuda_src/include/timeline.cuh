@@ -1,4 +1,4 @@
-// When a warp group does what: stamps of the SM's clock for `ptxlab profile --timeline`. Without TIMELINE nothing of it
+// When a warp group does what: stamps of the SM's clock for `ptxlab timeline`. Without TIMELINE nothing of it
 // is compiled.
 //
 // A kernel names the threads that keep time, one per warp group (or warp), and says what follows:
@@ -22,7 +22,7 @@
 
 namespace ptxlab {
 
-// Its names, in this order, are those of ptxlab/timeline.py.
+// Its names, in this order, are those of ptxlab/timeline/__init__.py.
 // clang-format off
 enum class Phase : unsigned { END, SETUP, LOAD, WAIT_COPY, WAIT_GROUP, WAIT_MMA, DEQUANTISE, ISSUE, MULTIPLY,
                               SCORES, SOFTMAX, VALUES, REDUCE, EPILOGUE };

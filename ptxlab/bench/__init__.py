@@ -1,14 +1,14 @@
 """Benchmarks: kernels beside their floor and their peers, recorded as JSON."""
 
 import platform
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
 from ptxlab.bench import attention, dequant, emulation, gemm, loads, stream
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
-from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, save
+from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
 from ptxlab.errors import ArgumentError
 
 __all__ = [
@@ -17,15 +17,17 @@ __all__ = [
     "Record",
     "Row",
     "Slower",
-    "as_table",
+    "as_tables",
     "compare",
     "confirmed",
     "default_path",
     "load",
     "measure_ceilings",
+    "require_writable",
     "run_suite",
     "save",
     "shortfall",
+    "title",
     "versions",
 ]
 
@@ -119,34 +121,60 @@ def _suite_of(family: str) -> str:
     return "attention" if family == "append" else family
 
 
-def as_table(record: Record) -> tuple[str, list[str], list[list[str]]]:
-    """The record for the terminal: title, columns (right-aligned where the name ends in `>`), rows."""
+def title(record: Record) -> str:
+    """What was measured where, the ceilings of the run, and why the record must not be used if so."""
     ceilings = ", ".join(f"{name} {value:.2f}" for name, value in record.ceilings.items())
-    columns = ["kernel", "measure", "sizes", "µs>", "rate>", "unit", "of floor>", "set by", "best peer", "µs>"]
-    rows = [
-        [
-            f"{row.kernel}.{row.source}",
-            row.measure,
-            " ".join([*(f"{name}={size}" for name, size in row.sizes.items()), row.activations]).rstrip(),
-            f"{row.time_us:.2f}",
-            f"{row.rate:.1f}",
-            row.rate_unit,
-            f"{row.fraction:.1%}",
-            row.limit,
-            *_best_peer(row),
-        ]
-        for row in record.rows
-    ]
     invalid = f"  NOT VALID: {record.invalid}" if record.invalid else ""
-    return f"{record.suite} on {record.device['name']}: {ceilings}{invalid}", columns, rows
+    return f"{record.suite} on {record.device['name']}: {ceilings}{invalid}"
 
 
-def _best_peer(row: Row) -> tuple[str, str]:
-    """Name and microseconds of the fastest peer, if there is one."""
-    if not row.peers:
-        return "", ""
-    name = min(row.peers, key=row.peers.__getitem__)
-    return name, f"{row.peers[name]:.2f}"
+def as_tables(record: Record) -> list[tuple[str, list[str], list[list[str]]]]:
+    """The record for a terminal of 100 columns: title, columns (right-aligned where the name ends in `>`), rows.
+
+    What is the same in all rows of a table is in its title.
+    """
+    sizes_of: dict[tuple[str, str], set[str]] = {}
+    for row in record.rows:
+        sizes_of.setdefault((row.measure, row.kernel), set()).add(str(row.sizes))
+    tables: dict[tuple[str, ...], list[Row]] = {}
+    for row in record.rows:
+        alone = len(sizes_of[row.measure, row.kernel]) > 1  # one kernel at several sizes; else kernels at one size
+        key = row.measure, row.activations, row.rate_unit, row.face or (row.kernel if alone else "")
+        tables.setdefault(key, []).append(row)
+    return [_table(key, rows) for key, rows in tables.items()]
+
+
+def _table(key: tuple[str, ...], rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
+    measure, activations, unit, name = key
+    first = rows[0].sizes if len(rows) > 1 else {}
+    common = {symbol: size for symbol, size in first.items() if all(row.sizes.get(symbol) == size for row in rows)}
+    labels = [_label(row) for row in rows]
+    columns: dict[str, list[str]] = {
+        "kernel": labels if len(set(labels)) > 1 else [],
+        "sizes": [_assigned({s: v for s, v in row.sizes.items() if s not in common} | row.config) for row in rows],
+        "µs>": [f"{row.time_us:.2f}" if row.time_us < 100 else f"{row.time_us:.1f}" for row in rows],
+        f"{unit}>": [f"{row.rate:.1f}" for row in rows],
+        "of floor": [f"{row.fraction:4.0%} {row.limit}" for row in rows],
+        "over best peer": [_over_best_peer(row) for row in rows],
+    }
+    shown = {column: cells for column, cells in columns.items() if any(cells)}
+    title = [measure, name or (labels[0] if len(set(labels)) == 1 else ""), activations, _assigned(common)]
+    return ", ".join(filter(None, title)), list(shown), [list(cells) for cells in zip(*shown.values(), strict=True)]
+
+
+def _label(row: Row) -> str:
+    """The kernel, where a Python call chose it without the call's name: `small_sm90` of `gemm_w4a8`."""
+    return row.kernel.removeprefix(f"{row.face}_") if row.face else f"{row.kernel}.{row.source}"
+
+
+def _assigned(values: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _over_best_peer(row: Row) -> str:
+    """How many times as fast as the fastest peer, and its name."""
+    name = min(row.peers, key=row.peers.__getitem__, default="")
+    return f"{row.peers[name] / row.time_us:.2f}x {name}" if name else ""
 
 
 def versions(info: gpu.DeviceInfo | None) -> dict[str, str]:

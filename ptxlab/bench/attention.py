@@ -17,9 +17,9 @@ from ptxlab.bench.stored import FACTOR, stored_attention, stored_peers
 from ptxlab.bench.timing import Measured, in_turn, measure
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.append import APPEND
-from ptxlab.kernels.attention.call import FACE
+from ptxlab.kernels.attention.call import NAME as FACE
 from ptxlab.kernels.attention.merge import MERGE
-from ptxlab.kernels.attention.steps import STEPS, Step, choose, why_not
+from ptxlab.kernels.attention.steps import STEPS, AttentionStep, choose, why_not
 from ptxlab.sources import of_kernel
 
 MEASURE, WITH_APPEND, LADDER = "attention", "append and attention", "ladder"
@@ -60,7 +60,7 @@ def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], Non
 
 
 def at(
-    step: Step, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None], *, appending: bool = True
+    step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None], *, appending: bool = True
 ) -> Iterator[Row]:
     """One batch of equal lengths: attention alone, and right behind `append_kv4`; others beside both."""
     progress(f"{batch}: PyTorch")
@@ -81,7 +81,7 @@ def at(
     yield row(ready, given, MEASURE, measured, ceilings, expected, peers={**others, **here}, more=more, face=FACE)
 
 
-def programmatic(step: Step, of: Problem, expected: Expected | None = None) -> dict[str, float]:
+def programmatic(step: AttentionStep, of: Problem, expected: Expected | None = None) -> dict[str, float]:
     """Time of launches that begin before those before them have ended; nothing of kernels that would not wait."""
     if not step.spec.after_wait:
         return {}
@@ -91,27 +91,27 @@ def programmatic(step: Step, of: Problem, expected: Expected | None = None) -> d
     return {PROGRAMMATIC: us}
 
 
-def unequal(step: Step, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+def unequal(step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """A ragged batch, and an even one of as many bytes."""
     for measured_as, of in ((RAGGED, batch), (EVEN, evened(batch))):
         progress(f"{of}: {FACE}, {measured_as}")
         yield timed(step, problem(of), measured_as, ceilings, face=FACE)
 
 
-def step_row(step: Step, ceilings: Ceilings, progress: Callable[[str], None]) -> Row:
+def step_row(step: AttentionStep, ceilings: Ceilings, progress: Callable[[str], None]) -> Row:
     """A step of the ladder where QServe took its own apart."""
     progress(f"{ABLATION}: {step.spec.name}")
     return timed(step, problem(ABLATION, scheme_of(step)), LADDER, ceilings)
 
 
-def timed(step: Step, of: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:
+def timed(step: AttentionStep, of: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:
     """Time one step on one problem; what the timed launches wrote is checked. `further` are fields of `Row`."""
     ready = launches(step, of)
     measured = measure(ready.calls)
     return row(ready, of, measured_as, measured, ceilings, **further)
 
 
-def behind_append(step: Step, of: Problem) -> tuple[Measured, Launches, Measured]:
+def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, Launches, Measured]:
     """A decoder's step: `append_kv4` rotates and writes every sequence's new token, the attention follows.
 
     Returns:
@@ -165,12 +165,12 @@ def row(
     )
 
 
-def scheme_of(step: Step) -> str:
+def scheme_of(step: AttentionStep) -> str:
     """The cache that a step takes: 8 bits for the baseline."""
     return "kv8" if step.spec.name == "attention_kv8" else "kv4"
 
 
-def compile_all(planned: Sequence[tuple[Step, Batch]], appending: bool) -> None:
+def compile_all(planned: Sequence[tuple[AttentionStep, Batch]], appending: bool) -> None:
     """Compile every variant that will run, side by side: loading finds them in the cache."""
     variants = set()
     for step, batch in planned:

@@ -4,13 +4,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ptxlab import emulator, gpu, harness, sass, toolchain
+from ptxlab import emulator, gpu, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.dequant import SPECS
+from ptxlab.sass import harness
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Launch, evaluate
 

@@ -15,7 +15,7 @@ from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, Layer
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
-from ptxlab.kernels.gemm.common import Step
+from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.spec import Arrays
 
 FACE = "gemm_w4a8"
@@ -36,7 +36,7 @@ class _Weight(NamedTuple):
     group: int
 
 
-def steps() -> list[Step]:
+def steps() -> list[GemmStep]:
     """The steps that take such a weight and run on this GPU."""
     return [s for s in ladder.LADDER if (s.scheme, s.packing) == (SCHEME, PACKING) and ladder.why_not(s) is None]
 
@@ -47,7 +47,7 @@ def weight_of(layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
     return weights(drawn, layer, group, seed)
 
 
-def chosen(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> Step:
+def chosen(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> GemmStep:
     """The step that `gemm_w4a8` takes."""
     weight: Any = _Weight(SCHEME, PACKING, layer.N, layer.K, group)
     return ladder.choose(weight, order, M, kernel=None, backend="gpu")
@@ -112,7 +112,7 @@ def _orders(layer: Layer, M: int, group: int) -> list[str]:
     return [order for order in orders if _is_taken(*at(layer, M, group, order))]
 
 
-def _is_taken(step: Step, sizes: dict[str, int]) -> bool:
+def _is_taken(step: GemmStep, sizes: dict[str, int]) -> bool:
     try:
         step.spec.check_sizes(sizes)
     except ArgumentError:

@@ -13,7 +13,7 @@ from ptxlab.bench.rows import row_of
 from ptxlab.bench.timing import in_turn, measure
 from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
-from ptxlab.kernels.attention.steps import STEPS, Step
+from ptxlab.kernels.attention.steps import STEPS, AttentionStep
 from ptxlab.sources import of_kernel
 
 Call = Callable[[], None]
@@ -36,7 +36,7 @@ def merged(batch: Batch, ceilings: Ceilings) -> Row:
     alone = launches(fused, of)
     one = measure(alone.calls)
     alone.check(of)
-    parts = launches(Step(sm80.MMA, fused.blocks), of)
+    parts = launches(AttentionStep(sm80.MMA, fused.blocks), of)
     assert parts.logged is not None
     two = measure(_followed(parts.calls, _merges(parts, out=parts.outputs)))
     merges = _merges(parts, out=parts.logged.outputs, lse=parts.logged.lse)

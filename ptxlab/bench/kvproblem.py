@@ -15,12 +15,12 @@ from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention import exact
 from ptxlab.kernels.attention.common import arrays_of
 from ptxlab.kernels.attention.sm90 import SM90
-from ptxlab.kernels.attention.steps import Step
+from ptxlab.kernels.attention.steps import AttentionStep
 from ptxlab.layout import KVCache, page_bytes
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.sources import of_kernel
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.tolerance import Allowed, within
+from ptxlab.spec.tolerance import Allowed, within
 
 SCALE = HEAD_DIM**-0.5
 _RANDOM = 64 << 20  # bytes of distinct random pages; repeated in a larger cache, whose tables mix them
@@ -28,7 +28,7 @@ _WILD_PAGE = 0x7FFFFFF0  # where a table has no page
 _NAN = 0xFF  # what results are filled with before
 
 
-def sizes_at(step: Step, batch: Batch, scheme: str, pages: int) -> dict[str, Any]:
+def sizes_at(step: AttentionStep, batch: Batch, scheme: str, pages: int) -> dict[str, Any]:
     """The spec's sizes for one new token per sequence, in a pool of `pages`."""
     sizes = {
         "B": len(batch.lengths),
@@ -229,7 +229,7 @@ class Launches:
 
 
 def launches(
-    step: Step, of: Problem, *, programmatic: bool = False, constants: dict[str, int] | None = None
+    step: AttentionStep, of: Problem, *, programmatic: bool = False, constants: dict[str, int] | None = None
 ) -> Launches:
     """Prepare a launch per copy of the cache.
 

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from ptxlab import dataflow, gpu, harness, nsight, sass, toolchain
+from ptxlab import gpu, nsight, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.timing import Measured, copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError, UnavailableError
-from ptxlab.files import save_arrays
+from ptxlab.io.files import save_arrays
 from ptxlab.kernels.load import SPECS, TILE
 from ptxlab.runtime import run_spec
+from ptxlab.sass import dataflow, harness
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec
 

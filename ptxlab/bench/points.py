@@ -12,11 +12,11 @@ from ptxlab.bench.rows import row_of
 from ptxlab.bench.stored import FACTOR, stored_peers, stored_times
 from ptxlab.bench.stream import measure_stream
 from ptxlab.bench.timing import GEMM_REPLAYS, measure
-from ptxlab.kernels.gemm.common import Step
+from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.spec import Arrays, evaluate
 
 StreamTime = Callable[[int], float]  # bytes -> microseconds, measured once in a run
-Point = tuple[Step, dict[str, int]]
+Point = tuple[GemmStep, dict[str, int]]
 
 
 def streams() -> StreamTime:
@@ -25,7 +25,7 @@ def streams() -> StreamTime:
 
 
 def point(
-    step: Step,
+    step: GemmStep,
     sizes: dict[str, int],
     logical: Arrays,
     right: Any,

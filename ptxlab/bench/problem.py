@@ -10,12 +10,12 @@ from ptxlab import gpu
 from ptxlab.bench.shapes import GROUP, Layer
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
-from ptxlab.expressions import names_in
 from ptxlab.kernels.gemm import STEPS
-from ptxlab.kernels.gemm.common import F16, Step
+from ptxlab.kernels.gemm.common import F16, GemmStep
 from ptxlab.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
+from ptxlab.spec.expressions import names_in
 
 _POISON = 0xA5
 _OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no part of the weight; nor is the bias
@@ -23,12 +23,12 @@ _OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no par
 BLOCK_ROWS, BLOCK_K = 520, 7 * 128
 
 
-def steps_of(names: Sequence[str]) -> list[Step]:
+def steps_of(names: Sequence[str]) -> list[GemmStep]:
     """The steps of the ladder among `names` that this GPU runs, in its order."""
     return [s for s in LADDER if s.spec.name in names and s.spec in STEPS and why_not(s) is None]
 
 
-def source_of(step: Step) -> Source:
+def source_of(step: GemmStep) -> Source:
     """The source that is measured: the one that a bare name means."""
     return of_kernel(step.spec.name)[0]
 
@@ -114,7 +114,7 @@ class Launches:
         outputs: what each call writes, FP16 [M, N].
     """
 
-    step: Step
+    step: GemmStep
     sizes: dict[str, int]
     variant: dict[str, int]
     kernel: gpu.GpuKernel
@@ -137,7 +137,7 @@ class Launches:
 
 
 def launches(
-    step: Step,
+    step: GemmStep,
     sizes: dict[str, int],
     logical: Arrays,
     *,

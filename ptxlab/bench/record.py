@@ -11,7 +11,7 @@ from typing import Any
 
 from ptxlab import sources
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.files import read_record, write_text
+from ptxlab.io.files import read_record, require_folder, write_text
 
 SCHEMA = 1
 TOLERANCE = 0.03
@@ -152,8 +152,20 @@ class Slower:
 
 
 def default_path(record: Record) -> Path:
-    """`notebooks/results/<gpu>/<suite>.json`."""
-    return sources.results_dir() / str(record.device["slug"]) / f"{record.suite}.json"
+    """`notebooks/results/<gpu>/<suite>.json`; outside a checkout `<suite>-<gpu>.json` in the current folder."""
+    slug = str(record.device["slug"])
+    if not sources.in_checkout():
+        return Path(f"{record.suite}-{slug}.json")
+    return sources.results_dir() / slug / f"{record.suite}.json"
+
+
+def require_writable(path: Path | None) -> None:
+    """FileError where `save` could not write: to be asked before anything is measured."""
+    if path is not None:
+        return require_folder(path)
+    folder = sources.results_dir() if sources.in_checkout() else Path.cwd()
+    if not os.access(folder, os.W_OK):
+        raise FileError(f"{folder}: cannot be written to; --out says where the record goes")
 
 
 def save(record: Record, path: Path | None = None) -> Path:

@@ -6,12 +6,12 @@ from ptxlab.bench.points import Point, StreamTime, point
 from ptxlab.bench.problem import expected, first_tokens, problem, sizes_at
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
-from ptxlab.kernels.gemm.common import Step
+from ptxlab.kernels.gemm.common import GemmStep
 
 MEASURE = "gemm"
 
 
-def points(steps: Sequence[Step]) -> Iterator[Point]:
+def points(steps: Sequence[GemmStep]) -> Iterator[Point]:
     """Every step with its sizes."""
     for step in steps:
         for layer in LAYERS:
@@ -21,7 +21,7 @@ def points(steps: Sequence[Step]) -> Iterator[Point]:
 
 def layer_rows(
     layer: Layer,
-    steps: Sequence[Step],
+    steps: Sequence[GemmStep],
     cublas: Mapping[int, Mapping[str, float]],
     stream_us: StreamTime,
     progress: Callable[[str], None],

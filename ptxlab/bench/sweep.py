@@ -52,7 +52,7 @@ def sweep(
 
     Args:
         spec: the kernel.
-        sizes: `M`, `N`, `K`, `g` of a GEMM; `B`, `L`, `Hq`, `Hkv` of an attention (`subject.sizes_of`).
+        sizes: `M`, `N`, `K`, `g` of a GEMM; `B`, `L`, `Hq`, `Hkv` of an attention (`profile.launch_target.sizes_of`).
         constants: values by name of a `-D` constant of the kernel; the others are as chosen.
         progress: called with each variant.
 

@@ -8,16 +8,16 @@ from ptxlab.bench.problem import sizes_at
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA, Layer
 from ptxlab.bench.steps import layer_rows as rows_of_steps
-from ptxlab.kernels.gemm.common import Step
+from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.kernels.gemm.ladder import why_not
 
 KERNEL = "gemm_w8a8_sm90"
 MEASURE = "w8a8"
 
 
-def steps(names: Sequence[str]) -> list[Step]:
+def steps(names: Sequence[str]) -> list[GemmStep]:
     """The kernel as a step, where it is among `names` and runs on this GPU."""
-    found = [Step(spec, "int8", "") for name, spec in kernels.specs().items() if name == KERNEL and name in names]
+    found = [GemmStep(spec, "int8", "") for name, spec in kernels.specs().items() if name == KERNEL and name in names]
     return [step for step in found if why_not(step) is None]
 
 

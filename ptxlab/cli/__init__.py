@@ -1,53 +1,81 @@
 """The `ptxlab` command. Every command takes `--json`; exit code 1 is a failed check, 2 is bad input."""
 
+from collections.abc import Callable
+
 import typer
 from rich.markup import escape
 
 from ptxlab import __version__
-from ptxlab.cli import cost, measure, profile, quantize, run, weights
-from ptxlab.cli.common import BAD_INPUT, FAILED, notes
+from ptxlab.cli import bench, cost, profile, quantize, run, sanitize, sass, stalls, sweep, timeline, weights
+from ptxlab.cli.common import BAD_INPUT, FAILED, UsageError, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(weights.demo)
-app.command()(weights.doctor)
-app.command("list")(run.list_kernels)
-app.command()(run.show)
-app.command()(run.run)
-app.command()(run.verify)
-app.command()(measure.sanitize)
-app.command()(measure.sass)
-app.command()(cost.cost)
-app.command()(weights.audit)
-app.command()(quantize.quantize)
-app.command()(measure.bench)
-app.command()(measure.sweep)
-app.command()(profile.profile)
-app.command()(measure.report)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+# The panels of `ptxlab --help`, in this order.
+PANELS: dict[str, dict[str, Callable[..., None]]] = {
+    "Run and check": {
+        "list": run.list_kernels,
+        "show": run.show,
+        "run": run.run,
+        "verify": run.verify,
+        "sanitize": sanitize.sanitize,
+    },
+    "Measure": {
+        "sass": sass.sass,
+        "bench": bench.bench,
+        "sweep": sweep.sweep,
+        "profile": profile.profile,
+        "timeline": timeline.timeline,
+        "stalls": stalls.stalls,
+        "cost": cost.cost,
+    },
+    "Weights": {
+        "weights": weights.weights,
+        "audit": weights.audit,
+        "quantize": quantize.quantize,
+    },
+    "Project": {
+        "demo": weights.demo,
+        "doctor": weights.doctor,
+    },
+}
+for _panel, _commands in PANELS.items():
+    for _name, _command in _commands.items():
+        app.command(_name, rich_help_panel=_panel)(_command)
 
 
 @app.callback(invoke_without_command=True)
-def version(show: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+def version(
+    context: typer.Context, show: bool = typer.Option(False, "--version", help="Print the version and stop.")
+) -> None:
     """A workbench for low-bit LLM kernels. Exit code 1 is a failed check, 2 is bad input."""
     if show:
         print(__version__)
+    elif context.invoked_subcommand is None:
+        print(context.get_help(), end="")
+    if show or context.invoked_subcommand is None:
         raise typer.Exit
 
 
 def main() -> None:
-    """Entry point: turns the package's errors into one line and an exit code."""
+    """Entry point: turns errors into one line and an exit code."""
     try:
-        app()
+        raise SystemExit(app(prog_name="ptxlab", standalone_mode=False))
+    except UsageError as error:  # Typer would print a box of five lines
+        command = error.ctx.command_path if error.ctx else "ptxlab"
+        message = error.format_message().rstrip(".")
+        _die(f"{message[0].lower()}{message[1:]}; see `{command} --help`", BAD_INPUT)
     except UnknownInstruction as error:  # nothing ran, so nothing failed
-        _die(error, BAD_INPUT)
+        _die(str(error), BAD_INPUT)
     except (EmulationError, VerificationError) as error:
-        _die(error, FAILED)
+        _die(str(error), FAILED)
     except PtxlabError as error:
-        _die(error, BAD_INPUT)
-    except KeyboardInterrupt:
+        _die(str(error).replace('backend="emulator"', "--backend emulator"), BAD_INPUT)
+    except (KeyboardInterrupt, typer.Abort):
         raise SystemExit(130) from None
 
 
-def _die(error: Exception, code: int) -> None:
-    notes.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True, highlight=False)
+def _die(message: str, code: int) -> None:
+    notes.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
     raise SystemExit(code) from None

@@ -1,10 +1,12 @@
 """What all commands share: the console, JSON, progress bars, tables, and errors turned into exit codes."""
 
 import json
+import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -13,24 +15,44 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import PtxlabError
+from ptxlab.io.files import require_folder
 
 FAILED, BAD_INPUT = 1, 2
 
-console = Console()
+UsageError: Any = typer.BadParameter.__bases__[0]  # of click, which Typer carries within itself
+
+PICTURES = (".png", ".svg", ".pdf")
+WIDTH = 100  # of what is not printed on a terminal, in characters; every table fits it
+console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDTH)
 notes = Console(stderr=True)
 
+# One spelling per option over all commands.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Backend = Annotated[str | None, typer.Option(help="gpu or emulator; by default the GPU where there is one.")]
+Backend = Annotated[str | None, typer.Option(help="gpu or emulator. Default: the GPU if there is one.")]
 Arch = Annotated[str, typer.Option(help="Architecture to compile for, such as sm_90a.")]
-
-# Of a file without a spec: how it is launched and compiled.
-Grid = Annotated[str | None, typer.Option(help="Blocks, x[,y[,z]]; for files only. Default 1.")]
-Block = Annotated[str | None, typer.Option(help="Threads, x[,y[,z]]; for files only. Default 32.")]
-Shared = Annotated[int | None, typer.Option(help="Dynamic shared memory in bytes; for files only.")]
-FileArch = Annotated[str | None, typer.Option(help="What to compile a .cu for: sm_90a for wgmma; files only.")]
+Shape = Annotated[
+    str | None, typer.Option(help="Sizes of the problem, such as M=64,N=4096,K=4096,g=128. Default: a typical problem.")
+]
+Plot = Annotated[Path | None, typer.Option(help="Draw a picture: FILE.png, .svg or .pdf.")]
 Define = Annotated[
-    list[str] | None, typer.Option("-D", metavar="NAME[=N]", help="A constant of a .cu, -D TILE=64; -D X is 1.")
+    list[str] | None, typer.Option("-D", metavar="NAME[=N]", help="Constant of a .cu: -D TILE=64; -D X is -D X=1.")
+]
+
+# How a file without a spec is launched and compiled.
+_FILES = "Files without a spec"
+Inputs = Annotated[
+    Path | None, typer.Option("--in", rich_help_panel=_FILES, help=".npz with the kernel's arguments by name.")
+]
+Grid = Annotated[str | None, typer.Option(rich_help_panel=_FILES, help="Blocks, x[,y[,z]]. Default: 1.")]
+Block = Annotated[str | None, typer.Option(rich_help_panel=_FILES, help="Threads per block, x[,y[,z]]. Default: 32.")]
+Shared = Annotated[int | None, typer.Option(rich_help_panel=_FILES, help="Dynamic shared memory in bytes.")]
+FileArch = Annotated[
+    str | None, typer.Option("--arch", rich_help_panel=_FILES, help="Architecture of a .cu; sm_90a for wgmma.")
+]
+FileDefine = Annotated[
+    list[str] | None,
+    typer.Option("-D", metavar="NAME[=N]", rich_help_panel=_FILES, help="Constant of a .cu: -D TILE=64."),
 ]
 
 
@@ -52,22 +74,45 @@ def progress_bar(title: str, total: int | None, *, quiet: bool = False) -> Itera
         yield advance
 
 
-_NAME_WIDTH = 20  # of the first column: as much of a name as is never broken
+_NAME_WIDTH = 32  # characters of the first column that are never broken: a kernel's name fits
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[Any]]) -> Table:
-    """A table; columns whose name ends in `>` are right-aligned. Short names in the first column and words in the
-    headers are not broken, however narrow the terminal is."""
-    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    """A table; columns whose name ends in `>` are right-aligned.
+
+    Names in the first column and words in the headers are not broken, however narrow the terminal is.
+    """
+    made = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, show_edge=False)
     cells = [[escape(str(cell)) for cell in row] for row in rows]
     for index, column in enumerate(columns):
         header = column.rstrip(">")
-        longest = max([len(row[0]) for row in cells] if index == 0 else map(len, header.split()), default=1)
-        justify: Literal["left", "right"] = "right" if column.endswith(">") else "left"
-        made.add_column(header, justify=justify, overflow="fold", min_width=min(longest, _NAME_WIDTH))
+        widest = max((len(row[index]) for row in cells), default=0)
+        least = max(map(len, header.split()), default=1)
+        if index == 0:
+            least = min(max(least, widest), _NAME_WIDTH)
+        made.add_column(
+            header,
+            justify="right" if column.endswith(">") else "left",
+            overflow="fold",
+            min_width=least,
+            no_wrap=max(widest, len(header)) <= least,  # or Rich shrinks it first, and cuts off the last column
+        )
     for row in cells:
         made.add_row(*row)
     return made
+
+
+def sizes_text(sizes: Mapping[str, Any]) -> str:
+    """`M=16 N=12288 K=4096`."""
+    return " ".join(
+        f"{name}={size:.4g}" if isinstance(size, float) else f"{name}={size}" for name, size in sizes.items()
+    )
+
+
+def written(*paths: Path | None) -> None:
+    """Say which files a command wrote."""
+    for path in filter(None, paths):
+        console.print(f"written: {escape(str(path))}", soft_wrap=True, highlight=False)
 
 
 def dims(name: str, text: str) -> tuple[int, ...]:
@@ -75,4 +120,28 @@ def dims(name: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ArgumentError(f"--{name}", "one to three integers, x[,y[,z]]", text) from None
+        raise expects(f"--{name}", "one to three integers, x[,y[,z]]", text) from None
+
+
+class CommandLineError(PtxlabError):
+    """Options that do not fit together, or a value that an option does not take."""
+
+
+def expects(option: str, what: str, got: object) -> CommandLineError:
+    """The error `--from expects a .ncu-rep or .json file, got k.npz`."""
+    return CommandLineError(f"{option} expects {what}, got {got}")
+
+
+def refuse(options: Mapping[str, Any], reason: str) -> None:
+    """CommandLineError for the first of the options that was given: `--set needs a launch`."""
+    for name, value in options.items():
+        if value is not None:
+            raise CommandLineError(f"{name} {reason}")
+
+
+def require_file(option: str, path: Path | None, *suffixes: str) -> None:
+    """Raise at once for a file that could not be written in the end."""
+    if path is not None:
+        if path.suffix not in suffixes:
+            raise expects(option, f"a {' or '.join(suffixes)} file", path)
+        require_folder(path)

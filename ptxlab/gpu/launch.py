@@ -131,12 +131,13 @@ def bind(kernel: GpuKernel, geometry: Launch) -> Callable[[int, int], None]:
     _check_geometry(kernel, geometry)
     attributes = _attributes(kernel, geometry)
     configs: dict[int, Any] = {}  # one per stream, so that two threads do not share one
+    enqueue, function = driver.cuLaunchKernelEx, driver.CUfunction(kernel.handle)
 
     def launch(arguments: int, stream: int) -> None:
         config = configs.get(stream)
         if config is None:
             config = configs[stream] = _config(geometry, attributes, stream)
-        result = driver.cuLaunchKernelEx(config, kernel.handle, arguments, 0)
+        result = enqueue(config, function, arguments, 0)
         if result[0]:
             _check(kernel, *result)
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab import cache, nvrtc, toolchain
+from ptxlab import toolchain
 from ptxlab.errors import ArgumentError, CompileError
 from ptxlab.gpu.device import device_info
 from ptxlab.sources import Source
+from ptxlab.toolchain import cache, nvrtc
 
 
 @dataclass(frozen=True)

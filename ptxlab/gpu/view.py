@@ -1,14 +1,15 @@
 """What a launch has to know of a device array, read off quickly: nothing is converted, allocated or waited for."""
 
 import sys
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError
-from ptxlab.gpu.arrays import as_array, caller_stream, empty, is_device_array, like
+from ptxlab.gpu.arrays import as_array, caller_stream, empty, is_device_array, library, like
+from ptxlab.spec.dtypes import storage
 
 _ALIGNMENT = 16  # bytes: the widest load or store of one thread
 
@@ -38,20 +39,24 @@ class View(NamedTuple):
         return self
 
 
+_view = cast(Callable[[tuple[Any, ...]], View], partial(tuple.__new__, View))  # View(*of), without a call of Python's
+
+
 def view(name: str, array: Any) -> View:
     """What there is to know of an array of any library; ArgumentError unless it is contiguous and on the GPU."""
-    library = type(array).__module__.partition(".")[0]
-    if library == "torch" and array.is_cuda:
+    origin = library(type(array))
+    if origin == "torch" and array.is_cuda:
         if not array.is_contiguous():
             raise ArgumentError(name, "C-contiguous", f"strides {array.stride()}")
-        return View(array.data_ptr(), tuple(array.shape), _torch_name(array.dtype), array.get_device(), array)
-    if library != "cupy":
+        return _view((array.data_ptr(), tuple(array.shape), _torch_name(array.dtype), array.get_device(), array))
+    if origin != "cupy":
         if not is_device_array(array):
             raise ArgumentError(name, "an array on the GPU (ptxlab.to_device brings it there)", type(array).__name__)
         array = as_array(name, array)
-    if not array.flags.c_contiguous:
+    if not array._c_contiguous:  # `flags` make an object
         raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
-    return View(array.data.ptr, array.shape, _name(array.dtype), array.device.id, array)
+    data = array.data
+    return _view((data.ptr, array.shape, _name(array.dtype), data.device_id, array))
 
 
 @cache
@@ -68,11 +73,19 @@ def stream_handle() -> int:
     """The caller's stream (see `caller_stream`), as the driver's handle."""
     import cupy
 
-    handle = int(cupy.cuda.get_current_stream().ptr)
+    handle: int = cupy.cuda.get_current_stream().ptr
     torch = sys.modules.get("torch")
     if handle == 0 and torch is not None and torch.cuda.is_initialized():
-        return int(torch.cuda.current_stream(current_device()).cuda_stream)  # PyTorch finds the device less quickly
+        return _torch_stream()(current_device())  # PyTorch finds the device less quickly
     return handle
+
+
+@cache
+def _torch_stream() -> Callable[[int], int]:
+    """PyTorch's current stream on a device: its handle. `torch.cuda.current_stream` makes an object for it."""
+    torch = sys.modules["torch"]
+    quick = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return quick or (lambda device: int(torch.cuda.current_stream(device).cuda_stream))
 
 
 def is_capturing(stream: int) -> bool:
@@ -91,10 +104,13 @@ def current_device() -> int:
 
 def new(example: Any, shape: tuple[int, ...], dtype: str) -> Any:
     """An uninitialised device array for a result that goes to the caller: PyTorch's own for PyTorch, else CuPy's."""
-    if type(example).__module__.partition(".")[0] == "torch":
+    if library(type(example)) == "torch":
         torch = sys.modules["torch"]
         return torch.empty(shape, dtype=getattr(torch, dtype), device=example.device)
-    return empty(shape, storage(dtype))
+    return empty(shape, _storage(dtype))
+
+
+_storage = cache(storage)
 
 
 def handed(array: Any, example: Any, dtype: str) -> Any:

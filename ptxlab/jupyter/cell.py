@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ptxlab import emulator, gpu, nvrtc, sass, toolchain
+from ptxlab import emulator, gpu, sass, toolchain
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.jupyter.page import place, remember
 from ptxlab.runtime import Kernel, load
 from ptxlab.sources import Language, Source, names_same_file
+from ptxlab.toolchain import nvrtc
 from ptxlab.verify import Verdict
 
 Reports = Mapping[str, sass.Report]

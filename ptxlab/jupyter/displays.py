@@ -10,7 +10,7 @@ from ptxlab.jupyter import maps, page
 from ptxlab.jupyter.cell import Cell, Fact, Remark, counts, facts
 from ptxlab.jupyter.drawing import HolderView
 from ptxlab.jupyter.page import Html, chip, details, element, join, listing, table
-from ptxlab.jupyter.words import Row, words
+from ptxlab.jupyter.registers import RegisterRow, words
 from ptxlab.layout import PackedWeight
 from ptxlab.runtime import Kernel, Outcome
 from ptxlab.sass import Report
@@ -72,12 +72,12 @@ def _operands(finding: Finding) -> Html:
         return Html("")
     *given, stored = finding.fault.registers
     exact = finding.fault.exact
-    rows = [Row(operand.letter, operand.type, operand.lanes) for operand in given]
+    rows = [RegisterRow(operand.letter, operand.type, operand.lanes) for operand in given]
     low, high = stored.type.limits
     over = {lane for lane, value in enumerate(exact) if not low <= value <= high}
-    rows.append(Row("exact", stored.type, exact, over, "each lane computed by itself"))
+    rows.append(RegisterRow("exact", stored.type, exact, over, "each lane computed by itself"))
     differs = {lane for lane, value in enumerate(exact) if stored.lanes[lane] != value}
-    rows.append(Row("d", stored.type, stored.lanes, differs, f"stored, {stored.word:#010x}"))
+    rows.append(RegisterRow("d", stored.type, stored.lanes, differs, f"stored, {stored.word:#010x}"))
     return words(rows, finding.lane)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ptxlab.emulator import Finding, LaneType
 from ptxlab.errors import ArgumentError
 from ptxlab.jupyter.page import Html, chip, element, join, page
-from ptxlab.jupyter.words import Row, section, words
+from ptxlab.jupyter.registers import RegisterRow, section, words
 from ptxlab.reference.packed import as_words, replicate
 from ptxlab.runtime import Kernel, load
 
@@ -119,19 +119,21 @@ class Identities:
 
     def _repr_html_(self) -> str:
         given = [
-            Row("q4", UNSIGNED, self.q4),
-            Row("s1", LaneType(False, 32, 0), (self.s1,)),
-            Row("min", SIGNED, (self.minimum,) * LANES),
-            Row("a = 128 + min", UNSIGNED, (self.minimum + 128,) * LANES),
-            Row("q4·s1 + min", SIGNED, self.exact, _outside(self.exact), "what it should be"),
+            RegisterRow("q4", UNSIGNED, self.q4),
+            RegisterRow("s1", LaneType(False, 32, 0), (self.s1,)),
+            RegisterRow("min", SIGNED, (self.minimum,) * LANES),
+            RegisterRow("a = 128 + min", UNSIGNED, (self.minimum + 128,) * LANES),
+            RegisterRow("q4·s1 + min", SIGNED, self.exact, _outside(self.exact), "what it should be"),
         ]
         return page(words([*given, *(row for trace in self.traces for row in self._section(trace))]))
 
-    def _section(self, trace: Trace) -> list[Row | Html]:
+    def _section(self, trace: Trace) -> list[RegisterRow | Html]:
         wrong = self.wrong(trace)
         verdict = chip(f"wrong in {len(wrong)} of 4", kind="bad") if wrong else chip("exact", kind="good")
         rows = [
-            Row(step.partition(";")[0], trace.identity.types[i], trace.lanes(i), _disturbed(trace, i), _note(trace, i))
+            RegisterRow(
+                step.partition(";")[0], trace.identity.types[i], trace.lanes(i), _disturbed(trace, i), _note(trace, i)
+            )
             for i, step in enumerate(trace.identity.steps)
         ]
         rows[-1] = replace(rows[-1], wrong=wrong)

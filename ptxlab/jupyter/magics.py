@@ -7,10 +7,10 @@ from IPython.core.magic import Magics, cell_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
 from ptxlab import gpu, kernels, sass
-from ptxlab.arguments import checks_of, parse_integers
 from ptxlab.errors import PtxlabError
 from ptxlab.jupyter.cell import Cell, compile_cell
 from ptxlab.jupyter.errors import in_short
+from ptxlab.runtime.arguments import checks_of, parse_integers
 from ptxlab.sources import Language
 from ptxlab.spec import KernelSpec
 from ptxlab.verify import Job, Verdict, verify
@@ -20,13 +20,13 @@ def _options(function: Any) -> Any:
     """What both magics take."""
     for option in (
         argument("-q", "--quiet", action="store_true", help="Bind the kernels and show nothing."),
-        argument("--sass", action="store_true", help="Show the machine code under the lines that it comes from."),
-        argument("--verify", metavar="SPEC", help="Hold the kernel against the reference of this project kernel, "
+        argument("--listing", action="store_true", help="Show the machine code, below the source lines."),
+        argument("--verify", metavar="SPEC", help="Compare the kernel with the reference of this project kernel, "
                  "or of a KernelSpec in the notebook, with every check on."),
-        argument("--check", metavar="CHECKS", default="", help="What the emulator looks for whenever the kernel is "
-                 "called: some of lanes,race,init,async,divergence, or all."),
-        argument("--arch", help="What to assemble for, such as sm_90a; by default this GPU, or sm_90a without one."),
-        argument("--kernel", metavar="NAME", help="Only this one of the cell's kernels; by default all of them."),
+        argument("--check", metavar="CHECKS", default="", help="Emulator checks of every call of the kernel, "
+                 "comma-separated: lanes, race, init, async, divergence, or all."),
+        argument("--arch", help="Architecture to compile for. Default: this GPU, or sm_90a without one."),
+        argument("--kernel", metavar="NAME", help="Bind only this kernel of the cell. Default: all."),
     ):  # fmt: skip
         function = option(function)
     return magic_arguments()(function)
@@ -48,7 +48,14 @@ class PtxlabMagics(Magics):
 
     @cell_magic
     @_options
-    @argument("-D", dest="define", metavar="NAME[=N]", action="append", default=[], help="A constant; -D X is 1.")
+    @argument(
+        "-D",
+        dest="define",
+        metavar="NAME[=N]",
+        action="append",
+        default=[],
+        help="Constant; -D X is -D X=1.",
+    )
     def cuda(self, line: str, cell: str) -> Cell | None:
         """Compile a cell of CUDA C++ and bind its kernels under their names."""
         return self._run(parse_argstring(self.cuda, line), cell, "cu")
@@ -63,7 +70,7 @@ class PtxlabMagics(Magics):
                 arch=options.arch,
                 defines=parse_integers("-D", getattr(options, "define", [])),
                 checks=checks_of("--check", options.check),
-                listing=options.sass,
+                listing=options.listing,
                 before=self.reports,
             )
             if options.verify:

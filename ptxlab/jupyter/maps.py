@@ -11,8 +11,9 @@ from functools import cache, partial
 
 import numpy as np
 
-from ptxlab import kernels, tiles
+from ptxlab import kernels
 from ptxlab.errors import ArgumentError
+from ptxlab.kernels import holders
 from ptxlab.layout import LAYOUTS, fragments, pack
 from ptxlab.layout.fragments import WARP, Fragment
 from ptxlab.quant import QoQChannelWeight
@@ -106,7 +107,7 @@ def _nibbles(layout: str, shape: tuple[int, int]) -> np.ndarray:
 
 def of_load(name: str) -> HolderMap:
     """What a `load_*` kernel brings to the lanes of a warp group, as 8-bit operand A."""
-    held = tiles.holders(name)
+    held = holders.holders(name)
     share = held.wrong.mean()
     what = "a tile of 64 x 64 weights as the kernel brings it to 128 lanes" + (
         f"; {share:.0%} of it is not where the MMA wants it" if share else ""

@@ -1,4 +1,4 @@
-"""The project's kernels: their specs, found by name, and the Python face of each family."""
+"""The project's kernels: their specs, found by name, and the public calls of each family."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab import sources
-from ptxlab.arguments import check_flags, check_numbers, output_variant
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, UnknownKernel
 from ptxlab.kernels import attention, dequant, gemm, quantize
 from ptxlab.kernels import load as load_family
 from ptxlab.runtime import Outcome, run_spec
+from ptxlab.runtime.arguments import check_flags, check_numbers, output_variant
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 
@@ -40,9 +40,8 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
             family = sources.family_of(written[0])
             rule = f"{written[0].label} has no spec yet: add one to SPECS of the family {family}, or name the file"
             raise ArgumentError("kernel", rule, name)
-        near = difflib.get_close_matches(stem, specs(), n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(near)}?" if near else "`ptxlab list` shows them"
-        raise ArgumentError("kernel", f"a kernel's name; {hint}", name)
+        known = dict.fromkeys([*specs(), *(spec.family for spec in specs().values())])
+        raise UnknownKernel(name, difflib.get_close_matches(stem, known, n=3, cutoff=0.4))
     found = sources.of_kernel(stem)
     chosen = tuple(s for s in found if language in ("", s.language))
     if not chosen:
@@ -50,17 +49,27 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
     return specs()[stem], chosen
 
 
-def resolve(target: str) -> tuple[KernelSpec | None, Source, str | None]:
-    """What a command line names: one of the project's kernels (`NAME`, `NAME.cu`), or any file (`FILE[:entry]`).
+def resolve_all(target: str) -> list[tuple[KernelSpec | None, tuple[Source, ...], str | None]]:
+    """What a command line names: a kernel (`NAME`), one source of it (`NAME.cu`), a family (`gemm`), `FILE[:entry]`.
 
     Returns:
-        The spec (None for a file), the source, the entry symbol (None where the file has to have only one).
+        For each kernel: the spec (None for a file), the sources, the entry symbol (None: the only one of the file).
     """
     path, _, entry = target.partition(":")
     if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or Path(path).stem not in specs()):
-        return None, Source.read(path), entry or None
-    spec, found = find(target)
-    return spec, found[0], spec.name
+        return [(None, (Source.read(path),), entry or None)]
+    names = [name for name, spec in specs().items() if spec.family == target] or [target]
+    return [(spec, found, spec.name) for spec, found in map(find, names)]
+
+
+def resolve(target: str) -> tuple[KernelSpec | None, Source, str | None]:
+    """The same where one kernel is wanted, with its first source; ArgumentError for a family of several."""
+    found = resolve_all(target)
+    if len(found) > 1:
+        names = ", ".join(str(name) for *_, name in found)
+        raise ArgumentError("kernel", f"one of {names}", f"the family {target}")
+    ((spec, sources_of, entry),) = found
+    return spec, sources_of[0], entry
 
 
 def run(

@@ -1,6 +1,6 @@
 """Family `dequant`: 4-bit weights to 8-bit integers or FP16, one kernel per published way of doing it.
 
-All kernels stream: `qweight` (micro-kernel words, see `ptxlab.layout.words`) and per-group constants in, a row-major
+All kernels stream: `qweight` (micro-kernel words, see `ptxlab.layout.nibbles`) and per-group constants in, a row-major
 matrix out. Two words (for FP16 one) per thread, so that a warp stores 512 contiguous bytes.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import quant, reference
-from ptxlab.layout.words import pack_comet, pack_s4, pack_u4
+from ptxlab.layout.nibbles import pack_comet, pack_s4, pack_u4
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, WrongByDesign
 
 THREADS = 256

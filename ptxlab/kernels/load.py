@@ -12,7 +12,7 @@ import numpy as np
 
 from ptxlab import layout
 from ptxlab.layout import fragments
-from ptxlab.layout.words import pack_u4
+from ptxlab.layout.nibbles import pack_u4
 from ptxlab.quant import QoQChannelWeight
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, WrongByDesign
 

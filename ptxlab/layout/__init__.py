@@ -3,12 +3,12 @@
 from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
 from ptxlab.layout.expert_weights import ExpertWeights, stack_experts
 from ptxlab.layout.kv_cache import HEAD_DIMS, KVCache, gather, scatter, write_slots
+from ptxlab.layout.nibbles import pack_comet, pack_s4, pack_u4, unpack_comet, unpack_s4, unpack_u4
 from ptxlab.layout.packed_activations import PackedActivations, pack_activations, unpack_activations
 from ptxlab.layout.packed_weight import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.pages import PAGE_SIZES, pack_pages, page_bytes, unpack_pages
 from ptxlab.layout.storage import METADATA_KEY, load, packed_names, save
 from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.layout.words import pack_comet, pack_s4, pack_u4, unpack_comet, unpack_s4, unpack_u4
 
 __all__ = [
     "HEAD_DIMS",

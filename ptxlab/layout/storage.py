@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ptxlab.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.errors import ArgumentError, FileError
+from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
 from ptxlab.layout.packed_weight import VERSION, PackedWeight, buffer_shapes
 from ptxlab.layout.packings import PACKINGS, Buffers
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from ptxlab.errors import ArgumentError, UnavailableError
 
 SETS = ("quick", "full")
-INSTALL = "it comes with the CUDA toolkit"
+INSTALL = "part of the CUDA toolkit"
 FAILED = "ptxlab cannot launch it: "  # what a profiled process prints before the reason
 
 _SAMPLING = "2"  # warps are sampled every 2^(5 + this) clocks: ncu's own choice is too rare for microseconds

@@ -1,6 +1,7 @@
 """`Profile`: one launch on a page. Figures out of a report's metrics, why warps waited, and at which lines."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -8,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ptxlab.errors import FileError
-from ptxlab.files import read_record, write_text
-from ptxlab.nsight.report import ISSUING, Launched
+from ptxlab.io.files import read_record, write_text
+from ptxlab.nsight.report import ISSUING, ProfiledLaunch
 
 SCHEMA = 1
 MOST_CARRIERS = 10
@@ -25,7 +26,7 @@ class Figure:
         label: for people.
         unit: `µs`, `%` (of what the unit could do) ...
         metrics: of ncu (or `WEIGHTS`) that it is made of.
-        of: their values -> the figure.
+        of: their values -> the figure; NaN where they make none, which a profile leaves out.
     """
 
     name: str
@@ -51,7 +52,14 @@ FIGURES = (
     ),
     Figure("dram_pct", "DRAM", "%", ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",)),
     Figure("l2_pct", "L2", "%", ("lts__throughput.avg.pct_of_peak_sustained_elapsed",)),
-    Figure("l2_hit_pct", "L2 hits", "% of sectors", ("lts__t_sector_hit_rate.pct",)),
+    # ncu counts hits and sectors in two passes: of a launch with little traffic the quotient may be no share at all.
+    Figure(
+        "l2_hit_pct",
+        "L2 hits",
+        "% of sectors",
+        ("lts__t_sector_hit_rate.pct",),
+        lambda pct: pct if pct <= 100 else math.nan,
+    ),
     Figure("tensor_pct", "tensor pipe", "%", (f"sm__pipe_tensor_cycles_active.{_PEAK}",)),
     Figure("issue_pct", "issue slots", "%", (f"smsp__issue_active.{_PEAK}",)),
     Figure("alu_pct", "ALU", "%", (f"sm__inst_executed_pipe_alu.{_PEAK}",)),
@@ -110,7 +118,7 @@ class Profile:
     Attributes:
         kernel: its entry symbol.
         sizes: of the problem, where they are known.
-        figures: by the names of `FIGURES`; one that would need unknown sizes is left out.
+        figures: by the names of `FIGURES`; one that would need unknown sizes, or that is no share, is left out.
         stalls: reason -> share of all stalls: what a sampled warp that did not issue waited for.
         issuing: share of the sampled warps that issued.
         samples: how many warps were sampled.
@@ -139,7 +147,7 @@ class Profile:
 
 
 def profile_of(
-    launched: Launched,
+    launched: ProfiledLaunch,
     *,
     sizes: Mapping[str, Any] | None = None,
     weights: int | None = None,
@@ -161,6 +169,7 @@ def profile_of(
         if WEIGHTS not in figure.metrics or weights:
             values = (float(weights or 0) if name == WEIGHTS else launched.number(name) for name in figure.metrics)
             figures[figure.name] = figure.of(*values)
+    figures = {name: value for name, value in figures.items() if not math.isnan(value)}
     reasons = Counter[str]()
     for instruction in launched.instructions:
         reasons.update(instruction.samples)
@@ -178,7 +187,7 @@ def profile_of(
     )
 
 
-def carriers(launched: Launched) -> tuple[Carrier, ...]:
+def carriers(launched: ProfiledLaunch) -> tuple[Carrier, ...]:
     """The source lines, or where there is no line table the instructions, that most stalls were sampled at."""
     waiting: dict[tuple[str, int], Counter[str]] = {}
     hottest: dict[tuple[str, int], str] = {}

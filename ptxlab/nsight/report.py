@@ -19,7 +19,7 @@ _MOST = 1 << 16  # instructions of a kernel, at most
 
 
 @dataclass(frozen=True)
-class Instruction:
+class SampledInstruction:
     """One machine instruction of a profiled kernel.
 
     Attributes:
@@ -45,7 +45,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Launched:
+class ProfiledLaunch:
     """One launch as the report has it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Launched:
     kernel: str
     numbers: Mapping[str, float]
     names: Mapping[str, str]
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[SampledInstruction, ...]
     sources: Mapping[str, str]
 
     def number(self, metric: str) -> float:
@@ -83,7 +83,7 @@ def require_reader() -> Any:
     return ncu_report
 
 
-def read(path: Path) -> list[Launched]:
+def read(path: Path) -> list[ProfiledLaunch]:
     """The launches of a report, in their order.
 
     Raises:
@@ -104,7 +104,7 @@ def read(path: Path) -> list[Launched]:
     return found
 
 
-def _launched(action: Any) -> Launched:
+def _launched(action: Any) -> ProfiledLaunch:
     numbers, names = {}, {}
     for name in action.metric_names():
         value = action.metric_by_name(name).value()
@@ -113,10 +113,10 @@ def _launched(action: Any) -> Launched:
         elif isinstance(value, str):
             names[name] = value
     files = {PurePosixPath(path).name: text for path, text in action.source_files().items()}
-    return Launched(action.name(), numbers, names, tuple(_instructions(action)), files)
+    return ProfiledLaunch(action.name(), numbers, names, tuple(_instructions(action)), files)
 
 
-def _instructions(action: Any) -> Iterator[Instruction]:
+def _instructions(action: Any) -> Iterator[SampledInstruction]:
     reasons = [name for name in action.metric_names() if name.startswith(SAMPLES) and not name.endswith(_NO_ISSUE)]
     counts = {name.removeprefix(SAMPLES): _by_address(action, name) for name in reasons}
     executed = _by_address(action, _EXECUTED)
@@ -133,7 +133,7 @@ def _instructions(action: Any) -> Iterator[Instruction]:
         file, line = (PurePosixPath(place.file_name()).name, place.line()) if place else ("", 0)
         text = _TARGET.sub(lambda found: f"{int(found[0], 16) - start:#x}", " ".join(sass.split()).strip(" ;"))
         samples = {reason: at[address] for reason, at in counts.items() if at.get(address)}
-        yield Instruction(address - start, text, file, line, samples, executed.get(address, 0))
+        yield SampledInstruction(address - start, text, file, line, samples, executed.get(address, 0))
 
 
 def _by_address(action: Any, name: str) -> dict[int, int]:

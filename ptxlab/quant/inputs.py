@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import reference
-from ptxlab.dlpack import on_host, plain
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dlpack import on_host, plain
 from ptxlab.reference.packed import F32
 from ptxlab.validate import is_one_of
 

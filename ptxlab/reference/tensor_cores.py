@@ -18,11 +18,11 @@ _PLUS, _SIGN = np.uint32(0), np.uint32(1 << 31)
 _NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the one that hardware makes
 
 
-def hopper_mma(a: Any, b: Any, c: F32) -> Any:
+def hopper_mma(a: Any, b: Any, c: F32, kept: int = KEPT) -> Any:
     """a·b + c as one `mma.m16n8k16` has it: f16 [..., M, 16] and f16 [..., 16, N], f32 [..., M, N]; NumPy or CuPy.
 
     A product has the sum of its operands' exponents, whatever its significand is; subnormals have -14. One that is zero
-    has none: what else there is keeps its bits. A sum of zero is +0.
+    has none: what else there is keeps its bits. A sum of zero is +0. Other tensor cores have `kept` bits.
     """
     (a_bits, a_exponent), (b_bits, b_exponent) = _parts(a), _parts(b)
     c_bits, c_exponent = _parts_of_single(c)
@@ -30,13 +30,13 @@ def hopper_mma(a: Any, b: Any, c: F32) -> Any:
     for k in range(a.shape[-1]):
         exponent = np.maximum(exponent, a_exponent[..., :, k, None] + b_exponent[..., None, k, :])
 
-    total = _cut(c_bits << (KEPT - 23), exponent - c_exponent)
+    total = _cut(c_bits << (kept - 23), exponent - c_exponent)
     for k in range(a.shape[-1]):
         product = a_bits[..., :, k, None] * b_bits[..., None, k, :]  # 20 bits behind the point
         below = exponent - a_exponent[..., :, k, None] - b_exponent[..., None, k, :]
-        total = total + _cut(product << (KEPT - 20), below)
+        total = total + _cut(product << (kept - 20), below)
     # a float64 has room for the sum; an FP32 has all but 29 bits of its significand, or multiples of 2^-149
-    wide = np.ldexp(total.astype(np.float64), exponent - KEPT)
+    wide = np.ldexp(total.astype(np.float64), exponent - kept)
     with np.errstate(over="ignore", invalid="ignore"):  # of what is special
         result = (wide.view(np.int64) & ~((1 << 29) - 1)).view(np.float64).astype(np.float32)
         small = np.trunc(np.abs(wide) * 2.0**149).astype(np.uint32) | np.where(wide < 0, _SIGN, _PLUS)

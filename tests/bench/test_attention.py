@@ -18,7 +18,7 @@ from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.kernels import specs
 from ptxlab.kernels.attention.steps import STEPS, choose
 from ptxlab.layout import gather
-from tests.slowed import slowed
+from tests.support.bench_rows import slowed
 
 CEILINGS = Ceilings(4.6, 4.2)
 SMALL = Batch(4, 2, (70, 70))

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
-from ptxlab import emulator, harness, kernels, reference
+from ptxlab import emulator, kernels, reference
 from ptxlab.bench import dequant
-from ptxlab.layout.words import unpack_u4
+from ptxlab.layout.nibbles import unpack_u4
+from ptxlab.sass import harness
 from ptxlab.sources import Source
 
 NAMES = [name for name, spec in kernels.specs().items() if spec.family == "dequant"]

@@ -31,7 +31,7 @@ from ptxlab.bench.shapes import (
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.layout.packed_activations import ORDERS
-from tests.slowed import slowed
+from tests.support.bench_rows import slowed
 
 SMALL, NEXT = Layer("test", "small", N=128, K=256), Layer("test", "next", N=64, K=128)
 FP8 = {"cublas_fp8": 8.0}

@@ -6,10 +6,9 @@ import pytest
 
 from ptxlab import gpu
 from ptxlab.bench import limits, problem
-from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS
-from tests.bench.test_gemm import NAMES, SMALL
-from tests.fake_ncu import ncu, printed
-from tests.ladder_record import row
+from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, Layer
+from tests.support.fake_ncu import ncu, printed
+from tests.support.ladder_record import NAMES, row
 
 __all__ = ["ncu"]
 
@@ -46,7 +45,7 @@ def test_what_ncu_runs_launches_in_the_order_of_the_rows(emulated_gpu: pytest.Mo
         return lambda: (launched.append(kernel.run.entry), call())
 
     emulated_gpu.setattr(gpu, "prepare", remembered)
-    emulated_gpu.setattr(limits, "DISSECTED", SMALL)
+    emulated_gpu.setattr(limits, "DISSECTED", Layer("test", "small", N=128, K=256))
     emulated_gpu.setattr(limits, "DISSECTED_TOKENS", (3, 5))
     limits.launch_once(NAMES[:2])
     assert launched == [NAMES[0], NAMES[0], NAMES[1], NAMES[1]]

@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
-from ptxlab import dataflow, harness, kernels, sass, toolchain
+from ptxlab import kernels, sass, toolchain
 from ptxlab.bench import loads as suite
 from ptxlab.errors import UnavailableError
 from ptxlab.nsight import ncu
 from ptxlab.runtime import load
+from ptxlab.sass import dataflow, harness
 from ptxlab.sources import of_kernel
 
 TILES = [name for name, spec in kernels.specs().items() if spec.family == "load" and "T" in spec.example_sizes[0]]

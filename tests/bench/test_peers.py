@@ -1,6 +1,7 @@
 """cuBLAS as a peer: the calls are PyTorch's, so here they run on the CPU; what times them is a stand-in."""
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ from ptxlab.bench import peers
 from ptxlab.bench.timing import Measured
 from ptxlab.errors import BenchmarkError
 
-torch = pytest.importorskip("torch", reason="torch is not installed: it comes with the extra `demo`")
+# Not imported here: that takes seconds of every worker.
+pytestmark = pytest.mark.skipif(
+    find_spec("torch") is None, reason="torch is not installed: it comes with the extra `torch`"
+)
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_wrong_products_are_found(name: str, on_cpu: pytest.MonkeyPatch) -> None
     x = peers._operand(name, 4, 128, seed=4)
     peers._calls(name, x, weights)
     wrong = {"cublas_fp8": "_scaled_mm", "cublas_int8": "_int_mm", "cublas_fp16": "matmul"}[name]
-    on_cpu.setattr(torch, wrong, lambda a, b, **_: (a.float() @ b.float()).flip(1))
+    on_cpu.setattr(f"torch.{wrong}", lambda a, b, **_: (a.float() @ b.float()).flip(1))
     with pytest.raises(BenchmarkError, match=f"{name}: wrong results"):
         peers._calls(name, x, weights)
 

@@ -1,5 +1,6 @@
 """Records: round trip, what is refused, comparison, and the rule that makes a record invalid."""
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -8,33 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from ptxlab import bench, cost
+from ptxlab import bench, cost, sources
 from ptxlab.bench.ceilings import Ceilings, shortfall
-from ptxlab.bench.record import Record, Row, commit
+from ptxlab.bench.record import Record, commit
 from ptxlab.bench.timing import BEYOND_L2, clock_mhz, copies_beyond_l2
+from ptxlab.cli.common import table
 from ptxlab.errors import ArgumentError, BenchmarkError, FileError
-from tests.slowed import slowed
+from tests.support.bench_rows import ROW, slowed
 
-ROW = Row(
-    kernel="dequant_lqq",
-    source="ptx",
-    measure="streaming",
-    sizes={"R": 16384, "K": 16384, "g": 128},
-    time_us=100.0,
-    fastest_us=99.5,
-    slowest_us=101.0,
-    rate=4000.0,
-    rate_unit="GB/s",
-    bytes=407_000_000,
-    operations=536_870_912,
-    floor_us=95.0,
-    fraction=0.95,
-    limit="copy 4.26 TB/s",
-    sm_mhz=1980.0,
-    checked="all",
-    more={"registers": 16},
-)
 RECORD = Record(
     suite="dequant",
     device={"name": "NVIDIA H200", "slug": "h200", "driver": "580.1", "sms": 132},
@@ -185,14 +169,33 @@ def test_sheets() -> None:
         cost.sheet("h300")
 
 
-def test_table_shows_rows_and_invalidity() -> None:
-    title, columns, rows = bench.as_table(replace(RECORD, invalid="memory is slow"))
+def test_tables_show_rows_and_the_title_invalidity() -> None:
+    title = bench.title(replace(RECORD, invalid="memory is slow"))
     assert title.startswith("dequant on NVIDIA H200") and title.endswith("NOT VALID: memory is slow")
-    assert all(len(row) == len(columns) for row in rows)
-    assert rows[0][0] == "dequant_lqq.ptx" and "4000.0" in rows[0] and "95.0%" in rows[0]
-    assert rows[0][2] == "R=16384 K=16384 g=128" and rows[0][-2:] == ["", ""]
+    ((title, columns, rows),) = bench.as_tables(replace(RECORD, rows=(ROW,)))
+    assert title == "streaming, dequant_lqq.ptx" and columns == ["sizes", "µs>", "GB/s>", "of floor"]
+    assert rows == [["R=16384 K=16384 g=128", "100.0", "4000.0", " 95% copy 4.26 TB/s"]]
     beside = replace(RECORD, rows=(replace(ROW, peers={"slow": 130.0, "fast": 101.0}),))
-    assert bench.as_table(beside)[2][0][-2:] == ["fast", "101.00"]
+    assert bench.as_tables(beside)[0][2][0][-1] == "1.01x fast"
+
+
+def test_what_all_rows_share_is_in_the_title_of_their_table() -> None:
+    other = replace(ROW, kernel="dequant_comet", sizes={**ROW.sizes, "g": 64})
+    ((title, columns, rows),) = bench.as_tables(replace(RECORD, rows=(ROW, other)))
+    assert title == "streaming, R=16384 K=16384" and columns[:2] == ["kernel", "sizes"]
+    assert [row[:2] for row in rows] == [["dequant_lqq.ptx", "g=128"], ["dequant_comet.ptx", "g=64"]]
+    faces = [replace(ROW, sizes={"M": M}, kernel="gemm_w4a8_sm90", face="gemm_w4a8") for M in (16, 64)]
+    tables = bench.as_tables(replace(RECORD, rows=(ROW, *faces, replace(faces[0], kernel="gemm_w4a8_small_sm90"))))
+    assert [title for title, *_ in tables] == ["streaming, dequant_lqq.ptx", "streaming, gemm_w4a8"]
+    assert [row[0] for row in tables[1][2]] == ["sm90", "sm90", "small_sm90"]
+
+
+@pytest.mark.parametrize("suite", ["dequant", "load", "gemm", "attention"])
+def test_no_row_of_a_suite_is_broken_at_100_columns(suite: str) -> None:
+    for title, columns, rows in bench.as_tables(bench.load(sources.results_dir() / "h200" / f"{suite}.json")):
+        lines = io.StringIO()
+        Console(file=lines, width=100).print(table("", columns, rows))
+        assert len(lines.getvalue().splitlines()) == len(rows) + 4, title
 
 
 def test_clock_rate() -> None:

@@ -8,7 +8,7 @@ import pytest
 from ptxlab import cost, emulator
 from ptxlab.bench import stream
 from ptxlab.errors import BenchmarkError
-from tests.bench.test_record import ROW
+from tests.support.bench_rows import ROW
 
 SIZES = [(128, 4), (128 * 7, 4), (128 * 1000, 3), (128 * 3001, 2)]
 

@@ -8,9 +8,8 @@ import pytest
 from ptxlab import emulator
 from ptxlab.errors import EmulationError
 from ptxlab.layout.fragments import wgmma_d
-
-from .kernels import cuda
-from .test_wgmma import cores
+from tests.support.emulated import cuda
+from tests.support.wgmma import cores
 
 STEPS, N = 7, 16
 COPY = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"

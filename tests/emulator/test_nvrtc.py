@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-
-from .kernels import cuda
+from tests.support.emulated import cuda
 
 GRID_BARRIER = r"""
 __device__ unsigned arrived;

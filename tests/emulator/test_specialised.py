@@ -11,8 +11,7 @@ from ptxlab.errors import EmulationError
 from ptxlab.layout.fragments import wgmma_d
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
-
-from . import specialised
+from tests.support import specialised
 
 both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 

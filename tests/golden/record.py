@@ -1,4 +1,4 @@
-"""Record golden vectors on a GPU: `python tests/golden/record.py [--out DIR]`. Needs CuPy and NumPy, nothing else.
+"""Record golden vectors on a GPU: `python -m tests.golden.record [--out DIR]`. Needs CuPy and NumPy, nothing else.
 
 Each case is compiled and run alone, so one that fails costs only itself; failures are listed at the end, and in the
 summary. Writes `vectors.npz` (one array per case and destination, named `case.destination`, and a checksum of each
@@ -15,8 +15,7 @@ from pathlib import Path
 import cupy
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import BLOCK, Case, cases
+from tests.golden.cases import BLOCK, Case, cases
 
 
 def record(case: Case, folder: Path) -> dict[str, np.ndarray]:

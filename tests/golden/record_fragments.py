@@ -1,4 +1,4 @@
-"""Record the fragment vectors on an H100 or H200: `python tests/golden/record_fragments.py [--out DIR]`.
+"""Record the fragment vectors on an H100 or H200: `python -m tests.golden.record_fragments [--out DIR]`.
 
 Needs CuPy and NumPy, nothing else. Writes `fragments.npz` (one array per case, and a checksum of its kernel and inputs)
 and `fragments.json` (device, driver, failures). Each case is compiled and run alone; failures are listed at the end.
@@ -14,8 +14,7 @@ from pathlib import Path
 import cupy
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent))
-from fragments import FragmentCase, fragment_cases, rounded_cases
+from tests.golden.fragments import FragmentCase, fragment_cases, rounded_cases
 
 
 def record(case: FragmentCase, folder: Path) -> np.ndarray:

@@ -1,15 +1,11 @@
-"""Record what an H100 or H200 makes of FP16 operands by mma.m16n8k16: `python tests/golden/record_hopper_mma.py`.
+"""Record what an H100 or H200 makes of FP16 operands by mma.m16n8k16: `python -m tests.golden.record_hopper_mma`.
 
-Writes `hopper_mma.npz` beside this file: of every case of `tests/reference/test_tensor_cores.py` some operands, and d.
+Writes `hopper_mma.npz` beside this file: of every case of `tests/golden/hopper_mma.py` some operands, and d.
 """
-
-import sys
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-from tests.reference.test_tensor_cores import CASES, RECORDED, instruction
+from tests.golden.hopper_mma import CASES, RECORDED, instruction
 
 SOME = 8  # products of a case
 

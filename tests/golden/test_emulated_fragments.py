@@ -7,7 +7,6 @@ two differ by at most `bound` below. (Fasi et al., "Numerical behavior of NVIDIA
 a model of the H100 to the bit: Khattak and Mikaitis, arXiv:2512.07004.)
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.layout.fragments import mma_a, mma_b, mma_c
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fragments import FragmentCase, fragment_cases, rounded_cases
+from tests.golden.fragments import FragmentCase, fragment_cases, rounded_cases
 
 VECTORS = Path(__file__).parent / "fragments.npz"
 CASES = {case.name: case for case in fragment_cases()}
@@ -66,7 +63,7 @@ def test_rounded(name: str) -> None:
     assert (np.abs(emulated - exact) <= half * np.abs(exact)).all() and (emulated != exact).any()
     with np.load(VECTORS) as vectors:
         if name not in vectors:
-            pytest.skip("not recorded yet: python tests/golden/record_fragments.py, on an H100 or H200")
+            pytest.skip("not recorded yet: python -m tests.golden.record_fragments, on an H100 or H200")
         assert int(vectors[f"{name}.checksum"]) == case.checksum()
         recorded = numbers(fragment.gather(vectors[name]), case.facts["d"])
     assert (np.abs(recorded - exact) <= bound).all()

@@ -1,6 +1,5 @@
 """The fragment maps against what a GPU did: its results must be what the maps predict, to the bit."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +9,7 @@ from ptxlab import toolchain
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import Fragment, ldmatrix, mma_a, mma_b, mma_c, wgmma_a, wgmma_d
 from ptxlab.sources import Source
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fragments import FragmentCase, fragment_cases
+from tests.golden.fragments import FragmentCase, fragment_cases
 
 VECTORS = Path(__file__).parent / "fragments.npz"
 CASES = {case.name: case for case in fragment_cases()}
@@ -23,7 +20,7 @@ FLOATS = {"f16": np.float16, "f32": np.float32, "s32": np.int32}
 @pytest.fixture(scope="session")
 def vectors():
     if not VECTORS.exists():
-        pytest.fail(f"{VECTORS.name} is missing: run `python tests/golden/record_fragments.py` on an H100 or H200")
+        pytest.fail(f"{VECTORS.name} is missing: run `python -m tests.golden.record_fragments` on an H100 or H200")
     with np.load(VECTORS) as stored:
         return dict(stored)
 

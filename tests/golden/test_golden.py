@@ -1,15 +1,12 @@
 """The emulator against vectors that a GPU has recorded, per opcode and modifier."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ptxlab import emulator
-
-sys.path.insert(0, str(Path(__file__).parent))
-from cases import BLOCK, Case, cases, same
+from tests.golden.cases import BLOCK, Case, cases, same
 
 VECTORS = Path(__file__).parent / "vectors.npz"
 CASES = cases()
@@ -18,7 +15,7 @@ CASES = cases()
 @pytest.fixture(scope="session")
 def vectors():
     if not VECTORS.exists():
-        pytest.fail(f"{VECTORS.name} is missing: run `python tests/golden/record.py` on a machine with a GPU and CuPy")
+        pytest.fail(f"{VECTORS.name} is missing: run `python -m tests.golden.record` on a machine with a GPU and CuPy")
     with np.load(VECTORS) as stored:
         return dict(stored)
 

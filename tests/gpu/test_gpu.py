@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu, kernels, toolchain, verify
-from ptxlab.dtypes import ByVariant, dtype_in, storage, stored
 from ptxlab.errors import ArgumentError, CompileError, LaunchError, UnavailableError
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
+from ptxlab.spec.dtypes import ByVariant, dtype_in, storage, stored
 
 pytestmark = pytest.mark.gpu
 

@@ -4,8 +4,8 @@ import pytest
 
 from ptxlab import gpu, kernels
 from ptxlab.gpu import marks
-from ptxlab.plan import Plan
-from tests.fake_gpu import FakeGpu
+from ptxlab.runtime.plan import Plan
+from tests.support.fake_gpu import FakeGpu
 
 
 def test_a_mark_is_a_range_that_ends_with_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,7 +85,7 @@ extern "C" __global__ void carries(unsigned* x) { x[0] = ptxlab::mul_u8x4(x[0], 
 def test_a_cell_shows_counts_and_what_changed(shell: InteractiveShell) -> None:
     shell.run_cell(f"%%cuda -D SCALE=300 --kernel scale\n{CUDA}")
     changed = '#include "dequant.cuh"\n' + CUDA.replace("= x;", "= ptxlab::unpack_u4(x).y;")
-    cell = shell.run_cell(f"%%cuda -D SCALE=300 --kernel scale --sass\n{changed}").result
+    cell = shell.run_cell(f"%%cuda -D SCALE=300 --kernel scale --listing\n{changed}").result
     _, page = shown(shell, cell)
     assert "registers" in page.text and " was 0" in page.text and "LOP3.LUT" in page.text
     assert {"machine code by line", "dequant.cuh"} <= set(page.text)

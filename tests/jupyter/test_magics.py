@@ -81,7 +81,7 @@ def test_a_changed_cell_says_what_changed(shell: InteractiveShell) -> None:
 
 
 def test_machine_code_by_line(shell: InteractiveShell) -> None:
-    cell = run(shell, "ptx --sass", PTX)
+    cell = run(shell, "ptx --listing", PTX)
     assert "IADD3" in {i.opcode for i in cell.listing["<cell add4>", line_of(PTX, "add.u32")]}
     assert [i.opcode for i in cell.listing["<cell add4>", line_of(PTX, "st.global")]] == ["STG", "EXIT"]
 
@@ -93,7 +93,7 @@ extern "C" __global__ void unpack(const unsigned* q, uint2* out) {
     out[threadIdx.x] = ptxlab::dequant_lqq(q[threadIdx.x], 7, 0x09090909);
 }
 """
-    cell = run(shell, "cuda --sass", text)
+    cell = run(shell, "cuda --listing", text)
     opcodes = {name: {i.opcode for (path, _), code in cell.listing.items() if path.endswith(name) for i in code}
                for name in ("<cell unpack>", "dequant.cuh")}  # fmt: skip
     assert {"LDG", "STG"} <= opcodes["<cell unpack>"] and "LOP3" not in opcodes["<cell unpack>"]
@@ -192,7 +192,7 @@ def test_what_the_assembler_is_not_there_for_the_parser_finds(
         ("cuda -D SCALE=", CUDA, "-D: NAME=INTEGER (got SCALE=)"),
         ("ptx --arch hopper", PTX, "arch: sm_<number>, such as sm_80 or sm_90a (got hopper)"),
         ("cuda", "__device__ int x;\n", '<cell>: entry: a kernel (extern "C" __global__) (got none)'),
-        ("ptx --verify dequant_lq", PTX, "did you mean dequant_lqq"),
+        ("ptx --verify dequant_lq", PTX, "unknown kernel 'dequant_lq'; nearest: dequant_lqq"),
     ],
 )
 def test_bad_options_are_one_line(shell: InteractiveShell, options: str, text: str, said: str) -> None:

@@ -12,7 +12,7 @@ from ptxlab.layout import HEAD_DIMS, PAGE_SIZES
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
-from tests.append_problems import (
+from tests.support.append_problems import (
     BACKENDS,
     DTYPES,
     ON_GPU,
@@ -29,7 +29,7 @@ from tests.append_problems import (
     scales,
     ties,
 )
-from tests.strategies import floats
+from tests.support.strategies import floats
 
 MOST = 2e5  # beyond it scales may not be finite in float16
 

@@ -9,7 +9,7 @@ import pytest
 from ptxlab import kernels
 from ptxlab.errors import EmulationError
 from ptxlab.kernels.attention.append import APPEND
-from tests import append_problems as problems
+from tests.support import append_problems as problems
 
 CHANGES = {
     "a reciprocal of one part": ("fmaf(x, high, __fmul_rn(x, low))", "__fmul_rn(x, high)"),

@@ -1,32 +1,15 @@
 """The bound allows for what tensor cores cut off: kernels in an emulator whose MMA aligns its products as they do."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 
-from ptxlab.emulator import mma
 from ptxlab.kernels.attention.sm90 import SM90
-from tests import attention_problems as problems
-from tests.kernels import test_attention_mma as sm80
-from tests.kernels import test_attention_sm90 as sm90
-
-AMPERE, HOPPER = (24, 8), (25, 16)  # bits below the largest exponent, products at a time (Fasi et al. 2021)
-SMALLEST = -14  # the exponent of FP16's subnormals, and of zero
-
-
-def aligned_dots(bits: int, together: int, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """`mma.dots` of FP16 as tensor cores sum it up: every product cut off below the largest sum of exponents."""
-    if not (a % 1).any() and not (b % 1).any():
-        return np.matmul(a, b.swapaxes(-1, -2))  # of integers nothing is cut off
-    a, b = a[:, :, None].astype(np.float64), b[:, None].astype(np.float64)
-    exponents = [np.where(x == 0, SMALLEST, np.maximum(np.frexp(x)[1] - 1, SMALLEST)) for x in (a, b)]
-    total = np.zeros(np.broadcast_shapes(a.shape, b.shape)[:-1])
-    for k in range(0, a.shape[-1], together):
-        part = (..., slice(k, k + together))
-        unit = np.exp2((exponents[0][part] + exponents[1][part]).max(axis=-1) - float(bits))[..., None]
-        total += (np.trunc(a[part] * b[part] / unit) * unit).sum(axis=-1)
-    return total
+from ptxlab.reference.tensor_cores import hopper_mma
+from tests.support import attention_problems as problems
+from tests.support import attention_sm80 as sm80
+from tests.support import attention_sm90 as sm90
+from tests.support import tensor_cores
+from tests.support.tensor_cores import ampere_mma
 
 
 def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,7 +17,7 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     This very number came out on an H200. Sums that are rounded only once are far nearer.
     """
-    monkeypatch.setattr(mma, "dots", partial(aligned_dots, *HOPPER))
+    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
     variant, at = sm90.VARIANTS[3], (0, 6, 3, 25)
     logical, arrays = variant.problem(1, (5,), problems.one_dominant_score, 3, window=0, blocks=1)
     out = sm90.check(variant, logical, arrays, "emulator")["out"]
@@ -52,7 +35,7 @@ CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_sma
 def test_hopper_stays_within_the_bound(
     variant: sm90.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mma, "dots", partial(aligned_dots, *HOPPER))
+    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
     for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
         sm90.check(variant, *variant.problem(1, lengths, change, Hkv, window=0, blocks=1), "emulator")
 
@@ -62,6 +45,6 @@ def test_hopper_stays_within_the_bound(
 def test_ampere_stays_within_the_bound(
     variant: sm80.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mma, "dots", partial(aligned_dots, *AMPERE))
+    tensor_cores.in_the_emulator(ampere_mma, monkeypatch)
     for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
         sm80.check(variant, *variant.problem(1, lengths, change, Hkv, window=0), "emulator")

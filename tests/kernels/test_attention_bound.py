@@ -11,25 +11,18 @@ from ptxlab.bench.kvproblem import SCALE
 from ptxlab.kernels.attention import bound, common, ladder, sm80
 from ptxlab.kernels.attention.sm90 import PROMOTE, SM90, roundings_of
 from ptxlab.quant import quantize_kv
-from ptxlab.tolerance import Allowed, misses, within
-from tests import attention_faults as faults
-from tests import attention_problems as problems
-from tests import attention_rounded as rounded
+from ptxlab.spec.tolerance import Allowed, within
+from tests.support import attention_faults as faults
+from tests.support import attention_problems as problems
+from tests.support import attention_rounded as rounded
+from tests.support.attention_faults import every_data, refused
 
 LENGTHS = (300, 4096, 32768)
 HEADS = (8, 1)  # the fewest heads in which a fault has to show
 
-every_data = pytest.mark.parametrize("data", kvdata.DATA, ids=lambda data: data.__name__)
-
 
 def allowed_of(of: faults.Problem) -> dict[str, Allowed]:
     return SM90.allowed({"q": of.q, "cache": of.cache, "softmax_scale": SCALE, "window": 0, "blocks": 1})
-
-
-def refused(got: np.ndarray, right: np.ndarray, allowed: Allowed) -> np.ndarray:
-    """Which of the results [draws, ...] have an element, or a row, that is further off than it may be."""
-    elements, rows = misses(got, right, allowed)
-    return elements.reshape(len(got), -1).any(axis=-1) | rows.reshape(len(got), -1).any(axis=-1)
 
 
 @every_data

@@ -14,9 +14,9 @@ from ptxlab.bench.kvshapes import HEAD_DIM, PAGE
 from ptxlab.kernels.attention import sm90
 from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.sources import of_kernel
-from ptxlab.tolerance import within
-from tests import attention_faults as faults
-from tests.kernels.test_attention_bound import every_data, refused
+from ptxlab.spec.tolerance import within
+from tests.support import attention_faults as faults
+from tests.support.attention_faults import every_data, refused
 
 pytestmark = [
     pytest.mark.gpu,

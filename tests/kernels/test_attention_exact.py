@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from ptxlab import gpu
 from ptxlab.bench import kvproblem
 from ptxlab.bench.kvshapes import Batch, ragged
-from ptxlab.dtypes import stored
-from ptxlab.emulator import mma
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import exact, sm90
 from ptxlab.kernels.attention.exact.shares import Shares
-from ptxlab.kernels.attention.sm90 import SM90, Tile
+from ptxlab.kernels.attention.sm90 import SM90, AttentionTileSm90
 from ptxlab.layout import KVCache
 from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays
-from tests import attention_problems as problems
-from tests.kernels.test_attention_face_gpu import moved
-from tests.kernels.test_attention_sm90 import SOURCE, VARIANTS, Variant, every_variant
-from tests.layout.test_dispatch import DeviceArray
+from ptxlab.spec.dtypes import stored
+from tests.support import attention_problems as problems
+from tests.support import tensor_cores
+from tests.support.attention_problems import moved
+from tests.support.attention_sm90 import SOURCE, VARIANTS, Variant, every_variant
+from tests.support.device_array import DeviceArray
 
 ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
 PLAIN, OF_SMALL_PAGES = VARIANTS[:2]
@@ -101,38 +101,10 @@ def test_equal_where_sums_are_promoted_now_and_then() -> None:
     emulated_alike(PLAIN, logical, arrays, PROMOTE=2 * PLAIN.tile.TOKENS)
 
 
-def hopper_mma_in_the_emulator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FP16 MMAs as tensor cores do them, in place of sums that are rounded once."""
-    operands: list[np.ndarray] = []
-    dots, accumulation = mma.dots, mma.accumulation
-
-    def kept(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        operands[:] = a, b
-        return dots(a, b)
-
-    def truncating(form: mma.Form) -> Callable[..., None]:
-        def accumulate(products: np.ndarray, work: list[mma.Work], lanes: Any) -> None:
-            a, b = (x.astype(np.float16) for x in operands)  # rows of A; columns of B, 2 t + j at 4 j + t
-            for of_a, of_b, readers, writers in work:
-                c = np.empty((len(a), 16, 8), np.float32)
-                parts = [c[:, 8 * i : 8 * i + 8, 4 * j : 4 * j + 4] for i, j in form.accumulators]
-                for read, part in zip(readers, parts, strict=True):
-                    part[:] = np.broadcast_to(read(lanes), part.size).reshape(part.shape)
-                left, right = a[:, 16 * of_a :][:, :16], b[:, 8 * of_b :][:, :8]
-                c[:] = hopper_mma(left, right.swapaxes(1, 2), c)
-                for write, part in zip(writers, parts, strict=True):
-                    write(lanes, part.reshape(-1))
-
-        return accumulate if form.d == "f32" else accumulation(form)
-
-    monkeypatch.setattr(mma, "dots", kept)
-    monkeypatch.setattr(mma, "accumulation", truncating)
-
-
 @pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
 def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an MMA takes matters now, not only what it stands for."""
-    hopper_mma_in_the_emulator(monkeypatch)
+    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
     logical, arrays = variant.problem(0, (300, 65), problems.nothing, 1, window=0, blocks=2)
     right = by_kernel(arrays, variant.sizes(0, 2), variant.config, "emulator")
     assert difference(by_oracle(logical, arrays, variant.config, exact.TRUNCATING), right) == ""
@@ -213,7 +185,7 @@ def test_every_tile_is_somebody_s(lengths: list[int], **how: int) -> None:
 
 @pytest.mark.parametrize(("name", "number"), [("D", 64), ("PAGE", 64), ("BITS", 8), ("CHANNEL", 1), ("BF16", 1)])
 def test_constants_of_other_arrays_are_refused(name: str, number: int) -> None:
-    variant = Variant(128, 16, 4, 0, T=1, ratio=1, BF16=0, tile=Tile(16, 4, 2, 1))
+    variant = Variant(128, 16, 4, 0, T=1, ratio=1, BF16=0, tile=AttentionTileSm90(16, 4, 2, 1))
     logical, arrays = variant.problem(0, (20,), problems.nothing, 1, window=0, blocks=1)
     config = {**variant.config, name: number}
     with pytest.raises(ArgumentError, match=rf"exact: config: {name} must be \d+ for these arrays \(got {number}\)"):

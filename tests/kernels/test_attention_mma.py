@@ -1,6 +1,7 @@
 """Attention on tensor cores from Ampere on: the whole contract against float64, in one piece and in parts of blocks."""
 
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,76 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, toolchain, verify
-from ptxlab.dtypes import numbers, stored
 from ptxlab.errors import ArgumentError, EmulationError, VerificationError
 from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
-from ptxlab.layout import KVCache
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.spec import Arrays
-from ptxlab.tolerance import within
-from ptxlab.verify import compare
-from tests import attention_problems as problems
-from tests import waits
+from ptxlab.spec.dtypes import numbers
+from ptxlab.spec.tolerance import within
+from tests.support import attention_problems as problems
+from tests.support import waits
+from tests.support.attention_sm80 import SOURCE, SPEC, VARIANTS, Variant, check, every_variant
 
-SPEC = sm80.MMA
-SOURCE = kernels.find(SPEC.name)[1][0]
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
-
-
-class Variant(NamedTuple):
-    """What the kernel is compiled for: every head dim, page size, scheme, dtype and number of columns is somewhere."""
-
-    D: int
-    page: int
-    bits: int
-    channel: int
-    T: int
-    ratio: int
-    BF16: int = 0
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        return {"page": self.page, "bits": self.bits, "channel": self.channel, "softmax_scale": self.D**-0.5}
-
-    def logical(self, q: np.ndarray, cache: KVCache, window: int) -> Arrays:
-        return {"q": q, "cache": cache, "softmax_scale": self.sizes["softmax_scale"], "window": window}
-
-    def config(self, Hkv: int) -> dict[str, int]:
-        shape = {"D": self.D, "T": self.T, "Hq": Hkv * self.ratio, "Hkv": Hkv}
-        return {**SPEC.config_for({**self.sizes, **shape}), "BF16": self.BF16}
-
-    def problem(
-        self, seed: int, lengths: tuple[int, ...], change: problems.Change, Hkv: int, window: int
-    ) -> tuple[Arrays, Arrays]:
-        """(logical inputs, arguments)."""
-        scheme = sm80.scheme_of(self.bits, self.channel)
-        shape: dict[str, int] = {"Hq": Hkv * self.ratio, "Hkv": Hkv, "T": self.T, "D": self.D, "page_size": self.page}
-        q, cache = problems.problem(seed, lengths, change, scheme=scheme, **shape)
-        logical = self.logical(q, cache, window)
-        return logical, {**SPEC.pack(logical), "q": stored(q, sm80.DTYPES[self.BF16])}
-
-
-VARIANTS = (
-    Variant(128, 64, 4, 0, T=1, ratio=1),
-    Variant(128, 16, 4, 0, T=3, ratio=4, BF16=1),
-    Variant(128, 32, 8, 0, T=1, ratio=16),
-    Variant(64, 32, 4, 1, T=8, ratio=3),
-    Variant(256, 16, 4, 0, T=1, ratio=8, BF16=1),
-    Variant(64, 64, 8, 1, T=2, ratio=2),
-)
-every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v)))
-
-
-def check(variant: Variant, logical: Arrays, arrays: Arrays, backend: str, **how: Any) -> Arrays:
-    """One block sees everything: what it says is held against the reference, within its bound."""
-    sizes = {**variant.sizes, "window": logical["window"], "blocks": 1}
-    config = variant.config(logical["cache"].num_kv_heads)
-    checks = emulator.CHECKS if backend == "emulator" else ()
-    outcome = run_spec(SPEC, SOURCE, arrays, sizes=sizes, config=config, backend=backend, checks=checks, **how)
-    assert [str(finding) for finding in outcome.findings] == []
-    compare(SPEC, outcome.outputs, logical, config)
-    return outcome.outputs
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -293,7 +236,11 @@ def test_lengths_beyond_the_table_are_refused() -> None:
 
 # Every statement that makes threads or copies wait is taken out in turn: the tests must notice.
 MUTATED = VARIANTS[1]
-KERNEL = Kernel.of(SPEC, SOURCE, MUTATED.config(1))
+
+
+@functools.cache
+def mutated_kernel() -> Kernel:
+    return Kernel.of(SPEC, SOURCE, MUTATED.config(1))
 
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -309,10 +256,12 @@ def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("mode", emulator.MODES)
 def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert diagnosis(KERNEL.module, mode, monkeypatch) == ""
+    assert diagnosis(mutated_kernel().module, mode, monkeypatch) == ""
 
 
-@pytest.mark.parametrize("statement", waits.statements(KERNEL), ids=lambda s: f"{s[0]}-{s[1]}")
-def test_every_missing_wait_is_noticed(statement: waits.Statement, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutant = waits.changed(KERNEL, waits.statements(KERNEL)[statement])
-    assert any(diagnosis(mutant, mode, monkeypatch) for mode in emulator.MODES)
+def test_every_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = mutated_kernel()
+    statements = waits.statements(kernel)
+    mutants = {statement: waits.changed(kernel, copies) for statement, copies in statements.items()}
+    unnoticed = [s for s, m in mutants.items() if not any(diagnosis(m, mode, monkeypatch) for mode in emulator.MODES)]
+    assert mutants and unnoticed == []

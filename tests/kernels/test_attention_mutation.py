@@ -12,7 +12,7 @@ from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.verify import compare
-from tests import attention_problems as problems
+from tests.support import attention_problems as problems
 
 # (as it is, a mistake)
 LADDER = (

@@ -1,82 +1,26 @@
 """Attention on Hopper: the whole contract against float64, ragged and in parts; built as meant; no wait too few."""
 
+import functools
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptxlab import emulator, kernels, toolchain
-from ptxlab.dtypes import numbers, stored
+from ptxlab import emulator, toolchain
 from ptxlab.errors import ArgumentError, EmulationError, VerificationError
 from ptxlab.kernels.attention import sm80, sm90
-from ptxlab.kernels.attention.sm90 import SM90, TILE, Tile
+from ptxlab.kernels.attention.sm90 import SM90, TILE, AttentionTileSm90
 from ptxlab.runtime import Kernel, run_spec
-from ptxlab.spec import Arrays
+from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.verify import compare
-from tests import attention_problems as problems
-from tests import waits
+from tests.support import attention_problems as problems
+from tests.support import waits
+from tests.support.attention_sm90 import SOURCE, VARIANTS, Variant, check, every_variant
 
-SOURCE = kernels.find(SM90.name)[1][0]
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
-
-
-class Variant(NamedTuple):
-    """Every head dim, page size, scheme, dtype is somewhere, and every number of tokens that a warp takes."""
-
-    D: int
-    page: int
-    bits: int
-    channel: int
-    T: int
-    ratio: int
-    BF16: int
-    tile: Tile
-
-    def sizes(self, window: int, blocks: int) -> dict[str, Any]:
-        known = {"page": self.page, "bits": self.bits, "channel": self.channel, "softmax_scale": self.D**-0.5}
-        return {**known, "window": window, "blocks": blocks}
-
-    @property
-    def config(self) -> dict[str, int]:
-        constants = {"D": self.D, "PAGE": self.page, "BITS": self.bits, "CHANNEL": self.channel, "BF16": self.BF16}
-        room = sm90.room_for(self.T * self.ratio)
-        often = {"PROMOTE": self.tile.TOKENS}  # after every tile, so that short sequences go that way as well
-        return {**constants, **often, "SLOTS": sm90.SLOTS, "COLUMNS": room, **self.tile._asdict()}
-
-    def problem(
-        self, seed: int, lengths: tuple[int, ...], change: problems.Change, Hkv: int, window: int, blocks: int
-    ) -> tuple[Arrays, Arrays]:
-        """(logical inputs, arguments)."""
-        scheme = sm80.scheme_of(self.bits, self.channel)
-        shape: dict[str, int] = {"Hq": Hkv * self.ratio, "Hkv": Hkv, "T": self.T, "D": self.D, "page_size": self.page}
-        q, cache = problems.problem(seed, lengths, change, scheme=scheme, **shape)
-        logical = {"q": q, "cache": cache, "softmax_scale": self.D**-0.5, "window": window, "blocks": blocks}
-        return logical, {**SM90.pack(logical), "q": stored(q, sm80.DTYPES[self.BF16])}
-
-
-VARIANTS = (
-    Variant(128, 64, 4, 0, T=1, ratio=1, BF16=0, tile=Tile(64, 2, 4, 1)),
-    Variant(128, 16, 4, 0, T=3, ratio=4, BF16=1, tile=Tile(16, 4, 2, 1)),
-    Variant(128, 32, 8, 0, T=1, ratio=16, BF16=0, tile=Tile(32, 4, 4, 1)),
-    Variant(64, 32, 4, 1, T=8, ratio=3, BF16=0, tile=Tile(32, 2, 3, 1)),
-    Variant(256, 16, 4, 0, T=1, ratio=8, BF16=1, tile=Tile(16, 8, 2, 1)),
-    Variant(64, 64, 8, 1, T=2, ratio=2, BF16=0, tile=Tile(64, 3, 3, 1)),
-)
-every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v[:-1])))
-
-
-def check(variant: Variant, logical: Arrays, arrays: Arrays, backend: str, **how: Any) -> Arrays:
-    """What it says, held against the reference within its bound; nothing handed over is left."""
-    sizes = variant.sizes(logical["window"], logical["blocks"])
-    checks = emulator.CHECKS if backend == "emulator" else ()
-    outcome = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=variant.config, backend=backend, checks=checks, **how)
-    assert [str(finding) for finding in outcome.findings] == []
-    compare(SM90, outcome.outputs, logical, variant.config)
-    return outcome.outputs
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -145,7 +89,7 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
 @pytest.mark.parametrize("ratio", [3, 8])
 def test_no_sum_of_integers_overflows(ratio: int, bits: int, sign: int, backend: str) -> None:
     """Of 256 dims, all but one at the highest level, and queries with no smaller element; in one operand and in two."""
-    variant = Variant(256, 16, bits, 0, T=1, ratio=ratio, BF16=0, tile=Tile(16, 4, 1, 1))
+    variant = Variant(256, 16, bits, 0, T=1, ratio=ratio, BF16=0, tile=AttentionTileSm90(16, 4, 1, 1))
 
     def change(rng: np.random.Generator, q: np.ndarray, k: problems.Tokens, v: problems.Tokens) -> None:
         q[:] = sign
@@ -157,7 +101,7 @@ def test_no_sum_of_integers_overflows(ratio: int, bits: int, sign: int, backend:
 
 def test_memory_is_what_the_constants_need() -> None:
     """Also of others than are chosen: a sweep may ask for room for 8 columns where there are 2."""
-    variant = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=Tile(32, 4, 2, 1))
+    variant = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=AttentionTileSm90(32, 4, 2, 1))
     logical, arrays = variant.problem(0, (75, 130), problems.nothing, 1, window=0, blocks=2)
     sizes = variant.sizes(0, 2)
     for more in ({"COLUMNS": 8}, {"SLOTS": 1}):
@@ -208,7 +152,7 @@ def test_more_than_a_warp_has_lanes(
     lengths: tuple[int, ...], Hkv: int, shape: dict[str, int], blocks: int, window: int
 ) -> None:
     """Units of a sequence, and sequences: lanes take several, one after the other."""
-    variant = Variant(64, 64, 4, 0, **shape, BF16=0, tile=Tile(32, 4, 2, 1))
+    variant = Variant(64, 64, 4, 0, **shape, BF16=0, tile=AttentionTileSm90(32, 4, 2, 1))
     check(variant, *variant.problem(0, lengths, problems.nothing, Hkv, window, blocks), "emulator")
 
 
@@ -238,7 +182,7 @@ IN_PARTS = VARIANTS[3], (1000, 64), 7  # sequences, of which one is in parts; bl
 
 
 # Every tile is a part, as there are blocks enough: a unit of n tiles takes n - 1 parts over, 4 or 8 at a time.
-SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, BF16=0, tile=Tile(16, 4, 1, 1))
+SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, BF16=0, tile=AttentionTileSm90(16, 4, 1, 1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -347,7 +291,7 @@ def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: s
 @pytest.mark.parametrize("ratio", [4, 8])
 def test_vectors_go_to_all_banks(ratio: int) -> None:
     """Keys, queries, and the warps' sums of a head dim of 128, there and back."""
-    variant = Variant(128, 64, 4, 0, T=1, ratio=ratio, BF16=0, tile=Tile(64, 2, 4, 1))
+    variant = Variant(128, 64, 4, 0, T=1, ratio=ratio, BF16=0, tile=AttentionTileSm90(64, 2, 4, 1))
     _, arrays = variant.problem(0, (200,), problems.nothing, 1, 0, 1)
     sizes = variant.sizes(0, 1)
     outcome = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=variant.config, backend="emulator", count_banks=True)
@@ -360,15 +304,23 @@ def test_vectors_go_to_all_banks(ratio: int) -> None:
 
 # Every statement that makes threads or copies wait is taken out in turn: the tests must notice. There are units enough
 # for the ring, the records and the sums to go around, and one is in parts.
-MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=Tile(32, 4, 2, 1))
-KERNEL = Kernel.of(SM90, SOURCE, {**MUTATED.config, "PATIENCE": 400})
+MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=AttentionTileSm90(32, 4, 2, 1))
+SHARES = 4  # of the mutants, tests that run side by side
 
 
-def mutants() -> Iterator[Any]:
-    for (opcode, place), copies in waits.places(KERNEL).items():
+@functools.cache
+def mutated_kernel() -> Kernel:
+    return Kernel.of(SM90, SOURCE, {**MUTATED.config, "PATIENCE": 400})
+
+
+def mutants() -> Iterator[tuple[str, emulator.Module]]:
+    """What is changed, and the kernel with it."""
+    kernel = mutated_kernel()
+    for (opcode, place), copies in waits.places(kernel).items():
         line = next(line for path, line in place if path == SOURCE.path)
+        text = SOURCE.text.splitlines()[line - 1].strip()
         for change in (waits.without, waits.not_expecting) if ".expect_tx" in opcode else (waits.without,):
-            yield pytest.param(waits.changed(KERNEL, copies, change), line, id=f"{change.__name__}-{opcode}-{line}")
+            yield f"{line}: {text} {change.__name__} {opcode}", waits.changed(kernel, copies, change)
 
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> str:
@@ -384,18 +336,21 @@ def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("mode", emulator.MODES)
 def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert diagnosis(KERNEL.module, mode, monkeypatch) == ""
+    assert diagnosis(mutated_kernel().module, mode, monkeypatch) == ""
 
 
-@pytest.mark.parametrize(("module", "line"), list(mutants()))
-def test_every_missing_wait_is_noticed(module: emulator.Module, line: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert any(diagnosis(module, mode, monkeypatch) for mode in emulator.MODES), SOURCE.text.splitlines()[line - 1]
+@pytest.mark.parametrize("share", range(SHARES))
+def test_every_missing_wait_is_noticed(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = list(mutants())[share::SHARES]
+    unnoticed = [what for what, m in mine if not any(diagnosis(m, mode, monkeypatch) for mode in emulator.MODES)]
+    assert mine and unnoticed == []
 
 
 def test_lanes_that_do_not_wait_for_each_other_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warp that takes a part over looks until all of its lanes have seen all: some clear what others look at."""
-    votes = waits.places(KERNEL, re.compile(r"vote\.sync\.any"))
+    kernel = mutated_kernel()
+    votes = waits.places(kernel, re.compile(r"vote\.sync\.any"))
     copies = [i for (_, place), them in votes.items() if place[0][0].endswith("parts.cuh") for i in them]
-    hasty, seeds = waits.changed(KERNEL, copies, waits.alone), (1, 8)
+    hasty, seeds = waits.changed(kernel, copies, waits.alone), (1, 8)
     assert copies and any(diagnosis(hasty, "late", monkeypatch, seed) for seed in seeds)
-    assert not any(diagnosis(KERNEL.module, "late", monkeypatch, seed) for seed in seeds)
+    assert not any(diagnosis(kernel.module, "late", monkeypatch, seed) for seed in seeds)

@@ -9,11 +9,11 @@ import pytest
 import ptxlab
 from ptxlab import gpu, kernels
 from ptxlab.kernels.attention.sm80 import scheme_of
-from ptxlab.kernels.attention.steps import STEPS, Step, why_not
+from ptxlab.kernels.attention.steps import STEPS, AttentionStep, why_not
 from ptxlab.layout import KVCache
-from ptxlab.tolerance import within
-from tests import attention_problems as problems
-from tests import soak
+from ptxlab.spec.tolerance import within
+from tests.support import attention_problems as problems
+from tests.support import soak
 
 pytestmark = pytest.mark.gpu
 
@@ -41,7 +41,7 @@ class Case:
         return f"{self.kernel}(q={list(self.q.shape)}, {self.cache.scheme}, page={self.cache.page_size})"
 
 
-def draw_case(step: Step, rng: np.random.Generator) -> Case:
+def draw_case(step: AttentionStep, rng: np.random.Generator) -> Case:
     """Any that the kernel takes: the first result is within the spec's bound, and what is expected of all others."""
     spec = step.spec
     lengths = tuple(int(n) for n in np.exp(rng.uniform(0, np.log(MOST_TOKENS), rng.integers(1, MOST_SEQUENCES))))

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, quant, reference
-from ptxlab.layout.words import pack_u4
+from ptxlab.layout.nibbles import pack_u4
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
-from tests import strategies
+from tests.support import strategies
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SPECS = [spec for spec in kernels.specs().values() if spec.name.startswith("dequant_")]

@@ -12,7 +12,7 @@ from ptxlab import emulator, kernels, quant, toolchain
 from ptxlab.errors import ArgumentError
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
-from tests import gemm_problems
+from tests.support import gemm_problems
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 QOQ, (SOURCE, *_) = kernels.find("gemm_w4a8_qoq_sm80")

@@ -15,7 +15,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import grouped
 from ptxlab.kernels.gemm.grouped import GROUPED, most_tiles, offsets_of
 from ptxlab.runtime import run_spec
-from tests import gemm_problems
+from tests.support import gemm_problems
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 (SOURCE,) = kernels.find(GROUPED.name)[1]

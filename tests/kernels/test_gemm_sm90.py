@@ -13,7 +13,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import sm90
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
-from tests import gemm_problems
+from tests.support import gemm_problems
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SPECS = {spec.name: spec for spec in sm90.SPECS}

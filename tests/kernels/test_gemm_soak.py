@@ -9,10 +9,10 @@ import pytest
 import ptxlab
 from ptxlab import PackedWeight, gpu
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm.common import Step, example_channel, example_lqq, example_qoq
+from ptxlab.kernels.gemm.common import GemmStep, example_channel, example_lqq, example_qoq
 from ptxlab.kernels.gemm.ladder import LADDER, why_not
 from ptxlab.spec import KernelSpec
-from tests import soak
+from tests.support import soak
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +54,7 @@ def draw_sizes(spec: KernelSpec, rng: np.random.Generator) -> dict[str, int]:
         return sizes
 
 
-def draw_case(step: Step, rng: np.random.Generator) -> Case:
+def draw_case(step: GemmStep, rng: np.random.Generator) -> Case:
     sizes = draw_sizes(step.spec, rng)
     logical = EXAMPLES[step.scheme](rng, **sizes)
     x, expected = gpu.to_device(logical["x"]), gpu.to_device(step.spec.reference(**logical))

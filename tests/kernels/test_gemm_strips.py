@@ -14,10 +14,10 @@ from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import small_tiles, strips, strips_tiles
 from ptxlab.kernels.gemm.common import DTYPES, GROUPS, INT32
 from ptxlab.kernels.gemm.strips import LARGE, LARGE_TILES, SMALL, SMALL_FRAGMENTS
-from ptxlab.kernels.gemm.strips_tiles import Chosen, Tile
+from ptxlab.kernels.gemm.strips_tiles import StripChoice, StripTile
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
-from tests import gemm_problems
+from tests.support import gemm_problems
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SOURCES = {spec.name: kernels.find(spec.name)[1][0] for spec in strips.SPECS}
@@ -27,7 +27,7 @@ Config = dict[str, int]
 # Tiles that the emulator runs in a moment. Matrices of up to 200 rows have 13 strips or fewer, so that tiles differ in
 # height, and warps, MMAs and whole warp groups have no strip.
 LARGE_CONFIGS = tuple(
-    Chosen(Tile(*tile), strips, stages, split).constants
+    StripChoice(StripTile(*tile), strips, stages, split).constants
     for tile, strips, stages, split in (
         ((8, 2, 1, 1, 128), 7, 2, 1),
         ((16, 1, 2, 1, 256), 4, 4, 1),
@@ -96,7 +96,7 @@ def measured(group: int) -> Iterator[tuple[KernelSpec, Config, int]]:
     for tile in (*strips_tiles.COSTS, *between):
         for split in strips_tiles._splits(tile, group):
             stages = strips_tiles._stages(tile, tile.strips, split, group)
-            yield LARGE, Chosen(tile, tile.strips, stages, split).constants, 2 * tile.BM
+            yield LARGE, StripChoice(tile, tile.strips, stages, split).constants, 2 * tile.BM
     for few in small_tiles.COSTS:
         for BM in (8,) if few.BM == 8 else (16, 24, 32):
             wide = few._replace(BM=BM)

@@ -15,8 +15,8 @@ from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.kernels.gemm.common import GROUPS
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
-from tests import strategies
-from tests.kernels.test_mutation import SIBLINGS, mutants
+from tests.support import strategies
+from tests.support.mutation import SIBLINGS, mutants
 
 TILE, (SOURCE,) = kernels.find("gemm_tile_lqq_sm80")
 CHECKS = ("lanes", "race", "init", "async")

@@ -18,7 +18,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import strips_tiles, w8a8_tiles
 from ptxlab.kernels.gemm.w8a8 import W8A8
 from ptxlab.runtime import run_spec
-from tests import gemm_problems
+from tests.support import gemm_problems
 
 BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 (SOURCE,) = kernels.find(W8A8.name)[1]

@@ -4,7 +4,6 @@ A mutant is killed by a different result, by a fault, or by a finding. The survi
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -15,44 +14,9 @@ from ptxlab.errors import PtxlabError, SourceError, UnknownInstruction
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
+from tests.support.mutation import mutants
 
 NAMES = [name for name in kernels.specs() if name.startswith("dequant_")]
-
-# What each opcode becomes. Cache operators are not part of the meaning and stay.
-SIBLINGS = {
-    "add.u64": "sub.u64",
-    "and.b32": "or.b32",
-    "cvt.u64.u32": "cvt.s64.s32",
-    "fma.rn.f16x2": "fma.rn.bf16x2",
-    "ld.global.cs.u32": "ld.global.cs.u16",
-    "ld.global.cs.v2.u32": "ld.global.cs.v2.u16",
-    "ld.global.nc.u16": "ld.global.nc.u8",
-    "ld.global.nc.u8": "ld.global.nc.s8",
-    "ld.param.u32": "ld.param.u16",
-    "ld.param.u64": "ld.param.u32",
-    "lop3.b32": "lop3.b32",  # its meaning is the immediate
-    "mad.lo.u32": "mad.hi.u32",
-    "mad.wide.u32": "mad.wide.s32",
-    "mov.b32": "not.b32",
-    "mov.u32": "not.b32",
-    "mul.lo.u32": "mul.hi.u32",
-    "mul.rn.f16x2": "mul.rn.bf16x2",
-    "prmt.b32": "prmt.b32.b4e",
-    "ret": "trap",
-    "setp.ge.u32": "setp.gt.u32",
-    "shl.b32": "shr.u32",
-    "shr.s32": "shr.u32",
-    "shr.u32": "shl.b32",
-    "st.global.cs.v4.u32": "st.global.cs.v4.u16",
-    "sub.rn.f16x2": "add.rn.f16x2",
-    "sub.u32": "add.u32",
-    "vadd4.s32.s32.s32": "vsub4.s32.s32.s32",
-    "vadd4.u32.u32.u32": "vsub4.u32.u32.u32",
-    "xor.b32": "or.b32",
-}
-INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?(?P<opcode>[a-z]\w*(?:\.\w+)*)(?P<rest>[^;]*);")
-SPECIAL = re.compile(r"%(?:n?tid|n?ctaid)\.x")  # nothing but mov and cvt reads them, so that one becomes another one
-IMMEDIATE = re.compile(r"(?<![%\w.])(0x[0-9a-f]+|\d+)\b")
 
 # (what survives, why nothing can tell): regular expressions over "old line => new line".
 SURVIVORS = (
@@ -62,34 +26,6 @@ SURVIVORS = (
     (r"and\.b32 +%d[13], %t, 0xf0f0f0f0; => 4042322161", "the shift has left nothing in bits 0..3 of %t"),
     (r"ld\.param\.u32 => .*ld\.param\.u16.*\[(pairs|words|shift)\]", "the tests' matrices have fewer than 2^16 pairs"),
 )
-
-
-def mutants(text: str, siblings: dict[str, str] = SIBLINGS) -> Iterator[tuple[str, str]]:
-    """(description, whole text) of every mutant; without comments, as annotations fit only the original opcode."""
-    lines = [line.partition("//")[0].rstrip() for line in text.splitlines()]
-    for number, line in enumerate(lines):
-        found = INSTRUCTION.match(line)
-        if found is None:
-            continue
-        start, opcode = found.start("opcode"), found["opcode"]
-        assert opcode in siblings, f"say in SIBLINGS what {opcode} of line {number + 1} becomes in a mutant"
-        special = SPECIAL.search(line)
-        if special or siblings[opcode] != opcode:
-            changed = line[:start] + siblings[opcode] + line[start + len(opcode) :]
-            if special:
-                changed = line[: special.end() - 1] + "y" + line[special.end() :]
-            yield (
-                f"{number + 1}: {opcode} => {changed.strip()}",
-                "\n".join([*lines[:number], changed, *lines[number + 1 :]]),
-            )
-        for value in IMMEDIATE.finditer(found["rest"]):
-            at = found.start("rest") + value.start()
-            bumped = str(int(value[0], 0) + 1)
-            changed = line[:at] + bumped + line[at + len(value[0]) :]
-            yield (
-                f"{number + 1}: {line.strip()} => {bumped}",
-                "\n".join([*lines[:number], changed, *lines[number + 1 :]]),
-            )
 
 
 def battery(spec: KernelSpec) -> list[dict[str, np.ndarray]]:

@@ -9,11 +9,11 @@ import pytest
 import ptxlab
 from ptxlab import emulator, gpu, kernels, quant
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm import device
+from ptxlab.kernels import operation
 from ptxlab.kernels.gemm.strips import LARGE
-from ptxlab.kernels.gemm.strips_tiles import Chosen, Tile
+from ptxlab.kernels.gemm.strips_tiles import StripChoice, StripTile
 from ptxlab.runtime import run_spec
-from tests.fake_gpu import FakeGpu
+from tests.support.fake_gpu import FakeGpu
 
 RNG = np.random.default_rng(0)
 SIZES = {"M": 5, "N": 136, "K": 768, "g": 128}
@@ -30,7 +30,7 @@ def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
     for old, new in ((WAIT, WAIT.partition("\n")[2]), (LOADED, WAIT.partition("\n")[0] + "\n" + LOADED)):
         assert text.count(old) == 1
         text = text.replace(old, new)
-    tile = Chosen(Tile(8, WN=2, WK=1, MN=1, BK=128), 8, 3, split)
+    tile = StripChoice(StripTile(8, WN=2, WK=1, MN=1, BK=128), 8, 3, split)
     config = {**LARGE.config_for(SIZES), **tile.constants, "SIGNED": 0}
     packed = LARGE.pack(LARGE.example(np.random.default_rng(0), **SIZES))
     outcome = run_spec(
@@ -50,9 +50,7 @@ def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
         assert "of argument 2 " in finding.message and finding.message.endswith(ahead)
 
 
-def test_only_what_waits_is_launched_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "_prepared", {})
-    fake = FakeGpu(monkeypatch)
+def test_only_what_waits_is_launched_so(fake: FakeGpu) -> None:
     weight = quant.quantize_lqq(RNG.standard_normal((40, 256), dtype=np.float32), group=64)
     x = RNG.integers(-128, 128, (5, 256), dtype=np.int8)
     names = r"gemm_w4a8_sm90, gemm_w4a8_small_sm90"
@@ -78,7 +76,8 @@ def test_a_chain_of_programmatic_calls_is_the_plain_chain(
     """Each call multiplies the bytes of the accumulators before it, so that one stale byte changes all that follows."""
     import cupy
 
-    monkeypatch.setattr(device, "_prepared", {})
+    for name in ("_prepared", "_ready"):
+        monkeypatch.setattr(operation, name, {})
     weight = quant.quantize_lqq(RNG.standard_normal((channels // 4, channels), dtype=np.float32), group=128)
     packed = ptxlab.to_device(ptxlab.pack(weight, "strips"))
     start = cupy.asarray(RNG.integers(-128, 128, (tokens, channels), dtype=np.int8))
@@ -103,4 +102,4 @@ def test_a_chain_of_programmatic_calls_is_the_plain_chain(
         graph.replay()
         graph.synchronize()
         assert np.array_equal(buffers[1].get(), wanted)
-    assert len(device._prepared) == 2  # it was another plan that ran
+    assert len(operation._prepared) == 2  # it was another plan that ran

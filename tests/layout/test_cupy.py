@@ -13,7 +13,7 @@ from ptxlab.layout.activations import (
     to_swizzled_tiles,
 )
 from ptxlab.quant import KV_SCHEMES, LQQWeight, quantize_kv, quantize_lqq
-from tests.layout.test_packings import KINDS, random_weight
+from tests.support.quantized import KINDS, random_weight
 
 pytestmark = pytest.mark.gpu
 N, K = 57344, 8192  # gate and up of LLaMA-2-70B

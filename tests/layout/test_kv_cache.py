@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import PAGE_SIZES, KVCache, gather, pack_pages, page_bytes, scatter, write_slots
 from ptxlab.quant import KV_SCHEMES, QuantizedKV, quantize_kv
-from tests.layout.test_pages import assert_equal, every_scheme, random_kv
+from tests.support.quantized import assert_equal, every_scheme, random_kv
 
 
 def shuffled_cache(scheme, page_size, lengths, heads, D, seed, spare=3) -> KVCache:

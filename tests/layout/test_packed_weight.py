@@ -13,17 +13,8 @@ from ptxlab import quant
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import LAYOUTS, SCHEMES, PackedWeight, buffer_shapes, pack, unpack
 from ptxlab.layout.packed_weight import VERSION
-from tests import strategies
-from tests.layout.test_packings import KINDS, random_weight, weights
-
-
-def assert_equal(a, b) -> None:
-    assert type(a) is type(b)
-    for name, value in vars(a).items():
-        if isinstance(value, np.ndarray):
-            np.testing.assert_array_equal(getattr(b, name), value, strict=True, err_msg=name)
-        else:
-            assert getattr(b, name) == value
+from tests.support import strategies
+from tests.support.quantized import KINDS, assert_equal, random_weight, weights
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,46 +7,20 @@ packing code itself is used for nothing but packing.
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from ptxlab import reference
 from ptxlab.layout import pack, pack_u4
 from ptxlab.layout.fragments import Fragment, ldmatrix, mma_a, wgmma_a
-from ptxlab.layout.words import exchange_nibbles
-from ptxlab.quant import GROUPS, LQQWeight, QoQChannelWeight, QoQWeight, quantize_lqq, quantize_qoq
-from tests import strategies
+from ptxlab.layout.nibbles import exchange_nibbles
+from ptxlab.quant import LQQWeight, QoQChannelWeight, QoQWeight, quantize_lqq, quantize_qoq
+from tests.support import strategies
+from tests.support.quantized import random_weight, weights
 
 LANE = np.arange(32)
 G, T = LANE // 4, LANE % 4
 DEQUANT = {LQQWeight: reference.dequant_lqq, QoQWeight: reference.dequant_qoq_vadd4}
 
 
-def random_weight(kind: type, N: int, K: int, group: int, seed: int):
-    """A weight whose integers are random within what the quantisers give at protective range 119."""
-    rng = np.random.default_rng(seed)
-    q4 = rng.integers(0, 16, (N, K), np.uint8)
-    scale_of_row = rng.standard_normal(N).astype(np.float32)
-    if kind is QoQChannelWeight:
-        return QoQChannelWeight(q4, scale_of_row, rng.integers(0, 16, N, np.uint8))
-    shape = (N, K // group)
-    group_scale = rng.integers(1, 9, shape, np.uint8)
-    level2 = (
-        {"minimum": rng.integers(-119, -1, shape, np.int8)}
-        if kind is LQQWeight
-        else {"zero": rng.integers(0, 16, shape, np.uint8)}
-    )
-    return kind(q4=q4, group_scale=group_scale, channel_scale=scale_of_row, protective_range=119, **level2)
-
-
-KINDS = (LQQWeight, QoQWeight, QoQChannelWeight)
-weights = st.builds(
-    lambda kind, n, groups, group, seed: random_weight(kind, 8 * n, groups * group, group, seed),
-    st.sampled_from(KINDS),
-    st.sampled_from([1, 3, 5, 8, 9, 17]),
-    st.integers(1, 5),
-    st.sampled_from(GROUPS),
-    st.integers(0, 2**32 - 1),
-)
 grouped = weights.filter(lambda weight: not isinstance(weight, QoQChannelWeight))
 
 

@@ -8,32 +8,13 @@ from hypothesis import strategies as st
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import PAGE_SIZES, pack_pages, page_bytes, unpack_pages
 from ptxlab.quant import KV_SCHEMES, QuantizedKV
+from tests.support.quantized import assert_equal, every_scheme, random_kv
 
-every_scheme = pytest.mark.parametrize("scheme", KV_SCHEMES)
 every_size = pytest.mark.parametrize("page_size", PAGE_SIZES)
-
-
-def random_kv(scheme: str, tokens: int, heads: int, D: int, seed: int = 0) -> QuantizedKV:
-    """Any integers, and any bits for what a page stores beside them, NaN included."""
-    rng, known = np.random.default_rng(seed), KV_SCHEMES[scheme]
-    values = rng.integers(-128 if known.low else 0, known.high + 1, (tokens, heads, D)).astype(known.dtype)
-    if known.by_channel:
-        scale, zero = rng.standard_normal((2, heads, D)).astype(np.float32)
-    else:
-        scale, zero = rng.integers(0, 2**16, (2, tokens, heads), np.uint16).view(np.float16)
-    return QuantizedKV(scheme, values, scale, zero)
 
 
 def channel_of(quantized: QuantizedKV):
     return (quantized.scale, quantized.zero) if KV_SCHEMES[quantized.scheme].by_channel else None
-
-
-def assert_equal(a: QuantizedKV, b: QuantizedKV) -> None:
-    assert a.scheme == b.scheme
-    for name in ("values", "scale", "zero"):
-        x, y = getattr(a, name), getattr(b, name)
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        assert x.tobytes() == y.tobytes(), name  # NaN included
 
 
 @every_scheme

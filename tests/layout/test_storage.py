@@ -12,8 +12,7 @@ from safetensors.numpy import load_file, save_file
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.layout import LAYOUTS, load, pack, packed_names, save, unpack
 from ptxlab.layout.packed_weight import VERSION
-from tests.layout.test_packed_weight import assert_equal
-from tests.layout.test_packings import KINDS, random_weight
+from tests.support.quantized import KINDS, assert_equal, random_weight
 
 WEIGHT = random_weight(KINDS[0], 24, 192, 64, 0)
 

@@ -6,9 +6,9 @@ from hypothesis.extra import numpy as hnp
 
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import pack_comet, pack_u4, unpack_comet, unpack_u4
-from ptxlab.layout.words import exchange_nibbles, pack_mma, unpack_mma
+from ptxlab.layout.nibbles import exchange_nibbles, pack_mma, unpack_mma
 from ptxlab.reference import as_words, dequant_comet
-from tests import strategies
+from tests.support import strategies
 
 MATRICES = strategies.shapes().flatmap(lambda shape: strategies.q4_matrix(shape.rows, shape.K))
 SIGNED = hnp.arrays(np.int8, st.tuples(st.integers(1, 4), st.just(32)), elements=st.integers(-8, 7))

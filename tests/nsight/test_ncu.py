@@ -8,8 +8,8 @@ import pytest
 from ptxlab import nsight
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.nsight import ncu as module
-from tests.fake_ncu import ncu, printed
-from tests.nsight import GEMM
+from tests.support.fake_ncu import ncu, printed
+from tests.support.reports import GEMM
 
 __all__ = ["ncu"]
 

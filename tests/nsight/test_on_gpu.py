@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from ptxlab import gpu, kernels, nsight, profiles, sass, subject, toolchain
+from ptxlab import gpu, kernels, nsight, sass, toolchain
 from ptxlab.bench.problem import variant
 from ptxlab.errors import UnavailableError
-from ptxlab.mainloop import main_loop
-from ptxlab.nsight import Launched
+from ptxlab.nsight import ProfiledLaunch
+from ptxlab.profile import launch_target, profiles
+from ptxlab.profile.launch_target import LaunchTarget
+from ptxlab.sass.mainloop import main_loop
 from ptxlab.spec import KernelSpec
-from ptxlab.subject import Job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timing]  # counters of the device, which count others' launches too
 
@@ -20,14 +21,16 @@ OUTSIDE = Path(__file__).parent.parent / "outside"
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LaunchTarget:
     """A kernel without a spec, by the name of its file, on 64 threads."""
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(OUTSIDE / "inputs.py"))
-    return Job(str(OUTSIDE / "carrying_multiply.cu"), inputs=str(tmp_path / "carrying_multiply.npz"), block=(64,))
+    return LaunchTarget(
+        str(OUTSIDE / "carrying_multiply.cu"), inputs=str(tmp_path / "carrying_multiply.npz"), block=(64,)
+    )
 
 
-def launched(jobs: list[Job], metrics: tuple[str, ...]) -> list[Launched]:
+def launched(jobs: list[LaunchTarget], metrics: tuple[str, ...]) -> list[ProfiledLaunch]:
     try:
         return profiles.launch(jobs, metrics)
     except UnavailableError as reason:
@@ -47,22 +50,22 @@ def in_main_loop(spec: KernelSpec, sizes: dict[str, int]) -> float:
     return loop.per_weight * -(-sizes["M"] // config["BM"])
 
 
-def test_kernels_with_and_without_a_spec(file: Job) -> None:
+def test_kernels_with_and_without_a_spec(file: LaunchTarget) -> None:
     """Beside what every iteration of the main loop executes are loads, waits and the epilogue: less than as much again.
 
     On an H200 1.55 times the main loop's instructions were executed at the job's 64 tokens, and 1.64 times at 256.
     """
-    job = Job("gemm_w4a8_sm90")
+    job = LaunchTarget("gemm_w4a8_sm90")
     gemm, outside = launched([job, file], nsight.METRICS)
     assert gemm.kernel == "gemm_w4a8_sm90" and outside.kernel == "dequantize"
-    sizes = subject.sizes_of(job.spec, job.sizes)
-    page = nsight.profile_of(gemm, weights=subject.weights_of(sizes))
+    sizes = launch_target.sizes_of(job.spec, job.sizes)
+    page = nsight.profile_of(gemm, weights=launch_target.weights_of(sizes))
     assert set(page.figures) == {figure.name for figure in nsight.FIGURES} and page.carriers and page.device
     assert 1 < page.figures["per_weight"] / in_main_loop(job.spec, sizes) < 2 and page.figures["sm_mhz"] > 500
     assert outside.number("launch__block_size") == 64
     assert sum(one.executed for one in outside.instructions) == outside.number("smsp__inst_executed.sum")
 
 
-def test_a_metric_that_this_ncu_does_not_know_is_named(file: Job) -> None:
+def test_a_metric_that_this_ncu_does_not_know_is_named(file: LaunchTarget) -> None:
     with pytest.raises(UnavailableError, match=r"does not know the metric no__such_metric\.sum"):
         launched([file], ("gpu__time_duration.sum", "no__such_metric.sum"))[0].number("no__such_metric.sum")

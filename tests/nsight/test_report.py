@@ -7,24 +7,24 @@ import pytest
 
 from ptxlab import nsight
 from ptxlab.errors import FileError, UnavailableError
-from ptxlab.nsight import Launched
-from tests.nsight import FILE, GEMM
+from ptxlab.nsight import ProfiledLaunch
+from tests.support.reports import FILE, GEMM
 
 
 @pytest.fixture(scope="module")
-def gemm() -> Launched:
+def gemm() -> ProfiledLaunch:
     (launched,) = nsight.read(GEMM)
     return launched
 
 
-def test_the_launch_and_its_metrics(gemm: Launched) -> None:
+def test_the_launch_and_its_metrics(gemm: ProfiledLaunch) -> None:
     assert gemm.kernel == "gemm_w4a8_qoq_sm90"
     assert gemm.names["device__attribute_display_name"] == "NVIDIA H200"
     assert all(gemm.number(metric) >= 0 for metric in nsight.METRICS)
     assert gemm.number("launch__block_size") == 128
 
 
-def test_every_instruction_of_the_kernel_in_its_place(gemm: Launched) -> None:
+def test_every_instruction_of_the_kernel_in_its_place(gemm: ProfiledLaunch) -> None:
     assert [one.offset for one in gemm.instructions] == list(range(0, 16 * len(gemm.instructions), 16))
     assert sum(one.executed for one in gemm.instructions) == gemm.number("smsp__inst_executed.sum")
     samples = sum(sum(one.samples.values()) for one in gemm.instructions)
@@ -32,14 +32,14 @@ def test_every_instruction_of_the_kernel_in_its_place(gemm: Launched) -> None:
     assert 0 < sum(one.stalled for one in gemm.instructions) < samples
 
 
-def test_source_lines_and_their_text(gemm: Launched) -> None:
+def test_source_lines_and_their_text(gemm: ProfiledLaunch) -> None:
     assert {"gemm_w4a8_qoq_sm90.cu", "dequant.cuh"} <= {one.file for one in gemm.instructions}
     wait = next(one for one in gemm.instructions if one.sass.startswith("WARPGROUP.DEPBAR"))
     assert "wgmma_wait<0>" in gemm.text_of(wait.file, wait.line)
     assert gemm.text_of(wait.file, 10**6) == gemm.text_of("elsewhere.cu", 1) == ""
 
 
-def test_branches_go_to_offsets(gemm: Launched) -> None:
+def test_branches_go_to_offsets(gemm: ProfiledLaunch) -> None:
     branches = [one.sass.split()[-1] for one in gemm.instructions if "BRA" in one.sass.split()[:2]]
     assert branches and all(int(target, 16) < 16 * (len(gemm.instructions) + 64) for target in branches)
 
@@ -50,7 +50,7 @@ def test_a_kernel_without_a_line_table() -> None:
     assert {one.file for one in launched.instructions} == {""}
 
 
-def test_a_metric_that_is_not_there_is_named(gemm: Launched) -> None:
+def test_a_metric_that_is_not_there_is_named(gemm: ProfiledLaunch) -> None:
     with pytest.raises(UnavailableError, match=r"does not know the metric no__such\.sum"):
         gemm.number("no__such.sum")
 

@@ -8,7 +8,7 @@ from ptxlab import reference
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import pack_s4, unpack_s4
 from ptxlab.quant import quantize_int4
-from tests import strategies
+from tests.support import strategies
 
 
 @given(case=strategies.weight_groups())

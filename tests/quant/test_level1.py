@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptxlab.quant import quantize_activations, quantize_level1
-from tests import strategies
+from tests.support import strategies
 
 
 @given(strategies.weight_groups())

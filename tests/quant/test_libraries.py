@@ -8,8 +8,8 @@ import pytest
 
 import ptxlab
 from ptxlab import quant
-from ptxlab.dlpack import Bits
 from ptxlab.errors import ArgumentError
+from ptxlab.io.dlpack import Bits
 from ptxlab.quant import inputs
 from ptxlab.reference import bfloat16_bits, from_bfloat16_bits
 

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from ptxlab import reference
 from ptxlab.quant import lqq_groups, qoq_groups, quantize_level1, quantize_lqq, quantize_qoq, quantize_qoq_channel
-from tests import strategies
+from tests.support import strategies
 
 ROUNDINGS = ("nearest", "ceiling", "search")
 QUANTISERS = {"qoq": quantize_qoq, **{f"lqq {r}": partial(quantize_lqq, rounding=r) for r in ROUNDINGS}}

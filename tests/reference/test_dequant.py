@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 
 from ptxlab import reference
-from tests import strategies
+from tests.support import strategies
 
 NEIGHBOURS = (0, 6, 15)
 

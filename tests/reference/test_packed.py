@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 
 from ptxlab.reference import as_bytes, as_words, replicate
-from tests import strategies
+from tests.support import strategies
 
 
 def test_byte_0_is_the_least_significant():

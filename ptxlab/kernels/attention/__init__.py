@@ -1,9 +1,8 @@
 """Family `attention`: decode attention over a paged cache of 4 or 8 bits, the teaching steps first (QServe §5.3)."""
 
 from ptxlab.kernels.attention import append, ladder, merge, sm80, sm90
-from ptxlab.kernels.attention.appendface import append_kv4
-from ptxlab.kernels.attention.device import AttentionWorkspace, attention_workspace
-from ptxlab.kernels.attention.face import attention_kv4
+from ptxlab.kernels.attention.api import AttentionWorkspace, attention_kv4, attention_workspace
+from ptxlab.kernels.attention.append_api import append_kv4
 
 SPECS = (*ladder.SPECS, *sm80.SPECS, *sm90.SPECS, *merge.SPECS, *append.SPECS)
 

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab import quant, reference
-from ptxlab.dtypes import ByVariant, stored
 from ptxlab.kernels.attention.common import sizes_rows
 from ptxlab.layout import HEAD_DIMS, PAGE_SIZES, KVCache, page_bytes, write_slots
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.spec.dtypes import ByVariant, stored
 
 DTYPES = ("float16", "bfloat16")  # of k and v, by BF16
 INDICES = ("int32", "int64")  # of slots and positions, by INDEX

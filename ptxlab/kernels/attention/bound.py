@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ptxlab.kernels.attention import chance
 from ptxlab.quant import KV_SCHEMES, QuantizedKV
 from ptxlab.quant.kv import KVScheme
-from ptxlab.tolerance import Allowed
+from ptxlab.spec.tolerance import Allowed
 
 F64: TypeAlias = npt.NDArray[np.float64]
 

@@ -11,7 +11,7 @@ from ptxlab.layout import KVCache, gather, scatter
 from ptxlab.layout.pages import page_bytes
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.spec import Arrays
-from ptxlab.tolerance import Allowed
+from ptxlab.spec.tolerance import Allowed
 
 Pair: TypeAlias = tuple[np.ndarray, np.ndarray]
 

@@ -9,7 +9,7 @@ from ptxlab.kernels.attention import common
 from ptxlab.kernels.attention.bound import BY_CHANCE, HALF, SINGLE, Roundings
 from ptxlab.layout import KVCache
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
-from ptxlab.tolerance import Allowed
+from ptxlab.spec.tolerance import Allowed
 
 THREADS, PAGE, DIM = 256, 64, 128
 _ROOM = 162688  # bytes of shared memory on an A100, without what every step uses of it

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from ptxlab.dtypes import ByVariant, stored
 from ptxlab.kernels.attention.bound import HALF, SINGLE
 from ptxlab.kernels.attention.common import Pair, sizes_rows
 from ptxlab.kernels.attention.sm80 import DTYPES
 from ptxlab.reference import from_bfloat16_bits
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.spec.dtypes import ByVariant, stored
 
 _BFLOAT16 = 2.0**-8
 

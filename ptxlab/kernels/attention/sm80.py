@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ptxlab.dtypes import ByVariant, stored
 from ptxlab.kernels.attention import common
 from ptxlab.kernels.attention.bound import BY_CHANCE, HALF, SINGLE, Roundings
 from ptxlab.kernels.attention.common import Pair
@@ -14,7 +13,8 @@ from ptxlab.layout import KVCache
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.reference import from_bfloat16_bits
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
-from ptxlab.tolerance import Allowed
+from ptxlab.spec.dtypes import ByVariant, stored
+from ptxlab.spec.tolerance import Allowed
 
 DTYPES = ("float16", "bfloat16")  # by BF16
 _BFLOAT16 = 2.0**-8  # one rounding to bfloat16
@@ -22,7 +22,7 @@ _TOKENS = 32  # of an item
 _ALIGNED = 2.0**-24  # an A100 cuts off what is below this, of the largest power of two
 
 
-class Tile(NamedTuple):
+class AttentionTileSm80(NamedTuple):
     """Queries of a unit, warps of a block, stages of a warp's ring."""
 
     COLUMNS: int
@@ -30,11 +30,11 @@ class Tile(NamedTuple):
     STAGES: int
 
 
-def _tile(s: Sizes) -> Tile:
+def _tile(s: Sizes) -> AttentionTileSm80:
     """By bytes of a row: two blocks have room on an SM of an A100, one on those with 99 KiB."""
     row = s["D"] * s["bits"] // 8
     columns = 16 if s["D"] < 256 and s["Hq"] // s["Hkv"] * s["T"] > 8 else 8
-    return Tile(columns, 4 if row <= 64 else 2, {256: 2}.get(row, 3))
+    return AttentionTileSm80(columns, 4 if row <= 64 else 2, {256: 2}.get(row, 3))
 
 
 def _choose(s: Sizes) -> dict[str, int]:

@@ -23,7 +23,7 @@ _ALIGNED = 2.0**-25  # Hopper cuts off what is below this, of the largest power 
 _LARGEST = 32512  # of a query's integers: two signed bytes
 
 
-class Tile(NamedTuple):
+class AttentionTileSm90(NamedTuple):
     """Tokens of a warp, warps that multiply, stages of the ring, blocks per SM."""
 
     TOKENS: int
@@ -47,7 +47,7 @@ def room_for(columns: int) -> int:
     return 4 if columns <= 4 else COLUMNS
 
 
-def shared_bytes(tile: Tile, s: Sizes) -> int:
+def shared_bytes(tile: AttentionTileSm90, s: Sizes) -> int:
     """Dynamic shared memory of a block: the ring, queries of the units in flight, the warps' sums."""
     stage = 2 * TILE // s["page"] * page_bytes(scheme_of(s["bits"], s["channel"]), s["page"], s["D"])
     query = s.get("COLUMNS", room_for(columns_of(s))) * (s["D"] * 2 + 8)
@@ -60,7 +60,7 @@ def blocks_for(s: Sizes, sms: int = SMS) -> int:
     return sms * choose_tile(s).RESIDENT
 
 
-def choose_tile(s: Sizes) -> Tile:
+def choose_tile(s: Sizes) -> AttentionTileSm90:
     """Measured: two small blocks per SM hide each other's ends where there are many units; one large block has fewer
     parts to put together. Of little work, or more of long and light units, two warps share a tile, of few tiles four,
     so that its last ones are done sooner; heavy ones are better off with one large block than with two small ones.
@@ -75,7 +75,7 @@ def choose_tile(s: Sizes) -> Tile:
     shapes += [(64, 4, 2, 2)] * (units >= 256 and (tiles < 50_000 or units <= light))
     shapes += [(64, 8, 1, 2)] * (tiles > _LITTLE) + [(32, 8, 1, 2), (16, 8, 1, 2), (16, 4, 1, 2)]
     for tokens, warps, resident, most in shapes:
-        tile = Tile(tokens, warps, 0, resident)
+        tile = AttentionTileSm90(tokens, warps, 0, resident)
         room = _SHARED // resident - _RESERVED - _STATIC
         stage = shared_bytes(tile._replace(STAGES=1), s) - shared_bytes(tile, s)
         rounds = min(most, (room - shared_bytes(tile, s)) // stage // tile.groups)
@@ -93,7 +93,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 
 def _launch(s: Sizes) -> Launch:
-    tile = Tile(*(s[name] for name in Tile._fields))
+    tile = AttentionTileSm90(*(s[name] for name in AttentionTileSm90._fields))
     return Launch((s["blocks"], 1, 1), (32 * (tile.WARPS + 2), 1, 1), shared_bytes(tile, s))
 
 

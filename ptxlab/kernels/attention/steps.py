@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptxlab import gpu
-from ptxlab.dtypes import storage
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention import ladder, sm80, sm90
-from ptxlab.kernels.attention.call import FACE, MOST_RATIO, MOST_TOKENS, Call
-from ptxlab.kernels.gemm.device import Scratch
+from ptxlab.kernels.attention.call import MOST_RATIO, MOST_TOKENS, NAME, AttentionCall
+from ptxlab.kernels.operation import Scratch
 from ptxlab.spec import KernelSpec, Sizes
 from ptxlab.validate import is_one_of
 
@@ -17,7 +16,7 @@ _RESIDENT = 2  # blocks per SM, at most, of the kernels that share work out over
 
 
 @dataclass(frozen=True)
-class Step:
+class AttentionStep:
     """A kernel that `attention_kv4` launches.
 
     Attributes:
@@ -29,7 +28,7 @@ class Step:
     spec: KernelSpec
     blocks: Callable[[Sizes, int], int] | None = None
 
-    def sizes(self, call: Call, sms: int) -> dict[str, Any]:
+    def sizes(self, call: AttentionCall, sms: int) -> dict[str, Any]:
         """The spec's sizes; raises ArgumentError for a call that is not the step's."""
         if self.blocks is None:
             self._require_teaching(call)
@@ -47,7 +46,7 @@ class Step:
     def memory(self, sizes: Sizes) -> tuple[Scratch, ...]:
         """What it needs besides operands and results."""
         args = [arg for arg in self.spec.args if arg.name in ("partial", "stats", "segments")]
-        return tuple(Scratch(arg.name, arg.resolve(sizes), storage(str(arg.dtype))) for arg in args)
+        return tuple(Scratch.of(arg, sizes) for arg in args)
 
     def most_memory(self, D: int, sms: int) -> tuple[Scratch, ...]:
         """The same, enough for whatever is asked of caches of this head dim."""
@@ -58,7 +57,7 @@ class Step:
         """The memory that every call finds and leaves at 0."""
         return tuple(arg.name for arg in self.spec.args if arg.role == "inout")
 
-    def _require_teaching(self, call: Call) -> None:
+    def _require_teaching(self, call: AttentionCall) -> None:
         cache, name = call.cache, self.spec.name
         scheme = name.removeprefix("attention_").partition("_")[0]
         for argument, rule, got, wanted in (
@@ -71,22 +70,22 @@ class Step:
             ("return_lse", "must be", call.return_lse, False),
         ):
             if got != wanted:
-                raise ArgumentError(f"{FACE}: {argument}", f"{rule} {wanted} for {name}", got)
+                raise ArgumentError(f"{NAME}: {argument}", f"{rule} {wanted} for {name}", got)
 
 
 STEPS = (
-    *(Step(spec) for spec in ladder.SPECS),
-    Step(sm80.FUSED, lambda sizes, sms: _RESIDENT * sms),
-    Step(sm90.SM90, sm90.blocks_for),
+    *(AttentionStep(spec) for spec in ladder.SPECS),
+    AttentionStep(sm80.FUSED, lambda sizes, sms: _RESIDENT * sms),
+    AttentionStep(sm90.SM90, sm90.blocks_for),
 )
 
 
-def step_of(spec: KernelSpec) -> Step | None:
+def step_of(spec: KernelSpec) -> AttentionStep | None:
     """The step of a kernel; None of any other kernel."""
     return next((step for step in STEPS if step.spec.name == spec.name), None)
 
 
-def choose(kernel: Any, *, backend: str | None, programmatic: bool = False) -> Step:
+def choose(kernel: Any, *, backend: str | None, programmatic: bool = False) -> AttentionStep:
     """The step asked for, or the highest that runs here.
 
     Args:
@@ -99,25 +98,25 @@ def choose(kernel: Any, *, backend: str | None, programmatic: bool = False) -> S
         UnavailableError: it does not run on this GPU; names those that would.
     """
     if not is_one_of(kernel, (*(step.spec.name for step in STEPS), None)):
-        raise ArgumentError(f"{FACE}: kernel", f"must be one of {_names(STEPS)}", kernel)
+        raise ArgumentError(f"{NAME}: kernel", f"must be one of {_names(STEPS)}", kernel)
     asked = [step for step in STEPS if kernel in (None, step.spec.name)]
     here = [step for step in asked if why_not(step) is None]
     if backend == "gpu" and not here:
         working = [step for step in STEPS if why_not(step) is None]
         remedy = f"here run {_names(working)}" if working else 'pass backend="emulator" with NumPy arrays'
-        raise UnavailableError(f"{FACE}: {_names(asked[-1:])}: {why_not(asked[-1])}; {remedy}")
+        raise UnavailableError(f"{NAME}: {_names(asked[-1:])}: {why_not(asked[-1])}; {remedy}")
     step = (here if here and backend != "emulator" else asked)[-1]
     if programmatic and not step.spec.after_wait:
         waiting = _names(step for step in STEPS if step.spec.after_wait)
         rule = f"only for kernels that wait for the one before them ({waiting})"
-        raise ArgumentError(f"{FACE}: programmatic", rule, step.spec.name)
+        raise ArgumentError(f"{NAME}: programmatic", rule, step.spec.name)
     return step
 
 
-def why_not(step: Step) -> str | None:
+def why_not(step: AttentionStep) -> str | None:
     """Why a step cannot run on the GPU here; None if it can."""
     return gpu.why_not(step.spec.arch, exact=step.spec.exact_arch)
 
 
-def _names(steps: Iterable[Step]) -> str:
+def _names(steps: Iterable[AttentionStep]) -> str:
     return ", ".join(step.spec.name for step in steps)

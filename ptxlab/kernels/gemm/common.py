@@ -8,11 +8,11 @@ from typing import TypeVar
 import numpy as np
 
 from ptxlab import quant, reference
-from ptxlab.dtypes import ByVariant
 from ptxlab.errors import ArgumentError
 from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes
+from ptxlab.spec.dtypes import ByVariant
 
-Tile = TypeVar("Tile")
+AnyTile = TypeVar("AnyTile")
 
 MANY = 1 << 30  # tokens: the last row of a table of tiles
 GROUPS = (32, 64, 128)
@@ -44,7 +44,7 @@ def anywhere(_: Sizes) -> bool:
 
 
 @dataclass(frozen=True)
-class Step:
+class GemmStep:
     """A kernel of the ladder and what it is fed: all that `gemm_w4a8` chooses, dispatches and complains by.
 
     Attributes:
@@ -88,7 +88,7 @@ class Step:
         return {name: known[name] for name in sorted(self.spec.symbols)}
 
 
-def tile_for(table: Mapping[int, tuple[int, Tile, Tile]], sizes: Sizes) -> Tile:
+def tile_for(table: Mapping[int, tuple[int, AnyTile, AnyTile]], sizes: Sizes) -> AnyTile:
     """The tile of a table {most tokens: (rows, tile up to so many rows, tile beyond)}."""
     rows, narrow, wide = next(entry for tokens, entry in table.items() if sizes["M"] <= tokens)
     return narrow if sizes["N"] <= rows else wide

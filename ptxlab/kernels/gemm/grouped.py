@@ -13,7 +13,7 @@ from ptxlab.kernels.gemm.strips_tiles import (
     MOST_STAGES,
     ROOM,
     SMS,
-    Tile,
+    StripTile,
     kind,
     narrowed,
     of_a_tile,
@@ -27,7 +27,7 @@ _MOST_EXPERTS = 65536
 LAYOUT = "strips"  # of the weights
 
 
-def constants(tile: Tile, strips: int, group: int) -> dict[str, int]:
+def constants(tile: StripTile, strips: int, group: int) -> dict[str, int]:
     """Of the variant with this tile, up to so many strips, and as many stages as fit."""
     ring = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, MOST_STAGES + 1)]
     shape = {"BM": tile.BM, "WN": tile.WN, "MN": tile.MN, "STRIPS": strips, "BK": tile.BK}
@@ -67,7 +67,7 @@ def _candidates(group: int) -> Iterator[dict[str, int]]:
 def _microseconds(s: Sizes) -> tuple[float, float, float]:
     """As of one GEMM: rounds of blocks, but not less than the stream of all experts' weights; without that; and if one
     more expert has tokens."""
-    tile, row_tiles = Tile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), _row_tiles(s["N"], s["STRIPS"])
+    tile, row_tiles = StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), _row_tiles(s["N"], s["STRIPS"])
     stages, height = -(-s["K"] // s["BK"]), s["N"] / 16 / row_tiles
     cost, active, likely = COSTS[kind(tile)], likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
     us, unluckily = (
@@ -84,7 +84,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 def _launch(s: Sizes) -> Launch:
     """Persistent blocks, no more than there can be tiles."""
-    shared = shared_bytes(Tile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), s["STRIPS"], s["STAGES"], 1, s["GROUP"])
+    shared = shared_bytes(StripTile(s["BM"], s["WN"], 1, s["MN"], s["BK"]), s["STRIPS"], s["STAGES"], 1, s["GROUP"])
     return Launch((min(most_tiles(s), SMS), 1, 1), (128 * (s["WN"] + 1), 1, 1), shared)
 
 

@@ -6,16 +6,16 @@ from typing import Any
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm import sm80, sm90, strips
-from ptxlab.kernels.gemm.common import Step
+from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.layout import PackedWeight
 from ptxlab.spec import KernelSpec, Sizes
 from ptxlab.validate import is_one_of
 
-LADDER: tuple[Step, ...] = (*sm80.STEPS, *sm90.STEPS, *strips.STEPS)
+LADDER: tuple[GemmStep, ...] = (*sm80.STEPS, *sm90.STEPS, *strips.STEPS)
 _FEW_TOKENS = 16
 
 
-def step_of(spec: KernelSpec) -> Step | None:
+def step_of(spec: KernelSpec) -> GemmStep | None:
     """The first step with this very spec (of a kernel there is one per order of the activations); None of any other."""
     return next((step for step in LADDER if step.spec is spec), None)
 
@@ -31,7 +31,7 @@ def fit_tokens(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
 
 def choose(
     weight: PackedWeight, order: str, M: int, *, kernel: str | None, backend: str | None, programmatic: bool = False
-) -> Step:
+) -> GemmStep:
     """The step to take: the one asked for, or the highest that takes this weight, suits the sizes and runs here.
 
     Args:
@@ -63,12 +63,12 @@ def choose(
     return step
 
 
-def why_not(step: Step) -> str | None:
+def why_not(step: GemmStep) -> str | None:
     """Why a step cannot run on the GPU here; None if it can."""
     return gpu.why_not(step.spec.arch, exact=step.spec.exact_arch)
 
 
-def _that_take(steps: list[Step], weight: PackedWeight, order: str) -> list[Step]:
+def _that_take(steps: list[GemmStep], weight: PackedWeight, order: str) -> list[GemmStep]:
     fed = [step for step in steps if (step.scheme, step.packing) == (weight.scheme, weight.layout)]
     if not fed:
         raise ArgumentError("gemm_w4a8: weight", f"must be {_listed(steps)}", f"{weight.scheme} in {weight.layout}")
@@ -78,7 +78,7 @@ def _that_take(steps: list[Step], weight: PackedWeight, order: str) -> list[Step
     return [step for step in fed if step.order == order]
 
 
-def _unavailable(taking: list[Step], weight: PackedWeight) -> UnavailableError:
+def _unavailable(taking: list[GemmStep], weight: PackedWeight) -> UnavailableError:
     problem = f"gemm_w4a8: {weight.scheme} in {weight.layout} takes {_names(taking)}: {why_not(taking[-1])}"
     working = [step for step in LADDER if why_not(step) is None]
     if not working:
@@ -87,14 +87,14 @@ def _unavailable(taking: list[Step], weight: PackedWeight) -> UnavailableError:
     return UnavailableError(f"{problem}; here a weight can be {_listed(same or working)}")
 
 
-def _listed(steps: Iterable[Step]) -> str:
+def _listed(steps: Iterable[GemmStep]) -> str:
     """Which weights they take, each with the steps that do."""
-    taking: dict[str, list[Step]] = {}
+    taking: dict[str, list[GemmStep]] = {}
     for step in steps:
         taking.setdefault(f"{step.scheme} in {step.packing}", []).append(step)
     return " or ".join(f"{weight} ({_names(those)})" for weight, those in taking.items())
 
 
-def _names(steps: Iterable[Step]) -> str:
+def _names(steps: Iterable[GemmStep]) -> str:
     """Of their kernels, each once: one may be a step for several orders."""
     return ", ".join(dict.fromkeys(step.spec.name for step in steps))

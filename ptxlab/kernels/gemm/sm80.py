@@ -14,7 +14,7 @@ from ptxlab.kernels.gemm.common import (
     MANY,
     QSERVE,
     X_SCALE,
-    Step,
+    GemmStep,
     epilogue,
     example_channel,
     example_qoq,
@@ -27,7 +27,7 @@ from ptxlab.kernels.gemm.common import (
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 
-class Tile(NamedTuple):
+class GemmTileSm80(NamedTuple):
     """Rows, tokens and channels of a block; its warps along each of them; stages of its ring."""
 
     BN: int
@@ -42,13 +42,13 @@ class Tile(NamedTuple):
 # Up to so many tokens: rows of W up to which the first tile is better, and the tiles. From a sweep over the layers of
 # LLaMA-2-7B and -70B on an H200: within 1-9% of the best of all tiles in the mean. None takes more than the 99 KiB of
 # shared memory that every architecture from sm_80 on has.
-_TILES: dict[int, tuple[int, Tile, Tile]] = {
-    8: (4096, Tile(32, 8, 512, 1, 1, 8, 6), Tile(32, 8, 512, 1, 1, 4, 6)),
-    16: (12288, Tile(32, 16, 512, 1, 1, 4, 4), Tile(64, 16, 512, 2, 1, 2, 3)),
-    32: (12288, Tile(32, 32, 512, 1, 1, 4, 3), Tile(64, 32, 128, 2, 1, 2, 8)),
-    64: (4096, Tile(32, 64, 512, 1, 2, 4, 2), Tile(64, 64, 256, 2, 1, 2, 3)),
-    128: (12288, Tile(64, 64, 256, 2, 1, 2, 3), Tile(64, 128, 128, 2, 2, 1, 3)),
-    MANY: (4096, Tile(64, 64, 256, 2, 1, 2, 3), Tile(64, 128, 128, 2, 2, 1, 3)),
+_TILES: dict[int, tuple[int, GemmTileSm80, GemmTileSm80]] = {
+    8: (4096, GemmTileSm80(32, 8, 512, 1, 1, 8, 6), GemmTileSm80(32, 8, 512, 1, 1, 4, 6)),
+    16: (12288, GemmTileSm80(32, 16, 512, 1, 1, 4, 4), GemmTileSm80(64, 16, 512, 2, 1, 2, 3)),
+    32: (12288, GemmTileSm80(32, 32, 512, 1, 1, 4, 3), GemmTileSm80(64, 32, 128, 2, 1, 2, 8)),
+    64: (4096, GemmTileSm80(32, 64, 512, 1, 2, 4, 2), GemmTileSm80(64, 64, 256, 2, 1, 2, 3)),
+    128: (12288, GemmTileSm80(64, 64, 256, 2, 1, 2, 3), GemmTileSm80(64, 128, 128, 2, 2, 1, 3)),
+    MANY: (4096, GemmTileSm80(64, 64, 256, 2, 1, 2, 3), GemmTileSm80(64, 128, 128, 2, 2, 1, 3)),
 }
 
 
@@ -145,5 +145,5 @@ CHANNEL = KernelSpec(
     example_sizes=examples("MNK", (1, 8, 32), (5, 40, 256), (17, 72, 224)),
 )
 
-STEPS = (Step(QOQ, "qoq", "qserve"), Step(CHANNEL, "qoq_channel", "qserve"))
+STEPS = (GemmStep(QOQ, "qoq", "qserve"), GemmStep(CHANNEL, "qoq_channel", "qserve"))
 SPECS = tuple(step.spec for step in STEPS)

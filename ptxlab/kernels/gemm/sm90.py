@@ -11,7 +11,7 @@ from ptxlab.kernels.gemm.common import (
     GROUPS,
     INT32,
     MANY,
-    Step,
+    GemmStep,
     epilogue,
     example_lqq,
     example_qoq,
@@ -29,7 +29,7 @@ _MOST_STAGES = 12
 
 
 @dataclass(frozen=True)
-class Tile:
+class GemmTileSm90:
     """Tokens x 64-row tiles of a block, channels of a stage, blocks that an SM is to hold."""
 
     BM: int
@@ -40,46 +40,46 @@ class Tile:
 
 # Up to so many tokens: rows of W up to which the first tile is better, and the tiles. From sweeps over the layers of
 # LLaMA-2-7B, -70B and Mixtral on an H200: within 1-7% of the best of all tiles, stages and clusters in the mean.
-Table = dict[int, tuple[int, Tile, Tile]]
+Table = dict[int, tuple[int, GemmTileSm90, GemmTileSm90]]
 _QOQ: Table = {
-    8: (28672, Tile(8, 2, 256, 3), Tile(8, 1, 256, 3)),
-    16: (22016, Tile(16, 1, 256, 3), Tile(16, 2, 256, 3)),
-    32: (22016, Tile(32, 1, 256, 3), Tile(32, 2, 256, 3)),
-    64: (22016, Tile(64, 1, 256, 3), Tile(64, 2, 256, 2)),
-    128: (8192, Tile(128, 1, 256, 2), Tile(128, 1, 128, 3)),
-    MANY: (8192, Tile(128, 1, 256, 2), Tile(256, 1, 128, 2)),
+    8: (28672, GemmTileSm90(8, 2, 256, 3), GemmTileSm90(8, 1, 256, 3)),
+    16: (22016, GemmTileSm90(16, 1, 256, 3), GemmTileSm90(16, 2, 256, 3)),
+    32: (22016, GemmTileSm90(32, 1, 256, 3), GemmTileSm90(32, 2, 256, 3)),
+    64: (22016, GemmTileSm90(64, 1, 256, 3), GemmTileSm90(64, 2, 256, 2)),
+    128: (8192, GemmTileSm90(128, 1, 256, 2), GemmTileSm90(128, 1, 128, 3)),
+    MANY: (8192, GemmTileSm90(128, 1, 256, 2), GemmTileSm90(256, 1, 128, 2)),
 }
 _LQQ: Table = {
-    8: (28672, Tile(8, 2, 256, 3), Tile(8, 2, 256, 2)),
-    16: (22016, Tile(16, 1, 256, 3), Tile(16, 2, 256, 2)),
-    32: (22016, Tile(32, 1, 256, 3), Tile(32, 2, 256, 2)),
-    64: (22016, Tile(64, 1, 256, 3), Tile(64, 2, 256, 2)),
-    128: (12288, Tile(128, 1, 256, 2), Tile(128, 2, 128, 2)),
-    MANY: (8192, Tile(128, 1, 256, 2), Tile(128, 1, 128, 3)),
+    8: (28672, GemmTileSm90(8, 2, 256, 3), GemmTileSm90(8, 2, 256, 2)),
+    16: (22016, GemmTileSm90(16, 1, 256, 3), GemmTileSm90(16, 2, 256, 2)),
+    32: (22016, GemmTileSm90(32, 1, 256, 3), GemmTileSm90(32, 2, 256, 2)),
+    64: (22016, GemmTileSm90(64, 1, 256, 3), GemmTileSm90(64, 2, 256, 2)),
+    128: (12288, GemmTileSm90(128, 1, 256, 2), GemmTileSm90(128, 2, 128, 2)),
+    MANY: (8192, GemmTileSm90(128, 1, 256, 2), GemmTileSm90(128, 1, 128, 3)),
 }
 _EXCP: Table = {
-    8: (8192, Tile(8, 2, 128, 1), Tile(8, 2, 128, 2)),
-    16: (8192, Tile(16, 1, 128, 2), Tile(16, 2, 128, 2)),
-    32: (8192, Tile(32, 1, 128, 1), Tile(32, 2, 128, 2)),
-    64: (4096, Tile(64, 1, 128, 1), Tile(64, 1, 128, 2)),
-    128: (4096, Tile(128, 1, 128, 1), Tile(128, 2, 128, 1)),
-    MANY: (4096, Tile(256, 1, 128, 1), Tile(256, 1, 128, 1)),
+    8: (8192, GemmTileSm90(8, 2, 128, 1), GemmTileSm90(8, 2, 128, 2)),
+    16: (8192, GemmTileSm90(16, 1, 128, 2), GemmTileSm90(16, 2, 128, 2)),
+    32: (8192, GemmTileSm90(32, 1, 128, 1), GemmTileSm90(32, 2, 128, 2)),
+    64: (4096, GemmTileSm90(64, 1, 128, 1), GemmTileSm90(64, 1, 128, 2)),
+    128: (4096, GemmTileSm90(128, 1, 128, 1), GemmTileSm90(128, 2, 128, 1)),
+    MANY: (4096, GemmTileSm90(256, 1, 128, 1), GemmTileSm90(256, 1, 128, 1)),
 }
 _IMFP: Table = {
-    8: (12288, Tile(8, 2, 256, 1), Tile(8, 2, 256, 2)),
-    16: (4096, Tile(16, 2, 256, 1), Tile(16, 2, 256, 1)),
-    32: (4096, Tile(32, 2, 256, 1), Tile(32, 2, 256, 1)),
-    64: (4096, Tile(64, 2, 256, 1), Tile(64, 2, 256, 1)),
-    128: (4096, Tile(64, 2, 256, 1), Tile(128, 2, 256, 1)),
-    MANY: (8192, Tile(128, 2, 256, 1), Tile(256, 2, 128, 1)),
+    8: (12288, GemmTileSm90(8, 2, 256, 1), GemmTileSm90(8, 2, 256, 2)),
+    16: (4096, GemmTileSm90(16, 2, 256, 1), GemmTileSm90(16, 2, 256, 1)),
+    32: (4096, GemmTileSm90(32, 2, 256, 1), GemmTileSm90(32, 2, 256, 1)),
+    64: (4096, GemmTileSm90(64, 2, 256, 1), GemmTileSm90(64, 2, 256, 1)),
+    128: (4096, GemmTileSm90(64, 2, 256, 1), GemmTileSm90(128, 2, 256, 1)),
+    MANY: (8192, GemmTileSm90(128, 2, 256, 1), GemmTileSm90(256, 2, 128, 1)),
 }
 
 
-def _tiles(s: Sizes, tile: Tile) -> int:
+def _tiles(s: Sizes, tile: GemmTileSm90) -> int:
     return -(-s["M"] // tile.BM) * -(-s["N"] // (64 * tile.WN))
 
 
-def _shared_bytes(tile: Tile, stages: int, cluster: int, group: int, dequantised: int = 0) -> int:
+def _shared_bytes(tile: GemmTileSm90, stages: int, cluster: int, group: int, dequantised: int = 0) -> int:
     """Dynamic shared memory: the ring, dequantised tiles, and what the epilogue receives and stores through."""
     weights = tile.BK * 32 + tile.BK // group * 128  # 64 rows in the dual-MMA layout
     stage = -(-(tile.BM * tile.BK + tile.WN * weights) // 1024) * 1024
@@ -100,7 +100,7 @@ def _chooser(table: Table, names: tuple[str, ...], dequantised: int = 0) -> Call
     return choose
 
 
-def _constants(tile: Tile, s: Sizes, names: tuple[str, ...], dequantised: int = 0) -> dict[str, int]:
+def _constants(tile: GemmTileSm90, s: Sizes, names: tuple[str, ...], dequantised: int = 0) -> dict[str, int]:
     """Clusters of two if all blocks are resident even so, and as many stages as fit; constants of a kernel by name."""
     cluster = 2 if 2 * _tiles(s, tile) <= _SMS * tile.resident else 1
     room = min(_SHARED // tile.resident, _SHARED - 1024) - _BESIDE
@@ -116,7 +116,7 @@ def _launcher(threads: int = 0, persistent: bool = False) -> Callable[[Sizes], L
     """A cluster per tile, of `threads` or a warp group per 64 rows; `persistent`: no more blocks than are resident."""
 
     def launch(s: Sizes) -> Launch:
-        tile = Tile(s["BM"], s.get("WN", 2), s.get("BK", 128), s.get("RESIDENT", 1))
+        tile = GemmTileSm90(s["BM"], s.get("WN", 2), s.get("BK", 128), s.get("RESIDENT", 1))
         blocks = _tiles(s, tile) * s["CLUSTER"]
         if persistent and s["CLUSTER"] == 1:
             blocks = min(blocks, _SMS * tile.resident)
@@ -207,7 +207,7 @@ _WGMMA_TOKENS = (8, 16, 32, 64, 128, 256)
 
 def _choose_tiles(s: Sizes) -> dict[str, int]:
     """The tile is that of the activations."""
-    tile = Tile(s["rows"], 2, 256 if s["rows"] <= 128 else 128, 1)
+    tile = GemmTileSm90(s["rows"], 2, 256 if s["rows"] <= 128 else 128, 1)
     return {**_constants(tile, s, ("BK", "RESIDENT")), "ORDER": 1}
 
 
@@ -227,11 +227,11 @@ IMFP_TILES = replace(
 )
 
 STEPS = (
-    Step(QOQ, "qoq", "dual_mma"),
-    Step(LQQ, "lqq", "dual_mma"),
-    Step(EXCP, "lqq", "dual_mma", suits=lambda s: False),  # the way through shared memory never pays
-    Step(IMFP_TILES, "lqq", "dual_mma", "tiles"),
+    GemmStep(QOQ, "qoq", "dual_mma"),
+    GemmStep(LQQ, "lqq", "dual_mma"),
+    GemmStep(EXCP, "lqq", "dual_mma", suits=lambda s: False),  # the way through shared memory never pays
+    GemmStep(IMFP_TILES, "lqq", "dual_mma", "tiles"),
     # From the sweep of the tables above: from 9 to 64 tokens more and smaller blocks hide as much, and share better.
-    Step(IMFP, "lqq", "dual_mma", suits=lambda s: s["g"] == 32 or not 8 < s["M"] <= 64 or s["K"] > s["N"]),
+    GemmStep(IMFP, "lqq", "dual_mma", suits=lambda s: s["g"] == 32 or not 8 < s["M"] <= 64 or s["K"] > s["N"]),
 )
 SPECS = (QOQ, LQQ, EXCP, IMFP)

@@ -14,7 +14,7 @@ _ROOM_OF_TWO = 114_600  # bytes of shared memory of a block where an SM is to ho
 _MOST_STAGES = 16
 
 
-class Tile(NamedTuple):
+class SmallTile(NamedTuple):
     """Tokens; strips at a time; warps that share the channels of a stage, 128 each; blocks that an SM is to hold."""
 
     BM: int
@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     RESIDENT: int
 
 
-class Cost(NamedTuple):
+class SmallCost(NamedTuple):
     """Microseconds: of a strip in a stage; of each time that sums go out; of the launch; of 1,000 channels of X; and at
     least on top of the stream of the weights.
     """
@@ -36,14 +36,14 @@ class Cost(NamedTuple):
 
 
 COSTS = {
-    Tile(8, 1, 8, 2): Cost(0.447, 0.400, 1.500, 0.216, 1.16),
-    Tile(8, 2, 4, 2): Cost(0.190, 1.097, 1.500, 0.333, 1.56),
-    Tile(8, 2, 8, 1): Cost(0.234, 0.399, 2.712, 0.032, 1.27),
-    Tile(16, 1, 8, 1): Cost(0.257, 0.415, 2.500, 0.145, 1.78),
-    Tile(16, 1, 8, 2): Cost(0.527, 0.281, 2.304, 0.000, 1.45),
-    Tile(16, 2, 4, 2): Cost(0.190, 1.714, 1.500, 0.154, 2.04),
-    Tile(16, 2, 8, 1): Cost(0.211, 0.748, 1.500, 0.353, 1.81),
-    Tile(16, 4, 4, 1): Cost(0.105, 1.163, 1.500, 0.563, 2.99),
+    SmallTile(8, 1, 8, 2): SmallCost(0.447, 0.400, 1.500, 0.216, 1.16),
+    SmallTile(8, 2, 4, 2): SmallCost(0.190, 1.097, 1.500, 0.333, 1.56),
+    SmallTile(8, 2, 8, 1): SmallCost(0.234, 0.399, 2.712, 0.032, 1.27),
+    SmallTile(16, 1, 8, 1): SmallCost(0.257, 0.415, 2.500, 0.145, 1.78),
+    SmallTile(16, 1, 8, 2): SmallCost(0.527, 0.281, 2.304, 0.000, 1.45),
+    SmallTile(16, 2, 4, 2): SmallCost(0.190, 1.714, 1.500, 0.154, 2.04),
+    SmallTile(16, 2, 8, 1): SmallCost(0.211, 0.748, 1.500, 0.353, 1.81),
+    SmallTile(16, 4, 4, 1): SmallCost(0.105, 1.163, 1.500, 0.563, 2.99),
 }
 
 
@@ -53,15 +53,15 @@ def choose(s: Sizes) -> dict[str, int]:
     return {**tile._asdict(), "STAGES": max(2, _stages(tile, s))}
 
 
-def quickest(s: Sizes) -> Tile:
+def quickest(s: Sizes) -> SmallTile:
     """That tile."""
     BM = max(1, -(-s["M"] // 8)) * 8
     known = [tile for tile in COSTS if min(BM, 16) == tile.BM and _stages(tile._replace(BM=BM), s) >= 2]
-    best = min(known, key=lambda tile: microseconds(tile, s)) if known else Tile(BM, 1, 8, 1)
+    best = min(known, key=lambda tile: microseconds(tile, s)) if known else SmallTile(BM, 1, 8, 1)
     return best._replace(BM=BM)
 
 
-def shared_bytes(tile: Tile, stages: int, s: Sizes) -> int:
+def shared_bytes(tile: SmallTile, stages: int, s: Sizes) -> int:
     """Dynamic shared memory: all of X, the ring, two tiles of sums."""
     channels = tile.SLICES * 128
     x = -(-s["K"] // channels) * channels * tile.BM
@@ -69,13 +69,13 @@ def shared_bytes(tile: Tile, stages: int, s: Sizes) -> int:
     return x + ring + 2 * tile.BM * (tile.ROWS * 16 + 4) * 4
 
 
-def _stages(tile: Tile, s: Sizes) -> int:
+def _stages(tile: SmallTile, s: Sizes) -> int:
     """As many as fit."""
     room = (ROOM if tile.RESIDENT == 1 else _ROOM_OF_TWO) - shared_bytes(tile, 0, s)
     return min(_MOST_STAGES, room // (shared_bytes(tile, 1, s) - shared_bytes(tile, 0, s)))
 
 
-def microseconds(tile: Tile, s: Sizes) -> float:
+def microseconds(tile: SmallTile, s: Sizes) -> float:
     """By the costs; infinite for a tile that has none."""
     cost, strips = COSTS.get(tile._replace(BM=min(tile.BM, 16))), -(-s["N"] // 16)
     if cost is None:

@@ -12,7 +12,7 @@ from ptxlab.kernels.gemm.common import (
     GROUPS,
     INT32,
     X_SCALE,
-    Step,
+    GemmStep,
     anywhere,
     epilogue,
     example_lqq,
@@ -32,7 +32,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 def _launch(s: Sizes) -> Launch:
     """A block per tile, or where one can do several tiles no more than there are SMs; a cluster where K is split."""
-    tile, split = strips_tiles.Tile(*(s[name] for name in strips_tiles.Tile._fields)), s["SPLIT"]
+    tile, split = strips_tiles.StripTile(*(s[name] for name in strips_tiles.StripTile._fields)), s["SPLIT"]
     blocks = strips_tiles.tiles(s, tile.BM, s["STRIPS"]) * split
     if tile.WK == split == 1:
         blocks = min(blocks, strips_tiles.SMS)
@@ -46,7 +46,7 @@ def _choose_small(s: Sizes) -> dict[str, int]:
 
 def _launch_small(s: Sizes) -> Launch:
     """As many blocks as are resident, each with its share of the strips; none of no tokens."""
-    tile = small_tiles.Tile(*(s[name] for name in small_tiles.Tile._fields))
+    tile = small_tiles.SmallTile(*(s[name] for name in small_tiles.SmallTile._fields))
     blocks = min(-(-s["N"] // 16), strips_tiles.SMS * tile.RESIDENT) if s["M"] else 0
     shared = small_tiles.shared_bytes(tile, s["STAGES"], s)
     return Launch((blocks, 1, 1), (32 * (tile.ROWS * tile.SLICES + 2), 1, 1), shared)
@@ -150,7 +150,7 @@ def _few(s: Sizes) -> bool:
 
 
 STEPS = tuple(
-    Step(spec, scheme, "strips", order, suits)
+    GemmStep(spec, scheme, "strips", order, suits)
     for scheme in SCHEMES
     for spec, order, suits in (
         (LARGE, "row_major", anywhere),

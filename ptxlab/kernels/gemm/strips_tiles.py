@@ -18,7 +18,7 @@ ROOM = 232_448 - 1_536  # bytes of shared memory of a block, less its static one
 MOST_STAGES = 12
 
 
-class Tile(NamedTuple):
+class StripTile(NamedTuple):
     """Tokens; warp groups along the rows of W and along K; MMAs of 64 rows of each group; channels of a stage."""
 
     BM: int
@@ -33,7 +33,7 @@ class Tile(NamedTuple):
         return 4 * self.WN * self.MN
 
 
-class Cost(NamedTuple):
+class StripCost(NamedTuple):
     """Microseconds: of a stage, more of it for all tokens of the kind, and per strip; of a tile; of the launch;
     of adding up in a cluster of two; and at least on top of the stream of the weights.
     """
@@ -49,45 +49,45 @@ class Cost(NamedTuple):
 
 # Of the widest tile of a kind; those of fewer tokens, as far as the kind before, only have narrower MMAs.
 COSTS = {
-    Tile(8, 1, 3, 1, 512): Cost(0.370, 0.000, 0.000, 2.500, 0.000, 1.880, 1.8),
-    Tile(8, 2, 1, 1, 512): Cost(0.677, 0.000, 0.000, 3.655, 0.000, 0.353, 2.5),
-    Tile(8, 2, 1, 2, 512): Cost(1.117, 0.000, 0.000, 3.790, 0.000, 0.352, 3.8),
-    Tile(8, 2, 2, 1, 512): Cost(0.599, 0.000, 0.000, 3.278, 0.000, 0.865, 2.5),
-    Tile(8, 3, 1, 1, 512): Cost(0.888, 0.000, 0.000, 3.570, 0.000, 0.681, 3.2),
-    Tile(16, 1, 2, 1, 512): Cost(0.383, 0.000, 0.011, 2.500, 0.000, 1.887, 2.1),
-    Tile(16, 1, 3, 1, 256): Cost(0.204, 0.000, 0.025, 2.688, 0.000, 0.526, 1.9),
-    Tile(16, 2, 1, 1, 512): Cost(0.733, 0.000, 0.000, 3.415, 0.000, 0.680, 2.8),
-    Tile(16, 2, 1, 2, 512): Cost(1.400, 0.000, 0.000, 4.004, 0.000, 0.704, 3.5),
-    Tile(16, 2, 2, 1, 512): Cost(0.624, 0.000, 0.000, 3.369, 0.000, 1.049, 2.7),
-    Tile(16, 3, 1, 1, 512): Cost(0.959, 0.000, 0.000, 3.511, 0.000, 0.787, 3.7),
-    Tile(32, 1, 2, 1, 512): Cost(0.393, 0.000, 0.000, 3.579, 0.000, 0.000, 2.5),
-    Tile(32, 2, 1, 1, 512): Cost(0.812, 0.000, 0.000, 3.371, 0.000, 0.886, 3.4),
-    Tile(32, 2, 1, 2, 256): Cost(0.716, 0.000, 0.000, 3.715, 0.000, 0.552, 4.4),
-    Tile(32, 3, 1, 1, 512): Cost(1.018, 0.000, 0.003, 3.847, 0.000, 0.765, 3.9),
-    Tile(64, 1, 2, 1, 256): Cost(0.143, 0.077, 0.021, 3.200, 0.000, 0.967, 2.8),
-    Tile(64, 2, 1, 1, 512): Cost(0.732, 0.190, 0.003, 1.855, 1.944, 1.139, 3.8),
-    Tile(64, 2, 1, 2, 256): Cost(0.469, 0.378, 0.001, 3.575, 0.122, 1.984, 5.0),
-    Tile(64, 2, 2, 1, 256): Cost(0.259, 0.186, 0.003, 3.623, 0.000, 1.335, 4.1),
-    Tile(64, 3, 1, 1, 256): Cost(0.429, 0.238, 0.000, 2.621, 1.182, 1.089, 4.3),
-    Tile(128, 1, 1, 2, 256): Cost(0.638, 0.039, 0.000, 2.344, 1.387, 2.153, 7.4),
-    Tile(128, 1, 2, 1, 256): Cost(0.000, 0.379, 0.005, 3.672, 0.000, 1.627, 3.9),
-    Tile(128, 2, 1, 1, 256): Cost(0.174, 0.479, 0.004, 2.281, 1.287, 1.596, 5.9),
-    Tile(128, 2, 1, 2, 128): Cost(0.148, 0.474, 0.000, 4.652, 0.076, math.inf, 8.5),
-    Tile(128, 2, 1, 2, 256): Cost(0.575, 0.626, 0.005, 2.725, 0.571, math.inf, 10.6),
-    Tile(128, 3, 1, 1, 128): Cost(0.204, 0.296, 0.000, 3.167, 0.995, 1.155, 6.3),
-    Tile(128, 3, 1, 1, 256): Cost(0.143, 0.774, 0.001, 3.229, 1.068, 2.557, 8.7),
-    Tile(256, 1, 1, 1, 128): Cost(0.082, 0.210, 0.013, 2.446, 1.104, 1.425, 6.1),
-    Tile(256, 2, 1, 1, 128): Cost(0.000, 0.600, 0.000, 3.873, 0.415, 2.132, 8.9),
+    StripTile(8, 1, 3, 1, 512): StripCost(0.370, 0.000, 0.000, 2.500, 0.000, 1.880, 1.8),
+    StripTile(8, 2, 1, 1, 512): StripCost(0.677, 0.000, 0.000, 3.655, 0.000, 0.353, 2.5),
+    StripTile(8, 2, 1, 2, 512): StripCost(1.117, 0.000, 0.000, 3.790, 0.000, 0.352, 3.8),
+    StripTile(8, 2, 2, 1, 512): StripCost(0.599, 0.000, 0.000, 3.278, 0.000, 0.865, 2.5),
+    StripTile(8, 3, 1, 1, 512): StripCost(0.888, 0.000, 0.000, 3.570, 0.000, 0.681, 3.2),
+    StripTile(16, 1, 2, 1, 512): StripCost(0.383, 0.000, 0.011, 2.500, 0.000, 1.887, 2.1),
+    StripTile(16, 1, 3, 1, 256): StripCost(0.204, 0.000, 0.025, 2.688, 0.000, 0.526, 1.9),
+    StripTile(16, 2, 1, 1, 512): StripCost(0.733, 0.000, 0.000, 3.415, 0.000, 0.680, 2.8),
+    StripTile(16, 2, 1, 2, 512): StripCost(1.400, 0.000, 0.000, 4.004, 0.000, 0.704, 3.5),
+    StripTile(16, 2, 2, 1, 512): StripCost(0.624, 0.000, 0.000, 3.369, 0.000, 1.049, 2.7),
+    StripTile(16, 3, 1, 1, 512): StripCost(0.959, 0.000, 0.000, 3.511, 0.000, 0.787, 3.7),
+    StripTile(32, 1, 2, 1, 512): StripCost(0.393, 0.000, 0.000, 3.579, 0.000, 0.000, 2.5),
+    StripTile(32, 2, 1, 1, 512): StripCost(0.812, 0.000, 0.000, 3.371, 0.000, 0.886, 3.4),
+    StripTile(32, 2, 1, 2, 256): StripCost(0.716, 0.000, 0.000, 3.715, 0.000, 0.552, 4.4),
+    StripTile(32, 3, 1, 1, 512): StripCost(1.018, 0.000, 0.003, 3.847, 0.000, 0.765, 3.9),
+    StripTile(64, 1, 2, 1, 256): StripCost(0.143, 0.077, 0.021, 3.200, 0.000, 0.967, 2.8),
+    StripTile(64, 2, 1, 1, 512): StripCost(0.732, 0.190, 0.003, 1.855, 1.944, 1.139, 3.8),
+    StripTile(64, 2, 1, 2, 256): StripCost(0.469, 0.378, 0.001, 3.575, 0.122, 1.984, 5.0),
+    StripTile(64, 2, 2, 1, 256): StripCost(0.259, 0.186, 0.003, 3.623, 0.000, 1.335, 4.1),
+    StripTile(64, 3, 1, 1, 256): StripCost(0.429, 0.238, 0.000, 2.621, 1.182, 1.089, 4.3),
+    StripTile(128, 1, 1, 2, 256): StripCost(0.638, 0.039, 0.000, 2.344, 1.387, 2.153, 7.4),
+    StripTile(128, 1, 2, 1, 256): StripCost(0.000, 0.379, 0.005, 3.672, 0.000, 1.627, 3.9),
+    StripTile(128, 2, 1, 1, 256): StripCost(0.174, 0.479, 0.004, 2.281, 1.287, 1.596, 5.9),
+    StripTile(128, 2, 1, 2, 128): StripCost(0.148, 0.474, 0.000, 4.652, 0.076, math.inf, 8.5),
+    StripTile(128, 2, 1, 2, 256): StripCost(0.575, 0.626, 0.005, 2.725, 0.571, math.inf, 10.6),
+    StripTile(128, 3, 1, 1, 128): StripCost(0.204, 0.296, 0.000, 3.167, 0.995, 1.155, 6.3),
+    StripTile(128, 3, 1, 1, 256): StripCost(0.143, 0.774, 0.001, 3.229, 1.068, 2.557, 8.7),
+    StripTile(256, 1, 1, 1, 128): StripCost(0.082, 0.210, 0.013, 2.446, 1.104, 1.425, 6.1),
+    StripTile(256, 2, 1, 1, 128): StripCost(0.000, 0.600, 0.000, 3.873, 0.415, 2.132, 8.9),
 }
-_FULL = Tile(64, 2, 2, 1, 256)  # in a cluster, registers for the constants of groups of 128 alone
+_FULL = StripTile(64, 2, 2, 1, 256)  # in a cluster, registers for the constants of groups of 128 alone
 _KINDS = tuple(dict.fromkeys(tile.BM for tile in COSTS))
 BMS = (8, 16, 32, *range(48, 257, 16))  # as wide as wgmma comes, but for 24
 
 
-class Chosen(NamedTuple):
+class StripChoice(NamedTuple):
     """A tile for one matrix: its most strips, stages of the ring, blocks that share a tile, each with a slice of K."""
 
-    tile: Tile
+    tile: StripTile
     strips: int
     stages: int
     split: int
@@ -98,7 +98,7 @@ class Chosen(NamedTuple):
         return {**self.tile._asdict(), "STRIPS": self.strips, "STAGES": self.stages, "SPLIT": self.split}
 
 
-def choose(s: Sizes) -> Chosen:
+def choose(s: Sizes) -> StripChoice:
     """The quickest by the costs. Sizes: M, N, K, g; and `rows`, the tokens of a tile of X, where X lies in tiles."""
     return min(_candidates(s), key=lambda chosen: (microseconds(chosen, s), chosen.strips))
 
@@ -108,13 +108,13 @@ def tiles(s: Sizes, BM: int, strips: int) -> int:
     return -(-s["M"] // BM) * -(-_strips(s) // strips)
 
 
-def shared_bytes(tile: Tile, strips: int, stages: int, split: int, group: int) -> int:
+def shared_bytes(tile: StripTile, strips: int, stages: int, split: int, group: int) -> int:
     """Dynamic shared memory: the ring; what a cluster's sum receives; a buffer per warp and the tokens' scales."""
     received = (split - 1) * -(-tile.WN * tile.MN * tile.BM // 8 // split) * 2048
     return stages * _stage_bytes(tile, strips, group) + received + tile.WN * (4 * 512 + 8 * tile.BM)
 
 
-def kind(tile: Tile) -> Tile:
+def kind(tile: StripTile) -> StripTile:
     """The widest tile of its kind, which has the costs."""
     return tile._replace(BM=next(BM for BM in _KINDS if tile.BM <= BM))
 
@@ -125,13 +125,13 @@ def widths(M: int) -> list[int]:
     return sorted({next(BM for BM in BMS if share <= BM) for share in shares})
 
 
-def narrowed(wanted: Iterable[int]) -> Iterator[Tile]:
+def narrowed(wanted: Iterable[int]) -> Iterator[StripTile]:
     """Every tile of known cost that has one of these numbers of tokens."""
     for tile in COSTS:
         yield from (narrow for BM in wanted if kind(narrow := tile._replace(BM=BM)) == tile)
 
 
-def _candidates(s: Sizes) -> Iterator[Chosen]:
+def _candidates(s: Sizes) -> Iterator[StripChoice]:
     """Tiles about as wide as there are tokens, so high that the last round of blocks is full or nearly so."""
     wanted = [s["rows"]] if "rows" in s else widths(s["M"])
     for tile in narrowed(wanted):
@@ -142,22 +142,22 @@ def _candidates(s: Sizes) -> Iterator[Chosen]:
                 once = tile.WK == split == 1 or tiles(s, tile.BM, strips) <= blocks
                 stages = _stages(tile, strips, split, s["g"])
                 if once and stages >= 2 * tile.WK:
-                    yield Chosen(tile, strips, stages, split)
+                    yield StripChoice(tile, strips, stages, split)
 
 
-def _splits(tile: Tile, group: int) -> tuple[int, ...]:
+def _splits(tile: StripTile, group: int) -> tuple[int, ...]:
     """Sizes of its clusters."""
     return (1, 2) if COSTS[kind(tile)].split < math.inf and (kind(tile) != _FULL or group == 128) else (1,)
 
 
-def _stages(tile: Tile, strips: int, split: int, group: int) -> int:
+def _stages(tile: StripTile, strips: int, split: int, group: int) -> int:
     """As many as fit; none if what the warp groups along K add up through does not fit the ring."""
     stages = (ROOM - shared_bytes(tile, strips, 0, split, group)) // _stage_bytes(tile, strips, group)
     partial = (tile.WK - 1) * tile.WN * tile.MN * tile.BM // 8 * 2048
     return min(stages, MOST_STAGES) if stages * _stage_bytes(tile, strips, group) >= partial else 0
 
 
-def _stage_bytes(tile: Tile, strips: int, group: int) -> int:
+def _stage_bytes(tile: StripTile, strips: int, group: int) -> int:
     """X, and of every strip a slot of whole 128 bytes."""
     slot = -(-tile.BK // 128 * (1024 + 128 // group * 32) // 128) * 128
     return -(-(tile.BM * tile.BK + strips * slot) // 1024) * 1024
@@ -167,7 +167,7 @@ def _strips(s: Sizes) -> int:
     return -(-s["N"] // 16)
 
 
-def microseconds(chosen: Chosen, s: Sizes) -> float:
+def microseconds(chosen: StripChoice, s: Sizes) -> float:
     """Rounds of blocks, each as long as its stages and the end of its tile, but not less than the stream allows."""
     tile, cost = chosen.tile, COSTS[kind(chosen.tile)]
     rounds = -(-tiles(s, tile.BM, chosen.strips) // (SMS // chosen.split))
@@ -176,7 +176,7 @@ def microseconds(chosen: Chosen, s: Sizes) -> float:
     return max(rounds * once + cost.launch + (cost.split if chosen.split > 1 else 0), stream(s) + cost.drain)
 
 
-def of_a_tile(tile: Tile, stages: float, height: float) -> float:
+def of_a_tile(tile: StripTile, stages: float, height: float) -> float:
     """Microseconds of so many stages of so many strips, and of the tile's end."""
     cost = COSTS[kind(tile)]
     return stages * (cost.stage + cost.wide * tile.BM / kind(tile).BM + cost.strip * height) + cost.tile

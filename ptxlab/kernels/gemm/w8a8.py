@@ -14,7 +14,7 @@ def _choose(s: Sizes) -> dict[str, int]:
 
 def _launch(s: Sizes) -> Launch:
     """Persistent blocks, or a cluster per tile where K is split."""
-    tile, split = w8a8_tiles.Tile(*(s[name] for name in w8a8_tiles.Tile._fields)), s["SPLIT"]
+    tile, split = w8a8_tiles.W8A8Tile(*(s[name] for name in w8a8_tiles.W8A8Tile._fields)), s["SPLIT"]
     tiles = w8a8_tiles.tiles(s, tile)
     blocks = tiles * split if split > 1 else min(tiles, strips_tiles.SMS)
     shared = w8a8_tiles.shared_bytes(tile, s["STAGES"], split)

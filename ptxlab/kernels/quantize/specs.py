@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from ptxlab import layout, quant, reference
-from ptxlab.dtypes import ByVariant, stored
 from ptxlab.layout.packed_activations import ORDERS
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
+from ptxlab.spec.dtypes import ByVariant, stored
 
 DTYPES = ("float16", "bfloat16", "float32")  # by IN
 MOST_THREADS = 512

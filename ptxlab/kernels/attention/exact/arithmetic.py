@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.emulator.alu import form
-from ptxlab.emulator.floating import canonical
-from ptxlab.emulator.rounding import widen
+from ptxlab.emulator.ops.alu import alu_operation
+from ptxlab.emulator.ops.floating import canonical
+from ptxlab.emulator.ops.rounding import widen
 from ptxlab.reference.tensor_cores import hopper_mma
 
 
@@ -45,11 +45,11 @@ class Arithmetic:
 
 
 def _rounded_once(a: Any, b: Any, c: Any) -> Any:
-    """As `emulator.mma` has it: products are summed in float64, and their sum with c is rounded."""
+    """As `emulator.ops.mma` has it: products are summed in float64, and their sum with c is rounded."""
     return canonical((c + widen(a, "f16") @ widen(b, "f16")).astype(np.float32), "f32")
 
 
-EMULATED = Arithmetic.of(lambda opcode: form(opcode).compute, _rounded_once)  # of NumPy arrays
+EMULATED = Arithmetic.of(lambda opcode: alu_operation(opcode).compute, _rounded_once)  # of NumPy arrays
 TRUNCATING = replace(EMULATED, mma=hopper_mma)  # the same, but for tensor cores that cut off
 
 

@@ -13,7 +13,7 @@ from ptxlab.layout import KVCache
 
 
 @dataclass(frozen=True, eq=False)
-class Launched:
+class AttentionLaunch:
     """The kernel, compiled with the constants `config`, on T queries of Hq heads of each sequence.
 
     `lengths` are the cache's, s64 [B] on the host.

@@ -8,7 +8,7 @@ import numpy as np
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.exact import tiles
 from ptxlab.kernels.attention.exact.arithmetic import EMULATED, Arithmetic, hopper
-from ptxlab.kernels.attention.exact.launched import Launched, beside
+from ptxlab.kernels.attention.exact.launched import AttentionLaunch, beside
 from ptxlab.kernels.attention.exact.queries import rows
 from ptxlab.kernels.attention.exact.shares import Shares
 from ptxlab.layout import KVCache
@@ -61,7 +61,7 @@ def attention(
     lengths = np.maximum(np.array(cache.lengths.tolist(), np.int64), 0)
     if arithmetic is None:
         arithmetic = EMULATED if isinstance(q, np.ndarray) else hopper()
-    of = Launched(cache, lengths, T, Hq, softmax_scale, window, config, arithmetic)
+    of = AttentionLaunch(cache, lengths, T, Hq, softmax_scale, window, config, arithmetic)
     shares = Shares.of(
         lengths,
         heads=cache.num_kv_heads,
@@ -94,14 +94,14 @@ def _check(q: Any, cache: KVCache, config: Mapping[str, int]) -> None:
             raise ArgumentError("exact: config", f"{name} must be {number} for these arrays", config[name])
 
 
-def _some(of: Launched, shares: Shares) -> list[slice]:
+def _some(of: AttentionLaunch, shares: Shares) -> list[slice]:
     """Segments that are worked on together: as many as memory is meant for."""
     of_warp = (of.D + 1) * (16 * of.config["TOKENS"] + 64 * of.columns)  # about: tokens as f64, accumulators
     n = max(1, _BYTES[not isinstance(of.cache.pool, np.ndarray)] // (of_warp * of.warps))
     return [slice(i, i + n) for i in range(0, len(shares.sequence), n)]
 
 
-def _of_warps(of: Launched, warps: tiles.Warps, shares: Shares, some: slice) -> Part:
+def _of_warps(of: AttentionLaunch, warps: tiles.Warps, shares: Shares, some: slice) -> Part:
     """The sums of each segment's warps, put together; values in their units, less their zeros."""
     by_warp = (array.reshape(-1, of.warps, *array.shape[1:]) for array in (warps.largest, warps.weights, warps.sums))
     largest, weights, sums = by_warp
@@ -125,14 +125,14 @@ def _of_warps(of: Launched, warps: tiles.Warps, shares: Shares, some: slice) -> 
     return Part(most, weights, mul(sub(mul(total, units), zeros), scale))
 
 
-def _neighbours(of: Launched, x: Any) -> Any:
+def _neighbours(of: AttentionLaunch, x: Any) -> Any:
     """Sums over the 8 of axis 2: of neighbours, then of these, and so on."""
     while x.shape[2] > 1:
         x = of.arithmetic.add(x[:, :, ::2], x[:, :, 1::2])
     return x[:, :, 0]
 
 
-def _halves(of: Launched, x: Any) -> Any:
+def _halves(of: AttentionLaunch, x: Any) -> Any:
     """Sums over axis 1, of 4, 8 or 16 lanes: the first half and the second, and so on."""
     lanes = next(n for n in (4, 8, 16) if n >= x.shape[1])
     x = np.concatenate([x, np.zeros((len(x), lanes - x.shape[1], x.shape[2]), np.float32, like=x)], axis=1)
@@ -141,7 +141,7 @@ def _halves(of: Launched, x: Any) -> Any:
     return x[:, 0]
 
 
-def _of_blocks(of: Launched, parts: Part, shares: Shares) -> Part:
+def _of_blocks(of: AttentionLaunch, parts: Part, shares: Shares) -> Part:
     """Of all units: what other blocks hand over is added to the first one's part, up to 4 or 8 of them at a time."""
     whole = Part(*(array[beside(shares.first, array)] for array in parts))
     others = shares.parts - 1
@@ -158,7 +158,7 @@ def _of_blocks(of: Launched, parts: Part, shares: Shares) -> Part:
     return whole
 
 
-def _add(of: Launched, whole: Part, more: Part, there: Any) -> Part:
+def _add(of: AttentionLaunch, whole: Part, more: Part, there: Any) -> Part:
     """Parts [n, some, ..] to one of each unit, in the order of the tokens; those that are not there count nothing."""
     fma, mul, exp2 = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2
     largest = np.fmax(whole.largest, more.largest.max(axis=1))
@@ -171,7 +171,7 @@ def _add(of: Launched, whole: Part, more: Part, there: Any) -> Part:
     return Part(largest, weights, values)
 
 
-def _store(of: Launched, whole: Part, shares: Shares, out: Any, lse: Any) -> None:
+def _store(of: AttentionLaunch, whole: Part, shares: Shares, out: Any, lse: Any) -> None:
     """Divided by the sum of weights; its logarithm to base e. Of no weights 0 and -inf."""
     none = whole.weights == 0
     inverse = np.where(none, np.float32(0), of.arithmetic.reciprocal(whole.weights))

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab.kernels.attention.exact.launched import Launched, beside
+from ptxlab.kernels.attention.exact.launched import AttentionLaunch, beside
 from ptxlab.kernels.attention.exact.shares import Shares
 from ptxlab.reference import from_bfloat16_bits
 
@@ -24,7 +24,7 @@ class Queries(NamedTuple):
     ends: Any
 
 
-def rows(of: Launched, shares: Shares, some: Any) -> tuple[Any, Any, Any]:
+def rows(of: AttentionLaunch, shares: Shares, some: Any) -> tuple[Any, Any, Any]:
     """Rows of q and new tokens, s64 [n, C], of the columns of segments; bool [n, C], whether there is such a column."""
     column = shares.split[some][:, None] * of.config["COLUMNS"] + np.arange(of.columns)
     token = column // of.group
@@ -32,7 +32,7 @@ def rows(of: Launched, shares: Shares, some: Any) -> tuple[Any, Any, Any]:
     return row + column % of.group, token, column < of.group * of.T
 
 
-def quantized(of: Launched, q: Any, shares: Shares, some: slice) -> Queries:
+def quantized(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> Queries:
     """The queries of segments."""
     fma, reciprocal = of.arithmetic.fma, of.arithmetic.reciprocal
     row, token, there = rows(of, shares, some)
@@ -61,7 +61,7 @@ def _integers(bits: Any) -> Any:
     return high * 256 + low
 
 
-def _with_zeros(of: Launched, integers: Any, zeros: Any) -> Any:
+def _with_zeros(of: AttentionLaunch, integers: Any, zeros: Any) -> Any:
     """The sum of integers times a key's zeros by channel: each of four lanes adds up what it has of a query, then they
     are added two by two.
     """

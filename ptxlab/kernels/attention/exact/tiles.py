@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab.kernels.attention.exact import tokens
-from ptxlab.kernels.attention.exact.launched import Launched, beside
+from ptxlab.kernels.attention.exact.launched import AttentionLaunch, beside
 from ptxlab.kernels.attention.exact.queries import Queries, quantized
 from ptxlab.kernels.attention.exact.shares import Shares
 from ptxlab.kernels.attention.sm90 import TILE
@@ -29,7 +29,7 @@ class Warps(NamedTuple):
     largest_then: Any
 
 
-def of_segments(of: Launched, q: Any, shares: Shares, some: slice) -> Warps:
+def of_segments(of: AttentionLaunch, q: Any, shares: Shares, some: slice) -> Warps:
     """Of n segments all warps, [n · warps, ..]: those without a tile keep the lowest score."""
     queries, warp = quantized(of, q, shares, some), np.arange(of.warps)
     skip = (warp // of.share - shares.turn[some][:, None]) % of.groups
@@ -51,14 +51,14 @@ def of_segments(of: Launched, q: Any, shares: Shares, some: slice) -> Warps:
     return Warps(*(array[in_order] for array in warps))
 
 
-def _before(of: Launched, n: int, q: Any) -> Warps:
+def _before(of: AttentionLaunch, n: int, q: Any) -> Warps:
     """Of n warps before their first tile."""
     shapes = (n, of.columns), (n, 8, of.columns), (n, of.D + 1, of.columns)
     largest, weights, accumulators = (np.zeros(shape, np.float32, like=q) for shape in shapes)
     return Warps(largest + _LOWEST, weights, accumulators, accumulators.copy(), largest + _LOWEST)
 
 
-def _tile(of: Launched, warps: Warps, queries: Queries, first: Any, sequence: Any, head: Any) -> None:
+def _tile(of: AttentionLaunch, warps: Warps, queries: Queries, first: Any, sequence: Any, head: Any) -> None:
     """The tokens of a tile that a warp has, from `first` on, added to what it has, in place."""
     fma, mul, exp2, mma = of.arithmetic.fma, of.arithmetic.mul, of.arithmetic.exp2, of.arithmetic.mma
     at = first[:, None] + np.arange(of.config["TOKENS"], like=first)
@@ -80,7 +80,7 @@ def _tile(of: Launched, warps: Warps, queries: Queries, first: Any, sequence: An
     warps.largest[:], warps.weights[:], warps.accumulators[:] = largest, weights, accumulators
 
 
-def _promote(of: Launched, warps: Warps, step: int) -> None:
+def _promote(of: AttentionLaunch, warps: Warps, step: int) -> None:
     """Add what tensor cores have added up, truncating, to sums that round, and begin anew.
 
     `step` counts tiles: the first time there is nothing to add to.
@@ -96,7 +96,7 @@ def _promote(of: Launched, warps: Warps, step: int) -> None:
     warps.sums[:], warps.largest_then[:], warps.accumulators[:] = sums, warps.largest, 0
 
 
-def _scores(of: Launched, read: tokens.Tokens, queries: Queries, token: Any) -> Any:
+def _scores(of: AttentionLaunch, read: tokens.Tokens, queries: Queries, token: Any) -> Any:
     """f32 [n, tokens, C], in base 2, with the logarithm of the value's scale; -inf for what is not seen."""
     fma, sums, factors, ends = of.arithmetic.fma, *(array[:, None] for array in queries[1:])
     score = (read.keys @ queries.integers * (16 if of.bits == 4 else 1)).astype(np.float32)  # of exact sums

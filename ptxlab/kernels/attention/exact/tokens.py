@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab.kernels.attention.exact.launched import Launched
+from ptxlab.kernels.attention.exact.launched import AttentionLaunch
+from ptxlab.layout.nibbles import unpack_u4
 from ptxlab.layout.pages import PageView
-from ptxlab.layout.words import unpack_u4
 from ptxlab.reference.packed import as_words
 
 
@@ -22,7 +22,7 @@ class Tokens(NamedTuple):
     v_scale: Any
 
 
-def read(of: Launched, token: Any, sequence: Any, head: Any) -> Tokens:
+def read(of: AttentionLaunch, token: Any, sequence: Any, head: Any) -> Tokens:
     """Tokens s64 [n, tokens] of sequences and kv heads [n]. Beyond the end scales are 1, and zeros 0."""
     cache = of.cache
     length = cache.lengths[sequence].astype(np.int64)[:, None]
@@ -46,7 +46,7 @@ def read(of: Launched, token: Any, sequence: Any, head: Any) -> Tokens:
     return Tokens(keys.astype(np.float64), operands, *scales)
 
 
-def _operands(of: Launched, raw: Any) -> Any:
+def _operands(of: AttentionLaunch, raw: Any) -> Any:
     """Values as FP16 subnormals: of 8 bits without a sign; of 4 bits low nibbles, and high ones in their bytes."""
     if of.bits == 8:
         integers = raw ^ np.uint8(0x80) if of.signed else raw

@@ -1,0 +1,149 @@
+"""Figures of the cost model: rooflines, predictions beside measurements, and where W4A8 stops paying."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ptxlab import cost
+from ptxlab.bench import counts
+from ptxlab.bench.record import Record
+from ptxlab.bench.shapes import ALL_TOKENS, DISSECTED
+from ptxlab.cost import Device, Scheme
+from ptxlab.plot import BLUE, GREY, ORANGE, RED
+from report import headline
+from report.headlineplot import layer_style
+from report.ladder import mean, short
+from report.ladderplot import COLOURS, title, token_axis
+from report.predictions import (
+    W8A8,
+    Duel,
+    by_kernel,
+    called,
+    duels,
+    mean_error,
+    mean_ratio,
+    measured_device,
+    predictions,
+)
+
+_ROOFS: dict[str, dict[str, Any]] = {  # scheme -> style
+    "W4A4": {"color": "#7b6fb0", "linewidth": 1.4},
+    "W4A8": {"color": BLUE, "linewidth": 2.2},
+    "W8A8": {"color": ORANGE, "linewidth": 1.8},
+    "W4A16": {"color": "#5aae61", "linewidth": 1.6},
+    "FP16": {"color": GREY, "linewidth": 1.6},
+    "FP8": {"color": "#444444", "linewidth": 1.4, "linestyle": "--"},
+}
+_DEAR = "dequant_qoq_vadd4_s32"  # QoQ with the vadd4 to avoid: too dear to hide
+_OURS = {"gemm_w4a8_small_sm90": ORANGE, "gemm_w4a8_sm90": BLUE, W8A8: "#444444"}
+_INTENSITY = np.geomspace(0.5, 2 * ALL_TOKENS[-1], 400)
+
+
+def roofline_figure(record: Record) -> Figure:
+    """QServe's Fig. 3: what each scheme can reach on an A100, and on the record's card with what was reached there."""
+    figure = Figure(figsize=(14, 5.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    a100, here = cost.device("a100"), measured_device(record)
+    for name in ("W4A4", "W4A8", "W8A8", "W4A16", "FP16"):
+        _roof(left, a100, name, label=name)
+    alpha = counts.alpha_of(_DEAR)
+    _roof(left, a100, "W4A8", alpha, color=RED, linestyle=":", label=f"W4A8, {alpha:g} instructions per weight")
+    ridge = cost.transition(a100, _scheme("W8A8"))
+    title(left, f"A100 (data sheet): 4-bit weights double the roof below {ridge / 2:.0f} tokens", size=10)
+    for name in ("W4A8", "W8A8", "FP8"):
+        _roof(right, here, name, label=f"{name} roof")
+    rows = [row for row in headline.points(record) if headline.named(row) == DISSECTED]
+    eight = [row for row in headline.eight_bit(record) if headline.named(row) == DISSECTED]
+    fp8 = [(row.sizes["M"], row.operations / us / 1e6) for row in rows if (us := row.peers.get("cublas_fp8"))]
+    _dots(right, [(row.sizes["M"], row.rate) for row in rows], color=BLUE, label="gemm_w4a8")
+    _dots(right, [(row.sizes["M"], row.rate) for row in eight], color=ORANGE, label="gemm_w8a8_sm90")
+    _dots(right, fp8, color="#444444", marker="s", markersize=5, label="cuBLAS FP8")
+    above = [row.sizes["M"] for row in rows if row.rate > cost.most_tops(here, _scheme("W8A8"), row.sizes["M"], 0)]
+    beyond = f"gemm_w4a8 is above the 8-bit roof up to {max(above)} tokens" if above else "measured beside the roofs"
+    title(right, f"{record.device['name'].removeprefix('NVIDIA ')}, {DISSECTED}: {beyond}", size=10)
+    for axes in (left, right):
+        axes.legend(loc="lower right", frameon=False, fontsize=9)
+    return figure
+
+
+def _scheme(name: str) -> Scheme:
+    return cost.SCHEMES["W4A8 LQQ" if name == "W4A8" else name]
+
+
+def _roof(axes: Axes, device: Device, name: str, alpha: float | None = None, **style: Any) -> None:
+    scheme = _scheme(name)
+    alpha = counts.alpha_of(scheme.dequantiser) if alpha is None else alpha
+    roof = [cost.most_tops(device, scheme, M, alpha) for M in _INTENSITY]
+    axes.plot(_INTENSITY, roof, **{**_ROOFS[name], **style})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlim(0.9, 1.4 * ALL_TOKENS[-1])
+    axes.set_ylim(4, 4000)
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.grid(color="#eceff3", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("tokens M: multiply-adds per weight")
+    axes.set_ylabel("TOPS")
+
+
+def _dots(axes: Axes, points: Iterable[tuple[int, float]], **style: Any) -> None:
+    usual = {"linestyle": "none", "marker": "o", "markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.7}
+    axes.plot(*np.array([*points]).reshape(-1, 2).T, **{**usual, **style})
+
+
+def predicted_figure(record: Record) -> Figure:
+    """Predicted over measured time by tokens: every point, and the mean over the matrices; the ladder, and the rest."""
+    figure = Figure(figsize=(14, 5.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    found = by_kernel(predictions(record))
+    parts = [{name: mine for name, mine in found.items() if (name in _OURS) == ours} for ours in (False, True)]
+    for axes, part, what in zip(panels, parts, ("The ladder's steps", "The launched kernels"), strict=True):
+        for name, mine in part.items():
+            colour = _OURS.get(name) or COLOURS[short(name)]
+            errors = [mean_error(mine, overlapped=overlapped) for overlapped in (False, True)]
+            places = [ALL_TOKENS.index(p.row.sizes["M"]) for p in mine]
+            ratios = [p.cost.in_turn_us / p.row.time_us for p in mine]
+            axes.plot(places, ratios, "o", markersize=3, alpha=0.35, markeredgewidth=0, color=colour)
+            label = f"{called(name)}: {errors[0]:.0%} ({errors[1]:.0%})"
+            axes.plot([mean_ratio(mine, M) for M in ALL_TOKENS], "o-", markersize=5, color=colour, label=label)
+        everything = [p for mine in part.values() for p in mine]
+        longer = mean(p.row.time_us / p.cost.in_turn_us for p in everything)
+        title(axes, f"{what} take {longer:.1f}x the predicted time in the mean")
+        axes.axhline(1, color="black", linewidth=1, label="as predicted")
+        axes.set_xlim(-0.4, len(ALL_TOKENS) - 0.6)
+        axes.set_ylim(0, 1.6)
+        token_axis(axes, ALL_TOKENS)
+        legend = {"title": "mean error in turn (overlapped); dots: every matrix", "title_fontsize": 8, "fontsize": 8}
+        axes.legend(loc="upper left", frameon=False, ncols=2, **legend)
+    panels[0].set_ylabel("predicted in turn / measured")
+    return figure
+
+
+def crossover_figure(record: Record) -> Figure:
+    """Time of `gemm_w4a8` over that of 8-bit weights, matrix by matrix, with what the model says in the mean."""
+    figure = Figure(figsize=(14, 4.8), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, other, name in zip(panels, (W8A8, "cublas_fp8"), ("our W8A8", "cuBLAS FP8"), strict=True):
+        _duels(axes, duels(record, other))
+        title(axes, f"W4A8 over {name}: above 1 it stops paying")
+    panels[0].set_ylabel("time of W4A8 / time of 8-bit weights")
+    panels[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return figure
+
+
+def _duels(axes: Axes, found: list[Duel]) -> None:
+    for duel in found:
+        axes.plot(range(len(ALL_TOKENS)), [duel.measured.get(M, np.nan) for M in ALL_TOKENS], **layer_style(duel.layer))
+    for label, style, ratios in (
+        ("predicted in turn, mean", "-", [duel.in_turn for duel in found]),
+        ("predicted overlapped, mean", "--", [duel.overlapped for duel in found]),
+    ):
+        means = [mean(ratio[M] for ratio in ratios if M in ratio) for M in ALL_TOKENS]
+        axes.plot(range(len(ALL_TOKENS)), means, color="black", linewidth=2.2, linestyle=style, label=label)
+    axes.axhline(1, color="black", linewidth=0.8, zorder=0)
+    axes.set_ylim(bottom=0)
+    token_axis(axes, ALL_TOKENS)

@@ -1,0 +1,116 @@
+"""Pictures of dequantisation: which weights a wrong order spoils, why the range is 119, what each way costs."""
+
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
+
+from ptxlab import kernels, quant, reference
+from ptxlab.bench.record import Record, Row
+from ptxlab.demo.plot import SWEEP
+from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED, SCHEME_COLOURS
+from ptxlab.weights import audit
+
+_TITLES = {"qoq": "QoQ", "lqq": "LQQ"}
+_GROUP = 32
+
+
+def wrong_figure(wrong: np.ndarray) -> Figure:
+    """Where results are wrong, bool [N, K]: a few rows of them, one square per weight."""
+    rows, columns = 24, 96
+    figure = Figure(figsize=(11, 3.1), layout="constrained")
+    axes = figure.subplots()
+    axes.imshow(wrong[:rows, :columns], cmap=ListedColormap([PALE, RED]), interpolation="nearest", aspect="auto")
+    axes.set_xticks(np.arange(0, columns + 1, 4) - 0.5, minor=True)
+    axes.grid(which="minor", axis="x", color="white", linewidth=1.5)
+    axes.set_xticks(range(0, columns, 8))
+    axes.set_xlabel("input channel; four neighbours share a register, the leftmost is its lowest byte")
+    axes.set_ylabel("output channel")
+    axes.set_title(f"{wrong.mean():.0%} of the weights are wrong (red)", loc="left", weight="bold")
+    return figure
+
+
+def range_figure(w: np.ndarray) -> Figure:
+    """By protective range: the largest byte that any group at all comes back as, and what overflows of w f32 [N, K]."""
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for scheme, title in _TITLES.items():
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "color": SCHEME_COLOURS[scheme], "label": title}
+        left.plot(SWEEP, [largest_byte(scheme, limit) for limit in SWEEP], **style)
+        rows = audit.audit_matrix(w, schemes=(scheme,), ranges=tuple(SWEEP), group=64)
+        right.plot(SWEEP, [row.overflows for row in rows], **style)
+    left.axhline(127, color=RED, linewidth=1)
+    left.annotate("what a byte holds: 127", (SWEEP[0], 127.4), color=RED)
+    left.set_title("The largest byte that any group comes back as", loc="left", weight="bold")
+    right.set_yscale("symlog", linthresh=1)
+    right.set_ylim(bottom=-0.2)
+    right.set_title(f"Overflowing weights, of {w.size:,}", loc="left", weight="bold")
+    for axes in (left, right):
+        axes.axvline(119, color=GREY, linestyle="--", linewidth=1)
+        axes.set_xlabel("protective range of level 1")
+        _bare(axes)
+    left.legend(loc="lower right")
+    return figure
+
+
+def largest_byte(scheme: str, limit: int) -> int:
+    """The largest integer that a group of integers in ±limit comes back as, of all groups.
+
+    A group's constants follow from its smallest and largest element, and a larger element never comes back as less: so
+    the pairs of these two are all groups that matter.
+    """
+    values = np.arange(-limit, limit + 1, dtype=np.int8)
+    low, high = np.meshgrid(values, values)
+    pairs = np.stack([low, high], axis=-1)[low <= high]
+    groups = np.tile(pairs, (1, _GROUP // 2))
+    if scheme == "qoq":
+        return int(reference.exact_qoq(*quant.qoq_groups(groups, _GROUP)).max())
+    q4, scale, minimum = quant.lqq_groups(groups, _GROUP)
+    return int(reference.exact_lqq(q4, scale, minimum.view(np.uint8) ^ np.uint8(128)).max())
+
+
+def cost_figure(record: Record) -> Figure:
+    """Instructions per 8 weights against weights per clock and SM, of a record of the suite `dequant`."""
+    points = {row.kernel: row for row in record.rows if row.measure == "registers"}
+    clocks = np.median([row.sm_mhz for row in points.values()]) * 1e6 * record.device["sms"]
+    arriving = 2 * record.ceilings["read_tbps"] * 1e12 / clocks
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    counts = np.geomspace(2.5, 80)
+    for lanes, label, side, above in ((64, "all in the ALU", "right", "top"), (128, "in all pipes", "left", "bottom")):
+        axes.plot(counts, lanes * 8 / counts, color=GREY, alpha=0.4, zorder=0)
+        axes.annotate(label, (40, lanes * 8 / 40), color=GREY, ha=side, va=above)
+    axes.axhline(arriving, color=ORANGE, linestyle="--", linewidth=1)
+    axes.annotate(f"the memory brings {arriving:.0f}", (2.5, arriving), color=ORANGE, va="bottom")
+    for (count, rate), names in _places(points).items():
+        wrong = any(kernels.specs()[name].wrong for name in names)
+        axes.plot(count, rate, "o", color=RED if wrong else BLUE)
+        label = ", ".join(name.removeprefix("dequant_") for name in names) + (" (wrong results)" if wrong else "")
+        below = rate * count / 8 < 70  # next to the ALU's line
+        offset, side, above = ((-5, -3), "right", "top") if below else ((5, 2), "left", "bottom")
+        axes.annotate(label, (count, rate), offset, textcoords="offset points", ha=side, va=above)
+    axes.set(xscale="log", yscale="log", xlim=(1.8, 150))
+    axes.set(xlabel="ALU instructions per 8 weights", ylabel="weights per clock and SM")
+    axes.minorticks_off()
+    axes.set_xticks(sorted({row.more["alu_per_8"] for row in points.values()}))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_yticks([10, 20, 50, 100, 200])
+    axes.yaxis.set_major_formatter("{x:g}")
+    _bare(axes)
+    return figure
+
+
+def _places(points: dict[str, Row]) -> dict[tuple[float, float], list[str]]:
+    """Where kernels stand, in instructions and rate; those that no eye could tell apart stand together."""
+    places: dict[tuple[float, float], list[str]] = {}
+    for name, row in points.items():
+        here = row.more["alu_per_8"], row.rate
+        near = (place for place in places if place[0] == here[0] and abs(place[1] / here[1] - 1) < 0.04)
+        places.setdefault(next(near, here), []).append(name)
+    return places
+
+
+def _bare(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)

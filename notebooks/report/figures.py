@@ -1,0 +1,94 @@
+"""The pictures of README, guide and notebooks by name, each drawn into `notebooks/figures/NAME.png`."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from ptxlab import demo, nsight, plot
+from ptxlab.bench.record import Record
+from ptxlab.bench.stored import stored_times
+from ptxlab.demo.plot import demo_figure
+from ptxlab.errors import FileError
+from ptxlab.kernels.plot import load_picture
+from ptxlab.profile.plot import page_figure
+from ptxlab.timeline.plot import timeline_figure
+from report import (
+    FIGURES,
+    costplot,
+    headline,
+    headlineplot,
+    kvplot,
+    kvpoints,
+    ladder,
+    ladderplot,
+    pipelines,
+    profiletables,
+)
+
+
+def _demo() -> Figure:
+    what, matrices = demo.weights()
+    return demo_figure(list(demo.rows(matrices)), matrices, what)
+
+
+def _profile() -> Figure:
+    found = profiletables.compared()
+    return page_figure(found, nsight.differences(*found))
+
+
+def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None], object]) -> Callable[[], Figure]:
+    """A picture of the record of the suite `gemm`, which needs what `measured` finds in it."""
+
+    def drawn() -> Figure:
+        record = ladder.recorded()
+        if record is None or not all(found(record) for found in measured):
+            raise FileError("gemm.json: lacks what is drawn here; `ptxlab bench gemm` makes a record on a GPU")
+        return draw(record)
+
+    return drawn
+
+
+def _attention() -> Figure:
+    rows = kvpoints.points(kvpoints.recorded())
+    if not rows:
+        raise FileError("attention.json: not recorded; `ptxlab bench attention` makes a record on a GPU")
+    return kvplot.speedup_figure(rows)
+
+
+_BOTH = headline.points, headline.eight_bit
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "demo": _demo,
+    "load_ldmatrix_u4": lambda: load_picture("load_ldmatrix_u4"),  # wrong,
+    "load_lds32_u4": lambda: load_picture("load_lds32_u4"),  # slow,
+    "load_dual_mma": lambda: load_picture("load_dual_mma"),  # right
+    "ladder_peers": lambda: ladderplot.peers_figure(stored_times()),
+    "ladder_ablation": _gemm(lambda record: ladderplot.ablation_figure(ladder.rows_of(record)), ladder.rows_of),
+    "ladder_times": _gemm(lambda r: ladderplot.times_figure(ladder.rows_of(r), stored_times()), ladder.rows_of),
+    "ladder_fraction": _gemm(lambda record: ladderplot.fraction_figure(ladder.rows_of(record)), ladder.rows_of),
+    "ladder_roofline": _gemm(lambda record: ladderplot.roofline_figure(ladder.rows_of(record)), ladder.rows_of),
+    "gemm_headline": _gemm(lambda record: headlineplot.headline_figure(headline.points(record)), headline.points),
+    "gemm_beyond": _gemm(headlineplot.beyond_figure, lambda record: list(headline.chains(record))),
+    "cost_roofline": _gemm(costplot.roofline_figure, *_BOTH),
+    "cost_predicted": _gemm(costplot.predicted_figure, *_BOTH),
+    "cost_crossover": _gemm(costplot.crossover_figure, *_BOTH),
+    "attention_speedup": _attention,
+    "profile": _profile,
+    "timeline_gemm_64": lambda: pipelines.comparison(64),
+    "timeline_gemm_256": lambda: pipelines.comparison(256),
+    "timeline_attention": lambda: timeline_figure(pipelines.recorded(pipelines.ATTENTION)[0]),
+}
+
+
+def picture(name: str) -> Figure:
+    """One of `PICTURES`; FileError where what it is drawn from is not recorded."""
+    return PICTURES[name]()
+
+
+def draw_all() -> list[Path]:
+    """Draw every picture; returns their paths."""
+    FIGURES.mkdir(exist_ok=True)
+    paths = [FIGURES / f"{name}.png" for name in PICTURES]
+    for path in paths:
+        plot.save(picture(path.stem), path)
+    return paths

@@ -1,0 +1,177 @@
+"""What a kernel's header says was measured of it, from the records: never typed in by hand."""
+
+import re
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+
+from ptxlab import bench, kernels
+from ptxlab.bench.record import Row
+from ptxlab.bench.shapes import ALL_TOKENS, MIXTRAL
+from ptxlab.spec import KernelSpec
+from report import RESULTS, headline, kvpoints, ladder
+
+_MEASURED = re.compile(r"^// Measured   .*(?:\n//            .*)*$", re.MULTILINE)
+_FIRST, _NEXT = "// Measured   ", "//            "
+_WIDTH = 120
+_ATTENTION = "attention_kv4_sm90"
+_EXPERT_TOKENS, _MANY_EXPERT_TOKENS = (1, 8, 64), 32
+_BATCHES = ((16, 1024), (64, 1024), (256, 1024), (1, 4096), (64, 4096), (1, 32768))  # sequences x tokens
+_PROMPT = (32, 4096)  # heads, tokens
+
+
+def outdated() -> dict[Path, str]:
+    """The sources whose header states other figures than the records, with the text they should have."""
+    changed = {}
+    for spec in kernels.specs().values():
+        source = kernels.find(spec.name)[1][0]
+        if not (lines := measured(spec)):
+            continue
+        text = _MEASURED.sub(_FIRST + f"\n{_NEXT}".join(lines), source.text)
+        if text != source.text:
+            changed[Path(source.path)] = text
+    return changed
+
+
+def measured(spec: KernelSpec) -> list[str]:
+    """What a header says, line by line; nothing of a kernel that is not recorded."""
+    of_one = {
+        "gemm_w8a8_sm90": _eight_bit,
+        "gemm_w4a8_grouped_sm90": _grouped,
+        "append_kv4": _append,
+        _ATTENTION: _attention,
+    }
+    if spec.name in of_one:
+        return of_one[spec.name]()
+    if spec in kernels.gemm.STEPS:
+        line = ladder.figures(spec.name)
+    elif spec.family == "gemm":
+        return _wrapped(_launched(spec))
+    else:
+        line = _step(spec) if spec.family == "attention" else _streaming(spec)
+    return [line] if line else []
+
+
+def rows(gpu: str, suite: str) -> dict[tuple[str, str, str], Row]:
+    """Rows of a record by kernel, source and measure; empty where nothing is recorded."""
+    path = RESULTS / gpu / f"{suite}.json"
+    if not path.is_file():
+        return {}
+    return {(row.kernel, row.source, row.measure): row for row in bench.load(path).rows}
+
+
+def _streaming(spec: KernelSpec) -> str:
+    """Of a kernel that is bound by memory."""
+    recorded = rows("h200", spec.family)
+    found = {what: recorded.get((spec.name, "ptx", what)) for what in ("streaming", "registers", "resident")}
+    streaming, registers, resident = found.values()
+    if streaming is None:
+        return ""
+    line = f"{streaming.rate / 1e3:.2f} TB/s on an H200, {streaming.fraction:.2f} of a {streaming.limit}"
+    if registers is not None:
+        line += f"; the word alone in registers: {registers.rate:.0f} weights per clock and SM"
+    if resident is not None:
+        line += f"; from shared memory alone: {resident.rate:.0f} weights per clock and SM"
+    return f"{line}."
+
+
+def _launched(spec: KernelSpec) -> str:
+    """Of a kernel that `gemm_w4a8` launches, over the points where it does."""
+    found = [row for row in headline.points(ladder.recorded()) if row.kernel == spec.name]
+    tokens = _tokens(found)
+    if not tokens:
+        return ""
+    floor = _joined(headline.fraction(headline.at(found, M)) for M in tokens)
+    faster = _joined(ladder.mean(headline.over(headline.at(found, M), "cublas_fp8")) for M in tokens)
+    matrices = ", ".join(f"{len(headline.at(found, M))}" for M in tokens)
+    return (
+        f"{floor} of the floor on an H200 at M = {', '.join(map(str, tokens))}; {faster} times as fast as cuBLAS "
+        f"FP8 (means of {matrices} of LLaMA-2's matrices, on which it is launched; row-major activations)."
+    )
+
+
+def _eight_bit() -> list[str]:
+    found = headline.eight_bit(ladder.recorded())
+    tokens = _tokens(found)
+    if not tokens:
+        return []
+    fp8, int8 = (
+        _joined(ladder.mean(headline.over(headline.at(found, M), peer)) for M in tokens)
+        for peer in ("cublas_fp8", "cublas_int8")
+    )
+    return _wrapped(
+        f"on an H200 at M = {', '.join(map(str, tokens))}: {fp8} times as fast as cuBLAS FP8, {int8} times as its INT8 "
+        "(means over LLaMA-2's matrices)."
+    )
+
+
+def _grouped() -> list[str]:
+    found = [(row, pair.gain) for pair in headline.experts(ladder.recorded()) if (row := pair.grouped)]
+    if not found:
+        return []
+    by_place = {(row.sizes["N"], row.sizes["tokens"]): row.fraction for row, _ in found}
+    of_floor = "; ".join(
+        f"{layer.part} {_joined(by_place[layer.N, count] for count in _EXPERT_TOKENS)}" for layer in MIXTRAL
+    )
+    gains, tokens = [gain for _, gain in found], ", ".join(map(str, _EXPERT_TOKENS))
+    many = ladder.mean(gain for row, gain in found if row.sizes["tokens"] >= _MANY_EXPERT_TOKENS)
+    return _wrapped(
+        f"Mixtral, 8 experts, top 2, on an H200, of the floor at {tokens} tokens: {of_floor}; {min(gains):.2f} to "
+        f"{max(gains):.2f} times as fast as a loop of single GEMMs, {many:.2f} in the mean from {_MANY_EXPERT_TOKENS} "
+        "tokens on."
+    )
+
+
+def _step(spec: KernelSpec) -> str:
+    """Of a step of attention's ladder."""
+    row = next((row for row in kvpoints.steps(kvpoints.recorded()) if row.kernel == spec.name), None)
+    if row is None:
+        return ""
+    batch = f"{row.sizes['B']} sequences of {row.sizes['L']} tokens, {row.sizes['Hq']} heads"
+    return f"{batch}, on an H200: {row.time_us:.0f} us, {row.fraction:.2f} of the speed of memory."
+
+
+def _attention() -> list[str]:
+    """The step's line, and a table of batches: heads down, sequences x tokens across."""
+    found = kvpoints.points(kvpoints.recorded())
+    if not found:
+        return []
+    by_place = {(kvpoints.heads(row), (row.sizes["B"], row.sizes["L"])): row for row in found}
+    cells = [["heads", *(f"{B} x {L}" for B, L in _BATCHES)]]
+    for heads in dict.fromkeys(kvpoints.heads(row) for row in found):
+        times = (by_place[heads, batch] for batch in _BATCHES)
+        cells.append([f"{heads[0]} / {heads[1]}", *(f"{_short(row)} us {row.fraction:.2f}" for row in times)])
+    table = ["".join(f"{cell:<14}" for cell in line).rstrip() for line in cells]
+    return [_step(kernels.find(_ATTENTION)[0]), "What `attention_kv4` takes for a batch, plain launches:", *table]
+
+
+def _short(row: Row) -> str:
+    return f"{row.time_us:.1f}" if row.time_us < 100 else f"{row.time_us:.0f}"
+
+
+def _append() -> list[str]:
+    heads, tokens = _PROMPT
+    found = [
+        (scheme.replace("_", " ") + (", rotated" if row.sizes["R"] else ""), row)
+        for scheme in ("kv4", "kv8", "kv4_channel", "kv8_channel")
+        for row in kvpoints.appends(kvpoints.recorded(), tokens, scheme)
+        if row.sizes["H"] == heads
+    ]
+    if not found:
+        return []
+    figures = "; ".join(f"{what} {row.time_us:.1f} us, {row.fraction:.2f}" for what, row in found)
+    return _wrapped(f"{tokens} tokens of {heads} heads on an H200, beside the speed of a copy: {figures}.")
+
+
+def _tokens(found: Iterable[Row]) -> list[int]:
+    """The numbers of tokens that were measured, in order."""
+    there = {row.sizes["M"] for row in found}
+    return [M for M in ALL_TOKENS if M in there]
+
+
+def _joined(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, _WIDTH - len(_FIRST))

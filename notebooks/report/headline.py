@@ -1,0 +1,161 @@
+"""`gemm_w4a8` as recorded: every point beside its floor and all peers, and what else the suite measured of it."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from ptxlab.bench import chain, grouped, quantiser, untuned, w8a8
+from ptxlab.bench.headline import MEASURE, ORDER
+from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import ALL_TOKENS, CHAINS, GROUP, LLAMA, UNTUNED, Layer
+from report.ladder import mean, place_of
+
+PEERS = {  # name -> how tables call it
+    "cublas_fp8": "FP8",
+    "cublas_int8": "INT8",
+    "cublas_fp16": "FP16",
+    "fp8_row": "FP8 per row",
+    "qserve_w8a8": "QServe W8A8",
+    "qserve_w4a8_chn": "QServe per channel",
+    "qserve_w4a8_g128": "QServe g128",
+    "qqq_w4a8_chn": "QQQ per channel",
+    "qqq_w4a8_g128": "QQQ g128",
+}
+
+
+def points(record: Record | None, group: int = GROUP) -> list[Row]:
+    """The headline: every point of LLaMA-2 with row-major activations, by matrix and tokens; [] of no record.
+
+    Their token sums come from the quantiser. `otherwise` has the same points for activations that came otherwise.
+    """
+    return _in_order(row for row in of(record, MEASURE, group) if row.activations == ORDER)
+
+
+def otherwise(record: Record | None, group: int = GROUP) -> dict[str, list[Row]]:
+    """The points with activations in other orders, or without their token sums, by what `Row.activations` says."""
+    rows = of(record, MEASURE, group)
+    orders = dict.fromkeys(row.activations for row in rows if row.activations != ORDER)
+    return {order: _in_order(row for row in rows if row.activations == order) for order in orders}
+
+
+def of(record: Record | None, measure: str, group: int = GROUP) -> list[Row]:
+    """The rows of one measure."""
+    rows = record.rows if record else ()
+    return [row for row in rows if row.measure == measure and row.sizes.get("g", group) == group]
+
+
+def named(row: Row, layers: Sequence[Layer] = LLAMA) -> Layer:
+    """The matrix of a row by name."""
+    return next(layer for layer in layers if (row.sizes["N"], row.sizes["K"]) == (layer.N, layer.K))
+
+
+def best_peer(row: Row) -> tuple[str, float]:
+    """The fastest peer and how many times as fast as that ours is; NaN without peers."""
+    if not row.peers:
+        return "", math.nan
+    name = min(row.peers, key=row.peers.__getitem__)
+    return name, row.peers[name] / row.time_us
+
+
+def over(rows: Iterable[Row], peer: str = "") -> list[float]:
+    """How many times as fast as a peer, by default the fastest of each point, where its time is known."""
+    if peer:
+        return [row.peers[peer] / row.time_us for row in rows if peer in row.peers]
+    return [best_peer(row)[1] for row in rows if row.peers]
+
+
+def fraction(rows: Iterable[Row]) -> float:
+    """Of the floor, geometric mean."""
+    return mean(row.fraction for row in rows)
+
+
+def at(rows: Iterable[Row], *tokens: int) -> list[Row]:
+    """Those with so many tokens."""
+    return [row for row in rows if row.sizes["M"] in tokens]
+
+
+def slower(rows: Iterable[Row]) -> list[Row]:
+    """The points at which some peer is faster."""
+    return [row for row in rows if row.peers and best_peer(row)[1] < 1]
+
+
+class Chain(NamedTuple):
+    """A decoder layer's GEMMs in a row, beside the sum of the best peers' times for each alone (NaN: not known)."""
+
+    row: Row
+    model: str
+    over_fp8: float
+    over_best: float
+
+
+def chains(record: Record | None) -> Iterator[Chain]:
+    """Every model at every number of tokens."""
+    single = {place_of(row): row for row in points(record)}
+    models = {layers[0].K: layers for layers in CHAINS}
+    for row in of(record, chain.MEASURE):
+        layers, M = models[row.sizes["hidden"]], row.sizes["M"]
+        alone = [single.get((layer.N, layer.K, M)) for layer in layers]
+        best = sum(min(link.peers.values(), default=math.nan) if link else math.nan for link in alone)
+        fp8 = row.peers.get("cublas_fp8", math.nan)
+        yield Chain(row, layers[0].model, fp8 / row.time_us, best / row.time_us)
+
+
+class Routed(NamedTuple):
+    """Experts' GEMMs: the loop of singles, and the grouped kernel where it was measured."""
+
+    loop: Row
+    grouped: Row | None
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast the grouped kernel is."""
+        return self.loop.time_us / self.grouped.time_us if self.grouped else math.nan
+
+
+def experts(record: Record | None) -> list[Routed]:
+    """Every matrix of Mixtral at every number of tokens."""
+    found = {_routing(row): row for row in of(record, grouped.MEASURE)}
+    return [Routed(row, found.get(_routing(row))) for row in of(record, grouped.LOOP)]
+
+
+def _routing(row: Row) -> tuple[int, ...]:
+    return tuple(row.sizes[name] for name in ("tokens", "N", "K"))
+
+
+def untuned_points(record: Record | None) -> list[tuple[Row, Layer]]:
+    """Matrices of other models at odd numbers of tokens, with their names."""
+    return [(row, named(row, UNTUNED)) for row in of(record, untuned.MEASURE)]
+
+
+def eight_bit(record: Record | None) -> list[Row]:
+    """The points of the kernel with 8-bit weights."""
+    return [row for row in record.rows if row.measure == w8a8.MEASURE] if record else []
+
+
+def dequantising(record: Record | None, *tokens: int) -> list[float]:
+    """Time with 4-bit over time with 8-bit weights, by the same skeleton, at so many tokens."""
+    eight = {place_of(row): row.time_us for row in eight_bit(record)}
+    four = at(points(record), *tokens)
+    return [row.time_us / eight[place_of(row)] for row in four if place_of(row) in eight]
+
+
+def reordering(record: Record | None) -> dict[str, list[float]]:
+    """Time of the quantiser over that of the row-major one, by the order that it writes."""
+    rows = of(record, quantiser.MEASURE)
+    plain = {_shape(row): row.time_us for row in rows if row.activations == "row_major"}
+    orders = dict.fromkeys(row.activations for row in rows)
+    return {
+        order: [row.time_us / plain[_shape(row)] for row in rows if row.activations == order and _shape(row) in plain]
+        for order in orders
+    }
+
+
+def _shape(row: Row) -> tuple[int, int]:
+    return row.sizes["M"], row.sizes["K"]
+
+
+def _in_order(rows: Iterable[Row]) -> list[Row]:
+    """The rows in the order of matrices and tokens."""
+    found = {place_of(row): row for row in rows}
+    places = [(layer.N, layer.K, M) for layer in LLAMA for M in ALL_TOKENS]
+    return [found[place] for place in places if place in found]

@@ -1,0 +1,224 @@
+"""Figures of the GEMM ladder, from a record; the first one needs only the stored times of others."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize, to_rgb
+from matplotlib.figure import Figure
+
+from ptxlab import cost
+from ptxlab.bench.record import Row
+from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS, Layer
+from ptxlab.bench.stored import Stored
+from ptxlab.plot import GREY, ORANGE, RED
+from report.ladder import (
+    QSERVE,
+    fraction,
+    layer_of,
+    mean,
+    peers_of,
+    place_of,
+    short,
+    speed_over,
+    steps,
+)
+
+# The steps of sm_80 in warm colours, those of sm_90 in ever darker blue.
+COLOURS = {
+    "qoq_sm80": ORANGE,
+    "qoq_channel_sm80": "#fdbf6f",
+    "qoq_sm90": "#a6bddb",
+    "lqq_sm90": "#67a9cf",
+    "lqq_excp_sm90": "#7b6fb0",
+    "lqq_imfp_sm90": "#0b4f8a",
+}
+BASELINE = "gemm_w4a8_qoq_sm90"  # what LiquidGEMM's Fig. 13 starts from
+_PEERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (label, style)
+    "cublas_fp8": ("cuBLAS FP8", {"color": "#444444", "linestyle": "--"}),
+    "cublas_int8": ("cuBLAS INT8", {"color": GREY, "linestyle": ":"}),
+    "cublas_fp16": ("cuBLAS FP16", {"color": "#c9ccd1", "linestyle": "-."}),
+    QSERVE: ("QServe W4A8 g128", {"color": RED, "linestyle": "--"}),
+}
+_STORED = {  # peer of the stored times -> (label, colour)
+    "fp16": ("cuBLAS FP16", "#c9ccd1"),
+    "int8_mm": ("cuBLAS INT8", GREY),
+    "fp8_pt": ("cuBLAS FP8", "#444444"),
+    "qserve_w8a8": ("QServe W8A8", "#f4a3a7"),
+    QSERVE: ("QServe W4A8 g128", RED),
+    "qqq_w4a8_g128": ("QQQ W4A8 g128", "#5aae61"),
+}
+
+
+def packed_bytes(layer: Layer, group: int = 128) -> int:
+    """Bytes of a 4-bit weight with two bytes per group."""
+    return layer.N * layer.K // 2 + 2 * layer.N * layer.K // group
+
+
+def peers_figure(stored: Stored, device: str = "h200") -> Figure:
+    """How far others are from the floor of a W4A8 GEMM: the means over the matrices that they were measured on."""
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for peer, (label, colour) in _STORED.items():
+        times = [_over_floor(stored, peer, M, device) for M in TOKENS]
+        axes.plot(range(len(TOKENS)), times, "o-", color=colour, label=label)
+    axes.axhline(1, color="black", linewidth=1)
+    axes.text(len(TOKENS) - 1, 0.97, "the floor of a W4A8 GEMM", ha="right", va="top", fontsize=9)
+    token_axis(axes, TOKENS)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("time over the floor")
+    title(axes, f"Where others stand on an {device.upper()}: LLaMA-2-7B and -70B, geometric mean of 8 matrices")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return figure
+
+
+def _over_floor(stored: Stored, peer: str, M: int, device: str) -> float:
+    ratios = []
+    for layer in LAYERS:
+        times = stored.get((layer.N, layer.K, M), {})
+        if peer in times:
+            stream = cost.sheet(device).stream_us(packed_bytes(layer))
+            ratios.append(times[peer] / cost.gemm_floor(stream, 2 * M * layer.N * layer.K, device)[0])
+    return mean(ratios)
+
+
+def times_figure(rows: Sequence[Row], stored: Stored) -> Figure:
+    """Time over the floor by tokens, geometric mean over the matrices: the steps, and the best of them beside peers."""
+    tokens, names = _tokens(rows), steps(rows)
+    means = {name: [1 / fraction(rows, name, M) for M in tokens] for name in names}
+    best = min(names, key=lambda name: mean(means[name]))
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for name in names:
+        left.plot(means[name], "o-", markersize=4, **_step_style(name))
+    for peer, (label, style) in _PEERS.items():
+        over = [[us / r.floor_us for r in rows if r.kernel == best and r.sizes["M"] == M
+                 if (us := peers_of(r, stored).get(peer))] for M in tokens]  # fmt: skip
+        right.plot([mean(ratios) for ratios in over], "s", markersize=4, label=label, **style)
+    right.plot(means[best], "o-", markersize=4, **_step_style(best))
+    first = means[names[0]]
+    title(left, f"{short(best)} takes {means[best][-1]:.1f}x the floor at {tokens[-1]} tokens, the first step "
+                f"{first[-1]:.1f}x", size=10)  # fmt: skip
+    title(right, f"{short(best)} beside other libraries", size=10)
+    for axes in (left, right):
+        axes.axhline(1, color="black", linewidth=1, label="floor")
+        token_axis(axes, tokens)
+        axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper left")
+    left.set_ylim(0, 1.3 * left.get_ylim()[1])  # room for the legends
+    left.set_ylabel("time / floor")
+    return figure
+
+
+def ablation_figure(rows: Sequence[Row], base: str = "") -> Figure:
+    """What each step gained over the baseline (the first step where that was not measured), as LiquidGEMM's Fig. 13."""
+    names, tokens = steps(rows), _tokens(rows)
+    base = base or (BASELINE if BASELINE in names else names[0])
+    figure = Figure(figsize=(max(8, 1.9 * len(tokens)), 4.8), layout="constrained")
+    axes = figure.subplots()
+    width = 0.84 / len(names)
+    for number, name in enumerate(names):
+        places = np.arange(len(tokens)) + (number - (len(names) - 1) / 2) * width
+        speeds = [speed_over(rows, name, base, M) for M in tokens]
+        style = _step_style(name)
+        axes.bar(places, speeds, width * 0.94, **style)
+        ink = "white" if sum(to_rgb(style["color"])) < 1.6 else "black"
+        for place, speed in zip(places, speeds, strict=True):
+            axes.text(place, 0.03, f"{speed:.2f}", rotation=90, ha="center", va="bottom", fontsize=8, color=ink)
+    axes.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
+    token_axis(axes, tokens)
+    axes.set_ylabel(f"speed over {short(base)}")
+    matrices = len({place_of(row)[:2] for row in rows})
+    title(axes, f"What each step gained: geometric mean over {matrices} matrices")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    return figure
+
+
+def fraction_figure(rows: Sequence[Row]) -> Figure:
+    """How near every step comes to the floor: a map of matrices and tokens per step."""
+    names, tokens = steps(rows), _tokens(rows)
+    layers = [layer for layer in LAYERS if any(layer_of(row) == layer for row in rows)]
+    columns = min(3, len(names))
+    lines = -(-len(names) // columns)
+    figure = Figure(figsize=(4.6 * columns + 1, (0.33 * len(layers) + 1.1) * lines), layout="constrained")
+    panels = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    image: Any = None
+    for place, axes in enumerate(panels.flat):
+        if place >= len(names):
+            axes.set_visible(False)
+            continue
+        found = {(layer_of(row), row.sizes["M"]): row.fraction for row in rows if row.kernel == names[place]}
+        values = np.array([[found.get((layer, M), np.nan) for M in tokens] for layer in layers])
+        image = axes.imshow(values, cmap="RdYlGn", norm=Normalize(0, 1), aspect="auto")
+        for (line, column), value in np.ndenumerate(values):
+            if not np.isnan(value):
+                axes.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=8)
+        overall = mean(fraction(rows, names[place], M) for M in tokens)
+        title(axes, f"{short(names[place])}: {overall:.2f}", size=10)
+        axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize=8)
+        axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
+        if place >= len(names) - columns:
+            axes.set_xlabel("tokens M")
+    figure.colorbar(image, ax=panels, label="floor / time", shrink=0.8, pad=0.01)
+    return figure
+
+
+def roofline_figure(rows: Sequence[Row], device: str = "h200") -> Figure:
+    """Every step under the two roofs; the line of a step runs over the tokens of one large matrix."""
+    sheet = cost.sheet(device)
+    figure = Figure(figsize=(9.5, 5.4), layout="constrained")
+    axes = figure.subplots()
+    intensity = np.geomspace(8, 2000, 200)
+    roof = np.minimum(sheet.stream_tbps * intensity, sheet.int8_tops)
+    axes.plot(intensity, roof, color="black", linewidth=1.4)
+    axes.fill_between(intensity, roof, 1e5, color="#f2f3f5", linewidth=0)
+    for name in steps(rows):
+        style = _step_style(name)
+        mine = [row for row in rows if row.kernel == name]
+        axes.plot(*_roofline_points(mine), "o", markersize=3, alpha=0.35, color=style["color"], markeredgewidth=0)
+        large = [row for row in mine if layer_of(row) == DISSECTED]
+        axes.plot(*_roofline_points(large), "o-", markersize=6, **style)
+    ridge = sheet.int8_tops / sheet.stream_tbps
+    x, y = 17, 17 * sheet.stream_tbps * 1.12  # along the roof: the angle is one in data coordinates, at this point
+    rotation: dict[str, Any] = {"rotation_mode": "anchor", "transform_rotates_text": True}
+    rotation["rotation"] = math.degrees(math.atan(y / x))
+    axes.text(x, y, f"{sheet.stream_tbps:g} TB/s into shared memory", fontsize=9, **rotation)
+    axes.text(1900, sheet.int8_tops * 1.05, f"wgmma s8: {sheet.int8_tops:,.0f} TOPS", ha="right", fontsize=9)
+    axes.axvline(ridge, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlim(8, 2000)
+    axes.set_ylim(10, 4000)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.set_xlabel("operations per byte of packed weight")
+    axes.set_ylabel("TOPS")
+    title(axes, f"Roofline of one {device.upper()}; lines: {DISSECTED}, M = {TOKENS[0]} to {TOKENS[-1]}; dots: all")
+    axes.legend(loc="lower right", frameon=False)
+    return figure
+
+
+def _roofline_points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
+    ordered = sorted(rows, key=lambda row: row.sizes["M"])
+    return [row.operations / row.more["packed_bytes"] for row in ordered], [row.rate for row in ordered]
+
+
+def _tokens(rows: Sequence[Row]) -> list[int]:
+    return sorted({row.sizes["M"] for row in rows})
+
+
+def _step_style(name: str) -> dict[str, Any]:
+    return {"color": COLOURS.get(short(name), "#555555"), "label": short(name)}
+
+
+def token_axis(axes: Axes, tokens: Sequence[int], *, label: bool = True) -> None:
+    """An axis of numbers of tokens, equally far apart."""
+    axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
+    if label:
+        axes.set_xlabel("tokens M")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def title(axes: Axes, text: str, size: int = 11) -> None:
+    """The title of a panel, at its left."""
+    axes.set_title(text, loc="left", weight="bold", fontsize=size)

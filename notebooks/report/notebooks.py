@@ -1,0 +1,75 @@
+"""Notebooks: one source of truth each, a py:percent script; the `.ipynb` with its outputs is made from it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from ptxlab.errors import FileError, UnavailableError
+from ptxlab.io.files import write_whole
+from report import ROOT
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]{8,}(?=>)")  # of a function: another one in every run
+_SECONDS = 300  # no cell of ours takes longer
+
+
+def scripts() -> list[Path]:
+    """The notebooks' sources, `notebooks/*.py`."""
+    return sorted((ROOT / "notebooks").glob("*.py"))
+
+
+def execute(script: Path) -> Any:
+    """A notebook's source, run from top to bottom in a Python kernel; returns the notebook with its outputs.
+
+    Raises:
+        UnavailableError: jupytext, nbclient or the Python kernel are not installed.
+        FileError: a cell failed, or took longer than five minutes.
+    """
+    try:
+        import jupytext
+        import nbclient
+    except ImportError as error:
+        raise UnavailableError(
+            f"{error.name}: needed to make notebooks; python -m pip install 'ptxlab[notebook]'"
+        ) from None
+    notebook: Any = jupytext.read(script)
+    folder = {"metadata": {"path": str(script.parent)}}
+    client = nbclient.NotebookClient(notebook, timeout=_SECONDS, coalesce_streams=True, resources=folder)
+    try:
+        client.execute()
+    except nbclient.exceptions.CellExecutionError as error:
+        raise FileError(f"{script}: a cell failed: {error.ename}: {error.evalue}") from None
+    except nbclient.exceptions.CellTimeoutError:
+        raise FileError(f"{script}: a cell took longer than {_SECONDS} s") from None
+    for number, cell in enumerate(notebook.cells):  # without what would change the file at every run:
+        cell["id"] = f"cell-{number}"  # names drawn by lot,
+        cell.metadata.pop("execution", None)  # times of day
+        if "outputs" in cell:
+            cell.outputs = [_from_the_root(output) for output in cell.outputs if not _is_alive(output)]
+    notebook.metadata.pop("widgets", None)
+    return notebook
+
+
+def _is_alive(output: Any) -> bool:
+    """Sliders are nothing without a kernel behind them, and named anew at every run."""
+    return "application/vnd.jupyter.widget-view+json" in output.get("data", {})
+
+
+def _from_the_root(value: Any) -> Any:
+    """What a cell put out: paths as in any checkout, the README's links as seen from here, no addresses."""
+    if isinstance(value, str):
+        value = value.replace(f"{ROOT}/", "").replace("](notebooks/", "](")
+        return _ADDRESS.sub("", value)
+    if isinstance(value, dict):
+        return type(value)({key: _from_the_root(part) for key, part in value.items()})
+    return [_from_the_root(part) for part in value] if isinstance(value, list) else value
+
+
+def build(script: Path) -> Path:
+    """Execute a notebook's source and write the `.ipynb` beside it; returns its path. Raises what `execute` does."""
+    notebook = execute(script)
+    import jupytext
+
+    path = script.with_suffix(".ipynb")
+    text = jupytext.writes(notebook, fmt="ipynb")
+    write_whole(path, lambda file: file.write(text.encode()))
+    return path

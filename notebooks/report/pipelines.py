@@ -1,0 +1,140 @@
+"""The pipelines of the GEMM ladder on Hopper side by side, from recorded timelines (LiquidGEMM §5.3, Fig. 6)."""
+
+from matplotlib.figure import Figure
+
+from ptxlab import timeline
+from ptxlab.timeline import Timeline
+from ptxlab.timeline.plot import comparison_figure
+from report.ladder import markdown
+
+STEPS = {
+    "gemm_w4a8_lqq_sm90": "one phase after the other, several blocks per SM",
+    "gemm_w4a8_lqq_excp_sm90": "explicit pipeline (ExCP), a warp group per job",
+    "gemm_w4a8_lqq_imfp_sm90": "implicit pipeline (ImFP), two warp groups do both",
+    "gemm_w4a8_sm90": "what gemm_w4a8 launches: ImFP, three warp groups",
+}
+FEW, SHOWN = 64, 256  # tokens; the latter in the README: dequantisation and products, not the memory, take the time
+ATTENTION = "attention_kv4_sm90"
+WIDTH = 6000.0  # clocks of the part that is compared
+_FIGURES, _ATTENTION_PICTURE = "notebooks/figures", "timeline_attention.png"
+
+
+def recorded(name: str, gpu: str = "h200") -> list[Timeline]:
+    """The timelines of a kernel on a GPU."""
+    return [timeline.load(path) for path in sorted(timeline.folder(gpu).glob(f"{name}-*.json"))]
+
+
+def compared(M: int) -> list[Timeline]:
+    """The timelines of the steps at M tokens, in their order, as far as they are recorded."""
+    return [one for name in STEPS for one in recorded(name) if one.sizes["M"] == M]
+
+
+def titles(timelines: list[Timeline]) -> list[str]:
+    """What each shows, how long it took, and for how much of that the SM that is shown has work."""
+    return [f"{one.kernel}: {STEPS[one.kernel]}; {one.time_us:.1f} µs ({_at_work(one)})" for one in timelines]
+
+
+def _at_work(one: Timeline) -> str:
+    return f"SM at work {_shown(one).share_of_launch:.0%}"
+
+
+def finding(timelines: list[Timeline]) -> str:
+    """Why the kernel whose tensor cores are busiest in the main loop need not be the fastest."""
+    busiest, fastest = max(timelines, key=_steady), min(timelines, key=lambda one: one.time_us)
+    if _steady(busiest) < 0.5:
+        return (
+            f"Under every pipeline the tensor cores are idle for half of the time or more; {fastest.kernel} is fastest"
+        )
+    if busiest is fastest:
+        return f"{fastest.kernel} is the fastest and keeps the tensor cores busiest ({_steady(fastest):.0%})"
+    return (
+        f"{busiest.kernel} keeps the tensor cores busiest ({_steady(busiest):.0%}), but this SM works only "
+        f"{_shown(busiest).share_of_launch:.0%} of the launch;\n{fastest.kernel} ({_steady(fastest):.0%}) is the "
+        f"fastest: there it works {_shown(fastest).share_of_launch:.0%}"
+    )
+
+
+def comparison(M: int) -> Figure:
+    """The picture of the steps at M tokens."""
+    timelines = compared(M)
+    return comparison_figure(timelines, titles(timelines), WIDTH, finding(timelines))
+
+
+def section() -> str:
+    """The comparison for the README: what is seen, the picture, and what the stamps cost."""
+    shown = {one.kernel: one for one in compared(SHOWN)}
+    excp, imfp = (shown.get(f"gemm_w4a8_lqq_{name}_sm90") for name in ("excp", "imfp"))
+    if excp is None or imfp is None:
+        return "Not recorded yet.\n"
+    sizes = f"{excp.sizes['N']} x {excp.sizes['K']}, M = {SHOWN}"
+    text = (
+        f"One SM of an H200, {sizes}. Under ExCP the warp group that issues wgmma waits for the one that dequantises "
+        f"(pink), and between stages the tensor cores (last row) are idle: they are busy {_steady(excp):.0%} of the "
+        "time. Under ImFP a warp group dequantises (orange) while the wgmmas of the other run, and they are busy "
+        f"{_steady(imfp):.0%}. A busy main loop is not yet a fast launch: tiles that do not divide evenly among the "
+        f"SMs leave some of them idle. The SM shown works {_shown(imfp).share_of_launch:.0%} of the ImFP launch"
+    )
+    if last := shown.get("gemm_w4a8_sm90"):
+        text += f" and {_shown(last).share_of_launch:.0%} of that of `{last.kernel}`, whose tiles are shared out evenly"
+    columns = [
+        "step",
+        "time",
+        "with stamps",
+        "tensor cores busy, as shown",
+        "SM at work",
+        "tensor cores busy, whole launch",
+    ]
+    lines = []
+    for one in shown.values():
+        whole, works = _shown(one).busy(), _shown(one).share_of_launch
+        times = [f"{one.time_us:.1f} µs", f"{one.recording_us:.1f} µs"]
+        lines.append([f"`{one.kernel}`", *times, f"{_steady(one):.2f}", f"{works:.2f}", f"{whole * works:.2f}"])
+    note = (
+        f"Recorded by `ptxlab profile NAME --timeline --record`, {excp.date[:10]}, commit {excp.commit[:10]}. A wgmma "
+        "is drawn as soon as it can run, and as short as at the peak rate: the shares are lower bounds. They are those "
+        "of the launch with stamps, as are the last two columns."
+    )
+    shows = "What each warp group does when, in four pipelines"
+    picture = f"![{shows}]({_FIGURES}/{picture_name(SHOWN)})"
+    return "\n\n".join([f"{text}.", picture, markdown(columns, lines).rstrip(), note, *_others()]) + "\n"
+
+
+def _others() -> list[str]:
+    """What is seen in the pictures that are not shown, as far as they are recorded: a sentence each, in a paragraph."""
+    found = []
+    if few := compared(FEW):
+        shares = sorted(_steady(one) for one in few)
+        found.append(
+            f"With [{FEW} tokens]({_FIGURES}/{picture_name(FEW)}) a weight is dequantised for a quarter of the "
+            f"products, and the tensor cores work {shares[0]:.0%} to {shares[-1]:.0%} of the time, under any pipeline."
+        )
+    for one in recorded(ATTENTION)[:1]:
+        before, after = (f"{share:.0%}" for share in _edges(one))
+        found.append(
+            f"In [attention]({_FIGURES}/{_ATTENTION_PICTURE}), {one.time_us:.1f} µs, {before} of the time has passed "
+            f"when the first scores are computed, and {after} is left after the last values: why short caches stay "
+            "below the memory's speed."
+        )
+    return [" ".join(found)] if found else []
+
+
+def _edges(attention: Timeline) -> tuple[float, float]:
+    """Shares of a launch before the first scores and after the last values, on the first SM."""
+    one = _shown(attention)
+    spans = [span for track in one.tracks for span in track.spans]
+    first = min(span.begin for span in spans if span.phase == "scores")
+    last = max(span.end for span in spans if span.phase == "values")
+    return first / one.duration, 1 - last / one.duration
+
+
+def picture_name(M: int) -> str:
+    """Of the comparison."""
+    return f"timeline_gemm_{M}.png"
+
+
+def _shown(one: Timeline) -> Timeline:
+    return one.of_sm(one.sms[0])
+
+
+def _steady(one: Timeline) -> float:
+    return _shown(one).busy(_shown(one).steady(WIDTH))

@@ -1,0 +1,80 @@
+"""The README's tables and pictures of profiles, from the records."""
+
+from pathlib import Path
+
+from ptxlab import nsight
+from ptxlab.nsight import Profile
+from ptxlab.profile import stalls
+from report import RESULTS
+
+COMPARED = "gemm_w4a8_sm90", "gemm_w4a8_lqq_imfp_sm90"  # the page in the README: the former beside the latter
+_SPELLING = {
+    "qoq": "`__vadd4`, emulated",
+    "lqq": "XOR; the addition is in the multiplication",
+    "unsigned": "none: the token sum takes it back",
+}
+
+
+def recorded(kernel: str, slug: str = "h200") -> Profile | None:
+    """The recorded profile of a kernel: `notebooks/results/<gpu>/profiles/<kernel>.json`."""
+    path = profile_path(kernel, slug)
+    return nsight.load(path) if path.is_file() else None
+
+
+def profile_path(kernel: str, slug: str = "h200") -> Path:
+    """Where it is recorded."""
+    return RESULTS / slug / "profiles" / f"{kernel}.json"
+
+
+def compared() -> list[Profile]:
+    """The profiles of the README's page; empty unless both are recorded."""
+    found = [one for one in map(recorded, COMPARED) if one is not None]
+    return found if len(found) == len(COMPARED) else []
+
+
+def profile_section() -> str:
+    """What tells the two profiles apart, and the page as a picture."""
+    found = compared()
+    if not found:
+        return "Not recorded yet.\n"
+    lines = "\n".join(f"- {sentence}" for sentence in nsight.differences(*found))
+    picture = "A launch on a page: what the units did, what warps waited for, and where](notebooks/figures/profile.png)"
+    return f"{lines}\n\n![{picture}\n\n{_origin(found[0].device, found[0].origin, 'ptxlab profile')}\n"
+
+
+def stalls_section() -> str:
+    """The share of stalls at the subtraction, kernel by kernel (LiquidGEMM §3.2)."""
+    record = stalls.recorded()
+    if record is None:
+        return "Not recorded yet.\n"
+    places = [(layer, M) for layer in stalls.FFN for M in stalls.TOKENS]
+    head = [
+        "kernel",
+        "subtraction",
+        "instructions of it per weight",
+        *(f"{layer.part}, M = {M}" for layer, M in places),
+    ]
+    lines = ["| " + " | ".join([*head, "all of the dequantisation"]) + " |"]
+    lines.append("| --- | --- |" + " ---: |" * (len(head) - 1))
+    for kernel in stalls.KERNELS:
+        rows = [row for layer, M in places if (row := record.at(kernel, str(layer), M))]
+        cells = [f"`{kernel}`", _spelling(kernel), f"{min(row.executed.get('subtract', 0) for row in rows):.2g}"]
+        cells += [f"{row.subtract:.0%}" for row in rows]
+        whole = sorted(row.dequantise for row in rows)
+        lines.append("| " + " | ".join([*cells, f"{whole[0]:.0%} to {whole[-1]:.0%}"]) + " |")
+    note = (
+        "Shares of the sampled warps that did not issue. `gemm_w4a8_qoq_sm80` has QServe's main loop; of QServe itself "
+    )
+    note += "the paper says 21% on an H800, and no M."
+    return "\n".join(lines) + f"\n\n{note} {_origin(record.device['name'], record.origin, 'ptxlab profile --stalls')}\n"
+
+
+def _spelling(kernel: str) -> str:
+    scheme = next((scheme for scheme in ("qoq", "lqq") if f"_{scheme}_" in kernel), "unsigned")
+    return _SPELLING[scheme]
+
+
+def _origin(device: str, origin: dict[str, str], command: str) -> str:
+    """Where a profile comes from, in a sentence."""
+    when = f"{origin['date'][:10]}, commit {origin['commit'][:10]}, ncu {origin['ncu']}"
+    return f"Measured on one {device}: `{command}`, {when}."

@@ -1,0 +1,226 @@
+"""Figures of the README and of the kernels' headers, from the specs, the records and runs: never typed in by hand."""
+
+import json
+import os
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from ptxlab import bench, kernels
+from ptxlab.bench import counts
+from ptxlab.bench.record import Row
+from ptxlab.errors import FileError
+from ptxlab.io.files import write_text
+from ptxlab.kernels import holders
+from report import (
+    RESULTS,
+    ROOT,
+    costtables,
+    gemmtables,
+    headers,
+    headline,
+    kvpoints,
+    kvtables,
+    ladder,
+    pipelines,
+    profiletables,
+    showcase,
+)
+
+_LINK = re.compile(r"\]\(([\w./-]+)\)")  # from the root; in a page from its folder
+_SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def pages() -> list[Path]:
+    """The pages whose marked sections are made here: the README and the guide."""
+    return [ROOT / "README.md", *sorted((ROOT / "notebooks" / "guide").rglob("*.md"))]
+
+
+def update(*, write: bool = True) -> list[Path]:
+    """Renew the pages' marked sections and the headers' `Measured`; returns the files that changed (or would)."""
+    changed = headers.outdated()
+    for page in pages():
+        before = page.read_text(encoding="utf-8")
+        after = renewed(before, page.parent)
+        if after != before:
+            changed[page] = after
+    if write:
+        for path, text in changed.items():
+            write_text(path, text)
+    return list(changed)
+
+
+def renewed(text: str, folder: Path) -> str:
+    """A page with its marked sections as they should be, links relative to the page's folder."""
+
+    def linked(link: re.Match[str]) -> str:
+        return f"]({os.path.relpath(ROOT / link[1], folder)})"
+
+    def section(found: re.Match[str]) -> str:
+        if found[2] not in SECTIONS:
+            raise FileError(f"{folder}: a section named one of {', '.join(SECTIONS)} (got {found[2]})")
+        return found[1] + _LINK.sub(linked, SECTIONS[found[2]]()) + found[3]
+
+    return _SECTION.sub(section, text)
+
+
+def kernel_table() -> str:
+    """The dequantisers: what they show, what they cost in instructions, how fast they ran on the recorded GPU."""
+    counted = counts.load()
+    measured = headers.rows("h200", "dequant")
+    head = "| kernel | shows | ALU per 8 weights | streaming | of the copy ceiling | weights per clock and SM | limit |"
+    lines = [head, "| --- | --- | ---: | ---: | ---: | ---: | --- |"]
+    for spec in (s for s in kernels.specs().values() if s.family == "dequant"):
+        source = kernels.find(spec.name)[1][0]
+        twin = " (and `.cu`)" if len(kernels.find(spec.name)[1]) > 1 else ""
+        alu = counted["counts"].get(source.label, {}).get("alu_per_8")
+        streaming = measured.get((spec.name, source.language, "streaming"))
+        registers = measured.get((spec.name, source.language, "registers"))
+        cells = [
+            f"`{spec.name}`{twin}",
+            ("**wrong by design**: " if spec.wrong else "") + spec.summary,
+            "" if alu is None else f"{alu:g}",
+            "" if streaming is None else f"{streaming.rate:,.0f} GB/s",
+            "" if streaming is None else f"{streaming.fraction:.2f}",
+            "" if registers is None else f"{registers.rate:.0f}",
+            "" if registers is None else f"{registers.limit}: {registers.fraction:.2f} of it",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    tools = ", ".join(f"{tool} {version}" for tool, version in counted["tools"].items())
+    notes = [f"Instructions: steady state in {counted['arch']} machine code, {tools}."]
+    if measured:
+        notes.append(_origin("h200", "dequant"))
+    return "\n".join(lines) + "\n\n" + " ".join(notes) + "\n"
+
+
+def _origin(gpu: str, suite: str) -> str:
+    """Where a record's figures come from, in a sentence."""
+    record = bench.load(RESULTS / gpu / f"{suite}.json")
+    ceilings = ", ".join(f"{name.removesuffix('_tbps')} {value:.2f} TB/s" for name, value in record.ceilings.items())
+    origin = f"`ptxlab bench {suite}`, {record.date[:10]}, commit {record.revision}"
+    return f"Measured on one {record.device['name']}: {origin}; ceilings of the same run: {ceilings}."
+
+
+def audit_table() -> str:
+    """Overflow and error of every scheme on the trained weights of the demo, from the recorded audit."""
+    rows = json.loads((RESULTS / "audit" / "all-MiniLM-L6-v2.json").read_text(encoding="utf-8"))
+    audited = [row for row in rows if "scheme" in row]
+    weights = {row["tensor"]: row["weights"] for row in audited}
+    lines = [
+        "| scheme | protective range | overflowing weights | relative error, median |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for scheme, limit in dict.fromkeys((row["scheme"], row["protective_range"]) for row in audited):
+        chosen = [row for row in audited if (row["scheme"], row["protective_range"]) == (scheme, limit)]
+        error = statistics.median(row["relative_error"] for row in chosen)
+        lines.append(f"| {scheme} | ±{limit} | {sum(row['overflows'] for row in chosen):,} | {error:.4f} |")
+    note = f"{sum(weights.values()):,} weights in {len(weights)} matrices, groups of {audited[0]['group']}."
+    return "\n".join(lines) + f"\n\n{note}\n"
+
+
+def attention_table() -> str:
+    """What a quantised KV cache costs attention on real text, as notebook 07 computes it."""
+    record = json.loads((RESULTS / "audit" / "kv_cache.json").read_text(encoding="utf-8"))
+    lines = [
+        "| KV cache | bits per element, constants included | relative error of attention | worst layer |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for row in record["rows"]:
+        lines.append(f"| {row['cache']} | {row['bits']:g} | {row['error']:.4f} | {row['worst']:.4f} |")
+    outlier = f"No channel of the keys exceeds {record['outlier']:.1f} times the median of its head."
+    note = f"{record['inputs']}. {outlier}"
+    return "\n".join(lines) + f"\n\n{note}\n"
+
+
+def load_table() -> str:
+    """The family `load`: instructions per 32 weights, wavefronts by the bank model, rates on the recorded GPU."""
+    measured = headers.rows("h200", "load")
+    per_32 = "loads / address / unpack per 32 weights | wavefronts of a warp's loads (conflicts)"
+    head = f"| kernel | shows | {per_32} | resident, weights per clock and SM | streaming |"
+    lines = [head, "| --- | --- | ---: | ---: | ---: | ---: |"]
+    for spec in (s for s in kernels.specs().values() if s.family == "load"):
+        accesses = holders.shared_accesses(spec.name) if "T" in spec.example_sizes[0] else ()
+        fronts, least = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "least"))
+        resident = measured.get((spec.name, "ptx", "resident"))
+        streaming = measured.get((spec.name, "ptx", "streaming"))
+        counts = [f"{resident.more[f'{part}_per_32']:g}" for part in ("loads", "address", "unpack")] if resident else []
+        cells = [
+            f"`{spec.name}`",
+            ("**wrong by design**: " if spec.wrong else "") + spec.summary,
+            " / ".join(counts),
+            f"{fronts} ({fronts - least})" if accesses else "",
+            "" if resident is None else f"{resident.rate:.0f} ({resident.fraction:.2f} of 128 B per clock)",
+            ""
+            if streaming is None
+            else f"{streaming.rate:,.0f} GB/s ({streaming.fraction:.2f} of a {streaming.limit})",
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    note = _origin("h200", "load") if measured else "Not recorded yet."
+    note += " Wavefronts are those of the bank model."
+    return "\n".join(lines) + f"\n\n{note}\n"
+
+
+def headline_section() -> str:
+    """`gemm_w4a8` against everyone else, and where it is recorded at all numbers of tokens as a picture."""
+    record = ladder.recorded()
+    picture = "How near to the floor, and how far ahead of the fastest peer](notebooks/figures/gemm_headline.png)"
+    return gemmtables.matrices_table(record) + (f"\n![{picture}\n" if headline.points(record) else "")
+
+
+def means_table(rows: Sequence[Row], size: str, called: str) -> str:
+    """Over the fastest peer and of the floor, geometric means by one size."""
+    if not rows:
+        return f"{ladder.NOT_RECORDED}\n"
+    columns = [called, "speed-up over the fastest peer", "fraction of the floor"]
+    frame = pd.DataFrame(
+        {size: row.sizes[size], "speed": headline.best_peer(row)[1], "of floor": row.fraction} for row in rows
+    )
+    means = frame.groupby(size).agg(lambda values: ladder.mean(values.dropna()))
+    lines = [[f"{value:,}", f"{speed:.2f}x", f"{near:.2f}"] for value, speed, near in means.itertuples()]
+    return ladder.markdown(columns, lines, left=0)
+
+
+def kv4_section() -> str:
+    """`attention_kv4` against everyone else, and where it is recorded as a picture."""
+    record = kvpoints.recorded()
+    picture = "Speed-up over the best peer with 16, 8 and 4 bits](notebooks/figures/attention_speedup.png)"
+    drawn = f"\n![{picture}\n" if kvpoints.points(record) else ""
+    return kvtables.batches_table(record) + drawn
+
+
+def ladder_section() -> str:
+    """The GEMM ladder, and where it is recorded its ablation as a picture."""
+    picture = "What each step gained, by tokens](notebooks/figures/ladder_ablation.png)"
+    return ladder.ladder_table() + (f"\n![{picture}\n" if ladder.recorded() else "")
+
+
+def cost_section() -> str:
+    """Rooflines, what the cost model predicts beside what was measured, and where W4A8 stops paying."""
+    record = ladder.recorded()
+    if not headline.eight_bit(record):
+        return f"{ladder.NOT_RECORDED}\n"
+    picture = "![What each scheme can reach, and what was reached](notebooks/figures/cost_roofline.png)"
+    return f"{picture}\n\n{costtables.kernels_table(record)}\n{costtables.crossover_table(record)}"
+
+
+SECTIONS: dict[str, Callable[[], str]] = {
+    "headline": headline_section,
+    "kernels": kernel_table,
+    "loads": load_table,
+    "ladder": ladder_section,
+    "cost": cost_section,
+    "audit": audit_table,
+    "attention": attention_table,
+    "kv4": kv4_section,
+    "gemm_means": lambda: means_table(headline.points(ladder.recorded()), "M", "tokens M"),
+    "attention_means": lambda: means_table(
+        kvpoints.batched_and_single(kvpoints.points(kvpoints.recorded())), "B", "batch"
+    ),
+    "profile": profiletables.profile_section,
+    "stalls": profiletables.stalls_section,
+    "mistakes": showcase.page,
+    "pipelines": pipelines.section,
+}

@@ -1,0 +1,127 @@
+"""Plain kernels with one mistake each (`tests/outside/`), and what `ptxlab run` says of them.
+
+Each file is right with -D FIXED. The README shows the lines that are found, the command, its output and the remedy; all
+but the remedy's wording comes from running it.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from report import ROOT
+
+_WIDTH = 116  # of a line in the README
+_LINE = re.compile(r"\bline (\d+)\b|\.cu:(\d+)\b")
+_GAP = 2  # lines between two that are shown are shown too if they are no more than this
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A kernel, how it is launched, and in one line each: what is wrong, and what to do about it."""
+
+    name: str
+    threads: int
+    wrong: str
+    remedy: str
+
+    def command(self, *more: str) -> str:
+        """The command line, in the folder of the kernel and its inputs."""
+        options = " ".join((f"--block {self.threads} --check all", *more))
+        return f"ptxlab run {self.name}.cu {options} --in {self.name}.npz"
+
+
+MISTAKES = (
+    Mistake(
+        "missing_proxy_fence",
+        128,
+        "A missing proxy fence: weights are unpacked into shared memory, and wgmma may not see them yet",
+        "`fence.proxy.async` between the stores and the barrier",
+    ),
+    Mistake(
+        "reused_fragment",
+        128,
+        "A missing wait: wgmma still reads its A fragment when the next step's weights go into the same registers",
+        "`wgmma.wait_group 0` before the registers are written again, or two sets of them and `wait_group 1`",
+    ),
+    Mistake(
+        "carrying_multiply",
+        64,
+        "An overflowing lane: four products at once, and a negative one borrows from its neighbour",
+        "multiply while the bytes are unsigned, subtract `zero * scale` afterwards",
+    ),
+)
+
+
+def folder() -> Path:
+    """Where the kernels are, in a checkout."""
+    return ROOT / "tests" / "outside"
+
+
+def output_of(mistake: Mistake, *more: str) -> str:
+    """What the command prints, beside a copy of the kernel."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for file in folder().iterdir():
+            if file.is_file():
+                (Path(scratch) / file.name).write_bytes(file.read_bytes())
+        subprocess.run([sys.executable, "inputs.py"], cwd=scratch, check=True)
+        words = mistake.command(*more).split()[1:]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = [sys.executable, "-m", "ptxlab", *words]
+        return subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True).stdout
+
+
+def excerpt(text: str, printed: str) -> Iterator[str]:
+    """The numbered lines of a source that the findings name, and those under `FIXED`."""
+    lines = text.splitlines()
+    chosen = {int(number) for found in _LINE.findall(printed) for number in found if number}
+    for number in sorted(chosen):  # NVRTC counts the last line of an asm statement as its place
+        while lines[number - 1].lstrip().startswith((":", '"')):
+            number -= 1
+            chosen.add(number)
+    inside = False
+    for number, line in enumerate(lines, 1):
+        inside = inside or "FIXED" in line
+        chosen |= {number} if inside else set()
+        inside = inside and not line.startswith("#endif")
+    last = 0
+    for number in sorted(chosen):
+        between = range(last + 1, number) if last and number - last <= _GAP + 1 else ()
+        if last and number - last > 1 and not between:
+            yield "    ..."
+        for shown in (*between, number):
+            yield f"{shown:>3} {lines[shown - 1]}".rstrip()
+        last = number
+
+
+def page() -> str:
+    """All of them, as Markdown."""
+    parts = []
+    for mistake in MISTAKES:
+        printed = output_of(mistake)
+        first, *others, summary = printed.splitlines()
+        source = folder() / f"{mistake.name}.cu"
+        more = sorted({int(line) for other in others for line in re.findall(r"^[\w-]+: [^:]*:(\d+)", other)})
+        report = textwrap.wrap(first, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        if others:
+            at = f"line {more[0]}" if len(more) == 1 else f"lines {', '.join(map(str, more))}"
+            report.append(f"... and {len(others)} more like it, {at}")
+        parts += [
+            f"**{mistake.wrong}.**\n",
+            "```cuda",
+            *excerpt(source.read_text(encoding="utf-8"), printed),
+            "```",
+            "```console",
+            f"$ {mistake.command()}",
+            *report,
+            summary,
+            "```",
+            f"Remedy: {mistake.remedy}.\n",
+        ]
+    return "\n".join(parts)

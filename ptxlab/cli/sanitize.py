@@ -1,0 +1,54 @@
+"""The command `sanitize`: NVIDIA's compute-sanitizer over the kernels."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ptxlab import kernels
+from ptxlab.cli.common import FAILED, AsJson, console, expects, print_json, progress_bar, table
+from ptxlab.nsight import sanitizer
+
+
+def sanitize(
+    names: Annotated[list[str], typer.Argument(help="Kernels or families.")],
+    tool: Annotated[
+        str, typer.Option(help="Comma-separated: memcheck, initcheck, synccheck, racecheck, or all.")
+    ] = "all",
+    shape: Annotated[
+        str | None, typer.Option(help="Also verify at these sizes, such as M=136,N=1040,K=2048,g=128.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Verify kernels on the GPU under NVIDIA's compute-sanitizer."""
+    tools = sanitizer.TOOLS if tool == "all" else tuple(tool.split(","))
+    if unknown := [one for one in tools if one not in sanitizer.TOOLS]:
+        raise expects("--tool", f"some of {', '.join(sanitizer.TOOLS)}, or all", unknown[0])
+    found = [spec for name in names for spec, *_ in kernels.resolve_all(name)]
+    chosen = [spec.name for spec in found if spec is not None]
+    if len(chosen) < len(found):
+        raise expects("sanitize", "kernels or families", ", ".join(names))
+    results = list[sanitizer.SanitizerResult]()
+    with progress_bar("sanitize", len(tools), quiet=as_json) as advance:
+        for each in tools:
+            results += sanitizer.sanitize(each, chosen, shape)
+            advance(each)
+    if as_json:
+        print_json([asdict(v) for v in results])
+    else:
+        cells = [
+            (
+                v.tool,
+                v.kernels[0] if len(v.kernels) == 1 else f"{len(v.kernels)} kernels",
+                v.summary,
+                f"{v.seconds:.0f} s",
+            )
+            for v in results
+        ]
+        console.print(table("compute-sanitizer", ("tool", "on", "found", "took>"), cells))
+        for v in results:
+            if v.first:
+                console.print(f"{v.tool}, {', '.join(v.kernels)}, first report:\n{escape(v.first)}", highlight=False)
+    if any(v.problems for v in results):
+        raise typer.Exit(FAILED)

@@ -1,0 +1,129 @@
+"""The command `sass`: what the assembler made of kernels."""
+
+import linecache
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ptxlab import kernels, toolchain
+from ptxlab import sass as machine_code
+from ptxlab.bench import counts
+from ptxlab.cli.common import (
+    Arch,
+    AsJson,
+    CommandLineError,
+    Define,
+    console,
+    print_json,
+    progress_bar,
+    refuse,
+    table,
+)
+from ptxlab.runtime.arguments import parse_integers
+from ptxlab.sass import Report, SassInstruction
+from ptxlab.sources import Source, names_same_file
+
+_SIDE_BY_SIDE = 2  # so many are compared by opcode; of more there is a row each
+
+
+def sass(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(help="NAME, NAME.cu, FILE[:entry] or a family; two are compared side by side."),
+    ] = None,
+    arch: Arch = "sm_90a",
+    define: Define = None,
+    listing: Annotated[
+        bool, typer.Option("--listing", help="Print the machine code, interleaved with the source lines.")
+    ] = False,
+    record: Annotated[bool, typer.Option("--record", help="Renew the recorded counts of all kernels instead.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compile and count: instructions by opcode and pipe, registers, spills, ALU instructions per 8 weights."""
+    if record:
+        refuse({"--listing": listing or None, "-D": define or None}, "cannot be combined with --record")
+        path = counts.save()
+        return print_json(str(path)) if as_json else console.print(f"written: {escape(str(path))}", soft_wrap=True)
+    if not targets:
+        raise CommandLineError("sass expects kernels, families or files")
+    defines = parse_integers("-D", define or [])
+    named = [(sources[0], entry) for target in targets for _, sources, entry in kernels.resolve_all(target)]
+    if listing:
+        texts = {source.label: list(interleaved(source, arch, entry, defines)) for source, entry in named}
+        return print_json(texts) if as_json else print("\n\n".join("\n".join(lines) for lines in texts.values()))
+    found = []
+    with progress_bar("sass", len(named), quiet=as_json) as advance:
+        for source, entry in named:
+            found.append(machine_code.report(source, arch, entry=entry, defines=defines))
+            advance(source.label)
+    if as_json:
+        return print_json([r.to_json() for r in found] if len(found) > 1 else found[0].to_json())
+    title = f"{arch}, {', '.join(dict.fromkeys(tool for one in found for tool in one.tools))}"
+    (_compare if len(found) <= _SIDE_BY_SIDE else _summarise)(title, found)
+
+
+def _summarise(title: str, found: Sequence[Report]) -> None:
+    """A row per kernel."""
+    columns = ("kernel", "ALU per 8 weights>", "registers>", "spilled bytes>", "instructions>")
+    rows = [(r.name, _alu(r), r.registers, _spilled(r), sum(r.opcodes.values())) for r in found]
+    console.print(table(title, columns, rows))
+    for one in found:
+        for warning in one.warnings:
+            console.print(f"{one.name}: {escape(warning)}", soft_wrap=True, highlight=False)
+
+
+def _compare(title: str, found: Sequence[Report]) -> None:
+    """A column per kernel."""
+    columns = [f"{one.name}>" for one in found]
+    facts = [
+        ("ALU instructions per 8 weights", *map(_alu, found)),
+        ("registers", *(one.registers for one in found)),
+        ("spilled bytes", *map(_spilled, found)),
+        ("warnings", *("; ".join(one.warnings) or "none" for one in found)),
+    ]
+    console.print(table(title, ("", *columns), facts))
+    for heading, columns_of in (
+        ("Per 8 weights, by opcode", [one.opcodes_per_8 for one in found]),
+        ("Whole kernel, by pipe", [one.pipes for one in found]),
+        ("Whole kernel, by opcode", [one.opcodes for one in found]),
+    ):
+        keys = sorted({k for c in columns_of for k in c}, key=lambda k: (-max(c.get(k, 0) for c in columns_of), k))
+        if keys:
+            console.print(
+                table(heading, ("", *columns), [(k, *(f"{c.get(k, 0):g}" for c in columns_of)) for k in keys])
+            )
+
+
+def _alu(report: Report) -> str:
+    return "-" if report.alu_per_8 is None else f"{report.alu_per_8:g}"
+
+
+def _spilled(report: Report) -> int:
+    return report.spill_stores + report.spill_loads
+
+
+def interleaved(source: Source, arch: str, entry: str | None, defines: toolchain.Defines) -> Iterator[str]:
+    """The machine code of one entry in the order of addresses, each run of instructions below its source line."""
+    yield f"{source.label}, {arch}"
+    before = ("", 0)
+    for one in machine_code.instructions(source, arch, entry=entry, defines=defines):
+        own = source.language == "ptx" or names_same_file(one.path, source.path)
+        place = (source.path if own else one.path, one.line)
+        if place != before:
+            yield f"{Path(place[0]).name}:{place[1]}  {_source_line(source, *place)}".rstrip()
+        before = place
+        yield f"    /*{one.address:04x}*/ {_spelled(one)}"
+
+
+def _source_line(source: Source, path: str, line: int) -> str:
+    if path == source.path:
+        lines = source.text.splitlines()
+        return lines[line - 1].strip() if 0 < line <= len(lines) else ""
+    return linecache.getline(path, line).strip()
+
+
+def _spelled(one: SassInstruction) -> str:
+    return " ".join(filter(None, (one.guard, one.name, ", ".join(one.operands)))) + " ;"

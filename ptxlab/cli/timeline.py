@@ -1,0 +1,104 @@
+"""The command `timeline`: what every warp group of a kernel did when."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ptxlab import kernels
+from ptxlab import timeline as timelines
+from ptxlab.cli.common import (
+    PICTURES,
+    AsJson,
+    Backend,
+    CommandLineError,
+    Plot,
+    Shape,
+    console,
+    expects,
+    print_json,
+    progress_bar,
+    refuse,
+    require_file,
+    sizes_text,
+    table,
+    written,
+)
+from ptxlab.io.files import write_text
+from ptxlab.runtime.arguments import parse_sizes
+from ptxlab.timeline import Timeline, recorder
+
+
+def timeline(
+    target: Annotated[str | None, typer.Argument(help="A kernel that stamps its phases: a GEMM or attention.")] = None,
+    shape: Shape = None,
+    backend: Backend = None,
+    saved: Annotated[
+        Path | None, typer.Option("--from", help="Read a timeline that --out wrote instead of launching.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the timeline, for --from: FILE.json.")] = None,
+    plot: Plot = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a trace for ui.perfetto.dev: FILE.json.")] = None,
+    record: Annotated[bool, typer.Option("--record", help="Write the timeline to notebooks/results/<gpu>/.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Record what every warp group does when, on the GPU or in the emulator: loads, waits, dequantisation, MMAs."""
+    if (target is None) == (saved is None):
+        raise CommandLineError("timeline expects either a kernel or --from FILE")
+    require_file("--out", out, ".json")
+    require_file("--trace", trace, ".json")
+    require_file("--plot", plot, *PICTURES)
+    sizes = parse_sizes("--shape", shape) if shape is not None else {}
+    if saved is not None:
+        refuse({"--shape": shape, "--backend": backend}, "needs a launch, and --from launches nothing")
+        found = timelines.load(saved)
+    else:
+        with progress_bar(f"timeline of {target}", None, quiet=as_json):
+            found = _recorded(str(target), sizes, backend)
+    paths = [out, timelines.default_path(found) if record else None]
+    for path in filter(None, paths):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        timelines.save(found, path)
+    if trace is not None:
+        write_text(trace, json.dumps(timelines.trace(found)) + "\n")
+    if plot is not None:
+        from ptxlab.plot import save  # Matplotlib takes half a second that others need not pay
+        from ptxlab.timeline.plot import timeline_figure
+
+        save(timeline_figure(found), plot)
+    if as_json:
+        return print_json(found.to_json())
+    _show(found)
+    written(*paths, trace, plot)
+
+
+def _recorded(target: str, sizes: dict[str, Any], backend: str | None) -> Timeline:
+    spec, source, _ = kernels.resolve(target)
+    if spec is None:
+        raise expects("timeline", "one of the project's kernels", target)
+    by_language = {one.language: one for one in kernels.find(spec.name)[1]}
+    source = source if "." in target else by_language.get("cu", source)  # the one that can stamp
+    return recorder.record(spec, source, sizes, backend=backend)
+
+
+def _show(found: Timeline) -> None:
+    """A row per track of the first SM: how long it was at what."""
+    one = found.of_sm(found.sms[0])
+    rows = []
+    for track in one.tracks:
+        lasted = max(1, track.stamps[-1][0] - track.stamps[0][0])
+        at = Counter[str]()
+        for span in track.spans:
+            at[span.phase.replace("_", " ")] += span.end - span.begin
+        shares = ", ".join(f"{phase} {time / lasted:.0%}" for phase, time in at.most_common())
+        rows.append((f"{track.block}/{track.warp}", track.role, f"{lasted:,}", shares))
+    title = f"{found.kernel} {sizes_text(found.sizes)}, SM {one.sms[0]}"
+    console.print(table(title, ("block/warp", "role", f"{found.unit}>", "share of the time"), rows))
+    if any(one.products):
+        console.print(f"tensor cores busy: at least {one.busy():.0%} of {one.duration:,} {found.unit}", highlight=False)
+    if found.time_us:
+        console.print(f"{found.time_us:.2f} µs, with stamps {found.recording_us:.2f} µs", highlight=False)
+    if not all(track.complete for track in one.tracks):
+        console.print(f"truncated: a track holds {timelines.STAMPS - timelines.HEADER} stamps")

@@ -1,0 +1,247 @@
+"""wgmma: D = A·B + D of a warp group, 8-bit integers; A in registers or in shared memory, B in shared memory.
+
+Each of the four warps does its 16 rows by itself, as an effect of its own (`effect_queue`): late, it reads registers
+and shared memory and writes the accumulators only when its group is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+
+import numpy as np
+
+from ptxlab.emulator.core.addressing import elements
+from ptxlab.emulator.core.effect import Effect, Places
+from ptxlab.emulator.core.effect_queue import EffectQueue
+from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.core.memory import SHARED_START, Memory
+from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.ops.mma import integers, registers_of, to_int32
+from ptxlab.errors import ArgumentError, EmulationError, MemoryFault
+from ptxlab.layout.descriptors import MatrixDescriptor
+from ptxlab.layout.fragments import WGMMA_N, Fragment, mma_a, wgmma_d
+
+_TYPES = {"s8": np.int8, "u8": np.uint8}
+_PIECE = 16  # contiguous bytes of an operand, whatever its swizzle
+ROWS = 16  # of a warp
+
+
+@cache
+def accumulators(n: int) -> Fragment:
+    """What one warp holds of D: its own 16 rows."""
+    whole = wgmma_d(n)
+    return Fragment(f"{whole.name} of a warp", 32, whole.rows[:32], whole.cols[:32])
+
+
+@lru_cache(maxsize=1024)
+def pieces(descriptor: int, rows: int) -> Array:
+    """Shared addresses [rows, 2] of the 16-byte pieces of the operand that a descriptor describes."""
+    return MatrixDescriptor.decode(descriptor).addresses(rows)[:, ::_PIECE]
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedWgmma:
+    """What is fixed about a wgmma instruction: its types, and its operands, as functions of lanes (whole warps)."""
+
+    n: int
+    a_type: str
+    b_type: str
+    saturates: bool
+    read_a: Callable[[Lanes], Array] | None  # A's registers u32 [warps, 32, 4]; None: A has a descriptor
+    read_d: Callable[[Lanes], Array]
+    write_d: tuple[Callable[[Lanes, Array], None], ...]
+    a_registers: tuple[ir.Register, ...]
+    d_registers: tuple[ir.Register, ...]
+
+    @cached_property
+    def rows(self) -> tuple[Array, Array]:
+        """Rows of A's and of D's registers in the file of 32-bit registers, each [registers, 1]."""
+        both = self.a_registers, self.d_registers
+        a, d = (np.array([register.index for register in some], np.intp)[:, None] for some in both)
+        return a, d
+
+
+@dataclass(eq=False, kw_only=True)
+class WgmmaProducts(Effect):
+    """One entry per warp."""
+
+    decoded: DecodedWgmma
+    quarter: Array  # which 16 rows are the warp's
+    base: Array  # arena offset of shared address 0, of the warp's block
+    a: Array  # descriptors u64; 0 for registers
+    b: Array
+    adds: Array  # bool: to D, instead of replacing it
+    taken: Array | None = None  # A·B int64 [warps, 16, n]
+
+    @property
+    def all_lanes(self) -> Lanes:
+        """All lanes of the warps."""
+        return as_lanes((self.lanes[:, None] + np.arange(32)).reshape(-1))
+
+    @property
+    def adds_to(self) -> list[tuple[ir.Register, Array]]:
+        """D, where it is not replaced."""
+        lanes = (self.lanes[self.adds, None] + np.arange(32)).reshape(-1)
+        return [(register, lanes) for register in self.decoded.d_registers]
+
+    def operand(self, memory: Memory, descriptor: int, base: int, rows: int, type_name: str) -> Array:
+        """A matrix in shared memory, float32 [rows, 32]."""
+        places = (pieces(descriptor, rows) + base) // _PIECE
+        result: Array = (
+            memory.arena.reshape(-1, _PIECE)[places].reshape(rows, 32).view(_TYPES[type_name]).astype(np.float32)
+        )
+        return result
+
+    def take(self, memory: Memory) -> None:
+        """Multiply: exact in float32, as a sum of 32 products stays below 2^24."""
+        if self.taken is not None:
+            return
+        decoded, taken = self.decoded, np.empty((len(self.lanes), ROWS, self.decoded.n), np.int64)
+        own = integers(mma_a(32), decoded.read_a(self.all_lanes), decoded.a_type) if decoded.read_a else None
+        keys = np.stack([self.base, self.a.view(np.int64), self.b.view(np.int64)])
+        distinct, which = np.unique(keys, axis=1, return_inverse=True)
+        for i, (base, a, b) in enumerate(zip(*distinct.tolist(), strict=True)):
+            warps = np.flatnonzero(which.reshape(-1) == i)
+            right = self.operand(memory, b % (1 << 64), base, decoded.n, decoded.b_type).T
+            if own is not None:
+                left = own[warps]
+            else:
+                whole = self.operand(memory, a % (1 << 64), base, 4 * ROWS, decoded.a_type).reshape(4, ROWS, 32)
+                left = whole[self.quarter[warps]]
+            taken[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
+        self.taken = taken
+
+    def write(self, memory: Memory) -> None:
+        """Accumulate."""
+        self.take(memory)
+        assert self.taken is not None
+        decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n), self.all_lanes
+        before = fragment.gather(decoded.read_d(lanes), np.int32).astype(np.int64)
+        after = to_int32(np.where(self.adds[:, None, None], before, 0) + self.taken, decoded.saturates)
+        columns = fragment.scatter(after)
+        for i, write in enumerate(decoded.write_d):
+            write(lanes, columns[:, :, i].reshape(-1))
+        self.taken = None
+
+    @cached_property
+    def reads(self) -> Places:
+        """The operands in shared memory, piece by piece."""
+        lanes, starts = [], []
+        for i, lane in enumerate(self.lanes.tolist()):
+            places = [pieces(int(self.b[i]), self.decoded.n)]
+            if self.decoded.read_a is None:
+                first = int(self.quarter[i]) * ROWS
+                places.append(pieces(int(self.a[i]), 4 * ROWS)[first : first + ROWS])
+            starts.append(np.concatenate(places).reshape(-1) + self.base[i])
+            lanes.append(np.full(starts[-1].shape, lane))
+        return np.concatenate(lanes), np.concatenate(starts), np.full(sum(map(len, starts)), _PIECE)
+
+    @property
+    def writes(self) -> Places:
+        """Nothing in memory."""
+        none = np.zeros(0, np.int64)
+        return none, none, none
+
+
+@binder("wgmma")
+def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    action, *more = instruction.opcode.split(".")[1:]
+    if more[:2] != ["sync", "aligned"] or (more[2:] and action != "mma_async"):
+        raise UnknownOpcode(instruction.opcode)
+    pending = machine.unit(EffectQueue)
+    if action == "mma_async":
+        return _multiply(machine, instruction, pc, more[2:])
+    if action == "commit_group":
+        return together(machine, pc, EVERYBODY, lambda lanes, members: pending.commit("wgmma", lanes))
+    if action == "wait_group":
+        (newest,) = instruction.operands
+        if not isinstance(newest, ir.Immediate):
+            raise ValueError("the number of groups has to be a constant")
+        return together(machine, pc, EVERYBODY, lambda lanes, members: pending.wait("wgmma", lanes, newest.bits))
+    if action != "fence":
+        raise UnknownOpcode(instruction.opcode)
+
+    def fence(lanes: Lanes, members: Array) -> None:
+        for watcher in machine.watchers:
+            watcher.register_fence(lanes)
+
+    return together(machine, pc, EVERYBODY, fence)
+
+
+def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: list[str]) -> Handler:
+    """mma_async."""
+    saturates = "satfinite" in modifiers
+    shape, *types = [word for word in modifiers if word != "satfinite"]
+    n = int(shape.removeprefix("m64n").removesuffix("k32")) if shape.startswith("m64n") and shape.endswith("k32") else 0
+    if n not in WGMMA_N or len(types) != 3 or types[0] != "s32" or not set(types[1:]) <= set(_TYPES):
+        raise UnknownOpcode(instruction.opcode)
+    d, a, b, scale = instruction.operands
+    d_registers, a_registers = elements(d, n // 2), a.items if isinstance(a, ir.Vector) else ()
+    decoded = DecodedWgmma(
+        n=n,
+        a_type=types[1],
+        b_type=types[2],
+        saturates=saturates,
+        read_a=registers_of(machine, a, 4) if a_registers else None,
+        read_d=registers_of(machine, d, n // 2),
+        write_d=tuple(machine.writer(register, "b32") for register in d_registers),
+        a_registers=a_registers,
+        d_registers=d_registers,
+    )
+    read_a = None if a_registers else machine.reader(a, "u64")
+    read_b, read_scale = machine.reader(b, "u64"), machine.reader(scale, "pred")
+    pending = machine.unit(EffectQueue)
+
+    def of_warps(lanes: Lanes, values: Array) -> Array:
+        """What all lanes of each warp have to agree on."""
+        rows = np.broadcast_to(values, (len(indices_of(lanes)),)).reshape(-1, 32)
+        if (rows != rows[:, :1]).any():
+            raise EmulationError(f"{machine.place(instruction, lanes)}: a descriptor or scale differs between lanes")
+        return rows[:, 0].copy()
+
+    def check(lanes: Array, descriptors: Array, rows: int) -> None:
+        """Refuse descriptors that cannot be, or that reach beyond shared memory."""
+        end = SHARED_START + machine.launch.window_bytes
+        for lane, descriptor in zip(lanes.tolist(), descriptors.tolist(), strict=True):
+            where = machine.fault_place(instruction, lane)
+            try:
+                places = pieces(descriptor, rows)
+            except ArgumentError as error:
+                raise EmulationError(f"{where}: {error}") from None
+            if places.min() < SHARED_START or places.max() + _PIECE > end:
+                reach = f"{int(places.min()) - SHARED_START} to {int(places.max()) + _PIECE - SHARED_START}"
+                raise MemoryFault(f"{where}: the descriptor reaches shared addresses {reach} (window of "
+                                  f"{machine.launch.window_bytes} bytes)")  # fmt: skip
+
+    def multiply(lanes: Lanes, members: Array) -> None:
+        whole_warps(machine, instruction, lanes, members)
+        first = indices_of(lanes)[::32]
+        b_values = of_warps(lanes, read_b(lanes))
+        a_values = of_warps(lanes, read_a(lanes)) if read_a else np.zeros_like(b_values)
+        check(first, b_values, n)
+        if read_a:
+            check(first, a_values, 4 * ROWS)
+        pending.issue(
+            WgmmaProducts(
+                instruction=instruction,
+                kind="wgmma",
+                lanes=first,
+                group=pending.committed["wgmma"][first],
+                barrier=np.full(len(first), -1),
+                decoded=decoded,
+                base=machine.shared_base[first],
+                quarter=machine.thread[first] // 32 % 4,
+                a=a_values,
+                b=b_values,
+                adds=of_warps(lanes, read_scale(lanes)),
+            )
+        )
+
+    return together(machine, pc, EVERYBODY, multiply)

@@ -1,0 +1,1 @@
+"""What looks on while a kernel runs: checks, counts of bank conflicts, the step clock."""

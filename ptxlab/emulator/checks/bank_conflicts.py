@@ -1,0 +1,53 @@
+"""What each shared-memory instruction costs, by the bank model of `layout.banks`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.findings import SharedAccess
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.front.types import Array
+from ptxlab.layout.banks import bank_use
+
+COUNTED = ("ld", "st", "ldmatrix", "stmatrix")
+
+
+class BankConflicts(Check):
+    """Counts `ld.shared`, `st.shared`, `ldmatrix` and `stmatrix`; not atomics, nor copies."""
+
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """A read, if of shared memory."""
+        self.count(access, lanes, offsets, access.instruction.opcode.startswith("ldmatrix"))
+
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """A write, if to shared memory."""
+        self.count(access, lanes, offsets, True)
+
+    def count(self, access: MemoryAccess, lanes: Lanes, offsets: Array, store: bool) -> None:
+        """Enter one execution by some warps."""
+        launch, instruction = self.machine.launch, access.instruction
+        if instruction.opcode.split(".")[0] not in COUNTED or not launch.is_shared(offsets[:1])[0]:
+            return
+        indices = indices_of(lanes)
+        warps, row = np.unique(indices // 32, return_inverse=True)
+        addresses = np.full((len(warps), 32), -1)
+        own = offsets - launch.shared_windows[indices // self.machine.stride]
+        addresses[row, indices % 32] = np.where((own >= 0) & (own < launch.window_bytes), own, -1)
+        active = addresses >= 0
+        if not active.any():  # shared memory of other blocks
+            return
+        use = bank_use(np.where(active, addresses, 0), access.size, active=active, store=store)
+        key = instruction.path, instruction.line, instruction.text
+        known = launch.shared_accesses.get(key) or SharedAccess(
+            instruction.line, instruction.text, 0, 0, 0, access.size, store, tuple(addresses[0].tolist())
+        )
+        launch.shared_accesses[key] = replace(
+            known,
+            requests=known.requests + len(warps),
+            wavefronts=known.wavefronts + int(use.wavefronts.sum()),
+            conflicts=known.conflicts + int(use.conflicts.sum()),
+        )

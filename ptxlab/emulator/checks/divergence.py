@@ -1,0 +1,178 @@
+"""The check "divergence": all threads of a warp execute an `.aligned` instruction together, or have left the kernel.
+
+What counts is the program's control flow, not the order in which the scheduler takes a warp's lanes. Each lane of a
+warp has to come to the same `.aligned` instructions in the same order, in the same turns of the loops around them;
+lanes that come there one after the other are waited for. Who leaves the kernel early (`control_flow.Flow.leaving`) is
+not. To go past an `.aligned` instruction, to what the others execute behind it, is not to leave early.
+
+It is a check, and no error of every run, because it costs time, and because a GPU may well get along: its barriers
+count whole warps. A warp is reported once. (PTX ISA, 9.7.13.1: in conditionally executed code, an aligned barrier only
+where all threads of a warp evaluate the condition alike; who has exited is not waited for.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, count_of, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.warp import pack_bits
+from ptxlab.emulator.front.control_flow import END
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+
+
+@dataclass
+class Execution:
+    """An `.aligned` instruction (or the end) to which some lanes of a warp have come, and others have yet to come."""
+
+    pc: int
+    turn: int  # of the loops around it, since the last such instruction
+    lanes: int  # one bit each
+
+
+class Divergence(Check):
+    """Warps that are not whole where they have to be."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.flow = machine.launch.flow
+        self.turns = np.zeros(machine.lanes, np.int32)  # since the last .aligned instruction
+        self.here = machine.alive.copy()  # lanes that their warp has to wait for
+        self.parked = np.zeros(machine.lanes, bool)  # ... and that will execute once more what they wait at
+        self.open: dict[int, list[Execution]] = {}  # by warp, the oldest first
+
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Look at who comes to `.aligned` instructions, and follow branches."""
+        pc = self.machine.index[id(instruction)]
+        if pc in self.flow.aligned:
+
+            def together(lanes: Lanes) -> Successors:
+                self.come(pc, lanes)
+                return handler(lanes)
+
+            return together
+        if END in self.flow.leaving.get(pc, ()):
+
+            def leave(lanes: Lanes) -> Successors:
+                self.leave(lanes)
+                return handler(lanes)
+
+            return leave
+        return self.followed(pc, handler) if instruction.guard is None else handler
+
+    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+        """A branch with a guard: some go on behind it."""
+        return self.followed(self.machine.index[id(instruction)], handler)
+
+    def followed(self, pc: int, handler: Handler) -> Handler:
+        """The step of a branch, after which its lanes are counted where they have gone."""
+        turning, leaving = self.flow.turning.get(pc, ()), self.flow.leaving.get(pc, ())
+        if not turning and not leaving:
+            return handler
+
+        def follow(lanes: Lanes) -> Successors:
+            successors = handler(lanes)
+            for target, those in [(pc + 1, lanes)] if successors is None else successors:
+                if target in turning:
+                    self.turns[those] += 1
+                if target in leaving:
+                    self.leave(those)
+            return successors
+
+        return follow
+
+    def exit(self, lanes: Lanes) -> None:
+        """To end is to come to the end, but for those who have left early. It has others look again, who are parked."""
+        for meeting in self.machine.meetings.values():
+            for pc, those, _ in meeting:
+                self.parked[those] = pc in self.flow.aligned
+        staying = indices_of(lanes)[self.here[lanes]]
+        if len(staying):
+            self.turns[staying] = 0
+            self.come(END, as_lanes(staying))
+            self.leave(as_lanes(staying))
+
+    def leave(self, lanes: Lanes) -> None:
+        """Nobody waits for these any more."""
+        self.here[lanes] = False
+        for warp in np.unique(indices_of(lanes) // 32).tolist() if self.open else ():
+            self.close(warp)
+
+    def close(self, warp: int) -> None:
+        """Forget what all lanes of the warp have come to."""
+        executions, here = self.open.get(warp, []), int(pack_bits(self.here[warp * 32 : warp * 32 + 32])[0])
+        while executions and not here & ~executions[0].lanes:
+            executions.pop(0)
+        if not executions:
+            self.open.pop(warp, None)
+
+    def come(self, pc: int, lanes: Lanes) -> None:
+        """Lanes execute an `.aligned` instruction, or end."""
+        if self.parked.any():
+            again = self.parked[lanes].copy()
+            self.parked[lanes] = False
+            if again.all():
+                return
+            lanes = as_lanes(indices_of(lanes)[~again])
+        turns = self.turns[lanes].copy()
+        self.turns[lanes] = 0
+        if not self.open and isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32:
+            rows = turns.reshape(-1, 32)
+            if (rows == rows[:, :1]).all():
+                return
+        present, of_lane = np.zeros(self.machine.lanes, bool), np.zeros(self.machine.lanes, np.int32)
+        present[lanes], of_lane[lanes] = True, turns
+        present &= self.here
+        bits = pack_bits(present)
+        last = np.where(present, of_lane, turns.min()).reshape(-1, 32).max(axis=1)
+        first = np.where(present, of_lane, turns.max()).reshape(-1, 32).min(axis=1)
+        parts = (bits != pack_bits(self.here)) | (first != last)
+        parts[list(self.open)] = True
+        parts &= bits != 0
+        for warp in np.flatnonzero(parts).tolist():
+            mine = indices_of(lanes) // 32 == warp
+            for turn in np.unique(turns[mine]).tolist():
+                those = indices_of(lanes)[mine & (turns == turn)]
+                self.enter(warp, Execution(pc, turn, sum(1 << lane % 32 for lane in those[self.here[those]].tolist())))
+
+    def enter(self, warp: int, new: Execution) -> None:
+        """Some lanes of a warp have come somewhere: where others have been before, or will have to come."""
+        executions = self.open.setdefault(warp, [])
+        left = new.lanes
+        for known in executions:
+            arriving = left & ~known.lanes
+            if arriving and (known.pc, known.turn) != (new.pc, new.turn):
+                return self.diverged(warp, known, Execution(new.pc, new.turn, arriving))
+            known.lanes |= arriving
+            left &= ~arriving
+        if left:
+            executions.append(Execution(new.pc, new.turn, left))
+        self.close(warp)
+
+    def diverged(self, warp: int, one: Execution, other: Execution) -> None:
+        """Report the two; the warp is then left alone."""
+        if other.pc == END:
+            one, other = other, one
+        instruction = self.machine.code[other.pc]
+        _, thread = self.machine.place_of(self.lanes_of(warp, one)[0])
+        if one.pc == END:
+            what = "goes past it, to the end"
+        elif one.pc == other.pc:
+            what = "executes it in another turn of the loop"
+        else:
+            what = f"executes {self.machine.code[one.pc].seen_from(instruction)}, instead"
+        message = (
+            f"all threads of a warp have to execute it together, but thread ({','.join(map(str, thread))}) {what};"
+        )
+        lanes = self.lanes_of(warp, other)
+        self.report(instruction, "divergence", lanes, np.ones(count_of(lanes), bool), message)
+        self.here[warp * 32 : warp * 32 + 32] = False
+        del self.open[warp]
+
+    def lanes_of(self, warp: int, execution: Execution) -> Array:
+        """Its lanes of the wave."""
+        return np.array([warp * 32 + bit for bit in range(32) if execution.lanes >> bit & 1])

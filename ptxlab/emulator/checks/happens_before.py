@@ -1,0 +1,226 @@
+"""Who knows of whom: the clocks of a wave, and how synchronisation hands their knowledge on.
+
+Barriers, release and acquire operations, and fences beside strong operations (relaxed, volatile, atomic) hand knowledge
+on: that of the lanes which do so, to the lanes which do so. Lanes of one warp order each other by `bar.warp.sync` and
+barriers alone; neither running in step nor exchanging values (shfl, vote) does. The checks "race" and "async" ask.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.vector_clocks import NOTHING, Clock, Clocks, by_clock, groups, joined
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+
+# An event fits in 64 bits: strong (1), instruction index + 1 (20), actor (21), time (22); 0 is none.
+_ACTOR, _CODE, STRONG = np.uint64(22), np.uint64(43), np.uint64(1 << 63)
+_WEAK = np.uint64(0)
+_TIMES, _ACTORS, _CODES = (np.uint64((1 << bits) - 1) for bits in (22, 21, 20))
+
+PROXY_SPACES = ("shared", "global")  # of what a proxy fence makes visible; see `Clocks.fence_proxy`
+
+
+def event(code: int, actors: Array, times: Array, strong: bool) -> Array:
+    """What is stored of each actor: who did it, when, by which instruction (its index)."""
+    who_and_when = times.astype(np.uint64) | actors.astype(np.uint64) << _ACTOR
+    return who_and_when | np.uint64(code + 1) << _CODE | (STRONG if strong else _WEAK)
+
+
+def actors_of(events: Array) -> Array:
+    """Who did it: a lane, or an engine for it."""
+    return (events >> _ACTOR & _ACTORS).astype(np.intp)
+
+
+def without_actors(events: Array) -> Array:
+    """All but who did it."""
+    return events & ~(_ACTORS << _ACTOR)
+
+
+def codes_of(events: Array) -> Array:
+    """By which instruction, its index."""
+    return (events >> _CODE & _CODES).astype(np.intp) - 1
+
+
+def times_of(events: Array) -> Array:
+    """When, by the actor's own time."""
+    return (events & _TIMES).astype(np.int32)
+
+
+class HappensBefore(Check):
+    """What lies before what."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        cluster, entry = machine.cluster_memory.size * machine.stride, machine.launch.entry
+        spaces = len(PROXY_SPACES) if entry.uses_async_proxy else 0
+        self.clocks = Clocks(machine.lanes, cluster, entry.is_asynchronous, spaces)
+        self.fenced: dict[int, Clock] = {}  # lane -> what its warp knew at its last fence, and
+        self.own_at_fence = self.clocks.own.copy()  # what it had done itself
+        self.pending: dict[int, Clock] = {}  # lane -> what strong reads brought, to be known from the next fence on
+        self.flags: dict[int, Clock] = {}  # arena offset of a flag -> what its last release made known
+        self.barriers: dict[tuple[int, int], Clock] = {}
+        self.arrived: dict[int, Clock] = {}  # arena offset of an mbarrier -> what arrivals of this phase made known
+        self.phases: dict[int, Clock] = {}  # ... and those of the phases that are complete
+
+    def event(self, instruction: Instruction, actors: Array, times: Array, strong: bool) -> Array:
+        """What is stored of each actor: who did it, when, by which instruction."""
+        return event(self.machine.index[id(instruction)], actors, times, strong)
+
+    def instruction_of(self, event: int) -> Instruction:
+        """Which instruction did it."""
+        return self.machine.code[int(codes_of(np.array(event, np.uint64)))]
+
+    def bytes(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> tuple[Array, Array]:
+        """Of every byte of an access its place, and the thread (as a lane of the wave)."""
+        places = (offsets[:, None] + np.arange(access.size)).reshape(-1)
+        return places, np.repeat(indices_of(lanes), access.size)
+
+    def unordered(self, past: Array, threads: Array, proxy_space: int | None = None) -> Array:
+        """Which past events are of others, and not known to lie before the present of `threads`.
+
+        With a space, which ones the async proxy cannot see when these threads ask it for something now: it takes a
+        proxy fence on the way from the event to here (PTX ISA, 8.6 and 8.9.5), of whichever thread.
+        """
+        if not past.any():  # most bytes are met for the first time
+            return np.zeros(len(past), bool)
+        # neighbouring bytes have the same past
+        starts = np.concatenate(([True], (past[1:] != past[:-1]) | (threads[1:] != threads[:-1])))
+        old, whose = past[starts], threads[starts]
+        late = old != 0
+        old, whose = old[late], whose[late]
+        actors = actors_of(old)
+        if proxy_space is not None:
+            actors = self.clocks.visible(actors, proxy_space)
+        late[late] = ~self.clocks.knows(whose, actors, times_of(old))
+        return late[np.cumsum(starts) - 1] if late.any() else np.zeros(len(past), bool)
+
+    # Flags
+
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """A strong read may acquire."""
+        if access.order != "weak" and self.flags:
+            self.acquire(access, *self.bytes(access, lanes, offsets))
+
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """A strong write may release."""
+        if access.order != "weak":
+            self.release(access, lanes, offsets, keep=False)
+
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """Both."""
+        self.release(access, lanes, offsets, keep=True)
+        if self.flags:
+            self.acquire(access, *self.bytes(access, lanes, offsets))
+
+    def release(self, access: MemoryAccess, lanes: Lanes, offsets: Array, keep: bool) -> None:
+        """What the lanes know (or knew at their last fence) goes with the flag; an atomic keeps what was there."""
+        releasing = access.order in ("release", "acq_rel")
+        if not releasing and not self.fenced:
+            return
+        indices = indices_of(lanes)
+        for group in groups(offsets):
+            place, known = int(offsets[group[0]]), self.released(indices[group], releasing)
+            if known:
+                self.flags[place] = joined(known, self.flags.get(place, NOTHING)) if keep else known
+        if releasing:
+            self.clocks.tick(indices)
+
+    def released(self, lanes: Array, now: bool) -> Clock:
+        """What the lanes make known together, of now or of their last fences."""
+        if now:
+            return self.clocks.known_to(lanes)
+        known = NOTHING
+        for clock, those in by_clock(self.fenced, lanes):
+            known = joined(known, self.clocks.known_to(those, clock, self.own_at_fence))
+        return known
+
+    def acquire(self, access: MemoryAccess, places: Array, threads: Array) -> None:
+        """The lanes take over what came with the flag, at once or at their next fence."""
+        for group in groups(places):
+            known = self.flags.get(int(places[group[0]]))
+            if known is None:
+                continue
+            lanes = np.unique(threads[group])
+            if access.order in ("acquire", "acq_rel"):
+                self.clocks.learn(lanes, known)
+                continue
+            for clock, those in by_clock(self.pending, lanes):
+                self.pending.update(dict.fromkeys(those.tolist(), joined(clock, known)))
+            self.pending = dict.fromkeys(lanes.tolist(), known) | self.pending
+
+    def take_pending(self, lanes: Array) -> None:
+        """What strong reads brought becomes known."""
+        for clock, those in by_clock(self.pending, lanes):
+            self.clocks.learn(those, clock)
+            for lane in those.tolist():
+                del self.pending[lane]
+
+    def fence(self, lanes: Lanes) -> None:
+        """Strong reads before it acquire, strong writes after it release."""
+        indices = indices_of(lanes)
+        self.take_pending(indices)
+        for group in groups(self.clocks.row[indices]):
+            mine = indices[group]
+            self.fenced.update(dict.fromkeys(mine.tolist(), self.clocks.shared_by(mine)))
+        actors = self.clocks.columns(indices)[1]
+        self.own_at_fence[actors] = self.clocks.own[actors]
+        self.clocks.tick(indices)
+
+    def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
+        """What these lanes know of becomes visible to the async proxy, for those who learn of this fence."""
+        for number, space in enumerate(PROXY_SPACES):
+            if space in spaces:
+                self.clocks.fence_proxy(indices_of(lanes), number)
+        self.clocks.tick(indices_of(lanes))
+
+    def converge(self, lanes: Lanes) -> None:
+        """Lanes of warps have met."""
+        self.clocks.meet(indices_of(lanes))
+
+    def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
+        """A barrier learns what the lanes know."""
+        self.barriers[barrier] = joined(self.barriers.get(barrier, NOTHING), self.told_by(lanes))
+
+    def told_by(self, lanes: Lanes) -> Clock:
+        """What the lanes know, and now make known."""
+        indices = indices_of(lanes)
+        self.take_pending(indices)
+        known = self.clocks.known_to(indices)
+        self.clocks.tick(indices)
+        return known
+
+    def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
+        """Whoever waited knows what the barrier learnt."""
+        known = self.barriers.pop(barrier)
+        if lanes is not None:  # what they knew, the barrier has learnt from them: they now know the same
+            self.clocks.meet(indices_of(lanes))
+            self.clocks.learn(indices_of(lanes), known)
+
+    def waited(self, effect: Effect, only_read: bool) -> None:
+        """The lanes know what their engines have done; whole warps wait for wgmma."""
+        self.clocks.wait(effect.lanes, effect.serial, effect.kind == "wgmma")
+
+    def landed(self, effect: Effect) -> None:
+        """The mbarriers learn what the engines have done."""
+        for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
+            lanes = np.unique(effect.lanes[effect.barrier == place])
+            done = self.clocks.engines(lanes, effect.serial)
+            self.arrived[place] = joined(self.arrived.get(place, NOTHING), done)
+
+    def phase_arrive(self, place: int, lanes: Lanes) -> None:
+        """The mbarrier learns what those know who arrive."""
+        self.arrived[place] = joined(self.arrived.get(place, NOTHING), self.told_by(lanes))
+
+    def phase_complete(self, place: int) -> None:
+        """What arrivals made known is there for those who wait."""
+        self.phases[place] = joined(self.phases.get(place, NOTHING), self.arrived.pop(place, NOTHING))
+
+    def phase_wait(self, place: int, lanes: Lanes) -> None:
+        """Who has waited knows what the mbarrier learnt."""
+        self.clocks.learn(indices_of(lanes), self.phases.get(place, NOTHING))

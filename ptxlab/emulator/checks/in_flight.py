@@ -1,0 +1,199 @@
+"""The check "async": what threads must not do while effects are in flight, and what the copy engine must not meet.
+
+A byte is in flight from the issue of a copy or wgmma until somebody has waited for it, whatever the mode: nobody may
+read or write a byte that is being written, nor write one that is being read (kind "async"). Two copies that read the
+same byte count as one: it is free when the first is done.
+
+The copy engine and wgmma (the async proxy) see what threads have written with ordinary stores or cp.async, and write
+over it, only behind a proxy fence (kind "async-dirty"). Which fence counts: the PTX ISA wants one wherever two proxies
+meet (8.6); it "takes effect within a single thread" and "composes with other forms of synchronization" (9.7, membar and
+fence), for aliases in words: it stands along the base causality path from one access to the other (8.9.5), which
+NVIDIA's formal model (Lustig, Cooksey and Giroux, ISCA 2022) has for every proxy. So a fence orders all writes that its
+thread knows of, its own and what a barrier told it about, before whatever is asked for by itself or by those whom
+it has told since. Fences of all writers ahead of the barrier do, and so does one of the issuing thread behind it; that
+of a thread which has not heard of the writes, or of which the issuing thread has not heard, does not. That model also
+wants the fence in the block of the copy, of which the ISA says nothing; here a fence in another block counts.
+
+An mbarrier is seen once it has been fenced by its thread, or by one that has heard of it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptxlab.emulator.async_.copy_effects import Boxes, Copies
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.happens_before import HappensBefore, actors_of
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect, Places, by_entry, spans
+from ptxlab.emulator.core.effect_queue import EffectQueue
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+
+_WRITTEN, _READ, _ADDED = 1, 2, 4  # what a copy in flight does to a byte
+_CHANGED = _WRITTEN | _ADDED
+
+
+class InFlight(Check):
+    """Accesses that meet a copy in flight, and copies that meet what is not visible to them."""
+
+    def __init__(self, machine: Machine, order: HappensBefore) -> None:
+        super().__init__(machine)
+        self.pending, self.memory, self.order = machine.unit(EffectQueue), machine.memory, order
+        self.busy = np.zeros(machine.memory.size, np.uint8)
+        self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
+        # event of the last write that was not the engine's, 0 where there is none
+        self.dirty = np.zeros(machine.memory.size, np.uint64) if machine.launch.entry.uses_async_proxy else None
+        self.begun: dict[int, int] = {}  # mbarriers that the engine cannot see: the event of mbarrier.init
+
+    # Threads
+
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """Nobody may read what a copy writes."""
+        self.meet(access, lanes, offsets, _CHANGED, "reads")
+
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """Nobody may write what a copy reads or writes."""
+        self.meet(access, lanes, offsets, _CHANGED | _READ, "writes")
+        threads = indices_of(lanes)
+        times = self.order.clocks.own[threads]
+        self.soil(access.instruction, threads, times, offsets, np.full(len(offsets), access.size))
+
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """Writes."""
+        self.store(access, lanes, offsets, offsets)
+
+    def meet(self, access: MemoryAccess, lanes: Lanes, offsets: Array, flags: int, does: str) -> None:
+        """Report accesses to bytes that carry one of the flags."""
+        handler = min(access.size, 8)
+        pattern = int.from_bytes(bytes([flags]) * handler, "little")
+        wrong = np.zeros(len(offsets), bool)
+        for first in range(0, access.size, handler):
+            wrong |= self.words[handler][(offsets + first) // handler] & pattern != 0
+        if wrong.any():
+            start = int(offsets[int(np.argmax(wrong))])
+            place = start + int(np.argmax(self.busy[start : start + access.size] & flags))
+            self.report(
+                access.instruction, "async", lanes, wrong, f"{does} {self.whose(access.instruction, place, flags)}"
+            )
+
+    def whose(self, instruction: Instruction, place: int, flags: int) -> str:
+        """A byte in flight that an instruction meets, and who moves it, in words."""
+        for effect in self.pending.queue:
+            for does, flag, part in (("written", _CHANGED, effect.writes), ("read", _READ, effect.reads)):
+                lanes, starts, sizes = part
+                holds = (starts <= place) & (place < starts + sizes)
+                if flags & flag and holds.any():
+                    thread = "({},{},{})".format(*self.machine.place_of(int(lanes[int(np.argmax(holds))]))[1])
+                    by = f"{effect.instruction.seen_from(instruction)}, for thread {thread}"
+                    return f"{self.memory.byte(place)}, still being {does} by {by}, as nobody has waited for that,"
+        return f"{self.memory.byte(place)}, which another entry of this copy moves"
+
+    # Copies
+
+    def issue(self, effect: Effect) -> None:
+        """An effect meets others, dirty bytes, and mbarriers that it cannot see; now its bytes are in flight too."""
+        self.collide(effect, effect.reads, effect.read_bytes, _CHANGED, "takes")
+        adds = _ADDED if effect.accumulates else 0  # which several may do at once
+        self.collide(effect, effect.writes, effect.written_bytes, (_CHANGED | _READ) & ~adds, "copies to")
+        if effect.kind != "cp.async":
+            self.see(effect)
+        self.busy[effect.read_bytes] |= _READ
+        self.busy[effect.written_bytes] |= adds or _WRITTEN
+
+    def collide(self, effect: Effect, entries: Places, places: Array, flags: int, does: str) -> None:
+        """Report entries that touch bytes in flight."""
+        hit = self.busy[places] & flags != 0
+        if hit.any():
+            lanes, _, sizes = entries
+            what = self.whose(effect.instruction, int(places[int(np.argmax(hit))]), flags)
+            self.report(effect.instruction, "async", lanes, by_entry(hit, sizes), f"{does} {what}")
+
+    def see(self, effect: Effect) -> None:
+        """Report what the engine reads or tells without being able to see it."""
+        for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
+            if place in self.begun:
+                by = self.order.instruction_of(self.begun[place]).seen_from(effect.instruction)
+                message = f"tells the mbarrier at {self.memory.byte(place)}, which {by}, initialised "
+                message += "without fence.mbarrier_init (or fence.proxy.async): the async proxy may not see it,"
+                self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
+        self.unfenced(effect, effect.reads, effect.read_bytes, "takes", "the engine may see what was there before")
+        if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
+            places = effect.written_bytes
+            self.unfenced(effect, effect.writes, places, "copies over", "that may land behind the copy")
+
+    def unfenced(self, effect: Effect, entries: Places, places: Array, does: str, consequence: str) -> None:
+        """Report bytes that threads have written, and not fenced since."""
+        assert self.dirty is not None
+        lanes, _, sizes = entries
+        marks, threads, shared = self.dirty[places], np.repeat(lanes, sizes), self.machine.launch.is_shared(places)
+        writers = actors_of(marks) % self.machine.lanes
+        hit = np.zeros(len(places), bool)
+        for space, those in enumerate((shared, ~shared)):
+            hit[those] = self.order.unordered(marks[those], threads[those], space)
+            # what its writer has fenced, and nobody has told the issuing thread of, is a race and no more
+            fenced = ~self.order.unordered(marks[those], writers[those], space)
+            hit[those] &= ~(fenced & self.order.unordered(marks[those], threads[those]))
+        if hit.any():
+            first = int(np.argmax(hit))
+            writer = self.order.instruction_of(marks[first])
+            by = writer.seen_from(effect.instruction)
+            message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, wrote "
+            message += f"without a fence.proxy.async behind it: {consequence},"
+            self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
+
+    def soil(self, instruction: Instruction, actors: Array, times: Array, starts: Array, sizes: Array) -> None:
+        """Actors have written bytes that the copy engine cannot see yet."""
+        if self.dirty is not None:
+            events = self.order.event(instruction, actors, times, strong=False)
+            self.dirty[spans(starts, sizes)] = np.repeat(events, sizes)
+
+    def waited(self, effect: Effect, only_read: bool) -> None:
+        """The lanes' own effects are done, or have read their source."""
+        self.settled(effect, only_read)
+
+    def settled(self, effect: Effect, only_read: bool = False) -> None:
+        """The bytes are at rest. What cp.async wrote is like a store; what the engine wrote, it can see."""
+        self.busy[effect.read_bytes] &= ~np.uint8(_READ)
+        for other in self.pending.queue if effect.kind == "wgmma" else ():  # these often share their operands
+            if other.kind == "wgmma":
+                self.busy[other.read_bytes] |= _READ
+        if only_read:
+            return
+        self.busy[effect.written_bytes] &= ~np.uint8(_CHANGED)
+        if effect.kind == "cp.async":
+            lanes, starts, sizes = effect.writes
+            times = np.full(len(lanes), effect.serial)
+            self.soil(effect.instruction, self.machine.lanes + lanes, times, starts, sizes)
+        elif self.dirty is not None:
+            self.dirty[effect.written_bytes] = 0
+
+    # What makes visible
+
+    def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
+        """mbarriers that only their thread knows of."""
+        threads = indices_of(lanes)
+        events = self.order.event(instruction, threads, self.order.clocks.own[threads], strong=False)
+        self.begun.update(zip(places.tolist(), events.tolist(), strict=True))
+
+    def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
+        """The copy engine sees the mbarriers that these lanes know of; by fence.mbarrier_init those of their own."""
+        if "mbarrier" not in spaces or not self.begun:
+            return
+        threads, events = indices_of(lanes), np.array(list(self.begun.values()), np.uint64)
+        seen = np.isin(actors_of(events), threads)
+        if "shared" in spaces:
+            each, one = np.repeat(events, len(threads)), np.tile(threads, len(events))
+            seen |= ~self.order.unordered(each, one).reshape(len(events), -1).all(axis=1)
+        self.begun = {place: event for (place, event), known in zip(self.begun.items(), seen, strict=True) if not known}
+
+    def end(self) -> None:
+        """Shared memory is gone when its block ends: copies from it must have been waited for."""
+        for effect in self.pending.queue:
+            lanes, starts, sizes = effect.reads
+            wrong = (sizes > 0) & (self.busy[starts] & _READ != 0) & self.machine.launch.is_shared(starts)
+            if wrong.any():
+                message = "reads shared memory, and its block ends without waiting for that"
+                self.report(effect.instruction, "async", lanes, wrong, message)

@@ -1,0 +1,198 @@
+"""What becomes of the values that some loads bring: whether anything depends on them.
+
+Compilers load what may not be needed. NVRTC makes of `if (threadIdx.x < 32) v = total;` a load by all threads and a
+select, and hoists loads of shared variables out of loops and branches. Where such a load races, or reads what nobody
+has written, but its value is thrown away, no thread can notice: a PTX read always returns some value and has no other
+effect (8.10 says which values; a race is no error in itself). So a finding about an ordinary load counts only if its
+value has been used: it, or what was computed of it, has been stored, branched on, used as an address or handed to
+another thread or an engine. What a select, or an `and` or `or` with a deciding other operand, leaves out is not used;
+nor is what nobody reads any more.
+
+To track every load would double the time of a launch. So it first runs as ever; if there is something about ordinary
+loads then, it runs once more, in the very same order, and only the values of those loads are tracked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.happens_before import HappensBefore, actors_of, event, without_actors
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.lanes import Handler, Lanes, count_of, indices_of
+from ptxlab.emulator.core.machine import BINDERS, Machine
+from ptxlab.emulator.front.ir import Instruction, Operand, Register, registers
+from ptxlab.emulator.front.types import Array, bits_of
+
+Marks = Array  # i64 per lane: a number in `LoadTaint.sets`
+
+
+class LoadTaint(Check):
+    """Marks on registers: which reads, by their events, went into what they hold."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.order: HappensBefore | None = None  # whose times tell one execution of a load from another
+        self.marks: dict[tuple[int, int], Marks] = {}  # by width and row of a register; of all lanes
+        self.sets: list[frozenset[int]] = [frozenset()]  # of events without their actor, which is the register's lane
+        self.numbers = {self.sets[0]: 0}
+        self.used: dict[int, Array] = {}  # such an event -> bool per lane
+        # such an event -> what there is to report if it is used: for each occurrence its lane, or -1
+        self.held: dict[int, list[tuple[Array, Callable[[Array], None]]]] = {}
+
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+        """What is computed is marked like its operands; everything else uses them."""
+        sources, targets = instruction.sources, instruction.destinations
+        uses = not computes(instruction)
+        if instruction.opcode.startswith("wgmma"):  # it adds to its destination
+            sources = [*sources, *targets]
+        gather = self.deciding(instruction) or (lambda lanes: self.joined(sources, lanes))
+
+        def followed(lanes: Lanes) -> Any:
+            if self.marks:
+                if uses:
+                    self.use(sources, lanes)
+                marks = np.zeros(count_of(lanes), np.int64) if uses else gather(lanes)
+                for register in targets:
+                    self.mark(register, lanes, marks)
+            return handler(lanes)
+
+        return followed
+
+    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+        """What becomes of all lanes depends on a guard."""
+        guard = instruction.guard
+        assert guard is not None
+
+        def followed(lanes: Lanes) -> Any:
+            if self.marks:
+                self.use([guard], lanes)
+            return handler(lanes)
+
+        return followed
+
+    def deciding(self, instruction: Instruction) -> Callable[[Lanes], Marks] | None:
+        """Function lanes -> marks of those operands that the result depends on, where that is not all of them."""
+        head, *modifiers = instruction.opcode.split(".")
+        if head == "selp":
+            a, b, predicate = instruction.operands[1:]
+            read = self.machine.reader(predicate, "pred")
+            return lambda lanes: self.union(
+                np.where(read(lanes), self.of(a, lanes), self.of(b, lanes)), self.of(predicate, lanes)
+            )
+        if head in ("and", "or"):
+            t, (a, b) = modifiers[-1], instruction.operands[1:]
+            kind = "pred" if t == "pred" else f"s{bits_of(t)}"
+            decides = (head == "or") if t == "pred" else -1 if head == "or" else 0
+            read_a, read_b = (self.machine.reader(operand, kind) for operand in (a, b))
+
+            def either(lanes: Lanes) -> Marks:
+                of_a, of_b = self.of(a, lanes), self.of(b, lanes)
+                by_a, by_b = (of_a == 0) & (read_a(lanes) == decides), (of_b == 0) & (read_b(lanes) == decides)
+                return self.union(np.where(by_b, 0, of_a), np.where(by_a, 0, of_b))
+
+            return either
+        return None
+
+    # Marks
+
+    def of(self, operand: Operand, lanes: Lanes) -> Marks:
+        """Those of an operand."""
+        return self.joined(list(registers((operand,))), lanes)
+
+    def joined(self, sources: list[Register], lanes: Lanes) -> Marks:
+        """Those of several registers."""
+        rows = [self.marks[key] for key in map(place_of, sources) if key in self.marks]
+        return reduce(self.union, [row[lanes] for row in rows], np.zeros(count_of(lanes), np.int64))
+
+    def union(self, a: Marks, b: Marks) -> Marks:
+        """The sets of both."""
+        if not a.any() or not b.any():
+            result: Array = a + b
+            return result
+        pairs, index = np.unique(np.stack((a, b)), axis=1, return_inverse=True)
+        both = [self.number(self.sets[i] | self.sets[j]) for i, j in pairs.T.tolist()]
+        return np.array(both)[index.reshape(-1)]
+
+    def number(self, reads: frozenset[int]) -> int:
+        """The number of a set."""
+        if reads not in self.numbers:
+            self.numbers[reads] = len(self.sets)
+            self.sets.append(reads)
+        return self.numbers[reads]
+
+    def mark(self, register: Register, lanes: Lanes, marks: Marks) -> None:
+        """What the register holds from now on."""
+        key = place_of(register)
+        if key in self.marks or marks.any():
+            self.marks.setdefault(key, np.zeros(self.machine.lanes, np.int64))[lanes] = marks
+
+    # Reads
+
+    def is_tracked(self, instruction: Instruction) -> bool:
+        """Whether it is one of those loads."""
+        return self.machine.index[id(instruction)] in self.machine.launch.tracked
+
+    def events(self, instruction: Instruction, lanes: Lanes) -> Array:
+        """The reads of these lanes by a load, now."""
+        threads = indices_of(lanes)
+        times = self.order.clocks.own[threads] if self.order else np.zeros_like(threads)
+        return event(self.machine.index[id(instruction)], threads, times, strong=False)
+
+    def hold(self, reads: Array, report: Callable[[Array], None]) -> None:
+        """`report` is called, with a mask, for those of the reads that have been used, or as soon as they are."""
+        events, lanes = without_actors(reads), actors_of(reads)
+        for read in np.unique(events).tolist():
+            self.held.setdefault(read, []).append((np.where(events == read, lanes, -1), report))
+            self.settle(read)
+
+    def settle(self, read: int) -> None:
+        """Report what is held about a read, in those lanes that have used it."""
+        used = self.used.get(read)
+        if used is None or read not in self.held:
+            return
+        held, self.held[read] = self.held[read], []
+        for lanes, report in held:
+            now = (lanes >= 0) & used[lanes]
+            if now.any():
+                report(now)
+            if (rest := np.where(now, -1, lanes)).max() >= 0:
+                self.held[read].append((rest, report))
+
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """One that is tracked brings a value."""
+        if not self.is_tracked(access.instruction):
+            return
+        reads = without_actors(self.events(access.instruction, lanes))
+        distinct, index = np.unique(reads, return_inverse=True)
+        marks = np.array([self.number(frozenset((read,))) for read in distinct.tolist()])[index]
+        for register in access.instruction.destinations:
+            self.mark(register, lanes, marks)
+
+    def use(self, sources: list[Register], lanes: Lanes) -> None:
+        """Something depends on what these registers hold. Their marks have done their work; a sum would gather more."""
+        indices, marks = indices_of(lanes), self.joined(sources, lanes)
+        for register in sources:
+            self.mark(register, lanes, np.zeros_like(marks))
+        for number in np.unique(marks[marks > 0]).tolist():
+            for read in self.sets[number]:
+                used = self.used.setdefault(read, np.zeros(self.machine.lanes, bool))
+                used[indices[marks == number]] = True
+                self.settle(read)
+
+
+def place_of(register: Register) -> tuple[int, int]:
+    """Where it is."""
+    return bits_of(register.type), register.index
+
+
+def computes(instruction: Instruction) -> bool:
+    """Whether it does no more than to compute its destinations from its sources. (Carries are not tracked.)"""
+    head, *modifiers = instruction.opcode.split(".")
+    if "cc" in modifiers or head in ("addc", "subc", "madc") or any(r.selector for r in instruction.destinations):
+        return False
+    return head in ("mov", "cvta") or not (head in BINDERS or ".".join((head, *modifiers[:1])) in BINDERS)

@@ -1,0 +1,107 @@
+"""The check "lanes": recomputes annotated instructions lane by lane, in wide integers; see `lane_annotation`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.findings import LaneFault, PackedOperand
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, indices_of
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.lane_annotation import LaneOperation, LaneType, LaneTypes, operation_of, wrap
+from ptxlab.emulator.front.types import Array
+
+
+class PackedLanes(Check):
+    """Recomputes annotated instructions lane by lane; see `lane_annotation`."""
+
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Compare what the instruction stores with its lanes computed wide."""
+        types = instruction.lanes
+        if types is None:
+            return handler
+        machine, width = self.machine, 32
+        for part in instruction.opcode.split("."):
+            if part[1:].isdigit() and part[0] in "usb":
+                width = int(part[1:])
+        target, *sources = instruction.operands
+        stored = machine.reader(target, f"u{width}")
+        letters = [letter for letter in "abc" if letter in types]
+        findings = machine.launch.findings
+        readers = {letter: machine.reader(sources["abc".index(letter)], f"u{width}") for letter in letters}
+
+        def checked(lanes: Lanes) -> Successors:
+            before = {letter: read(lanes).copy() for letter, read in readers.items()}
+            successors = handler(lanes)
+            for fault in lane_faults(instruction.opcode, types, np.ascontiguousarray(stored(lanes)), before):
+                place = machine.place_of(int(indices_of(lanes)[fault.index]))
+                findings.add(instruction, fault.kind, place, fault.problem, fault.times, fault)
+            return successors
+
+        return checked
+
+
+def lane_faults(opcode: str, types: LaneTypes, stored: Array, sources: dict[str, Array]) -> list[LaneFault]:
+    """Recompute an annotated instruction lane by lane.
+
+    `stored` and `sources[letter]` are unsigned arrays of shape [n], the destination after and the sources before the
+    instruction. Returns one `LaneFault` per rule and lane, for the first position that broke it.
+    """
+    operation = operation_of(opcode)
+    if operation is None or operation.compute is None:
+        return []
+    target = types["d"]
+    values = {letter: types[letter].decode(sources[letter]) for letter in operation.letters}
+    exact = np.broadcast_to(operation.compute(*values.values()), (target.count, len(stored)))
+    kept = target.decode(stored)
+    faults: list[LaneFault] = []
+
+    def seen(lane: int, index: int) -> dict[str, int]:
+        return {letter: int(value[lane if len(value) > 1 else 0, index]) for letter, value in values.items()}
+
+    def sum_up(lane: int, index: int) -> str:
+        return f"{operation.format.format(**seen(lane, index))} = {exact[lane, index]}"
+
+    def report(kind: str, lane: int, wrong: Array, problem: str) -> None:
+        index = int(np.argmax(wrong))
+        operands = seen(lane, index) | {"d": int(kept[lane, index])}
+        words = {letter: sources[letter] for letter in operation.letters} | {"d": stored}
+        registers = tuple(PackedOperand(letter, types[letter], int(w[index])) for letter, w in words.items())
+        wide = tuple(int(value) for value in exact[:, index])
+        faults.append(LaneFault(kind, lane, index, int(np.count_nonzero(wrong)), operands, problem, registers, wide))
+
+    for lane in range(target.count):
+        disturbed = kept[lane] != wrap(exact[lane], target)
+        if disturbed.any() and not operation.simd:
+            index = int(np.argmax(disturbed))
+            culprit, reason = _blame(operation, target, exact[:, index], lane)
+            because = reason if operation.format == "{a} >> {b}" else f"{sum_up(culprit, index)} {reason}"
+            report("carry", lane, disturbed, f"lane {lane} is disturbed by lane {culprit} ({because})")
+        unfit = outside(exact[lane], target)
+        if unfit.any() and ".sat" not in opcode:
+            problem = f"lane {lane} is {sum_up(lane, int(np.argmax(unfit)))}, which does not fit {target}"
+            report("range", lane, unfit, problem)
+    for letter, value in values.items():
+        unfit = outside(value[0], types[letter])
+        if not types[letter].count and unfit.any():
+            number = int(value[0, int(np.argmax(unfit))])
+            report("range", 0, unfit, f"operand {letter} is {number}, which does not fit {types[letter]}")
+    return faults
+
+
+def outside(values: Array, lane_type: LaneType) -> Array:
+    """Which values do not fit the type."""
+    low, high = lane_type.limits
+    return (values < low) | (values > high)
+
+
+def _blame(operation: LaneOperation, target: LaneType, exact: Array, lane: int) -> tuple[int, str]:
+    """Which lane spilled into `lane`, and why: the nearest below whose bits overflow (above, for a right shift)."""
+    if operation.format == "{a} >> {b}":
+        return lane + 1, "its bits are shifted down"
+    top = (1 << target.bits) - 1
+    for below in range(lane - 1, -1, -1):
+        if not 0 <= exact[below] <= top:
+            return below, f"> {top}" if exact[below] > top else "< 0"
+    # a sum that fits overflows its field all the same if a negative term went in as its two's complement
+    return max(lane - 1, 0), "with a negative term"

@@ -1,0 +1,202 @@
+"""Data races, by vector clocks.
+
+An access is ordered before another one if the lane that does the latter knows of it (`happens_before`). Per byte the
+last write and two concurrent readers are remembered, so a third reader that alone is unordered with a write is missed;
+so are races between blocks of different waves. Volatile accesses do not race with each other, but where lanes of one
+warp share memory by them as if they ran in step. Two lanes that store different values to one address with one
+instruction are reported too. Stores of the value that is there already are not; nor are races of loads whose value
+nobody uses (`load_taint`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxlab.emulator.checks.happens_before import STRONG, HappensBefore, actors_of, codes_of
+from ptxlab.emulator.checks.load_taint import LoadTaint
+from ptxlab.emulator.core.access import AccessSizes, MemoryAccess
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Lanes, count_of, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+
+
+@dataclass
+class Race:
+    """Accesses of one instruction, byte by byte, each with the past one that it races with."""
+
+    instruction: Instruction
+    what: str  # it does there
+    lanes: Lanes  # that run it
+    lane: Array  # position in these
+    places: Array
+    past: Array  # events
+    reads: Array  # that of the two events which is a read, if one is
+
+    def only(self, mask: Array) -> Race:
+        """Some of the bytes."""
+        parts = (part[mask] for part in (self.lane, self.places, self.past, self.reads))
+        return Race(self.instruction, self.what, self.lanes, *parts)
+
+
+class Races(HappensBefore):
+    """Conflicting accesses by different threads that nothing orders."""
+
+    def __init__(self, machine: Machine, taint: LoadTaint | None = None) -> None:
+        """`taint`: who knows which loads count."""
+        super().__init__(machine)
+        self.taint = taint
+        self.busy: Array | None = None  # bytes that `in_flight` looks at
+        self.loads = np.array([i.opcode.startswith("ld") for i in machine.code])
+        self.volatile = np.array(["volatile" in i.opcode for i in machine.code])
+        self.writes, self.reads, self.other_reads = (np.zeros(machine.memory.size, np.uint64) for _ in range(3))
+
+    # Accesses
+
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """A read races with an unordered write."""
+        if access.space in ("local", "param", "const"):
+            return
+        strong = access.order != "weak"
+        places, threads, events = self.events(access, lanes, offsets, strong)
+        reads = None if strong else events
+        self.compare(
+            access.instruction, access.size, lanes, places, threads, self.writes, strong, "read of", reads=reads
+        )
+        self.remember_reads(places, threads, events)
+        super().load(access, lanes, offsets)
+
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """A write races with unordered reads and writes, and with its own like in the other lanes."""
+        if access.space in ("local", "param", "const"):
+            return
+        self.same_instruction(access, lanes, offsets, values)
+        super().store(access, lanes, offsets, values)
+        strong = access.order != "weak"
+        places, threads, events = self.events(access, lanes, offsets, strong)
+        new = (
+            np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:]))).view(np.uint8).reshape(-1)
+        )
+        changed = self.machine.memory.arena[places] != new
+        for past in (self.writes, self.reads, self.other_reads):
+            self.compare(access.instruction, access.size, lanes, places, threads, past, strong, "write to", changed)
+        self.reads[places] = self.other_reads[places] = 0
+        self.writes[places] = events
+
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """Atomics race with ordinary accesses only."""
+        places, threads, events = self.events(access, lanes, offsets, True)
+        for past in (self.writes, self.reads, self.other_reads):
+            self.compare(access.instruction, access.size, lanes, places, threads, past, True, "atomic on")
+        super().atomic(access, lanes, offsets)
+        self.writes[places] = events
+
+    def events(self, access: MemoryAccess, lanes: Lanes, offsets: Array, strong: bool) -> tuple[Array, Array, Array]:
+        """Per byte: its place, the thread (as a lane of the wave), and the event as it is stored."""
+        threads = indices_of(lanes)
+        events = self.event(access.instruction, threads, self.clocks.own[threads], strong)
+        return *self.bytes(access, lanes, offsets), np.repeat(events, access.size)
+
+    def remember_reads(self, places: Array, threads: Array, events: Array) -> None:
+        """Two concurrent readers per byte."""
+        replace = ~self.unordered(self.reads[places], threads)  # what it replaces lies before it, so nothing is lost
+        if replace.all():
+            self.reads[places] = events
+            second = self.reads[places] != events
+        else:
+            self.reads[places[replace]] = events[replace]
+            second = ~replace | (self.reads[places] != events)
+        if second.any():
+            self.other_reads[places[second]] = events[second]
+
+    def compare(self, instruction: Instruction, sizes: AccessSizes, lanes: Lanes, places: Array, threads: Array,
+                events: Array, strong: bool, what: str, among: Array | None = None,
+                reads: Array | None = None) -> None:  # fmt: skip
+        """Report the accesses, of so many bytes per lane, that race with past ones; `reads`: their events, if loads."""
+        past = events[places]
+        wrong: Array = self.unordered(past, threads)
+        if among is not None:
+            wrong &= among
+        if strong:
+            wrong &= (past & STRONG == 0) | self.in_step(instruction, places, threads, past)
+        if self.busy is not None and wrong.any():
+            wrong &= (self.busy[places] == 0) | (actors_of(past) < self.machine.lanes)
+        if not wrong.any():
+            return
+        lane = np.repeat(np.arange(count_of(lanes)), sizes)[wrong]
+        race = Race(instruction, what, lanes, lane, places[wrong], past[wrong], past[wrong])
+        if reads is not None:
+            race.reads = reads[wrong]
+        code = codes_of(race.reads)
+        ordinary = (reads is not None or self.is_read(events)) & self.loads[code] & (race.reads & STRONG == 0)
+        ordinary &= actors_of(race.reads) < self.machine.lanes
+        self.machine.launch.suspects.update(code[ordinary].tolist())
+        if self.taint is None:
+            self.tell(race)
+            return
+        if ordinary.any():
+            held = race.only(ordinary)
+            self.taint.hold(held.reads, lambda used: self.tell(held.only(used)))
+        if not ordinary.all():
+            self.tell(race.only(~ordinary))
+
+    def is_read(self, events: Array) -> bool:
+        """Whether these are past reads."""
+        return events is self.reads or events is self.other_reads
+
+    def tell(self, race: Race) -> None:
+        """Report it."""
+        other = self.instruction_of(race.past[0])
+        whose = int(actors_of(race.past[:1])[0]) % self.machine.lanes
+        block, thread = ("({},{},{})".format(*index) for index in self.machine.place_of(whose))
+        place = self.machine.memory.byte(int(race.places[0]))
+        message = f"{race.what} {place} races with {other.seen_from(race.instruction)}, "
+        message += f"by thread {thread} of block {block},"
+        wrong = np.bincount(race.lane, minlength=count_of(race.lanes)) > 0
+        self.report(race.instruction, "race", race.lanes, wrong, message)
+
+    def in_step(self, instruction: Instruction, places: Array, threads: Array, past: Array) -> Array | bool:
+        """Which volatile accesses to shared memory follow one by another lane of the same warp."""
+        alike = self.volatile[codes_of(past)] & (actors_of(past) // 32 == threads // 32)
+        return "volatile" in instruction.opcode and alike & self.machine.launch.is_shared(places)
+
+    def issue(self, effect: Effect) -> None:
+        """What the engine reads and writes, it does from now on until somebody has waited for it."""
+        for (lanes, _, sizes), places, writes in (
+            (effect.reads, effect.read_bytes, False),
+            (effect.writes, effect.written_bytes, True),
+        ):
+            threads = np.repeat(lanes, sizes)
+            strong = writes and effect.accumulates  # as an atomic
+            serials = np.full(len(lanes), effect.serial)
+            events = self.event(effect.instruction, self.machine.lanes + lanes, serials, strong)
+            events = np.repeat(events, sizes)
+            at = effect.instruction, sizes, lanes, places, threads
+            if not writes:
+                self.compare(*at, self.writes, False, "read of")
+                self.remember_reads(places, threads, events)
+                continue
+            for past in (self.writes, self.reads, self.other_reads):
+                self.compare(*at, past, strong, "write to")
+            self.reads[places] = self.other_reads[places] = 0
+            self.writes[places] = events
+
+    def same_instruction(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """Two lanes that store different values to one address; strong stores may."""
+        if access.order != "weak":
+            return
+        order = np.argsort(offsets, kind="stable")
+        ordered = offsets[order]
+        repeated = ordered[1:] == ordered[:-1]
+        if not repeated.any():
+            return
+        values = np.broadcast_to(values, (len(offsets), *values.shape[1:])).reshape(len(offsets), -1)[order]
+        wrong = np.zeros(len(offsets), bool)
+        wrong[order[1:]] = repeated & (values[1:] != values[:-1]).any(axis=1)
+        if wrong.any():
+            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
+            message = f"write to {place} by several threads at once, with different values"
+            self.report(access.instruction, "race", lanes, wrong, message)

@@ -1,0 +1,120 @@
+"""Part of the check "race": what the kernel before on the stream may still be using, until griddepcontrol.wait.
+
+A kernel in which that instruction stands, or of which the caller says what it reads from its predecessor, is judged as
+one that begins before that has ended; every other is left alone. Until the wait it may not write to global memory at
+all (the predecessor may still read or write there), nor read the buffers that the caller says come from the
+predecessor. An access, or the issue of a copy, lies behind a wait if its thread has waited itself, or if something
+orders it behind a thread of its cluster that has: a barrier, an mbarrier, release and acquire, as in `race`; or knowing
+that a copy is done which was issued behind a wait. Waits in other clusters are not looked at.
+
+Nor may it read those buffers by ld.global.nc, even behind the wait: that says that they do not change while the kernel
+runs, and ptxas has moved such loads ahead of the wait, which the compiler makes of `const T* __restrict__` (found in
+the SASS of a kernel that read offsets so, 13.0).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.checks.happens_before import HappensBefore
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+
+WAIT = "griddepcontrol.wait"
+
+
+class RacePdl(Check):
+    """Accesses to global memory that do not wait for the kernel before."""
+
+    def __init__(self, machine: Machine, order: HappensBefore) -> None:
+        super().__init__(machine)
+        self.clocks = clocks = order.clocks
+        self.behind = np.zeros(machine.lanes, bool)  # lanes of which it is known; once so, always so
+        # cluster, and column of `clocks.rows` -> since when that actor is behind a wait; 0: it is not
+        self.since = np.zeros((machine.lanes // clocks.size, clocks.rows.shape[1]), np.int32)
+        self.theirs = np.isin(machine.memory.starts, machine.launch.after_wait)  # of each region
+
+    def wait_for_predecessors(self, lanes: Lanes) -> None:
+        """From now on these lanes may do as they like."""
+        indices = indices_of(lanes)
+        self.behind[indices] = True
+        self.enter(indices, self.clocks.own[indices], engine=False)
+
+    def enter(self, indices: Array, times: Array | int, engine: bool) -> None:
+        """These actors are behind a wait, since then if not before."""
+        size = self.clocks.size
+        at = indices // size, indices % size + engine * size
+        self.since[at] = np.where(self.since[at] == 0, times, self.since[at])
+
+    def look(self, indices: Array) -> Array:
+        """Which of these lanes are behind a wait, by what they know."""
+        clocks = self.clocks
+        for row in np.unique(clocks.row[indices[~self.behind[indices]]]).tolist():
+            members = np.flatnonzero(clocks.row == row)
+            since = self.since[members[0] // clocks.size]
+            self.behind[members] |= bool(((since > 0) & (clocks.rows[row] >= since)).any())
+        result: Array = self.behind[indices]
+        return result
+
+    # Accesses
+
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """Of what the predecessor makes."""
+        if "nc" in access.instruction.opcode.split("."):
+            self.read_as_constant(access.instruction, indices_of(lanes), offsets)
+        else:
+            self.read(access.instruction, indices_of(lanes), offsets)
+
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """To whatever the predecessor may use."""
+        self.write(access.instruction, indices_of(lanes), offsets)
+
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """As a store."""
+        self.write(access.instruction, indices_of(lanes), offsets)
+
+    def issue(self, effect: Effect) -> None:
+        """The engines read and write from now on; who learns that they have, knows that the wait was before."""
+        for (lanes, starts, sizes), judge in ((effect.reads, self.read), (effect.writes, self.write)):
+            judge(effect.instruction, lanes[sizes > 0], starts[sizes > 0])
+        behind = effect.lanes[self.look(effect.lanes)]
+        self.enter(behind, effect.serial, engine=True)
+
+    def read(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
+        """Report reads of the predecessor's buffers that lie behind no wait."""
+        self.judge(instruction, indices, offsets, self.made(offsets), "read of", "write")
+
+    def read_as_constant(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
+        """Report reads of the predecessor's buffers that may be moved ahead of the wait, wherever they stand."""
+        made = self.made(offsets)
+        if made.any():
+            place = self.machine.memory.byte(int(offsets[int(np.argmax(made))]))
+            message = f"read of {place} as read-only (.nc), which ptxas may move ahead of {WAIT}"
+            self.report(instruction, "race", indices, made, message)
+
+    def made(self, offsets: Array) -> Array:
+        """Which of these bytes lie in the predecessor's buffers."""
+        if not self.theirs.any():
+            return np.zeros(len(offsets), bool)
+        inside: Array = self.theirs[np.searchsorted(self.machine.memory.starts_array, offsets, "right") - 1]
+        return inside
+
+    def write(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
+        """Report writes to global memory that lie behind no wait."""
+        ours = offsets < self.machine.cluster_memory.first_window  # shared and local memory lie behind all buffers
+        self.judge(instruction, indices, offsets, ours, "write to", "use")
+
+    def judge(self, instruction: Instruction, indices: Array, offsets: Array, mask: Array, what: str, may: str) -> None:
+        """Report those of the accesses in `mask` that lie behind no wait."""
+        if not mask.any() or self.behind[indices].all():
+            return
+        wrong = mask & ~self.look(indices)
+        if wrong.any():
+            place = self.machine.memory.byte(int(offsets[int(np.argmax(wrong))]))
+            message = f"{what} {place} ahead of {WAIT}: the kernel before may still {may} it,"
+            self.report(instruction, "race", indices, wrong, message)

@@ -1,0 +1,116 @@
+"""The step clock: a time for every warp, as if it had an issue slot to itself, copies and wgmma going on beside it.
+
+An instruction takes its warp a step. Who waits at a barrier goes on when the last of the others has come; what the
+copy engine brings, and what tensor cores multiply, takes as many steps as it would take clocks on an H200. It is no
+prediction of a time, but shows who waits for whom. Without it the clock counts the instructions of all warps together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+from typing import Any
+
+import numpy as np
+
+from ptxlab.emulator.async_.wgmma import WgmmaProducts
+from ptxlab.emulator.checks.check import Check
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Handler, Lanes
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+
+LATENCY = 600  # from asking for a copy to its first byte
+BYTES_PER_STEP = 64  # of a block's copies: what an SM takes from the L2
+COLUMNS_PER_STEP = 2  # of wgmma m64nNk32, 8-bit: 4096 multiply-adds per clock and SM
+
+
+class StepClock(Check):
+    """Times of the warps of a wave, which its clock registers show."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.warps_per_block = machine.stride // 32
+        self.time = machine.clock = np.full(machine.lanes // 32, machine.launch.elapsed)
+        self.come: dict[Hashable, int] = defaultdict(int)  # place -> when the last of those who have arrived did so
+        self.complete: dict[int, int] = defaultdict(int)  # mbarrier -> when its last phase was complete
+        self.copied: dict[int, int] = defaultdict(int)  # block -> when its copies so far have come
+        self.multiplied: dict[tuple[int, int], int] = defaultdict(int)  # block, quarter of its SM -> likewise
+        self.ends: dict[tuple[int, int], int] = {}  # serial of an effect, lane -> when it has ended
+
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Every instruction takes a step; one behind a guard, its guard does."""
+        return handler if instruction.guard is not None else self.around_guard(instruction, handler)
+
+    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Whether it is carried out or not."""
+
+        def timed(lanes: Lanes) -> Any:
+            self.time[self.warps(lanes)] += 1
+            return handler(lanes)
+
+        return timed
+
+    def warps(self, lanes: Lanes) -> slice | Array:
+        """The warps that lanes belong to."""
+        if isinstance(lanes, slice):
+            return slice(lanes.start // 32, (lanes.stop + 31) // 32)
+        return np.unique(lanes // 32)
+
+    def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
+        """At a barrier of the block."""
+        self.come[barrier] = max(self.come[barrier], int(self.time[self.warps(lanes)].max()))
+
+    def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
+        """When the last has come."""
+        last = self.come.pop(barrier)
+        if lanes is not None:
+            self.wait_until(lanes, last)
+
+    def phase_arrive(self, place: int, lanes: Lanes) -> None:
+        """At an mbarrier, or the barrier of a cluster."""
+        self.come[place] = max(self.come[place], int(self.time[self.warps(lanes)].max()))
+
+    def phase_complete(self, place: int) -> None:
+        """The last thread or copy has come."""
+        self.complete[place] = self.come.pop(place, 0)
+
+    def phase_wait(self, place: int, lanes: Lanes) -> None:
+        """Not before it is complete."""
+        self.wait_until(lanes, self.complete[place])
+
+    def wait_until(self, lanes: Lanes, time: int) -> None:
+        """Warps go on then at the earliest."""
+        warps = self.warps(lanes)
+        self.time[warps] = np.maximum(self.time[warps], time)
+
+    def issue(self, effect: Effect) -> None:
+        """Copies of a block come one after another; each quarter of an SM multiplies for one warp at a time."""
+        sizes = dict.fromkeys(effect.lanes.tolist(), 0)
+        for lane, size in zip(effect.writes[0].tolist(), effect.writes[2].tolist(), strict=True):
+            sizes[lane] += size
+        for lane, size in sizes.items():
+            now, (block, warp) = int(self.time[lane // 32]), divmod(lane // 32, self.warps_per_block)
+            if isinstance(effect, WgmmaProducts):
+                place = block, warp % 4
+                end = self.multiplied[place] = max(now, self.multiplied[place]) + effect.decoded.n // COLUMNS_PER_STEP
+            else:
+                self.copied[block] = max(now, self.copied[block]) + size // BYTES_PER_STEP
+                end = self.copied[block] + LATENCY
+            self.ends[effect.serial, lane] = end
+
+    def landed(self, effect: Effect) -> None:
+        """The mbarriers of copies hear of them when they have come."""
+        for lane, place in zip(effect.lanes.tolist(), effect.barrier.tolist(), strict=True):
+            if place >= 0:
+                self.come[place] = max(self.come[place], self.ends[effect.serial, lane])
+
+    def waited(self, effect: Effect, only_read: bool) -> None:
+        """Not before it has ended."""
+        for lane in effect.lanes.tolist():
+            self.wait_until(np.array([lane]), self.ends[effect.serial, lane])
+
+    def end(self) -> None:
+        """The next wave begins where this one has ended."""
+        self.machine.launch.elapsed = int(self.time.max())

@@ -1,0 +1,118 @@
+"""Loads, stores and atomics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxlab.emulator.core.access import AccessSizes, MemoryAccess
+from ptxlab.emulator.core.lanes import Lanes, count_of, indices_of
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.core.memory import BASE, SHARED_START, Region
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.types import Array, bits_of
+from ptxlab.errors import ArgumentError, MemoryFault
+
+Locate = Callable[..., Array]  # lanes[, sizes]
+
+
+def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Locate:
+    """Function lanes -> arena offsets (int64, one per lane), checked for alignment and bounds.
+
+    Its second argument, the bytes that each lane touches, may differ from the access's size, by which they are aligned.
+    """
+    if not isinstance(address, ir.Address) or address.coordinates:
+        raise ValueError("the operand is not an address")
+    base, space = address.base, access.space
+    if isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
+        space = base.variable.space  # where the opcode says nothing; or .param, which in a body is a call's
+    if isinstance(base, ir.Symbol):
+        named, own = access.space.split("::")[0], base.variable.space
+        if named not in (own, "generic") and (named, own) != ("param", "local"):
+            raise ValueError(f"{base.variable.name} lies in .{own}, the instruction goes to .{named}")
+    wide = not (isinstance(base, ir.Register) and bits_of(base.type) == 32)
+    read = machine.reader(base, "u64" if wide else "u32")
+    windows = {"shared": machine.shared_base, "local": machine.local_base}.get(space.split("::")[0])
+    shift, size = address.offset - (BASE if windows is None else 0), access.size
+
+    def addresses(lanes: Lanes) -> Array:
+        values = read(lanes)
+        offsets = (values.view(np.int64) if wide else values.astype(np.int64)) + shift
+        return offsets if len(offsets) == count_of(lanes) else np.broadcast_to(offsets, (count_of(lanes),))
+
+    def check_alignment(lanes: Lanes, offsets: Array) -> None:
+        if np.bitwise_or.reduce(offsets) & (size - 1):
+            first = int(np.argmax(offsets & (size - 1) != 0))
+            where = machine.fault_place(access.instruction, indices_of(lanes)[first])
+            value = int(offsets[first]) + (BASE if windows is None else 0)
+            raise MemoryFault(f"{where}: address {value:#x} is not a multiple of the {size} bytes accessed")
+
+    def in_window(lanes: Lanes, sizes: AccessSizes = size) -> Array:
+        offsets, base = addresses(lanes), windows
+        check_alignment(lanes, offsets)
+        assert base is not None
+        far = space == "shared::cluster" and machine.cluster_memory.is_far(offsets)
+        if far:
+            blocks, offsets = machine.cluster_memory.resolve(access.instruction, lanes, offsets)
+        start = 0 if space == "local" else SHARED_START
+        end = start + (machine.launch.entry.local_bytes if space == "local" else machine.launch.window_bytes)
+        if int(offsets.min()) < start or furthest(offsets, sizes) > end:
+            first = int(np.argmax((offsets < start) | (offsets + sizes > end)))
+            where = machine.fault_place(access.instruction, indices_of(lanes)[first])
+            place = f"{size_at(sizes, first)} bytes at {space.split('::')[0]} address {int(offsets[first]) - start}"
+            raise MemoryFault(f"{where}: {place} (window of {end - start} bytes) are out of bounds")
+        result: Array = (
+            machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
+        )
+        return result
+
+    def anywhere(lanes: Lanes, sizes: AccessSizes = size) -> Array:
+        offsets = addresses(lanes)
+        check_alignment(lanes, offsets)
+        end = furthest(offsets, sizes)
+        region = machine.memory.touched(offsets, end)
+        if region is not None:
+            regions = [region]
+        else:
+            outside, regions = machine.memory.touch_each(offsets, sizes)
+            if outside.any():
+                first = int(np.argmax(outside))
+                where = machine.fault_place(access.instruction, indices_of(lanes)[first])
+                described = machine.memory.describe(int(offsets[first]), size_at(sizes, first))
+                raise MemoryFault(f"{where}: {size_at(sizes, first)} bytes at {described}, are out of bounds")
+        if end > machine.cluster_memory.first_window:  # shared memory lies behind all buffers
+            machine.cluster_memory.check_generic(access.instruction, lanes, offsets)
+        if access.kind != "load":
+            for region in regions:
+                mark_written(machine, access, lanes, region)
+        return offsets
+
+    return anywhere if windows is None else in_window
+
+
+def furthest(offsets: Array, sizes: AccessSizes) -> int:
+    """Where the last access ends."""
+    return int(offsets.max()) + sizes if isinstance(sizes, int) else int((offsets + sizes).max())
+
+
+def size_at(sizes: AccessSizes, index: int) -> int:
+    """The size of one access."""
+    return sizes if isinstance(sizes, int) else int(sizes[index])
+
+
+def mark_written(machine: Machine, access: MemoryAccess, lanes: Lanes, region: Region) -> None:
+    """A store to the region: remember it, or refuse."""
+    if not region.writable:
+        if region.name.startswith("argument"):
+            raise ArgumentError(region.name, "has to be writeable, the kernel stores to it", "a read-only array")
+        raise MemoryFault(f"{machine.place(access.instruction, lanes)}: {region.name} is read-only")
+    region.written = True
+
+
+def elements(operand: ir.Operand, count: int) -> ir.Operands:
+    """The registers of a vector operand."""
+    items = operand.items if isinstance(operand, ir.Vector) else (operand,)
+    if len(items) != count:
+        raise ValueError(f"{len(items)} registers for {count} elements")
+    return items

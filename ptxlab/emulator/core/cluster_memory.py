@@ -1,0 +1,122 @@
+"""The blocks of a cluster, and the shared memory that they let each other see.
+
+In the window `.shared::cluster` a block's own addresses are those of `.shared::cta`; the same byte of the block of rank
+r is (r + 1) << 24 further on, as `mapa` says. (Hardware's addresses are absolute: one that is handed to another block
+without `mapa` still means the block it came from. Here it means the block that uses it.) A generic address points into
+the arena, so those of peers need no mapping.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.memory import BASE, SHARED_START
+from ptxlab.emulator.core.wave import Wave
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+from ptxlab.errors import EmulationError, MemoryFault
+
+_RANK = 24  # bits of an address below the rank, plus one, of the block that it points to
+_WITHIN = (1 << _RANK) - 1
+
+
+class ClusterMemory:
+    """Who is in a cluster with whom, and where their shared windows are."""
+
+    def __init__(self, wave: Wave) -> None:
+        x, y, z = wave.launch.cluster
+        self.wave, self.size = wave, x * y * z
+        self.block = np.arange(wave.lanes) // wave.stride  # of each lane, by its place in the wave
+        self.windows = wave.launch.shared_windows[: len(wave.blocks)]
+        self.first_window = int(self.windows[0]) if len(self.windows) else 0
+
+    def first(self, lanes: Lanes) -> Array:
+        """The first block of each lane's cluster."""
+        block: Array = self.block[lanes]
+        result: Array = block - block % self.size
+        return result
+
+    def rank(self, lanes: Lanes) -> Array:
+        """The rank of each lane's block."""
+        rank: Array = self.block[lanes] % self.size
+        return rank
+
+    def block_at(self, offsets: Array) -> Array:
+        """The blocks whose shared windows hold these arena offsets; -1 for anywhere else."""
+        found = np.searchsorted(self.windows, offsets, "right") - 1
+        inside = (found >= 0) & (offsets < self.windows[found] + self.wave.launch.window_bytes)
+        return np.where(inside, found, -1)
+
+    # Addresses
+
+    def is_far(self, addresses: Array) -> bool:
+        """Whether any of the addresses names a block by its rank."""
+        return len(addresses) > 0 and int(addresses.max()) > _WITHIN
+
+    def resolve(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> tuple[Array, Array]:
+        """(block, address in its own view) of addresses in the window of the cluster."""
+        ranks = addresses >> _RANK
+        self.check_ranks(instruction, lanes, ranks - 1)
+        blocks = np.where(ranks == 0, self.block[lanes], self.first(lanes) + ranks - 1)
+        self.check(instruction, lanes, blocks)
+        return blocks, addresses & _WITHIN
+
+    def mapped(self, instruction: Instruction, lanes: Lanes, addresses: Array, ranks: Array) -> Array:
+        """The addresses of the same bytes of the blocks with these ranks."""
+        self.check_ranks(instruction, lanes, ranks)
+        return (ranks + 1) << _RANK | addresses & _WITHIN
+
+    def to_generic(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> Array:
+        """Addresses in the window of the cluster as generic ones."""
+        blocks, within = self.resolve(instruction, lanes, addresses)
+        result: Array = self.windows[blocks] + within - SHARED_START + BASE
+        return result
+
+    def from_generic(self, lanes: Lanes, addresses: Array) -> Array:
+        """Generic addresses of shared memory in the window of the cluster."""
+        blocks = self.block_at(addresses - BASE)
+        within = addresses - BASE - self.windows[blocks] + SHARED_START
+        far = blocks != self.block[lanes]
+        result: Array = np.where(far, (blocks % self.size + 1) << _RANK, 0) + within
+        return result
+
+    def shifts(self, instruction: Instruction, indices: Array, masks: Array) -> tuple[Array, Array]:
+        """For each lane and each block of its mask: (position of the lane, distance from its own window)."""
+        ranks = np.arange(16)
+        who, to = np.nonzero(masks[:, None] >> ranks.astype(np.uint16) & np.uint16(1))
+        lanes = indices[who]
+        self.check_ranks(instruction, lanes, to)
+        blocks = self.first(lanes) + to
+        self.check(instruction, lanes, blocks)
+        return who, self.windows[blocks] - self.windows[self.block[lanes]]
+
+    # Rules
+
+    def check_ranks(self, instruction: Instruction, lanes: Lanes, ranks: Array) -> None:
+        """Refuse ranks beyond the cluster."""
+        wrong = ranks >= self.size
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            where = self.wave.fault_place(instruction, int(indices_of(lanes)[first]))
+            raise EmulationError(f"{where}: block {int(ranks[first])} of a cluster of {self.size}")
+
+    def check(self, instruction: Instruction, lanes: Lanes, blocks: Array) -> None:
+        """Refuse blocks that are of another cluster, or have ended."""
+        own: Array = np.broadcast_to(self.block[lanes], blocks.shape)
+        if (own == blocks).all():
+            return
+        strange: Array = np.not_equal(blocks // self.size, own // self.size)
+        alive: Array = np.any(self.wave.alive.reshape(-1, self.wave.stride), axis=1)
+        wrong = np.logical_or(strange, ~alive[blocks])
+        if wrong.any():
+            first = int(np.argmax(wrong))
+            where = self.wave.fault_place(instruction, int(indices_of(lanes)[first]))
+            block = "({},{},{})".format(*self.wave.blocks[blocks[first]])
+            why = "is of another cluster" if strange[first] else "has ended"
+            raise MemoryFault(f"{where}: shared memory of block {block}, which {why}")
+
+    def check_generic(self, instruction: Instruction, lanes: Lanes, offsets: Array) -> None:
+        """Refuse arena offsets in shared memory that the lanes cannot see."""
+        blocks = self.block_at(offsets)
+        self.check(instruction, lanes, np.where(blocks < 0, self.block[lanes], blocks))

@@ -1,0 +1,92 @@
+"""What an instruction may ask for that goes on while its threads do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Self
+
+import numpy as np
+
+from ptxlab.emulator.core.memory import Memory
+from ptxlab.emulator.front.ir import Instruction, Register
+from ptxlab.emulator.front.types import Array
+
+Places = tuple[Array, Array, Array]  # lanes, arena offsets, sizes
+UNGROUPED = 1 << 62  # group of what no wait_group waits for
+
+
+def spans(starts: Array, sizes: Array, unit: int = 1) -> Array:
+    """The units of all [start, start + size), one after another; both are multiples of the unit."""
+    counts = sizes // unit
+    first = np.repeat(starts // unit - (np.cumsum(counts) - counts), counts)
+    return first + np.arange(len(first))
+
+
+def by_entry(hit: Array, sizes: Array) -> Array:
+    """One bool per byte of entries of these sizes -> per entry, whether any of its bytes is hit."""
+    return np.bincount(np.repeat(np.arange(len(sizes)), sizes), hit, len(sizes)) > 0
+
+
+@dataclass(eq=False, kw_only=True)
+class Effect:
+    """What one execution of an instruction asks for, one entry per lane or warp."""
+
+    instruction: Instruction
+    kind: str  # whose groups it belongs to: "cp.async"; "bulk", the copy engine's; "wgmma", the tensor cores'
+    lanes: Array  # that asked; of a warp the first
+    group: Array  # number of the lane's group of that kind
+    barrier: Array  # arena offset of the mbarrier that hears of it; -1 for none
+    phase: Array = field(default_factory=lambda: np.zeros(0, np.int64))  # of that mbarrier when it heard; -1 before
+    serial: int = 0  # counts issues
+    arrives: bool = False  # no more than an arrival, once the lanes' earlier effects of its kind have landed
+    landed: bool = False
+    accumulates: bool = False  # it adds to what is there, as others may at the same time
+
+    @property
+    def reads(self) -> Places:
+        """What of memory it reads."""
+        raise NotImplementedError
+
+    @property
+    def writes(self) -> Places:
+        """What of memory it writes."""
+        raise NotImplementedError
+
+    @cached_property
+    def read_bytes(self) -> Array:
+        """Arena offsets of all bytes that it reads; every check asks for them."""
+        return spans(*self.reads[1:])
+
+    @cached_property
+    def written_bytes(self) -> Array:
+        """Arena offsets of all bytes that it writes."""
+        return spans(*self.writes[1:])
+
+    @property
+    def adds_to(self) -> list[tuple[Register, Array]]:
+        """Destination registers that it reads too, each with the lanes."""
+        return []
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the lanes' earlier effects of its kind have to land first."""
+        return self.arrives or self.kind == "wgmma"
+
+    def take(self, memory: Memory) -> None:
+        """Read the operands."""
+        raise NotImplementedError
+
+    def write(self, memory: Memory) -> None:
+        """Write the results."""
+        raise NotImplementedError
+
+    def only(self, mask: Array) -> Self:
+        """Some of the entries."""
+        return replace(self, **{f.name: getattr(self, f.name)[mask] for f in fields(self) if f.type == "Array"})
+
+    def split(self, mask: Array) -> tuple[Self | None, Self | None]:
+        """The entries where `mask` holds, and the others; None stands for no entry."""
+        if mask.all():
+            return self, None
+        return (self.only(mask), self.only(~mask)) if mask.any() else (None, self)

@@ -1,0 +1,184 @@
+"""What lanes have asked for and nobody has waited for yet.
+
+An effect (a copy, or a product of `wgmma`) is issued; then it takes its operands, lands (writes its results, and tells
+its mbarrier); and it is settled once somebody has waited for it. Mode "early" takes and lands at once. Mode "late" does
+so when a lane waits for the effect's group; when a lane is parked at its mbarrier and nobody else can run; or, for what
+nobody waits for, at the very end. Whatever may happen in any order happens in one that is drawn from the seed. Nothing
+but a wait settles an effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sized
+from typing import Protocol
+
+import numpy as np
+
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Lanes
+from ptxlab.emulator.core.machine import Machine, Unit
+from ptxlab.emulator.front.types import Array
+from ptxlab.errors import EmulationError
+
+
+class Notified(Protocol):
+    """An mbarrier, as far as effects know it."""
+
+    @property
+    def phase(self) -> int:
+        """Phases completed so far."""
+
+    @property
+    def waiting(self) -> Sized:
+        """Lanes that are parked at it."""
+
+    def expect(self, size: int) -> None:
+        """Bytes are to come; negative: have come."""
+
+    def arrive(self, count: int) -> None:
+        """Arrivals."""
+
+
+class EffectQueue(Unit):
+    """The effects of a wave that are not settled, in the order of their issue."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.mbarriers: Mapping[int, Notified] = {}  # by arena offset; see `mbarrier`
+        self.late = machine.launch.mode == "late"
+        self.random = np.random.default_rng(machine.launch.seed)
+        self.queue: list[Effect] = []
+        self.serial = 0
+        # per lane, how many groups it has committed
+        self.committed = {kind: np.zeros(machine.lanes, np.int64) for kind in ("cp.async", "bulk", "wgmma")}
+
+    # Issue
+
+    def issue(self, effect: Effect) -> None:
+        """Lanes ask for something."""
+        self.serial += 1
+        effect.serial, effect.phase = self.serial, np.full(len(effect.lanes), -1)
+        for watcher in self.machine.watchers:
+            watcher.issue(effect)
+        self.queue.append(effect)
+        if not self.late:
+            self.land(effect)
+
+    def arrive(self, effect: Effect) -> None:
+        """Lanes want an mbarrier to hear when all their cp.async so far have landed: cp.async.mbarrier.arrive."""
+        place = np.full(self.machine.lanes, -1)
+        place[effect.lanes] = effect.barrier
+        for earlier in self.queue:
+            if earlier.kind == "cp.async":
+                earlier.barrier = np.where(earlier.barrier < 0, place[earlier.lanes], earlier.barrier)
+                if earlier.landed:
+                    heard = (earlier.phase < 0) & (earlier.barrier >= 0)
+                    earlier.phase[heard] = self.phases(earlier.barrier)[heard]
+        self.issue(effect)
+
+    def commit(self, kind: str, lanes: Lanes) -> None:
+        """What the lanes have issued since their last commit becomes a group."""
+        self.committed[kind][lanes] += 1
+
+    # Waiting
+
+    def wait(self, kind: str, lanes: Lanes, newest: int, only_read: bool = False) -> None:
+        """Lanes wait for their groups, all but the `newest` ones."""
+        end = np.full(self.machine.lanes, -1)
+        end[lanes] = self.committed[kind][lanes] - newest
+        waited = self.extract([effect.group < end[effect.lanes] if effect.kind == kind else None
+                               for effect in self.queue])  # fmt: skip
+        if kind == "wgmma":
+            waited.sort(key=lambda effect: effect.serial)
+        for effect in waited:
+            if not effect.landed:
+                effect.take(self.machine.memory) if only_read else self.land(effect)
+            for watcher in self.machine.watchers:
+                watcher.waited(effect, only_read)
+        if only_read:
+            self.queue += waited
+
+    def observe(self, place: int) -> None:
+        """Lanes have seen the last phase of an mbarrier complete: what it has heard of in that phase is settled."""
+        phase = self.mbarriers[place].phase
+        for effect in self.extract([(effect.barrier == place) & (effect.phase < phase) if effect.landed else None
+                                    for effect in self.queue]):  # fmt: skip
+            for watcher in self.machine.watchers:
+                watcher.settled(effect)
+
+    def phases(self, places: Array) -> Array:
+        """The current phase of each mbarrier; -1 where there is none."""
+        known, index = np.unique(places, return_inverse=True)
+        barriers = [self.mbarriers.get(int(place)) for place in known]
+        return np.array([-1 if barrier is None else barrier.phase for barrier in barriers])[index]
+
+    def extract(self, masks: Iterable[Array | None]) -> list[Effect]:
+        """Take entries out of the queue; in an order drawn from the seed."""
+        out, rest = [], []
+        for effect, mask in zip(self.queue, masks, strict=True):
+            chosen, others = effect.split(mask) if mask is not None else (None, effect)
+            out += [chosen] if chosen is not None else []
+            rest += [others] if others is not None else []
+        self.queue = rest
+        return [out[i] for i in self.random.permutation(len(out))] if self.late else out
+
+    # Landing
+
+    def advance(self, only_awaited: bool = False) -> bool:
+        """Land something: what a lane waits for at an mbarrier or, unless `only_awaited`, anything. False: nothing."""
+        flying = [effect for effect in self.queue if not effect.landed]
+        if not flying:
+            return False
+        awaited = [place for place, barrier in self.mbarriers.items() if barrier.waiting]
+        chosen = [effect for effect in flying if np.isin(effect.barrier, awaited).any()]
+        if not chosen and only_awaited:
+            return False
+        effect = (chosen or flying)[self.random.integers(len(chosen or flying))]
+        if chosen:
+            effect = self.part(effect, np.isin(effect.barrier, awaited))
+        self.land(effect)
+        return True
+
+    def state(self) -> object:
+        """What is under way."""
+        return [(effect.serial, effect.landed) for effect in self.queue]
+
+    def part(self, effect: Effect, mask: Array) -> Effect:
+        """Part an effect of the queue in two, if need be; returns where `mask` holds."""
+        chosen, others = effect.split(mask)
+        at = self.queue.index(effect)
+        self.queue[at : at + 1] = [part for part in (chosen, others) if part is not None]
+        assert chosen is not None
+        return chosen
+
+    def land(self, effect: Effect) -> None:
+        """Write the results and tell the mbarriers."""
+        for earlier in list(self.queue) if effect.in_order else ():
+            if earlier.kind == effect.kind and earlier.serial < effect.serial and not earlier.landed:
+                mine = np.isin(earlier.lanes, effect.lanes)
+                if mine.any() and not earlier.arrives:
+                    self.land(self.part(earlier, mine))
+        effect.write(self.machine.memory)
+        effect.landed = True
+        for watcher in self.machine.watchers:
+            watcher.landed(effect)
+        effect.phase = np.where(effect.barrier >= 0, self.phases(effect.barrier), -1)
+        if effect.arrives or effect.kind == "bulk":
+            self.tell(effect)
+
+    def tell(self, effect: Effect) -> None:
+        """The mbarriers hear of an effect that has landed."""
+        sizes = effect.writes[2]
+        for place in np.unique(effect.barrier[effect.barrier >= 0]).tolist():
+            mine = effect.barrier == place
+            try:
+                barrier = self.mbarriers.get(place)
+                if barrier is None:
+                    raise ValueError("its mbarrier has been invalidated")
+                if not effect.arrives:
+                    barrier.expect(-int(sizes[mine].sum()))
+                for _ in range(np.count_nonzero(mine) if effect.arrives else 0):
+                    barrier.arrive(1)
+            except ValueError as error:
+                where = self.machine.fault_place(effect.instruction, int(effect.lanes[int(np.argmax(mine))]))
+                raise EmulationError(f"{where}: {error}") from None

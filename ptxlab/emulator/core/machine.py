@@ -1,0 +1,302 @@
+"""The scheduler: runs the lanes of a wave.
+
+Each instruction is bound once to a *handler*, a function of the lanes that run it, with its operands resolved to rows.
+A handler returns None when all its lanes go on to the next instruction, else a list of (instruction index, lanes) to go
+on with; lanes that it leaves out have ended or are parked.
+
+What an instruction needs beside lanes and memory is a *unit*; this module knows none of them by name, as it knows no
+instruction: these enter themselves with `binder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+
+from ptxlab.emulator.core.cluster_memory import ClusterMemory
+from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, Successors, count_of, merge, split
+from ptxlab.emulator.core.livelock import LivelockDetector
+from ptxlab.emulator.core.watcher import Watcher
+from ptxlab.emulator.core.wave import LaunchState, Wave
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import Array
+from ptxlab.errors import Deadlock, EmulationError, SourceError, UnknownInstruction
+
+# So many instructions are dispatched lowest-pc-first, which reconverges lanes; then as many in turn, so that lanes
+# spinning on a flag cannot starve the one that will set it.
+TURN = 2000
+# What lanes wait for at an mbarrier lands after so many at the latest: lanes that spin on a flag may wait for these.
+SOON = 250
+# Steps that lanes are held back at most: who looks at what they store may get there long after them.
+LONGEST_HOLD = 1 << 14
+MOST_PLACES = 8  # that a message names
+
+Binder = Callable[["Machine", Instruction, int], Handler]
+BINDERS: dict[str, Binder] = {}
+ANY_OTHER = ""  # the name that a binder of all other opcodes is entered with
+
+
+def binder(*names: str) -> Callable[[Binder], Binder]:
+    """Enter a function (machine, instruction, its index) -> handler for opcodes that begin with these names.
+
+    A name is the first word of an opcode, or the first two where these are to be told apart.
+    """
+
+    def enter(function: Binder) -> Binder:
+        BINDERS.update(dict.fromkeys(names, function))
+        return function
+
+    return enter
+
+
+@dataclass
+class Parked:
+    """Lanes that wait at an instruction; `why` says for what."""
+
+    pc: int
+    lanes: Lanes
+    why: str
+
+
+class Unit:
+    """What a machine has beside its lanes, such as barriers or a queue of copies: see `Machine.unit`."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def waiters(self) -> Iterator[Parked]:
+        """Lanes that are parked here."""
+        yield from ()
+
+    def look_again(self) -> None:
+        """Some lanes have ended: let those go who wait for no others."""
+
+    def advance(self, only_awaited: bool = False) -> bool:
+        """Do something that has been asked for, if need be only what lanes wait for; False if there is nothing."""
+        return False
+
+    def answer_in_vain(self) -> bool:
+        """Tell lanes that wait that it is not yet; False if none does, or if that has been in vain for long."""
+        return False
+
+    def state(self) -> object:
+        """What has to be other than before if anything has happened here; told apart by its `repr`."""
+        return None
+
+    def finish(self) -> None:
+        """All lanes have ended."""
+
+
+AnyUnit = TypeVar("AnyUnit", bound=Unit)
+
+
+class Machine(Wave):
+    """A wave that runs: `bind`, then `run`."""
+
+    def __init__(self, launch: LaunchState, blocks: Array) -> None:
+        super().__init__(launch, blocks)
+        self.watchers: tuple[Watcher, ...] = ()
+        self.handlers: list[Handler] = []
+        # who waits for the rest of its warp: place -> (instruction index, lanes, masks of those they wait for)
+        self.meetings: dict[Any, list[tuple[int, Lanes, Array]]] = {}
+        self.cluster_memory = ClusterMemory(self)
+        self.units: dict[type[Unit], Unit] = {}
+        self.soon = launch.steps + SOON
+        # lanes that are yet to execute a strong store, and since when they may (mode "late")
+        self.held: list[tuple[int, Lanes]] = []
+        self.held_until = 0
+        self.was_held = np.zeros(self.lanes, bool)
+        self.random = np.random.default_rng((launch.seed, 1))
+        self.livelock = LivelockDetector(self, 4 * TURN)
+        self.last_step = launch.steps + launch.max_steps
+        everybody, _ = split(slice(0, self.lanes), self.alive)
+        assert everybody is not None
+        self.ready: dict[int, Lanes] = {0: everybody}
+        self.done_before = 0  # while binding: instructions before this one are done by an earlier one's handler
+
+    def unit(self, kind: type[AnyUnit]) -> AnyUnit:
+        """The machine's unit of a kind, made when an instruction or a check first asks for it."""
+        if kind not in self.units:
+            self.units[kind] = kind(self)
+        found = self.units[kind]
+        assert isinstance(found, kind)
+        return found
+
+    def state(self) -> object:
+        """What has to be other than before if anything has happened, registers, memory and places apart."""
+        return self.living, [unit.state() for unit in self.units.values()]
+
+    # Binding
+
+    @cached_property
+    def targets(self) -> frozenset[int]:
+        """Instructions that somebody may branch to."""
+        return frozenset(label.index for instruction in self.code for label in ir.labels(instruction.operands))
+
+    def bind(self) -> None:
+        """Resolve every instruction to its handler, and the checks that were asked for around it."""
+        self.handlers = [self.bound(instruction, pc) for pc, instruction in enumerate(self.code)]
+
+    def bound(self, instruction: Instruction, pc: int) -> Handler:
+        """The handler of one instruction, behind its guard."""
+        head, *more = instruction.opcode.split(".")
+        try:
+            handler = (BINDERS.get(".".join((head, *more[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER])(
+                self, instruction, pc
+            )
+            for watcher in self.watchers:
+                handler = watcher.around(instruction, handler)
+            if instruction.guard is not None:
+                handler = self.guarded(handler, self.reader(instruction.guard, "pred"), pc)
+                for watcher in self.watchers:
+                    handler = watcher.around_guard(instruction, handler)
+        except (UnknownOpcode, KeyError):  # KeyError: a type that there is not
+            raise UnknownInstruction(f"{instruction.where}: the emulator does not know this instruction") from None
+        except IndexError:
+            raise SourceError(instruction.path, instruction.line, "operands are missing", instruction.text) from None
+        except ValueError as error:
+            raise SourceError(instruction.path, instruction.line, str(error), instruction.text) from None
+        return handler
+
+    def guarded(self, handler: Handler, predicate: Reader, pc: int) -> Handler:
+        """The handler for those lanes whose predicate holds; the others go on."""
+
+        def run(lanes: Lanes) -> Successors:
+            chosen, others = split(lanes, predicate(lanes))
+            if chosen is None:
+                return None
+            successors = handler(chosen)
+            return successors if successors is None or others is None else [*successors, (pc + 1, others)]
+
+        return run
+
+    def in_parts(self, handler: Handler, pc: int) -> Handler:
+        """The handler of strong stores: in mode "late" some lanes execute it later, so others see a part of them."""
+        if self.launch.mode != "late":
+            return handler
+
+        def run(lanes: Lanes) -> Successors:
+            now, later = split(lanes, self.was_held[lanes] | (self.random.random(count_of(lanes)) < 0.5))
+            self.was_held[lanes] = False
+            if later is None:
+                return handler(lanes)
+            self.was_held[later] = True
+            if not self.held:
+                self.held_until = self.launch.steps + int(self.random.integers(LONGEST_HOLD))
+            self.held.append((pc, later))
+            if now is None:
+                return []
+            handler(now)
+            return [(pc + 1, now)]
+
+        return run
+
+    # Scheduling
+
+    def let_go(self) -> bool:
+        """Let lanes go on that were held back; False if there are none."""
+        held, self.held = self.held, []
+        for pc, lanes in held:
+            self.put(pc, lanes)
+        return bool(held)
+
+    def put(self, pc: int, lanes: Lanes) -> None:
+        """Let lanes go on at an instruction, together with those that are there already."""
+        known = self.ready.get(pc)
+        self.ready[pc] = lanes if known is None else merge(known, lanes)
+
+    def end(self, lanes: Lanes) -> None:
+        """Lanes that leave the kernel; who waits for them looks again."""
+        self.alive[lanes] = False
+        self.living -= count_of(lanes)
+        for watcher in self.watchers:
+            watcher.exit(lanes)
+        parked, self.meetings = self.meetings, {}
+        for waiting in parked.values():
+            for pc, those, _ in waiting:
+                self.put(pc, those)
+        for unit in self.units.values():
+            unit.look_again()
+
+    def run(self) -> None:
+        """Run all lanes, and what they have asked for, to their end; raises what they run into."""
+        self.run_ready()
+        while self.advance() or self.let_go() or self.answer_in_vain():
+            self.run_ready()
+        if self.living:
+            self.deadlock()
+        for unit in self.units.values():
+            unit.finish()
+        for watcher in self.watchers:
+            watcher.end()
+
+    def run_ready(self) -> None:
+        """Run until all lanes have ended or are parked."""
+        launch, handlers, ready = self.launch, self.handlers, self.ready
+        end = len(handlers)
+        last = -1
+        while ready:
+            if self.held and launch.steps >= self.held_until:
+                self.let_go()
+            if (
+                launch.steps >= self.livelock.due
+                and not self.held
+                and self.livelock.look(last)
+                and not self.answer_in_vain()
+            ):
+                self.deadlock()
+            if launch.steps >= self.soon:
+                self.soon = launch.steps + SOON
+                self.advance(only_awaited=True)
+            turn = launch.steps // TURN
+            pc = min((p for p in ready if p > last), default=min(ready)) if turn & 1 else min(ready)
+            lanes = ready.pop(pc)
+            last, start, successors = pc, pc, None
+            while successors is None:
+                if pc == end:
+                    self.end(lanes)
+                    break
+                successors = handlers[pc](lanes)
+                pc += 1
+                if successors is None and pc in ready:
+                    successors = [(pc, lanes)]
+            launch.steps += pc - start
+            launch.lane_instructions += (pc - start) * count_of(lanes)
+            for target, those in successors or ():
+                self.put(target, those)
+            if launch.steps > self.last_step:
+                self.exhausted(ready or {last: lanes})
+
+    def advance(self, only_awaited: bool = False) -> bool:
+        """Have a unit do something; False if there is nothing to do."""
+        return any(unit.advance(only_awaited) for unit in self.units.values())
+
+    def answer_in_vain(self) -> bool:
+        """Tell lanes that wait for a unit "not yet"; False if none does, or if that has been in vain for long."""
+        return any(unit.answer_in_vain() for unit in self.units.values())
+
+    def exhausted(self, ready: dict[int, Lanes]) -> NoReturn:
+        """Raise: the wave has taken too many steps."""
+        where = "; ".join(self.running(ready))
+        raise EmulationError(f"still running after {self.launch.max_steps} steps: {where}; max_steps allows more")
+
+    def running(self, ready: dict[int, Lanes]) -> list[str]:
+        """The places of lanes that can run, or some of them."""
+        places = [self.place(self.code[min(pc, len(self.code) - 1)], those) for pc, those in sorted(ready.items())]
+        more = [f"and {len(places) - MOST_PLACES} places more"] if len(places) > MOST_PLACES else []
+        return places[:MOST_PLACES] + more
+
+    def deadlock(self) -> NoReturn:
+        """Raise: everybody waits, or spins on what nobody will change; with every waiter's line."""
+        waiting = [Parked(pc, lanes, "the rest of its warp") for m in self.meetings.values() for pc, lanes, _ in m]
+        waiting += [parked for unit in self.units.values() for parked in unit.waiters()]
+        lines = [f"{place} spins" for place in self.running(self.ready)]
+        lines += [f"{self.place(self.code[p.pc], p.lanes)} waits for {p.why}" for p in waiting]
+        problem = "threads spin on what no other will change" if self.ready else "no thread can run"
+        raise Deadlock(f"deadlock: {problem}\n  " + "\n  ".join(lines))

@@ -1,0 +1,115 @@
+"""Memory: one arena of bytes for global buffers, variables, parameters, and every block's shared and local window.
+
+Device addresses are arena offsets plus `BASE`, so null and small integers point nowhere. Regions lie `GAP` bytes
+apart: an access that runs out of its buffer falls into a gap and is reported with the buffer that it missed.
+Untouched pages of the arena cost nothing, so the gaps may be wide.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxlab.emulator.front.ir import Variable
+from ptxlab.emulator.front.types import Array
+from ptxlab.errors import ArgumentError
+
+_LOCAL = re.compile(r"^_ZZ.*E\d+(?=[A-Za-z_]\w*$)")  # how C++ decorates the name of a function's own variable
+BASE = 0x7F00_0000_0000
+SHARED_START = 1024  # address of the first byte of a shared window, as on sm_90: null is out of bounds
+GAP = 1 << 16
+ALIGN = 1024  # shared windows need it for swizzled tiles; cudaMalloc gives 256
+
+
+@dataclass(slots=True)
+class Region:
+    """Bytes [start, end) of the arena, called `name` in messages."""
+
+    name: str
+    start: int
+    end: int
+    writable: bool = True
+    written: bool = False
+    variables: Sequence[Variable] = ()  # those that lie in it, in order
+
+    def place(self, at: int) -> str:
+        """A byte of it, in words."""
+        for variable in reversed(self.variables):
+            if variable.offset <= at and (at < variable.offset + variable.size or not variable.size):
+                return f"byte {at} of {self.name} ({_LOCAL.sub('', variable.name)} + {at - variable.offset})"
+        return f"byte {at} of {self.name}"
+
+
+class Memory:
+    """The arena. Reserve every region first, then `allocate`, then read and write `view[n]`, items of n bytes."""
+
+    def __init__(self) -> None:
+        self.regions: list[Region] = []
+        self.size = GAP
+        self.arena: Array = np.zeros(0, np.uint8)
+        self.view: dict[int, Array] = {}
+
+    def reserve(self, name: str, size: int, writable: bool = True, gap: int = GAP) -> Region:
+        """A new region of `size` bytes behind all others, and `gap` free bytes behind it."""
+        region = Region(name, self.size, self.size + size, writable)
+        self.regions.append(region)
+        self.size = -(-region.end // ALIGN) * ALIGN + gap
+        return region
+
+    def windows(self, names: list[str], size: int, variables: Sequence[Variable]) -> Array:
+        """One region per name, all of the same size and with the same variables; returns where they start."""
+        regions = [self.reserve(name, size, gap=ALIGN) for name in names]
+        for region in regions:
+            region.variables = variables
+        return np.array([region.start for region in regions], np.int64)
+
+    def allocate(self) -> None:
+        """Make the arena, zeroed."""
+        try:
+            self.arena = np.zeros(self.size, np.uint8)
+        except (MemoryError, ValueError):
+            raise ArgumentError("memory", "has to fit this machine", f"{self.size} bytes in all") from None
+        self.view = {n: self.arena.view(f"u{n}") for n in (1, 2, 4, 8)}
+        self.starts = [region.start for region in self.regions]
+        self.ends = [region.end for region in self.regions]
+        self.starts_array = np.array(self.starts, np.int64)
+        self.ends_array = np.array(self.ends, np.int64)
+
+    def region_of(self, offset: int) -> Region | None:
+        """The region that begins last at or before `offset`; None before the first."""
+        index = bisect_right(self.starts, offset) - 1
+        return self.regions[index] if index >= 0 else None
+
+    def touched(self, offsets: Array, end: int) -> Region | None:
+        """The one region that holds all accesses at `offsets`, the last of which ends at `end`; or None."""
+        region = self.region_of(int(offsets.min()))
+        return region if region and end <= region.end else None
+
+    def touch_each(self, offsets: Array, size: int | Array) -> tuple[Array, list[Region]]:
+        """For accesses to several regions: which lie outside (bool per access), and the regions of the rest."""
+        index = np.searchsorted(self.starts_array, offsets, "right") - 1
+        outside = (index < 0) | (offsets + size > self.ends_array[index])
+        return outside, [self.regions[i] for i in np.unique(index[~outside])]
+
+    def byte(self, offset: int) -> str:
+        """The place of a valid arena offset, in words."""
+        region = self.region_of(offset)
+        return region.place(offset - region.start) if region else f"offset {offset}"
+
+    def describe(self, offset: int, size: int) -> str:
+        """Where an access of `size` bytes at a bad arena offset points, in words."""
+        address = offset + BASE
+        region = self.region_of(offset)
+        following = next((r for r in self.regions if r.start > offset), None)
+        if following and offset >= following.start - GAP // 2:
+            return f"{following.start - offset} bytes before {following.name}"
+        if region is None or offset >= region.end + GAP:
+            kind = "a null pointer" if address == 0 else "no buffer"
+            return f"address {address % (1 << 64):#x}, {kind}"
+        past = offset + size - region.end
+        length = region.end - region.start
+        return f"byte {offset - region.start} of {region.name}, {past} bytes past its end ({length} bytes)"

@@ -1,0 +1,84 @@
+"""Instructions that the lanes of a warp execute together: who comes first is parked until the rest has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import numpy as np
+
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, count_of, indices_of, merge, split
+from ptxlab.emulator.core.machine import Machine
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+from ptxlab.errors import EmulationError
+
+Apply = Callable[[Lanes, Array], None]  # lanes and, for each, the mask of those that take part
+
+
+def together(machine: Machine, pc: int, mask: ir.Operand | None, apply: Apply) -> Handler:
+    """Handler of a collective: `apply` runs once all lanes of a mask are here; without a mask, on whoever is."""
+    read = machine.reader(mask, "u32") if mask is not None else None
+    whole_warps = isinstance(mask, ir.Immediate) and mask.bits & 0xFFFFFFFF == 0xFFFFFFFF
+    everybody = np.full(machine.lanes, 0xFFFFFFFF, np.uint32) if whole_warps else np.zeros(0, np.uint32)
+
+    def handler(lanes: Lanes) -> Successors:
+        nobody_missing = whole_warps and machine.living == machine.lanes and pc not in machine.meetings
+        if nobody_missing and isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32:
+            apply(lanes, everybody[lanes])
+            return None
+        if read is None:
+            present = np.zeros(machine.lanes, bool)
+            present[lanes] = True
+            apply(lanes, pack_bits(present)[indices_of(lanes) // 32])
+            return None
+        ready = meet(machine, pc, pc, lanes, read(lanes)).get(pc)
+        if ready is None:
+            return []
+        alive = pack_bits(machine.alive)[indices_of(ready) // 32]
+        apply(ready, read(ready) & alive)
+        return None if ready is lanes else [(pc + 1, ready)]
+
+    return handler
+
+
+def meet(machine: Machine, key: Hashable, pc: int, lanes: Lanes, masks: Array) -> dict[int, Lanes]:
+    """Lanes arrive at a meeting of the lanes in their masks (u32 [lanes]); who has not ended has to come.
+
+    Returns where whole groups are now complete: instruction index -> lanes. The others are parked.
+    """
+    lane_bits = np.uint32(1) << (indices_of(lanes) % 32).astype(np.uint32)
+    if not (masks & lane_bits).all():
+        outside = as_lanes(indices_of(lanes)[np.broadcast_to(masks & lane_bits == 0, lane_bits.shape)])
+        raise EmulationError(f"{machine.place(machine.code[pc], outside)}: the lane is not in its own member mask")
+    whole_warps = isinstance(lanes, slice) and lanes.start % 32 == 0 == lanes.stop % 32
+    if key not in machine.meetings and (whole_warps or count_of(lanes) == machine.living):
+        return {pc: lanes}
+    arrived = [*machine.meetings.pop(key, []), (pc, lanes, np.broadcast_to(masks, lane_bits.shape))]
+    present = np.zeros(machine.lanes, bool)
+    for _, those, _ in arrived:
+        present[those] = True
+    missing = pack_bits(machine.alive & ~present)
+    complete: dict[int, Lanes] = {}
+    for at, those, wanted in arrived:
+        here = (wanted & missing[indices_of(those) // 32]) == 0
+        chosen, others = split(those, here)
+        if chosen is not None:
+            complete[at] = merge(complete[at], chosen) if at in complete else chosen
+        if others is not None:
+            machine.meetings.setdefault(key, []).append((at, others, wanted[~here]))
+    return complete
+
+
+def pack_bits(flags: Array) -> Array:
+    """One bool per lane of the wave -> one u32 per warp."""
+    return np.packbits(flags.reshape(-1, 32), axis=1, bitorder="little").view(np.uint32)[:, 0]
+
+
+EVERYBODY = ir.Immediate(-1)  # the mask of an .aligned instruction
+
+
+def whole_warps(machine: Machine, instruction: Instruction, lanes: Lanes, members: Array) -> None:
+    """Raise unless all 32 threads of each warp are there, as an .aligned instruction needs."""
+    if (members != 0xFFFFFFFF).any():
+        raise EmulationError(f"{machine.place(instruction, lanes)}: not all 32 threads of the warp are there")

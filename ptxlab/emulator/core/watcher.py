@@ -1,0 +1,87 @@
+"""What a machine tells those who look on: every access and every synchronisation.
+
+`around` may wrap an instruction when it is bound. A launch without checks has no watchers.
+"""
+
+from __future__ import annotations
+
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.effect import Effect
+from ptxlab.emulator.core.lanes import Handler, Lanes
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.types import Array
+
+
+class Watcher:
+    """Sees nothing; the others override what they look at."""
+
+    def around(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Wrap a handler when the instruction is bound."""
+        return handler
+
+    def around_guard(self, instruction: Instruction, handler: Handler) -> Handler:
+        """Wrap a handler together with its guard."""
+        return handler
+
+    def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """Lanes are about to read at arena offsets."""
+
+    def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
+        """Lanes are about to write at arena offsets."""
+
+    def atomic(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
+        """Lanes are about to read, change and write at arena offsets."""
+
+    def fence(self, lanes: Lanes) -> None:
+        """Lanes run a memory fence."""
+
+    def converge(self, lanes: Lanes) -> None:
+        """Lanes have met at bar.warp.sync."""
+
+    def arrive(self, barrier: tuple[int, int], lanes: Lanes) -> None:
+        """Lanes have come to a barrier, (block of the wave, number)."""
+
+    def depart(self, barrier: tuple[int, int], lanes: Lanes | None) -> None:
+        """The barrier is complete; these lanes waited there."""
+
+    def exchange(self, instruction: Instruction, lanes: Lanes, sources: Array, members: Array) -> None:
+        """Lanes take values of lanes `sources` of their warps, out of those in the masks `members`."""
+
+    def issue(self, effect: Effect) -> None:
+        """Lanes ask for something that goes on while they do."""
+
+    def landed(self, effect: Effect) -> None:
+        """It has been done; mbarriers hear of it next."""
+
+    def waited(self, effect: Effect, only_read: bool) -> None:
+        """The lanes that asked have waited for it, or for its operands to have been read."""
+
+    def settled(self, effect: Effect) -> None:
+        """Somebody has waited for it at its mbarrier."""
+
+    def register_fence(self, lanes: Lanes) -> None:
+        """Lanes run wgmma.fence."""
+
+    def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
+        """What the lanes have written in these spaces becomes visible to the copy engine."""
+
+    def begin(self, instruction: Instruction, lanes: Lanes, places: Array) -> None:
+        """Lanes have initialised mbarriers at arena offsets."""
+
+    def phase_arrive(self, place: int, lanes: Lanes) -> None:
+        """Lanes arrive at an mbarrier."""
+
+    def phase_complete(self, place: int) -> None:
+        """A phase of an mbarrier is complete."""
+
+    def phase_wait(self, place: int, lanes: Lanes) -> None:
+        """Lanes have seen that the last phase of an mbarrier is complete."""
+
+    def wait_for_predecessors(self, lanes: Lanes) -> None:
+        """Lanes have waited for the kernel before."""
+
+    def exit(self, lanes: Lanes) -> None:
+        """Lanes have left the kernel."""
+
+    def end(self) -> None:
+        """All lanes have ended."""

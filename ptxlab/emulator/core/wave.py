@@ -1,0 +1,248 @@
+"""What a launch and a wave of its blocks consist of: lanes, registers, operands.
+
+A lane is a thread of some block of the wave: lane = block * stride + thread, where stride is the block's size rounded
+up to whole warps, so that `lane // 32` names a warp. Registers of one width form an array [register, lane].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ptxlab.emulator.core.findings import Findings, SharedAccess
+from ptxlab.emulator.core.lanes import Lanes, Reader, Writer, count_of, indices_of
+from ptxlab.emulator.core.memory import SHARED_START, Memory
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.control_flow import Flow, flow_of
+from ptxlab.emulator.front.ir import Entry, Instruction, Operand, Register
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, FILES, Array, bits_of, is_float, is_signed
+from ptxlab.layout.tensor_map import TensorMap
+
+
+@dataclass
+class LaunchState:
+    """What all waves of a launch share."""
+
+    entry: Entry
+    memory: Memory
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared_bytes: int  # dynamic
+    addresses: dict[int, int]  # id of a global, const or param variable -> its address
+    shared_windows: Array  # arena offset of each block's shared window, for as many blocks as a wave may have
+    local_window: int
+    findings: Findings
+    max_steps: int
+    mode: str = "early"  # when asynchronous copies land; see `effect_queue`
+    seed: int = 0
+    defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
+    after_wait: Sequence[int] = ()  # arena offsets of buffers that the kernel before makes (check "race")
+    tracked: frozenset[int] = frozenset()  # loads, by index, whose values are tracked (`load_taint`)
+    suspects: set[int] = field(default_factory=set)  # ordinary loads that have raced
+    tensor_maps: dict[int, tuple[TensorMap, int]] = field(default_factory=dict)  # by arena offset; where its array is
+    shared_accesses: dict[tuple[str, int, str], SharedAccess] = field(default_factory=dict)  # by path, line, text
+    steps: int = 0
+    lane_instructions: int = 0
+    elapsed: int = 0  # on the step clock, by the waves before (`step_clock`)
+
+    @cached_property
+    def flow(self) -> Flow:
+        """The kernel's control flow (check "divergence")."""
+        return flow_of(self.entry.instructions)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.block[0] * self.block[1] * self.block[2]
+
+    @property
+    def stride(self) -> int:
+        """Lanes of a block: its threads, rounded up to whole warps."""
+        return -(-self.threads // 32) * 32
+
+    @property
+    def window_bytes(self) -> int:
+        """Shared memory of a block, static and dynamic."""
+        return self.entry.dynamic_offset + self.shared_bytes if self.shared_bytes else self.entry.shared_bytes
+
+    def is_shared(self, offsets: Array) -> Array:
+        """Which arena offsets lie in a shared window."""
+        if not len(self.shared_windows):
+            return np.zeros(len(offsets), bool)
+        last = self.shared_windows[-1] + self.window_bytes  # nothing else lies between the windows
+        result: Array = (offsets >= self.shared_windows[0]) & (offsets < last)
+        return result
+
+
+class Wave:
+    """The blocks with the given indices (ctaid), shape [blocks, 3]; their lanes and registers."""
+
+    def __init__(self, launch: LaunchState, blocks: Array) -> None:
+        self.launch, self.blocks = launch, blocks
+        self.memory, self.code = launch.memory, launch.entry.instructions
+        self.index = {id(instruction): i for i, instruction in enumerate(self.code)}
+        self.stride = launch.stride
+        self.lanes = len(blocks) * self.stride
+        # one more predicate: the carry flag
+        self.files = {
+            bits: np.zeros((rows + (bits == 1), self.lanes), FILES[bits])
+            for bits, rows in launch.entry.registers.items()
+        }
+        self.thread = np.arange(self.lanes) % self.stride
+        self.alive = self.thread < launch.threads
+        self.living = int(np.count_nonzero(self.alive))
+        self.clock: Array | None = None  # of each warp; None: the instructions dispatched so far
+        self.shared_base = np.repeat(launch.shared_windows[: len(blocks)] - SHARED_START, self.stride)
+        self.local_base = launch.local_window + np.arange(self.lanes, dtype=np.int64) * self.local_pitch
+
+    @property
+    def local_pitch(self) -> int:
+        """Bytes of a lane's local window, and its distance to the next lane's."""
+        return -(-self.launch.entry.local_bytes // 16) * 16
+
+    def row(self, register: Register, type_name: str, relaxed: bool = False) -> Array:
+        """The register's row, as the type sees it; `relaxed`, the low part of a register that may be wider."""
+        width, bits = bits_of(register.type), bits_of(type_name)
+        row = self.files[width][register.index]
+        if (width == 1) != (bits == 1):
+            raise ValueError(f"{register.name} is {'' if width == 1 else 'not '}a predicate")
+        if bits > width or (bits < width and not relaxed):
+            raise ValueError(f"{register.name} has {width} bits, the instruction takes {bits}")
+        dtype = DTYPES[type_name]
+        result: Array = row.view(dtype) if bits == width else row.view(dtype)[:: width // bits]
+        return result
+
+    def reader(self, operand: Operand, type_name: str, relaxed: bool = False) -> Reader:
+        """Function lanes -> values of a source operand; constants have shape [1]. `relaxed`: a wider register too."""
+        if isinstance(operand, Register):
+            row = self.row(operand, type_name, relaxed)
+            if operand.negated:
+                return lambda lanes: ~row[lanes]
+            return row.__getitem__
+        if isinstance(operand, ir.Special):
+            return self.special(operand.name, type_name)
+        constant = self.constant(operand, type_name)
+        return lambda lanes: constant
+
+    def constant(self, operand: Operand, type_name: str) -> Array:
+        """An immediate, or a variable's address, as an array of shape [1]."""
+        if type_name == "pred" and isinstance(operand, ir.Immediate):
+            return np.array([operand.bits != 0])
+        if isinstance(operand, ir.Symbol):
+            value, float_bits = self.address_of(operand), 0
+        elif isinstance(operand, ir.Immediate):
+            value, float_bits = operand.bits, operand.float_bits
+        else:
+            raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
+        dtype, bits = DTYPES[type_name], bits_of(type_name)
+        if float_bits and dtype.kind == "f":
+            literal = np.array([value], f"u{float_bits // 8}").view(f"f{float_bits // 8}")
+            return literal.astype(dtype)
+        if float_bits not in (0, bits):
+            raise ValueError(f"a {float_bits}-bit floating-point literal where the type is {type_name}")
+        return np.array([value & (1 << bits) - 1], f"u{bits // 8}").view(dtype)
+
+    def address_of(self, symbol: ir.Symbol) -> int:
+        """Address of a variable within its state space."""
+        variable = symbol.variable
+        if variable.space == "shared":
+            return SHARED_START + variable.offset + symbol.offset
+        if variable.space == "local":
+            return variable.offset + symbol.offset
+        return self.launch.addresses[id(variable)] + symbol.offset
+
+    def writer(self, operand: Operand, type_name: str, relaxed: bool = False) -> Writer:
+        """Function (lanes, values) that stores into a destination.
+
+        `relaxed`: a wider register too, which the type's sign extends to.
+        """
+        if isinstance(operand, ir.Sink):
+            return lambda lanes, values: None
+        if not isinstance(operand, Register):
+            raise ValueError("the destination is not a register")
+        width, bits = bits_of(operand.type), bits_of(type_name)
+        if bits == width or 1 in (bits, width):
+            return self.row(operand, type_name).__setitem__
+        if bits > width or not relaxed:
+            raise ValueError(f"{operand.name} has {width} bits, the instruction writes {bits}")
+        row = self.row(operand, f"{'s' if is_signed(type_name) else 'u'}{width}")
+        if is_float(type_name):
+            return lambda lanes, values: row.__setitem__(lanes, values.view(f"u{bits // 8}"))
+        return row.__setitem__
+
+    @property
+    def carry(self) -> Array:
+        """The carry flag of every lane."""
+        result: Array = self.files[1][-1]
+        return result
+
+    def special(self, name: str, type_name: str) -> Reader:
+        """A special register."""
+        launch, (base, _, axis) = self.launch, name[1:].partition(".")
+        dtype = DTYPES[type_name]
+        if base in ("clock", "clock64", "clock_hi", "globaltimer", "globaltimer_lo", "globaltimer_hi"):
+            shift = 32 if base.endswith("_hi") else 0
+            if (clock := self.clock) is not None:
+                return lambda lanes: (clock[indices_of(lanes) // 32] >> shift).astype(dtype)
+            return lambda lanes: np.array([launch.steps >> shift], np.uint64).astype(dtype)
+        x, y, _ = launch.block
+        cluster = launch.cluster
+        index = "xyz".find(axis) if axis else 0
+        block = np.arange(self.lanes) // self.stride
+        lane = self.thread % 32
+        one, full = np.uint64(1), np.uint64(0xFFFFFFFF)
+        below = (one << lane.astype(np.uint64)) - one
+        through = below | below + one
+        masks = {"lt": below, "le": through, "eq": below + one, "gt": full ^ through, "ge": full ^ below}
+        values: dict[str, Any] = {
+            "tid": (self.thread % x, self.thread // x % y, self.thread // (x * y))[index],
+            "ntid": launch.block[index],
+            "ctaid": self.blocks[block, index],
+            "nctaid": launch.grid[index],
+            "cluster_ctaid": self.blocks[block, index] % cluster[index],
+            "cluster_nctaid": cluster[index],
+            "clusterid": self.blocks[block, index] // cluster[index],
+            "nclusterid": launch.grid[index] // cluster[index],
+            "cluster_ctarank": block % math.prod(cluster),  # blocks of a cluster lie side by side in a wave
+            "cluster_nctarank": math.prod(cluster),
+            "is_explicit_cluster": math.prod(cluster) > 1,
+            "laneid": lane,
+            "warpid": self.thread // 32,
+            "nwarpid": 64,
+            "smid": block % 132,
+            "nsmid": 132,
+            "gridid": 1,
+            "dynamic_smem_size": launch.shared_bytes,
+            "total_smem_size": launch.window_bytes,
+            **{f"lanemask_{kind}": mask for kind, mask in masks.items()},
+        }
+        if base not in values:
+            raise UnknownOpcode(name)
+        row = np.broadcast_to(np.asarray(values[base]), (self.lanes,)).astype(dtype)
+        return row.__getitem__
+
+    # Places
+
+    def place_of(self, lane: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """(block index, thread index) of a lane."""
+        x, y, _ = self.launch.block
+        block, thread = divmod(int(lane), self.stride)
+        bx, by, bz = (int(i) for i in self.blocks[block])
+        return (bx, by, bz), (thread % x, thread // x % y, thread // (x * y))
+
+    def place(self, instruction: Instruction, lanes: Lanes) -> str:
+        """`path:line: `text`: block (0,0,0) thread (3,0,0) and 31 more`."""
+        more = count_of(lanes) - 1
+        return f"{self.fault_place(instruction, int(indices_of(lanes)[0]))}" + (f" and {more} more" if more else "")
+
+    def fault_place(self, instruction: Instruction, lane: int) -> str:
+        """`path:line: `text`: block (0,0,0) thread (3,0,0)`."""
+        block, thread = ("({},{},{})".format(*index) for index in self.place_of(lane))
+        return f"{instruction.where}: block {block} thread {thread}"

@@ -1,0 +1,1 @@
+"""Text -> instructions: parser, intermediate representation, lane annotations, control flow. Runs nothing."""

@@ -1,0 +1,229 @@
+"""What a parsed PTX module consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ptxlab.emulator.front.lane_annotation import LaneTypes
+from ptxlab.emulator.front.types import DTYPES
+
+Operands = tuple[Any, ...]  # each an `Operand`; what an instruction takes of which kind, it asks when it is bound
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """A declared register: row `index` in the file of its type's width."""
+
+    name: str
+    type: str
+    index: int
+    negated: bool = False  # `!%p` as a predicate source
+    selector: str = ""  # `b0`, `h1`, `b3210`: the part that a video instruction takes or writes
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A special register such as `%tid.x`."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Immediate:
+    """A constant. `bits` are those of an integer, or of a float literal of `float_bits` bits."""
+
+    bits: int
+    float_bits: int = 0
+
+
+@dataclass(slots=True)
+class Variable:
+    """A `.param`, `.shared`, `.local`, `.global` or `.const` variable; `offset` (bytes) is within its window."""
+
+    name: str
+    space: str
+    type: str
+    align: int
+    size: int  # bytes; 0 for an extern array, which begins where dynamic shared memory does
+    initial: bytes | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """The address of a variable, plus `offset` bytes."""
+
+    variable: Variable
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A place in the code: the index of the instruction that runs next."""
+
+    name: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """`{a, b}`, or `p|q` where `pair`; the elements are operands."""
+
+    items: Operands
+    pair: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sink:
+    """`_`: a destination that nobody reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`[base+offset]`; `coordinates` are those of a tensor access, `[base, {x, y}]`."""
+
+    base: Register | Special | Symbol | Immediate
+    offset: int = 0
+    coordinates: Operands = ()
+
+
+Operand = Register | Special | Immediate | Symbol | Label | Vector | Sink | Address
+
+
+@dataclass
+class Instruction:
+    """One instruction: `opcode` in full ("mad.lo.u32"), its operands in source order, and where it stands.
+
+    What it reads and writes is asked for by every launch, but not before the parser is done with it.
+    """
+
+    opcode: str
+    operands: Operands
+    guard: Register | None
+    line: int
+    text: str  # the source line without indentation, comment and semicolon
+    lanes: LaneTypes | None = None
+    path: str = "<ptx>"
+    callers: tuple[tuple[str, int], ...] = ()  # if it came from an inlined function: where that was called, and so on
+
+    @cached_property
+    def destinations(self) -> list[Register]:
+        """Registers that it writes."""
+        head = self.opcode.split(".")[0]
+        reads_only = head in _NO_DESTINATION or (head in ("bar", "barrier") and ".red" not in self.opcode)
+        if reads_only or isinstance((*self.operands, None)[0], Address):  # st, stmatrix, cp.async, mbarrier.init ...
+            return []
+        return list(registers(self.operands[:1]))
+
+    @cached_property
+    def sources(self) -> list[Register]:
+        """Registers that it reads, the guard apart; those of addresses among them."""
+        return list(registers(self.operands[1:] if self.destinations else self.operands))
+
+    @property
+    def where(self) -> str:
+        """`path:line: `text``, as every message begins."""
+        return f"{self.path}:{self.line}{called_from(self.path, self.callers)}: `{self.text}`"
+
+    def seen_from(self, other: Instruction) -> str:
+        """`line 5, `text``: how a message about another instruction speaks of this one."""
+        return f"{line_of(self.path, self.line, other.path)}{called_from(other.path, self.callers)}, `{self.text}`"
+
+
+@dataclass
+class Entry:
+    """A kernel: parameters in launch order, instructions, and how many registers of each width (bits) it uses."""
+
+    name: str
+    line: int
+    params: list[Variable] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    registers: dict[int, int] = field(default_factory=lambda: dict.fromkeys((1, 8, 16, 32, 64), 0))
+    directives: dict[str, tuple[int, ...]] = field(default_factory=dict)  # "maxntid" -> (256, 1, 1) ...
+    shared: list[Variable] = field(default_factory=list)  # in the order of their offsets
+    shared_bytes: int = 0  # static shared memory; dynamic shared memory follows at `dynamic_offset`
+    dynamic_offset: int = 0
+    local_bytes: int = 0
+
+    @property
+    def param_bytes(self) -> int:
+        """Size of the parameter block."""
+        return max((p.offset + p.size for p in self.params), default=0)
+
+    def uses(self, *beginnings: str) -> bool:
+        """Whether an opcode begins so."""
+        return any(i.opcode.startswith(beginnings) for i in self.instructions)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether it asks for anything that goes on while its threads do."""
+        return self.uses("cp.async", "wgmma", "st.async", "red.async")
+
+    @property
+    def uses_async_proxy(self) -> bool:
+        """Whether some of it is done by the copy engine or the tensor cores on their own, as cp.async is not."""
+        return self.uses("cp.async.bulk", "wgmma", "st.async", "red.async")
+
+    @property
+    def max_threads(self) -> int | None:
+        """Largest block that the kernel declares to support (`.maxntid`, `.reqntid`), or None."""
+        sizes = self.directives.get("reqntid") or self.directives.get("maxntid")
+        if sizes is None:
+            return None
+        threads = 1
+        for size in sizes:
+            threads *= size
+        return threads
+
+
+@dataclass
+class Module:
+    """A parsed `.ptx`: its kernels by name, and the variables that live as long as the module."""
+
+    path: str
+    text: str
+    version: str = ""
+    target: str = ""
+    entries: dict[str, Entry] = field(default_factory=dict)
+    variables: list[Variable] = field(default_factory=list)  # .global and .const
+
+
+_NO_DESTINATION = frozenset({"bra", "brx", "ret", "exit", "trap", "nanosleep", "setmaxnreg"})
+
+
+def line_of(path: str, line: int, here: str) -> str:
+    """A line, as a message about a line of the file `here` names it."""
+    return f"line {line}" + ("" if path == here else f" of {path}")
+
+
+def called_from(here: str, callers: tuple[tuple[str, int], ...]) -> str:
+    """` (called from line 7)`; empty for what is not in an inlined function."""
+    return f" (called from {', '.join(line_of(*caller, here) for caller in callers)})" if callers else ""
+
+
+def registers(operands: Operands) -> Iterator[Register]:
+    """All registers among operands, those within vectors and addresses too."""
+    for operand in operands:
+        if isinstance(operand, Register):
+            yield operand
+        elif isinstance(operand, Vector):
+            yield from registers(operand.items)
+        elif isinstance(operand, Address):
+            yield from registers((operand.base, *operand.coordinates))
+
+
+def labels(operands: Operands) -> Iterator[Label]:
+    """All labels among operands, those of a list of targets too."""
+    for operand in operands:
+        if isinstance(operand, Label):
+            yield operand
+        elif isinstance(operand, Vector):
+            yield from labels(operand.items)
+
+
+def natural_size(type_name: str) -> int:
+    """Bytes of one element of a variable of this type."""
+    return DTYPES[type_name].itemsize

@@ -1,0 +1,56 @@
+"""An opcode, taken apart: its name and its modifiers."""
+
+from __future__ import annotations
+
+from ptxlab.emulator.front.types import DTYPES, is_float
+
+
+class UnknownOpcode(Exception):  # noqa: N818  (turned into UnknownInstruction, with its place, where the place is known)
+    """No operation of this name, or none with these modifiers."""
+
+
+class Opcode:
+    """An opcode's name and its modifiers, which a builder takes one after another; any left over make it unknown."""
+
+    def __init__(self, text: str, selectors: tuple[str, ...] = ()) -> None:
+        self.text = text
+        self._selectors = selectors
+        self.selected = not any(selectors)
+        self.name, *self.modifiers = text.split(".")
+
+    def flag(self, name: str) -> bool:
+        """Whether the modifier is there."""
+        if name not in self.modifiers:
+            return False
+        self.modifiers.remove(name)
+        return True
+
+    def choice(self, *names: str, default: str | None = None) -> str:
+        """The one of the names that is there, else the default; neither: unknown."""
+        for modifier in self.modifiers:
+            if modifier in names:
+                self.modifiers.remove(modifier)
+                return modifier
+        if default is None:
+            raise UnknownOpcode(self.text)
+        return default
+
+    def type(self, *allowed: str) -> str:
+        """The first type among the modifiers that are left; `allowed` names the types that the operation has."""
+        found = self.choice(*DTYPES)
+        if allowed and found not in allowed:
+            raise UnknownOpcode(self.text)
+        return found
+
+    @property
+    def selectors(self) -> tuple[str, str, str]:
+        """Selectors of a video instruction's first three operands, such as "b3210" or ""."""
+        self.selected = True
+        d, a, b = (*self._selectors, "", "", "")[:3]
+        return d, a, b
+
+    @property
+    def floating(self) -> bool:
+        """Whether the last type named is a floating-point one."""
+        types = [m for m in self.modifiers if m in DTYPES]
+        return bool(types) and is_float(types[-1])

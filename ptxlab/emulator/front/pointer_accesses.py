@@ -1,0 +1,143 @@
+"""What a kernel of PTX reads and writes through each of its pointers: numbers of which kind, how wide.
+
+A pointer is followed from `ld.param` through moves and integer arithmetic, whatever way the code branches. Where one is
+stored, handed on, or mixed with another, nothing is claimed about either.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ptxlab.emulator.front.ir import (
+    Address,
+    Entry,
+    Immediate,
+    Instruction,
+    Register,
+    Special,
+    Symbol,
+    Variable,
+    registers,
+)
+from ptxlab.emulator.front.types import DTYPES
+
+_FLOATS = {"f16": 2, "f16x2": 2, "bf16": 2, "bf16x2": 2, "f32": 4, "f64": 8}  # bytes of a number
+# What makes an address of an address.
+_ARITHMETIC = frozenset(
+    {"mov", "cvta", "cvt", "add", "sub", "mul", "mad", "shl", "shr", "and", "or", "xor", "not", "selp", "min", "max"}
+)
+# What looks at an address and keeps nothing of it.
+_HARMLESS = frozenset({"setp", "isspacep", "prefetch", "prefetchu", "applypriority", "discard", "createpolicy"})
+_ACCESSES = frozenset({"ld", "ldu", "st", "atom", "red"})
+
+
+@dataclass(frozen=True)
+class PointerAccess:
+    """Elements that a kernel moves through a pointer: floats, or integers (also bits that it only copies)."""
+
+    is_float: bool
+    nbytes: int  # of a number: 2 of f16x2
+    is_vector: bool = False  # of .v2, .v4: numbers side by side
+
+    def __str__(self) -> str:
+        return f"{'f' if self.is_float else 'u'}{8 * self.nbytes}"
+
+
+def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
+    """The accesses through every parameter of which all are known, by its name."""
+    pointers = _pointers(entry)
+    unknown: set[str] = set()
+    found: dict[str, set[PointerAccess]] = defaultdict(set)
+    meanings = _Meanings(entry.instructions)
+    for instruction in entry.instructions:
+        head, *_ = instruction.opcode.split(".")
+        addresses = [o for o in instruction.operands if isinstance(o, Address)]
+        # An address is an operand in brackets; whatever else holds a pointer lets go of it.
+        data = [r for o in instruction.operands if not isinstance(o, Address) for r in registers((o,))]
+        if head not in _ARITHMETIC | _HARMLESS:
+            unknown.update(*(pointers[r] for r in data if r not in instruction.destinations))
+        if not addresses or head in _HARMLESS:
+            continue
+        through = set().union(*(pointers[register] for register in registers(tuple(addresses))))
+        access = meanings.access(instruction) if head in _ACCESSES else None
+        if access is None or len(through) > 1:
+            unknown |= through
+        else:
+            for name in through:
+                found[name].add(access)
+    return {name: frozenset(accesses) for name, accesses in found.items() if name not in unknown}
+
+
+def _pointers(entry: Entry) -> dict[Register, set[str]]:
+    """The parameters that the value of each register may come from."""
+    pointers: dict[Register, set[str]] = defaultdict(set)
+    steps: list[tuple[Register, list[Register]]] = []
+    for instruction in entry.instructions:
+        head = instruction.opcode.split(".")[0]
+        if head == "ld" and (parameter := _parameter(instruction)) is not None:
+            for register in instruction.destinations:
+                pointers[register].add(parameter.name)
+        elif head in _ARITHMETIC:
+            steps += [(register, instruction.sources) for register in instruction.destinations]
+            for operand in instruction.operands[1:]:  # `mov.u64 %p, parameter` of its address
+                if isinstance(operand, Symbol) and operand.variable in entry.params:
+                    pointers[instruction.destinations[0]] |= {operand.variable.name, "an address in the parameters"}
+    changed = True
+    while changed:
+        changed = False
+        for register, sources in steps:
+            origin = set().union(*(pointers[source] for source in sources))
+            if not origin <= pointers[register]:
+                pointers[register] |= origin
+                changed = True
+    return pointers
+
+
+def _parameter(instruction: Instruction) -> Variable | None:
+    """The parameter that `ld.param` reads, if it is as wide as a pointer."""
+    for operand in instruction.operands[1:]:
+        if isinstance(operand, Address) and isinstance(operand.base, Symbol) and ".param" in instruction.opcode:
+            return operand.base.variable if operand.base.variable.size == 8 else None
+    return None
+
+
+class _Meanings:
+    """Of a register's bits: floats of what types, or integers, by the instructions that compute with it."""
+
+    def __init__(self, instructions: Iterable[Instruction]) -> None:
+        self.types: dict[Register, set[str]] = defaultdict(set)
+        self.written: Counter[Register] = Counter()  # by how many instructions
+        for instruction in instructions:
+            self.written.update(instruction.destinations)
+            head, *modifiers = instruction.opcode.split(".")
+            types = [m for m in modifiers if (m in DTYPES and m[0] != "b") or m in _FLOATS]
+            if head in _ACCESSES or head in ("mov", "selp") or not types:
+                continue
+            first, last = types[0], types[-1]
+            for register in instruction.destinations:
+                self.types[register].add(first)
+            for register in instruction.sources:
+                self.types[register].add(last if head in ("cvt", "set", "slct") else first)
+
+    def access(self, instruction: Instruction) -> PointerAccess | None:
+        """What a load, a store or an atomic moves; None where its bits may be anything."""
+        _, *modifiers = instruction.opcode.split(".")
+        types = [m for m in modifiers if m in DTYPES]
+        if not types or ".param" in instruction.opcode:
+            return None
+        is_vector = "v2" in modifiers or "v4" in modifiers or "v8" in modifiers
+        if types[-1] in _FLOATS:
+            return PointerAccess(True, _FLOATS[types[-1]], is_vector)
+        moved = [r for o in instruction.operands if not isinstance(o, Address | Immediate | Special)
+                 for r in registers((o,))]  # fmt: skip
+        meant = {register.type for register in moved}
+        if not meant <= set(_FLOATS):
+            if any(self.written[register] > 1 for register in moved):  # may hold something else each time
+                return None
+            meant = {t for register in moved for t in self.types[register]}
+        floats = {_FLOATS[t] for t in meant if t in _FLOATS}
+        if floats:
+            return PointerAccess(True, floats.pop(), is_vector) if len(floats) == 1 and meant <= set(_FLOATS) else None
+        return PointerAccess(False, DTYPES[types[-1]].itemsize, is_vector)

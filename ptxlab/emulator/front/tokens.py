@@ -1,0 +1,155 @@
+"""PTX text -> tokens, and a cursor that reads them."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from typing import NoReturn, TypeVar
+
+from ptxlab.emulator.front.ir import Immediate
+from ptxlab.errors import SourceError
+
+_TOKEN = re.compile(
+    r"""[^\S\n]* (?: (?P<loc>\.loc[^\S\n][^\n]*) | (?P<word>\.[\w$]+(?:::\w+)* | [%$A-Za-z_][\w.$]*(?:::[\w.$]+)*)
+      | (?P<mark>[;,{}()\[\]:@!|+\-=<>])
+      | (?P<number>0[fF][0-9a-fA-F]{8}\b | 0[dD][0-9a-fA-F]{16}\b | 0[xX][0-9a-fA-F]+U? | 0[bB][01]+U?
+                 | \d+\.\d*(?:[eE][+-]?\d+)? | \d+U?)
+      | (?P<newline>\n+) | (?P<comment>//[^\n]*) | (?P<block>/\*.*?\*/) | (?P<string>"[^"\n]*")
+      | (?P<nothing>\Z) | (?P<other>.))""",
+    re.VERBOSE | re.DOTALL,
+)
+Item = TypeVar("Item")
+_KEPT = frozenset(("word", "mark", "number", "string", "loc"))
+
+
+class Cursor:
+    """Reads tokens one after another; every complaint is a `SourceError` with path and line.
+
+    A token is a word, number, string, mark, a whole `.loc` or the end of the file. Kind, text and line of each stand in
+    three lists: a hundred thousand objects would be most of the work.
+    """
+
+    def __init__(self, text: str, path: str) -> None:
+        self.path = path
+        self.lines = text.split("\n")
+        self.annotations: dict[int, str] = {}  # line -> what follows `@lanes` in its comment
+        self.at = 0
+        self.kinds: list[str] = []
+        self.texts: list[str] = []
+        self.line_numbers: list[int] = []
+        self.tokenise(text)
+
+    def tokenise(self, text: str) -> None:
+        """Tokens in order; comments are dropped but for their `@lanes`."""
+        line = 1
+        for match in _TOKEN.finditer(text):
+            kind = match.lastgroup or ""
+            token = match[kind]
+            if kind in _KEPT:
+                self.kinds.append(kind)
+                self.texts.append(token)
+                self.line_numbers.append(line)
+            elif kind in ("newline", "block"):
+                line += token.count("\n")
+            elif kind == "comment" and "@lanes" in token:
+                self.annotations[line] = token.partition("@lanes")[2]
+            elif kind == "other":
+                self.fail(f"unexpected character {token!r}", line)
+        self.kinds.append("end")
+        self.texts.append("end of file")
+        self.line_numbers.append(line)
+
+    def fail(self, problem: str, line: int | None = None) -> NoReturn:
+        """Raise for a line, by default the one of the next token."""
+        line = line or self.line_numbers[min(self.at, len(self.line_numbers) - 1)]
+        excerpt = self.lines[line - 1].strip() if line <= len(self.lines) else ""
+        raise SourceError(self.path, line, problem, excerpt if len(excerpt) <= 160 else f"{excerpt[:157]}...")
+
+    @property
+    def token(self) -> str:
+        """Text of the next token."""
+        return self.texts[self.at]
+
+    def take(self) -> str:
+        """Text of the next token, which is passed."""
+        if self.kinds[self.at] == "end":
+            self.fail("unexpected end of file")
+        self.at += 1
+        return self.texts[self.at - 1]
+
+    def accept(self, text: str) -> bool:
+        """Pass the next token if it is this one."""
+        if self.texts[self.at] != text:
+            return False
+        self.at += 1
+        return True
+
+    def expect(self, text: str) -> None:
+        """Pass the next token, which has to be this one."""
+        if not self.accept(text):
+            self.fail(f"expected {text!r} before {self.token!r}")
+
+    def word(self, what: str) -> str:
+        """Pass a name; `what` is what it would stand for."""
+        if self.kinds[self.at] != "word":
+            self.fail(f"expected {what}, found {self.token!r}")
+        return self.take()
+
+    def integer(self) -> int:
+        """Pass an integer, perhaps negative."""
+        sign = -1 if self.accept("-") else 1
+        number = self.number()
+        if number.float_bits:
+            self.fail("expected an integer")
+        return sign * number.bits
+
+    def number(self) -> Immediate:
+        """Pass an unsigned integer or a float literal."""
+        if self.kinds[self.at] != "number":
+            self.fail(f"expected a number, found {self.token!r}")
+        text = self.take()
+        prefix, digits = text[:2].lower(), text.removesuffix("U")
+        if prefix in ("0f", "0d"):
+            return Immediate(int(text[2:], 16), 32 if prefix == "0f" else 64)
+        if "." in text:
+            return Immediate(struct.unpack("<Q", struct.pack("<d", float(text)))[0], 64)
+        base = 16 if prefix == "0x" else 2 if prefix == "0b" else 8 if digits[0] == "0" and len(digits) > 1 else 10
+        try:
+            return Immediate(int(digits, base))
+        except ValueError:  # an 8 among octal digits, or more digits than Python reads
+            self.at -= 1
+            self.fail(f"{text[:20]}{'...' * (len(text) > 20)} is not an integer that can be read")
+
+    def comma_separated(self, item: Callable[[], Item], end: str) -> list[Item]:
+        """What `item` reads, again and again, up to `end`."""
+        items: list[Item] = []
+        while not self.accept(end):
+            if items:
+                self.expect(",")
+            items.append(item())
+        return items
+
+    def skip_line(self) -> None:
+        """Pass what is left of the line of the last token."""
+        line = self.line_numbers[self.at - 1]
+        while self.line_numbers[self.at] == line and self.kinds[self.at] != "end":
+            self.at += 1
+
+    def skip_to(self, text: str) -> None:
+        """Pass everything up to and with a mark."""
+        while self.take() != text:
+            pass
+
+    def skip_braces(self) -> None:
+        """Pass everything to the end of the next `{ ... }`."""
+        depth = 0
+        while True:
+            text = self.take()
+            depth += (text == "{") - (text == "}")
+            if depth == 0 and text == "}":
+                return
+
+    def skip_statement(self) -> None:
+        """Pass everything to the next semicolon."""
+        self.skip_to(";")

@@ -1,0 +1,166 @@
+"""Operations of a warp: shuffles, votes, matches, reductions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.core.warp import pack_bits, together
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array
+
+
+def operands_of(instruction: Instruction, count: int) -> tuple[ir.Operand, ...]:
+    """The operands of an instruction that takes so many."""
+    if len(instruction.operands) != count:
+        raise ValueError(f"{instruction.opcode} takes {count} operands, not {len(instruction.operands)}")
+    return instruction.operands
+
+
+def both_of(target: ir.Operand) -> tuple[ir.Operand, ir.Operand]:
+    """The register and the predicate of a destination `d|p`, which may be without the latter."""
+    if not isinstance(target, ir.Vector):
+        return target, ir.Sink()
+    if not target.pair:
+        raise ValueError("the destination has to be a register, or a register and a predicate, d|p")
+    register, predicate = target.items
+    return register, predicate
+
+
+def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
+    """For each of the lanes, the bits of its warp's lanes where the flag is set."""
+    full = np.zeros(machine.lanes, bool)
+    full[lanes] = flags
+    result: Array = pack_bits(full)[indices_of(lanes) // 32]
+    return result
+
+
+@binder("shfl")
+def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    modifiers = instruction.opcode.split(".")[1:]
+    sync = modifiers[:1] == ["sync"]
+    mode, t, *more = (*modifiers[sync:], "", "")
+    if mode not in ("up", "down", "bfly", "idx") or t != "b32" or any(more):
+        raise UnknownOpcode(instruction.opcode)
+    target, given, *rest = operands_of(instruction, 4 + sync)
+    target, predicate = both_of(target)
+    write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
+    read, read_b, read_c = (machine.reader(operand, "u32") for operand in (given, *rest[:2]))
+    everybody, watchers = slice(0, machine.lanes), machine.watchers
+
+    def apply(lanes: Lanes, members: Array) -> None:
+        indices = indices_of(lanes)
+        lane = indices % 32
+        b, c = read_b(lanes).astype(np.int64) & 31, read_c(lanes).astype(np.int64)
+        segment, clamp = c >> 8 & 31, c & 31
+        last = (lane & segment) | (clamp & ~segment)
+        if mode == "up":
+            other = lane - b
+            inside = other >= last
+        else:
+            other = {"down": lane + b, "bfly": lane ^ b, "idx": (lane & segment) | (b & ~segment)}[mode]
+            inside = other <= last
+        values, source = np.broadcast_to(read(everybody), (machine.lanes,)), np.where(inside, other, lane)
+        for watcher in watchers:
+            watcher.exchange(instruction, lanes, source, members)
+        write(lanes, values[indices - lane + source])
+        write_predicate(lanes, inside)
+
+    return together(machine, pc, rest[2] if sync else None, apply)
+
+
+@binder("vote")
+def _vote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    modifiers = instruction.opcode.split(".")[1:]
+    sync = modifiers[:1] == ["sync"]
+    mode, t, *more = (*modifiers[sync:], "", "")
+    if (mode, t) not in (("ballot", "b32"), ("all", "pred"), ("any", "pred"), ("uni", "pred")) or any(more):
+        raise UnknownOpcode(instruction.opcode)
+    target, source, *mask = operands_of(instruction, 2 + sync)
+    write = machine.writer(target, "u32" if mode == "ballot" else "pred")
+    read = machine.reader(source, "pred")
+
+    def apply(lanes: Lanes, members: Array) -> None:
+        votes = ballots(machine, lanes, read(lanes)) & members
+        result = {"ballot": votes, "all": votes == members, "any": votes != 0, "uni": (votes == 0) | (votes == members)}
+        write(lanes, result[mode])
+
+    return together(machine, pc, mask[0] if sync else None, apply)
+
+
+@binder("activemask")
+def _active(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    if instruction.opcode != "activemask.b32":
+        raise UnknownOpcode(instruction.opcode)
+    (target,) = operands_of(instruction, 1)
+    write = machine.writer(target, "u32")
+    return lambda lanes: write(lanes, ballots(machine, lanes, np.array([True])))
+
+
+def member_matrix(members: Array) -> Array:
+    """Masks u32 [n] -> bool [n, 32]."""
+    result: Array = members[:, None] >> np.arange(32, dtype=np.uint32) & np.uint32(1) != 0
+    return result
+
+
+@binder("redux")
+def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    _, sync, name, t = (*instruction.opcode.split("."), "", "", "")[:4]
+    identity = {"add": 0, "or": 0, "xor": 0, "and": -1, "min": np.iinfo(np.int64).max, "max": np.iinfo(np.int64).min}
+    if sync != "sync" or name not in identity or t not in ("u32", "s32", "b32"):
+        raise UnknownOpcode(instruction.opcode)
+    combine = {"add": np.add, "or": np.bitwise_or, "xor": np.bitwise_xor, "and": np.bitwise_and,
+               "min": np.minimum, "max": np.maximum}[name]  # fmt: skip
+    target, source, mask = operands_of(instruction, 3)
+    write, read = machine.writer(target, "u32"), machine.reader(source, t)
+
+    def apply(lanes: Lanes, members: Array) -> None:
+        values = np.zeros(machine.lanes, np.int64)
+        values[lanes] = read(lanes)
+        rows = values.reshape(-1, 32)[indices_of(lanes) // 32]
+        kept = np.where(member_matrix(members), rows, identity[name])
+        write(lanes, combine.reduce(kept, axis=1).astype(DTYPES[t]))
+
+    return together(machine, pc, mask, apply)
+
+
+@binder("match")
+def _match(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    _, mode, sync, t = (*instruction.opcode.split("."), "", "", "")[:4]
+    if sync != "sync" or mode not in ("any", "all") or t not in ("b32", "b64"):
+        raise UnknownOpcode(instruction.opcode)
+    target, source, mask = operands_of(instruction, 3)
+    target, predicate = both_of(target)
+    write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
+    read = machine.reader(source, t)
+
+    def apply(lanes: Lanes, members: Array) -> None:
+        values = np.zeros(machine.lanes, DTYPES[t])
+        values[lanes] = read(lanes)
+        own = values[lanes]
+        equal = (values.reshape(-1, 32)[indices_of(lanes) // 32] == own[:, None]) & member_matrix(members)
+        matching = np.packbits(equal, axis=1, bitorder="little").view(np.uint32)[:, 0]
+        same = matching == members
+        write(lanes, matching if mode == "any" else np.where(same, members, 0))
+        write_predicate(lanes, same)
+
+    return together(machine, pc, mask, apply)
+
+
+@binder("elect")
+def _elect(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    if instruction.opcode != "elect.sync":
+        raise UnknownOpcode(instruction.opcode)
+    target, mask = operands_of(instruction, 2)
+    target, predicate = both_of(target)
+    write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
+
+    def apply(lanes: Lanes, members: Array) -> None:
+        leader = np.argmax(member_matrix(members), axis=1)
+        write(lanes, leader)
+        write_predicate(lanes, leader == indices_of(lanes) % 32)
+
+    return together(machine, pc, mask, apply)

@@ -1,0 +1,142 @@
+"""Conversions: cvt between all integer and floating-point types, cvt.pack."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float, limits
+from ptxlab.emulator.ops.alu import AluOperation, operation
+from ptxlab.emulator.ops.floating import flush, saturate
+from ptxlab.emulator.ops.rounding import round_to, two_sum, widen
+
+INTEGERS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")
+FLOATS = ("f16", "bf16", "f32", "f64")
+INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
+
+
+@operation("cvt")
+def _convert(op: Opcode) -> AluOperation:
+    if op.flag("pack"):
+        return _pack(op)
+    mode = op.choice("rn", "rz", "rm", "rp", "rna", *INTEGRAL, default="")
+    ftz, sat, relu, finite = op.flag("ftz"), op.flag("sat"), op.flag("relu"), op.flag("satfinite")
+    target = op.type(*INTEGERS, *FLOATS, "f16x2", "bf16x2")
+    source = op.type(*INTEGERS, *FLOATS)
+    if finite or mode == "rna" or op.modifiers:
+        raise UnknownOpcode(op.text)
+    _check_rounding(mode, target, source)
+    if target.endswith("x2"):
+        return _two_to_pair(target, source, mode, relu)
+    if not is_float(source):
+        if is_float(target):
+            return AluOperation((target,), (source,), lambda a: _integer_to_float(a, target, mode or "rn", sat))
+        return AluOperation((target,), (source,), lambda a: _integer_to_integer(a, target, sat))
+    if not is_float(target):
+        return AluOperation(
+            (target,), (source,), lambda a: _float_to_integer(a, source, target, INTEGRAL[mode or "rzi"], ftz)
+        )
+
+    def between_floats(a: Array) -> Array:
+        wide = widen(a, source)
+        wide = flush(wide, "f32") if ftz and source == "f32" else wide
+        wide = INTEGRAL[mode](wide) if mode in INTEGRAL else wide
+        if source == target and not (ftz or sat or relu or mode in INTEGRAL):
+            return a
+        result = round_to(wide, np.zeros_like(wide), target, mode if mode in ("rz", "rm", "rp") else "rn")
+        if not (sat or relu or ftz):
+            return result
+        after = widen(result, target)
+        after = flush(after, "f32") if ftz and target == "f32" else after
+        after = saturate(after) if sat else np.where(after <= 0, 0.0, after) if relu else after
+        return round_to(after, np.zeros_like(after), target)
+
+    return AluOperation((target,), (source,), between_floats)
+
+
+def _check_rounding(mode: str, target: str, source: str) -> None:
+    """ValueError unless a mode is given where the result may need rounding, and none where it cannot."""
+    to_float, narrower = is_float(target), bits_of(target.removesuffix("x2")) < bits_of(source)
+    if is_float(source) and (not to_float or (target == source and mode)):
+        allowed = tuple(INTEGRAL)
+    elif to_float and (not is_float(source) or narrower):
+        allowed = ("rn", "rz", "rm", "rp")
+    else:
+        free = to_float and target != source and (source == "bf16" or bits_of(target) == bits_of(source))
+        allowed = (mode,) if free else ()
+    if (mode or allowed) and mode not in allowed:
+        rule = f"takes a rounding modifier: .{', .'.join(allowed)}" if allowed else "rounds nothing"
+        raise ValueError(f"cvt.{target}.{source} {rule}")
+
+
+def _integer_to_float(a: Array, target: str, mode: str, sat: bool) -> Array:
+    hi, lo = _exactly(a.clip(0, 1) if sat else a)
+    return round_to(hi, lo, target, mode)
+
+
+def _exactly(a: Array) -> tuple[Array, Array]:
+    """Integers as hi + lo."""
+    if a.dtype.itemsize < 8:
+        return a.astype(np.float64), np.zeros(len(a))
+    return two_sum(
+        (a >> a.dtype.type(32)).astype(np.float64) * 2.0**32, (a & a.dtype.type(0xFFFFFFFF)).astype(np.float64)
+    )
+
+
+def _integer_to_integer(a: Array, target: str, sat: bool) -> Array:
+    if not sat:
+        return a.astype(DTYPES[target])
+    low, high = limits(target)
+    info = np.iinfo(a.dtype)
+    return a.clip(max(low, int(info.min)), min(high, int(info.max))).astype(DTYPES[target])
+
+
+def _float_to_integer(a: Array, source: str, target: str, integral: np.ufunc, ftz: bool) -> Array:
+    x = widen(a, source)
+    x = integral(flush(x, "f32") if ftz and source == "f32" else x)
+    low, high = limits(target)
+    inside = np.where((x > low) & (x < high + 1), x, 0)  # `high + 1` is a power of two: exact as a float
+    result = inside.astype(np.uint64 if target == "u64" else np.int64)
+    result = np.where(x <= low, low, np.where(x >= high + 1, high, result)) if target != "u64" else result
+    if target == "u64":
+        result = np.where(x >= 2.0**64, np.uint64(high), result)
+    if source == "f64" or target in ("u64", "s64"):
+        nan = 1 << bits_of(target) - 1
+        nan = nan - (1 << bits_of(target)) if target[0] == "s" else nan
+    else:
+        nan = 0
+    return np.where(np.isnan(x), np.array([nan], result.dtype), result).astype(DTYPES[target])
+
+
+def _two_to_pair(target: str, source: str, mode: str, relu: bool) -> AluOperation:
+    if source != "f32":
+        raise UnknownOpcode(f"cvt.{target}.{source}")
+
+    def convert(a: Array, b: Array) -> Array:
+        """The first source goes to the upper half."""
+        pair = np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
+        pair = np.where(pair <= 0, 0.0, pair) if relu else pair
+        return round_to(pair, np.zeros_like(pair), target, mode or "rn")
+
+    return AluOperation((target,), (source, source), convert)
+
+
+def _pack(op: Opcode) -> AluOperation:
+    """cvt.pack.sat: two saturated integers beside each other, below what is left of a third."""
+    if not op.flag("sat"):
+        raise UnknownOpcode(op.text)
+    narrow = op.choice("u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2")
+    op.type("s32")
+    bits = int(narrow[1:])
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if narrow[0] == "s" else (0, (1 << bits) - 1)
+    mask, width = np.uint32((1 << bits) - 1), np.uint32(bits)
+
+    def pack(a: Array, b: Array, c: Array | None = None) -> Array:
+        upper, lower = (x.clip(low, high).view(np.uint32) & mask for x in (a, b))
+        packed = upper << width | lower
+        return packed if c is None else packed | c << np.uint32(2 * bits)
+
+    if bits == 16:
+        return AluOperation(("b32",), ("s32", "s32"), pack)
+    op.choice("b32")
+    return AluOperation(("b32",), ("s32", "s32", "b32"), pack)

@@ -1,0 +1,237 @@
+"""Floating-point arithmetic on f16, bf16, f32, f64 and packed pairs, comparison and the approximate functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of
+from ptxlab.emulator.ops.alu import AluOperation, operation
+from ptxlab.emulator.ops.integer import COMPARISONS, compare_operation
+from ptxlab.emulator.ops.rounding import CANONICAL_NAN, TINY, directed_sum, element, fused, rest_sign, round_to, widen
+
+FLOATS = ("f16", "f16x2", "bf16", "bf16x2", "f32", "f64")
+TINIEST = 2.0**-1074  # stands for "a little more" in hi + lo
+MODES = ("rn", "rz", "rm", "rp")
+DIRECT = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
+
+
+def flush(x: Array, type_name: str) -> Array:
+    """Subnormal numbers become zeros of their sign."""
+    return np.where(np.abs(x) < TINY[type_name], np.copysign(x.dtype.type(0), x), x)
+
+
+def saturate(x: Array) -> Array:
+    """Clamped to [0, 1]; NaN gives 0."""
+    return np.where(x > 0, np.minimum(x, 1), 0).astype(x.dtype)
+
+
+def canonical(x: Array, type_name: str) -> Array:
+    """The NaN that the hardware makes, for whatever NaN NumPy made."""
+    if type_name not in CANONICAL_NAN:
+        return x
+    nan = np.array([CANONICAL_NAN[type_name]], f"u{bits_of(type_name) // 8}").view(x.dtype)
+    return np.where(np.isnan(x), nan, x)
+
+
+def wide_operation(
+    type_name: str, arity: int, exact: Callable[..., Any], mode: str, ftz: bool, sat: bool, relu: bool = False
+) -> AluOperation:
+    """An operation given by `exact`: float64 arrays -> (hi, lo), or register values if it rounds by itself."""
+
+    def compute(*raw: Array) -> Array:
+        inputs = [widen(x, type_name) for x in raw]
+        if ftz:
+            inputs = [flush(x, type_name) for x in inputs]
+        found = exact(*inputs)
+        result: Array = round_to(found[0], found[1], type_name, mode) if isinstance(found, tuple) else found
+        if not (ftz or sat or relu):
+            return result
+        wide = widen(result, type_name)
+        wide = flush(wide, type_name) if ftz else wide
+        wide = saturate(wide) if sat else wide
+        wide = np.where(wide <= 0, 0.0, wide) if relu else wide
+        return round_to(wide, 0.0, type_name)
+
+    return AluOperation((type_name,), (type_name,) * arity, compute)
+
+
+def modifiers(op: Opcode, *types: str, default: str = "") -> tuple[str, str, bool, bool]:
+    """(type, rounding mode, ftz, sat) of an arithmetic opcode; without a default it has to say how it rounds."""
+    mode, ftz, sat = op.choice(*MODES, default=default), op.flag("ftz"), op.flag("sat")
+    t = op.type(*(types or FLOATS))
+    if not mode and not op.modifiers:  # one that is left is not known, which is said elsewhere
+        raise ValueError(f"{op.name} takes a rounding modifier: .rn, .rz, .rm or .rp")
+    return t, mode, ftz, sat
+
+
+@operation("add", "sub", "mul", floating=True)
+def _arithmetic(op: Opcode) -> AluOperation:
+    t, mode, ftz, sat = modifiers(op, default="rn")
+    direct, kind = DIRECT[op.name], element(t)
+    if kind != "bf16" and mode == "rn":
+        # NumPy rounds as IEEE 754 does; float32 has more than twice the bits of float16, so rounding twice does no harm
+        wide = DTYPES["f32" if kind == "f16" else kind]
+
+        def numbers(raw: Array) -> Array:
+            halves = np.ascontiguousarray(raw).view(np.float16).reshape(-1, 2) if t.endswith("x2") else raw
+            return flush(halves.astype(wide, copy=False), t) if ftz else halves.astype(wide, copy=False)
+
+        def compute(a: Array, b: Array) -> Array:
+            result = direct(numbers(a), numbers(b)).astype(DTYPES[kind], copy=False)
+            result = flush(result, t) if ftz else result
+            result = saturate(result) if sat else canonical(result, kind)
+            return np.ascontiguousarray(result).view(np.uint32)[:, 0] if t.endswith("x2") else result
+
+        return AluOperation((t,), (t, t), compute)
+    if op.name == "mul":
+        return wide_operation(t, 2, lambda a, b: fused(a, b, np.copysign(0.0, a * b), t, mode), mode, ftz, sat)
+    return wide_operation(t, 2, lambda a, b: directed_sum(a, b if op.name == "add" else -b, mode), mode, ftz, sat)
+
+
+@operation("fma", "mad", floating=True)
+def _fma(op: Opcode) -> AluOperation:
+    t, mode, ftz, sat = modifiers(op)
+    return wide_operation(t, 3, lambda a, b, c: fused(a, b, c, t, mode), mode, ftz, sat, op.flag("relu"))
+
+
+@operation("div", floating=True)
+def _div(op: Opcode) -> AluOperation:
+    approximate = op.choice("approx", "full", default="")
+    t, mode, ftz, sat = modifiers(op, "f32", "f64", default="rn" if approximate else "")
+
+    def divide(a: Array, b: Array) -> tuple[Array, Array]:
+        q = a / b
+        return q, rest_sign(a, q, b, t) * np.copysign(TINIEST, b)
+
+    if mode == "rn":
+
+        def direct(a: Array, b: Array) -> Array:
+            a, b = (flush(a, t), flush(b, t)) if ftz else (a, b)
+            result = canonical(a / b, t)
+            return flush(result, t) if ftz else result
+
+        return AluOperation((t,), (t, t), direct)
+    return wide_operation(t, 2, divide, mode, ftz, sat)
+
+
+@operation("rcp", "sqrt", "rsqrt", "sin", "cos", "lg2", "ex2", "tanh", floating=True)
+def _function(op: Opcode) -> AluOperation:
+    """`.approx` functions are computed in float64 and rounded: their hardware results are near, not equal."""
+    approximate = op.flag("approx")
+    t, mode, ftz, _ = modifiers(op, default="rn" if approximate or op.name not in ("rcp", "sqrt") else "")
+    if not approximate and op.name not in ("rcp", "sqrt"):
+        raise UnknownOpcode(op.text)
+    functions: dict[str, Callable[[Array], Array]] = {
+        "rcp": lambda x: 1 / x, "sqrt": np.sqrt, "rsqrt": lambda x: 1 / np.sqrt(x), "sin": np.sin, "cos": np.cos,
+        "lg2": np.log2, "ex2": np.exp2, "tanh": np.tanh,
+    }  # fmt: skip
+    function = functions[op.name]
+
+    def exact(x: Array) -> tuple[Array, Array]:
+        y = function(x)
+        if mode == "rn" or approximate:
+            return y, np.zeros_like(y)
+        if op.name == "rcp":
+            return y, rest_sign(np.ones_like(x), y, x, t) * np.copysign(TINIEST, x)
+        return y, rest_sign(x, y, y, t) * TINIEST
+
+    return wide_operation(t, 1, exact, mode, ftz, sat=False)
+
+
+@operation("abs", "neg", floating=True)
+def _sign(op: Opcode) -> AluOperation:
+    ftz, t = op.flag("ftz"), op.type(*FLOATS)
+    bits = f"b{bits_of(t)}"
+    sign = np.array([{"16": 0x8000, "32": 0x80000000, "64": 1 << 63}[bits[1:]]], DTYPES[bits])
+    if t.endswith("x2"):
+        sign = sign | np.uint32(0x8000)
+
+    def change(x: Array) -> Array:
+        x = round_to(flush(widen(x, t), t), 0.0, t).view(DTYPES[bits]) if ftz else x.view(DTYPES[bits])
+        result: Array = (x & ~sign if op.name == "abs" else x ^ sign).view(DTYPES[t])
+        return result
+
+    return AluOperation((t,), (t,), change)
+
+
+@operation("copysign", floating=True)
+def _copysign(op: Opcode) -> AluOperation:
+    t = op.type("f32", "f64")
+    return AluOperation((t,), (t, t), lambda a, b: np.copysign(b, a))
+
+
+@operation("min", "max", floating=True)
+def _extreme(op: Opcode) -> AluOperation:
+    ftz, nan, xorsign = op.flag("ftz"), op.flag("NaN"), op.flag("xorsign")
+    if xorsign and not op.flag("abs"):
+        raise UnknownOpcode(op.text)
+    t, smaller = op.type(*FLOATS), op.name == "min"
+
+    def extreme(a: Array, b: Array) -> tuple[Array, Array]:
+        x, y = (np.abs(a), np.abs(b)) if xorsign else (a, b)
+        x_first = (x < y) | ((x == y) & np.signbit(x))  # -0 is below +0
+        result = np.where(x_first == smaller, x, y)
+        result = np.where(np.isnan(x), y, np.where(np.isnan(y), x, result))
+        if nan:
+            result = np.where(np.isnan(x) | np.isnan(y), np.nan, result)
+        if xorsign:
+            result = np.where(np.signbit(a) != np.signbit(b), -result, result)
+        return result, np.zeros_like(result)
+
+    return wide_operation(t, 2, extreme, "rn", ftz, sat=False)
+
+
+@operation("setp", "set", floating=True)
+def _compare(op: Opcode) -> AluOperation:
+    ordered = {name: COMPARISONS[name] for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+    name = op.choice(*ordered, *(f"{n}u" for n in ordered), "num", "nan")
+    ftz = op.flag("ftz")
+    result = op.type() if op.name == "set" else ""
+    t = op.type(*FLOATS)
+
+    def compare(a: Array, b: Array) -> Array:
+        x, y = widen(a, t), widen(b, t)
+        x, y = (flush(x, t), flush(y, t)) if ftz else (x, y)
+        unordered: Array = np.isnan(x) | np.isnan(y)
+        if name in ("num", "nan"):
+            return unordered if name == "nan" else np.logical_not(unordered)
+        if name in ordered:
+            found: Array = ordered[name](x, y) & ~unordered
+        else:
+            found = ordered[name[:-1]](x, y) | unordered
+        return found
+
+    if not t.endswith("x2") and result not in ("f16", "bf16", "f16x2", "bf16x2"):
+        return compare_operation(op, result, (t, t), compare)
+    if op.name == "setp":  # one predicate per half
+        return AluOperation(("pred", "pred"), (t, t), lambda a, b: tuple(np.moveaxis(compare(a, b), 1, 0)))
+    one = 1.0 if "f" in result else 0.0
+
+    def set_(a: Array, b: Array) -> Array:
+        true = compare(a, b)
+        if one:
+            return round_to(true.astype(np.float64), 0.0, result)
+        halves = np.where(true, 0xFFFF, 0).astype(np.uint16)
+        return np.ascontiguousarray(halves).view(np.uint32)[:, 0] if t.endswith("x2") else halves
+
+    return AluOperation((result,), (t, t), set_)
+
+
+@operation("testp", floating=True)
+def _test(op: Opcode) -> AluOperation:
+    kind = op.choice("finite", "infinite", "number", "notanumber", "normal", "subnormal")
+    t = op.type("f32", "f64")
+
+    def test(x: Array) -> Array:
+        small = (np.abs(x) < TINY[element(t)]) & (x != 0)
+        result: Array = {
+            "finite": np.isfinite(x), "infinite": np.isinf(x), "number": ~np.isnan(x), "notanumber": np.isnan(x),
+            "normal": np.isfinite(x) & ~small, "subnormal": small,  # zero is normal
+        }[kind]  # fmt: skip
+        return result
+
+    return AluOperation(("pred",), (t,), test)

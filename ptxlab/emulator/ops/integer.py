@@ -1,0 +1,250 @@
+"""Integer arithmetic, bit fields, logic, comparison, selection and moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_signed, limits
+from ptxlab.emulator.ops.alu import AluOperation, operation
+
+INTEGERS = ("u16", "u32", "u64", "s16", "s32", "s64")
+BITS = ("b16", "b32", "b64")
+WIDER = {"u16": "u32", "s16": "s32", "u32": "u64", "s32": "s64"}
+
+
+# Add, subtract, multiply
+
+
+@operation("add", "sub", "addc", "subc", floating=False)
+def _add(op: Opcode) -> AluOperation:
+    carry_in, carry_out, saturate = op.name.endswith("c"), op.flag("cc"), op.flag("sat")
+    subtract = op.name.startswith("sub")
+    t = op.type(*INTEGERS, "u16x2", "s16x2")
+    if t.endswith("x2"):
+        return AluOperation((t,), (t, t), lambda a, b: _by_halves(np.subtract if subtract else np.add, a, b))
+    if saturate:
+        low, high = limits(t)
+        wide = np.subtract if subtract else np.add
+        return AluOperation((t,), (t, t), lambda a, b: wide(a, b, dtype=np.int64).clip(low, high))
+    if not carry_in and not carry_out:
+        return AluOperation((t,), (t, t), np.subtract if subtract else np.add)
+
+    def with_carry(a: Array, b: Array, carry: Array | None = None) -> tuple[Array, Array] | Array:
+        # a - b is a + ~b + 1, and the flag that goes in and out of a subtraction is the borrow
+        result, extra = (a - b, a < b) if subtract else (a + b, a + b < a)
+        if carry is not None:
+            more = result - carry if subtract else result + carry
+            extra = extra | (more > result if subtract else more < result)
+            result = more
+        return (result, extra) if carry_out else result
+
+    unsigned = t.replace("s", "u")
+    ins, outs = (unsigned, unsigned), (unsigned,)
+    return AluOperation((*outs, "cc") if carry_out else outs, (*ins, "cc") if carry_in else ins, with_carry)
+
+
+def _by_halves(function: np.ufunc, a: Array, b: Array) -> Array:
+    low = function(a, b) & np.uint32(0xFFFF)
+    high = function(a & np.uint32(0xFFFF0000), b & np.uint32(0xFFFF0000))
+    result: Array = low | high & np.uint32(0xFFFF0000)
+    return result
+
+
+def multiply_high(a: Array, b: Array) -> Array:
+    """Upper half of the double-width product of two integer arrays of one dtype."""
+    bits = a.dtype.itemsize * 8
+    if bits < 64:
+        wide = f"{a.dtype.kind}{bits // 4}"
+        result: Array = (a.astype(wide) * b.astype(wide) >> bits).astype(a.dtype)
+        return result
+    x, y, half, mask = a.view(np.uint64), b.view(np.uint64), np.uint64(32), np.uint64(0xFFFFFFFF)
+    low, mid = (x & mask) * (y & mask), (x >> half) * (y & mask)
+    mid2, high = (x & mask) * (y >> half), (x >> half) * (y >> half)
+    carry = ((low >> half) + (mid & mask) + (mid2 & mask)) >> half
+    high = high + (mid >> half) + (mid2 >> half) + carry
+    if a.dtype.kind == "i":
+        high = high - np.where(a < 0, y, 0).astype(np.uint64) - np.where(b < 0, x, 0).astype(np.uint64)
+    result = high.view(a.dtype)
+    return result
+
+
+def _product(op: Opcode) -> tuple[str, str, Callable[[Array, Array], Array]]:
+    """(source type, result type, function) of mul, mul24 and their multiply-adds."""
+    part = op.choice("lo", "hi", "wide", default="lo" if "24" in op.name else None)
+    if "24" in op.name:
+        t = op.type("u32", "s32")
+        shift = np.array([8], DTYPES[t])
+
+        def product24(a: Array, b: Array) -> Array:
+            # the low 24 bits of each operand, extended; .hi is bits 47..16 of the product
+            wide = "i8" if is_signed(t) else "u8"
+            full = (a << shift >> shift).astype(wide) * (b << shift >> shift).astype(wide)
+            result: Array = (full >> (16 if part == "hi" else 0)).astype(DTYPES[t])
+            return result
+
+        return t, t, product24
+    t = op.type(*INTEGERS)
+    if part == "wide":
+        if t not in WIDER:
+            raise UnknownOpcode(op.text)
+        wide = DTYPES[WIDER[t]]
+        return t, WIDER[t], lambda a, b: np.multiply(a, b, dtype=wide)
+    return t, t, np.multiply if part == "lo" else multiply_high
+
+
+@operation("mul", "mul24", floating=False)
+def _mul(op: Opcode) -> AluOperation:
+    t, result, product = _product(op)
+    return AluOperation((result,), (t, t), product)
+
+
+@operation("mad", "mad24", "madc", floating=False)
+def _mad(op: Opcode) -> AluOperation:
+    carry_in, carry_out, saturate = op.name == "madc", op.flag("cc"), op.flag("sat")
+    t, result, product = _product(op)
+    low, high = limits(result)
+
+    def mad(a: Array, b: Array, c: Array, carry: Array | None = None) -> Array | tuple[Array, Array]:
+        p = product(a, b)
+        if saturate:
+            clamped: Array = np.add(p, c, dtype=np.int64).clip(low, high)
+            return clamped
+        total: Array = p + c
+        if carry is None and not carry_out:
+            return total
+        unsigned = DTYPES[result.replace("s", "u")]
+        p, total = np.broadcast_arrays(p.view(unsigned), total.view(unsigned))
+        extra = total < p
+        if carry is not None:
+            more = total + carry
+            extra, total = extra | (more < total), more
+        return (total, extra) if carry_out else total
+
+    sources = (t, t, result, "cc") if carry_in else (t, t, result)
+    return AluOperation((result, "cc") if carry_out else (result,), sources, mad)
+
+
+@operation("sad", floating=False)
+def _sad(op: Opcode) -> AluOperation:
+    t = op.type(*INTEGERS)
+    unsigned = t.replace("s", "u")
+    dtype = DTYPES[unsigned]
+    return AluOperation(
+        (unsigned,), (t, t, unsigned), lambda a, b, c: c + (np.maximum(a, b) - np.minimum(a, b)).view(dtype)
+    )
+
+
+@operation("dp4a", "dp2a", floating=False)
+def _dot(op: Opcode) -> AluOperation:
+    half = op.choice("lo", "hi") if op.name == "dp2a" else ""
+    ta, tb = op.type("u32", "s32"), op.type("u32", "s32")
+    result = "s32" if "s32" in (ta, tb) else "u32"
+
+    def fields(x: Array, bits: int, signed: bool) -> Array:
+        return np.ascontiguousarray(x).view(f"{'i' if signed else 'u'}{bits // 8}").reshape(len(x), -1).astype(np.int64)
+
+    def dot(a: Array, b: Array, c: Array) -> Array:
+        left, right = fields(a, 16 if half else 8, ta == "s32"), fields(b, 8, tb == "s32")
+        right = {"": right, "lo": right[:, :2], "hi": right[:, 2:]}[half]
+        total: Array = ((left * right).sum(axis=1) + c).astype(DTYPES[result])
+        return total
+
+    return AluOperation((result,), (ta, tb, result), dot)
+
+
+# Divide, compare, extremes
+
+
+@operation("div", "rem", floating=False)
+def _div(op: Opcode) -> AluOperation:
+    t = op.type(*INTEGERS)
+    remainder, unsigned = op.name == "rem", DTYPES[t.replace("s", "u")]
+
+    def divide(a: Array, b: Array) -> Array:
+        # truncation towards zero, on magnitudes; NVIDIA GPUs give all ones, or the dividend, for a divisor of zero
+        x, y = (np.abs(a).view(unsigned), np.abs(b).view(unsigned)) if is_signed(t) else (a, b)
+        safe = np.where(y == 0, unsigned.type(1), y)
+        result = x % safe if remainder else x // safe
+        if is_signed(t):
+            negative = (a < 0) if remainder else (a < 0) != (b < 0)
+            result = np.where(negative, np.negative(result), result)
+        return np.where(y == 0, a.view(unsigned) if remainder else ~unsigned.type(0), result)
+
+    return AluOperation((t.replace("s", "u"),), (t, t), divide)
+
+
+@operation("min", "max", floating=False)
+def _extreme(op: Opcode) -> AluOperation:
+    function = np.minimum if op.name == "min" else np.maximum
+    relu = op.flag("relu")
+    t = op.type(*INTEGERS, "u16x2", "s16x2")
+
+    def extreme(a: Array, b: Array) -> Array:
+        if t.endswith("x2"):
+            half = "i2" if t == "s16x2" else "u2"
+            a, b = (x.view(half).reshape(-1, 2) for x in np.broadcast_arrays(a, b))
+        result = function(a, b)
+        result = np.maximum(result, 0) if relu else result
+        return np.ascontiguousarray(result).view(np.uint32)[:, 0] if t.endswith("x2") else result
+
+    return AluOperation((t,), (t, t), extreme)
+
+
+@operation("abs", "neg", floating=False)
+def _negate(op: Opcode) -> AluOperation:
+    t = op.type("s16", "s32", "s64")
+    return AluOperation((t,), (t,), np.abs if op.name == "abs" else np.negative)
+
+
+COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
+    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
+    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
+}  # fmt: skip
+
+
+def compare_operation(
+    op: Opcode, t: str, sources: tuple[str, str], compare: Callable[[Array, Array], Array]
+) -> AluOperation:
+    """setp and set: compare, combine with a predicate where the opcode says so, store one or two results."""
+    combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
+    name = op.choice(*combine, default="")
+    if op.name == "setp":
+        out: tuple[str, ...] = ("pred", "pred")  # `p|q`; a single destination takes the first
+
+        def setp(a: Array, b: Array, c: Array | None = None) -> tuple[Array, Array]:
+            result = compare(a, b)
+            other = ~result
+            return (result, other) if c is None else (combine[name](result, c), combine[name](other, c))
+
+        return AluOperation(out, (*sources, "pred") if name else sources, setp)
+
+    def set_(a: Array, b: Array, c: Array | None = None) -> Array:
+        result = compare(a, b) if c is None else combine[name](compare(a, b), c)
+        return result.astype(np.float32) if t == "f32" else np.where(result, np.array(-1), 0).astype(np.int32)
+
+    return AluOperation((t if t == "f32" else "s32",), (*sources, "pred") if name else sources, set_)
+
+
+@operation("setp", "set", floating=False)
+def _compare(op: Opcode) -> AluOperation:
+    compare = COMPARISONS[op.choice(*COMPARISONS)]
+    result = op.type("u32", "s32", "f32") if op.name == "set" else ""
+    t = op.type(*INTEGERS, *BITS)
+    return compare_operation(op, result, (t, t), compare)
+
+
+@operation("selp")
+def _select(op: Opcode) -> AluOperation:
+    t = op.type()
+    bits = f"b{bits_of(t)}" if t[0] != "f" else t
+    return AluOperation((bits,), (bits, bits, "pred"), lambda a, b, p: np.where(p, a, b))
+
+
+@operation("slct")
+def _select_by_sign(op: Opcode) -> AluOperation:
+    op.flag("ftz")
+    t, test = op.type(), op.type("s32", "f32")
+    return AluOperation((t,), (t, t, test), lambda a, b, c: np.where(c >= 0, a, b))

@@ -1,0 +1,238 @@
+"""mma.sync: the warps that run it multiply their fragments in one batched product.
+
+Integers: operands become float32, in which every sum of up to 64 products is exact (32 * 255 * 255 < 2^24), so BLAS
+does the work; the accumulation wraps in int32, or saturates. Floating-point: products and their sum in float64, rounded
+once to the accumulator's type. Hardware adds in an order of its own and truncates on the way, so that results agree
+where all partial sums are exact, and are near elsewhere.
+
+A straight line of mma (no label or guard in between) that multiplies each of several A by each of several B runs as one
+product: each operand is converted once, and BLAS gets larger matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ptxlab.emulator.core.addressing import elements
+from ptxlab.emulator.core.lanes import Handler, Lanes, Reader, Writer, count_of
+from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import DTYPES, Array, limits
+from ptxlab.emulator.ops.floating import canonical
+from ptxlab.emulator.ops.rounding import widen
+from ptxlab.layout import fragments
+from ptxlab.layout.fragments import WARP
+
+BITS = {"s8": 8, "u8": 8, "s4": 4, "u4": 4, "f16": 16, "bf16": 16}
+FORMS = [({"s8", "u8"}, ("s32",)), ({"s4", "u4"}, ("s32",)), ({"f16"}, ("f16", "f32")), ({"bf16"}, ("f32",))]
+QUAD = np.dtype("V16")  # a register of four neighbouring lanes: a run of a row, in the picture of `fragments`
+LONGEST = 16  # mma of one product
+CHUNK = 1 << 16  # lanes times mma at a time, so that what they need stays in the cache
+
+Tiles = list[tuple[int, int]]  # per register, its tile: down (rows of A, columns of B), and along k
+Work = tuple[int, int, list[Reader], list[Writer]]  # an mma: which A, which B, registers of C and D
+
+
+@dataclass(frozen=True)
+class DecodedMma:
+    """Types of an mma, and its depth: tiles along k, 2 as in the fragment maps or 1, their left half."""
+
+    d: str
+    a: str
+    b: str
+    depth: int
+    saturates: bool
+
+    @classmethod
+    def of(cls, text: str) -> DecodedMma:
+        """The form of an opcode."""
+        opcode = Opcode(text)
+        flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
+        k, saturates = int(opcode.choice(*(f"m16n8k{k}" for k in (8, 16, 32, 64)))[6:]), opcode.flag("satfinite")
+        d, a, b, c, *more = *opcode.modifiers, "", "", "", ""
+        fits = d == c and any({a, b} <= types and d in accumulators for types, accumulators in FORMS)
+        depth = k * BITS.get(a, 0) / 128
+        if not all(flags) or not fits or any(more) or depth not in (1, 2) or (saturates and d != "s32"):
+            raise UnknownOpcode(text)
+        return cls(d, a, b, int(depth), saturates)
+
+    @property
+    def tiles(self) -> tuple[Tiles, Tiles]:
+        """Tiles of A's registers and of B's."""
+        bits = BITS[self.a]
+        a, b = fragments.mma_a(256 // bits), fragments.mma_b(256 // bits)
+        places = (a.rows // 8, a.cols * bits // 128), (b.cols // 8, b.rows * bits // 128)
+        both = [zip(down[0, :, 0].tolist(), along[0, :, 0].tolist(), strict=True) for down, along in places]
+        return tuple([tile for tile in tiles if tile[1] < self.depth] for tiles in both)  # type: ignore[return-value]
+
+    @property
+    def accumulators(self) -> Tiles:
+        """Row tile and column of the first lane's element of C and D, register by register."""
+        c = fragments.mma_c(16 if self.d == "f16" else 32)
+        return [(int(i) // 8, int(j)) for i, j in zip(c.rows[0, :, 0], c.cols[0, :, 0], strict=True)]
+
+
+def group(machine: Machine, start: int) -> int:
+    """Where the group of mma that begins here ends: a straight line of each of some A by each of some B."""
+    code = machine.code
+
+    def types(instruction: Instruction) -> ir.Operands:
+        operands = [tuple(register.type for register in ir.registers((o,))) for o in instruction.operands]
+        return instruction.opcode, instruction.guard, *operands
+
+    stop, written, pairs = start + 1, set[int](), set[ir.Operands]()
+    for at in range(start, min(start + LONGEST, len(code))):
+        alike = code[at].guard is None and at not in machine.targets and types(code[at]) == types(code[start])
+        if at > start and not alike:
+            break
+        d, a, b, _ = code[at].operands
+        if written & {register.index for register in ir.registers((a, b))}:
+            break
+        written |= {register.index for register in ir.registers((d,))}
+        pairs.add((a, b))
+        if len(pairs) == len({a for a, _ in pairs}) * len({b for _, b in pairs}):
+            stop = at + 1
+    return stop
+
+
+@binder("mma")
+def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    decoded = DecodedMma.of(instruction.opcode)
+    if pc < machine.done_before:
+        return lambda lanes: None
+    if len(instruction.operands) != 4:
+        raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
+    machine.done_before = group(machine, pc)
+    parts = [each.operands for each in machine.code[pc : machine.done_before]]
+    all_a, all_b = (list(dict.fromkeys(part[i] for part in parts)) for i in (1, 2))
+    (tiles_a, tiles_b), count, kind = (
+        decoded.tiles,
+        len(decoded.accumulators),
+        "b32" if decoded.d == "f16" else decoded.d,
+    )
+
+    def readers(operand: ir.Operand, registers: int, type_name: str) -> list[Reader]:
+        return [machine.reader(register, type_name) for register in elements(operand, registers)]
+
+    a = [readers(operand, len(tiles_a), "b32") for operand in all_a]
+    b = [readers(operand, len(tiles_b), "b32") for operand in all_b]
+    work: list[Work] = [
+        (all_a.index(p[1]), all_b.index(p[2]), readers(p[3], count, kind),
+         [machine.writer(register, kind) for register in elements(p[0], count)])
+        for p in parts
+    ]  # fmt: skip
+    accumulate = accumulation(decoded)
+    chunk = min(CHUNK // len(work) // WARP * WARP, CHUNK // 4)
+
+    def multiply(lanes: Lanes) -> None:
+        left = numbers(matrices(a, tiles_a, lanes), decoded.a)
+        right = numbers(matrices(b, tiles_b, lanes, swap=True), decoded.b)
+        products = dots(left, right)
+        accumulate(products.reshape(len(products), len(a), 2, 8, len(b), 2, 4), work, lanes)
+
+    def run(lanes: Lanes, members: Array) -> None:
+        whole_warps(machine, instruction, lanes, members)
+        first, last = (lanes.start, lanes.stop) if isinstance(lanes, slice) else (0, len(lanes))
+        for start in range(first, last, chunk):
+            part = slice(start, min(start + chunk, last))
+            multiply(part if isinstance(lanes, slice) else lanes[part])
+
+    return together(machine, pc, EVERYBODY, run)
+
+
+def matrices(operands: list[list[Reader]], tiles: Tiles, lanes: Lanes, swap: bool = False) -> Array:
+    """Operands of all warps, below each other: bytes [warps, rows, bytes of k]; row 2 t + j at 4 j + t if `swap`."""
+    warps, (down, along) = count_of(lanes) // WARP, tiles[-1]  # the last tile of all
+    quads = np.empty((warps, len(operands), down + 1, 8, along + 1), QUAD)
+    for i, readers in enumerate(operands):
+        for read, (row, column) in zip(readers, tiles, strict=True):
+            values = np.ascontiguousarray(read(lanes))
+            values = (values if len(values) > 1 else np.repeat(values, WARP * warps)).view(QUAD).reshape(warps, 8)
+            if swap:
+                quads[:, i, row, :4, column], quads[:, i, row, 4:, column] = values[:, 0::2], values[:, 1::2]
+            else:
+                quads[:, i, row, :, column] = values
+    return quads.reshape(warps, -1, along + 1).view(np.uint8)
+
+
+def numbers(raw: Array, type_name: str) -> Array:
+    """Bytes [warps, rows, bytes of k] as numbers; the order of k is any, but the same for A and B."""
+    if type_name in ("f16", "bf16"):
+        return widen(raw.view(DTYPES[type_name]), type_name)
+    if type_name[1:] == "4":  # sixteen times the low halves of the bytes, then the high ones
+        raw = np.concatenate([raw << np.uint8(4), raw & np.uint8(0xF0)], axis=-1)
+    values = raw.view(np.int8 if type_name[0] == "s" else np.uint8).astype(np.float32)
+    return values if type_name[1:] == "8" else values * np.float32(1 / 16)
+
+
+def dots(a: Array, b: Array) -> Array:
+    """Each row of A times each column of B: [warps, rows, k] and [warps, columns, k] -> [warps, rows, columns]."""
+    result: Array = np.matmul(a, b.swapaxes(-1, -2))
+    return result
+
+
+def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], None]:
+    """Function that adds products [warps, A, tile, row, B, j, t], columns 2 t + j, to the accumulators of each mma."""
+    kind, places = np.dtype("i4" if decoded.d == "s32" else "f8"), decoded.accumulators
+
+    def add(c: Array, products: Array) -> Array:
+        if decoded.d != "s32":
+            return canonical((c + products).astype(c.dtype), decoded.d)
+        if decoded.saturates:
+            result: Array = np.add(c, products, dtype=np.int64).clip(*limits("s32")).astype(np.int32)
+        else:
+            result = c + products
+        return result
+
+    def accumulate(products: Array, work: list[Work], lanes: Lanes) -> None:
+        quads = products.astype(kind, copy=False).view(f"V{4 * kind.itemsize}")[..., 0]
+
+        def part(mma: Work, row: int, j: int) -> Array:
+            return np.ascontiguousarray(quads[:, mma[0], row, :, mma[1], j]).reshape(-1).view(kind)
+
+        for mma in work:
+            readers, writers = mma[2:]
+            if decoded.d == "f16":  # columns 2 t and 2 t + 1 in one register
+                pairs = [np.ascontiguousarray(read(lanes)).view(np.float16).reshape(-1, 2) for read in readers]
+                sums = [np.stack((part(mma, i, 0), part(mma, i, 1)), axis=1) for i, _ in places]
+                results = [add(*both).view(np.uint32)[:, 0] for both in zip(pairs, sums, strict=True)]
+            else:
+                results = [add(read(lanes), part(mma, *at)) for read, at in zip(readers, places, strict=True)]
+            for write, values in zip(writers, results, strict=True):
+                write(lanes, values)
+
+    return accumulate
+
+
+_INTEGERS = {"s8": np.int8, "u8": np.uint8}
+
+
+_INT32 = np.iinfo(np.int32)
+
+
+def registers_of(machine: Machine, operand: ir.Operand, count: int) -> Callable[[Lanes], Array]:
+    """Function: lanes, whole warps -> what a vector operand holds, u32 [warps, 32, count]."""
+    readers = [machine.reader(register, "b32") for register in elements(operand, count)]
+
+    def read(lanes: Lanes) -> Array:
+        return np.stack([reader(lanes).reshape(-1, 32) for reader in readers], axis=-1)
+
+    return read
+
+
+def integers(fragment: fragments.Fragment, registers: Array, type_name: str) -> Array:
+    """The matrices that registers hold: float32 of 8-bit integers, int64 of s32."""
+    if type_name == "s32":
+        return fragment.gather(registers, np.int32).astype(np.int64)
+    return fragment.gather(registers, _INTEGERS[type_name]).astype(np.float32)
+
+
+def to_int32(sums: Array, saturates: bool) -> Array:
+    """Accumulators int64 as s32: clamped, or modulo 2^32."""
+    return (sums.clip(_INT32.min, _INT32.max) if saturates else sums).astype(np.int32)

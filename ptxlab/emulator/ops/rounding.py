@@ -1,0 +1,176 @@
+"""Exact floating-point arithmetic in two float64s, and rounding from there to any type in any direction.
+
+A result is carried as `hi + lo`: hi the float64 nearest to the exact value, lo the exact rest. To a narrower type it
+goes by way of *round to odd* (hi with its last bit set if anything is missing), from where one more rounding gives
+what rounding the exact value would have given: no double rounding. (Boldo and Melquiond, "Emulation of FMA and
+correctly rounded sums".)
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+
+from ptxlab.emulator.front.types import Array
+
+TINY = {"f16": 2.0**-14, "f16x2": 2.0**-14, "bf16": 2.0**-126, "bf16x2": 2.0**-126, "f32": 2.0**-126, "f64": 2.0**-1022}
+CANONICAL_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF}
+_BITS = {"f16": "u2", "bf16": "u2", "f32": "u4", "f64": "u8"}
+
+
+def element(type_name: str) -> str:
+    """ "f16x2" -> "f16": the type of one number."""
+    return type_name.removesuffix("x2")
+
+
+def widen(raw: Array, type_name: str) -> Array:
+    """Register values -> float64, exactly: shape [n], or [n, 2] for a packed pair (low half first)."""
+    if type_name.endswith("x2"):
+        halves = np.ascontiguousarray(raw).view(np.uint16).reshape(-1, 2)
+        return widen(halves if type_name == "bf16x2" else halves.view(np.float16), element(type_name))
+    if type_name == "bf16":
+        return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+    return raw.astype(np.float64)
+
+
+def two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    """a + b as hi + lo, exactly; where hi overflowed, lo has the sign of what is missing."""
+    hi = a + b
+    back = hi - a
+    lo = (a - (hi - back)) + (b - back)
+    overflow = np.isinf(hi) & np.isfinite(a) & np.isfinite(b)
+    return hi, np.where(np.isfinite(hi), lo, np.where(overflow, -np.copysign(1.0, hi), 0.0))
+
+
+def directed_sum(a: Array, b: Array, mode: str) -> tuple[Array, Array]:
+    """`two_sum`, with the sign of zero that a rounding mode wants: rounding down, opposite numbers add up to -0."""
+    hi, lo = two_sum(a, b)
+    if mode == "rm":
+        hi = np.where((hi == 0) & (lo == 0) & (np.signbit(a) | np.signbit(b)), -0.0, hi)
+    return hi, lo
+
+
+def two_product(a: Array, b: Array) -> tuple[Array, Array]:
+    """a * b as hi + lo; exact as long as nothing over- or underflows."""
+
+    def halves(x: Array) -> tuple[Array, Array]:
+        big = x * 134217729.0  # 2^27 + 1
+        high = big - (big - x)
+        return high, x - high
+
+    hi = a * b
+    (ah, al), (bh, bl) = halves(a), halves(b)
+    lo = ((ah * bh - hi) + ah * bl + al * bh) + al * bl
+    return hi, np.where(np.isfinite(lo), lo, 0.0)
+
+
+def rest_sign(x: Array, y: Array, z: Array, type_name: str) -> Array:
+    """Sign of x - y * z, exactly, where y is a rounded quotient or root; 0 where anything is not finite."""
+    if type_name != "f64":  # far from the ends of float64's range
+        ph, pl = two_product(y, z)
+        result: Array = np.nan_to_num(np.sign((x - ph) - pl))
+        return result
+    signs = np.zeros(x.shape)
+    for i in np.flatnonzero(np.isfinite(x) & np.isfinite(z) & ~np.isnan(y)):
+        if np.isinf(y[i]):  # it overflowed, or z is zero
+            signs[i] = -np.sign(y[i] * z[i])
+        else:
+            rest = Fraction(x[i]) - Fraction(y[i]) * Fraction(z[i])
+            signs[i] = (rest > 0) - (rest < 0)
+    return np.nan_to_num(signs)
+
+
+def to_odd(hi: Array, lo: Array) -> Array:
+    """hi + lo truncated to float64, with the last bit set unless that is exact."""
+    hi, lo = np.broadcast_arrays(hi, lo)
+    bits = np.ascontiguousarray(hi).view(np.int64)
+    inexact_even = (lo != 0) & np.isfinite(hi) & (bits & 1 == 0)
+    outward = np.signbit(lo) == np.signbit(hi)
+    return np.where(inexact_even, bits + np.where(outward, 1, -1), bits).view(np.float64)
+
+
+def round_to(hi: Array, lo: Array | float, type_name: str, mode: str = "rn") -> Array:
+    """The exact value hi + lo as register values of a type; `mode` is rn, rz, rm or rp."""
+    if type_name.endswith("x2"):
+        rounded = round_to(hi, lo, element(type_name), mode)
+        return np.ascontiguousarray(rounded).view(np.uint32)[:, 0]
+    if type_name == "f64":
+        return _step(hi, hi, np.asarray(np.sign(lo)), "f64", mode)
+    exact = to_odd(hi, np.asarray(lo))
+    nearest = _nearest(exact, type_name)
+    if mode != "rn":
+        nearest = _step(nearest, widen(nearest, type_name), exact, type_name, mode)
+    if type_name not in CANONICAL_NAN:
+        return nearest
+    raw = nearest.view(_BITS[type_name])
+    canonical = np.where(np.isnan(exact), np.array(CANONICAL_NAN[type_name], raw.dtype), raw)
+    return canonical if type_name == "bf16" else canonical.view(nearest.dtype)
+
+
+def _nearest(x: Array, type_name: str) -> Array:
+    if type_name == "f32":
+        return x.astype(np.float32)
+    if type_name == "f16":
+        return x.astype(np.float16)
+    # bf16 is the upper half of a float32: make that float32 odd too, then round its bits to even
+    single = x.astype(np.float32)
+    bits = single.view(np.uint32)
+    missing = single.astype(np.float64) - x
+    inexact_even = np.isfinite(single) & (missing != 0) & (bits & 1 == 0)
+    too_large = np.signbit(missing) == np.signbit(single)
+    bits = np.where(inexact_even, bits + np.where(too_large, -1, 1), bits).astype(np.uint32)
+    overflowed = np.isinf(single)
+    rounded = bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))
+    return (np.where(overflowed, bits, rounded) >> np.uint32(16)).astype(np.uint16)
+
+
+def _step(nearest: Array, value: Array, exact: Array, type_name: str, mode: str) -> Array:
+    """Move a nearest value one step where the direction wants it. (For f64, `exact` is the sign of what is missing.)"""
+    if mode == "rn":
+        return nearest
+    above = exact < 0 if type_name == "f64" else value > exact  # the nearest value lies above the exact one
+    below = exact > 0 if type_name == "f64" else value < exact
+    negative = np.signbit(value)
+    toward_zero = {"rz": np.where(negative, below, above), "rm": above & ~negative, "rp": below & negative}[mode]
+    away = {"rz": np.zeros_like(negative), "rm": above & negative, "rp": below & ~negative}[mode]
+    bits = np.ascontiguousarray(nearest).view(_BITS[type_name])
+    moved = bits - toward_zero.astype(bits.dtype) + away.astype(bits.dtype)
+    result: Array = moved if type_name == "bf16" else moved.view(nearest.dtype)
+    return result
+
+
+def fused(a: Array, b: Array, c: Array, type_name: str, mode: str) -> Array:
+    """a * b + c of float64 arrays that hold values of a type, rounded once."""
+    if element(type_name) != "f64":
+        return round_to(*directed_sum(a * b, c, mode), type_name, mode)  # the product is exact: at most 48 bits
+    a, b, c = np.broadcast_arrays(a, b, c)
+    ph, pl = two_product(a, b)
+    sh, sl = two_sum(c, pl)
+    vh, vl = two_sum(ph, sh)
+    hi, lo = two_sum(vh, to_odd(*two_sum(sl, vl)))
+    result = round_to(np.where(np.isfinite(vh), hi, a * b + c), np.where(np.isfinite(vh), lo, 0.0), "f64", mode)
+    result = np.where(result == 0, directed_sum(a * b, c, mode)[0], result)  # the sign of an exact zero
+    # near the ends of the exponent range two_product is not exact: take those lanes one by one
+    size = np.abs(np.stack((a, b, c, ph)))
+    tiny = (np.abs(ph) < 2.0**-900) & (a != 0) & (b != 0)
+    unsafe = ((size > 2.0**900).any(axis=0) | tiny) & np.isfinite(size[:3]).all(axis=0)
+    for i in np.flatnonzero(unsafe):
+        result[i] = _fused_exactly(float(a[i]), float(b[i]), float(c[i]), mode)
+    return result
+
+
+def _fused_exactly(a: float, b: float, c: float, mode: str) -> float:
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if exact == 0:
+        return float(directed_sum(np.array([a * b]), np.array([c]), mode)[0][0])
+    try:
+        nearest = float(exact)  # correctly rounded
+    except OverflowError:
+        nearest = np.inf if exact > 0 else -np.inf
+    error = 0 if np.isfinite(nearest) and Fraction(nearest) == exact else 1
+    if error and np.isfinite(nearest):
+        error = 1 if exact > Fraction(nearest) else -1
+    elif error:
+        error = -1 if exact > 0 else 1
+    return float(round_to(np.array([nearest]), np.array([float(error)]), "f64", mode)[0])

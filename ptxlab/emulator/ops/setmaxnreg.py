@@ -1,0 +1,86 @@
+"""setmaxnreg: registers change nothing here, but who gives and who takes them has to add up."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, Unit, binder
+from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import Array
+from ptxlab.errors import EmulationError
+
+LEAST, MOST = 24, 256
+OF_A_BLOCK = 65536
+_GROUP = 4  # warps
+
+
+@binder("setmaxnreg")
+def _set(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    _, action, *more = instruction.opcode.split(".")
+    if action not in ("inc", "dec") or more != ["sync", "aligned", "u32"]:
+        raise UnknownOpcode(instruction.opcode)
+    (count,) = instruction.operands
+    if not isinstance(count, ir.Immediate) or not LEAST <= count.bits <= MOST or count.bits % 8:
+        raise ValueError(f"the number of registers has to be a multiple of 8 from {LEAST} to {MOST}")
+
+    budget = machine.unit(RegisterBudget)
+
+    def change(lanes: Lanes, members: Array) -> None:
+        whole_warps(machine, instruction, lanes, members)
+        budget.change(instruction, indices_of(lanes)[::32] // 32, count.bits, grows=action == "inc")
+
+    return together(machine, pc, EVERYBODY, change)
+
+
+class RegisterBudget(Unit):
+    """How many registers each warp has, where that is known: from `.maxnreg`, or its first setmaxnreg."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        warps = machine.lanes // 32
+        self.registers = np.full(warps, machine.launch.entry.directives.get("maxnreg", (0,))[0])
+        self.history: list[list[Instruction]] = [[] for _ in range(warps)]
+        self.per_block = machine.stride // 32
+
+    def change(self, instruction: Instruction, warps: Array, count: int, grows: bool) -> None:
+        """Some warps execute a setmaxnreg."""
+        for warp in warps.tolist():
+            before = int(self.registers[warp])
+            if before and (count < before if grows else count > before):
+                change = "increase" if grows else "decrease"
+                self.fail(instruction, warp, f"the warp has {before} registers per thread, so this is no {change}")
+            self.registers[warp] = count
+            self.history[warp].append(instruction)
+            self.check_sum(instruction, warp)
+
+    def check_sum(self, instruction: Instruction, warp: int) -> None:
+        """When all warps of a block that set anything have done so equally often, what they have has to exist."""
+        first = warp // self.per_block * self.per_block
+        block = slice(first, first + self.per_block)
+        if len({len(history) for history in self.history[block] if history}) == 1:
+            total = 32 * int(self.registers[block].sum())
+            if total > OF_A_BLOCK:
+                self.fail(instruction, warp, f"the block's warps then have {total} registers, more than {OF_A_BLOCK}")
+
+    def finish(self) -> None:
+        """All four warps of a warp group execute the same setmaxnreg: looked at in the end."""
+        for first in range(0, len(self.history), self.per_block):
+            block = self.history[first : first + self.per_block]
+            for start in range(0, len(block), _GROUP):
+                group = block[start : start + _GROUP]
+                longest = max(group, key=len)
+                for i, history in enumerate(group):
+                    if history != longest:
+                        instruction = longest[min(len(history), len(longest) - 1)]
+                        problem = "not all warps of the warp group execute this"
+                        self.fail(
+                            instruction, first + start + i, f"{problem}: one that does not is that of this thread"
+                        )
+
+    def fail(self, instruction: Instruction, warp: int, problem: str) -> None:
+        """Raise for a warp."""
+        raise EmulationError(f"{self.machine.fault_place(instruction, 32 * warp)}: {problem}")

@@ -1,0 +1,226 @@
+"""Waiting for each other: barriers of a block, and the meeting of a warp's lanes before `.sync` instructions.
+
+Both park lanes with what they wait for, and put them back among the ready ones when it has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from ptxlab.emulator.core.access import SCOPES
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, count_of, indices_of, merge, split
+from ptxlab.emulator.core.machine import Machine, Parked, Unit, binder
+from ptxlab.emulator.core.warp import meet
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction, Operand
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.types import Array
+from ptxlab.errors import EmulationError
+
+# What a fence between the ways to memory makes visible to the copy engine
+PROXY_FENCES = {
+    "mbarrier_init.release": ("mbarrier",),
+    "proxy.alias": (),
+    "proxy.tensormap::generic.acquire": (),  # a kernel here cannot change its tensor maps
+    "proxy.tensormap::generic.release": (),
+    "proxy.async": ("mbarrier", "shared", "global"),
+    "proxy.async.global": ("global",),
+    "proxy.async.shared::cta": ("mbarrier", "shared"),
+    "proxy.async.shared::cluster": ("mbarrier", "shared"),
+}
+
+# Warps
+
+
+# Blocks
+
+
+BARRIERS = 16  # of a block
+
+
+@dataclass(eq=False)
+class Barrier:
+    """Barrier `number` of a block, with somebody at it; `expected` threads complete it, None stands for all."""
+
+    block: int
+    number: int
+    expected: int | None
+    first: Instruction  # that anybody executed
+    present: Array  # bool per lane of the block
+    waiting: list[Parked] = field(default_factory=list)
+    finish: Callable[[Lanes], None] | None = None  # writes the results of bar.red
+
+    def is_complete(self, machine: Machine) -> bool:
+        """Whether all have come. A warp counts in whole, whatever of it has ended."""
+        alive = machine.alive.reshape(-1, machine.stride)[self.block]
+        warps_here = np.repeat(self.present.reshape(-1, 32).any(axis=1), 32)
+        come = np.count_nonzero(self.present | (~alive & warps_here))
+        return not (alive & ~self.present).any() if self.expected is None else bool(come >= self.expected)
+
+    def release(self, machine: Machine) -> None:
+        """Let everybody go."""
+        released = None
+        for parked in self.waiting:
+            released = parked.lanes if released is None else merge(released, parked.lanes)
+        for watcher in machine.watchers:
+            watcher.depart((self.block, self.number), released)
+        if self.finish is not None and released is not None:
+            self.finish(released)
+        for parked in self.waiting:
+            machine.put(parked.pc + 1, parked.lanes)
+
+
+class BlockBarriers(Unit):
+    """Those with somebody at them."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.at: dict[tuple[int, int], Barrier] = {}  # by block of the wave, and number
+
+    def look_at(self, barrier: Barrier) -> None:
+        """Let everybody go if all have come."""
+        if barrier.is_complete(self.machine):
+            del self.at[barrier.block, barrier.number]
+            barrier.release(self.machine)
+
+    def look_again(self) -> None:
+        """Threads that have ended are not waited for."""
+        for barrier in list(self.at.values()):
+            self.look_at(barrier)
+
+    def waiters(self) -> Iterator[Parked]:
+        """At all barriers."""
+        return (parked for barrier in self.at.values() for parked in barrier.waiting)
+
+    def state(self) -> object:
+        """Who has come."""
+        return [(*key, barrier.present.tobytes()) for key, barrier in self.at.items()]
+
+
+def check_barrier(numbers: Array, expected: Array | None) -> None:
+    """Refuse barriers that there are not, and numbers of threads that are not those of whole warps."""
+    if (numbers >= BARRIERS).any():
+        raise ValueError(f"a block has barriers 0 to {BARRIERS - 1} (got {numbers.max()})")
+    if expected is not None and (wrong := (expected % 32 != 0) | (expected == 0)).any():
+        raise ValueError(f"the number of threads has to be a multiple of 32 (got {expected[wrong][0]})")
+
+
+@binder("bar", "barrier")
+def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    modifiers = [m for m in instruction.opcode.split(".")[1:] if m not in ("cta", "aligned")]
+    operands = list(instruction.operands)
+    if modifiers == ["warp", "sync"]:
+        return _warp_barrier(machine, instruction, pc)
+    finish = None
+    if modifiers[:1] == ["red"] and len(modifiers) == 3:
+        finish = _reduction(machine, modifiers[1], operands.pop(0), operands.pop())
+    elif modifiers not in (["sync"], ["arrive"]):
+        raise UnknownOpcode(instruction.opcode)
+    waits = modifiers != ["arrive"]
+    if len(operands) > 2 or (len(operands) == 1 and not waits):
+        raise ValueError(
+            f"{instruction.opcode} takes a barrier{' and, maybe,' if waits else ' and'} a number of threads"
+        )
+    read_number = machine.reader(operands[0], "u32")
+    read_expected = machine.reader(operands[1], "u32") if len(operands) > 1 else None
+    barriers, watchers, stride = machine.unit(BlockBarriers), machine.watchers, machine.stride
+    is_constant = all(isinstance(operand, ir.Immediate) for operand in operands)
+    if is_constant:
+        check_barrier(read_number(slice(0, 1)), read_expected and read_expected(slice(0, 1)))
+
+    def barrier(lanes: Lanes) -> Successors:
+        indices = indices_of(lanes)
+        numbers = np.broadcast_to(read_number(lanes), indices.shape)
+        expected = np.broadcast_to(read_expected(lanes), indices.shape) if read_expected else None
+        if not is_constant:
+            try:
+                check_barrier(numbers, expected)
+            except ValueError as error:
+                raise EmulationError(f"{machine.place(instruction, lanes)}: {error}") from None
+        simple = finish is None and waits and expected is None and not barriers.at and not watchers
+        if simple and count_of(lanes) == machine.living and (numbers == numbers[0]).all():
+            return None
+        keys = indices // stride * BARRIERS + numbers
+        for key in np.unique(keys):
+            here = keys == key
+            block, number = divmod(int(key), BARRIERS)
+            for threads in [None] if expected is None else np.unique(expected[here]).tolist():
+                arrive(block, number, threads, indices[here if threads is None else here & (expected == threads)])
+        return [] if waits else None
+
+    def arrive(block: int, number: int, threads: int | None, indices: Array) -> None:
+        lanes = as_lanes(indices)
+        at = barriers.at.get((block, number))
+        if at is None:
+            at = barriers.at[block, number] = Barrier(block, number, threads, instruction, np.zeros(stride, bool))
+        elif (threads or stride) != (at.expected or stride):
+            first = f"{at.expected or 'all'} at {at.first.seen_from(instruction)}"
+            problem = f"{threads or 'all'} threads are to meet at barrier {number}, but {first}"
+            raise EmulationError(f"{machine.place(instruction, lanes)}: {problem}")
+        for watcher in watchers:
+            watcher.arrive((block, number), lanes)
+        at.present[indices % stride] = True
+        if waits:
+            wanted = "all threads" if threads is None else f"{threads} threads"
+            at.waiting.append(Parked(pc, lanes, f"{wanted} of its block at barrier {number}"))
+            at.finish = finish
+        barriers.look_at(at)
+
+    return barrier
+
+
+def _reduction(machine: Machine, kind: str, target: Operand, source: Operand) -> Callable[[Lanes], None]:
+    write = machine.writer(target, "u32" if kind == "popc" else "pred")
+    read = machine.reader(source, "pred")
+    if kind not in ("popc", "and", "or"):
+        raise UnknownOpcode(f"bar.red.{kind}")
+    combine: dict[str, Callable[[Array], Any]] = {"popc": np.count_nonzero, "and": np.all, "or": np.any}
+    return lambda lanes: write(lanes, np.array([combine[kind](read(lanes))]))
+
+
+def _warp_barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    read = machine.reader(instruction.operands[0], "u32")
+
+    def warp_barrier(lanes: Lanes) -> Successors:
+        masks = np.broadcast_to(read(lanes), (count_of(lanes),))
+        on: list[tuple[int, Lanes]] = []
+        for mask in np.unique(masks):  # lanes that name different members do not meet
+            chosen, _ = split(lanes, masks == mask)
+            assert chosen is not None
+            complete = meet(machine, ("bar.warp.sync", int(mask)), pc, chosen, masks[masks == mask])
+            for watcher in machine.watchers if complete else ():
+                watcher.converge(reduce(merge, complete.values()))
+            if complete.get(pc) is lanes and len(complete) == 1:
+                return None
+            on += [(at + 1, those) for at, those in complete.items()]
+        return on
+
+    return warp_barrier
+
+
+@binder("membar", "fence")
+def _fence(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    name, *parts = instruction.opcode.split(".")
+    kind = ".".join(part for part in parts if part not in SCOPES)
+    watchers = machine.watchers
+    if (name == "membar" and parts and kind in ("", "gl")) or kind in ("sc", "acq_rel", "acquire", "release"):
+
+        def fence(lanes: Lanes) -> None:
+            for watcher in watchers:
+                watcher.fence(lanes)
+
+        return fence
+    spaces = PROXY_FENCES.get(kind)
+    if spaces is None:
+        raise UnknownOpcode(instruction.opcode)
+
+    def proxy_fence(lanes: Lanes) -> None:
+        for watcher in watchers:
+            watcher.proxy_fence(lanes, spaces)
+
+    return proxy_fence

@@ -1,0 +1,308 @@
+"""mbarrier: barriers in shared memory that count arrivals and bytes, phase by phase.
+
+The state is kept here, by the object's place in the arena; memory holds a mark that shows whether something wrote over
+it. A lane whose test_wait or try_wait fails is parked until the phase completes. If nothing else can run, it goes on
+with "not yet", as hardware does after a while; a deadlock is reported once that has been in vain for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+import numpy as np
+
+from ptxlab.emulator.core.access import SCOPES, MemoryAccess
+from ptxlab.emulator.core.addressing import locator
+from ptxlab.emulator.core.effect_queue import EffectQueue
+from ptxlab.emulator.core.lanes import Handler, Lanes, Successors, as_lanes, indices_of
+from ptxlab.emulator.core.machine import Machine, Parked, Unit, binder
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Instruction
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import Array
+from ptxlab.errors import EmulationError
+
+Finish = Callable[[int, Lanes, bool], None]  # tells lanes that wait at a place whether the phase is complete
+
+# So often in a row, when nothing else can run, whoever waits is told "not yet" before that counts as a deadlock.
+PATIENCE = 50
+LARGEST = (1 << 20) - 1  # arrivals, and bytes in flight
+_MARK = np.uint64(0x6D62_6172_7269_6572)
+_PENDING = 20  # bits of a state token below its phase
+
+
+class MBarrier:
+    """One object: `count` arrivals and all bytes complete a phase."""
+
+    def __init__(self, machine: Machine, place: int, count: int, instruction: Instruction) -> None:
+        self.machine, self.place, self.instruction = machine, place, instruction
+        self.count = self.missing = count
+        self.bytes = 0  # expected and not yet copied; negative if the copy came first
+        self.phase = 0  # phases completed so far
+        self.waiting: list[tuple[Parked, Finish]] = []  # for the current phase
+
+    def arrive(self, count: int, drop: bool = False) -> None:
+        """Threads arrive; with `drop` they will not be expected in later phases."""
+        if not 1 <= count <= self.missing:
+            raise ValueError(f"{count} arrivals, but {self} expects {self.missing} more in this phase")
+        self.missing -= count
+        self.count -= count if drop else 0
+        self.look()
+
+    def expect(self, size: int) -> None:
+        """Bytes are to come; negative: have come."""
+        self.bytes += size
+        if abs(self.bytes) > LARGEST:
+            raise ValueError(f"{self} expects {self.bytes} bytes, beyond {LARGEST}")
+        self.look()
+
+    def look(self) -> None:
+        """Complete the phase if nothing is missing, and let those go who waited for that."""
+        self.machine.unit(MBarriers).vain = 0
+        if self.missing or self.bytes:
+            return
+        self.phase, self.missing = self.phase + 1, self.count
+        for watcher in self.machine.watchers:
+            watcher.phase_complete(self.place)
+        self.answer(True)
+
+    def answer(self, done: bool) -> None:
+        """Tell those who wait."""
+        waiting, self.waiting = self.waiting, []
+        for parked, finish in waiting:
+            finish(self.place, parked.lanes, done)
+            self.machine.put(parked.pc + 1, parked.lanes)
+
+    def __str__(self) -> str:
+        return f"the mbarrier at {self.machine.memory.byte(self.place)}"
+
+    def waiters(self) -> Iterator[Parked]:
+        """Who waits, for what."""
+        why = f"phase {self.phase} of {self}: {self.missing} of {self.count} arrivals are missing"
+        if self.bytes:
+            why += f", and {self.bytes} bytes" if self.bytes > 0 else f"; {-self.bytes} bytes came that nobody expected"
+        for parked, _ in self.waiting:
+            yield Parked(parked.pc, parked.lanes, why)
+
+
+class MBarriers(Unit):
+    """Those of a wave."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(machine)
+        self.at: dict[int, MBarrier] = {}  # by arena offset
+        self.vain = 0  # how often in a row whoever waits has been told "not yet"
+        machine.unit(EffectQueue).mbarriers = self.at
+
+    def answer_in_vain(self) -> bool:
+        """Tell whoever waits "not yet", as hardware does after a while."""
+        waited_at = [barrier for barrier in self.at.values() if barrier.waiting]
+        self.vain += 1
+        if not waited_at or self.vain > PATIENCE:
+            return False
+        for barrier in waited_at:
+            barrier.answer(False)
+        return True
+
+    def waiters(self) -> Iterator[Parked]:
+        """At all mbarriers."""
+        return (parked for barrier in self.at.values() for parked in barrier.waiters())
+
+    def state(self) -> object:
+        """What each has counted."""
+        return [(b.place, b.missing, b.bytes, b.phase, len(b.waiting)) for b in self.at.values()]
+
+
+class MBarrierOperand:
+    """Finds the objects at an address operand."""
+
+    def __init__(self, machine: Machine, instruction: Instruction, space: str, address: ir.Operand, kind: str) -> None:
+        order = "relaxed" if kind == "load" else "weak"
+        self.machine, self.instruction, self.mbarriers = machine, instruction, machine.unit(MBarriers)
+        self.access = MemoryAccess(instruction, kind, space, order, "b64", 1, ())
+        self.locate = locator(machine, self.access, address)
+
+    def fail(self, lane: int, problem: str) -> NoReturn:
+        """Raise for a lane."""
+        raise EmulationError(f"{self.machine.fault_place(self.instruction, lane)}: {problem}")
+
+    def objects(self, lanes: Lanes, offsets: Array | None = None) -> Iterator[tuple[MBarrier, Array]]:
+        """The mbarriers that lanes point to (or that are at these offsets), each with the positions of these lanes."""
+        offsets = self.locate(lanes) if offsets is None else offsets
+        for watcher in self.machine.watchers:
+            watcher.load(self.access, lanes, offsets)
+        order = np.argsort(offsets, kind="stable")
+        places, first = np.unique(offsets[order], return_index=True)
+        for place, who in zip(places.tolist(), np.split(order, first[1:]), strict=True):
+            barrier = self.mbarriers.at.get(place)
+            if barrier is None:
+                where = self.machine.memory.byte(place)
+                self.fail(indices_of(lanes)[who[0]], f"there is no initialised mbarrier at {where}")
+            if self.machine.memory.view[8][place // 8] != _MARK:
+                self.fail(indices_of(lanes)[who[0]], f"something has written over {barrier}")
+            yield barrier, who
+
+
+@binder("mbarrier")
+def _mbarrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
+    opcode = Opcode(instruction.opcode)
+    action = opcode.choice(*_ACTIONS)
+    space = opcode.choice("shared", "shared::cta", "shared::cluster", default="generic")
+    if not opcode.flag("b64"):
+        raise UnknownOpcode(instruction.opcode)
+    handler = _ACTIONS[action](machine, instruction, pc, opcode, space)
+    if opcode.modifiers:
+        raise UnknownOpcode(instruction.opcode)
+    return handler
+
+
+def _init(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
+    at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "store")
+    read = machine.reader(instruction.operands[1], "u32")
+
+    def init(lanes: Lanes) -> None:
+        offsets = at.locate(lanes)
+        for watcher in machine.watchers:
+            watcher.store(at.access, lanes, offsets, np.full(len(offsets), _MARK))
+            watcher.begin(instruction, lanes, offsets)
+        counts = np.broadcast_to(read(lanes), offsets.shape)
+        for lane, place, count in zip(indices_of(lanes).tolist(), offsets.tolist(), counts.tolist(), strict=True):
+            if not 1 <= count <= LARGEST:
+                at.fail(lane, f"an mbarrier expects 1 to {LARGEST} arrivals, not {count}")
+            if place in at.mbarriers.at:
+                line = at.mbarriers.at[place].instruction.line
+                at.fail(lane, f"the mbarrier at {machine.memory.byte(place)} is initialised already, by line {line}")
+            at.mbarriers.at[place] = MBarrier(machine, place, count, instruction)
+        machine.memory.view[8][offsets // 8] = _MARK
+
+    return init
+
+
+def _invalidate(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
+    at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "store")
+
+    def invalidate(lanes: Lanes) -> None:
+        for barrier, who in at.objects(lanes):
+            if barrier.waiting:
+                at.fail(indices_of(lanes)[who[0]], f"threads still wait at {barrier}")
+            del at.mbarriers.at[barrier.place]
+
+    return invalidate
+
+
+def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
+    """expect_tx and complete_tx."""
+    opcode.flag("relaxed")
+    opcode.choice(*SCOPES, default="cta")
+    at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "load")
+    read = machine.reader(instruction.operands[1], "u32")
+    sign = 1 if "expect_tx" in instruction.opcode else -1
+
+    def transact(lanes: Lanes) -> None:
+        sizes = np.broadcast_to(read(lanes), len(indices_of(lanes))).astype(np.int64)
+        for barrier, who in at.objects(lanes):
+            for i in who:
+                try:
+                    barrier.expect(sign * int(sizes[i]))
+                except ValueError as error:
+                    at.fail(indices_of(lanes)[i], str(error))
+
+    return transact
+
+
+def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
+    """arrive and arrive_drop, perhaps with expect_tx or noComplete."""
+    drop, expects, partial = "arrive_drop" in instruction.opcode, opcode.flag("expect_tx"), opcode.flag("noComplete")
+    releases = opcode.choice("release", "relaxed", default="release") == "release"
+    opcode.choice(*SCOPES, default="cta")
+    state, address, *argument = instruction.operands
+    at = MBarrierOperand(machine, instruction, space, address, "load")
+    write = machine.writer(state, "u64")
+    read = machine.reader(argument[0] if argument else ir.Immediate(1), "u32")
+    if (expects or partial) and not argument:
+        raise ValueError("the count is missing")
+
+    def change(barrier: MBarrier, argument: int) -> None:
+        if partial and argument >= barrier.missing:
+            raise ValueError(f"{instruction.opcode} would complete a phase of {barrier}")
+        if expects:
+            barrier.expect(argument)
+        barrier.arrive(1 if expects else argument, drop)
+
+    def arrive(lanes: Lanes) -> None:
+        indices = indices_of(lanes)
+        arguments = np.broadcast_to(read(lanes), indices.shape).tolist()
+        tokens = np.zeros(len(indices), np.uint64)
+        for barrier, who in at.objects(lanes):
+            for watcher in machine.watchers if releases else ():
+                watcher.phase_arrive(barrier.place, as_lanes(indices[who]))
+            if not (drop or expects or partial or argument) and len(who) <= barrier.missing:  # one each
+                tokens[who] = barrier.phase << _PENDING | barrier.missing - np.arange(len(who))
+                barrier.arrive(len(who))
+                continue
+            for i in who.tolist():
+                tokens[i] = barrier.phase << _PENDING | barrier.missing
+                try:
+                    change(barrier, arguments[i])
+                except ValueError as error:
+                    at.fail(indices[i], str(error))
+        write(lanes, tokens)
+
+    return arrive
+
+
+def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
+    """test_wait and try_wait, by state or by parity; the hint how long to wait says nothing here."""
+    parity = opcode.flag("parity")
+    acquires = opcode.choice("acquire", "relaxed", default="acquire") == "acquire"
+    opcode.choice(*SCOPES, default="cta")
+    target, address, expected = instruction.operands[:3]
+    pending = machine.unit(EffectQueue)
+    at = MBarrierOperand(machine, instruction, space, address, "load")
+    write, read = machine.writer(target, "pred"), machine.reader(expected, "u32" if parity else "u64")
+
+    def done(barrier: MBarrier, wanted: Array) -> Array:
+        if parity:
+            return np.asarray(wanted & 1 != barrier.phase & 1)
+        return np.asarray(wanted >> np.uint64(_PENDING) < np.uint64(barrier.phase))
+
+    def finish(place: int, lanes: Lanes, success: bool) -> None:
+        if success:
+            pending.observe(place)
+        for watcher in machine.watchers if success and acquires else ():
+            watcher.phase_wait(place, lanes)
+        write(lanes, np.array([success]))
+
+    def wait(lanes: Lanes) -> Successors:
+        indices = indices_of(lanes)
+        wanted, success = np.broadcast_to(read(lanes), indices.shape), np.zeros(len(indices), bool)
+        for barrier, who in at.objects(lanes):
+            success[who] = done(barrier, wanted[who])
+            if len(yes := who[success[who]]):
+                finish(barrier.place, as_lanes(indices[yes]), True)
+            if len(no := who[~success[who]]):
+                barrier.waiting.append((Parked(pc, as_lanes(indices[no]), ""), finish))
+        if success.all():
+            return None
+        return [(pc + 1, as_lanes(indices[success]))] if success.any() else []
+
+    return wait
+
+
+def _pending_count(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, space: str) -> Handler:
+    write, read = machine.writer(instruction.operands[0], "u32"), machine.reader(instruction.operands[1], "u64")
+    return lambda lanes: write(lanes, (read(lanes) & np.uint64(LARGEST)).astype(np.uint32))
+
+
+_ACTIONS: dict[str, Callable[[Machine, Instruction, int, Opcode, str], Handler]] = {
+    "init": _init,
+    "inval": _invalidate,
+    "arrive": _arrive,
+    "arrive_drop": _arrive,
+    "expect_tx": _transactions,
+    "complete_tx": _transactions,
+    "test_wait": _wait,
+    "try_wait": _wait,
+    "pending_count": _pending_count,
+}

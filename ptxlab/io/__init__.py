@@ -1,0 +1,1 @@
+"""Files: reading and writing them whole, checkpoints, arrays of other libraries by DLPack."""

@@ -1,0 +1,146 @@
+"""Weights out of and into safetensors files, one tensor at a time, as NumPy arrays."""
+
+import json
+import os
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from ptxlab.errors import ArgumentError, FileError
+from ptxlab.io.files import write_whole
+
+FLOATS = ("F16", "BF16", "F32", "F64")  # safetensors' names of the dtypes that can be read here
+_TRANSFORMER_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a file: its name, shape, dtype as safetensors spells it, and size in bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+
+
+class Checkpoint:
+    """An open safetensors file: `tensors` maps names to `TensorInfo`, `metadata` is its own, `read` gives one tensor.
+
+    The safetensors library checks the header (its length against the file and against 100 MB, every shape and offset)
+    before anything is allocated. Raises FileError if the file is missing, truncated or of another format.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FileError(f"{self.path}: no such file")
+        try:
+            self._file = cast(Any, safe_open(self.path, framework="np"))  # its methods are not annotated
+            names = list(self._file.keys())
+            self.metadata: dict[str, str] = self._file.metadata() or {}
+        except (SafetensorError, OSError) as error:
+            raise FileError(f"{self.path}: not a readable safetensors file ({error})") from error
+        self.tensors = {name: self._info(name) for name in names}
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """The tensor `name` as float16, float32 or float64; bfloat16 comes as float32, exactly.
+
+        Raises ArgumentError for a name that is not in the file, FileError for a dtype that is not in `FLOATS`.
+        """
+        if name not in self.tensors:
+            raise ArgumentError("tensor", f"must be one of the {len(self.tensors)} tensors of {self.path}", name)
+        info = self.tensors[name]
+        if info.dtype not in FLOATS:
+            raise FileError(f"{self.path}: {name} has dtype {info.dtype}, not one of {', '.join(FLOATS)}")
+        if info.dtype == "BF16":
+            return self._read_bfloat16(info)
+        tensor: npt.NDArray[Any] = self._file.get_tensor(name)
+        return tensor
+
+    def read_bytes(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes u8 [nbytes] of the tensor `name`, of whatever dtype."""
+        data_start, header = self._header
+        begin, end = header[name]["data_offsets"]
+        return np.fromfile(self.path, dtype=np.uint8, count=end - begin, offset=data_start + begin)
+
+    def _read_bfloat16(self, info: TensorInfo) -> npt.NDArray[np.float32]:
+        """NumPy has no bfloat16, so the library cannot give it; its bits are the upper half of a float32's."""
+        bits = self.read_bytes(info.name).view("<u2").astype(np.uint32)
+        bits <<= np.uint32(16)
+        return bits.view(np.float32).reshape(info.shape)
+
+    def _info(self, name: str) -> TensorInfo:
+        entry = self._header[1][name]
+        begin, end = entry["data_offsets"]
+        return TensorInfo(name, tuple(entry["shape"]), entry["dtype"], end - begin)
+
+    @cached_property
+    def _header(self) -> tuple[int, dict[str, Any]]:
+        """Where the tensors' bytes start, and the header that the library has already found valid."""
+        with self.path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            return 8 + length, json.loads(file.read(length))
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    tensors: Iterable[TensorInfo],
+    contents: Iterable[tuple[str, npt.NDArray[Any]]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write a safetensors file whose `tensors` are known before their `contents`, which may come in any order.
+
+    The header is written first, then each array (C order, of the size announced) at its place, so that memory is
+    bounded by the largest. The file appears under its name only when it is complete: whatever `contents` raises leaves
+    nothing behind. Raises FileError if it cannot be written, ArgumentError for two tensors of one name.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    begin, places = 0, {}
+    # The widest elements first, as the format's own writer has it, so that every tensor is aligned to its elements.
+    for info in sorted(tensors, key=_width, reverse=True):
+        if info.name in header:
+            raise ArgumentError("tensors", "must have different names", info.name)
+        end = begin + info.nbytes
+        header[info.name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [begin, end]}
+        places[info.name] = range(begin, end)
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    def write(file: BinaryIO) -> None:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, array in contents:
+            place = places.pop(name)
+            if array.nbytes != len(place):
+                raise ValueError(f"{name}: {len(place)} bytes announced, {array.nbytes} given")
+            file.seek(8 + len(text) + place.start)
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        if places:
+            raise ValueError(f"announced and not given: {', '.join(places)}")
+
+    write_whole(Path(path), write)
+
+
+def _width(info: TensorInfo) -> int:
+    """Bytes per element; 0 for an empty tensor, which may lie anywhere."""
+    return info.nbytes // max(1, prod(info.shape))
+
+
+def encoder_matrices(path: str | os.PathLike[str]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
+    """The name and array of every weight matrix inside a transformer layer (`layer.3.`, `layers.3.`) of a file.
+
+    Embeddings, heads, vectors and tensors of other dtypes are left out. Raises FileError as `Checkpoint` does.
+    """
+    checkpoint = Checkpoint(path)
+    for info in checkpoint.tensors.values():
+        if _TRANSFORMER_LAYER.search(info.name) and len(info.shape) == 2 and info.dtype in FLOATS:
+            yield info.name, checkpoint.read(info.name)

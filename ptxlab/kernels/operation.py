@@ -1,0 +1,369 @@
+"""`Operation`: the one way of a public call to the GPU.
+
+check -> choose -> prepare -> views -> capture rules -> workspace -> launch. A family declares what differs: what a call
+checks (a `Call`), which kernels it takes and what they need (`Prepared`), what it does on the host. What stays between
+calls is kept here: prepared kernels, calls that need no checks any more, and the device memory of every stream.
+
+A call skips the first three where one like it has been launched: with equal options, and arrays of the same dtypes,
+shapes and devices. Checks look at nothing else, so they would say the same. Whatever differs goes the whole way.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.runtime.backends import BACKENDS
+from ptxlab.runtime.plan import Plan
+from ptxlab.spec import Arg, Sizes
+from ptxlab.spec.dtypes import name_of, storage
+from ptxlab.validate import is_one_of
+
+MOST = 4096  # kernels, and calls, that are remembered
+_ALIGNMENT = 16  # bytes
+
+Results = Mapping[str, Any]  # what a call has made, by the kernels' names
+
+
+class Scratch(NamedTuple):
+    """Memory that a kernel needs besides its operands."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    nbytes: int
+
+    @classmethod
+    def of(cls, arg: Arg, sizes: Sizes) -> "Scratch":
+        """What an argument takes at these sizes."""
+        return cls(arg.name, arg.resolve(sizes), storage(str(arg.dtype)), arg.nbytes(sizes))
+
+
+class CallArray(NamedTuple):
+    """An array of a call, by the kernels' name for it; one that is None is a result, which the call has to make.
+
+    `label` is for messages. Without a dtype only the device is looked at: the rest is the concern of whoever packed it.
+    `lacking` and `got` say in a capture, where no result can be made, that there is none.
+    """
+
+    name: str
+    label: str
+    array: Any
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    lacking: str = "must be given in a capture: make an array {shape} of {dtype} before"
+    got: str = "nothing"
+
+    def view(self, device: int) -> gpu.View:
+        """The array as a launch takes it; ArgumentError unless it is what it has to be, on that device."""
+        view = gpu.view(self.label, self.array)
+        if self.dtype:
+            return view.require(self.label, self.dtype, self.shape, device)
+        if view.device != device:
+            raise ArgumentError(self.label, f"on the current device {device}", f"device {view.device}")
+        return view
+
+
+class Call(Protocol):
+    """A call whose arguments fit together, as far as that can be told without a GPU."""
+
+    @property
+    def key(self) -> Hashable:
+        """All by which its kernels are chosen and compiled."""
+
+    @property
+    def sizes(self) -> Mapping[str, Any]:
+        """Of the problem, for messages."""
+
+    @property
+    def operands(self) -> Iterable[CallArray]:
+        """What is given, and results."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to launch."""
+
+    @property
+    def backend(self) -> str | None:
+        """As the caller asks for it."""
+
+    @property
+    def check(self) -> bool:
+        """Whether to look at numbers on the device, and wait for it."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceMemory:
+    """Memory besides operands and results, for calls that follow each other; `kernel` is whose it is."""
+
+    kernel: str
+    views: dict[str, gpu.View] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers; 0 where the kernel needs none."""
+        return sum(int(view.owner.nbytes) for view in self.views.values())
+
+    @classmethod
+    def of(cls, kernel: str, items: Iterable[Scratch], *, zeros: bool, **more: Any) -> Self:
+        """New memory on the current device; zeros are there when this returns."""
+        make = gpu.zeros if zeros else gpu.empty
+        return cls(kernel, {item.name: gpu.view("workspace", make(item.shape, item.dtype)) for item in items}, **more)
+
+    def too_small(self, items: Iterable[Scratch]) -> str:
+        """The name of what is missing or smaller than it has to be; empty if nothing is."""
+        for name, _, _, nbytes in items:
+            if name not in self.views or self.views[name].owner.nbytes < nbytes:
+                return name
+        return ""
+
+    def said_of(self, name: str) -> str:
+        """What messages say of a buffer that is too small."""
+        return f"{self.views[name].owner.nbytes if name in self.views else 0} bytes for {name}"
+
+
+class Prepared:
+    """What a call launches at one shape: plans, made when first asked for, which compiles and loads.
+
+    Attributes:
+        kernel: the name of the last one.
+        memory: what the kernels need; enough of it for other shapes too, if they shall share it.
+        kept: names of that which every call finds and leaves at 0. Such memory is of one kernel alone.
+        maker, enough, unless: for messages: what makes a workspace, which ones do, and when none is needed.
+    """
+
+    def __init__(
+        self,
+        kernel: str,
+        make: Callable[[], tuple[Plan, ...]],
+        *,
+        memory: Iterable[Scratch] = (),
+        kept: Iterable[str] = (),
+        maker: str = "",
+        enough: str = "",
+        unless: str = "",
+    ) -> None:
+        self.kernel, self._make = kernel, make
+        self.memory, self.kept = tuple(memory), tuple(kept)
+        self.maker, self.enough, self.unless = maker, enough, unless
+
+    @cached_property
+    def plans(self) -> tuple[Plan, ...]:
+        """In the order of their launches."""
+        plans = self._make()
+        del self._make  # and with it the call that it is made from, and its arrays
+        return plans
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether there are plans."""
+        return "plans" in vars(self)
+
+
+class Ready(NamedTuple):
+    """What is left to do for a call that needs no checks: memory to take, results to make, kernels to launch."""
+
+    prepared: Prepared
+    memory: tuple[Scratch, ...]
+    results: tuple[CallArray, ...]
+
+
+_prepared: dict[Hashable, Prepared] = {}
+_ready: dict[Hashable, Ready] = {}
+_memory: dict[tuple[int, int, str], DeviceMemory] = {}  # by device, stream and kernel
+
+
+def release_memory() -> int:
+    """Give up the device memory that calls without a workspace share, on every stream; returns how many bytes.
+
+    It goes back to CuPy's pool in the order of its stream, so what still runs may finish. Workspaces are their owners'.
+    A later call works as the first one of its stream did: it makes its memory anew.
+    """
+    released = sum(held.nbytes for held in _memory.values())
+    _memory.clear()
+    return released
+
+
+C = TypeVar("C", bound=Call)
+
+
+@dataclass(frozen=True)
+class Operation(Generic[C]):
+    """A public call of arrays of any library.
+
+    Attributes:
+        name: of the call, for messages.
+        prepare: chooses kernels for a call on the current device; raises what that raises.
+        on_host: the call on host arrays, checked there.
+        look: raises ArgumentError for numbers on the device that `check` finds wrong; takes the kernels' memory too.
+    """
+
+    name: str
+    prepare: Callable[[C], Prepared]
+    on_host: Callable[[C], Results]
+    look: Callable[[C, Prepared, DeviceMemory | None], None] | None = None
+
+    def __call__(
+        self,
+        options: tuple[Any, ...],
+        arrays: Mapping[str, Any],
+        check: Callable[[], C],
+        workspace: DeviceMemory | None = None,
+    ) -> Results:
+        """The results that the caller has not given.
+
+        Args:
+            options: all that checks look at besides arrays.
+            arrays: those of the call's operands that may be given, by name, None where they are not; the first decides
+                whether the call is for the GPU.
+            check: makes the call of the same arguments, or raises ArgumentError.
+            workspace: the caller's.
+        """
+        example = next(iter(arrays.values()))
+        if not gpu.is_device_array(example):
+            return self.on_host(check())
+        device, stream = gpu.current_device(), gpu.stream_handle()
+        views: dict[str, gpu.View] = {}
+        kinds: list[Any] = [self.name, device, options, *map(type, options)]  # 1 == 1.0 == True, but not for checks
+        addresses, key, ready = 0, None, None
+        try:
+            for name, array in arrays.items():
+                if array is not None:
+                    view = views[name] = gpu.view(name, array)
+                    addresses |= view[0]
+                    kinds += name, *view[1:4]
+            key = tuple(kinds)
+            ready = _ready.get(key) if addresses % _ALIGNMENT == 0 else None
+        except (ArgumentError, TypeError):  # the checks have better words
+            key = None
+        if ready is not None:
+            lacks = ready.results or (ready.memory and workspace is None)
+            if not (lacks and gpu.is_capturing(stream)):
+                used = self._take(ready, (device, stream), workspace, views) if ready.memory else None
+                return _launch(ready, stream, views, used, example)
+        return self._whole_way(check(), (device, stream), workspace, example, None if addresses % _ALIGNMENT else key)
+
+    def _whole_way(
+        self, call: C, place: tuple[int, int], workspace: DeviceMemory | None, example: Any, key: Hashable
+    ) -> Results:
+        """A call like which there has been none."""
+        if call.backend == "emulator":
+            raise ArgumentError("backend", "arrays on the CPU (NumPy) for the emulator", "arrays on a GPU")
+        device, stream = place
+        slot = self.name, call.key, device
+        prepared = _prepared.get(slot) or self.prepare(call)
+        views = {operand.name: operand.view(device) for operand in call.operands if operand.array is not None}
+        results = tuple(operand for operand in call.operands if operand.array is None)
+        if call.is_empty:
+            return _handed({each.name: gpu.new(example, each.shape, each.dtype) for each in results}, results, example)
+        ready = Ready(prepared, tuple(item for item in prepared.memory if item.name not in views), results)
+        if gpu.is_capturing(stream):
+            self._refuse_in_capture(call, ready, workspace)
+        _ = prepared.plans  # or the reason why there are none, before anything is allocated
+        _remember(_prepared, slot, prepared)
+        used = self._take(ready, place, workspace, views) if ready.memory else None
+        if call.check and self.look:
+            self.look(call, prepared, used)
+        made = _launch(ready, stream, views, used, example)
+        if key is not None and not call.check:
+            _remember(_ready, key, ready)
+        return made
+
+    def _refuse_in_capture(self, call: C, ready: Ready, workspace: DeviceMemory | None) -> None:
+        """Nothing can be waited for, allocated or loaded while a CUDA graph is captured: say what to do before."""
+        if call.check:
+            rule = "must be False in a capture, where nothing can be waited for"
+            raise ArgumentError(f"{self.name}: check", rule, True)
+        if ready.memory and workspace is None:
+            rule = f"must be given in a capture{ready.prepared.unless}: make {ready.prepared.maker} before"
+            raise ArgumentError(f"{self.name}: workspace", rule, "nothing")
+        for _, label, _, dtype, shape, lacking, got in ready.results:
+            raise ArgumentError(label, lacking.format(shape=list(shape), dtype=dtype), got)
+        if not ready.prepared.is_loaded:
+            rule = "the first call of a shape loads its kernel: make it before the capture"
+            raise ArgumentError(self.name, rule, ", ".join(f"{name}={size}" for name, size in call.sizes.items()))
+
+    def _take(
+        self, ready: Ready, place: tuple[int, int], workspace: DeviceMemory | None, views: dict[str, gpu.View]
+    ) -> DeviceMemory:
+        """Add to `views` what the kernels need of the caller's workspace, or of what all calls on this stream share."""
+        prepared = ready.prepared
+        if workspace is None:
+            used = _memory.get((*place, prepared.kernel))
+            if used is None or used.too_small(ready.memory):
+                used = DeviceMemory.of(prepared.kernel, ready.memory, zeros=bool(prepared.kept))
+                _memory[*place, prepared.kernel] = used
+        else:
+            used = workspace
+            if prepared.kept and used.kernel != prepared.kernel:
+                raise ArgumentError(f"{self.name}: workspace", f"must be {prepared.maker}", f"that of {used.kernel}")
+            if name := used.too_small(ready.memory):
+                rule = f"must be {prepared.maker}{prepared.enough}"
+                raise ArgumentError(f"{self.name}: workspace", rule, used.said_of(name))
+        for item in ready.memory:
+            view = views[item.name] = used.views[item.name]
+            if view.device != place[0]:
+                rule = f"on the current device {place[0]}"
+                raise ArgumentError(f"{self.name}: workspace", rule, f"device {view.device}")
+        return used
+
+
+def _launch(ready: Ready, stream: int, views: dict[str, gpu.View], used: DeviceMemory | None, example: Any) -> Results:
+    """Make the results, and enqueue the kernels."""
+    made = {}
+    for result in ready.results:
+        array = made[result.name] = gpu.new(example, result.shape, result.dtype)
+        views[result.name] = gpu.view(result.label, array)
+    try:
+        for plan in ready.prepared.plans:
+            plan(stream, views)
+    except BaseException:
+        if used is not None and ready.prepared.kept:  # nobody knows what is in it now
+            used.views.clear()
+        raise
+    return _handed(made, ready.results, example) if made else made
+
+
+def _handed(made: dict[str, Any], results: Iterable[CallArray], example: Any) -> Results:
+    """The results as the caller's library has them."""
+    return {result.name: gpu.handed(made[result.name], example, result.dtype) for result in results}
+
+
+T = TypeVar("T")
+
+
+def _remember(known: dict[Hashable, T], key: Hashable, value: T) -> None:
+    """Keep it for the next call. A decoder has few shapes; where there are many, all are forgotten now and then."""
+    if key not in known and len(known) >= MOST:
+        known.clear()
+    known[key] = value
+
+
+def check_how(name: str, backend: Any, **flags: Any) -> None:
+    """Raise ArgumentError for a backend that there is not, or a flag that is none."""
+    if not is_one_of(backend, (*BACKENDS, None)):
+        raise ArgumentError("backend", f"one of {', '.join(BACKENDS)}", backend)
+    for flag, value in flags.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"{name}: {flag}", "must be True or False", repr(value))
+
+
+def dtype_of(array: Any) -> str:
+    """The name of an array's dtype in any library; uint16 are bits of bfloat16."""
+    return _named(getattr(array, "dtype", type(array).__name__))
+
+
+@cache
+def _named(dtype: Any) -> str:
+    name = name_of(dtype)
+    return "bfloat16" if name == "uint16" else name
+
+
+def copied(name: str, array: Any) -> Any:
+    """A device array's numbers on the host, or None for None; `name` is for messages."""
+    shared = None if array is None else gpu.as_array(name, array)
+    return shared if shared is None or isinstance(shared, np.ndarray) else gpu.to_host(shared)

@@ -1,0 +1,1 @@
+"""Profiles of launches: what to launch, what ncu measured, where warps stalled."""

@@ -1,0 +1,78 @@
+"""Profiles of kernels: made by ncu on a GPU, or read from what was saved, on any machine."""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ptxlab import gpu, kernels, nsight
+from ptxlab.bench.record import commit
+from ptxlab.errors import UnavailableError
+from ptxlab.nsight import Profile, ProfiledLaunch
+from ptxlab.profile import launch_target
+from ptxlab.profile.launch_target import LaunchTarget
+from ptxlab.runtime.arguments import merge_sizes
+
+SAVED = (".ncu-rep", ".json")  # what `saved` reads
+
+
+def profile(job: LaunchTarget, *, chosen: str = "quick", keep: Path | None = None) -> Profile:
+    """Launch a kernel under ncu and put that launch on a page.
+
+    Args:
+        job: what to launch.
+        chosen: `quick` or `full`, as `nsight.collect` has them.
+        keep: where to leave ncu's report.
+
+    Raises:
+        ArgumentError: sizes that the kernel does not have, or that break its rules.
+        UnavailableError: no GPU for this kernel, no ncu, no permission, no ncu-report, a metric that ncu does not know.
+    """
+    (launched,) = launch([job], nsight.METRICS, chosen=chosen, keep=keep)
+    sizes = launch_target.sizes_of(job.spec, job.sizes) if job.spec else {}
+    return nsight.profile_of(launched, sizes=sizes, weights=launch_target.weights_of(sizes), origin=origin())
+
+
+def saved(path: Path, sizes: Mapping[str, Any] | None = None) -> Profile:
+    """The profile in a `.json`, or of the last launch in a `.ncu-rep`, of a problem of these sizes.
+
+    Raises:
+        FileError: no such file, or another.
+        ArgumentError: a size that a kernel of the project does not have.
+    """
+    if path.suffix == ".json":
+        return nsight.load(path)
+    given, launched = dict(sizes or {}), nsight.read(path)[-1]
+    if spec := kernels.specs().get(launched.kernel):
+        merge_sizes("--shape", spec, launch_target.usual_sizes(spec), given)  # raises for a size that it does not have
+    return nsight.profile_of(launched, sizes=given, weights=launch_target.weights_of(given))
+
+
+def launch(
+    jobs: Sequence[LaunchTarget], metrics: Sequence[str], *, chosen: str = "quick", keep: Path | None = None
+) -> list[ProfiledLaunch]:
+    """Launch all of them under one ncu, in this order; raises as `profile` does."""
+    nsight.require_reader()
+    entries = [launch_target.entry_of(job) for job in jobs]
+    try:
+        gpu.device_info()
+    except UnavailableError as error:
+        raise UnavailableError(f"{error}; --from reads a saved report; `ptxlab timeline` needs no GPU") from None
+    for spec in filter(None, (job.spec for job in jobs)):
+        if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
+            raise UnavailableError(f"{spec.name}: {reason}")
+    with tempfile.TemporaryDirectory() as folder:
+        file = keep or Path(folder) / "launches.ncu-rep"
+        nsight.collect(launch_target.command(jobs), entries, metrics, file, chosen=chosen)
+        found = nsight.read(file)
+    if [one.kernel for one in found] != entries:
+        seen = ", ".join(one.kernel for one in found)
+        raise UnavailableError(f"ncu: expected launches of {', '.join(entries)}, saw {seen}")
+    return found
+
+
+def origin() -> dict[str, str]:
+    """Where a profile made now comes from."""
+    info, now = gpu.device_info(), datetime.now(UTC).isoformat(timespec="seconds")
+    return {"commit": commit(), "date": now, "driver": info.driver, "ncu": nsight.version()}

@@ -1,0 +1,292 @@
+"""Runs kernels: any PTX or CUDA file by `load`, a spec's by `run_spec`, on the GPU or in the emulator."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab import emulator, gpu, toolchain
+from ptxlab.errors import ArgumentError
+from ptxlab.runtime import arguments, signature
+from ptxlab.runtime.arguments import accept, accept_for, check_variant, checks_of, on_device, positions, variant
+from ptxlab.runtime.backends import choose_backend
+from ptxlab.runtime.signature import Parameter
+from ptxlab.sources import Source, cuda_entries
+from ptxlab.spec import KernelSpec, Launch, Sizes
+from ptxlab.spec.dtypes import dtype_in, storage
+
+_EMULATED_ARCH, _WAITING_ARCH = "sm_80", "sm_90"  # the lowest that have what CUDA sources use, and griddepcontrol
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a launch did.
+
+    Attributes:
+        backend: `"gpu"` or `"emulator"`.
+        outputs: arrays that the kernel wrote, by argument name, of the caller's own kind (NumPy, CuPy, PyTorch ...).
+        findings: what the emulator's checks report; empty on the GPU.
+        lane_instructions: executed by the emulator; 0 on the GPU.
+        shared: what accesses to shared memory cost, if the emulator was asked to `count_banks`.
+    """
+
+    backend: str
+    outputs: dict[str, Any]
+    findings: tuple[emulator.Finding, ...] = ()
+    lane_instructions: int = 0
+    shared: tuple[emulator.SharedAccess, ...] = ()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One entry of a PTX or CUDA source, ready to launch on either backend. Made by `load`.
+
+    `arch` is the lowest architecture that it runs on, or with a letter (`sm_90a`) the only one; None: on any.
+    `checks` are the emulator's for every call that does not ask for others. What `waits` for the kernel before it is
+    emulated as on Hopper, the first that can.
+    """
+
+    source: Source
+    entry: str
+    defines: Mapping[str, int] = field(default_factory=dict)
+    arch: str | None = None
+    checks: frozenset[str] = frozenset()
+    waits: bool = False
+
+    @classmethod
+    def of(cls, spec: KernelSpec, source: Source, config: Mapping[str, int]) -> "Kernel":
+        """A spec's kernel, compiled with these constants."""
+        return cls(source, spec.name, dict(config), spec.arch, waits=bool(spec.after_wait))
+
+    @cached_property
+    def module(self) -> emulator.Module:
+        """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
+        if self.source.language == "ptx":
+            return _parsed(self.source.text, self.source.path)
+        arch = max(self.arch or "", _WAITING_ARCH if self.waits else _EMULATED_ARCH, key=_number)
+        image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
+        return _parsed(image.data.decode(), f"PTX of {self.source.path}", self.source.path)
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters in launch order; for CUDA C++ read off the signature."""
+        if self.source.language == "ptx":
+            return tuple(p.name for p in self.module.entries[self.entry].params)
+        return cuda_entries(self.source.text)[self.entry]
+
+    @cached_property
+    def signature(self) -> tuple[Parameter, ...]:
+        """What each parameter takes, as far as the source tells."""
+        if self.source.language == "ptx":
+            return signature.of_ptx(self.module.entries[self.entry])
+        return signature.of_cuda(self.source.text, self.entry, self.parameters, self.defines)
+
+    def arguments(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments as `launch` takes them: arrays NumPy's or CuPy's on the same memory, numbers NumPy scalars.
+
+        Raises ArgumentError for another number of arguments, or for one that its parameter does not take.
+        """
+        names = self.parameters
+        if len(args) != len(names):
+            raise ArgumentError(f"{self.entry}: args", f"{len(names)} arguments ({', '.join(names)})", len(args))
+        return [accept_for(f"{self.entry}: {p.name}", p, arg) for p, arg in zip(self.signature, args, strict=True)]
+
+    def launch(
+        self, args: Sequence[Any], launch: Launch, *, backend: str, written: Collection[int] | None = None, **more: Any
+    ) -> emulator.Result | None:
+        """Launch with arguments in order (arrays, tensor maps over arrays, NumPy scalars); arrays are written in place.
+
+        `written` are positions of the NumPy arrays that the GPU has to give back (None: all); `more` is for the
+        emulator alone: `checks`, `mode` and whatever else `emulator.run` takes.
+        """
+        if 0 in launch.grid:
+            return None
+        if backend == "gpu":
+            gpu.launch(gpu.load(self.source, self.entry, defines=self.defines), args, launch, written=written)
+            return None
+        return emulator.run(
+            self.module,
+            self.entry,
+            args,
+            grid=launch.grid,
+            block=launch.block,
+            shared_bytes=launch.shared_bytes,
+            cluster=launch.cluster,
+            **more,
+        )
+
+    def __call__(
+        self,
+        *args: Any,
+        grid: int | tuple[int, ...],
+        block: int | tuple[int, ...],
+        shared_bytes: int = 0,
+        cluster: int | tuple[int, ...] = 1,
+        backend: str | None = None,
+        checks: Iterable[str] | None = None,
+        mode: str = "early",
+        seed: int = 0,
+        count_banks: bool = False,
+        max_steps: int | None = None,
+        after_wait: Collection[str] = (),
+    ) -> Outcome:
+        """Launch on arrays (of any library), tensor maps and numbers in the order of the parameters.
+
+        `kernel[grid, block](*args)` and `kernel[grid, block, shared_bytes](*args)` are the same. Arrays are written in
+        place; the outcome's `outputs` are these, by parameter name. Where the source tells a parameter's type
+        (`signature`), an array of other elements is refused, and a Python number becomes what the parameter is; else
+        numbers are NumPy scalars, as wide as the parameter. `after_wait` names parameters that the kernel may read only
+        once it has waited for the one before it on the stream (griddepcontrol.wait), which the check for races looks at
+        then. `max_steps` bounds what the emulator does (`emulator.run`).
+        """
+        arguments.check_flags(count_banks=count_banks)
+        usual = () if isinstance(backend, str) and backend == "gpu" else self.checks
+        checks = usual if checks is None else checks_of("checks", checks)
+        names = self.parameters
+        shared = self.arguments(args)
+        waits = positions(f"{self.entry}: after_wait", after_wait, names)
+        where = arguments.geometry(grid, block, shared_bytes, cluster)
+        backend = choose_backend(backend, self, where, on_device=any(map(on_device, shared)), checks=checks)
+        how: dict[str, Any] = {"mode": mode, "seed": seed, "count_banks": count_banks, "max_steps": max_steps}
+        result = self.launch(shared, where, backend=backend, checks=checks, after_wait=waits, **how)
+        arrays = {n: a for n, a in zip(names, args, strict=True) if getattr(a, "shape", ()) != ()}
+        return _outcome(backend, arrays, result)
+
+    def __getitem__(self, launch: tuple[Any, ...]) -> Callable[..., Outcome]:
+        """`kernel[grid, block]` or `kernel[grid, block, shared_bytes]`: the kernel with its geometry, to be called."""
+        if not isinstance(launch, tuple) or len(launch) not in (2, 3):
+            raise ArgumentError(f"{self.entry}: []", "kernel[grid, block] or kernel[grid, block, shared_bytes]", launch)
+        return partial(self, **dict(zip(("grid", "block", "shared_bytes"), launch, strict=False)))
+
+
+def load(
+    source: str | Path | Source,
+    entry: str | None = None,
+    *,
+    defines: Mapping[str, int] | None = None,
+    arch: str | None = None,
+) -> Kernel:
+    """Load any PTX or CUDA kernel, without a spec.
+
+    Args:
+        source: path of a `.ptx` or `.cu` file, the text itself, or a `Source`.
+        entry: entry symbol; may be left out where the source has only one.
+        defines: `-D` constants (CUDA C++ only).
+        arch: the lowest architecture that the kernel runs on, or with a letter (`sm_90a`, for wgmma) the only one; the
+            emulator runs what is compiled for it (CUDA C++ only: PTX names its own).
+
+    Raises:
+        FileError, SourceError, CompileError: the source cannot be read, parsed or compiled.
+        ArgumentError: no such entry.
+    """
+    source = arguments.source_of(source)
+    arguments.check_defines({} if defines is None else defines, arch)
+    for name, value in (("defines", defines), ("arch", arch)):
+        if value and source.language == "ptx":
+            raise ArgumentError(name, "only for CUDA C++ sources", value)
+    if source.language == "ptx":
+        entries = list(emulator.parse(source.text, source.path).entries)
+    else:
+        entries = toolchain.cuda_entries(source, arch, defines or {})
+    if entry is None and len(entries) == 1:
+        entry = entries[0]
+    if not isinstance(entry, str) or entry not in entries:
+        rule = f"one of {', '.join(entries)}" if entries else "a kernel (.visible .entry)"
+        raise ArgumentError(f"{source.path}: entry", rule, entry)
+    return Kernel(source, entry, dict(defines or {}), arch and toolchain.check_arch(arch))
+
+
+def run_spec(
+    spec: KernelSpec,
+    source: Source,
+    inputs: Mapping[str, Any],
+    *,
+    sizes: Sizes | None = None,
+    out: Mapping[str, Any] | None = None,
+    backend: str | None = None,
+    checks: Iterable[str] = (),
+    unchecked: bool = False,
+    config: Mapping[str, int] | None = None,
+    wanted: Mapping[str, int] | None = None,
+    mode: str = "early",
+    seed: int = 0,
+    count_banks: bool = False,
+    max_steps: int | None = None,
+) -> Outcome:
+    """Run a spec's kernel from one of its sources. Everything is checked before anything is launched, but for the
+    values of arrays on a device: looking at them would wait for it.
+
+    Args:
+        spec: the kernel.
+        source: which of its sources.
+        inputs: arrays by argument name: NumPy, CuPy, or anything with DLPack. NumPy and CuPy have no bfloat16: their
+            arrays hold its bits as uint16.
+        sizes: sizes that no shape tells.
+        out: arrays to write into, by argument name; by default allocated; what is read and written may be here.
+        backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
+        checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, `divergence`.
+        unchecked: admit values that break the value rules (to look at overflow).
+        config: `-D` constants; by default those that the spec chooses for the sizes, dtypes as the arrays have them.
+        wanted: some of the constants, in the place of what the spec chooses.
+        mode: when the emulator completes what is asynchronous: `early` or `late`.
+        seed: orders whatever the emulator may do in any order.
+        count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
+        max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
+    """
+    checks = checks_of("checks", checks)
+    written = [a.name for a in spec.args if a.role in ("out", "inout", "scratch")]
+    for label, names, those in (("arguments", [a.name for a in spec.inputs], inputs), ("out", written, out or {})):
+        if unknown := sorted(set(those) - set(names)):
+            raise ArgumentError(f"{spec.name}: {label}", ", ".join(sorted(names)), unknown[0])
+    given = {**inputs, **(out or {})}
+    if missing := sorted(a.name for a in spec.inputs if a.name not in given and not a.optional):
+        raise ArgumentError(f"{spec.name}: {missing[0]}", "must be given", "nothing")
+    arrays = {n: accept(spec, spec.arg(n), a) for n, a in given.items()}
+    solved = spec.sizes_of({n: tuple(a.shape) for n, a in arrays.items()}, sizes)
+    any_on_device = any(map(on_device, arrays.values()))
+    if not unchecked and not any(on_device(arrays[n]) for n in inputs):
+        spec.check_values({n: arrays[n] for n in inputs}, solved)
+
+    kernel = Kernel.of(spec, source, config or variant(spec, solved, arrays, wanted or {}))
+    check_variant(spec, kernel.defines, arrays)
+    launch = spec.launch({**solved, **kernel.defines})
+    backend = choose_backend(backend, kernel, launch, on_device=any_on_device, checks=checks)
+    for arg in spec.args:
+        if arg.role in ("out", "scratch") and arg.name not in arrays:
+            dtype = storage(dtype_in(arg.dtype, kernel.defines))
+            arrays[arg.name] = (gpu.empty if any_on_device else np.empty)(arg.resolve(solved), dtype)
+    # Of nothing there is no tensor map, nor anything to launch.
+    args = [] if 0 in launch.grid else spec.arguments(arrays, {**solved, **kernel.defines})
+    result = kernel.launch(
+        args,
+        launch,
+        backend=backend,
+        checks=checks,
+        uninitialised=[i for i, a in enumerate(spec.args) if a.role in ("out", "scratch")],
+        after_wait=[i for i, a in enumerate(spec.args) if a.name in spec.after_wait],
+        written=[i for i, a in enumerate(spec.args) if a.role in ("out", "inout")],
+        mode=mode,
+        seed=seed,
+        count_banks=count_banks,
+        max_steps=max_steps,
+    )
+    like = next(iter(inputs.values()))
+    dtypes = {a.name: dtype_in(a.dtype, kernel.defines) for a in spec.outputs}
+    made = {n: given[n] if n in given else gpu.like(arrays[n], like, dtype) for n, dtype in dtypes.items()}
+    return _outcome(backend, made, result)
+
+
+def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
+    if result is None:
+        return Outcome(backend, outputs)
+    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared)
+
+
+_parsed = lru_cache(maxsize=32)(emulator.parse)  # a module is the same for every launch of it
+
+
+def _number(arch: str) -> int:
+    return int("".join(filter(str.isdigit, arch)) or 0)

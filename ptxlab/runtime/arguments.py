@@ -1,0 +1,235 @@
+"""What a kernel is given: arrays of any library, checked before anything is launched, and sizes in up to three axes."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab import emulator, gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.runtime.signature import Parameter
+from ptxlab.sources import Source
+from ptxlab.spec import Arg, KernelSpec, Launch, Sizes
+from ptxlab.spec.dtypes import ByVariant, dtype_in, name_of, storage
+from ptxlab.validate import is_integer, is_one_of
+
+
+def accept(spec: KernelSpec, arg: Arg, array: Any) -> Any:
+    """Check dtype, contiguity and alignment; DLPack arrays become NumPy or CuPy arrays on the same memory.
+
+    Where a constant of the variant decides the dtype, any of its dtypes will do; see `check_variant`.
+    """
+    array = gpu.as_array(f"{spec.name}: {arg.name}", array)
+    known = (arg.dtype,) if isinstance(arg.dtype, str) else arg.dtype.dtypes
+    if array.dtype not in map(storage, known):
+        raise ArgumentError(f"{spec.name}: {arg.name}", f"dtype {' or '.join(known)}", array.dtype)
+    _check_contiguous(f"{spec.name}: {arg.name}", array)
+    gpu.check_alignment(f"{spec.name}: {arg.name}", array)
+    if arg.role in ("out", "inout", "scratch") and isinstance(array, np.ndarray) and not array.flags.writeable:
+        raise ArgumentError(f"{spec.name}: {arg.name}", "must be writeable", "a read-only array")
+    return array
+
+
+def variant(spec: KernelSpec, sizes: Sizes, arrays: Mapping[str, Any], wanted: Mapping[str, int]) -> dict[str, int]:
+    """The constants of the variant that runs: as the spec chooses by the sizes, but for those that are wanted, and for
+    dtypes and arrays left out, which are as the arrays have them."""
+    config = {**spec.config_for(sizes), **wanted}
+    for arg in spec.args:
+        if arg.absent:
+            config[arg.absent] = int(arg.name not in arrays)
+        if isinstance(arg.dtype, ByVariant) and arg.name in arrays:
+            config[arg.dtype.constant] = [*map(storage, arg.dtype.dtypes)].index(arrays[arg.name].dtype)
+    return config
+
+
+def output_variant(spec: KernelSpec, out_dtype: Any) -> dict[str, int]:
+    """The constants by which outputs are of that dtype, where no input decides it; None is the first there is: of a
+    GEMM scaled numbers, and not the accumulators that it is verified by."""
+    by_inputs = {arg.dtype.constant for arg in spec.inputs if isinstance(arg.dtype, ByVariant)}
+    free = [arg.dtype for arg in spec.outputs if isinstance(arg.dtype, ByVariant)]
+    free = [dtype for dtype in free if dtype.constant not in by_inputs]
+    if out_dtype is None:
+        return {dtype.constant: 0 for dtype in free}
+    name = name_of(out_dtype)
+    if not free or name not in free[0].dtypes:
+        rule = f"one of {', '.join(free[0].dtypes)}" if free else "must be left out: the outputs' dtype is settled"
+        raise ArgumentError(f"{spec.name}: out_dtype", rule, name)
+    return {dtype.constant: dtype.dtypes.index(name) for dtype in free}
+
+
+def check_numbers(spec: KernelSpec, sizes: Sizes) -> None:
+    """Raise ArgumentError for a size that is no whole number, unless the kernel takes a float of that name."""
+    floats = {arg.name for arg in spec.args if not arg.shape and str(arg.dtype).startswith("float")}
+    for name, value in sizes.items():
+        if not is_integer(value) and (name not in floats or not isinstance(value, float | np.floating)):
+            raise ArgumentError(f"{spec.name}: {name}", "a number" if name in floats else "an integer", repr(value))
+
+
+def check_variant(spec: KernelSpec, config: Mapping[str, int], arrays: Mapping[str, Any]) -> None:
+    """Raise `ArgumentError` for an array whose dtype is not the one that the variant takes."""
+    for name, array in arrays.items():
+        wanted = dtype_in(spec.arg(name).dtype, config)
+        if array.dtype != storage(wanted):
+            raise ArgumentError(f"{spec.name}: {name}", f"dtype {wanted}", array.dtype)
+
+
+def require_on_host(name: str, array: Any, dtype: str, shape: tuple[int, ...], *, written: bool = False) -> Any:
+    """The array as NumPy's; ArgumentError unless it is on the host, of that dtype and shape, and C-contiguous.
+
+    bfloat16 may come as its bits, uint16. What is `written` has to be writeable.
+    """
+    if gpu.is_device_array(array):
+        raise ArgumentError(name, "must be on the host, as the other arrays are", "an array on the GPU")
+    array = gpu.as_array(name, array)
+    if array.dtype != storage(dtype):
+        raise ArgumentError(name, f"dtype {dtype}", array.dtype)
+    if array.shape != shape:
+        raise ArgumentError(name, f"shape {list(shape)}", list(array.shape))
+    _check_contiguous(name, array)
+    if written and not array.flags.writeable:
+        raise ArgumentError(name, "must be writeable", "a read-only array")
+    return array
+
+
+def accept_for(name: str, parameter: Parameter, arg: Any) -> Any:
+    """An argument of a kernel without a spec: arrays as `accept` has them, also in a tensor map; numbers as scalars."""
+    if isinstance(arg, TensorMap):
+        return replace(arg, array=_shared(name, arg.array))
+    is_array = hasattr(arg, "__dlpack__") or hasattr(arg, "__cuda_array_interface__")
+    if not is_array and not isinstance(arg, np.generic | bool | int | float | bytes | bytearray):
+        raise ArgumentError(name, "an array, a tensor map, a number or bytes", type(arg).__name__)
+    if not is_array or isinstance(arg, np.generic):
+        return parameter.accept(name, arg, "")
+    array = _shared(name, arg)
+    dtype = getattr(arg, "dtype", array.dtype)  # of bfloat16 the array has the bits
+    return parameter.accept(name, array, str(dtype).removeprefix("torch."))
+
+
+def _shared(name: str, array: Any) -> Any:
+    array = gpu.as_array(name, array)
+    _check_contiguous(name, array)
+    if array.dtype.kind not in "biufcV" or array.dtype.hasobject or not array.dtype.isnative:
+        raise ArgumentError(name, "numbers in native byte order", array.dtype)
+    return array
+
+
+def _check_contiguous(name: str, array: Any) -> None:
+    if not array.flags.c_contiguous:
+        raise ArgumentError(name, "C-contiguous", f"strides {array.strides}")
+
+
+def in_order(entry: str, signature: Sequence[Parameter], arrays: Mapping[str, Any]) -> list[Any]:
+    """Arrays of a file as the arguments of a kernel without a spec, by name; those without axes are numbers."""
+    parameters = [parameter.name for parameter in signature]
+    for name in parameters:
+        if name not in arrays:
+            raise ArgumentError(f"{entry}: {name}", "must be in the --in file", ", ".join(arrays) or "an empty file")
+    if extra := sorted(set(arrays) - set(parameters)):
+        raise ArgumentError(f"{entry}: arguments", ", ".join(parameters), extra[0])
+    return [arrays[p.name] if arrays[p.name].shape else p.scalar(arrays[p.name][()]) for p in signature]
+
+
+def source_of(source: str | Path | Source) -> Source:
+    """A source as it is, or read from a path, or made of the text itself."""
+    if isinstance(source, Source):
+        return source
+    if not isinstance(source, (str, Path)):
+        raise ArgumentError("source", "a path, the text itself or a Source", repr(source))
+    is_text = isinstance(source, str) and ("\n" in source or "{" in source)
+    return Source.from_text(str(source)) if is_text else Source.read(source)
+
+
+def check_defines(defines: Any, arch: Any) -> None:
+    """Raise ArgumentError for constants and an architecture that no compiler could be given."""
+    rule = "names of macros with integers or text, such as {'STAGES': 4}"
+    if not isinstance(defines, Mapping):
+        raise ArgumentError("defines", rule, repr(defines))
+    for name, value in defines.items():
+        if not isinstance(name, str) or not name.isidentifier() or not isinstance(value, int | np.integer | str):
+            raise ArgumentError("defines", rule, {name: value})
+    if arch is not None and not isinstance(arch, str):
+        raise ArgumentError("arch", "sm_<number>, such as sm_80 or sm_90a", repr(arch))
+
+
+def positions(label: str, chosen: Collection[str], names: Sequence[str]) -> list[int]:
+    """Where the chosen ones stand among the names."""
+    if isinstance(chosen, str | np.ndarray) or not isinstance(chosen, Collection):
+        raise ArgumentError(label, f"some of {', '.join(names)}", repr(chosen))
+    for name in chosen:
+        if not is_one_of(name, names):
+            raise ArgumentError(label, f"some of {', '.join(names)}", name)
+    return [names.index(name) for name in chosen]
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise ArgumentError for what is neither True nor False."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ArgumentError(name, "must be True or False", repr(flag))
+
+
+def geometry(grid: Any, block: Any, shared_bytes: Any = 0, cluster: Any = 1) -> Launch:
+    """Where a kernel without a spec is launched; ArgumentError for what is no size."""
+    if not is_integer(shared_bytes) or shared_bytes < 0:
+        raise ArgumentError("shared_bytes", "an integer, 0 or more", repr(shared_bytes))
+    grid, block = emulator.size_of("grid", grid), emulator.size_of("block", block)
+    return Launch(grid, block, int(shared_bytes), emulator.size_of("cluster", cluster))
+
+
+def on_device(arg: Any) -> bool:
+    """Whether an argument is, or a tensor map is over, an array in GPU memory."""
+    return gpu.is_device_array(arg.array if isinstance(arg, TensorMap) else arg)
+
+
+def checks_of(option: str, checks: str | Iterable[str]) -> frozenset[str]:
+    """Which of the emulator's checks are asked for: their names, or in one string `race`, `lanes,race`, `all`."""
+    if isinstance(checks, str):
+        checks = emulator.CHECKS if checks == "all" else filter(None, map(str.strip, checks.split(",")))
+    rule = f"some of {', '.join(sorted(emulator.CHECKS))}"
+    if not isinstance(checks, Iterable) or isinstance(checks, np.ndarray):
+        raise ArgumentError(option, rule, repr(checks))
+    for name in (chosen := list(checks)):
+        if not is_one_of(name, emulator.CHECKS):
+            raise ArgumentError(option, rule, name)
+    return frozenset(chosen)
+
+
+def parse_integers(option: str, texts: Sequence[str]) -> dict[str, int]:
+    """`TILE=64` or `FIXED`, which counts as 1, as a compiler has it."""
+    values: dict[str, int] = {}
+    for text in texts:
+        name, given, value = text.partition("=")
+        if name in values:
+            raise ArgumentError(option, "each name once", name)
+        try:
+            values[name] = int(value if given else "1", 0)
+        except ValueError:
+            raise ArgumentError(option, "NAME=INTEGER", text) from None
+        if not name.isidentifier():
+            raise ArgumentError(option, "NAME=INTEGER", text or "nothing")
+    return values
+
+
+def parse_sizes(option: str, text: str) -> dict[str, int]:
+    """`M=64,N=4096`; unlike a macro a size has to be given."""
+    parts = text.split(",")
+    if bare := [part for part in parts if "=" not in part]:
+        raise ArgumentError(option, "NAME=INTEGER[,NAME=INTEGER..]", bare[0] or text or "nothing")
+    return parse_integers(option, parts)
+
+
+def merge_sizes(option: str, spec: KernelSpec, usual: Sizes, given: Sizes) -> dict[str, Any]:
+    """The usual sizes of a kernel with the given ones in their place.
+
+    Raises:
+        ArgumentError: a size that the kernel does not have, or one below 1 that in none of its examples is.
+    """
+    if unknown := sorted(set(given) - set(usual)):
+        raise ArgumentError(option, f"{spec.name} takes {', '.join(usual)}", unknown[0])
+    may_be_none = {name for sizes in spec.example_sizes for name, size in sizes.items() if size < 1}
+    if none := [f"{name}={size}" for name, size in given.items() if size < 1 and name not in may_be_none]:
+        raise ArgumentError(option, "sizes of 1 or more", none[0])
+    return {**usual, **given}

@@ -1,0 +1,269 @@
+"""What the parameters of any kernel take: by the signature of a `.cu`, or by what a `.ptx` declares and does with them.
+
+What a name cannot be seen to mean (a typedef, a macro, a template, a struct) is not compared: an array is refused only
+where the kernel would read other numbers than it holds. An array of uint8 is bytes, which every pointer takes.
+"""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ptxlab.emulator import Entry, PointerAccess, Variable, accesses_of
+from ptxlab.errors import ArgumentError
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_QUALIFIER = re.compile(
+    r"\[\[.*?\]\]|__(?:align|attribute)__\s*\(+[^)]*\)+|"
+    r"\b(?:const|volatile|__restrict__|__restrict|__grid_constant__|register|struct|enum)\b|\b(?:std|cuda)\s*::"
+)
+_INTEGER_WORDS = {"char", "short", "int", "long", "signed", "unsigned"}
+_KEYWORDS = {*_INTEGER_WORDS, "void", "float", "double", "bool"}
+_VECTOR = re.compile(r"(?:u?(?:char|short|int|long|longlong)|float|double)[1-4]")
+_LONG = np.dtype("long").itemsize
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number in memory: `kind` is `i` (integer), `f` (float), `bf` (bfloat16) or `raw`, bits of whatever meaning."""
+
+    kind: str
+    nbytes: int = 0
+    signed: bool | None = None  # of an integer; None: either
+
+    def takes(self, dtype: np.dtype[Any], name: str) -> bool:
+        """Whether elements of that dtype are such numbers; `name` is the dtype's in the library it comes from."""
+        if self.kind == "raw":
+            return True
+        if self.kind == "bf":
+            return name == "bfloat16" or (dtype.kind in "iu" and dtype.itemsize == 2)
+        if self.kind == "f":
+            return name != "bfloat16" and (dtype.kind, dtype.itemsize) in (("f", self.nbytes), ("c", 2 * self.nbytes))
+        return dtype.itemsize == self.nbytes and (dtype.kind in "iu" or self.nbytes == 1)
+
+    def __str__(self) -> str:
+        if self.kind == "f":
+            return f"float{8 * self.nbytes}"
+        return "bfloat16 or its bits, uint16" if self.kind == "bf" else f"{8 * self.nbytes}-bit integers"
+
+    def of(self, label: str, wanted: str, value: int | float) -> np.generic:
+        """A Python number as one of these; ArgumentError where it is none."""
+        if self.kind == "i" and isinstance(value, int):
+            bits = 8 * self.nbytes
+            low, high = (0 if self.signed is False else -(1 << bits - 1)), (1 << bits - (self.signed is True)) - 1
+            if not low <= value <= high:
+                raise ArgumentError(label, f"{wanted} lies in {low}..{high}", value)
+            return np.dtype(f"{'i' if value < 0 else 'u'}{self.nbytes}").type(value)
+        if self.kind == "f":
+            dtype = np.dtype(f"f{self.nbytes}")
+            with np.errstate(over="ignore"):
+                try:
+                    number: np.generic = dtype.type(value)
+                except OverflowError:  # of an int beyond every float
+                    number = dtype.type(np.inf)
+            if np.isinf(number) and value not in (float("inf"), float("-inf")):
+                raise ArgumentError(label, f"{wanted} has to be finite in {self}", value)
+            return number
+        raise ArgumentError(label, f"{wanted}, which a Python number is not; pass a NumPy scalar", repr(value))
+
+
+_RAW = Number("raw")
+_FLOAT16, _FLOAT32, _FLOAT64, _BFLOAT16 = Number("f", 2), Number("f", 4), Number("f", 8), Number("bf", 2)
+_BYTE, _ADDRESS = Number("i", 1), Number("i", 8)
+_BITS_16 = Number("i", 2, False)  # what kernels without cuda_fp16.h take halves as
+_NAMED = {
+    "void": _RAW, "float": _FLOAT32, "double": _FLOAT64, "bool": _BYTE, "byte": _RAW,
+    "half": _FLOAT16, "__half": _FLOAT16, "nv_half": _FLOAT16, "half2": _FLOAT16, "__half2": _FLOAT16,
+    "nv_half2": _FLOAT16, "nv_bfloat16": _BFLOAT16, "__nv_bfloat16": _BFLOAT16, "nv_bfloat162": _BFLOAT16,
+    "__nv_bfloat162": _BFLOAT16, "cuComplex": _FLOAT32, "cuFloatComplex": _FLOAT32, "cuDoubleComplex": _FLOAT64,
+    "__nv_fp8_e4m3": _BYTE, "__nv_fp8_e5m2": _BYTE,
+    "size_t": Number("i", 8, False), "ptrdiff_t": Number("i", 8, True),
+    "intptr_t": Number("i", 8, True), "uintptr_t": Number("i", 8, False),
+    "uint": Number("i", 4, False), "ushort": Number("i", 2, False),
+    **{f"{'' if signed else 'u'}int{bits}_t": Number("i", bits // 8, signed)
+       for bits in (8, 16, 32, 64) for signed in (True, False)},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter: its type as messages quote it; the number that it is, or points to (None: not known).
+
+    `is_pointer` is None where it may be either; `accesses` are those of a `.ptx` through it.
+    """
+
+    name: str
+    type: str = ""
+    number: Number | None = None
+    is_pointer: bool | None = None
+    accesses: frozenset[PointerAccess] = frozenset()
+
+    def accept(self, label: str, value: Any, dtype: str) -> Any:
+        """The argument as it is, or a Python number as the NumPy scalar that the parameter is.
+
+        `value` is a NumPy or CuPy array, a scalar, or anything else, which is left to the launch; `dtype` is its
+        dtype's name where it comes from. Raises ArgumentError for another type than the parameter's.
+        """
+        if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
+            return self._number(label, value)
+        if isinstance(value, np.generic):
+            self._check_scalar(label, value)
+        elif hasattr(value, "dtype") and hasattr(value, "shape"):
+            self._check_array(label, value, dtype)
+        return value
+
+    def scalar(self, value: Any) -> Any:
+        """A NumPy scalar of a file; one that was a Python number there, int64 or float64, as that if it has to fit."""
+        was_python = value.dtype in (np.int64, np.float64, np.bool_)
+        resized = self.number is not None and self.is_pointer is False and self.number.nbytes != value.dtype.itemsize
+        return value.item() if was_python and resized else value
+
+    def _number(self, label: str, value: int | float) -> np.generic:
+        if self.is_pointer:
+            raise ArgumentError(label, f"an array for {self.type} (np.uint64 of an address passes it)", repr(value))
+        if self.number is None or self.number.kind in ("raw", "bf"):
+            raise ArgumentError(label, "a NumPy scalar, whose dtype says how wide the parameter is", repr(value))
+        if self.number.kind == "i" and not isinstance(value, int):
+            raise ArgumentError(label, f"an integer for {self.type}", repr(value))
+        return self.number.of(label, self.type, value)
+
+    def _check_scalar(self, label: str, value: np.generic) -> None:
+        number = _ADDRESS if self.is_pointer else self.number
+        if number is None or number.kind == "raw":
+            return
+        if not number.takes(value.dtype, value.dtype.name):
+            wanted = f"an array for {self.type}" if self.is_pointer else f"{self.type} takes {number}"
+            raise ArgumentError(label, wanted, f"{value.dtype} {value}")
+
+    def _check_array(self, label: str, array: Any, name: str) -> None:
+        if self.is_pointer is False and self.number is not None:
+            raise ArgumentError(label, f"a number for {self.type}", f"an array of {name}{list(array.shape)}")
+        dtype = array.dtype
+        if name in ("uint8", "void") or dtype.kind == "V":
+            return
+        if self.is_pointer and self.number is not None:
+            packed = name == "int8" and self.number.kind == "i"  # bytes in words
+            bits = name == "float16" and self.number == _BITS_16
+            if not packed and not bits and not self.number.takes(dtype, name):
+                rule = f"{self.type} takes an array of {self.number}, or bytes (.view(np.uint8))"
+                raise ArgumentError(label, rule, name)
+        if not self._fits_accesses(dtype):
+            read = " and ".join(sorted(map(str, self.accesses)))
+            raise ArgumentError(label, f"the kernel accesses it as {read}, or give bytes (.view(np.uint8))", name)
+
+    def _fits_accesses(self, dtype: np.dtype[Any]) -> bool:
+        """Whether no access is known to take an element for something else. Bits may be moved in any pieces."""
+        if dtype.kind == "f" and all(access.is_float for access in self.accesses):
+            return not self.accesses or dtype.itemsize in {access.nbytes for access in self.accesses}
+        if dtype == np.int64 and self.accesses:  # what NumPy makes of Python integers; packed words are unsigned
+            return any(access.is_vector or access.nbytes == 8 for access in self.accesses)
+        return True
+
+
+def of_ptx(entry: Entry) -> tuple[Parameter, ...]:
+    """The parameters of a kernel of PTX."""
+    accesses = accesses_of(entry)
+    return tuple(_declared(variable, accesses.get(variable.name)) for variable in entry.params)
+
+
+def _declared(variable: Variable, accesses: frozenset[PointerAccess] | None) -> Parameter:
+    kind, bits, label = variable.type[0], variable.type[1:], f".param .{variable.type}"
+    if accesses is not None:
+        return Parameter(variable.name, label, None, True, accesses)
+    if not bits.isdigit() or variable.size != int(bits) // 8:  # a struct, a tensor map, bf16
+        return Parameter(variable.name)
+    if kind == "f":
+        return Parameter(variable.name, label, Number("f", variable.size), False)
+    if kind == "b":
+        return Parameter(variable.name)
+    number = Number("i", variable.size, kind == "s")
+    return Parameter(variable.name, label, number, None if variable.size == 8 else False)
+
+
+def of_cuda(text: str, entry: str, names: Collection[str], macros: Collection[str]) -> tuple[Parameter, ...]:
+    """The parameters of a kernel of CUDA C++ by its signature; `macros` are names that `-D` defines."""
+    text = _COMMENT.sub(" ", text)
+    found = {tuple(_split(list_)) for list_ in _lists(text, entry)}
+    if len(found) != 1 or len(*found) != len(names):  # the preprocessor decides
+        return tuple(map(Parameter, names))
+    (declarations,) = found
+    return tuple(_of(text, name, each, macros) for name, each in zip(names, declarations, strict=True))
+
+
+def _lists(text: str, entry: str) -> list[str]:
+    """What stands between the parentheses of every declaration of the kernel."""
+    lists = []
+    for found in re.finditer(rf"\b{entry}\s*\(", text):
+        head = re.split(r"[;{}]", text[: found.start()])[-1]
+        depth, end = 1, found.end()
+        while depth and end < len(text):
+            depth += {"(": 1, ")": -1}.get(text[end], 0)
+            end += 1
+        if re.search(r"\b__global__\b", head):
+            lists.append(text[found.end() : end - 1])
+    return lists
+
+
+def _split(parameters: str) -> list[str]:
+    """At commas, but not those within brackets of any kind."""
+    parts, depth = [""], 0
+    for character in parameters:
+        depth += {**dict.fromkeys("(<[{", 1), **dict.fromkeys(")>]}", -1)}.get(character, 0)
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [" ".join(part.split()) for part in parts] if parameters.strip() else []
+
+
+def _of(text: str, name: str, declaration: str, macros: Collection[str]) -> Parameter:
+    bare = _QUALIFIER.sub(" ", declaration.partition("=")[0]).strip()
+    arrays = bare.count("[")
+    bare = re.sub(r"\[[^\]]*\]", "", bare).strip()
+    if not re.fullmatch(r"[\w\s:*]+", bare):  # a template, a reference, a pointer to a function
+        return Parameter(name)
+    stars = bare.count("*") + arrays
+    words = re.findall(r"[\w:]+", bare)
+    if len(words) > 1 and words[-1] == name:
+        words.pop()
+    type_ = " ".join(words)
+    label = type_ + "*" * stars
+    if any(_is_redefined(word, text) or word in macros for word in words):
+        return Parameter(name, label, None, True if stars else None)
+    if stars > 1:
+        return Parameter(name, label, _ADDRESS, True)
+    number = _number(words)
+    if number is None or (not stars and (number.kind == "raw" or _is_vector(words[0]))):
+        return Parameter(name, label, None, True if stars else None)
+    return Parameter(name, label, number, bool(stars))
+
+
+def _number(words: list[str]) -> Number | None:
+    """What a type of that name is; None for one that is not known."""
+    if words and set(words) <= _INTEGER_WORDS:
+        nbytes = 1 if "char" in words else 2 if "short" in words else 4
+        if "long" in words:
+            nbytes = 8 if words.count("long") > 1 else _LONG
+        either = "char" in words and len(words) == 1
+        return Number("i", nbytes, None if either else "unsigned" not in words)
+    if len(words) != 1:
+        return None
+    if _VECTOR.fullmatch(words[0]):  # of integers: 16 bytes of anything at a time
+        return {"f": _FLOAT32, "d": _FLOAT64}.get(words[0][0], _RAW)
+    return _NAMED.get(words[0])
+
+
+def _is_vector(word: str) -> bool:
+    """Whether a name that is known is that of several numbers."""
+    return bool(_VECTOR.fullmatch(word) or re.search(r"half2|bfloat162|Complex", word))
+
+
+def _is_redefined(word: str, text: str) -> bool:
+    """Whether the text may give that name a meaning of its own; to keywords it does so by macros alone."""
+    own = rf"#\s*define\s+{word}\b"
+    if word not in _KEYWORDS:
+        own += rf"|\busing\s+(?:\w+\s*::\s*)*{word}\b|\b(?:struct|class|enum|union|typename)\b[^;{{}}<>,=]*\b{word}\b"
+        own += rf"|(?:\btypedef\b[^;]*|}}[^;{{}}()]*)\b{word}\s*[;,)\[]"
+    return re.search(own, text) is not None

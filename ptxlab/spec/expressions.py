@@ -1,0 +1,63 @@
+"""The expressions of a spec (`K % g == 0`, `R*K/16`): evaluated over sizes, quoted in messages, solved for a size."""
+
+import ast
+import re
+from collections.abc import Mapping
+from functools import cache
+from types import CodeType
+from typing import Any
+
+import numpy as np
+
+from ptxlab.layout.nibbles import unpack_u4
+
+_FUNCTIONS: dict[str, Any] = {
+    "__builtins__": {},
+    "log2": lambda n: int(n).bit_length() - 1,
+    "ceil_div": lambda a, b: -(-a // b),
+    "min": min,
+    "max": max,
+}
+_QUOTIENT = re.compile(r"^(\w+)\s*/\s*(\w+)$")
+
+
+def evaluate(expression: str, names: Mapping[str, Any]) -> Any:
+    """Evaluate a spec's own expression (`"K % g == 0"`, `"R*K/16"`) over sizes or arrays. Never for user input."""
+    return eval(_compiled(expression), _FUNCTIONS, dict(names))
+
+
+@cache
+def _compiled(expression: str) -> CodeType:
+    return compile(expression, f"<{expression}>", "eval")
+
+
+def names_in(expression: str) -> set[str]:
+    """The names that an expression takes from outside, without the functions that every expression may use."""
+    nodes = ast.walk(ast.parse(expression, mode="eval"))
+    return {node.id for node in nodes if isinstance(node, ast.Name)} - set(_FUNCTIONS)
+
+
+def solve(axis: str, length: int, sizes: dict[str, int]) -> None:
+    """Learn a size from one axis: `S`, `S/4` or `S/T` with S known. Consistency is checked by the caller."""
+    if axis.isidentifier():
+        sizes.setdefault(axis, length)
+        return
+    quotient = _QUOTIENT.match(axis)
+    if quotient is None:
+        return
+    top, bottom = quotient.groups()
+    if bottom.isdigit():
+        sizes.setdefault(top, length * int(bottom))
+    elif top in sizes and length:
+        sizes.setdefault(bottom, sizes[top] // length)
+
+
+def nibbles(words: np.ndarray) -> np.ndarray:
+    """For value rules: the eight nibbles of every word, in logical order, wide enough to compute with."""
+    wide: np.ndarray = unpack_u4(words).astype(np.int32)
+    return wide
+
+
+def per_weight(values: np.ndarray, group: int) -> np.ndarray:
+    """For value rules: one value per weight from one per group, wide enough to compute with."""
+    return np.repeat(values.astype(np.int32), group, axis=-1)

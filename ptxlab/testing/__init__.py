@@ -1,0 +1,1 @@
+"""What this checkout knows of its own tests."""

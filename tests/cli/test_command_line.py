@@ -1,0 +1,234 @@
+"""What all commands have in common: help, spellings of options, errors in one line, names, tables that fit."""
+
+import ast
+import inspect
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import numpy as np
+import pytest
+
+import ptxlab
+from ptxlab import emulator, gpu, kernels, nsight, sass
+from ptxlab.cli import PANELS, common, profile
+from ptxlab.cli import sass as sass_command
+from ptxlab.cli.common import WIDTH
+from tests.support.add4 import PTX_ADD4
+from tests.support.reports import FILE, GEMM, SIZES
+
+COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items() if name != "report"}
+# Of several spellings of one thing, the one that commands take.
+RETIRED = {"--sizes": "--shape", "--timeline": "timeline", "--stalls": "stalls", "--sass": "--listing"}
+
+
+def options(command: Callable[..., None]) -> dict[str, Any]:
+    """Option -> its type, as the signature declares them."""
+    found = {}
+    hints = get_type_hints(command, include_extras=True)
+    for name in inspect.signature(command).parameters:
+        kind, declared = get_args(hints[name])
+        if "Option" in type(declared).__name__:
+            spelled = [one for one in (declared.default, *(declared.param_decls or ())) if str(one).startswith("-")]
+            if type(None) in get_args(kind):  # `str | None`
+                kind = get_args(kind)[0]
+            found[(spelled or [f"--{name.replace('_', '-')}"])[0]] = kind
+    return found
+
+
+def test_help_has_panels(cli: Any) -> None:
+    code, out, _ = cli("--help")
+    places = [out.index(f"─ {panel} ─") for panel in ("Run and check", "Measure", "Weights", "Project")]
+    assert code == 0 and places == sorted(places)
+    assert cli()[1].strip() == out.strip(), "without a command too"
+
+
+def test_an_option_means_the_same_in_all_commands() -> None:
+    kinds: dict[str, set[Any]] = defaultdict(set)
+    for command in COMMANDS.values():
+        for option, kind in options(command).items():
+            assert option not in RETIRED, option
+            kinds[option].add(kind)
+    for option in ("--shape", "--check", "--plot", "--group", "--arch", "--backend", "--json"):
+        assert len(kinds[option]) == 1, (option, kinds[option])
+
+
+def test_a_switch_has_no_negation(cli: Any) -> None:
+    """`--no-unchecked` and the like say nothing."""
+    for name in ("run", "sass", "timeline", "verify"):
+        assert "--no-" not in cli(name, "--help")[1]
+
+
+@pytest.mark.parametrize("name", ["profile", "timeline", "stalls"])
+def test_profile_is_three_commands_of_few_options(name: str) -> None:
+    own = set(options(COMMANDS[name])) - set(options(COMMANDS["run"])) - {"--json"}
+    assert len(own) <= 6, own
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("verify", "--sizes", "M=3"), "no such option"),
+        (("nosuch",), "nosuch"),
+        (("show",), "missing argument"),
+        (("run", "dequant_lqq"), "missing option"),
+        (("verify", "--seed", "x"), "invalid value for '--seed'"),
+        (("show", "nosuch_at_all_qqq"), "unknown kernel 'nosuch_at_all_qqq'; "),
+        (("verify", "gem"), "unknown kernel 'gem'; nearest: gemm"),
+        (("sass", "dequant_lqq", "--record", "-D", "X"), "-D cannot be combined with --record"),
+        (("sanitize", "sum", "--tool", "memchek"), "--tool expects some of memcheck, "),
+        (("sanitize", "{file}"), "sanitize expects kernels or families, got "),
+        (("run", "gemm", "--in", "{npz}"), "kernel: one of gemm_"),
+        (("sweep", "{file}", "-D", "X=1"), "sweep expects a kernel of the W4A8 GEMM or of attention, got "),
+        (("verify", "{file}"), "a file has no reference to verify against"),
+        (("show", "load", "--plot", "x.png"), "--plot expects one load_* kernel, got load"),
+        (("show", "load_ldmatrix", "--plot", "x.txt"), "--plot expects a .png or .svg or .pdf file, got x.txt"),
+        (("timeline", "{file}"), "timeline expects one of the project's kernels, got "),
+    ],
+)
+def test_a_usage_error_is_one_line(cli: Any, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
+    (tmp_path / "in.npz").write_bytes(b"PK\x05\x06" + bytes(18))
+    paths = {"{file}": str(tmp_path / "add4.ptx"), "{npz}": str(tmp_path / "in.npz")}
+    code, out, err = cli(*(paths.get(one, one) for one in arguments))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and message in err and not set("╭│╰") & set(err)
+
+
+@pytest.mark.parametrize("command", [("run", "sum"), ("verify", "sum")])
+def test_an_unavailable_gpu_names_the_emulator(
+    cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, str]
+) -> None:
+    monkeypatch.setattr(gpu, "why_not", lambda *_, **__: "no CUDA device")
+    (spec,) = (spec for spec in kernels.specs().values() if spec.family == "sum")
+    packed = spec.pack(spec.example(np.random.default_rng(0), **spec.example_sizes[0]))
+    np.savez(tmp_path / "in.npz", **packed)
+    more = ("--in", tmp_path / "in.npz") if command[0] == "run" else ()
+    code, _, err = cli(*command, *more, "--backend", "gpu")
+    assert code == 2 and "no CUDA device; pass --backend emulator" in err and 'backend="' not in err
+
+
+# Names
+
+
+def test_a_family_stands_for_its_kernels(cli: Any) -> None:
+    family = [name for name, spec in kernels.specs().items() if spec.family == "load"]
+    assert [spec.name for spec, *_ in kernels.resolve_all("load") if spec] == family
+    assert [row["name"] for row in json.loads(cli("list", "load", "--json")[1])] == family
+    assert [row["name"] for row in json.loads(cli("show", "load", "--json")[1])] == family
+    _, out, _ = cli("sass", "sum", "append", "--json")
+    assert [report["entry"] for report in json.loads(out)] == ["sum_activations_s8", "append_kv4"]
+    _, out, _ = cli("verify", "sum", "--backend", "emulator", "--json")
+    assert {verdict["kernel"].partition(".")[0] for verdict in json.loads(out)} == {
+        name for name, spec in kernels.specs().items() if spec.family == "sum"
+    }
+    assert not {spec.family for spec in kernels.specs().values()} & set(kernels.specs()), "a name is one or the other"
+
+
+def test_sanitize_takes_families(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(nsight.sanitizer, "sanitize", lambda *given: asked.append(given) or [])
+    code, _, _ = cli("sanitize", "sum", "dequant_lqq", "--tool", "memcheck,racecheck", "--shape", "R=2")
+    (summing,) = (name for name, spec in kernels.specs().items() if spec.family == "sum")
+    assert code == 0 and asked == [(tool, [summing, "dequant_lqq"], "R=2") for tool in ("memcheck", "racecheck")]
+
+
+# Texts
+
+
+@pytest.mark.parametrize("label", ["dequant_lqq.ptx", "dequant_lqq.cu", "gemm_w4a8_sm90.cu"])
+def test_a_source_is_shown_verbatim(cli: Any, label: str) -> None:
+    code, out, _ = cli("show", label)
+    (source,) = kernels.find(label)[1]
+    assert code == 0 and out == source.text
+    if source.language == "ptx":
+        assert emulator.parse(out, "shown.ptx").entries == emulator.parse(source.text, "shown.ptx").entries
+    code, out, _ = cli("show", source.name)
+    assert code == 0 and source.text in out and "Arguments, in launch order" in out
+
+
+def test_a_file_is_shown_verbatim_too(cli: Any, tmp_path: Path) -> None:
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
+    assert cli("show", tmp_path / "add4.ptx")[:2] == (0, PTX_ADD4)
+
+
+def test_a_listing_interleaves_machine_code_and_source(cli: Any, tmp_path: Path) -> None:
+    text = """extern "C" __global__ void scale(float* x) {
+    #ifdef TWICE
+    x[threadIdx.x] *= 2.0f;  // this one
+    #else
+    x[threadIdx.x] += 5.0f;  // or that one
+    #endif
+}
+"""
+    (tmp_path / "scale.cu").write_text(text)
+    for more, line, other in (
+        ((), "scale.cu:5  x[threadIdx.x] += 5.0f;  // or that one", "this one"),
+        (("-D", "TWICE"), "scale.cu:3  x[threadIdx.x] *= 2.0f;  // this one", "or that"),
+    ):
+        code, out, _ = cli("sass", tmp_path / "scale.cu", "--listing", *more)
+        assert code == 0 and line in out and other not in out
+        below = out[out.index(line) :].splitlines()[1]
+        assert re.match(r"    /\*[0-9a-f]{4}\*/ \S", below)
+    shown = re.findall(r"/\*([0-9a-f]+)\*/", out)
+    assert shown == sorted(shown) and len(shown) == len(set(shown)), "every instruction once, in order"
+    code, out, _ = cli("sass", "dequant_lqq.ptx", "--listing", "--json")
+    assert code == 0 and any("and.b32" in one for one in json.loads(out)["dequant_lqq.ptx"])
+
+
+def tables_fit(out: str) -> None:
+    assert max(map(len, out.splitlines())) <= WIDTH, max(out.splitlines(), key=len)
+
+
+def test_tables_fit_and_names_stand_on_one_line(cli: Any) -> None:
+    for command in (("list",), ("sass", "load"), ("doctor",), ("sass", "dequant_lqq", "gemm_w4a8_qoq_channel_sm80")):
+        code, out, _ = cli(*command)
+        assert code == 0 and (command[1:] != ("load",) or "instructions" in out), "nothing is cut off"
+        tables_fit(out)
+        named = [name for target in command[1:] for _, _, name in kernels.resolve_all(target)]
+        for name in named if command[0] == "sass" else kernels.specs() if command[0] == "list" else ():
+            assert str(name) in out, name
+
+
+@pytest.mark.parametrize("width", [80, WIDTH])
+def test_a_summary_of_a_family_is_not_cut(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    monkeypatch.setattr(common.console, "_width", width)
+    labels = [source.label for name in kernels.specs() for source in kernels.find(name)[1]]
+    one = sass.Report(
+        "", "", "sm_90a", ("ptxas 13.2.86",), 168, 9000, 365, 0, 0, {"IMAD": 12345}, {}, {}, 7.5, {}, {}, ()
+    )
+    sass_command._summarise("sm_90a", [replace(one, name=label) for label in labels])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [row for row in rows if len(row) == 5 and "." in row[0]] == [
+        [label, "7.5", "168", "9365", "12345"] for label in labels
+    ]
+
+
+def test_a_profile_of_two_kernels_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = [nsight.profile_of(nsight.read(path)[0], sizes=SIZES) for path in (GEMM, FILE)]
+    profile.show(pages, nsight.differences(*pages))
+    out = capsys.readouterr().out
+    table = out[: out.index("lines with most stalls")].rsplit("\n", 1)[0]
+    tables_fit(table)
+    assert " ".join(f"{name}={size}" for name, size in SIZES.items()) in table and pages[0].kernel in table
+
+
+# The package
+
+
+def test_no_two_classes_of_these_folders_share_a_name() -> None:
+    """Nor any of them with a class of another folder."""
+    package = Path(ptxlab.__file__).parent
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in package.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].add(path.relative_to(package).parts[0])
+    mine = {"cli", "sass", "profile", "timeline", "nsight", "jupyter", "sources.py", "verify.py", "doctor.py"}
+    assert {name: rooms for name, rooms in found.items() if len(rooms) > 1 and rooms & mine} == {}

@@ -1,0 +1,61 @@
+"""setmaxnreg: what it may not be asked for. And instructions that change nothing here."""
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator
+from ptxlab.errors import EmulationError, SourceError, UnknownInstruction
+from tests.support.emulated import kernel, values
+
+
+def execute(body: str, threads: int = 384, directives: str = "") -> None:
+    start = "mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 7; setp.eq.u32 %p, %r1, 0; shr.u32 %r2, %r0, 5;\n"
+    text = kernel(start + body + "\nret;", "", directives=directives)
+    emulator.run(emulator.parse(text, "k.ptx"), None, [], grid=2, block=threads)
+
+
+SPLIT = """@!%p bra CONSUMER;
+setmaxnreg.dec.sync.aligned.u32 24; bra END;
+CONSUMER: setmaxnreg.inc.sync.aligned.u32 {};
+END:"""
+
+
+@pytest.mark.parametrize("count", [232, 240])
+def test_a_split_that_fits(count: int) -> None:
+    execute(SPLIT.format(count))
+
+
+@pytest.mark.parametrize(
+    ("body", "threads", "directives", "message"),
+    [
+        (SPLIT.format(248), 384, "", r"the block's warps then have 66560 registers, more than 65536"),
+        ("setmaxnreg.inc.sync.aligned.u32 160;\nsetmaxnreg.inc.sync.aligned.u32 152;", 128, "",
+         r"k\.ptx:.* the warp has 160 registers per thread, so this is no increase"),
+        ("setmaxnreg.dec.sync.aligned.u32 176;", 128, ".maxnreg 168", "has 168 .* this is no decrease"),
+        ("setp.eq.u32 %q, %r2, 2; @%q ret; setmaxnreg.dec.sync.aligned.u32 24;", 128, "",
+         r"thread \(64,0,0\): not all warps of the warp group execute this"),
+        ("setp.eq.u32 %q, %r0, 5; @%q ret; setmaxnreg.dec.sync.aligned.u32 24;", 128, "", "not all 32 threads"),
+    ],
+)  # fmt: skip
+def test_a_split_that_does_not(body: str, threads: int, directives: str, message: str) -> None:
+    with pytest.raises(EmulationError, match=message):
+        execute(body, threads, directives)
+
+
+@pytest.mark.parametrize("count", ["16", "260", "100", "%r0"])
+def test_numbers_of_registers_that_there_are_not(count: str) -> None:
+    with pytest.raises(SourceError, match="a multiple of 8 from 24 to 256"):
+        execute(f"setmaxnreg.dec.sync.aligned.u32 {count};")
+
+
+@pytest.mark.parametrize(
+    "opcode", ["griddepcontrol.signal", "setmaxnreg.set.sync.aligned.u32 24", "setmaxnreg.inc.u32 24"]
+)
+def test_other_forms_are_unknown(opcode: str) -> None:
+    with pytest.raises(UnknownInstruction):
+        execute(f"{opcode};")
+
+
+def test_waiting_for_other_grids_and_for_time_is_over_at_once() -> None:
+    body = "griddepcontrol.wait; griddepcontrol.launch_dependents; nanosleep.u32 1000; mov.u32 %s, 7;"
+    assert (values(body) == np.full(32, 7)).all()

@@ -1,0 +1,120 @@
+import io
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab.errors import FileError
+from ptxlab.io.files import load_arrays, save_arrays, write_whole
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    arrays = {"q": np.arange(6, dtype=np.uint32).reshape(2, 3), "n": np.array(7, np.int32)}
+    save_arrays(tmp_path / "a.npz", arrays)
+    loaded = load_arrays(tmp_path / "a.npz")
+    assert set(loaded) == {"q", "n"}
+    assert np.array_equal(loaded["q"], arrays["q"]) and loaded["q"].flags.c_contiguous
+    assert loaded["n"].shape == () and loaded["n"] == 7
+
+
+def test_a_pickled_object_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", evil=np.array([{"a": 1}], dtype=object))
+    with pytest.raises(FileError, match=r"not an \.npz of plain arrays"):
+        load_arrays(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("content", (b"", b"not a zip file", b"PK\x03\x04 truncated"))
+def test_a_broken_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(FileError, match=r"a\.npz: not an \.npz"):
+        load_arrays(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_no_regular_file_is_refused_unopened(tmp_path: Path, put: Callable[[Path], None]) -> None:
+    """Opening a FIFO waits for a writer."""
+    put(tmp_path / "a.npz")
+    with pytest.raises(FileError, match=r"a\.npz: not a regular file"):
+        load_arrays(tmp_path / "a.npz")
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"gone\.npz: cannot be read: No such file"):
+        load_arrays(tmp_path / "gone.npz")
+
+
+def test_a_file_that_claims_too_much_is_refused_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "a.npz", a=np.zeros(1000))
+    monkeypatch.setattr("ptxlab.io.files.MAX_BYTES", 4096)
+    with pytest.raises(FileError, match="at most 4096 bytes of arrays"):
+        load_arrays(tmp_path / "a.npz")
+
+
+def test_a_foreign_member_is_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("a.npy", "not an array")
+    with pytest.raises(FileError):
+        load_arrays(tmp_path / "a.npz")
+
+
+def test_nothing_is_left_behind_when_writing_fails(tmp_path: Path) -> None:
+    target = tmp_path / "out.npz"
+    target.write_bytes(b"before")
+
+    def fail_half_way(file: "object") -> None:
+        file.write(b"half")  # type: ignore[attr-defined]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(FileError, match=r"out\.npz: cannot be written: No space left on device"):
+        write_whole(target, fail_half_way)
+    assert target.read_bytes() == b"before"
+    assert [p.name for p in tmp_path.iterdir()] == ["out.npz"]
+
+
+def npz_with(path: Path, member: bytes, **more: Any) -> Path:
+    with zipfile.ZipFile(path, "w", **more) as archive:
+        archive.writestr("a.npy", member)
+    return path
+
+
+@pytest.mark.parametrize("shape", [(10**13,), (10**6, 10**12), (2 * 10**9,), (-1,), (3,)])
+def test_a_header_that_claims_another_size_is_refused_before_anything_is_allocated(
+    tmp_path: Path, shape: tuple[int, ...]
+) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<u4", "fortran_order": False, "shape": shape})
+    path = npz_with(tmp_path / "a.npz", header.getvalue() + bytes(64))
+    with pytest.raises(FileError, match=r"not an \.npz of plain arrays: a\.npy claims -?\d+ bytes and holds 64"):
+        load_arrays(path)
+
+
+def test_damaged_compressed_content_is_refused(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", a=np.arange(1000))
+    content = bytearray((tmp_path / "a.npz").read_bytes())
+    start = content.find(b"a.npy") + 30
+    content[start : start + 20] = bytes(byte ^ 0xFF for byte in content[start : start + 20])
+    (tmp_path / "a.npz").write_bytes(content)
+    with pytest.raises(FileError, match=r"a\.npz: not an \.npz of plain arrays"):
+        load_arrays(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("name", ["", "/", "in.npz/out.npz", "a" * 300])
+def test_a_name_that_cannot_be_written_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.npz").touch()
+    with pytest.raises(FileError, match="cannot be written"):
+        save_arrays(Path(name), {"a": np.zeros(1)})
+    assert [p.name for p in tmp_path.iterdir()] == ["in.npz"]
+
+
+@pytest.mark.parametrize(("descr", "shape"), [("|S0", (2**60,)), ("|V0", (2**60,)), ("<U0", (2**62,)),
+                                              ("<f4", (0, 2**62)), ("<f4", (0, 2**70))])  # fmt: skip
+def test_a_header_that_claims_more_than_any_memory_is_refused(tmp_path: Path, descr: str, shape: tuple) -> None:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": descr, "fortran_order": False, "shape": shape})
+    with pytest.raises(FileError, match=r"not an \.npz of plain arrays: "):
+        load_arrays(npz_with(tmp_path / "a.npz", header.getvalue()))

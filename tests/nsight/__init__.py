@@ -1,7 +1,0 @@
-"""Reports that an H200 made: `gemm_w4a8_qoq_sm90` at M=16, N=1024, K=2048, g=128, and a file of PTX without lines."""
-
-from pathlib import Path
-
-GEMM = Path(__file__).with_name("gemm_w4a8_qoq_sm90.ncu-rep")
-FILE = Path(__file__).with_name("add4.ncu-rep")
-SIZES = {"M": 16, "N": 1024, "K": 2048, "g": 128}

@@ -1,0 +1,112 @@
+"""What is put under a profiler: problems of every kind, launched by the very process that ncu would watch."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import gpu, kernels, nsight
+from ptxlab.errors import ArgumentError
+from ptxlab.profile import launch_target
+from ptxlab.profile.launch_target import LaunchTarget
+from tests.bench.conftest import emulated_gpu
+from tests.support.add4 import PTX_ADD4
+
+__all__ = ["emulated_gpu"]
+
+SMALL = (
+    LaunchTarget("gemm_w4a8_qoq_sm90", {"M": 8, "N": 64, "K": 128}),
+    LaunchTarget("gemm_w4a8_sm90", {"M": 8, "N": 64, "K": 128}),
+    LaunchTarget("attention_kv4_sm90", {"B": 1, "L": 64, "Hq": 1, "Hkv": 1}),
+    LaunchTarget("attention_kv4_mma_sm80", {"B": 1, "L": 64, "Hq": 1, "Hkv": 1}),
+    LaunchTarget("append_kv4"),
+    LaunchTarget("dequant_lqq"),
+    LaunchTarget("load_bulk_sm90"),
+    LaunchTarget("quantize_activations_s8"),
+    LaunchTarget("gemm_w8a8_sm90", {"M": 8, "N": 64, "K": 128}),
+)
+
+
+@pytest.fixture
+def events(emulated_gpu: pytest.MonkeyPatch) -> list[str]:
+    """Entries as they are launched, and where the stretch that is profiled begins and ends."""
+    seen: list[str] = []
+    prepare = gpu.prepare
+
+    def remembered(kernel: Any, args: Any, geometry: Any) -> Any:
+        call = prepare(kernel, args, geometry)
+        return lambda: (seen.append(kernel.run.entry), call())
+
+    @contextmanager
+    def profiled() -> Iterator[None]:
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    emulated_gpu.setattr(gpu, "prepare", remembered)
+    emulated_gpu.setattr(gpu, "profiled", profiled)
+    emulated_gpu.setattr(launch_target, "WARM_UP", 1)
+    return seen
+
+
+@pytest.fixture
+def add4(tmp_path: Path) -> LaunchTarget:
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
+    np.savez(tmp_path / "in.npz", **{name: np.full(32, 2, np.uint32) for name in ("a", "b", "sum")})
+    return LaunchTarget(str(tmp_path / "add4.ptx"), inputs=str(tmp_path / "in.npz"))
+
+
+def test_each_job_is_warmed_up_and_then_profiled_once(events: list[str], add4: LaunchTarget) -> None:
+    python, option, code, jobs = launch_target.command([*SMALL, add4])
+    assert (python, option) == (sys.executable, "-c") and "launch_target.main" in code
+    launch_target.main(jobs)
+    names = [*(job.target for job in SMALL), "add4"]
+    assert events == [event for name in names for event in (name, "begin", name, "end")]
+    assert [launch_target.entry_of(job) for job in (*SMALL, add4)] == names
+
+
+def test_what_cannot_be_launched_is_said_in_a_line_that_the_command_finds(
+    events: list[str], add4: LaunchTarget
+) -> None:
+    np.savez(add4.inputs, a=np.zeros(32, np.uint32))
+    with pytest.raises(SystemExit, match=f"^{nsight.FAILED}add4: b: must be in the --in file"):
+        launch_target.main(json.dumps([asdict(add4)]))
+    assert events == []
+
+
+def test_sizes_are_the_usual_ones_unless_given() -> None:
+    assert LaunchTarget("gemm_w4a8_sm90").spec is kernels.specs()["gemm_w4a8_sm90"]
+    found = launch_target.sizes_of(kernels.specs()["gemm_w4a8_sm90"], {"M": 3})
+    assert found == {"M": 3, "N": 22016, "K": 4096, "g": 128}
+    assert launch_target.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "emulator")["N"] == 256
+    assert launch_target.usual_sizes(kernels.specs()["gemm_w8a8_sm90"])["N"] == 22016, "no step, and yet a GEMM"
+    with pytest.raises(ArgumentError, match=r"backend: one of gpu, emulator \(got cuda\)"):
+        launch_target.usual_sizes(kernels.specs()["gemm_w4a8_sm90"], "cuda")
+    assert "g" not in launch_target.usual_sizes(kernels.specs()["gemm_w4a8_qoq_channel_sm80"])
+    assert set(launch_target.usual_sizes(kernels.specs()["attention_kv4_naive"])) == {"B", "L", "Hq", "Hkv"}
+    with pytest.raises(ArgumentError, match=r"--shape: gemm_w4a8_sm90 takes M, N, K, g \(got L\)"):
+        launch_target.entry_of(LaunchTarget("gemm_w4a8_sm90", {"L": 3}))
+    with pytest.raises(ArgumentError, match="K % g == 0"):
+        launch_target.entry_of(LaunchTarget("gemm_w4a8_sm90", {"K": 100}))
+    with pytest.raises(ArgumentError, match=r"--shape: sizes of 1 or more \(got M=0\)"):
+        launch_target.entry_of(LaunchTarget("gemm_w4a8_sm90", {"M": 0}))
+    assert launch_target.sizes_of(kernels.specs()["append_kv4"], {"R": 0})["R"] == 0, "no rotation"
+
+
+@pytest.mark.parametrize("name", kernels.specs())
+def test_usual_sizes_are_such_as_the_kernel_takes(name: str) -> None:
+    spec = kernels.specs()[name]
+    assert launch_target.sizes_of(spec, {}) == launch_target.usual_sizes(spec)
+
+
+def test_weights_that_the_figures_are_per() -> None:
+    assert launch_target.weights_of({"M": 5, "N": 3, "K": 7}) == 21
+    assert launch_target.weights_of({"R": 2, "K": 8, "g": 4}) == 16
+    assert launch_target.weights_of({"B": 2, "L": 3, "Hq": 8, "Hkv": 4}) == 2 * 2 * 3 * 4 * 128
+    assert launch_target.weights_of({"T": 5}) is launch_target.weights_of({}) is None

@@ -1,0 +1,135 @@
+"""The GEMM ladder from its record: means, gains, stored peers, tables and figures. The record is made up."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ptxlab import plot
+from ptxlab.bench import compare
+from ptxlab.bench.peers import CUBLAS
+from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS
+from ptxlab.bench.stored import stored_times
+from ptxlab.errors import FileError
+from report import figures, ladder, ladderplot
+from report import sections as report
+from tests.support.bench_rows import slowed
+from tests.support.ladder_record import NAMES, record
+
+RECORD = record()
+STORED = stored_times()
+FIRST = RECORD.rows[0]
+PLACE = ladder.place_of(FIRST)
+
+
+def test_gains_are_geometric_means_over_matrices() -> None:
+    base = [
+        replace(FIRST, sizes={**FIRST.sizes, "M": 16, "N": n}, kernel="base", time_us=us)
+        for n, us in ((1, 8.0), (2, 9.0))
+    ]
+    faster = [replace(r, kernel="step", time_us=r.time_us / gain) for r, gain in zip(base, (2.0, 8.0), strict=True)]
+    alone = replace(FIRST, kernel="step", sizes={**FIRST.sizes, "M": 16, "N": 3}, time_us=1.0)
+    rows = [*base, *faster, alone]
+    assert ladder.speed_over(rows, "step", "base", 16) == pytest.approx(4.0)
+    assert math.isnan(ladder.speed_over(rows, "step", "base", 64))
+
+
+def test_speed_over_a_peer() -> None:
+    rows = [replace(FIRST, time_us=10.0, peers={"cublas_fp8": 25.0}), replace(FIRST, time_us=10.0, peers={})]
+    assert ladder.speed_over_peer(rows, FIRST.kernel, "cublas_fp8", {}) == pytest.approx(2.5)
+    assert math.isnan(ladder.speed_over_peer(rows, FIRST.kernel, ladder.QSERVE, {}))
+
+
+def test_steps_are_in_the_order_of_the_ladder() -> None:
+    assert ladder.steps(reversed(RECORD.rows)) == NAMES
+    assert ladder.steps(record(NAMES[2:4]).rows) == NAMES[2:4]
+
+
+def test_table() -> None:
+    table = ladder.ladder_table(RECORD)
+    lines = table.splitlines()
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert [line.split("`")[1] for line in lines[2 : 2 + len(NAMES)]] == [ladder.short(name) for name in NAMES]
+    assert "made-up H200" in table and "cuBLAS differed by more than 5%" in table
+    assert "nan" not in table
+
+
+def test_table_of_limits_names_the_worst_reasons() -> None:
+    table = ladder.limits_table(RECORD)
+    assert table.count("long scoreboard 2.5, barrier 1.5, gmma 0.9") == 2 * len(NAMES)
+    assert f"| {32 * 3e7 / DISSECTED.N / DISSECTED.K:.2f} |" in table and "| 1750 |" in table
+    bare = replace(RECORD, rows=tuple(r for r in RECORD.rows if "tensor_pct" not in r.more))
+    assert ladder.limits_table(bare) == f"{ladder.NOT_RECORDED}\n"
+
+
+def test_table_of_main_loops() -> None:
+    table = ladder.loop_table()
+    assert all(f"| `{ladder.short(name)}` | 16 |" in table for name in NAMES)
+
+
+@pytest.mark.parametrize("names", [NAMES, NAMES[:1], NAMES[2:4]], ids=("all", "one", "two"))
+def test_figures(names: list[str], tmp_path: Path) -> None:
+    rows = record(names).rows
+    drawn = {
+        "peers": ladderplot.peers_figure(STORED),
+        "times": ladderplot.times_figure(rows, STORED),
+        "ablation": ladderplot.ablation_figure(rows),
+        "fraction": ladderplot.fraction_figure(rows),
+        "roofline": ladderplot.roofline_figure(rows),
+    }
+    for name, figure in drawn.items():
+        plot.save(figure, tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_ablation_shows_every_gain() -> None:
+    axes = ladderplot.ablation_figure(RECORD.rows).axes[0]
+    shown = [float(text.get_text()) for text in axes.texts]
+    expected = [ladder.speed_over(RECORD.rows, name, ladderplot.BASELINE, M) for name in NAMES for M in TOKENS]
+    assert shown == pytest.approx(expected, abs=0.006)
+    assert axes.get_ylabel() == "speed over qoq_sm90"
+    assert ladderplot.ablation_figure(record(NAMES[:2]).rows).axes[0].get_ylabel() == "speed over qoq_sm80"
+
+
+def test_every_step_has_its_colour() -> None:
+    assert set(ladderplot.COLOURS) == {ladder.short(name) for name in NAMES}
+
+
+def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "recorded", lambda: None)
+    assert ladder.NOT_RECORDED in report.ladder_section() and "![" not in report.ladder_section()
+    with pytest.raises(FileError, match="ptxlab bench gemm"):
+        figures.picture("ladder_times")
+    monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
+    assert "![What each step gained, by tokens](notebooks/figures/ladder_ablation.png)" in report.ladder_section()
+    for name in figures.PICTURES:
+        assert not name.startswith("ladder") or figures.picture(name).axes
+
+
+def test_a_slower_point_is_found_whatever_variant_runs_now() -> None:
+    slow = replace(slowed(FIRST, 0.5), variant={**FIRST.variant, "STAGES": 99})
+    found = compare(replace(RECORD, rows=(slow, *RECORD.rows[1:])), RECORD)
+    assert [slower.row for slower in found] == [slow]
+
+
+@pytest.fixture
+def measured() -> ladder.Record:
+    found = ladder.recorded()
+    if found is None:
+        pytest.skip("no record of the suite gemm yet: notebooks/results/h200/gemm.json")
+    return found
+
+
+def test_the_record_is_valid_and_whole(measured: ladder.Record) -> None:
+    assert measured.invalid == ""
+    rows = ladder.rows_of(measured)
+    points = {(r.kernel, *ladder.place_of(r)) for r in rows}
+    assert points == {(name, layer.N, layer.K, M) for name in NAMES for layer in LAYERS for M in TOKENS}
+    assert all(set(r.peers) == set(CUBLAS) and "bit for bit" in r.checked for r in rows)
+    assert all(0 < r.fraction < 1.1 for r in rows)
+
+
+def test_the_first_step_is_no_slower_than_qserve(measured: ladder.Record) -> None:
+    """QServe's own kernel of the same scheme, over the matrices of LLaMA-2-7B and -70B: at most 1.1 times its time."""
+    assert 1 / ladder.speed_over_peer(ladder.rows_of(measured), NAMES[0], ladder.QSERVE, STORED) <= 1.1

@@ -1,0 +1,38 @@
+"""Every notebook runs from top to bottom without a GPU, and its `.ipynb` is the one made from its source."""
+
+import json
+import re
+from pathlib import Path
+from time import perf_counter
+
+import pytest
+
+from report import notebooks
+
+jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed: it comes with the extra `dev`")
+SCRIPTS = notebooks.scripts()
+SECONDS = 30  # what a reader without a GPU is promised, on two cores
+A_MACHINES = re.compile(r"(?<![\w.])/(?:home|root|Users|work|mnt|tmp|usr)/\w")  # paths of the one that made it
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def test_runs_from_top_to_bottom(script: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "weights.fetch" in script.read_text(encoding="utf-8"):
+        request.getfixturevalue("minilm")  # skips where it cannot be downloaded
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    start = perf_counter()
+    ran = notebooks.execute(script)
+    assert perf_counter() - start < 2 * SECONDS, "beside other tests; alone it has to stay under 30 s"
+    assert not A_MACHINES.search(json.dumps([cell.get("outputs", []) for cell in ran.cells]))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
+def test_the_ipynb_is_made_from_the_script(script: Path) -> None:
+    """`python -m report --notebooks` renews it."""
+    source, made = jupytext.read(script), jupytext.read(script.with_suffix(".ipynb"))
+    assert [(cell.cell_type, cell.source) for cell in source.cells] == [(c.cell_type, c.source) for c in made.cells]
+    outputs = [output for cell in made.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert outputs and not [o for o in outputs if o.output_type == "error"]
+    assert not [o for o in outputs if o.get("name") == "stderr"]
+    assert any({"image/png", "text/html"} & set(output.get("data", {})) for output in outputs)
+    assert not A_MACHINES.search(json.dumps(outputs))

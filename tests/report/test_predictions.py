@@ -1,0 +1,183 @@
+"""The cost model beside a record: errors, where W4A8 stops paying, tables, figures, and the command."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptxlab import cost, plot
+from ptxlab.bench import counts
+from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
+from ptxlab.errors import FileError
+from report import costplot, costtables, figures, headline, ladder, predictions
+from report import sections as report
+from report.predictions import W8A8, duels, mean_error, slower_between
+from tests.support import ladder_record
+from tests.support.headline_record import record
+
+RECORD = record()
+DEVICE = predictions.measured_device(RECORD)
+
+
+def timed(time: Callable[[Row], float]) -> Record:
+    """The record with other times of what the model predicts."""
+    ours = {id(prediction.row) for prediction in predictions.predictions(RECORD)}
+    rows = (replace(row, time_us=time(row)) if id(row) in ours else row for row in RECORD.rows)
+    return replace(RECORD, rows=tuple(rows))
+
+
+def in_turn(row: Row) -> float:
+    return predictions.predict(row, DEVICE).cost.in_turn_us
+
+
+def test_errors_are_relative_to_the_measured_time() -> None:
+    for factor in (1.0, 2.0, 0.8):
+        found = predictions.predictions(timed(lambda row, factor=factor: factor * in_turn(row)))
+        assert len(found) == len(ladder.rows_of(RECORD)) + 2 * len(LLAMA) * len(ALL_TOKENS)
+        assert mean_error(found) == pytest.approx(abs(1 / factor - 1))
+        assert mean_error(found, overlapped=True) >= 0
+    assert math.isnan(mean_error([]))
+
+
+def test_alpha_is_counted() -> None:
+    """The word's instructions at least, and of the record's variants the one for about so many tokens."""
+    loops = counts.load()["main_loops"]
+    for name, word in (("gemm_w4a8_lqq_sm90", "dequant_lqq"), ("gemm_w4a8_qoq_sm80", "dequant_qoq_vadd4")):
+        few, many = (predictions.alpha_at(name, M) for M in (4, 128))
+        assert few == sum(loops[f"{name}.cu"]["16"]["pipes"].values()) / loops[f"{name}.cu"]["16"]["weights"]
+        assert counts.alpha_of(word) <= few < many
+    assert counts.alpha_of("dequant_lqq") == 7 / 8 and counts.alpha_of("") == 0
+    assert predictions.alpha_at(W8A8, 64) == 0
+    assert predictions.alpha_at("gemm_w4a8_small_sm90", 16) == 5 / 8
+    assert predictions.alpha_at("gemm_w4a8_sm90", 16) > 5 / 8
+
+
+def test_a_prediction_takes_bytes_tile_and_tensor_path_from_the_row() -> None:
+    (row,) = (r for r in ladder_record.record(["gemm_w4a8_qoq_sm80"]).rows if ladder.place_of(r) == (12288, 4096, 256))
+    found = predictions.predict(row, DEVICE).cost
+    weights = 12288 * 4096
+    alpha = predictions.alpha_at(row.kernel, 256)
+    shared = row.variant["WM"] * math.ceil(256 / row.variant["BM"])
+    assert found.load_us == pytest.approx(row.more["packed_bytes"] / 4.5e6)
+    assert found.dequantise_us == pytest.approx(weights * alpha * shared / (132 * 128 * 1.81e9) * 1e6)
+    assert found.multiply_us == pytest.approx(2 * 256 * weights / 1268e6), "on mma.sync"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected", "words"),
+    [
+        ({1: 0.5, 16: 0.6, 256: 0.9}, [], "not up to 256"),
+        ({1: 2.0, 4: 3.0}, [(1, math.inf)], "from 1"),
+        ({64: 0.5, 256: 2.0}, [(128, math.inf)], "from 130"),
+        ({64: 0.5, 256: 2.0, 4096: 0.5}, [(128, 1024)], "130 to 1,000"),
+        ({1: 2.0, 4: 0.5, 16: 2.0, 64: 0.5}, [(1, 2), (8, 32)], "1 to 2, 8 to 32"),
+        ({1: 0.5, 4: 1.0, 16: 0.5}, [], "not up to 16"),
+        ({64: 0.5, 66: 1.0001, 68: 0.5}, [(66, 66)], "66"),
+    ],
+)
+def test_where_a_ratio_is_above_one(ratios: dict[int, float], expected: list, words: str) -> None:
+    found = slower_between(ratios)
+    assert [end for pair in found for end in pair] == pytest.approx([e for pair in expected for e in pair], rel=1e-3)
+    assert predictions.said(ratios) == words
+
+
+def test_duels_compare_the_same_matrix_at_the_same_tokens() -> None:
+    exact = timed(in_turn)
+    found = duels(exact, W8A8)
+    assert [duel.layer for duel in found] == list(LLAMA)
+    for duel in found:
+        assert list(duel.measured) == list(ALL_TOKENS) and duel.measured == pytest.approx(duel.in_turn)
+        assert all(duel.overlapped[M] <= duel.in_turn[M] for M in ALL_TOKENS)
+    peer = duels(exact, "cublas_fp8")[0]
+    row = headline.points(exact)[0]
+    assert peer.measured[1] == pytest.approx(row.time_us / row.peers["cublas_fp8"])
+    assert duels(RECORD, "nobody") == duels(None, W8A8) == []
+
+
+def test_the_crossover_is_where_both_take_as_long() -> None:
+    alpha = 1.5
+    tokens = round(predictions.crossover(DEVICE, alpha))
+    four = cost.gemm_cost(DEVICE, cost.SCHEMES["W4A8 LQQ"], tokens, 8192, 8192, alpha=alpha)
+    eight = cost.gemm_cost(DEVICE, cost.SCHEMES["W8A8"], tokens, 8192, 8192)
+    assert four.in_turn_us == pytest.approx(eight.in_turn_us, rel=0.005) and eight.limit == "load"
+
+
+def test_tables_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
+    section = report.cost_section()
+    tables = [block for block in section.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 2 and all(len({line.count("|") for line in t.splitlines()}) == 1 for t in tables)
+    assert "nan" not in section and "cost_roofline.png" in section
+    for name in ("cost_roofline", "cost_predicted", "cost_crossover"):
+        plot.save(figures.picture(name), tmp_path / f"{name}.png")
+        assert (tmp_path / f"{name}.png").stat().st_size > 20_000
+
+
+def test_every_kernel_has_its_line_its_dots_and_its_error_in_the_figure() -> None:
+    panels = costplot.predicted_figure(RECORD).axes
+    labels = [text.get_text() for axes in panels for text in axes.get_legend().get_texts()]
+    for name, mine in predictions.by_kernel(predictions.predictions(RECORD)).items():
+        error, ideal = mean_error(mine), mean_error(mine, overlapped=True)
+        assert f"{predictions.called(name)}: {error:.0%} ({ideal:.0%})" in labels
+    dots = sum(len(line.get_xdata()) for axes in panels for line in axes.lines if line.get_linestyle() == "None")
+    assert dots == len(predictions.predictions(RECORD)), "every point"
+    assert all(axes.get_ylim()[0] <= y <= axes.get_ylim()[1] for axes in panels for line in axes.lines
+               for y in line.get_ydata() if not math.isnan(y))  # fmt: skip
+
+
+def test_without_both_kernels_there_is_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = ladder_record.record()
+    for found in (alone, None):
+        monkeypatch.setattr(ladder, "recorded", lambda found=found: found)
+        assert report.cost_section() == f"{ladder.NOT_RECORDED}\n" == costtables.crossover_table(found)
+        with pytest.raises(FileError, match="ptxlab bench gemm"):
+            figures.picture("cost_roofline")
+
+
+def test_nothing_recorded_is_faster_than_the_model_overlapped() -> None:
+    """The model leaves things out, all of which take time: with measured ceilings it is a bound."""
+    measured = ladder.recorded()
+    if measured is None:
+        pytest.skip("no record of the suite gemm yet: notebooks/results/h200/gemm.json")
+    found = predictions.predictions(measured)
+    assert found and all(p.cost.overlapped_us < 1.03 * p.row.time_us for p in found)
+
+
+def test_command_of_all_devices(cli: Any) -> None:
+    code, out, _ = cli("cost")
+    assert code == 0 and all(name in out for name in cost.DEVICES) and "W4A8     α*" in out, "no column is cut off"
+    code, out, _ = cli("cost", "--json")
+    found = {gpu["name"]: gpu for gpu in json.loads(out)}
+    assert code == 0 and found["h100"]["transitions"]["W8A8"] == pytest.approx(295, abs=1)
+    assert not found["h200"]["measured"] and found["h200-measured"]["measured"]
+
+
+def test_command_of_one_shape(cli: Any) -> None:
+    code, out, _ = cli("cost", "--device", "h100", "--shape", "M=64,N=4096,K=4096", "--json")
+    schemes = {entry["scheme"]["name"]: entry for entry in json.loads(out)["schemes"]}
+    lqq = schemes["W4A8 LQQ"]
+    assert code == 0 and "W4A4" not in schemes, "Hopper multiplies no 4-bit integers"
+    assert lqq["alpha"] == 7 / 8 and lqq["cost"]["limit"] == "load"
+    assert lqq["cost"]["load_us"] == pytest.approx(4096 * 4096 * 33 / 64 / 3.35e6)
+    code, out, _ = cli("cost", "--device", "l40s", "--shape", "M=64,N=4096,K=4096")
+    assert code == 0 and "W4A4" in out and "on l40s (data sheet)" in out and "α*" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "b200"), "device: one of a100"),
+        (("--shape", "M=1,N=2"), "--shape: M=..,N=..,K=.. (got M=1,N=2)"),
+        (("--shape", "M=1,N=2,K=x"), "--shape: NAME=INTEGER (got K=x)"),
+        (("--shape", "M,N,K"), "--shape: NAME=INTEGER[,NAME=INTEGER..] (got M)"),
+        (("--shape", "M=0,N=2,K=3"), "M: at least 1 (got 0)"),
+    ],
+)
+def test_bad_input_is_one_line(cli: Any, arguments: tuple[str, ...], message: str) -> None:
+    code, _, err = cli("cost", *arguments)
+    assert code == 2 and message in err and len(err.strip().splitlines()) == 1

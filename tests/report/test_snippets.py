@@ -1,0 +1,189 @@
+"""Every code block of the README and the guide runs as written, and prints what the page shows.
+
+A page's blocks run in order, in one folder and one namespace. Shown output is compared word by word; `...` in it stands
+for anything. Of shell commands, those of ptxlab run. A comment says why one is only parsed: `needs a GPU` (it runs
+under `pytest -m gpu`), `takes minutes`, or `takes a file` that the page does not have.
+"""
+
+import contextlib
+import io
+import re
+import runpy
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+import ptxlab
+from ptxlab import cli
+from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks
+
+GPU = "needs a GPU"
+INSTALLS = "takes an installation"
+NOT_RUN = (GPU, INSTALLS, "takes minutes", "takes a file")
+SOURCES = {"cuda": "//", "ptx": "//"}
+PYTHON = ("python", "ipython")
+SHELL = ("sh", "console")
+LANGUAGES = {*SOURCES, *PYTHON, *SHELL, "text", ""}
+OTHERS = {
+    "python",
+    "pytest",
+    "ruff",
+    "mypy",
+    "bash",
+    "source",
+    "pre-commit",
+    "jupyter",
+}  # CI runs them, or nothing here can
+
+
+def ids(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def commands(block: Block) -> Iterator[tuple[str, str, str]]:
+    """Command, comment and shown output of each line of a shell block; only `console` shows output."""
+    prompts = re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:] if block.language == "console" else None
+    for part in prompts if prompts is not None else block.text.splitlines():
+        line, _, shown = part.partition("\n")
+        line, _, comment = line.partition(" #")
+        *silent, last = line.split(" && ")
+        if any(command.startswith("python -m pip") for command in silent):
+            comment = INSTALLS  # into another environment than this one
+        yield from ((command.strip(), comment, "") for command in silent)
+        yield last.strip(), comment, shown
+
+
+def assert_shown(shown: str, printed: str, where: str) -> None:
+    """Shown output, words only, with `...` for anything."""
+    shown = re.sub(r"^\.\.\. and \d+ more like it.*$", "...", shown, flags=re.MULTILINE)
+    pattern = ".*?".join(re.escape(" ".join(part.split())) for part in shown.split("..."))
+    pattern = re.sub(r"(\\ )*\.\*\?(\\ )*", ".*?", pattern)
+    said = " ".join(printed.split())
+    assert re.fullmatch(pattern, said), f"{where} shows\n{shown}\nbut printed\n{printed}"
+
+
+def parse(command: str) -> None:
+    """The command and its options exist."""
+    name, *arguments = shlex.split(command)[1:]
+    known = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    assert name in known, f"{command}: no such command"
+    known[name].make_context(name, arguments)
+
+
+class Page:
+    """What running a page has come to: its folder, its names, what the last Python block printed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.monkeypatch = monkeypatch
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+        self.printed = ""
+        self.folder = folder
+        monkeypatch.chdir(folder)
+        monkeypatch.setenv("COLUMNS", "100")
+
+    def run(self, block: Block, where: str, *, gpu: bool) -> None:
+        first = block.text.partition("\n")[0]
+        if block.language in SOURCES and (named := re.fullmatch(r"// (\w+\.(?:cu|ptx))", first)):
+            Path(named[1]).write_text(block.text)
+        elif block.language in PYTHON and (gpu or GPU not in first):
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                (self.cell if block.language == "ipython" else self.python)(block.text, where)
+            self.printed = printed.getvalue()
+        elif block.language == "text":
+            assert_shown(block.text, self.printed, where)
+        elif block.language in SHELL:
+            for command, comment, shown in commands(block):
+                self.shell(command, comment, shown, where, gpu=gpu)
+
+    def python(self, text: str, where: str) -> None:
+        exec(compile(text, where, "exec"), self.names)
+
+    def cell(self, text: str, where: str) -> None:
+        """A notebook cell, with `%load_ext ptxlab` done."""
+        ipython = pytest.importorskip("IPython.core.interactiveshell", reason=f"{where} needs IPython")
+        shell = ipython.InteractiveShell.instance()
+        ptxlab.load_ipython_extension(shell)
+        shell.run_cell(text).raise_error()
+
+    def shell(self, command: str, comment: str, shown: str, where: str, *, gpu: bool) -> None:
+        program, *words = shlex.split(command)
+        if program == "cd":
+            shutil.copytree(ROOT / words[0], self.folder / words[0])
+            self.monkeypatch.chdir(self.folder / words[0])
+        elif program == "python" and words[0].endswith(".py"):
+            runpy.run_path(words[0], run_name="__main__")
+        elif program == "ptxlab" and (not any(why in comment for why in NOT_RUN) or (gpu and comment.strip() == GPU)):
+            status, printed = self.ptxlab(words)
+            assert status == (1 if "finding" in shown else 0), f"{where}: {command}\n{printed}"
+            if shown:
+                assert_shown(shown, printed, where)
+        elif program == "ptxlab":
+            parse(command)
+        else:
+            assert program in OTHERS, f"{where}: {command}: neither run nor known"
+
+    def ptxlab(self, words: list[str]) -> tuple[int, str]:
+        """Exit status and output of the command."""
+        self.monkeypatch.setattr(sys, "argv", ["ptxlab", *words])
+        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+            try:
+                cli.main()
+                status = 0
+            except SystemExit as left:
+                status = int(left.code or 0)
+        return status, out.getvalue() + err.getvalue()
+
+
+def run_page(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, gpu: bool) -> None:
+    running = Page(monkeypatch, tmp_path)
+    for block in blocks(page):
+        running.run(block, f"{ids(page)}:{block.line}", gpu=gpu)
+
+
+@pytest.mark.parametrize("page", [page for page in GUIDE if blocks(page)], ids=ids)
+def test_blocks_run_as_written(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run_page(page, monkeypatch, tmp_path, gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [page for page in GUIDE if any(GPU in block.text for block in blocks(page))], ids=ids)
+def test_blocks_run_on_a_gpu(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run_page(page, monkeypatch, tmp_path, gpu=True)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_fence_names_its_language(page: Path) -> None:
+    """Apart from drawings: what runs is not hidden in a fence without one."""
+    for block in blocks(page):
+        assert block.language in LANGUAGES
+        assert block.language or not re.search(
+            r"^(?:\$ )?(?:ptxlab|python|pytest|import|from)\b", block.text, re.MULTILINE
+        )
+
+
+def test_commands_in_running_text_exist() -> None:
+    known = set(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
+    for page in PAGES:
+        named = set(re.findall(r"(?:`|^|&& )ptxlab ([a-z]\w*)", page.read_text(), re.MULTILINE))
+        assert named <= known, ids(page)
+
+
+def test_numbered_lines_are_those_of_the_file() -> None:
+    """Excerpts of `tests/outside` on the README."""
+    lines = (ROOT / "tests" / "outside" / "missing_proxy_fence.cu").read_text().splitlines()
+    (excerpt,) = (block.text for block in blocks(ROOT / "README.md") if block.language == "cuda")
+    for number, line in re.findall(r"^ *(\d+) (.*)$", excerpt, re.MULTILINE):
+        assert lines[int(number) - 1] == line
+
+
+def test_shown_output_is_compared() -> None:
+    assert_shown("a ...\n c", "a b\n  c\n", "here")
+    with pytest.raises(AssertionError):
+        assert_shown("a ... c", "a b d", "here")

@@ -1,0 +1,77 @@
+"""Main loops in machine code: of the real kernels, and of a control flow whose loops are known."""
+
+import pytest
+
+from ptxlab import kernels, sass, toolchain
+from ptxlab.bench import counts
+from ptxlab.bench.problem import sizes_at, variant
+from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
+from ptxlab.kernels.gemm import STEPS
+from ptxlab.sass import mainloop
+
+# Two loops, the second within the first; a slow path behind the end that goes back into the inner one.
+NESTED = """
+.text.nested:
+        /*0000*/                   MOV R0, 0x1 ;
+.L_outer:
+        /*0010*/                   LOP3.LUT R1, R2, 0xf0f0f0f, RZ, 0xc0, !PT ;
+        /*0020*/              @!P1 BRA `(.L_skip) ;
+        /*0030*/                   IADD3 R3, R3, 0x1, RZ ;
+.L_skip:
+        /*0040*/                   LOP3.LUT R4, R5, 0xf0f0f0f, RZ, 0xc0, !PT ;
+.L_inner:
+        /*0050*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R6], R7 ;
+        /*0060*/              @!P0 BRA `(.L_slow) ;
+        /*0070*/                   IMMA.16832.S8.S8 R8, R4, R12, R8 ;
+        /*0080*/              @!P2 BRA `(.L_outer) ;
+        /*0090*/                   EXIT ;
+.L_slow:
+        /*00a0*/                   NANOSLEEP 0x20 ;
+        /*00b0*/                   BRA `(.L_inner) ;
+"""
+
+
+def loops(text: str) -> mainloop.MainLoop | None:
+    return mainloop.main_loop(next(iter(sass.parse(text).values())))
+
+
+def test_what_every_iteration_executes_once() -> None:
+    found = loops(NESTED)
+    assert found is not None
+    assert found.weights == 8
+    assert found.opcodes == {"LOP3.LUT": 2, "BRA": 2, "IMMA.16832.S8.S8": 1}
+    assert found.beside == 5, "the skipped IADD3; the loop that waits, with its branch, its slow path and the way back"
+    assert found.per_weight == 5 / 8
+
+
+def test_without_unpacking_there_is_no_main_loop() -> None:
+    assert loops(NESTED.replace("0xf0f0f0f", "0xff")) is None
+    conditional = NESTED.replace("LOP3.LUT R1, R2, 0xf0f0f0f", "MOV R1, R2, 0x1").replace(
+        "LOP3.LUT R4, R5, 0xf0f0f0f", "MOV R4, R5, 0x1"
+    )
+    assert loops(conditional.replace("IADD3 R3, R3, 0x1, RZ", "LOP3.LUT R3, R3, 0xf0f0f0f, RZ, 0xc0, !PT")) is None
+
+
+@pytest.mark.parametrize("M", DISSECTED_TOKENS)
+def test_first_step(M: int) -> None:
+    """64 or 128 weights per thread and iteration, 13 ALU instructions per 8 of them and little else."""
+    spec, (source, *_) = kernels.find("gemm_w4a8_qoq_sm80")
+    sizes = sizes_at(spec, DISSECTED, M)
+    constants = variant(spec, sizes)
+    image = toolchain.build(source, "sm_90a", defines=constants)
+    found = mainloop.main_loop(sass.parse(toolchain.disassemble(image))[spec.name])
+    assert found is not None
+    warps = constants["WN"] * constants["WM"] * constants["WK"]
+    assert found.weights == constants["BN"] * constants["BK"] * constants["WM"] // warps // 32
+    # IMMA m16n8k32: 16 weights of a thread against 8 tokens.
+    assert found.pipes["tensor"] * 16 == found.weights * constants["BM"] // constants["WM"] // 8
+    arithmetic = found.pipes["alu"] + found.pipes["fmaheavy"]
+    assert 13 / 8 <= arithmetic / found.weights < 1.4 * 13 / 8
+
+
+@pytest.mark.parametrize("spec", STEPS, ids=lambda s: s.name)
+def test_every_step_has_its_main_loop_in_the_record(spec: kernels.KernelSpec) -> None:
+    for source in kernels.find(spec.name)[1]:
+        found = counts.load()["main_loops"][source.label]
+        assert set(found) == {str(M) for M in DISSECTED_TOKENS}
+        assert all(loop and loop["weights"] % 32 == 0 for loop in found.values())

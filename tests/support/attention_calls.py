@@ -1,0 +1,63 @@
+"""Calls of `attention_kv4`: queries and a cache, every part of its contract, and what must hold of its results."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab import reference
+from ptxlab.kernels.attention import ladder, sm80, sm90
+from ptxlab.kernels.attention.sm80 import MMA
+from ptxlab.layout import KVCache, gather
+from ptxlab.spec.dtypes import numbers
+from ptxlab.spec.tolerance import within
+from tests.support import attention_problems as problems
+from tests.support.fake_gpu import DeviceArray
+
+SM90, SM80 = "attention_kv4_sm90", "attention_kv4_mma_sm80"
+TEACHING = [spec.name for spec in ladder.SPECS]
+LENGTHS = 75, 0, 1, 300
+Q, CACHE = problems.problem(0, LENGTHS, Hq=4, Hkv=2, scheme="kv4", page_size=32)
+Q = Q.astype(np.float16)
+
+
+def hold(q: np.ndarray, cache: KVCache, out: Any, lse: Any = None, *, window: int = 0, scale: float = 0.0) -> None:
+    """Results of host queries [B, T, Hq, D] within the spec's bound of the reference; zeros and -inf where it says."""
+    BF16 = int(q.dtype == np.uint16)
+    x, scale = numbers(q, sm80.DTYPES[BF16]).astype(np.float32), scale or cache.head_dim**-0.5
+    pairs = [
+        reference.attention(queries, k.dequantize(), v.dequantize(), scale=scale, window=window or None)
+        for queries, k, v in zip(x, *gather(cache), strict=True)
+    ]
+    assert MMA.bound is not None
+    right = dict(zip(("out", "lse"), map(np.stack, zip(*pairs, strict=True)), strict=True))
+    got = {"out": numbers(out, sm80.DTYPES[BF16])} | ({} if lse is None else {"lse": lse})
+    assert all(got[name].shape == right[name].shape for name in got)
+    bounds = (MMA.bound(x, cache, scale, window, BF16, roundings=of) for of in (sm80.roundings_of, sm90.roundings_of))
+    found = [within(got, right, dict(zip(right, bound, strict=True))) for bound in bounds]
+    assert None in found, found  # whichever kernel was chosen
+
+
+def sent(array: Any) -> Any:
+    return DeviceArray(array)
+
+
+def on_device(cache: KVCache) -> KVCache:
+    """Copied, so that the original stays as it is."""
+    moved = replace(cache)
+    for name in ("pool", "block_table", "lengths"):
+        object.__setattr__(moved, name, sent(np.array(getattr(cache, name))))
+    for name in ("k_channel", "v_channel"):
+        channel = getattr(cache, name)
+        object.__setattr__(moved, name, channel and tuple(sent(array) for array in channel))
+    return moved
+
+
+# Every scheme, head dim, page size, dtype, with one query and several, in one column and in several units.
+CONTRACT: list[dict[str, Any]] = [
+    {"scheme": "kv4", "D": 128, "page_size": 64, "T": 1, "Hq": 2, "Hkv": 2, "window": 0, "dtype": "float16"},
+    {"scheme": "kv4", "D": 128, "page_size": 16, "T": 3, "Hq": 8, "Hkv": 2, "window": 40, "dtype": "bfloat16"},
+    {"scheme": "kv8", "D": 64, "page_size": 32, "T": 8, "Hq": 3, "Hkv": 1, "window": 0, "dtype": "float16"},
+    {"scheme": "kv4_channel", "D": 256, "page_size": 64, "T": 1, "Hq": 16, "Hkv": 1, "window": 1, "dtype": "bfloat16"},
+    {"scheme": "kv8_channel", "D": 64, "page_size": 16, "T": 2, "Hq": 2, "Hkv": 2, "window": 70, "dtype": "float16"},
+]

@@ -1,0 +1,194 @@
+"""What a kernel of attention may get wrong in silence, by tables and lengths: other pages, or fewer tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from ptxlab.bench import kvdata
+from ptxlab.bench.kvproblem import SCALE
+from ptxlab.bench.kvshapes import HEAD_DIM, PAGE
+from ptxlab.layout import KVCache
+from ptxlab.layout.pages import PageView, unpack_pages
+from ptxlab.spec.tolerance import Allowed, misses
+
+DRAWS = 1000
+
+every_data = pytest.mark.parametrize("data", kvdata.DATA, ids=lambda data: data.__name__)
+
+
+class Draws(NamedTuple):
+    """Tables s32 [draws, P] and lengths s32 [draws] of sequences."""
+
+    table: Any
+    lengths: Any
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One sequence, and pages that it does not have, from which faults are made.
+
+    Attributes:
+        q: f16 [1, 1, Hq, D].
+        cache: of the sequence; its pool has, behind its pages, `swapped` and `lasts`.
+        swapped: pages of the sequence of which there is one with the integers of keys and values swapped.
+        swaps: where those are in the pool.
+        lasts: where pages with another last token are.
+    """
+
+    q: np.ndarray
+    cache: KVCache
+    swapped: np.ndarray
+    swaps: np.ndarray
+    lasts: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return int(self.cache.lengths[0])
+
+    @property
+    def whole(self) -> int:
+        """Pages that are full."""
+        return self.length // PAGE
+
+    def right(self, draws: int = DRAWS) -> Draws:
+        return Draws(np.repeat(self.cache.block_table, draws, axis=0), np.repeat(self.cache.lengths, draws))
+
+    def with_other_lasts(self) -> Draws:
+        """The same, but that every one has another last token."""
+        draws = self.right()
+        draws.table[:, -1] = np.resize(self.lasts, DRAWS)
+        return draws
+
+
+def problem(data: kvdata.Data, heads: tuple[int, int], length: int, spare: int = 100, seed: int = 0) -> Problem:
+    """With `spare` pages in which keys and values are swapped, and as many with another last token."""
+    rng, (Hq, Hkv) = np.random.default_rng(seed), heads
+    pages = -(-length // PAGE)
+    own = kvdata.random_pages(rng, pages, Hkv, data=data)
+    table = rng.permutation(pages).astype(np.int32)[None]
+    lengths = np.array([length], np.int32)
+    cache = KVCache(pool=own, block_table=table, lengths=lengths, page_size=PAGE, head_dim=HEAD_DIM, scheme="kv4")
+    kvdata.let_last_stand_out(cache)
+    swapped = rng.permutation(length // PAGE)[:spare]
+    swaps, lasts = own[table[0, swapped]], np.repeat(own[table[0, -1:]], spare, axis=0)
+    features = PageView.of(swaps, "kv4", PAGE, HEAD_DIM).features
+    features[...] = features[:, ::-1].copy()
+    features = PageView.of(lasts, "kv4", PAGE, HEAD_DIM).features[..., (length - 1) % PAGE, :]
+    features[...] = rng.integers(0, 256, features.shape, dtype=np.uint8)
+    places = np.split(np.arange(pages, pages + len(swapped) + spare, dtype=np.int32), [len(swapped)])
+    q = kvdata.random_queries(rng, (1, 1, Hq, HEAD_DIM))
+    return Problem(q, replace(cache, pool=np.concatenate([own, swaps, lasts])), swapped, *places)
+
+
+def page_skipped(of: Problem, rng: np.random.Generator) -> Draws:
+    return _without(of, first := rng.integers(0, of.whole, DRAWS), first + 1)
+
+
+def neighbours_page(of: Problem, rng: np.random.Generator) -> Draws:
+    table, lengths = of.right()
+    first = rng.integers(0, of.whole - 1, DRAWS)
+    table[np.arange(DRAWS), first] = of.cache.block_table[0, first + 1]
+    return Draws(table, lengths)
+
+
+def integers_swapped(of: Problem, rng: np.random.Generator) -> Draws:
+    """Of keys and values of a page."""
+    table, lengths = of.right()
+    which = rng.integers(0, len(of.swaps), DRAWS)
+    table[np.arange(DRAWS), of.swapped[which]] = of.swaps[which]
+    return Draws(table, lengths)
+
+
+def last_token_lost(of: Problem, rng: np.random.Generator) -> Draws:
+    """To be held against `with_other_lasts`."""
+    table, lengths = of.with_other_lasts()
+    return Draws(table, lengths - 1)
+
+
+def part_dropped(of: Problem, rng: np.random.Generator) -> Draws:
+    """A run of pages, such as another block hands over."""
+    count = rng.integers(1, max(2, of.whole // 2), DRAWS)
+    first = rng.integers(0, of.whole - count)
+    return _without(of, first, first + count)
+
+
+FAULTS: tuple[Callable[[Problem, np.random.Generator], Draws], ...] = (
+    page_skipped,
+    neighbours_page,
+    integers_swapped,
+    last_token_lost,
+    part_dropped,
+)
+
+
+def _without(of: Problem, first: np.ndarray, end: np.ndarray) -> Draws:
+    """Pages first .. end - 1 are left out."""
+    table, lengths = of.right()
+    place = np.arange(table.shape[1])
+    place = np.minimum(place + (place >= first[:, None]) * (end - first)[:, None], table.shape[1] - 1)
+    return Draws(np.take_along_axis(table, place, axis=1), (lengths - (end - first) * PAGE).astype(np.int32))
+
+
+class Sums(NamedTuple):
+    """Of every page of a pool: scores' shift [Hkv, r], weights' sums [pages, Hq], values' sums [pages, Hq, D]."""
+
+    shift: Any
+    weights: Any
+    values: Any
+
+
+def page_sums(of: Problem, tokens: int, shift: Any = None) -> Sums:
+    """Of the first `tokens` of every page of the pool; NumPy or CuPy."""
+    Hkv, Hq = of.cache.num_kv_heads, of.q.shape[2]
+    pool, q = of.cache.pool, of.q.reshape(Hkv, Hq // Hkv, HEAD_DIM).astype(np.float64)
+    keys, values = (
+        unpack_pages(pool[:, part].copy(), "kv4", HEAD_DIM, PAGE, len(pool) * PAGE)
+        .dequantize()
+        .reshape(len(pool), PAGE, Hkv, HEAD_DIM)[:, :tokens]
+        .transpose(2, 0, 1, 3)
+        for part in (0, 1)
+    )
+    scores = keys.astype(np.float64).reshape(Hkv, -1, HEAD_DIM) @ q.swapaxes(1, 2) * SCALE
+    shift = scores.max(axis=1) if shift is None else shift
+    weights = np.exp(scores - shift[:, None]).reshape(Hkv, len(pool), tokens, -1)
+    sums = weights.swapaxes(2, 3) @ values.astype(np.float64)
+    return Sums(
+        shift,
+        weights.sum(axis=2).transpose(1, 0, 2).reshape(len(pool), Hq),
+        sums.transpose(1, 0, 2, 3).reshape(len(pool), Hq, HEAD_DIM),
+    )
+
+
+class Expected:
+    """Attention in float64 of any sequence over the pages of a problem, by their sums."""
+
+    def __init__(self, of: Problem) -> None:
+        self.whole = page_sums(of, PAGE)
+        self.of, self._lasts = of, {PAGE: self.whole}
+
+    def __call__(self, draws: Draws) -> tuple[Any, Any]:
+        """(out f64 [draws, 1, 1, Hq, D], lse f64 [draws, 1, 1, Hq]); all end at the same place in their last pages."""
+        (end,) = {int((length - 1) % PAGE) + 1 for length in draws.lengths}
+        if end not in self._lasts:
+            self._lasts[end] = page_sums(self.of, end, self.whole.shift)
+        lasts, pages = self._lasts[end], -(-draws.lengths // PAGE)
+        rows = np.arange(len(pages))
+        used = np.zeros((len(pages), len(self.whole.weights)))  # how often each page is, but as the last one
+        for i in range(draws.table.shape[1]):
+            used[rows, draws.table[:, i]] += i < pages - 1
+        last = draws.table[rows, pages - 1]
+        used, last = (np.asarray(array, like=self.whole.weights) for array in (used, last))
+        Hq = self.whole.weights.shape[1]
+        total = used @ self.whole.weights + lasts.weights[last]
+        out = (used @ self.whole.values.reshape(len(self.whole.values), -1)).reshape(len(pages), Hq, -1)
+        out = (out + lasts.values[last]) / total[..., None]
+        return out[:, None, None], (np.log(total) + self.whole.shift.reshape(-1))[:, None, None]
+
+
+def refused(got: np.ndarray, right: np.ndarray, allowed: Allowed) -> np.ndarray:
+    """Which of the results [draws, ...] have an element, or a row, that is further off than it may be."""
+    elements, rows = misses(got, right, allowed)
+    return elements.reshape(len(got), -1).any(axis=-1) | rows.reshape(len(got), -1).any(axis=-1)

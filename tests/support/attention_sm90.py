@@ -1,0 +1,71 @@
+"""`attention_kv4_sm90` as it is compiled for every part of its contract, its problems, and a checked launch."""
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from ptxlab import emulator, kernels
+from ptxlab.kernels.attention import sm80, sm90
+from ptxlab.kernels.attention.sm90 import SM90, AttentionTileSm90
+from ptxlab.runtime import run_spec
+from ptxlab.spec import Arrays
+from ptxlab.spec.dtypes import stored
+from ptxlab.verify import compare
+from tests.support import attention_problems as problems
+
+SOURCE = kernels.find(SM90.name)[1][0]
+
+
+class Variant(NamedTuple):
+    """Every head dim, page size, scheme, dtype is somewhere, and every number of tokens that a warp takes."""
+
+    D: int
+    page: int
+    bits: int
+    channel: int
+    T: int
+    ratio: int
+    BF16: int
+    tile: AttentionTileSm90
+
+    def sizes(self, window: int, blocks: int) -> dict[str, Any]:
+        known = {"page": self.page, "bits": self.bits, "channel": self.channel, "softmax_scale": self.D**-0.5}
+        return {**known, "window": window, "blocks": blocks}
+
+    @property
+    def config(self) -> dict[str, int]:
+        constants = {"D": self.D, "PAGE": self.page, "BITS": self.bits, "CHANNEL": self.channel, "BF16": self.BF16}
+        room = sm90.room_for(self.T * self.ratio)
+        often = {"PROMOTE": self.tile.TOKENS}  # after every tile, so that short sequences go that way as well
+        return {**constants, **often, "SLOTS": sm90.SLOTS, "COLUMNS": room, **self.tile._asdict()}
+
+    def problem(
+        self, seed: int, lengths: tuple[int, ...], change: problems.Change, Hkv: int, window: int, blocks: int
+    ) -> tuple[Arrays, Arrays]:
+        """(logical inputs, arguments)."""
+        scheme = sm80.scheme_of(self.bits, self.channel)
+        shape: dict[str, int] = {"Hq": Hkv * self.ratio, "Hkv": Hkv, "T": self.T, "D": self.D, "page_size": self.page}
+        q, cache = problems.problem(seed, lengths, change, scheme=scheme, **shape)
+        logical = {"q": q, "cache": cache, "softmax_scale": self.D**-0.5, "window": window, "blocks": blocks}
+        return logical, {**SM90.pack(logical), "q": stored(q, sm80.DTYPES[self.BF16])}
+
+
+VARIANTS = (
+    Variant(128, 64, 4, 0, T=1, ratio=1, BF16=0, tile=AttentionTileSm90(64, 2, 4, 1)),
+    Variant(128, 16, 4, 0, T=3, ratio=4, BF16=1, tile=AttentionTileSm90(16, 4, 2, 1)),
+    Variant(128, 32, 8, 0, T=1, ratio=16, BF16=0, tile=AttentionTileSm90(32, 4, 4, 1)),
+    Variant(64, 32, 4, 1, T=8, ratio=3, BF16=0, tile=AttentionTileSm90(32, 2, 3, 1)),
+    Variant(256, 16, 4, 0, T=1, ratio=8, BF16=1, tile=AttentionTileSm90(16, 8, 2, 1)),
+    Variant(64, 64, 8, 1, T=2, ratio=2, BF16=0, tile=AttentionTileSm90(64, 3, 3, 1)),
+)
+every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(map(str, v[:-1])))
+
+
+def check(variant: Variant, logical: Arrays, arrays: Arrays, backend: str, **how: Any) -> Arrays:
+    """What it says, held against the reference within its bound; nothing handed over is left."""
+    sizes = variant.sizes(logical["window"], logical["blocks"])
+    checks = emulator.CHECKS if backend == "emulator" else ()
+    outcome = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=variant.config, backend=backend, checks=checks, **how)
+    assert [str(finding) for finding in outcome.findings] == []
+    compare(SM90, outcome.outputs, logical, variant.config)
+    return outcome.outputs

@@ -1,0 +1,81 @@
+"""Arrays that are not NumPy's: what CuPy would refuse fails with them, without a GPU."""
+
+from typing import Any
+
+import numpy as np
+
+
+class DeviceArray:
+    """A stand-in for a CuPy array: NumPy's functions dispatch on it, but it never becomes or meets a NumPy array.
+
+    Its arithmetic takes float32 results that are subnormal for zero, as CuPy's does.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.array = np.asarray(array)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("implicit conversion to a NumPy array")
+
+    def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        if function is np.asarray:  # with `like`: a copy to the device
+            return DeviceArray(*args)
+        return to_device(function(*to_host(args), **to_host(kwargs)))
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        return to_device(flushed(getattr(ufunc, method)(*to_host(args), **to_host(kwargs))))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.array, name)
+        if not callable(value):
+            return value
+        computed = flushed if name in ("astype", "sum") else lambda array: array
+        return lambda *args, **kwargs: to_device(computed(value(*to_host(args), **to_host(kwargs))))
+
+    def __getitem__(self, index: Any) -> Any:
+        return to_device(self.array[to_host(index)])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.array[to_host(index)] = to_host(value)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __bool__(self) -> bool:
+        return bool(self.array)
+
+    def __int__(self) -> int:
+        return int(self.array)
+
+
+def flushed(array: Any) -> Any:
+    """Float32 numbers that are subnormal become zeros."""
+    if getattr(array, "dtype", None) != np.float32:
+        return array
+    return np.where(np.abs(array) < np.finfo(np.float32).tiny, np.float32(0), array)
+
+
+def _operator(name: str) -> Any:
+    return lambda self, *others: to_device(flushed(getattr(self.array, name)(*to_host(others))))
+
+
+_OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne neg invert"
+_OPERATORS += " radd rsub rmul rtruediv"
+for _name in _OPERATORS.split(" "):
+    setattr(DeviceArray, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def to_host(value: Any) -> Any:
+    if isinstance(value, DeviceArray):
+        return value.array
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError("a NumPy array among device arrays")
+    if isinstance(value, tuple | list):
+        return type(value)(to_host(item) for item in value)
+    return {key: to_host(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def to_device(value: Any) -> Any:
+    if isinstance(value, np.ndarray | np.generic):
+        return DeviceArray(value)
+    return type(value)(to_device(item) for item in value) if isinstance(value, tuple | list) else value

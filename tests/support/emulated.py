@@ -1,0 +1,68 @@
+"""Small kernels for the tests, and PTX from CUDA."""
+
+import functools
+
+import numpy as np
+
+from ptxlab import emulator
+
+HEADER = ".version 8.1\n.target sm_90\n.address_size 64\n"
+
+
+def kernel(body: str, params: str = ".param .u64 out", outside: str = "", directives: str = "") -> str:
+    """A module with one entry `k`; registers %r, %s, %t (b32), %x, %y (b64), %f (f32), %p, %q are declared."""
+    return (
+        f"{HEADER}{outside}\n.visible .entry k({params}) {directives}\n{{\n"
+        ".reg .b32 %r<20>, %s, %t; .reg .b64 %x<20>, %y; .reg .f32 %f<8>; .reg .pred %p, %q; .reg .b16 %h<4>;\n"
+        f"{body}\n}}\n"
+    )
+
+
+STORE = """
+    mov.u32 %t, %tid.x; mov.u32 %r18, %ctaid.x; mov.u32 %r19, %ntid.x; mad.lo.u32 %t, %r18, %r19, %t;
+    ld.param.u64 %y, [out]; mul.wide.u32 %x19, %t, 4; add.u64 %y, %y, %x19; st.global.u32 [%y], %s;
+    ret;
+"""
+# Where a thread copies 16 bytes from and to: %x1 of `a` and %r2 of `buf`, which begin at %x3 and %r6; %r5 is `bar`.
+COPY_PROLOGUE = """mov.u32 %r0, %tid.x; shl.b32 %r1, %r0, 4; mov.u32 %r2, buf; add.u32 %r2, %r2, %r1; mov.u32 %r5, bar;
+    ld.param.u64 %x1, [a]; mul.wide.u32 %x2, %r0, 16; add.u64 %x1, %x1, %x2; setp.eq.u32 %q, %r0, 0; mov.u32 %s, 0;
+    mov.u32 %r6, buf; ld.param.u64 %x3, [a];
+"""
+
+
+def values(body: str, threads: int = 32, blocks: int = 1, **more) -> np.ndarray:
+    """What each thread has in %s after the body."""
+    out = np.zeros(threads * blocks, np.uint32)
+    emulator.run(kernel(body + STORE, outside=more.pop("outside", "")), "k", [out], grid=blocks, block=threads, **more)
+    return out
+
+
+def run(text: str, *args, threads: int = 32, blocks: int = 1, **more) -> emulator.Result:
+    return emulator.run(emulator.parse(text, "k.ptx"), None, args, grid=blocks, block=threads, **more)
+
+
+def line_of(text: str, part: str) -> int:
+    """The first line, from 1, with this part."""
+    return next(i for i, line in enumerate(text.split("\n"), 1) if part in line)
+
+
+@functools.cache
+def cuda(source: str, arch: str = "compute_90") -> str:
+    """PTX that NVRTC makes of a CUDA source."""
+    from cuda.bindings import nvrtc
+    from cuda.pathfinder import find_nvidia_header_directory
+
+    def check(result):
+        status, *values = result
+        assert int(status) == 0, status
+        return values[0] if values else None
+
+    program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"k.cu", 0, [], []))
+    options = [f"-arch={arch}".encode(), f"-I{find_nvidia_header_directory('cudart')}".encode()]
+    if int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]):
+        log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise AssertionError(log.decode())
+    ptx = b" " * check(nvrtc.nvrtcGetPTXSize(program))
+    nvrtc.nvrtcGetPTX(program, ptx)
+    return ptx.decode().rstrip("\0 ")

@@ -1,0 +1,114 @@
+"""What `gemm_w4a8` did, as nobody measured it: for the tables, figures and targets made of records of the suite."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ptxlab import cost
+from ptxlab.bench import grouped, headline
+from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import (
+    ALL_TOKENS,
+    CHAINS,
+    FEW_TOKENS,
+    LLAMA,
+    MIXTRAL,
+    ROUTED_TOKENS,
+    UNTUNED,
+    UNTUNED_TOKENS,
+    Layer,
+)
+from ptxlab.bench.stored import stored_peers, stored_times
+from tests.support import ladder_record
+
+SLOWDOWN = 1.125  # time over the floor, of all that is ours
+CUBLAS = {"cublas_fp8": 1.7, "cublas_int8": 2.2, "cublas_fp16": 3.1}  # time over our floor
+
+
+def row(measure: str, sizes: dict[str, int], nbytes: int, operations: int, slowdown: float, **fields: Any) -> Row:
+    stream = cost.sheet("h200").stream_us(nbytes)
+    floor, limit = cost.gemm_floor(stream, operations, "h200")
+    time = floor * slowdown
+    return Row(
+        kernel=fields.pop("kernel", "gemm_w4a8_sm90"),
+        source="cu",
+        measure=measure,
+        sizes=sizes,
+        time_us=time,
+        fastest_us=time,
+        slowest_us=time,
+        rate=operations / time / 1e6,
+        rate_unit="TOPS",
+        bytes=nbytes,
+        operations=operations,
+        floor_us=floor,
+        fraction=floor / time,
+        limit=limit,
+        sm_mhz=1755.0,
+        checked="nothing: this row is made up",
+        **{
+            "peers": {peer: floor * factor for peer, factor in CUBLAS.items()},
+            "more": {"stream_us": stream, "packed_bytes": nbytes},
+            "activations": "row_major",
+            **fields,
+        },
+    )
+
+
+def of_layer(measure: str, layer: Layer, M: int, slowdown: float = SLOWDOWN, **fields: Any) -> Row:
+    sizes = {"M": M, "N": layer.N, "K": layer.K, "g": 128}
+    fields = {"variant": {"BM": min(max(M, 8), 256)}, **fields}
+    return row(measure, sizes, layer.N * layer.K * 33 // 64, 2 * M * layer.N * layer.K, slowdown, **fields)
+
+
+def point(layer: Layer, M: int) -> Iterator[Row]:
+    """Row-major with sums from the quantiser; beside it fragments, a little faster, and no sums, slower."""
+    usual = of_layer("headline", layer, M, face="gemm_w4a8")
+    others, factor = stored_peers((layer.N, layer.K, M), usual.peers, stored_times())
+    more = usual.more | ({"stored_factor": factor} if others else {})
+    usual = replace(usual, peers={**usual.peers, **others}, more=more)
+    yield usual
+    for order, factor in (("fragment", 0.95), (headline.WITHOUT_SUMS, 1.1)):
+        time = factor * usual.time_us
+        yield replace(usual, activations=order, time_us=time, fraction=usual.floor_us / time)
+
+
+def rows(with_grouped: bool = True) -> Iterator[Row]:
+    for layer in LLAMA:
+        for M in ALL_TOKENS:
+            yield from point(layer, M)
+            eight = of_layer("w8a8", layer, M, kernel="gemm_w8a8_sm90")
+            yield replace(eight, time_us=eight.time_us / 1.04)
+    for layers in CHAINS:
+        for M in FEW_TOKENS:
+            weights = sum(layer.N * layer.K for layer in layers)
+            sizes = {"hidden": layers[0].K, "M": M, "g": 128}
+            link = row("chain", sizes, weights * 33 // 64, 2 * M * weights, 1.05, face="gemm_w4a8")
+            yield replace(link, more={**link.more, "plain_us": 1.1 * link.time_us})
+    for layer in MIXTRAL:
+        for tokens in ROUTED_TOKENS:
+            yield from routed(layer, tokens, with_grouped)
+    for layer in UNTUNED:
+        for M in UNTUNED_TOKENS:
+            beside = {"peers": {"cublas_fp8": 10_000.0}, "face": "gemm_w4a8"}
+            yield of_layer("untuned", layer, M, SLOWDOWN * 1.1, **beside)
+    for order, factor in (("row_major", 1.0), ("fragment", 1.02), ("tiles", 1.04)):
+        for M in ALL_TOKENS:
+            yield row("quantise", {"M": M, "K": 4096}, 3 * M * 4096, 1, 2 * factor, activations=order, peers={})
+
+
+def routed(layer: Layer, tokens: int, with_grouped: bool) -> Iterator[Row]:
+    offsets = grouped.routed(tokens)
+    active = int((offsets[1:] > offsets[:-1]).sum())
+    sizes = {"tokens": tokens, "N": layer.N, "K": layer.K, "g": 128}
+    work = active * layer.N * layer.K * 33 // 64, 2 * int(offsets[-1]) * layer.N * layer.K
+    loop = row("experts", sizes, *work, 1.8, face="gemm_w4a8", peers={})
+    yield replace(loop, more={**loop.more, "launches": active})
+    if with_grouped:
+        yield row("grouped", sizes, *work, 1.2, kernel="gemm_w4a8_grouped_sm90", peers={})
+
+
+def record(with_grouped: bool = True) -> Record:
+    """The ladder's made-up record with these rows behind it."""
+    ladder = ladder_record.record()
+    return replace(ladder, rows=(*ladder.rows, *rows(with_grouped)))

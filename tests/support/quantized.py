@@ -1,0 +1,62 @@
+"""Random quantised weights, and keys and values, for the tests of packing; and when two are the same."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from ptxlab.quant import GROUPS, KV_SCHEMES, LQQWeight, QoQChannelWeight, QoQWeight, QuantizedKV
+
+every_scheme = pytest.mark.parametrize("scheme", KV_SCHEMES)
+
+
+def random_weight(kind: type, N: int, K: int, group: int, seed: int):
+    """A weight whose integers are random within what the quantisers give at protective range 119."""
+    rng = np.random.default_rng(seed)
+    q4 = rng.integers(0, 16, (N, K), np.uint8)
+    scale_of_row = rng.standard_normal(N).astype(np.float32)
+    if kind is QoQChannelWeight:
+        return QoQChannelWeight(q4, scale_of_row, rng.integers(0, 16, N, np.uint8))
+    shape = (N, K // group)
+    group_scale = rng.integers(1, 9, shape, np.uint8)
+    level2 = (
+        {"minimum": rng.integers(-119, -1, shape, np.int8)}
+        if kind is LQQWeight
+        else {"zero": rng.integers(0, 16, shape, np.uint8)}
+    )
+    return kind(q4=q4, group_scale=group_scale, channel_scale=scale_of_row, protective_range=119, **level2)
+
+
+KINDS = (LQQWeight, QoQWeight, QoQChannelWeight)
+weights = st.builds(
+    lambda kind, n, groups, group, seed: random_weight(kind, 8 * n, groups * group, group, seed),
+    st.sampled_from(KINDS),
+    st.sampled_from([1, 3, 5, 8, 9, 17]),
+    st.integers(1, 5),
+    st.sampled_from(GROUPS),
+    st.integers(0, 2**32 - 1),
+)
+
+
+def random_kv(scheme: str, tokens: int, heads: int, D: int, seed: int = 0) -> QuantizedKV:
+    """Any integers, and any bits for what a page stores beside them, NaN included."""
+    rng, known = np.random.default_rng(seed), KV_SCHEMES[scheme]
+    values = rng.integers(-128 if known.low else 0, known.high + 1, (tokens, heads, D)).astype(known.dtype)
+    if known.by_channel:
+        scale, zero = rng.standard_normal((2, heads, D)).astype(np.float32)
+    else:
+        scale, zero = rng.integers(0, 2**16, (2, tokens, heads), np.uint16).view(np.float16)
+    return QuantizedKV(scheme, values, scale, zero)
+
+
+def assert_equal(a: Any, b: Any) -> None:
+    """The same fields with the same bits, NaN included."""
+    assert type(a) is type(b)
+    for name, value in vars(a).items():
+        other = getattr(b, name)
+        if isinstance(value, np.ndarray):
+            assert (other.dtype, other.shape) == (value.dtype, value.shape), name
+            assert other.tobytes() == value.tobytes(), name
+        else:
+            assert other == value, name

@@ -1,0 +1,256 @@
+"""The lock of the GPU that the tests share, and the record of a run, on suites that need no GPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import pytest
+
+from ptxlab.testing import gpu_tests
+from tests.support.device import DeviceLock, pytest_collection_modifyitems
+
+ROOT = Path(__file__).resolve().parents[2]
+AT_ONCE = 30.0  # seconds, for what happens at once on a machine that is idle
+
+
+class Holder(threading.Thread):
+    """Takes the lock as another worker does, with descriptors of its own, and keeps it until it is told."""
+
+    def __init__(self, folder: Path, *, alone: bool) -> None:
+        super().__init__(daemon=True)
+        self.lock, self.alone = DeviceLock(folder, "gpu"), alone
+        self.has_it, self.may_go = threading.Event(), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        self.lock.acquire(alone=self.alone)
+        self.has_it.set()
+        self.may_go.wait()
+        self.lock.release()
+
+    def done(self) -> None:
+        self.may_go.set()
+        self.join(AT_ONCE)
+        assert not self.is_alive()
+
+
+@pytest.fixture
+def holder(tmp_path: Path) -> Iterator[Callable[[str], Holder]]:
+    holders: list[Holder] = []
+
+    def make(how: str) -> Holder:
+        holders.append(Holder(tmp_path, alone=how == "alone"))
+        return holders[-1]
+
+    yield make
+    for each in holders:
+        each.may_go.set()
+        each.join(AT_ONCE)
+        each.lock.close()
+
+
+def waits(holder: Holder) -> bool:
+    return not holder.has_it.wait(0.1)
+
+
+def test_many_share_it_and_one_has_it_alone(holder: Callable[[str], Holder]) -> None:
+    first, second = holder("shared"), holder("shared")
+    assert first.has_it.wait(AT_ONCE) and second.has_it.wait(AT_ONCE)
+    alone = holder("alone")
+    assert waits(alone)
+    first.done()
+    assert waits(alone)
+    second.done()
+    assert alone.has_it.wait(AT_ONCE)
+    behind = [holder("shared"), holder("alone")]
+    assert all(map(waits, behind))
+    alone.done()
+    for each in behind:
+        each.may_go.set()
+        assert each.has_it.wait(AT_ONCE)
+
+
+def test_who_wants_it_alone_keeps_nobody_from_sharing_it(holder: Callable[[str], Holder]) -> None:
+    first = holder("shared")
+    assert first.has_it.wait(AT_ONCE)
+    alone = holder("alone")
+    assert waits(alone)
+    later = holder("shared")
+    assert later.has_it.wait(AT_ONCE)
+    first.done()
+    assert waits(alone)
+    later.done()
+    assert alone.has_it.wait(AT_ONCE)
+
+
+def test_it_is_kept_alone_from_one_test_to_the_next(tmp_path: Path, holder: Callable[[str], Holder]) -> None:
+    lock = DeviceLock(tmp_path, "gpu")
+    lock.acquire(alone=True)
+    lock.acquire(alone=True)
+    other = holder("shared")
+    assert waits(other)
+    lock.release()
+    assert other.has_it.wait(AT_ONCE)
+    lock.close()
+
+
+def test_a_process_that_dies_releases_it(tmp_path: Path, holder: Callable[[str], Holder]) -> None:
+    code = (
+        "from pathlib import Path; from tests.support.device import DeviceLock; lock = DeviceLock(Path('.'), 'gpu');"
+        "lock.acquire(alone=True); print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout and process.stdout.readline()
+        other = holder("shared")
+        assert waits(other)
+        process.kill()
+    assert other.has_it.wait(AT_ONCE)
+
+
+def test_what_measures_comes_last() -> None:
+    measuring, sharing = (
+        SimpleNamespace(get_closest_marker=lambda name, marks=marks: name in marks)
+        for marks in ({"gpu", "timing"}, {"gpu"})
+    )
+    items = [measuring, sharing]
+    pytest_collection_modifyitems(items)
+    assert items == [sharing, measuring]
+
+
+SUITE = """
+import json, os, time
+from pathlib import Path
+import pytest
+
+@pytest.fixture(autouse=True, scope="module")
+def made_for_all():
+    span("fixture")
+
+def span(name):
+    start = time.monotonic()
+    time.sleep(0.1)
+    with open(Path(__file__).parent / "spans", "a") as file:
+        file.write(json.dumps([name, os.environ["PYTEST_XDIST_WORKER"], start, time.monotonic()]) + "\\n")
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("i", range(6))
+def test_shares(i):
+    span("shares")
+
+@pytest.mark.gpu
+@pytest.mark.timing
+@pytest.mark.parametrize("i", range(3))
+def test_measures(i):
+    span("measures")
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["no tool", "no tool", "no card"])
+def test_skips(what):
+    pytest.skip(f"{what} here")
+
+@pytest.mark.gpu
+def test_fails():
+    assert 1 == 2, "numbers differ"
+
+@pytest.fixture
+def broken():
+    yield
+    raise ValueError("left behind")
+
+@pytest.mark.gpu
+def test_passes_and_cannot_clean_up(broken):
+    pass
+
+@pytest.mark.gpu
+@pytest.mark.xfail(reason="not yet")
+def test_not_yet():
+    assert False
+
+def test_needs_none():
+    span("needs none")
+"""
+
+
+def run_suite(folder: Path, *options: str, text: str = SUITE, left_out: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a suite with the project's plugins, in a folder of its own, whose locks are its own too."""
+    (folder / "suite").mkdir()
+    (folder / "suite" / "test_other.py").write_text(left_out)
+    (folder / "suite" / "test_mini.py").write_text(text)
+    markers = "markers =\n    gpu: needs one\n    timing: measures\n"
+    plugins = "-p tests.support.device -p tests.support.recording -p no:cacheprovider -p no:hypothesispytest"
+    options_of_all = f"addopts = -q --strict-markers {plugins}\n"
+    (folder / "pytest.ini").write_text(f"[pytest]\ntestpaths = suite\n{options_of_all}{markers}")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    environment |= {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PTXLAB_COMMIT": "0123456789"}
+    command = [sys.executable, "-m", "pytest", *options]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+class Span(NamedTuple):
+    """What a worker did, and from when to when."""
+
+    name: str
+    worker: str
+    start: float
+    end: float
+
+    def overlaps(self, other: "Span") -> bool:
+        return self.start < other.end and other.start < self.end
+
+
+def test_a_whole_run_on_several_workers_is_recorded(tmp_path: Path) -> None:
+    start = monotonic()
+    left_out = 'import pytest\npytest.importorskip("no_such_module", reason="no_such_module is not installed")\n'
+    done = run_suite(
+        tmp_path, "-m", "gpu", "-n", "2", "--dist", "worksteal", "--record-tests", "tests.json", left_out=left_out
+    )
+    assert done.returncode == 1 and "recorded in tests.json" in done.stdout, done.stdout + done.stderr
+    found = gpu_tests.load(tmp_path / "tests.json")
+    assert (found.command, found.part) == ("pytest -m gpu -n 2 --dist worksteal", "")
+    assert (found.commit, found.sources) == ("0123456789", gpu_tests.digests())
+    assert 0.3 < found.seconds < monotonic() - start and {"name", "slug"} <= set(found.device)
+    assert {"ptxlab", "python", "numpy", "pytest"} <= set(found.versions)
+    file = "suite/test_mini.py"
+    assert found.passed == {file: 9}
+    assert found.failed == {
+        f"{file}::test_fails": "AssertionError: numbers differ",
+        f"{file}::test_passes_and_cannot_clean_up": "teardown: ValueError: left behind",
+    }
+    assert found.skipped == {
+        "no tool here": [f"{file}::test_skips[no tool0]", f"{file}::test_skips[no tool1]"],
+        "no card here": [f"{file}::test_skips[no card]"],
+        "fails as expected: not yet": [f"{file}::test_not_yet"],
+        "no_such_module is not installed": ["suite/test_other.py"],
+    }
+    spans = [Span(*json.loads(line)) for line in (tmp_path / "suite" / "spans").read_text().splitlines()]
+    alone = [span for span in spans if span.name == "measures"]
+    assert len(alone) == 3 and sum(span.name == "shares" for span in spans) == 6
+    assert not any(one.overlaps(other) for one in alone for other in spans if other is not one)
+
+
+def test_what_measures_is_marked() -> None:
+    """A test on the GPU that looks at a clock, or at how far a stream has come, has the device to itself."""
+    signs = ("perf_counter", "stream.done", "time_us", ".time(", "measure(", "launched(", "counted_banks")
+    unmarked = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        whole = path.read_text()
+        marks = next((line for line in whole.split("\n") if line.startswith("pytestmark")), "")
+        for text in whole.split("\n\n\n"):
+            name = re.search(r"^def (test_\w+)", text, re.MULTILINE)
+            if name and "mark.gpu" in text + marks and any(sign in text for sign in signs):
+                unmarked += [f"{path.name}: {name[1]}"] if "mark.timing" not in text + marks else []
+    assert unmarked == []

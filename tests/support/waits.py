@@ -1,0 +1,68 @@
+"""Kernels without one of the statements that synchronise: would anybody notice?
+
+What is changed is the PTX that NVRTC makes: every copy of the statement goes, however often the compiler unrolled it.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from ptxlab import emulator
+from ptxlab.emulator.front import ir
+from ptxlab.runtime import Kernel
+
+SYNCHRONISING = re.compile(
+    r"(bar|barrier)\.(cta\.|warp\.)?(sync|arrive|red)|barrier\.cluster\.|(cp\.async(\.bulk)?|wgmma)\.(commit_group|wait_group)"
+    r"|wgmma\.fence|mbarrier\.(arrive|try_wait|test_wait)|cp\.async\.mbarrier\.arrive|fence\.|griddepcontrol\.wait"
+)
+WAITS = re.compile(r"bar\.|cp\.async\.(wait|commit)_group")
+Place = tuple[tuple[str, int], ...]  # (path, line), from the innermost function outwards
+Statement = tuple[str, int]  # opcode, line of the kernel's own source
+Change = Callable[[emulator.Instruction, int], emulator.Instruction]
+
+
+def without(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
+    """Nothing in its place; a wait for an mbarrier succeeds at once."""
+    if "_wait" in instruction.opcode and instruction.opcode.startswith("mbarrier"):
+        zero = ir.Immediate(0)
+        return replace(instruction, opcode="setp.eq.u32", operands=(instruction.operands[0], zero, zero))
+    return replace(instruction, opcode="bra", operands=(ir.Label("what follows", index + 1),), guard=None)
+
+
+def not_expecting(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
+    """An arrival that expects no bytes."""
+    opcode = instruction.opcode.replace(".expect_tx", "")
+    return replace(instruction, opcode=opcode, operands=instruction.operands[:2])
+
+
+def alone(instruction: emulator.Instruction, index: int) -> emulator.Instruction:
+    """A vote of which every lane hears its own part."""
+    return replace(instruction, opcode="mov.pred", operands=instruction.operands[:2])
+
+
+def places(kernel: Kernel, which: re.Pattern[str] = SYNCHRONISING) -> dict[tuple[str, Place], list[int]]:
+    """Statements by opcode and place, each with the instructions that the compiler made of it."""
+    found: dict[tuple[str, Place], list[int]] = {}
+    for index, instruction in enumerate(kernel.module.entries[kernel.entry].instructions):
+        if which.match(instruction.opcode):
+            place = ((instruction.path, instruction.line), *instruction.callers)
+            found.setdefault((instruction.opcode, place), []).append(index)
+    return found
+
+
+def statements(kernel: Kernel) -> dict[Statement, list[int]]:
+    """Waits by opcode and line of the kernel's own source, whatever functions they stand in."""
+    found: dict[Statement, list[int]] = {}
+    for (opcode, place), copies in places(kernel, WAITS).items():
+        line = next(line for path, line in place if path == kernel.source.path)
+        found.setdefault((opcode, line), []).extend(copies)
+    return found
+
+
+def changed(kernel: Kernel, copies: Iterable[int], change: Change = without) -> emulator.Module:
+    """The kernel's module with these instructions changed."""
+    entry = kernel.module.entries[kernel.entry]
+    code = list(entry.instructions)
+    for index in copies:
+        code[index] = change(code[index], index)
+    return replace(kernel.module, entries={entry.name: replace(entry, instructions=code)})
