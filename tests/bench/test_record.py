@@ -131,6 +131,65 @@ def test_what_is_slower_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> No
     assert bench.confirmed([], before) == []
 
 
+@pytest.mark.parametrize("suite", ["dequant", "attention_kv4_sm90"])
+def test_matrices_are_a_gemm_s(suite: str) -> None:
+    with pytest.raises(ArgumentError, match=r"matrices: must be None for the suite \w+ \(got \{\(8, 64\)\}\)"):
+        bench.run_suite(suite, matrices={(8, 64)})
+
+
+def test_compare_only_the_same_measurement() -> None:
+    others = [
+        replace(ROW, kernel="dequant_comet", rate=1.0),
+        replace(ROW, measure="registers", rate=1.0),
+        replace(ROW, sizes={"R": 1, "K": 32, "g": 32}, rate=1.0),
+        replace(ROW, config={"STAGES": 2}, rate=1.0),
+    ]
+    assert bench.compare(replace(RECORD, rows=tuple(others)), RECORD) == []
+    with pytest.raises(ArgumentError, match=r"against: a record of b200 \(got h200\)"):
+        bench.compare(replace(RECORD, device={"slug": "b200"}), RECORD)
+
+
+@pytest.mark.parametrize(
+    ("read", "copy", "reason"),
+    [
+        (4.65, 4.26, ""),
+        (4.52, 4.14, ""),
+        (4.50, 4.26, "memory read reaches 4.50 TB/s, 3% below the 4.65 of this card"),
+        (4.65, 4.00, "memory copy reaches 4.00 TB/s, 6% below the 4.26 of this card"),
+    ],
+)
+def test_slow_card_makes_the_record_invalid(read: float, copy: float, reason: str) -> None:
+    assert shortfall(Ceilings(read, copy), "h200") == reason
+    assert shortfall(Ceilings(read, copy), "some-other-gpu") == ""
+
+
+def test_sheets() -> None:
+    assert cost.sheet("h200").sms == 132
+    with pytest.raises(ArgumentError, match=r"device: a GPU with a sheet: h200 \(got h300\)"):
+        cost.sheet("h300")
+
+
+def test_tables_show_rows_and_the_title_invalidity() -> None:
+    title = bench.title(replace(RECORD, invalid="memory is slow"))
+    assert title.startswith("dequant on NVIDIA H200") and title.endswith("NOT VALID: memory is slow")
+    ((title, columns, rows),) = bench.as_tables(replace(RECORD, rows=(ROW,)))
+    assert title == "streaming, dequant_lqq.ptx" and columns == ["sizes", "µs>", "GB/s>", "of floor"]
+    assert rows == [["R=16384 K=16384 g=128", "100.0", "4000.0", " 95% copy 4.26 TB/s"]]
+    beside = replace(RECORD, rows=(replace(ROW, peers={"slow": 130.0, "fast": 101.0}),))
+    assert bench.as_tables(beside)[0][2][0][-1] == "1.01x fast"
+
+
+def test_what_all_rows_share_is_in_the_title_of_their_table() -> None:
+    other = replace(ROW, kernel="dequant_comet", sizes={**ROW.sizes, "g": 64})
+    ((title, columns, rows),) = bench.as_tables(replace(RECORD, rows=(ROW, other)))
+    assert title == "streaming, R=16384 K=16384" and columns[:2] == ["kernel", "sizes"]
+    assert [row[:2] for row in rows] == [["dequant_lqq.ptx", "g=128"], ["dequant_comet.ptx", "g=64"]]
+    faces = [replace(ROW, sizes={"M": M}, kernel="gemm_w4a8_sm90", face="gemm_w4a8") for M in (16, 64)]
+    tables = bench.as_tables(replace(RECORD, rows=(ROW, *faces, replace(faces[0], kernel="gemm_w4a8_small_sm90"))))
+    assert [title for title, *_ in tables] == ["streaming, dequant_lqq.ptx", "streaming, gemm_w4a8"]
+    assert [row[0] for row in tables[1][2]] == ["sm90", "sm90", "small_sm90"]
+
+
 def lines_at(width: int, columns: list[str], rows: list[list[str]]) -> int:
     file = io.StringIO()
     Console(file=file, width=width).print(table("", columns, rows))
