@@ -9,8 +9,8 @@ from ptxlab.bench.headline import ORDER
 from ptxlab.bench.kvshapes import HEADS
 from ptxlab.bench.record import TOLERANCE, Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
-from report import kvpoints as kv
-from report.headline import (
+from report import attention as kv
+from report.gemm import (
     at,
     chains,
     dequantising,
