@@ -11,15 +11,15 @@ from ptxlab.cost import Cost, Device, Scheme
 DEVICE_COLUMNS = ("GPU", "TB/s>", "INT8>", "issue>", "M* FP16>", "M* W8A8>", "M* W4A8>", "α*>")
 SCHEME_COLUMNS = ("scheme", "α>", "load>", "dequant>", "MMA>", "in turn>", "overlap>", "M*>", "α*>")
 LEGEND = (
-    "M*: tokens from which multiplying takes longer than loading. α: instructions of a thread per weight; α*: as many"
-    " hide behind W4A8's loads, or behind its MMA where that is longer."
+    "M*: tokens from which multiplying takes longer than loading. α: instructions of a thread per weight; α*: the most"
+    " of them that W4A8's loads, or its MMAs where these take longer, can hide."
 )
 RATES = "INT8 and issue: 10^12 operations and instructions of threads per second."
 TIMES = "In turn: max(load, dequant + MMA), LiquidGEMM's Eq. 6; overlap: the longest of the three."
 
 
 @dataclass(frozen=True)
-class Entry:
+class SchemeCost:
     """One scheme at one shape."""
 
     scheme: Scheme
@@ -34,13 +34,13 @@ class Entry:
         return {**asdict(self), "cost": {**asdict(self.cost), **times}}
 
 
-def entries(device: Device, M: int, N: int, K: int, alpha_of: Callable[[str], float]) -> list[Entry]:
+def entries(device: Device, M: int, N: int, K: int, alpha_of: Callable[[str], float]) -> list[SchemeCost]:
     """Every scheme that the device multiplies; `alpha_of` counts a dequantiser's instructions per weight."""
     found = []
     for scheme in (scheme for scheme in cost.SCHEMES.values() if scheme.operands in device.tops):
         alpha = alpha_of(scheme.dequantiser)
         found.append(
-            Entry(
+            SchemeCost(
                 scheme,
                 alpha,
                 cost.gemm_cost(device, scheme, M, N, K, alpha=alpha),
@@ -51,7 +51,7 @@ def entries(device: Device, M: int, N: int, K: int, alpha_of: Callable[[str], fl
     return found
 
 
-def scheme_lines(found: list[Entry]) -> list[list[str]]:
+def scheme_lines(found: list[SchemeCost]) -> list[list[str]]:
     """Entries as lines of `SCHEME_COLUMNS`."""
     lines = []
     for e in found:
