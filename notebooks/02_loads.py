@@ -29,8 +29,7 @@ from IPython.display import Markdown
 import ptxlab
 from ptxlab import jupyter, kernels
 from ptxlab.kernels import holders
-from report import figures
-from report import sections
+from report import figures, sections
 
 # %% [markdown]
 # ## The MMA's operand

@@ -11,8 +11,7 @@ from ptxlab import plot
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from ptxlab.errors import FileError
-from report import FIGURES, figures, gemm, gemmplot, ladder, targets
-from report import sections
+from report import FIGURES, figures, gemm, gemmplot, ladder, sections, targets
 from tests.support import ladder_record
 from tests.support.headline_record import CUBLAS, SLOWDOWN, record
 

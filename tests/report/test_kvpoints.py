@@ -12,8 +12,7 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import FileError
 from ptxlab.kernels.attention.steps import STEPS
-from report import attention, figures, gemm, ladder, targets
-from report import sections
+from report import attention, figures, gemm, ladder, sections, targets
 from report.targets import Target
 from tests.support import kv_record
 from tests.support.kv_record import EARLY, SLOWDOWN

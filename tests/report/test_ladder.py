@@ -12,8 +12,7 @@ from ptxlab.bench.peers import CUBLAS
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS
 from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
-from report import figures, gemmplot, ladder
-from report import sections
+from report import figures, gemmplot, ladder, sections
 from tests.support.bench_rows import slowed
 from tests.support.ladder_record import NAMES, record
 

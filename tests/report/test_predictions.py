@@ -14,8 +14,7 @@ from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
-from report import costplot, figures, gemm, ladder, predictions
-from report import sections
+from report import costplot, figures, gemm, ladder, predictions, sections
 from report.predictions import W8A8, duels, mean_error, slower_between
 from tests.support import ladder_record
 from tests.support.headline_record import record

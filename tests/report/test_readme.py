@@ -8,8 +8,7 @@ import pytest
 
 from ptxlab import kernels
 from ptxlab.errors import FileError
-from report import attention, headers, ladder
-from report import sections
+from report import attention, headers, ladder, sections
 from tests.support.bench_rows import slowed
 
 ROOT = Path(__file__).resolve().parents[2]
