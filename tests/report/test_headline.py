@@ -11,8 +11,7 @@ from ptxlab import plot
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from ptxlab.errors import FileError
-from report import FIGURES, figures, gemm, gemmplot, ladder, targets
-from report import sections as report
+from report import FIGURES, figures, gemm, gemmplot, ladder, sections, targets
 from tests.support import ladder_record
 from tests.support.headline_record import CUBLAS, SLOWDOWN, record
 
@@ -155,11 +154,11 @@ def test_figures(tmp_path: Path) -> None:
 
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: ladder_record.record())
-    assert report.headline_section() == f"{ladder.NOT_RECORDED}\n"
+    assert sections.headline_section() == f"{ladder.NOT_RECORDED}\n"
     with pytest.raises(FileError, match="ptxlab bench gemm"):
         figures.picture("gemm_headline")
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
-    assert "(notebooks/figures/gemm_headline.png)" in report.headline_section()
+    assert "(notebooks/figures/gemm_headline.png)" in sections.headline_section()
     for name in ("gemm_headline", "gemm_beyond"):
         assert figures.picture(name).axes
 

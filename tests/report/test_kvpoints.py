@@ -12,8 +12,7 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import FileError
 from ptxlab.kernels.attention.steps import STEPS
-from report import attention, figures, gemm, ladder, targets
-from report import sections as report
+from report import attention, figures, gemm, ladder, sections, targets
 from report.targets import Target
 from tests.support import kv_record
 from tests.support.kv_record import EARLY, SLOWDOWN
@@ -148,9 +147,9 @@ def test_the_picture_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "recorded", lambda: None)
-    assert report.kv4_section() == f"{ladder.NOT_RECORDED}\n"
+    assert sections.kv4_section() == f"{ladder.NOT_RECORDED}\n"
     monkeypatch.setattr(attention, "recorded", lambda: RECORD)
-    assert "(notebooks/figures/attention_speedup.png)" in report.kv4_section()
+    assert "(notebooks/figures/attention_speedup.png)" in sections.kv4_section()
 
 
 def test_the_record_is_whole() -> None:

@@ -12,8 +12,7 @@ from ptxlab.bench.peers import CUBLAS
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS
 from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
-from report import figures, gemmplot, ladder
-from report import sections as report
+from report import figures, gemmplot, ladder, sections
 from tests.support.bench_rows import slowed
 from tests.support.ladder_record import NAMES, record
 
@@ -98,11 +97,11 @@ def test_every_step_has_its_colour() -> None:
 
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: None)
-    assert ladder.NOT_RECORDED in report.ladder_section() and "![" not in report.ladder_section()
+    assert ladder.NOT_RECORDED in sections.ladder_section() and "![" not in sections.ladder_section()
     with pytest.raises(FileError, match="ptxlab bench gemm"):
         figures.picture("ladder_times")
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
-    assert "![What each step gained, by tokens](notebooks/figures/ladder_ablation.png)" in report.ladder_section()
+    assert "![What each step gained, by tokens](notebooks/figures/ladder_ablation.png)" in sections.ladder_section()
     for name in figures.PICTURES:
         assert not name.startswith("ladder") or figures.picture(name).axes
 

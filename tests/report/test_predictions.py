@@ -14,8 +14,7 @@ from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
-from report import costplot, figures, gemm, ladder, predictions
-from report import sections as report
+from report import costplot, figures, gemm, ladder, predictions, sections
 from report.predictions import W8A8, duels, mean_error, slower_between
 from tests.support import ladder_record
 from tests.support.headline_record import record
@@ -109,7 +108,7 @@ def test_the_crossover_is_where_both_take_as_long() -> None:
 
 def test_tables_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
-    section = report.cost_section()
+    section = sections.cost_section()
     tables = [block for block in section.split("\n\n") if block.startswith("|")]
     assert len(tables) == 2 and all(len({line.count("|") for line in t.splitlines()}) == 1 for t in tables)
     assert "nan" not in section and "cost_roofline.png" in section
@@ -134,7 +133,7 @@ def test_without_both_kernels_there_is_nothing_to_compare(monkeypatch: pytest.Mo
     alone = ladder_record.record()
     for found in (alone, None):
         monkeypatch.setattr(ladder, "recorded", lambda found=found: found)
-        assert report.cost_section() == f"{ladder.NOT_RECORDED}\n" == predictions.crossover_table(found)
+        assert sections.cost_section() == f"{ladder.NOT_RECORDED}\n" == predictions.crossover_table(found)
         with pytest.raises(FileError, match="ptxlab bench gemm"):
             figures.picture("cost_roofline")
 
