@@ -443,9 +443,8 @@ def test_a_graph_is_replayed_on_other_lengths(kernel: str, programmatic: bool) -
 @pytest.mark.timing
 @ON_GPU
 @pytest.mark.parametrize("kernel", HERE)
-def test_a_call_goes_to_the_callers_stream_and_does_not_wait(kernel: str) -> None:
+def test_a_call_goes_to_the_callers_stream_and_does_not_wait(cupy: Any, kernel: str) -> None:
     """Nothing is allocated after the first call; with the stream busy, the call is back before the stream is done."""
-    cupy = pytest.importorskip("cupy")
     q, cache = cupy.asarray(Q), moved(CACHE, cupy.asarray)
     out, workspace = cupy.zeros_like(q), ptxlab.attention_workspace(cache, kernel=kernel)
     ptxlab.attention_kv4(q, cache, out=out, workspace=workspace, kernel=kernel)

@@ -198,9 +198,8 @@ def test_every_library(library: str, scheme: str) -> None:
 @pytest.mark.gpu
 @ON_GPU
 @pytest.mark.parametrize("programmatic", [False, True])
-def test_a_graph_is_replayed_on_other_slots(programmatic: bool) -> None:
+def test_a_graph_is_replayed_on_other_slots(cupy: Any, programmatic: bool) -> None:
     """With a kernel before it that writes them, which a programmatic launch has to wait for."""
-    cupy = pytest.importorskip("cupy")
     k, v, source, slots = map(cupy.asarray, (K, V, SLOTS, SLOTS))
     cache = KVCache.empty(1, 3, H, D, page_size=PAGE, like=k)
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, toolchain
-from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import sm80, sm90
 from ptxlab.kernels.attention.sm90 import SM90, TILE, AttentionTileSm90
 from ptxlab.runtime import Kernel, run_spec
@@ -243,20 +242,6 @@ def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
     assert tile.RESIDENT * (shared + 1024) <= 228 * 1024
     warps = -(-(tile.WARPS + 2) * tile.RESIDENT // 4) * 4  # four schedulers have equally many registers
     assert warps * 32 * resources.registers <= 65536
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"D": 96}, r"D in \(64, 128, 256\) \(got D=96\)"),
-        ({"T": 9}, r"1 <= T <= 8 \(got T=9\)"),
-        ({"Hq": 3}, r"Hq % Hkv == 0 \(got Hq=3, Hkv=2\)"),
-        ({"blocks": 0}, r"blocks >= 1 \(got blocks=0\)"),
-    ],
-)
-def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{SM90.name}: {message}"):
-        SM90.check_sizes({**SM90.example_sizes[0], **sizes})
 
 
 @pytest.mark.parametrize("ratio", [4, 8])

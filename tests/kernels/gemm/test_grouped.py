@@ -143,21 +143,6 @@ def test_no_share_of_the_rows_makes_more_tiles_than_there_are_blocks_for(BM: int
     assert max(sum(-(-shares // BM)) for shares in shares) <= most == sum(-(-worst // BM))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"M": 2, "N": 64, "K": 96, "E": 2, "g": 64}, r"K % g == 0 \(got K=96, g=64\)"),
-        ({"M": 2, "N": 12, "K": 64, "E": 2, "g": 64}, r"N % 8 == 0 \(got N=12\)"),
-        ({"M": 2, "N": 8, "K": 131072, "E": 2, "g": 64}, r"1 <= K < 131072 \(got K=131072\)"),
-        ({"M": 2, "N": 8, "K": 64, "E": 0, "g": 64}, r"1 <= E <= 65536 \(got E=0\)"),
-        ({"M": 2, "N": 8, "K": 64, "E": 1, "g": 16}, r"g in \(32, 64, 128\) \(got g=16\)"),
-    ],
-)
-def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ArgumentError, match=f"{GROUPED.name}: {message}"):
-        GROUPED.check_sizes(sizes)
-
-
 @pytest.mark.parametrize("offsets", [[1, 3, 5], [0, 3, 2], [0, 6, 5], [0, 2, 4], [0, 2, 6]], ids=str)
 def test_offsets_that_do_not_share_out_the_rows_are_refused(offsets: list[int]) -> None:
     logical = GROUPED.example(np.random.default_rng(0), M=5, N=8, K=64, E=2, g=64)

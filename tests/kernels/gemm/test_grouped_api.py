@@ -204,9 +204,8 @@ def test_every_output_of_every_library(library: str, dtype: str) -> None:
 @pytest.mark.gpu
 @ON_HOPPER
 @pytest.mark.parametrize("programmatic", [False, True])
-def test_a_graph_is_replayed_on_other_offsets(programmatic: bool) -> None:
+def test_a_graph_is_replayed_on_other_offsets(cupy: Any, programmatic: bool) -> None:
     """With a kernel before it that writes the offsets, which a programmatic launch has to wait for."""
-    cupy = pytest.importorskip("cupy")
     x, scale, weights = cupy.asarray(X), cupy.asarray(X_SCALE), ptxlab.to_device(WEIGHTS)
     source, offsets, out = cupy.asarray(OFFSETS), cupy.asarray(OFFSETS), cupy.empty((M, N), cupy.float16)
 

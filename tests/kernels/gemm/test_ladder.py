@@ -15,6 +15,7 @@ from ptxlab.spec import KernelSpec
 from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
 from tests.support.axes import on_every_backend
+from tests.support.quantized import weight_of
 
 QOQ, (SOURCE, *_) = kernels.find("gemm_w4a8_qoq_sm80")
 CHANNEL = kernels.specs()["gemm_w4a8_qoq_channel_sm80"]
@@ -87,13 +88,7 @@ def test_the_extremes_add_up_without_a_rounding() -> None:
     """Every product at its largest magnitude: -128 times 127, over all of K, in float64 exact and in int32 too."""
     K = 4096
     ones = np.ones((8, K // 128), np.uint8)
-    weight = quant.QoQWeight(
-        q4=np.full((8, K), 15, np.uint8),
-        group_scale=ones * 16,
-        zero=ones * 8,
-        channel_scale=np.ones(8, np.float32),
-        protective_range=127,
-    )
+    weight = weight_of(quant.QoQWeight, np.full((8, K), 15, np.uint8), ones * 16, 127, zero=ones * 8)
     x = np.full((3, K), -128, np.int8)
     expected = np.full((3, 8), -128 * 7 * 16 * K, np.int32)
     assert np.array_equal(accumulators(QOQ, {"weight": weight, "x": x}, "emulator"), expected)

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ptxlab import kernels, quant, reference
-from ptxlab.errors import ArgumentError, PtxlabError
+from ptxlab.errors import PtxlabError
 from ptxlab.kernels.gemm.common import GROUPS
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from tests.support import strategies
 from tests.support.axes import on_every_backend
 from tests.support.mutation import SIBLINGS, mutants
+from tests.support.quantized import weight_of
 
 TILE, (SOURCE,) = kernels.find("gemm_tile_lqq_sm80")
 CHECKS = ("lanes", "race", "init", "async")
@@ -25,8 +26,7 @@ CHECKS = ("lanes", "race", "init", "async")
 
 def lqq(q4: np.ndarray, scale: np.ndarray, offset: np.ndarray) -> quant.LQQWeight:
     minimum = (offset ^ np.uint8(0x80)).view(np.int8)
-    ones = np.ones(len(q4), np.float32)
-    return quant.LQQWeight(q4=q4, group_scale=scale, minimum=minimum, channel_scale=ones, protective_range=119)
+    return weight_of(quant.LQQWeight, q4, scale, minimum=minimum)
 
 
 @st.composite
@@ -127,16 +127,3 @@ def test_every_changed_opcode_and_immediate_is_noticed() -> None:
     survivors = [what for what, text in mutants(SOURCE.text, SIBLINGS | MORE) if not is_killed(text, battery)]
     unexplained = [what for what in survivors if not any(re.search(pattern, what) for pattern, _ in SURVIVORS)]
     assert unexplained == []
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"M": 4}, r"gemm_tile_lqq_sm80: .*M"),
-        ({"N": 24}, r"gemm_tile_lqq_sm80: N % 16 == 0 \(got N=24\)"),
-        ({"K": 96, "g": 32}, r"gemm_tile_lqq_sm80: K % 64 == 0 \(got K=96\)"),
-    ],
-)
-def test_shapes_that_have_an_edge_are_refused(sizes: dict[str, int], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        TILE.check_sizes({"M": 8, "N": 16, "K": 64, "g": 32, **sizes})
