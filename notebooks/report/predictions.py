@@ -147,7 +147,7 @@ def kernels_table(record: Record | None) -> str:
     lines = []
     for name, mine in found.groupby("kernel", sort=False):
         alphas = dict.fromkeys(f"{alpha_at(name, M):.2g}" for M in DISSECTED_TOKENS)
-        line = {"kernel": f"`{called(name)}`", f"α, M = {few} / {many}": " / ".join(alphas)}
+        line: dict[str, object] = {"kernel": f"`{called(name)}`", f"α, M = {few} / {many}": " / ".join(alphas)}
         line |= {"mean error in turn": mine.error.mean(), "overlapped": mine.overlapped_error.mean()}
         line |= {f"in turn over measured, M = {M}": mean(gemm.at(mine, M).in_turn) for M in DISSECTED_TOKENS}
         lines.append(line)

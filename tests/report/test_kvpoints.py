@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pandas as pd
-import pandas as pd
 import pytest
 
 from ptxlab.bench.attention import PROGRAMMATIC
@@ -106,9 +105,8 @@ def test_programmatic_launches_stand_beside_plain_ones() -> None:
 
 def test_what_is_not_in_the_record_is_not_judged() -> None:
     assert {t.verdict for t in targets.attention(None)} == {""}
-    alone = replace(
-        RECORD, rows=tuple(replace(row, peers={}, more={}) for row in RECORD.rows if row.measure == "attention")
-    )
+    rows = [row for row in RECORD.rows if row.measure == "attention"]
+    alone = replace(RECORD, rows=tuple(replace(row, peers={}, more={}) for row in rows))
     verdicts = {t.what: t.verdict for t in targets.attention(alone)}
     assert sum(verdict == "met" for verdict in verdicts.values()) == 5, "the floor alone"
     assert "nan" not in "".join(table(alone) for table in TABLES)
@@ -125,8 +123,8 @@ def test_tables(table: Callable[[Record | None], str]) -> None:
 
 def test_the_first_table() -> None:
     row = at(32, 32, 64, 1024)
-    table = attention.batches_table(RECORD)
-    assert f"| {row.time_us:.1f} µs, 0.96, **{row['over']:.2f}x** FlashInfer XQA FP8 |" in table
+    table, speed = attention.batches_table(RECORD), row["over"]
+    assert f"| {row.time_us:.1f} µs, 0.96, **{speed:.2f}x** FlashInfer XQA FP8 |" in table
     assert "At 6 of 30 points PyTorch differed by more than 5% between the two runs" in table
     assert "there the others' times are scaled by its ratio, 1.10." in table
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
-import pandas as pd
 import pytest
 
 from ptxlab import plot
