@@ -4,8 +4,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from ptxlab.bench import chain, grouped, quantiser, untuned, w8a8
-from ptxlab.bench.headline import MEASURE, ORDER
+from ptxlab.bench.gemm import chain, grouped, quantiser, untuned, w8a8
+from ptxlab.bench.gemm.headline import MEASURE, ORDER
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, CHAINS, GROUP, LLAMA, UNTUNED, Layer
 from report.ladder import mean, place_of

@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ptxlab import bench
-from ptxlab.bench import append, kvmerge
-from ptxlab.bench.attention import EVEN, LADDER, MEASURE, PROGRAMMATIC, RAGGED, WITH_APPEND
+from ptxlab.bench.attention import EVEN, LADDER, MEASURE, PROGRAMMATIC, RAGGED, WITH_APPEND, append, merge
 from ptxlab.bench.kvshapes import BATCHES, LENGTHS, LONG
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import FACTOR
@@ -65,7 +64,7 @@ def steps(record: Record | None) -> list[Row]:
 
 def merges(record: Record | None) -> list[Row]:
     """Parts put together by a second kernel."""
-    return _of(record, kvmerge.MEASURE)
+    return _of(record, merge.MEASURE)
 
 
 def appends(record: Record | None, tokens: int, scheme: str = "kv4") -> list[Row]:

@@ -3,7 +3,7 @@
 import math
 
 from ptxlab import kernels
-from ptxlab.bench.append import POINTS
+from ptxlab.bench.attention.append import POINTS
 from ptxlab.bench.kvshapes import BATCHES, HEADS, LENGTHS, LONG
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import FACTOR, SAME

@@ -2,7 +2,7 @@
 
 import math
 
-from ptxlab.bench.append import POINTS
+from ptxlab.bench.attention.append import POINTS
 from ptxlab.bench.kvshapes import HEADS
 from ptxlab.bench.record import Record
 from report.headline import over, slower

@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 
 from ptxlab import bench, kernels
 from ptxlab.bench import counts
-from ptxlab.bench.limits import STALL
+from ptxlab.bench.gemm.limits import STALL
+from ptxlab.bench.gemm.steps import MEASURE
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
-from ptxlab.bench.steps import MEASURE
 from ptxlab.bench.stored import SAME, Place, Stored, stored_peers, stored_times
 from report import RESULTS
 

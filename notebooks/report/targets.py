@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ptxlab.bench.headline import ORDER
+from ptxlab.bench.gemm.headline import ORDER
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
 from report.headline import (

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels, runtime
-from ptxlab.bench import kvproblem, kvshapes, problem, shapes
+from ptxlab.bench import kvshapes, shapes
+from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.attention import scheme_of
+from ptxlab.bench.gemm import problem
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.io.files import load_arrays
 from ptxlab.kernels.attention.steps import step_of as attention_step
@@ -149,7 +151,7 @@ def prepared(job: LaunchTarget) -> Call:
         return problem.launches(gemm, sizes, logical, copies=1).calls[0]
     if attention is not None:
         batch = kvshapes.even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
-        return kvproblem.launches(attention, kvproblem.problem(batch, scheme_of(attention))).calls[0]
+        return attention_problem.launches(attention, attention_problem.problem(batch, scheme_of(attention))).calls[0]
     return _spec_call(spec, source, sizes)
 
 

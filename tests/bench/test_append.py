@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ptxlab.bench import append
+from ptxlab.bench.attention import append
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.errors import BenchmarkError
 from ptxlab.layout import page_bytes

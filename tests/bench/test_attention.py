@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, gpu
-from ptxlab.bench import append, attention, kvmerge, kvnew, kvproblem, kvshapes, sdpa, stored
+from ptxlab.bench import attention, kvshapes, sdpa, stored
+from ptxlab.bench.attention import append, kvnew, merge
+from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.kvshapes import Batch
 from ptxlab.bench.record import Record
@@ -33,10 +35,10 @@ def quiet(_: str) -> None:
 
 @pytest.fixture
 def small(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    emulated_gpu.setattr(kvproblem, "_RANDOM", 1 << 16)
-    kvproblem._random_pages.cache_clear()
+    emulated_gpu.setattr(attention_problem, "_RANDOM", 1 << 16)
+    attention_problem._random_pages.cache_clear()
     yield emulated_gpu
-    kvproblem._random_pages.cache_clear()
+    attention_problem._random_pages.cache_clear()
 
 
 def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch) -> None:
@@ -77,11 +79,11 @@ def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> No
 
 
 def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) -> None:
-    of, seen = kvproblem.problem(SMALL), []
+    of, seen = attention_problem.problem(SMALL), []
 
-    def launches(step: Any, of: Any, *, programmatic: bool) -> kvproblem.Launches:
+    def launches(step: Any, of: Any, *, programmatic: bool) -> attention_problem.Launches:
         seen.append(programmatic)
-        return kvproblem.launches(step, of, programmatic=programmatic)
+        return attention_problem.launches(step, of, programmatic=programmatic)
 
     small.setattr(attention, "launches", launches)
     assert attention.programmatic(CHOSEN, of) == {"programmatic_us": 10.0}
@@ -94,16 +96,16 @@ def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) 
 def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     small.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
-    of = kvproblem.problem(SMALL)
+    of = attention_problem.problem(SMALL)
     for step in (STEPS[5], CHOSEN):
         for programmatic in (False, True):
-            kvproblem.launches(step, of, programmatic=programmatic)
+            attention_problem.launches(step, of, programmatic=programmatic)
     assert seen == [False] * 2 * 2 + [False] * 4 + [True] * 4, "with logarithms as they are timed without"
 
 
 def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch) -> None:
-    of = kvproblem.problem(RAGGED)
-    ready = kvproblem.launches(CHOSEN, of)
+    of = attention_problem.problem(RAGGED)
+    ready = attention_problem.launches(CHOSEN, of)
     for call in ready.calls:
         call()
     checked, _ = ready.check(of)
@@ -115,7 +117,7 @@ def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPa
 
 @pytest.mark.parametrize("batch", [SMALL, RAGGED], ids=str)
 def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Batch) -> None:
-    of = kvproblem.problem(batch)
+    of = attention_problem.problem(batch)
     first, second = of.caches
     first.check()
     second.check()
@@ -130,24 +132,24 @@ def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Ba
 
 def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.MonkeyPatch) -> None:
     """Though pages are drawn once, and repeated: a neighbour's page would not show in place of its twin."""
-    small.setattr(kvproblem, "_RANDOM", 5 * 2 * 2 * 4352)
-    kvproblem._random_pages.cache_clear()
-    of = kvproblem.problem(Batch(4, 2, (2000, 700)))
+    small.setattr(attention_problem, "_RANDOM", 5 * 2 * 2 * 4352)
+    attention_problem._random_pages.cache_clear()
+    of = attention_problem.problem(Batch(4, 2, (2000, 700)))
     keys = of.caches[0].pool[: of.pages, 0].reshape(of.pages, -1)
     assert of.pages > 5 and len(np.unique(keys, axis=0)) == of.pages
     for b, length in enumerate(of.batch.lengths):
         q, cache = of.sequence(b)
         (k,), _ = gather(cache)
         x = q[0].reshape(2, 2, 128).astype(np.float64)
-        scores = (x @ k.dequantize().transpose(1, 2, 0) * kvproblem.SCALE).reshape(4, length)
+        scores = (x @ k.dequantize().transpose(1, 2, 0) * attention_problem.SCALE).reshape(4, length)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         assert (weights[:, -1] / weights.sum(axis=-1) > 4 / length).all()
 
 
 @pytest.mark.parametrize("how", ["one sequence", "another table", "nothing"])
 def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
-    of = kvproblem.problem(SMALL)
-    ready = kvproblem.launches(CHOSEN, of)
+    of = attention_problem.problem(SMALL)
+    ready = attention_problem.launches(CHOSEN, of)
     if how != "nothing":
         for call in ready.calls:
             call()
@@ -163,8 +165,8 @@ def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
 @pytest.mark.parametrize("of", ["lse", "out"])
 def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
     """Timed launches write none, so they are launched again with them; results must be as before."""
-    given = kvproblem.problem(SMALL)
-    ready = kvproblem.launches(CHOSEN, given)
+    given = attention_problem.problem(SMALL)
+    ready = attention_problem.launches(CHOSEN, given)
     for call in ready.calls:
         call()
     assert ready.logged is not None
@@ -187,15 +189,15 @@ def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
 
 
 def test_a_step_without_logarithms_is_checked_without(small: pytest.MonkeyPatch) -> None:
-    of = kvproblem.problem(SMALL)
-    ready = kvproblem.launches(STEPS[5], of)
+    of = attention_problem.problem(SMALL)
+    ready = attention_problem.launches(STEPS[5], of)
     for call in ready.calls:
         call()
     assert ready.logged is None and "lse" not in ready.check(of)[0]
 
 
 def test_an_append_that_writes_another_byte_is_found(small: pytest.MonkeyPatch) -> None:
-    of = kvproblem.problem(SMALL)
+    of = attention_problem.problem(SMALL)
     appending = kvnew.Appending(of)
     with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes"):
         appending.check()
@@ -231,7 +233,7 @@ def test_the_batches() -> None:
 def test_every_size_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch, step: Any) -> None:
     batches = [attention.ABLATION, *(attention._batches() if step is CHOSEN else ())]
     for batch in batches:
-        sizes = kvproblem.sizes_at(step, batch, attention.scheme_of(step), 2 * sum(batch.pages()))
+        sizes = attention_problem.sizes_at(step, batch, attention.scheme_of(step), 2 * sum(batch.pages()))
         config = step.config(sizes, "float16")
         assert step.spec.launch({**sizes, **config}).shared_bytes <= 227 << 10
 
@@ -253,14 +255,14 @@ def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> Non
 
 
 def test_the_merge(small: pytest.MonkeyPatch) -> None:
-    row = kvmerge.merged(Batch(2, 1, (1100,)), CEILINGS)
+    row = merge.merged(Batch(2, 1, (1100,)), CEILINGS)
     assert row.kernel == "attention_kv4_mma_sm80, attention_merge" and row.more["fused_us"] == 10
 
 
 def test_without_its_second_kernel_parts_are_wrong(small: pytest.MonkeyPatch) -> None:
-    small.setattr(kvmerge, "_merges", lambda parts, **written: [lambda: None for _ in parts.calls])
+    small.setattr(merge, "_merges", lambda parts, **written: [lambda: None for _ in parts.calls])
     with pytest.raises(BenchmarkError, match=r"attention_kv4_mma_sm80 with .*: the timed launches gave wrong results"):
-        kvmerge.merged(Batch(2, 1, (1100,)), CEILINGS)
+        merge.merged(Batch(2, 1, (1100,)), CEILINGS)
 
 
 def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -271,7 +273,7 @@ def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: P
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
     small.setattr(attention, "compile_all", lambda planned, appending: None)
     small.setattr(attention, "sdpa", lambda batch: {})
-    small.setattr(kvmerge, "BATCHES", (Batch(2, 1, (70,)),))
+    small.setattr(merge, "BATCHES", (Batch(2, 1, (70,)),))
     small.setattr(append, "HEADS", (1,))
     small.setattr(append, "POINTS", ((5, "decode"),))
     family = [name for name, spec in specs().items() if bench._suite_of(spec.family) == "attention"]

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, gpu, sources
-from ptxlab.bench import chain, gemm, grouped, headline, problem, quantiser, steps, untuned, w8a8
+from ptxlab.bench import gemm
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.points import Point, all_peers
+from ptxlab.bench.gemm import chain, grouped, headline, problem, quantiser, steps, untuned, w8a8
+from ptxlab.bench.gemm.points import Point, all_peers
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import (
     ALL_TOKENS,

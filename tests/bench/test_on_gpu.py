@@ -6,23 +6,10 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, cost, gpu, kernels
-from ptxlab.bench import (
-    append,
-    attention,
-    chain,
-    dequant,
-    grouped,
-    headline,
-    kvmerge,
-    kvproblem,
-    peers,
-    points,
-    problem,
-    quantiser,
-    sdpa,
-    steps,
-    stream,
-)
+from ptxlab.bench import attention, dequant, peers, sdpa, stream
+from ptxlab.bench.attention import append, merge
+from ptxlab.bench.attention import problem as attention_problem
+from ptxlab.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps
 from ptxlab.bench.kvshapes import Batch, even
 from ptxlab.bench.shapes import EXPERTS, LAYERS, Layer
 from ptxlab.bench.timing import measure
@@ -224,13 +211,13 @@ def test_a_ragged_batch_is_timed(ceilings) -> None:
 
 
 def test_parts_are_merged_by_either_kernel(ceilings) -> None:
-    row = kvmerge.merged(kvmerge.BATCHES[0], ceilings)
+    row = merge.merged(merge.BATCHES[0], ceilings)
     assert 1 < row.more["fused_us"] < 100 and 1 < row.time_us < 100
 
 
 def test_an_attention_over_other_pages_is_noticed() -> None:
-    of = kvproblem.problem(even((32, 8), 2, 640))
-    ready = kvproblem.launches(choose(None, backend="gpu"), of)
+    of = attention_problem.problem(even((32, 8), 2, 640))
+    ready = attention_problem.launches(choose(None, backend="gpu"), of)
     for call in ready.calls:
         call()
     ready.check(of)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from ptxlab import reference
-from ptxlab.bench import kvdata
-from ptxlab.bench.kvproblem import SCALE
+from ptxlab.bench.attention import kvdata
+from ptxlab.bench.attention.problem import SCALE
 from ptxlab.kernels.attention import bound, common, ladder, sm80
 from ptxlab.kernels.attention.sm90 import PROMOTE, SM90, roundings_of
 from ptxlab.quant import quantize_kv

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu
-from ptxlab.bench import kvdata
-from ptxlab.bench.kvproblem import SCALE
+from ptxlab.bench.attention import kvdata
+from ptxlab.bench.attention.problem import SCALE
 from ptxlab.bench.kvshapes import HEAD_DIM, PAGE
 from ptxlab.kernels.attention import sm90
 from ptxlab.kernels.attention.sm90 import SM90

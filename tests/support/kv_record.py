@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ptxlab.bench import append, attention, kvmerge
+from ptxlab.bench import attention
+from ptxlab.bench.attention import append, merge
 from ptxlab.bench.kvshapes import HEADS, Batch, evened, points, ragged
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.sdpa import NAMES
@@ -65,8 +66,8 @@ def rows() -> Iterator[Row]:
         yield of(attention.EVEN, evened(uneven), 1.1, face="attention_kv4")
     for place, step in enumerate(STEPS):
         yield of(attention.LADDER, attention.ABLATION, 8 - place, attention.scheme_of(step), kernel=step.spec.name)
-    for batch in kvmerge.BATCHES:
-        yield of(kvmerge.MEASURE, batch, 1.5, kernel="attention_kv4_mma_sm80, attention_merge", more={"fused_us": 10.0})
+    for batch in merge.BATCHES:
+        yield of(merge.MEASURE, batch, 1.5, kernel="attention_kv4_mma_sm80, attention_merge", more={"fused_us": 10.0})
     for heads in append.HEADS:
         for tokens, _ in append.POINTS:
             for rotated in (True, False):

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from ptxlab.bench.points import Point, StreamTime, point
-from ptxlab.bench.problem import expected, first_tokens, problem, sizes_at
+from ptxlab.bench.gemm.points import Point, StreamTime, point
+from ptxlab.bench.gemm.problem import expected, first_tokens, problem, sizes_at
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
 from ptxlab.kernels.gemm.common import GemmStep

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ptxlab.bench import headline, peers
-from ptxlab.bench.points import Point, StreamTime
-from ptxlab.bench.problem import expected, first_tokens, tokens
+from ptxlab.bench import peers
+from ptxlab.bench.gemm import headline
+from ptxlab.bench.gemm.points import Point, StreamTime
+from ptxlab.bench.gemm.problem import expected, first_tokens, tokens
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import UNTUNED, UNTUNED_TOKENS, Layer
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ptxlab.bench.points import Point, StreamTime, all_peers, point
-from ptxlab.bench.problem import expected, first_tokens, sizes_at, tokens, weights
+from ptxlab.bench.gemm.points import Point, StreamTime, all_peers, point
+from ptxlab.bench.gemm.problem import expected, first_tokens, sizes_at, tokens, weights
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, Layer
 from ptxlab.errors import ArgumentError

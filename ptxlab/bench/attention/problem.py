@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels
-from ptxlab.bench import kvdata
+from ptxlab.bench.attention import kvdata
 from ptxlab.bench.kvshapes import HEAD_DIM, PAGE, Batch
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError

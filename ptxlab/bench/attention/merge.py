@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from ptxlab import gpu
+from ptxlab.bench.attention.problem import Launches, launches, problem
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.kvproblem import Launches, launches, problem
 from ptxlab.bench.kvshapes import HEAD_DIM, Batch, even
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of

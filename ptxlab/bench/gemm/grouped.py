@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ptxlab import cost, gpu
-from ptxlab.bench import headline
-from ptxlab.bench.points import Point, StreamTime
-from ptxlab.bench.problem import expected, launches, packed_bytes, source_of, tokens
+from ptxlab.bench.gemm import headline
+from ptxlab.bench.gemm.points import Point, StreamTime
+from ptxlab.bench.gemm.problem import expected, launches, packed_bytes, source_of, tokens
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import CHOSEN_EXPERTS, EXPERTS, GROUP, MIXTRAL, ROUTED_TOKENS, Layer

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from ptxlab import cost, gpu, toolchain
-from ptxlab.bench.problem import launches, packed_bytes, source_of, variant
+from ptxlab.bench.gemm.problem import launches, packed_bytes, source_of, variant
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.stored import FACTOR, stored_peers, stored_times

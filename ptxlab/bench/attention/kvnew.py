@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, quant, reference
-from ptxlab.bench.kvproblem import Problem
+from ptxlab.bench.attention.problem import Problem
 from ptxlab.bench.kvshapes import HEAD_DIM, PAGE
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention.append import APPEND

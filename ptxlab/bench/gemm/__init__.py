@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from ptxlab.bench import chain, grouped, headline, limits, peers, points, quantiser, steps, untuned, w8a8
+from ptxlab.bench import peers
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.points import StreamTime
-from ptxlab.bench.problem import steps_of
+from ptxlab.bench.gemm import chain, grouped, headline, limits, points, quantiser, steps, untuned, w8a8
+from ptxlab.bench.gemm.points import StreamTime
+from ptxlab.bench.gemm.problem import steps_of
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, MIXTRAL, TOKENS, UNTUNED, Layer
 from ptxlab.errors import ArgumentError

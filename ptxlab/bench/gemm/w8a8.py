@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ptxlab import kernels
-from ptxlab.bench.points import Point, StreamTime
-from ptxlab.bench.problem import sizes_at
+from ptxlab.bench.gemm.points import Point, StreamTime
+from ptxlab.bench.gemm.problem import sizes_at
+from ptxlab.bench.gemm.steps import layer_rows as rows_of_steps
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA, Layer
-from ptxlab.bench.steps import layer_rows as rows_of_steps
 from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.kernels.gemm.ladder import why_not
 

@@ -7,9 +7,10 @@ the L2. Beside it the same chain launched plainly, and cuBLAS's.
 from collections.abc import Callable, Iterator, Sequence
 
 from ptxlab import cost, gpu
-from ptxlab.bench import headline, peers
-from ptxlab.bench.points import StreamTime
-from ptxlab.bench.problem import Launches, expected, first_tokens, launches, packed_bytes, source_of, tokens
+from ptxlab.bench import peers
+from ptxlab.bench.gemm import headline
+from ptxlab.bench.gemm.points import StreamTime
+from ptxlab.bench.gemm.problem import Launches, expected, first_tokens, launches, packed_bytes, source_of, tokens
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
 from ptxlab.bench.shapes import CHAINS, FEW_TOKENS, GROUP, Layer

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ptxlab import gpu, toolchain
-from ptxlab.bench import append, kvmerge
+from ptxlab.bench.attention import append, merge
+from ptxlab.bench.attention.kvnew import Appending
+from ptxlab.bench.attention.problem import Expected, Launches, Problem, launches, problem, sizes_at
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.kvnew import Appending
-from ptxlab.bench.kvproblem import Expected, Launches, Problem, launches, problem, sizes_at
 from ptxlab.bench.kvshapes import HEADS, Batch, even, evened, points, ragged
 from ptxlab.bench.record import Row
 from ptxlab.bench.rows import row_of
@@ -53,7 +53,7 @@ def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], Non
             measured += unequal(launched, ragged(heads), ceilings, progress)
     measured += [step_row(step, ceilings, progress) for step in steps]
     if merging:
-        measured += kvmerge.rows(ceilings, progress)
+        measured += merge.rows(ceilings, progress)
     if appending:
         measured += append.rows(ceilings, progress)
     return measured
