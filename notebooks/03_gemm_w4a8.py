@@ -22,7 +22,7 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from report import costtables, figures, gemmtables, headline, ladder, targets
+from report import figures, gemmtables, headline, ladder, predictions, targets
 
 record = ladder.recorded()
 measured = bool(headline.points(record))
@@ -66,7 +66,7 @@ Markdown(gemmtables.orders_table(record))
 # "Level" allows for the 3% by which two runs can differ.
 
 # %%
-Markdown(targets.table(record))
+Markdown(targets.table(targets.gemm(record)))
 
 # %% [markdown]
 # ## When four bits stop paying
@@ -79,7 +79,7 @@ Markdown(targets.table(record))
 figures.picture("cost_crossover") if measured else ladder.NOT_RECORDED
 
 # %%
-Markdown(costtables.crossover_table(record))
+Markdown(predictions.crossover_table(record))
 
 # %% [markdown]
 # ## The four GEMMs of a layer in a row

@@ -29,7 +29,7 @@ from IPython.display import Markdown
 import ptxlab
 from ptxlab import kernels, quant, reference
 from ptxlab.layout import KVCache, gather
-from report import figures, kvpoints, kvtables, kvtargets
+from report import figures, kvpoints, kvtables, targets
 
 record = kvpoints.recorded()
 
@@ -129,4 +129,4 @@ Markdown(kvtables.others_table(record))
 # ## Targets, met and missed
 
 # %%
-Markdown(kvtargets.table(record))
+Markdown(targets.table(targets.attention(record)))

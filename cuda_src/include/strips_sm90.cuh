@@ -33,10 +33,10 @@ __device__ __forceinline__ void multiply_8bit(int (&acc)[SUMS], const u32 (&a)[4
 
 // acc += the products of a warp group, MMAS of 64 rows x TOKENS: warp v of MMA h takes the strip that lies at[h] in the
 // ring's first slot. Every STEP-th stage from `first` on; a slot is given back when wgmma has read it, while the next
-// stage is worked on. FILLED: behind the end of K the copies bring any weights, as X is zero there; else a stage's first
-// block serves for them, and every warp group has a stage. The registers in between are the caller's, which leaves
-// ptxas's choice of registers as it was: a as [unit of 64 k][MMA of 64 rows][MMA of 32 k][register], q words of this
-// unit and the next, c and c_next their constants.
+// stage is worked on. FILLED: behind the end of K the copies bring any weights, as X is zero there; else a stage's
+// first block serves for them, and every warp group has a stage. The registers in between are the caller's, which
+// leaves ptxas's choice of registers as it was: a as [unit of 64 k][MMA of 64 rows][MMA of 32 k][register], q words of
+// this unit and the next, c and c_next their constants.
 template <class Stage, int STEP, bool AS_S8, bool FILLED, int MMAS, int SUMS, int SLOTS>
 __device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)[2][MMAS][2][4], const u32 (&at)[MMAS],
                                                 uint4 (&q)[2][MMAS], u32 (&c)[MMAS][Stage::GROUPS],

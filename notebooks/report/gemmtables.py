@@ -4,20 +4,23 @@ import math
 
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, CHOSEN_EXPERTS, EXPERTS, FEW_TOKENS, LLAMA, MIXTRAL, SWEPT, UNTUNED
-from ptxlab.bench.stored import FACTOR, SAME
+from ptxlab.bench.stored import FACTOR
 from report.headline import (
     PEERS,
     at,
-    best_peer,
+    cell,
     chains,
     experts,
     fraction,
+    mean_cell,
     named,
     otherwise,
     over,
     points,
     reordering,
+    scaled,
     slower,
+    slower_points,
     untuned_points,
 )
 from report.ladder import NOT_RECORDED, QSERVE, fraction_cell, markdown, mean, place_of, times_cell
@@ -31,11 +34,11 @@ def matrices_table(record: Record | None) -> str:
     rows = points(record)
     if record is None or not rows:
         return _MISSING
-    cells = {(named(row), row.sizes["M"]): _cell(row) for row in rows}
+    cells = {(named(row), row.sizes["M"]): cell(row, PEERS) for row in rows}
     lines = [
         [f"{layer}, {layer.N} x {layer.K}", *(cells.get((layer, M), "") for M in _SHOWN_TOKENS)] for layer in LLAMA
     ]
-    lines.append(["**mean**", *(_mean_cell(at(rows, M)) for M in _SHOWN_TOKENS)])
+    lines.append(["**mean**", *(mean_cell(at(rows, M)) for M in _SHOWN_TOKENS)])
     return f"{markdown(['', *(f'M = {M}' for M in _SHOWN_TOKENS)], lines)}\n{_origin(record, rows)}\n"
 
 
@@ -54,7 +57,7 @@ def means_table(record: Record | None) -> str:
         speeds = [mean(over(part, peer)) for peer in ("", QSERVE, "cublas_fp8")]
         behind = f"{len(slower(part))} of {len(part)}"
         lines.append([label, *map(fraction_cell, near), *map(times_cell, speeds), behind])
-    return f"{markdown([*columns, 'slower than a peer'], lines)}\n{_slower_points(rows)}\n"
+    return f"{markdown([*columns, 'slower than a peer'], lines)}\n{slower_points(rows, PEERS, _where)}\n"
 
 
 def orders_table(record: Record | None) -> str:
@@ -115,41 +118,18 @@ def untuned_table(record: Record | None) -> str:
     return markdown(["", "of the floor", "over cuBLAS FP8, mean", "at least"], lines)
 
 
-def _cell(row: Row) -> str:
-    name, speed = best_peer(row)
-    beside = f", **{speed:.2f}x** {PEERS[name]}" if name else ""
-    return f"{row.time_us:.{1 if row.time_us < 100 else 0}f} µs, {row.fraction:.2f}{beside}"
-
-
-def _mean_cell(rows: list[Row]) -> str:
-    speed = mean(over(rows))
-    return f"{fraction(rows):.2f}" + ("" if math.isnan(speed) else f", **{speed:.2f}x**")
-
-
-def _slower_points(rows: list[Row]) -> str:
-    """The points that some peer does faster, by name."""
-    found = []
-    for row in slower(rows):
-        name, speed = best_peer(row)
-        found.append(f"{named(row)}, M = {row.sizes['M']} ({speed:.2f}x {PEERS[name]})")
-    return f"Slower than a peer: {'; '.join(found)}." if found else "No peer is faster at any point."
+def _where(row: Row) -> str:
+    return f"{named(row)}, M = {row.sizes['M']}"
 
 
 def _origin(record: Record, rows: list[Row]) -> str:
     """What the figures are, where they come from, and how far the stored ones were scaled."""
     orders = " or ".join(dict.fromkeys(row.activations.replace("_", "-") for row in rows))
     factors = [row.more[FACTOR] for row in rows if FACTOR in row.more]
-    scaled = [factor for factor in factors if factor != 1.0]
     sentences = [
         f"Groups of {rows[0].sizes['g']}, FP16 out, {orders} activations with their token sums from the quantiser.",
         f"Measured on one {record.device['name']}: `ptxlab bench gemm`, {record.date[:10]}, commit"
         f" {record.revision}; cuBLAS in the same run, QServe, QQQ and FP8 per row before that on an H200 too"
         " ([peers](notebooks/results/h200/peers/README.md)).",
     ]
-    if scaled:
-        ratios = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(scaled), max(scaled))))
-        sentences.append(
-            f"At {len(scaled)} of {len(factors)} points cuBLAS differed by more than {SAME:.0%} between the two runs:"
-            f" there the others' times are scaled by its ratio, {ratios}."
-        )
-    return " ".join(sentences)
+    return " ".join(sentences + scaled(factors, "cuBLAS"))

@@ -1,13 +1,14 @@
 """`gemm_w4a8` as recorded: every point beside its floor and all peers, and what else the suite measured of it."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ptxlab.bench.gemm import chain, grouped, quantiser, untuned, w8a8
 from ptxlab.bench.gemm.headline import MEASURE, ORDER
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, CHAINS, GROUP, LLAMA, UNTUNED, Layer
+from ptxlab.bench.stored import SAME
 from report.ladder import mean, place_of
 
 PEERS = {  # name -> how tables call it
@@ -159,3 +160,38 @@ def _in_order(rows: Iterable[Row]) -> list[Row]:
     found = {place_of(row): row for row in rows}
     places = [(layer.N, layer.K, M) for layer in LLAMA for M in ALL_TOKENS]
     return [found[place] for place in places if place in found]
+
+
+# How tables say it
+
+
+def cell(row: Row, names: Mapping[str, str]) -> str:
+    """Time, of the floor, over the fastest peer by the name that tables give it."""
+    name, speed = best_peer(row)
+    beside = f", **{speed:.2f}x** {names[name]}" if name else ""
+    return f"{row.time_us:.{1 if row.time_us < 100 else 0}f} µs, {row.fraction:.2f}{beside}"
+
+
+def mean_cell(rows: Sequence[Row]) -> str:
+    """Geometric means of floor and speed; nothing of no rows."""
+    speed = mean(over(rows))
+    return "" if not rows else f"{fraction(rows):.2f}" + ("" if math.isnan(speed) else f", **{speed:.2f}x**")
+
+
+def slower_points(rows: Iterable[Row], names: Mapping[str, str], place: Callable[[Row], str]) -> str:
+    """The points that some peer does faster, by name."""
+    found = [(place(row), *best_peer(row)) for row in slower(rows)]
+    listed = "; ".join(f"{where} ({speed:.2f}x {names[name]})" for where, name, speed in found)
+    return f"Slower than a peer: {listed}." if found else "No peer is faster at any point."
+
+
+def scaled(factors: Sequence[float], library: str, whose: str = "the others'") -> list[str]:
+    """At how many points stored times were scaled, and by how much, in a sentence; none where they were not."""
+    moved = [factor for factor in factors if factor != 1.0]
+    if not moved:
+        return []
+    ratios = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(moved), max(moved))))
+    return [
+        f"At {len(moved)} of {len(factors)} points {library} differed by more than {SAME:.0%} between the two runs:"
+        f" there {whose} times are scaled by its ratio, {ratios}."
+    ]

@@ -6,8 +6,8 @@ from ptxlab import kernels
 from ptxlab.bench.attention.append import POINTS
 from ptxlab.bench.kvshapes import BATCHES, HEADS, LENGTHS, LONG
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.stored import FACTOR, SAME
-from report.headline import best_peer, fraction, over, slower
+from ptxlab.bench.stored import FACTOR
+from report.headline import cell, fraction, mean_cell, over, scaled, slower_points
 from report.kvpoints import (
     A100_US,
     PEERS,
@@ -35,14 +35,14 @@ def batches_table(record: Record | None) -> str:
     rows = points(record)
     if record is None or not rows:
         return _MISSING
-    cells = {(*heads(row), row.sizes["B"], row.sizes["L"]): _cell(row) for row in rows}
+    cells = {(*heads(row), row.sizes["B"], row.sizes["L"]): cell(row, PEERS) for row in rows}
     lines = [
         [f"{_of(*pair)}, {length} tokens", *(cells.get((*pair, batch, length), "") for batch in BATCHES)]
         for pair in HEADS
         for length in LENGTHS
     ]
     by_batch = ([row for row in rows if (row.sizes["B"], row.sizes["L"]) in _places(batch)] for batch in BATCHES)
-    lines.append(["**mean**", *(_mean_cell(part) for part in by_batch)])
+    lines.append(["**mean**", *(mean_cell(part) for part in by_batch)])
     return f"{markdown(['', *(f'batch {batch}' for batch in BATCHES)], lines)}\n{_origin(record, rows)}\n"
 
 
@@ -67,7 +67,7 @@ def means_table(record: Record | None) -> str:
         "over the best 8-bit peer",
     ]
     table = markdown([*columns, "append + attention over QServe KV4"], lines)
-    return f"{table}\n{_slower_points(points(record))}\n"
+    return f"{table}\n{slower_points(points(record), PEERS, _where)}\n"
 
 
 def single_table(record: Record | None) -> str:
@@ -75,7 +75,7 @@ def single_table(record: Record | None) -> str:
     rows = single(points(record))
     if not rows:
         return _MISSING
-    cells = {(*heads(row), row.sizes["L"]): _cell(row) for row in rows}
+    cells = {(*heads(row), row.sizes["L"]): cell(row, PEERS) for row in rows}
     lines = [[_of(*pair), *(cells.get((*pair, length), "") for length in LONG)] for pair in HEADS]
     return markdown(["one sequence", *(f"{length >> 10}k tokens" for length in LONG)], lines)
 
@@ -133,31 +133,13 @@ def _places(batch: int) -> list[tuple[int, int]]:
     return [(batch, length) for length in LENGTHS]
 
 
-def _cell(row: Row) -> str:
-    time = f"{row.time_us:.1f}" if row.time_us < 100 else f"{row.time_us:.0f}"
-    name, speed = best_peer(row)
-    beside = f", **{speed:.2f}x** {PEERS[name]}" if name else ""
-    return f"{time} µs, {row.fraction:.2f}{beside}"
-
-
-def _mean_cell(rows: list[Row]) -> str:
-    speed = mean(over(rows))
-    return "" if not rows else f"{fraction(rows):.2f}" + ("" if math.isnan(speed) else f", **{speed:.2f}x**")
-
-
-def _slower_points(rows: list[Row]) -> str:
-    """The points that some peer does faster, by name."""
-    found = []
-    for row in slower(rows):
-        name, speed = best_peer(row)
-        found.append(f"{_of(*heads(row))}, {row.sizes['B']} x {row.sizes['L']} ({speed:.2f}x {PEERS[name]})")
-    return f"Slower than a peer: {'; '.join(found)}." if found else "No peer is faster at any point."
+def _where(row: Row) -> str:
+    return f"{_of(*heads(row))}, {row.sizes['B']} x {row.sizes['L']}"
 
 
 def _origin(record: Record, rows: list[Row]) -> str:
     """What the figures are, where they come from, and how far the stored ones were scaled."""
     factors = [row.more[FACTOR] for row in beside_all(rows)]
-    scaled = [factor for factor in factors if factor != 1.0]
     sentences = [
         "Head dim 128, FP16, pages of 64 tokens in random order; every result checked against float64, within what the"
         f" kernel's roundings may add up to. Measured on one {record.device['name']}: `ptxlab bench attention`,"
@@ -168,10 +150,4 @@ def _origin(record: Record, rows: list[Row]) -> str:
             "PyTorch in the same run; FlashInfer, QServe and LServe before that on an H200 too"
             " ([peers](notebooks/results/h200/peers/README.md))."
         )
-    if scaled:
-        ratios = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(scaled), max(scaled))))
-        sentences.append(
-            f"At {len(scaled)} of {len(factors)} points PyTorch differed by more than {SAME:.0%} between the two runs:"
-            f" there the others' times are scaled by its ratio, {ratios}."
-        )
-    return " ".join(sentences)
+    return " ".join(sentences + scaled(factors, "PyTorch"))

@@ -1,6 +1,7 @@
 """Figures of the README and of the kernels' headers, from the specs, the records and runs: never typed in by hand."""
 
 import json
+import math
 import os
 import re
 import statistics
@@ -18,7 +19,6 @@ from ptxlab.kernels import holders
 from report import (
     RESULTS,
     ROOT,
-    costtables,
     gemmtables,
     headers,
     headline,
@@ -26,6 +26,7 @@ from report import (
     kvtables,
     ladder,
     pipelines,
+    predictions,
     profiletables,
     showcase,
 )
@@ -178,7 +179,7 @@ def means_table(rows: Sequence[Row], size: str, called: str) -> str:
     frame = pd.DataFrame(
         {size: row.sizes[size], "speed": headline.best_peer(row)[1], "of floor": row.fraction} for row in rows
     )
-    means = frame.groupby(size).agg(lambda values: ladder.mean(values.dropna()))
+    means = frame.set_index(size).map(math.log).groupby(size).mean().map(math.exp)  # geometric; NaN is skipped
     lines = [[f"{value:,}", f"{speed:.2f}x", f"{near:.2f}"] for value, speed, near in means.itertuples()]
     return ladder.markdown(columns, lines, left=0)
 
@@ -203,7 +204,7 @@ def cost_section() -> str:
     if not headline.eight_bit(record):
         return f"{ladder.NOT_RECORDED}\n"
     picture = "![What each scheme can reach, and what was reached](notebooks/figures/cost_roofline.png)"
-    return f"{picture}\n\n{costtables.kernels_table(record)}\n{costtables.crossover_table(record)}"
+    return f"{picture}\n\n{predictions.kernels_table(record)}\n{predictions.crossover_table(record)}"
 
 
 SECTIONS: dict[str, Callable[[], str]] = {

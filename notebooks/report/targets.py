@@ -1,12 +1,15 @@
-"""What the GEMMs of this project set out to reach, and what the record says that they do."""
+"""What the GEMMs and attention of this project set out to reach, and what the records say that they do."""
 
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ptxlab.bench.attention.append import POINTS
 from ptxlab.bench.gemm.headline import ORDER
-from ptxlab.bench.record import TOLERANCE, Record
+from ptxlab.bench.kvshapes import HEADS
+from ptxlab.bench.record import TOLERANCE, Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
+from report import kvpoints as kv
 from report.headline import (
     at,
     chains,
@@ -23,10 +26,13 @@ from report.headline import (
 )
 from report.ladder import NOT_RECORDED, QSERVE, markdown, mean
 
-COLUMNS = ("target", "wanted", "measured>", "verdict>")
 LEVEL = 1 - TOLERANCE  # two runs of the same kernel differ by so much
 _MANY_TOKENS = tuple(M for M in ALL_TOKENS if M > MOST_FEW)
 _TIMES, _FRACTION, _PERCENT = "{:.2f}x", "{:.2f}", "{:+.1%}"
+_BANDS = ((240.0, 0.95), (60.0, 0.90), (15.0, 0.75), (3.8, 0.55))  # floor in µs, from which so much of it is wanted
+_LONG = 0.60  # of single long sequences, whatever their floor
+_OVER_QSERVE = {"MHA": 2.5, "GQA": 9.0}
+_DECODE, _PREFILL = (tokens for tokens, _ in POINTS)
 
 
 class Target(NamedTuple):
@@ -53,8 +59,8 @@ class Target(NamedTuple):
         return "met" if self.least <= self.value <= self.most else "missed"
 
 
-def targets(record: Record | None) -> list[Target]:
-    """All of them, in groups of 128, with FP16 results."""
+def gemm(record: Record | None) -> list[Target]:
+    """Of the GEMMs, in groups of 128, with FP16 results."""
     rows = points(record)
     few = at(rows, *FEW_TOKENS)
     up_to_64 = [row for row in rows if row.sizes["M"] <= 64]
@@ -91,29 +97,15 @@ def targets(record: Record | None) -> list[Target]:
     ]
 
 
-def lines(record: Record | None) -> list[list[str]]:
-    """Every target, its bound, what was measured, and whether it is met."""
-    return as_lines(targets(record))
-
-
-def table(record: Record | None) -> str:
-    """The lines as Markdown."""
-    return as_table(targets(record))
-
-
-def as_lines(found: Sequence[Target]) -> list[list[str]]:
-    """Targets as lines of `COLUMNS`."""
-    return [
+def table(found: Sequence[Target]) -> str:
+    """Every target, its bound, what was measured, and whether it is met; a sentence where nothing was measured."""
+    if not any(target.verdict for target in found):
+        return f"{NOT_RECORDED}\n"
+    lines = [
         [t.what, t.wanted, "" if math.isnan(t.value) else t.form.format(t.value), t.verdict or "not measured"]
         for t in found
     ]
-
-
-def as_table(found: Sequence[Target]) -> str:
-    """The lines as Markdown; a sentence where nothing was measured."""
-    if not any(target.verdict for target in found):
-        return f"{NOT_RECORDED}\n"
-    return markdown([name.rstrip(">") for name in COLUMNS], as_lines(found), left=2)
+    return markdown(["target", "wanted", "measured", "verdict"], lines, left=2)
 
 
 def least(values: Iterable[float]) -> float:
@@ -158,5 +150,55 @@ def _of_untuned(record: Record | None) -> list[Target]:
     ]
 
 
-def _count(found: list, among: list) -> float:
+def _count(found: Sequence[Row], among: Sequence[Row]) -> float:
     return len(found) if among else math.nan
+
+
+def attention(record: Record | None) -> list[Target]:
+    """Of KV4 attention."""
+    rows, compared = kv.points(record), kv.beside_all(kv.points(record))
+    long = [row.fraction for row in kv.single(rows)]
+    uneven = (pair.longer for pair in kv.unequal(record))
+    appended = (row.fraction for row in kv.appends(record, _PREFILL))
+    step_us = (row.time_us for row in kv.appends(record, _DECODE))
+    return [
+        *_bands(rows),
+        Target("of the floor, single sequences of 32k and more, every one", least(long), _FRACTION, least=_LONG),
+        Target("points slower than a peer", len(slower(rows)) if compared else math.nan, "{:.0f}", most=0),
+        Target(
+            "over the best 8-bit peer, batch >= 16, mean", mean(kv.over_bits(kv.batched(rows), 8)), _TIMES, least=2.0
+        ),
+        *_over_qserve(record),
+        Target("ragged beside even, time, all heads", most(uneven), _TIMES, most=1.15),
+        Target("append, 4096 tokens: of a copy, every one", least(appended), _FRACTION, least=0.8),
+        Target("append, a token for each of 64 sequences, every one", most(step_us), "{:.2f} µs", most=4.0),
+    ]
+
+
+def _bands(rows: list[Row]) -> list[Target]:
+    found, above = [], math.inf
+    for floor, wanted in _BANDS:
+        upper = "" if math.isinf(above) else f" to {above:g}"
+        value = least(kv.between(rows, floor, above))
+        found.append(Target(f"of the floor where that is {floor:g}{upper} µs, every point", value, _FRACTION, wanted))
+        above = floor
+    return found
+
+
+def _over_qserve(record: Record | None) -> list[Target]:
+    """With the appended token, which QServe's time has in it."""
+    rows = kv.batched(kv.behind_append(record))
+    grouped = {heads_of: heads_of[0] > heads_of[1] for heads_of in HEADS}
+    by_kind = {
+        "MHA": [row for row in rows if not grouped[kv.heads(row)]],
+        "GQA": [row for row in rows if grouped[kv.heads(row)]],
+    }
+    return [
+        Target(
+            f"append + attention over QServe KV4, {kind}, batch >= 16, mean",
+            mean(over(by_kind[kind], kv.QSERVE)),
+            _TIMES,
+            wanted,
+        )
+        for kind, wanted in _OVER_QSERVE.items()
+    ]

@@ -164,9 +164,9 @@ def _timed(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct: di
 def _expected(spec: KernelSpec, logical: Arrays, sizes: dict[str, int], distinct: int) -> np.ndarray:
     """The reference over all repetitions of the distinct inputs."""
     if "P" not in sizes:
-        return spec.reference(**logical)
+        return np.asarray(spec.reference(**logical))
     words = logical["words"]
-    return spec.reference(words=words[np.arange(sizes["P"]) % distinct], B=sizes["B"])
+    return np.asarray(spec.reference(words=words[np.arange(sizes["P"]) % distinct], B=sizes["B"]))
 
 
 def _require_equal(spec: KernelSpec, source: Source, got: np.ndarray, expected: np.ndarray) -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,7 @@ def measure_stream(nbytes: int) -> float:
     return min(_timed(words, copies, most) for most in _CHUNKS)
 
 
-def _timed(words: U32, copies: list, most: int) -> float:
+def _timed(words: U32, copies: list[Any], most: int) -> float:
     blocks = gpu.device_info().sms
     chunk = even_chunk(words.nbytes, blocks, most)
     kernel = gpu.load(source(), "stream_bulk")

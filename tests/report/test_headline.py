@@ -25,7 +25,7 @@ TABLES = (
     gemmtables.chains_table,
     gemmtables.experts_table,
     gemmtables.untuned_table,
-    targets.table,
+    lambda record: targets.table(targets.gemm(record)),
 )
 
 
@@ -34,7 +34,7 @@ def changed(change: Callable[[Row], Row]) -> Record:
 
 
 def target(what: str, of: Record = RECORD) -> targets.Target:
-    (found,) = (t for t in targets.targets(of) if t.what.startswith(what))
+    (found,) = (t for t in targets.gemm(of) if t.what.startswith(what))
     return found
 
 
@@ -111,15 +111,17 @@ def test_without_a_peer_nothing_is_said_of_it(name: str) -> None:
     without = changed(lambda row: replace(row, peers={peer: us for peer, us in row.peers.items() if peer != name}))
     about = {"cublas_fp8": "over cuBLAS FP8", "qserve_w4a8_g128": "over QServe g128"}[name]
     assert target(about, without).verdict == ""
-    assert "nan" not in targets.table(without) + gemmtables.means_table(without)
+    assert "nan" not in targets.table(targets.gemm(without)) + gemmtables.means_table(without)
 
 
 def test_what_is_not_in_the_record_is_not_judged() -> None:
     old = ladder_record.record()
-    assert {t.verdict for t in targets.targets(old)} == {t.verdict for t in targets.targets(None)} == {""}
+    assert {t.verdict for t in targets.gemm(old)} == {t.verdict for t in targets.gemm(None)} == {""}
     ungrouped = record(with_grouped=False)
     assert target("grouped over the loop, every", ungrouped).verdict == ""
-    assert "| not measured |" in targets.table(ungrouped) and "nan" not in gemmtables.experts_table(ungrouped)
+    assert "| not measured |" in targets.table(targets.gemm(ungrouped)) and "nan" not in gemmtables.experts_table(
+        ungrouped
+    )
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: f"{t.__module__}.{t.__name__}")

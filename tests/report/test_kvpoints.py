@@ -12,7 +12,7 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import FileError
 from ptxlab.kernels.attention.steps import STEPS
-from report import figures, headline, kvpoints, kvtables, kvtargets, ladder
+from report import figures, headline, kvpoints, kvtables, ladder, targets
 from report import sections as report
 from report.targets import Target
 from tests.support import kv_record
@@ -26,7 +26,7 @@ TABLES: tuple[Callable[[Record | None], str], ...] = (
     kvtables.single_table,
     kvtables.steps_table,
     kvtables.others_table,
-    kvtargets.table,
+    lambda record: targets.table(targets.attention(record)),
 )
 
 
@@ -35,7 +35,7 @@ def changed(change: Callable[[Row], Row]) -> Record:
 
 
 def target(start: str, of: Record | None = RECORD) -> Target:
-    (found,) = [t for t in kvtargets.targets(of) if t.what.startswith(start)]
+    (found,) = [t for t in targets.attention(of) if t.what.startswith(start)]
     return found
 
 
@@ -100,9 +100,9 @@ def test_programmatic_launches_stand_beside_plain_ones() -> None:
 
 
 def test_what_is_not_in_the_record_is_not_judged() -> None:
-    assert {t.verdict for t in kvtargets.targets(None)} == {""}
+    assert {t.verdict for t in targets.attention(None)} == {""}
     alone = replace(RECORD, rows=tuple(replace(row, peers={}, more={}) for row in POINTS))
-    verdicts = {t.what: t.verdict for t in kvtargets.targets(alone)}
+    verdicts = {t.what: t.verdict for t in targets.attention(alone)}
     assert sum(verdict == "met" for verdict in verdicts.values()) == 5, "the floor alone"
     assert "nan" not in "".join(table(alone) for table in TABLES)
     assert kvpoints.unequal(alone) == [] and math.isnan(target("ragged", alone).value)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ptxlab
-from tests.support.pages import GUIDE, PAGES, ROOT, anchors, links
+from tests.support.pages import GUIDE, PAGES, ROOT, anchors, links, prose
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -30,3 +30,10 @@ def test_every_page_of_the_guide_is_reached() -> None:
 def test_the_changelog_begins_with_this_version() -> None:
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None and newest[1] == ptxlab.__version__
+
+
+def test_files_in_running_text_exist() -> None:
+    """`tests/...`, `ptxlab/...` and the like in the prose of every page; `<family>`, `*` and `...` are patterns."""
+    for page in PAGES:
+        for path in re.findall(r"`((?:cuda_src|notebooks|ptx|ptxlab|tests)/[\w/.-]*)`", prose(page)):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"

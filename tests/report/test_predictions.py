@@ -14,7 +14,7 @@ from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
-from report import costplot, costtables, figures, headline, ladder, predictions
+from report import costplot, figures, headline, ladder, predictions
 from report import sections as report
 from report.predictions import W8A8, duels, mean_error, slower_between
 from tests.support import ladder_record
@@ -134,7 +134,7 @@ def test_without_both_kernels_there_is_nothing_to_compare(monkeypatch: pytest.Mo
     alone = ladder_record.record()
     for found in (alone, None):
         monkeypatch.setattr(ladder, "recorded", lambda found=found: found)
-        assert report.cost_section() == f"{ladder.NOT_RECORDED}\n" == costtables.crossover_table(found)
+        assert report.cost_section() == f"{ladder.NOT_RECORDED}\n" == predictions.crossover_table(found)
         with pytest.raises(FileError, match="ptxlab bench gemm"):
             figures.picture("cost_roofline")
 

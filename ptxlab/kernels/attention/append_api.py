@@ -67,7 +67,7 @@ def append_kv4(
     _APPEND(options, arrays, lambda: _checked(arrays, cache, backend, programmatic, check))
 
 
-class AppendCall(NamedTuple):
+class _AppendCall(NamedTuple):
     """The arrays given, by argument of the kernel, sizes, and the dtypes of k and v and of slots and positions."""
 
     given: dict[str, Any]
@@ -81,18 +81,15 @@ class AppendCall(NamedTuple):
 
     @property
     def config(self) -> dict[str, int]:
-        """Constants of the variant."""
         dtypes = {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.place)}
         return APPEND.config_for(self.sizes) | dtypes
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All by which its kernel is compiled."""
         return (*self.sizes.values(), self.dtype, self.place, self.programmatic)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no token."""
         return self.sizes["T"] == 0
 
     @property
@@ -115,7 +112,7 @@ class AppendCall(NamedTuple):
             yield CallArray(name, f"{NAME}: {label}", array, dtype, shape)
 
 
-def _checked(given: dict[str, Any], cache: KVCache, backend: Any, programmatic: Any, check: Any) -> AppendCall:
+def _checked(given: dict[str, Any], cache: KVCache, backend: Any, programmatic: Any, check: Any) -> _AppendCall:
     """The call; raises ArgumentError for what does not fit together."""
     k, slots = given["k"], given["slots"]
     shape, known = shape_of(k), KV_SCHEMES[cache.scheme]
@@ -132,7 +129,7 @@ def _checked(given: dict[str, Any], cache: KVCache, backend: Any, programmatic: 
         given = {name: array for name, array in given.items() if name not in ("k_zero", "v_zero")}
     sizes = {"T": shape[0], "H": H, "D": D, "pages": cache.pages, "size": cache.page_size, "bits": known.bits}
     sizes |= {"channel": int(known.by_channel), "R": R}
-    return AppendCall(given, cache, sizes, dtype_of(k), dtype_of(slots), backend, programmatic, check)
+    return _AppendCall(given, cache, sizes, dtype_of(k), dtype_of(slots), backend, programmatic, check)
 
 
 def _rows(given: dict[str, Any], T: int) -> int:
@@ -145,18 +142,18 @@ def _rows(given: dict[str, Any], T: int) -> int:
     return int(rows[0])
 
 
-def _prepare(call: AppendCall) -> Prepared:
+def _prepare(call: _AppendCall) -> Prepared:
     if reason := gpu.why_not(APPEND.arch):
         raise UnavailableError(f'{NAME}: {reason}; pass backend="emulator" with NumPy arrays')
     return Prepared(APPEND.name, lambda: (Plan(APPEND, call.config, call.sizes, programmatic=call.programmatic),))
 
 
-def _look(call: AppendCall, prepared: Prepared, used: DeviceMemory | None) -> None:
+def _look(call: _AppendCall, prepared: Prepared, used: DeviceMemory | None) -> None:
     """Raise ArgumentError for slots and positions on the device that the kernel must not be given."""
     _check_places(call, *(copied(NAME, call.given.get(name)) for name in ("slots", "positions")))
 
 
-def _on_host(call: AppendCall) -> Results:
+def _on_host(call: _AppendCall) -> Results:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
     arrays = {}
     for operand in call.operands:
@@ -172,7 +169,7 @@ def _on_host(call: AppendCall) -> Results:
     return {}
 
 
-def _check_places(call: AppendCall, slots: np.ndarray, positions: np.ndarray | None) -> None:
+def _check_places(call: _AppendCall, slots: np.ndarray, positions: np.ndarray | None) -> None:
     """Raise ArgumentError for a slot outside the pool, one that is there twice, or a position without a row."""
     room, here = call.cache.pages * call.cache.page_size, slots >= 0
     _refuse(f"{NAME}: slots", f"must be below {room}, the pages' tokens", slots, slots >= room)
@@ -192,7 +189,7 @@ def _refuse(argument: str, rule: str, array: np.ndarray, wrong: np.ndarray) -> N
         raise ArgumentError(argument, rule, f"{argument.rpartition(' ')[2]}[{t}] = {array[t]}")
 
 
-def _check_tokens(call: AppendCall, arrays: dict[str, np.ndarray]) -> None:
+def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
     """Raise ArgumentError for what `quantize_kv` refuses."""
     here, cache = (arrays["slots"] >= 0)[:, None, None], call.cache
     k, v = (np.where(here, values(arrays[name]), np.float32(0)) for name in "kv")

@@ -99,7 +99,7 @@ def gemm_w4a8(
         raise ArgumentError(f"{NAME}: workspace", "must come from gemm_workspace", type(workspace).__name__)
     x_q, x_scale, x_sum, order, rows, shape = opened(NAME, x_q, x_scale, x_sum)
 
-    def check() -> GemmCall:
+    def check() -> _GemmCall:
         if weight.protective_range > PROTECTIVE_RANGE:
             rule = f"must have a protective_range of at most {PROTECTIVE_RANGE}, beyond which its bytes may overflow"
             raise ArgumentError(f"{NAME}: weight", rule, weight.protective_range)
@@ -111,7 +111,7 @@ def gemm_w4a8(
         dtype = output_dtype(NAME, out_dtype, out, x_scale)
         check_how(NAME, backend, programmatic=programmatic)
         given = x_q, x_scale, x_sum, order, rows, M_K[0], weight, bias, out
-        return GemmCall(*given, dtype, kernel, backend, programmatic)
+        return _GemmCall(*given, dtype, kernel, backend, programmatic)
 
     packed = weight.scheme, weight.layout, weight.N, weight.K, weight.group, weight.protective_range
     options = packed, order, rows, shape, out_dtype, kernel, backend, programmatic
@@ -170,7 +170,7 @@ def output_dtype(name: str, out_dtype: Any, out: Any, x_scale: Any) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class GemmCall:
+class _GemmCall:
     """One product. `dtype` is the output's name, `kernel` a step's or None; `programmatic` says how to launch it."""
 
     x_q: Any
@@ -190,24 +190,20 @@ class GemmCall:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All by which its kernels are chosen and compiled."""
         weight = self.weight
         shape = self.M, weight.N, weight.K, weight.group, self.rows
         return weight.scheme, weight.layout, self.order, shape, self.dtype, self.kernel, self.programmatic, self.has_sum
 
     @property
     def has_sum(self) -> bool:
-        """Whether token sums are given."""
         return self.x_sum is not None
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the problem, for messages."""
         return {"M": self.M, "N": self.weight.N, "K": self.weight.K}
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no token."""
         return self.M == 0
 
     @cached_property
@@ -246,7 +242,7 @@ class GemmCall:
             yield CallArray(buffer, f"{NAME}: weight", array)
 
 
-def _prepare(call: GemmCall) -> Prepared:
+def _prepare(call: _GemmCall) -> Prepared:
     step, sizes = call.step, call.kernel_sizes
     needs_sum = step.needs_sum and not call.has_sum
 
@@ -265,7 +261,7 @@ def _prepare(call: GemmCall) -> Prepared:
     return Prepared(step.spec.name, plans, memory=_scratch(step, sizes), **said)
 
 
-def _on_host(call: GemmCall) -> Results:
+def _on_host(call: _GemmCall) -> Results:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
     step, weight, sizes = call.step, call.weight, call.kernel_sizes
     inputs = {}
@@ -287,7 +283,7 @@ def _on_host(call: GemmCall) -> Results:
     return run_spec(step.spec, source, inputs, sizes=sizes, out=out, backend=call.backend, config=config).outputs
 
 
-def _check_sums(call: GemmCall) -> None:
+def _check_sums(call: _GemmCall) -> None:
     """Raise ArgumentError for the first token sum, given on the host, that is not that of its activations."""
     if not call.has_sum:
         return

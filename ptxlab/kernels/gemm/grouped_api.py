@@ -71,7 +71,7 @@ def gemm_w4a8_grouped(
     x_q, x_scale, x_sum, order, _, shape = opened(NAME, x_q, x_scale, x_sum)
     given = {"x": x_q, "x_scale": x_scale, "x_sum": x_sum, "offsets": offsets, "bias": bias, "y": out}
 
-    def check() -> GroupedCall:
+    def check() -> _GroupedCall:
         _check_weights(weights)
         M_K = shape or shape_of(x_q)
         if order != "row_major" or len(M_K) != 2:
@@ -83,7 +83,7 @@ def gemm_w4a8_grouped(
             raise ArgumentError(f"{NAME}: offsets", f"must be s32 [{weights.E + 1}]", "nothing")
         dtype = output_dtype(NAME, out_dtype, out, x_scale)
         check_how(NAME, backend, programmatic=programmatic)
-        return GroupedCall(given, weights, M_K[0], dtype, backend, programmatic)
+        return _GroupedCall(given, weights, M_K[0], dtype, backend, programmatic)
 
     packed = weights.scheme, weights.layout, weights.E, weights.N, weights.K, weights.group, weights.protective_range
     options = packed, order, shape, out_dtype, backend, programmatic
@@ -92,7 +92,7 @@ def gemm_w4a8_grouped(
 
 
 @dataclass(frozen=True, eq=False)
-class GroupedCall:
+class _GroupedCall:
     """The arrays that may be given, by argument of the kernel, the weights, and the output's dtype by name."""
 
     given: dict[str, Any]
@@ -105,24 +105,20 @@ class GroupedCall:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the kernel."""
         weights = self.weights
         return {"M": self.M, "N": weights.N, "K": weights.K, "E": weights.E, "g": weights.group}
 
     @property
     def config(self) -> dict[str, int]:
-        """Constants of the variant."""
         variant = {"OUT": DTYPES.index(self.dtype), "SIGNED": int(self.given["x_sum"] is None)}
         return {**GROUPED.config_for(self.sizes), **variant}
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All by which its kernel is compiled."""
         return (*self.sizes.values(), self.dtype, self.given["x_sum"] is None, self.programmatic)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no row."""
         return self.M == 0
 
     @property
@@ -158,7 +154,7 @@ def _check_weights(weights: ExpertWeights) -> None:
         raise ArgumentError(f"{NAME}: weights", rule, weights.protective_range)
 
 
-def _prepare(call: GroupedCall) -> Prepared:
+def _prepare(call: _GroupedCall) -> Prepared:
     if reason := gpu.why_not(GROUPED.arch, exact=GROUPED.exact_arch):
         raise UnavailableError(f"{NAME}: {reason}")
 
@@ -168,7 +164,7 @@ def _prepare(call: GroupedCall) -> Prepared:
     return Prepared(GROUPED.name, plans)
 
 
-def _on_host(call: GroupedCall) -> Results:
+def _on_host(call: _GroupedCall) -> Results:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
     arrays = {}
     for operand in call.beside_the_weights:

@@ -64,7 +64,7 @@ def quantize_activations(
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizeCall:
+class _QuantizeCall:
     """The arrays given, by argument of the kernel, the order of the results, sizes, and the dtype of x by name."""
 
     given: dict[str, Any]
@@ -76,12 +76,10 @@ class QuantizeCall:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All by which its kernel is compiled."""
         return (*self.sizes.values(), self.dtype)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no token."""
         return self.sizes["M"] == 0
 
     @property
@@ -101,7 +99,7 @@ class QuantizeCall:
                 yield CallArray(name, label, None, dtype, shape, lacking)
 
 
-def _checked(given: dict[str, Any], layout: Any, rows: Any, like: Any, backend: Any) -> QuantizeCall:
+def _checked(given: dict[str, Any], layout: Any, rows: Any, like: Any, backend: Any) -> _QuantizeCall:
     """The call; raises ArgumentError for what does not fit together. `like` is what describes `out`."""
     tokens, span = tile_of(layout, rows)
     shape, dtype = shape_of(given["x"]), dtype_of(given["x"])
@@ -113,10 +111,10 @@ def _checked(given: dict[str, Any], layout: Any, rows: Any, like: Any, backend: 
         raise ArgumentError(f"{NAME}: out", f"must have {next(said)}", next(said))
     if dtype not in DTYPES:
         raise ArgumentError(f"{NAME}: x", f"dtype {' or '.join(DTYPES)}", dtype)
-    return QuantizeCall(given, layout, {"M": shape[0], "K": shape[1], "rows": tokens, "span": span}, dtype, backend)
+    return _QuantizeCall(given, layout, {"M": shape[0], "K": shape[1], "rows": tokens, "span": span}, dtype, backend)
 
 
-def _prepare(call: QuantizeCall) -> Prepared:
+def _prepare(call: _QuantizeCall) -> Prepared:
     sizes, dtype = call.sizes, call.dtype
     QUANTIZE.check_sizes(sizes)
     if reason := gpu.why_not(QUANTIZE.arch):
@@ -125,7 +123,7 @@ def _prepare(call: QuantizeCall) -> Prepared:
     return Prepared(QUANTIZE.name, lambda: (Plan(QUANTIZE, config, sizes),))
 
 
-def _on_host(call: QuantizeCall) -> Results:
+def _on_host(call: _QuantizeCall) -> Results:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
     sizes = call.sizes
     x, *results = (operand for operand in call.operands)
