@@ -110,7 +110,7 @@ def _problem(spec: KernelSpec, sizes: Mapping[str, int]) -> tuple[dict[str, int]
         )
     assert attention is not None
     batch = even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
-    given = attention_problem.problem(batch, scheme_of(attention))
+    given = attention_problem.random_problem(batch, scheme_of(attention))
     known = attention_problem.sizes_at(attention, batch, given.scheme, given.caches[0].pages)
     return (
         attention.config(known, "float16"),

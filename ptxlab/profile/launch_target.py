@@ -151,7 +151,9 @@ def prepared(job: LaunchTarget) -> Call:
         return problem.launches(gemm, sizes, logical, copies=1).calls[0]
     if attention is not None:
         batch = kvshapes.even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
-        return attention_problem.launches(attention, attention_problem.problem(batch, scheme_of(attention))).calls[0]
+        return attention_problem.launches(
+            attention, attention_problem.random_problem(batch, scheme_of(attention))
+        ).calls[0]
     return _spec_call(spec, source, sizes)
 
 

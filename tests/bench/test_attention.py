@@ -79,7 +79,7 @@ def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> No
 
 
 def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) -> None:
-    of, seen = attention_problem.problem(SMALL), []
+    of, seen = attention_problem.random_problem(SMALL), []
 
     def launches(step: Any, of: Any, *, programmatic: bool) -> attention_problem.Launches:
         seen.append(programmatic)
@@ -96,7 +96,7 @@ def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) 
 def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     small.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
-    of = attention_problem.problem(SMALL)
+    of = attention_problem.random_problem(SMALL)
     for step in (STEPS[5], CHOSEN):
         for programmatic in (False, True):
             attention_problem.launches(step, of, programmatic=programmatic)
@@ -104,7 +104,7 @@ def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.Monk
 
 
 def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch) -> None:
-    of = attention_problem.problem(RAGGED)
+    of = attention_problem.random_problem(RAGGED)
     ready = attention_problem.launches(CHOSEN, of)
     for call in ready.calls:
         call()
@@ -117,7 +117,7 @@ def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPa
 
 @pytest.mark.parametrize("batch", [SMALL, RAGGED], ids=str)
 def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Batch) -> None:
-    of = attention_problem.problem(batch)
+    of = attention_problem.random_problem(batch)
     first, second = of.caches
     first.check()
     second.check()
@@ -134,7 +134,7 @@ def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.Mon
     """Though pages are drawn once, and repeated: a neighbour's page would not show in place of its twin."""
     small.setattr(attention_problem, "_RANDOM", 5 * 2 * 2 * 4352)
     attention_problem._random_pages.cache_clear()
-    of = attention_problem.problem(Batch(4, 2, (2000, 700)))
+    of = attention_problem.random_problem(Batch(4, 2, (2000, 700)))
     keys = of.caches[0].pool[: of.pages, 0].reshape(of.pages, -1)
     assert of.pages > 5 and len(np.unique(keys, axis=0)) == of.pages
     for b, length in enumerate(of.batch.lengths):
@@ -148,7 +148,7 @@ def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.Mon
 
 @pytest.mark.parametrize("how", ["one sequence", "another table", "nothing"])
 def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
-    of = attention_problem.problem(SMALL)
+    of = attention_problem.random_problem(SMALL)
     ready = attention_problem.launches(CHOSEN, of)
     if how != "nothing":
         for call in ready.calls:
@@ -165,7 +165,7 @@ def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
 @pytest.mark.parametrize("of", ["lse", "out"])
 def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
     """Timed launches write none, so they are launched again with them; results must be as before."""
-    given = attention_problem.problem(SMALL)
+    given = attention_problem.random_problem(SMALL)
     ready = attention_problem.launches(CHOSEN, given)
     for call in ready.calls:
         call()
@@ -189,7 +189,7 @@ def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
 
 
 def test_a_step_without_logarithms_is_checked_without(small: pytest.MonkeyPatch) -> None:
-    of = attention_problem.problem(SMALL)
+    of = attention_problem.random_problem(SMALL)
     ready = attention_problem.launches(STEPS[5], of)
     for call in ready.calls:
         call()
@@ -197,7 +197,7 @@ def test_a_step_without_logarithms_is_checked_without(small: pytest.MonkeyPatch)
 
 
 def test_an_append_that_writes_another_byte_is_found(small: pytest.MonkeyPatch) -> None:
-    of = attention_problem.problem(SMALL)
+    of = attention_problem.random_problem(SMALL)
     appending = kvnew.Appending(of)
     with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes"):
         appending.check()

@@ -216,7 +216,7 @@ def test_parts_are_merged_by_either_kernel(ceilings) -> None:
 
 
 def test_an_attention_over_other_pages_is_noticed() -> None:
-    of = attention_problem.problem(even((32, 8), 2, 640))
+    of = attention_problem.random_problem(even((32, 8), 2, 640))
     ready = attention_problem.launches(choose(None, backend="gpu"), of)
     for call in ready.calls:
         call()

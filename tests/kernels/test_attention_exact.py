@@ -291,7 +291,7 @@ BATCHES = (
 
 def at_bench(batch: Batch) -> tuple[Any, KVCache, dict[str, Any], dict[str, int]]:
     """Queries, cache, sizes and constants of a batch as it is measured."""
-    of = attention_problem.problem(batch)
+    of = attention_problem.random_problem(batch)
     q, cache = of.q[:, None], of.caches[0]
     logical = {"B": cache.batch, "T": 1, "Hq": batch.Hq, "Hkv": batch.Hkv, "D": cache.head_dim, "P": cache.max_pages}
     sizes = {"page": cache.page_size, "bits": 4, "channel": 0, "softmax_scale": attention_problem.SCALE, "window": 0}

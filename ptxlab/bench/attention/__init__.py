@@ -7,7 +7,7 @@ from typing import Any
 from ptxlab import gpu, toolchain
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention.kvnew import Appending
-from ptxlab.bench.attention.problem import Expected, Launches, Problem, launches, problem, sizes_at
+from ptxlab.bench.attention.problem import Expected, Launches, Problem, launches, random_problem, sizes_at
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.kvshapes import HEADS, Batch, even, evened, points, ragged
 from ptxlab.bench.record import Row
@@ -68,7 +68,7 @@ def at(
     others, factor = stored_peers(batch.place, here, stored_attention(gpu.device_info().slug), NAMES)
     more = {FACTOR: factor} if others else {}
     progress(f"{batch}: {FACE}")
-    given, expected = problem(batch), None
+    given, expected = random_problem(batch), None
     if appending:  # the same tokens every time, so that what is expected stays
         peers = {name: us for name, us in others.items() if name.startswith(_APPENDING)}
         measured, ready, plain = behind_append(step, given)
@@ -95,13 +95,13 @@ def unequal(step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Cal
     """A ragged batch, and an even one of as many bytes."""
     for measured_as, of in ((RAGGED, batch), (EVEN, evened(batch))):
         progress(f"{of}: {FACE}, {measured_as}")
-        yield timed(step, problem(of), measured_as, ceilings, face=FACE)
+        yield timed(step, random_problem(of), measured_as, ceilings, face=FACE)
 
 
 def step_row(step: AttentionStep, ceilings: Ceilings, progress: Callable[[str], None]) -> Row:
     """A step of the ladder where QServe took its own apart."""
     progress(f"{ABLATION}: {step.spec.name}")
-    return timed(step, problem(ABLATION, scheme_of(step)), LADDER, ceilings)
+    return timed(step, random_problem(ABLATION, scheme_of(step)), LADDER, ceilings)
 
 
 def timed(step: AttentionStep, of: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:

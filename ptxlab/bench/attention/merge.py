@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptxlab import gpu
-from ptxlab.bench.attention.problem import Launches, launches, problem
+from ptxlab.bench.attention.problem import Launches, launches, random_problem
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.kvshapes import HEAD_DIM, Batch, even
 from ptxlab.bench.record import Row
@@ -32,7 +32,7 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
 def merged(batch: Batch, ceilings: Ceilings) -> Row:
     """Two launches, the second programmatic; `more` has the time of one launch that does the same."""
     fused = next(step for step in STEPS if step.spec is sm80.FUSED)
-    of = problem(batch)
+    of = random_problem(batch)
     alone = launches(fused, of)
     one = measure(alone.calls)
     alone.check(of)

@@ -80,7 +80,7 @@ class Problem:
         )
 
 
-def problem(batch: Batch, scheme: str = "kv4") -> Problem:
+def random_problem(batch: Batch, scheme: str = "kv4") -> Problem:
     """Random pages (`kvdata.spread`) that lie in any order; the table's free entries are wild."""
     copies, pages = copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
     block = _random_pages(batch.Hkv, scheme)
