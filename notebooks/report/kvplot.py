@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ptxlab.bench.kvshapes import BATCHES, HEADS, LENGTHS
 from ptxlab.bench.record import Row
+from ptxlab.bench.shapes import BATCHES, HEADS, LENGTHS
 from ptxlab.plot import BLUE, ORANGE, PALE, RED
 from report.kvpoints import BITS, batched_and_single, heads, over_bits
 from report.ladder import mean

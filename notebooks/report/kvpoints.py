@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ptxlab import bench
 from ptxlab.bench.attention import EVEN, LADDER, MEASURE, PROGRAMMATIC, RAGGED, WITH_APPEND, append, merge
-from ptxlab.bench.kvshapes import BATCHES, LENGTHS, LONG
 from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import BATCHES, LENGTHS, LONG
 from ptxlab.bench.stored import FACTOR
 from report import RESULTS
 

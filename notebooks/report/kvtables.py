@@ -4,8 +4,8 @@ import math
 
 from ptxlab import kernels
 from ptxlab.bench.attention.append import POINTS
-from ptxlab.bench.kvshapes import BATCHES, HEADS, LENGTHS, LONG
 from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import BATCHES, HEADS, LENGTHS, LONG
 from ptxlab.bench.stored import FACTOR
 from report.headline import cell, fraction, mean_cell, over, scaled, slower_points
 from report.kvpoints import (

@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 from ptxlab.bench.attention.append import POINTS
 from ptxlab.bench.gemm.headline import ORDER
-from ptxlab.bench.kvshapes import HEADS
 from ptxlab.bench.record import TOLERANCE, Record, Row
-from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
+from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, HEADS, MOST_FEW
 from report import kvpoints as kv
 from report.headline import (
     at,

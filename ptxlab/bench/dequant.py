@@ -6,8 +6,7 @@ import numpy as np
 
 from ptxlab import emulator, gpu, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.dequant import SPECS

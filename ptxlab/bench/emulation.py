@@ -6,8 +6,7 @@ from time import perf_counter
 import numpy as np
 
 from ptxlab import emulator
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.timing import Measured
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.dequant import SPECS

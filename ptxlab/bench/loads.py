@@ -10,8 +10,7 @@ import numpy as np
 
 from ptxlab import gpu, nsight, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.timing import Measured, copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError, UnavailableError
 from ptxlab.io.files import save_arrays

@@ -11,7 +11,7 @@ from ptxlab.bench import shapes
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.attention import scheme_of
 from ptxlab.bench.gemm import problem
-from ptxlab.bench.kvshapes import even
+from ptxlab.bench.shapes import even
 from ptxlab.bench.timing import Measured, measure
 from ptxlab.errors import ArgumentError, CompileError, PtxlabError, UnavailableError
 from ptxlab.kernels.attention.steps import step_of as attention_step

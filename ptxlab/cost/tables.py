@@ -19,7 +19,7 @@ TIMES = "In turn: max(load, dequant + MMA), LiquidGEMM's Eq. 6; overlap: the lon
 
 
 @dataclass(frozen=True)
-class Entry:
+class SchemeCost:
     """One scheme at one shape."""
 
     scheme: Scheme
@@ -34,13 +34,13 @@ class Entry:
         return {**asdict(self), "cost": {**asdict(self.cost), **times}}
 
 
-def entries(device: Device, M: int, N: int, K: int, alpha_of: Callable[[str], float]) -> list[Entry]:
+def entries(device: Device, M: int, N: int, K: int, alpha_of: Callable[[str], float]) -> list[SchemeCost]:
     """Every scheme that the device multiplies; `alpha_of` counts a dequantiser's instructions per weight."""
     found = []
     for scheme in (scheme for scheme in cost.SCHEMES.values() if scheme.operands in device.tops):
         alpha = alpha_of(scheme.dequantiser)
         found.append(
-            Entry(
+            SchemeCost(
                 scheme,
                 alpha,
                 cost.gemm_cost(device, scheme, M, N, K, alpha=alpha),
@@ -51,7 +51,7 @@ def entries(device: Device, M: int, N: int, K: int, alpha_of: Callable[[str], fl
     return found
 
 
-def scheme_lines(found: list[Entry]) -> list[list[str]]:
+def scheme_lines(found: list[SchemeCost]) -> list[list[str]]:
     """Entries as lines of `SCHEME_COLUMNS`."""
     lines = []
     for e in found:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, gpu
-from ptxlab.bench import attention, kvshapes, sdpa, stored
+from ptxlab.bench import attention, peers, shapes, stored
 from ptxlab.bench.attention import append, kvnew, merge
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.kvshapes import Batch
 from ptxlab.bench.record import Record
+from ptxlab.bench.shapes import Batch
 from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.kernels import specs
@@ -72,7 +72,7 @@ def test_stored_times_are_scaled_by_what_both_runs_called_alike(small: pytest.Mo
 
 
 def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> None:
-    small.setattr(sdpa, "importable", lambda: False)
+    small.setattr(peers, "importable", lambda: False)
     small.setattr(attention, "stored_attention", lambda slug: {SMALL.place: {"fi_xqa_fp8": 8.0}})
     (row,) = attention.at(CHOSEN, SMALL, CEILINGS, quiet, appending=False)
     assert row.peers == {} and "stored_factor" not in row.more
@@ -81,7 +81,7 @@ def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> No
 def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) -> None:
     of, seen = attention_problem.random_problem(SMALL), []
 
-    def launches(step: Any, of: Any, *, programmatic: bool) -> attention_problem.Launches:
+    def launches(step: Any, of: Any, *, programmatic: bool) -> attention_problem.AttentionLaunches:
         seen.append(programmatic)
         return attention_problem.launches(step, of, programmatic=programmatic)
 
@@ -217,16 +217,16 @@ def test_a_ragged_batch_and_an_even_one(small: pytest.MonkeyPatch) -> None:
 
 
 def test_the_batches() -> None:
-    places = {batch.place for heads in kvshapes.HEADS for batch in kvshapes.points(heads)}
+    places = {batch.place for heads in shapes.HEADS for batch in shapes.batches(heads)}
     found = stored.stored_attention()
     assert set(found) < places and len(places) == 36
     assert all(len(peers) == 13 for peers in found.values())
-    ragged = kvshapes.ragged((32, 8))
+    ragged = shapes.ragged((32, 8))
     assert len(ragged.lengths) == 64 and min(ragged.lengths) < 4 and 4096 < max(ragged.lengths) <= 8192
-    even = kvshapes.evened(ragged)
+    even = shapes.evened(ragged)
     assert even.tokens == ragged.tokens and max(even.lengths) - min(even.lengths) <= 1
-    assert max(batch.kv_bytes() for heads in kvshapes.HEADS for batch in kvshapes.points(heads)) < 4.6e9
-    assert kvshapes.even((32, 32), 64, 1024).kv_bytes() == 285_212_672, "as the stored peers count"
+    assert max(batch.kv_bytes() for heads in shapes.HEADS for batch in shapes.batches(heads)) < 4.6e9
+    assert shapes.even((32, 32), 64, 1024).kv_bytes() == 285_212_672, "as the stored peers count"
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.spec.name)
@@ -268,7 +268,7 @@ def test_without_its_second_kernel_parts_are_wrong(small: pytest.MonkeyPatch) ->
 def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
     small.setattr(attention, "HEADS", ((2, 1),))
-    small.setattr(attention, "points", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
+    small.setattr(attention, "batches", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
     small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
     small.setattr(attention, "compile_all", lambda planned, appending: None)

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, cost, gpu, kernels
-from ptxlab.bench import attention, dequant, peers, sdpa, stream
+from ptxlab.bench import attention, dequant, peers, stream
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps
-from ptxlab.bench.kvshapes import Batch, even
-from ptxlab.bench.shapes import EXPERTS, LAYERS, Layer
+from ptxlab.bench.shapes import EXPERTS, LAYERS, Batch, Layer, even
 from ptxlab.bench.timing import measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention.steps import STEPS, choose, why_not
@@ -229,6 +228,6 @@ def test_an_attention_over_other_pages_is_noticed() -> None:
 def test_pytorch_attention_is_measured_where_it_is() -> None:
     if not peers.importable():
         pytest.skip("PyTorch with a GPU is not installed")
-    times = sdpa.sdpa(even((32, 8), 16, 1024))
+    times = peers.sdpa(even((32, 8), 16, 1024))
     assert set(times) == {"sdpa_flash_f16"}
     assert all(5 < us < 100 for us in times.values())

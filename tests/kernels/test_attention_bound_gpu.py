@@ -10,7 +10,7 @@ import pytest
 from ptxlab import gpu
 from ptxlab.bench.attention import kvdata
 from ptxlab.bench.attention.problem import SCALE
-from ptxlab.bench.kvshapes import HEAD_DIM, PAGE
+from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.kernels.attention import sm90
 from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.sources import of_kernel

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ptxlab import gpu
 from ptxlab.bench.attention import problem as attention_problem
-from ptxlab.bench.kvshapes import Batch, ragged
+from ptxlab.bench.shapes import Batch, ragged
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import exact, sm90
 from ptxlab.kernels.attention.exact.shares import Shares

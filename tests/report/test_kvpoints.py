@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from ptxlab.bench.attention import PROGRAMMATIC
-from ptxlab.bench.kvshapes import HEADS, points
 from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import HEADS, batches
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import FileError
 from ptxlab.kernels.attention.steps import STEPS
@@ -51,7 +51,7 @@ def test_every_peer_has_a_name_and_a_line() -> None:
 
 
 def test_the_points_and_their_peers() -> None:
-    assert [place(row) for row in POINTS] == [batch.place for heads in HEADS for batch in points(heads)]
+    assert [place(row) for row in POINTS] == [batch.place for heads in HEADS for batch in batches(heads)]
     assert len(kvpoints.batched(POINTS)) == 24 and len(kvpoints.single(POINTS)) == 6
     assert len(kvpoints.beside_all(POINTS)) == 30
     row = next(row for row in POINTS if place(row) == (32, 32, 64, 1024))

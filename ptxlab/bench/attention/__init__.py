@@ -7,12 +7,11 @@ from typing import Any
 from ptxlab import gpu, toolchain
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention.kvnew import Appending
-from ptxlab.bench.attention.problem import Expected, Launches, Problem, launches, random_problem, sizes_at
+from ptxlab.bench.attention.problem import AttentionLaunches, Expected, Problem, launches, random_problem, sizes_at
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.kvshapes import HEADS, Batch, even, evened, points, ragged
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
-from ptxlab.bench.sdpa import NAMES, sdpa
+from ptxlab.bench.peers import SDPA, sdpa
+from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.shapes import HEADS, Batch, batches, even, evened, ragged
 from ptxlab.bench.stored import FACTOR, stored_attention, stored_peers
 from ptxlab.bench.timing import Measured, in_turn, measure
 from ptxlab.errors import ArgumentError
@@ -48,7 +47,7 @@ def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], Non
     measured: list[Row] = []
     if launched:
         for heads in HEADS:
-            for batch in points(heads):
+            for batch in batches(heads):
                 measured += at(launched, batch, ceilings, progress, appending=appending)
             measured += unequal(launched, ragged(heads), ceilings, progress)
     measured += [step_row(step, ceilings, progress) for step in steps]
@@ -65,7 +64,7 @@ def at(
     """One batch of equal lengths: attention alone, and right behind `append_kv4`; others beside both."""
     progress(f"{batch}: PyTorch")
     here = sdpa(batch)
-    others, factor = stored_peers(batch.place, here, stored_attention(gpu.device_info().slug), NAMES)
+    others, factor = stored_peers(batch.place, here, stored_attention(gpu.device_info().slug), SDPA)
     more = {FACTOR: factor} if others else {}
     progress(f"{batch}: {FACE}")
     given, expected = random_problem(batch), None
@@ -111,14 +110,14 @@ def timed(step: AttentionStep, of: Problem, measured_as: str, ceilings: Ceilings
     return row(ready, of, measured_as, measured, ceilings, **further)
 
 
-def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, Launches, Measured]:
+def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, AttentionLaunches, Measured]:
     """A decoder's step: `append_kv4` rotates and writes every sequence's new token, the attention follows.
 
     Returns:
         (launched programmatically where they wait by themselves, the launches of attention then, launched plainly).
     """
 
-    def together(programmatic: bool) -> tuple[Measured, Launches]:
+    def together(programmatic: bool) -> tuple[Measured, AttentionLaunches]:
         first, then = appending.calls(programmatic), launches(step, of, programmatic=programmatic)
         return measure([in_turn(both) for both in zip(first, then.calls, strict=True)]), then
 
@@ -130,7 +129,7 @@ def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, Launches,
 
 
 def row(
-    ready: Launches,
+    ready: AttentionLaunches,
     of: Problem,
     measured_as: str,
     measured: Measured,
@@ -186,4 +185,4 @@ def compile_all(planned: Sequence[tuple[AttentionStep, Batch]], appending: bool)
 
 
 def _batches() -> list[Batch]:
-    return [batch for heads in HEADS for batch in (*points(heads), ragged(heads), evened(ragged(heads)))]
+    return [batch for heads in HEADS for batch in (*batches(heads), ragged(heads), evened(ragged(heads)))]

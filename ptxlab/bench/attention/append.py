@@ -7,8 +7,7 @@ import numpy as np
 
 from ptxlab import gpu, quant, reference
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention.append import APPEND

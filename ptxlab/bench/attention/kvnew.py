@@ -8,7 +8,7 @@ import numpy as np
 
 from ptxlab import gpu, quant, reference
 from ptxlab.bench.attention.problem import Problem
-from ptxlab.bench.kvshapes import HEAD_DIM, PAGE
+from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.layout import write_slots

@@ -5,11 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from ptxlab import gpu
-from ptxlab.bench.attention.problem import Launches, launches, random_problem
+from ptxlab.bench.attention.problem import AttentionLaunches, launches, random_problem
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.kvshapes import HEAD_DIM, Batch, even
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.shapes import HEAD_DIM, Batch, even
 from ptxlab.bench.timing import in_turn, measure
 from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
@@ -61,7 +60,7 @@ def _followed(first: list[Call], second: list[Call]) -> list[Call]:
     return [in_turn(both) for both in zip(first, second, strict=True)]
 
 
-def _merges(parts: Launches, **written: Any) -> list[Call]:
+def _merges(parts: AttentionLaunches, **written: Any) -> list[Call]:
     """The second launch for each of the first ones; `written` are results, f16 `out` and f32 `lse` of all copies."""
     sizes = {name: parts.sizes[name] for name in ("B", "T", "Hq", "Hkv", "blocks")}
     sizes |= {"D": HEAD_DIM, "tile": parts.config["COLUMNS"], "columns": parts.scratch["stats"].shape[2]}

@@ -9,7 +9,7 @@ import numpy as np
 
 from ptxlab import gpu, kernels
 from ptxlab.bench.attention import kvdata
-from ptxlab.bench.kvshapes import HEAD_DIM, PAGE, Batch
+from ptxlab.bench.shapes import HEAD_DIM, PAGE, Batch
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention import exact
@@ -148,8 +148,8 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class Launches:
-    """Launches of one step that are ready to be timed, one per copy of the cache.
+class AttentionLaunches:
+    """AttentionLaunches of one step that are ready to be timed, one per copy of the cache.
 
     Attributes:
         spec: the kernel.
@@ -230,7 +230,7 @@ class Launches:
 
 def launches(
     step: AttentionStep, of: Problem, *, programmatic: bool = False, constants: dict[str, int] | None = None
-) -> Launches:
+) -> AttentionLaunches:
     """Prepare a launch per copy of the cache.
 
     They share queries, which in a model the previous kernel has just written, and what the kernel works in.
@@ -267,4 +267,4 @@ def launches(
     if "lse" in {arg.name for arg in spec.args}:
         again, lse = results(*of.q.shape), results(*of.q.shape[:2], dtype=np.float32)
         logged = Logged(calls(out=again, lse=lse), again, lse)
-    return Launches(spec, sizes, config, kernel, calls(out=outputs), scratch, outputs, logged)
+    return AttentionLaunches(spec, sizes, config, kernel, calls(out=outputs), scratch, outputs, logged)

@@ -10,9 +10,8 @@ from ptxlab import cost, gpu
 from ptxlab.bench import peers
 from ptxlab.bench.gemm import headline
 from ptxlab.bench.gemm.points import StreamTime
-from ptxlab.bench.gemm.problem import Launches, expected, first_tokens, launches, packed_bytes, source_of, tokens
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.gemm.problem import GemmLaunches, expected, first_tokens, launches, packed_bytes, source_of, tokens
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import CHAINS, FEW_TOKENS, GROUP, Layer
 from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, in_turn, measure
 from ptxlab.spec import Arrays, evaluate
@@ -39,7 +38,7 @@ def chain(
     operations = sum(int(evaluate(step.spec.operations, sizes)) for step, sizes in links)
     right = [expected(step.spec, inputs) for (step, _), inputs in zip(links, logical, strict=True)]
 
-    def timed(programmatic: bool) -> tuple[Measured, list[Launches]]:
+    def timed(programmatic: bool) -> tuple[Measured, list[GemmLaunches]]:
         copies = copies_beyond_l2(sum(nbytes))
         ready = [
             launches(step, sizes, inputs, copies=copies, programmatic=programmatic)

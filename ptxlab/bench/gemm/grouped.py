@@ -13,8 +13,7 @@ from ptxlab import cost, gpu
 from ptxlab.bench.gemm import headline
 from ptxlab.bench.gemm.points import Point, StreamTime
 from ptxlab.bench.gemm.problem import expected, launches, packed_bytes, source_of, tokens
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import CHOSEN_EXPERTS, EXPERTS, GROUP, MIXTRAL, ROUTED_TOKENS, Layer
 from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
 from ptxlab.kernels.gemm.common import GemmStep

@@ -7,8 +7,7 @@ from typing import Any
 
 from ptxlab import cost, gpu, toolchain
 from ptxlab.bench.gemm.problem import launches, packed_bytes, source_of, variant
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.stored import FACTOR, stored_peers, stored_times
 from ptxlab.bench.stream import measure_stream
 from ptxlab.bench.timing import GEMM_REPLAYS, measure

@@ -102,8 +102,8 @@ def expected(spec: KernelSpec, logical: Arrays) -> Any:
 
 
 @dataclass(frozen=True)
-class Launches:
-    """Launches of one step that are ready to be timed, one per copy of the weight.
+class GemmLaunches:
+    """GemmLaunches of one step that are ready to be timed, one per copy of the weight.
 
     Attributes:
         step: the kernel.
@@ -145,7 +145,7 @@ def launches(
     copies: int | None = None,
     programmatic: bool = False,
     constants: Sizes | None = None,
-) -> Launches:
+) -> GemmLaunches:
     """Prepare launches that find every weight in memory and not in the L2.
 
     Args:
@@ -168,7 +168,7 @@ def launches(
         gpu.fill_bytes(outputs[-1], _POISON)
         args = spec.arguments({**arrays, **_scratch(spec, everything), "y": outputs[-1]}, everything)
         calls.append(gpu.prepare(kernel, args, geometry))
-    return Launches(step, sizes, constants, kernel, calls, outputs)
+    return GemmLaunches(step, sizes, constants, kernel, calls, outputs)
 
 
 def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:

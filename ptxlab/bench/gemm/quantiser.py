@@ -7,8 +7,7 @@ import numpy as np
 
 from ptxlab import gpu, layout, quant
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import LLAMA
 from ptxlab.bench.timing import GEMM_REPLAYS, measure
 from ptxlab.errors import BenchmarkError
