@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ptxlab.bench.gemm import chain, grouped, quantiser, untuned, w8a8
-from ptxlab.bench.gemm.headline import MEASURE, ORDER
+from ptxlab.bench.gemm import chain, grouped, quantiser, steps
+from ptxlab.bench.gemm.headline import MEASURE, ORDER, UNTUNED_MEASURE
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, CHAINS, GROUP, LLAMA, UNTUNED, Layer
 from ptxlab.bench.stored import SAME
@@ -125,12 +125,12 @@ def _routing(row: Row) -> tuple[int, ...]:
 
 def untuned_points(record: Record | None) -> list[tuple[Row, Layer]]:
     """Matrices of other models at odd numbers of tokens, with their names."""
-    return [(row, named(row, UNTUNED)) for row in of(record, untuned.MEASURE)]
+    return [(row, named(row, UNTUNED)) for row in of(record, UNTUNED_MEASURE)]
 
 
 def eight_bit(record: Record | None) -> list[Row]:
     """The points of the kernel with 8-bit weights."""
-    return [row for row in record.rows if row.measure == w8a8.MEASURE] if record else []
+    return [row for row in record.rows if row.measure == steps.W8A8] if record else []
 
 
 def dequantising(record: Record | None, *tokens: int) -> list[float]:

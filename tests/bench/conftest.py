@@ -11,7 +11,7 @@ from ptxlab import gpu
 from ptxlab.bench import attention, stream
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention import problem as attention_problem
-from ptxlab.bench.gemm import chain, grouped, points, problem, quantiser
+from ptxlab.bench.gemm import grouped, points, problem, quantiser
 from ptxlab.bench.timing import Measured
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
@@ -48,8 +48,8 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(gpu, name, stand_in)
-    for module in (append, attention, chain, grouped, merge, points, quantiser, stream):
+    for module in (append, attention, grouped, merge, points, quantiser, stream):
         monkeypatch.setattr(module, "measure", _measure)
-    for module in (append, chain, grouped, attention_problem, problem, stream):
+    for module in (append, points, grouped, attention_problem, problem, stream):
         monkeypatch.setattr(module, "copies_beyond_l2", lambda nbytes: 2)
     return monkeypatch

@@ -31,6 +31,7 @@ def compiled() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(headline, "LLAMA", LAYERS[1:2])
             patch.setattr(headline, "ALL_TOKENS", (1, 100))
+            patch.setattr(headline, "UNTUNED", ())
             timed += headline.points([step.spec.name for step in headline.steps()])
         timed += [headline.at(layer, 16) for layer in LAYERS[:4]]
         timed += [headline.at(EXPERT, int(M)) for M in np.diff(grouped.routed(16)) if M]

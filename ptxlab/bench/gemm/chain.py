@@ -6,15 +6,13 @@ the L2. Beside it the same chain launched plainly, and cuBLAS's.
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ptxlab import cost, gpu
 from ptxlab.bench import peers
 from ptxlab.bench.gemm import headline
-from ptxlab.bench.gemm.points import StreamTime
-from ptxlab.bench.gemm.problem import GemmLaunches, expected, first_tokens, launches, packed_bytes, source_of, tokens
-from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.gemm.points import StreamTime, in_turn_on, in_turn_row
+from ptxlab.bench.gemm.problem import expected, first_tokens, tokens
+from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import CHAINS, FEW_TOKENS, GROUP, Layer
-from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, in_turn, measure
-from ptxlab.spec import Arrays, evaluate
+from ptxlab.spec import Arrays
 
 MEASURE = "chain"
 
@@ -34,36 +32,18 @@ def chain(
 ) -> Row:
     """Time the GEMMs of `layers` in this order, and check what every one of them wrote."""
     links = [headline.at(layer, M) for layer in layers]
-    nbytes = [packed_bytes(step.spec, sizes) for step, sizes in links]
-    operations = sum(int(evaluate(step.spec.operations, sizes)) for step, sizes in links)
-    right = [expected(step.spec, inputs) for (step, _), inputs in zip(links, logical, strict=True)]
-
-    def timed(programmatic: bool) -> tuple[Measured, list[GemmLaunches]]:
-        copies = copies_beyond_l2(sum(nbytes))
-        ready = [
-            launches(step, sizes, inputs, copies=copies, programmatic=programmatic)
-            for (step, sizes), inputs in zip(links, logical, strict=True)
-        ]
-        rounds = zip(*(link.calls for link in ready), strict=True)
-        return measure([in_turn(calls) for calls in rounds], replays=GEMM_REPLAYS), ready
-
-    plain, _ = timed(False)
-    measured, ready = timed(True)
-    checked = [link.check(bits) for link, bits in zip(ready, right, strict=True)]
-    return row_of(
-        links[0][0].spec,
-        source_of(links[0][0]),
-        MEASURE,
-        {"hidden": layers[0].K, "M": M, "g": GROUP},
+    plain, _ = in_turn_on(links, logical)
+    measured, ready = in_turn_on(links, logical, programmatic=True)
+    checked = [link.check(expected(link.step.spec, inputs)) for link, inputs in zip(ready, logical, strict=True)]
+    return in_turn_row(
+        ready,
         measured,
-        floor=cost.gemm_floor(stream_us(sum(nbytes)), operations, gpu.device_info().slug),
+        stream_us,
+        measure=MEASURE,
+        sizes={"hidden": layers[0].K, "M": M, "g": GROUP},
         checked="; ".join(checked),
-        nbytes=sum(link.step.spec.bytes_moved({**link.sizes, **link.variant}) for link in ready),
-        rate=(operations / measured.us / 1e6, "TOPS"),
-        operations=operations,
         peers=beside,
         activations=headline.ORDER,
-        kernel=", ".join(dict.fromkeys(step.spec.name for step, _ in links)),
         face=headline.FACE,
-        more={"plain_us": plain.us, "stream_us": stream_us(sum(nbytes)), "packed_bytes": sum(nbytes)},
+        more={"plain_us": plain.us},
     )

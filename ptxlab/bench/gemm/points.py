@@ -1,16 +1,16 @@
-"""One GEMM at one size: timed, held against the reference, set beside its floor and its peers."""
+"""One GEMM at one size, or several in turn: timed, held against the reference, beside their floor and peers."""
 
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-from ptxlab import cost, gpu, toolchain
-from ptxlab.bench.gemm.problem import launches, packed_bytes, source_of, variant
+from ptxlab import cost, gpu
+from ptxlab.bench import launching
+from ptxlab.bench.gemm.problem import GemmLaunches, launches, packed_bytes, source_of, variant
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.stored import FACTOR, stored_peers, stored_times
 from ptxlab.bench.stream import measure_stream
-from ptxlab.bench.timing import GEMM_REPLAYS, measure
+from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, in_turn, measure
 from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.spec import Arrays, evaluate
 
@@ -85,14 +85,43 @@ def all_peers(N: int, K: int, M: int, cublas: Mapping[str, float]) -> tuple[dict
 
 
 def compile_all(points: Iterable[Point]) -> None:
-    """Compile every variant that will run, side by side: loading finds them in the cache."""
-    arch = gpu.device_info().arch
-    variants = {(source_of(step), tuple(variant(step.spec, sizes).items())) for step, sizes in points}
-    with ThreadPoolExecutor() as pool:
-        compiled = [
-            pool.submit(toolchain.compile_cuda, source, arch, defines=dict(constants))
-            for source, constants in variants
-            if source.language == "cu"
-        ]
-        for job in compiled:
-            job.result()
+    """Compile every variant that will run."""
+    launching.compile_all((source_of(step), variant(step.spec, sizes)) for step, sizes in points)
+
+
+def in_turn_on(
+    links: Sequence[Point], logical: Sequence[Arrays], *, programmatic: bool = False
+) -> tuple[Measured, list[GemmLaunches]]:
+    """Time GEMMs one after the other as one call, over weights that no call finds in the L2."""
+    copies = copies_beyond_l2(sum(packed_bytes(step.spec, sizes) for step, sizes in links))
+    ready = [
+        launches(*link, inputs, copies=copies, programmatic=programmatic)
+        for link, inputs in zip(links, logical, strict=True)
+    ]
+    rounds = zip(*(link.calls for link in ready), strict=True)
+    return measure([in_turn(calls) for calls in rounds], replays=GEMM_REPLAYS), ready
+
+
+def in_turn_row(
+    ready: Sequence[GemmLaunches],
+    measured: Measured,
+    stream_us: StreamTime,
+    *,
+    more: Mapping[str, float],
+    **further: Any,
+) -> Row:
+    """The row of GEMMs that were timed as one call; `further` are `row_of`'s and fields of `Row`."""
+    nbytes = sum(packed_bytes(link.step.spec, link.sizes) for link in ready)
+    operations = sum(int(evaluate(link.step.spec.operations, link.sizes)) for link in ready)
+    return row_of(
+        ready[0].step.spec,
+        source_of(ready[0].step),
+        measured=measured,
+        floor=cost.gemm_floor(stream_us(nbytes), operations, gpu.device_info().slug),
+        nbytes=sum(link.step.spec.bytes_moved({**link.sizes, **link.variant}) for link in ready),
+        rate=(operations / measured.us / 1e6, "TOPS"),
+        operations=operations,
+        kernel=", ".join(dict.fromkeys(link.step.spec.name for link in ready)),
+        more={**more, "stream_us": stream_us(nbytes), "packed_bytes": nbytes},
+        **further,
+    )
