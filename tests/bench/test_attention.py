@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import bench, gpu
+from ptxlab import bench, gpu, toolchain
 from ptxlab.bench import attention, peers, shapes, stored
-from ptxlab.bench.attention import append, kvnew, merge
+from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.record import Record
@@ -198,7 +198,7 @@ def test_a_step_without_logarithms_is_checked_without(small: pytest.MonkeyPatch)
 
 def test_an_append_that_writes_another_byte_is_found(small: pytest.MonkeyPatch) -> None:
     of = attention_problem.random_problem(SMALL)
-    appending = kvnew.Appending(of)
+    appending = append.Appending(of)
     with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes"):
         appending.check()
     for call in appending.calls(True):
@@ -244,7 +244,7 @@ def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> Non
     def compile_cuda(source: Any, arch: str, *, defines: dict[str, int]) -> None:
         compiled.append((source.label, *map(str, defines.items())))
 
-    emulated_gpu.setattr(attention.toolchain, "compile_cuda", compile_cuda)
+    emulated_gpu.setattr(toolchain, "compile_cuda", compile_cuda)
     attention.compile_all([(CHOSEN, batch) for batch in attention._batches()], appending=True)
     names = Counter(label for label, *_ in compiled)
     assert len(compiled) == len(set(compiled)) and set(names) == {"attention_kv4_sm90.cu", "append_kv4.cu"}

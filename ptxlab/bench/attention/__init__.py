@@ -1,12 +1,11 @@
 """Suite `attention`: what `attention_kv4` launches beside its floor and everyone else, its ladder, `append_kv4`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ptxlab import gpu, toolchain
+from ptxlab import gpu
+from ptxlab.bench import launching
 from ptxlab.bench.attention import append, merge
-from ptxlab.bench.attention.kvnew import Appending
 from ptxlab.bench.attention.problem import AttentionLaunches, Expected, Problem, launches, random_problem, sizes_at
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.peers import SDPA, sdpa
@@ -121,7 +120,7 @@ def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, Attention
         first, then = appending.calls(programmatic), launches(step, of, programmatic=programmatic)
         return measure([in_turn(both) for both in zip(first, then.calls, strict=True)]), then
 
-    appending = Appending(of)
+    appending = append.Appending(of)
     plain, _ = together(False)
     measured, ready = together(True)
     appending.check()
@@ -170,18 +169,13 @@ def scheme_of(step: AttentionStep) -> str:
 
 
 def compile_all(planned: Sequence[tuple[AttentionStep, Batch]], appending: bool) -> None:
-    """Compile every variant that will run, side by side: loading finds them in the cache."""
-    variants = set()
-    for step, batch in planned:
-        config = step.config(sizes_at(step, batch, scheme_of(step), sum(batch.pages())), "float16")
-        variants.add((of_kernel(step.spec.name)[0], tuple(config.items())))
-    if appending:
-        variants |= {(of_kernel(APPEND.name)[0], tuple(config.items())) for config in append.variants()}
-    arch = gpu.device_info().arch
-    with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(toolchain.compile_cuda, source, arch, defines=dict(config)) for source, config in variants]
-        for job in jobs:
-            job.result()
+    """Compile every variant that will run."""
+    variants = [
+        (step.spec, step.config(sizes_at(step, batch, scheme_of(step), sum(batch.pages())), "float16"))
+        for step, batch in planned
+    ]
+    variants += [(APPEND, config) for config in append.variants() if appending]
+    launching.compile_all((of_kernel(spec.name)[0], config) for spec, config in variants)
 
 
 def _batches() -> list[Batch]:

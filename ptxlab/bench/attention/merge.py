@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ptxlab import gpu
 from ptxlab.bench.attention.problem import AttentionLaunches, launches, random_problem
 from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.launching import Call, prepared
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import HEAD_DIM, Batch, even
 from ptxlab.bench.timing import in_turn, measure
@@ -14,8 +14,6 @@ from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.kernels.attention.steps import STEPS, AttentionStep
 from ptxlab.sources import of_kernel
-
-Call = Callable[[], None]
 
 MEASURE = "merge"
 BATCHES = (even((32, 8), 1, 4096), even((32, 8), 64, 1024))  # parts of all, and of few
@@ -65,12 +63,6 @@ def _merges(parts: AttentionLaunches, **written: Any) -> list[Call]:
     sizes = {name: parts.sizes[name] for name in ("B", "T", "Hq", "Hkv", "blocks")}
     sizes |= {"D": HEAD_DIM, "tile": parts.config["COLUMNS"], "columns": parts.scratch["stats"].shape[2]}
     MERGE.check_sizes(sizes)
-    config = MERGE.config_for(sizes)
-    everything = {**sizes, **config}
-    kernel = gpu.load(of_kernel(MERGE.name)[0], MERGE.name, defines=config)
-    geometry = replace(MERGE.launch(everything), programmatic=True)
-    made = []
-    for i in range(len(parts.calls)):
-        ours = {name: array[i] for name, array in written.items()}
-        made.append(gpu.prepare(kernel, MERGE.arguments({**parts.scratch, **ours}, everything), geometry))
-    return made
+    each = ({name: array[i] for name, array in written.items()} for i in range(len(parts.calls)))
+    arrays = ({**parts.scratch, **ours} for ours in each)
+    return prepared(MERGE, sizes, MERGE.config_for(sizes), arrays, programmatic=True)[1]
