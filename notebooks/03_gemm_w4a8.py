@@ -22,10 +22,10 @@
 # %matplotlib inline
 from IPython.display import Markdown
 
-from report import figures, gemmtables, headline, ladder, predictions, targets
+from report import figures, gemm, ladder, predictions, targets
 
 record = ladder.recorded()
-measured = bool(headline.points(record))
+measured = bool(gemm.points(record))
 
 # %% [markdown]
 # ## Floor and peers
@@ -48,17 +48,17 @@ figures.picture("ladder_peers")
 figures.picture("gemm_headline") if measured else ladder.NOT_RECORDED
 
 # %%
-Markdown(gemmtables.matrices_table(record))
+Markdown(gemm.matrices_table(record))
 
 # %%
-Markdown(gemmtables.means_table(record))
+Markdown(gemm.means_table(record))
 
 # %% [markdown]
 # The cost of other orders of the activations, in the quantiser and in the GEMM. Activations from elsewhere come
 # without token sums; the kernel then flips the weights' top bits instead.
 
 # %%
-Markdown(gemmtables.orders_table(record))
+Markdown(gemm.orders_table(record))
 
 # %% [markdown]
 # ## Targets, met and missed
@@ -88,7 +88,7 @@ Markdown(predictions.crossover_table(record))
 # still stores results.
 
 # %%
-Markdown(gemmtables.chains_table(record))
+Markdown(gemm.chains_table(record))
 
 # %% [markdown]
 # ## Experts, and other models
@@ -100,7 +100,7 @@ Markdown(gemmtables.chains_table(record))
 figures.picture("gemm_beyond") if measured else ladder.NOT_RECORDED
 
 # %%
-Markdown(gemmtables.experts_table(record))
+Markdown(gemm.experts_table(record))
 
 # %%
-Markdown(gemmtables.untuned_table(record))
+Markdown(gemm.untuned_table(record))

@@ -29,9 +29,9 @@ from IPython.display import Markdown
 import ptxlab
 from ptxlab import kernels, quant, reference
 from ptxlab.layout import KVCache, gather
-from report import figures, kvpoints, kvtables, targets
+from report import attention, figures, targets
 
-record = kvpoints.recorded()
+record = attention.recorded()
 
 # %% [markdown]
 # ## A cache, a token, an output
@@ -93,14 +93,14 @@ figures.picture("attention_speedup")
 # times as heads share it: the speed-up grows with the heads that share.
 
 # %%
-Markdown(kvtables.batches_table(record))
+Markdown(attention.batches_table(record))
 
 # %% [markdown]
 # The means of these. All times are of plain launches, one after the other. In a decoder the kernel before can let the
 # next one begin early, and `programmatic=True` makes use of that: the table has a column for it.
 
 # %%
-Markdown(kvtables.means_table(record))
+Markdown(attention.means_table(record))
 
 # %% [markdown]
 # ## The steps
@@ -110,7 +110,7 @@ Markdown(kvtables.means_table(record))
 # and equal shares of ragged work.
 
 # %%
-Markdown(kvtables.steps_table(record))
+Markdown(attention.steps_table(record))
 
 # %% [markdown]
 # ## One long sequence, ragged batches, new tokens
@@ -120,10 +120,10 @@ Markdown(kvtables.steps_table(record))
 # a flag that says whether it has arrived. Ragged batches are divided into pieces of equal cost.
 
 # %%
-Markdown(kvtables.single_table(record))
+Markdown(attention.single_table(record))
 
 # %%
-Markdown(kvtables.others_table(record))
+Markdown(attention.others_table(record))
 
 # %% [markdown]
 # ## Targets, met and missed

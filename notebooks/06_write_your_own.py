@@ -28,7 +28,7 @@ import numpy as np
 from ptxlab import Arg, KernelSpec, Launch, PtxlabError, bench, cost, gpu, layout, nsight, quant, sass, sources
 from ptxlab.bench import dequant
 from ptxlab.profile import profiles
-from ptxlab.profile.launch_target import Job
+from ptxlab.profile.launch_target import LaunchTarget
 
 # %% [markdown]
 # ## The contract
@@ -185,7 +185,8 @@ try:
         source, inputs = Path(folder, "int4_to_f16.cu"), Path(folder, "arrays.npz")
         source.write_text(int4_to_f16.source.text)
         np.savez(inputs, **arrays, **scalars)
-        profile = profiles.profile(Job(str(source), inputs=str(inputs), grid=contract.launch(shape).grid, block=(256,)))
+        target = LaunchTarget(str(source), inputs=str(inputs), grid=contract.launch(shape).grid, block=(256,))
+        profile = profiles.profile(target)
 except PtxlabError as error:
     print(f"{error}: as recorded\n")
     profile = profiles.saved(recorded)

@@ -13,10 +13,9 @@ from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import ALL_TOKENS, DISSECTED
 from ptxlab.cost import Device, Scheme
 from ptxlab.plot import BLUE, GREY, ORANGE, RED
-from report import headline
-from report.headlineplot import layer_style
+from report import gemm
+from report.gemmplot import COLOURS, layer_style, title, token_axis
 from report.ladder import mean, short
-from report.ladderplot import COLOURS, title, token_axis
 from report.predictions import (
     W8A8,
     Duel,
@@ -55,8 +54,8 @@ def roofline_figure(record: Record) -> Figure:
     title(left, f"A100 (data sheet): 4-bit weights double the roof below {ridge / 2:.0f} tokens", size=10)
     for name in ("W4A8", "W8A8", "FP8"):
         _roof(right, here, name, label=f"{name} roof")
-    rows = [row for row in headline.points(record) if headline.named(row) == DISSECTED]
-    eight = [row for row in headline.eight_bit(record) if headline.named(row) == DISSECTED]
+    rows = [row for row in gemm.points(record) if gemm.named(row) == DISSECTED]
+    eight = [row for row in gemm.eight_bit(record) if gemm.named(row) == DISSECTED]
     fp8 = [(row.sizes["M"], row.operations / us / 1e6) for row in rows if (us := row.peers.get("cublas_fp8"))]
     _dots(right, [(row.sizes["M"], row.rate) for row in rows], color=BLUE, label="gemm_w4a8")
     _dots(right, [(row.sizes["M"], row.rate) for row in eight], color=ORANGE, label="gemm_w8a8_sm90")

@@ -13,18 +13,7 @@ from ptxlab.errors import FileError
 from ptxlab.kernels.plot import load_picture
 from ptxlab.profile.plot import page_figure
 from ptxlab.timeline.plot import timeline_figure
-from report import (
-    FIGURES,
-    costplot,
-    headline,
-    headlineplot,
-    kvplot,
-    kvpoints,
-    ladder,
-    ladderplot,
-    pipelines,
-    profiletables,
-)
+from report import FIGURES, attention, costplot, gemm, gemmplot, ladder, pipelines, profiletables
 
 
 def _demo() -> Figure:
@@ -50,25 +39,25 @@ def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None],
 
 
 def _attention() -> Figure:
-    rows = kvpoints.points(kvpoints.recorded())
+    rows = attention.points(attention.recorded())
     if not rows:
         raise FileError("attention.json: not recorded; `ptxlab bench attention` makes a record on a GPU")
-    return kvplot.speedup_figure(rows)
+    return attention.speedup_figure(rows)
 
 
-_BOTH = headline.points, headline.eight_bit
+_BOTH = gemm.points, gemm.eight_bit
 PICTURES: dict[str, Callable[[], Figure]] = {
     "demo": _demo,
     "load_ldmatrix_u4": lambda: load_picture("load_ldmatrix_u4"),  # wrong,
     "load_lds32_u4": lambda: load_picture("load_lds32_u4"),  # slow,
     "load_dual_mma": lambda: load_picture("load_dual_mma"),  # right
-    "ladder_peers": lambda: ladderplot.peers_figure(stored_times()),
-    "ladder_ablation": _gemm(lambda record: ladderplot.ablation_figure(ladder.rows_of(record)), ladder.rows_of),
-    "ladder_times": _gemm(lambda r: ladderplot.times_figure(ladder.rows_of(r), stored_times()), ladder.rows_of),
-    "ladder_fraction": _gemm(lambda record: ladderplot.fraction_figure(ladder.rows_of(record)), ladder.rows_of),
-    "ladder_roofline": _gemm(lambda record: ladderplot.roofline_figure(ladder.rows_of(record)), ladder.rows_of),
-    "gemm_headline": _gemm(lambda record: headlineplot.headline_figure(headline.points(record)), headline.points),
-    "gemm_beyond": _gemm(headlineplot.beyond_figure, lambda record: list(headline.chains(record))),
+    "ladder_peers": lambda: gemmplot.peers_figure(stored_times()),
+    "ladder_ablation": _gemm(lambda record: gemmplot.ablation_figure(ladder.rows_of(record)), ladder.rows_of),
+    "ladder_times": _gemm(lambda r: gemmplot.times_figure(ladder.rows_of(r), stored_times()), ladder.rows_of),
+    "ladder_fraction": _gemm(lambda record: gemmplot.fraction_figure(ladder.rows_of(record)), ladder.rows_of),
+    "ladder_roofline": _gemm(lambda record: gemmplot.roofline_figure(ladder.rows_of(record)), ladder.rows_of),
+    "gemm_headline": _gemm(lambda record: gemmplot.headline_figure(gemm.points(record)), gemm.points),
+    "gemm_beyond": _gemm(gemmplot.beyond_figure, lambda record: list(gemm.chains(record))),
     "cost_roofline": _gemm(costplot.roofline_figure, *_BOTH),
     "cost_predicted": _gemm(costplot.predicted_figure, *_BOTH),
     "cost_crossover": _gemm(costplot.crossover_figure, *_BOTH),

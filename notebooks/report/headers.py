@@ -9,7 +9,7 @@ from ptxlab import bench, kernels
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, MIXTRAL
 from ptxlab.spec import KernelSpec
-from report import RESULTS, headline, kvpoints, ladder
+from report import RESULTS, attention, gemm, ladder
 
 _MEASURED = re.compile(r"^// Measured   .*(?:\n//            .*)*$", re.MULTILINE)
 _FIRST, _NEXT = "// Measured   ", "//            "
@@ -77,13 +77,13 @@ def _streaming(spec: KernelSpec) -> str:
 
 def _launched(spec: KernelSpec) -> str:
     """Of a kernel that `gemm_w4a8` launches, over the points where it does."""
-    found = [row for row in headline.points(ladder.recorded()) if row.kernel == spec.name]
+    found = [row for row in gemm.points(ladder.recorded()) if row.kernel == spec.name]
     tokens = _tokens(found)
     if not tokens:
         return ""
-    floor = _joined(headline.fraction(headline.at(found, M)) for M in tokens)
-    faster = _joined(ladder.mean(headline.over(headline.at(found, M), "cublas_fp8")) for M in tokens)
-    matrices = ", ".join(f"{len(headline.at(found, M))}" for M in tokens)
+    floor = _joined(gemm.fraction(gemm.at(found, M)) for M in tokens)
+    faster = _joined(ladder.mean(gemm.over(gemm.at(found, M), "cublas_fp8")) for M in tokens)
+    matrices = ", ".join(f"{len(gemm.at(found, M))}" for M in tokens)
     return (
         f"{floor} of the floor on an H200 at M = {', '.join(map(str, tokens))}; {faster} times as fast as cuBLAS "
         f"FP8 (means of {matrices} of LLaMA-2's matrices, on which it is launched; row-major activations)."
@@ -91,12 +91,12 @@ def _launched(spec: KernelSpec) -> str:
 
 
 def _eight_bit() -> list[str]:
-    found = headline.eight_bit(ladder.recorded())
+    found = gemm.eight_bit(ladder.recorded())
     tokens = _tokens(found)
     if not tokens:
         return []
     fp8, int8 = (
-        _joined(ladder.mean(headline.over(headline.at(found, M), peer)) for M in tokens)
+        _joined(ladder.mean(gemm.over(gemm.at(found, M), peer)) for M in tokens)
         for peer in ("cublas_fp8", "cublas_int8")
     )
     return _wrapped(
@@ -106,7 +106,7 @@ def _eight_bit() -> list[str]:
 
 
 def _grouped() -> list[str]:
-    found = [(row, pair.gain) for pair in headline.experts(ladder.recorded()) if (row := pair.grouped)]
+    found = [(row, pair.gain) for pair in gemm.experts(ladder.recorded()) if (row := pair.grouped)]
     if not found:
         return []
     by_place = {(row.sizes["N"], row.sizes["tokens"]): row.fraction for row, _ in found}
@@ -124,7 +124,7 @@ def _grouped() -> list[str]:
 
 def _step(spec: KernelSpec) -> str:
     """Of a step of attention's ladder."""
-    row = next((row for row in kvpoints.steps(kvpoints.recorded()) if row.kernel == spec.name), None)
+    row = next((row for row in attention.steps(attention.recorded()) if row.kernel == spec.name), None)
     if row is None:
         return ""
     batch = f"{row.sizes['B']} sequences of {row.sizes['L']} tokens, {row.sizes['Hq']} heads"
@@ -133,12 +133,12 @@ def _step(spec: KernelSpec) -> str:
 
 def _attention() -> list[str]:
     """The step's line, and a table of batches: heads down, sequences x tokens across."""
-    found = kvpoints.points(kvpoints.recorded())
+    found = attention.points(attention.recorded())
     if not found:
         return []
-    by_place = {(kvpoints.heads(row), (row.sizes["B"], row.sizes["L"])): row for row in found}
+    by_place = {(attention.heads(row), (row.sizes["B"], row.sizes["L"])): row for row in found}
     cells = [["heads", *(f"{B} x {L}" for B, L in _BATCHES)]]
-    for heads in dict.fromkeys(kvpoints.heads(row) for row in found):
+    for heads in dict.fromkeys(attention.heads(row) for row in found):
         times = (by_place[heads, batch] for batch in _BATCHES)
         cells.append([f"{heads[0]} / {heads[1]}", *(f"{_short(row)} us {row.fraction:.2f}" for row in times)])
     table = ["".join(f"{cell:<14}" for cell in line).rstrip() for line in cells]
@@ -154,7 +154,7 @@ def _append() -> list[str]:
     found = [
         (scheme.replace("_", " ") + (", rotated" if row.sizes["R"] else ""), row)
         for scheme in ("kv4", "kv8", "kv4_channel", "kv8_channel")
-        for row in kvpoints.appends(kvpoints.recorded(), tokens, scheme)
+        for row in attention.appends(attention.recorded(), tokens, scheme)
         if row.sizes["H"] == heads
     ]
     if not found:

@@ -76,7 +76,7 @@ def speed_over(rows: Sequence[Row], kernel: str, base: str, M: int) -> float:
     return mean(times[p] / row.time_us for row in rows if row.kernel == kernel and (p := place_of(row)) in times)
 
 
-def fraction(rows: Sequence[Row], kernel: str, M: int) -> float:
+def step_fraction(rows: Sequence[Row], kernel: str, M: int) -> float:
     """Of the floor, over all matrices."""
     return mean(row.fraction for row in rows if row.kernel == kernel and row.sizes["M"] == M)
 
@@ -102,7 +102,7 @@ def figures(kernel: str) -> str:
     rows = rows_of(record)
     if record is None or kernel not in steps(rows):
         return ""
-    of_floor = ", ".join(f"{fraction(rows, kernel, M):.2f}" for M in _SHOWN_TOKENS)
+    of_floor = ", ".join(f"{step_fraction(rows, kernel, M):.2f}" for M in _SHOWN_TOKENS)
     tokens = ", ".join(map(str, _SHOWN_TOKENS))
     over = speed_over_peer(rows, kernel, "cublas_fp8", stored_times())
     device = record.device["name"].removeprefix("NVIDIA ")
@@ -122,7 +122,7 @@ def ladder_table(record: Record | None = None) -> str:
         others = [speed_over_peer(rows, name, peer, stored) for peer in (QSERVE, "cublas_fp8")]
         lines.append(
             [f"`{short(name)}`", kernels.specs()[name].summary, _per_weight(name)]
-            + [_number(fraction(rows, name, M), "{:.2f}") for M in _SHOWN_TOKENS]
+            + [_number(step_fraction(rows, name, M), "{:.2f}") for M in _SHOWN_TOKENS]
             + [_number(value, "{:.2f}x") for value in [*gained, *others]]
         )
         before = name

@@ -9,7 +9,7 @@ from ptxlab.bench import counts
 from ptxlab.bench.record import TOLERANCE, Record, Row
 from ptxlab.bench.shapes import DISSECTED_TOKENS, Layer
 from ptxlab.cost import Cost, Device, Scheme
-from report import headline, ladder
+from report import gemm, ladder
 from report.ladder import place_of
 
 W8A8 = "gemm_w8a8_sm90"
@@ -52,7 +52,7 @@ def predict(row: Row, device: Device) -> Prediction:
 
 def predictions(record: Record | None) -> list[Prediction]:
     """Of every step of the ladder, of what `gemm_w4a8` launches, and of its sibling with 8-bit weights."""
-    rows = (*ladder.rows_of(record), *headline.points(record), *headline.eight_bit(record))
+    rows = (*ladder.rows_of(record), *gemm.points(record), *gemm.eight_bit(record))
     return [predict(row, measured_device(record)) for row in rows] if record else []
 
 
@@ -99,9 +99,9 @@ def duels(record: Record | None, other: str) -> list[Duel]:
     if record is None:
         return []
     device = measured_device(record)
-    eight = {place_of(row): row for row in headline.eight_bit(record)}
+    eight = {place_of(row): row for row in gemm.eight_bit(record)}
     found: dict[Layer, Duel] = {}
-    for row in headline.points(record):
+    for row in gemm.points(record):
         N, K, M = place_of(row)
         if other == W8A8 and (N, K, M) in eight:
             their_us, theirs = eight[N, K, M].time_us, predict(eight[N, K, M], device).cost
@@ -110,7 +110,7 @@ def duels(record: Record | None, other: str) -> list[Duel]:
         else:
             continue
         ours = predict(row, device).cost
-        layer = headline.named(row)
+        layer = gemm.named(row)
         duel = found.setdefault(layer, Duel(layer, {}, {}, {}))
         duel.measured[M] = row.time_us / their_us
         duel.in_turn[M] = ours.in_turn_us / theirs.in_turn_us

@@ -16,20 +16,7 @@ from ptxlab.bench.record import Row
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.kernels import holders
-from report import (
-    RESULTS,
-    ROOT,
-    gemmtables,
-    headers,
-    headline,
-    kvpoints,
-    kvtables,
-    ladder,
-    pipelines,
-    predictions,
-    profiletables,
-    showcase,
-)
+from report import RESULTS, ROOT, attention, gemm, headers, ladder, pipelines, predictions, profiletables, showcase
 
 _LINK = re.compile(r"\]\(([\w./-]+)\)")  # from the root; in a page from its folder
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -168,7 +155,7 @@ def headline_section() -> str:
     """`gemm_w4a8` against everyone else, and where it is recorded at all numbers of tokens as a picture."""
     record = ladder.recorded()
     picture = "How near to the floor, and how far ahead of the fastest peer](notebooks/figures/gemm_headline.png)"
-    return gemmtables.matrices_table(record) + (f"\n![{picture}\n" if headline.points(record) else "")
+    return gemm.matrices_table(record) + (f"\n![{picture}\n" if gemm.points(record) else "")
 
 
 def means_table(rows: Sequence[Row], size: str, called: str) -> str:
@@ -177,7 +164,7 @@ def means_table(rows: Sequence[Row], size: str, called: str) -> str:
         return f"{ladder.NOT_RECORDED}\n"
     columns = [called, "speed-up over the fastest peer", "fraction of the floor"]
     frame = pd.DataFrame(
-        {size: row.sizes[size], "speed": headline.best_peer(row)[1], "of floor": row.fraction} for row in rows
+        {size: row.sizes[size], "speed": gemm.best_peer(row)[1], "of floor": row.fraction} for row in rows
     )
     means = frame.set_index(size).map(math.log).groupby(size).mean().map(math.exp)  # geometric; NaN is skipped
     lines = [[f"{value:,}", f"{speed:.2f}x", f"{near:.2f}"] for value, speed, near in means.itertuples()]
@@ -186,10 +173,10 @@ def means_table(rows: Sequence[Row], size: str, called: str) -> str:
 
 def kv4_section() -> str:
     """`attention_kv4` against everyone else, and where it is recorded as a picture."""
-    record = kvpoints.recorded()
+    record = attention.recorded()
     picture = "Speed-up over the best peer with 16, 8 and 4 bits](notebooks/figures/attention_speedup.png)"
-    drawn = f"\n![{picture}\n" if kvpoints.points(record) else ""
-    return kvtables.batches_table(record) + drawn
+    drawn = f"\n![{picture}\n" if attention.points(record) else ""
+    return attention.batches_table(record) + drawn
 
 
 def ladder_section() -> str:
@@ -201,7 +188,7 @@ def ladder_section() -> str:
 def cost_section() -> str:
     """Rooflines, what the cost model predicts beside what was measured, and where W4A8 stops paying."""
     record = ladder.recorded()
-    if not headline.eight_bit(record):
+    if not gemm.eight_bit(record):
         return f"{ladder.NOT_RECORDED}\n"
     picture = "![What each scheme can reach, and what was reached](notebooks/figures/cost_roofline.png)"
     return f"{picture}\n\n{predictions.kernels_table(record)}\n{predictions.crossover_table(record)}"
@@ -216,9 +203,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,
-    "gemm_means": lambda: means_table(headline.points(ladder.recorded()), "M", "tokens M"),
+    "gemm_means": lambda: means_table(gemm.points(ladder.recorded()), "M", "tokens M"),
     "attention_means": lambda: means_table(
-        kvpoints.batched_and_single(kvpoints.points(kvpoints.recorded())), "B", "batch"
+        attention.batched_and_single(attention.points(attention.recorded())), "B", "batch"
     ),
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,

@@ -8,8 +8,8 @@ from ptxlab.bench.attention.append import POINTS
 from ptxlab.bench.gemm.headline import ORDER
 from ptxlab.bench.record import TOLERANCE, Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, HEADS, MOST_FEW
-from report import kvpoints as kv
-from report.headline import (
+from report import attention as kv
+from report.gemm import (
     at,
     chains,
     dequantising,

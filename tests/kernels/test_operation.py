@@ -271,3 +271,8 @@ def test_a_launch_that_fails_is_not_remembered(calls: Calls, monkeypatch: pytest
     assert len(operation._ready) == 1  # the fixture's own
     call(**given)
     assert len(operation._ready) == 2
+
+
+def test_attention_imports_nothing_of_a_gemm() -> None:
+    modules = sorted((Path(PACKAGE) / "kernels" / "attention").rglob("*.py"))
+    assert modules and [str(path) for path in modules if "kernels.gemm" in path.read_text()] == []

@@ -11,20 +11,20 @@ from ptxlab import plot
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from ptxlab.errors import FileError
-from report import FIGURES, figures, gemmtables, headline, headlineplot, ladder, targets
+from report import FIGURES, figures, gemm, gemmplot, ladder, targets
 from report import sections as report
 from tests.support import ladder_record
 from tests.support.headline_record import CUBLAS, SLOWDOWN, record
 
 RECORD = record()
-POINTS = headline.points(RECORD)
+POINTS = gemm.points(RECORD)
 TABLES = (
-    gemmtables.matrices_table,
-    gemmtables.means_table,
-    gemmtables.orders_table,
-    gemmtables.chains_table,
-    gemmtables.experts_table,
-    gemmtables.untuned_table,
+    gemm.matrices_table,
+    gemm.means_table,
+    gemm.orders_table,
+    gemm.chains_table,
+    gemm.experts_table,
+    gemm.untuned_table,
     lambda record: targets.table(targets.gemm(record)),
 )
 
@@ -39,16 +39,16 @@ def target(what: str, of: Record = RECORD) -> targets.Target:
 
 
 def test_a_point_is_row_major_with_sums_from_the_quantiser() -> None:
-    assert [(headline.named(row), row.sizes["M"]) for row in POINTS] == [(la, M) for la in LLAMA for M in ALL_TOKENS]
+    assert [(gemm.named(row), row.sizes["M"]) for row in POINTS] == [(la, M) for la in LLAMA for M in ALL_TOKENS]
     assert {row.activations for row in POINTS} == {"row_major"}
-    otherwise = headline.otherwise(RECORD)
+    otherwise = gemm.otherwise(RECORD)
     assert {order: len(rows) for order, rows in otherwise.items()} == dict.fromkeys(
         ("fragment", "row_major-sums"), len(POINTS)
     )
     faster = changed(lambda row: replace(row, time_us=0.1) if row.activations in otherwise else row)
-    assert headline.points(faster) == POINTS, "another order is never the headline, even if it is faster"
+    assert gemm.points(faster) == POINTS, "another order is never the headline, even if it is faster"
     other_group = changed(lambda row: replace(row, sizes={**row.sizes, "g": 64}))
-    assert headline.points(other_group) == [] and len(headline.points(other_group, group=64)) == len(POINTS)
+    assert gemm.points(other_group) == [] and len(gemm.points(other_group, group=64)) == len(POINTS)
 
 
 def test_the_ladder_does_not_see_them() -> None:
@@ -58,25 +58,25 @@ def test_the_ladder_does_not_see_them() -> None:
 
 def test_the_best_peer_of_a_point() -> None:
     row = replace(POINTS[0], time_us=10.0, peers={"cublas_fp8": 15.0, "qqq_w4a8_g128": 9.0})
-    assert headline.best_peer(row) == ("qqq_w4a8_g128", 0.9)
-    assert headline.slower([row]) == [row] and headline.over([row], "cublas_fp8") == [1.5]
+    assert gemm.best_peer(row) == ("qqq_w4a8_g128", 0.9)
+    assert gemm.slower([row]) == [row] and gemm.over([row], "cublas_fp8") == [1.5]
     alone = replace(row, peers={})
-    assert math.isnan(headline.best_peer(alone)[1]) and headline.slower([alone]) == headline.over([alone]) == []
+    assert math.isnan(gemm.best_peer(alone)[1]) and gemm.slower([alone]) == gemm.over([alone]) == []
 
 
 def test_every_peer_has_a_name() -> None:
-    assert {name for row in POINTS for name in row.peers} == set(headline.PEERS)
+    assert {name for row in POINTS for name in row.peers} == set(gemm.PEERS)
 
 
 def test_chains_beside_the_best_of_each_point() -> None:
-    links = list(headline.chains(RECORD))
+    links = list(gemm.chains(RECORD))
     assert [(link.model, link.row.sizes["M"]) for link in links] == [(m, M) for m in ("7B", "70B") for M in FEW_TOKENS]
-    alone = {(headline.named(row), row.sizes["M"]): min(row.peers.values()) for row in POINTS}
+    alone = {(gemm.named(row), row.sizes["M"]): min(row.peers.values()) for row in POINTS}
     first = links[0]
     assert first.over_best == pytest.approx(sum(alone[layer, 1] for layer in LLAMA[:4]) / first.row.time_us)
     assert first.over_fp8 == pytest.approx(CUBLAS["cublas_fp8"] / 1.05)
     bare = replace(RECORD, rows=tuple(row for row in RECORD.rows if row.measure == "chain"))
-    assert all(math.isnan(link.over_best) for link in headline.chains(bare))
+    assert all(math.isnan(link.over_best) for link in gemm.chains(bare))
 
 
 def test_targets_that_are_met_and_missed() -> None:
@@ -89,7 +89,7 @@ def test_targets_that_are_met_and_missed() -> None:
     assert target("grouped over the loop, every").value == pytest.approx(1.5)
     assert target("untuned shapes: time").value == pytest.approx(1.1)
     assert target("quantising").value == pytest.approx(0), "the headline is row-major"
-    assert "| quantising: tiles over row_major | 1.040 | 1.040 |" in gemmtables.orders_table(RECORD)
+    assert "| quantising: tiles over row_major | 1.040 | 1.040 |" in gemm.orders_table(RECORD)
     assert target("W8A8 over cuBLAS INT8").value == pytest.approx(1.04 * CUBLAS["cublas_int8"] / SLOWDOWN)
 
 
@@ -97,13 +97,13 @@ def test_one_slow_point_is_found() -> None:
     largest = LLAMA[6]
 
     def slowed(row: Row) -> Row:
-        here = row.measure == "headline" and headline.named(row) == largest and row.sizes["M"] == 64
+        here = row.measure == "headline" and gemm.named(row) == largest and row.sizes["M"] == 64
         return replace(row, time_us=1e3, fraction=row.floor_us / 1e3) if here else row
 
     before, after = (target("points slower", of).value for of in (RECORD, changed(slowed)))
     assert after == before + 1
     assert target("of the floor, 70B gate+up", changed(slowed)).value < 0.1
-    assert f"{largest}, M = 64 (0." in gemmtables.means_table(changed(slowed))
+    assert f"{largest}, M = 64 (0." in gemm.means_table(changed(slowed))
 
 
 @pytest.mark.parametrize("name", ["cublas_fp8", "qserve_w4a8_g128"])
@@ -111,7 +111,7 @@ def test_without_a_peer_nothing_is_said_of_it(name: str) -> None:
     without = changed(lambda row: replace(row, peers={peer: us for peer, us in row.peers.items() if peer != name}))
     about = {"cublas_fp8": "over cuBLAS FP8", "qserve_w4a8_g128": "over QServe g128"}[name]
     assert target(about, without).verdict == ""
-    assert "nan" not in targets.table(targets.gemm(without)) + gemmtables.means_table(without)
+    assert "nan" not in targets.table(targets.gemm(without)) + gemm.means_table(without)
 
 
 def test_what_is_not_in_the_record_is_not_judged() -> None:
@@ -119,9 +119,7 @@ def test_what_is_not_in_the_record_is_not_judged() -> None:
     assert {t.verdict for t in targets.gemm(old)} == {t.verdict for t in targets.gemm(None)} == {""}
     ungrouped = record(with_grouped=False)
     assert target("grouped over the loop, every", ungrouped).verdict == ""
-    assert "| not measured |" in targets.table(targets.gemm(ungrouped)) and "nan" not in gemmtables.experts_table(
-        ungrouped
-    )
+    assert "| not measured |" in targets.table(targets.gemm(ungrouped)) and "nan" not in gemm.experts_table(ungrouped)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: f"{t.__module__}.{t.__name__}")
@@ -133,24 +131,24 @@ def test_tables(table: Callable[[Record | None], str]) -> None:
 
 
 def test_the_first_table() -> None:
-    row = next(row for row in POINTS if headline.named(row) == LLAMA[1] and row.sizes["M"] == 16)
-    name, speed = headline.best_peer(row)
-    cell = f"{row.time_us:.1f} µs, {row.fraction:.2f}, **{speed:.2f}x** {headline.PEERS[name]}"
-    table = gemmtables.matrices_table(RECORD)
+    row = next(row for row in POINTS if gemm.named(row) == LLAMA[1] and row.sizes["M"] == 16)
+    name, speed = gemm.best_peer(row)
+    cell = f"{row.time_us:.1f} µs, {row.fraction:.2f}, **{speed:.2f}x** {gemm.PEERS[name]}"
+    table = gemm.matrices_table(RECORD)
     assert f"| 7B O, 4096 x 4096 | {cell} |" in table
     assert "row-major activations" in table and "the others' times are scaled by its ratio" in table
 
 
 def test_figures(tmp_path: Path) -> None:
-    drawn = {"headline": headlineplot.headline_figure(POINTS), "ungrouped": headlineplot.beyond_figure(record(False))}
-    drawn["few"] = headlineplot.headline_figure(POINTS[3:9])
-    drawn["beyond"] = headlineplot.beyond_figure(RECORD)
+    drawn = {"headline": gemmplot.headline_figure(POINTS), "ungrouped": gemmplot.beyond_figure(record(False))}
+    drawn["few"] = gemmplot.headline_figure(POINTS[3:9])
+    drawn["beyond"] = gemmplot.beyond_figure(RECORD)
     for name, figure in drawn.items():
         plot.save(figure, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     left, right = drawn["headline"].axes
     assert left.lines[len(LLAMA)].get_ydata() == pytest.approx([1 / SLOWDOWN] * len(ALL_TOKENS))
-    assert right.lines[0].get_ydata()[0] == pytest.approx(headline.best_peer(POINTS[0])[1])
+    assert right.lines[0].get_ydata()[0] == pytest.approx(gemm.best_peer(POINTS[0])[1])
     models = {layer.model for layer in UNTUNED}
     assert {line.get_label().partition(",")[0] for line in drawn["beyond"].axes[2].lines} >= models
 
@@ -180,15 +178,15 @@ def test_every_picture_has_its_file() -> None:
 
 @pytest.fixture
 def measured() -> list[Row]:
-    found = headline.points(ladder.recorded())
+    found = gemm.points(ladder.recorded())
     if not found:
         pytest.skip("no record of what gemm_w4a8 launches yet: notebooks/results/h200/gemm.json has the ladder alone")
     return found
 
 
 def test_the_record_is_whole(measured: list[Row]) -> None:
-    assert [(headline.named(row), row.sizes["M"]) for row in measured] == [(la, M) for la in LLAMA for M in ALL_TOKENS]
+    assert [(gemm.named(row), row.sizes["M"]) for row in measured] == [(la, M) for la in LLAMA for M in ALL_TOKENS]
     assert all("bit for bit" in row.checked and 0 < row.fraction < 1.1 for row in measured)
     assert all(len(row.peers) == (9 if row.sizes["M"] <= 2048 else 3) for row in measured)
     found = ladder.recorded()
-    assert len(headline.untuned_points(found)) == 80 and len(list(headline.chains(found))) == 14
+    assert len(gemm.untuned_points(found)) == 80 and len(list(gemm.chains(found))) == 14

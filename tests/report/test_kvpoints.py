@@ -12,20 +12,20 @@ from ptxlab.bench.shapes import HEADS, batches
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import FileError
 from ptxlab.kernels.attention.steps import STEPS
-from report import figures, headline, kvpoints, kvtables, ladder, targets
+from report import attention, figures, gemm, ladder, targets
 from report import sections as report
 from report.targets import Target
 from tests.support import kv_record
 from tests.support.kv_record import EARLY, SLOWDOWN
 
 RECORD = kv_record.record()
-POINTS = kvpoints.points(RECORD)
+POINTS = attention.points(RECORD)
 TABLES: tuple[Callable[[Record | None], str], ...] = (
-    kvtables.batches_table,
-    kvtables.means_table,
-    kvtables.single_table,
-    kvtables.steps_table,
-    kvtables.others_table,
+    attention.batches_table,
+    attention.means_table,
+    attention.single_table,
+    attention.steps_table,
+    attention.others_table,
     lambda record: targets.table(targets.attention(record)),
 )
 
@@ -44,20 +44,20 @@ def place(row: Row) -> tuple[int, ...]:
 
 
 def test_every_peer_has_a_name_and_a_line() -> None:
-    assert all(set(peers) == set(kvpoints.PEERS) for peers in stored_attention().values())
-    assert {bits: len(names) for bits, names in kvpoints.BITS.items()} == {16: 5, 8: 6, 4: 2}
-    assert sorted(name for names in kvpoints.BITS.values() for name in names) == sorted(kvpoints.PEERS)
-    assert set(kvpoints.A100_US) == {step.spec.name for step in STEPS[:6]}
+    assert all(set(peers) == set(attention.PEERS) for peers in stored_attention().values())
+    assert {bits: len(names) for bits, names in attention.BITS.items()} == {16: 5, 8: 6, 4: 2}
+    assert sorted(name for names in attention.BITS.values() for name in names) == sorted(attention.PEERS)
+    assert set(attention.A100_US) == {step.spec.name for step in STEPS[:6]}
 
 
 def test_the_points_and_their_peers() -> None:
     assert [place(row) for row in POINTS] == [batch.place for heads in HEADS for batch in batches(heads)]
-    assert len(kvpoints.batched(POINTS)) == 24 and len(kvpoints.single(POINTS)) == 6
-    assert len(kvpoints.beside_all(POINTS)) == 30
+    assert len(attention.batched(POINTS)) == 24 and len(attention.single(POINTS)) == 6
+    assert len(attention.beside_all(POINTS)) == 30
     row = next(row for row in POINTS if place(row) == (32, 32, 64, 1024))
     fastest = stored_attention()[32, 32, 64, 1024]["fi_xqa_fp8"]
-    assert headline.best_peer(row) == ("fi_xqa_fp8", pytest.approx(fastest / row.time_us))
-    assert kvpoints.over_bits([row], 8) == [pytest.approx(fastest / row.time_us)]
+    assert gemm.best_peer(row) == ("fi_xqa_fp8", pytest.approx(fastest / row.time_us))
+    assert attention.over_bits([row], 8) == [pytest.approx(fastest / row.time_us)]
     scaled = next(row for row in POINTS if place(row) == (32, 32, 128, 1024))
     assert scaled.peers["fi_xqa_fp8"] == pytest.approx(1.1 * stored_attention()[32, 32, 128, 1024]["fi_xqa_fp8"])
 
@@ -70,9 +70,9 @@ def test_targets() -> None:
     assert target("points slower").value == 0
     assert target("ragged beside even").value == pytest.approx(1.2 / 1.1)
     assert target("append, 4096 tokens").value == pytest.approx(1 / 1.2)
-    decode = max(row.time_us for row in kvpoints.appends(RECORD, 64))
+    decode = max(row.time_us for row in attention.appends(RECORD, 64))
     assert target("append, a token for each").value == pytest.approx(decode)
-    behind = [row for row in kvpoints.batched(kvpoints.behind_append(RECORD)) if kvpoints.heads(row) == (32, 32)]
+    behind = [row for row in attention.batched(attention.behind_append(RECORD)) if attention.heads(row) == (32, 32)]
     over = ladder.mean(row.peers["qserve_kv4"] / row.time_us for row in behind)
     assert target("append + attention over QServe KV4, MHA").value == pytest.approx(over)
     assert target("append + attention over QServe KV4, GQA").least == 9.0
@@ -89,14 +89,14 @@ def test_one_slow_point_is_found() -> None:
         and target("of the floor where that is 240 µs", slow).verdict == "missed"
     )
     assert target("of the floor where that is 60 to 240 µs", slow).verdict == "met"
-    assert "Slower than a peer: heads 32/8, 256 x 4096 (0.0" in kvtables.means_table(slow)
-    assert "No peer is faster" in kvtables.means_table(RECORD)
+    assert "Slower than a peer: heads 32/8, 256 x 4096 (0.0" in attention.means_table(slow)
+    assert "No peer is faster" in attention.means_table(RECORD)
 
 
 def test_programmatic_launches_stand_beside_plain_ones() -> None:
-    assert f"| {1 / SLOWDOWN:.2f} | {1 / EARLY:.2f} |" in kvtables.means_table(RECORD)
+    assert f"| {1 / SLOWDOWN:.2f} | {1 / EARLY:.2f} |" in attention.means_table(RECORD)
     without = changed(lambda row: replace(row, more={k: v for k, v in row.more.items() if k != PROGRAMMATIC}))
-    assert f"| {1 / SLOWDOWN:.2f} |  |" in kvtables.means_table(without)
+    assert f"| {1 / SLOWDOWN:.2f} |  |" in attention.means_table(without)
 
 
 def test_what_is_not_in_the_record_is_not_judged() -> None:
@@ -105,7 +105,7 @@ def test_what_is_not_in_the_record_is_not_judged() -> None:
     verdicts = {t.what: t.verdict for t in targets.attention(alone)}
     assert sum(verdict == "met" for verdict in verdicts.values()) == 5, "the floor alone"
     assert "nan" not in "".join(table(alone) for table in TABLES)
-    assert kvpoints.unequal(alone) == [] and math.isnan(target("ragged", alone).value)
+    assert attention.unequal(alone) == [] and math.isnan(target("ragged", alone).value)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: f"{t.__module__}.{t.__name__}")
@@ -118,48 +118,48 @@ def test_tables(table: Callable[[Record | None], str]) -> None:
 
 def test_the_first_table() -> None:
     row = next(row for row in POINTS if place(row) == (32, 32, 64, 1024))
-    speed = headline.best_peer(row)[1]
-    table = kvtables.batches_table(RECORD)
+    speed = gemm.best_peer(row)[1]
+    table = attention.batches_table(RECORD)
     assert f"| {row.time_us:.1f} µs, 0.96, **{speed:.2f}x** FlashInfer XQA FP8 |" in table
     assert "At 6 of 30 points PyTorch differed by more than 5% between the two runs" in table
     assert "there the others' times are scaled by its ratio, 1.10." in table
 
 
 def test_the_ablation() -> None:
-    table = kvtables.steps_table(RECORD)
+    table = attention.steps_table(RECORD)
     assert "| `attention_kv4_prefetch` |" in table and "| 0.28 ms | 1.71x |" in table
     assert table.count("|\n") == 2 + len(STEPS)
 
 
 def test_the_picture_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvpoints, "recorded", lambda: None)
+    monkeypatch.setattr(attention, "recorded", lambda: None)
     with pytest.raises(FileError, match="ptxlab bench attention"):
         figures.picture("attention_speedup")
-    monkeypatch.setattr(kvpoints, "recorded", lambda: RECORD)
+    monkeypatch.setattr(attention, "recorded", lambda: RECORD)
     figure = figures.picture("attention_speedup")
     assert len(figure.axes) == len(HEADS) * 2
     first = next(row for row in POINTS if place(row) == (32, 32, 1, 1024))
-    for line, (bits, names) in zip(figure.axes[0].lines, kvpoints.BITS.items(), strict=False):
+    for line, (bits, names) in zip(figure.axes[0].lines, attention.BITS.items(), strict=False):
         best = min(first.peers[name] for name in names if name in first.peers)
         assert f"with {bits} bits" in line.get_label() and line.get_ydata()[0] == pytest.approx(best / first.time_us)
-    everything = kvpoints.batched_and_single(POINTS)
-    assert f"{ladder.mean(kvpoints.over_bits(everything, 8)):.1f}x as the best 8-bit" in figure.get_suptitle()
+    everything = attention.batched_and_single(POINTS)
+    assert f"{ladder.mean(attention.over_bits(everything, 8)):.1f}x as the best 8-bit" in figure.get_suptitle()
 
 
 def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvpoints, "recorded", lambda: None)
+    monkeypatch.setattr(attention, "recorded", lambda: None)
     assert report.kv4_section() == f"{ladder.NOT_RECORDED}\n"
-    monkeypatch.setattr(kvpoints, "recorded", lambda: RECORD)
+    monkeypatch.setattr(attention, "recorded", lambda: RECORD)
     assert "(notebooks/figures/attention_speedup.png)" in report.kv4_section()
 
 
 def test_the_record_is_whole() -> None:
-    found = kvpoints.recorded()
+    found = attention.recorded()
     if found is None:
         pytest.skip("no record of the suite yet: `ptxlab bench attention` makes notebooks/results/h200/attention.json")
-    rows = kvpoints.points(found)
+    rows = attention.points(found)
     assert [place(row) for row in rows] == [place(row) for row in POINTS]
     assert all("within the spec's bound" in row.checked and 0 < row.fraction < 1.1 for row in rows)
     for row in rows:  # cuDNN in the same run where there are no groups, else stored
         assert len(row.peers) == (13 if "stored_factor" in row.more else 1 + (row.sizes["Hq"] == row.sizes["Hkv"]))
-    assert [row.kernel for row in kvpoints.steps(found)] == [step.spec.name for step in STEPS]
+    assert [row.kernel for row in attention.steps(found)] == [step.spec.name for step in STEPS]

@@ -12,7 +12,7 @@ from ptxlab.bench.peers import CUBLAS
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS
 from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
-from report import figures, ladder, ladderplot
+from report import figures, gemmplot, ladder
 from report import sections as report
 from tests.support.bench_rows import slowed
 from tests.support.ladder_record import NAMES, record
@@ -72,11 +72,11 @@ def test_table_of_main_loops() -> None:
 def test_figures(names: list[str], tmp_path: Path) -> None:
     rows = record(names).rows
     drawn = {
-        "peers": ladderplot.peers_figure(STORED),
-        "times": ladderplot.times_figure(rows, STORED),
-        "ablation": ladderplot.ablation_figure(rows),
-        "fraction": ladderplot.fraction_figure(rows),
-        "roofline": ladderplot.roofline_figure(rows),
+        "peers": gemmplot.peers_figure(STORED),
+        "times": gemmplot.times_figure(rows, STORED),
+        "ablation": gemmplot.ablation_figure(rows),
+        "fraction": gemmplot.fraction_figure(rows),
+        "roofline": gemmplot.roofline_figure(rows),
     }
     for name, figure in drawn.items():
         plot.save(figure, tmp_path / f"{name}.png")
@@ -84,16 +84,16 @@ def test_figures(names: list[str], tmp_path: Path) -> None:
 
 
 def test_ablation_shows_every_gain() -> None:
-    axes = ladderplot.ablation_figure(RECORD.rows).axes[0]
+    axes = gemmplot.ablation_figure(RECORD.rows).axes[0]
     shown = [float(text.get_text()) for text in axes.texts]
-    expected = [ladder.speed_over(RECORD.rows, name, ladderplot.BASELINE, M) for name in NAMES for M in TOKENS]
+    expected = [ladder.speed_over(RECORD.rows, name, gemmplot.BASELINE, M) for name in NAMES for M in TOKENS]
     assert shown == pytest.approx(expected, abs=0.006)
     assert axes.get_ylabel() == "speed over qoq_sm90"
-    assert ladderplot.ablation_figure(record(NAMES[:2]).rows).axes[0].get_ylabel() == "speed over qoq_sm80"
+    assert gemmplot.ablation_figure(record(NAMES[:2]).rows).axes[0].get_ylabel() == "speed over qoq_sm80"
 
 
 def test_every_step_has_its_colour() -> None:
-    assert set(ladderplot.COLOURS) == {ladder.short(name) for name in NAMES}
+    assert set(gemmplot.COLOURS) == {ladder.short(name) for name in NAMES}
 
 
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
-from report import costplot, figures, headline, ladder, predictions
+from report import costplot, figures, gemm, ladder, predictions
 from report import sections as report
 from report.predictions import W8A8, duels, mean_error, slower_between
 from tests.support import ladder_record
@@ -94,7 +94,7 @@ def test_duels_compare_the_same_matrix_at_the_same_tokens() -> None:
         assert list(duel.measured) == list(ALL_TOKENS) and duel.measured == pytest.approx(duel.in_turn)
         assert all(duel.overlapped[M] <= duel.in_turn[M] for M in ALL_TOKENS)
     peer = duels(exact, "cublas_fp8")[0]
-    row = headline.points(exact)[0]
+    row = gemm.points(exact)[0]
     assert peer.measured[1] == pytest.approx(row.time_us / row.peers["cublas_fp8"])
     assert duels(RECORD, "nobody") == duels(None, W8A8) == []
 

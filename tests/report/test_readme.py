@@ -8,7 +8,7 @@ import pytest
 
 from ptxlab import kernels
 from ptxlab.errors import FileError
-from report import headers, kvpoints, ladder
+from report import attention, headers, ladder
 from report import sections as report
 from tests.support.bench_rows import slowed
 
@@ -47,7 +47,7 @@ def test_figures_in_the_headers_are_the_recorded_ones(monkeypatch: pytest.Monkey
 
 def test_no_measurement_in_a_header_is_typed_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """With records of a card of half the speed every header that states a measurement is out of date."""
-    for module in (ladder, kvpoints):
+    for module in (ladder, attention):
         record = module.recorded()
         assert record is not None
         slower = replace(record, rows=tuple(slowed(row, 0.5) for row in record.rows))
