@@ -49,7 +49,6 @@ def measure(spec: KernelSpec, lanes: int, checks: tuple[str, ...]) -> Row:
     median = seconds[_REPEATS // 2]
     return row_of(
         spec,
-        source,
         "emulator" + "".join(f" +{check}" for check in checks),
         {**sizes, "lanes": lanes},
         Measured(median * 1e6, seconds[0] * 1e6, seconds[-1] * 1e6, sm_mhz=0.0),

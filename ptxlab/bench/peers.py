@@ -101,10 +101,7 @@ def _calls(name: str, x: Any, weights: Sequence[Any]) -> list[Callable[[], Any]]
         return torch.matmul(x, weight.t())
 
     expected = x.float().double() @ weights[0][:_CHECKED_ROWS].float().double().t()
-    got = product(weights[0])[:, :_CHECKED_ROWS].double()
-    error = float((got - expected).abs().max() / expected.abs().max())
-    if not error <= (0 if name == "cublas_int8" else _TOLERANCE):
-        raise BenchmarkError(f"{name}: wrong results, relative error {error:.2g}")
+    _check(name, product(weights[0])[:, :_CHECKED_ROWS].double(), expected, 0 if name == "cublas_int8" else _TOLERANCE)
     return [partial(product, weight) for weight in weights]
 
 
@@ -154,10 +151,14 @@ def _runs(name: str, call: Callable[[], Any], q: Any, k: Any, v: Any) -> bool:
         raise
     weights = torch.softmax(q[0].double() @ k[0].double().transpose(-1, -2) * HEAD_DIM**-0.5, dim=-1)
     expected = weights @ v[0].double()
-    error_of = float((got - expected).abs().max() / expected.abs().max())
-    if not error_of <= _TOLERANCE:
-        raise BenchmarkError(f"{name}: wrong results, relative error {error_of:.2g}")
+    _check(name, got, expected, _TOLERANCE)
     return True
+
+
+def _check(name: str, got: Any, expected: Any, tolerance: float) -> None:
+    error = float((got - expected).abs().max() / expected.abs().max())
+    if not error <= tolerance:
+        raise BenchmarkError(f"{name}: wrong results, relative error {error:.2g}")
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:

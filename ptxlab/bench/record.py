@@ -156,13 +156,13 @@ class Slower:
 
 def row_of(
     spec: KernelSpec,
-    source: Source,
     measure: str,
     sizes: dict[str, int],
     measured: Measured,
     *,
     floor: tuple[float, str],
     checked: str,
+    source: Source | None = None,
     nbytes: int | None = None,
     rate: tuple[float, str] | None = None,
     **further: Any,
@@ -170,12 +170,13 @@ def row_of(
     """The row of one measurement.
 
     Args:
-        spec: the kernel, and its `source`.
+        spec: the kernel.
         measure: what was measured, `"streaming"` ...
         sizes: symbols of the spec.
         measured: the times.
         floor: microseconds, and what sets them.
         checked: how the results of the timed kernel were checked.
+        source: which was measured, by default the one that a bare name means.
         nbytes: traffic of one call, by default the compulsory one.
         rate: what rows are compared by and its unit, by default the traffic per second.
         further: other fields of `Row` by name; `kernel` where a call launches others too.
@@ -184,7 +185,7 @@ def row_of(
     value, unit = rate or (nbytes / measured.us / 1e3, "GB/s")
     floor_us, limit = floor
     return Row(
-        source=source.language,
+        source=(source or sources.of_kernel(spec.name)[0]).language,
         measure=measure,
         sizes=sizes,
         time_us=measured.us,

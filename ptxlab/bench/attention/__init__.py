@@ -143,7 +143,6 @@ def row(
     nbytes = of.batch.kv_bytes(of.scheme)
     return row_of(
         ready.spec,
-        of_kernel(ready.spec.name)[0],
         measured_as,
         of.batch.sizes,
         measured,

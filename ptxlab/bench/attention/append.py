@@ -20,7 +20,6 @@ from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.layout import KVCache, page_bytes, write_slots
 from ptxlab.quant import KV_SCHEMES
-from ptxlab.sources import of_kernel
 
 MEASURE = "append"
 POINTS = ((64, "decode"), (4096, "prefill"))  # tokens: one of each sequence, or one sequence's
@@ -97,7 +96,6 @@ def appended(tokens: int, heads: int, scheme: str, rope: bool, ceilings: Ceiling
         raise BenchmarkError(f"{APPEND.name}: wrong bytes for {tokens} tokens of {heads} heads by {scheme}")
     return row_of(
         APPEND,
-        of_kernel(APPEND.name)[0],
         MEASURE,
         sizes,
         measured,

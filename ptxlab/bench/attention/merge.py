@@ -13,7 +13,6 @@ from ptxlab.bench.timing import in_turn, measure
 from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.kernels.attention.steps import STEPS, AttentionStep
-from ptxlab.sources import of_kernel
 
 MEASURE = "merge"
 BATCHES = (even((32, 8), 1, 4096), even((32, 8), 64, 1024))  # parts of all, and of few
@@ -42,7 +41,6 @@ def merged(batch: Batch, ceilings: Ceilings) -> Row:
     nbytes = batch.kv_bytes()
     return row_of(
         MERGE,
-        of_kernel(MERGE.name)[0],
         MEASURE,
         batch.sizes,
         two,

@@ -12,7 +12,7 @@ import numpy as np
 from ptxlab import cost, gpu
 from ptxlab.bench.gemm import headline
 from ptxlab.bench.gemm.points import Point, StreamTime, in_turn_on, in_turn_row
-from ptxlab.bench.gemm.problem import expected, launches, source_of, tokens
+from ptxlab.bench.gemm.problem import expected, launches, tokens
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import CHOSEN_EXPERTS, EXPERTS, GROUP, MIXTRAL, ROUTED_TOKENS, Layer
 from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
@@ -145,7 +145,6 @@ def at_once(experts: Experts, stream_us: StreamTime, loop_us: float) -> Row:
     checked = [ready.check(right) for ready in places]
     return row_of(
         GROUPED,
-        source_of(STEP),
         MEASURE,
         experts.sizes,
         measured,

@@ -50,30 +50,18 @@ def point(
         sums: whether a kernel that does without token sums is given them all the same.
         further: other fields of `Row` by name.
     """
-    spec = step.spec
     timed = launches(step, sizes, logical, sums=sums)
     measured = measure(timed.calls, replays=GEMM_REPLAYS)
-    operations, nbytes = int(evaluate(spec.operations, sizes)), packed_bytes(spec, sizes)
-    return row_of(
-        spec,
-        source_of(step),
-        measured_as,
-        sizes,
+    return in_turn_row(
+        [timed],
         measured,
-        floor=cost.gemm_floor(stream_us(nbytes), operations, gpu.device_info().slug),
+        stream_us,
+        measure=measured_as,
+        sizes=sizes,
         checked=timed.check(right),
-        nbytes=spec.bytes_moved({**sizes, **timed.variant}),
-        rate=(operations / measured.us / 1e6, "TOPS"),
-        operations=operations,
         peers=dict(peers),
         variant=timed.variant,
-        more={
-            "stream_us": stream_us(nbytes),
-            "packed_bytes": nbytes,
-            "registers": timed.kernel.registers,
-            "local_bytes": timed.kernel.local_bytes,
-            **(more or {}),
-        },
+        more={"registers": timed.kernel.registers, "local_bytes": timed.kernel.local_bytes, **(more or {})},
         **{"activations": step.order, **further},
     )
 
@@ -110,18 +98,17 @@ def in_turn_row(
     more: Mapping[str, float],
     **further: Any,
 ) -> Row:
-    """The row of GEMMs that were timed as one call; `further` are `row_of`'s and fields of `Row`."""
+    """The row of GEMMs, or of one, that were timed as one call; `further` are `row_of`'s and fields of `Row`."""
     nbytes = sum(packed_bytes(link.step.spec, link.sizes) for link in ready)
     operations = sum(int(evaluate(link.step.spec.operations, link.sizes)) for link in ready)
     return row_of(
         ready[0].step.spec,
-        source_of(ready[0].step),
         measured=measured,
         floor=cost.gemm_floor(stream_us(nbytes), operations, gpu.device_info().slug),
         nbytes=sum(link.step.spec.bytes_moved({**link.sizes, **link.variant}) for link in ready),
         rate=(operations / measured.us / 1e6, "TOPS"),
         operations=operations,
         kernel=", ".join(dict.fromkeys(link.step.spec.name for link in ready)),
-        more={**more, "stream_us": stream_us(nbytes), "packed_bytes": nbytes},
+        more={"stream_us": stream_us(nbytes), "packed_bytes": nbytes, **more},
         **further,
     )

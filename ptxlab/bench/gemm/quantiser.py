@@ -15,7 +15,6 @@ from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.quantize import QUANTIZE
 from ptxlab.kernels.quantize.specs import DTYPES
 from ptxlab.layout.packed_activations import ORDERS, tile_of
-from ptxlab.sources import of_kernel
 
 MEASURE = "quantise"
 TILE = 64  # tokens, of the order `tiles`
@@ -49,7 +48,6 @@ def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
     nbytes = QUANTIZE.bytes_moved({**sizes, **config})
     return row_of(
         QUANTIZE,
-        of_kernel(QUANTIZE.name)[0],
         MEASURE,
         sizes,
         measured,
