@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptxlab import cost
-from ptxlab.bench import grouped, headline
+from ptxlab.bench.gemm import grouped, headline
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import (
     ALL_TOKENS,

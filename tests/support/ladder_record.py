@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ptxlab import cost, kernels
-from ptxlab.bench.problem import packed_bytes, sizes_at, variant
+from ptxlab.bench.gemm.problem import packed_bytes, sizes_at, variant
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
 from tests.support import made_up

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu, reference
-from ptxlab.bench import kvdata
-from ptxlab.bench.kvproblem import SCALE
-from ptxlab.bench.kvshapes import HEAD_DIM, PAGE
+from ptxlab.bench.attention import kvdata
+from ptxlab.bench.attention.problem import SCALE
+from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.kernels.attention import bound, common, ladder, sm80, sm90
 from ptxlab.kernels.attention.sm90 import PROMOTE, SM90, roundings_of
 from ptxlab.quant import quantize_kv

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ptxlab import gpu
-from ptxlab.bench import kvproblem
-from ptxlab.bench.kvshapes import Batch, ragged
+from ptxlab.bench.attention import problem as attention_problem
+from ptxlab.bench.shapes import Batch, ragged
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import exact, sm90
 from ptxlab.kernels.attention.exact.shares import Shares
@@ -282,10 +282,10 @@ BATCHES = (
 
 def at_bench(batch: Batch) -> tuple[Any, KVCache, dict[str, Any], dict[str, int]]:
     """Queries, cache, sizes and constants of a batch as it is measured."""
-    of = kvproblem.problem(batch)
+    of = attention_problem.random_problem(batch)
     q, cache = of.q[:, None], of.caches[0]
     logical = {"B": cache.batch, "T": 1, "Hq": batch.Hq, "Hkv": batch.Hkv, "D": cache.head_dim, "P": cache.max_pages}
-    sizes = {"page": cache.page_size, "bits": 4, "channel": 0, "softmax_scale": kvproblem.SCALE, "window": 0}
+    sizes = {"page": cache.page_size, "bits": 4, "channel": 0, "softmax_scale": attention_problem.SCALE, "window": 0}
     everything = {**logical, **sizes}
     sizes["blocks"] = sm90.blocks_for(everything, gpu.device_info().sms)
     return q, cache, sizes, SM90.config_for(everything)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from ptxlab import gpu, nsight
-from ptxlab.bench.problem import first_tokens, launches, problem, sizes_at, steps_of
+from ptxlab.bench.gemm.problem import first_tokens, launches, problem, sizes_at, steps_of
+from ptxlab.bench.gemm.steps import MEASURE
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
-from ptxlab.bench.steps import MEASURE
 from ptxlab.errors import UnavailableError
 
 # Name in a row's `more` -> ncu's metric. Percentages are of what the unit could do while it was active.
@@ -27,7 +27,7 @@ METRICS = {
     "warp_instructions": "smsp__inst_executed.sum",
     "active_warps": "smsp__warps_active.avg.per_cycle_active",
 }
-_LAUNCH = "import sys; from ptxlab.bench import limits; limits.launch_once(sys.argv[1:])"
+_LAUNCH = "import sys; from ptxlab.bench.gemm import limits; limits.launch_once(sys.argv[1:])"
 STALL = "stall_"  # more["stall_barrier"]: warps that wait for a barrier, per issued instruction
 _STALLED = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _NO_REASON = re.compile(r"(not_)?selected|.*_not_issued")

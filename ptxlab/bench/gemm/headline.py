@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ptxlab.bench.points import Point, StreamTime, all_peers, point
-from ptxlab.bench.problem import expected, first_tokens, sizes_at, tokens, weights
+from ptxlab.bench import peers
+from ptxlab.bench.gemm.points import Point, StreamTime, all_peers, point
+from ptxlab.bench.gemm.problem import expected, first_tokens, sizes_at, tokens, weights
 from ptxlab.bench.record import Row
-from ptxlab.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, Layer
+from ptxlab.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, UNTUNED, UNTUNED_TOKENS, Layer
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.spec import Arrays
 
 FACE = "gemm_w4a8"
-MEASURE = "headline"
+MEASURE, UNTUNED_MEASURE = "headline", "untuned"
 WITHOUT_SUMS = "row_major-sums"  # order of a row whose activations came without token sums
 SCHEME, PACKING = "lqq", "strips"
 ORDER = "row_major"  # of the activations where only one is measured: in chains, with experts, on untuned shapes
@@ -75,6 +76,7 @@ def points(names: Sequence[str]) -> Iterator[Point]:
                     step, sizes = at(layer, M, group, order)
                     if step.spec.name in names:
                         yield step, sizes
+    yield from (at(layer, M) for layer in UNTUNED for M in _untuned_tokens(layer, names))
 
 
 def layer_rows(
@@ -92,9 +94,25 @@ def layer_rows(
         progress(f"{layer}: {FACE}, groups of {group}")
         logical = {**weight_of(layer, group), **activations}
         for M in ALL_TOKENS:
-            peers, more = all_peers(layer.N, layer.K, M, cublas[M])
-            beside = {"stream_us": stream_us, "peers": peers, "more": more}
+            others, more = all_peers(layer.N, layer.K, M, cublas[M])
+            beside = {"stream_us": stream_us, "peers": others, "more": more}
             yield from _rows_at(layer, M, group, first_tokens(logical, M), names, **beside)
+
+
+def untuned_rows(
+    layers: Sequence[Layer], names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None]
+) -> Iterator[Row]:
+    """Matrices of other models, at odd numbers of tokens where one of `names` is launched, beside cuBLAS FP8."""
+    for layer in layers:
+        if not (measured := _untuned_tokens(layer, names)):
+            continue
+        progress(f"{layer}: untuned")
+        fp8 = peers.cublas(layer.N, layer.K, UNTUNED_TOKENS, ["cublas_fp8"])
+        logical = {**weight_of(layer), **tokens(layer, max(UNTUNED_TOKENS))}
+        for M in measured:
+            inputs, us = first_tokens(logical, M), fp8[M]
+            right = expected(chosen(layer, M).spec, inputs)
+            yield launched(layer, M, inputs, right, measured_as=UNTUNED_MEASURE, stream_us=stream_us, peers=us)
 
 
 def launched(
@@ -104,6 +122,10 @@ def launched(
     step, sizes = at(layer, M, group, order)
     fed = {**logical, "rows": sizes["rows"]} if "rows" in sizes else logical
     return point(step, sizes, fed, right, face=FACE, **further)
+
+
+def _untuned_tokens(layer: Layer, names: Sequence[str]) -> list[int]:
+    return [M for M in UNTUNED_TOKENS if steps() and chosen(layer, M).spec.name in names]
 
 
 def _orders(layer: Layer, M: int, group: int) -> list[str]:

@@ -7,22 +7,19 @@ import numpy as np
 
 from ptxlab import gpu, layout, quant
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.launching import poisoned, prepared
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import LLAMA
 from ptxlab.bench.timing import GEMM_REPLAYS, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.quantize import QUANTIZE
 from ptxlab.kernels.quantize.specs import DTYPES
 from ptxlab.layout.packed_activations import ORDERS, tile_of
-from ptxlab.sources import of_kernel
-from ptxlab.spec import KernelSpec, Sizes
 
 MEASURE = "quantise"
 TILE = 64  # tokens, of the order `tiles`
 _TOKENS = (1, 16, 64, 256, 2048)
 _DISTINCT = 64  # tokens that are made on the host; repeated
-_POISON = 0xA5
 
 
 def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
@@ -41,8 +38,9 @@ def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
     tokens, span = tile_of(order, TILE if order == "tiles" else None)
     sizes = {"M": M, "K": K, "rows": tokens, "span": span}
     config = {**QUANTIZE.config_for(sizes), "IN": DTYPES.index("float16")}
-    out = _outputs(QUANTIZE, sizes)
-    measured = _timed(QUANTIZE, {**sizes, **config}, config, {"x": x, **out}, M)
+    out = {arg.name: poisoned(arg.resolve(sizes), str(arg.dtype)) for arg in QUANTIZE.outputs}
+    _, calls = prepared(QUANTIZE, sizes, config, [{"x": x, **out}])
+    measured = measure(calls, replays=GEMM_REPLAYS)
     packed = layout.pack_activations(quant.quantize_activations(x), order, tokens)
     right = packed.x_q.reshape(out["x_q"].shape), packed.scale, packed.token_sum
     if not all(bool((a == b).all()) for a, b in zip(out.values(), right, strict=True)):
@@ -50,7 +48,6 @@ def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
     nbytes = QUANTIZE.bytes_moved({**sizes, **config})
     return row_of(
         QUANTIZE,
-        of_kernel(QUANTIZE.name)[0],
         MEASURE,
         sizes,
         measured,
@@ -60,20 +57,6 @@ def quantised(x: Any, order: str, ceilings: Ceilings) -> Row:
         activations=order,
         variant=config,
     )
-
-
-def _timed(spec: KernelSpec, everything: Sizes, config: dict[str, int], arrays: dict[str, Any], M: int) -> Any:
-    kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
-    call = gpu.prepare(kernel, spec.arguments(arrays, everything), spec.launch(everything))
-    return measure([call], replays=GEMM_REPLAYS)
-
-
-def _outputs(spec: KernelSpec, sizes: Sizes) -> dict[str, Any]:
-    """Its outputs by name, full of what no kernel writes."""
-    made = {arg.name: gpu.empty(arg.resolve(sizes), str(arg.dtype)) for arg in spec.outputs}
-    for array in made.values():
-        gpu.fill_bytes(array, _POISON)
-    return made
 
 
 def _activations(M: int, K: int) -> Any:

@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Container, Iterator, Sequence
 
-from ptxlab.bench import chain, grouped, headline, limits, peers, points, quantiser, steps, untuned, w8a8
+from ptxlab.bench import peers
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.points import StreamTime
-from ptxlab.bench.problem import steps_of
+from ptxlab.bench.gemm import chain, grouped, headline, limits, points, quantiser, steps
+from ptxlab.bench.gemm.points import StreamTime
+from ptxlab.bench.gemm.problem import steps_of
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, MIXTRAL, TOKENS, UNTUNED, Layer
 from ptxlab.errors import ArgumentError
@@ -23,8 +24,7 @@ def rows(
     kernel is. With `matrices` rows are of those alone, by (N, K), without chains and the quantiser.
     """
     whole = matrices is None and _all_launched(names)
-    planned = [*steps.points(steps_of(names)), *headline.points(names), *w8a8.points(names), *grouped.points(names)]
-    planned += untuned.points(names)
+    planned = [*steps.points(names), *headline.points(names), *grouped.points(names)]
     if not planned:
         raise ArgumentError("suite", "a kernel of the GEMM suite that this GPU runs", ", ".join(names))
     progress("compiling")
@@ -38,7 +38,7 @@ def rows(
     if whole:
         measured += quantiser.rows(ceilings, progress)
         measured += chain.rows(stream_us, progress)
-    measured += untuned.rows(others, names, stream_us, progress)
+    measured += headline.untuned_rows(others, names, stream_us, progress)
     if whole or any(grouped.points(names)):
         measured += grouped.rows(mixtral, stream_us, progress)
     progress("counting with ncu")
@@ -54,7 +54,7 @@ def layer_rows(
     yield from steps.layer_rows(layer, steps_of(names), cublas, stream_us, progress)
     if layer in LLAMA:
         yield from headline.layer_rows(layer, names, cublas, stream_us, progress)
-        yield from w8a8.layer_rows(layer, names, cublas, stream_us, progress)
+        yield from steps.layer_rows(layer, steps.w8a8_of(names), cublas, stream_us, progress, steps.W8A8)
 
 
 def _all_launched(names: Sequence[str]) -> bool:

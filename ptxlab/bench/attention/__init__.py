@@ -1,18 +1,16 @@
 """Suite `attention`: what `attention_kv4` launches beside its floor and everyone else, its ladder, `append_kv4`."""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ptxlab import gpu, toolchain
-from ptxlab.bench import append, kvmerge
+from ptxlab import gpu
+from ptxlab.bench import launching
+from ptxlab.bench.attention import append, merge
+from ptxlab.bench.attention.problem import AttentionLaunches, Expected, Problem, launches, random_problem, sizes_at
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.kvnew import Appending
-from ptxlab.bench.kvproblem import Expected, Launches, Problem, launches, problem, sizes_at
-from ptxlab.bench.kvshapes import HEADS, Batch, even, evened, points, ragged
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
-from ptxlab.bench.sdpa import NAMES, sdpa
+from ptxlab.bench.peers import SDPA, sdpa
+from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.shapes import HEADS, Batch, batches, even, evened, ragged
 from ptxlab.bench.stored import FACTOR, stored_attention, stored_peers
 from ptxlab.bench.timing import Measured, in_turn, measure
 from ptxlab.errors import ArgumentError
@@ -48,12 +46,12 @@ def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], Non
     measured: list[Row] = []
     if launched:
         for heads in HEADS:
-            for batch in points(heads):
+            for batch in batches(heads):
                 measured += at(launched, batch, ceilings, progress, appending=appending)
             measured += unequal(launched, ragged(heads), ceilings, progress)
     measured += [step_row(step, ceilings, progress) for step in steps]
     if merging:
-        measured += kvmerge.rows(ceilings, progress)
+        measured += merge.rows(ceilings, progress)
     if appending:
         measured += append.rows(ceilings, progress)
     return measured
@@ -65,10 +63,10 @@ def at(
     """One batch of equal lengths: attention alone, and right behind `append_kv4`; others beside both."""
     progress(f"{batch}: PyTorch")
     here = sdpa(batch)
-    others, factor = stored_peers(batch.place, here, stored_attention(gpu.device_info().slug), NAMES)
+    others, factor = stored_peers(batch.place, here, stored_attention(gpu.device_info().slug), SDPA)
     more = {FACTOR: factor} if others else {}
     progress(f"{batch}: {FACE}")
-    given, expected = problem(batch), None
+    given, expected = random_problem(batch), None
     if appending:  # the same tokens every time, so that what is expected stays
         peers = {name: us for name, us in others.items() if name.startswith(_APPENDING)}
         measured, ready, plain = behind_append(step, given)
@@ -95,13 +93,13 @@ def unequal(step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Cal
     """A ragged batch, and an even one of as many bytes."""
     for measured_as, of in ((RAGGED, batch), (EVEN, evened(batch))):
         progress(f"{of}: {FACE}, {measured_as}")
-        yield timed(step, problem(of), measured_as, ceilings, face=FACE)
+        yield timed(step, random_problem(of), measured_as, ceilings, face=FACE)
 
 
 def step_row(step: AttentionStep, ceilings: Ceilings, progress: Callable[[str], None]) -> Row:
     """A step of the ladder where QServe took its own apart."""
     progress(f"{ABLATION}: {step.spec.name}")
-    return timed(step, problem(ABLATION, scheme_of(step)), LADDER, ceilings)
+    return timed(step, random_problem(ABLATION, scheme_of(step)), LADDER, ceilings)
 
 
 def timed(step: AttentionStep, of: Problem, measured_as: str, ceilings: Ceilings, **further: Any) -> Row:
@@ -111,18 +109,18 @@ def timed(step: AttentionStep, of: Problem, measured_as: str, ceilings: Ceilings
     return row(ready, of, measured_as, measured, ceilings, **further)
 
 
-def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, Launches, Measured]:
+def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, AttentionLaunches, Measured]:
     """A decoder's step: `append_kv4` rotates and writes every sequence's new token, the attention follows.
 
     Returns:
         (launched programmatically where they wait by themselves, the launches of attention then, launched plainly).
     """
 
-    def together(programmatic: bool) -> tuple[Measured, Launches]:
+    def together(programmatic: bool) -> tuple[Measured, AttentionLaunches]:
         first, then = appending.calls(programmatic), launches(step, of, programmatic=programmatic)
         return measure([in_turn(both) for both in zip(first, then.calls, strict=True)]), then
 
-    appending = Appending(of)
+    appending = append.Appending(of)
     plain, _ = together(False)
     measured, ready = together(True)
     appending.check()
@@ -130,7 +128,7 @@ def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, Launches,
 
 
 def row(
-    ready: Launches,
+    ready: AttentionLaunches,
     of: Problem,
     measured_as: str,
     measured: Measured,
@@ -145,7 +143,6 @@ def row(
     nbytes = of.batch.kv_bytes(of.scheme)
     return row_of(
         ready.spec,
-        of_kernel(ready.spec.name)[0],
         measured_as,
         of.batch.sizes,
         measured,
@@ -171,19 +168,14 @@ def scheme_of(step: AttentionStep) -> str:
 
 
 def compile_all(planned: Sequence[tuple[AttentionStep, Batch]], appending: bool) -> None:
-    """Compile every variant that will run, side by side: loading finds them in the cache."""
-    variants = set()
-    for step, batch in planned:
-        config = step.config(sizes_at(step, batch, scheme_of(step), sum(batch.pages())), "float16")
-        variants.add((of_kernel(step.spec.name)[0], tuple(config.items())))
-    if appending:
-        variants |= {(of_kernel(APPEND.name)[0], tuple(config.items())) for config in append.variants()}
-    arch = gpu.device_info().arch
-    with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(toolchain.compile_cuda, source, arch, defines=dict(config)) for source, config in variants]
-        for job in jobs:
-            job.result()
+    """Compile every variant that will run."""
+    variants = [
+        (step.spec, step.config(sizes_at(step, batch, scheme_of(step), sum(batch.pages())), "float16"))
+        for step, batch in planned
+    ]
+    variants += [(APPEND, config) for config in append.variants() if appending]
+    launching.compile_all((of_kernel(spec.name)[0], config) for spec, config in variants)
 
 
 def _batches() -> list[Batch]:
-    return [batch for heads in HEADS for batch in (*points(heads), ragged(heads), evened(ragged(heads)))]
+    return [batch for heads in HEADS for batch in (*batches(heads), ragged(heads), evened(ragged(heads)))]

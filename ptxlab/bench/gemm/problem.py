@@ -1,12 +1,13 @@
 """A GEMM on one matrix: inputs on the device, launches over rotating weights, exact results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from ptxlab import gpu
+from ptxlab.bench.launching import Call, poisoned, prepared
 from ptxlab.bench.shapes import GROUP, Layer
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
@@ -17,7 +18,6 @@ from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
 from ptxlab.spec.expressions import names_in
 
-_POISON = 0xA5
 _OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no part of the weight; nor is the bias
 # Quantised once and repeated. No multiple of a tile in either direction, so that a tile of the wrong place shows.
 BLOCK_ROWS, BLOCK_K = 520, 7 * 128
@@ -102,8 +102,8 @@ def expected(spec: KernelSpec, logical: Arrays) -> Any:
 
 
 @dataclass(frozen=True)
-class Launches:
-    """Launches of one step that are ready to be timed, one per copy of the weight.
+class GemmLaunches:
+    """GemmLaunches of one step that are ready to be timed, one per copy of the weight.
 
     Attributes:
         step: the kernel.
@@ -118,7 +118,7 @@ class Launches:
     sizes: dict[str, int]
     variant: dict[str, int]
     kernel: gpu.GpuKernel
-    calls: list[Callable[[], None]]
+    calls: list[Call]
     outputs: list[Any]
 
     def check(self, right: Any) -> str:
@@ -145,7 +145,7 @@ def launches(
     copies: int | None = None,
     programmatic: bool = False,
     constants: Sizes | None = None,
-) -> Launches:
+) -> GemmLaunches:
     """Prepare launches that find every weight in memory and not in the L2.
 
     Args:
@@ -159,16 +159,15 @@ def launches(
     """
     spec = step.spec
     constants = dict(constants or variant(spec, sizes, sums))
-    kernel = gpu.load(source_of(step), spec.name, defines=constants)
-    everything = {**sizes, **constants}
-    geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))
-    calls, outputs = [], []
-    for arrays in _rotating(spec, logical, copies or copies_beyond_l2(packed_bytes(spec, sizes))):
-        outputs.append(gpu.empty((sizes["M"], sizes["N"]), np.float16))
-        gpu.fill_bytes(outputs[-1], _POISON)
-        args = spec.arguments({**arrays, **_scratch(spec, everything), "y": outputs[-1]}, everything)
-        calls.append(gpu.prepare(kernel, args, geometry))
-    return Launches(step, sizes, constants, kernel, calls, outputs)
+    everything, outputs = {**sizes, **constants}, []
+
+    def given() -> Iterator[Arrays]:
+        for arrays in _rotating(spec, logical, copies or copies_beyond_l2(packed_bytes(spec, sizes))):
+            outputs.append(poisoned((sizes["M"], sizes["N"]), np.float16))
+            yield {**arrays, **_scratch(spec, everything), "y": outputs[-1]}
+
+    kernel, calls = prepared(spec, sizes, constants, given(), programmatic=programmatic)
+    return GemmLaunches(step, sizes, constants, kernel, calls, outputs)
 
 
 def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ptxlab import cost, gpu
-from ptxlab.bench import headline
-from ptxlab.bench.points import Point, StreamTime
-from ptxlab.bench.problem import expected, launches, packed_bytes, source_of, tokens
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.gemm import headline
+from ptxlab.bench.gemm.points import Point, StreamTime, in_turn_on, in_turn_row
+from ptxlab.bench.gemm.problem import expected, launches, tokens
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import CHOSEN_EXPERTS, EXPERTS, GROUP, MIXTRAL, ROUTED_TOKENS, Layer
-from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
+from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
 from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.kernels.gemm.grouped import GROUPED, LAYOUT
 from ptxlab.kernels.gemm.ladder import why_not
@@ -107,32 +106,21 @@ def rows(layers: Sequence[Layer], stream_us: StreamTime, progress: Callable[[str
 
 def loop(experts: Experts, stream_us: StreamTime) -> Row:
     """Time the GEMMs of all experts as one call, and check what every one of them wrote."""
-    layer = experts.layer
     problems = list(experts.problems())
-    links = [headline.at(layer, M) for M, _ in problems]
-    nbytes = sum(packed_bytes(step.spec, sizes) for step, sizes in links)
-    operations = sum(int(evaluate(step.spec.operations, sizes)) for step, sizes in links)
-    copies = copies_beyond_l2(nbytes)
-    ready = [launches(*link, inputs, copies=copies) for link, (_, inputs) in zip(links, problems, strict=True)]
-    measured = measure(
-        [in_turn(calls) for calls in zip(*(link.calls for link in ready), strict=True)], replays=GEMM_REPLAYS
+    measured, ready = in_turn_on(
+        [headline.at(experts.layer, M) for M, _ in problems], [inputs for _, inputs in problems]
     )
-    checked = [link.check(expected(link.step.spec, i)) for link, (_, i) in zip(ready, problems, strict=True)]
-    return row_of(
-        links[0][0].spec,
-        source_of(links[0][0]),
-        LOOP,
-        experts.sizes,
+    checked = [link.check(expected(link.step.spec, inputs)) for link, (_, inputs) in zip(ready, problems, strict=True)]
+    return in_turn_row(
+        ready,
         measured,
-        floor=cost.gemm_floor(stream_us(nbytes), operations, gpu.device_info().slug),
+        stream_us,
+        measure=LOOP,
+        sizes=experts.sizes,
         checked="; ".join(dict.fromkeys(checked)),
-        nbytes=sum(link.step.spec.bytes_moved({**link.sizes, **link.variant}) for link in ready),
-        rate=(operations / measured.us / 1e6, "TOPS"),
-        operations=operations,
         activations=headline.ORDER,
-        kernel=", ".join(dict.fromkeys(step.spec.name for step, _ in links)),
         face=headline.FACE,
-        more={"launches": len(links), "stream_us": stream_us(nbytes), "packed_bytes": nbytes},
+        more={"launches": len(ready)},
     )
 
 
@@ -157,7 +145,6 @@ def at_once(experts: Experts, stream_us: StreamTime, loop_us: float) -> Row:
     checked = [ready.check(right) for ready in places]
     return row_of(
         GROUPED,
-        source_of(STEP),
         MEASURE,
         experts.sizes,
         measured,

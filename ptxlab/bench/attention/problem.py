@@ -1,6 +1,5 @@
 """Decode attention of a batch: a cache on the device, launches over rotating copies of it, results within the bound."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels
-from ptxlab.bench import kvdata
-from ptxlab.bench.kvshapes import HEAD_DIM, PAGE, Batch
+from ptxlab.bench.attention import kvdata
+from ptxlab.bench.launching import Call, poisoned, prepared
+from ptxlab.bench.shapes import HEAD_DIM, PAGE, Batch
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention import exact
@@ -18,7 +18,6 @@ from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.kernels.attention.steps import AttentionStep
 from ptxlab.layout import KVCache, page_bytes
 from ptxlab.quant import KV_SCHEMES
-from ptxlab.sources import of_kernel
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.spec.tolerance import Allowed, within
 
@@ -80,7 +79,7 @@ class Problem:
         )
 
 
-def problem(batch: Batch, scheme: str = "kv4") -> Problem:
+def random_problem(batch: Batch, scheme: str = "kv4") -> Problem:
     """Random pages (`kvdata.spread`) that lie in any order; the table's free entries are wild."""
     copies, pages = copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
     block = _random_pages(batch.Hkv, scheme)
@@ -142,14 +141,14 @@ class Logged:
         lse: likewise, f32 [copies, B, Hq].
     """
 
-    calls: list[Callable[[], None]]
+    calls: list[Call]
     outputs: Any
     lse: Any
 
 
 @dataclass(frozen=True)
-class Launches:
-    """Launches of one step that are ready to be timed, one per copy of the cache.
+class AttentionLaunches:
+    """AttentionLaunches of one step that are ready to be timed, one per copy of the cache.
 
     Attributes:
         spec: the kernel.
@@ -166,7 +165,7 @@ class Launches:
     sizes: dict[str, Any]
     config: dict[str, int]
     kernel: gpu.GpuKernel
-    calls: list[Callable[[], None]]
+    calls: list[Call]
     scratch: dict[str, Any]
     outputs: Any
     logged: Logged | None
@@ -230,7 +229,7 @@ class Launches:
 
 def launches(
     step: AttentionStep, of: Problem, *, programmatic: bool = False, constants: dict[str, int] | None = None
-) -> Launches:
+) -> AttentionLaunches:
     """Prepare a launch per copy of the cache.
 
     They share queries, which in a model the previous kernel has just written, and what the kernel works in.
@@ -245,26 +244,20 @@ def launches(
     config = constants or step.config(sizes, "float16")
     if "blocks" in sizes and "RESIDENT" in config:
         sizes["blocks"] = gpu.device_info().sms * config["RESIDENT"]
-    everything = {**sizes, **config}
-    kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=config)
-    geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))
     scratch = {item.name: gpu.to_device(np.zeros(item.shape, item.dtype)) for item in step.memory(sizes)}
+    copies = len(of.caches)
 
-    def results(*shape: int, dtype: Any = np.float16) -> Any:
-        array = gpu.empty((len(of.caches), *shape), dtype)
-        gpu.fill_bytes(array, _NAN)
-        return array
+    def ready(**written: Any) -> tuple[gpu.GpuKernel, list[Call]]:
+        each = ({name: array[i] for name, array in written.items()} for i in range(copies))
+        arrays = (
+            {"q": of.q, **arrays_of(cache), **scratch, **ours} for cache, ours in zip(of.caches, each, strict=True)
+        )
+        return prepared(spec, sizes, config, arrays, programmatic=programmatic)
 
-    def calls(**written: Any) -> list[Callable[[], None]]:
-        prepared = []
-        for i, copy in enumerate(of.caches):
-            ours = {name: array[i] for name, array in written.items()}
-            arguments = spec.arguments({"q": of.q, **arrays_of(copy), **scratch, **ours}, everything)
-            prepared.append(gpu.prepare(kernel, arguments, geometry))
-        return prepared
-
-    outputs, logged = results(*of.q.shape), None
+    outputs, logged = poisoned((copies, *of.q.shape), np.float16, _NAN), None
     if "lse" in {arg.name for arg in spec.args}:
-        again, lse = results(*of.q.shape), results(*of.q.shape[:2], dtype=np.float32)
-        logged = Logged(calls(out=again, lse=lse), again, lse)
-    return Launches(spec, sizes, config, kernel, calls(out=outputs), scratch, outputs, logged)
+        again = poisoned((copies, *of.q.shape), np.float16, _NAN)
+        lse = poisoned((copies, *of.q.shape[:2]), np.float32, _NAN)
+        logged = Logged(ready(out=again, lse=lse)[1], again, lse)
+    kernel, calls = ready(out=outputs)
+    return AttentionLaunches(spec, sizes, config, kernel, calls, scratch, outputs, logged)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab.bench.kvshapes import HEAD_DIM, PAGE
+from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.layout import KVCache, page_bytes
 from ptxlab.layout.pages import PageView
 from ptxlab.quant import KV_SCHEMES

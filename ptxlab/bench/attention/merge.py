@@ -4,19 +4,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ptxlab import gpu
+from ptxlab.bench.attention.problem import AttentionLaunches, launches, random_problem
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.kvproblem import Launches, launches, problem
-from ptxlab.bench.kvshapes import HEAD_DIM, Batch, even
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.launching import Call, prepared
+from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.shapes import HEAD_DIM, Batch, even
 from ptxlab.bench.timing import in_turn, measure
 from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.kernels.attention.steps import STEPS, AttentionStep
-from ptxlab.sources import of_kernel
-
-Call = Callable[[], None]
 
 MEASURE = "merge"
 BATCHES = (even((32, 8), 1, 4096), even((32, 8), 64, 1024))  # parts of all, and of few
@@ -32,7 +28,7 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
 def merged(batch: Batch, ceilings: Ceilings) -> Row:
     """Two launches, the second programmatic; `more` has the time of one launch that does the same."""
     fused = next(step for step in STEPS if step.spec is sm80.FUSED)
-    of = problem(batch)
+    of = random_problem(batch)
     alone = launches(fused, of)
     one = measure(alone.calls)
     alone.check(of)
@@ -45,7 +41,6 @@ def merged(batch: Batch, ceilings: Ceilings) -> Row:
     nbytes = batch.kv_bytes()
     return row_of(
         MERGE,
-        of_kernel(MERGE.name)[0],
         MEASURE,
         batch.sizes,
         two,
@@ -61,17 +56,11 @@ def _followed(first: list[Call], second: list[Call]) -> list[Call]:
     return [in_turn(both) for both in zip(first, second, strict=True)]
 
 
-def _merges(parts: Launches, **written: Any) -> list[Call]:
+def _merges(parts: AttentionLaunches, **written: Any) -> list[Call]:
     """The second launch for each of the first ones; `written` are results, f16 `out` and f32 `lse` of all copies."""
     sizes = {name: parts.sizes[name] for name in ("B", "T", "Hq", "Hkv", "blocks")}
     sizes |= {"D": HEAD_DIM, "tile": parts.config["COLUMNS"], "columns": parts.scratch["stats"].shape[2]}
     MERGE.check_sizes(sizes)
-    config = MERGE.config_for(sizes)
-    everything = {**sizes, **config}
-    kernel = gpu.load(of_kernel(MERGE.name)[0], MERGE.name, defines=config)
-    geometry = replace(MERGE.launch(everything), programmatic=True)
-    made = []
-    for i in range(len(parts.calls)):
-        ours = {name: array[i] for name, array in written.items()}
-        made.append(gpu.prepare(kernel, MERGE.arguments({**parts.scratch, **ours}, everything), geometry))
-    return made
+    each = ({name: array[i] for name, array in written.items()} for i in range(len(parts.calls)))
+    arrays = ({**parts.scratch, **ours} for ours in each)
+    return prepared(MERGE, sizes, MERGE.config_for(sizes), arrays, programmatic=True)[1]
