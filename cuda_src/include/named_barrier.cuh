@@ -16,10 +16,10 @@ __device__ __forceinline__ void arrive_threads(int barrier, int threads) {
 // The 128 threads of one warp group alone.
 __device__ __forceinline__ void sync_warp_group(int group) { sync_threads(1 + group, 128); }
 
-// The same of two warp groups, by barriers that are constants.
+// The same of two warp groups, by constants: so the compiler keeps a barrier of each, where one with registers would do.
 __device__ __forceinline__ void sync_one_of_two(int group) {
-    if (group == 0) sync_threads(1, 128);
-    else sync_threads(2, 128);
+    if (group == 0) asm volatile("bar.sync 1, 128;" ::: "memory");
+    else asm volatile("bar.sync 2, 128;" ::: "memory");
 }
 
 }  // namespace ptxlab
