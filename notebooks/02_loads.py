@@ -29,8 +29,7 @@ from IPython.display import Markdown
 import ptxlab
 from ptxlab import jupyter, kernels
 from ptxlab.kernels import holders
-from report import figures
-from report import sections as report
+from report import figures, sections
 
 # %% [markdown]
 # ## The MMA's operand
@@ -132,4 +131,4 @@ print(*outcome.findings[:2], sep="\n")
 # compared with the read ceiling of the same run.
 
 # %%
-Markdown(report.load_table())
+Markdown(sections.load_table())

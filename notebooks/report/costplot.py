@@ -1,32 +1,23 @@
 """Figures of the cost model: rooflines, predictions beside measurements, and where W4A8 stops paying."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ptxlab import cost
 from ptxlab.bench import counts
 from ptxlab.bench.record import Record
-from ptxlab.bench.shapes import ALL_TOKENS, DISSECTED
+from ptxlab.bench.shapes import ALL_TOKENS, DISSECTED, LLAMA
 from ptxlab.cost import Device, Scheme
 from ptxlab.plot import BLUE, GREY, ORANGE, RED
 from report import gemm
+from report.frames import mean, means
 from report.gemmplot import COLOURS, layer_style, title, token_axis
-from report.ladder import mean, short
-from report.predictions import (
-    W8A8,
-    Duel,
-    by_kernel,
-    called,
-    duels,
-    mean_error,
-    mean_ratio,
-    measured_device,
-    predictions,
-)
+from report.ladder import short
+from report.predictions import W8A8, called, duels, measured_device, predictions
 
 _ROOFS: dict[str, dict[str, Any]] = {  # scheme -> style
     "W4A4": {"color": "#7b6fb0", "linewidth": 1.4},
@@ -54,13 +45,12 @@ def roofline_figure(record: Record) -> Figure:
     title(left, f"A100 (data sheet): 4-bit weights double the roof below {ridge / 2:.0f} tokens", size=10)
     for name in ("W4A8", "W8A8", "FP8"):
         _roof(right, here, name, label=f"{name} roof")
-    rows = [row for row in gemm.points(record) if gemm.named(row) == DISSECTED]
-    eight = [row for row in gemm.eight_bit(record) if gemm.named(row) == DISSECTED]
-    fp8 = [(row.sizes["M"], row.operations / us / 1e6) for row in rows if (us := row.peers.get("cublas_fp8"))]
-    _dots(right, [(row.sizes["M"], row.rate) for row in rows], color=BLUE, label="gemm_w4a8")
-    _dots(right, [(row.sizes["M"], row.rate) for row in eight], color=ORANGE, label="gemm_w8a8_sm90")
-    _dots(right, fp8, color="#444444", marker="s", markersize=5, label="cuBLAS FP8")
-    above = [row.sizes["M"] for row in rows if row.rate > cost.most_tops(here, _scheme("W8A8"), row.sizes["M"], 0)]
+    rows, eight = (found[found.layer == str(DISSECTED)] for found in (gemm.points(record), gemm.eight_bit(record)))
+    _dots(right, rows.M, rows.rate, color=BLUE, label="gemm_w4a8")
+    _dots(right, eight.M, eight.rate, color=ORANGE, label="gemm_w8a8_sm90")
+    fp8 = rows.operations / (rows["over cublas_fp8"] * rows.time_us) / 1e6
+    _dots(right, rows.M, fp8, color="#444444", marker="s", markersize=5, label="cuBLAS FP8")
+    above = [M for M, rate in zip(rows.M, rows.rate, strict=True) if rate > cost.most_tops(here, _scheme("W8A8"), M, 0)]
     beyond = f"gemm_w4a8 is above the 8-bit roof up to {max(above)} tokens" if above else "measured beside the roofs"
     title(right, f"{record.device['name'].removeprefix('NVIDIA ')}, {DISSECTED}: {beyond}", size=10)
     for axes in (left, right):
@@ -89,28 +79,28 @@ def _roof(axes: Axes, device: Device, name: str, alpha: float | None = None, **s
     axes.set_ylabel("TOPS")
 
 
-def _dots(axes: Axes, points: Iterable[tuple[int, float]], **style: Any) -> None:
+def _dots(axes: Axes, tokens: pd.Series, tops: pd.Series, **style: Any) -> None:
     usual = {"linestyle": "none", "marker": "o", "markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.7}
-    axes.plot(*np.array([*points]).reshape(-1, 2).T, **{**usual, **style})
+    axes.plot(tokens, tops, **{**usual, **style})
 
 
 def predicted_figure(record: Record) -> Figure:
     """Predicted over measured time by tokens: every point, and the mean over the matrices; the ladder, and the rest."""
     figure = Figure(figsize=(14, 5.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    found = by_kernel(predictions(record))
-    parts = [{name: mine for name, mine in found.items() if (name in _OURS) == ours} for ours in (False, True)]
-    for axes, part, what in zip(panels, parts, ("The ladder's steps", "The launched kernels"), strict=True):
-        for name, mine in part.items():
+    found = predictions(record)
+    ours = found.kernel.isin(_OURS)
+    for axes, part, what in zip(
+        panels, (found[~ours], found[ours]), ("The ladder's steps", "The launched kernels"), strict=True
+    ):
+        for name, mine in part.groupby("kernel", sort=False):
             colour = _OURS.get(name) or COLOURS[short(name)]
-            errors = [mean_error(mine, overlapped=overlapped) for overlapped in (False, True)]
-            places = [ALL_TOKENS.index(p.row.sizes["M"]) for p in mine]
-            ratios = [p.cost.in_turn_us / p.row.time_us for p in mine]
-            axes.plot(places, ratios, "o", markersize=3, alpha=0.35, markeredgewidth=0, color=colour)
-            label = f"{called(name)}: {errors[0]:.0%} ({errors[1]:.0%})"
-            axes.plot([mean_ratio(mine, M) for M in ALL_TOKENS], "o-", markersize=5, color=colour, label=label)
-        everything = [p for mine in part.values() for p in mine]
-        longer = mean(p.row.time_us / p.cost.in_turn_us for p in everything)
+            places = mine.M.map(ALL_TOKENS.index)
+            axes.plot(places, mine.in_turn, "o", markersize=3, alpha=0.35, markeredgewidth=0, color=colour)
+            label = f"{called(name)}: {mine.error.mean():.0%} ({mine.overlapped_error.mean():.0%})"
+            ratios = means(mine, "M", ["in_turn"]).in_turn.reindex(ALL_TOKENS)
+            axes.plot(ratios.to_numpy(), "o-", markersize=5, color=colour, label=label)
+        longer = 1 / mean(part.in_turn)
         title(axes, f"{what} take {longer:.1f}x the predicted time in the mean")
         axes.axhline(1, color="black", linewidth=1, label="as predicted")
         axes.set_xlim(-0.4, len(ALL_TOKENS) - 0.6)
@@ -134,15 +124,14 @@ def crossover_figure(record: Record) -> Figure:
     return figure
 
 
-def _duels(axes: Axes, found: list[Duel]) -> None:
-    for duel in found:
-        axes.plot(range(len(ALL_TOKENS)), [duel.measured.get(M, np.nan) for M in ALL_TOKENS], **layer_style(duel.layer))
-    for label, style, ratios in (
-        ("predicted in turn, mean", "-", [duel.in_turn for duel in found]),
-        ("predicted overlapped, mean", "--", [duel.overlapped for duel in found]),
-    ):
-        means = [mean(ratio[M] for ratio in ratios if M in ratio) for M in ALL_TOKENS]
-        axes.plot(range(len(ALL_TOKENS)), means, color="black", linewidth=2.2, linestyle=style, label=label)
+def _duels(axes: Axes, found: pd.DataFrame) -> None:
+    for layer in LLAMA:
+        measured = found[found.layer == str(layer)].set_index("M").measured.reindex(ALL_TOKENS)
+        axes.plot(range(len(ALL_TOKENS)), measured, **layer_style(layer))
+    overall = means(found, "M", ["in_turn", "overlapped"]).reindex(ALL_TOKENS)
+    for way, style in (("in_turn", "-"), ("overlapped", "--")):
+        label = f"predicted {way.replace('_', ' ')}, mean"
+        axes.plot(range(len(ALL_TOKENS)), overall[way], color="black", linewidth=2.2, linestyle=style, label=label)
     axes.axhline(1, color="black", linewidth=0.8, zorder=0)
     axes.set_ylim(bottom=0)
     token_axis(axes, ALL_TOKENS)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from ptxlab import demo, nsight, plot
@@ -26,12 +27,12 @@ def _profile() -> Figure:
     return page_figure(found, nsight.differences(*found))
 
 
-def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None], object]) -> Callable[[], Figure]:
+def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None], pd.DataFrame]) -> Callable[[], Figure]:
     """A picture of the record of the suite `gemm`, which needs what `measured` finds in it."""
 
     def drawn() -> Figure:
         record = ladder.recorded()
-        if record is None or not all(found(record) for found in measured):
+        if record is None or any(found(record).empty for found in measured):
             raise FileError("gemm.json: lacks what is drawn here; `ptxlab bench gemm` makes a record on a GPU")
         return draw(record)
 
@@ -40,7 +41,7 @@ def _gemm(draw: Callable[[Record], Figure], *measured: Callable[[Record | None],
 
 def _attention() -> Figure:
     rows = attention.points(attention.recorded())
-    if not rows:
+    if rows.empty:
         raise FileError("attention.json: not recorded; `ptxlab bench attention` makes a record on a GPU")
     return attention.speedup_figure(rows)
 
@@ -52,12 +53,12 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "load_lds32_u4": lambda: load_picture("load_lds32_u4"),  # slow,
     "load_dual_mma": lambda: load_picture("load_dual_mma"),  # right
     "ladder_peers": lambda: gemmplot.peers_figure(stored_times()),
-    "ladder_ablation": _gemm(lambda record: gemmplot.ablation_figure(ladder.rows_of(record)), ladder.rows_of),
-    "ladder_times": _gemm(lambda r: gemmplot.times_figure(ladder.rows_of(r), stored_times()), ladder.rows_of),
-    "ladder_fraction": _gemm(lambda record: gemmplot.fraction_figure(ladder.rows_of(record)), ladder.rows_of),
-    "ladder_roofline": _gemm(lambda record: gemmplot.roofline_figure(ladder.rows_of(record)), ladder.rows_of),
+    "ladder_ablation": _gemm(lambda record: gemmplot.ablation_figure(ladder.points(record)), ladder.points),
+    "ladder_times": _gemm(lambda r: gemmplot.times_figure(ladder.points(r)), ladder.points),
+    "ladder_fraction": _gemm(lambda record: gemmplot.fraction_figure(ladder.points(record)), ladder.points),
+    "ladder_roofline": _gemm(lambda record: gemmplot.roofline_figure(ladder.points(record)), ladder.points),
     "gemm_headline": _gemm(lambda record: gemmplot.headline_figure(gemm.points(record)), gemm.points),
-    "gemm_beyond": _gemm(gemmplot.beyond_figure, lambda record: list(gemm.chains(record))),
+    "gemm_beyond": _gemm(gemmplot.beyond_figure, gemm.chains),
     "cost_roofline": _gemm(costplot.roofline_figure, *_BOTH),
     "cost_predicted": _gemm(costplot.predicted_figure, *_BOTH),
     "cost_crossover": _gemm(costplot.crossover_figure, *_BOTH),

@@ -1,12 +1,10 @@
-"""`gemm_w4a8` as recorded, beside its floor and everyone else: rows and tables."""
+"""`gemm_w4a8` as recorded, beside its floor and everyone else: points and tables."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+import pandas as pd
 
-from ptxlab.bench import chain, grouped, quantiser, untuned, w8a8
-from ptxlab.bench.headline import MEASURE, ORDER
-from ptxlab.bench.record import Record, Row
+from ptxlab.bench.gemm import chain, grouped, quantiser, steps
+from ptxlab.bench.gemm.headline import MEASURE, ORDER, UNTUNED_MEASURE
+from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import (
     ALL_TOKENS,
     CHAINS,
@@ -18,302 +16,193 @@ from ptxlab.bench.shapes import (
     MIXTRAL,
     SWEPT,
     UNTUNED,
-    Layer,
 )
-from ptxlab.bench.stored import FACTOR, SAME
-from report.ladder import NOT_RECORDED, QSERVE, fraction_cell, markdown, mean, place_of, times_cell
+from report.frames import MISSING, cells, fraction, frame, markdown, mean, mean_cell, means, over, scaled, slower_points
+from report.ladder import QSERVE
 
-PEERS = {  # name -> how tables call it
-    "cublas_fp8": "FP8",
-    "cublas_int8": "INT8",
-    "cublas_fp16": "FP16",
-    "fp8_row": "FP8 per row",
-    "qserve_w8a8": "QServe W8A8",
-    "qserve_w4a8_chn": "QServe per channel",
-    "qserve_w4a8_g128": "QServe g128",
-    "qqq_w4a8_chn": "QQQ per channel",
-    "qqq_w4a8_g128": "QQQ g128",
-}
+PLACE = ["N", "K", "M"]
+_SHOWN_TOKENS = (16, 64, 256, 2048)
 
 
-def points(record: Record | None, group: int = GROUP) -> list[Row]:
-    """The headline: every point of LLaMA-2 with row-major activations, by matrix and tokens; [] of no record.
+def points(record: Record | None, group: int = GROUP) -> pd.DataFrame:
+    """The headline: every point of LLaMA-2 with row-major activations, by matrix and tokens.
 
     Their token sums come from the quantiser. `otherwise` has the same points for activations that came otherwise.
     """
-    return _in_order(row for row in of(record, MEASURE, group) if row.activations == ORDER)
+    rows = frame(record, MEASURE, LLAMA)
+    rows = rows[(rows.g == group) & (rows.activations == ORDER)]
+    order = {str(layer): number for number, layer in enumerate(LLAMA)}
+    return rows.sort_values(
+        ["layer", "M"], key=lambda column: column.replace(order) if column.name == "layer" else column
+    )
 
 
-def otherwise(record: Record | None, group: int = GROUP) -> dict[str, list[Row]]:
-    """The points with activations in other orders, or without their token sums, by what `Row.activations` says."""
-    rows = of(record, MEASURE, group)
-    orders = dict.fromkeys(row.activations for row in rows if row.activations != ORDER)
-    return {order: _in_order(row for row in rows if row.activations == order) for order in orders}
+def otherwise(record: Record | None, group: int = GROUP) -> pd.DataFrame:
+    """The points with activations in other orders, or without their token sums, beside the headline's time."""
+    rows = frame(record, MEASURE, LLAMA)
+    rows = rows[(rows.g == group) & (rows.activations != ORDER)]
+    return rows.merge(points(record, group)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_usual"))
 
 
-def of(record: Record | None, measure: str, group: int = GROUP) -> list[Row]:
-    """The rows of one measure."""
-    rows = record.rows if record else ()
-    return [row for row in rows if row.measure == measure and row.sizes.get("g", group) == group]
-
-
-def named(row: Row, layers: Sequence[Layer] = LLAMA) -> Layer:
-    """The matrix of a row by name."""
-    return next(layer for layer in layers if (row.sizes["N"], row.sizes["K"]) == (layer.N, layer.K))
-
-
-def best_peer(row: Row) -> tuple[str, float]:
-    """The fastest peer and how many times as fast as that ours is; NaN without peers."""
-    if not row.peers:
-        return "", math.nan
-    name = min(row.peers, key=row.peers.__getitem__)
-    return name, row.peers[name] / row.time_us
-
-
-def over(rows: Iterable[Row], peer: str = "") -> list[float]:
-    """How many times as fast as a peer, by default the fastest of each point, where its time is known."""
-    if peer:
-        return [row.peers[peer] / row.time_us for row in rows if peer in row.peers]
-    return [best_peer(row)[1] for row in rows if row.peers]
-
-
-def fraction(rows: Iterable[Row]) -> float:
-    """Of the floor, geometric mean."""
-    return mean(row.fraction for row in rows)
-
-
-def at(rows: Iterable[Row], *tokens: int) -> list[Row]:
+def at(rows: pd.DataFrame, *tokens: int) -> pd.DataFrame:
     """Those with so many tokens."""
-    return [row for row in rows if row.sizes["M"] in tokens]
+    return rows[rows.M.isin(tokens)]
 
 
-def slower(rows: Iterable[Row]) -> list[Row]:
-    """The points at which some peer is faster."""
-    return [row for row in rows if row.peers and best_peer(row)[1] < 1]
+def chains(record: Record | None) -> pd.DataFrame:
+    """A decoder layer's GEMMs in a row; `over_best`: beside the sum of the best peers' times for each alone."""
+    rows = frame(record, chain.MEASURE)
+    rows["model"] = rows.hidden.map({layers[0].K: layers[0].model for layers in CHAINS})
+    alone = points(record).assign(best_us=lambda found: found["over"] * found.time_us)
+    rows = rows.join(alone.groupby(["model", "M"]).best_us.sum(min_count=len(CHAINS[0])), on=["model", "M"])
+    return rows.assign(over_best=rows.best_us / rows.time_us)
 
 
-class Chain(NamedTuple):
-    """A decoder layer's GEMMs in a row, beside the sum of the best peers' times for each alone (NaN: not known)."""
-
-    row: Row
-    model: str
-    over_fp8: float
-    over_best: float
-
-
-def chains(record: Record | None) -> Iterator[Chain]:
-    """Every model at every number of tokens."""
-    single = {place_of(row): row for row in points(record)}
-    models = {layers[0].K: layers for layers in CHAINS}
-    for row in of(record, chain.MEASURE):
-        layers, M = models[row.sizes["hidden"]], row.sizes["M"]
-        alone = [single.get((layer.N, layer.K, M)) for layer in layers]
-        best = sum(min(link.peers.values(), default=math.nan) if link else math.nan for link in alone)
-        fp8 = row.peers.get("cublas_fp8", math.nan)
-        yield Chain(row, layers[0].model, fp8 / row.time_us, best / row.time_us)
+def experts(record: Record | None) -> pd.DataFrame:
+    """Mixtral's experts: the loop of single GEMMs, the grouped kernel where it was measured, and what that gains."""
+    on = ["tokens", "N", "K"]
+    together = frame(record, grouped.MEASURE)[[*on, "time_us", "fraction"]]
+    rows = frame(record, grouped.LOOP, MIXTRAL).merge(together, how="left", on=on, suffixes=("", "_grouped"))
+    return rows.assign(gain=rows.time_us / rows.time_us_grouped)
 
 
-class Routed(NamedTuple):
-    """Experts' GEMMs: the loop of singles, and the grouped kernel where it was measured."""
-
-    loop: Row
-    grouped: Row | None
-
-    @property
-    def gain(self) -> float:
-        """How many times as fast the grouped kernel is."""
-        return self.loop.time_us / self.grouped.time_us if self.grouped else math.nan
+def untuned_points(record: Record | None) -> pd.DataFrame:
+    """Matrices of other models at odd numbers of tokens."""
+    return frame(record, UNTUNED_MEASURE, UNTUNED)
 
 
-def experts(record: Record | None) -> list[Routed]:
-    """Every matrix of Mixtral at every number of tokens."""
-    found = {_routing(row): row for row in of(record, grouped.MEASURE)}
-    return [Routed(row, found.get(_routing(row))) for row in of(record, grouped.LOOP)]
-
-
-def _routing(row: Row) -> tuple[int, ...]:
-    return tuple(row.sizes[name] for name in ("tokens", "N", "K"))
-
-
-def untuned_points(record: Record | None) -> list[tuple[Row, Layer]]:
-    """Matrices of other models at odd numbers of tokens, with their names."""
-    return [(row, named(row, UNTUNED)) for row in of(record, untuned.MEASURE)]
-
-
-def eight_bit(record: Record | None) -> list[Row]:
+def eight_bit(record: Record | None) -> pd.DataFrame:
     """The points of the kernel with 8-bit weights."""
-    return [row for row in record.rows if row.measure == w8a8.MEASURE] if record else []
+    return frame(record, steps.W8A8, LLAMA)
 
 
-def dequantising(record: Record | None, *tokens: int) -> list[float]:
+def dequantising(record: Record | None, *tokens: int) -> pd.Series:
     """Time with 4-bit over time with 8-bit weights, by the same skeleton, at so many tokens."""
-    eight = {place_of(row): row.time_us for row in eight_bit(record)}
-    four = at(points(record), *tokens)
-    return [row.time_us / eight[place_of(row)] for row in four if place_of(row) in eight]
+    both = at(points(record), *tokens).merge(eight_bit(record)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_8"))
+    return both.time_us / both.time_us_8
 
 
-def reordering(record: Record | None) -> dict[str, list[float]]:
-    """Time of the quantiser over that of the row-major one, by the order that it writes."""
-    rows = of(record, quantiser.MEASURE)
-    plain = {_shape(row): row.time_us for row in rows if row.activations == "row_major"}
-    orders = dict.fromkeys(row.activations for row in rows)
-    return {
-        order: [row.time_us / plain[_shape(row)] for row in rows if row.activations == order and _shape(row) in plain]
-        for order in orders
-    }
-
-
-def _shape(row: Row) -> tuple[int, int]:
-    return row.sizes["M"], row.sizes["K"]
-
-
-def _in_order(rows: Iterable[Row]) -> list[Row]:
-    """The rows in the order of matrices and tokens."""
-    found = {place_of(row): row for row in rows}
-    places = [(layer.N, layer.K, M) for layer in LLAMA for M in ALL_TOKENS]
-    return [found[place] for place in places if place in found]
-
-
-# How tables say it
-
-
-def cell(row: Row, names: Mapping[str, str]) -> str:
-    """Time, of the floor, over the fastest peer by the name that tables give it."""
-    name, speed = best_peer(row)
-    beside = f", **{speed:.2f}x** {names[name]}" if name else ""
-    return f"{row.time_us:.{1 if row.time_us < 100 else 0}f} µs, {row.fraction:.2f}{beside}"
-
-
-def mean_cell(rows: Sequence[Row]) -> str:
-    """Geometric means of floor and speed; nothing of no rows."""
-    speed = mean(over(rows))
-    return "" if not rows else f"{fraction(rows):.2f}" + ("" if math.isnan(speed) else f", **{speed:.2f}x**")
-
-
-def slower_points(rows: Iterable[Row], names: Mapping[str, str], place: Callable[[Row], str]) -> str:
-    """The points that some peer does faster, by name."""
-    found = [(place(row), *best_peer(row)) for row in slower(rows)]
-    listed = "; ".join(f"{where} ({speed:.2f}x {names[name]})" for where, name, speed in found)
-    return f"Slower than a peer: {listed}." if found else "No peer is faster at any point."
-
-
-def scaled(factors: Sequence[float], library: str, whose: str = "the others'") -> list[str]:
-    """At how many points stored times were scaled, and by how much, in a sentence; none where they were not."""
-    moved = [factor for factor in factors if factor != 1.0]
-    if not moved:
-        return []
-    ratios = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(moved), max(moved))))
-    return [
-        f"At {len(moved)} of {len(factors)} points {library} differed by more than {SAME:.0%} between the two runs:"
-        f" there {whose} times are scaled by its ratio, {ratios}."
-    ]
-
-
-_SHOWN_TOKENS = (16, 64, 256, 2048)
-_MISSING = f"{NOT_RECORDED}\n"
+def reordering(record: Record | None) -> pd.DataFrame:
+    """Every size and order that the quantiser writes, with its time over that of the row-major one in `ratio`."""
+    rows, on = frame(record, quantiser.MEASURE), ["M", "K"]
+    plain = rows[rows.activations == "row_major"][[*on, "time_us"]]
+    rows = rows.merge(plain, on=on, suffixes=("", "_plain"))
+    return rows.assign(ratio=rows.time_us / rows.time_us_plain)
 
 
 def matrices_table(record: Record | None) -> str:
     """Ours against all peers with the floor, matrix by matrix: time, of the floor, over the fastest peer."""
     rows = points(record)
-    if record is None or not rows:
-        return _MISSING
-    cells = {(named(row), row.sizes["M"]): cell(row, PEERS) for row in rows}
-    lines = [
-        [f"{layer}, {layer.N} x {layer.K}", *(cells.get((layer, M), "") for M in _SHOWN_TOKENS)] for layer in LLAMA
-    ]
-    lines.append(["**mean**", *(mean_cell(at(rows, M)) for M in _SHOWN_TOKENS)])
-    return f"{markdown(['', *(f'M = {M}' for M in _SHOWN_TOKENS)], lines)}\n{_origin(record, rows)}\n"
+    if record is None or rows.empty:
+        return MISSING
+    table = rows.assign(cell=cells(rows)).pivot(index="layer", columns="M", values="cell")
+    table = table.reindex(index=map(str, LLAMA), columns=_SHOWN_TOKENS)
+    table.index = pd.Index([f"{layer}, {layer.N} x {layer.K}" for layer in LLAMA], name="")
+    table.loc["**mean**"] = [mean_cell(at(rows, M)) for M in _SHOWN_TOKENS]
+    return f"{markdown(table.add_prefix('M = ').reset_index())}\n{_origin(record, rows)}\n"
 
 
 def means_table(record: Record | None) -> str:
     """By tokens, and over all up to 256: of the floor, and how many times as fast as others."""
-    rows = points(record)
-    if not rows:
-        return _MISSING
-    columns = ["M", "of the floor", "in groups of 64", "over the best peer", "over QServe g128", "over cuBLAS FP8"]
-    finer = points(record, group=64)
-    few = f"{FEW_TOKENS[0]} to {FEW_TOKENS[-1]}"
-    lines = []
-    for label, tokens in [*((str(M), (M,)) for M in ALL_TOKENS), (few, FEW_TOKENS)]:
-        part = at(rows, *tokens)
-        near = [fraction(part), fraction(at(finer, *tokens))]
-        speeds = [mean(over(part, peer)) for peer in ("", QSERVE, "cublas_fp8")]
-        behind = f"{len(slower(part))} of {len(part)}"
-        lines.append([label, *map(fraction_cell, near), *map(times_cell, speeds), behind])
-    return f"{markdown([*columns, 'slower than a peer'], lines)}\n{slower_points(rows, PEERS, _where)}\n"
+    rows, finer = points(record), points(record, group=64)
+    if rows.empty:
+        return MISSING
+    lines = [
+        {
+            "M": label,
+            "of the floor": fraction(part),
+            "in groups of 64": fraction(at(finer, *tokens)),
+            "over the best peer": mean(part["over"]),
+            "over QServe g128": mean(over(part, QSERVE)),
+            "over cuBLAS FP8": mean(over(part, "cublas_fp8")),
+            "slower than a peer": f"{(part['over'] < 1).sum()} of {len(part)}",
+        }
+        for label, tokens in [
+            *((str(M), (M,)) for M in ALL_TOKENS),
+            (f"{FEW_TOKENS[0]} to {FEW_TOKENS[-1]}", FEW_TOKENS),
+        ]
+        for part in [at(rows, *tokens)]
+    ]
+    table = pd.DataFrame(lines)
+    formats = {name: "{:.2f}x" if name.startswith("over") else "{:.2f}" for name in table.columns[1:-1]}
+    return f"{markdown(table, formats)}\n{slower_points(rows, '{layer}, M = {M}')}\n"
 
 
 def orders_table(record: Record | None) -> str:
     """What activations cost in another order, or without their token sums; and what the quantiser's orders cost."""
-    usual = {place_of(row): row.time_us for row in points(record)}
-    ratios = {f"quantising: {order} over row_major": found for order, found in reordering(record).items()}
-    ratios.pop("quantising: row_major over row_major", None)
-    for order, rows in otherwise(record).items():
-        ratios[f"GEMM: {order} over row_major"] = [row.time_us / usual[place_of(row)] for row in rows]
-    lines = [[what, f"{mean(found):.3f}", f"{max(found):.3f}"] for what, found in ratios.items()]
-    return markdown(["time", "mean", "at most"], lines) if lines else _MISSING
+    quantised, multiplied = reordering(record), otherwise(record)
+    quantised = quantised[quantised.activations != "row_major"]
+    multiplied["ratio"] = multiplied.time_us / multiplied.time_us_usual
+    both = pd.concat([
+        quantised.assign(time="quantising: " + quantised.activations.astype(str) + " over row_major"),
+        multiplied.assign(time="GEMM: " + multiplied.activations.astype(str) + " over row_major"),
+    ])  # fmt: skip
+    if both.empty:
+        return MISSING
+    table = means(both, "time", ["ratio"]).set_axis(["mean"], axis=1)
+    table["at most"] = both.groupby("time").ratio.max()
+    return markdown(table.reset_index(), {"mean": "{:.3f}", "at most": "{:.3f}"})
 
 
 def chains_table(record: Record | None) -> str:
     """The GEMMs of a decoder layer in a row."""
-    columns = ["model", "M", "µs", "launched plainly, µs", "over cuBLAS FP8's chain", "over the best peers alone"]
-    lines = []
-    for row, model, *speeds in chains(record):
-        microseconds = [f"{row.time_us:.1f}", f"{row.more['plain_us']:.1f}"]
-        lines.append([model, str(row.sizes["M"]), *microseconds, *map(times_cell, speeds)])
-    return markdown(columns, lines) if lines else _MISSING
+    shown = {
+        "model": ("model", "{}"),
+        "M": ("M", "{}"),
+        "time_us": ("µs", "{:.1f}"),
+        "plain_us": ("launched plainly, µs", "{:.1f}"),
+        "over cublas_fp8": ("over cuBLAS FP8's chain", "{:.2f}x"),
+        "over_best": ("over the best peers alone", "{:.2f}x"),
+    }
+    return _shown(chains(record), shown)
 
 
 def experts_table(record: Record | None) -> str:
     """Mixtral's experts: the loop of singles, and the grouped kernel."""
-    columns = ["matrix", "tokens", "experts with tokens", "loop, µs", "grouped, µs", "of the floor", "over the loop"]
-    lines = []
-    for routed in experts(record):
-        loop, grouped = routed
-        microseconds = [f"{loop.time_us:.1f}", f"{grouped.time_us:.1f}" if grouped else ""]
-        with_tokens = f"{loop.more['launches']:.0f} of {EXPERTS}"
-        figures = [with_tokens, *microseconds, f"{(grouped or loop).fraction:.2f}", times_cell(routed.gain)]
-        lines.append([str(named(loop, MIXTRAL)), str(loop.sizes["tokens"]), *figures])
-    note = f"Each token takes {CHOSEN_EXPERTS} of {EXPERTS} experts, at random.\n"
-    return f"{markdown(columns, lines)}\n{note}" if lines else _MISSING
+    rows = experts(record)
+    rows["best_fraction"] = rows.fraction_grouped.fillna(rows.fraction)
+    shown = {
+        "layer": ("matrix", "{}"),
+        "tokens": ("tokens", "{}"),
+        "launches": ("experts with tokens", f"{{:.0f}} of {EXPERTS}"),
+        "time_us": ("loop, µs", "{:.1f}"),
+        "time_us_grouped": ("grouped, µs", "{:.1f}"),
+        "best_fraction": ("of the floor", "{:.2f}"),
+        "gain": ("over the loop", "{:.2f}x"),
+    }
+    note = f"\nEach token takes {CHOSEN_EXPERTS} of {EXPERTS} experts, at random.\n"
+    return _shown(rows, shown) + ("" if rows.empty else note)
+
+
+def _shown(rows: pd.DataFrame, shown: dict[str, tuple[str, str]]) -> str:
+    """Columns of a table by the names and in the formats given for them."""
+    table = rows[list(shown)].set_axis([name for name, _ in shown.values()], axis=1)
+    return MISSING if rows.empty else markdown(table, dict(shown.values()))
 
 
 def untuned_table(record: Record | None) -> str:
     """Other models and odd numbers of tokens, model by model."""
-    found = untuned_points(record)
-    if not found:
-        return _MISSING
-    lines = []
-    for model in dict.fromkeys(layer.model for layer in UNTUNED):
-        rows = [row for row, layer in found if layer.model == model]
-        speeds = over(rows, "cublas_fp8")
-        lines.append(
-            [model, f"{fraction(rows):.2f}", times_cell(mean(speeds)), times_cell(min(speeds, default=math.nan))]
-        )
-    unseen = [row for row, layer in found if (layer.N, layer.K) not in SWEPT]
-    lines.append(["matrices in no sweep", f"{fraction(unseen):.2f}", times_cell(mean(over(unseen, "cublas_fp8"))), ""])
-    everything = [row for row, _ in found]
-    tuned = at(points(record), *FEW_TOKENS)
-    lines.append(["all", f"{fraction(everything):.2f}", times_cell(mean(over(everything, "cublas_fp8"))), ""])
-    lines.append(
-        [f"tuned, M <= {FEW_TOKENS[-1]}", f"{fraction(tuned):.2f}", times_cell(mean(over(tuned, "cublas_fp8"))), ""]
-    )
-    return markdown(["", "of the floor", "over cuBLAS FP8, mean", "at least"], lines)
+    rows, tuned = untuned_points(record), at(points(record), *FEW_TOKENS)
+    if rows.empty:
+        return MISSING
+    unseen = rows[[place not in SWEPT for place in zip(rows.N, rows.K, strict=True)]]
+    parts = {model: rows[rows.model == model] for model in dict.fromkeys(layer.model for layer in UNTUNED)}
+    models = set(parts)
+    parts |= {"matrices in no sweep": unseen, "all": rows, f"tuned, M <= {FEW_TOKENS[-1]}": tuned}
+    lines = [
+        [name, fraction(part), mean(fp8 := over(part, "cublas_fp8")), fp8.min() if name in models else None]
+        for name, part in parts.items()
+    ]
+    table = pd.DataFrame(lines, columns=["", "of the floor", "over cuBLAS FP8, mean", "at least"])
+    return markdown(table, {"of the floor": "{:.2f}", "over cuBLAS FP8, mean": "{:.2f}x", "at least": "{:.2f}x"})
 
 
-def _where(row: Row) -> str:
-    return f"{named(row)}, M = {row.sizes['M']}"
-
-
-def _origin(record: Record, rows: list[Row]) -> str:
+def _origin(record: Record, rows: pd.DataFrame) -> str:
     """What the figures are, where they come from, and how far the stored ones were scaled."""
-    orders = " or ".join(dict.fromkeys(row.activations.replace("_", "-") for row in rows))
-    factors = [row.more[FACTOR] for row in rows if FACTOR in row.more]
     sentences = [
-        f"Groups of {rows[0].sizes['g']}, FP16 out, {orders} activations with their token sums from the quantiser.",
+        f"Groups of {GROUP}, FP16 out, {ORDER.replace('_', '-')} activations with their token sums from the quantiser.",
         f"Measured on one {record.device['name']}: `ptxlab bench gemm`, {record.date[:10]}, commit"
         f" {record.revision}; cuBLAS in the same run, QServe, QQQ and FP8 per row before that on an H200 too"
         " ([peers](notebooks/results/h200/peers/README.md)).",
     ]
-    return " ".join(sentences + scaled(factors, "cuBLAS"))
+    return " ".join(sentences + scaled(rows, "cuBLAS"))

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize, to_rgb
 from matplotlib.figure import Figure
 
 from ptxlab import cost
-from ptxlab.bench.record import Record, Row
+from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import (
     ALL_TOKENS,
     CHAINS,
@@ -27,18 +28,9 @@ from ptxlab.bench.shapes import (
 )
 from ptxlab.bench.stored import Stored
 from ptxlab.plot import BLUE, GREY, ORANGE, RED
-from report.gemm import at, best_peer, chains, experts, fraction, named, over, points, untuned_points
-from report.ladder import (
-    QSERVE,
-    layer_of,
-    mean,
-    peers_of,
-    place_of,
-    short,
-    speed_over,
-    step_fraction,
-    steps,
-)
+from report.frames import fraction, mean, means
+from report.gemm import at, chains, experts, points, untuned_points
+from report.ladder import QSERVE, of, short, speed_over, steps
 
 # The steps of sm_80 in warm colours, those of sm_90 in ever darker blue.
 COLOURS = {
@@ -98,22 +90,21 @@ def _over_floor(stored: Stored, peer: str, M: int, device: str) -> float:
     return mean(ratios)
 
 
-def times_figure(rows: Sequence[Row], stored: Stored) -> Figure:
+def times_figure(rows: pd.DataFrame) -> Figure:
     """Time over the floor by tokens, geometric mean over the matrices: the steps, and the best of them beside peers."""
     tokens, names = _tokens(rows), steps(rows)
-    means = {name: [1 / step_fraction(rows, name, M) for M in tokens] for name in names}
-    best = min(names, key=lambda name: mean(means[name]))
+    times = {name: [1 / fraction(of(rows, name, M)) for M in tokens] for name in names}
+    best = min(names, key=lambda name: mean(times[name]))
     figure = Figure(figsize=(12, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for name in names:
-        left.plot(means[name], "o-", markersize=4, **_step_style(name))
+        left.plot(times[name], "o-", markersize=4, **_step_style(name))
     for peer, (label, style) in _PEERS.items():
-        over = [[us / r.floor_us for r in rows if r.kernel == best and r.sizes["M"] == M
-                 if (us := peers_of(r, stored).get(peer))] for M in tokens]  # fmt: skip
-        right.plot([mean(ratios) for ratios in over], "s", markersize=4, label=label, **style)
-    right.plot(means[best], "o-", markersize=4, **_step_style(best))
-    first = means[names[0]]
-    title(left, f"{short(best)} takes {means[best][-1]:.1f}x the floor at {tokens[-1]} tokens, the first step "
+        over_floor = [mean(here[f"over {peer}"] / here.fraction) for M in tokens for here in [of(rows, best, M)]]
+        right.plot(over_floor, "s", markersize=4, label=label, **style)
+    right.plot(times[best], "o-", markersize=4, **_step_style(best))
+    first = times[names[0]]
+    title(left, f"{short(best)} takes {times[best][-1]:.1f}x the floor at {tokens[-1]} tokens, the first step "
                 f"{first[-1]:.1f}x", size=10)  # fmt: skip
     title(right, f"{short(best)} beside other libraries", size=10)
     for axes in (left, right):
@@ -125,7 +116,7 @@ def times_figure(rows: Sequence[Row], stored: Stored) -> Figure:
     return figure
 
 
-def ablation_figure(rows: Sequence[Row], base: str = "") -> Figure:
+def ablation_figure(rows: pd.DataFrame, base: str = "") -> Figure:
     """What each step gained over the baseline (the first step where that was not measured), as LiquidGEMM's Fig. 13."""
     names, tokens = steps(rows), _tokens(rows)
     base = base or (BASELINE if BASELINE in names else names[0])
@@ -143,16 +134,16 @@ def ablation_figure(rows: Sequence[Row], base: str = "") -> Figure:
     axes.axhline(1, color="black", linewidth=0.8, linestyle="--", zorder=0)
     token_axis(axes, tokens)
     axes.set_ylabel(f"speed over {short(base)}")
-    matrices = len({place_of(row)[:2] for row in rows})
+    matrices = rows.layer.nunique()
     title(axes, f"What each step gained: geometric mean over {matrices} matrices")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
 
 
-def fraction_figure(rows: Sequence[Row]) -> Figure:
+def fraction_figure(rows: pd.DataFrame) -> Figure:
     """How near every step comes to the floor: a map of matrices and tokens per step."""
     names, tokens = steps(rows), _tokens(rows)
-    layers = [layer for layer in LAYERS if any(layer_of(row) == layer for row in rows)]
+    layers = [str(layer) for layer in LAYERS if str(layer) in set(rows.layer)]
     columns = min(3, len(names))
     lines = -(-len(names) // columns)
     figure = Figure(figsize=(4.6 * columns + 1, (0.33 * len(layers) + 1.1) * lines), layout="constrained")
@@ -162,15 +153,16 @@ def fraction_figure(rows: Sequence[Row]) -> Figure:
         if place >= len(names):
             axes.set_visible(False)
             continue
-        found = {(layer_of(row), row.sizes["M"]): row.fraction for row in rows if row.kernel == names[place]}
-        values = np.array([[found.get((layer, M), np.nan) for M in tokens] for layer in layers])
+        values = (
+            of(rows, names[place]).pivot(index="layer", columns="M", values="fraction").reindex(layers, columns=tokens)
+        )
         image = axes.imshow(values, cmap="RdYlGn", norm=Normalize(0, 1), aspect="auto")
-        for (line, column), value in np.ndenumerate(values):
+        for (line, column), value in np.ndenumerate(values.to_numpy()):
             if not np.isnan(value):
                 axes.text(column, line, f"{value:.2f}", ha="center", va="center", fontsize=8)
-        overall = mean(step_fraction(rows, names[place], M) for M in tokens)
+        overall = mean(fraction(of(rows, names[place], M)) for M in tokens)
         title(axes, f"{short(names[place])}: {overall:.2f}", size=10)
-        axes.set_yticks(range(len(layers)), [str(layer) for layer in layers], fontsize=8)
+        axes.set_yticks(range(len(layers)), layers, fontsize=8)
         axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
         if place >= len(names) - columns:
             axes.set_xlabel("tokens M")
@@ -178,7 +170,7 @@ def fraction_figure(rows: Sequence[Row]) -> Figure:
     return figure
 
 
-def roofline_figure(rows: Sequence[Row], device: str = "h200") -> Figure:
+def roofline_figure(rows: pd.DataFrame, device: str = "h200") -> Figure:
     """Every step under the two roofs; the line of a step runs over the tokens of one large matrix."""
     sheet = cost.sheet(device)
     figure = Figure(figsize=(9.5, 5.4), layout="constrained")
@@ -189,9 +181,9 @@ def roofline_figure(rows: Sequence[Row], device: str = "h200") -> Figure:
     axes.fill_between(intensity, roof, 1e5, color="#f2f3f5", linewidth=0)
     for name in steps(rows):
         style = _step_style(name)
-        mine = [row for row in rows if row.kernel == name]
+        mine = of(rows, name)
         axes.plot(*_roofline_points(mine), "o", markersize=3, alpha=0.35, color=style["color"], markeredgewidth=0)
-        large = [row for row in mine if layer_of(row) == DISSECTED]
+        large = mine[mine.layer == str(DISSECTED)]
         axes.plot(*_roofline_points(large), "o-", markersize=6, **style)
     ridge = sheet.int8_tops / sheet.stream_tbps
     x, y = 17, 17 * sheet.stream_tbps * 1.12  # along the roof: the angle is one in data coordinates, at this point
@@ -212,13 +204,13 @@ def roofline_figure(rows: Sequence[Row], device: str = "h200") -> Figure:
     return figure
 
 
-def _roofline_points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
-    ordered = sorted(rows, key=lambda row: row.sizes["M"])
-    return [row.operations / row.more["packed_bytes"] for row in ordered], [row.rate for row in ordered]
+def _roofline_points(rows: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    ordered = rows.sort_values("M", kind="stable")
+    return ordered.operations / ordered.packed_bytes, ordered.rate
 
 
-def _tokens(rows: Sequence[Row]) -> list[int]:
-    return sorted({row.sizes["M"] for row in rows})
+def _tokens(rows: pd.DataFrame) -> list[int]:
+    return sorted(rows.M.unique())
 
 
 def _step_style(name: str) -> dict[str, Any]:
@@ -246,17 +238,17 @@ _MODELS: dict[str, dict[str, Any]] = {  # the larger model in whole lines
 _MEAN: dict[str, Any] = {"color": "black", "linewidth": 2.2, "label": "mean"}
 
 
-def headline_figure(rows: Sequence[Row]) -> Figure:
+def headline_figure(rows: pd.DataFrame) -> Figure:
     """Every matrix over the tokens: how near to the floor, and how many times as fast as the fastest peer."""
     figure = Figure(figsize=(13, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for layer in LLAMA:
-        mine = {row.sizes["M"]: row for row in rows if named(row) == layer}
-        style = layer_style(layer)
-        _line(left, [mine[M].fraction if M in mine else math.nan for M in ALL_TOKENS], style)
-        _line(right, [best_peer(mine[M])[1] if M in mine else math.nan for M in ALL_TOKENS], style)
-    _line(left, [fraction(at(rows, M)) for M in ALL_TOKENS], _MEAN)
-    _line(right, [mean(over(at(rows, M))) for M in ALL_TOKENS], _MEAN)
+        mine = rows[rows.layer == str(layer)].set_index("M").reindex(ALL_TOKENS)
+        _line(left, mine.fraction, layer_style(layer))
+        _line(right, mine["over"], layer_style(layer))
+    overall = means(rows, "M", ["fraction", "over"]).reindex(ALL_TOKENS)
+    _line(left, overall.fraction, _MEAN)
+    _line(right, overall["over"], _MEAN)
     left.set_ylim(0, 1.05)
     left.set_ylabel("floor / time")
     right.set_ylim(bottom=0)
@@ -283,15 +275,12 @@ def beyond_figure(record: Record) -> Figure:
 
 
 def _chains(axes: Axes, record: Record) -> None:
-    found = {(link.model, link.row.sizes["M"]): link for link in chains(record)}
+    found = chains(record)
     for layers in CHAINS:
         model = layers[0].model
-        links = [found.get((model, M)) for M in FEW_TOKENS]
-        style = _MODELS[model]
-        fp8 = [link.over_fp8 if link else math.nan for link in links]
-        best = [link.over_best if link else math.nan for link in links]
-        _line(axes, fp8, {"color": BLUE, "label": f"{model}, over cuBLAS FP8's chain", **style})
-        _line(axes, best, {"color": GREY, "label": f"{model}, over the best peers alone", **style})
+        links, style = found[found.model == model].set_index("M").reindex(FEW_TOKENS), _MODELS[model]
+        _line(axes, links["over cublas_fp8"], {"color": BLUE, "label": f"{model}, over cuBLAS FP8's chain", **style})
+        _line(axes, links.over_best, {"color": GREY, "label": f"{model}, over the best peers alone", **style})
     axes.set_ylim(bottom=0)
     axes.set_ylabel("speed")
     _finish(axes, "The four GEMMs of a layer in a row", FEW_TOKENS)
@@ -299,15 +288,14 @@ def _chains(axes: Axes, record: Record) -> None:
 
 
 def _experts(axes: Axes, record: Record) -> None:
-    found = {(named(loop, MIXTRAL), loop.sizes["tokens"]): (loop, grouped) for loop, grouped in experts(record)}
+    found = experts(record)
     for layer, colour in zip(MIXTRAL, (ORANGE, "#7b6fb0"), strict=True):
-        pairs = [found.get((layer, tokens), (None, None)) for tokens in ROUTED_TOKENS]
-        for label, style, rows in (
-            ("loop", {"linestyle": "--"}, [loop for loop, _ in pairs]),
-            ("grouped", {"linestyle": "-", "marker": "o", "markersize": 3.5}, [grouped for _, grouped in pairs]),
+        mine = found[found.layer == str(layer)].set_index("tokens").reindex(ROUTED_TOKENS)
+        for label, style, near in (
+            ("loop", {"linestyle": "--"}, mine.fraction),
+            ("grouped", {"linestyle": "-", "marker": "o", "markersize": 3.5}, mine.fraction_grouped),
         ):
-            if any(rows):
-                near = [row.fraction if row else math.nan for row in rows]
+            if near.notna().any():
                 _line(axes, near, {"color": colour, "label": f"{layer}, {label}", **style})
     axes.set_ylim(0, 1.05)
     axes.set_ylabel("floor / time")
@@ -319,8 +307,7 @@ def _untuned(axes: Axes, record: Record) -> None:
     found = untuned_points(record)
     models = list(dict.fromkeys(layer.model for layer in UNTUNED))
     for model, colour in zip(models, _PARTS.values(), strict=True):
-        rows = [row for row, layer in found if layer.model == model]
-        near = [fraction(at(rows, M)) for M in UNTUNED_TOKENS]
+        near = means(found[found.model == model], "M", ["fraction"]).fraction.reindex(UNTUNED_TOKENS)
         _line(axes, near, {"color": colour, "marker": "o", "markersize": 3.5, "label": f"{model}, mean"})
     tuned = fraction(at(points(record), *FEW_TOKENS))
     axes.axhline(tuned, color="black", linestyle=":", label=f"tuned shapes, M <= {FEW_TOKENS[-1]}, mean")
@@ -330,7 +317,7 @@ def _untuned(axes: Axes, record: Record) -> None:
     axes.legend(frameon=False, loc="lower left")
 
 
-def _line(axes: Axes, values: Sequence[float], style: dict[str, Any]) -> None:
+def _line(axes: Axes, values: pd.Series, style: dict[str, Any]) -> None:
     axes.plot(np.arange(len(values)), values, **style)
 
 

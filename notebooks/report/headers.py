@@ -5,11 +5,14 @@ import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
-from ptxlab import bench, kernels
+import pandas as pd
+
+from ptxlab import kernels
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, MIXTRAL
 from ptxlab.spec import KernelSpec
-from report import RESULTS, attention, gemm, ladder
+from report import attention, frames, gemm, ladder
+from report.frames import fraction, mean, over
 
 _MEASURED = re.compile(r"^// Measured   .*(?:\n//            .*)*$", re.MULTILINE)
 _FIRST, _NEXT = "// Measured   ", "//            "
@@ -54,10 +57,8 @@ def measured(spec: KernelSpec) -> list[str]:
 
 def rows(gpu: str, suite: str) -> dict[tuple[str, str, str], Row]:
     """Rows of a record by kernel, source and measure; empty where nothing is recorded."""
-    path = RESULTS / gpu / f"{suite}.json"
-    if not path.is_file():
-        return {}
-    return {(row.kernel, row.source, row.measure): row for row in bench.load(path).rows}
+    record = frames.recorded(suite, gpu)
+    return {(row.kernel, row.source, row.measure): row for row in record.rows} if record else {}
 
 
 def _streaming(spec: KernelSpec) -> str:
@@ -77,12 +78,13 @@ def _streaming(spec: KernelSpec) -> str:
 
 def _launched(spec: KernelSpec) -> str:
     """Of a kernel that `gemm_w4a8` launches, over the points where it does."""
-    found = [row for row in gemm.points(ladder.recorded()) if row.kernel == spec.name]
+    found = gemm.points(ladder.recorded())
+    found = found[found.kernel == spec.name]
     tokens = _tokens(found)
     if not tokens:
         return ""
-    floor = _joined(gemm.fraction(gemm.at(found, M)) for M in tokens)
-    faster = _joined(ladder.mean(gemm.over(gemm.at(found, M), "cublas_fp8")) for M in tokens)
+    floor = _joined(fraction(gemm.at(found, M)) for M in tokens)
+    faster = _joined(mean(over(gemm.at(found, M), "cublas_fp8")) for M in tokens)
     matrices = ", ".join(f"{len(gemm.at(found, M))}" for M in tokens)
     return (
         f"{floor} of the floor on an H200 at M = {', '.join(map(str, tokens))}; {faster} times as fast as cuBLAS "
@@ -95,10 +97,7 @@ def _eight_bit() -> list[str]:
     tokens = _tokens(found)
     if not tokens:
         return []
-    fp8, int8 = (
-        _joined(ladder.mean(gemm.over(gemm.at(found, M), peer)) for M in tokens)
-        for peer in ("cublas_fp8", "cublas_int8")
-    )
+    fp8, int8 = (_joined(mean(over(gemm.at(found, M), peer)) for M in tokens) for peer in ("cublas_fp8", "cublas_int8"))
     return _wrapped(
         f"on an H200 at M = {', '.join(map(str, tokens))}: {fp8} times as fast as cuBLAS FP8, {int8} times as its INT8 "
         "(means over LLaMA-2's matrices)."
@@ -106,56 +105,50 @@ def _eight_bit() -> list[str]:
 
 
 def _grouped() -> list[str]:
-    found = [(row, pair.gain) for pair in gemm.experts(ladder.recorded()) if (row := pair.grouped)]
-    if not found:
+    found = gemm.experts(ladder.recorded()).dropna(subset="gain")
+    if found.empty:
         return []
-    by_place = {(row.sizes["N"], row.sizes["tokens"]): row.fraction for row, _ in found}
-    of_floor = "; ".join(
-        f"{layer.part} {_joined(by_place[layer.N, count] for count in _EXPERT_TOKENS)}" for layer in MIXTRAL
-    )
-    gains, tokens = [gain for _, gain in found], ", ".join(map(str, _EXPERT_TOKENS))
-    many = ladder.mean(gain for row, gain in found if row.sizes["tokens"] >= _MANY_EXPERT_TOKENS)
+    near = found.set_index(["layer", "tokens"]).fraction_grouped
+    by_layer = {layer.part: _joined(near[str(layer), count] for count in _EXPERT_TOKENS) for layer in MIXTRAL}
+    of_floor = "; ".join(f"{part} {figures}" for part, figures in by_layer.items())
+    tokens, many = ", ".join(map(str, _EXPERT_TOKENS)), mean(found[found.tokens >= _MANY_EXPERT_TOKENS].gain)
     return _wrapped(
-        f"Mixtral, 8 experts, top 2, on an H200, of the floor at {tokens} tokens: {of_floor}; {min(gains):.2f} to "
-        f"{max(gains):.2f} times as fast as a loop of single GEMMs, {many:.2f} in the mean from {_MANY_EXPERT_TOKENS} "
-        "tokens on."
+        f"Mixtral, 8 experts, top 2, on an H200, of the floor at {tokens} tokens: {of_floor}; {found.gain.min():.2f} to"
+        f" {found.gain.max():.2f} times as fast as a loop of single GEMMs, {many:.2f} in the mean from "
+        f"{_MANY_EXPERT_TOKENS} tokens on."
     )
 
 
 def _step(spec: KernelSpec) -> str:
     """Of a step of attention's ladder."""
-    row = next((row for row in attention.steps(attention.recorded()) if row.kernel == spec.name), None)
-    if row is None:
-        return ""
-    batch = f"{row.sizes['B']} sequences of {row.sizes['L']} tokens, {row.sizes['Hq']} heads"
-    return f"{batch}, on an H200: {row.time_us:.0f} us, {row.fraction:.2f} of the speed of memory."
+    rows = attention.steps(attention.recorded())
+    for row in rows[rows.kernel == spec.name].itertuples():
+        batch = f"{row.B} sequences of {row.L} tokens, {row.Hq} heads"
+        return f"{batch}, on an H200: {row.time_us:.0f} us, {row.fraction:.2f} of the speed of memory."
+    return ""
 
 
 def _attention() -> list[str]:
     """The step's line, and a table of batches: heads down, sequences x tokens across."""
     found = attention.points(attention.recorded())
-    if not found:
+    if found.empty:
         return []
-    by_place = {(attention.heads(row), (row.sizes["B"], row.sizes["L"])): row for row in found}
-    cells = [["heads", *(f"{B} x {L}" for B, L in _BATCHES)]]
-    for heads in dict.fromkeys(attention.heads(row) for row in found):
-        times = (by_place[heads, batch] for batch in _BATCHES)
-        cells.append([f"{heads[0]} / {heads[1]}", *(f"{_short(row)} us {row.fraction:.2f}" for row in times)])
-    table = ["".join(f"{cell:<14}" for cell in line).rstrip() for line in cells]
-    return [_step(kernels.find(_ATTENTION)[0]), "What `attention_kv4` takes for a batch, plain launches:", *table]
-
-
-def _short(row: Row) -> str:
-    return f"{row.time_us:.1f}" if row.time_us < 100 else f"{row.time_us:.0f}"
+    table = [["heads", *(f"{B} x {L}" for B, L in _BATCHES)]]
+    for (Hq, Hkv), rows in found.groupby(["Hq", "Hkv"], sort=False):
+        by_batch = rows.set_index(["B", "L"])[["time_us", "fraction"]].loc[list(_BATCHES)]
+        times = (f"{us:.{1 if us < 100 else 0}f} us {near:.2f}" for us, near in by_batch.itertuples(index=False))
+        table.append([f"{Hq} / {Hkv}", *times])
+    lines = ["".join(f"{cell:<14}" for cell in line).rstrip() for line in table]
+    return [_step(kernels.find(_ATTENTION)[0]), "What `attention_kv4` takes for a batch, plain launches:", *lines]
 
 
 def _append() -> list[str]:
     heads, tokens = _PROMPT
     found = [
-        (scheme.replace("_", " ") + (", rotated" if row.sizes["R"] else ""), row)
+        (scheme.replace("_", " ") + (", rotated" if row.R else ""), row)
         for scheme in ("kv4", "kv8", "kv4_channel", "kv8_channel")
-        for row in attention.appends(attention.recorded(), tokens, scheme)
-        if row.sizes["H"] == heads
+        for row in attention.appends(attention.recorded(), tokens, scheme).itertuples()
+        if heads == row.H
     ]
     if not found:
         return []
@@ -163,10 +156,9 @@ def _append() -> list[str]:
     return _wrapped(f"{tokens} tokens of {heads} heads on an H200, beside the speed of a copy: {figures}.")
 
 
-def _tokens(found: Iterable[Row]) -> list[int]:
+def _tokens(found: pd.DataFrame) -> list[int]:
     """The numbers of tokens that were measured, in order."""
-    there = {row.sizes["M"] for row in found}
-    return [M for M in ALL_TOKENS if M in there]
+    return [M for M in ALL_TOKENS if M in set(found.M)]
 
 
 def _joined(values: Iterable[float]) -> str:

@@ -1,20 +1,21 @@
 """The GEMM ladder as recorded: what each step gained, how near it is to the floor and to others, what limits it."""
 
-import math
-from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from ptxlab import bench, kernels
+import pandas as pd
+
+from ptxlab import kernels
 from ptxlab.bench import counts
-from ptxlab.bench.limits import STALL
+from ptxlab.bench.gemm.limits import STALL
+from ptxlab.bench.gemm.steps import MEASURE
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
-from ptxlab.bench.steps import MEASURE
-from ptxlab.bench.stored import SAME, Place, Stored, stored_peers, stored_times
-from report import RESULTS
+from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, TOKENS
+from ptxlab.bench.stored import FACTOR, Stored, stored_peers, stored_times
+from report import frames
+from report.frames import MISSING, NOT_RECORDED, fraction, frame, markdown, mean, over, scaled
 
 PREFIX = "gemm_w4a8_"
 QSERVE = "qserve_w4a8_g128"
-NOT_RECORDED = "Not measured yet."
 _SHOWN_TOKENS = (16, 64, 256)
 _REASONS = 3
 _COUNTED_LOOP = "Instructions per weight: those of every iteration of the main loop, M = {} / {}.".format(
@@ -22,20 +23,28 @@ _COUNTED_LOOP = "Instructions per weight: those of every iteration of the main l
 )
 
 
-def recorded(gpu: str = "h200") -> Record | None:
-    """The record of the suite on that GPU, if there is one."""
-    path = RESULTS / gpu / "gemm.json"
-    return bench.load(path) if path.is_file() else None
+def recorded() -> Record | None:
+    """The record of the suite `gemm` on the H200, if there is one."""
+    return frames.recorded("gemm")
 
 
-def rows_of(record: Record | None) -> tuple[Row, ...]:
-    """The ladder's rows of a record of the suite; none of no record."""
-    return tuple(row for row in record.rows if row.measure == MEASURE) if record else ()
+def points(record: Record | None) -> pd.DataFrame:
+    """The ladder's rows, beside the peers of the same run and the stored ones."""
+    stored = stored_times()
+    return frame(replace(record, rows=tuple(_beside(row, stored) for row in record.rows)) if record else None, MEASURE)
 
 
-def steps(rows: Iterable[Row]) -> list[str]:
+def _beside(row: Row, stored: Stored) -> Row:
+    """A row of the ladder with the stored peers too, and by how much they were scaled."""
+    if row.measure != MEASURE:
+        return row
+    times, factor = stored_peers((row.sizes["N"], row.sizes["K"], row.sizes["M"]), row.peers, stored)
+    return replace(row, peers={**row.peers, **times}, more=row.more | ({FACTOR: factor} if times else {}))
+
+
+def steps(rows: pd.DataFrame) -> list[str]:
     """The kernels that were measured, in the order of the ladder."""
-    measured = {row.kernel for row in rows}
+    measured = set(rows.kernel)
     return [spec.name for spec in kernels.gemm.STEPS if spec.name in measured]
 
 
@@ -44,90 +53,48 @@ def short(name: str) -> str:
     return name.removeprefix(PREFIX)
 
 
-def place_of(row: Row) -> Place:
-    """Matrix and tokens."""
-    return row.sizes["N"], row.sizes["K"], row.sizes["M"]
+def of(rows: pd.DataFrame, kernel: str, M: int | None = None) -> pd.DataFrame:
+    """The rows of one step, at M tokens if given."""
+    return rows[(rows.kernel == kernel) & (True if M is None else rows.M == M)]
 
 
-def layer_of(row: Row) -> Layer:
-    """The matrix by name."""
-    return next(layer for layer in LAYERS if place_of(row)[:2] == (layer.N, layer.K))
-
-
-def mean(values: Iterable[float]) -> float:
-    """Geometric mean; NaN of nothing."""
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs)) if logs else math.nan
-
-
-def fraction_cell(value: float) -> str:
-    """A figure as tables have it; nothing of NaN."""
-    return "" if math.isnan(value) else f"{value:.2f}"
-
-
-def times_cell(value: float) -> str:
-    """How many times as fast, likewise."""
-    return "" if math.isnan(value) else f"{value:.2f}x"
-
-
-def speed_over(rows: Sequence[Row], kernel: str, base: str, M: int) -> float:
+def speed_over(rows: pd.DataFrame, kernel: str, base: str, M: int) -> float:
     """How much faster a step is than another at M tokens, over all matrices where both were measured."""
-    times = {place_of(row): row.time_us for row in rows if row.kernel == base and row.sizes["M"] == M}
-    return mean(times[p] / row.time_us for row in rows if row.kernel == kernel and (p := place_of(row)) in times)
-
-
-def step_fraction(rows: Sequence[Row], kernel: str, M: int) -> float:
-    """Of the floor, over all matrices."""
-    return mean(row.fraction for row in rows if row.kernel == kernel and row.sizes["M"] == M)
-
-
-def peers_of(row: Row, stored: Stored) -> dict[str, float]:
-    """Microseconds of everyone else at a point: measured beside it, and stored."""
-    return {**row.peers, **stored_peers(place_of(row), row.peers, stored)[0]}
-
-
-def speed_over_peer(rows: Sequence[Row], kernel: str, peer: str, stored: Stored) -> float:
-    """How much faster a step is than a peer, over all matrices and tokens where the peer's time is known."""
-    ratios = []
-    for row in rows:
-        times = peers_of(row, stored)
-        if row.kernel == kernel and peer in times:
-            ratios.append(times[peer] / row.time_us)
-    return mean(ratios)
+    times = (of(rows, name, M).set_index(["N", "K"]).time_us for name in (base, kernel))
+    return mean(next(times) / next(times))
 
 
 def figures(kernel: str) -> str:
     """What was measured of a step, in a line; empty where it is not recorded."""
     record = recorded()
-    rows = rows_of(record)
-    if record is None or kernel not in steps(rows):
+    rows = of(points(record), kernel)
+    if record is None or rows.empty:
         return ""
-    of_floor = ", ".join(f"{step_fraction(rows, kernel, M):.2f}" for M in _SHOWN_TOKENS)
+    of_floor = ", ".join(f"{fraction(of(rows, kernel, M)):.2f}" for M in _SHOWN_TOKENS)
     tokens = ", ".join(map(str, _SHOWN_TOKENS))
-    over = speed_over_peer(rows, kernel, "cublas_fp8", stored_times())
     device = record.device["name"].removeprefix("NVIDIA ")
-    return f"{of_floor} of the floor at M = {tokens} on an {device}; {over:.2f} times as fast as cuBLAS FP8 (means)."
+    speed = mean(over(rows, "cublas_fp8"))
+    return f"{of_floor} of the floor at M = {tokens} on an {device}; {speed:.2f} times as fast as cuBLAS FP8 (means)."
 
 
 def ladder_table(record: Record | None = None) -> str:
     """Every step: what it shows, its main loop, how near to the floor, what it gained, and against whom."""
     record = record or recorded()
-    rows, stored = rows_of(record), stored_times()
-    columns = ["step", "shows", "instructions per weight"]
-    columns += [f"of the floor, M = {M}" for M in _SHOWN_TOKENS]
-    columns += [f"over the step before, M = {M}" for M in DISSECTED_TOKENS] + ["over QServe g128", "over cuBLAS FP8"]
+    rows = points(record)
     before, lines = "", []
     for name in steps(rows) or [spec.name for spec in kernels.gemm.STEPS]:
-        gained = [speed_over(rows, name, before, M) if before else math.nan for M in DISSECTED_TOKENS]
-        others = [speed_over_peer(rows, name, peer, stored) for peer in (QSERVE, "cublas_fp8")]
-        lines.append(
-            [f"`{short(name)}`", kernels.specs()[name].summary, _per_weight(name)]
-            + [_number(step_fraction(rows, name, M), "{:.2f}") for M in _SHOWN_TOKENS]
-            + [_number(value, "{:.2f}x") for value in [*gained, *others]]
-        )
+        line: dict[str, object] = {"step": f"`{short(name)}`", "shows": kernels.specs()[name].summary}
+        line["instructions per weight"] = _per_weight(name)
+        line |= {f"of the floor, M = {M}": fraction(of(rows, name, M)) for M in _SHOWN_TOKENS}
+        line |= {f"over the step before, M = {M}": speed_over(rows, name, before, M) for M in DISSECTED_TOKENS}
+        peers = {"over QServe g128": QSERVE, "over cuBLAS FP8": "cublas_fp8"}
+        line |= {column: mean(over(of(rows, name), peer)) for column, peer in peers.items()}
+        lines.append(line)
         before = name
-    note = _origin(record) if record else f"{NOT_RECORDED} {_COUNTED_LOOP}"
-    return f"{markdown(columns, lines, left=2)}\n{note}\n"
+    table = pd.DataFrame(lines)
+    formats = {name: "{:.2f}x" if name.startswith("over") else "{:.2f}" for name in table.columns[3:]}
+    note = _origin(record, rows) if record else f"{NOT_RECORDED} {_COUNTED_LOOP}"
+    return f"{markdown(table, formats, left=2)}\n{note}\n"
 
 
 def loop_table() -> str:
@@ -141,37 +108,29 @@ def loop_table() -> str:
             per_weight += [pipes.get("lsu", 0), pipes.get("tensor", 0)]
             numbers = [f"{count / weights:.2f}" for count in per_weight]
             lines.append([f"`{short(spec.name)}`", M, str(weights), *numbers, str(loop["beside"])])
-    return markdown(columns, lines)
+    return markdown(pd.DataFrame(lines, columns=columns))
 
 
 def limits_table(record: Record | None = None) -> str:
     """What ncu counted of every step on the matrix that is taken apart."""
-    record = record or recorded()
-    counted = [row for row in rows_of(record) if "tensor_pct" in row.more]
-    if not counted:
-        return f"{NOT_RECORDED}\n"
+    rows = points(record or recorded())
+    rows = rows[rows.tensor_pct.notna()]
+    if rows.empty:
+        return MISSING
     units = ("tensor", "issue", "alu", "fma", "lsu", "dram", "l2")
-    columns = ["step", "M", "µs", "registers", "SM MHz", "executed per weight", *(f"{u} %" for u in units)]
-    columns += ["warps wait for (per issue)"]
     lines = []
-    for row in sorted(counted, key=lambda row: (steps(counted).index(row.kernel), row.sizes["M"])):
-        more = row.more
-        executed = 32 * more["warp_instructions"] / (row.sizes["N"] * row.sizes["K"])
-        stalls = {name.removeprefix(STALL): value for name, value in more.items() if name.startswith(STALL)}
+    for row in sorted(rows.to_dict("records"), key=lambda row: (steps(rows).index(row["kernel"]), row["M"])):
+        stalls = {n.removeprefix(STALL).replace("_", " "): us for n, us in row["more"].items() if n.startswith(STALL)}
         worst = sorted(stalls, key=lambda name: -stalls[name])[:_REASONS]
-        lines.append(
-            [f"`{short(row.kernel)}`", str(row.sizes["M"]), f"{more['ncu_ns'] / 1e3:.1f}", f"{more['registers']:.0f}"]
-            + [f"{1e3 * more['ncu_cycles'] / more['ncu_ns']:.0f}", f"{executed:.2f}"]
-            + [f"{more[f'{unit}_pct']:.0f}" for unit in units]
-            + [", ".join(f"{name.replace('_', ' ')} {stalls[name]:.1f}" for name in worst)]
-        )
-    return markdown(columns, lines) + f"\n{DISSECTED}: {DISSECTED.N} x {DISSECTED.K}, counted by ncu, caches cold.\n"
-
-
-def markdown(columns: Sequence[str], lines: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table; the first `left` columns are text, the others numbers."""
-    rule = ["---" if n < left else "---:" for n in range(len(columns))]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in (columns, rule, *lines))
+        line = {"step": f"`{short(row['kernel'])}`", "M": row["M"], "µs": f"{row['ncu_ns'] / 1e3:.1f}"}
+        line["registers"] = f"{row['registers']:.0f}"
+        line["SM MHz"] = f"{1e3 * row['ncu_cycles'] / row['ncu_ns']:.0f}"
+        line["executed per weight"] = f"{32 * row['warp_instructions'] / (row['N'] * row['K']):.2f}"
+        line |= {f"{unit} %": f"{row[f'{unit}_pct']:.0f}" for unit in units}
+        line["warps wait for (per issue)"] = ", ".join(f"{name} {stalls[name]:.1f}" for name in worst)
+        lines.append(line)
+    note = f"{DISSECTED}: {DISSECTED.N} x {DISSECTED.K}, counted by ncu, caches cold."
+    return f"{markdown(pd.DataFrame(lines))}\n{note}\n"
 
 
 def _per_weight(name: str) -> str:
@@ -180,28 +139,14 @@ def _per_weight(name: str) -> str:
     return " / ".join(f"{sum(loop['pipes'].values()) / loop['weights']:.1f}" for loop in loops.values() if loop)
 
 
-def _number(value: float, form: str) -> str:
-    return "" if math.isnan(value) else form.format(value)
-
-
-def _origin(record: Record) -> str:
+def _origin(record: Record, rows: pd.DataFrame) -> str:
     """Where the figures come from and what they are means of."""
-    rows, stored = rows_of(record), stored_times()
-    matrices = len({place_of(row)[:2] for row in rows})
-    factors = {place_of(row): stored_peers(place_of(row), row.peers, stored) for row in rows}
-    scaled = [factor for times, factor in factors.values() if times and factor != 1.0]
-    known = sum(bool(times) for times, _ in factors.values())
-    tokens = ", ".join(map(str, TOKENS))
+    places = rows.drop_duplicates(["N", "K", "M"], keep="last")
+    matrices, tokens = len(places.drop_duplicates(["N", "K"])), ", ".join(map(str, TOKENS))
     run = f"`ptxlab bench gemm`, {record.date[:10]}, commit {record.revision}"
     sentences = [
         f"Geometric means over {matrices} matrices; over QServe and cuBLAS also over M = {tokens}.",
         _COUNTED_LOOP,
         f"Measured on one {record.device['name']}: {run}; cuBLAS in the same run, QServe before that on an H200 too.",
     ]
-    if scaled:
-        ratios = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(scaled), max(scaled))))
-        sentences.append(
-            f"At {len(scaled)} of {known} points cuBLAS differed by more than {SAME:.0%} between the two runs: there"
-            f" QServe's times are scaled by its ratio, {ratios}."
-        )
-    return " ".join(sentences)
+    return " ".join(sentences + scaled(places, "cuBLAS", "QServe's"))

@@ -1,11 +1,12 @@
 """The pipelines of the GEMM ladder on Hopper side by side, from recorded timelines (LiquidGEMM §5.3, Fig. 6)."""
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from ptxlab import timeline
 from ptxlab.timeline import Timeline
 from ptxlab.timeline.plot import comparison_figure
-from report.ladder import markdown
+from report.frames import markdown
 
 STEPS = {
     "gemm_w4a8_lqq_sm90": "one phase after the other, several blocks per SM",
@@ -96,7 +97,10 @@ def section() -> str:
     )
     shows = "What each warp group does when, in four pipelines"
     picture = f"![{shows}]({_FIGURES}/{picture_name(SHOWN)})"
-    return "\n\n".join([f"{text}.", picture, markdown(columns, lines).rstrip(), note, *_others()]) + "\n"
+    return (
+        "\n\n".join([f"{text}.", picture, markdown(pd.DataFrame(lines, columns=columns)).rstrip(), note, *_others()])
+        + "\n"
+    )
 
 
 def _others() -> list[str]:

@@ -1,32 +1,23 @@
 """The cost model beside the record: what it predicts of every kernel, how far off, and where W4A8 stops paying."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
 
 from ptxlab import cost, kernels
 from ptxlab.bench import counts
-from ptxlab.bench.record import TOLERANCE, Record, Row
-from ptxlab.bench.shapes import DISSECTED_TOKENS, Layer
+from ptxlab.bench.record import TOLERANCE, Record
+from ptxlab.bench.shapes import DISSECTED_TOKENS, LLAMA
 from ptxlab.cost import Cost, Device, Scheme
 from report import gemm, ladder
-from report.ladder import place_of
+from report.frames import GEMM_PEERS, MISSING, markdown, mean
 
 W8A8 = "gemm_w8a8_sm90"
 _ON_MMA_SYNC = {"gemm_w4a8_qoq_sm80", "gemm_w4a8_qoq_channel_sm80", "gemm_w4a8_small_sm90"}
 # Not every iteration of its loop unpacks, so that the record has no instructions per weight: those of the word alone.
 _BY_THE_WORD = {"gemm_w4a8_small_sm90": "dequant_lqq_unsigned"}
-
-
-class Prediction(NamedTuple):
-    """A measured GEMM, and what the model makes of it."""
-
-    row: Row
-    cost: Cost
-
-    def error(self, us: float) -> float:
-        """Of a predicted time: how much of the measured one it lacks (below 0) or has too much."""
-        return us / self.row.time_us - 1
 
 
 def alpha_at(kernel: str, M: int) -> float:
@@ -40,20 +31,32 @@ def alpha_at(kernel: str, M: int) -> float:
     return float(sum(loop["pipes"].values())) / float(loop["weights"])
 
 
-def predict(row: Row, device: Device) -> Prediction:
+def predict(row: Any, device: Device) -> Cost:
     """The cost of a recorded GEMM: its packed bytes, its tile's tokens, its instructions per weight."""
-    N, K, M = place_of(row)
     operands = "int8_sync" if row.kernel in _ON_MMA_SYNC else "int8"
-    scheme = Scheme(row.kernel, 8 * row.more["packed_bytes"] / (N * K), operands)
+    scheme = Scheme(row.kernel, 8 * row.packed_bytes / (row.N * row.K), operands)
     # Warps that share out a tile's tokens unpack the same weights.
-    alpha = alpha_at(row.kernel, M) * row.variant.get("WM", 1)
-    return Prediction(row, cost.gemm_cost(device, scheme, M, N, K, alpha=alpha, tile=row.variant["BM"]))
+    alpha = alpha_at(row.kernel, row.M) * row.variant.get("WM", 1)
+    return cost.gemm_cost(device, scheme, row.M, row.N, row.K, alpha=alpha, tile=row.variant["BM"])
 
 
-def predictions(record: Record | None) -> list[Prediction]:
-    """Of every step of the ladder, of what `gemm_w4a8` launches, and of its sibling with 8-bit weights."""
-    rows = (*ladder.rows_of(record), *gemm.points(record), *gemm.eight_bit(record))
-    return [predict(row, measured_device(record)) for row in rows] if record else []
+def predicted(rows: pd.DataFrame, device: Device) -> pd.DataFrame:
+    """Measured GEMMs with what the model predicts of them, `in_turn_us` and `overlapped_us`."""
+    costs = [predict(row, device) for row in rows.itertuples()]
+    return rows.assign(in_turn_us=[c.in_turn_us for c in costs], overlapped_us=[c.overlapped_us for c in costs])
+
+
+def predictions(record: Record | None) -> pd.DataFrame:
+    """Of every step of the ladder, of what `gemm_w4a8` launches, and of its sibling with 8-bit weights.
+
+    `in_turn` is the predicted time over the measured one, `error` and `overlapped_error` how far that is from 1.
+    """
+    parts = [part for part in (ladder.points(record), gemm.points(record), gemm.eight_bit(record)) if len(part)]
+    if record is None or not parts:
+        return gemm.points(None)
+    rows = predicted(pd.concat([part.dropna(axis=1, how="all") for part in parts]), measured_device(record))
+    in_turn, overlapped = rows.in_turn_us / rows.time_us, rows.overlapped_us / rows.time_us
+    return rows.assign(in_turn=in_turn, error=abs(in_turn - 1), overlapped_error=abs(overlapped - 1))
 
 
 def measured_device(record: Record) -> Device:
@@ -61,61 +64,34 @@ def measured_device(record: Record) -> Device:
     return cost.sheet(record.device["slug"]).device
 
 
-def by_kernel(found: Iterable[Prediction]) -> dict[str, list[Prediction]]:
-    """Predictions by kernel, in the order in which the kernels come."""
-    grouped: dict[str, list[Prediction]] = {}
-    for prediction in found:
-        grouped.setdefault(prediction.row.kernel, []).append(prediction)
-    return grouped
-
-
 def called(kernel: str) -> str:
     """How tables and figures call a kernel: a step of the ladder by its short name."""
     return ladder.short(kernel) if kernel in {spec.name for spec in kernels.gemm.STEPS} else kernel
 
 
-def mean_error(found: Sequence[Prediction], *, overlapped: bool = False) -> float:
-    """Mean of the absolute relative errors, in turn or overlapped; NaN of nothing."""
-    errors = [abs(p.error(p.cost.overlapped_us if overlapped else p.cost.in_turn_us)) for p in found]
-    return sum(errors) / len(errors) if errors else math.nan
+def duels(record: Record | None, other: str) -> pd.DataFrame:
+    """Time of `gemm_w4a8` over that of 8-bit weights, by matrix and tokens: measured, and predicted either way.
 
-
-def mean_ratio(found: Iterable[Prediction], M: int) -> float:
-    """Predicted in turn over measured, at M tokens: geometric mean; NaN where there are no such points."""
-    return ladder.mean(p.cost.in_turn_us / p.row.time_us for p in found if p.row.sizes["M"] == M)
-
-
-class Duel(NamedTuple):
-    """Time of W4A8 over that of 8-bit weights on one matrix, by tokens: measured, and predicted either way."""
-
-    layer: Layer
-    measured: dict[int, float]
-    in_turn: dict[int, float]
-    overlapped: dict[int, float]
-
-
-def duels(record: Record | None, other: str) -> list[Duel]:
-    """`gemm_w4a8` against `other`: `gemm_w8a8_sm90`, or a peer with FP8 weights by name. [] where not measured."""
-    if record is None:
-        return []
+    `other` is `gemm_w8a8_sm90`, or a peer with FP8 weights by name; no rows where that was not measured.
+    """
+    rows = gemm.points(record)
+    if record is None or (other != W8A8 and other not in GEMM_PEERS):
+        return rows.head(0)
     device = measured_device(record)
-    eight = {place_of(row): row for row in gemm.eight_bit(record)}
-    found: dict[Layer, Duel] = {}
-    for row in gemm.points(record):
-        N, K, M = place_of(row)
-        if other == W8A8 and (N, K, M) in eight:
-            their_us, theirs = eight[N, K, M].time_us, predict(eight[N, K, M], device).cost
-        elif other in row.peers:
-            their_us, theirs = row.peers[other], cost.gemm_cost(device, cost.SCHEMES["FP8"], M, N, K)
-        else:
-            continue
-        ours = predict(row, device).cost
-        layer = gemm.named(row)
-        duel = found.setdefault(layer, Duel(layer, {}, {}, {}))
-        duel.measured[M] = row.time_us / their_us
-        duel.in_turn[M] = ours.in_turn_us / theirs.in_turn_us
-        duel.overlapped[M] = ours.overlapped_us / theirs.overlapped_us
-    return list(found.values())
+    rows, times = predicted(rows, device), ["time_us", "in_turn_us", "overlapped_us"]
+    if other == W8A8:
+        eight = predicted(gemm.eight_bit(record), device)[[*gemm.PLACE, *times]]
+        rows = rows.merge(eight, on=gemm.PLACE, suffixes=("", "_8"))
+    else:
+        rows = rows[rows[f"over {other}"].notna()]
+        fp8 = [cost.gemm_cost(device, cost.SCHEMES["FP8"], row.M, row.N, row.K) for row in rows.itertuples()]
+        rows = rows.assign(
+            time_us_8=rows.time_us * rows[f"over {other}"],
+            in_turn_us_8=[one.in_turn_us for one in fp8],
+            overlapped_us_8=[one.overlapped_us for one in fp8],
+        )
+    names = ("measured", "in_turn", "overlapped")
+    return rows.assign(**{name: rows[us] / rows[f"{us}_8"] for name, us in zip(names, times, strict=True)})
 
 
 def crossover(device: Device, alpha: float) -> float:
@@ -164,43 +140,40 @@ def _rounded(tokens: float) -> str:
 
 def kernels_table(record: Record | None) -> str:
     """How far the model is off, kernel by kernel."""
-    found = by_kernel(predictions(record))
-    if record is None or not found:
-        return f"{ladder.NOT_RECORDED}\n"
+    found = predictions(record)
+    if record is None or found.empty:
+        return MISSING
     few, many = DISSECTED_TOKENS
-    columns = ["kernel", f"α, M = {few} / {many}", "mean error in turn", "overlapped"]
-    columns += [f"in turn over measured, M = {M}" for M in DISSECTED_TOKENS]
     lines = []
-    for name, mine in found.items():
-        alphas = " / ".join(dict.fromkeys(f"{alpha_at(name, M):.2g}" for M in DISSECTED_TOKENS))
-        errors = [f"{mean_error(mine, overlapped=overlapped):.0%}" for overlapped in (False, True)]
-        ratios = [mean_ratio(mine, M) for M in DISSECTED_TOKENS]
-        lines.append([f"`{called(name)}`", alphas, *errors, *map(ladder.fraction_cell, ratios)])
-    every = [prediction for mine in found.values() for prediction in mine]
-    in_turn = sum(p.row.time_us < p.cost.in_turn_us for p in every)
-    overlapped = sum(p.row.time_us < p.cost.overlapped_us for p in every)
+    for name, mine in found.groupby("kernel", sort=False):
+        alphas = dict.fromkeys(f"{alpha_at(name, M):.2g}" for M in DISSECTED_TOKENS)
+        line: dict[str, object] = {"kernel": f"`{called(name)}`", f"α, M = {few} / {many}": " / ".join(alphas)}
+        line |= {"mean error in turn": mine.error.mean(), "overlapped": mine.overlapped_error.mean()}
+        line |= {f"in turn over measured, M = {M}": mean(gemm.at(mine, M).in_turn) for M in DISSECTED_TOKENS}
+        lines.append(line)
+    table = pd.DataFrame(lines)
+    formats = dict(zip(table.columns[2:], ("{:.0%}", "{:.0%}", "{:.2f}", "{:.2f}"), strict=True))
+    in_turn, overlapped = (sum(found.time_us < found[us]) for us in ("in_turn_us", "overlapped_us"))
     note = (
-        f"{len(every)} points of `ptxlab bench gemm`, {record.date[:10]}, commit {record.revision}, of which"
+        f"{len(found)} points of `ptxlab bench gemm`, {record.date[:10]}, commit {record.revision}, of which"
         f" {in_turn} took less than in turn and {overlapped} less than overlapped. α: instructions of a thread per"
         " weight in the main loop's machine code (W8A8 unpacks nothing; of `gemm_w4a8_small_sm90` those of its"
         " dequantiser alone)."
     )
-    return f"{ladder.markdown(columns, lines)}\n{note}\n"
+    return f"{markdown(table, formats)}\n{note}\n"
 
 
 def crossover_table(record: Record | None) -> str:
     """Numbers of tokens at which W4A8 is slower than 8-bit weights, matrix by matrix."""
-    ours, fp8 = (duels(record, other) for other in (W8A8, "cublas_fp8"))
-    if record is None or not ours or not fp8:
-        return f"{ladder.NOT_RECORDED}\n"
-    columns = ["slower at M"]
-    columns += [f"{how}, {what}" for how in ("than our W8A8", "than cuBLAS FP8") for what in ("measured", "predicted")]
-    against_fp8 = {duel.layer: duel for duel in fp8}
-    lines = []
-    for duel in ours:
-        pair = (duel, against_fp8[duel.layer])
-        cells = [said(ratios) for one in pair for ratios in (one.measured, one.in_turn)]
-        lines.append([f"{duel.layer}, {duel.layer.N} x {duel.layer.K}", *cells])
+    others = {"our W8A8": duels(record, W8A8), "cuBLAS FP8": duels(record, "cublas_fp8")}
+    if record is None or any(found.empty for found in others.values()):
+        return MISSING
+    table = pd.DataFrame({"slower at M": [f"{layer}, {layer.N} x {layer.K}" for layer in LLAMA]}, index=map(str, LLAMA))
+    for name, found in others.items():
+        for what, column in (("measured", "measured"), ("predicted", "in_turn")):
+            table[f"than {name}, {what}"] = (
+                found.set_index("M").groupby("layer")[column].agg(lambda ratios: said(ratios.to_dict()))
+            )
     alpha = alpha_at("gemm_w4a8_sm90", DISSECTED_TOKENS[-1])
     tokens = crossover(measured_device(record), alpha)
     note = (
@@ -208,4 +181,4 @@ def crossover_table(record: Record | None) -> str:
         f" {TOLERANCE:.0%}. Predicted: the same of the model in turn, which within one tile says {tokens:.0f} tokens"
         " for W8A8; overlapped it says never. FP8 is predicted at the best rate that cuBLAS reached on any size."
     )
-    return f"{ladder.markdown(columns, lines, left=5)}\n{note}\n"
+    return f"{markdown(table, left=5)}\n{note}\n"

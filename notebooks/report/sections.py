@@ -1,22 +1,20 @@
 """Figures of the README and of the kernels' headers, from the specs, the records and runs: never typed in by hand."""
 
 import json
-import math
 import os
 import re
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 
 from ptxlab import bench, kernels
 from ptxlab.bench import counts
-from ptxlab.bench.record import Row
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.kernels import holders
 from report import RESULTS, ROOT, attention, gemm, headers, ladder, pipelines, predictions, profiletables, showcase
+from report.frames import MISSING, markdown, means
 
 _LINK = re.compile(r"\]\(([\w./-]+)\)")  # from the root; in a page from its folder
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -59,29 +57,38 @@ def kernel_table() -> str:
     """The dequantisers: what they show, what they cost in instructions, how fast they ran on the recorded GPU."""
     counted = counts.load()
     measured = headers.rows("h200", "dequant")
-    head = "| kernel | shows | ALU per 8 weights | streaming | of the copy ceiling | weights per clock and SM | limit |"
-    lines = [head, "| --- | --- | ---: | ---: | ---: | ---: | --- |"]
+    columns = [
+        "kernel",
+        "shows",
+        "ALU per 8 weights",
+        "streaming",
+        "of the copy ceiling",
+        "weights per clock and SM",
+        "limit",
+    ]
+    lines = []
     for spec in (s for s in kernels.specs().values() if s.family == "dequant"):
         source = kernels.find(spec.name)[1][0]
         twin = " (and `.cu`)" if len(kernels.find(spec.name)[1]) > 1 else ""
         alu = counted["counts"].get(source.label, {}).get("alu_per_8")
         streaming = measured.get((spec.name, source.language, "streaming"))
         registers = measured.get((spec.name, source.language, "registers"))
-        cells = [
-            f"`{spec.name}`{twin}",
-            ("**wrong by design**: " if spec.wrong else "") + spec.summary,
-            "" if alu is None else f"{alu:g}",
-            "" if streaming is None else f"{streaming.rate:,.0f} GB/s",
-            "" if streaming is None else f"{streaming.fraction:.2f}",
-            "" if registers is None else f"{registers.rate:.0f}",
-            "" if registers is None else f"{registers.limit}: {registers.fraction:.2f} of it",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(
+            [
+                f"`{spec.name}`{twin}",
+                ("**wrong by design**: " if spec.wrong else "") + spec.summary,
+                "" if alu is None else f"{alu:g}",
+                "" if streaming is None else f"{streaming.rate:,.0f} GB/s",
+                "" if streaming is None else f"{streaming.fraction:.2f}",
+                "" if registers is None else f"{registers.rate:.0f}",
+                "" if registers is None else f"{registers.limit}: {registers.fraction:.2f} of it",
+            ]
+        )
     tools = ", ".join(f"{tool} {version}" for tool, version in counted["tools"].items())
     notes = [f"Instructions: steady state in {counted['arch']} machine code, {tools}."]
     if measured:
         notes.append(_origin("h200", "dequant"))
-    return "\n".join(lines) + "\n\n" + " ".join(notes) + "\n"
+    return f"{markdown(pd.DataFrame(lines, columns=columns), left=2, text='limit')}\n{' '.join(notes)}\n"
 
 
 def _origin(gpu: str, suite: str) -> str:
@@ -94,88 +101,77 @@ def _origin(gpu: str, suite: str) -> str:
 
 def audit_table() -> str:
     """Overflow and error of every scheme on the trained weights of the demo, from the recorded audit."""
-    rows = json.loads((RESULTS / "audit" / "all-MiniLM-L6-v2.json").read_text(encoding="utf-8"))
-    audited = [row for row in rows if "scheme" in row]
-    weights = {row["tensor"]: row["weights"] for row in audited}
-    lines = [
-        "| scheme | protective range | overflowing weights | relative error, median |",
-        "| --- | ---: | ---: | ---: |",
-    ]
-    for scheme, limit in dict.fromkeys((row["scheme"], row["protective_range"]) for row in audited):
-        chosen = [row for row in audited if (row["scheme"], row["protective_range"]) == (scheme, limit)]
-        error = statistics.median(row["relative_error"] for row in chosen)
-        lines.append(f"| {scheme} | ±{limit} | {sum(row['overflows'] for row in chosen):,} | {error:.4f} |")
-    note = f"{sum(weights.values()):,} weights in {len(weights)} matrices, groups of {audited[0]['group']}."
-    return "\n".join(lines) + f"\n\n{note}\n"
+    rows = pd.read_json(RESULTS / "audit" / "all-MiniLM-L6-v2.json").dropna(subset="scheme")
+    weights = rows.drop_duplicates("tensor").weights
+    by_scheme = rows.groupby(["scheme", "protective_range"], sort=False)
+    table = by_scheme.agg({"overflows": "sum", "relative_error": "median"}).reset_index()
+    columns = ["scheme", "protective range", "overflowing weights", "relative error, median"]
+    formats = dict(zip(columns, ("{}", "±{:.0f}", "{:,.0f}", "{:.4f}"), strict=True))
+    note = f"{weights.sum():,.0f} weights in {len(weights)} matrices, groups of {rows.group.iloc[0]:.0f}."
+    return f"{markdown(table.set_axis(columns, axis=1), formats)}\n{note}\n"
 
 
 def attention_table() -> str:
     """What a quantised KV cache costs attention on real text, as notebook 07 computes it."""
     record = json.loads((RESULTS / "audit" / "kv_cache.json").read_text(encoding="utf-8"))
-    lines = [
-        "| KV cache | bits per element, constants included | relative error of attention | worst layer |",
-        "| --- | ---: | ---: | ---: |",
-    ]
-    for row in record["rows"]:
-        lines.append(f"| {row['cache']} | {row['bits']:g} | {row['error']:.4f} | {row['worst']:.4f} |")
+    table = pd.DataFrame(record["rows"])[["cache", "bits", "error", "worst"]]
+    columns = ["KV cache", "bits per element, constants included", "relative error of attention", "worst layer"]
+    formats = dict(zip(columns, ("{}", "{:g}", "{:.4f}", "{:.4f}"), strict=True))
     outlier = f"No channel of the keys exceeds {record['outlier']:.1f} times the median of its head."
     note = f"{record['inputs']}. {outlier}"
-    return "\n".join(lines) + f"\n\n{note}\n"
+    return f"{markdown(table.set_axis(columns, axis=1), formats)}\n{note}\n"
 
 
 def load_table() -> str:
     """The family `load`: instructions per 32 weights, wavefronts by the bank model, rates on the recorded GPU."""
     measured = headers.rows("h200", "load")
     per_32 = "loads / address / unpack per 32 weights | wavefronts of a warp's loads (conflicts)"
-    head = f"| kernel | shows | {per_32} | resident, weights per clock and SM | streaming |"
-    lines = [head, "| --- | --- | ---: | ---: | ---: | ---: |"]
+    columns = ["kernel", "shows", *per_32.split(" | "), "resident, weights per clock and SM", "streaming"]
+    lines = []
     for spec in (s for s in kernels.specs().values() if s.family == "load"):
         accesses = holders.shared_accesses(spec.name) if "T" in spec.example_sizes[0] else ()
         fronts, least = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "least"))
         resident = measured.get((spec.name, "ptx", "resident"))
         streaming = measured.get((spec.name, "ptx", "streaming"))
         counts = [f"{resident.more[f'{part}_per_32']:g}" for part in ("loads", "address", "unpack")] if resident else []
-        cells = [
-            f"`{spec.name}`",
-            ("**wrong by design**: " if spec.wrong else "") + spec.summary,
-            " / ".join(counts),
-            f"{fronts} ({fronts - least})" if accesses else "",
-            "" if resident is None else f"{resident.rate:.0f} ({resident.fraction:.2f} of 128 B per clock)",
-            ""
-            if streaming is None
-            else f"{streaming.rate:,.0f} GB/s ({streaming.fraction:.2f} of a {streaming.limit})",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(
+            [
+                f"`{spec.name}`",
+                ("**wrong by design**: " if spec.wrong else "") + spec.summary,
+                " / ".join(counts),
+                f"{fronts} ({fronts - least})" if accesses else "",
+                "" if resident is None else f"{resident.rate:.0f} ({resident.fraction:.2f} of 128 B per clock)",
+                ""
+                if streaming is None
+                else f"{streaming.rate:,.0f} GB/s ({streaming.fraction:.2f} of a {streaming.limit})",
+            ]
+        )
     note = _origin("h200", "load") if measured else "Not recorded yet."
     note += " Wavefronts are those of the bank model."
-    return "\n".join(lines) + f"\n\n{note}\n"
+    return f"{markdown(pd.DataFrame(lines, columns=columns), left=2)}\n{note}\n"
 
 
 def headline_section() -> str:
     """`gemm_w4a8` against everyone else, and where it is recorded at all numbers of tokens as a picture."""
     record = ladder.recorded()
     picture = "How near to the floor, and how far ahead of the fastest peer](notebooks/figures/gemm_headline.png)"
-    return gemm.matrices_table(record) + (f"\n![{picture}\n" if gemm.points(record) else "")
+    return gemm.matrices_table(record) + (f"\n![{picture}\n" if len(gemm.points(record)) else "")
 
 
-def means_table(rows: Sequence[Row], size: str, called: str) -> str:
+def means_table(rows: pd.DataFrame, size: str, called: str) -> str:
     """Over the fastest peer and of the floor, geometric means by one size."""
-    if not rows:
-        return f"{ladder.NOT_RECORDED}\n"
+    if rows.empty:
+        return MISSING
     columns = [called, "speed-up over the fastest peer", "fraction of the floor"]
-    frame = pd.DataFrame(
-        {size: row.sizes[size], "speed": gemm.best_peer(row)[1], "of floor": row.fraction} for row in rows
-    )
-    means = frame.set_index(size).map(math.log).groupby(size).mean().map(math.exp)  # geometric; NaN is skipped
-    lines = [[f"{value:,}", f"{speed:.2f}x", f"{near:.2f}"] for value, speed, near in means.itertuples()]
-    return ladder.markdown(columns, lines, left=0)
+    table = means(rows, size, ["over", "fraction"]).sort_index().reset_index().set_axis(columns, axis=1)
+    return markdown(table, dict(zip(columns, ("{:,}", "{:.2f}x", "{:.2f}"), strict=True)), left=0)
 
 
 def kv4_section() -> str:
     """`attention_kv4` against everyone else, and where it is recorded as a picture."""
     record = attention.recorded()
     picture = "Speed-up over the best peer with 16, 8 and 4 bits](notebooks/figures/attention_speedup.png)"
-    drawn = f"\n![{picture}\n" if attention.points(record) else ""
+    drawn = f"\n![{picture}\n" if len(attention.points(record)) else ""
     return attention.batches_table(record) + drawn
 
 
@@ -188,8 +184,8 @@ def ladder_section() -> str:
 def cost_section() -> str:
     """Rooflines, what the cost model predicts beside what was measured, and where W4A8 stops paying."""
     record = ladder.recorded()
-    if not gemm.eight_bit(record):
-        return f"{ladder.NOT_RECORDED}\n"
+    if gemm.eight_bit(record).empty:
+        return MISSING
     picture = "![What each scheme can reach, and what was reached](notebooks/figures/cost_roofline.png)"
     return f"{picture}\n\n{predictions.kernels_table(record)}\n{predictions.crossover_table(record)}"
 

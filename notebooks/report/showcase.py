@@ -4,16 +4,19 @@ Each file is right with -D FIXED. The README shows the lines that are found, the
 but the remedy's wording comes from running it.
 """
 
-import os
+import contextlib
+import io
 import re
-import subprocess
-import sys
+import runpy
+import shutil
 import tempfile
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from ptxlab import cli
 from report import ROOT
 
 _WIDTH = 116  # of a line in the README
@@ -63,18 +66,20 @@ def folder() -> Path:
     return ROOT / "tests" / "outside"
 
 
-def output_of(mistake: Mistake, *more: str) -> str:
-    """What the command prints, beside a copy of the kernel."""
-    with tempfile.TemporaryDirectory() as scratch:
-        for file in folder().iterdir():
-            if file.is_file():
-                (Path(scratch) / file.name).write_bytes(file.read_bytes())
-        subprocess.run([sys.executable, "inputs.py"], cwd=scratch, check=True)
-        words = mistake.command(*more).split()[1:]
-        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        command = [sys.executable, "-m", "ptxlab", *words]
-        return subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True).stdout
+@cache
+def output_of(mistake: Mistake) -> str:
+    """What the command prints, beside a copy of the kernel; run in this process, which has imported all it needs."""
+    printed = io.StringIO()
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        contextlib.chdir(scratch),
+        contextlib.redirect_stdout(printed),
+        contextlib.suppress(SystemExit),  # 1 where something is found
+    ):
+        shutil.copytree(folder(), scratch, dirs_exist_ok=True)
+        runpy.run_path("inputs.py")
+        cli.app(mistake.command().split()[1:])
+    return printed.getvalue()
 
 
 def excerpt(text: str, printed: str) -> Iterator[str]:

@@ -4,27 +4,16 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ptxlab.bench.append import POINTS
-from ptxlab.bench.headline import ORDER
-from ptxlab.bench.kvshapes import HEADS
-from ptxlab.bench.record import TOLERANCE, Record, Row
+import pandas as pd
+
+from ptxlab.bench.attention.append import POINTS
+from ptxlab.bench.gemm.headline import ORDER
+from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
 from report import attention as kv
-from report.gemm import (
-    at,
-    chains,
-    dequantising,
-    eight_bit,
-    experts,
-    fraction,
-    named,
-    over,
-    points,
-    reordering,
-    slower,
-    untuned_points,
-)
-from report.ladder import NOT_RECORDED, QSERVE, markdown, mean
+from report.frames import MISSING, fraction, markdown, mean, over, slower
+from report.gemm import at, chains, dequantising, eight_bit, experts, points, reordering, untuned_points
+from report.ladder import QSERVE
 
 LEVEL = 1 - TOLERANCE  # two runs of the same kernel differ by so much
 _MANY_TOKENS = tuple(M for M in ALL_TOKENS if M > MOST_FEW)
@@ -61,15 +50,20 @@ class Target(NamedTuple):
 
 def gemm(record: Record | None) -> list[Target]:
     """Of the GEMMs, in groups of 128, with FP16 results."""
-    rows = points(record)
+    rows, reordered = points(record), reordering(record)
     few = at(rows, *FEW_TOKENS)
-    up_to_64 = [row for row in rows if row.sizes["M"] <= 64]
-    largest = [row.fraction for row in up_to_64 if str(named(row)) == "70B gate+up"]
-    smallest = [row.time_us for row in up_to_64 if str(named(row)) == "7B O"]
+    up_to_64 = rows[rows.M <= 64]
+    largest = up_to_64[up_to_64.layer == "70B gate+up"].fraction
+    smallest = up_to_64[up_to_64.layer == "7B O"].time_us
     means = f"M <= {MOST_FEW}, mean"
     return [
         Target(f"of the floor, {means}", fraction(few), _FRACTION, least=0.85),
-        Target(f"points slower than the best peer, M <= {MOST_FEW}", _count(slower(few), few), "{:.0f}", most=0),
+        Target(
+            f"points slower than the best peer, M <= {MOST_FEW}",
+            len(slower(few)) if len(few) else math.nan,
+            "{:.0f}",
+            most=0,
+        ),
         Target("over QServe g128, M = 256, mean", mean(over(at(rows, 256), QSERVE)), _TIMES, least=3.3),
         Target("of the floor, 70B gate+up, M <= 64, every point", least(largest), _FRACTION, least=0.90),
         Target("7B O, M <= 64, every point", most(smallest), "{:.2f} µs", most=5.0),
@@ -81,7 +75,7 @@ def gemm(record: Record | None) -> list[Target]:
         ),
         Target(
             f"chain of a decoder layer over that of cuBLAS FP8, {means}",
-            mean(link.over_fp8 for link in chains(record)),
+            mean(chains(record)["over cublas_fp8"]),
             _TIMES,
             least=1.6,
         ),
@@ -90,7 +84,7 @@ def gemm(record: Record | None) -> list[Target]:
         *_of_untuned(record),
         Target(
             f"quantising into the headline's order ({ORDER.replace('_', '-')}) beside row-major, every size",
-            most(ratio - 1 for ratio in reordering(record).get(ORDER, ())),
+            most(reordered[reordered.activations == ORDER].ratio - 1),
             _PERCENT,
             most=0.05,
         ),
@@ -100,12 +94,11 @@ def gemm(record: Record | None) -> list[Target]:
 def table(found: Sequence[Target]) -> str:
     """Every target, its bound, what was measured, and whether it is met; a sentence where nothing was measured."""
     if not any(target.verdict for target in found):
-        return f"{NOT_RECORDED}\n"
+        return MISSING
     lines = [
-        [t.what, t.wanted, "" if math.isnan(t.value) else t.form.format(t.value), t.verdict or "not measured"]
-        for t in found
+        (t.what, t.wanted, t.form.format(t.value) if t.verdict else "", t.verdict or "not measured") for t in found
     ]
-    return markdown(["target", "wanted", "measured", "verdict"], lines, left=2)
+    return markdown(pd.DataFrame(lines, columns=["target", "wanted", "measured", "verdict"]), left=2)
 
 
 def least(values: Iterable[float]) -> float:
@@ -131,16 +124,16 @@ def _of_eight_bits(record: Record | None) -> list[Target]:
 
 
 def _of_experts(record: Record | None) -> list[Target]:
-    found = [routed for routed in experts(record) if routed.grouped]
-    many = [routed.gain for routed in found if routed.loop.sizes["tokens"] >= 32]
+    found = experts(record).dropna(subset="gain")
+    many = found[found.tokens >= 32].gain
     return [
-        Target("grouped over the loop, every point", least(routed.gain for routed in found), _TIMES, least=1.0),
+        Target("grouped over the loop, every point", least(found.gain), _TIMES, least=1.0),
         Target("grouped over the loop, 32 tokens and more, mean", mean(many), _TIMES, least=1.4),
     ]
 
 
 def _of_untuned(record: Record | None) -> list[Target]:
-    rows = [row for row, _ in untuned_points(record)]
+    rows = untuned_points(record)
     tuned = fraction(at(points(record), *FEW_TOKENS))
     return [
         Target(
@@ -150,32 +143,37 @@ def _of_untuned(record: Record | None) -> list[Target]:
     ]
 
 
-def _count(found: Sequence[Row], among: Sequence[Row]) -> float:
-    return len(found) if among else math.nan
-
-
 def attention(record: Record | None) -> list[Target]:
     """Of KV4 attention."""
     rows, compared = kv.points(record), kv.beside_all(kv.points(record))
-    long = [row.fraction for row in kv.single(rows)]
-    uneven = (pair.longer for pair in kv.unequal(record))
-    appended = (row.fraction for row in kv.appends(record, _PREFILL))
-    step_us = (row.time_us for row in kv.appends(record, _DECODE))
     return [
         *_bands(rows),
-        Target("of the floor, single sequences of 32k and more, every one", least(long), _FRACTION, least=_LONG),
-        Target("points slower than a peer", len(slower(rows)) if compared else math.nan, "{:.0f}", most=0),
         Target(
-            "over the best 8-bit peer, batch >= 16, mean", mean(kv.over_bits(kv.batched(rows), 8)), _TIMES, least=2.0
+            "of the floor, single sequences of 32k and more, every one",
+            least(kv.single(rows).fraction),
+            _FRACTION,
+            least=_LONG,
         ),
+        Target("points slower than a peer", len(slower(rows)) if len(compared) else math.nan, "{:.0f}", most=0),
+        Target("over the best 8-bit peer, batch >= 16, mean", mean(kv.batched(rows)["over 8"]), _TIMES, least=2.0),
         *_over_qserve(record),
-        Target("ragged beside even, time, all heads", most(uneven), _TIMES, most=1.15),
-        Target("append, 4096 tokens: of a copy, every one", least(appended), _FRACTION, least=0.8),
-        Target("append, a token for each of 64 sequences, every one", most(step_us), "{:.2f} µs", most=4.0),
+        Target("ragged beside even, time, all heads", most(kv.unequal(record).longer), _TIMES, most=1.15),
+        Target(
+            "append, 4096 tokens: of a copy, every one",
+            least(kv.appends(record, _PREFILL).fraction),
+            _FRACTION,
+            least=0.8,
+        ),
+        Target(
+            "append, a token for each of 64 sequences, every one",
+            most(kv.appends(record, _DECODE).time_us),
+            "{:.2f} µs",
+            most=4.0,
+        ),
     ]
 
 
-def _bands(rows: list[Row]) -> list[Target]:
+def _bands(rows: pd.DataFrame) -> list[Target]:
     found, above = [], math.inf
     for floor, wanted in _BANDS:
         upper = "" if math.isinf(above) else f" to {above:g}"
@@ -188,11 +186,7 @@ def _bands(rows: list[Row]) -> list[Target]:
 def _over_qserve(record: Record | None) -> list[Target]:
     """With the appended token, which QServe's time has in it."""
     rows = kv.batched(kv.behind_append(record))
-    grouped = {heads_of: heads_of[0] > heads_of[1] for heads_of in HEADS}
-    by_kind = {
-        "MHA": [row for row in rows if not grouped[kv.heads(row)]],
-        "GQA": [row for row in rows if grouped[kv.heads(row)]],
-    }
+    by_kind = {"MHA": rows[rows.Hq == rows.Hkv], "GQA": rows[rows.Hq > rows.Hkv]}
     return [
         Target(
             f"append + attention over QServe KV4, {kind}, batch >= 16, mean",

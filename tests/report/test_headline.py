@@ -1,23 +1,24 @@
 """`gemm_w4a8` from its record: points, means, targets, tables and figures. The record is made up."""
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from ptxlab import plot
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from ptxlab.errors import FileError
-from report import FIGURES, figures, gemm, gemmplot, ladder, targets
-from report import sections as report
+from report import FIGURES, figures, frames, gemm, gemmplot, ladder, sections, targets
 from tests.support import ladder_record
 from tests.support.headline_record import CUBLAS, SLOWDOWN, record
 
 RECORD = record()
 POINTS = gemm.points(RECORD)
+HEADLINE = next(row for row in RECORD.rows if row.measure == "headline" and row.activations == "row_major")
+HEADLINE = next(row for row in RECORD.rows if row.measure == "headline" and row.activations == "row_major")
 TABLES = (
     gemm.matrices_table,
     gemm.means_table,
@@ -39,44 +40,42 @@ def target(what: str, of: Record = RECORD) -> targets.Target:
 
 
 def test_a_point_is_row_major_with_sums_from_the_quantiser() -> None:
-    assert [(gemm.named(row), row.sizes["M"]) for row in POINTS] == [(la, M) for la in LLAMA for M in ALL_TOKENS]
-    assert {row.activations for row in POINTS} == {"row_major"}
-    otherwise = gemm.otherwise(RECORD)
-    assert {order: len(rows) for order, rows in otherwise.items()} == dict.fromkeys(
-        ("fragment", "row_major-sums"), len(POINTS)
-    )
-    faster = changed(lambda row: replace(row, time_us=0.1) if row.activations in otherwise else row)
-    assert gemm.points(faster) == POINTS, "another order is never the headline, even if it is faster"
+    assert [*zip(POINTS.layer, POINTS.M, strict=True)] == [(str(la), M) for la in LLAMA for M in ALL_TOKENS]
+    assert set(POINTS.activations) == {"row_major"}
+    orders = gemm.otherwise(RECORD).activations.value_counts().to_dict()
+    assert orders == dict.fromkeys(("fragment", "row_major-sums"), len(POINTS))
+    faster = changed(lambda row: replace(row, time_us=0.1) if row.activations in orders else row)
+    assert gemm.points(faster).equals(POINTS), "another order is never the headline, even if it is faster"
     other_group = changed(lambda row: replace(row, sizes={**row.sizes, "g": 64}))
-    assert gemm.points(other_group) == [] and len(gemm.points(other_group, group=64)) == len(POINTS)
+    assert gemm.points(other_group).empty and len(gemm.points(other_group, group=64)) == len(POINTS)
 
 
 def test_the_ladder_does_not_see_them() -> None:
-    assert ladder.rows_of(RECORD) == ladder_record.record().rows
+    assert ladder.points(RECORD).equals(ladder.points(ladder_record.record()))
     assert ladder.ladder_table(RECORD) == ladder.ladder_table(ladder_record.record())
 
 
 def test_the_best_peer_of_a_point() -> None:
-    row = replace(POINTS[0], time_us=10.0, peers={"cublas_fp8": 15.0, "qqq_w4a8_g128": 9.0})
-    assert gemm.best_peer(row) == ("qqq_w4a8_g128", 0.9)
-    assert gemm.slower([row]) == [row] and gemm.over([row], "cublas_fp8") == [1.5]
-    alone = replace(row, peers={})
-    assert math.isnan(gemm.best_peer(alone)[1]) and gemm.slower([alone]) == gemm.over([alone]) == []
+    row = replace(HEADLINE, time_us=10.0, peers={"cublas_fp8": 15.0, "qqq_w4a8_g128": 9.0})
+    here, alone = (gemm.points(replace(RECORD, rows=(one,))) for one in (row, replace(row, peers={})))
+    assert (*here.best, *here["over"]) == ("qqq_w4a8_g128", 0.9)
+    assert len(frames.slower(here)) == 1 and [*frames.over(here, "cublas_fp8")] == [1.5]
+    assert alone["over"].isna().all() and frames.slower(alone).empty and frames.over(alone).empty
 
 
 def test_every_peer_has_a_name() -> None:
-    assert {name for row in POINTS for name in row.peers} == set(gemm.PEERS)
+    assert {name for peers in POINTS.peers for name in peers} == set(frames.GEMM_PEERS)
 
 
 def test_chains_beside_the_best_of_each_point() -> None:
-    links = list(gemm.chains(RECORD))
-    assert [(link.model, link.row.sizes["M"]) for link in links] == [(m, M) for m in ("7B", "70B") for M in FEW_TOKENS]
-    alone = {(gemm.named(row), row.sizes["M"]): min(row.peers.values()) for row in POINTS}
-    first = links[0]
-    assert first.over_best == pytest.approx(sum(alone[layer, 1] for layer in LLAMA[:4]) / first.row.time_us)
-    assert first.over_fp8 == pytest.approx(CUBLAS["cublas_fp8"] / 1.05)
+    links = gemm.chains(RECORD)
+    assert [*zip(links.model, links.M, strict=True)] == [(m, M) for m in ("7B", "70B") for M in FEW_TOKENS]
+    alone = [min(row.peers.values()) for row in POINTS.itertuples() if (row.model, row.M) == ("7B", 1)]
+    first = links.iloc[0]
+    assert len(alone) == 4 and first.over_best == pytest.approx(sum(alone) / first.time_us)
+    assert first["over cublas_fp8"] == pytest.approx(CUBLAS["cublas_fp8"] / 1.05)
     bare = replace(RECORD, rows=tuple(row for row in RECORD.rows if row.measure == "chain"))
-    assert all(math.isnan(link.over_best) for link in gemm.chains(bare))
+    assert gemm.chains(bare).over_best.isna().all()
 
 
 def test_targets_that_are_met_and_missed() -> None:
@@ -97,7 +96,7 @@ def test_one_slow_point_is_found() -> None:
     largest = LLAMA[6]
 
     def slowed(row: Row) -> Row:
-        here = row.measure == "headline" and gemm.named(row) == largest and row.sizes["M"] == 64
+        here = row.measure == "headline" and [row.sizes[name] for name in "NKM"] == [largest.N, largest.K, 64]
         return replace(row, time_us=1e3, fraction=row.floor_us / 1e3) if here else row
 
     before, after = (target("points slower", of).value for of in (RECORD, changed(slowed)))
@@ -127,13 +126,12 @@ def test_tables(table: Callable[[Record | None], str]) -> None:
     text = table(RECORD)
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) > 3 and len({line.count("|") for line in lines}) == 1 and "nan" not in text
-    assert table(None) == table(ladder_record.record()) == f"{ladder.NOT_RECORDED}\n"
+    assert table(None) == table(ladder_record.record()) == f"{frames.NOT_RECORDED}\n"
 
 
 def test_the_first_table() -> None:
-    row = next(row for row in POINTS if gemm.named(row) == LLAMA[1] and row.sizes["M"] == 16)
-    name, speed = gemm.best_peer(row)
-    cell = f"{row.time_us:.1f} µs, {row.fraction:.2f}, **{speed:.2f}x** {gemm.PEERS[name]}"
+    row = POINTS[(POINTS.layer == "7B O") & (POINTS.M == 16)].iloc[0]
+    cell = f"{row.time_us:.1f} µs, {row.fraction:.2f}, **{row['over']:.2f}x** {frames.GEMM_PEERS[row.best]}"
     table = gemm.matrices_table(RECORD)
     assert f"| 7B O, 4096 x 4096 | {cell} |" in table
     assert "row-major activations" in table and "the others' times are scaled by its ratio" in table
@@ -148,18 +146,18 @@ def test_figures(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     left, right = drawn["headline"].axes
     assert left.lines[len(LLAMA)].get_ydata() == pytest.approx([1 / SLOWDOWN] * len(ALL_TOKENS))
-    assert right.lines[0].get_ydata()[0] == pytest.approx(gemm.best_peer(POINTS[0])[1])
+    assert right.lines[0].get_ydata()[0] == pytest.approx(POINTS["over"].iloc[0])
     models = {layer.model for layer in UNTUNED}
     assert {line.get_label().partition(",")[0] for line in drawn["beyond"].axes[2].lines} >= models
 
 
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: ladder_record.record())
-    assert report.headline_section() == f"{ladder.NOT_RECORDED}\n"
+    assert sections.headline_section() == f"{frames.NOT_RECORDED}\n"
     with pytest.raises(FileError, match="ptxlab bench gemm"):
         figures.picture("gemm_headline")
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
-    assert "(notebooks/figures/gemm_headline.png)" in report.headline_section()
+    assert "(notebooks/figures/gemm_headline.png)" in sections.headline_section()
     for name in ("gemm_headline", "gemm_beyond"):
         assert figures.picture(name).axes
 
@@ -177,16 +175,17 @@ def test_every_picture_has_its_file() -> None:
 
 
 @pytest.fixture
-def measured() -> list[Row]:
+def measured() -> pd.DataFrame:
     found = gemm.points(ladder.recorded())
-    if not found:
+    if found.empty:
         pytest.skip("no record of what gemm_w4a8 launches yet: notebooks/results/h200/gemm.json has the ladder alone")
     return found
 
 
-def test_the_record_is_whole(measured: list[Row]) -> None:
-    assert [(gemm.named(row), row.sizes["M"]) for row in measured] == [(la, M) for la in LLAMA for M in ALL_TOKENS]
-    assert all("bit for bit" in row.checked and 0 < row.fraction < 1.1 for row in measured)
-    assert all(len(row.peers) == (9 if row.sizes["M"] <= 2048 else 3) for row in measured)
+def test_the_record_is_whole(measured: pd.DataFrame) -> None:
+    assert [*zip(measured.layer, measured.M, strict=True)] == [(str(la), M) for la in LLAMA for M in ALL_TOKENS]
+    rows = [*measured.itertuples()]
+    assert all("bit for bit" in row.checked and 0 < row.fraction < 1.1 for row in rows)
+    assert all(len(row.peers) == (9 if row.M <= 2048 else 3) for row in rows)
     found = ladder.recorded()
-    assert len(gemm.untuned_points(found)) == 80 and len(list(gemm.chains(found))) == 14
+    assert len(gemm.untuned_points(found)) == 80 and len(gemm.chains(found)) == 14

@@ -4,16 +4,16 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 
 from ptxlab.bench.attention import PROGRAMMATIC
-from ptxlab.bench.kvshapes import HEADS, points
 from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import HEADS, batches
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import FileError
 from ptxlab.kernels.attention.steps import STEPS
-from report import attention, figures, gemm, ladder, targets
-from report import sections as report
+from report import attention, figures, frames, sections, targets
 from report.targets import Target
 from tests.support import kv_record
 from tests.support.kv_record import EARLY, SLOWDOWN
@@ -39,26 +39,29 @@ def target(start: str, of: Record | None = RECORD) -> Target:
     return found
 
 
-def place(row: Row) -> tuple[int, ...]:
-    return tuple(row.sizes[name] for name in ("Hq", "Hkv", "B", "L"))
+def places(rows: pd.DataFrame) -> list[tuple[int, ...]]:
+    return [*rows[["Hq", "Hkv", "B", "L"]].itertuples(index=False, name=None)]
+
+
+def at(*place: int) -> pd.Series:
+    return POINTS.iloc[places(POINTS).index(place)]
 
 
 def test_every_peer_has_a_name_and_a_line() -> None:
-    assert all(set(peers) == set(attention.PEERS) for peers in stored_attention().values())
+    assert all(set(peers) == set(frames.ATTENTION_PEERS) for peers in stored_attention().values())
     assert {bits: len(names) for bits, names in attention.BITS.items()} == {16: 5, 8: 6, 4: 2}
-    assert sorted(name for names in attention.BITS.values() for name in names) == sorted(attention.PEERS)
+    assert sorted(name for names in attention.BITS.values() for name in names) == sorted(frames.ATTENTION_PEERS)
     assert set(attention.A100_US) == {step.spec.name for step in STEPS[:6]}
 
 
 def test_the_points_and_their_peers() -> None:
-    assert [place(row) for row in POINTS] == [batch.place for heads in HEADS for batch in points(heads)]
+    assert places(POINTS) == [batch.place for heads in HEADS for batch in batches(heads)]
     assert len(attention.batched(POINTS)) == 24 and len(attention.single(POINTS)) == 6
     assert len(attention.beside_all(POINTS)) == 30
-    row = next(row for row in POINTS if place(row) == (32, 32, 64, 1024))
+    row = at(32, 32, 64, 1024)
     fastest = stored_attention()[32, 32, 64, 1024]["fi_xqa_fp8"]
-    assert gemm.best_peer(row) == ("fi_xqa_fp8", pytest.approx(fastest / row.time_us))
-    assert attention.over_bits([row], 8) == [pytest.approx(fastest / row.time_us)]
-    scaled = next(row for row in POINTS if place(row) == (32, 32, 128, 1024))
+    assert row.best == "fi_xqa_fp8" and row["over"] == row["over 8"] == pytest.approx(fastest / row.time_us)
+    scaled = at(32, 32, 128, 1024)
     assert scaled.peers["fi_xqa_fp8"] == pytest.approx(1.1 * stored_attention()[32, 32, 128, 1024]["fi_xqa_fp8"])
 
 
@@ -70,17 +73,18 @@ def test_targets() -> None:
     assert target("points slower").value == 0
     assert target("ragged beside even").value == pytest.approx(1.2 / 1.1)
     assert target("append, 4096 tokens").value == pytest.approx(1 / 1.2)
-    decode = max(row.time_us for row in attention.appends(RECORD, 64))
+    decode = attention.appends(RECORD, 64).time_us.max()
     assert target("append, a token for each").value == pytest.approx(decode)
-    behind = [row for row in attention.batched(attention.behind_append(RECORD)) if attention.heads(row) == (32, 32)]
-    over = ladder.mean(row.peers["qserve_kv4"] / row.time_us for row in behind)
+    behind = attention.batched(attention.behind_append(RECORD))
+    behind = behind[behind.heads == "heads 32/32"]
+    over = frames.mean(row.peers["qserve_kv4"] / row.time_us for row in behind.itertuples())
     assert target("append + attention over QServe KV4, MHA").value == pytest.approx(over)
     assert target("append + attention over QServe KV4, GQA").least == 9.0
 
 
 def test_one_slow_point_is_found() -> None:
     def slowed(row: Row) -> Row:
-        here = row.measure == "attention" and place(row) == (32, 8, 256, 4096)
+        here = row.measure == "attention" and [*row.sizes.values()] == [32, 8, 256, 4096]
         return replace(row, time_us=1e4, fraction=row.floor_us / 1e4) if here else row
 
     slow = changed(slowed)
@@ -101,11 +105,12 @@ def test_programmatic_launches_stand_beside_plain_ones() -> None:
 
 def test_what_is_not_in_the_record_is_not_judged() -> None:
     assert {t.verdict for t in targets.attention(None)} == {""}
-    alone = replace(RECORD, rows=tuple(replace(row, peers={}, more={}) for row in POINTS))
+    rows = [row for row in RECORD.rows if row.measure == "attention"]
+    alone = replace(RECORD, rows=tuple(replace(row, peers={}, more={}) for row in rows))
     verdicts = {t.what: t.verdict for t in targets.attention(alone)}
     assert sum(verdict == "met" for verdict in verdicts.values()) == 5, "the floor alone"
     assert "nan" not in "".join(table(alone) for table in TABLES)
-    assert attention.unequal(alone) == [] and math.isnan(target("ragged", alone).value)
+    assert attention.unequal(alone).empty and math.isnan(target("ragged", alone).value)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda t: f"{t.__module__}.{t.__name__}")
@@ -113,13 +118,12 @@ def test_tables(table: Callable[[Record | None], str]) -> None:
     text = table(RECORD)
     lines = [line for line in text.splitlines() if line.startswith("|")]
     assert len(lines) > 3 and len({line.count("|") for line in lines}) == 1 and "nan" not in text
-    assert table(None) == f"{ladder.NOT_RECORDED}\n"
+    assert table(None) == f"{frames.NOT_RECORDED}\n"
 
 
 def test_the_first_table() -> None:
-    row = next(row for row in POINTS if place(row) == (32, 32, 64, 1024))
-    speed = gemm.best_peer(row)[1]
-    table = attention.batches_table(RECORD)
+    row = at(32, 32, 64, 1024)
+    table, speed = attention.batches_table(RECORD), row["over"]
     assert f"| {row.time_us:.1f} µs, 0.96, **{speed:.2f}x** FlashInfer XQA FP8 |" in table
     assert "At 6 of 30 points PyTorch differed by more than 5% between the two runs" in table
     assert "there the others' times are scaled by its ratio, 1.10." in table
@@ -138,19 +142,19 @@ def test_the_picture_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(attention, "recorded", lambda: RECORD)
     figure = figures.picture("attention_speedup")
     assert len(figure.axes) == len(HEADS) * 2
-    first = next(row for row in POINTS if place(row) == (32, 32, 1, 1024))
+    first = at(32, 32, 1, 1024)
     for line, (bits, names) in zip(figure.axes[0].lines, attention.BITS.items(), strict=False):
         best = min(first.peers[name] for name in names if name in first.peers)
         assert f"with {bits} bits" in line.get_label() and line.get_ydata()[0] == pytest.approx(best / first.time_us)
     everything = attention.batched_and_single(POINTS)
-    assert f"{ladder.mean(attention.over_bits(everything, 8)):.1f}x as the best 8-bit" in figure.get_suptitle()
+    assert f"{frames.mean(everything['over 8']):.1f}x as the best 8-bit" in figure.get_suptitle()
 
 
 def test_the_page_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "recorded", lambda: None)
-    assert report.kv4_section() == f"{ladder.NOT_RECORDED}\n"
+    assert sections.kv4_section() == f"{frames.NOT_RECORDED}\n"
     monkeypatch.setattr(attention, "recorded", lambda: RECORD)
-    assert "(notebooks/figures/attention_speedup.png)" in report.kv4_section()
+    assert "(notebooks/figures/attention_speedup.png)" in sections.kv4_section()
 
 
 def test_the_record_is_whole() -> None:
@@ -158,8 +162,8 @@ def test_the_record_is_whole() -> None:
     if found is None:
         pytest.skip("no record of the suite yet: `ptxlab bench attention` makes notebooks/results/h200/attention.json")
     rows = attention.points(found)
-    assert [place(row) for row in rows] == [place(row) for row in POINTS]
-    assert all("within the spec's bound" in row.checked and 0 < row.fraction < 1.1 for row in rows)
-    for row in rows:  # cuDNN in the same run where there are no groups, else stored
-        assert len(row.peers) == (13 if "stored_factor" in row.more else 1 + (row.sizes["Hq"] == row.sizes["Hkv"]))
-    assert [row.kernel for row in attention.steps(found)] == [step.spec.name for step in STEPS]
+    assert places(rows) == places(POINTS)
+    assert all("within the spec's bound" in row.checked and 0 < row.fraction < 1.1 for row in rows.itertuples())
+    for row in rows.itertuples():  # cuDNN in the same run where there are no groups, else stored
+        assert len(row.peers) == (13 if "stored_factor" in row.more else 1 + (row.Hq == row.Hkv))
+    assert [*attention.steps(found).kernel] == [step.spec.name for step in STEPS]

@@ -4,23 +4,28 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from ptxlab import plot
 from ptxlab.bench import compare
 from ptxlab.bench.peers import CUBLAS
+from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED, LAYERS, TOKENS
-from ptxlab.bench.stored import stored_times
+from ptxlab.bench.stored import stored_peers, stored_times
 from ptxlab.errors import FileError
-from report import figures, gemmplot, ladder
-from report import sections as report
+from report import figures, frames, gemmplot, ladder, sections
 from tests.support.bench_rows import slowed
 from tests.support.ladder_record import NAMES, record
 
 RECORD = record()
 STORED = stored_times()
 FIRST = RECORD.rows[0]
-PLACE = ladder.place_of(FIRST)
+POINTS = ladder.points(RECORD)
+
+
+def points(*rows: Row) -> pd.DataFrame:
+    return ladder.points(replace(RECORD, rows=rows))
 
 
 def test_gains_are_geometric_means_over_matrices() -> None:
@@ -30,20 +35,31 @@ def test_gains_are_geometric_means_over_matrices() -> None:
     ]
     faster = [replace(r, kernel="step", time_us=r.time_us / gain) for r, gain in zip(base, (2.0, 8.0), strict=True)]
     alone = replace(FIRST, kernel="step", sizes={**FIRST.sizes, "M": 16, "N": 3}, time_us=1.0)
-    rows = [*base, *faster, alone]
+    rows = points(*base, *faster, alone)
     assert ladder.speed_over(rows, "step", "base", 16) == pytest.approx(4.0)
     assert math.isnan(ladder.speed_over(rows, "step", "base", 64))
 
 
 def test_speed_over_a_peer() -> None:
-    rows = [replace(FIRST, time_us=10.0, peers={"cublas_fp8": 25.0}), replace(FIRST, time_us=10.0, peers={})]
-    assert ladder.speed_over_peer(rows, FIRST.kernel, "cublas_fp8", {}) == pytest.approx(2.5)
-    assert math.isnan(ladder.speed_over_peer(rows, FIRST.kernel, ladder.QSERVE, {}))
+    sizes = {**FIRST.sizes, "N": 1}  # not among the stored peers
+    rows = points(
+        replace(FIRST, sizes=sizes, time_us=10.0, peers={"cublas_fp8": 25.0}),
+        replace(FIRST, sizes=sizes, time_us=10.0, peers={}),
+    )
+    assert [*frames.over(rows, "cublas_fp8")] == pytest.approx([2.5])
+    assert math.isnan(frames.mean(frames.over(rows, ladder.QSERVE)))
+
+
+def test_stored_peers_stand_beside_those_of_the_run() -> None:
+    times, factor = stored_peers(tuple(FIRST.sizes[name] for name in "NKM"), FIRST.peers, STORED)
+    row = POINTS.iloc[0]
+    assert ladder.QSERVE in times and row.peers == {**FIRST.peers, **times} and row.stored_factor == factor
+    assert row[f"over {ladder.QSERVE}"] == pytest.approx(times[ladder.QSERVE] / FIRST.time_us)
 
 
 def test_steps_are_in_the_order_of_the_ladder() -> None:
-    assert ladder.steps(reversed(RECORD.rows)) == NAMES
-    assert ladder.steps(record(NAMES[2:4]).rows) == NAMES[2:4]
+    assert ladder.steps(POINTS[::-1]) == NAMES
+    assert ladder.steps(ladder.points(record(NAMES[2:4]))) == NAMES[2:4]
 
 
 def test_table() -> None:
@@ -60,7 +76,7 @@ def test_table_of_limits_names_the_worst_reasons() -> None:
     assert table.count("long scoreboard 2.5, barrier 1.5, gmma 0.9") == 2 * len(NAMES)
     assert f"| {32 * 3e7 / DISSECTED.N / DISSECTED.K:.2f} |" in table and "| 1750 |" in table
     bare = replace(RECORD, rows=tuple(r for r in RECORD.rows if "tensor_pct" not in r.more))
-    assert ladder.limits_table(bare) == f"{ladder.NOT_RECORDED}\n"
+    assert ladder.limits_table(bare) == f"{frames.NOT_RECORDED}\n"
 
 
 def test_table_of_main_loops() -> None:
@@ -70,10 +86,10 @@ def test_table_of_main_loops() -> None:
 
 @pytest.mark.parametrize("names", [NAMES, NAMES[:1], NAMES[2:4]], ids=("all", "one", "two"))
 def test_figures(names: list[str], tmp_path: Path) -> None:
-    rows = record(names).rows
+    rows = ladder.points(record(names))
     drawn = {
         "peers": gemmplot.peers_figure(STORED),
-        "times": gemmplot.times_figure(rows, STORED),
+        "times": gemmplot.times_figure(rows),
         "ablation": gemmplot.ablation_figure(rows),
         "fraction": gemmplot.fraction_figure(rows),
         "roofline": gemmplot.roofline_figure(rows),
@@ -84,12 +100,12 @@ def test_figures(names: list[str], tmp_path: Path) -> None:
 
 
 def test_ablation_shows_every_gain() -> None:
-    axes = gemmplot.ablation_figure(RECORD.rows).axes[0]
+    axes = gemmplot.ablation_figure(POINTS).axes[0]
     shown = [float(text.get_text()) for text in axes.texts]
-    expected = [ladder.speed_over(RECORD.rows, name, gemmplot.BASELINE, M) for name in NAMES for M in TOKENS]
+    expected = [ladder.speed_over(POINTS, name, gemmplot.BASELINE, M) for name in NAMES for M in TOKENS]
     assert shown == pytest.approx(expected, abs=0.006)
     assert axes.get_ylabel() == "speed over qoq_sm90"
-    assert gemmplot.ablation_figure(record(NAMES[:2]).rows).axes[0].get_ylabel() == "speed over qoq_sm80"
+    assert gemmplot.ablation_figure(ladder.points(record(NAMES[:2]))).axes[0].get_ylabel() == "speed over qoq_sm80"
 
 
 def test_every_step_has_its_colour() -> None:
@@ -98,11 +114,11 @@ def test_every_step_has_its_colour() -> None:
 
 def test_pictures_and_pages_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: None)
-    assert ladder.NOT_RECORDED in report.ladder_section() and "![" not in report.ladder_section()
+    assert frames.NOT_RECORDED in sections.ladder_section() and "![" not in sections.ladder_section()
     with pytest.raises(FileError, match="ptxlab bench gemm"):
         figures.picture("ladder_times")
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
-    assert "![What each step gained, by tokens](notebooks/figures/ladder_ablation.png)" in report.ladder_section()
+    assert "![What each step gained, by tokens](notebooks/figures/ladder_ablation.png)" in sections.ladder_section()
     for name in figures.PICTURES:
         assert not name.startswith("ladder") or figures.picture(name).axes
 
@@ -114,22 +130,22 @@ def test_a_slower_point_is_found_whatever_variant_runs_now() -> None:
 
 
 @pytest.fixture
-def measured() -> ladder.Record:
+def measured() -> Record:
     found = ladder.recorded()
     if found is None:
         pytest.skip("no record of the suite gemm yet: notebooks/results/h200/gemm.json")
     return found
 
 
-def test_the_record_is_valid_and_whole(measured: ladder.Record) -> None:
+def test_the_record_is_valid_and_whole(measured: Record) -> None:
     assert measured.invalid == ""
-    rows = ladder.rows_of(measured)
-    points = {(r.kernel, *ladder.place_of(r)) for r in rows}
+    rows = [row for row in measured.rows if row.measure == "gemm"]
+    points = {(r.kernel, r.sizes["N"], r.sizes["K"], r.sizes["M"]) for r in rows}
     assert points == {(name, layer.N, layer.K, M) for name in NAMES for layer in LAYERS for M in TOKENS}
     assert all(set(r.peers) == set(CUBLAS) and "bit for bit" in r.checked for r in rows)
     assert all(0 < r.fraction < 1.1 for r in rows)
 
 
-def test_the_first_step_is_no_slower_than_qserve(measured: ladder.Record) -> None:
+def test_the_first_step_is_no_slower_than_qserve(measured: Record) -> None:
     """QServe's own kernel of the same scheme, over the matrices of LLaMA-2-7B and -70B: at most 1.1 times its time."""
-    assert 1 / ladder.speed_over_peer(ladder.rows_of(measured), NAMES[0], ladder.QSERVE, STORED) <= 1.1
+    assert 1 / frames.mean(frames.over(ladder.of(ladder.points(measured), NAMES[0]), ladder.QSERVE)) <= 1.1

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ from ptxlab.bench import counts
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, LLAMA
 from ptxlab.errors import FileError
-from report import costplot, figures, gemm, ladder, predictions
-from report import sections as report
-from report.predictions import W8A8, duels, mean_error, slower_between
+from report import costplot, figures, frames, gemm, ladder, predictions, sections
+from report.predictions import W8A8, duels, slower_between
 from tests.support import ladder_record
 from tests.support.headline_record import record
 
@@ -24,24 +22,27 @@ RECORD = record()
 DEVICE = predictions.measured_device(RECORD)
 
 
-def timed(time: Callable[[Row], float]) -> Record:
-    """The record with other times of what the model predicts."""
-    ours = {id(prediction.row) for prediction in predictions.predictions(RECORD)}
-    rows = (replace(row, time_us=time(row)) if id(row) in ours else row for row in RECORD.rows)
-    return replace(RECORD, rows=tuple(rows))
+def timed(factor: float = 1.0) -> Record:
+    """The record with so many times what the model predicts in turn, of all that it predicts."""
+    found = predictions.predictions(RECORD)
+    places = found[["measure", "kernel", "activations", "N", "K", "M"]].itertuples(index=False, name=None)
+    ours = dict(zip(places, found.in_turn_us, strict=True))
 
+    def timed(row: Row) -> Row:
+        place = row.measure, row.kernel, row.activations, *(row.sizes.get(name) for name in "NKM")
+        is_point = place in ours and row.sizes.get("g", 128) == 128
+        return replace(row, time_us=factor * ours[place]) if is_point else row
 
-def in_turn(row: Row) -> float:
-    return predictions.predict(row, DEVICE).cost.in_turn_us
+    return replace(RECORD, rows=tuple(map(timed, RECORD.rows)))
 
 
 def test_errors_are_relative_to_the_measured_time() -> None:
     for factor in (1.0, 2.0, 0.8):
-        found = predictions.predictions(timed(lambda row, factor=factor: factor * in_turn(row)))
-        assert len(found) == len(ladder.rows_of(RECORD)) + 2 * len(LLAMA) * len(ALL_TOKENS)
-        assert mean_error(found) == pytest.approx(abs(1 / factor - 1))
-        assert mean_error(found, overlapped=True) >= 0
-    assert math.isnan(mean_error([]))
+        found = predictions.predictions(timed(factor))
+        assert len(found) == len(ladder.points(RECORD)) + 2 * len(LLAMA) * len(ALL_TOKENS)
+        assert found.error.mean() == pytest.approx(abs(1 / factor - 1))
+        assert found.overlapped_error.mean() >= 0
+    assert predictions.predictions(None).empty
 
 
 def test_alpha_is_counted() -> None:
@@ -58,12 +59,13 @@ def test_alpha_is_counted() -> None:
 
 
 def test_a_prediction_takes_bytes_tile_and_tensor_path_from_the_row() -> None:
-    (row,) = (r for r in ladder_record.record(["gemm_w4a8_qoq_sm80"]).rows if ladder.place_of(r) == (12288, 4096, 256))
-    found = predictions.predict(row, DEVICE).cost
+    rows = ladder.points(ladder_record.record(["gemm_w4a8_qoq_sm80"]))
+    (row,) = rows[(rows.N == 12288) & (rows.K == 4096) & (rows.M == 256)].itertuples()
+    found = predictions.predict(row, DEVICE)
     weights = 12288 * 4096
     alpha = predictions.alpha_at(row.kernel, 256)
     shared = row.variant["WM"] * math.ceil(256 / row.variant["BM"])
-    assert found.load_us == pytest.approx(row.more["packed_bytes"] / 4.5e6)
+    assert found.load_us == pytest.approx(row.packed_bytes / 4.5e6)
     assert found.dequantise_us == pytest.approx(weights * alpha * shared / (132 * 128 * 1.81e9) * 1e6)
     assert found.multiply_us == pytest.approx(2 * 256 * weights / 1268e6), "on mma.sync"
 
@@ -87,16 +89,13 @@ def test_where_a_ratio_is_above_one(ratios: dict[int, float], expected: list, wo
 
 
 def test_duels_compare_the_same_matrix_at_the_same_tokens() -> None:
-    exact = timed(in_turn)
+    exact = timed()
     found = duels(exact, W8A8)
-    assert [duel.layer for duel in found] == list(LLAMA)
-    for duel in found:
-        assert list(duel.measured) == list(ALL_TOKENS) and duel.measured == pytest.approx(duel.in_turn)
-        assert all(duel.overlapped[M] <= duel.in_turn[M] for M in ALL_TOKENS)
-    peer = duels(exact, "cublas_fp8")[0]
-    row = gemm.points(exact)[0]
-    assert peer.measured[1] == pytest.approx(row.time_us / row.peers["cublas_fp8"])
-    assert duels(RECORD, "nobody") == duels(None, W8A8) == []
+    assert [*zip(found.layer, found.M, strict=True)] == [(str(layer), M) for layer in LLAMA for M in ALL_TOKENS]
+    assert [*found.measured] == pytest.approx([*found.in_turn]) and (found.overlapped <= found.in_turn).all()
+    peer, row = duels(exact, "cublas_fp8").iloc[0], gemm.points(exact).iloc[0]
+    assert peer.measured == pytest.approx(row.time_us / row.peers["cublas_fp8"])
+    assert duels(RECORD, "nobody").empty and duels(None, W8A8).empty
 
 
 def test_the_crossover_is_where_both_take_as_long() -> None:
@@ -109,7 +108,7 @@ def test_the_crossover_is_where_both_take_as_long() -> None:
 
 def test_tables_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ladder, "recorded", lambda: RECORD)
-    section = report.cost_section()
+    section = sections.cost_section()
     tables = [block for block in section.split("\n\n") if block.startswith("|")]
     assert len(tables) == 2 and all(len({line.count("|") for line in t.splitlines()}) == 1 for t in tables)
     assert "nan" not in section and "cost_roofline.png" in section
@@ -121,8 +120,8 @@ def test_tables_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_kernel_has_its_line_its_dots_and_its_error_in_the_figure() -> None:
     panels = costplot.predicted_figure(RECORD).axes
     labels = [text.get_text() for axes in panels for text in axes.get_legend().get_texts()]
-    for name, mine in predictions.by_kernel(predictions.predictions(RECORD)).items():
-        error, ideal = mean_error(mine), mean_error(mine, overlapped=True)
+    for name, mine in predictions.predictions(RECORD).groupby("kernel"):
+        error, ideal = mine.error.mean(), mine.overlapped_error.mean()
         assert f"{predictions.called(name)}: {error:.0%} ({ideal:.0%})" in labels
     dots = sum(len(line.get_xdata()) for axes in panels for line in axes.lines if line.get_linestyle() == "None")
     assert dots == len(predictions.predictions(RECORD)), "every point"
@@ -134,7 +133,7 @@ def test_without_both_kernels_there_is_nothing_to_compare(monkeypatch: pytest.Mo
     alone = ladder_record.record()
     for found in (alone, None):
         monkeypatch.setattr(ladder, "recorded", lambda found=found: found)
-        assert report.cost_section() == f"{ladder.NOT_RECORDED}\n" == predictions.crossover_table(found)
+        assert sections.cost_section() == f"{frames.NOT_RECORDED}\n" == predictions.crossover_table(found)
         with pytest.raises(FileError, match="ptxlab bench gemm"):
             figures.picture("cost_roofline")
 
@@ -145,7 +144,7 @@ def test_nothing_recorded_is_faster_than_the_model_overlapped() -> None:
     if measured is None:
         pytest.skip("no record of the suite gemm yet: notebooks/results/h200/gemm.json")
     found = predictions.predictions(measured)
-    assert found and all(p.cost.overlapped_us < 1.03 * p.row.time_us for p in found)
+    assert len(found) and (found.overlapped_us < 1.03 * found.time_us).all()
 
 
 def test_command_of_all_devices(cli: Any) -> None:

@@ -8,26 +8,25 @@ import pytest
 
 from ptxlab import kernels
 from ptxlab.errors import FileError
-from report import attention, headers, ladder
-from report import sections as report
+from report import attention, headers, ladder, sections
 from tests.support.bench_rows import slowed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_tables_are_what_the_records_say() -> None:
-    assert report.update(write=False) == [], "run `python -m report` in notebooks/"
+    assert sections.update(write=False) == [], "run `python -m report` in notebooks/"
 
 
 def test_a_page_of_the_guide_has_links_from_its_own_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     made = "![picture](notebooks/figures/demo.png) and [page](https://example.org/notebooks/x)\n"
-    monkeypatch.setitem(report.SECTIONS, "kernels", lambda: made)
+    monkeypatch.setitem(sections.SECTIONS, "kernels", lambda: made)
     page = "before\n<!-- report: kernels -->\nold\n<!-- end -->\nafter\n"
-    moved = report.renewed(page, ROOT / "notebooks" / "guide" / "kernels")
+    moved = sections.renewed(page, ROOT / "notebooks" / "guide" / "kernels")
     assert "![picture](../../figures/demo.png) and [page](https://example.org/notebooks/x)" in moved
-    assert report.renewed(page, ROOT) == page.replace("old\n", made)
+    assert sections.renewed(page, ROOT) == page.replace("old\n", made)
     with pytest.raises(FileError, match=r"a section named one of .* \(got nosuch\)"):
-        report.renewed(page.replace("kernels", "nosuch"), ROOT)
+        sections.renewed(page.replace("kernels", "nosuch"), ROOT)
 
 
 def test_figures_in_the_headers_are_the_recorded_ones(monkeypatch: pytest.MonkeyPatch) -> None:

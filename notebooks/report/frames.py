@@ -1,0 +1,150 @@
+"""Records as pandas tables, their geometric means, and tables as Markdown."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import chain
+
+import numpy as np
+import pandas as pd
+
+from ptxlab import bench
+from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import LAYERS, Layer
+from ptxlab.bench.stored import FACTOR, SAME
+from report import RESULTS
+
+NOT_RECORDED = "Not measured yet."
+MISSING = f"{NOT_RECORDED}\n"
+GEMM_PEERS = {  # name -> how tables call it
+    "cublas_fp8": "FP8",
+    "cublas_int8": "INT8",
+    "cublas_fp16": "FP16",
+    "fp8_row": "FP8 per row",
+    "qserve_w8a8": "QServe W8A8",
+    "qserve_w4a8_chn": "QServe per channel",
+    "qserve_w4a8_g128": "QServe g128",
+    "qqq_w4a8_chn": "QQQ per channel",
+    "qqq_w4a8_g128": "QQQ g128",
+}
+ATTENTION_PEERS = {
+    "sdpa_flash_f16": "PyTorch flash FP16",
+    "sdpa_cudnn_f16": "PyTorch cuDNN FP16",
+    "fi_cc_f16": "FlashInfer FP16",
+    "fi_tc_f16": "FlashInfer tensor FP16",
+    "fi_xqa_f16": "FlashInfer XQA FP16",
+    "fi_cc_fp8": "FlashInfer FP8",
+    "fi_tc_fp8": "FlashInfer tensor FP8",
+    "fi_xqa_fp8": "FlashInfer XQA FP8",
+    "qserve_kv8": "QServe KV8",
+    "lserve_kv8": "LServe KV8",
+    "lserve_kv8_mb": "LServe KV8 mb",
+    "qserve_kv4": "QServe KV4",
+    "lserve_kv4": "LServe KV4",
+}
+_PEERS = GEMM_PEERS | ATTENTION_PEERS
+_COLUMNS = [  # that every table has, NaN where no row does
+    *(field.name for field in fields(Row)),
+    *("N", "K", "M", "g", "hidden", "tokens", "Hq", "Hkv", "B", "L", "T", "H", "R", "bits", "channel"),
+    *("packed_bytes", "plain_us", "programmatic_us", "fused_us", "launches", "tensor_pct", FACTOR),
+    *("layer", "model", "best", "over", *(f"over {peer}" for peer in _PEERS)),
+]
+
+
+def recorded(suite: str, gpu: str = "h200") -> Record | None:
+    """The record of a suite on that GPU, if there is one."""
+    path = RESULTS / gpu / f"{suite}.json"
+    return bench.load(path) if path.is_file() else None
+
+
+def frame(record: Record | None, measure: str, layers: Sequence[Layer] = LAYERS) -> pd.DataFrame:
+    """The rows of one measure; no rows of no record.
+
+    Columns are the fields of `Row`, the sizes, what is in `more`, the matrix among `layers` and its model by name, how
+    many times as fast as each peer a row is (`over NAME`), as the fastest one (`over`), and which that is (`best`).
+    """
+    by_size = {(layer.N, layer.K): layer for layer in layers}
+    flat = [_flat(row, by_size) for row in record.rows if row.measure == measure] if record else []
+    return pd.DataFrame(flat, columns=list(dict.fromkeys(chain(_COLUMNS, *flat))))
+
+
+def _flat(row: Row, by_size: Mapping[tuple[int, int], Layer]) -> dict[str, object]:
+    layer = by_size.get((row.sizes.get("N", 0), row.sizes.get("K", 0)))
+    over = {f"over {name}": us / row.time_us for name, us in row.peers.items()}
+    best = min(row.peers, key=row.peers.__getitem__, default="")
+    named = {"layer": str(layer), "model": layer.model} if layer else {}
+    fastest = {"best": best, "over": over.get(f"over {best}", math.nan)}
+    return {**row.more, **vars(row), **row.sizes, **named, **over, **fastest}
+
+
+def over(rows: pd.DataFrame, peer: str = "") -> pd.Series:
+    """How many times as fast as a peer, by default the fastest of each point, where its time is known."""
+    return rows[f"over {peer}".strip()].dropna()
+
+
+def slower(rows: pd.DataFrame) -> pd.DataFrame:
+    """The points at which some peer is faster."""
+    return rows[rows["over"] < 1]
+
+
+def mean(values: Iterable[float]) -> float:
+    """Geometric mean of those that are known; NaN of none."""
+    return math.exp(np.log(pd.Series(values, dtype=float)).mean())
+
+
+def means(rows: pd.DataFrame, by: str, columns: Sequence[str]) -> pd.DataFrame:
+    """Geometric means of columns by the values of another, in the order in which they come."""
+    return np.exp(np.log(rows.set_index(by)[list(columns)].astype(float)).groupby(level=0, sort=False).mean())
+
+
+def fraction(rows: pd.DataFrame) -> float:
+    """Of the floor, geometric mean."""
+    return mean(rows.fraction)
+
+
+def markdown(table: pd.DataFrame, formats: Mapping[str, str] | None = None, left: int = 1, text: str = "") -> str:
+    """A table with a format for each column, `{}` unless given; nothing where a value is NaN.
+
+    The first `left` columns are text and so is the one named `text`; the others are numbers.
+    """
+    forms = [(formats or {}).get(name, "{}") for name in table]
+    rule = ["---" if n < left or name == text else "---:" for n, name in enumerate(table)]
+    lines = (
+        ["" if pd.isna(value) else form.format(value) for form, value in zip(forms, line, strict=True)]
+        for line in table.itertuples(index=False, name=None)
+    )
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (map(str, table), rule, *lines))
+
+
+def cells(rows: pd.DataFrame) -> list[str]:
+    """Of each row: time, of the floor, over the fastest peer by the name that tables give it."""
+    return [
+        f"{us:.{1 if us < 100 else 0}f} µs, {near:.2f}" + (f", **{speed:.2f}x** {_PEERS[best]}" if best else "")
+        for us, near, speed, best in zip(rows.time_us, rows.fraction, rows["over"], rows.best, strict=True)
+    ]
+
+
+def mean_cell(rows: pd.DataFrame) -> str:
+    """Geometric means of floor and speed; nothing of no rows."""
+    speed = mean(rows["over"])
+    return "" if rows.empty else f"{fraction(rows):.2f}" + ("" if math.isnan(speed) else f", **{speed:.2f}x**")
+
+
+def slower_points(rows: pd.DataFrame, place: str) -> str:
+    """The points that some peer does faster, by name; `place` says where one is, from its columns."""
+    found = slower(rows).to_dict("records")
+    listed = "; ".join(f"{place.format(**row)} ({row['over']:.2f}x {_PEERS[row['best']]})" for row in found)
+    return f"Slower than a peer: {listed}." if found else "No peer is faster at any point."
+
+
+def scaled(rows: pd.DataFrame, library: str, whose: str = "the others'") -> list[str]:
+    """At how many points stored times were scaled, and by how much, in a sentence; none where they were not."""
+    factors = rows[FACTOR].dropna()
+    moved = factors[factors != 1]
+    if moved.empty:
+        return []
+    ratios = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (moved.min(), moved.max())))
+    return [
+        f"At {len(moved)} of {len(factors)} points {library} differed by more than {SAME:.0%} between the two runs:"
+        f" there {whose} times are scaled by its ratio, {ratios}."
+    ]
