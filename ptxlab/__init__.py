@@ -2,6 +2,17 @@
 
 `gemm_w4a8`, `attention_kv4`, `append_kv4` and `quantize_activations` call the kernels. `load` and `run` launch any
 kernel on a GPU or in the PTX emulator, with checks. `pack`, `KVCache` and `to_device` prepare weights and caches.
+
+The folders; imports go one way, from a later line of this list to an earlier one:
+
+- Foundations: `io` (files, checkpoints, downloaded weights), `toolchain` (NVRTC, ptxas, nvdisasm), `cost` (data
+  sheets of GPUs and the cost model, by which kernels choose tiles).
+- Formats: `reference` (NumPy references), `quant` (floats to integers), `layout` (where each element lives), `spec`
+  (the contract of a kernel).
+- Backends: `emulator` (PTX on the CPU, with checks), `gpu` (CuPy), `runtime` (one call for both).
+- Kernels: `kernels` has the specs and the public calls; the sources are in `ptx/` and `cuda_src/`.
+- Tools: `sass`, `nsight`, `bench`, `profile`, `timeline`, `weights` (audit and convert checkpoints), `demo`.
+- Ways in: `jupyter`, `cli`, and `testing` for the project's own tests.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Questions that can be asked of any object whatever, before anything is done with it."""
+"""Predicates on arguments of any type, used before anything is computed with them."""
 
 from collections.abc import Collection
 from typing import Any, TypeGuard

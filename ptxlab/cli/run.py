@@ -34,9 +34,9 @@ from ptxlab.cli.common import (
     written,
 )
 from ptxlab.errors import ArgumentError
-from ptxlab.io.files import load_arrays, save_arrays
+from ptxlab.io.files import load_arrays, require_folder, save_arrays
 from ptxlab.kernels import holders
-from ptxlab.runtime.arguments import checks_of, in_order, output_variant, parse_integers, parse_sizes
+from ptxlab.runtime.arguments import checks_of, in_order, merge_sizes, output_variant, parse_integers, parse_sizes
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec
 from ptxlab.verify import Job, Verdict, plan
@@ -87,7 +87,7 @@ def show(
     found = kernels.resolve_all(name)
     if plot is not None:
         spec = found[0][0]
-        if len(found) > 1 or spec is None:
+        if len(found) > 1 or spec is None or "fragments" not in {arg.name for arg in spec.outputs}:
             raise expects("--plot", "one load_* kernel", name)
         from ptxlab.kernels.plot import load_picture
         from ptxlab.plot import save
@@ -168,6 +168,8 @@ def run(
 
     A finding names line, thread, lane and operands; exit code 1 if there is one.
     """
+    if outputs is not None:
+        require_folder(outputs)
     arrays = load_arrays(inputs)
     checks, mode = checks_of("--check", check), "late" if late else "early"
     spec, source, entry = kernels.resolve(target)
@@ -238,7 +240,7 @@ def verify(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
     backend: Annotated[str | None, typer.Option(help="gpu or emulator. Default: each that is available.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the example inputs.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the example inputs.")] = 0,
     shape: Annotated[
         str | None, typer.Option(help="Also verify at these sizes, such as M=136,N=1040,K=2048,g=128.")
     ] = None,
@@ -275,11 +277,15 @@ def verify(
 
 def _jobs_at(sizes: dict[str, int], jobs: list[Job]) -> list[Job]:
     """The same kernels on the same backends at other sizes; each takes those that it has, floats as in its example."""
+    if unknown := set(sizes) - {symbol for job in jobs for symbol in job.spec.example_sizes[0]}:
+        raise expects("--shape", "sizes that one of the kernels has", min(unknown))
     added = []
     for job in {(job.source.label, job.backend): job for job in jobs}.values():
         usual = job.spec.example_sizes[0]
         own = {symbol: size for symbol, size in usual.items() if isinstance(size, float)}
-        own |= {symbol: size for symbol, size in sizes.items() if symbol in usual}
+        given = {symbol: size for symbol, size in sizes.items() if symbol in usual}
+        merge_sizes("--shape", job.spec, usual, given)  # refuses sizes below 1
+        own |= given
         job.spec.check_sizes(own)
         added.append(Job(job.spec, job.source, job.backend, own))
     return added

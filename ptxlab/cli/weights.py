@@ -18,7 +18,7 @@ from ptxlab import doctor as doctors
 from ptxlab import gpu
 from ptxlab.cli.common import FAILED, AsJson, Backend, console, notes, print_json, progress_bar, table
 from ptxlab.io import weights as shipped
-from ptxlab.io.files import write_text
+from ptxlab.io.files import require_folder, write_text
 from ptxlab.weights import audit as audits
 
 SHOWN = 10  # tensors that `audit` lists without --all
@@ -36,7 +36,7 @@ def demo(
     from ptxlab import plot  # Matplotlib takes half a second that other commands need not pay
     from ptxlab.demo.plot import demo_figure
 
-    plot.format_of(out)
+    plot.require_writable(out)
     with _download_bar(demos.TRAINED, quiet=as_json) as progress:
         what, matrices = demos.weights(progress)
     if not as_json:
@@ -141,9 +141,13 @@ def weights(
 def audit(
     file: Annotated[Path | None, typer.Argument(help="A .safetensors checkpoint; by default the demo's.")] = None,
     tensor: Annotated[str, typer.Option(help="Glob over tensor names.")] = "*",
-    scheme: Annotated[list[str] | None, typer.Option(help="qoq, lqq; may be repeated. Default: both.")] = None,
+    scheme: Annotated[
+        list[str] | None,
+        typer.Option(help="qoq, lqq, lqq_ceiling or lqq_search; may be repeated. Default: qoq and lqq."),
+    ] = None,
     protective_range: Annotated[
-        list[int] | None, typer.Option("--range", help="May be repeated; default 119, 120, 127.")
+        list[int] | None,
+        typer.Option("--range", help="Protective range of level 1, 1 to 127; may be repeated. Default: 119, 120, 127."),
     ] = None,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 128,
     picture: Annotated[Path | None, typer.Option("--plot", help="Write a picture (.png, .svg, .pdf).")] = None,
@@ -156,7 +160,9 @@ def audit(
         from ptxlab import plot
         from ptxlab.weights.plot import audit_figure
 
-        plot.format_of(picture)
+        plot.require_writable(picture)
+    if out is not None:
+        require_folder(out)
     if file is None:
         with _download_bar(demos.TRAINED, quiet=as_json) as downloaded:
             file = shipped.fetch(demos.TRAINED, downloaded) / "model.safetensors"

@@ -1,1 +1,1 @@
-"""Files: reading and writing them whole, checkpoints, arrays of other libraries by DLPack."""
+"""Files read and written whole, checkpoints, downloads of trained weights, and other libraries' arrays by DLPack."""

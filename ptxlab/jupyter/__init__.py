@@ -1,8 +1,9 @@
 """The workbench in Jupyter: `%load_ext ptxlab` gives the magics `%%ptx` and `%%cuda`, and displays that can be read.
 
-`cell` compiles what `magics` are given; `displays` show kernels, packed weights, launches and findings, `words` bits
-lane by lane. `identities` takes the dequantisers apart, `maps` knows who holds what and `drawing` draws it; `widgets`
-puts sliders to both; `errors` shows them short. `page` is all that knows of HTML.
+`cell` compiles what `magics` are given; `displays` show kernels, packed weights, launches and findings, `registers`
+words in binary, lane by lane. `identities` shows a dequantiser's arithmetic step by step; `maps` computes which lane
+holds which weight and `drawing` draws it; `widgets` adds sliders to both. `errors` prints errors in one line. Only
+`page` writes HTML.
 """
 
 from typing import Any

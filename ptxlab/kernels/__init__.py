@@ -41,7 +41,7 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
             rule = f"{written[0].label} has no spec yet: add one to SPECS of the family {family}, or name the file"
             raise ArgumentError("kernel", rule, name)
         known = dict.fromkeys([*specs(), *(spec.family for spec in specs().values())])
-        raise UnknownKernel(name, difflib.get_close_matches(stem, known, n=3, cutoff=0.4))
+        raise UnknownKernel(name, difflib.get_close_matches(stem, known, n=3, cutoff=0.5))
     found = sources.of_kernel(stem)
     chosen = tuple(s for s in found if language in ("", s.language))
     if not chosen:

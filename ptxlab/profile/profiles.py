@@ -58,7 +58,9 @@ def launch(
     try:
         gpu.device_info()
     except UnavailableError as error:
-        raise UnavailableError(f"{error}; --from reads a saved report; `ptxlab timeline` needs no GPU") from None
+        raise UnavailableError(
+            f"{error}; `ptxlab profile --from` reads a saved report; `ptxlab timeline` needs no GPU"
+        ) from None
     for spec in filter(None, (job.spec for job in jobs)):
         if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
             raise UnavailableError(f"{spec.name}: {reason}")

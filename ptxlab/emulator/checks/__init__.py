@@ -1,1 +1,1 @@
-"""What looks on while a kernel runs: checks, counts of bank conflicts, the step clock."""
+"""Observers of a running kernel: the checks, counts of bank conflicts, the step clock."""
