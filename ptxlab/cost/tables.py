@@ -11,8 +11,8 @@ from ptxlab.cost import Cost, Device, Scheme
 DEVICE_COLUMNS = ("GPU", "TB/s>", "INT8>", "issue>", "M* FP16>", "M* W8A8>", "M* W4A8>", "α*>")
 SCHEME_COLUMNS = ("scheme", "α>", "load>", "dequant>", "MMA>", "in turn>", "overlap>", "M*>", "α*>")
 LEGEND = (
-    "M*: tokens from which multiplying takes longer than loading. α: instructions of a thread per weight; α*: as many"
-    " hide behind W4A8's loads, or behind its MMA where that is longer."
+    "M*: tokens from which multiplying takes longer than loading. α: instructions of a thread per weight; α*: the most"
+    " of them that W4A8's loads, or its MMAs where these take longer, can hide."
 )
 RATES = "INT8 and issue: 10^12 operations and instructions of threads per second."
 TIMES = "In turn: max(load, dequant + MMA), LiquidGEMM's Eq. 6; overlap: the longest of the three."

@@ -21,7 +21,7 @@ from ptxlab.cli.common import WIDTH
 from tests.support.add4 import PTX_ADD4
 from tests.support.reports import FILE, GEMM, SIZES
 
-COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items() if name != "report"}
+COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
 # Of several spellings of one thing, the one that commands take.
 RETIRED = {"--sizes": "--shape", "--timeline": "timeline", "--stalls": "stalls", "--sass": "--listing"}
 
@@ -237,3 +237,9 @@ def test_no_two_classes_of_these_folders_share_a_name() -> None:
                 found[node.name].add(path.relative_to(package).parts[0])
     mine = {"cli", "sass", "profile", "timeline", "nsight", "jupyter", "sources.py", "verify.py", "doctor.py"}
     assert {name: rooms for name, rooms in found.items() if len(rooms) > 1 and rooms & mine} == {}
+
+
+def test_cost_without_a_shape_shows_the_device_that_is_asked_for(cli: Any) -> None:
+    every, one = json.loads(cli("cost", "--json")[1]), json.loads(cli("cost", "--device", "h100", "--json")[1])
+    assert len(every) > 1 and len(one) == 1 and one[0] in every
+    assert cli("cost", "--device", "nosuch")[0] == 2
