@@ -30,6 +30,11 @@ def minilm() -> Path:
         pytest.skip(str(error))
 
 
+@pytest.fixture(scope="session")
+def cupy() -> Any:
+    return pytest.importorskip("cupy")
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end, and what tests make is seldom in a cycle.
 

@@ -9,11 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ptxlab import kernels
-from ptxlab.bench import append, kvmerge
-from ptxlab.bench.append import POINTS
-from ptxlab.bench.attention import EVEN, LADDER, MEASURE, RAGGED, WITH_APPEND
-from ptxlab.bench.kvshapes import BATCHES, HEADS, LENGTHS, LONG
+from ptxlab.bench.attention import EVEN, LADDER, MEASURE, RAGGED, WITH_APPEND, append, merge
+from ptxlab.bench.attention.append import POINTS
 from ptxlab.bench.record import Record
+from ptxlab.bench.shapes import BATCHES, HEADS, LENGTHS, LONG
 from ptxlab.bench.stored import FACTOR
 from ptxlab.plot import BLUE, ORANGE, PALE, RED
 from report import frames
@@ -194,7 +193,7 @@ def others_table(record: Record | None) -> str:
             how = "rotated" if r.R else "as it is"
             named = f"append, {what} of {tokens} tokens, {r.H} heads, k {how}, beside a copy"
             lines.append((named, r.time_us, r.floor_us, ".2f"))
-    for r in points(record, kvmerge.MEASURE).itertuples():
+    for r in points(record, merge.MEASURE).itertuples():
         named = f"merged by a second kernel, {r.heads}, {r.B} x {r.L}, beside one launch"
         lines.append((named, r.time_us, r.fused_us, ".1f"))
     shown = [(what, f"{us:{form}} µs", f"{beside:{form}} µs", f"{us / beside:.2f}") for what, us, beside, form in lines]

@@ -2,8 +2,8 @@
 
 import pandas as pd
 
-from ptxlab.bench import chain, grouped, quantiser, untuned, w8a8
-from ptxlab.bench.headline import MEASURE, ORDER
+from ptxlab.bench.gemm import chain, grouped, quantiser, steps
+from ptxlab.bench.gemm.headline import MEASURE, ORDER, UNTUNED_MEASURE
 from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import (
     ALL_TOKENS,
@@ -68,12 +68,12 @@ def experts(record: Record | None) -> pd.DataFrame:
 
 def untuned_points(record: Record | None) -> pd.DataFrame:
     """Matrices of other models at odd numbers of tokens."""
-    return frame(record, untuned.MEASURE, UNTUNED)
+    return frame(record, UNTUNED_MEASURE, UNTUNED)
 
 
 def eight_bit(record: Record | None) -> pd.DataFrame:
     """The points of the kernel with 8-bit weights."""
-    return frame(record, w8a8.MEASURE, LLAMA)
+    return frame(record, steps.W8A8, LLAMA)
 
 
 def dequantising(record: Record | None, *tokens: int) -> pd.Series:

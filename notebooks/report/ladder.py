@@ -6,10 +6,10 @@ import pandas as pd
 
 from ptxlab import kernels
 from ptxlab.bench import counts
-from ptxlab.bench.limits import STALL
+from ptxlab.bench.gemm.limits import STALL
+from ptxlab.bench.gemm.steps import MEASURE
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, TOKENS
-from ptxlab.bench.steps import MEASURE
 from ptxlab.bench.stored import FACTOR, Stored, stored_peers, stored_times
 from report import frames
 from report.frames import MISSING, NOT_RECORDED, fraction, frame, markdown, mean, over, scaled

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from ptxlab.bench.append import POINTS
-from ptxlab.bench.headline import ORDER
+from ptxlab.bench.attention.append import POINTS
+from ptxlab.bench.gemm.headline import ORDER
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
 from report import attention as kv

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ptxlab import kernels, sass, sources, toolchain
-from ptxlab.bench.problem import sizes_at, variant
+from ptxlab.bench.gemm.problem import sizes_at, variant
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text

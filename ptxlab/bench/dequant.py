@@ -6,8 +6,8 @@ import numpy as np
 
 from ptxlab import emulator, gpu, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.launching import poisoned
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.dequant import SPECS
@@ -17,7 +17,6 @@ from ptxlab.spec import Arrays, KernelSpec, Launch, evaluate
 
 SIZES = {"R": 16384, "K": 16384, "g": 128}
 _DISTINCT_ROWS = 256  # quantised once and repeated: the addresses differ, and that is what memory sees
-_POISON = 0xA5
 
 _THREADS = 256
 _BLOCKS_PER_SM = 4
@@ -51,8 +50,7 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
     for _ in range(copies_beyond_l2(nbytes)):
         arrays = {n: gpu.to_device(a) for n, a in packed.items()}
         for arg in spec.outputs:
-            arrays[arg.name] = gpu.empty(arg.resolve(sizes), arg.dtype)
-            gpu.fill_bytes(arrays[arg.name], _POISON)
+            arrays[arg.name] = poisoned(arg.resolve(sizes), arg.dtype)
             outputs.append(arrays[arg.name])
         args = spec.arguments(arrays, sizes)
         calls.append(gpu.prepare(kernel, args, spec.launch(sizes)))
@@ -65,11 +63,11 @@ def streaming(spec: KernelSpec, source: Source, sizes: dict[str, int], logical: 
             raise BenchmarkError(f"{source.label}: the timed launches gave wrong results")
     return row_of(
         spec,
-        source,
         "streaming",
         sizes,
         measured,
         floor=(nbytes / ceilings.copy_tbps / 1e6, "copy"),
+        source=source,
         checked=f"all {sizes['R'] * sizes['K']} weights equal to the reference",
         operations=int(evaluate(spec.operations, sizes)),
         config=dict(spec.configs[0]),
@@ -103,11 +101,11 @@ def in_registers(spec: KernelSpec, source: Source, rng: np.random.Generator) -> 
     counts = sass.per_8(source, info.arch) or {}
     return row_of(
         spec,
-        source,
         "registers",
         {},
         measured,
         floor=(iterations * clocks_per_round / measured.sm_mhz, pipe),
+        source=source,
         checked=f"{_CHECKED_THREADS} threads, {_CHECKED_ITERATIONS} rounds equal to the emulator",
         nbytes=0,
         rate=(weights / (measured.us * measured.sm_mhz * info.sms), "w/clk/SM"),

@@ -6,8 +6,7 @@ from time import perf_counter
 import numpy as np
 
 from ptxlab import emulator
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.timing import Measured
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.dequant import SPECS
@@ -50,7 +49,6 @@ def measure(spec: KernelSpec, lanes: int, checks: tuple[str, ...]) -> Row:
     median = seconds[_REPEATS // 2]
     return row_of(
         spec,
-        source,
         "emulator" + "".join(f" +{check}" for check in checks),
         {**sizes, "lanes": lanes},
         Measured(median * 1e6, seconds[0] * 1e6, seconds[-1] * 1e6, sm_mhz=0.0),

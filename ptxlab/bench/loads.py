@@ -10,8 +10,8 @@ import numpy as np
 
 from ptxlab import gpu, nsight, sass, toolchain
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.record import Row
-from ptxlab.bench.rows import row_of
+from ptxlab.bench.launching import poisoned
+from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.timing import Measured, copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError, UnavailableError
 from ptxlab.io.files import save_arrays
@@ -34,7 +34,6 @@ _COUNTERS = {
     "load_conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared_op_ld.sum",
     "conflicts": "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
 }
-_POISON = 0xA5
 _CHECKED = "every result equal to the reference"
 
 
@@ -56,7 +55,7 @@ def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
     sizes = {"T": TILES}
     measured = _timed(spec, source, sizes, {"T": _DISTINCT})
     floor = spec.bytes_moved(sizes) / ceilings.copy_tbps / 1e6, "copy"
-    return row_of(spec, source, "streaming", sizes, measured, floor=floor, checked=_CHECKED)
+    return row_of(spec, "streaming", sizes, measured, floor=floor, checked=_CHECKED)
 
 
 def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
@@ -65,7 +64,7 @@ def ring(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
     sizes = {"P": STAGES, "B": blocks}
     measured = _timed(spec, source, sizes, {"P": _DISTINCT, "B": blocks})
     floor = spec.bytes_moved(sizes) / ceilings.read_tbps / 1e6, "read"
-    return row_of(spec, source, "streaming", sizes, measured, floor=floor, checked=_CHECKED)
+    return row_of(spec, "streaming", sizes, measured, floor=floor, checked=_CHECKED)
 
 
 def resident(spec: KernelSpec, source: Source) -> Row:
@@ -89,7 +88,6 @@ def resident(spec: KernelSpec, source: Source) -> Row:
     per_clock = weights / (measured.us * measured.sm_mhz * info.sms)
     return row_of(
         spec,
-        source,
         "resident",
         sizes,
         measured,
@@ -150,9 +148,7 @@ def _timed(spec: KernelSpec, source: Source, sizes: dict[str, int], distinct: di
         gpu.copy_bytes(large[first : first + len(small)], small)
     calls, outputs = [], []
     for _ in range(copies_beyond_l2(spec.bytes_moved(sizes))):
-        out = gpu.empty(spec.outputs[0].resolve(sizes), spec.outputs[0].dtype)
-        gpu.fill_bytes(out, _POISON)
-        outputs.append(out)
+        outputs.append(out := poisoned(spec.outputs[0].resolve(sizes), spec.outputs[0].dtype))
         scalars = [spec.scalar(a, sizes) for a in spec.args if not a.shape]
         calls.append(gpu.prepare(gpu.load(source, spec.name), [large, out, *scalars], spec.launch(sizes)))
     measured = measure(calls)

@@ -1,4 +1,4 @@
-"""cuBLAS through PyTorch, in the same run as the kernels it is compared with. Needs PyTorch only here, on a GPU."""
+"""cuBLAS and attention of PyTorch, in the same run as the kernels compared with them. Needs PyTorch only here."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -6,11 +6,16 @@ from importlib.util import find_spec
 from typing import Any
 
 from ptxlab import gpu
+from ptxlab.bench.shapes import HEAD_DIM, Batch
 from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
 from ptxlab.errors import BenchmarkError
 
 # Our name -> the column `peer` of the stored times of other projects (`notebooks/results/<gpu>/peers/gemm.csv`).
 CUBLAS = {"cublas_fp8": "fp8_pt", "cublas_int8": "int8_mm", "cublas_fp16": "fp16"}
+# Our name, which is that of the stored times too -> PyTorch's backend.
+SDPA_BACKENDS = {"sdpa_flash_f16": "FLASH_ATTENTION", "sdpa_cudnn_f16": "CUDNN_ATTENTION"}
+SDPA = {"sdpa_flash_f16": "sdpa_flash_f16"}  # for `stored_peers`: what both runs called in the same way
+_UNGROUPED = "sdpa_cudnn_f16"  # takes a group's rows for the queries of a prompt: up to ten times flash's time
 _DEVICE = "cuda"
 _INT8_ROWS = 32  # `_int_mm` takes more than 16 rows
 _CHECKED_ROWS = 256  # of the weight
@@ -96,11 +101,64 @@ def _calls(name: str, x: Any, weights: Sequence[Any]) -> list[Callable[[], Any]]
         return torch.matmul(x, weight.t())
 
     expected = x.float().double() @ weights[0][:_CHECKED_ROWS].float().double().t()
-    got = product(weights[0])[:, :_CHECKED_ROWS].double()
-    error = float((got - expected).abs().max() / expected.abs().max())
-    if not error <= (0 if name == "cublas_int8" else _TOLERANCE):
-        raise BenchmarkError(f"{name}: wrong results, relative error {error:.2g}")
+    _check(name, product(weights[0])[:, :_CHECKED_ROWS].double(), expected, 0 if name == "cublas_int8" else _TOLERANCE)
     return [partial(product, weight) for weight in weights]
+
+
+def sdpa(batch: Batch) -> dict[str, float]:
+    """Microseconds by backend for sequences of equal length, rotated beyond the L2; empty without PyTorch.
+
+    Query heads of a group are rows of one head, so that no backend reads the cache more than once; cuDNN, which is slow
+    with them, only where there are no groups. A backend that this PyTorch lacks is left out.
+    """
+    if not importable():
+        return {}
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    B, length = len(batch.lengths), batch.lengths[0]
+    copies = copies_beyond_l2(2 * batch.tokens * batch.Hkv * HEAD_DIM * 2)
+    q = _normal(B, batch.Hkv, batch.Hq // batch.Hkv, HEAD_DIM)
+    caches = [tuple(_normal(B, batch.Hkv, length, HEAD_DIM) for _ in range(2)) for _ in range(copies)]
+    times = {}
+    for name, backend in SDPA_BACKENDS.items():
+        if name == _UNGROUPED and batch.Hq > batch.Hkv:
+            continue
+        with sdpa_kernel(getattr(SDPBackend, backend)):
+            calls = [partial(torch.nn.functional.scaled_dot_product_attention, q, k, v) for k, v in caches]
+            if _runs(name, calls[0], q, *caches[0]):
+                times[name] = measure(calls, capture=capture).us
+    caches.clear()
+    torch.cuda.empty_cache()  # the kernels to be compared need memory too
+    return times
+
+
+def _normal(*shape: int) -> Any:
+    import torch
+
+    return torch.randn(shape, dtype=torch.float16, device=_DEVICE)
+
+
+def _runs(name: str, call: Callable[[], Any], q: Any, k: Any, v: Any) -> bool:
+    """Whether the backend is there; the first sequence's results are checked."""
+    import torch
+
+    try:
+        got = call()[0].double()
+    except RuntimeError as error:
+        if "No available kernel" in str(error):
+            return False
+        raise
+    weights = torch.softmax(q[0].double() @ k[0].double().transpose(-1, -2) * HEAD_DIM**-0.5, dim=-1)
+    expected = weights @ v[0].double()
+    _check(name, got, expected, _TOLERANCE)
+    return True
+
+
+def _check(name: str, got: Any, expected: Any, tolerance: float) -> None:
+    error = float((got - expected).abs().max() / expected.abs().max())
+    if not error <= tolerance:
+        raise BenchmarkError(f"{name}: wrong results, relative error {error:.2g}")
 
 
 def capture(calls: Sequence[Callable[[], Any]]) -> gpu.Graph:

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ptxlab import sources
+from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.files import read_record, require_folder, write_text
+from ptxlab.sources import Source
+from ptxlab.spec import KernelSpec
 
 SCHEMA = 1
 TOLERANCE = 0.03
@@ -149,6 +152,55 @@ class Slower:
     def __str__(self) -> str:
         rates = f"{self.row.rate:.4g} {self.row.rate_unit}, was {self.old.rate:.4g} ({self.loss:.1%} less)"
         return f"{self.row}: {rates}, {self.cycles - 1:+.1%} cycles at {self.row.sm_mhz:.0f} MHz"
+
+
+def row_of(
+    spec: KernelSpec,
+    measure: str,
+    sizes: dict[str, int],
+    measured: Measured,
+    *,
+    floor: tuple[float, str],
+    checked: str,
+    source: Source | None = None,
+    nbytes: int | None = None,
+    rate: tuple[float, str] | None = None,
+    **further: Any,
+) -> Row:
+    """The row of one measurement.
+
+    Args:
+        spec: the kernel.
+        measure: what was measured, `"streaming"` ...
+        sizes: symbols of the spec.
+        measured: the times.
+        floor: microseconds, and what sets them.
+        checked: how the results of the timed kernel were checked.
+        source: which was measured, by default the one that a bare name means.
+        nbytes: traffic of one call, by default the compulsory one.
+        rate: what rows are compared by and its unit, by default the traffic per second.
+        further: other fields of `Row` by name; `kernel` where a call launches others too.
+    """
+    nbytes = spec.bytes_moved(sizes) if nbytes is None else nbytes
+    value, unit = rate or (nbytes / measured.us / 1e3, "GB/s")
+    floor_us, limit = floor
+    return Row(
+        source=(source or sources.of_kernel(spec.name)[0]).language,
+        measure=measure,
+        sizes=sizes,
+        time_us=measured.us,
+        fastest_us=measured.fastest,
+        slowest_us=measured.slowest,
+        rate=value,
+        rate_unit=unit,
+        bytes=nbytes,
+        floor_us=floor_us,
+        fraction=floor_us / measured.us,
+        limit=limit,
+        sm_mhz=measured.sm_mhz,
+        checked=checked,
+        **{"kernel": spec.name, "operations": 0, **further},
+    )
 
 
 def default_path(record: Record) -> Path:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import cost, gpu
+from ptxlab.bench.launching import poisoned
 from ptxlab.bench.record import Row
 from ptxlab.bench.timing import copies_beyond_l2, measure
 from ptxlab.errors import BenchmarkError
@@ -20,7 +21,6 @@ SLOT, SLOTS, LINE = 16384, 12, 128  # bytes of a slot of the ring, slots, granul
 _CHUNKS = (SLOT, SLOT // 2)  # the faster counts: large chunks cost less, small ones start earlier
 _RANDOM = 64 << 20  # distinct random bytes; repeated where a matrix is larger
 _REPLAYS = 10
-_POISON = 0xA5
 
 
 def source() -> Source:
@@ -66,8 +66,7 @@ def _timed(words: U32, copies: list[Any], most: int) -> float:
     kernel = gpu.load(source(), "stream_bulk")
     calls, digests = [], []
     for data in copies:
-        digests.append(gpu.empty((blocks, 32), np.uint32))
-        gpu.fill_bytes(digests[-1], _POISON)
+        digests.append(poisoned((blocks, 32), np.uint32))
         args = [data, digests[-1], np.uint32(words.nbytes), np.uint32(chunk)]
         calls.append(gpu.prepare(kernel, args, geometry(blocks)))
     us = measure(calls, replays=_REPLAYS).us

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ptxlab import gpu, toolchain
-from ptxlab.bench import kvproblem, problem, shapes
+from ptxlab.bench import shapes
+from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.attention import scheme_of
-from ptxlab.bench.kvshapes import even
+from ptxlab.bench.gemm import problem
+from ptxlab.bench.shapes import even
 from ptxlab.bench.timing import Measured, measure
 from ptxlab.errors import ArgumentError, CompileError, PtxlabError, UnavailableError
 from ptxlab.kernels.attention.steps import step_of as attention_step
@@ -108,11 +110,11 @@ def _problem(spec: KernelSpec, sizes: Mapping[str, int]) -> tuple[dict[str, int]
         )
     assert attention is not None
     batch = even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
-    given = kvproblem.problem(batch, scheme_of(attention))
-    known = kvproblem.sizes_at(attention, batch, given.scheme, given.caches[0].pages)
+    given = attention_problem.random_problem(batch, scheme_of(attention))
+    known = attention_problem.sizes_at(attention, batch, given.scheme, given.caches[0].pages)
     return (
         attention.config(known, "float16"),
-        lambda variant: kvproblem.launches(attention, given, constants=variant),
+        lambda variant: attention_problem.launches(attention, given, constants=variant),
         lambda ready: ready.check(given),
     )
 

@@ -68,12 +68,12 @@ def _download_bar(name: str, *, quiet: bool) -> Iterator[shipped.Progress]:
         yield progress
 
 
-def _demo_table(rows: list[demos.Row]) -> Table:
+def _demo_table(rows: list[demos.DemoRow]) -> Table:
     columns = ("dequant_...", "weights", "exact?", *(f"±{r}>" for r in demos.RANGES), "ALU/8>", "error>")
     return table(" " * 42 + "overflows at range", columns, [_cells(row) for row in rows])
 
 
-def _cells(row: demos.Row) -> list[str]:
+def _cells(row: demos.DemoRow) -> list[str]:
     exact = "yes" if not row.wrong else f"{row.wrong / row.weights:.0%} wrong*"
     if not row.as_predicted:
         exact = "FAILED"
@@ -82,7 +82,7 @@ def _cells(row: demos.Row) -> list[str]:
     return [row.kernel.removeprefix("dequant_"), row.scheme, exact, *overflows, alu, f"{row.relative_error:.4f}"]
 
 
-def _explain(rows: list[demos.Row]) -> None:
+def _explain(rows: list[demos.DemoRow]) -> None:
     backend = {"gpu": "the GPU", "emulator": "the PTX emulator, on this CPU"}[rows[0].backend]
     console.print(
         f"Each row is a hand-written .ptx file, run by {backend}, every weight compared with the NumPy reference.\n"

@@ -22,7 +22,7 @@ TRAINED = "minilm"  # the name of what `ptxlab weights` downloads
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One dequantiser on all matrices of the demo.
 
     Attributes:
@@ -51,7 +51,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Scheme:
+class DemoScheme:
     """A way to quantise, and the logical inputs that its dequantisers take."""
 
     title: str
@@ -60,27 +60,27 @@ class Scheme:
     audited_as: str | None = None
 
 
-_LQQ = Scheme(
+_LQQ = DemoScheme(
     f"LQQ g{GROUP}",
     lambda w: quant.quantize_lqq(w, group=GROUP),
     lambda q: {"q4": q.q4, "scale": q.group_scale, "offset": q.offset},
     "lqq",
 )
-_QOQ = Scheme(
+_QOQ = DemoScheme(
     f"QoQ g{GROUP}",
     lambda w: quant.quantize_qoq(w, group=GROUP),
     lambda q: {"q4": q.q4, "scale": q.group_scale, "offset": q.offset},
     "qoq",
 )
-_QOQ_ZERO = Scheme(_QOQ.title, _QOQ.quantize, lambda q: {"q4": q.q4, "scale": q.group_scale, "zero": q.zero}, "qoq")
-_CHANNEL = Scheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4})
-_SIGNED = Scheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4.view(np.int8) - np.int8(8)})
-_NIBBLES = Scheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4 ^ np.uint8(8)})
-_INT4 = Scheme(
+_QOQ_ZERO = DemoScheme(_QOQ.title, _QOQ.quantize, lambda q: {"q4": q.q4, "scale": q.group_scale, "zero": q.zero}, "qoq")
+_CHANNEL = DemoScheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4})
+_SIGNED = DemoScheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4.view(np.int8) - np.int8(8)})
+_NIBBLES = DemoScheme("channel", quant.quantize_qoq_channel, lambda q: {"q4": q.q4 ^ np.uint8(8)})
+_INT4 = DemoScheme(
     f"INT4 g{GROUP}", lambda w: quant.quantize_int4(w, group=GROUP), lambda q: {"q4": q.q4, "scale": q.scale}
 )
 
-SCHEMES: dict[str, Scheme] = {
+SCHEMES: dict[str, DemoScheme] = {
     "dequant_lqq": _LQQ,
     "dequant_lqq_unsigned": _LQQ,
     "dequant_qoq_vadd4": _QOQ,
@@ -121,7 +121,7 @@ def _generated() -> dict[str, F32]:
 
 def rows(
     matrices: dict[str, F32], *, backend: str | None = None, advance: Callable[[str], None] = lambda _: None
-) -> Iterator[Row]:
+) -> Iterator[DemoRow]:
     """Quantise all matrices and run every dequantiser on them; `advance` is told each kernel's name."""
     prepared: dict[str, list[Any]] = {}
     overflows = {scheme: _overflows(matrices, scheme, advance) for scheme in ("lqq", "qoq")}
@@ -151,12 +151,12 @@ def next_commands() -> list[tuple[str, str]]:
 
 def _row(
     spec: KernelSpec,
-    scheme: Scheme,
+    scheme: DemoScheme,
     quantised: list[Any],
     matrices: dict[str, F32],
     overflows: dict[str, dict[int, int]],
     backend: str | None,
-) -> Row:
+) -> DemoRow:
     source = kernels.find(spec.name)[1][0]
     wrong, as_predicted, used = 0, True, ""
     for weight in quantised:
@@ -169,7 +169,7 @@ def _row(
             wrong += int(missed.sum())
             as_predicted &= np.array_equal(missed, spec.wrong.misses(**logical))
     alu, origin = counts.alu_per_8(source)
-    return Row(
+    return DemoRow(
         kernel=spec.name,
         scheme=scheme.title,
         weights=sum(w.size for w in matrices.values()),

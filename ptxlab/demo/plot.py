@@ -9,14 +9,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ptxlab import quant, reference
-from ptxlab.demo import Row
+from ptxlab.demo import DemoRow
 from ptxlab.plot import BLUE, GREY, PALE, RED, SCHEME_COLOURS
 from ptxlab.weights import audit
 
 SWEEP = range(112, 128)  # protective ranges of the overflow curve
 
 
-def demo_figure(rows: Sequence[Row], matrices: dict[str, np.ndarray], what: str) -> Figure:
+def demo_figure(rows: Sequence[DemoRow], matrices: dict[str, np.ndarray], what: str) -> Figure:
     """The demo in one picture: what unpacking costs, why the range is 119, what a wrong order destroys."""
     name, w = max(matrices.items(), key=lambda item: item[1].size)
     figure = Figure(figsize=(16, 5.4), layout="constrained")
@@ -28,7 +28,7 @@ def demo_figure(rows: Sequence[Row], matrices: dict[str, np.ndarray], what: str)
     return figure
 
 
-def _instruction_bars(axes: Axes, rows: Sequence[Row]) -> None:
+def _instruction_bars(axes: Axes, rows: Sequence[DemoRow]) -> None:
     counted = [r for r in rows if r.alu_per_8 is not None]
     names = [r.kernel.removeprefix("dequant_") for r in counted]
     values = [float(r.alu_per_8 or 0) for r in counted]

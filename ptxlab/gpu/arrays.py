@@ -173,7 +173,8 @@ def caller_stream() -> AbstractContextManager[Any]:
 
     stream = cupy.cuda.get_current_stream()
     theirs = 0 if stream.ptr else torch_stream()
-    return borrow_stream(theirs) if theirs else stream
+    mine: AbstractContextManager[Any] = borrow_stream(theirs) if theirs else stream
+    return mine
 
 
 def torch_stream() -> int:

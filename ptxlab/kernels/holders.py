@@ -56,7 +56,7 @@ def arrivals(name: str) -> np.ndarray:
     nibbles = got.astype(np.int64)
     if signed:
         nibbles = (nibbles // 16 if logical == "q4" else nibbles) + 8  # COMET's come times 16
-    return sum(nibbles[d] << 4 * d for d in range(_DIGITS))
+    return np.asarray(sum(nibbles[d] << 4 * d for d in range(_DIGITS)))
 
 
 @cache

@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels, runtime
-from ptxlab.bench import kvproblem, kvshapes, problem, shapes
+from ptxlab.bench import shapes
+from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.attention import scheme_of
+from ptxlab.bench.gemm import problem
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.io.files import load_arrays
 from ptxlab.kernels.attention.steps import step_of as attention_step
@@ -120,7 +122,7 @@ def sizes_of(spec: KernelSpec, given: Mapping[str, Any], backend: str = "gpu") -
 
 def weights_of(sizes: Mapping[str, Any]) -> int | None:
     """How many weights these sizes speak of, N x K or R x K; of a cache its keys and values; None if of neither."""
-    for symbols, head_dim in ((("N", "K"), 1), (("R", "K"), 1), (("B", "L", "Hkv"), 2 * kvshapes.HEAD_DIM)):
+    for symbols, head_dim in ((("N", "K"), 1), (("R", "K"), 1), (("B", "L", "Hkv"), 2 * shapes.HEAD_DIM)):
         if set(symbols) <= set(sizes):
             return prod(int(sizes[symbol]) for symbol in symbols) * head_dim
     return None
@@ -148,8 +150,10 @@ def prepared(job: LaunchTarget) -> Call:
         logical = problem.problem(spec, layer, sizes["M"], sizes.get("g", shapes.GROUP))
         return problem.launches(gemm, sizes, logical, copies=1).calls[0]
     if attention is not None:
-        batch = kvshapes.even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
-        return kvproblem.launches(attention, kvproblem.problem(batch, scheme_of(attention))).calls[0]
+        batch = shapes.even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
+        return attention_problem.launches(
+            attention, attention_problem.random_problem(batch, scheme_of(attention))
+        ).calls[0]
     return _spec_call(spec, source, sizes)
 
 

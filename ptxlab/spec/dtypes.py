@@ -46,7 +46,7 @@ def storage(name: str) -> np.dtype[Any]:
 
 def stored(values: npt.NDArray[Any], name: str) -> npt.NDArray[Any]:
     """float32 values as that dtype, rounded to nearest even, and s32 as s64; anything else as it is."""
-    if (values.dtype, name) == (np.int32, "int64"):
+    if values.dtype == np.int32 and name == "int64":
         return values.astype(np.int64)
     if values.dtype != np.float32 or name == "float32":
         return values

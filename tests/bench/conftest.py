@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu
-from ptxlab.bench import append, attention, chain, grouped, kvmerge, kvproblem, points, problem, quantiser, stream
+from ptxlab.bench import attention, stream
+from ptxlab.bench.attention import append, merge
+from ptxlab.bench.attention import problem as attention_problem
+from ptxlab.bench.gemm import grouped, points, problem, quantiser
 from ptxlab.bench.timing import Measured
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
@@ -45,8 +48,8 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(gpu, name, stand_in)
-    for module in (append, attention, chain, grouped, kvmerge, points, quantiser, stream):
+    for module in (append, attention, grouped, merge, points, quantiser, stream):
         monkeypatch.setattr(module, "measure", _measure)
-    for module in (append, chain, grouped, kvproblem, problem, stream):
+    for module in (append, points, grouped, attention_problem, problem, stream):
         monkeypatch.setattr(module, "copies_beyond_l2", lambda nbytes: 2)
     return monkeypatch

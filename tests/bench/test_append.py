@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ptxlab.bench import append
+from ptxlab.bench.attention import append
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.errors import BenchmarkError
 from ptxlab.layout import page_bytes
@@ -31,7 +31,7 @@ def test_bytes_that_are_moved() -> None:
 
 
 def test_slots_are_one_per_page_or_whole_pages() -> None:
-    assert np.array_equal(append.slots_of(64) // append.PAGE_SIZE, np.arange(64))
+    assert np.array_equal(append.slots_of(64) // append.PAGE, np.arange(64))
     assert np.array_equal(append.slots_of(4096), np.arange(4096))
 
 

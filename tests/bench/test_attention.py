@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import bench, gpu
-from ptxlab.bench import append, attention, kvmerge, kvnew, kvproblem, kvshapes, sdpa, stored
+from ptxlab import bench, gpu, toolchain
+from ptxlab.bench import attention, peers, shapes, stored
+from ptxlab.bench.attention import append, merge
+from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.kvshapes import Batch
 from ptxlab.bench.record import Record
+from ptxlab.bench.shapes import Batch
 from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.kernels import specs
@@ -33,10 +35,10 @@ def quiet(_: str) -> None:
 
 @pytest.fixture
 def small(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    emulated_gpu.setattr(kvproblem, "_RANDOM", 1 << 16)
-    kvproblem._random_pages.cache_clear()
+    emulated_gpu.setattr(attention_problem, "_RANDOM", 1 << 16)
+    attention_problem._random_pages.cache_clear()
     yield emulated_gpu
-    kvproblem._random_pages.cache_clear()
+    attention_problem._random_pages.cache_clear()
 
 
 def test_a_point_and_the_same_behind_an_appended_token(small: pytest.MonkeyPatch) -> None:
@@ -70,18 +72,18 @@ def test_stored_times_are_scaled_by_what_both_runs_called_alike(small: pytest.Mo
 
 
 def test_without_pytorch_no_others_stand_beside(small: pytest.MonkeyPatch) -> None:
-    small.setattr(sdpa, "importable", lambda: False)
+    small.setattr(peers, "importable", lambda: False)
     small.setattr(attention, "stored_attention", lambda slug: {SMALL.place: {"fi_xqa_fp8": 8.0}})
     (row,) = attention.at(CHOSEN, SMALL, CEILINGS, quiet, appending=False)
     assert row.peers == {} and "stored_factor" not in row.more
 
 
 def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) -> None:
-    of, seen = kvproblem.problem(SMALL), []
+    of, seen = attention_problem.random_problem(SMALL), []
 
-    def launches(step: Any, of: Any, *, programmatic: bool) -> kvproblem.Launches:
+    def launches(step: Any, of: Any, *, programmatic: bool) -> attention_problem.AttentionLaunches:
         seen.append(programmatic)
-        return kvproblem.launches(step, of, programmatic=programmatic)
+        return attention_problem.launches(step, of, programmatic=programmatic)
 
     small.setattr(attention, "launches", launches)
     assert attention.programmatic(CHOSEN, of) == {"programmatic_us": 10.0}
@@ -94,16 +96,16 @@ def test_programmatic_launches_are_timed_and_checked(small: pytest.MonkeyPatch) 
 def test_only_kernels_that_wait_are_launched_programmatically(small: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     small.setattr(gpu, "prepare", lambda kernel, args, geometry: seen.append(geometry.programmatic))
-    of = kvproblem.problem(SMALL)
+    of = attention_problem.random_problem(SMALL)
     for step in (STEPS[5], CHOSEN):
         for programmatic in (False, True):
-            kvproblem.launches(step, of, programmatic=programmatic)
+            attention_problem.launches(step, of, programmatic=programmatic)
     assert seen == [False] * 2 * 2 + [False] * 4 + [True] * 4, "with logarithms as they are timed without"
 
 
 def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPatch) -> None:
-    of = kvproblem.problem(RAGGED)
-    ready = kvproblem.launches(CHOSEN, of)
+    of = attention_problem.random_problem(RAGGED)
+    ready = attention_problem.launches(CHOSEN, of)
     for call in ready.calls:
         call()
     checked, _ = ready.check(of)
@@ -115,7 +117,7 @@ def test_one_bit_that_the_bound_would_let_pass_is_refused(small: pytest.MonkeyPa
 
 @pytest.mark.parametrize("batch", [SMALL, RAGGED], ids=str)
 def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Batch) -> None:
-    of = kvproblem.problem(batch)
+    of = attention_problem.random_problem(batch)
     first, second = of.caches
     first.check()
     second.check()
@@ -130,24 +132,24 @@ def test_copies_are_equal_and_lie_elsewhere(small: pytest.MonkeyPatch, batch: Ba
 
 def test_no_page_is_in_a_cache_twice_and_last_tokens_stand_out(small: pytest.MonkeyPatch) -> None:
     """Though pages are drawn once, and repeated: a neighbour's page would not show in place of its twin."""
-    small.setattr(kvproblem, "_RANDOM", 5 * 2 * 2 * 4352)
-    kvproblem._random_pages.cache_clear()
-    of = kvproblem.problem(Batch(4, 2, (2000, 700)))
+    small.setattr(attention_problem, "_RANDOM", 5 * 2 * 2 * 4352)
+    attention_problem._random_pages.cache_clear()
+    of = attention_problem.random_problem(Batch(4, 2, (2000, 700)))
     keys = of.caches[0].pool[: of.pages, 0].reshape(of.pages, -1)
     assert of.pages > 5 and len(np.unique(keys, axis=0)) == of.pages
     for b, length in enumerate(of.batch.lengths):
         q, cache = of.sequence(b)
         (k,), _ = gather(cache)
         x = q[0].reshape(2, 2, 128).astype(np.float64)
-        scores = (x @ k.dequantize().transpose(1, 2, 0) * kvproblem.SCALE).reshape(4, length)
+        scores = (x @ k.dequantize().transpose(1, 2, 0) * attention_problem.SCALE).reshape(4, length)
         weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
         assert (weights[:, -1] / weights.sum(axis=-1) > 4 / length).all()
 
 
 @pytest.mark.parametrize("how", ["one sequence", "another table", "nothing"])
 def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
-    of = kvproblem.problem(SMALL)
-    ready = kvproblem.launches(CHOSEN, of)
+    of = attention_problem.random_problem(SMALL)
+    ready = attention_problem.launches(CHOSEN, of)
     if how != "nothing":
         for call in ready.calls:
             call()
@@ -163,8 +165,8 @@ def test_wrong_results_are_found(small: pytest.MonkeyPatch, how: str) -> None:
 @pytest.mark.parametrize("of", ["lse", "out"])
 def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
     """Timed launches write none, so they are launched again with them; results must be as before."""
-    given = kvproblem.problem(SMALL)
-    ready = kvproblem.launches(CHOSEN, given)
+    given = attention_problem.random_problem(SMALL)
+    ready = attention_problem.launches(CHOSEN, given)
     for call in ready.calls:
         call()
     assert ready.logged is not None
@@ -187,16 +189,16 @@ def test_wrong_logarithms_are_found(small: pytest.MonkeyPatch, of: str) -> None:
 
 
 def test_a_step_without_logarithms_is_checked_without(small: pytest.MonkeyPatch) -> None:
-    of = kvproblem.problem(SMALL)
-    ready = kvproblem.launches(STEPS[5], of)
+    of = attention_problem.random_problem(SMALL)
+    ready = attention_problem.launches(STEPS[5], of)
     for call in ready.calls:
         call()
     assert ready.logged is None and "lse" not in ready.check(of)[0]
 
 
 def test_an_append_that_writes_another_byte_is_found(small: pytest.MonkeyPatch) -> None:
-    of = kvproblem.problem(SMALL)
-    appending = kvnew.Appending(of)
+    of = attention_problem.random_problem(SMALL)
+    appending = append.Appending(of)
     with pytest.raises(BenchmarkError, match="append_kv4: wrong bytes"):
         appending.check()
     for call in appending.calls(True):
@@ -215,23 +217,23 @@ def test_a_ragged_batch_and_an_even_one(small: pytest.MonkeyPatch) -> None:
 
 
 def test_the_batches() -> None:
-    places = {batch.place for heads in kvshapes.HEADS for batch in kvshapes.points(heads)}
+    places = {batch.place for heads in shapes.HEADS for batch in shapes.batches(heads)}
     found = stored.stored_attention()
     assert set(found) < places and len(places) == 36
     assert all(len(peers) == 13 for peers in found.values())
-    ragged = kvshapes.ragged((32, 8))
+    ragged = shapes.ragged((32, 8))
     assert len(ragged.lengths) == 64 and min(ragged.lengths) < 4 and 4096 < max(ragged.lengths) <= 8192
-    even = kvshapes.evened(ragged)
+    even = shapes.evened(ragged)
     assert even.tokens == ragged.tokens and max(even.lengths) - min(even.lengths) <= 1
-    assert max(batch.kv_bytes() for heads in kvshapes.HEADS for batch in kvshapes.points(heads)) < 4.6e9
-    assert kvshapes.even((32, 32), 64, 1024).kv_bytes() == 285_212_672, "as the stored peers count"
+    assert max(batch.kv_bytes() for heads in shapes.HEADS for batch in shapes.batches(heads)) < 4.6e9
+    assert shapes.even((32, 32), 64, 1024).kv_bytes() == 285_212_672, "as the stored peers count"
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.spec.name)
 def test_every_size_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch, step: Any) -> None:
     batches = [attention.ABLATION, *(attention._batches() if step is CHOSEN else ())]
     for batch in batches:
-        sizes = kvproblem.sizes_at(step, batch, attention.scheme_of(step), 2 * sum(batch.pages()))
+        sizes = attention_problem.sizes_at(step, batch, attention.scheme_of(step), 2 * sum(batch.pages()))
         config = step.config(sizes, "float16")
         assert step.spec.launch({**sizes, **config}).shared_bytes <= 227 << 10
 
@@ -242,7 +244,7 @@ def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> Non
     def compile_cuda(source: Any, arch: str, *, defines: dict[str, int]) -> None:
         compiled.append((source.label, *map(str, defines.items())))
 
-    emulated_gpu.setattr(attention.toolchain, "compile_cuda", compile_cuda)
+    emulated_gpu.setattr(toolchain, "compile_cuda", compile_cuda)
     attention.compile_all([(CHOSEN, batch) for batch in attention._batches()], appending=True)
     names = Counter(label for label, *_ in compiled)
     assert len(compiled) == len(set(compiled)) and set(names) == {"attention_kv4_sm90.cu", "append_kv4.cu"}
@@ -253,25 +255,25 @@ def test_every_variant_is_compiled_once(emulated_gpu: pytest.MonkeyPatch) -> Non
 
 
 def test_the_merge(small: pytest.MonkeyPatch) -> None:
-    row = kvmerge.merged(Batch(2, 1, (1100,)), CEILINGS)
+    row = merge.merged(Batch(2, 1, (1100,)), CEILINGS)
     assert row.kernel == "attention_kv4_mma_sm80, attention_merge" and row.more["fused_us"] == 10
 
 
 def test_without_its_second_kernel_parts_are_wrong(small: pytest.MonkeyPatch) -> None:
-    small.setattr(kvmerge, "_merges", lambda parts, **written: [lambda: None for _ in parts.calls])
+    small.setattr(merge, "_merges", lambda parts, **written: [lambda: None for _ in parts.calls])
     with pytest.raises(BenchmarkError, match=r"attention_kv4_mma_sm80 with .*: the timed launches gave wrong results"):
-        kvmerge.merged(Batch(2, 1, (1100,)), CEILINGS)
+        merge.merged(Batch(2, 1, (1100,)), CEILINGS)
 
 
 def test_the_whole_suite_on_small_batches(small: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """From the suite's entry to a record that is read again and compared with itself: no two rows have one key."""
     small.setattr(attention, "HEADS", ((2, 1),))
-    small.setattr(attention, "points", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
+    small.setattr(attention, "batches", lambda heads: [Batch(*heads, (3,)), Batch(*heads, (66, 66))])
     small.setattr(attention, "ragged", lambda heads: Batch(*heads, (70, 2)))
     small.setattr(attention, "ABLATION", Batch(2, 2, (65,)))
     small.setattr(attention, "compile_all", lambda planned, appending: None)
     small.setattr(attention, "sdpa", lambda batch: {})
-    small.setattr(kvmerge, "BATCHES", (Batch(2, 1, (70,)),))
+    small.setattr(merge, "BATCHES", (Batch(2, 1, (70,)),))
     small.setattr(append, "HEADS", (1,))
     small.setattr(append, "POINTS", ((5, "decode"),))
     family = [name for name, spec in specs().items() if bench._suite_of(spec.family) == "attention"]

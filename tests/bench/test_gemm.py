@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from ptxlab import quant
-from ptxlab.bench import gemm, problem, steps
+from ptxlab.bench import gemm
 from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.gemm import problem, steps
 from ptxlab.bench.shapes import LAYERS, TOKENS, Layer
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.kernels.gemm import STEPS

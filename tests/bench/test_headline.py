@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, gpu, sources
-from ptxlab.bench import chain, gemm, grouped, headline, problem, quantiser, steps, untuned, w8a8
+from ptxlab.bench import gemm
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.points import Point, all_peers
+from ptxlab.bench.gemm import chain, grouped, headline, problem, quantiser, steps
+from ptxlab.bench.gemm.points import Point, all_peers
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import (
     ALL_TOKENS,
@@ -107,7 +108,6 @@ def test_a_point_that_was_chosen_otherwise_is_still_the_same_point(emulated_gpu:
 def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.MonkeyPatch) -> None:
     def launched() -> Iterator[Point]:
         yield from headline.points(names())
-        yield from untuned.points(names())
         for layer in MIXTRAL:
             for M in range(1, 160):
                 yield headline.at(layer, M)
@@ -200,14 +200,14 @@ def test_the_grouped_kernel_can_be_measured_alone(emulated_gpu: pytest.MonkeyPat
 
 
 def test_untuned_shapes(emulated_gpu: pytest.MonkeyPatch) -> None:
-    emulated_gpu.setattr(untuned, "UNTUNED_TOKENS", (3,))
+    emulated_gpu.setattr(headline, "UNTUNED_TOKENS", (3,))
     emulated_gpu.setattr(
-        untuned.peers, "cublas", lambda N, K, tokens, names: {M: dict.fromkeys(names, 8.0) for M in tokens}
+        headline.peers, "cublas", lambda N, K, tokens, names: {M: dict.fromkeys(names, 8.0) for M in tokens}
     )
-    (row,) = untuned.rows([SMALL], names(), stream_us, quiet)
+    (row,) = headline.untuned_rows([SMALL], names(), stream_us, quiet)
     assert (row.measure, row.sizes["M"], row.peers, row.face) == ("untuned", 3, FP8, "gemm_w4a8")
     others = [name for name in names() if name != row.kernel]
-    assert list(untuned.rows([SMALL], others, stream_us, quiet)) == []
+    assert list(headline.untuned_rows([SMALL], others, stream_us, quiet)) == []
 
 
 def test_untuned_shapes_are_those_of_the_published_configurations() -> None:
@@ -219,10 +219,10 @@ def test_untuned_shapes_are_those_of_the_published_configurations() -> None:
 
 def test_w8a8_rows(emulated_gpu: pytest.MonkeyPatch) -> None:
     """The kernel comes by its name; here another one stands in for it."""
-    emulated_gpu.setattr(w8a8, "KERNEL", "gemm_w4a8_lqq_sm90")
-    emulated_gpu.setattr(w8a8, "ALL_TOKENS", (3,))
-    assert w8a8.steps(["gemm_w4a8_qoq_sm80"]) == []
-    (row,) = w8a8.layer_rows(SMALL, names(), {3: FP8}, stream_us, quiet)
+    emulated_gpu.setattr(steps, "W8A8_KERNEL", "gemm_w4a8_lqq_sm90")
+    emulated_gpu.setattr(steps, "ALL_TOKENS", (3,))
+    assert steps.w8a8_of(["gemm_w4a8_qoq_sm80"]) == []
+    (row,) = steps.layer_rows(SMALL, steps.w8a8_of(names()), {3: FP8}, stream_us, quiet, steps.W8A8)
     assert (row.measure, row.kernel, row.face, row.peers) == ("w8a8", "gemm_w4a8_lqq_sm90", "", FP8)
 
 
@@ -252,11 +252,10 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
             "ALL_TOKENS": (3, 9),
         },
         steps: {"LAYERS": (SMALL,), "TOKENS": (3,)},
-        headline: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9)},
+        headline: {"LLAMA": (SMALL,), "ALL_TOKENS": (3, 9), "UNTUNED": (NEXT,), "UNTUNED_TOKENS": (2,)},
         quantiser: {"LLAMA": (SMALL,), "_TOKENS": (3, 9)},
         chain: {"CHAINS": ((SMALL, NEXT),), "FEW_TOKENS": (3,)},
         grouped: {"MIXTRAL": (SMALL,), "ROUTED_TOKENS": (1, 2)},
-        untuned: {"UNTUNED": (NEXT,), "UNTUNED_TOKENS": (2,)},
         gemm.peers: {
             "cublas": lambda N, K, tokens, names=("cublas_fp8",): {M: dict.fromkeys(names, 8.0) for M in tokens},
             "cublas_chain": lambda matrices, tokens: {M: {"cublas_fp8": 30.0} for M in tokens},
@@ -281,12 +280,13 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
 
 def test_the_whole_suite_has_every_part(emulated_gpu: pytest.MonkeyPatch) -> None:
     """One kernel has its points and the untuned shapes alone; the family also chains, experts and the quantiser."""
-    parts = ("chain", "grouped", "untuned", "quantiser")
+    parts = {"chain": chain, "grouped": grouped, "untuned": headline, "quantiser": quantiser}
     emulated_gpu.setattr(gemm.points, "compile_all", list)
     emulated_gpu.setattr(gemm, "layer_rows", lambda *_: [])
     emulated_gpu.setattr(gemm.limits, "with_limits", list)
-    for part in parts:
-        emulated_gpu.setattr(getattr(gemm, part), "rows", lambda *_, part=part: [part])
+    for part, module in parts.items():
+        rows = "untuned_rows" if part == "untuned" else "rows"
+        emulated_gpu.setattr(module, rows, lambda *_, part=part: [part])
     assert gemm.rows(["gemm_w4a8_lqq_sm90"], Ceilings(4.6, 4.2), quiet) == ["untuned"]
     assert sorted(map(str, gemm.rows(names(), Ceilings(4.6, 4.2), quiet))) == sorted(parts)
     assert not {"chain", "quantiser"} & {*map(str, gemm.rows(names(), Ceilings(4.6, 4.2), quiet, matrices=()))}

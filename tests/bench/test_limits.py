@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from ptxlab import gpu
-from ptxlab.bench import limits, problem
+from ptxlab.bench.gemm import limits, problem
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, Layer
 from tests.support.fake_ncu import ncu, printed
 from tests.support.ladder_record import NAMES, row

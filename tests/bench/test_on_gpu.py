@@ -6,25 +6,11 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, cost, gpu, kernels
-from ptxlab.bench import (
-    append,
-    attention,
-    chain,
-    dequant,
-    grouped,
-    headline,
-    kvmerge,
-    kvproblem,
-    peers,
-    points,
-    problem,
-    quantiser,
-    sdpa,
-    steps,
-    stream,
-)
-from ptxlab.bench.kvshapes import Batch, even
-from ptxlab.bench.shapes import EXPERTS, LAYERS, Layer
+from ptxlab.bench import attention, dequant, peers, stream
+from ptxlab.bench.attention import append, merge
+from ptxlab.bench.attention import problem as attention_problem
+from ptxlab.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps
+from ptxlab.bench.shapes import EXPERTS, LAYERS, Batch, Layer, even
 from ptxlab.bench.timing import measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention.steps import STEPS, choose, why_not
@@ -45,6 +31,7 @@ def compiled() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(headline, "LLAMA", LAYERS[1:2])
             patch.setattr(headline, "ALL_TOKENS", (1, 100))
+            patch.setattr(headline, "UNTUNED", ())
             timed += headline.points([step.spec.name for step in headline.steps()])
         timed += [headline.at(layer, 16) for layer in LAYERS[:4]]
         timed += [headline.at(EXPERT, int(M)) for M in np.diff(grouped.routed(16)) if M]
@@ -224,13 +211,13 @@ def test_a_ragged_batch_is_timed(ceilings) -> None:
 
 
 def test_parts_are_merged_by_either_kernel(ceilings) -> None:
-    row = kvmerge.merged(kvmerge.BATCHES[0], ceilings)
+    row = merge.merged(merge.BATCHES[0], ceilings)
     assert 1 < row.more["fused_us"] < 100 and 1 < row.time_us < 100
 
 
 def test_an_attention_over_other_pages_is_noticed() -> None:
-    of = kvproblem.problem(even((32, 8), 2, 640))
-    ready = kvproblem.launches(choose(None, backend="gpu"), of)
+    of = attention_problem.random_problem(even((32, 8), 2, 640))
+    ready = attention_problem.launches(choose(None, backend="gpu"), of)
     for call in ready.calls:
         call()
     ready.check(of)
@@ -242,6 +229,6 @@ def test_an_attention_over_other_pages_is_noticed() -> None:
 def test_pytorch_attention_is_measured_where_it_is() -> None:
     if not peers.importable():
         pytest.skip("PyTorch with a GPU is not installed")
-    times = sdpa.sdpa(even((32, 8), 16, 1024))
+    times = peers.sdpa(even((32, 8), 16, 1024))
     assert set(times) == {"sdpa_flash_f16"}
     assert all(5 < us < 100 for us in times.values())

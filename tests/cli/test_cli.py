@@ -50,19 +50,8 @@ def test_an_unknown_kernel_is_bad_input_with_a_suggestion(cli: Any) -> None:
 
 
 def test_run_writes_what_the_kernel_wrote(cli: Any, lqq_file: Path, tmp_path: Path) -> None:
-    code, out, _ = cli(
-        "run",
-        "dequant_lqq",
-        "--in",
-        lqq_file,
-        "--out",
-        tmp_path / "out.npz",
-        "--backend",
-        "emulator",
-        "--check",
-        "all",
-        "--json",
-    )
+    command = ("run", "dequant_lqq", "--in", lqq_file, "--out", tmp_path / "out.npz", "--backend", "emulator")
+    code, out, _ = cli(*command, "--check", "all", "--json")
     assert code == 0 and json.loads(out) == {
         "backend": "emulator",
         "outputs": {"out": {"dtype": "int8", "shape": [2, 64]}},
@@ -80,23 +69,11 @@ def test_run_refuses_what_the_rules_refuse_and_unchecked_admits_it(cli: Any, tmp
         "offset": np.full((1, 1), 9, np.uint8),
     }
     np.savez(tmp_path / "in.npz", **arrays)
-    code, out, err = cli(
-        "run", "dequant_lqq", "--in", tmp_path / "in.npz", "--out", tmp_path / "out.npz", "--backend", "emulator"
-    )
+    command = ("run", "dequant_lqq", "--in", tmp_path / "in.npz", "--backend", "emulator")
+    code, out, err = cli(*command, "--out", tmp_path / "out.npz")
     assert code == 2 and "dequant_lqq: scale: scale <= 16 (got scale[0, 0] = 17)" in err and out == ""
     assert not (tmp_path / "out.npz").exists()
-    code, out, _ = cli(
-        "run",
-        "dequant_lqq",
-        "--in",
-        tmp_path / "in.npz",
-        "--backend",
-        "emulator",
-        "--unchecked",
-        "--check",
-        "lanes",
-        "--json",
-    )
+    code, out, _ = cli(*command, "--unchecked", "--check", "lanes", "--json")
     findings = json.loads(out)["findings"]
     assert code == 1 and {f["kind"] for f in findings} == {"carry", "range"}
     assert all({"line", "thread", "lane", "operands"} <= set(f) for f in findings)
@@ -156,23 +133,11 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "add4.ptx").write_text(PTX_ADD4)
     a = np.full(32, 0xFF, np.uint32)
     np.savez(tmp_path / "in.npz", a=a, b=a, sum=np.zeros_like(a))
-    code, out, _ = cli(
-        "run",
-        tmp_path / "add4.ptx",
-        "--in",
-        tmp_path / "in.npz",
-        "--out",
-        tmp_path / "o.npz",
-        "--backend",
-        "emulator",
-        "--check",
-        "lanes",
-    )
+    command = ("run", tmp_path / "add4.ptx", "--in", tmp_path / "in.npz", "--backend", "emulator")
+    code, out, _ = cli(*command, "--out", tmp_path / "o.npz", "--check", "lanes")
     assert code == 1 and "carry" in out and "add4.ptx:11" in out
     assert (np.load(tmp_path / "o.npz")["sum"] == 0x1FE).all()
-    code, _, err = cli(
-        "run", tmp_path / "add4.ptx", "--in", tmp_path / "in.npz", "--block", "33", "--backend", "emulator"
-    )
+    code, _, err = cli(*command, "--block", "33")
     assert code == 1 and "add4.ptx:10" in err and "out of bounds" in err
 
 
@@ -196,10 +161,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("bench", "dequant"), "no GPU backend here: "),
         (("run", "missing.ptx", "--in", "{lqq}"), "missing.ptx: cannot be read: No such file"),
         (("run", "dequant_lqq", "--in", "{lqq}", "--grid", "3"), "--grid is for files only: dequant_lqq has a spec"),
-        (
-            ("run", "dequant_lqq", "--in", "{lqq}", "--arch", "sm_90a"),
-            "--arch is for files only: dequant_lqq",
-        ),
+        (("run", "dequant_lqq", "--in", "{lqq}", "--arch", "sm_90a"), "--arch is for files only: dequant_lqq"),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "emulator", "--out", "/"), "/: cannot be written"),
         (("bench", "emulator", "--against", "{lqq}"), "in.npz: not JSON"),
     ],
@@ -459,14 +421,8 @@ def test_a_float_scalar_comes_from_the_file_and_from_the_example(cli: Any, tmp_p
     assert code == 2 and "attention_kv4_naive: softmax_scale: a number (got abc)" in err
     options = ("--backend", "emulator", "--shape", "B=2,Hq=2,Hkv=1,P=2,pages=4", "--json")
     code, out, _ = cli("verify", spec.name, *options)
-    assert code == 0 and json.loads(out)[-1]["sizes"] == {
-        "B": 2,
-        "Hq": 2,
-        "Hkv": 1,
-        "P": 2,
-        "pages": 4,
-        "softmax_scale": 0.088,
-    }
+    sizes = {"B": 2, "Hq": 2, "Hkv": 1, "P": 2, "pages": 4, "softmax_scale": 0.088}
+    assert code == 0 and json.loads(out)[-1]["sizes"] == sizes
 
 
 def test_verify_at_other_sizes_too(cli: Any) -> None:

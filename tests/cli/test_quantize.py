@@ -59,11 +59,7 @@ def test_as_json(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_one_line(
-    cli: Any,
-    checkpoint: Path,
-    tmp_path: Path,
-    options: tuple[str, ...],
-    message: str,
+    cli: Any, checkpoint: Path, tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     out = tmp_path / "out.safetensors"
     code, printed, err = cli("quantize", checkpoint, "--out", out, *options)

@@ -8,6 +8,7 @@ import pytest
 from ptxlab import emulator
 from ptxlab.errors import EmulationError
 from ptxlab.layout.fragments import wgmma_d
+from tests.support.axes import both_modes
 from tests.support.emulated import cuda
 from tests.support.wgmma import cores
 
@@ -81,7 +82,7 @@ def outcome(source: str, mode: str, seed: int = 0) -> tuple[bool, list[str]]:
     return np.array_equal(wgmma_d(N).gather(out, np.int32), TRUTH), [str(finding) for finding in result.findings]
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 def test_it_is_right_and_clean(mode):
     for seed in range(3):
         assert outcome(SOURCE, mode, seed) == (True, [])
@@ -106,7 +107,7 @@ def test_it_is_right_and_clean(mode):
         ("mbarrier.arrive.shared::cta.b64 _, [%0];", r"deadlock: (?s:.)*128 of 128 arrivals are missing"),
     ],
 )
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 def test_no_step_can_be_left_out(step, said, mode):
     assert SOURCE.count(step) == 1
     try:

@@ -12,8 +12,7 @@ from ptxlab.layout.fragments import wgmma_d
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
 from tests.support import specialised
-
-both_modes = pytest.mark.parametrize("mode", emulator.MODES)
+from tests.support.axes import both_modes
 
 
 def outcome(source: str, mode: str, seed: int = 0, checks=emulator.CHECKS, *, tokens: int = 40, channels: int = 128,

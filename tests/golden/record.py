@@ -10,7 +10,9 @@ import datetime
 import json
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import cupy
 import numpy as np
@@ -19,7 +21,7 @@ from tests.golden.cases import BLOCK, Case, cases
 
 
 def record(case: Case, folder: Path) -> dict[str, np.ndarray]:
-    """Outputs of a case by destination."""
+    """Outputs of a case by destination, and a checksum of its inputs."""
     path = folder / f"{case.name}.ptx"
     path.write_text(case.ptx())
     kernel = cupy.RawModule(path=str(path)).get_function(case.name)
@@ -28,44 +30,47 @@ def record(case: Case, folder: Path) -> dict[str, np.ndarray]:
     rows = len(next(iter(arrays.values())))
     kernel((rows // BLOCK,), (BLOCK,), tuple(on_device.values()))
     cupy.cuda.runtime.deviceSynchronize()
-    return {name: cupy.asnumpy(on_device[name]) for name in case.outputs}
+    outputs = {f"{case.name}.{name}": cupy.asnumpy(on_device[name]) for name in case.outputs}
+    return outputs | {f"{case.name}.inputs": np.array(case.checksum(case.inputs()), np.uint32)}
 
 
-def main() -> int:
-    """Record everything; exit code 1 if any case failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def record_all(
+    doc: str,
+    cases: Sequence[Any],
+    outputs: Callable[[Any, Path], dict[str, np.ndarray]],
+    vectors_name: str,
+    summary_name: str,
+) -> int:
+    """`outputs` of each case, and a summary, into two files of the folder `--out`; exit code 1 if any case failed."""
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent, help="where to write (default: beside this file)"
     )
-    arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    folder = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
     vectors: dict[str, np.ndarray] = {}
     failures: dict[str, str] = {}
-    every = cases()
-    with tempfile.TemporaryDirectory() as folder:
-        for case in every:
+    with tempfile.TemporaryDirectory() as scratch:
+        for case in cases:
             try:
-                outputs = record(case, Path(folder))
-            except Exception as error:
+                vectors |= outputs(case, Path(scratch))
+            except Exception as error:  # whatever the driver says about this one
                 failures[case.name] = f"{type(error).__name__}: {str(error)[:300]}"
-                continue
-            vectors.update({f"{case.name}.{name}": array for name, array in outputs.items()})
-            vectors[f"{case.name}.inputs"] = np.array(case.checksum(case.inputs()), np.uint32)
     properties = cupy.cuda.runtime.getDeviceProperties(0)
     summary = {
         "device": properties["name"].decode(),
         "compute_capability": f"{properties['major']}.{properties['minor']}",
         "driver": cupy.cuda.runtime.driverGetVersion(),
         "date": datetime.date.today().isoformat(),
-        "cases": len(every) - len(failures),
+        "cases": len(cases) - len(failures),
         "failures": failures,
     }
-    np.savez_compressed(arguments.out / "vectors.npz", **vectors)
-    (arguments.out / "recorded.json").write_text(json.dumps(summary, indent=1) + "\n")
+    np.savez_compressed(folder / vectors_name, **vectors)
+    (folder / summary_name).write_text(json.dumps(summary, indent=1) + "\n")
     print(json.dumps(summary, indent=1))
-    print(f"{(arguments.out / 'vectors.npz').stat().st_size} bytes")
+    print(f"{(folder / vectors_name).stat().st_size} bytes")
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(record_all(__doc__, cases(), record, "vectors.npz", "recorded.json"))

@@ -11,6 +11,7 @@ from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm.common import DTYPES
 from ptxlab.layout import unpack_activations
+from tests.support.gemm_calls import product
 
 pytestmark = pytest.mark.gpu
 
@@ -28,12 +29,8 @@ LIBRARIES = ("cupy", "torch", "jax")
 
 
 def expected(scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: Any = QUANTIZED) -> np.ndarray:
-    if scheme != "qoq_channel":
-        weight = {"qoq": GROUPED, "lqq": LQQ}[scheme]
-        integers, scale = weight.exact_level1(), weight.channel_scale
-    else:
-        integers, scale = CHANNEL.q4.astype(np.int32) - CHANNEL.zero[:, None], CHANNEL.scale
-    return reference.gemm_epilogue(reference.gemm_accumulators(x.q, integers), x.scale, scale, bias, dtype)
+    weight = {"qoq": GROUPED, "lqq": LQQ, "qoq_channel": CHANNEL}[scheme]
+    return product(weight, x.q, x.scale, bias, dtype)
 
 
 @pytest.fixture(scope="module")

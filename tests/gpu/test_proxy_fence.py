@@ -8,6 +8,7 @@ import pytest
 import ptxlab
 from ptxlab import emulator
 from ptxlab.spec import Launch
+from tests.support.axes import both_modes
 
 KERNEL = Path(__file__).parent / "proxy_fence.cu"
 ORDERS = ("by the writers, ahead of the barrier", "by the issuing thread, behind it", "nowhere", "by the issuer, ahead")
@@ -23,7 +24,7 @@ def send(order: int, blocks: int, threads: int, rounds: int, **where: object) ->
     return int(stale[order]), [finding.kind for finding in result.findings] if result else []
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 @pytest.mark.parametrize(("order", "kinds"), [(0, []), (1, []), (2, ["async-dirty"]), (3, ["async-dirty"])])
 def test_what_the_emulator_finds(order: int, kinds: list[str], mode: str) -> None:
     found = send(order, 2, 64, 3, backend="emulator", checks=emulator.CHECKS, mode=mode)

@@ -13,15 +13,13 @@ from ptxlab.runtime import Outcome, run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 from tests.support import strategies
+from tests.support.axes import on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 SPECS = [spec for spec in kernels.specs().values() if spec.name.startswith("dequant_")]
 ALL = {source.label: (spec, source) for spec in SPECS for source in kernels.find(spec.name)[1]}
 LQQ = [label for label in ALL if label.startswith("dequant_lqq")]
 QOQ = [label for label in ALL if label.startswith("dequant_qoq_vadd4")]
 PACKED = [label for label in ALL if label.startswith(("dequant_lqq", "dequant_qoq")) and "channel" not in label]
-
-on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 @st.composite

@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, layout
-from ptxlab.errors import ArgumentError
+from ptxlab.bench import loads
+from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.load import operand_a
 from ptxlab.layout import fragments
 from ptxlab.quant import GROUPS, quantize_lqq
 from ptxlab.runtime import run_spec
+from tests.support.axes import on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 RIGHT = ("load_ldmatrix_s8", "load_lds32_u4", "load_dual_mma", "load_comet_interleave")
 RINGS = ("load_cp_async", "load_bulk_sm90")
 
-on_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 modes, seeds = st.sampled_from(emulator.MODES), st.integers(0, 2**16)
 
 
@@ -172,3 +172,22 @@ def test_a_packed_weight_arrives_as_the_map_says(
     wanted, relevant = spec.reference(q4=positions), spec.reference(q4=mask).astype(bool)
     assert np.array_equal(got[relevant], wanted[relevant])
     assert relevant.sum() == N * g * groups
+
+
+TILES = [name for name, spec in kernels.specs().items() if spec.family == "load" and "T" in spec.example_sizes[0]]
+
+
+@pytest.mark.gpu
+@pytest.mark.timing  # counters of the device, which count others' launches too
+@pytest.mark.parametrize("name", TILES)
+def test_wavefronts_and_conflicts_are_those_that_ncu_counts(name: str) -> None:
+    """The bank model against the hardware's counters: needs ncu, with permission to count."""
+    spec, (source, *_) = kernels.find(name)
+    modelled = loads.modelled_banks(spec, source)
+    try:
+        counted = loads.counted_banks(spec)
+    except UnavailableError as reason:
+        pytest.skip(str(reason))
+    assert modelled == counted
+    conflicts_per_warp = 8 if name == "load_lds32_u4" else 0
+    assert modelled["conflicts"] == conflicts_per_warp * 4 * loads.BANK_TILES

@@ -57,13 +57,7 @@ def diagnosis(mutant: Mutant, mode: str) -> list[str]:
     logical = spec.example(np.random.default_rng(0), **sizes)
     try:
         outcome = run_spec(
-            spec,
-            mutant.source,
-            spec.pack(logical),
-            sizes=sizes,
-            backend="emulator",
-            checks=emulator.CHECKS,
-            mode=mode,
+            spec, mutant.source, spec.pack(logical), sizes=sizes, backend="emulator", checks=emulator.CHECKS, mode=mode
         )
     except EmulationError as error:
         return [str(error)]

@@ -54,15 +54,8 @@ def is_killed(spec: KernelSpec, mutant: Source, inputs: list[dict[str, np.ndarra
         for logical in inputs:
             expected = spec.reference(**logical)
             poison = np.full_like(expected.view(np.uint8), 0xA5).view(expected.dtype)
-            run_spec(
-                spec,
-                mutant,
-                spec.pack(logical),
-                backend="emulator",
-                unchecked=True,
-                out={"out": poison},
-                checks=("race", "init"),
-            )
+            how = {"backend": "emulator", "unchecked": True, "checks": ("race", "init")}
+            run_spec(spec, mutant, spec.pack(logical), out={"out": poison}, **how)
             if poison.tobytes() != expected.tobytes():
                 return True
     except (SourceError, UnknownInstruction):  # no mutant, but nonsense: it would count as killed for the wrong reason

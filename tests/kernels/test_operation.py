@@ -233,8 +233,7 @@ def test_memory_of_streams_is_given_back_and_made_again(fake: FakeGpu) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(gpu.why_not("sm_80") is not None, reason="the kernels run from sm_80 on")
-def test_memory_on_a_gpu_goes_back_to_the_pool() -> None:
-    cupy = pytest.importorskip("cupy")
+def test_memory_on_a_gpu_goes_back_to_the_pool(cupy: Any) -> None:
     x, scale = cupy.asarray(gemm_calls.X), cupy.asarray(gemm_calls.X_SCALE)
     weight, out = ptxlab.to_device(gemm_calls.WEIGHTS["qoq_channel"]), cupy.zeros((M, N), np.float16)
     ptxlab.release_memory()

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import emulator, gpu, kernels, quant
+from ptxlab import gpu, kernels, quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels import operation
 from ptxlab.kernels.gemm.strips import LARGE
 from ptxlab.kernels.gemm.strips_tiles import StripChoice, StripTile
 from ptxlab.runtime import run_spec
+from tests.support.axes import both_modes
 from tests.support.fake_gpu import FakeGpu
 
 RNG = np.random.default_rng(0)
@@ -21,7 +22,7 @@ WAIT = "        ptxlab::wait_for_predecessors();\n        for (; tile < tiles;"
 LOADED = "        __syncwarp();\n        if (SPLIT > 1) ptxlab::cluster_wait();\n        return;"
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
     """Where those who load wait only once they have; those who store wait by themselves."""
@@ -33,16 +34,8 @@ def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
     tile = StripChoice(StripTile(8, WN=2, WK=1, MN=1, BK=128), 8, 3, split)
     config = {**LARGE.config_for(SIZES), **tile.constants, "SIGNED": 0}
     packed = LARGE.pack(LARGE.example(np.random.default_rng(0), **SIZES))
-    outcome = run_spec(
-        LARGE,
-        replace(source, text=text),
-        packed,
-        sizes={"g": SIZES["g"]},
-        mode=mode,
-        backend="emulator",
-        checks=("race", "init", "async"),
-        config=config,
-    )
+    how = {"sizes": {"g": SIZES["g"]}, "mode": mode, "backend": "emulator", "checks": ("race", "init", "async")}
+    outcome = run_spec(LARGE, replace(source, text=text), packed, config=config, **how)
     ahead = "ahead of griddepcontrol.wait: the kernel before may still write it,"
     assert outcome.findings
     for finding in outcome.findings:  # weights may be read at once, and who stores has waited

@@ -1,5 +1,7 @@
 """KV caches from the host to the GPU; packed weights and activations are with their GEMM."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -28,8 +30,7 @@ def test_every_array_of_a_cache_is_copied(scheme: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.gpu
-def test_a_cache_on_the_gpu() -> None:
-    cupy = pytest.importorskip("cupy")
+def test_a_cache_on_the_gpu(cupy: Any) -> None:
     moved = ptxlab.to_device(KVCache.empty(2, 3, 2, 64, page_size=16))
     assert all(isinstance(array, cupy.ndarray) for array in (moved.pool, moved.block_table, moved.lengths))
     moved.check()

@@ -4,12 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout.activations import (
-    from_fragment_order,
-    from_swizzled_tiles,
-    to_fragment_order,
-    to_swizzled_tiles,
-)
+from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import mma_b
 

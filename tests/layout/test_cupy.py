@@ -1,17 +1,14 @@
 """The same code packs CuPy arrays, to the same bytes, and fast enough for the largest layer of a 70B model."""
 
 import time
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ptxlab.layout import LAYOUTS, KVCache, gather, load, pack, pack_pages, save, scatter, unpack, unpack_pages
-from ptxlab.layout.activations import (
-    from_fragment_order,
-    from_swizzled_tiles,
-    to_fragment_order,
-    to_swizzled_tiles,
-)
+from ptxlab.layout.activations import from_fragment_order, from_swizzled_tiles, to_fragment_order, to_swizzled_tiles
 from ptxlab.quant import KV_SCHEMES, LQQWeight, quantize_kv, quantize_lqq
 from tests.support.quantized import KINDS, random_weight
 
@@ -29,8 +26,7 @@ def on_gpu(weight):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "columns", "group"), [(8, 32, 32), (72, 192, 32), (40, 320, 64), (64, 256, 128)])
-def test_weights(layout: str, kind: type, rows: int, columns: int, group: int) -> None:
-    cupy = pytest.importorskip("cupy")
+def test_weights(cupy: Any, layout: str, kind: type, rows: int, columns: int, group: int) -> None:
     weight = random_weight(kind, rows, columns, group, 0)
     expected, packed = pack(weight, layout), pack(on_gpu(weight), layout)
     for name, array in expected.buffers.items():
@@ -42,8 +38,7 @@ def test_weights(layout: str, kind: type, rows: int, columns: int, group: int) -
             np.testing.assert_array_equal(getattr(unpacked, name).get(), value, strict=True, err_msg=name)
 
 
-def test_activations() -> None:
-    cupy = pytest.importorskip("cupy")
+def test_activations(cupy: Any) -> None:
     x = np.random.default_rng(0).integers(-128, 128, (19, 200), np.int8)
     fragments, tiles = to_fragment_order(cupy.asarray(x)), to_swizzled_tiles(cupy.asarray(x), 16)
     np.testing.assert_array_equal(fragments.get(), to_fragment_order(x), strict=True)
@@ -53,8 +48,7 @@ def test_activations() -> None:
 
 
 @pytest.mark.parametrize("scheme", KV_SCHEMES)
-def test_pages_and_the_paged_cache(scheme: str) -> None:
-    cupy = pytest.importorskip("cupy")
+def test_pages_and_the_paged_cache(cupy: Any, scheme: str) -> None:
     x = np.random.default_rng(0).standard_normal((40, 2, 64)).astype(np.float16)
     expected = quantize_kv(x, scheme)
     quantized = on_gpu(expected)
@@ -82,8 +76,7 @@ def test_saving_copies_from_the_gpu(tmp_path) -> None:
 
 
 @pytest.fixture(scope="module")
-def large():
-    cupy = pytest.importorskip("cupy")
+def large(cupy):
 
     def scattered(rows: int, columns: int, below: int):
         """u8 [rows, columns] in 0..below-1: the upper bits of a multiplicative hash of the place."""
@@ -101,8 +94,7 @@ def large():
 
 @pytest.mark.timing
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_largest_layer_packs_in_two_seconds(layout: str, large) -> None:
-    cupy = pytest.importorskip("cupy")
+def test_the_largest_layer_packs_in_two_seconds(cupy: Any, layout: str, large) -> None:
     pack(first_rows(large), layout)  # compiles CuPy's kernels
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()
@@ -120,18 +112,11 @@ def test_the_largest_layer_packs_in_two_seconds(layout: str, large) -> None:
 
 def first_rows(weight: LQQWeight) -> LQQWeight:
     """Its first 64 rows."""
-    return LQQWeight(
-        q4=weight.q4[:64],
-        group_scale=weight.group_scale[:64],
-        minimum=weight.minimum[:64],
-        channel_scale=weight.channel_scale[:64],
-        protective_range=weight.protective_range,
-    )
+    return replace(weight, **{n: getattr(weight, n)[:64] for n in ("q4", "group_scale", "minimum", "channel_scale")})
 
 
 @pytest.mark.timing
-def test_the_largest_layer_quantises_in_bounded_memory() -> None:
-    cupy = pytest.importorskip("cupy")
+def test_the_largest_layer_quantises_in_bounded_memory(cupy: Any) -> None:
     w = cupy.random.default_rng(0).standard_normal((N, K), dtype=cupy.float32)
     pool = cupy.get_default_memory_pool()
     pool.free_all_blocks()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ptxlab import gpu, kernels, nsight, sass, toolchain
-from ptxlab.bench.problem import variant
+from ptxlab.bench.gemm.problem import variant
 from ptxlab.errors import UnavailableError
 from ptxlab.nsight import ProfiledLaunch
 from ptxlab.profile import launch_target, profiles

@@ -26,8 +26,7 @@ def weights():
 
 
 @pytest.mark.parametrize("quantise", QUANTISERS)
-def test_quantisers(quantise):
-    cupy = pytest.importorskip("cupy")
+def test_quantisers(cupy, quantise):
     on_cpu, on_gpu = quantise(weights()), quantise(cupy.asarray(weights()))
     for name, value in vars(on_cpu).items():
         if isinstance(value, np.ndarray):
@@ -38,9 +37,8 @@ def test_quantisers(quantise):
 
 
 @pytest.mark.parametrize("scheme", quant.KV_SCHEMES)
-def test_kv_quantisers(scheme):
+def test_kv_quantisers(cupy, scheme):
     """Over magnitudes at which float16 scales are denormal, vanish, or are ordinary."""
-    cupy = pytest.importorskip("cupy")
     x = weights().reshape(64, 4, 128) * np.float32(10) ** np.linspace(-9, 4, 64, dtype=np.float32)[:, None, None]
     on_cpu, on_gpu = quant.quantize_kv(x, scheme), quant.quantize_kv(cupy.asarray(x), scheme)
     for name in ("values", "scale", "zero"):
@@ -48,8 +46,7 @@ def test_kv_quantisers(scheme):
     np.testing.assert_array_equal(on_gpu.dequantize().get(), on_cpu.dequantize(), strict=True)
 
 
-def test_smooth_attention():
-    cupy = pytest.importorskip("cupy")
+def test_smooth_attention(cupy):
     w, peaks = weights(), np.abs(weights()).max(axis=1).reshape(2, 32)
     on_cpu = quant.smooth_attention(w, w, peaks, head_dim=32, b_k=w[:, 0].copy())
     on_gpu = quant.smooth_attention(*map(cupy.asarray, (w, w, peaks)), head_dim=32, b_k=cupy.asarray(w[:, 0]))
@@ -58,8 +55,7 @@ def test_smooth_attention():
 
 
 @pytest.mark.parametrize("length", [0, 2, 40])
-def test_attention(length):
-    cupy = pytest.importorskip("cupy")
+def test_attention(cupy, length):
     x = weights().reshape(-1, 4, 64)[: length + 3]
     q, k, v = x[:3], x[:length, :2], x[3 : length + 3, 2:]
     on_gpu = reference.attention(*map(cupy.asarray, (q, k, v)), scale=0.2, window=9)
@@ -68,8 +64,7 @@ def test_attention(length):
         np.testing.assert_allclose(found.get(), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_words():
-    cupy = pytest.importorskip("cupy")
+def test_words(cupy):
     q4 = np.random.default_rng(0).integers(0, 16, (7, 64), dtype=np.uint8)
     packed = layout.pack_u4(cupy.asarray(q4))
     np.testing.assert_array_equal(packed.get(), layout.pack_u4(q4), strict=True)
@@ -78,8 +73,7 @@ def test_words():
     np.testing.assert_array_equal(layout.unpack_comet(layout.pack_comet(cupy.asarray(signed))).get(), signed)
 
 
-def test_references():
-    cupy = pytest.importorskip("cupy")
+def test_references(cupy):
     rng = np.random.default_rng(0)
     q4 = rng.integers(0, 16, (5, 128), dtype=np.uint8)
     scale, constant = (rng.integers(0, 256, (5, 4), dtype=np.uint8) for _ in range(2))
@@ -97,8 +91,7 @@ def test_references():
         np.testing.assert_array_equal(on_gpu.get(), function(*arguments), strict=True, err_msg=function.__name__)
 
 
-def test_refusals_name_the_place():
-    cupy = pytest.importorskip("cupy")
+def test_refusals_name_the_place(cupy):
     w = weights()
     w[3, 17] = np.nan
     with pytest.raises(ArgumentError, match=r"w\[3, 17\] is nan"):

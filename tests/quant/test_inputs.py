@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 
 from ptxlab.errors import ArgumentError
-from ptxlab.quant import (
-    quantize_activations,
-    quantize_level1,
-    quantize_lqq,
-    quantize_qoq,
-    quantize_qoq_channel,
-)
+from ptxlab.quant import quantize_activations, quantize_level1, quantize_lqq, quantize_qoq, quantize_qoq_channel
 from ptxlab.quant.inputs import row_scales
 
 QUANTISERS = [quantize_level1, quantize_qoq, quantize_qoq_channel, quantize_lqq, quantize_activations]

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from ptxlab.bench.attention import PROGRAMMATIC
-from ptxlab.bench.kvshapes import HEADS, points
 from ptxlab.bench.record import Record, Row
+from ptxlab.bench.shapes import HEADS, batches
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import FileError
 from ptxlab.kernels.attention.steps import STEPS
@@ -55,7 +55,7 @@ def test_every_peer_has_a_name_and_a_line() -> None:
 
 
 def test_the_points_and_their_peers() -> None:
-    assert places(POINTS) == [batch.place for heads in HEADS for batch in points(heads)]
+    assert places(POINTS) == [batch.place for heads in HEADS for batch in batches(heads)]
     assert len(attention.batched(POINTS)) == 24 and len(attention.single(POINTS)) == 6
     assert len(attention.beside_all(POINTS)) == 30
     row = at(32, 32, 64, 1024)

@@ -4,7 +4,7 @@ import pytest
 
 from ptxlab import kernels, sass, toolchain
 from ptxlab.bench import counts
-from ptxlab.bench.problem import sizes_at, variant
+from ptxlab.bench.gemm.problem import sizes_at, variant
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
 from ptxlab.kernels.gemm import STEPS
 from ptxlab.sass import mainloop

@@ -63,18 +63,9 @@ class Problem:
         sizes |= {"channel": int(known.by_channel), "R": 0 if self.rope is None else len(self.rope[0])}
         config = APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.k.dtype)}
         config |= {"INDEX": int(self.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
-        outcome = run_spec(
-            APPEND,
-            source or kernels.find(APPEND.name)[1][0],
-            inputs,
-            sizes=sizes,
-            out={"pool": (pool := cache.pool.copy())},
-            backend="emulator",
-            checks=("race", "init", "lanes"),
-            config=config,
-            **options,
-        )
-        return pool, outcome
+        source, pool = source or kernels.find(APPEND.name)[1][0], cache.pool.copy()
+        options |= {"backend": "emulator", "checks": ("race", "init", "lanes")}
+        return pool, run_spec(APPEND, source, inputs, sizes=sizes, out={"pool": pool}, config=config, **options)
 
 
 def problem_of(
@@ -91,15 +82,9 @@ def problem_of(
         some = RNG.standard_normal((2, 9, H, D), dtype=np.float32)  # other ones: values are beyond them, and ties
         constants = [quant.calibrate_kv(np.rint(x * 4) / 4, scheme) for x in some]
     table, lengths = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+    how = {"page_size": size, "head_dim": D, "scheme": scheme}
     cache = KVCache(
-        pool=pool,
-        block_table=table,
-        lengths=lengths,
-        page_size=size,
-        head_dim=D,
-        scheme=scheme,
-        k_channel=constants[0],
-        v_channel=constants[1],
+        pool=pool, block_table=table, lengths=lengths, k_channel=constants[0], v_channel=constants[1], **how
     )
     return Problem(k, v, cache, slots, rope)
 

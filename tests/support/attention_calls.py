@@ -1,6 +1,5 @@
 """Calls of `attention_kv4`: queries and a cache, every part of its contract, and what must hold of its results."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,13 +43,13 @@ def sent(array: Any) -> Any:
 
 def on_device(cache: KVCache) -> KVCache:
     """Copied, so that the original stays as it is."""
-    moved = replace(cache)
-    for name in ("pool", "block_table", "lengths"):
-        object.__setattr__(moved, name, sent(np.array(getattr(cache, name))))
-    for name in ("k_channel", "v_channel"):
-        channel = getattr(cache, name)
-        object.__setattr__(moved, name, channel and tuple(sent(array) for array in channel))
-    return moved
+    return problems.moved(cache, lambda array: sent(np.array(array)))
+
+
+def changed(array: np.ndarray, at: Any, value: Any) -> np.ndarray:
+    array = array.copy()
+    array[at] = value
+    return array
 
 
 # Every scheme, head dim, page size, dtype, with one query and several, in one column and in several units.

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from ptxlab.bench import kvdata
-from ptxlab.bench.kvproblem import SCALE
-from ptxlab.bench.kvshapes import HEAD_DIM, PAGE
+from ptxlab.bench.attention import kvdata
+from ptxlab.bench.attention.problem import SCALE
+from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.layout import KVCache
 from ptxlab.layout.pages import PageView, unpack_pages
 from ptxlab.spec.tolerance import Allowed, misses

@@ -6,7 +6,7 @@ numbers count 2⁻¹⁴, cuts off what is below 2⁻²⁵ of that, adds up, and 
 
 import numpy as np
 
-from ptxlab.bench.kvproblem import SCALE
+from ptxlab.bench.attention.problem import SCALE
 from ptxlab.layout import KVCache, gather
 from ptxlab.quant import QuantizedKV
 

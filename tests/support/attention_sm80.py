@@ -2,16 +2,11 @@
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
-from ptxlab import emulator, kernels
+from ptxlab import kernels
 from ptxlab.kernels.attention import sm80
-from ptxlab.layout import KVCache
-from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays
-from ptxlab.spec.dtypes import stored
-from ptxlab.verify import compare
 from tests.support import attention_problems as problems
 
 SPEC = sm80.MMA
@@ -33,9 +28,6 @@ class Variant(NamedTuple):
     def sizes(self) -> dict[str, Any]:
         return {"page": self.page, "bits": self.bits, "channel": self.channel, "softmax_scale": self.D**-0.5}
 
-    def logical(self, q: np.ndarray, cache: KVCache, window: int) -> Arrays:
-        return {"q": q, "cache": cache, "softmax_scale": self.sizes["softmax_scale"], "window": window}
-
     def config(self, Hkv: int) -> dict[str, int]:
         shape = {"D": self.D, "T": self.T, "Hq": Hkv * self.ratio, "Hkv": Hkv}
         return {**SPEC.config_for({**self.sizes, **shape}), "BF16": self.BF16}
@@ -44,11 +36,7 @@ class Variant(NamedTuple):
         self, seed: int, lengths: tuple[int, ...], change: problems.Change, Hkv: int, window: int
     ) -> tuple[Arrays, Arrays]:
         """(logical inputs, arguments)."""
-        scheme = sm80.scheme_of(self.bits, self.channel)
-        shape: dict[str, int] = {"Hq": Hkv * self.ratio, "Hkv": Hkv, "T": self.T, "D": self.D, "page_size": self.page}
-        q, cache = problems.problem(seed, lengths, change, scheme=scheme, **shape)
-        logical = self.logical(q, cache, window)
-        return logical, {**SPEC.pack(logical), "q": stored(q, sm80.DTYPES[self.BF16])}
+        return problems.of_variant(SPEC, self, seed, lengths, change, Hkv, window=window)
 
 
 VARIANTS = (
@@ -66,8 +54,4 @@ def check(variant: Variant, logical: Arrays, arrays: Arrays, backend: str, **how
     """One block sees everything: what it says is held against the reference, within its bound."""
     sizes = {**variant.sizes, "window": logical["window"], "blocks": 1}
     config = variant.config(logical["cache"].num_kv_heads)
-    checks = emulator.CHECKS if backend == "emulator" else ()
-    outcome = run_spec(SPEC, SOURCE, arrays, sizes=sizes, config=config, backend=backend, checks=checks, **how)
-    assert [str(finding) for finding in outcome.findings] == []
-    compare(SPEC, outcome.outputs, logical, config)
-    return outcome.outputs
+    return problems.check(SPEC, logical, backend, arrays, sizes=sizes, config=config, **how)

@@ -4,13 +4,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ptxlab import emulator, kernels
-from ptxlab.kernels.attention import sm80, sm90
+from ptxlab import kernels
+from ptxlab.kernels.attention import sm90
 from ptxlab.kernels.attention.sm90 import SM90, AttentionTileSm90
-from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays
-from ptxlab.spec.dtypes import stored
-from ptxlab.verify import compare
 from tests.support import attention_problems as problems
 
 SOURCE = kernels.find(SM90.name)[1][0]
@@ -43,11 +40,7 @@ class Variant(NamedTuple):
         self, seed: int, lengths: tuple[int, ...], change: problems.Change, Hkv: int, window: int, blocks: int
     ) -> tuple[Arrays, Arrays]:
         """(logical inputs, arguments)."""
-        scheme = sm80.scheme_of(self.bits, self.channel)
-        shape: dict[str, int] = {"Hq": Hkv * self.ratio, "Hkv": Hkv, "T": self.T, "D": self.D, "page_size": self.page}
-        q, cache = problems.problem(seed, lengths, change, scheme=scheme, **shape)
-        logical = {"q": q, "cache": cache, "softmax_scale": self.D**-0.5, "window": window, "blocks": blocks}
-        return logical, {**SM90.pack(logical), "q": stored(q, sm80.DTYPES[self.BF16])}
+        return problems.of_variant(SM90, self, seed, lengths, change, Hkv, window=window, blocks=blocks)
 
 
 VARIANTS = (
@@ -64,8 +57,4 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".j
 def check(variant: Variant, logical: Arrays, arrays: Arrays, backend: str, **how: Any) -> Arrays:
     """What it says, held against the reference within its bound; nothing handed over is left."""
     sizes = variant.sizes(logical["window"], logical["blocks"])
-    checks = emulator.CHECKS if backend == "emulator" else ()
-    outcome = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=variant.config, backend=backend, checks=checks, **how)
-    assert [str(finding) for finding in outcome.findings] == []
-    compare(SM90, outcome.outputs, logical, variant.config)
-    return outcome.outputs
+    return problems.check(SM90, logical, backend, arrays, sizes=sizes, config=variant.config, **how)

@@ -1,5 +1,7 @@
 """Calls of `gemm_w4a8`: activations, weights of every scheme, and what has to come out."""
 
+from typing import Any
+
 import numpy as np
 
 import ptxlab
@@ -23,11 +25,14 @@ SCHEMES: dict[str, quant.QoQWeight | quant.LQQWeight] = {"qoq": GROUPED, "lqq": 
 STRIPS = {scheme: ptxlab.pack(weight, "strips") for scheme, weight in SCHEMES.items()}
 
 
-def expected(scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: np.ndarray = X) -> np.ndarray:
-    if scheme != "qoq_channel":
-        weight = {"qoq": GROUPED, "lqq": LQQ}[scheme]
-        integers, scale = weight.exact_level1(), weight.channel_scale
+def product(weight: Any, x: np.ndarray, x_scale: np.ndarray, bias: np.ndarray | None, dtype: str) -> np.ndarray:
+    if isinstance(weight, quant.QoQChannelWeight):
+        integers, scale = weight.q4.astype(np.int32) - weight.zero[:, None], weight.scale
     else:
-        integers, scale = CHANNEL.q4.astype(np.int32) - CHANNEL.zero[:, None], CHANNEL.scale
-    accumulators = reference.gemm_accumulators(x, integers)
-    return reference.gemm_epilogue(accumulators, X_SCALE[: len(x)], scale, bias, dtype)
+        integers, scale = weight.exact_level1(), weight.channel_scale
+    return reference.gemm_epilogue(reference.gemm_accumulators(x, integers), x_scale, scale, bias, dtype)
+
+
+def expected(scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: np.ndarray = X) -> np.ndarray:
+    weight = {"qoq": GROUPED, "lqq": LQQ, "qoq_channel": CHANNEL}[scheme]
+    return product(weight, x, X_SCALE[: len(x)], bias, dtype)

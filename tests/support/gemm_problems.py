@@ -12,6 +12,7 @@ from ptxlab import quant
 from ptxlab.kernels.gemm.common import GROUPS
 from ptxlab.kernels.gemm.grouped import offsets_of
 from tests.support import strategies
+from tests.support.quantized import weight_of
 
 _EDGES = strategies.near_edges((-128, -127, 127), -128, 127)  # of bytes that are multiplied as they are
 
@@ -24,9 +25,7 @@ def qoq(draw: st.DrawFn, tokens: int, rows: int, groups: int, of: Sequence[int] 
     zero = np.minimum(draw(hnp.arrays(np.uint8, scale.shape, elements=st.integers(0, 15))), 127 // scale)
     most = np.repeat(zero + 127 // scale, g, axis=1)
     q4 = np.minimum(draw(strategies.q4_matrix(N, K)), most)
-    weight = quant.QoQWeight(
-        q4=q4, group_scale=scale, zero=zero, channel_scale=np.ones(N, np.float32), protective_range=119
-    )
+    weight = weight_of(quant.QoQWeight, q4, scale, zero=zero)
     return {"weight": weight, "x": _activations(draw, M, K)}
 
 
@@ -38,13 +37,7 @@ def lqq(draw: st.DrawFn, tokens: int, rows: int, groups: int, of: Sequence[int] 
     room = 127 - 15 * scale.astype(np.int16)  # the largest minimum
     below = draw(hnp.arrays(np.int16, scale.shape, elements=strategies.near_edges((0, 1), 0, 254)))
     minimum = np.maximum(room - below, -127).astype(np.int8)
-    weight = quant.LQQWeight(
-        q4=draw(strategies.q4_matrix(N, K)),
-        group_scale=scale,
-        minimum=minimum,
-        channel_scale=np.ones(N, np.float32),
-        protective_range=119,
-    )
+    weight = weight_of(quant.LQQWeight, draw(strategies.q4_matrix(N, K)), scale, minimum=minimum)
     return {"weight": weight, "x": _activations(draw, M, K)}
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptxlab import cost
-from ptxlab.bench import grouped, headline
+from ptxlab.bench.gemm import grouped, headline
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import (
     ALL_TOKENS,
@@ -19,39 +19,23 @@ from ptxlab.bench.shapes import (
     Layer,
 )
 from ptxlab.bench.stored import stored_peers, stored_times
-from tests.support import ladder_record
+from tests.support import ladder_record, made_up
+from tests.support.ladder_record import CUBLAS
 
 SLOWDOWN = 1.125  # time over the floor, of all that is ours
-CUBLAS = {"cublas_fp8": 1.7, "cublas_int8": 2.2, "cublas_fp16": 3.1}  # time over our floor
 
 
 def row(measure: str, sizes: dict[str, int], nbytes: int, operations: int, slowdown: float, **fields: Any) -> Row:
     stream = cost.sheet("h200").stream_us(nbytes)
     floor, limit = cost.gemm_floor(stream, operations, "h200")
-    time = floor * slowdown
-    return Row(
-        kernel=fields.pop("kernel", "gemm_w4a8_sm90"),
-        source="cu",
-        measure=measure,
-        sizes=sizes,
-        time_us=time,
-        fastest_us=time,
-        slowest_us=time,
-        rate=operations / time / 1e6,
-        rate_unit="TOPS",
-        bytes=nbytes,
-        operations=operations,
-        floor_us=floor,
-        fraction=floor / time,
-        limit=limit,
-        sm_mhz=1755.0,
-        checked="nothing: this row is made up",
-        **{
-            "peers": {peer: floor * factor for peer, factor in CUBLAS.items()},
-            "more": {"stream_us": stream, "packed_bytes": nbytes},
-            "activations": "row_major",
-            **fields,
-        },
+    usual = {
+        "kernel": "gemm_w4a8_sm90",
+        "peers": {peer: floor * factor for peer, factor in CUBLAS.items()},
+        "more": {"stream_us": stream, "packed_bytes": nbytes},
+        "activations": "row_major",
+    }
+    return made_up.row(
+        floor, slowdown, nbytes, operations, measure=measure, sizes=sizes, limit=limit, **{**usual, **fields}
     )
 
 

@@ -3,12 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from ptxlab.bench import append, attention, kvmerge
-from ptxlab.bench.kvshapes import HEADS, Batch, evened, points, ragged
+from ptxlab.bench import attention
+from ptxlab.bench.attention import append, merge
+from ptxlab.bench.peers import SDPA
 from ptxlab.bench.record import Record, Row
-from ptxlab.bench.sdpa import NAMES
+from ptxlab.bench.shapes import HEADS, Batch, batches, evened, ragged
 from ptxlab.bench.stored import FACTOR, stored_attention, stored_peers
 from ptxlab.kernels.attention.steps import STEPS
+from tests.support import made_up
 
 SLOWDOWN = 1.04  # time over the floor, of all that is ours
 EARLY = 1.02  # the same, launched before the launch before has ended
@@ -16,27 +18,8 @@ READ, COPY = 4.6, 4.2  # TB/s
 
 
 def row(measure: str, sizes: dict[str, int], nbytes: int, slowdown: float, tbps: float = READ, **fields: Any) -> Row:
-    floor = nbytes / tbps / 1e6
-    time = floor * slowdown
-    return Row(
-        kernel=fields.pop("kernel", "attention_kv4_sm90"),
-        source="cu",
-        measure=measure,
-        sizes=sizes,
-        time_us=time,
-        fastest_us=time,
-        slowest_us=time,
-        rate=nbytes / time / 1e3,
-        rate_unit="GB/s",
-        bytes=nbytes,
-        operations=0,
-        floor_us=floor,
-        fraction=floor / time,
-        limit="read",
-        sm_mhz=1755.0,
-        checked="nothing: this row is made up",
-        **fields,
-    )
+    fields = {"kernel": "attention_kv4_sm90", "limit": "read", **fields}
+    return made_up.row(nbytes / tbps / 1e6, slowdown, nbytes, measure=measure, sizes=sizes, **fields)
 
 
 def of(measure: str, batch: Batch, slowdown: float = SLOWDOWN, scheme: str = "kv4", **fields: Any) -> Row:
@@ -47,8 +30,8 @@ def point(batch: Batch) -> Iterator[Row]:
     """PyTorch took 2% longer than when the others were stored, and 10% where there are 128 sequences."""
     then = stored_attention().get(batch.place, {})
     slower = 1.1 if len(batch.lengths) == 128 else 1.02
-    here = {name: slower * then[name] for name in NAMES} if then else dict.fromkeys(NAMES, 1e4)
-    others, factor = stored_peers(batch.place, here, stored_attention(), NAMES)
+    here = {name: slower * then[name] for name in SDPA} if then else dict.fromkeys(SDPA, 1e4)
+    others, factor = stored_peers(batch.place, here, stored_attention(), SDPA)
     more = {FACTOR: factor} if others else {}
     early = {attention.PROGRAMMATIC: of("", batch).floor_us * EARLY}
     yield of("attention", batch, peers={**here, **others}, more={**more, **early}, face="attention_kv4")
@@ -58,15 +41,15 @@ def point(batch: Batch) -> Iterator[Row]:
 
 def rows() -> Iterator[Row]:
     for pair in HEADS:
-        for batch in points(pair):
+        for batch in batches(pair):
             yield from point(batch)
         uneven = ragged(pair)
         yield of(attention.RAGGED, uneven, 1.2, face="attention_kv4")
         yield of(attention.EVEN, evened(uneven), 1.1, face="attention_kv4")
     for place, step in enumerate(STEPS):
         yield of(attention.LADDER, attention.ABLATION, 8 - place, attention.scheme_of(step), kernel=step.spec.name)
-    for batch in kvmerge.BATCHES:
-        yield of(kvmerge.MEASURE, batch, 1.5, kernel="attention_kv4_mma_sm80, attention_merge", more={"fused_us": 10.0})
+    for batch in merge.BATCHES:
+        yield of(merge.MEASURE, batch, 1.5, kernel="attention_kv4_mma_sm80, attention_merge", more={"fused_us": 10.0})
     for heads in append.HEADS:
         for tokens, _ in append.POINTS:
             for rotated in (True, False):

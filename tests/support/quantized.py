@@ -28,6 +28,14 @@ def random_weight(kind: type, N: int, K: int, group: int, seed: int):
     return kind(q4=q4, group_scale=group_scale, channel_scale=scale_of_row, protective_range=119, **level2)
 
 
+def weight_of(
+    kind: type, q4: np.ndarray, group_scale: np.ndarray, protective_range: int = 119, **level2: np.ndarray
+) -> Any:
+    """A weight of these integers, `minimum` or `zero` among them, whose channels are not scaled."""
+    ones = np.ones(len(q4), np.float32)
+    return kind(q4=q4, group_scale=group_scale, channel_scale=ones, protective_range=protective_range, **level2)
+
+
 KINDS = (LQQWeight, QoQWeight, QoQChannelWeight)
 weights = st.builds(
     lambda kind, n, groups, group, seed: random_weight(kind, 8 * n, groups * group, group, seed),

@@ -7,8 +7,11 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+import pytest
+
 from ptxlab import emulator
 from ptxlab.emulator.front import ir
+from ptxlab.errors import EmulationError, VerificationError
 from ptxlab.runtime import Kernel
 
 SYNCHRONISING = re.compile(
@@ -66,3 +69,13 @@ def changed(kernel: Kernel, copies: Iterable[int], change: Change = without) -> 
     for index in copies:
         code[index] = change(code[index], index)
     return replace(kernel.module, entries={entry.name: replace(entry, instructions=code)})
+
+
+def diagnosis(module: emulator.Module, check: Callable[[], object], patch: pytest.MonkeyPatch) -> str:
+    """What a check notices if kernels are this module; empty if nothing."""
+    patch.setattr(Kernel, "module", module)
+    try:
+        check()
+    except (AssertionError, EmulationError, VerificationError) as error:
+        return str(error) or "wrong"
+    return ""

@@ -107,12 +107,7 @@ def test_comments_and_blank_lines_change_no_digest(tree: Path, name: str) -> Non
     [
         ("ptx/copy/copy.ptx", "sm_75", "sm_80", ["ptx/copy/copy.ptx"]),
         ("cuda_src/add/add.cu", "x[0] = outer", "x[1] = outer", ["cuda_src/add/add.cu"]),
-        (
-            "cuda_src/include/outer.cuh",
-            "inner(x);",
-            "inner(2);",
-            ["cuda_src/add/add.cu", "cuda_src/include/outer.cuh"],
-        ),
+        ("cuda_src/include/outer.cuh", "inner(x);", "inner(2);", ["cuda_src/add/add.cu", "cuda_src/include/outer.cuh"]),
         (
             "cuda_src/include/inner.cuh",
             "x + 1",
@@ -223,9 +218,4 @@ def test_the_doctor_says_so(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = cli("doctor", "--json")
     assert code == 0
     (item,) = (item for item in json.loads(out) if item["name"] == "GPU tests")
-    assert item == {
-        "name": "GPU tests",
-        "works": False,
-        "detail": LINE,
-        "remedy": "pytest -m gpu --record-tests FILE",
-    }
+    assert item == {"name": "GPU tests", "works": False, "detail": LINE, "remedy": "pytest -m gpu --record-tests FILE"}

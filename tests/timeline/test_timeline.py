@@ -17,6 +17,7 @@ from ptxlab.sources import Source
 from ptxlab.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
 from ptxlab.timeline.plot import STYLES, comparison_figure, timeline_figure
 from report import pipelines
+from tests.support.axes import on_every_backend
 
 HEADER_FILE = (sources.include_dir() / "timeline.cuh").read_text()
 LINE = re.compile(r'^[ \t]*(?:(?:PHASE|TIMELINE_THREAD)\(.*\);|#include "timeline.cuh")$', re.MULTILINE)
@@ -81,7 +82,7 @@ def test_the_header_and_this_package_agree() -> None:
     assert set(STYLES) == set(PHASES) - {"end"}
 
 
-@pytest.mark.parametrize("backend", ["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+@on_every_backend
 @pytest.mark.parametrize("name", [EXCP, "gemm_w4a8_sm90"])
 def test_results_with_stamps_are_right(name: str, backend: str) -> None:
     spec, sizes = kernels.find(name)[0], {"M": 17, "N": 72, "K": 256, "g": 128}

@@ -220,7 +220,8 @@ def _error_of_mean(
     heaviest = weights.max(axis=-1, keepdims=True)
     lost = roundings.floor * heaviest * (values.size / values.units[..., None]).sum(axis=1)[:, None]
     cut = _cut_of_values(weights, first, values.grains * roundings.aligned, p[..., None] * added)
-    return 1.01 * (moved + summed + lost + cut + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
+    most: F64 = 1.01 * (moved + summed + lost + cut + stored * np.abs(mean)) + 2.0**-25  # 1.01: products of errors
+    return most
 
 
 def _cut_of_scores(terms: F64) -> F64:
@@ -230,7 +231,8 @@ def _cut_of_scores(terms: F64) -> F64:
     largest of all are in MMAs of their own. None counts less than the smallest normal number, as a query does too.
     """
     counted = np.sort(np.maximum(terms, terms.max(axis=-1, keepdims=True) * 2.0**-24), axis=-1)
-    return 18 * counted[..., -terms.shape[-1] // 16 :].sum(axis=-1)
+    cut: F64 = 18 * counted[..., -terms.shape[-1] // 16 :].sum(axis=-1)
+    return cut
 
 
 def _cut_of_values(weights: F64, first: int, grains: F64, terms: F64) -> F64:
@@ -244,4 +246,5 @@ def _cut_of_values(weights: F64, first: int, grains: F64, terms: F64) -> F64:
     largest = np.maximum(largest, weights.max(axis=-1, keepdims=True) * 2.0**-14)
     by_token = np.repeat(largest, 16, axis=-1)[..., before : before + n]
     of_terms = np.minimum(terms, by_token[..., None] * grains[:, None, None]).sum(axis=-2)
-    return of_terms + 2 * largest.sum(axis=-1, keepdims=True) * grains[:, None]
+    cut: F64 = of_terms + 2 * largest.sum(axis=-1, keepdims=True) * grains[:, None]
+    return cut

@@ -39,7 +39,7 @@ class AttentionTileSm90(NamedTuple):
 
 def columns_of(s: Sizes) -> int:
     """Queries of a unit, where there are so many."""
-    return min(COLUMNS, s["Hq"] // s["Hkv"] * s["T"])
+    return min(COLUMNS, int(s["Hq"] // s["Hkv"] * s["T"]))
 
 
 def room_for(columns: int) -> int:
@@ -52,7 +52,7 @@ def shared_bytes(tile: AttentionTileSm90, s: Sizes) -> int:
     stage = 2 * TILE // s["page"] * page_bytes(scheme_of(s["bits"], s["channel"]), s["page"], s["D"])
     query = s.get("COLUMNS", room_for(columns_of(s))) * (s["D"] * 2 + 8)
     sums, slots = tile.WARPS * columns_of(s) * (16 + 4 * (s["D"] + 4)), s.get("SLOTS", SLOTS)
-    return tile.STAGES * stage + 2 * slots * query + slots * sums
+    return int(tile.STAGES * stage + 2 * slots * query + slots * sums)
 
 
 def blocks_for(s: Sizes, sms: int = SMS) -> int:

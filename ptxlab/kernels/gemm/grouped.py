@@ -40,15 +40,15 @@ def likely_token_tiles(s: Sizes, BM: int) -> int:
     deviation = math.sqrt(2 * mean * elsewhere) or math.inf
     further = (math.erfc((n * BM + 0.5 - mean) / deviation) / 2 for n in range(1, -(-s["M"] // BM)))
     if s["E"] == 1:
-        return -(-s["M"] // BM)
-    mean_tiles = s["E"] * (1 - elsewhere ** s["M"] + sum(further))
+        return int(-(-s["M"] // BM))
+    mean_tiles: float = s["E"] * (1 - elsewhere ** s["M"] + sum(further))
     return math.ceil(mean_tiles - 0.4)  # one that is nearly as likely as not counts
 
 
 def most_tiles(s: Sizes) -> int:
     """Tiles that there can be, however the rows are shared out among the experts."""
     active = min(s["E"], s["M"])
-    return (active + (s["M"] - active) // s["BM"]) * _row_tiles(s["N"], s["STRIPS"])
+    return int((active + (s["M"] - active) // s["BM"]) * _row_tiles(s["N"], s["STRIPS"]))
 
 
 def _row_tiles(N: int, strips: int) -> int:

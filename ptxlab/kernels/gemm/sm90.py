@@ -76,7 +76,7 @@ _IMFP: Table = {
 
 
 def _tiles(s: Sizes, tile: GemmTileSm90) -> int:
-    return -(-s["M"] // tile.BM) * -(-s["N"] // (64 * tile.WN))
+    return int(-(-s["M"] // tile.BM) * -(-s["N"] // (64 * tile.WN)))
 
 
 def _shared_bytes(tile: GemmTileSm90, stages: int, cluster: int, group: int, dequantised: int = 0) -> int:

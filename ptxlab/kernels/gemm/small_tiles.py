@@ -64,8 +64,8 @@ def quickest(s: Sizes) -> SmallTile:
 def shared_bytes(tile: SmallTile, stages: int, s: Sizes) -> int:
     """Dynamic shared memory: all of X, the ring, two tiles of sums."""
     channels = tile.SLICES * 128
-    x = -(-s["K"] // channels) * channels * tile.BM
-    ring = stages * tile.ROWS * tile.SLICES * (1024 + 128 // s["g"] * 32)
+    x = int(-(-s["K"] // channels)) * channels * tile.BM
+    ring = stages * tile.ROWS * tile.SLICES * (1024 + 128 // int(s["g"]) * 32)
     return x + ring + 2 * tile.BM * (tile.ROWS * 16 + 4) * 4
 
 
@@ -83,4 +83,5 @@ def microseconds(tile: SmallTile, s: Sizes) -> float:
     most = -(-strips // min(strips, SMS * tile.RESIDENT))  # of a block
     stages = -(-s["K"] // (tile.SLICES * 128))
     sums = -(-most // tile.ROWS) * cost.sums
-    return max(most * stages * cost.strip + sums + cost.launch + s["K"] / 1000 * cost.channels, stream(s) + cost.drain)
+    loop: float = most * stages * cost.strip + sums + cost.launch + s["K"] / 1000 * cost.channels
+    return max(loop, stream(s) + cost.drain)

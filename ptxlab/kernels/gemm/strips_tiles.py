@@ -105,7 +105,7 @@ def choose(s: Sizes) -> StripChoice:
 
 def tiles(s: Sizes, BM: int, strips: int) -> int:
     """Tiles of Y."""
-    return -(-s["M"] // BM) * -(-_strips(s) // strips)
+    return int(-(-s["M"] // BM) * -(-_strips(s) // strips))
 
 
 def shared_bytes(tile: StripTile, strips: int, stages: int, split: int, group: int) -> int:
@@ -164,7 +164,7 @@ def _stage_bytes(tile: StripTile, strips: int, group: int) -> int:
 
 
 def _strips(s: Sizes) -> int:
-    return -(-s["N"] // 16)
+    return int(-(-s["N"] // 16))
 
 
 def microseconds(chosen: StripChoice, s: Sizes) -> float:

@@ -66,7 +66,7 @@ def choose(s: Sizes) -> W8A8Choice:
 
 def tiles(s: Sizes, tile: W8A8Tile) -> int:
     """Tiles of Y."""
-    return -(-s["M"] // tile.BM) * -(-s["N"] // (64 * tile.WN))
+    return int(-(-s["M"] // tile.BM) * -(-s["N"] // (64 * tile.WN)))
 
 
 def shared_bytes(tile: W8A8Tile, stages: int, split: int) -> int:
@@ -94,5 +94,5 @@ def _microseconds(s: Sizes, tile: W8A8Tile, split: int) -> float:
     """Rounds of blocks, each as long as its stages and the end of its tile."""
     cost = COSTS[tile]
     rounds = -(-tiles(s, tile) * split // SMS)
-    stages = -(-s["K"] // tile.BK) / split
+    stages = float(-(-s["K"] // tile.BK)) / split
     return rounds * (stages * cost.stage + cost.tile) + cost.launch + (cost.split if split > 1 else 0)

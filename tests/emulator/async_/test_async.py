@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from ptxlab import emulator
 from ptxlab.errors import Deadlock, EmulationError, MemoryFault, SourceError, UnknownInstruction
+from tests.support.axes import both_modes
 from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, line_of, run
 
 TWO = ".param .u64 out, .param .u64 a"
 SHARED = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
-both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 
 
 def module(body: str) -> str:

@@ -8,10 +8,9 @@ from ptxlab import emulator
 from ptxlab.emulator.sync.mbarrier import MBarrier
 from ptxlab.errors import Deadlock
 from ptxlab.layout import TensorMap
+from tests.support.axes import both_modes, on_every_backend
 
-both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 seeds = pytest.mark.parametrize("seed", range(3))
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 STEPS, BLOCKS = 5, 4
 MATRIX = np.random.default_rng(0).integers(0, 2**31, (16 * STEPS, 32), dtype=np.uint32)
 # Each block of two brings 8 rows of every 16 for both. Block 0 expects a stage only once block 1 has asked for its
@@ -80,7 +79,7 @@ def outcome(source: str = SOURCE, **options) -> tuple[bool, list[str]]:
     return bool((out == wanted).all()), [str(finding) for finding in found]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_it_is_right(backend: str) -> None:
     assert outcome(backend=backend) == (True, [])
 

@@ -16,8 +16,8 @@ from ptxlab.layout import TensorMap
 from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch
+from tests.support.axes import both_modes, on_every_backend
 
-BACKENDS = ("emulator", pytest.param("gpu", marks=pytest.mark.gpu))
 IMAGE = 32768  # bytes of shared memory that the kernel shows
 SOURCE = r"""
 struct alignas(64) TensorMap { unsigned char bytes[128]; };
@@ -99,7 +99,7 @@ def copies(draw: st.DrawFn) -> tuple:
     return array, (rows, width), swizzle, row, column, 128 * draw(st.integers(0, 8)), draw(st.integers(0, 1))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 @given(copies(), st.sampled_from(emulator.MODES))
 @settings(max_examples=60, deadline=None)
 def test_boxes_land_where_the_definition_says(backend: str, copy: tuple, mode: str) -> None:
@@ -112,7 +112,7 @@ ARRAY = np.arange(64 * 256, dtype=np.uint32).astype(np.uint8).reshape(64, 256)
 PLAIN = (ARRAY, (16, 128), 128, 3, 0, 0, 0)
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 def test_a_box_that_nobody_waits_for_is_found(mode: str) -> None:
     wait = SOURCE[SOURCE.index("/* WAIT */") : SOURCE.index("    for (int i = threadIdx.x; i < 8192; i += 128) image")]
     image, found = bring(*PLAIN, source=SOURCE.replace(wait, "\n"), checks=emulator.CHECKS, mode=mode)
@@ -120,7 +120,7 @@ def test_a_box_that_nobody_waits_for_is_found(mode: str) -> None:
     assert mode == "early" or not np.array_equal(image, expected(*PLAIN))
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 def test_a_box_over_what_threads_have_written_needs_a_fence(mode: str) -> None:
     source = SOURCE.replace('asm volatile("fence.proxy.async;" ::: "memory");', "")
     found = "\n".join(bring(*PLAIN, source=source, checks=emulator.CHECKS, mode=mode)[1])
@@ -220,8 +220,8 @@ share(const __grid_constant__ TensorMap map, unsigned* image, int mask) {
 """
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("mode", emulator.MODES)
+@on_every_backend
+@both_modes
 @pytest.mark.parametrize("mask", [0b1111, 0b1010, 0b0001])
 def test_boxes_for_several_blocks(mask: int, mode: str, backend: str) -> None:
     image = np.zeros((4, 4096), np.uint8)
@@ -234,7 +234,7 @@ def test_boxes_for_several_blocks(mask: int, mode: str, backend: str) -> None:
     assert [(block == whole).all() for block in image] == [bool(mask >> rank & 1) for rank in range(4)]
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 def test_a_block_may_not_end_before_its_boxes_have_come(mode: str) -> None:
     """Who is not among those that wait for it may be gone."""
     source = SHARE[: SHARE.index("/* END */")] + "}\n"
@@ -269,7 +269,7 @@ SPEC = KernelSpec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@on_every_backend
 def test_a_specs_argument_becomes_a_tensor_map(backend: str) -> None:
     outcome = run_spec(SPEC, Source.from_text(SOURCE, "<boxes>"), {"x": ARRAY}, backend=backend)
     assert np.array_equal(outcome.outputs["image"].view(np.uint8), expected(ARRAY, (16, 128), 128, 32, 0, 0, 0))

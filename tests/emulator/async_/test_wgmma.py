@@ -10,10 +10,10 @@ from ptxlab.errors import EmulationError, MemoryFault, SourceError, UnknownInstr
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import mma_a, mma_b, mma_c, wgmma_d
 from tests.golden.fragments import fragment_cases
+from tests.support.axes import both_modes
 from tests.support.emulated import HEADER, line_of
 from tests.support.wgmma import cores
 
-both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 CASE = next(case for case in fragment_cases() if case.name == "wgmma_m64n24k32_s8_span64")
 PROXY, FENCE = "fence.proxy.async.shared::cta;", "wgmma.fence.sync.aligned;"
 COMMIT, WAIT = "wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"

@@ -134,19 +134,15 @@ def test_uninitialised(body, marker, said, thread):
     text = kernel(body + STORE, TWO, SHARED)
     result = run(text, np.zeros(32, np.uint32), np.zeros(8, np.uint32), checks=["init"], uninitialised=[1])
     (finding,) = result.findings
-    assert (finding.kind, finding.line, finding.thread) == (
-        "uninitialised",
-        line_of(text, marker),
-        thread,
-    ) and said in finding.message
+    assert (finding.kind, finding.line, finding.thread) == ("uninitialised", line_of(text, marker), thread)
+    assert said in finding.message
 
 
 def test_scratch_that_is_written_first_is_fine():
     body = """ld.param.u64 %x1, [a]; mov.u32 %r0, %tid.x; mul.wide.u32 %x2, %r0, 4; add.u64 %x1, %x1, %x2;
     st.global.u32 [%x1], 3; ld.global.u32 %s, [%x1];"""
-    assert not run(
-        kernel(body + STORE, TWO), np.zeros(32, np.uint32), np.zeros(32, np.uint32), checks=["init"], uninitialised=[1]
-    ).findings
+    out, a = np.zeros((2, 32), np.uint32)
+    assert not run(kernel(body + STORE, TWO), out, a, checks=["init"], uninitialised=[1]).findings
 
 
 # Races
@@ -176,10 +172,8 @@ def test_a_missing_barrier_is_a_race(name):
     without = kernel(MINE + NEIGHBOUR + RACES[name].replace("BARRIER", "") + STORE, outside=SHARED)
     (finding,) = run(without, out, threads=64, checks=["race"]).findings
     accesses = [i for i, line in enumerate(without.split("\n"), 1) if "shared.u" in line]
-    assert (finding.kind, finding.line) == (
-        "race",
-        accesses[-1],
-    ) and f"races with line {accesses[-2]}," in finding.message
+    assert (finding.kind, finding.line) == ("race", accesses[-1])
+    assert f"races with line {accesses[-2]}," in finding.message
 
 
 @pytest.mark.parametrize("heard", [0, 1])

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
+from tests.support.axes import both_modes
 from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, line_of, run
 
 OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
 FENCE = "fence.proxy.async.shared::cta;"
 BARRIER = "bar.sync 0;"
-both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 
 # 64 threads write 512 bytes, thread 0 has them copied to global memory
 SEND = """st.shared.u64 [%r7], %x9;

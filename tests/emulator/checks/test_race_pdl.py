@@ -5,6 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.emulator import Finding
+from tests.support.axes import both_modes
 from tests.support.emulated import kernel, line_of, run
 
 PARAMS = ".param .u64 out, .param .u64 x, .param .u64 w"
@@ -16,7 +17,6 @@ START = """mov.u32 %r0, %tid.x; setp.eq.u32 %q, %r0, 0; mov.u32 %r8, bar; mov.u3
     mov.u32 %r1, %ctaid.x; mov.u32 %r2, %ntid.x; mad.lo.u32 %r1, %r1, %r2, %r0; mul.wide.u32 %x4, %r1, 4;
     add.u64 %x0, %x5, %x4; add.u64 %x1, %x6, %x4; add.u64 %x2, %x7, %x4;
 """
-both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 THREADS, CLUSTER = 64, 2
 
 

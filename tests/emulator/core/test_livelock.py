@@ -5,6 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError
+from tests.support.axes import both_modes
 from tests.support.emulated import STORE, kernel, run
 
 START = "ld.param.u64 %x1, [out]; mov.u32 %r0, %tid.x; mov.u32 %r5, buf;\n"
@@ -26,7 +27,7 @@ def test_who_spins_and_who_waits_for_them() -> None:
     assert not more
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 @pytest.mark.parametrize(
     "loop",
     ["L: bra L;", "L: bar.sync 0;\nbra L;", "L: mov.u32 %r3, 7;\nst.volatile.global.u32 [%x1+4], %r3;\nbra L;",

@@ -5,6 +5,7 @@ import pytest
 
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
+from tests.support.axes import both_modes
 from tests.support.emulated import HEADER, STORE, kernel, line_of, run, values
 
 TID = "mov.u32 %r0, %tid.x;"
@@ -49,14 +50,8 @@ SPIN_PARAMS = ".param .u64 out, .param .u64 flag"
 @pytest.mark.parametrize("writer", [0, 1])
 def test_spinning_on_a_global_flag_does_not_starve_the_writer(writer):
     out, flag = np.zeros(2, np.uint32), np.zeros(1, np.uint32)
-    result = run(
-        kernel(SPIN.replace("{writer}", str(writer)), SPIN_PARAMS),
-        out,
-        flag,
-        threads=1,
-        blocks=2,
-        checks=["race", "init"],
-    )
+    text = kernel(SPIN.replace("{writer}", str(writer)), SPIN_PARAMS)
+    result = run(text, out, flag, threads=1, blocks=2, checks=["race", "init"])
     assert out.tolist() == [42, 42] and flag[0] == 1 and not result.findings
 
 
@@ -190,7 +185,7 @@ def test_many_waves():
     assert (out == np.repeat(np.arange(300), 1000)).all()
 
 
-@pytest.mark.parametrize("mode", emulator.MODES)
+@both_modes
 @pytest.mark.parametrize("add", ["red.shared.add.s32 [%r4], %r1;", "atom.shared.add.s32 %r2, [%r4], %r1;",
                                  "atom.shared::cta.add.u32 %r2, [%r4], %r1;"])  # fmt: skip
 def test_sums_in_shared_memory(add: str, mode: str) -> None:

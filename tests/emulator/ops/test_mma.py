@@ -195,12 +195,7 @@ def test_where_a_group_ends(body, expected, monkeypatch):
 @settings(max_examples=30, deadline=None)
 @given(
     program=st.lists(
-        st.tuples(
-            st.sampled_from([0, 4, 8, 12]),
-            st.sampled_from([0, 4, 8, 12, 16]),
-            st.sampled_from([0, 2, 4]),
-            st.sampled_from([0, 1, 4]),
-        ),
+        st.tuples(*map(st.sampled_from, ([0, 4, 8, 12], [0, 4, 8, 12, 16], [0, 2, 4], [0, 1, 4]))),
         min_size=2,
         max_size=20,
     )

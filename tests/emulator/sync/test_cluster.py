@@ -8,6 +8,7 @@ import pytest
 import ptxlab
 from ptxlab import emulator
 from ptxlab.errors import ArgumentError, Deadlock, EmulationError, MemoryFault, UnknownInstruction
+from tests.support.axes import both_modes
 from tests.support.emulated import STORE, kernel, line_of
 
 BLOCKS, THREADS = 6, 64
@@ -22,7 +23,6 @@ START = """mov.u32 %r0, %tid.x; mov.u32 %r1, %cluster_ctarank; mov.u32 %r2, %clu
 MEET = "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;\n"
 INIT = f"@%q mbarrier.init.shared.b64 [%r8], COUNT;\n@%q fence.mbarrier_init.release.cluster;\n{MEET}"
 WAIT = "W: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 %p, [%r8], 0; @!%p bra W;\n"
-both_modes = pytest.mark.parametrize("mode", emulator.MODES)
 # What the block before this one in its cluster (of 3) has in %r7
 BEFORE = [1000 * (b // 3 * 3 + (b - 1) % 3) + t for b in range(BLOCKS) for t in range(THREADS)]
 

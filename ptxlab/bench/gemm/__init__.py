@@ -1,0 +1,61 @@
+"""Suite `gemm`: the W4A8 ladder, and what `gemm_w4a8` launches, beside their floor, cuBLAS and others."""
+
+from collections.abc import Callable, Container, Iterator, Sequence
+
+from ptxlab.bench import peers
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.gemm import chain, grouped, headline, limits, points, quantiser, steps
+from ptxlab.bench.gemm.points import StreamTime
+from ptxlab.bench.gemm.problem import steps_of
+from ptxlab.bench.record import Row
+from ptxlab.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, MIXTRAL, TOKENS, UNTUNED, Layer
+from ptxlab.errors import ArgumentError
+
+
+def rows(
+    names: list[str],
+    ceilings: Ceilings,
+    progress: Callable[[str], None],
+    matrices: Container[tuple[int, int]] | None = None,
+) -> list[Row]:
+    """Measure kernels of the family by name, as far as this GPU runs them.
+
+    Chains and the quantiser are measured if all kernels that `gemm_w4a8` may launch are, experts also if the grouped
+    kernel is. With `matrices` rows are of those alone, by (N, K), without chains and the quantiser.
+    """
+    whole = matrices is None and _all_launched(names)
+    planned = [*steps.points(names), *headline.points(names), *grouped.points(names)]
+    if not planned:
+        raise ArgumentError("suite", "a kernel of the GEMM suite that this GPU runs", ", ".join(names))
+    progress("compiling")
+    points.compile_all(planned)
+    stream_us = points.streams()
+    alone, mixtral, others = (
+        [layer for layer in layers if matrices is None or (layer.N, layer.K) in matrices]
+        for layers in (LAYERS, MIXTRAL, UNTUNED)
+    )
+    measured = [row for layer in alone for row in layer_rows(layer, names, stream_us, progress)]
+    if whole:
+        measured += quantiser.rows(ceilings, progress)
+        measured += chain.rows(stream_us, progress)
+    measured += headline.untuned_rows(others, names, stream_us, progress)
+    if whole or any(grouped.points(names)):
+        measured += grouped.rows(mixtral, stream_us, progress)
+    progress("counting with ncu")
+    return limits.with_limits(measured)
+
+
+def layer_rows(
+    layer: Layer, names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None]
+) -> Iterator[Row]:
+    """Everything that is measured on one matrix alone; cuBLAS first."""
+    progress(f"{layer}: cuBLAS")
+    cublas = peers.cublas(layer.N, layer.K, ALL_TOKENS if layer in LLAMA else TOKENS)
+    yield from steps.layer_rows(layer, steps_of(names), cublas, stream_us, progress)
+    if layer in LLAMA:
+        yield from headline.layer_rows(layer, names, cublas, stream_us, progress)
+        yield from steps.layer_rows(layer, steps.w8a8_of(names), cublas, stream_us, progress, steps.W8A8)
+
+
+def _all_launched(names: Sequence[str]) -> bool:
+    return bool(headline.steps()) and all(step.spec.name in names for step in headline.steps())

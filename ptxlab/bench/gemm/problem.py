@@ -1,0 +1,196 @@
+"""A GEMM on one matrix: inputs on the device, launches over rotating weights, exact results."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.bench.launching import Call, poisoned, prepared
+from ptxlab.bench.shapes import GROUP, Layer
+from ptxlab.bench.timing import copies_beyond_l2
+from ptxlab.errors import BenchmarkError
+from ptxlab.kernels.gemm import STEPS
+from ptxlab.kernels.gemm.common import F16, GemmStep
+from ptxlab.kernels.gemm.ladder import LADDER, why_not
+from ptxlab.sources import Source, of_kernel
+from ptxlab.spec import Arrays, KernelSpec, Sizes
+from ptxlab.spec.expressions import names_in
+
+_OF_TOKENS = ("x", "x_scale", "x_sum", "rows")  # logical inputs that are no part of the weight; nor is the bias
+# Quantised once and repeated. No multiple of a tile in either direction, so that a tile of the wrong place shows.
+BLOCK_ROWS, BLOCK_K = 520, 7 * 128
+
+
+def steps_of(names: Sequence[str]) -> list[GemmStep]:
+    """The steps of the ladder among `names` that this GPU runs, in its order."""
+    return [s for s in LADDER if s.spec.name in names and s.spec in STEPS and why_not(s) is None]
+
+
+def source_of(step: GemmStep) -> Source:
+    """The source that is measured: the one that a bare name means."""
+    return of_kernel(step.spec.name)[0]
+
+
+def sizes_at(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, rows: int = 1) -> dict[str, int]:
+    """The spec's sizes: those without groups know no `g`, and only tiles of activations have `rows`."""
+    sizes = {"M": M, "N": layer.N, "K": layer.K, "g": group, "rows": rows}
+    return {name: size for name, size in sizes.items() if name in spec.symbols}
+
+
+def variant(spec: KernelSpec, sizes: Sizes, sums: bool = True) -> dict[str, int]:
+    """The constants that the spec chooses; where there is a choice, for FP16 results and for token sums or none."""
+    wanted = {"OUT": F16, "SIGNED": int(not sums)}
+    config = spec.config_for(sizes)
+    return {**config, **{name: value for name, value in wanted.items() if name in config}}
+
+
+def packed_bytes(spec: KernelSpec, sizes: Sizes) -> int:
+    """Bytes of the packed weight: the matrices among the inputs that know nothing of the tokens."""
+    return sum(a.nbytes(sizes) for a in spec.inputs if len(a.shape) > 1 and not _of_tokens(spec, a.name))
+
+
+def problem(spec: KernelSpec, layer: Layer, M: int, group: int = GROUP, seed: int = 0) -> Arrays:
+    """Logical inputs on the device: a weight that was quantised in a block and repeated; random activations."""
+    return {**weights(spec, layer, group, seed), **tokens(layer, M, seed)}
+
+
+def weights(spec: KernelSpec, layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
+    """The part of the logical inputs that knows nothing of the tokens."""
+    rng = np.random.default_rng(seed)
+    known = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": group}
+    block = spec.example(rng, **{name: known[name] for name in spec.example_sizes[0]})
+    parts = {name: part for name, part in block.items() if name not in (*_OF_TOKENS, "bias")}
+    repeated = {name: tiled(_with_arrays(part, gpu.to_device), layer.N, layer.K) for name, part in parts.items()}
+    return {**repeated, "bias": gpu.to_device(rng.standard_normal(layer.N, dtype=np.float32))}
+
+
+def tokens(layer: Layer, M: int, seed: int = 0) -> Arrays:
+    """Random activations [M, K] with their scales."""
+    rng = np.random.default_rng(seed)
+    return {
+        "x": gpu.to_device(rng.integers(-128, 128, (M, layer.K), np.int8)),
+        "x_scale": gpu.to_device(rng.uniform(1e-3, 1e-2, M).astype(np.float32)),
+    }
+
+
+def first_tokens(logical: Arrays, M: int) -> Arrays:
+    """The same problem with its first M tokens."""
+    return {**logical, "x": logical["x"][:M], "x_scale": logical["x_scale"][:M]}
+
+
+def tiled(part: Any, N: int, K: int) -> Any:
+    """A quantised weight, or an array of one, repeated to [N, K]; what is left over at the ends is cut off.
+
+    NumPy or CuPy arrays.
+    """
+    n, k = part.shape[0], part.shape[-1]
+
+    def repeated(array: Any) -> Any:
+        if array.ndim == 1:
+            return np.tile(array, -(-N // n))[:N]
+        return np.tile(array, (-(-N // n), -(-K // k)))[:N, : K * array.shape[1] // k].copy()
+
+    return _with_arrays(part, repeated)
+
+
+def expected(spec: KernelSpec, logical: Arrays) -> Any:
+    """The bits of the reference's FP16 results, u16 [M, N], on the device. `rows` only say how activations lie."""
+    inputs = {name: value for name, value in logical.items() if name != "rows"}
+    return spec.reference(**inputs, OUT=F16).view(np.uint16)
+
+
+@dataclass(frozen=True)
+class GemmLaunches:
+    """GemmLaunches of one step that are ready to be timed, one per copy of the weight.
+
+    Attributes:
+        step: the kernel.
+        sizes: symbols of its spec.
+        variant: the constants it was compiled with.
+        kernel: as loaded.
+        calls: launch on CuPy's current stream.
+        outputs: what each call writes, FP16 [M, N].
+    """
+
+    step: GemmStep
+    sizes: dict[str, int]
+    variant: dict[str, int]
+    kernel: gpu.GpuKernel
+    calls: list[Call]
+    outputs: list[Any]
+
+    def check(self, right: Any) -> str:
+        """Hold what every call wrote against the right bits, u16 [M, N] (`expected`).
+
+        Returns:
+            What was checked, in a sentence for the record.
+
+        Raises:
+            BenchmarkError: a bit is wrong.
+        """
+        if not all(bool((output.view(np.uint16) == right).all()) for output in self.outputs):
+            where = f"{source_of(self.step).label} with {self.variant}"
+            raise BenchmarkError(f"{where}: the timed launches gave wrong results at {self.sizes}")
+        return f"all {right.size} results of {len(self.outputs)} launches equal to the reference, bit for bit"
+
+
+def launches(
+    step: GemmStep,
+    sizes: dict[str, int],
+    logical: Arrays,
+    *,
+    sums: bool = True,
+    copies: int | None = None,
+    programmatic: bool = False,
+    constants: Sizes | None = None,
+) -> GemmLaunches:
+    """Prepare launches that find every weight in memory and not in the L2.
+
+    Args:
+        step: the kernel.
+        sizes: symbols of its spec.
+        logical: inputs on the device, with `rows` where the activations lie in tiles.
+        sums: whether a kernel that does without token sums is given them all the same.
+        copies: of the weight, one launch each; by default as many as exceed the L2.
+        programmatic: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
+        constants: those of another variant than the spec chooses.
+    """
+    spec = step.spec
+    constants = dict(constants or variant(spec, sizes, sums))
+    everything, outputs = {**sizes, **constants}, []
+
+    def given() -> Iterator[Arrays]:
+        for arrays in _rotating(spec, logical, copies or copies_beyond_l2(packed_bytes(spec, sizes))):
+            outputs.append(poisoned((sizes["M"], sizes["N"]), np.float16))
+            yield {**arrays, **_scratch(spec, everything), "y": outputs[-1]}
+
+    kernel, calls = prepared(spec, sizes, constants, given(), programmatic=programmatic)
+    return GemmLaunches(step, sizes, constants, kernel, calls, outputs)
+
+
+def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:
+    """The packed inputs, so often. Activations are shared: in a model the previous kernel has just written them."""
+    with gpu.Marked(f"pack {spec.name}"):
+        packed = spec.pack(logical)
+    own = [name for name in packed if not _of_tokens(spec, name)]
+    return [packed, *({**packed, **{name: packed[name].copy() for name in own}} for _ in range(copies - 1))]
+
+
+def _scratch(spec: KernelSpec, sizes: Sizes) -> Arrays:
+    """Zeros for what a kernel works in."""
+    scratch = [arg for arg in spec.args if arg.role == "scratch"]
+    return {arg.name: gpu.to_device(np.zeros(arg.resolve(sizes), str(arg.dtype))) for arg in scratch}
+
+
+def _of_tokens(spec: KernelSpec, name: str) -> bool:
+    return any("M" in names_in(axis) for axis in spec.arg(name).shape)
+
+
+def _with_arrays(part: Any, change: Callable[[Any], Any]) -> Any:
+    """An array, or a dataclass of arrays, with every array changed."""
+    if hasattr(part, "ndim"):
+        return change(part)
+    values = {field.name: getattr(part, field.name) for field in fields(part)}
+    return replace(part, **{name: change(v) for name, v in values.items() if hasattr(v, "ndim")})

@@ -1,0 +1,49 @@
+"""Kernels by name on the matrices of three models, with row-major activations: the W4A8 ladder, and W8A8 beside it.
+
+W8A8 is the same GEMM with weights that come as they are multiplied: what W4A8 costs beyond it is dequantisation.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ptxlab import kernels
+from ptxlab.bench.gemm.points import Point, StreamTime, point
+from ptxlab.bench.gemm.problem import expected, first_tokens, problem, sizes_at, steps_of
+from ptxlab.bench.record import Row
+from ptxlab.bench.shapes import ALL_TOKENS, LAYERS, LLAMA, TOKENS, Layer
+from ptxlab.kernels.gemm.common import GemmStep
+from ptxlab.kernels.gemm.ladder import why_not
+
+MEASURE, W8A8 = "gemm", "w8a8"
+W8A8_KERNEL = "gemm_w8a8_sm90"
+
+
+def w8a8_of(names: Sequence[str]) -> list[GemmStep]:
+    """W8A8 as a step, where it is among `names` and runs on this GPU."""
+    found = [GemmStep(spec, "int8", "") for n, spec in kernels.specs().items() if n == W8A8_KERNEL and n in names]
+    return [step for step in found if why_not(step) is None]
+
+
+def points(names: Sequence[str]) -> Iterator[Point]:
+    """Every kernel among `names` with its sizes."""
+    for steps, layers, tokens in ((steps_of(names), LAYERS, TOKENS), (w8a8_of(names), LLAMA, ALL_TOKENS)):
+        for step in steps:
+            yield from ((step, sizes_at(step.spec, layer, M)) for layer in layers for M in tokens)
+
+
+def layer_rows(
+    layer: Layer,
+    steps: Sequence[GemmStep],
+    cublas: Mapping[int, Mapping[str, float]],
+    stream_us: StreamTime,
+    progress: Callable[[str], None],
+    measured_as: str = MEASURE,
+) -> Iterator[Row]:
+    """Every step on one matrix, at the ladder's numbers of tokens, W8A8 at all, beside cuBLAS."""
+    tokens = ALL_TOKENS if measured_as == W8A8 else TOKENS
+    for step in steps:
+        progress(f"{layer}: {step.spec.name}")
+        logical = problem(step.spec, layer, max(tokens))
+        for M in tokens:
+            sizes, inputs = sizes_at(step.spec, layer, M), first_tokens(logical, M)
+            right = expected(step.spec, inputs)
+            yield point(step, sizes, inputs, right, measured_as=measured_as, stream_us=stream_us, peers=cublas[M])

@@ -1,0 +1,43 @@
+"""What the suites share before they time: compiled variants, poisoned results, launches of one kernel on its arrays."""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from ptxlab import gpu, toolchain
+from ptxlab.sources import Source, of_kernel
+from ptxlab.spec import Arrays, KernelSpec, Sizes
+
+Call = Callable[[], None]
+POISON = 0xA5  # what results are filled with: an element that no launch writes is found
+
+
+def compile_all(variants: Iterable[tuple[Source, Mapping[str, int]]]) -> None:
+    """Compile the CUDA C++ among them side by side, each variant once: loading finds them in the cache."""
+    arch = gpu.device_info().arch
+    distinct = {(source, tuple(constants.items())) for source, constants in variants if source.language == "cu"}
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(toolchain.compile_cuda, source, arch, defines=dict(named)) for source, named in distinct]
+        for job in jobs:
+            job.result()
+
+
+def poisoned(shape: tuple[int, ...], dtype: Any, byte: int = POISON) -> Any:
+    """An array on the device with `byte` everywhere."""
+    array = gpu.empty(shape, dtype)
+    gpu.fill_bytes(array, byte)
+    return array
+
+
+def prepared(
+    spec: KernelSpec, sizes: Sizes, constants: Sizes, arrays: Iterable[Arrays], *, programmatic: bool = False
+) -> tuple[gpu.GpuKernel, list[Call]]:
+    """The kernel with these constants, and a launch of it on each of `arrays`, which are on the device.
+
+    `programmatic`: a launch may begin while the one before it still runs, where the kernel waits for that by itself.
+    """
+    everything = {**sizes, **constants}
+    kernel = gpu.load(of_kernel(spec.name)[0], spec.name, defines=constants)
+    geometry = replace(spec.launch(everything), programmatic=programmatic and bool(spec.after_wait))
+    return kernel, [gpu.prepare(kernel, spec.arguments(given, everything), geometry) for given in arrays]

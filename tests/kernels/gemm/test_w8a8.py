@@ -1,0 +1,148 @@
+"""The 8-bit GEMM: exact in every tile, K split or not, early and late; built and chosen as meant."""
+
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ptxlab import emulator, kernels, sources
+from ptxlab.bench.shapes import LAYERS
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels.gemm import strips_tiles, w8a8_tiles
+from ptxlab.kernels.gemm.w8a8 import W8A8
+from tests.support import gemm_checks as checks
+from tests.support import gemm_problems
+from tests.support.axes import on_every_backend
+
+(SOURCE,) = kernels.find(W8A8.name)[1]
+# Tiles that the emulator runs in a moment: few tokens, a short ring, one to three warp groups, clusters that split K.
+TILES = (
+    {"BM": 8, "WN": 2, "BK": 128, "SPLIT": 1, "STAGES": 2},
+    {"BM": 16, "WN": 1, "BK": 256, "SPLIT": 2, "STAGES": 3},
+    {"BM": 32, "WN": 2, "BK": 128, "SPLIT": 4, "STAGES": 2},
+    {"BM": 16, "WN": 3, "BK": 128, "SPLIT": 1, "STAGES": 2},
+    {"BM": 32, "WN": 3, "BK": 256, "SPLIT": 2, "STAGES": 3},
+    {"BM": 64, "WN": 1, "BK": 128, "SPLIT": 1, "STAGES": 2},
+)
+OUTPUT_TILES = (*TILES[:3], *TILES[4:], {"BM": 256, "WN": 2, "BK": 128, "SPLIT": 1, "STAGES": 2})
+SWEEP = sources.results_dir() / "h200" / "sweeps" / "gemm_w8a8.csv"
+
+
+def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
+    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    (M, K), N = logical["x"].shape, len(logical["w"])
+    config = {**W8A8.config_for({"M": M, "N": N, "K": K}), **config}
+    return checks.output(W8A8, W8A8.pack(dict(logical)), backend, config=config, **options)
+
+
+@given(
+    logical=gemm_problems.w8a8(tokens=80, rows=400, sixteens=60),
+    tile=st.sampled_from(TILES),
+    mode=st.sampled_from(emulator.MODES),
+    sms=st.sampled_from((8, 132)),
+)
+@settings(max_examples=30)
+def test_accumulators_are_exact_in_the_emulator(
+    logical: dict[str, Any], tile: dict[str, int], mode: str, sms: int
+) -> None:
+    """On few SMs a block has many tiles, and the ring goes on from one to the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strips_tiles, "SMS", sms)
+        assert np.array_equal(output(logical, "emulator", tile, mode=mode), W8A8.reference(**logical))
+
+
+@pytest.mark.gpu
+@given(logical=gemm_problems.w8a8(tokens=600, rows=1200, sixteens=120), tile=st.sampled_from(({}, *TILES)))
+def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[str, int]) -> None:
+    checks.exact_twice(lambda: output(logical, "gpu", tile), W8A8.reference(**logical))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M", [1, 8, 9, 16, 32, 64, 65, 128, 129, 256, 300, 2048, 2056])
+@pytest.mark.parametrize("N", [1088, 4096, 30016])
+def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
+    """With M and N that leave the last tile ragged, and K the last stage."""
+    logical = W8A8.example(np.random.default_rng(M), M=M, N=N, K=1072)
+    assert np.array_equal(output(logical, "gpu", {}), W8A8.reference(**logical))
+
+
+@on_every_backend
+@pytest.mark.parametrize("tile", OUTPUT_TILES, ids="BM{BM}-WN{WN}-SPLIT{SPLIT}".format_map)
+@pytest.mark.parametrize("with_bias", [True, False])
+@checks.every_output
+def test_scaled_outputs_are_the_epilogue_in_float32(
+    variant: int, dtype: Any, with_bias: bool, tile: dict[str, int], backend: str
+) -> None:
+    """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
+    logical = W8A8.example(np.random.default_rng(variant), M=85, N=136, K=400)
+    logical = checks.with_zeros(logical, with_bias)
+    y = output(logical, backend, {**tile, "OUT": variant})
+    exact = logical["x"].astype(np.int32) @ logical["w"].T.astype(np.int32)
+    checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], logical["w_scale"], logical.get("bias"))
+    bits = f"u{y.itemsize}"
+    assert np.array_equal(y.view(bits), W8A8.expected(logical, {"OUT": variant})["y"].view(bits))
+
+
+def chosen(M: int, N: int, K: int) -> dict[str, int]:
+    return {**W8A8.config_for({"M": M, "N": N, "K": K}), "OUT": 0}
+
+
+@pytest.mark.parametrize(
+    "config",
+    sorted(
+        {
+            tuple(chosen(M, layer.N, layer.K).items())
+            for layer in LAYERS
+            for M in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+        }
+    ),
+    ids=lambda config: "-".join(f"{name}{value}" for name, value in config),
+)
+def test_no_tile_spills_or_waits_for_its_own_wgmma(config: tuple[tuple[str, int], ...]) -> None:
+    assert checks.built_as_meant(W8A8, dict(config), {"M": 256, "N": 4096, "K": 4096}).warnings == ()
+
+
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+@pytest.mark.parametrize("M", [1, 16, 64, 256, 512, 1024, 2048, 4096, 8192])
+def test_chosen_tiles_leave_few_sms_idle(layer: Any, M: int) -> None:
+    """A cluster or a persistent block for nearly every SM, and in the last round of tiles too."""
+    sizes = {"M": M, "N": layer.N, "K": layer.K}
+    tile, stages, split = w8a8_tiles.choose(sizes)
+    assert stages >= 2
+    rounds = w8a8_tiles.tiles(sizes, tile) * split / 132
+    assert rounds / -(-rounds // 1) >= 0.6
+
+
+def test_the_chosen_tiles_are_near_the_best_of_the_sweep() -> None:
+    """Time of the chosen constants over that of the best, by matrix and tokens."""
+    points: dict[tuple[int, int, int], dict[tuple[int, ...], float]] = defaultdict(dict)
+    names = ("BM", "WN", "BK", "SPLIT", "STAGES")
+    with SWEEP.open() as file:
+        for line in csv.DictReader(file):
+            constants = tuple(int(line[name]) for name in names)
+            points[int(line["M"]), int(line["N"]), int(line["K"])][constants] = float(line["us"])
+    losses = [
+        times[tuple(chosen(*point)[name] for name in names)] / min(times.values()) for point, times in points.items()
+    ]
+    assert len(losses) >= 50
+    assert math.exp(sum(map(math.log, losses)) / len(losses)) <= 1.02
+    assert max(losses) <= 1.12
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"M": 2, "N": 64, "K": 24}, r"gemm_w8a8_sm90: K % 16 == 0 \(got K=24\)"),
+        ({"M": 2, "N": 12, "K": 64}, r"gemm_w8a8_sm90: N % 8 == 0 \(got N=12\)"),
+        ({"M": 2, "N": 8, "K": 131072}, r"gemm_w8a8_sm90: 1 <= K < 131072 \(got K=131072\)"),
+    ],
+)
+def test_sizes_beyond_the_contract_are_refused(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        W8A8.sizes_of({"x": (sizes["M"], sizes["K"]), "w": (sizes["N"], sizes["K"])})

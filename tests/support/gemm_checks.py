@@ -1,0 +1,59 @@
+"""What must hold of every GEMM kernel: clean, twice the same bits, scaled in float32, built without spills."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ptxlab import kernels, toolchain
+from ptxlab.runtime import run_spec
+from ptxlab.spec import KernelSpec
+
+OUTPUTS = [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32), (3, np.int32)]  # by the constant OUT
+every_output = pytest.mark.parametrize(("variant", "dtype"), OUTPUTS)
+
+
+def output(spec: KernelSpec, inputs: Mapping[str, Any], backend: str, **options: Any) -> np.ndarray:
+    """Y, after the emulator's checks."""
+    checks = ("race", "init", "async") if backend == "emulator" else ()
+    source = kernels.find(spec.name)[1][0]
+    outcome = run_spec(spec, source, inputs, backend=backend, checks=checks, **options)
+    assert outcome.findings == ()
+    y: np.ndarray = outcome.outputs["y"]
+    return y
+
+
+def exact_twice(run: Callable[[], np.ndarray], expected: np.ndarray) -> None:
+    first = run()
+    assert np.array_equal(first, expected)
+    assert np.array_equal(first, run()), "two runs, the same bits"
+
+
+def with_zeros(logical: dict[str, Any], with_bias: bool) -> dict[str, Any]:
+    """One token's results are -0; without a bias the kernel is given a null pointer."""
+    logical["x"][3], logical["x_scale"][3] = 0, -1
+    return logical if with_bias else {name: value for name, value in logical.items() if name != "bias"}
+
+
+def scaled_in_float32(y: np.ndarray, exact: np.ndarray, dtype: Any, x_scale: Any, w_scale: Any, bias: Any) -> None:
+    """Of the accumulators acc * x_scale * w_scale + bias, each operation rounded, then once to the output."""
+    scaled = exact.astype(np.float32) * x_scale[:, None] * w_scale
+    scaled = scaled if bias is None else scaled + bias
+    bits = f"u{y.itemsize}"
+    assert np.array_equal(y.view(bits), (exact if dtype is np.int32 else scaled.astype(dtype)).view(bits))
+
+
+def built_as_meant(spec: KernelSpec, config: Mapping[str, int], sizes: Mapping[str, int]) -> toolchain.Image:
+    """No local memory, no more registers than there are, and none of ptxas' notes, but for C7519.
+
+    Of these C7510, C7511, C7514, C7515 say that wgmma was serialised.
+    """
+    image = toolchain.compile_cuda(kernels.find(spec.name)[1][0], spec.arch, defines=dict(config))
+    resources = image.resources[spec.name]
+    assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
+    assert not [note for note in image.warnings if "C7519" not in note], config
+    threads = spec.launch({**sizes, **config}).block[0] * config.get("RESIDENT", 1)
+    assert resources.registers * threads <= 65536, config
+    return image
