@@ -25,7 +25,7 @@ from IPython.display import Markdown
 from report import figures, gemm, ladder, predictions, targets
 
 record = ladder.recorded()
-measured = bool(gemm.points(record))
+measured = not gemm.points(record).empty
 
 # %% [markdown]
 # ## Floor and peers

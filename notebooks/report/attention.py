@@ -29,7 +29,7 @@ from report.frames import (
     scaled,
     slower_points,
 )
-from report.gemmplot import title
+from report.style import bare, title
 
 BITS = {  # of an element of the cache -> peers
     bits: tuple(name for name in ATTENTION_PEERS if name.endswith(endings))
@@ -258,4 +258,4 @@ def _panel(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}x")
     axes.grid(axis="y", color=PALE, linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes)

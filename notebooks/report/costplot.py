@@ -15,9 +15,10 @@ from ptxlab.cost import Device, Scheme
 from ptxlab.plot import BLUE, GREY, ORANGE, RED
 from report import gemm
 from report.frames import mean, means
-from report.gemmplot import COLOURS, layer_style, title, token_axis
+from report.gemmplot import COLOURS, layer_style
 from report.ladder import short
 from report.predictions import W8A8, called, duels, measured_device, predictions
+from report.style import bare, title, token_axis
 
 _ROOFS: dict[str, dict[str, Any]] = {  # scheme -> style
     "W4A4": {"color": "#7b6fb0", "linewidth": 1.4},
@@ -74,7 +75,7 @@ def _roof(axes: Axes, device: Device, name: str, alpha: float | None = None, **s
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.grid(color="#eceff3", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    bare(axes)
     axes.set_xlabel("tokens M: multiply-adds per weight")
     axes.set_ylabel("TOPS")
 

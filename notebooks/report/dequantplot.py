@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
@@ -12,6 +11,7 @@ from ptxlab.bench.record import Record, Row
 from ptxlab.demo.plot import SWEEP
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED, SCHEME_COLOURS
 from ptxlab.weights import audit
+from report.style import bare, title
 
 _TITLES = {"qoq": "QoQ", "lqq": "LQQ"}
 _GROUP = 32
@@ -28,7 +28,7 @@ def wrong_figure(wrong: np.ndarray) -> Figure:
     axes.set_xticks(range(0, columns, 8))
     axes.set_xlabel("input channel; four neighbours share a register, the leftmost is its lowest byte")
     axes.set_ylabel("output channel")
-    axes.set_title(f"{wrong.mean():.0%} of the weights are wrong (red)", loc="left", weight="bold")
+    title(axes, f"{wrong.mean():.0%} of the weights are wrong (red)", size=12)
     return figure
 
 
@@ -36,21 +36,21 @@ def range_figure(w: np.ndarray) -> Figure:
     """By protective range: the largest byte that any group at all comes back as, and what overflows of w f32 [N, K]."""
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for scheme, title in _TITLES.items():
-        style: dict[str, Any] = {"marker": "o", "markersize": 4, "color": SCHEME_COLOURS[scheme], "label": title}
+    for scheme, name in _TITLES.items():
+        style: dict[str, Any] = {"marker": "o", "markersize": 4, "color": SCHEME_COLOURS[scheme], "label": name}
         left.plot(SWEEP, [largest_byte(scheme, limit) for limit in SWEEP], **style)
         rows = audit.audit_matrix(w, schemes=(scheme,), ranges=tuple(SWEEP), group=64)
         right.plot(SWEEP, [row.overflows for row in rows], **style)
     left.axhline(127, color=RED, linewidth=1)
     left.annotate("what a byte holds: 127", (SWEEP[0], 127.4), color=RED)
-    left.set_title("The largest byte that any group comes back as", loc="left", weight="bold")
+    title(left, "The largest byte that any group comes back as", size=12)
     right.set_yscale("symlog", linthresh=1)
     right.set_ylim(bottom=-0.2)
-    right.set_title(f"Overflowing weights, of {w.size:,}", loc="left", weight="bold")
+    title(right, f"Overflowing weights, of {w.size:,}", size=12)
     for axes in (left, right):
         axes.axvline(119, color=GREY, linestyle="--", linewidth=1)
         axes.set_xlabel("protective range of level 1")
-        _bare(axes)
+        bare(axes)
     left.legend(loc="lower right")
     return figure
 
@@ -98,7 +98,7 @@ def cost_figure(record: Record) -> Figure:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks([10, 20, 50, 100, 200])
     axes.yaxis.set_major_formatter("{x:g}")
-    _bare(axes)
+    bare(axes)
     return figure
 
 
@@ -110,7 +110,3 @@ def _places(points: dict[str, Row]) -> dict[tuple[float, float], list[str]]:
         near = (place for place in places if place[0] == here[0] and abs(place[1] / here[1] - 1) < 0.04)
         places.setdefault(next(near, here), []).append(name)
     return places
-
-
-def _bare(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)

@@ -31,6 +31,7 @@ from ptxlab.plot import BLUE, GREY, ORANGE, RED
 from report.frames import fraction, mean, means
 from report.gemm import at, chains, experts, points, untuned_points
 from report.ladder import QSERVE, of, short, speed_over, steps
+from report.style import title, token_axis
 
 # The steps of sm_80 in warm colours, those of sm_90 in ever darker blue.
 COLOURS = {
@@ -215,19 +216,6 @@ def _tokens(rows: pd.DataFrame) -> list[int]:
 
 def _step_style(name: str) -> dict[str, Any]:
     return {"color": COLOURS.get(short(name), "#555555"), "label": short(name)}
-
-
-def token_axis(axes: Axes, tokens: Sequence[int], *, label: bool = True) -> None:
-    """An axis of numbers of tokens, equally far apart."""
-    axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
-    if label:
-        axes.set_xlabel("tokens M")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def title(axes: Axes, text: str, size: int = 11) -> None:
-    """The title of a panel, at its left."""
-    axes.set_title(text, loc="left", weight="bold", fontsize=size)
 
 
 _PARTS = {"QKV": BLUE, "O": "#5aae61", "gate+up": ORANGE, "down": "#7b6fb0"}

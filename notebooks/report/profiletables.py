@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import pandas as pd
+
 from ptxlab import nsight
 from ptxlab.nsight import Profile
 from ptxlab.profile import stalls
 from report import RESULTS
+from report.frames import markdown
 
 COMPARED = "gemm_w4a8_sm90", "gemm_w4a8_lqq_imfp_sm90"  # the page in the README: the former beside the latter
 _SPELLING = {
@@ -47,26 +50,27 @@ def stalls_section() -> str:
     record = stalls.recorded()
     if record is None:
         return "Not recorded yet.\n"
-    places = [(layer, M) for layer in stalls.FFN for M in stalls.TOKENS]
-    head = [
-        "kernel",
-        "subtraction",
-        "instructions of it per weight",
-        *(f"{layer.part}, M = {M}" for layer, M in places),
-    ]
-    lines = ["| " + " | ".join([*head, "all of the dequantisation"]) + " |"]
-    lines.append("| --- | --- |" + " ---: |" * (len(head) - 1))
+    lines = []
     for kernel in stalls.KERNELS:
-        rows = [row for layer, M in places if (row := record.at(kernel, str(layer), M))]
-        cells = [f"`{kernel}`", _spelling(kernel), f"{min(row.executed.get('subtract', 0) for row in rows):.2g}"]
-        cells += [f"{row.subtract:.0%}" for row in rows]
-        whole = sorted(row.dequantise for row in rows)
-        lines.append("| " + " | ".join([*cells, f"{whole[0]:.0%} to {whole[-1]:.0%}"]) + " |")
+        places = {
+            f"{layer.part}, M = {M}": record.at(kernel, str(layer), M) for layer in stalls.FFN for M in stalls.TOKENS
+        }
+        rows = {place: row for place, row in places.items() if row}
+        whole = sorted(row.dequantise for row in rows.values())
+        executed = min(row.executed.get("subtract", 0) for row in rows.values())
+        line = {
+            "kernel": f"`{kernel}`",
+            "subtraction": _spelling(kernel),
+            "instructions of it per weight": f"{executed:.2g}",
+        }
+        line |= {place: f"{row.subtract:.0%}" for place, row in rows.items()}
+        lines.append(line | {"all of the dequantisation": f"{whole[0]:.0%} to {whole[-1]:.0%}"})
     note = (
         "Shares of the sampled warps that did not issue. `gemm_w4a8_qoq_sm80` has QServe's main loop; of QServe itself "
     )
     note += "the paper says 21% on an H800, and no M."
-    return "\n".join(lines) + f"\n\n{note} {_origin(record.device['name'], record.origin, 'ptxlab stalls')}\n"
+    origin = _origin(record.device["name"], record.origin, "ptxlab stalls")
+    return f"{markdown(pd.DataFrame(lines), left=2)}\n{note} {origin}\n"
 
 
 def _spelling(kernel: str) -> str:

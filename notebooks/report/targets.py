@@ -58,12 +58,7 @@ def gemm(record: Record | None) -> list[Target]:
     means = f"M <= {MOST_FEW}, mean"
     return [
         Target(f"of the floor, {means}", fraction(few), _FRACTION, least=0.85),
-        Target(
-            f"points slower than the best peer, M <= {MOST_FEW}",
-            len(slower(few)) if len(few) else math.nan,
-            "{:.0f}",
-            most=0,
-        ),
+        Target(f"points slower than the best peer, M <= {MOST_FEW}", _count(few), "{:.0f}", most=0),
         Target("over QServe g128, M = 256, mean", mean(over(at(rows, 256), QSERVE)), _TIMES, least=3.3),
         Target("of the floor, 70B gate+up, M <= 64, every point", least(largest), _FRACTION, least=0.90),
         Target("7B O, M <= 64, every point", most(smallest), "{:.2f} µs", most=5.0),
@@ -112,6 +107,10 @@ def most(values: Iterable[float]) -> float:
     return -least(-value for value in values)
 
 
+def _count(rows: pd.DataFrame) -> float:
+    return len(slower(rows)) if len(rows) else math.nan
+
+
 def _of_eight_bits(record: Record | None) -> list[Target]:
     rows = eight_bit(record)
     fp8 = (mean(over(at(rows, M), "cublas_fp8")) for M in _MANY_TOKENS if M >= 2048)
@@ -154,7 +153,7 @@ def attention(record: Record | None) -> list[Target]:
             _FRACTION,
             least=_LONG,
         ),
-        Target("points slower than a peer", len(slower(rows)) if len(compared) else math.nan, "{:.0f}", most=0),
+        Target("points slower than a peer", _count(rows if len(compared) else compared), "{:.0f}", most=0),
         Target("over the best 8-bit peer, batch >= 16, mean", mean(kv.batched(rows)["over 8"]), _TIMES, least=2.0),
         *_over_qserve(record),
         Target("ragged beside even, time, all heads", most(kv.unequal(record).longer), _TIMES, most=1.15),

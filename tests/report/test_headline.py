@@ -18,7 +18,6 @@ from tests.support.headline_record import CUBLAS, SLOWDOWN, record
 RECORD = record()
 POINTS = gemm.points(RECORD)
 HEADLINE = next(row for row in RECORD.rows if row.measure == "headline" and row.activations == "row_major")
-HEADLINE = next(row for row in RECORD.rows if row.measure == "headline" and row.activations == "row_major")
 TABLES = (
     gemm.matrices_table,
     gemm.means_table,
