@@ -1,6 +1,8 @@
 import gc
+import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,13 @@ def minilm() -> Path:
 @pytest.fixture(scope="session")
 def cupy() -> Any:
     return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def report() -> Callable[[str], Any]:
+    """A module of `notebooks/report` by name."""
+    pytest.importorskip("pandas", reason="pandas is not installed: it comes with the extra `dev`")
+    return lambda name: importlib.import_module(f"report.{name}")
 
 
 def pytest_collection_finish() -> None:

@@ -12,7 +12,6 @@ from ptxlab import gpu, nsight
 from ptxlab.errors import UnavailableError
 from ptxlab.profile import profiles, stalls
 from ptxlab.profile.launch_target import LaunchTarget
-from report import profiletables
 from tests.support.add4 import PTX_ADD4
 from tests.support.fake_ncu import ncu
 from tests.support.reports import FILE, GEMM, SIZES
@@ -156,7 +155,10 @@ def test_stalls_are_recorded(
     assert (row.kernel, row.layer, row.sizes["N"]) == (NAME, "7B gate+up", 22016)
 
 
-def test_the_readmes_page_is_of_the_recorded_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_readmes_page_is_of_the_recorded_profiles(
+    report: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    profiletables = report("profiletables")
     origin = {"date": "2026-11-22T00:00:00", "commit": "0123456789ab", "ncu": "1"}
     page = nsight.profile_of(nsight.read(GEMM)[0], sizes=SIZES, origin=origin)
     for name in profiletables.COMPARED:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,6 @@ from ptxlab.bench.shapes import Layer
 from ptxlab.errors import FileError, UnavailableError
 from ptxlab.profile import stalls
 from ptxlab.profile.launch_target import LaunchTarget
-from report import profiletables
 from tests.support.reports import FILE, GEMM, SIZES
 
 
@@ -76,12 +76,12 @@ def test_a_record_is_kept_as_json(tmp_path: Path) -> None:
         stalls.load(path)
 
 
-def test_tables_have_every_kernel_at_every_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_have_every_kernel_at_every_point(report: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     head, *rows = stalls.table(record().rows)
     assert [row[0] for row in rows[::2]] == [row[0] for row in rows[1::2]] == list(stalls.KERNELS)
     assert head == ["kernel", "matrix", "M = 16", "M = 64", "M = 256"] and {len(row) for row in rows} == {5}
     assert {cell for row in rows for cell in row[2:]} == {"5% of 15%"}
     monkeypatch.setattr(stalls, "recorded", record)
-    lines = profiletables.stalls_section().splitlines()
+    lines = report("profiletables").stalls_section().splitlines()
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert sum("| 5% | 5% | 5% | 5% | 5% | 5% | 15% to 15% |" in line for line in lines) == len(stalls.KERNELS)

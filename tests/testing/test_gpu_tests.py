@@ -10,7 +10,6 @@ import pytest
 from ptxlab import sources
 from ptxlab.errors import FileError
 from ptxlab.testing import gpu_tests
-from report.__main__ import main
 
 KERNEL = """// Measured: 12 us
 #include "outer.cuh"
@@ -194,8 +193,9 @@ LINE = "changed since the GPU tests of 0123456789 (2026-11-22): add.cu"
 
 
 def test_the_report_says_so_and_fails_no_more_than_before(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    report: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    main = report("__main__").main
     monkeypatch.setattr("report.sections.update", lambda write: [])
     monkeypatch.setattr(gpu_tests, "warnings", lambda: [LINE])
     for options, printed in ((["--check"], f"all up to date\n{LINE}\n"), ([], "all up to date\n")):
@@ -204,8 +204,9 @@ def test_the_report_says_so_and_fails_no_more_than_before(
 
 
 def test_the_check_fails_where_a_page_is_out_of_date(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    report: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    main = report("__main__").main
     monkeypatch.setattr("report.sections.update", lambda write: [Path("README.md")])
     monkeypatch.setattr(gpu_tests, "warnings", list)
     for options, code, printed in ((["--check"], 1, "out of date"), ([], 0, "updated")):

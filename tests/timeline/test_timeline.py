@@ -16,7 +16,6 @@ from ptxlab.profile import launch_target
 from ptxlab.sources import Source
 from ptxlab.timeline import HEADER, PHASES, STAMPS, TRACKS, Span, Timeline, Track, recorder
 from ptxlab.timeline.plot import STYLES, comparison_figure, timeline_figure
-from report import pipelines
 from tests.support.axes import on_every_backend
 
 HEADER_FILE = (sources.include_dir() / "timeline.cuh").read_text()
@@ -288,8 +287,10 @@ def test_the_comparison_leaves_out_who_does_nothing(excp: Timeline) -> None:
     assert axes.get_xlim() == (0, 500)
 
 
-def test_the_readme_says_what_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, excp: Timeline,
-                                          imfp: Timeline) -> None:  # fmt: skip
+def test_the_readme_says_what_is_recorded(
+    report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, excp: Timeline, imfp: Timeline
+) -> None:
+    pipelines = report("pipelines")
     monkeypatch.setattr(timeline, "folder", lambda gpu="h200": tmp_path)
     assert pipelines.section() == "Not recorded yet.\n"
     for one in (imfp, excp):
@@ -302,8 +303,11 @@ def test_the_readme_says_what_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(pipelines.comparison(256).axes) == 2
 
 
-def test_the_readme_says_what_is_seen_in_the_other_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_says_what_is_seen_in_the_other_pictures(
+    report: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of 100 clocks the first 30 pass before the scores, the last 20 after the values."""
+    pipelines = report("pipelines")
     times = {0: "setup", 30: "scores", 60: "values", 80: "epilogue", 100: "end"}
     track = Track(0, 0, 0, tuple((time, PHASES.index(phase), 0) for time, phase in times.items()))
     one = Timeline(pipelines.ATTENTION, "cu", "gpu", "clocks", {"B": 64}, {}, (track,), time_us=20.0,
