@@ -7,7 +7,6 @@ import typer
 from rich.markup import escape
 
 from ptxlab.cli.common import AsJson, console, print_json, progress_bar, table
-from ptxlab.io.files import require_folder
 from ptxlab.weights import convert
 
 
@@ -23,7 +22,6 @@ def quantize(
     as_json: AsJson = False,
 ) -> None:
     """Quantise and pack the matrices of a checkpoint, copy the rest, and load the result again to compare every bit."""
-    require_folder(out)
     conversion = convert.plan(file, scheme=scheme, group=group, layout=layout, pattern=tensor)
     with progress_bar("quantize", conversion.steps, quiet=as_json) as advance:
         conversion.write(out, advance)
