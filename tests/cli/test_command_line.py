@@ -243,3 +243,20 @@ def test_cost_without_a_shape_shows_the_device_that_is_asked_for(cli: Any) -> No
     every, one = json.loads(cli("cost", "--json")[1]), json.loads(cli("cost", "--device", "h100", "--json")[1])
     assert len(every) > 1 and len(one) == 1 and one[0] in every
     assert cli("cost", "--device", "nosuch")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("verify", "dequant_lqq", "--seed", "-1"), "--seed"),
+        (("verify", "dequant", "--shape", "R=-3,K=64,g=64"), "--shape"),
+        (("verify", "dequant_lqq", "--shape", "Q=3"), "--shape"),
+        (("demo", "--out", "no/such/x.png"), "no/such"),
+    ],
+)
+def test_bad_input_is_found_before_any_work(
+    cli: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
+) -> None:
+    monkeypatch.setattr("ptxlab.demo.weights", lambda *_: pytest.fail("the weights were fetched"))
+    code, out, err = cli(*arguments)
+    assert code == 2 and out == "" and len(err.splitlines()) == 1 and err.startswith("error: ") and said in err

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from math import prod
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from ptxlab.layout.fragments import WGMMA_N, Fragment, mma_a, wgmma_d
 _TYPES = {"s8": np.int8, "u8": np.uint8}
 _PIECE = 16  # contiguous bytes of an operand, whatever its swizzle
 ROWS = 16  # of a warp
+_WARP_GROUP = 128  # threads
 
 
 @cache
@@ -220,9 +222,14 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
                 raise MemoryFault(f"{where}: the descriptor reaches shared addresses {reach} (window of "
                                   f"{machine.launch.window_bytes} bytes)")  # fmt: skip
 
+    threads = prod(machine.launch.block)
+
     def multiply(lanes: Lanes, members: Array) -> None:
         whole_warps(machine, instruction, lanes, members)
         first = indices_of(lanes)[::32]
+        if (machine.thread[first] // _WARP_GROUP * _WARP_GROUP + _WARP_GROUP > threads).any():
+            where = machine.place(instruction, lanes)
+            raise EmulationError(f"{where}: takes the four warps of a warp group (a block of {threads} threads)")
         b_values = of_warps(lanes, read_b(lanes))
         a_values = of_warps(lanes, read_a(lanes)) if read_a else np.zeros_like(b_values)
         check(first, b_values, n)

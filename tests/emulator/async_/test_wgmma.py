@@ -42,6 +42,13 @@ LAUNCHES = [i for i, line in enumerate(CASE.ptx.split("\n"), 1) if "wgmma.mma_as
 STORES = [i for i, line in enumerate(CASE.ptx.split("\n"), 1) if "st.global.b32" in line]
 
 
+@pytest.mark.parametrize("threads", [32, 96])
+def test_a_block_without_a_whole_warp_group_is_refused(threads: int) -> None:
+    arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
+    with pytest.raises(EmulationError, match=rf"the four warps of a warp group \(a block of {threads} threads\)"):
+        emulator.run(emulator.parse(CASE.ptx, "k.ptx"), None, arguments, grid=1, block=threads)
+
+
 @both_modes
 @pytest.mark.parametrize(
     ("gone", "kind", "lines"),
