@@ -82,7 +82,7 @@ def test_only_gpu_imports_cupy() -> None:
 
 
 def test_torch_is_imported_by_peers_alone() -> None:
-    allowed = re.compile(r"ptxlab\.(torch\b.*|bench\.(peers\w*|sdpa))")
+    allowed = re.compile(r"ptxlab\.(torch\b.*|bench\.peers\w*)")
     assert [module for module in importers("torch") if not allowed.fullmatch(module)] == []
 
 

@@ -34,7 +34,7 @@ def who_holds(name: str, lane: int | None = None) -> HolderView:
 
     Args:
         name: a fragment (`mma.m16n8k32.a`, `wgmma.m64k32.a`, `ldmatrix.x4` ...), a layout of `ptxlab.pack`, or a
-            `load_*` kernel that brings a tile.
+            `load_*` kernel that loads a tile.
         lane: the one to bring out; None: none.
 
     Raises:

@@ -46,7 +46,7 @@ def arrivals(name: str) -> np.ndarray:
     """Positions (64 row + column) that arrive in [thread, byte of its eight registers], [128, 32]."""
     spec, sources = kernels.find(name)
     if spec.family != "load" or "T" not in spec.example_sizes[0]:
-        raise ArgumentError("kernel", "one that brings a tile: a load_* kernel with fragments", name)
+        raise ArgumentError("kernel", "a load_* kernel that writes the fragments of a tile", name)
     position = np.arange(TILE * TILE).reshape(TILE, TILE)
     digits = np.stack([position >> 4 * d & 15 for d in range(_DIGITS)])
     logical = "q8" if spec.inputs[0].dtype == "int8" else "q4"
@@ -92,7 +92,7 @@ class WarpAccess:
 
 @cache
 def shared_accesses(name: str) -> tuple[WarpAccess, ...]:
-    """The loads from shared memory of warp 0 of a kernel that brings a tile, in order, as the emulator counts them."""
+    """The loads from shared memory of warp 0 of a `load_*` kernel, in order, as the emulator counts them."""
     spec, sources = kernels.find(name)
     logical = spec.example(np.random.default_rng(0), T=1)
     outcome = run_spec(spec, sources[0], spec.pack(logical), backend="emulator", count_banks=True)
