@@ -53,7 +53,7 @@ def test_four_channels_are_bytes_0_to_3_of_one_register(name: str) -> None:
 
 def test_only_loads_have_holders() -> None:
     for name in ("dequant_lqq", "load_cp_async"):
-        with pytest.raises(ArgumentError, match=f"kernel: a load_\* kernel that writes the fragments of a tile.*got {name}"):
+        with pytest.raises(ArgumentError, match=rf"kernel: a load_.* that writes the fragments of a tile \(got {name}"):
             holders.arrivals(name)
 
 
