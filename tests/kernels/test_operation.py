@@ -17,7 +17,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, LaunchError
 from ptxlab.kernels import operation
 from ptxlab.layout import KVCache
-from tests.support import attention_calls, gemm_calls
+from tests.support import attention_calls, gemm_calls, host_time
 from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 
 M, N, K, E, HEADS, D = 5, 40, 256, 2, 2, 64
@@ -87,6 +87,16 @@ def test_a_repeat_call_loads_and_allocates_nothing(calls: Calls, fake: FakeGpu, 
     for _ in range(3):
         call(**given)
     assert (fake.loads, fake.allocations, len(fake.launched)) == (loads, allocations, launched + 3)
+
+
+def test_what_host_time_measures_are_repeat_calls(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.runs = False
+    monkeypatch.setattr(ptxlab, "to_device", on_device)
+    for name, call in host_time.calls(DeviceArray, 512).items():
+        call()
+        loads, launched = fake.loads, len(fake.launched)
+        call()
+        assert fake.loads == loads and 1 <= len(fake.launched) - launched <= 2, name
 
 
 def elsewhere(shape: tuple[int, ...], dtype: Any) -> DeviceArray:

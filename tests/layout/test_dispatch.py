@@ -20,7 +20,7 @@ from ptxlab.layout import (
     unpack,
     unpack_pages,
 )
-from tests.support.device_array import DeviceArray, to_device
+from tests.support.dispatching_array import DispatchingArray, to_device
 from tests.support.quantized import KINDS, random_weight
 
 
@@ -28,7 +28,7 @@ def assert_same(on_device: Any, on_host: Any) -> None:
     for name, value in vars(on_host).items():
         if isinstance(value, np.ndarray):
             other = getattr(on_device, name)
-            assert isinstance(other, DeviceArray), name
+            assert isinstance(other, DispatchingArray), name
             np.testing.assert_array_equal(other.array, value, strict=True, err_msg=name)
 
 
@@ -46,7 +46,7 @@ def test_packing(layout: str, kind: type, N: int, K: int, group: int) -> None:
 
 def test_activations() -> None:
     x = np.random.default_rng(0).integers(-128, 128, (19, 200), np.int8)
-    fragments, tiles = to_fragment_order(DeviceArray(x)), to_swizzled_tiles(DeviceArray(x), 16)
+    fragments, tiles = to_fragment_order(DispatchingArray(x)), to_swizzled_tiles(DispatchingArray(x), 16)
     np.testing.assert_array_equal(fragments.array, to_fragment_order(x), strict=True)
     np.testing.assert_array_equal(tiles.array, to_swizzled_tiles(x, 16), strict=True)
     np.testing.assert_array_equal(from_fragment_order(fragments, 19, 200).array, x, strict=True)
@@ -65,7 +65,7 @@ def test_activations() -> None:
 )
 def test_quantisers(quantise: Any) -> None:
     w = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)
-    assert_same(quantise(DeviceArray(w)), quantise(w))
+    assert_same(quantise(DispatchingArray(w)), quantise(w))
 
 
 def kv() -> Any:
@@ -74,7 +74,7 @@ def kv() -> Any:
 
 @pytest.mark.parametrize("scheme", quant.KV_SCHEMES)
 def test_pages_and_the_paged_cache(scheme: str) -> None:
-    expected, quantized = quant.quantize_kv(kv(), scheme), quant.quantize_kv(DeviceArray(kv()), scheme)
+    expected, quantized = quant.quantize_kv(kv(), scheme), quant.quantize_kv(DispatchingArray(kv()), scheme)
     assert_same(quantized, expected)
     np.testing.assert_array_equal(quantized.dequantize().array, expected.dequantize(), strict=True)
     pages = pack_pages(quantized, 16)
@@ -83,7 +83,7 @@ def test_pages_and_the_paged_cache(scheme: str) -> None:
     assert_same(unpack_pages(pages, scheme, 64, 16, 40, channel), expected)
 
     cache = KVCache.empty(
-        1, 3, 2, 64, page_size=16, scheme=scheme, k_channel=channel, v_channel=channel, like=DeviceArray(kv())
+        1, 3, 2, 64, page_size=16, scheme=scheme, k_channel=channel, v_channel=channel, like=DispatchingArray(kv())
     )
     cache.lengths[:] = 40
     scatter(cache, [quantized], [quantized])
@@ -96,7 +96,7 @@ def test_smooth_attention() -> None:
     w_q, w_k = np.random.default_rng(0).standard_normal((2, 8, 3)).astype(np.float32)
     peaks = np.arange(8, dtype=np.float32).reshape(2, 4)
     arguments = {"w_q": w_q, "w_k": w_k, "keys_max": peaks, "b_q": w_q[:, 0].copy(), "b_k": w_k[:, 0].copy()}
-    on_device = {name: DeviceArray(array) for name, array in arguments.items()}
+    on_device = {name: DispatchingArray(array) for name, array in arguments.items()}
     smooth = quant.smooth_attention(**on_device, head_dim=4)
     assert_same(smooth, quant.smooth_attention(**arguments, head_dim=4))
 
@@ -105,9 +105,9 @@ def test_attention() -> None:
     q, k, v = kv()[:3], kv()[:, :1], -kv()[:, :1]
     for length, window in ((40, None), (40, 7), (2, None), (0, None)):
         arguments = q, k[:length], v[:length]
-        found = reference.attention(*map(DeviceArray, arguments), scale=0.2, window=window)
+        found = reference.attention(*map(DispatchingArray, arguments), scale=0.2, window=window)
         for on_device, on_host in zip(found, reference.attention(*arguments, scale=0.2, window=window), strict=True):
             np.testing.assert_array_equal(on_device.array, on_host, strict=True)
     table = np.linspace(-1, 1, 3 * 32, dtype=np.float32).reshape(3, 32)
-    rotated = reference.rope(DeviceArray(q), DeviceArray(table), DeviceArray(-table))
+    rotated = reference.rope(DispatchingArray(q), DispatchingArray(table), DispatchingArray(-table))
     np.testing.assert_array_equal(rotated.array, reference.rope(q, table, -table), strict=True)

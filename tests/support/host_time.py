@@ -38,14 +38,14 @@ def host_us(call: Callable[[], Any]) -> float:
     return statistics.median(taken)
 
 
-def calls(to: To) -> dict[str, Callable[[], Any]]:
-    """The public calls, by what is given."""
-    return {**gemm_calls(to), **attention_calls(to)}
+def calls(to: To, width: int = 4096) -> dict[str, Callable[[], Any]]:
+    """The public calls, by what is given; `width` is N and K of the dense weights, at least 512."""
+    return {**gemm_calls(to, width), **attention_calls(to)}
 
 
-def gemm_calls(to: To) -> dict[str, Callable[[], Any]]:
+def gemm_calls(to: To, width: int) -> dict[str, Callable[[], Any]]:
     rng = np.random.default_rng(0)
-    M, N, K, E = 16, 4096, 4096, 8
+    M, N, K, E = 16, width, width, 8
     w = rng.standard_normal((N, K), dtype=np.float32)
     strips = ptxlab.to_device(ptxlab.pack(quant.quantize_lqq(w, group=128), "strips"))
     channel = ptxlab.to_device(ptxlab.pack(quant.quantize_qoq_channel(w), "qserve"))

@@ -148,7 +148,7 @@ class Logged:
 
 @dataclass(frozen=True)
 class AttentionLaunches:
-    """AttentionLaunches of one step that are ready to be timed, one per copy of the cache.
+    """Launches of one step that are ready to be timed, one per copy of the cache.
 
     Attributes:
         spec: the kernel.

@@ -103,7 +103,7 @@ def expected(spec: KernelSpec, logical: Arrays) -> Any:
 
 @dataclass(frozen=True)
 class GemmLaunches:
-    """GemmLaunches of one step that are ready to be timed, one per copy of the weight.
+    """Launches of one step that are ready to be timed, one per copy of the weight.
 
     Attributes:
         step: the kernel.

@@ -25,7 +25,7 @@ from tests.support import attention_problems as problems
 from tests.support import tensor_cores
 from tests.support.attention_problems import moved
 from tests.support.attention_sm90 import SOURCE, VARIANTS, Variant, every_variant
-from tests.support.device_array import DeviceArray
+from tests.support.dispatching_array import DispatchingArray
 
 ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
 PLAIN, OF_SMALL_PAGES = VARIANTS[:2]
@@ -233,14 +233,14 @@ def test_the_same_on_arrays_that_are_not_numpy_s(
     """What CuPy would refuse fails here, without a GPU: NumPy's arrays among the device's. It flushes subnormals."""
 
     def there(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arrays: DeviceArray(function(*(getattr(x, "array", x) for x in arrays)))
+        return lambda *arrays: DispatchingArray(function(*(getattr(x, "array", x) for x in arrays)))
 
     names = ("reciprocal", "exp2", "log2", "fma", "mul", "add", "sub")
     scalars = {name: there(getattr(exact.EMULATED, name)) for name in names}
     logical, arrays = variant.problem(1, lengths, change, 2, window=window, blocks=blocks)
-    device = {**logical, "cache": moved(logical["cache"], DeviceArray)}
+    device = {**logical, "cache": moved(logical["cache"], DispatchingArray)}
     arithmetic = exact.Arithmetic(**scalars, mma=hopper_mma)
-    found = by_oracle(device, {"q": DeviceArray(arrays["q"])}, variant.config, arithmetic)
+    found = by_oracle(device, {"q": DispatchingArray(arrays["q"])}, variant.config, arithmetic)
     right = by_oracle(logical, arrays, variant.config, exact.TRUNCATING)
     assert difference([x.array for x in found], right, bool(variant.BF16)) == ""
 

@@ -1,4 +1,4 @@
-"""Activations to INT8: the kernel equal to `quant.quantize_activations` in every bit, in every order; and its face."""
+"""Activations to INT8: the kernel equal to `quant.quantize_activations` in every bit and order, and the public call."""
 
 from dataclasses import replace
 from typing import Any

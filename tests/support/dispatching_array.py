@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 
-class DeviceArray:
+class DispatchingArray:
     """A stand-in for a CuPy array: NumPy's functions dispatch on it, but it never becomes or meets a NumPy array.
 
     Its arithmetic takes float32 results that are subnormal for zero, as CuPy's does.
@@ -19,7 +19,7 @@ class DeviceArray:
 
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
         if function is np.asarray:  # with `like`: a copy to the device
-            return DeviceArray(*args)
+            return DispatchingArray(*args)
         return to_device(function(*to_host(args), **to_host(kwargs)))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -62,11 +62,11 @@ def _operator(name: str) -> Any:
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift lt le gt ge eq ne neg invert"
 _OPERATORS += " radd rsub rmul rtruediv"
 for _name in _OPERATORS.split(" "):
-    setattr(DeviceArray, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(DispatchingArray, f"__{_name}__", _operator(f"__{_name}__"))
 
 
 def to_host(value: Any) -> Any:
-    if isinstance(value, DeviceArray):
+    if isinstance(value, DispatchingArray):
         return value.array
     if isinstance(value, np.ndarray) and value.ndim:
         raise TypeError("a NumPy array among device arrays")
@@ -77,5 +77,5 @@ def to_host(value: Any) -> Any:
 
 def to_device(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
-        return DeviceArray(value)
+        return DispatchingArray(value)
     return type(value)(to_device(item) for item in value) if isinstance(value, tuple | list) else value
