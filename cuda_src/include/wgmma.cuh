@@ -38,11 +38,12 @@ __device__ __forceinline__ void more_registers() {
 }
 
 // Tells the compiler that a register may change here, so that it is not moved across an asynchronous instruction.
-template <int COUNT>
-__device__ __forceinline__ void pin(int (&d)[COUNT]) {
+template <class Register, int COUNT>
+__device__ __forceinline__ void pin(Register (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
+__device__ __forceinline__ void pin(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory"); }
 
 // clang-format off
 // The operands of N / 2 accumulators, in the text and in the list of constraints: 4, 8, and then multiples of 8.
