@@ -158,13 +158,18 @@ def headline_section() -> str:
     return gemm.matrices_table(record) + (f"\n![{picture}\n" if len(gemm.points(record)) else "")
 
 
-def means_table(rows: pd.DataFrame, size: str, called: str) -> str:
-    """Over the fastest peer and of the floor, geometric means by one size."""
+def means_table(rows: pd.DataFrame, size: str, shown: dict[str, str]) -> str:
+    """Speed-ups over the fastest peer of each kind and fraction of the floor, geometric means by one size.
+
+    `shown`: columns of `rows` and how the table calls them, the size first. A mean is empty where the peers of its kind
+    were not all measured.
+    """
     if rows.empty:
         return MISSING
-    columns = [called, "speed-up over the fastest peer", "fraction of the floor"]
-    table = means(rows, size, ["over", "fraction"]).sort_index().reset_index().set_axis(columns, axis=1)
-    return markdown(table, dict(zip(columns, ("{:,}", "{:.2f}x", "{:.2f}"), strict=True)), left=0)
+    table = means(rows, size, list(shown)[1:]).sort_index().reset_index()
+    formats = {name: "{:.2f}" if name == "fraction" else "{:.2f}x" for name in shown}
+    formats = {called: "{:,}" if name == size else formats[name] for name, called in shown.items()}
+    return markdown(table.set_axis(list(shown.values()), axis=1), formats, left=0)
 
 
 def kv4_section() -> str:
@@ -190,6 +195,18 @@ def cost_section() -> str:
     return f"{picture}\n\n{predictions.kernels_table(record)}\n{predictions.crossover_table(record)}"
 
 
+_GEMM_MEANS = {
+    "M": "tokens M",
+    **{kind: called for kind, (called, _) in gemm.KINDS.items()},
+    "over cublas_fp8": "cuBLAS FP8",
+    "fraction": "fraction of the floor",
+}
+_ATTENTION_MEANS = {
+    "B": "batch",
+    **{f"over {bits}": f"caches of {bits} bits" for bits in attention.BITS},
+    "over all": "all eleven",
+    "fraction": "fraction of the floor",
+}
 SECTIONS: dict[str, Callable[[], str]] = {
     "headline": headline_section,
     "kernels": kernel_table,
@@ -199,9 +216,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,
-    "gemm_means": lambda: means_table(gemm.points(ladder.recorded()), "M", "tokens M"),
+    "gemm_means": lambda: means_table(gemm.points(ladder.recorded()), "M", _GEMM_MEANS),
     "attention_means": lambda: means_table(
-        attention.batched_and_single(attention.points(attention.recorded())), "B", "batch"
+        attention.batched_and_single(attention.points(attention.recorded())), "B", _ATTENTION_MEANS
     ),
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
