@@ -61,9 +61,9 @@ def points(record: Record | None, measure: str = MEASURE) -> pd.DataFrame:
     """
     rows = frame(record, measure, stored=_stored(measure))
     rows["heads"] = [f"heads {Hq}/{Hkv}" for Hq, Hkv in zip(rows.Hq, rows.Hkv, strict=True)]
-    for kind, names in {**BITS, "all": ATTENTION_PEERS}.items():
-        rows[f"over {kind}"] = over_all(rows, names)
-    return rows
+    for bits, names in BITS.items():
+        rows[f"over {bits}"] = over_all(rows, names)
+    return rows.assign(**{"over all": over_all(rows, ATTENTION_PEERS)})
 
 
 def _stored(measure: str) -> dict[Place, dict[str, float]]:

@@ -6,8 +6,9 @@ PyTorch and `humming-kernels` are needed only here; what is not installed is no 
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,6 +35,15 @@ def importable() -> bool:
     import torch
 
     return bool(torch.cuda.is_available())
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that peers are of, as far as they are installed."""
+    installed = {}
+    for name in ("torch", "humming-kernels"):
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] = CUBLAS) -> dict[int, dict[str, float]]:
@@ -116,13 +126,15 @@ def _left_out(what: str) -> Iterator[None]:
 def _humming_layers(N: int, K: int, group: int, tokens: Sequence[int]) -> tuple[list[Any], Any, str]:
     """Layers of one weight, enough that they do not fit the L2; its first rows dequantised; the tiles that are taken.
 
-    Tiles are those of the package's heuristics, for these numbers of tokens alone: the others would be compiled too.
+    Tiles are those of the package's heuristics, for these numbers of tokens alone: the others would be compiled too. A
+    launch looks the tile of one token up, whatever it takes.
     """
     import torch
     from humming.layer import HummingLayer
     from humming.tune import get_heuristics_config
 
-    layers, quantised = [], {}
+    layers: list[Any] = []
+    quantised: dict[str, Any] = {}
     for _ in range(copies_beyond_l2(N * K // 2)):
         with torch.device(_DEVICE):
             layer = HummingLayer(
@@ -140,7 +152,7 @@ def _humming_layers(N: int, K: int, group: int, tokens: Sequence[int]) -> tuple[
     tiles = [
         (above, most, tile)
         for above, most, tile in get_heuristics_config(layer.humming_config)
-        if any(above < M <= most for M in tokens)
+        if any(above < M <= most for M in (1, *tokens))
     ]
     return layers, schema.dequant_tensors(quantised)[:_CHECKED_ROWS].double(), json.dumps(tiles)
 
@@ -151,7 +163,7 @@ def _humming_calls(name: str, M: int, layers: Sequence[Any], weight: Any, tiles:
 
     first = layers[0]
     x, scales = may_quant_input(first.humming_config, _operand("fp16", M, first.shape_k, seed=M))
-    calls = [partial(layer, x, input_scale=scales, tuning_config=tiles) for layer in layers]
+    calls: list[Callable[[], Any]] = [partial(layer, x, input_scale=scales, tuning_config=tiles) for layer in layers]
     expected = x.double() * scales.double().reshape(M, 1) @ weight.t()
     _check(name, calls[0]()[:, :_CHECKED_ROWS].double(), expected, _TOLERANCE)
     return calls

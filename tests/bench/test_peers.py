@@ -141,10 +141,10 @@ def humming(on_cpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_humming_in_both_schemes_at_every_number_of_tokens(humming: pytest.MonkeyPatch) -> None:
-    assert peers.humming(64, 256, (4, 64)) == {M: dict.fromkeys(peers.HUMMING, 7.0) for M in (4, 64)}
+    assert peers.humming(64, 256, (33, 64)) == {M: dict.fromkeys(peers.HUMMING, 7.0) for M in (33, 64)}
     assert len(Layer.launched) == 2 * 2 * (1 + 3), "checked once, and three copies in turn"
     needed = ("torch.int8", [[0, 8, {"few": 1}], [32, 64, {"many": 1}]])
-    assert all(launched == needed for launched in Layer.launched), "quantised before, and no tile that is not needed"
+    assert all(launched == needed for launched in Layer.launched), "quantised before; tiles of one token and of these"
 
 
 def test_wrong_products_of_humming_are_found(humming: pytest.MonkeyPatch) -> None:
@@ -177,3 +177,13 @@ def test_without_a_gpu_there_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.undo()
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert not peers.importable()
+
+
+def test_versions_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "torch":
+            raise peers.metadata.PackageNotFoundError(name)
+        return "2.11"
+
+    monkeypatch.setattr(peers.metadata, "version", version)
+    assert peers.versions() == {"torch": "2.11"}
