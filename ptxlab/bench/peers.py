@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
+from traceback import extract_tb
 from typing import Any
 
 from ptxlab import gpu
@@ -119,7 +120,9 @@ def _left_out(what: str) -> Iterator[None]:
     except BenchmarkError:
         raise
     except Exception as error:
-        reason = (str(error).splitlines() or ["no reason given"])[0]
+        reason, *_ = str(error).splitlines() or [
+            extract_tb(error.__traceback__)[-1].line
+        ]  # of a bare `assert` its line
         warnings.warn(f"{what}: left out, {type(error).__name__}: {reason}", stacklevel=4)
 
 

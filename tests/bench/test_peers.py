@@ -159,11 +159,13 @@ def test_what_humming_cannot_do_is_left_out_with_a_reason(humming: pytest.Monkey
 
     def at_most_16(config: str, x: Any) -> Any:
         if len(x) > 16:
-            raise RuntimeError
+            raise NotImplementedError
         return quantised(config, x)
 
     humming.setattr(sys.modules["humming.forward"], "may_quant_input", at_most_16)
-    with pytest.warns(UserWarning, match="^humming.*, 64 x 256, M = 17: left out, RuntimeError: no reason given$"):
+    with pytest.warns(
+        UserWarning, match="^humming.*, 64 x 256, M = 17: left out, NotImplementedError: raise NotImplementedError$"
+    ):
         assert peers.humming(64, 256, (4, 17)) == {4: dict.fromkeys(peers.HUMMING, 7.0), 17: {}}
     humming.setitem(sys.modules, "humming.layer", None)
     with pytest.warns(UserWarning, match=r"left out, ModuleNotFoundError: .*humming\.layer"):
