@@ -120,9 +120,8 @@ def _left_out(what: str) -> Iterator[None]:
     except BenchmarkError:
         raise
     except Exception as error:
-        reason, *_ = str(error).splitlines() or [
-            extract_tb(error.__traceback__)[-1].line
-        ]  # of a bare `assert` its line
+        said = str(error) or extract_tb(error.__traceback__)[-1].line or ""  # of a bare `assert` its line
+        reason = said.partition("\n")[0]
         warnings.warn(f"{what}: left out, {type(error).__name__}: {reason}", stacklevel=4)
 
 
