@@ -167,7 +167,7 @@ def origin_of_peers(record: Record, measure: str, stored: Stored) -> str:
         return ""
     libraries, ratios = " and ".join(here), both.values()
     return (
-        f"{libraries} in the same run, the other peers in one before, on an H200 too"
-        f" ([peers](notebooks/results/h200/peers/README.md)); {libraries} took {mean(ratios):.2f} times as long there"
+        f"{libraries} ran beside `ptxlab`; the other peers were timed once before, on an H200 too"
+        f" ([peers](notebooks/results/h200/peers/README.md)). There {libraries} took {mean(ratios):.2f} times as long"
         f" ({min(ratios):.2f} to {max(ratios):.2f})."
     )

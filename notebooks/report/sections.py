@@ -10,11 +10,15 @@ import pandas as pd
 
 from ptxlab import bench, kernels
 from ptxlab.bench import counts
+from ptxlab.bench.attention import MEASURE
+from ptxlab.bench.gemm import headline
+from ptxlab.bench.record import Record
+from ptxlab.bench.stored import Stored, stored_attention, stored_times
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.kernels import holders
 from report import RESULTS, ROOT, attention, gemm, headers, ladder, pipelines, predictions, profiletables, showcase
-from report.frames import MISSING, markdown, means
+from report.frames import MISSING, markdown, means, origin_of_peers
 
 _LINK = re.compile(r"\]\(([\w./-]+)\)")  # from the root; in a page from its folder
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -172,6 +176,29 @@ def means_table(rows: pd.DataFrame, size: str, shown: dict[str, str]) -> str:
     return markdown(table.set_axis(list(shown.values()), axis=1), formats, left=0)
 
 
+def gemm_means_section() -> str:
+    """By tokens: over the fastest peer of each kind, and of the floor."""
+    record = ladder.recorded()
+    rows = gemm.points(record)
+    shown = {kind: called for kind, (called, _) in gemm.KINDS.items()}
+    shown |= {"over cublas_fp8": "cuBLAS FP8", "fraction": "fraction of the floor"}
+    return means_table(rows, "M", {"M": "tokens M", **shown}) + _peers_of(record, headline.MEASURE, stored_times())
+
+
+def attention_means_section() -> str:
+    """By batch: over the fastest peer with so many bits, and of the floor."""
+    record = attention.recorded()
+    rows = attention.batched_and_single(attention.points(record))
+    shown = {f"over {bits}": f"caches of {bits} bits" for bits in attention.BITS}
+    shown |= {"over all": "all eleven", "fraction": "fraction of the floor"}
+    return means_table(rows, "B", {"B": "batch", **shown}) + _peers_of(record, MEASURE, stored_attention())
+
+
+def _peers_of(record: Record | None, measure: str, stored: Stored) -> str:
+    said = origin_of_peers(record, measure, stored) if record else ""
+    return said and f"\nEmpty where not all peers of a column were measured. {said}\n"
+
+
 def kv4_section() -> str:
     """`attention_kv4` against everyone else, and where it is recorded as a picture."""
     record = attention.recorded()
@@ -195,18 +222,6 @@ def cost_section() -> str:
     return f"{picture}\n\n{predictions.kernels_table(record)}\n{predictions.crossover_table(record)}"
 
 
-_GEMM_MEANS = {
-    "M": "tokens M",
-    **{kind: called for kind, (called, _) in gemm.KINDS.items()},
-    "over cublas_fp8": "cuBLAS FP8",
-    "fraction": "fraction of the floor",
-}
-_ATTENTION_MEANS = {
-    "B": "batch",
-    **{f"over {bits}": f"caches of {bits} bits" for bits in attention.BITS},
-    "over all": "all eleven",
-    "fraction": "fraction of the floor",
-}
 SECTIONS: dict[str, Callable[[], str]] = {
     "headline": headline_section,
     "kernels": kernel_table,
@@ -216,10 +231,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,
-    "gemm_means": lambda: means_table(gemm.points(ladder.recorded()), "M", _GEMM_MEANS),
-    "attention_means": lambda: means_table(
-        attention.batched_and_single(attention.points(attention.recorded())), "B", _ATTENTION_MEANS
-    ),
+    "gemm_means": gemm_means_section,
+    "attention_means": attention_means_section,
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,

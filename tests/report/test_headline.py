@@ -86,7 +86,7 @@ def test_a_record_with_humming_needs_no_stored_times_of_it() -> None:
     rows = gemm.points(own)
     assert {*rows[rows["over all"].notna()].M} == {1, 16, 32, 64, 128, 256, 512} and set(here) == set(HUMMING)
     assert (rows["over g128"].dropna() * rows.time_us).dropna().tolist() == pytest.approx([1.0] * 7 * len(LLAMA))
-    assert "cuBLAS and humming in the same run" in gemm.matrices_table(own)
+    assert "cuBLAS and humming ran beside `ptxlab`" in gemm.matrices_table(own)
 
 
 def test_chains_beside_the_best_of_each_point() -> None:
@@ -159,7 +159,10 @@ def test_the_first_table() -> None:
     part = gemm.at(POINTS, 16)
     means = [f"{frames.mean(part[kind]):.2f}x" for kind in ("over g128", "over channel", "over wide")]
     assert f"| **mean** | 16 |  | {frames.fraction(part):.2f} | {' | '.join(means)} |" in table
-    assert "row-major activations" in table and "cuBLAS in the same run, the other peers in one before" in table
+    assert (
+        "row-major activations" in table
+        and "cuBLAS ran beside `ptxlab`; the other peers were timed once before" in table
+    )
     assert "| 32 |" not in table and "| 32 | 0.89 |" in gemm.means_table(RECORD)
 
 
