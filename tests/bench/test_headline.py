@@ -14,7 +14,7 @@ from ptxlab import bench, gpu, sources
 from ptxlab.bench import gemm
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.gemm import chain, grouped, headline, problem, quantiser, steps
-from ptxlab.bench.gemm.points import Point, all_peers
+from ptxlab.bench.gemm.points import Point
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import (
     ALL_TOKENS,
@@ -94,12 +94,6 @@ def test_only_what_is_asked_for_is_measured(emulated_gpu: pytest.MonkeyPatch) ->
     emulated_gpu.setattr(headline, "ALL_TOKENS", (1,))
     assert list(headline.layer_rows(SMALL, ["gemm_w4a8_qoq_sm80"], {1: FP8}, stream_us, quiet)) == []
     assert list(headline.points(["gemm_w4a8_qoq_sm80"])) == []
-
-
-def test_stored_peers_stand_beside(emulated_gpu: pytest.MonkeyPatch) -> None:
-    peers, more = all_peers(12288, 4096, 16, {"cublas_fp8": 16.0, "cublas_int8": 19.0, "cublas_fp16": 28.0})
-    assert len(peers) == 9 and peers["qserve_w4a8_g128"] == 20.33 and more == {"stored_factor": 1.0}
-    assert all_peers(12288, 4096, 8192, FP8) == (FP8, {})
 
 
 def test_a_point_that_was_chosen_otherwise_is_still_the_same_point(emulated_gpu: pytest.MonkeyPatch) -> None:
@@ -264,6 +258,7 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
         gemm.peers: {
             "cublas": lambda N, K, tokens, names=("cublas_fp8",): {M: dict.fromkeys(names, 8.0) for M in tokens},
             "cublas_chain": lambda matrices, tokens: {M: {"cublas_fp8": 30.0} for M in tokens},
+            "humming": lambda N, K, tokens: {M: {"humming_w4a8_g128": 20.0} for M in tokens},
         },
         gemm.points: {"compile_all": list, "streams": lambda: stream_us},
         gemm.limits: {"with_limits": list},
@@ -276,6 +271,7 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
     launched = 2 * (4 + 1 + 1)  # numbers of tokens; three orders and none of sums; the other group, and none, in one
     experts = {"experts": 2, "grouped": 2}
     assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 1, "untuned": 1} | experts
+    assert all(("humming_w4a8_g128" in row.peers) == (row.measure == "headline") for row in rows)
     record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
     assert len({row.key for row in rows}) == len(rows)
