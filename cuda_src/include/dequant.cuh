@@ -45,13 +45,7 @@ __device__ __forceinline__ uint2 dequant_qoq_vadd4(u32 q, u32 scale, u32 offset)
 }
 
 // QoQ per channel (QServe section 5.2.2): only unpack, the zero point is left to the epilogue. 3 instructions.
-__device__ __forceinline__ uint2 dequant_qoq_channel(u32 q) {
-#ifdef HIGH
-    return {(q << 4) & 0xf0f0f0f0u, q & 0xf0f0f0f0u};
-#else
-    return unpack_u4(q);
-#endif
-}
+__device__ __forceinline__ uint2 dequant_qoq_channel(u32 q) { return unpack_u4(q); }
 
 // Groups of SIZE weights in a block of a strip, which are 128 channels; 0 for constants per channel.
 template <int SIZE>

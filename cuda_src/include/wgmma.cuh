@@ -43,7 +43,9 @@ __device__ __forceinline__ void pin(Register (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
-__device__ __forceinline__ void pin(uint4& v) { asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory"); }
+__device__ __forceinline__ void pin(uint4& v) {
+    asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
+}
 
 // clang-format off
 // The operands of N / 2 accumulators, in the text and in the list of constraints: 4, 8, and then multiples of 8.
