@@ -11,6 +11,7 @@ from ptxlab import plot
 from ptxlab.bench.peers import HUMMING
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
+from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
 from report import FIGURES, figures, frames, gemm, gemmplot, ladder, sections, targets
 from tests.support import ladder_record
@@ -216,7 +217,7 @@ def test_the_record_is_whole(measured: pd.DataFrame) -> None:
     assert [*zip(measured.layer, measured.M, strict=True)] == [(str(la), M) for la in LLAMA for M in ALL_TOKENS]
     rows = [*measured.itertuples()]
     assert all("bit for bit" in row.checked and 0 < row.fraction < 1.1 for row in rows)
-    stored = {row.M for row in rows if ladder.QSERVE in row.peers}
-    assert stored == {1, 16, 32, 64, 128, 256, 512} and all(set(CUBLAS) <= set(row.peers) for row in rows)
+    assert all(set(CUBLAS) <= set(row.peers) for row in rows)
+    assert all((ladder.QSERVE in row.peers) == ((row.N, row.K, row.M) in stored_times()) for row in rows)
     found = ladder.recorded()
     assert len(gemm.untuned_points(found)) == 80 and len(gemm.chains(found)) == 14
