@@ -1,7 +1,5 @@
 """`run`: check the arguments, lay out memory, run the grid wave by wave, copy results back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What a launch is given: the kernel, sizes, checks and arguments, each refused by name where it cannot be."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What an instruction may ask for that goes on while its threads do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self

@@ -3,8 +3,6 @@
 Those of the copy engine, cp.async.bulk, stand in `cp_async_bulk`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.async_.copy_effects import Copies

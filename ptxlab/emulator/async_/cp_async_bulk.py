@@ -3,8 +3,6 @@
 It tells an mbarrier of every byte, or forms groups. When copies happen: `effect_queue`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

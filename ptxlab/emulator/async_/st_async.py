@@ -1,7 +1,5 @@
 """st.async and red.async: stores and additions to another block's shared memory, which tell an mbarrier there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

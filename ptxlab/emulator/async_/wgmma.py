@@ -4,8 +4,6 @@ Each of the four warps does its 16 rows by itself, as an effect of its own (`eff
 and shared memory and writes the accumulators only when its group is waited for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache

@@ -1,7 +1,5 @@
 """What each shared-memory instruction costs, by the bank model of `layout.banks`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -10,8 +10,6 @@ count whole warps. A warp is reported once. (PTX ISA, 9.7.13.1: in conditionally
 where all threads of a warp evaluate the condition alike; who has exited is not waited for.)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

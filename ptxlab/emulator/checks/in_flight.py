@@ -17,8 +17,6 @@ wants the fence in the block of the copy, of which the ISA says nothing; here a 
 An mbarrier is seen once it has been fenced by its thread, or by one that has heard of it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.async_.copy_effects import Boxes, Copies

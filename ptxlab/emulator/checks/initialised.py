@@ -1,7 +1,5 @@
 """The check "init": reads of registers, and of bytes of memory, that nobody has written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

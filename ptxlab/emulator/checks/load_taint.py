@@ -12,8 +12,6 @@ To track every load would double the time of a launch. So it first runs as ever;
 loads then, it runs once more, in the very same order, and only the values of those loads are tracked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 from typing import Any

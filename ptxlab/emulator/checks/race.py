@@ -8,9 +8,8 @@ instruction are reported too. Stores of the value that is there already are not;
 nobody uses (`load_taint`).
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -36,10 +35,10 @@ class Race:
     past: Array  # events
     reads: Array  # that of the two events which is a read, if one is
 
-    def only(self, mask: Array) -> Race:
+    def only(self, mask: Array) -> Self:
         """Some of the bytes."""
-        parts = (part[mask] for part in (self.lane, self.places, self.past, self.reads))
-        return Race(self.instruction, self.what, self.lanes, *parts)
+        part = {name: getattr(self, name)[mask] for name in ("lane", "places", "past", "reads")}
+        return replace(self, **part)
 
 
 class Races(HappensBefore):

@@ -12,8 +12,6 @@ runs, and ptxas has moved such loads ahead of the wait, which the compiler makes
 the SASS of a kernel that read offsets so, 13.0).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.checks.check import Check

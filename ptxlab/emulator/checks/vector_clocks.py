@@ -11,8 +11,6 @@ actor and each space that is fenced by itself, there is one more: what of it som
 what its lane knows into what it knows to be visible; then barriers and the like hand that on, as they do everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

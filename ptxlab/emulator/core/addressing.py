@@ -1,7 +1,5 @@
 """Loads, stores and atomics."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

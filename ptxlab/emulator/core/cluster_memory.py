@@ -6,8 +6,6 @@ without `mapa` still means the block it came from. Here it means the block that 
 the arena, so those of peers need no mapping.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.core.lanes import Lanes, indices_of

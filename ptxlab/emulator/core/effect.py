@@ -1,7 +1,5 @@
 """What an instruction may ask for that goes on while its threads do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Self
@@ -83,7 +81,7 @@ class Effect:
 
     def only(self, mask: Array) -> Self:
         """Some of the entries."""
-        return replace(self, **{f.name: getattr(self, f.name)[mask] for f in fields(self) if f.type == "Array"})
+        return replace(self, **{f.name: getattr(self, f.name)[mask] for f in fields(self) if f.type == Array})
 
     def split(self, mask: Array) -> tuple[Self | None, Self | None]:
         """The entries where `mask` holds, and the others; None stands for no entry."""

@@ -7,8 +7,6 @@ nobody waits for, at the very end. Whatever may happen in any order happens in o
 but a wait settles an effect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sized
 from typing import Protocol
 

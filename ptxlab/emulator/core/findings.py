@@ -1,7 +1,5 @@
 """What a run reports: findings, and what its accesses to shared memory cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 

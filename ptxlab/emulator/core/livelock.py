@@ -5,8 +5,6 @@ no register, byte of memory or barrier is other than before, then it will be so 
 scheduler's states are compared for a while: first a few registers, then a digest of everything.
 """
 
-from __future__ import annotations
-
 from hashlib import blake2b
 from typing import Protocol
 

@@ -8,8 +8,6 @@ What an instruction needs beside lanes and memory is a *unit*; this module knows
 instruction: these enter themselves with `binder`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,7 +65,7 @@ class Parked:
 class Unit:
     """What a machine has beside its lanes, such as barriers or a queue of copies: see `Machine.unit`."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: "Machine") -> None:
         self.machine = machine
 
     def waiters(self) -> Iterator[Parked]:

@@ -5,8 +5,6 @@ apart: an access that runs out of its buffer falls into a gap and is reported wi
 Untouched pages of the arena cost nothing, so the gaps may be wide.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A lane is a thread of some block of the wave: lane = block * stride + thread, wh
 up to whole warps, so that `lane // 32` names a warp. Registers of one width form an array [register, lane].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ Basic blocks are numbered in the order of the code, and go by the index of their
 behind all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Declarations: names and their scopes, registers, variables with initial values."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,12 +21,12 @@ _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:\s*,.*\binlined_at\s+(\d+)\s
 class Scope:
     """Names of one `{ ... }`: registers (their type, until first used), variables and labels."""
 
-    parent: Scope | None
+    parent: "Scope | None"
     names: dict[str, str | Register | Variable] = field(default_factory=dict)
     labels: dict[str, int] = field(default_factory=dict)
     tables: dict[str, ir.Operands] = field(default_factory=dict)  # of .branchtargets: names of labels
 
-    def chain(self) -> Iterator[Scope]:
+    def chain(self) -> "Iterator[Scope]":
         """This scope and those around it, innermost first."""
         scope: Scope | None = self
         while scope:

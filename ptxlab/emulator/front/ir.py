@@ -1,7 +1,5 @@
 """What a parsed PTX module consists of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,7 +126,7 @@ class Instruction:
         """`path:line: `text``, as every message begins."""
         return f"{self.path}:{self.line}{called_from(self.path, self.callers)}: `{self.text}`"
 
-    def seen_from(self, other: Instruction) -> str:
+    def seen_from(self, other: "Instruction") -> str:
         """`line 5, `text``: how a message about another instruction speaks of this one."""
         return f"{line_of(self.path, self.line, other.path)}{called_from(other.path, self.callers)}, `{self.text}`"
 

@@ -20,8 +20,6 @@ them: `xor d, a, 0x80808080` with `d:s8x4 a:u8x4` subtracts 128. Nothing is reco
 documents.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Widths are compared where operands are resolved (`wave`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Operands: registers, constants, addresses, vectors, and names that may be labels further down."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, replace
 

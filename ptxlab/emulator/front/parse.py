@@ -1,7 +1,5 @@
 """PTX text -> `Module`: what hand-written kernels and NVRTC's output use of the language."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -4,8 +4,6 @@ A pointer is followed from `ld.param` through moves and integer arithmetic, what
 stored, handed on, or mixed with another, nothing is claimed about either.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass

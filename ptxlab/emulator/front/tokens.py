@@ -1,7 +1,5 @@
 """PTX text -> tokens, and a cursor that reads them."""
 
-from __future__ import annotations
-
 import operator
 import re
 import struct

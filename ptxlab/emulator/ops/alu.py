@@ -5,8 +5,6 @@ takes one array per source and returns one per destination, all of shape [lanes]
 broadcasts. Sources may be views of the register file, so a function never writes into them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

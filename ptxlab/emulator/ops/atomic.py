@@ -1,7 +1,5 @@
 """atom and red. Lanes that hit the same address go one after another, in the order of their numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Logic, shifts, bit fields and permutations of bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

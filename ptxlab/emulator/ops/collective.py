@@ -1,7 +1,5 @@
 """Operations of a warp: shuffles, votes, matches, reductions."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of

@@ -1,7 +1,5 @@
 """Moves between registers, control flow, and addresses."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Conversions: cvt between all integer and floating-point types, cvt.pack."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode

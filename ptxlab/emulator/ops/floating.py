@@ -1,7 +1,5 @@
 """Floating-point arithmetic on f16, bf16, f32, f64 and packed pairs, comparison and the approximate functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Integer arithmetic, bit fields, logic, comparison, selection and moves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

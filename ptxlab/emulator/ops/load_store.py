@@ -1,7 +1,5 @@
 """ld, st and prefetch."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.core.access import MemoryAccess, decode

@@ -9,10 +9,9 @@ A straight line of mma (no label or guard in between) that multiplies each of se
 product: each operand is converted once, and BLAS gets larger matrices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -50,7 +49,7 @@ class DecodedMma:
     saturates: bool
 
     @classmethod
-    def of(cls, text: str) -> DecodedMma:
+    def of(cls, text: str) -> Self:
         """The form of an opcode."""
         opcode = Opcode(text)
         flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]

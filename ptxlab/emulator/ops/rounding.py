@@ -6,8 +6,6 @@ what rounding the exact value would have given: no double rounding. (Boldo and M
 correctly rounded sums".)
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """setmaxnreg: registers change nothing here, but who gives and who takes them has to add up."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of

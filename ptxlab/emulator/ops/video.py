@@ -4,8 +4,6 @@
 and b; lanes that the mask leaves out come from c, and `.add` sums the lanes in the mask onto c instead.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Both park lanes with what they wait for, and put them back among the ready ones when it has come.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce

@@ -1,7 +1,5 @@
 """Clusters: addresses of each other's shared memory, and the barrier of all their threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
