@@ -110,8 +110,7 @@ class LoadTaint(Check):
     def union(self, a: Marks, b: Marks) -> Marks:
         """The sets of both."""
         if not a.any() or not b.any():
-            result: Array = a + b
-            return result
+            return a + b
         pairs, index = np.unique(np.stack((a, b)), axis=1, return_inverse=True)
         both = [self.number(self.sets[i] | self.sets[j]) for i, j in pairs.T.tolist()]
         return np.array(both)[index.reshape(-1)]

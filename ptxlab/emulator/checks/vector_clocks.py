@@ -147,8 +147,7 @@ class Clocks:
 
     def actors(self, lanes: Array) -> Array:
         """The numbers of each lane's actors, of every kind."""
-        result: Array = (np.arange(self.kinds)[:, None] * self.lanes + lanes).reshape(-1)
-        return result
+        return (np.arange(self.kinds)[:, None] * self.lanes + lanes).reshape(-1)
 
     def by_cluster(self, lanes: Array) -> Iterator[tuple[int, Array]]:
         """The lanes of each cluster."""

@@ -60,10 +60,7 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
             where = machine.fault_place(access.instruction, indices_of(lanes)[first])
             place = f"{size_at(sizes, first)} bytes at {space.split('::')[0]} address {int(offsets[first]) - start}"
             raise MemoryFault(f"{where}: {place} (window of {end - start} bytes) are out of bounds")
-        result: Array = (
-            machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
-        )
-        return result
+        return machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
 
     def anywhere(lanes: Lanes, sizes: AccessSizes = size) -> Array:
         offsets = addresses(lanes)

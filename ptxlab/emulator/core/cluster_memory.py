@@ -37,8 +37,7 @@ class ClusterMemory:
 
     def rank(self, lanes: Lanes) -> Array:
         """The rank of each lane's block."""
-        rank: Array = self.block[lanes] % self.size
-        return rank
+        return self.block[lanes] % self.size
 
     def block_at(self, offsets: Array) -> Array:
         """The blocks whose shared windows hold these arena offsets; -1 for anywhere else."""
@@ -68,8 +67,7 @@ class ClusterMemory:
     def to_generic(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> Array:
         """Addresses in the window of the cluster as generic ones."""
         blocks, within = self.resolve(instruction, lanes, addresses)
-        result: Array = self.windows[blocks] + within - SHARED_START + BASE
-        return result
+        return self.windows[blocks] + within - SHARED_START + BASE
 
     def from_generic(self, lanes: Lanes, addresses: Array) -> Array:
         """Generic addresses of shared memory in the window of the cluster."""

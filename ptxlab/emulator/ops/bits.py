@@ -83,8 +83,7 @@ def _funnel(op: Opcode) -> AluOperation:
         count = (c & np.uint32(31) if wrap else np.minimum(c, 32)).astype(np.uint64)
         pair = b.astype(np.uint64) << np.uint64(32) | a
         shifted = (pair << count) >> np.uint64(32) if left else pair >> count
-        result: Array = shifted.astype(np.uint32)
-        return result
+        return shifted.astype(np.uint32)
 
     return AluOperation(("b32",), ("b32", "b32", "u32"), funnel)
 
@@ -150,8 +149,7 @@ def _extract(op: Opcode) -> AluOperation:
         if not is_signed(t):
             return field
         # beyond the operand's top bit, and nowhere else, its sign fills the field
-        result: Array = np.where((position >= bits) & (length > 0), a >> dtype.type(bits - 1), field)
-        return result
+        return np.where((position >= bits) & (length > 0), a >> dtype.type(bits - 1), field)
 
     return AluOperation((t,), (t, "u32", "u32"), extract)
 

@@ -108,8 +108,7 @@ def _mad(op: Opcode) -> AluOperation:
     def mad(a: Array, b: Array, c: Array, carry: Array | None = None) -> Array | tuple[Array, Array]:
         p = product(a, b)
         if saturate:
-            clamped: Array = np.add(p, c, dtype=np.int64).clip(low, high)
-            return clamped
+            return np.add(p, c, dtype=np.int64).clip(low, high)
         total: Array = p + c
         if carry is None and not carry_out:
             return total
