@@ -100,7 +100,7 @@ class LoadTaint(Check):
 
     def of(self, operand: Operand, lanes: Lanes) -> Marks:
         """Those of an operand."""
-        return self.joined(list(registers((operand,))), lanes)
+        return self.joined(registers((operand,)), lanes)
 
     def joined(self, sources: list[Register], lanes: Lanes) -> Marks:
         """Those of several registers."""

@@ -206,10 +206,6 @@ class Cursor:
             if depth == 0 and text == "}":
                 return
 
-    def skip_statement(self) -> None:
-        """Pass everything to the next semicolon."""
-        self.skip_to(";")
-
 
 def _wrapped(value: int, unsigned: bool) -> int:
     """The value in 64 bits."""
