@@ -3,6 +3,7 @@
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from ptxlab.emulator.checks.race_cluster_exit import RaceClusterExit
 from ptxlab.emulator.checks.race_pdl import WAIT, RacePdl
 from ptxlab.emulator.checks.step_clock import StepClock
 from ptxlab.emulator.checks.wgmma_registers import RegistersInUse
-from ptxlab.emulator.core.findings import Finding, Findings, SharedAccess
+from ptxlab.emulator.core.findings import Finding, SharedAccess
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.memory import BASE, Memory, Region
 from ptxlab.emulator.core.watcher import Watcher
@@ -47,6 +48,7 @@ from ptxlab.layout.tensor_map import TensorMap
 # A grid whose blocks all wait for each other and that has more lanes than this spins for ever.
 WAVE_LANES = 132 * 1024
 POISON = 0xCD  # what shared and local memory hold before they are written
+Buffers = dict[int, tuple[Array, Region]]  # the arrays among the arguments, by position, and where they lie
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,15 @@ def run(
     check_launch(kernel, *sizes, shared_bytes, checks, mode, seed)
     check_arguments(kernel, args)
     most = MAX_STEPS if max_steps is None else steps_of(max_steps)
-    positions = [position for position, value in enumerate(args) if array_of(value) is not None]
 
-    def attempt(tracked: frozenset[int]) -> tuple[LaunchState, list[tuple[Array, Region]], EmulationError | None]:
+    def attempt(tracked: frozenset[int]) -> tuple[LaunchState, Buffers, EmulationError | None]:
         launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, most)
         launch.mode, launch.seed, launch.tracked = mode, seed, tracked
-        regions = {position: region for position, (_, region) in zip(positions, buffers, strict=True)}
-        launch.after_wait = [regions[position].start for position in after_wait if position in regions]
+        launch.after_wait = [buffers[position][1].start for position in after_wait if position in buffers]
         if "init" in checks:
-            launch.defined = _defined(launch, regions, uninitialised)
+            launch.defined = np.ones(launch.memory.size, bool)
+            for position, (_, region) in buffers.items():
+                launch.defined[region.start : region.end] = position not in uninitialised
         try:
             _run_waves(launch, checks, count_banks, step_clock)
         except EmulationError as error:
@@ -132,7 +134,7 @@ def run(
             raise error
         before = "".join(f"\n  found before that: {finding}" for finding in first.values())
         raise type(error)(f"{error}{before}") from error
-    for array, region in buffers:
+    for array, region in buffers.values():
         if region.written:
             array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]
     seconds = time.perf_counter() - started
@@ -197,10 +199,10 @@ def _prepare(
     cluster: Extent,
     shared_bytes: int,
     max_steps: int,
-) -> tuple[LaunchState, list[tuple[Array, Region]]]:
-    """Lay out memory and fill it; returns the launch, and the region of each array."""
+) -> tuple[LaunchState, Buffers]:
+    """Lay out memory and fill it."""
     memory = Memory()
-    buffers: list[tuple[Array, Region]] = []
+    buffers: Buffers = {}
     known: dict[tuple[int, int], Region] = {}  # an array that is passed twice is one buffer
     for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
         array = array_of(value)
@@ -209,75 +211,44 @@ def _prepare(
             if where not in known:
                 name = f"argument {position} ({param.name})"
                 known[where] = memory.reserve(name, array.nbytes, array.flags.writeable)
-            buffers.append((array, known[where]))
+            buffers[position] = array, known[where]
     fixed = [(v, memory.reserve(f"{v.space} {v.name}", v.size, v.space == "global")) for v in module.variables]
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
     addresses = {id(variable): region.start + BASE for variable, region in fixed}
     addresses.update({id(param): params.start + param.offset + BASE for param in kernel.params})
-    launch = LaunchState(
-        kernel,
-        memory,
-        grid,
-        block,
-        cluster,
-        shared_bytes,
-        addresses,
-        np.zeros(0, np.int64),
-        0,
-        Findings(),
-        max_steps,
-    )
-    count = min(_blocks_per_wave(launch), grid[0] * grid[1] * grid[2])
+    launch = LaunchState(kernel, memory, grid, block, cluster, shared_bytes, max_steps, addresses)
+    per_cluster = prod(cluster)  # a wave has as many whole clusters as fit
+    count = min(max(1, WAVE_LANES // (launch.stride * per_cluster)) * per_cluster, prod(grid))
     names = [f"shared memory of block {i} of the wave" for i in range(count)]
     launch.shared_windows = memory.windows(names, launch.window_bytes, kernel.shared)
     local = memory.reserve("local memory", count * launch.stride * (-(-kernel.local_bytes // 16) * 16))
     launch.local_window = local.start
     memory.allocate()
-    for array, region in buffers:
+    for array, region in buffers.values():
         memory.arena[region.start : region.end] = array.reshape(-1).view(np.uint8)
     for variable, region in fixed:
         memory.arena[region.start : region.end] = np.frombuffer(variable.initial or bytes(variable.size), np.uint8)
-    starts = iter(region.start for _, region in buffers)
-    for value, param in zip(args, kernel.params, strict=True):
-        at = params.start + param.offset
+    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
+        at, start = params.start + param.offset, buffers[position][1].start if position in buffers else 0
         if isinstance(value, TensorMap):  # its bytes are opaque; who asks for it is given the map itself
-            launch.tensor_maps[at] = value, next(starts)
+            launch.tensor_maps[at] = value, start
             continue
-        address = np.uint64(next(starts) + BASE) if isinstance(value, np.ndarray) else value
+        address = np.uint64(start + BASE) if isinstance(value, np.ndarray) else value
         raw = address if isinstance(address, bytes) else address.tobytes()
         memory.arena[at : at + param.size] = np.frombuffer(raw, np.uint8)
     return launch, buffers
 
 
-def _defined(launch: LaunchState, regions: dict[int, Region], uninitialised: Collection[int]) -> Array:
-    """Which bytes of the arena count as written at the start: all but the buffers in `uninitialised`."""
-    defined = np.ones(launch.memory.size, bool)
-    for position, region in regions.items():
-        defined[region.start : region.end] = position not in uninitialised
-    return defined
-
-
-def _blocks_per_wave(launch: LaunchState) -> int:
-    """Whole clusters, as many as fit."""
-    cluster = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
-    return max(1, WAVE_LANES // (launch.stride * cluster)) * cluster
-
-
 def _waves(launch: LaunchState) -> Iterator[Array]:
     """Block indices [blocks, 3] of each wave, cluster by cluster; shared and local memory are poisoned before each."""
-    size = np.array(launch.cluster)
-    across = np.array(launch.grid) // size
-    per_cluster, total = int(size.prod()), int(across.prod()) * int(size.prod())
+    across = np.array(launch.grid) // launch.cluster
+    per_cluster, total, arena = prod(launch.cluster), prod(launch.grid), launch.memory.arena
+    local = launch.memory.regions[-1]
     for first in range(0, total, len(launch.shared_windows)):
         block = np.arange(first, min(first + len(launch.shared_windows), total))
-        cluster, rank = block // per_cluster, block % per_cluster
-        corner = np.stack(
-            (cluster % across[0], cluster // across[0] % across[1], cluster // (across[0] * across[1])), axis=1
-        )
-        within = np.stack((rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1])), axis=1)
-        arena = launch.memory.arena
+        corner = np.stack(np.unravel_index(block // per_cluster, across, order="F"), axis=1)
+        within = np.stack(np.unravel_index(block % per_cluster, launch.cluster, order="F"), axis=1)
         for start in launch.shared_windows if launch.window_bytes else ():
             arena[start : start + launch.window_bytes] = POISON
-        local = launch.memory.regions[-1]
         arena[local.start : local.end] = POISON
-        yield corner * size + within
+        yield corner * launch.cluster + within

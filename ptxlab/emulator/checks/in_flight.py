@@ -19,7 +19,7 @@ An mbarrier is seen once it has been fenced by its thread, or by one that has he
 
 import numpy as np
 
-from ptxlab.emulator.async_.copy_effects import Boxes, Copies
+from ptxlab.emulator.async_.cp_async import Boxes, Copies
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.checks.happens_before import HappensBefore, actors_of
 from ptxlab.emulator.core.access import MemoryAccess

@@ -11,7 +11,7 @@ from ptxlab.emulator.front.ir import Instruction, Register
 from ptxlab.emulator.front.types import Array
 
 Places = tuple[Array, Array, Array]  # lanes, arena offsets, sizes
-UNGROUPED = 1 << 62  # group of what no wait_group waits for
+NONE = np.zeros(0, np.int64)
 
 
 def spans(starts: Array, sizes: Array, unit: int = 1) -> Array:
@@ -33,9 +33,10 @@ class Effect:
     instruction: Instruction
     kind: str  # whose groups it belongs to: "cp.async"; "bulk", the copy engine's; "wgmma", the tensor cores'
     lanes: Array  # that asked; of a warp the first
-    group: Array  # number of the lane's group of that kind
     barrier: Array  # arena offset of the mbarrier that hears of it; -1 for none
-    phase: Array = field(default_factory=lambda: np.zeros(0, np.int64))  # of that mbarrier when it heard; -1 before
+    # from the queue: number of the lane's group of that kind; phase of that mbarrier when it heard, -1 before
+    group: Array = field(default_factory=lambda: NONE)
+    phase: Array = field(default_factory=lambda: NONE)
     serial: int = 0  # counts issues
     arrives: bool = False  # no more than an arrival, once the lanes' earlier effects of its kind have landed
     landed: bool = False
@@ -44,12 +45,12 @@ class Effect:
     @property
     def reads(self) -> Places:
         """What of memory it reads."""
-        raise NotImplementedError
+        return NONE, NONE, NONE
 
     @property
     def writes(self) -> Places:
         """What of memory it writes."""
-        raise NotImplementedError
+        return NONE, NONE, NONE
 
     @cached_property
     def read_bytes(self) -> Array:
@@ -72,8 +73,7 @@ class Effect:
         return self.arrives or self.kind == "wgmma"
 
     def take(self, memory: Memory) -> None:
-        """Read the operands."""
-        raise NotImplementedError
+        """Read the operands, if there are any in memory."""
 
     def write(self, memory: Memory) -> None:
         """Write the results."""

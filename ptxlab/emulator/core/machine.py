@@ -111,11 +111,11 @@ class Machine(Wave):
         self.held_until = 0
         self.was_held = np.zeros(self.lanes, bool)
         self.random = np.random.default_rng((launch.seed, 1))
-        self.livelock = LivelockDetector(self, 4 * TURN)
         self.last_step = launch.steps + launch.max_steps
         everybody, _ = split(slice(0, self.lanes), self.alive)
         assert everybody is not None
         self.ready: dict[int, Lanes] = {0: everybody}
+        self.livelock = LivelockDetector(self, self.ready, self.state, 4 * TURN)
         self.done_before = 0  # while binding: instructions before this one are done by an earlier one's handler
 
     def unit(self, kind: type[AnyUnit]) -> AnyUnit:
@@ -145,9 +145,8 @@ class Machine(Wave):
         """The handler of one instruction, behind its guard."""
         head, *more = instruction.opcode.split(".")
         try:
-            handler = (BINDERS.get(".".join((head, *more[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER])(
-                self, instruction, pc
-            )
+            bind = BINDERS.get(".".join((head, *more[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER]
+            handler = bind(self, instruction, pc)
             for watcher in self.watchers:
                 handler = watcher.around(instruction, handler)
             if instruction.guard is not None:
@@ -242,12 +241,8 @@ class Machine(Wave):
         while ready:
             if self.held and launch.steps >= self.held_until:
                 self.let_go()
-            if (
-                launch.steps >= self.livelock.due
-                and not self.held
-                and self.livelock.look(last)
-                and not self.answer_in_vain()
-            ):
+            spins = launch.steps >= self.livelock.due and not self.held and self.livelock.look(last)
+            if spins and not self.answer_in_vain():
                 self.deadlock()
             if launch.steps >= self.soon:
                 self.soon = launch.steps + SOON
@@ -269,7 +264,8 @@ class Machine(Wave):
             for target, those in successors or ():
                 self.put(target, those)
             if launch.steps > self.last_step:
-                self.exhausted(ready or {last: lanes})
+                where = "; ".join(self.running(ready or {last: lanes}))
+                raise EmulationError(f"still running after {launch.max_steps} steps: {where}; max_steps allows more")
 
     def advance(self, only_awaited: bool = False) -> bool:
         """Have a unit do something; False if there is nothing to do."""
@@ -278,11 +274,6 @@ class Machine(Wave):
     def answer_in_vain(self) -> bool:
         """Tell lanes that wait for a unit "not yet"; False if none does, or if that has been in vain for long."""
         return any(unit.answer_in_vain() for unit in self.units.values())
-
-    def exhausted(self, ready: dict[int, Lanes]) -> NoReturn:
-        """Raise: the wave has taken too many steps."""
-        where = "; ".join(self.running(ready))
-        raise EmulationError(f"still running after {self.launch.max_steps} steps: {where}; max_steps allows more")
 
     def running(self, ready: dict[int, Lanes]) -> list[str]:
         """The places of lanes that can run, or some of them."""

@@ -73,9 +73,8 @@ class Memory:
             raise ArgumentError("memory", "has to fit this machine", f"{self.size} bytes in all") from None
         self.view = {n: self.arena.view(f"u{n}") for n in (1, 2, 4, 8)}
         self.starts = [region.start for region in self.regions]
-        self.ends = [region.end for region in self.regions]
         self.starts_array = np.array(self.starts, np.int64)
-        self.ends_array = np.array(self.ends, np.int64)
+        self.ends_array = np.array([region.end for region in self.regions], np.int64)
 
     def region_of(self, offset: int) -> Region | None:
         """The region that begins last at or before `offset`; None before the first."""
@@ -100,14 +99,12 @@ class Memory:
 
     def describe(self, offset: int, size: int) -> str:
         """Where an access of `size` bytes at a bad arena offset points, in words."""
-        address = offset + BASE
         region = self.region_of(offset)
         following = next((r for r in self.regions if r.start > offset), None)
         if following and offset >= following.start - GAP // 2:
             return f"{following.start - offset} bytes before {following.name}"
         if region is None or offset >= region.end + GAP:
-            kind = "a null pointer" if address == 0 else "no buffer"
-            return f"address {address % (1 << 64):#x}, {kind}"
-        past = offset + size - region.end
-        length = region.end - region.start
+            address = (offset + BASE) % (1 << 64)
+            return f"address {address:#x}, {'no buffer' if address else 'a null pointer'}"
+        past, length = offset + size - region.end, region.end - region.start
         return f"byte {offset - region.start} of {region.name}, {past} bytes past its end ({length} bytes)"

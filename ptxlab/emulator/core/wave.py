@@ -33,11 +33,11 @@ class LaunchState:
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     shared_bytes: int  # dynamic
-    addresses: dict[int, int]  # id of a global, const or param variable -> its address
-    shared_windows: Array  # arena offset of each block's shared window, for as many blocks as a wave may have
-    local_window: int
-    findings: Findings
     max_steps: int
+    addresses: dict[int, int]  # id of a global, const or param variable -> its address
+    shared_windows: Array = field(init=False)  # arena offset of each block's, for as many blocks as a wave may have
+    local_window: int = field(init=False)
+    findings: Findings = field(default_factory=Findings)
     mode: str = "early"  # when asynchronous copies land; see `effect_queue`
     seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
@@ -58,7 +58,7 @@ class LaunchState:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return self.block[0] * self.block[1] * self.block[2]
+        return math.prod(self.block)
 
     @property
     def stride(self) -> int:
