@@ -221,7 +221,7 @@ def _prepare(
     count = min(max(1, WAVE_LANES // (launch.stride * per_cluster)) * per_cluster, prod(grid))
     names = [f"shared memory of block {i} of the wave" for i in range(count)]
     launch.shared_windows = memory.windows(names, launch.window_bytes, kernel.shared)
-    local = memory.reserve("local memory", count * launch.stride * (-(-kernel.local_bytes // 16) * 16))
+    local = memory.reserve("local memory", count * launch.stride * launch.local_pitch)
     launch.local_window = local.start
     memory.allocate()
     for array, region in buffers.values():

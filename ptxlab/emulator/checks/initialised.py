@@ -30,7 +30,7 @@ class Initialised(Check):
         for start in machine.launch.shared_windows:
             self.memory[start : start + machine.launch.window_bytes] = False
         local = machine.launch.local_window
-        self.memory[local : local + machine.local_pitch * machine.lanes] = False
+        self.memory[local : local + machine.launch.local_pitch * machine.lanes] = False
 
     def rows(self, registers: list[Register]) -> dict[str, Array]:
         """Flags of registers, by name."""
@@ -117,20 +117,17 @@ class Initialised(Check):
 
     def issue(self, effect: Effect) -> None:
         """Look at what is read; what is written counts as written, `in_flight` knows when."""
-        lanes, _, sizes = effect.reads
-        places = effect.read_bytes
-        known = self.memory[places]
-        if not known.all():
-            message = f"takes {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"
-            self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
+        adds = "adds to" if effect.accumulates else ""
+        for (lanes, _, sizes), places, does in (
+            (effect.reads, effect.read_bytes, "takes"),
+            (effect.writes, effect.written_bytes, adds),
+        ):
+            known = self.memory[places]
+            if does and not known.all():
+                place = self.machine.memory.byte(int(places[int(np.argmin(known))]))
+                message = f"{does} {place}, which was never written"
+                self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
             self.memory[places] = True
-        lanes, _, sizes = effect.writes
-        places = effect.written_bytes
-        known = self.memory[places]
-        if effect.accumulates and not known.all():
-            message = f"adds to {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"
-            self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
-        self.memory[places] = True
         for register, lanes in effect.adds_to:
             unknown = ~self.registers[bits_of(register.type)][register.index, lanes]
             if unknown.any():

@@ -76,10 +76,8 @@ class Races(HappensBefore):
         super().store(access, lanes, offsets, values)
         strong = access.order != "weak"
         places, threads, events = self.events(access, lanes, offsets, strong)
-        new = (
-            np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:]))).view(np.uint8).reshape(-1)
-        )
-        changed = self.machine.memory.arena[places] != new
+        new = np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:])))
+        changed = self.machine.memory.arena[places] != new.view(np.uint8).reshape(-1)
         for past in (self.writes, self.reads, self.other_reads):
             self.compare(access.instruction, access.size, lanes, places, threads, past, strong, "write to", changed)
         self.reads[places] = self.other_reads[places] = 0
@@ -130,7 +128,7 @@ class Races(HappensBefore):
         if reads is not None:
             race.reads = reads[wrong]
         code = codes_of(race.reads)
-        ordinary = (reads is not None or self.is_read(events)) & self.loads[code] & (race.reads & STRONG == 0)
+        ordinary = (reads is not None or events is not self.writes) & self.loads[code] & (race.reads & STRONG == 0)
         ordinary &= actors_of(race.reads) < self.machine.lanes
         self.machine.launch.suspects.update(code[ordinary].tolist())
         if self.taint is None:
@@ -141,10 +139,6 @@ class Races(HappensBefore):
             self.taint.hold(held.reads, lambda used: self.tell(held.only(used)))
         if not ordinary.all():
             self.tell(race.only(~ordinary))
-
-    def is_read(self, events: Array) -> bool:
-        """Whether these are past reads."""
-        return events is self.reads or events is self.other_reads
 
     def tell(self, race: Race) -> None:
         """Report it."""

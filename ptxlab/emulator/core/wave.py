@@ -70,6 +70,11 @@ class LaunchState:
         """Shared memory of a block, static and dynamic."""
         return self.entry.dynamic_offset + self.shared_bytes if self.shared_bytes else self.entry.shared_bytes
 
+    @property
+    def local_pitch(self) -> int:
+        """Bytes of a lane's local window, and its distance to the next lane's."""
+        return -(-self.entry.local_bytes // 16) * 16
+
     def is_shared(self, offsets: Array) -> Array:
         """Which arena offsets lie in a shared window."""
         if not len(self.shared_windows):
@@ -98,12 +103,7 @@ class Wave:
         self.living = int(np.count_nonzero(self.alive))
         self.clock: Array | None = None  # of each warp; None: the instructions dispatched so far
         self.shared_base = np.repeat(launch.shared_windows[: len(blocks)] - SHARED_START, self.stride)
-        self.local_base = launch.local_window + np.arange(self.lanes, dtype=np.int64) * self.local_pitch
-
-    @property
-    def local_pitch(self) -> int:
-        """Bytes of a lane's local window, and its distance to the next lane's."""
-        return -(-self.launch.entry.local_bytes // 16) * 16
+        self.local_base = launch.local_window + np.arange(self.lanes, dtype=np.int64) * launch.local_pitch
 
     def row(self, register: Register, type_name: str, relaxed: bool = False) -> Array:
         """The register's row, as the type sees it; `relaxed`, the low part of a register that may be wider."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from ptxlab.emulator.core.lanes import Handler, Lanes
 from ptxlab.emulator.core.machine import ANY_OTHER, Machine, binder
 from ptxlab.emulator.front import ir
@@ -31,6 +33,11 @@ class AluOperation:
     compute: Callable[..., Any]
 
 
+# What reductions, atomics and logic are made of
+COMBINE: dict[str, np.ufunc] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}  # fmt: skip
 Builder = Callable[[Opcode], AluOperation]
 _BUILDERS: dict[tuple[str, bool], Builder] = {}
 

@@ -14,7 +14,7 @@ from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.operand_rules import require_kinds
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float
-from ptxlab.emulator.ops.alu import alu_operation
+from ptxlab.emulator.ops.alu import COMBINE, alu_operation
 
 _EXCHANGE: dict[str, Callable[..., Any]] = {
     "exch": lambda old, b: np.broadcast_to(b, old.shape),
@@ -22,11 +22,6 @@ _EXCHANGE: dict[str, Callable[..., Any]] = {
     "inc": lambda old, b: np.where(old >= b, 0, old + old.dtype.type(1)),
     "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - old.dtype.type(1)),
 }
-# Integer operations whose order cannot be told from their result
-_UNORDERED = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}  # fmt: skip
 
 
 def combination(name: str, t: str) -> Callable[..., Any]:
@@ -77,7 +72,8 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
     watchers, size = machine.watchers, access.size
-    together = None if returns or is_float(t) else _UNORDERED.get(access.rest[0])
+    # of integers, whose order cannot be told from their result
+    together = None if returns or is_float(t) else COMBINE.get(access.rest[0])
 
     def atomic(lanes: Lanes) -> None:
         offsets = locate(lanes)

@@ -7,7 +7,7 @@ import numpy as np
 
 from ptxlab.emulator.front.opcode import Opcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_signed
-from ptxlab.emulator.ops.alu import AluOperation, operation
+from ptxlab.emulator.ops.alu import COMBINE, AluOperation, operation
 from ptxlab.emulator.ops.integer import BITS, INTEGERS
 
 # Logic and shifts
@@ -18,7 +18,7 @@ def _logic(op: Opcode) -> AluOperation:
     t = op.type("pred", *BITS)
     if op.name == "not":
         return AluOperation((t,), (t,), np.invert)
-    return AluOperation((t,), (t, t), {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op.name])
+    return AluOperation((t,), (t, t), COMBINE[op.name])
 
 
 @operation("cnot", floating=False)

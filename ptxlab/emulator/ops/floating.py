@@ -35,6 +35,16 @@ def canonical(x: Array, type_name: str) -> Array:
     return np.where(np.isnan(x), nan, x)
 
 
+def finished(result: Array, type_name: str, ftz: bool, sat: bool, relu: bool) -> Array:
+    """Register values, as the modifiers want them."""
+    if not (ftz or sat or relu):
+        return result
+    wide = widen(result, type_name)
+    wide = flush(wide, type_name) if ftz else wide
+    wide = saturate(wide) if sat else wide
+    return round_to(np.where(wide <= 0, 0.0, wide) if relu else wide, 0.0, type_name)
+
+
 def wide_operation(
     type_name: str, arity: int, exact: Callable[..., Any], mode: str, ftz: bool, sat: bool, relu: bool = False
 ) -> AluOperation:
@@ -46,13 +56,7 @@ def wide_operation(
             inputs = [flush(x, type_name) for x in inputs]
         found = exact(*inputs)
         result: Array = round_to(found[0], found[1], type_name, mode) if isinstance(found, tuple) else found
-        if not (ftz or sat or relu):
-            return result
-        wide = widen(result, type_name)
-        wide = flush(wide, type_name) if ftz else wide
-        wide = saturate(wide) if sat else wide
-        wide = np.where(wide <= 0, 0.0, wide) if relu else wide
-        return round_to(wide, 0.0, type_name)
+        return finished(result, type_name, ftz, sat, relu)
 
     return AluOperation((type_name,), (type_name,) * arity, compute)
 

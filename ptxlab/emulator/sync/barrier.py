@@ -32,12 +32,6 @@ PROXY_FENCES = {
     "proxy.async.shared::cluster": ("mbarrier", "shared"),
 }
 
-# Warps
-
-
-# Blocks
-
-
 BARRIERS = 16  # of a block
 
 
