@@ -28,26 +28,25 @@ from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.emulator.front.ir import Entry, Module
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.types import Array
-from ptxlab.emulator.launch_arguments import (
-    MAX_STEPS,
-    Argument,
-    Dim3,
-    Extent,
-    array_of,
-    check_arguments,
-    check_launch,
-    cluster_of,
-    kernel_named,
-    size_of,
-    steps_of,
-)
-from ptxlab.errors import EmulationError
-from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.errors import ArgumentError, EmulationError
+from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
+from ptxlab.spec import MOST_BLOCKS
+from ptxlab.validate import is_integer, is_one_of
 
 # Blocks of one wave run side by side, so that they may wait for each other: a block of any size per SM of an H200.
 # A grid whose blocks all wait for each other and that has more lanes than this spins for ever.
 WAVE_LANES = 132 * 1024
 POISON = 0xCD  # what shared and local memory hold before they are written
+CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
+MODES = ("early", "late")
+LARGEST_CLUSTER = 16
+# Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
+MAX_STEPS = 10_000_000
+
+Argument = np.ndarray | np.generic | bytes | TensorMap
+Dim3 = int | Sequence[int]
+Extent = tuple[int, int, int]  # a Dim3 written out
+Sizes = tuple[Extent, Extent, Extent]  # of grid, block and cluster
 Buffers = dict[int, tuple[Array, Region]]  # the arrays among the arguments, by position, and where they lie
 
 
@@ -106,13 +105,14 @@ def run(
     module = parse(module) if isinstance(module, str) else module
     kernel = kernel_named(module, entry)
     sizes = size_of("grid", grid), size_of("block", block), cluster_of(kernel, size_of("cluster", cluster))
-    checks = frozenset(checks)
-    check_launch(kernel, *sizes, shared_bytes, checks, mode, seed)
+    checks, max_steps = frozenset(checks), MAX_STEPS if max_steps is None else max_steps
+    check_launch(kernel, sizes, shared_bytes, checks, mode, seed)
     check_arguments(kernel, args)
-    most = MAX_STEPS if max_steps is None else steps_of(max_steps)
+    if not is_integer(max_steps) or max_steps < 1:
+        raise ArgumentError("max_steps", "has to be a positive integer", max_steps)
 
     def attempt(tracked: frozenset[int]) -> tuple[LaunchState, Buffers, EmulationError | None]:
-        launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, most)
+        launch, buffers = _prepare(module, kernel, args, sizes, shared_bytes, max_steps)
         launch.mode, launch.seed, launch.tracked = mode, seed, tracked
         launch.after_wait = [buffers[position][1].start for position in after_wait if position in buffers]
         if "init" in checks:
@@ -143,6 +143,111 @@ def run(
     variables = {name: launch.memory.arena[start : start + size].tobytes() for name, (start, size) in starts.items()}
     found = tuple(launch.findings.found.values())
     return Result(found, launch.lane_instructions, launch.steps, seconds, shared, variables)
+
+
+# Arguments, each refused by name where it cannot be
+
+
+def array_of(argument: Argument) -> Array | None:
+    """The buffer that an argument points to: an array, or that of a tensor map."""
+    if isinstance(argument, TensorMap):
+        result: Array = argument.array
+        return result
+    return argument if isinstance(argument, np.ndarray) else None
+
+
+def kernel_named(module: Module, name: str | None) -> Entry:
+    """The module's kernel of that name; None stands for its only one."""
+    if name is None and len(module.entries) == 1:
+        return next(iter(module.entries.values()))
+    if not module.entries:
+        raise ArgumentError("entry", f"there is no kernel in {module.path} for {module.target or 'its target'}", name)
+    if name not in module.entries:
+        raise ArgumentError("entry", f"has to be one of {', '.join(module.entries)}", name)
+    return module.entries[name]
+
+
+def size_of(name: str, value: Dim3) -> Extent:
+    """One to three positive integers as three."""
+    sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if not 1 <= len(sizes) <= 3 or any(not is_integer(size) or size < 1 for size in sizes):
+        raise ArgumentError(name, "one to three positive integers", repr(value))
+    x, y, z = (*map(int, sizes), 1, 1)[:3]
+    return x, y, z
+
+
+def cluster_of(kernel: Entry, asked: Extent) -> Extent:
+    """The cluster's size: what is asked for, or what the kernel was compiled for."""
+    required = kernel.directives.get("reqnctapercluster")
+    if not required:
+        return asked
+    x, y, z = (*required, 1, 1)[:3]
+    if asked not in ((1, 1, 1), (x, y, z)):
+        raise ArgumentError("cluster", f"has to be {(x, y, z)}, by .reqnctapercluster of {kernel.name}", asked)
+    return x, y, z
+
+
+def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int, checks: frozenset[str], mode: str, seed: int) -> None:
+    """Refuse a launch that the kernel or any GPU would refuse."""
+    grid, block, cluster = sizes
+    if any(blocks > most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)):
+        raise ArgumentError("grid", f"has at most {MOST_BLOCKS} blocks", grid)
+    threads = prod(block)
+    if threads > 1024 or block[2] > 64:
+        raise ArgumentError("block", "has at most 1024 threads, and 64 in z", block)
+    required = kernel.directives.get("reqntid")
+    if required and (*required, 1, 1)[:3] != block:
+        raise ArgumentError("block", f"has to be {required}, by .reqntid of {kernel.name}", block)
+    if kernel.max_threads is not None and threads > kernel.max_threads:
+        raise ArgumentError("block", f"has at most {kernel.max_threads} threads, by .maxntid of {kernel.name}", block)
+    if prod(cluster) > LARGEST_CLUSTER:
+        raise ArgumentError("cluster", f"has at most {LARGEST_CLUSTER} blocks", cluster)
+    if any(g % c for g, c in zip(grid, cluster, strict=True)):
+        raise ArgumentError("cluster", f"has to divide the grid {grid}", cluster)
+    if not is_integer(shared_bytes) or shared_bytes < 0 or kernel.dynamic_offset + shared_bytes > 227 * 1024:
+        raise ArgumentError(
+            "shared_bytes", "has to fit 227 KB with the kernel's static shared memory", repr(shared_bytes)
+        )
+    if checks - CHECKS:
+        raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS))}", ", ".join(sorted(checks - CHECKS)))
+    if not is_one_of(mode, MODES):
+        raise ArgumentError("mode", f"is one of {', '.join(MODES)}", mode)
+    if not is_integer(seed) or seed < 0:
+        raise ArgumentError("seed", "is an integer, 0 or more", repr(seed))
+
+
+def check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
+    """Refuse arguments that are not the parameters'."""
+    if len(args) != len(kernel.params):
+        raise ArgumentError("args", f"{kernel.name} takes {len(kernel.params)} arguments", len(args))
+    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
+        name, array = f"argument {position} ({param.name})", array_of(value)
+        if array is not None:
+            _check_array(name, array)
+        if array is not None and isinstance(value, TensorMap) and param.size != TENSOR_MAP_BYTES:
+            rule = f"is {param.size} bytes by value, not the {TENSOR_MAP_BYTES} of a tensor map"
+            raise ArgumentError(name, rule, f"tensor map of {array.dtype}")
+        if isinstance(value, np.ndarray) and param.size != 8:
+            raise ArgumentError(name, f"is {param.size} bytes by value, not a buffer", f"array of {value.dtype}")
+        if isinstance(value, np.generic | bytes):
+            size = len(value) if isinstance(value, bytes) else value.dtype.itemsize
+            if size != param.size:
+                raise ArgumentError(name, f"has to have {param.size} bytes", f"{type(value).__name__} of {size}")
+        elif array is None:
+            rule = "has to be an array, a tensor map, a NumPy scalar or bytes"
+            raise ArgumentError(name, rule, type(value).__name__)
+
+
+def _check_array(name: str, array: Array) -> None:
+    if not isinstance(array, np.ndarray):
+        raise ArgumentError(name, "has to be a NumPy array", type(array).__name__)
+    if not array.flags.c_contiguous:
+        raise ArgumentError(name, "has to be C-contiguous", f"strides {array.strides}")
+    if array.dtype.kind not in "biufcV" or array.dtype.hasobject or not array.dtype.isnative:
+        raise ArgumentError(name, "has to hold numbers in native byte order", array.dtype.str)
+
+
+# Waves
 
 
 def _run_waves(launch: LaunchState, checks: frozenset[str], count_banks: bool, step_clock: bool) -> None:
@@ -191,14 +296,7 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
 
 
 def _prepare(
-    module: Module,
-    kernel: Entry,
-    args: Sequence[Argument],
-    grid: Extent,
-    block: Extent,
-    cluster: Extent,
-    shared_bytes: int,
-    max_steps: int,
+    module: Module, kernel: Entry, args: Sequence[Argument], sizes: Sizes, shared_bytes: int, max_steps: int
 ) -> tuple[LaunchState, Buffers]:
     """Lay out memory and fill it."""
     memory = Memory()
@@ -216,9 +314,9 @@ def _prepare(
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
     addresses = {id(variable): region.start + BASE for variable, region in fixed}
     addresses.update({id(param): params.start + param.offset + BASE for param in kernel.params})
-    launch = LaunchState(kernel, memory, grid, block, cluster, shared_bytes, max_steps, addresses)
-    per_cluster = prod(cluster)  # a wave has as many whole clusters as fit
-    count = min(max(1, WAVE_LANES // (launch.stride * per_cluster)) * per_cluster, prod(grid))
+    launch = LaunchState(kernel, memory, *sizes, shared_bytes, max_steps, addresses)
+    per_cluster = prod(launch.cluster)  # a wave has as many whole clusters as fit
+    count = min(max(1, WAVE_LANES // (launch.stride * per_cluster)) * per_cluster, prod(launch.grid))
     names = [f"shared memory of block {i} of the wave" for i in range(count)]
     launch.shared_windows = memory.windows(names, launch.window_bytes, kernel.shared)
     local = memory.reserve("local memory", count * launch.stride * launch.local_pitch)
