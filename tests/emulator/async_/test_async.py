@@ -581,19 +581,3 @@ def test_findings_survive_a_fault():
     body = "cp.async.ca.shared.global [%r2], [%x1], 4;\nld.shared.u32 %s, [%r2];\nst.shared.u32 [%r2+4096], %s;\n"
     with pytest.raises(MemoryFault, match=r"(?s)out of bounds.*found before that: async: k\.ptx"):
         outcome(body)
-
-
-@pytest.mark.parametrize(
-    "opcode",
-    [
-        "fence.proxy.tensormap::generic.acq_rel.gpu",
-        "fence.acquired.gpu",
-        "cp.async.wait_group.read 0",
-        "cp.async.bulk.wait_all",
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%x1], [%r2], 16",
-        "mbarrier.wait.shared.b64 [%r5], 1",
-    ],
-)
-def test_other_forms_are_unknown(opcode):
-    with pytest.raises(UnknownInstruction):
-        outcome(opcode + ";\n")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from ptxlab.errors import Deadlock, EmulationError, MemoryFault, UnknownInstruction
+from ptxlab.errors import Deadlock, EmulationError, MemoryFault
 from tests.support.emulated import STORE, kernel, line_of, run
 
 SHARED = ".shared .align 16 .b8 tile[512];"
@@ -94,17 +94,3 @@ def test_a_matrix_takes_a_whole_warp():
     absent = "mov.u32 %r0, %laneid; setp.eq.u32 %p, %r0, 5; @%p ret;\n"
     with pytest.raises(EmulationError, match="not all 32 threads of the warp are there"):
         run(kernel(absent + MOVE + STORE), np.zeros(32, np.uint32))
-
-
-@pytest.mark.parametrize(
-    "opcode",
-    [
-        "movmatrix.sync.aligned.m8n8.b16",
-        "ldmatrix.sync.aligned.m8n8.x3.shared.b16",
-        "ldmatrix.sync.aligned.m8n8.x1.shared.b8",
-    ],
-)
-def test_other_forms_are_unknown(opcode):
-    operands = "%s, %r2" if "mov" in opcode else "{%s}, [%r2]"
-    with pytest.raises(UnknownInstruction):
-        run(module(f"{opcode} {operands};\n"), np.zeros(32, np.uint32))
