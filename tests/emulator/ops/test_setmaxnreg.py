@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 
-from ptxlab import emulator
 from ptxlab.errors import EmulationError, SourceError
-from tests.support.emulated import kernel, values
+from tests.support.emulated import kernel, run, values
 
 
 def execute(body: str, threads: int = 384, directives: str = "") -> None:
     start = "mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 7; setp.eq.u32 %p, %r1, 0; shr.u32 %r2, %r0, 5;\n"
-    text = kernel(start + body + "\nret;", "", directives=directives)
-    emulator.run(emulator.parse(text, "k.ptx"), None, [], grid=2, block=threads)
+    run(kernel(start + body + "\nret;", "", directives=directives), threads=threads, blocks=2)
 
 
 SPLIT = """@!%p bra CONSUMER;
