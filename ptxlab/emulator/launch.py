@@ -22,7 +22,7 @@ from ptxlab.emulator.checks.step_clock import StepClock
 from ptxlab.emulator.checks.wgmma_registers import RegistersInUse
 from ptxlab.emulator.core.findings import Finding, SharedAccess
 from ptxlab.emulator.core.machine import Machine
-from ptxlab.emulator.core.memory import BASE, Memory, Region
+from ptxlab.emulator.core.memory import ALIGN, BASE, Memory, Region
 from ptxlab.emulator.core.watcher import Watcher
 from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.emulator.front.ir import Entry, Module
@@ -256,7 +256,6 @@ def _run_waves(launch: LaunchState, checks: frozenset[str], count_banks: bool, s
         for blocks in _waves(launch):
             machine = Machine(launch, blocks)
             machine.watchers = tuple(_watchers(machine, checks, count_banks, step_clock))
-            machine.bind()
             machine.run()
             vars(machine).clear()  # its steps refer to it: without that, only the garbage collector would free it
 
@@ -317,10 +316,12 @@ def _prepare(
     launch = LaunchState(kernel, memory, *sizes, shared_bytes, max_steps, addresses)
     per_cluster = prod(launch.cluster)  # a wave has as many whole clusters as fit
     count = min(max(1, WAVE_LANES // (launch.stride * per_cluster)) * per_cluster, prod(launch.grid))
-    names = [f"shared memory of block {i} of the wave" for i in range(count)]
-    launch.shared_windows = memory.windows(names, launch.window_bytes, kernel.shared)
-    local = memory.reserve("local memory", count * launch.stride * launch.local_pitch)
-    launch.local_window = local.start
+    windows = [
+        memory.reserve(f"shared memory of block {i} of the wave", launch.window_bytes, True, ALIGN, kernel.shared)
+        for i in range(count)
+    ]
+    launch.shared_windows = np.array([window.start for window in windows], np.int64)
+    launch.local_window = memory.reserve("local memory", count * launch.stride * launch.local_pitch).start
     memory.allocate()
     for array, region in buffers.values():
         memory.arena[region.start : region.end] = array.reshape(-1).view(np.uint8)

@@ -35,10 +35,6 @@ class ClusterMemory:
         result: Array = block - block % self.size
         return result
 
-    def rank(self, lanes: Lanes) -> Array:
-        """The rank of each lane's block."""
-        return self.block[lanes] % self.size
-
     def block_at(self, offsets: Array) -> Array:
         """The blocks whose shared windows hold these arena offsets; -1 for anywhere else."""
         found = np.searchsorted(self.windows, offsets, "right") - 1

@@ -95,7 +95,7 @@ AnyUnit = TypeVar("AnyUnit", bound=Unit)
 
 
 class Machine(Wave):
-    """A wave that runs: `bind`, then `run`."""
+    """A wave that runs."""
 
     def __init__(self, launch: LaunchState, blocks: Array) -> None:
         super().__init__(launch, blocks)
@@ -137,12 +137,8 @@ class Machine(Wave):
         """Instructions that somebody may branch to."""
         return frozenset(label.index for instruction in self.code for label in ir.labels(instruction.operands))
 
-    def bind(self) -> None:
-        """Resolve every instruction to its handler, and the checks that were asked for around it."""
-        self.handlers = [self.bound(instruction, pc) for pc, instruction in enumerate(self.code)]
-
     def bound(self, instruction: Instruction, pc: int) -> Handler:
-        """The handler of one instruction, behind its guard."""
+        """The handler of one instruction, with the checks that were asked for around it, behind its guard."""
         head, *more = instruction.opcode.split(".")
         try:
             bind = BINDERS.get(".".join((head, *more[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER]
@@ -222,7 +218,8 @@ class Machine(Wave):
             unit.look_again()
 
     def run(self) -> None:
-        """Run all lanes, and what they have asked for, to their end; raises what they run into."""
+        """Bind the code; run all lanes, and what they have asked for, to their end; raises what they run into."""
+        self.handlers = [self.bound(instruction, pc) for pc, instruction in enumerate(self.code)]
         self.run_ready()
         while self.advance() or self.let_go() or self.answer_in_vain():
             self.run_ready()

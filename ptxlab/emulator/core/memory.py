@@ -51,19 +51,14 @@ class Memory:
         self.arena: Array = np.zeros(0, np.uint8)
         self.view: dict[int, Array] = {}
 
-    def reserve(self, name: str, size: int, writable: bool = True, gap: int = GAP) -> Region:
+    def reserve(
+        self, name: str, size: int, writable: bool = True, gap: int = GAP, variables: Sequence[Variable] = ()
+    ) -> Region:
         """A new region of `size` bytes behind all others, and `gap` free bytes behind it."""
-        region = Region(name, self.size, self.size + size, writable)
+        region = Region(name, self.size, self.size + size, writable, variables=variables)
         self.regions.append(region)
         self.size = -(-region.end // ALIGN) * ALIGN + gap
         return region
-
-    def windows(self, names: list[str], size: int, variables: Sequence[Variable]) -> Array:
-        """One region per name, all of the same size and with the same variables; returns where they start."""
-        regions = [self.reserve(name, size, gap=ALIGN) for name in names]
-        for region in regions:
-            region.variables = variables
-        return np.array([region.start for region in regions], np.int64)
 
     def allocate(self) -> None:
         """Make the arena, zeroed."""

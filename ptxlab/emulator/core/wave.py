@@ -93,11 +93,11 @@ class Wave:
         self.index = {id(instruction): i for i, instruction in enumerate(self.code)}
         self.stride = launch.stride
         self.lanes = len(blocks) * self.stride
-        # one more predicate: the carry flag
         self.files = {
             bits: np.zeros((rows + (bits == 1), self.lanes), FILES[bits])
             for bits, rows in launch.entry.registers.items()
         }
+        self.carry: Array = self.files[1][-1]  # the flag of every lane: one more predicate
         self.thread = np.arange(self.lanes) % self.stride
         self.alive = self.thread < launch.threads
         self.living = int(np.count_nonzero(self.alive))
@@ -174,12 +174,6 @@ class Wave:
         if is_float(type_name):
             return lambda lanes, values: row.__setitem__(lanes, values.view(f"u{bits // 8}"))
         return row.__setitem__
-
-    @property
-    def carry(self) -> Array:
-        """The carry flag of every lane."""
-        result: Array = self.files[1][-1]
-        return result
 
     def special(self, name: str, type_name: str) -> Reader:
         """A special register."""

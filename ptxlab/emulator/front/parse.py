@@ -137,7 +137,8 @@ class _Parser(Cursor):
             self.performance_directive(entry)
         scopes: list[Scope] = []
         self.body(scopes)
-        self.resolve_labels(scopes)
+        for instruction, scope in zip(entry.instructions, scopes, strict=True):
+            instruction.operands = tuple(self.labelled(o, scope, instruction) for o in instruction.operands)
         self.lay_out_shared()
         self.result.entries[entry.name] = entry
         self.scope = self.scope.parent or self.scope
@@ -502,11 +503,6 @@ class _Parser(Cursor):
             return self.word("a name")
         self.expect(".param")
         return self.variable("param", *self.kind("param")).name
-
-    def resolve_labels(self, scopes: list[Scope]) -> None:
-        for instruction, scope in zip(self.entry.instructions, scopes, strict=True):
-            if any(isinstance(o, Unresolved) for o in ir.flat(instruction.operands)):
-                instruction.operands = tuple(self.labelled(o, scope, instruction) for o in instruction.operands)
 
     def labelled(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
         """The operand with labels in place of names."""

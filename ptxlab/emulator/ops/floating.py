@@ -148,9 +148,7 @@ def _function(op: Opcode) -> AluOperation:
 def _sign(op: Opcode) -> AluOperation:
     ftz, t = op.flag("ftz"), op.type(*FLOATS)
     bits = f"b{bits_of(t)}"
-    sign = np.array([{"16": 0x8000, "32": 0x80000000, "64": 1 << 63}[bits[1:]]], DTYPES[bits])
-    if t.endswith("x2"):
-        sign = sign | np.uint32(0x8000)
+    sign = np.array([1 << bits_of(t) - 1 | (0x8000 if t.endswith("x2") else 0)], DTYPES[bits])
 
     def change(x: Array) -> Array:
         x = round_to(flush(widen(x, t), t), 0.0, t).view(DTYPES[bits]) if ftz else x.view(DTYPES[bits])

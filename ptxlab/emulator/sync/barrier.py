@@ -47,25 +47,6 @@ class Barrier:
     waiting: list[Parked] = field(default_factory=list)
     finish: Callable[[Lanes], None] | None = None  # writes the results of bar.red
 
-    def is_complete(self, machine: Machine) -> bool:
-        """Whether all have come. A warp counts in whole, whatever of it has ended."""
-        alive = machine.alive.reshape(-1, machine.stride)[self.block]
-        warps_here = np.repeat(self.present.reshape(-1, 32).any(axis=1), 32)
-        come = np.count_nonzero(self.present | (~alive & warps_here))
-        return not (alive & ~self.present).any() if self.expected is None else bool(come >= self.expected)
-
-    def release(self, machine: Machine) -> None:
-        """Let everybody go."""
-        released = None
-        for parked in self.waiting:
-            released = parked.lanes if released is None else merge(released, parked.lanes)
-        for watcher in machine.watchers:
-            watcher.depart((self.block, self.number), released)
-        if self.finish is not None and released is not None:
-            self.finish(released)
-        for parked in self.waiting:
-            machine.put(parked.pc + 1, parked.lanes)
-
 
 class BlockBarriers(Unit):
     """Those with somebody at them."""
@@ -75,10 +56,23 @@ class BlockBarriers(Unit):
         self.at: dict[tuple[int, int], Barrier] = {}  # by block of the wave, and number
 
     def look_at(self, barrier: Barrier) -> None:
-        """Let everybody go if all have come."""
-        if barrier.is_complete(self.machine):
-            del self.at[barrier.block, barrier.number]
-            barrier.release(self.machine)
+        """Let everybody go if all have come. A warp counts in whole, whatever of it has ended."""
+        machine = self.machine
+        alive = machine.alive.reshape(-1, machine.stride)[barrier.block]
+        missing = alive & ~barrier.present
+        if barrier.expected is not None:
+            warps_here = np.repeat(barrier.present.reshape(-1, 32).any(axis=1), 32)
+            missing = np.count_nonzero(barrier.present | (~alive & warps_here)) < barrier.expected
+        if np.any(missing):
+            return
+        del self.at[barrier.block, barrier.number]
+        released = reduce(merge, [parked.lanes for parked in barrier.waiting]) if barrier.waiting else None
+        for watcher in machine.watchers:
+            watcher.depart((barrier.block, barrier.number), released)
+        if barrier.finish is not None and released is not None:
+            barrier.finish(released)
+        for parked in barrier.waiting:
+            machine.put(parked.pc + 1, parked.lanes)
 
     def look_again(self) -> None:
         """Threads that have ended are not waited for."""
