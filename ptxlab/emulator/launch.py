@@ -205,9 +205,8 @@ def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int, checks: frozens
     if any(g % c for g, c in zip(grid, cluster, strict=True)):
         raise ArgumentError("cluster", f"has to divide the grid {grid}", cluster)
     if not is_integer(shared_bytes) or shared_bytes < 0 or kernel.dynamic_offset + shared_bytes > 227 * 1024:
-        raise ArgumentError(
-            "shared_bytes", "has to fit 227 KB with the kernel's static shared memory", repr(shared_bytes)
-        )
+        rule = "has to fit 227 KB with the kernel's static shared memory"
+        raise ArgumentError("shared_bytes", rule, repr(shared_bytes))
     if checks - CHECKS:
         raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS))}", ", ".join(sorted(checks - CHECKS)))
     if not is_one_of(mode, MODES):
@@ -273,9 +272,7 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
     if "divergence" in checks and machine.launch.flow.aligned:
         yield Divergence(machine)
     is_asynchronous = "async" in checks and machine.launch.entry.is_asynchronous
-    order: HappensBefore | None = (
-        Races(machine, taint) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
-    )
+    order = Races(machine, taint) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
     in_flight = InFlight(machine, order) if is_asynchronous and order else None
     if order:
         yield order

@@ -98,14 +98,13 @@ class Boxes(Effect):
         """What of a box lies inside the matrix: its rows and bytes, in the matrix and in the box."""
         box, (height, _) = self.tensor_map, self.tensor_map.array.shape
         row, byte = int(self.row[i]), int(self.column[i]) * box.itemsize
-        rows = slice(max(row, 0), max(min(row + box.box[0], height), 0))
-        bytes_ = slice(max(byte, 0), max(min(byte + box.row_bytes, box.pitch), 0))
-        return (
-            rows,
-            bytes_,
-            slice(rows.start - row, max(rows.stop - row, 0)),
-            slice(bytes_.start - byte, max(bytes_.stop - byte, 0)),
-        )
+
+        def overlap(first: int, size: int, end: int) -> tuple[slice, slice]:
+            start, stop = max(first, 0), max(min(first + size, end), 0)
+            return slice(start, stop), slice(start - first, max(stop - first, 0))
+
+        (rows, to_rows), (bytes_, to_bytes) = overlap(row, box.box[0], height), overlap(byte, box.row_bytes, box.pitch)
+        return rows, bytes_, to_rows, to_bytes
 
     @cached_property
     def reads(self) -> Places:
@@ -243,20 +242,8 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handl
         for barrier, who in find(lanes):
             places[who] = barrier.place
             barrier.missing += len(who) if extra else 0
-        zero = np.zeros_like(places)
-        machine.unit(EffectQueue).arrive(
-            Copies(
-                instruction=instruction,
-                kind="cp.async",
-                lanes=indices,
-                source=zero,
-                target=zero,
-                read=zero,
-                size=zero,
-                barrier=places,
-                arrives=True,
-            )
-        )
+        arrival = Effect(instruction=instruction, kind="cp.async", lanes=indices, barrier=places, arrives=True)
+        machine.unit(EffectQueue).arrive(arrival)
 
     return arrive
 

@@ -163,9 +163,8 @@ class Divergence(Check):
             what = "executes it in another turn of the loop"
         else:
             what = f"executes {self.machine.code[one.pc].seen_from(instruction)}, instead"
-        message = (
-            f"all threads of a warp have to execute it together, but thread ({','.join(map(str, thread))}) {what};"
-        )
+        who = ",".join(map(str, thread))
+        message = f"all threads of a warp have to execute it together, but thread ({who}) {what};"
         lanes = self.lanes_of(warp, other)
         self.report(instruction, "divergence", lanes, np.ones(count_of(lanes), bool), message)
         self.here[warp * 32 : warp * 32 + 32] = False

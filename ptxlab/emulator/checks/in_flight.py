@@ -73,9 +73,8 @@ class InFlight(Check):
         if wrong.any():
             start = int(offsets[int(np.argmax(wrong))])
             place = start + int(np.argmax(self.busy[start : start + access.size] & flags))
-            self.report(
-                access.instruction, "async", lanes, wrong, f"{does} {self.whose(access.instruction, place, flags)}"
-            )
+            what = self.whose(access.instruction, place, flags)
+            self.report(access.instruction, "async", lanes, wrong, f"{does} {what}")
 
     def whose(self, instruction: Instruction, place: int, flags: int) -> str:
         """A byte in flight that an instruction meets, and who moves it, in words."""

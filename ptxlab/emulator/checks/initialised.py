@@ -52,9 +52,8 @@ class Initialised(Check):
                 return handler(lanes)
             for name, known in reads.items():
                 if not known[lanes].all():
-                    self.report(
-                        instruction, "uninitialised", lanes, ~known[lanes], f"{name} is read, but never written"
-                    )
+                    message = f"{name} is read, but never written"
+                    self.report(instruction, "uninitialised", lanes, ~known[lanes], message)
                     known[lanes] = True
             successors = handler(lanes)
             for known in writes:
@@ -110,10 +109,8 @@ class Initialised(Check):
         outside = members >> sources.astype(np.uint32) & np.uint32(1) == 0
         if outside.any():
             first = int(np.argmax(outside))
-            message = (
-                f"takes the value of lane {sources[first]}, which does not take part (members {members[first]:#010x}),"
-            )
-            self.report(instruction, "uninitialised", lanes, outside, message)
+            where = f"lane {sources[first]}, which does not take part (members {members[first]:#010x}),"
+            self.report(instruction, "uninitialised", lanes, outside, f"takes the value of {where}")
 
     def issue(self, effect: Effect) -> None:
         """Look at what is read; what is written counts as written, `in_flight` knows when."""

@@ -76,8 +76,7 @@ class Effect:
         """Read the operands, if there are any in memory."""
 
     def write(self, memory: Memory) -> None:
-        """Write the results."""
-        raise NotImplementedError
+        """Write the results, if there are any."""
 
     def only(self, mask: Array) -> Self:
         """Some of the entries."""

@@ -63,9 +63,8 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     expected = 2 if access.rest[0] == "cas" else 1
     values, policy = values[:expected], values[expected:]
     if len(values) < expected or len(policy) > ("L2::cache_hint" in instruction.opcode):
-        raise ValueError(
-            f"{instruction.opcode} takes {1 + expected + returns} operands, not {len(instruction.operands)}"
-        )
+        count = 1 + expected + returns
+        raise ValueError(f"{instruction.opcode} takes {count} operands, not {len(instruction.operands)}")
     if not returns and access.rest[0] in _EXCHANGE and access.rest[0] not in ("inc", "dec"):
         raise UnknownOpcode(instruction.opcode)
     readers = [machine.reader(value, t) for value in values]
