@@ -211,8 +211,8 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handle
         sizes, wanted = np.full(len(indices), count), np.broadcast_to(read_size(lanes), indices.shape)
         read = np.where(wanted, 0, count) if ignores else wanted.astype(np.int64)
         if (read > count).any():
-            place = machine.fault_place(instruction, int(indices[int(np.argmax(read > count))]))
-            raise MemoryFault(f"{place}: {int(read.max())} bytes to read, more than the {count} of the copy")
+            _, where = machine.first_fault(instruction, lanes, read > count)
+            raise MemoryFault(f"{where}: {int(read.max())} bytes to read, more than the {count} of the copy")
         pending.issue(
             Copies(
                 instruction=instruction,
@@ -324,8 +324,8 @@ def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> C
         found = np.broadcast_to(read(lanes), indices.shape).astype(np.int64)
         wrong = found % 16 != 0
         if wrong.any():
-            where = machine.fault_place(instruction, int(indices[int(np.argmax(wrong))]))
-            raise MemoryFault(f"{where}: the size has to be a multiple of 16 bytes, not {int(found[wrong][0])}")
+            first, where = machine.first_fault(instruction, lanes, wrong)
+            raise MemoryFault(f"{where}: the size has to be a multiple of 16 bytes, not {int(found[first])}")
         return found
 
     return sizes
@@ -395,8 +395,7 @@ def _boxes(machine: Machine, instruction: Instruction, source: ir.Operand, place
         """Refuse columns that hardware takes for an illegal instruction (seen on an H200)."""
         wrong = columns * tensor_map.itemsize % 16 != 0
         if wrong.any():
-            first = int(np.argmax(wrong))
-            where = machine.fault_place(instruction, int(indices[first]))
+            first, where = machine.first_fault(instruction, indices, wrong)
             rule = f"the column has to be a multiple of {16 // tensor_map.itemsize}, 16 bytes"
             raise MemoryFault(f"{where}: {rule}, not {int(columns[first])}")
 

@@ -8,7 +8,7 @@ the arena, so those of peers need no mapping.
 
 import numpy as np
 
-from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.lanes import Lanes
 from ptxlab.emulator.core.memory import BASE, SHARED_START
 from ptxlab.emulator.core.wave import Wave
 from ptxlab.emulator.front.ir import Instruction
@@ -89,8 +89,7 @@ class ClusterMemory:
         """Refuse ranks beyond the cluster."""
         wrong = ranks >= self.size
         if wrong.any():
-            first = int(np.argmax(wrong))
-            where = self.wave.fault_place(instruction, int(indices_of(lanes)[first]))
+            first, where = self.wave.first_fault(instruction, lanes, wrong)
             raise EmulationError(f"{where}: block {int(ranks[first])} of a cluster of {self.size}")
 
     def check(self, instruction: Instruction, lanes: Lanes, blocks: Array) -> None:
@@ -102,8 +101,7 @@ class ClusterMemory:
         alive: Array = np.any(self.wave.alive.reshape(-1, self.wave.stride), axis=1)
         wrong = np.logical_or(strange, ~alive[blocks])
         if wrong.any():
-            first = int(np.argmax(wrong))
-            where = self.wave.fault_place(instruction, int(indices_of(lanes)[first]))
+            first, where = self.wave.first_fault(instruction, lanes, wrong)
             block = "({},{},{})".format(*self.wave.blocks[blocks[first]])
             why = "is of another cluster" if strange[first] else "has ended"
             raise MemoryFault(f"{where}: shared memory of block {block}, which {why}")

@@ -234,6 +234,11 @@ class Wave:
         more = count_of(lanes) - 1
         return f"{self.fault_place(instruction, int(indices_of(lanes)[0]))}" + (f" and {more} more" if more else "")
 
+    def first_fault(self, instruction: Instruction, lanes: Lanes, wrong: Array) -> tuple[int, str]:
+        """Of lanes, some of which are `wrong`: the position of the first that is, and its `fault_place`."""
+        first = int(np.argmax(wrong))
+        return first, self.fault_place(instruction, int(indices_of(lanes)[first]))
+
     def fault_place(self, instruction: Instruction, lane: int) -> str:
         """`path:line: `text`: block (0,0,0) thread (3,0,0)`."""
         block, thread = ("({},{},{})".format(*index) for index in self.place_of(lane))

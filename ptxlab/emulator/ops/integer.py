@@ -1,4 +1,4 @@
-"""Integer arithmetic, bit fields, logic, comparison, selection and moves."""
+"""Integer arithmetic, comparison and selection."""
 
 from collections.abc import Callable
 
