@@ -93,10 +93,8 @@ class WgmmaProducts(Effect):
     def operand(self, memory: Memory, descriptor: int, base: int, rows: int, type_name: str) -> Array:
         """A matrix in shared memory, float32 [rows, 32]."""
         places = (pieces(descriptor, rows) + base) // _PIECE
-        result: Array = (
-            memory.arena.reshape(-1, _PIECE)[places].reshape(rows, 32).view(_TYPES[type_name]).astype(np.float32)
-        )
-        return result
+        found: Array = memory.arena.reshape(-1, _PIECE)[places].reshape(rows, 32)
+        return found.view(_TYPES[type_name]).astype(np.float32)
 
     def take(self, memory: Memory) -> None:
         """Multiply: exact in float32, as a sum of 32 products stays below 2^24."""

@@ -65,13 +65,10 @@ def _pointers(entry: Entry) -> dict[Register, set[str]]:
     for instruction in entry.instructions:
         if instruction.head == "ld" and ".param" in instruction.opcode:
             for address in instruction.operands[1:]:
-                if (
-                    isinstance(address, Address)
-                    and isinstance(address.base, Symbol)
-                    and address.base.variable.size == 8
-                ):
+                base = address.base if isinstance(address, Address) else None
+                if isinstance(base, Symbol) and base.variable.size == 8:
                     for register in instruction.destinations:
-                        pointers[register].add(address.base.variable.name)
+                        pointers[register].add(base.variable.name)
         elif instruction.head in _ARITHMETIC:
             steps += [(register, instruction.sources) for register in instruction.destinations]
             for operand in instruction.operands[1:]:  # `mov.u64 %p, parameter` of its address

@@ -209,14 +209,14 @@ def compare_operation(
     combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     name = op.choice(*combine, default="")
     if op.name == "setp":
-        out: tuple[str, ...] = ("pred", "pred")  # `p|q`; a single destination takes the first
 
         def setp(a: Array, b: Array, c: Array | None = None) -> tuple[Array, Array]:
             result = compare(a, b)
             other = ~result
             return (result, other) if c is None else (combine[name](result, c), combine[name](other, c))
 
-        return AluOperation(out, (*sources, "pred") if name else sources, setp)
+        # `p|q`; a single destination takes the first
+        return AluOperation(("pred", "pred"), (*sources, "pred") if name else sources, setp)
 
     def set_(a: Array, b: Array, c: Array | None = None) -> Array:
         result = compare(a, b) if c is None else combine[name](compare(a, b), c)
