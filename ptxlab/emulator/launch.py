@@ -1,10 +1,9 @@
 """`run`: check the arguments, lay out memory, run the grid wave by wave, copy results back."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
@@ -21,34 +20,34 @@ from ptxlab.emulator.checks.race_cluster_exit import RaceClusterExit
 from ptxlab.emulator.checks.race_pdl import WAIT, RacePdl
 from ptxlab.emulator.checks.step_clock import StepClock
 from ptxlab.emulator.checks.wgmma_registers import RegistersInUse
-from ptxlab.emulator.core.findings import Finding, Findings, SharedAccess
+from ptxlab.emulator.core.findings import Finding, SharedAccess
 from ptxlab.emulator.core.machine import Machine
-from ptxlab.emulator.core.memory import BASE, Memory, Region
+from ptxlab.emulator.core.memory import ALIGN, BASE, Memory, Region
 from ptxlab.emulator.core.watcher import Watcher
 from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.emulator.front.ir import Entry, Module
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.types import Array
-from ptxlab.emulator.launch_arguments import (
-    MAX_STEPS,
-    Argument,
-    Dim3,
-    Extent,
-    array_of,
-    check_arguments,
-    check_launch,
-    cluster_of,
-    kernel_named,
-    size_of,
-    steps_of,
-)
-from ptxlab.errors import EmulationError
-from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.errors import ArgumentError, EmulationError
+from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
+from ptxlab.spec import MOST_BLOCKS
+from ptxlab.validate import is_integer, is_one_of
 
 # Blocks of one wave run side by side, so that they may wait for each other: a block of any size per SM of an H200.
 # A grid whose blocks all wait for each other and that has more lanes than this spins for ever.
 WAVE_LANES = 132 * 1024
 POISON = 0xCD  # what shared and local memory hold before they are written
+CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
+MODES = ("early", "late")
+LARGEST_CLUSTER = 16
+# Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
+MAX_STEPS = 10_000_000
+
+Argument = np.ndarray | np.generic | bytes | TensorMap
+Dim3 = int | Sequence[int]
+Extent = tuple[int, int, int]  # a Dim3 written out
+Sizes = tuple[Extent, Extent, Extent]  # of grid, block and cluster
+Buffers = dict[int, tuple[Array, Region]]  # the arrays among the arguments, by position, and where they lie
 
 
 @dataclass(frozen=True)
@@ -106,19 +105,20 @@ def run(
     module = parse(module) if isinstance(module, str) else module
     kernel = kernel_named(module, entry)
     sizes = size_of("grid", grid), size_of("block", block), cluster_of(kernel, size_of("cluster", cluster))
-    checks = frozenset(checks)
-    check_launch(kernel, *sizes, shared_bytes, checks, mode, seed)
+    checks, max_steps = frozenset(checks), MAX_STEPS if max_steps is None else max_steps
+    check_launch(kernel, sizes, shared_bytes, checks, mode, seed)
     check_arguments(kernel, args)
-    most = MAX_STEPS if max_steps is None else steps_of(max_steps)
-    positions = [position for position, value in enumerate(args) if array_of(value) is not None]
+    if not is_integer(max_steps) or max_steps < 1:
+        raise ArgumentError("max_steps", "has to be a positive integer", max_steps)
 
-    def attempt(tracked: frozenset[int]) -> tuple[LaunchState, list[tuple[Array, Region]], EmulationError | None]:
-        launch, buffers = _prepare(module, kernel, args, *sizes, shared_bytes, most)
+    def attempt(tracked: frozenset[int]) -> tuple[LaunchState, Buffers, EmulationError | None]:
+        launch, buffers = _prepare(module, kernel, args, sizes, shared_bytes, max_steps)
         launch.mode, launch.seed, launch.tracked = mode, seed, tracked
-        regions = {position: region for position, (_, region) in zip(positions, buffers, strict=True)}
-        launch.after_wait = [regions[position].start for position in after_wait if position in regions]
+        launch.after_wait = [buffers[position][1].start for position in after_wait if position in buffers]
         if "init" in checks:
-            launch.defined = _defined(launch, regions, uninitialised)
+            launch.defined = np.ones(launch.memory.size, bool)
+            for position, (_, region) in buffers.items():
+                launch.defined[region.start : region.end] = position not in uninitialised
         try:
             _run_waves(launch, checks, count_banks, step_clock)
         except EmulationError as error:
@@ -134,7 +134,7 @@ def run(
             raise error
         before = "".join(f"\n  found before that: {finding}" for finding in first.values())
         raise type(error)(f"{error}{before}") from error
-    for array, region in buffers:
+    for array, region in buffers.values():
         if region.written:
             array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]
     seconds = time.perf_counter() - started
@@ -145,13 +145,116 @@ def run(
     return Result(found, launch.lane_instructions, launch.steps, seconds, shared, variables)
 
 
+# Arguments, each refused by name where it cannot be
+
+
+def array_of(argument: Argument) -> Array | None:
+    """The buffer that an argument points to: an array, or that of a tensor map."""
+    if isinstance(argument, TensorMap):
+        result: Array = argument.array
+        return result
+    return argument if isinstance(argument, np.ndarray) else None
+
+
+def kernel_named(module: Module, name: str | None) -> Entry:
+    """The module's kernel of that name; None stands for its only one."""
+    if name is None and len(module.entries) == 1:
+        return next(iter(module.entries.values()))
+    if not module.entries:
+        raise ArgumentError("entry", f"there is no kernel in {module.path} for {module.target or 'its target'}", name)
+    if name not in module.entries:
+        raise ArgumentError("entry", f"has to be one of {', '.join(module.entries)}", name)
+    return module.entries[name]
+
+
+def size_of(name: str, value: Dim3) -> Extent:
+    """One to three positive integers as three."""
+    sizes = tuple(value) if isinstance(value, tuple | list) else (value,)
+    if not 1 <= len(sizes) <= 3 or any(not is_integer(size) or size < 1 for size in sizes):
+        raise ArgumentError(name, "one to three positive integers", repr(value))
+    x, y, z = (*map(int, sizes), 1, 1)[:3]
+    return x, y, z
+
+
+def cluster_of(kernel: Entry, asked: Extent) -> Extent:
+    """The cluster's size: what is asked for, or what the kernel was compiled for."""
+    required = kernel.directives.get("reqnctapercluster")
+    if not required:
+        return asked
+    x, y, z = (*required, 1, 1)[:3]
+    if asked not in ((1, 1, 1), (x, y, z)):
+        raise ArgumentError("cluster", f"has to be {(x, y, z)}, by .reqnctapercluster of {kernel.name}", asked)
+    return x, y, z
+
+
+def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int, checks: frozenset[str], mode: str, seed: int) -> None:
+    """Refuse a launch that the kernel or any GPU would refuse."""
+    grid, block, cluster = sizes
+    if any(blocks > most for blocks, most in zip(grid, MOST_BLOCKS, strict=True)):
+        raise ArgumentError("grid", f"has at most {MOST_BLOCKS} blocks", grid)
+    threads = prod(block)
+    if threads > 1024 or block[2] > 64:
+        raise ArgumentError("block", "has at most 1024 threads, and 64 in z", block)
+    required = kernel.directives.get("reqntid")
+    if required and (*required, 1, 1)[:3] != block:
+        raise ArgumentError("block", f"has to be {required}, by .reqntid of {kernel.name}", block)
+    if kernel.max_threads is not None and threads > kernel.max_threads:
+        raise ArgumentError("block", f"has at most {kernel.max_threads} threads, by .maxntid of {kernel.name}", block)
+    if prod(cluster) > LARGEST_CLUSTER:
+        raise ArgumentError("cluster", f"has at most {LARGEST_CLUSTER} blocks", cluster)
+    if any(g % c for g, c in zip(grid, cluster, strict=True)):
+        raise ArgumentError("cluster", f"has to divide the grid {grid}", cluster)
+    if not is_integer(shared_bytes) or shared_bytes < 0 or kernel.dynamic_offset + shared_bytes > 227 * 1024:
+        rule = "has to fit 227 KB with the kernel's static shared memory"
+        raise ArgumentError("shared_bytes", rule, repr(shared_bytes))
+    if checks - CHECKS:
+        raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS))}", ", ".join(sorted(checks - CHECKS)))
+    if not is_one_of(mode, MODES):
+        raise ArgumentError("mode", f"is one of {', '.join(MODES)}", mode)
+    if not is_integer(seed) or seed < 0:
+        raise ArgumentError("seed", "is an integer, 0 or more", repr(seed))
+
+
+def check_arguments(kernel: Entry, args: Sequence[Argument]) -> None:
+    """Refuse arguments that are not the parameters'."""
+    if len(args) != len(kernel.params):
+        raise ArgumentError("args", f"{kernel.name} takes {len(kernel.params)} arguments", len(args))
+    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
+        name, array = f"argument {position} ({param.name})", array_of(value)
+        if array is not None:
+            _check_array(name, array)
+        if array is not None and isinstance(value, TensorMap) and param.size != TENSOR_MAP_BYTES:
+            rule = f"is {param.size} bytes by value, not the {TENSOR_MAP_BYTES} of a tensor map"
+            raise ArgumentError(name, rule, f"tensor map of {array.dtype}")
+        if isinstance(value, np.ndarray) and param.size != 8:
+            raise ArgumentError(name, f"is {param.size} bytes by value, not a buffer", f"array of {value.dtype}")
+        if isinstance(value, np.generic | bytes):
+            size = len(value) if isinstance(value, bytes) else value.dtype.itemsize
+            if size != param.size:
+                raise ArgumentError(name, f"has to have {param.size} bytes", f"{type(value).__name__} of {size}")
+        elif array is None:
+            rule = "has to be an array, a tensor map, a NumPy scalar or bytes"
+            raise ArgumentError(name, rule, type(value).__name__)
+
+
+def _check_array(name: str, array: Array) -> None:
+    if not isinstance(array, np.ndarray):
+        raise ArgumentError(name, "has to be a NumPy array", type(array).__name__)
+    if not array.flags.c_contiguous:
+        raise ArgumentError(name, "has to be C-contiguous", f"strides {array.strides}")
+    if array.dtype.kind not in "biufcV" or array.dtype.hasobject or not array.dtype.isnative:
+        raise ArgumentError(name, "has to hold numbers in native byte order", array.dtype.str)
+
+
+# Waves
+
+
 def _run_waves(launch: LaunchState, checks: frozenset[str], count_banks: bool, step_clock: bool) -> None:
     """Run the grid."""
     with np.errstate(all="ignore"):
         for blocks in _waves(launch):
             machine = Machine(launch, blocks)
             machine.watchers = tuple(_watchers(machine, checks, count_banks, step_clock))
-            machine.bind()
             machine.run()
             vars(machine).clear()  # its steps refer to it: without that, only the garbage collector would free it
 
@@ -169,9 +272,7 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
     if "divergence" in checks and machine.launch.flow.aligned:
         yield Divergence(machine)
     is_asynchronous = "async" in checks and machine.launch.entry.is_asynchronous
-    order: HappensBefore | None = (
-        Races(machine, taint) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
-    )
+    order = Races(machine, taint) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
     in_flight = InFlight(machine, order) if is_asynchronous and order else None
     if order:
         yield order
@@ -191,18 +292,11 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
 
 
 def _prepare(
-    module: Module,
-    kernel: Entry,
-    args: Sequence[Argument],
-    grid: Extent,
-    block: Extent,
-    cluster: Extent,
-    shared_bytes: int,
-    max_steps: int,
-) -> tuple[LaunchState, list[tuple[Array, Region]]]:
-    """Lay out memory and fill it; returns the launch, and the region of each array."""
+    module: Module, kernel: Entry, args: Sequence[Argument], sizes: Sizes, shared_bytes: int, max_steps: int
+) -> tuple[LaunchState, Buffers]:
+    """Lay out memory and fill it."""
     memory = Memory()
-    buffers: list[tuple[Array, Region]] = []
+    buffers: Buffers = {}
     known: dict[tuple[int, int], Region] = {}  # an array that is passed twice is one buffer
     for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
         array = array_of(value)
@@ -211,75 +305,46 @@ def _prepare(
             if where not in known:
                 name = f"argument {position} ({param.name})"
                 known[where] = memory.reserve(name, array.nbytes, array.flags.writeable)
-            buffers.append((array, known[where]))
+            buffers[position] = array, known[where]
     fixed = [(v, memory.reserve(f"{v.space} {v.name}", v.size, v.space == "global")) for v in module.variables]
     params = memory.reserve("the parameters", kernel.param_bytes, writable=False)
     addresses = {id(variable): region.start + BASE for variable, region in fixed}
     addresses.update({id(param): params.start + param.offset + BASE for param in kernel.params})
-    launch = LaunchState(
-        kernel,
-        memory,
-        grid,
-        block,
-        cluster,
-        shared_bytes,
-        addresses,
-        np.zeros(0, np.int64),
-        0,
-        Findings(),
-        max_steps,
-    )
-    count = min(_blocks_per_wave(launch), grid[0] * grid[1] * grid[2])
-    names = [f"shared memory of block {i} of the wave" for i in range(count)]
-    launch.shared_windows = memory.windows(names, launch.window_bytes, kernel.shared)
-    local = memory.reserve("local memory", count * launch.stride * (-(-kernel.local_bytes // 16) * 16))
-    launch.local_window = local.start
+    launch = LaunchState(kernel, memory, *sizes, shared_bytes, max_steps, addresses)
+    per_cluster = prod(launch.cluster)  # a wave has as many whole clusters as fit
+    count = min(max(1, WAVE_LANES // (launch.stride * per_cluster)) * per_cluster, prod(launch.grid))
+    windows = [
+        memory.reserve(f"shared memory of block {i} of the wave", launch.window_bytes, True, ALIGN, kernel.shared)
+        for i in range(count)
+    ]
+    launch.shared_windows = np.array([window.start for window in windows], np.int64)
+    launch.local_window = memory.reserve("local memory", count * launch.stride * launch.local_pitch).start
     memory.allocate()
-    for array, region in buffers:
+    for array, region in buffers.values():
         memory.arena[region.start : region.end] = array.reshape(-1).view(np.uint8)
     for variable, region in fixed:
         memory.arena[region.start : region.end] = np.frombuffer(variable.initial or bytes(variable.size), np.uint8)
-    starts = iter(region.start for _, region in buffers)
-    for value, param in zip(args, kernel.params, strict=True):
-        at = params.start + param.offset
+    for position, (value, param) in enumerate(zip(args, kernel.params, strict=True)):
+        at, start = params.start + param.offset, buffers[position][1].start if position in buffers else 0
         if isinstance(value, TensorMap):  # its bytes are opaque; who asks for it is given the map itself
-            launch.tensor_maps[at] = value, next(starts)
+            launch.tensor_maps[at] = value, start
             continue
-        address = np.uint64(next(starts) + BASE) if isinstance(value, np.ndarray) else value
+        address = np.uint64(start + BASE) if isinstance(value, np.ndarray) else value
         raw = address if isinstance(address, bytes) else address.tobytes()
         memory.arena[at : at + param.size] = np.frombuffer(raw, np.uint8)
     return launch, buffers
 
 
-def _defined(launch: LaunchState, regions: dict[int, Region], uninitialised: Collection[int]) -> Array:
-    """Which bytes of the arena count as written at the start: all but the buffers in `uninitialised`."""
-    defined = np.ones(launch.memory.size, bool)
-    for position, region in regions.items():
-        defined[region.start : region.end] = position not in uninitialised
-    return defined
-
-
-def _blocks_per_wave(launch: LaunchState) -> int:
-    """Whole clusters, as many as fit."""
-    cluster = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
-    return max(1, WAVE_LANES // (launch.stride * cluster)) * cluster
-
-
 def _waves(launch: LaunchState) -> Iterator[Array]:
     """Block indices [blocks, 3] of each wave, cluster by cluster; shared and local memory are poisoned before each."""
-    size = np.array(launch.cluster)
-    across = np.array(launch.grid) // size
-    per_cluster, total = int(size.prod()), int(across.prod()) * int(size.prod())
+    across = np.array(launch.grid) // launch.cluster
+    per_cluster, total, arena = prod(launch.cluster), prod(launch.grid), launch.memory.arena
+    local = launch.memory.regions[-1]
     for first in range(0, total, len(launch.shared_windows)):
         block = np.arange(first, min(first + len(launch.shared_windows), total))
-        cluster, rank = block // per_cluster, block % per_cluster
-        corner = np.stack(
-            (cluster % across[0], cluster // across[0] % across[1], cluster // (across[0] * across[1])), axis=1
-        )
-        within = np.stack((rank % size[0], rank // size[0] % size[1], rank // (size[0] * size[1])), axis=1)
-        arena = launch.memory.arena
+        corner = np.stack(np.unravel_index(block // per_cluster, across, order="F"), axis=1)
+        within = np.stack(np.unravel_index(block % per_cluster, launch.cluster, order="F"), axis=1)
         for start in launch.shared_windows if launch.window_bytes else ():
             arena[start : start + launch.window_bytes] = POISON
-        local = launch.memory.regions[-1]
         arena[local.start : local.end] = POISON
-        yield corner * size + within
+        yield corner * launch.cluster + within

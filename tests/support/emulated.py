@@ -1,10 +1,12 @@
 """Small kernels for the tests, and PTX from CUDA."""
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
 from ptxlab import emulator
+from ptxlab.errors import EmulationError
 
 HEADER = ".version 8.1\n.target sm_90\n.address_size 64\n"
 
@@ -39,6 +41,14 @@ def values(body: str, threads: int = 32, blocks: int = 1, **more) -> np.ndarray:
 
 def run(text: str, *args, threads: int = 32, blocks: int = 1, **more) -> emulator.Result:
     return emulator.run(emulator.parse(text, "k.ptx"), None, args, grid=blocks, block=threads, **more)
+
+
+def told(outcome: Callable[[], list[str]]) -> str:
+    """What a run says: its findings, or the error that it ends with."""
+    try:
+        return "\n".join(outcome())
+    except EmulationError as error:
+        return str(error)
 
 
 def line_of(text: str, part: str) -> int:

@@ -1,26 +1,152 @@
 """cp.async: copies that go on while their threads do, and the groups of all such. When they happen: `effect_queue`.
 
-Those of the copy engine, cp.async.bulk, stand in `cp_async_bulk`.
+Those of the copy engine, cp.async.bulk, move runs of bytes and boxes of a matrix, to one block or several. It tells an
+mbarrier of every byte, or forms groups.
 """
 
-from __future__ import annotations
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 
-from ptxlab.emulator.async_.copy_effects import Copies
-from ptxlab.emulator.async_.cp_async_bulk import SHARED, bulk, offsets_of, prefetch
-from ptxlab.emulator.core.effect import UNGROUPED
+from ptxlab.emulator.core.access import MemoryAccess
+from ptxlab.emulator.core.addressing import locator
+from ptxlab.emulator.core.effect import Effect, Places, spans
 from ptxlab.emulator.core.effect_queue import EffectQueue
-from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
+from ptxlab.emulator.core.lanes import Handler, Lanes, as_lanes, indices_of
 from ptxlab.emulator.core.machine import Machine, binder
+from ptxlab.emulator.core.memory import BASE, Memory
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
-from ptxlab.emulator.front.types import bits_of
+from ptxlab.emulator.front.types import Array, bits_of
 from ptxlab.emulator.sync.mbarrier import MBarrierOperand
 from ptxlab.errors import MemoryFault
+from ptxlab.layout.descriptors import swizzle
+from ptxlab.layout.tensor_map import TensorMap
 
 _GROUP_ACTIONS = ("commit_group", "wait_group", "wait_all")
+_SHARED = ("shared", "shared::cta")
+_PIECE = 16  # bytes that stay together under every swizzle
+_BOX_ALIGNMENT = 128  # of where a box goes in shared memory
+
+# (lanes, where their copies go in their own view) -> (positions of lanes, one per copy; targets; mbarriers, or -1)
+Route = Callable[[Lanes, Array], tuple[Array, Array, Array]]
+
+
+@dataclass(eq=False, kw_only=True)
+class Copies(Effect):
+    """Entry i copies `read[i]` bytes, then zeros up to `size[i]`; `source` and `target` are arena offsets."""
+
+    source: Array
+    target: Array
+    read: Array
+    size: Array
+    taken: Array | None = None  # the source bytes, as units
+
+    @property
+    def reads(self) -> Places:
+        """The source."""
+        return self.lanes, self.source, self.read
+
+    @property
+    def writes(self) -> Places:
+        """The target."""
+        return self.lanes, self.target, self.size
+
+    @property
+    def unit(self) -> int:
+        """Largest power of two up to 8 that divides all addresses and sizes."""
+        bits = int(np.bitwise_or.reduce(self.source | self.target | self.read | self.size, initial=8))
+        return bits & -bits
+
+    def take(self, memory: Memory) -> None:
+        """Read the source."""
+        if self.taken is None:
+            self.taken = memory.view[self.unit][spans(self.source, self.read, self.unit)]
+
+    def write(self, memory: Memory) -> None:
+        """Write the target."""
+        self.take(memory)
+        view, rest = memory.view[self.unit], self.size - self.read
+        view[spans(self.target, self.read, self.unit)] = self.taken
+        view[spans(self.target + self.read, rest, self.unit)] = 0
+        self.taken = None
+
+    def only(self, mask: Array) -> Self:
+        """Some of the entries, with what they have taken."""
+        part = super().only(mask)
+        if self.taken is not None:
+            part.taken = self.taken[np.repeat(mask, self.read // self.unit)].view(f"u{part.unit}")
+        return part
+
+
+@dataclass(eq=False, kw_only=True)
+class Boxes(Effect):
+    """Entry i copies the box of a tensor map whose first element is [row, column], any integers, to `target`."""
+
+    tensor_map: TensorMap
+    start: int  # arena offset of the matrix
+    row: Array
+    column: Array
+    target: Array
+    taken: Array | None = None  # u8 [entries, rows, bytes]
+
+    def inside(self, i: int) -> tuple[slice, slice, slice, slice]:
+        """What of a box lies inside the matrix: its rows and bytes, in the matrix and in the box."""
+        box, (height, _) = self.tensor_map, self.tensor_map.array.shape
+        row, byte = int(self.row[i]), int(self.column[i]) * box.itemsize
+
+        def overlap(first: int, size: int, end: int) -> tuple[slice, slice]:
+            start, stop = max(first, 0), max(min(first + size, end), 0)
+            return slice(start, stop), slice(start - first, max(stop - first, 0))
+
+        (rows, to_rows), (bytes_, to_bytes) = overlap(row, box.box[0], height), overlap(byte, box.row_bytes, box.pitch)
+        return rows, bytes_, to_rows, to_bytes
+
+    @cached_property
+    def reads(self) -> Places:
+        """What there is of the boxes' rows."""
+        lanes, starts, sizes = [], [], []
+        for i in range(len(self.lanes)):
+            rows, bytes_, *_ = self.inside(i)
+            starts.append(self.start + np.arange(rows.start, rows.stop) * self.tensor_map.pitch + bytes_.start)
+            sizes.append(np.full(len(starts[-1]), max(bytes_.stop - bytes_.start, 0)))
+            lanes.append(np.full(len(starts[-1]), self.lanes[i]))
+        return np.concatenate(lanes), np.concatenate(starts), np.concatenate(sizes)
+
+    @property
+    def writes(self) -> Places:
+        """The targets, in whole: a swizzle moves bytes within its span only."""
+        return self.lanes, self.target, np.full(len(self.lanes), self.tensor_map.box_bytes)
+
+    def take(self, memory: Memory) -> None:
+        """Read the matrix, and zeros around it."""
+        if self.taken is not None:
+            return
+        box, (height, _) = self.tensor_map, self.tensor_map.array.shape
+        matrix = memory.arena[self.start : self.start + height * box.pitch].reshape(height, box.pitch)
+        self.taken = np.zeros((len(self.lanes), box.box[0], box.row_bytes), np.uint8)
+        for i, taken in enumerate(self.taken):
+            rows, bytes_, to_rows, to_bytes = self.inside(i)
+            taken[to_rows, to_bytes] = matrix[rows, bytes_]
+
+    def write(self, memory: Memory) -> None:
+        """Write the targets. Windows lie so that bits of arena offsets are bits of shared addresses."""
+        self.take(memory)
+        assert self.taken is not None
+        linear = self.target[:, None] + np.arange(0, self.tensor_map.box_bytes, _PIECE)
+        places = swizzle(linear, self.tensor_map.swizzle or _PIECE) // _PIECE
+        memory.arena.reshape(-1, _PIECE)[places] = self.taken.reshape(*places.shape, _PIECE)
+        self.taken = None
+
+    def only(self, mask: Array) -> Self:
+        """Some of the entries, with what they have taken."""
+        part = super().only(mask)
+        part.taken = None if self.taken is None else self.taken[mask]
+        return part
 
 
 @binder("cp")
@@ -36,9 +162,9 @@ def _copy(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     elif opcode.flag("mbarrier"):
         handler = _arrive(machine, instruction, opcode)
     elif kind == "bulk" and opcode.flag("prefetch"):
-        handler = prefetch(machine, instruction, opcode)
+        handler = _prefetch(machine, instruction, opcode)
     else:
-        handler = (bulk if kind == "bulk" else _small)(machine, instruction, opcode)
+        handler = (_bulk if kind == "bulk" else _small)(machine, instruction, opcode)
     if opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
     return handler
@@ -67,7 +193,7 @@ def _group(machine: Machine, instruction: Instruction, opcode: Opcode, kind: str
 def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
     """cp.async of 4, 8 or 16 bytes per lane; an optional operand says how many of them to read, or whether none."""
     cached = opcode.choice("ca", "cg")
-    if not any(opcode.flag(space) for space in SHARED[:2]) or not opcode.flag("global"):
+    if not any(opcode.flag(space) for space in _SHARED) or not opcode.flag("global"):
         raise UnknownOpcode(instruction.opcode)
     target, source, size, *more = instruction.operands
     if "L2::cache_hint" in instruction.opcode:
@@ -76,8 +202,8 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handle
         raise ValueError(f"cp.async.{cached} copies {'4, 8 or 16' if cached == 'ca' else '16'} bytes")
     count, ignores = size.bits, bool(more) and isinstance(more[0], ir.Register) and bits_of(more[0].type) == 1
     read_size = machine.reader(more[0] if more else size, "pred" if ignores else "u32")
-    locate_target = offsets_of(machine, instruction, "store", "shared", target, count)
-    locate_source = offsets_of(machine, instruction, "load", "global", source, count)
+    locate_target = _offsets_of(machine, instruction, "store", "shared", target, count)
+    locate_source = _offsets_of(machine, instruction, "load", "global", source, count)
     pending = machine.unit(EffectQueue)
 
     def copy(lanes: Lanes) -> None:
@@ -85,8 +211,8 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handle
         sizes, wanted = np.full(len(indices), count), np.broadcast_to(read_size(lanes), indices.shape)
         read = np.where(wanted, 0, count) if ignores else wanted.astype(np.int64)
         if (read > count).any():
-            place = machine.fault_place(instruction, int(indices[int(np.argmax(read > count))]))
-            raise MemoryFault(f"{place}: {int(read.max())} bytes to read, more than the {count} of the copy")
+            _, where = machine.first_fault(instruction, lanes, read > count)
+            raise MemoryFault(f"{where}: {int(read.max())} bytes to read, more than the {count} of the copy")
         pending.issue(
             Copies(
                 instruction=instruction,
@@ -96,7 +222,6 @@ def _small(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handle
                 target=locate_target(lanes, sizes),
                 read=read,
                 size=sizes,
-                group=pending.committed["cp.async"][indices],
                 barrier=np.full(len(indices), -1),
             )
         )
@@ -109,7 +234,7 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handl
     extra = not opcode.flag("noinc")
     if not opcode.flag("arrive") or not opcode.flag("b64"):
         raise UnknownOpcode(instruction.opcode)
-    space = opcode.choice(*SHARED[:2], default="generic").split("::")[0]
+    space = opcode.choice(*_SHARED, default="generic").split("::")[0]
     find = MBarrierOperand(machine, instruction, space, instruction.operands[0], "load").objects
 
     def arrive(lanes: Lanes) -> None:
@@ -117,20 +242,186 @@ def _arrive(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handl
         for barrier, who in find(lanes):
             places[who] = barrier.place
             barrier.missing += len(who) if extra else 0
-        zero = np.zeros_like(places)
-        machine.unit(EffectQueue).arrive(
+        arrival = Effect(instruction=instruction, kind="cp.async", lanes=indices, barrier=places, arrives=True)
+        machine.unit(EffectQueue).arrive(arrival)
+
+    return arrive
+
+
+# The copy engine
+
+
+def _offsets_of(machine: Machine, instruction: Instruction, kind: str, space: str, operand: ir.Operand, align: int
+             ) -> Callable[[Lanes, Array], Array]:  # fmt: skip
+    """Function (lanes, sizes) -> arena offsets; 0 where the size is 0, as such an address may be anything."""
+    locate = locator(machine, MemoryAccess(instruction, kind, space, "weak", "b8", align, ()), operand)
+
+    def offsets(lanes: Lanes, sizes: Array) -> Array:
+        found, some = np.zeros(len(sizes), np.int64), sizes > 0
+        if some.any():
+            found[some] = locate(as_lanes(indices_of(lanes)[some]), sizes[some])
+        return found
+
+    return offsets
+
+
+def _bulk(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
+    """cp.async.bulk and cp.async.bulk.tensor.2d."""
+    tensor = opcode.flag("tensor")
+    if tensor and not opcode.flag("2d"):
+        raise UnknownOpcode(instruction.opcode)
+    opcode.flag("tile")  # the mode of a tensor copy that is meant without it too
+    told, multicast = opcode.flag("mbarrier::complete_tx::bytes"), opcode.flag("multicast::cluster")
+    to, origin = (*opcode.modifiers, "", "")[:2]
+    if told == opcode.flag("bulk_group") or (to, origin) not in _ways(tensor, told, multicast):
+        raise UnknownOpcode(instruction.opcode)
+    opcode.modifiers = [word for word in opcode.modifiers if word not in (to, origin)]
+    target, source, *more = instruction.operands
+    size = None if tensor else more.pop(0)
+    place = _offsets_of(machine, instruction, "store", to, target, _BOX_ALIGNMENT if tensor else 16)
+    route = _route(machine, instruction, more, told, multicast)
+    if size is None:
+        return _boxes(machine, instruction, source, place, route)
+    return _runs(machine, instruction, source, origin, size, place, route)
+
+
+def _ways(tensor: bool, told: bool, multicast: bool) -> set[tuple[str, str]]:
+    """What copies of a kind go (to, from)."""
+    if multicast:
+        return {("shared::cluster", "global")} if told else set()
+    if told:
+        filled = {("shared::cta", "global"), ("shared::cluster", "global")}
+        return filled if tensor else filled | {("shared::cluster", "shared::cta")}
+    return set() if tensor else {("global", "shared::cta")}
+
+
+def _route(machine: Machine, instruction: Instruction, more: list[ir.Operand], told: bool, multicast: bool) -> Route:
+    """Where copies go and whom they tell: a multicast, to the same place in each block that the mask names."""
+    at = MBarrierOperand(machine, instruction, "shared::cluster", more[0], "load") if told else None
+    read_mask = machine.reader(more[1], "u16") if multicast else None
+
+    def route(lanes: Lanes, targets: Array) -> tuple[Array, Array, Array]:
+        who = np.arange(len(targets))
+        if at is None:
+            return who, targets, np.full(len(targets), -1)
+        barriers = at.locate(lanes)
+        if read_mask is not None:
+            masks = np.broadcast_to(read_mask(lanes), targets.shape)
+            who, shifts = machine.cluster_memory.shifts(instruction, indices_of(lanes), masks)
+            targets, barriers = targets[who] + shifts, barriers[who] + shifts
+        list(at.objects(indices_of(lanes)[who], barriers))  # they have to be there
+        return who, targets, barriers
+
+    return route
+
+
+def _sizes(machine: Machine, instruction: Instruction, operand: ir.Operand) -> Callable[[Lanes], Array]:
+    """Function lanes -> bytes of their copies, multiples of 16."""
+    read = machine.reader(operand, "u32")
+
+    def sizes(lanes: Lanes) -> Array:
+        indices = indices_of(lanes)
+        found = np.broadcast_to(read(lanes), indices.shape).astype(np.int64)
+        wrong = found % 16 != 0
+        if wrong.any():
+            first, where = machine.first_fault(instruction, lanes, wrong)
+            raise MemoryFault(f"{where}: the size has to be a multiple of 16 bytes, not {int(found[first])}")
+        return found
+
+    return sizes
+
+
+def _prefetch(machine: Machine, instruction: Instruction, opcode: Opcode) -> Handler:
+    """cp.async.bulk.prefetch: a hint, that moves nothing; but a run of bytes has to be there, where a box need not."""
+    tensor = opcode.flag("tensor")
+    if not (opcode.flag("L2") and opcode.flag("global") and (not tensor or opcode.flag("2d"))):
+        raise UnknownOpcode(instruction.opcode)
+    if tensor:
+        opcode.flag("tile")
+        return lambda lanes: None
+    source, size = instruction.operands[:2]
+    sizes_of = _sizes(machine, instruction, size)
+    locate = _offsets_of(machine, instruction, "load", "global", source, 16)
+
+    def look(lanes: Lanes) -> None:
+        locate(lanes, sizes_of(lanes))
+
+    return look
+
+
+def _runs(machine: Machine, instruction: Instruction, source: ir.Operand, origin: str, size: ir.Operand,
+          place: Callable[[Lanes, Array], Array], route: Route) -> Handler:  # fmt: skip
+    """Any multiple of 16 bytes per lane."""
+    sizes_of, pending = _sizes(machine, instruction, size), machine.unit(EffectQueue)
+    locate_source = _offsets_of(machine, instruction, "load", origin, source, 16)
+
+    def copy(lanes: Lanes) -> None:
+        indices, sizes = indices_of(lanes), sizes_of(lanes)
+        sources = locate_source(lanes, sizes)
+        who, targets, barriers = route(lanes, place(lanes, sizes))
+        pending.issue(
             Copies(
                 instruction=instruction,
-                kind="cp.async",
-                lanes=indices,
-                source=zero,
-                target=zero,
-                read=zero,
-                size=zero,
-                group=zero + UNGROUPED,
-                barrier=places,
-                arrives=True,
+                kind="bulk",
+                lanes=indices[who],
+                source=sources[who],
+                target=targets,
+                read=sizes[who],
+                size=sizes[who],
+                barrier=barriers,
             )
         )
 
-    return arrive
+    return copy
+
+
+def _boxes(machine: Machine, instruction: Instruction, source: ir.Operand, place: Callable[[Lanes, Array], Array],
+           route: Route) -> Handler:  # fmt: skip
+    """One box of a tensor map per lane."""
+    if not isinstance(source, ir.Address) or len(source.coordinates) != 2:
+        raise ValueError("a box of two dimensions is at [map, {column, row}]")
+    read_map = machine.reader(source.base, "u64")
+    read_column, read_row = (machine.reader(coordinate, "s32") for coordinate in source.coordinates)
+    pending, shift = machine.unit(EffectQueue), source.offset - BASE
+
+    def map_at(offset: int, lane: int) -> tuple[TensorMap, int]:
+        known = machine.launch.tensor_maps.get(offset)
+        if known is None:
+            where = machine.fault_place(instruction, lane)
+            raise MemoryFault(f"{where}: no argument that is a tensor map is at address {offset + BASE:#x}")
+        return known
+
+    def aligned(tensor_map: TensorMap, indices: Array, columns: Array) -> None:
+        """Refuse columns that hardware takes for an illegal instruction (seen on an H200)."""
+        wrong = columns * tensor_map.itemsize % 16 != 0
+        if wrong.any():
+            first, where = machine.first_fault(instruction, indices, wrong)
+            rule = f"the column has to be a multiple of {16 // tensor_map.itemsize}, 16 bytes"
+            raise MemoryFault(f"{where}: {rule}, not {int(columns[first])}")
+
+    def copy(lanes: Lanes) -> None:
+        everybody = indices_of(lanes)
+        maps = np.broadcast_to(read_map(lanes).view(np.int64) + shift, everybody.shape)
+        columns, rows = (np.broadcast_to(read(lanes), everybody.shape) for read in (read_column, read_row))
+        for offset in np.unique(maps).tolist():
+            mine = maps == offset
+            indices = everybody[mine]
+            tensor_map, start = map_at(offset, int(indices[0]))
+            aligned(tensor_map, indices, columns[mine])
+            targets = place(as_lanes(indices), np.full(len(indices), tensor_map.box_bytes))
+            who, targets, barriers = route(as_lanes(indices), targets)
+            pending.issue(
+                Boxes(
+                    instruction=instruction,
+                    kind="bulk",
+                    lanes=indices[who],
+                    tensor_map=tensor_map,
+                    start=start,
+                    column=columns[mine][who].astype(np.int64),
+                    row=rows[mine][who].astype(np.int64),
+                    target=targets,
+                    barrier=barriers,
+                )
+            )
+
+    return copy

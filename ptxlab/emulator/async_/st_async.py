@@ -1,7 +1,5 @@
 """st.async and red.async: stores and additions to another block's shared memory, which tell an mbarrier there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +7,7 @@ import numpy as np
 
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.addressing import elements, locator
-from ptxlab.emulator.core.effect import UNGROUPED, Effect, Places
+from ptxlab.emulator.core.effect import Effect, Places
 from ptxlab.emulator.core.effect_queue import EffectQueue
 from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
 from ptxlab.emulator.core.machine import Machine, binder
@@ -19,8 +17,6 @@ from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of
 from ptxlab.emulator.ops.atomic import combination, rounds
 from ptxlab.emulator.sync.mbarrier import MBarrierOperand
-
-_TYPES = ("b32", "u32", "s32", "b64", "u64", "s64", "f32", "f64")  # the first five of red.async too
 
 
 @dataclass(eq=False, kw_only=True)
@@ -32,18 +28,9 @@ class Stores(Effect):
     combine: Callable[..., Array] | None = None
 
     @property
-    def reads(self) -> Places:
-        """Nothing in memory: its values it has taken along."""
-        none = np.zeros(0, np.int64)
-        return none, none, none
-
-    @property
     def writes(self) -> Places:
         """The target."""
         return self.lanes, self.target, np.full(len(self.lanes), self.values[:1].nbytes)
-
-    def take(self, memory: Memory) -> None:
-        """There is nothing to read."""
 
     def write(self, memory: Memory) -> None:
         """Write the targets; additions to one of them go one after another."""
@@ -59,25 +46,19 @@ class Stores(Effect):
 def _remote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     opcode = Opcode(instruction.opcode)
     adds = opcode.name == "red"
-    needed = ("async", "relaxed" if adds else "weak", "shared::cluster", "mbarrier::complete_tx::bytes")
-    flags = [opcode.flag(word) for word in needed]
-    if adds:
-        opcode.choice("cluster")
-    if not (flags[0] and flags[2] and flags[3]):  # the order may be left out: there is one only
+    needed = [opcode.flag(word) for word in ("async", "shared::cluster", "mbarrier::complete_tx::bytes")]
+    opcode.flag("relaxed" if adds else "weak")  # the order may be left out: there is one only
+    if not all(needed) or (adds and not opcode.flag("cluster")):
         raise UnknownOpcode(instruction.opcode)
     operation = opcode.choice("add", "min", "max", "and", "or", "xor", "inc", "dec") if adds else ""
     count = 1 if adds else int(opcode.choice("v2", "v4", default="v1")[1])
-    t = opcode.choice(
-        *(["u32", "s32", "u64", "b32"] if adds else ["b32", "u32", "s32", "f32", "b64", "u64", "s64", "f64"])
-    )
+    t = opcode.choice("b32", "u32", "s32", "u64", *(() if adds else ("f32", "b64", "s64", "f64")))
     if opcode.modifiers:
         raise UnknownOpcode(instruction.opcode)
     address, source, barrier = instruction.operands
     access = MemoryAccess(instruction, "store", "shared::cluster", "weak", t, count, (operation,))
-    locate, at = (
-        locator(machine, access, address),
-        MBarrierOperand(machine, instruction, "shared::cluster", barrier, "load"),
-    )
+    locate = locator(machine, access, address)
+    at = MBarrierOperand(machine, instruction, "shared::cluster", barrier, "load")
     as_bits = t if adds else f"u{bits_of(t)}"
     readers = [machine.reader(item, as_bits) for item in elements(source, count)]
     combine, pending = combination(operation, t) if adds else None, machine.unit(EffectQueue)
@@ -96,7 +77,6 @@ def _remote(machine: Machine, instruction: Instruction, pc: int) -> Handler:
                 target=locate(lanes),
                 values=np.stack(columns, axis=1).astype(DTYPES[as_bits]),
                 combine=combine,
-                group=np.full(len(indices), UNGROUPED),
                 barrier=barriers,
             )
         )

@@ -4,8 +4,6 @@ Each of the four warps does its 16 rows by itself, as an effect of its own (`eff
 and shared memory and writes the accumulators only when its group is waited for.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -23,8 +21,7 @@ from ptxlab.emulator.core.warp import EVERYBODY, together, whole_warps
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
-from ptxlab.emulator.front.types import Array
-from ptxlab.emulator.ops.mma import integers, registers_of, to_int32
+from ptxlab.emulator.front.types import Array, limits
 from ptxlab.errors import ArgumentError, EmulationError, MemoryFault
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import WGMMA_N, Fragment, mma_a, wgmma_d
@@ -96,17 +93,17 @@ class WgmmaProducts(Effect):
     def operand(self, memory: Memory, descriptor: int, base: int, rows: int, type_name: str) -> Array:
         """A matrix in shared memory, float32 [rows, 32]."""
         places = (pieces(descriptor, rows) + base) // _PIECE
-        result: Array = (
-            memory.arena.reshape(-1, _PIECE)[places].reshape(rows, 32).view(_TYPES[type_name]).astype(np.float32)
-        )
-        return result
+        found: Array = memory.arena.reshape(-1, _PIECE)[places].reshape(rows, 32)
+        return found.view(_TYPES[type_name]).astype(np.float32)
 
     def take(self, memory: Memory) -> None:
         """Multiply: exact in float32, as a sum of 32 products stays below 2^24."""
         if self.taken is not None:
             return
         decoded, taken = self.decoded, np.empty((len(self.lanes), ROWS, self.decoded.n), np.int64)
-        own = integers(mma_a(32), decoded.read_a(self.all_lanes), decoded.a_type) if decoded.read_a else None
+        own = None
+        if decoded.read_a:
+            own = mma_a(32).gather(decoded.read_a(self.all_lanes), _TYPES[decoded.a_type]).astype(np.float32)
         keys = np.stack([self.base, self.a.view(np.int64), self.b.view(np.int64)])
         distinct, which = np.unique(keys, axis=1, return_inverse=True)
         for i, (base, a, b) in enumerate(zip(*distinct.tolist(), strict=True)):
@@ -126,8 +123,8 @@ class WgmmaProducts(Effect):
         assert self.taken is not None
         decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n), self.all_lanes
         before = fragment.gather(decoded.read_d(lanes), np.int32).astype(np.int64)
-        after = to_int32(np.where(self.adds[:, None, None], before, 0) + self.taken, decoded.saturates)
-        columns = fragment.scatter(after)
+        sums = np.where(self.adds[:, None, None], before, 0) + self.taken
+        columns = fragment.scatter((sums.clip(*limits("s32")) if decoded.saturates else sums).astype(np.int32))
         for i, write in enumerate(decoded.write_d):
             write(lanes, columns[:, :, i].reshape(-1))
         self.taken = None
@@ -144,12 +141,6 @@ class WgmmaProducts(Effect):
             starts.append(np.concatenate(places).reshape(-1) + self.base[i])
             lanes.append(np.full(starts[-1].shape, lane))
         return np.concatenate(lanes), np.concatenate(starts), np.full(sum(map(len, starts)), _PIECE)
-
-    @property
-    def writes(self) -> Places:
-        """Nothing in memory."""
-        none = np.zeros(0, np.int64)
-        return none, none, none
 
 
 @binder("wgmma")
@@ -177,6 +168,12 @@ def _wgmma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     return together(machine, pc, EVERYBODY, fence)
 
 
+def _reader(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], Array]:
+    """Function: lanes, whole warps -> what the registers hold, u32 [warps, 32, registers]."""
+    readers = [machine.reader(register, "b32") for register in registers]
+    return lambda lanes: np.stack([read(lanes).reshape(-1, 32) for read in readers], axis=-1)
+
+
 def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: list[str]) -> Handler:
     """mma_async."""
     saturates = "satfinite" in modifiers
@@ -185,14 +182,14 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
     if n not in WGMMA_N or len(types) != 3 or types[0] != "s32" or not set(types[1:]) <= set(_TYPES):
         raise UnknownOpcode(instruction.opcode)
     d, a, b, scale = instruction.operands
-    d_registers, a_registers = elements(d, n // 2), a.items if isinstance(a, ir.Vector) else ()
+    d_registers, a_registers = elements(d, n // 2), elements(a, 4) if isinstance(a, ir.Vector) else ()
     decoded = DecodedWgmma(
         n=n,
         a_type=types[1],
         b_type=types[2],
         saturates=saturates,
-        read_a=registers_of(machine, a, 4) if a_registers else None,
-        read_d=registers_of(machine, d, n // 2),
+        read_a=_reader(machine, a_registers) if a_registers else None,
+        read_d=_reader(machine, d_registers),
         write_d=tuple(machine.writer(register, "b32") for register in d_registers),
         a_registers=a_registers,
         d_registers=d_registers,
@@ -240,7 +237,6 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
                 instruction=instruction,
                 kind="wgmma",
                 lanes=first,
-                group=pending.committed["wgmma"][first],
                 barrier=np.full(len(first), -1),
                 decoded=decoded,
                 base=machine.shared_base[first],

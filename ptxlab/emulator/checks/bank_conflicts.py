@@ -1,7 +1,5 @@
 """What each shared-memory instruction costs, by the bank model of `layout.banks`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -30,7 +28,7 @@ class BankConflicts(Check):
     def count(self, access: MemoryAccess, lanes: Lanes, offsets: Array, store: bool) -> None:
         """Enter one execution by some warps."""
         launch, instruction = self.machine.launch, access.instruction
-        if instruction.opcode.split(".")[0] not in COUNTED or not launch.is_shared(offsets[:1])[0]:
+        if instruction.head not in COUNTED or not launch.is_shared(offsets[:1])[0]:
             return
         indices = indices_of(lanes)
         warps, row = np.unique(indices // 32, return_inverse=True)

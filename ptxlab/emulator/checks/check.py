@@ -1,7 +1,5 @@
 """The base of all checks: a watcher of one machine, which can report findings."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.core.lanes import Lanes, indices_of

@@ -10,8 +10,6 @@ count whole warps. A warp is reported once. (PTX ISA, 9.7.13.1: in conditionally
 where all threads of a warp evaluate the condition alike; who has exited is not waited for.)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,9 +163,8 @@ class Divergence(Check):
             what = "executes it in another turn of the loop"
         else:
             what = f"executes {self.machine.code[one.pc].seen_from(instruction)}, instead"
-        message = (
-            f"all threads of a warp have to execute it together, but thread ({','.join(map(str, thread))}) {what};"
-        )
+        who = ",".join(map(str, thread))
+        message = f"all threads of a warp have to execute it together, but thread ({who}) {what};"
         lanes = self.lanes_of(warp, other)
         self.report(instruction, "divergence", lanes, np.ones(count_of(lanes), bool), message)
         self.here[warp * 32 : warp * 32 + 32] = False

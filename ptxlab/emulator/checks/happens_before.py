@@ -5,8 +5,6 @@ on: that of the lanes which do so, to the lanes which do so. Lanes of one warp o
 barriers alone; neither running in step nor exchanging values (shfl, vote) does. The checks "race" and "async" ask.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.checks.check import Check

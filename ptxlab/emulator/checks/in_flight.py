@@ -17,11 +17,9 @@ wants the fence in the block of the copy, of which the ISA says nothing; here a 
 An mbarrier is seen once it has been fenced by its thread, or by one that has heard of it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
-from ptxlab.emulator.async_.copy_effects import Boxes, Copies
+from ptxlab.emulator.async_.cp_async import Boxes, Copies
 from ptxlab.emulator.checks.check import Check
 from ptxlab.emulator.checks.happens_before import HappensBefore, actors_of
 from ptxlab.emulator.core.access import MemoryAccess
@@ -75,9 +73,8 @@ class InFlight(Check):
         if wrong.any():
             start = int(offsets[int(np.argmax(wrong))])
             place = start + int(np.argmax(self.busy[start : start + access.size] & flags))
-            self.report(
-                access.instruction, "async", lanes, wrong, f"{does} {self.whose(access.instruction, place, flags)}"
-            )
+            what = self.whose(access.instruction, place, flags)
+            self.report(access.instruction, "async", lanes, wrong, f"{does} {what}")
 
     def whose(self, instruction: Instruction, place: int, flags: int) -> str:
         """A byte in flight that an instruction meets, and who moves it, in words."""

@@ -1,7 +1,5 @@
 """The check "init": reads of registers, and of bytes of memory, that nobody has written."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,7 +30,7 @@ class Initialised(Check):
         for start in machine.launch.shared_windows:
             self.memory[start : start + machine.launch.window_bytes] = False
         local = machine.launch.local_window
-        self.memory[local : local + machine.local_pitch * machine.lanes] = False
+        self.memory[local : local + machine.launch.local_pitch * machine.lanes] = False
 
     def rows(self, registers: list[Register]) -> dict[str, Array]:
         """Flags of registers, by name."""
@@ -54,9 +52,8 @@ class Initialised(Check):
                 return handler(lanes)
             for name, known in reads.items():
                 if not known[lanes].all():
-                    self.report(
-                        instruction, "uninitialised", lanes, ~known[lanes], f"{name} is read, but never written"
-                    )
+                    message = f"{name} is read, but never written"
+                    self.report(instruction, "uninitialised", lanes, ~known[lanes], message)
                     known[lanes] = True
             successors = handler(lanes)
             for known in writes:
@@ -112,27 +109,22 @@ class Initialised(Check):
         outside = members >> sources.astype(np.uint32) & np.uint32(1) == 0
         if outside.any():
             first = int(np.argmax(outside))
-            message = (
-                f"takes the value of lane {sources[first]}, which does not take part (members {members[first]:#010x}),"
-            )
-            self.report(instruction, "uninitialised", lanes, outside, message)
+            where = f"lane {sources[first]}, which does not take part (members {members[first]:#010x}),"
+            self.report(instruction, "uninitialised", lanes, outside, f"takes the value of {where}")
 
     def issue(self, effect: Effect) -> None:
         """Look at what is read; what is written counts as written, `in_flight` knows when."""
-        lanes, _, sizes = effect.reads
-        places = effect.read_bytes
-        known = self.memory[places]
-        if not known.all():
-            message = f"takes {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"
-            self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
+        adds = "adds to" if effect.accumulates else ""
+        for (lanes, _, sizes), places, does in (
+            (effect.reads, effect.read_bytes, "takes"),
+            (effect.writes, effect.written_bytes, adds),
+        ):
+            known = self.memory[places]
+            if does and not known.all():
+                place = self.machine.memory.byte(int(places[int(np.argmin(known))]))
+                message = f"{does} {place}, which was never written"
+                self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
             self.memory[places] = True
-        lanes, _, sizes = effect.writes
-        places = effect.written_bytes
-        known = self.memory[places]
-        if effect.accumulates and not known.all():
-            message = f"adds to {self.machine.memory.byte(int(places[int(np.argmin(known))]))}, which was never written"
-            self.report(effect.instruction, "uninitialised", lanes, by_entry(~known, sizes), message)
-        self.memory[places] = True
         for register, lanes in effect.adds_to:
             unknown = ~self.registers[bits_of(register.type)][register.index, lanes]
             if unknown.any():

@@ -12,8 +12,6 @@ To track every load would double the time of a launch. So it first runs as ever;
 loads then, it runs once more, in the very same order, and only the values of those loads are tracked.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import reduce
 from typing import Any
@@ -102,7 +100,7 @@ class LoadTaint(Check):
 
     def of(self, operand: Operand, lanes: Lanes) -> Marks:
         """Those of an operand."""
-        return self.joined(list(registers((operand,))), lanes)
+        return self.joined(registers((operand,)), lanes)
 
     def joined(self, sources: list[Register], lanes: Lanes) -> Marks:
         """Those of several registers."""
@@ -112,8 +110,7 @@ class LoadTaint(Check):
     def union(self, a: Marks, b: Marks) -> Marks:
         """The sets of both."""
         if not a.any() or not b.any():
-            result: Array = a + b
-            return result
+            return a + b
         pairs, index = np.unique(np.stack((a, b)), axis=1, return_inverse=True)
         both = [self.number(self.sets[i] | self.sets[j]) for i, j in pairs.T.tolist()]
         return np.array(both)[index.reshape(-1)]

@@ -1,7 +1,5 @@
 """The check "lanes": recomputes annotated instructions lane by lane, in wide integers; see `lane_annotation`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.checks.check import Check

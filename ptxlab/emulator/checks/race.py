@@ -8,9 +8,8 @@ instruction are reported too. Stores of the value that is there already are not;
 nobody uses (`load_taint`).
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -36,10 +35,10 @@ class Race:
     past: Array  # events
     reads: Array  # that of the two events which is a read, if one is
 
-    def only(self, mask: Array) -> Race:
+    def only(self, mask: Array) -> Self:
         """Some of the bytes."""
-        parts = (part[mask] for part in (self.lane, self.places, self.past, self.reads))
-        return Race(self.instruction, self.what, self.lanes, *parts)
+        part = {name: getattr(self, name)[mask] for name in ("lane", "places", "past", "reads")}
+        return replace(self, **part)
 
 
 class Races(HappensBefore):
@@ -77,10 +76,8 @@ class Races(HappensBefore):
         super().store(access, lanes, offsets, values)
         strong = access.order != "weak"
         places, threads, events = self.events(access, lanes, offsets, strong)
-        new = (
-            np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:]))).view(np.uint8).reshape(-1)
-        )
-        changed = self.machine.memory.arena[places] != new
+        new = np.ascontiguousarray(np.broadcast_to(values, (len(offsets), *values.shape[1:])))
+        changed = self.machine.memory.arena[places] != new.view(np.uint8).reshape(-1)
         for past in (self.writes, self.reads, self.other_reads):
             self.compare(access.instruction, access.size, lanes, places, threads, past, strong, "write to", changed)
         self.reads[places] = self.other_reads[places] = 0
@@ -131,7 +128,7 @@ class Races(HappensBefore):
         if reads is not None:
             race.reads = reads[wrong]
         code = codes_of(race.reads)
-        ordinary = (reads is not None or self.is_read(events)) & self.loads[code] & (race.reads & STRONG == 0)
+        ordinary = (reads is not None or events is not self.writes) & self.loads[code] & (race.reads & STRONG == 0)
         ordinary &= actors_of(race.reads) < self.machine.lanes
         self.machine.launch.suspects.update(code[ordinary].tolist())
         if self.taint is None:
@@ -142,10 +139,6 @@ class Races(HappensBefore):
             self.taint.hold(held.reads, lambda used: self.tell(held.only(used)))
         if not ordinary.all():
             self.tell(race.only(~ordinary))
-
-    def is_read(self, events: Array) -> bool:
-        """Whether these are past reads."""
-        return events is self.reads or events is self.other_reads
 
     def tell(self, race: Race) -> None:
         """Report it."""

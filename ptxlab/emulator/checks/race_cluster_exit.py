@@ -3,8 +3,6 @@
 A block knows of what others did to its memory what its warps know when they end; `race` keeps these clocks.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.checks.check import Check

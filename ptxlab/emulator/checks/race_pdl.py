@@ -12,8 +12,6 @@ runs, and ptxas has moved such loads ahead of the wait, which the compiler makes
 the SASS of a kernel that read offsets so, 13.0).
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.checks.check import Check
@@ -58,8 +56,7 @@ class RacePdl(Check):
             members = np.flatnonzero(clocks.row == row)
             since = self.since[members[0] // clocks.size]
             self.behind[members] |= bool(((since > 0) & (clocks.rows[row] >= since)).any())
-        result: Array = self.behind[indices]
-        return result
+        return self.behind[indices]
 
     # Accesses
 
@@ -101,8 +98,7 @@ class RacePdl(Check):
         """Which of these bytes lie in the predecessor's buffers."""
         if not self.theirs.any():
             return np.zeros(len(offsets), bool)
-        inside: Array = self.theirs[np.searchsorted(self.machine.memory.starts_array, offsets, "right") - 1]
-        return inside
+        return self.theirs[np.searchsorted(self.machine.memory.starts_array, offsets, "right") - 1]
 
     def write(self, instruction: Instruction, indices: Array, offsets: Array) -> None:
         """Report writes to global memory that lie behind no wait."""

@@ -5,8 +5,6 @@ copy engine brings, and what tensor cores multiply, takes as many steps as it wo
 prediction of a time, but shows who waits for whom. Without it the clock counts the instructions of all warps together.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable
 from typing import Any

@@ -11,8 +11,6 @@ actor and each space that is fenced by itself, there is one more: what of it som
 what its lane knows into what it knows to be visible; then barriers and the like hand that on, as they do everything.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -144,13 +142,8 @@ class Clocks:
         """Where the rows of its cluster tell of each lane's actors, of every kind; and the numbers of these."""
         if self.kinds == 1:
             return lanes % self.size, lanes
-        kind = np.repeat(np.arange(self.kinds), len(lanes))
-        return kind * self.size + np.tile(lanes % self.size, self.kinds), self.actors(lanes)
-
-    def actors(self, lanes: Array) -> Array:
-        """The numbers of each lane's actors, of every kind."""
-        result: Array = (np.arange(self.kinds)[:, None] * self.lanes + lanes).reshape(-1)
-        return result
+        kinds = np.arange(self.kinds)[:, None]
+        return (kinds * self.size + lanes % self.size).reshape(-1), (kinds * self.lanes + lanes).reshape(-1)
 
     def by_cluster(self, lanes: Array) -> Iterator[tuple[int, Array]]:
         """The lanes of each cluster."""

@@ -4,8 +4,6 @@ They are in use until wgmma.wait_group. And a wgmma sees only what registers hel
 warp needs before its first.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A memory instruction, decoded."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

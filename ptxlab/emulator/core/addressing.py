@@ -1,13 +1,11 @@
-"""Loads, stores and atomics."""
-
-from __future__ import annotations
+"""Address operands -> places in the arena, checked for alignment and bounds."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 from ptxlab.emulator.core.access import AccessSizes, MemoryAccess
-from ptxlab.emulator.core.lanes import Lanes, count_of, indices_of
+from ptxlab.emulator.core.lanes import Lanes, count_of
 from ptxlab.emulator.core.machine import Machine
 from ptxlab.emulator.core.memory import BASE, SHARED_START, Region
 from ptxlab.emulator.front import ir
@@ -43,8 +41,7 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
 
     def check_alignment(lanes: Lanes, offsets: Array) -> None:
         if np.bitwise_or.reduce(offsets) & (size - 1):
-            first = int(np.argmax(offsets & (size - 1) != 0))
-            where = machine.fault_place(access.instruction, indices_of(lanes)[first])
+            first, where = machine.first_fault(access.instruction, lanes, offsets & (size - 1) != 0)
             value = int(offsets[first]) + (BASE if windows is None else 0)
             raise MemoryFault(f"{where}: address {value:#x} is not a multiple of the {size} bytes accessed")
 
@@ -58,14 +55,10 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
         start = 0 if space == "local" else SHARED_START
         end = start + (machine.launch.entry.local_bytes if space == "local" else machine.launch.window_bytes)
         if int(offsets.min()) < start or furthest(offsets, sizes) > end:
-            first = int(np.argmax((offsets < start) | (offsets + sizes > end)))
-            where = machine.fault_place(access.instruction, indices_of(lanes)[first])
+            first, where = machine.first_fault(access.instruction, lanes, (offsets < start) | (offsets + sizes > end))
             place = f"{size_at(sizes, first)} bytes at {space.split('::')[0]} address {int(offsets[first]) - start}"
             raise MemoryFault(f"{where}: {place} (window of {end - start} bytes) are out of bounds")
-        result: Array = (
-            machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
-        )
-        return result
+        return machine.cluster_memory.windows[blocks] - SHARED_START + offsets if far else base[lanes] + offsets
 
     def anywhere(lanes: Lanes, sizes: AccessSizes = size) -> Array:
         offsets = addresses(lanes)
@@ -77,8 +70,7 @@ def locator(machine: Machine, access: MemoryAccess, address: ir.Operand) -> Loca
         else:
             outside, regions = machine.memory.touch_each(offsets, sizes)
             if outside.any():
-                first = int(np.argmax(outside))
-                where = machine.fault_place(access.instruction, indices_of(lanes)[first])
+                first, where = machine.first_fault(access.instruction, lanes, outside)
                 described = machine.memory.describe(int(offsets[first]), size_at(sizes, first))
                 raise MemoryFault(f"{where}: {size_at(sizes, first)} bytes at {described}, are out of bounds")
         if end > machine.cluster_memory.first_window:  # shared memory lies behind all buffers

@@ -6,11 +6,9 @@ without `mapa` still means the block it came from. Here it means the block that 
 the arena, so those of peers need no mapping.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
-from ptxlab.emulator.core.lanes import Lanes, indices_of
+from ptxlab.emulator.core.lanes import Lanes
 from ptxlab.emulator.core.memory import BASE, SHARED_START
 from ptxlab.emulator.core.wave import Wave
 from ptxlab.emulator.front.ir import Instruction
@@ -36,11 +34,6 @@ class ClusterMemory:
         block: Array = self.block[lanes]
         result: Array = block - block % self.size
         return result
-
-    def rank(self, lanes: Lanes) -> Array:
-        """The rank of each lane's block."""
-        rank: Array = self.block[lanes] % self.size
-        return rank
 
     def block_at(self, offsets: Array) -> Array:
         """The blocks whose shared windows hold these arena offsets; -1 for anywhere else."""
@@ -70,8 +63,7 @@ class ClusterMemory:
     def to_generic(self, instruction: Instruction, lanes: Lanes, addresses: Array) -> Array:
         """Addresses in the window of the cluster as generic ones."""
         blocks, within = self.resolve(instruction, lanes, addresses)
-        result: Array = self.windows[blocks] + within - SHARED_START + BASE
-        return result
+        return self.windows[blocks] + within - SHARED_START + BASE
 
     def from_generic(self, lanes: Lanes, addresses: Array) -> Array:
         """Generic addresses of shared memory in the window of the cluster."""
@@ -97,8 +89,7 @@ class ClusterMemory:
         """Refuse ranks beyond the cluster."""
         wrong = ranks >= self.size
         if wrong.any():
-            first = int(np.argmax(wrong))
-            where = self.wave.fault_place(instruction, int(indices_of(lanes)[first]))
+            first, where = self.wave.first_fault(instruction, lanes, wrong)
             raise EmulationError(f"{where}: block {int(ranks[first])} of a cluster of {self.size}")
 
     def check(self, instruction: Instruction, lanes: Lanes, blocks: Array) -> None:
@@ -110,8 +101,7 @@ class ClusterMemory:
         alive: Array = np.any(self.wave.alive.reshape(-1, self.wave.stride), axis=1)
         wrong = np.logical_or(strange, ~alive[blocks])
         if wrong.any():
-            first = int(np.argmax(wrong))
-            where = self.wave.fault_place(instruction, int(indices_of(lanes)[first]))
+            first, where = self.wave.first_fault(instruction, lanes, wrong)
             block = "({},{},{})".format(*self.wave.blocks[blocks[first]])
             why = "is of another cluster" if strange[first] else "has ended"
             raise MemoryFault(f"{where}: shared memory of block {block}, which {why}")

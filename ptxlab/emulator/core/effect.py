@@ -1,7 +1,5 @@
 """What an instruction may ask for that goes on while its threads do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Self
@@ -13,7 +11,7 @@ from ptxlab.emulator.front.ir import Instruction, Register
 from ptxlab.emulator.front.types import Array
 
 Places = tuple[Array, Array, Array]  # lanes, arena offsets, sizes
-UNGROUPED = 1 << 62  # group of what no wait_group waits for
+NONE = np.zeros(0, np.int64)
 
 
 def spans(starts: Array, sizes: Array, unit: int = 1) -> Array:
@@ -35,9 +33,10 @@ class Effect:
     instruction: Instruction
     kind: str  # whose groups it belongs to: "cp.async"; "bulk", the copy engine's; "wgmma", the tensor cores'
     lanes: Array  # that asked; of a warp the first
-    group: Array  # number of the lane's group of that kind
     barrier: Array  # arena offset of the mbarrier that hears of it; -1 for none
-    phase: Array = field(default_factory=lambda: np.zeros(0, np.int64))  # of that mbarrier when it heard; -1 before
+    # from the queue: number of the lane's group of that kind; phase of that mbarrier when it heard, -1 before
+    group: Array = field(default_factory=lambda: NONE)
+    phase: Array = field(default_factory=lambda: NONE)
     serial: int = 0  # counts issues
     arrives: bool = False  # no more than an arrival, once the lanes' earlier effects of its kind have landed
     landed: bool = False
@@ -46,12 +45,12 @@ class Effect:
     @property
     def reads(self) -> Places:
         """What of memory it reads."""
-        raise NotImplementedError
+        return NONE, NONE, NONE
 
     @property
     def writes(self) -> Places:
         """What of memory it writes."""
-        raise NotImplementedError
+        return NONE, NONE, NONE
 
     @cached_property
     def read_bytes(self) -> Array:
@@ -74,16 +73,14 @@ class Effect:
         return self.arrives or self.kind == "wgmma"
 
     def take(self, memory: Memory) -> None:
-        """Read the operands."""
-        raise NotImplementedError
+        """Read the operands, if there are any in memory."""
 
     def write(self, memory: Memory) -> None:
-        """Write the results."""
-        raise NotImplementedError
+        """Write the results, if there are any."""
 
     def only(self, mask: Array) -> Self:
         """Some of the entries."""
-        return replace(self, **{f.name: getattr(self, f.name)[mask] for f in fields(self) if f.type == "Array"})
+        return replace(self, **{f.name: getattr(self, f.name)[mask] for f in fields(self) if f.type == Array})
 
     def split(self, mask: Array) -> tuple[Self | None, Self | None]:
         """The entries where `mask` holds, and the others; None stands for no entry."""

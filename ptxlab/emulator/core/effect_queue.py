@@ -7,8 +7,6 @@ nobody waits for, at the very end. Whatever may happen in any order happens in o
 but a wait settles an effect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sized
 from typing import Protocol
 
@@ -19,6 +17,8 @@ from ptxlab.emulator.core.lanes import Lanes
 from ptxlab.emulator.core.machine import Machine, Unit
 from ptxlab.emulator.front.types import Array
 from ptxlab.errors import EmulationError
+
+UNGROUPED = 1 << 62  # group of what tells an mbarrier: no wait_group waits for it
 
 
 class Notified(Protocol):
@@ -58,6 +58,7 @@ class EffectQueue(Unit):
         """Lanes ask for something."""
         self.serial += 1
         effect.serial, effect.phase = self.serial, np.full(len(effect.lanes), -1)
+        effect.group = np.where(effect.barrier < 0, self.committed[effect.kind][effect.lanes], UNGROUPED)
         for watcher in self.machine.watchers:
             watcher.issue(effect)
         self.queue.append(effect)

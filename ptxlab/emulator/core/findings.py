@@ -1,7 +1,5 @@
 """What a run reports: findings, and what its accesses to shared memory cost."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -86,26 +84,12 @@ class Findings:
     ) -> None:
         """Enter `count` occurrences, the first of them in this (block, thread)."""
         packed, operands = (fault.lane, fault.operands) if fault else (None, {})
-        key = (kind, instruction.path, instruction.line, instruction.callers, packed)
-        known = self.found.get(key)
-        if known:
+        where = instruction.path, instruction.line, instruction.text
+        key = (kind, *where[:2], instruction.callers, packed)
+        if known := self.found.get(key):
             self.found[key] = replace(known, count=known.count + count)
             return
-        block, thread = place
-        self.found[key] = Finding(
-            kind,
-            instruction.path,
-            instruction.line,
-            instruction.text,
-            block,
-            thread,
-            packed,
-            operands,
-            message,
-            count,
-            instruction.callers,
-            fault,
-        )
+        self.found[key] = Finding(kind, *where, *place, packed, operands, message, count, instruction.callers, fault)
 
 
 @dataclass(frozen=True)

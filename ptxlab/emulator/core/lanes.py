@@ -1,7 +1,5 @@
 """Sets of lanes, and the functions of them that instructions and operands are bound to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,48 +5,32 @@ no register, byte of memory or barrier is other than before, then it will be so 
 scheduler's states are compared for a while: first a few registers, then a digest of everything.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable
 from hashlib import blake2b
-from typing import Protocol
 
 from ptxlab.emulator.core.lanes import Lanes, indices_of
-from ptxlab.emulator.core.memory import Memory
-from ptxlab.emulator.core.wave import LaunchState
-from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.core.wave import Wave
 
 FIRST = 1 << 14  # steps before the first look; the next ones after ever more
 WHILE = 1 << 14  # steps that a look takes
 
 
-class Scheduler(Protocol):
-    """What is looked at."""
-
-    launch: LaunchState
-    memory: Memory
-    files: dict[int, Array]
-    ready: dict[int, Lanes]
-
-    def state(self) -> object:
-        """What has to be other than before if anything has happened, registers, memory and places apart."""
-
-
 class LivelockDetector:
     """Watches a wave. `look` is called whenever so many steps as `due` have been taken."""
 
-    def __init__(self, machine: Scheduler, turns: int) -> None:
-        """`turns`: steps within which every lane that can run has had its turn."""
-        self.machine, self.turns = machine, turns
-        self.began = machine.launch.steps
+    def __init__(self, wave: Wave, ready: dict[int, Lanes], state: Callable[[], object], turns: int) -> None:
+        """`ready`, `state`: the scheduler's. `turns`: steps within which every lane that can run has had its turn."""
+        self.wave, self.ready, self.state, self.turns = wave, ready, state, turns
+        self.began = wave.launch.steps
         self.due = self.began + FIRST
         self.sample: tuple[int, dict[int, list[bytes]]] | None = None
         self.whole: tuple[int, bytes] | None = None  # when, and the digest
 
     def look(self, last: int) -> bool:
         """Whether the wave is in a state in which it has been before; `last` is where the scheduler has been."""
-        steps = self.machine.launch.steps
+        steps = self.wave.launch.steps
         if self.sample is None:
-            self.sample = last, {pc: self.registers(pc) for pc in self.machine.ready}
+            self.sample = last, {pc: self.registers(pc) for pc in self.ready}
         elif steps > self.due + WHILE:
             self.due, self.sample, self.whole = self.began + 2 * (steps - self.began), None, None
         elif (self.whole is None or steps - self.whole[0] >= self.turns) and self.is_like_sample(last):
@@ -60,21 +44,20 @@ class LivelockDetector:
         """Whether lanes stand at the same places, with the same registers as far as one lane at each tells."""
         assert self.sample is not None
         then, known = self.sample
-        places = last == then and self.machine.ready.keys() == known.keys()
+        places = last == then and self.ready.keys() == known.keys()
         return places and all(self.registers(pc) == registers for pc, registers in known.items())
 
     def registers(self, pc: int) -> list[bytes]:
         """Those of the first lane at a place."""
-        lane = indices_of(self.machine.ready[pc])[0]
-        return [file[:, lane].tobytes() for file in self.machine.files.values()]
+        lane = indices_of(self.ready[pc])[0]
+        return [file[:, lane].tobytes() for file in self.wave.files.values()]
 
     def digest(self) -> bytes:
         """Of all registers, memory and barriers."""
-        machine = self.machine
-        digest = blake2b(machine.memory.arena.data)
-        for file in machine.files.values():
+        digest = blake2b(self.wave.memory.arena.data)
+        for file in self.wave.files.values():
             digest.update(file.data)
-        for pc, lanes in sorted(machine.ready.items(), key=lambda item: item[0]):
+        for pc, lanes in sorted(self.ready.items(), key=lambda item: item[0]):
             digest.update(repr(pc).encode() + indices_of(lanes).tobytes())
-        digest.update(repr(machine.state()).encode())
+        digest.update(repr(self.state()).encode())
         return digest.digest()

@@ -8,8 +8,6 @@ What an instruction needs beside lanes and memory is a *unit*; this module knows
 instruction: these enter themselves with `binder`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,7 +65,7 @@ class Parked:
 class Unit:
     """What a machine has beside its lanes, such as barriers or a queue of copies: see `Machine.unit`."""
 
-    def __init__(self, machine: Machine) -> None:
+    def __init__(self, machine: "Machine") -> None:
         self.machine = machine
 
     def waiters(self) -> Iterator[Parked]:
@@ -97,7 +95,7 @@ AnyUnit = TypeVar("AnyUnit", bound=Unit)
 
 
 class Machine(Wave):
-    """A wave that runs: `bind`, then `run`."""
+    """A wave that runs."""
 
     def __init__(self, launch: LaunchState, blocks: Array) -> None:
         super().__init__(launch, blocks)
@@ -113,11 +111,11 @@ class Machine(Wave):
         self.held_until = 0
         self.was_held = np.zeros(self.lanes, bool)
         self.random = np.random.default_rng((launch.seed, 1))
-        self.livelock = LivelockDetector(self, 4 * TURN)
         self.last_step = launch.steps + launch.max_steps
         everybody, _ = split(slice(0, self.lanes), self.alive)
         assert everybody is not None
         self.ready: dict[int, Lanes] = {0: everybody}
+        self.livelock = LivelockDetector(self, self.ready, self.state, 4 * TURN)
         self.done_before = 0  # while binding: instructions before this one are done by an earlier one's handler
 
     def unit(self, kind: type[AnyUnit]) -> AnyUnit:
@@ -139,17 +137,12 @@ class Machine(Wave):
         """Instructions that somebody may branch to."""
         return frozenset(label.index for instruction in self.code for label in ir.labels(instruction.operands))
 
-    def bind(self) -> None:
-        """Resolve every instruction to its handler, and the checks that were asked for around it."""
-        self.handlers = [self.bound(instruction, pc) for pc, instruction in enumerate(self.code)]
-
     def bound(self, instruction: Instruction, pc: int) -> Handler:
-        """The handler of one instruction, behind its guard."""
+        """The handler of one instruction, with the checks that were asked for around it, behind its guard."""
         head, *more = instruction.opcode.split(".")
         try:
-            handler = (BINDERS.get(".".join((head, *more[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER])(
-                self, instruction, pc
-            )
+            bind = BINDERS.get(".".join((head, *more[:1]))) or BINDERS.get(head) or BINDERS[ANY_OTHER]
+            handler = bind(self, instruction, pc)
             for watcher in self.watchers:
                 handler = watcher.around(instruction, handler)
             if instruction.guard is not None:
@@ -225,7 +218,8 @@ class Machine(Wave):
             unit.look_again()
 
     def run(self) -> None:
-        """Run all lanes, and what they have asked for, to their end; raises what they run into."""
+        """Bind the code; run all lanes, and what they have asked for, to their end; raises what they run into."""
+        self.handlers = [self.bound(instruction, pc) for pc, instruction in enumerate(self.code)]
         self.run_ready()
         while self.advance() or self.let_go() or self.answer_in_vain():
             self.run_ready()
@@ -244,12 +238,8 @@ class Machine(Wave):
         while ready:
             if self.held and launch.steps >= self.held_until:
                 self.let_go()
-            if (
-                launch.steps >= self.livelock.due
-                and not self.held
-                and self.livelock.look(last)
-                and not self.answer_in_vain()
-            ):
+            spins = launch.steps >= self.livelock.due and not self.held and self.livelock.look(last)
+            if spins and not self.answer_in_vain():
                 self.deadlock()
             if launch.steps >= self.soon:
                 self.soon = launch.steps + SOON
@@ -271,7 +261,8 @@ class Machine(Wave):
             for target, those in successors or ():
                 self.put(target, those)
             if launch.steps > self.last_step:
-                self.exhausted(ready or {last: lanes})
+                where = "; ".join(self.running(ready or {last: lanes}))
+                raise EmulationError(f"still running after {launch.max_steps} steps: {where}; max_steps allows more")
 
     def advance(self, only_awaited: bool = False) -> bool:
         """Have a unit do something; False if there is nothing to do."""
@@ -280,11 +271,6 @@ class Machine(Wave):
     def answer_in_vain(self) -> bool:
         """Tell lanes that wait for a unit "not yet"; False if none does, or if that has been in vain for long."""
         return any(unit.answer_in_vain() for unit in self.units.values())
-
-    def exhausted(self, ready: dict[int, Lanes]) -> NoReturn:
-        """Raise: the wave has taken too many steps."""
-        where = "; ".join(self.running(ready))
-        raise EmulationError(f"still running after {self.launch.max_steps} steps: {where}; max_steps allows more")
 
     def running(self, ready: dict[int, Lanes]) -> list[str]:
         """The places of lanes that can run, or some of them."""

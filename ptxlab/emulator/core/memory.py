@@ -5,8 +5,6 @@ apart: an access that runs out of its buffer falls into a gap and is reported wi
 Untouched pages of the arena cost nothing, so the gaps may be wide.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -53,19 +51,14 @@ class Memory:
         self.arena: Array = np.zeros(0, np.uint8)
         self.view: dict[int, Array] = {}
 
-    def reserve(self, name: str, size: int, writable: bool = True, gap: int = GAP) -> Region:
+    def reserve(
+        self, name: str, size: int, writable: bool = True, gap: int = GAP, variables: Sequence[Variable] = ()
+    ) -> Region:
         """A new region of `size` bytes behind all others, and `gap` free bytes behind it."""
-        region = Region(name, self.size, self.size + size, writable)
+        region = Region(name, self.size, self.size + size, writable, variables=variables)
         self.regions.append(region)
         self.size = -(-region.end // ALIGN) * ALIGN + gap
         return region
-
-    def windows(self, names: list[str], size: int, variables: Sequence[Variable]) -> Array:
-        """One region per name, all of the same size and with the same variables; returns where they start."""
-        regions = [self.reserve(name, size, gap=ALIGN) for name in names]
-        for region in regions:
-            region.variables = variables
-        return np.array([region.start for region in regions], np.int64)
 
     def allocate(self) -> None:
         """Make the arena, zeroed."""
@@ -75,9 +68,8 @@ class Memory:
             raise ArgumentError("memory", "has to fit this machine", f"{self.size} bytes in all") from None
         self.view = {n: self.arena.view(f"u{n}") for n in (1, 2, 4, 8)}
         self.starts = [region.start for region in self.regions]
-        self.ends = [region.end for region in self.regions]
         self.starts_array = np.array(self.starts, np.int64)
-        self.ends_array = np.array(self.ends, np.int64)
+        self.ends_array = np.array([region.end for region in self.regions], np.int64)
 
     def region_of(self, offset: int) -> Region | None:
         """The region that begins last at or before `offset`; None before the first."""
@@ -102,14 +94,12 @@ class Memory:
 
     def describe(self, offset: int, size: int) -> str:
         """Where an access of `size` bytes at a bad arena offset points, in words."""
-        address = offset + BASE
         region = self.region_of(offset)
         following = next((r for r in self.regions if r.start > offset), None)
         if following and offset >= following.start - GAP // 2:
             return f"{following.start - offset} bytes before {following.name}"
         if region is None or offset >= region.end + GAP:
-            kind = "a null pointer" if address == 0 else "no buffer"
-            return f"address {address % (1 << 64):#x}, {kind}"
-        past = offset + size - region.end
-        length = region.end - region.start
+            address = (offset + BASE) % (1 << 64)
+            return f"address {address:#x}, {'no buffer' if address else 'a null pointer'}"
+        past, length = offset + size - region.end, region.end - region.start
         return f"byte {offset - region.start} of {region.name}, {past} bytes past its end ({length} bytes)"

@@ -1,7 +1,5 @@
 """Instructions that the lanes of a warp execute together: who comes first is parked until the rest has come."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 
 import numpy as np

@@ -3,8 +3,6 @@
 `around` may wrap an instruction when it is bound. A launch without checks has no watchers.
 """
 
-from __future__ import annotations
-
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.effect import Effect
 from ptxlab.emulator.core.lanes import Handler, Lanes

@@ -4,8 +4,6 @@ A lane is a thread of some block of the wave: lane = block * stride + thread, wh
 up to whole warps, so that `lane // 32` names a warp. Registers of one width form an array [register, lane].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,11 +33,11 @@ class LaunchState:
     block: tuple[int, int, int]
     cluster: tuple[int, int, int]
     shared_bytes: int  # dynamic
-    addresses: dict[int, int]  # id of a global, const or param variable -> its address
-    shared_windows: Array  # arena offset of each block's shared window, for as many blocks as a wave may have
-    local_window: int
-    findings: Findings
     max_steps: int
+    addresses: dict[int, int]  # id of a global, const or param variable -> its address
+    shared_windows: Array = field(init=False)  # arena offset of each block's, for as many blocks as a wave may have
+    local_window: int = field(init=False)
+    findings: Findings = field(default_factory=Findings)
     mode: str = "early"  # when asynchronous copies land; see `effect_queue`
     seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
@@ -60,7 +58,7 @@ class LaunchState:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return self.block[0] * self.block[1] * self.block[2]
+        return math.prod(self.block)
 
     @property
     def stride(self) -> int:
@@ -71,6 +69,11 @@ class LaunchState:
     def window_bytes(self) -> int:
         """Shared memory of a block, static and dynamic."""
         return self.entry.dynamic_offset + self.shared_bytes if self.shared_bytes else self.entry.shared_bytes
+
+    @property
+    def local_pitch(self) -> int:
+        """Bytes of a lane's local window, and its distance to the next lane's."""
+        return -(-self.entry.local_bytes // 16) * 16
 
     def is_shared(self, offsets: Array) -> Array:
         """Which arena offsets lie in a shared window."""
@@ -90,22 +93,17 @@ class Wave:
         self.index = {id(instruction): i for i, instruction in enumerate(self.code)}
         self.stride = launch.stride
         self.lanes = len(blocks) * self.stride
-        # one more predicate: the carry flag
         self.files = {
             bits: np.zeros((rows + (bits == 1), self.lanes), FILES[bits])
             for bits, rows in launch.entry.registers.items()
         }
+        self.carry: Array = self.files[1][-1]  # the flag of every lane: one more predicate
         self.thread = np.arange(self.lanes) % self.stride
         self.alive = self.thread < launch.threads
         self.living = int(np.count_nonzero(self.alive))
         self.clock: Array | None = None  # of each warp; None: the instructions dispatched so far
         self.shared_base = np.repeat(launch.shared_windows[: len(blocks)] - SHARED_START, self.stride)
-        self.local_base = launch.local_window + np.arange(self.lanes, dtype=np.int64) * self.local_pitch
-
-    @property
-    def local_pitch(self) -> int:
-        """Bytes of a lane's local window, and its distance to the next lane's."""
-        return -(-self.launch.entry.local_bytes // 16) * 16
+        self.local_base = launch.local_window + np.arange(self.lanes, dtype=np.int64) * launch.local_pitch
 
     def row(self, register: Register, type_name: str, relaxed: bool = False) -> Array:
         """The register's row, as the type sees it; `relaxed`, the low part of a register that may be wider."""
@@ -177,12 +175,6 @@ class Wave:
             return lambda lanes, values: row.__setitem__(lanes, values.view(f"u{bits // 8}"))
         return row.__setitem__
 
-    @property
-    def carry(self) -> Array:
-        """The carry flag of every lane."""
-        result: Array = self.files[1][-1]
-        return result
-
     def special(self, name: str, type_name: str) -> Reader:
         """A special register."""
         launch, (base, _, axis) = self.launch, name[1:].partition(".")
@@ -241,6 +233,11 @@ class Wave:
         """`path:line: `text`: block (0,0,0) thread (3,0,0) and 31 more`."""
         more = count_of(lanes) - 1
         return f"{self.fault_place(instruction, int(indices_of(lanes)[0]))}" + (f" and {more} more" if more else "")
+
+    def first_fault(self, instruction: Instruction, lanes: Lanes, wrong: Array) -> tuple[int, str]:
+        """Of lanes, some of which are `wrong`: the position of the first that is, and its `fault_place`."""
+        first = int(np.argmax(wrong))
+        return first, self.fault_place(instruction, int(indices_of(lanes)[first]))
 
     def fault_place(self, instruction: Instruction, lane: int) -> str:
         """`path:line: `text`: block (0,0,0) thread (3,0,0)`."""

@@ -4,8 +4,6 @@ Basic blocks are numbered in the order of the code, and go by the index of their
 behind all of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
@@ -15,11 +13,6 @@ from ptxlab.emulator.front.ir import Instruction
 END = -1
 _LEAVES = ("ret", "exit")
 _JUMPS = ("bra", "brx", "trap", *_LEAVES)
-
-
-def head(instruction: Instruction) -> str:
-    """`bra` of `bra.uni`."""
-    return instruction.opcode.split(".")[0]
 
 
 def is_aligned(instruction: Instruction) -> bool:
@@ -50,13 +43,13 @@ class ControlFlowGraph:
     def __init__(self, code: list[Instruction]) -> None:
         labels = [[label.index for label in ir.labels(instruction.operands)] for instruction in code]
         begins = {0, *(at for targets in labels for at in targets if at < len(code))}
-        begins |= {i + 1 for i in range(len(code) - 1) if head(code[i]) in _JUMPS}
+        begins |= {i + 1 for i in range(len(code) - 1) if code[i].head in _JUMPS}
         self.first = sorted(begins)
         self.last = [at - 1 for at in self.first[1:]] + [len(code) - 1]
         number = {at: i for i, at in enumerate(self.first)} | {len(code): END}
         self.after: list[set[int]] = []
         for last in self.last:
-            kind, guarded = head(code[last]), code[last].guard is not None
+            kind, guarded = code[last].head, code[last].guard is not None
             ways = [number[at] for at in labels[last]] + [END] * (kind in _LEAVES)
             self.after.append({*ways, *([number[last + 1]] if guarded or kind not in _JUMPS else [])})
         self.before: dict[int, set[int]] = {i: set() for i in [*range(len(self.first)), END]}
@@ -94,7 +87,7 @@ def flow_of(code: list[Instruction]) -> Flow:
     for block in alive:
         branch = graph.last[block]
         back = {h for h in graph.after[block] & alive if with_aligned & loop(graph, block, h)}
-        if back and head(code[branch]) in ("bra", "brx"):
+        if back and code[branch].head in ("bra", "brx"):
             turning[branch] = frozenset(graph.first[h] for h in back)
         away = {v for v in graph.after[block] - alive if leaves(graph, code, block, v)}
         if away and graph.after[block] & alive:
@@ -114,7 +107,7 @@ def leaves(graph: ControlFlowGraph, code: list[Instruction], block: int, way: in
     """Whether nothing on this way out is common to all ways from the block to the end; a mere `ret` may be."""
     for common in graph.reached([way]) - {END}:
         does = code[graph.first[common] : graph.last[common] + 1]
-        is_bare = all(head(i) in (*_LEAVES, "bra") and i.guard is None for i in does)
+        is_bare = all(i.head in (*_LEAVES, "bra") and i.guard is None for i in does)
         if not is_bare and END not in graph.reached([block], without=[common]):
             return False
     return True

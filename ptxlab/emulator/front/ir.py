@@ -1,14 +1,12 @@
 """What a parsed PTX module consists of."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from ptxlab.emulator.front.lane_annotation import LaneTypes
-from ptxlab.emulator.front.types import DTYPES
 
 Operands = tuple[Any, ...]  # each an `Operand`; what an instruction takes of which kind, it asks when it is bound
 
@@ -109,26 +107,30 @@ class Instruction:
     path: str = "<ptx>"
     callers: tuple[tuple[str, int], ...] = ()  # if it came from an inlined function: where that was called, and so on
 
+    @property
+    def head(self) -> str:
+        """`bra` of `bra.uni`."""
+        return self.opcode.split(".")[0]
+
     @cached_property
     def destinations(self) -> list[Register]:
         """Registers that it writes."""
-        head = self.opcode.split(".")[0]
-        reads_only = head in _NO_DESTINATION or (head in ("bar", "barrier") and ".red" not in self.opcode)
+        reads_only = self.head in _NO_DESTINATION or (self.head in ("bar", "barrier") and ".red" not in self.opcode)
         if reads_only or isinstance((*self.operands, None)[0], Address):  # st, stmatrix, cp.async, mbarrier.init ...
             return []
-        return list(registers(self.operands[:1]))
+        return registers(self.operands[:1])
 
     @cached_property
     def sources(self) -> list[Register]:
         """Registers that it reads, the guard apart; those of addresses among them."""
-        return list(registers(self.operands[1:] if self.destinations else self.operands))
+        return registers(self.operands[1:] if self.destinations else self.operands)
 
     @property
     def where(self) -> str:
         """`path:line: `text``, as every message begins."""
         return f"{self.path}:{self.line}{called_from(self.path, self.callers)}: `{self.text}`"
 
-    def seen_from(self, other: Instruction) -> str:
+    def seen_from(self, other: "Instruction") -> str:
         """`line 5, `text``: how a message about another instruction speaks of this one."""
         return f"{line_of(self.path, self.line, other.path)}{called_from(other.path, self.callers)}, `{self.text}`"
 
@@ -171,12 +173,7 @@ class Entry:
     def max_threads(self) -> int | None:
         """Largest block that the kernel declares to support (`.maxntid`, `.reqntid`), or None."""
         sizes = self.directives.get("reqntid") or self.directives.get("maxntid")
-        if sizes is None:
-            return None
-        threads = 1
-        for size in sizes:
-            threads *= size
-        return threads
+        return None if sizes is None else prod(sizes)
 
 
 @dataclass
@@ -204,26 +201,21 @@ def called_from(here: str, callers: tuple[tuple[str, int], ...]) -> str:
     return f" (called from {', '.join(line_of(*caller, here) for caller in callers)})" if callers else ""
 
 
-def registers(operands: Operands) -> Iterator[Register]:
-    """All registers among operands, those within vectors and addresses too."""
+def flat(operands: Operands) -> Iterator[Operand]:
+    """All operands, those within vectors and addresses too."""
     for operand in operands:
-        if isinstance(operand, Register):
-            yield operand
-        elif isinstance(operand, Vector):
-            yield from registers(operand.items)
+        yield operand
+        if isinstance(operand, Vector):
+            yield from flat(operand.items)
         elif isinstance(operand, Address):
-            yield from registers((operand.base, *operand.coordinates))
+            yield from flat((operand.base, *operand.coordinates))
 
 
-def labels(operands: Operands) -> Iterator[Label]:
+def registers(operands: Operands) -> list[Register]:
+    """All registers among operands."""
+    return [operand for operand in flat(operands) if isinstance(operand, Register)]
+
+
+def labels(operands: Operands) -> list[Label]:
     """All labels among operands, those of a list of targets too."""
-    for operand in operands:
-        if isinstance(operand, Label):
-            yield operand
-        elif isinstance(operand, Vector):
-            yield from labels(operand.items)
-
-
-def natural_size(type_name: str) -> int:
-    """Bytes of one element of a variable of this type."""
-    return DTYPES[type_name].itemsize
+    return [operand for operand in flat(operands) if isinstance(operand, Label)]

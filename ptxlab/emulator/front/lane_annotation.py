@@ -20,8 +20,6 @@ them: `xor d, a, 0x80808080` with `d:s8x4 a:u8x4` subtracts 128. Nothing is reco
 documents.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,10 +110,6 @@ class LaneOperation:
     simd: bool = False
 
 
-def _shifted_left(a: Array, b: Array) -> Array:
-    return np.where(b < 64 - 8, a << np.clip(b, 0, 55), 0)
-
-
 _BITWISE = LaneOperation(("a", "b", "c"), None)
 _OPERATIONS = {
     "add": LaneOperation(("a", "b"), np.add, "{a} + {b}"),
@@ -123,7 +117,7 @@ _OPERATIONS = {
     "mul.lo": LaneOperation(("a", "b"), np.multiply, "{a} * {b}"),
     "mad.lo": LaneOperation(("a", "b", "c"), lambda a, b, c: a * b + c, "{a} * {b} + {c}"),
     "neg": LaneOperation(("a",), np.negative, "-{a}"),
-    "shl": LaneOperation(("a", "b"), _shifted_left, "{a} << {b}"),
+    "shl": LaneOperation(("a", "b"), lambda a, b: np.where(b < 56, a << np.clip(b, 0, 55), 0), "{a} << {b}"),
     "shr": LaneOperation(("a", "b"), lambda a, b: a >> np.clip(b, 0, 63), "{a} >> {b}"),
     "vadd": LaneOperation(("a", "b"), np.add, "{a} + {b}", simd=True),
     "vsub": LaneOperation(("a", "b"), np.subtract, "{a} - {b}", simd=True),

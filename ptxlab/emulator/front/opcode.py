@@ -1,7 +1,5 @@
 """An opcode, taken apart: its name and its modifiers."""
 
-from __future__ import annotations
-
 from ptxlab.emulator.front.types import DTYPES, is_float
 
 

@@ -3,8 +3,6 @@
 Widths are compared where operands are resolved (`wave`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from functools import cache
 
@@ -46,7 +44,7 @@ def require_kinds(operands: Iterable[Operand], types: Iterable[str]) -> None:
 
 def check_operands(instruction: Instruction) -> None:
     """ValueError for constants out of range, or what has to be one and is not; for a special register but in cvt."""
-    name, operands = instruction.opcode.split(".")[0], instruction.operands
+    name, operands = instruction.head, instruction.operands
     if name == "lop3" and not isinstance(operands[4], ir.Immediate):
         raise ValueError("the table of lop3 is a constant")
     for operand in (operands[position] for position in _FIELDS.get(name, ())):

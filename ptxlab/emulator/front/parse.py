@@ -1,22 +1,55 @@
 """PTX text -> `Module`: what hand-written kernels and NVRTC's output use of the language."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ptxlab.emulator.front import ir
-from ptxlab.emulator.front.declare import SPACES, Scope
 from ptxlab.emulator.front.ir import Entry, Instruction, Module, Operand, Register, Variable
 from ptxlab.emulator.front.lane_annotation import parse_annotation
-from ptxlab.emulator.front.operands import Operands, Unresolved
+from ptxlab.emulator.front.tokens import OPERATORS, SUM, Cursor
+from ptxlab.emulator.front.types import DTYPES, bits_of
+from ptxlab.sources import names_same_file
 
+SPACES = {".param", ".shared", ".local", ".global", ".const"}
 _LINKAGE = {".visible", ".extern", ".weak", ".common"}
 _SIZES = {"maxntid", "reqntid", "minnctapersm", "maxnctapersm", "maxnreg", "reqnctapercluster", "maxclusterrank"}
-_LONG_VECTOR = re.compile(r"\{\s*([^{},]+),(?:[^{},]+,){3,}\s*([^{},]+?)\s*\}")  # of more than four elements
-MOST_CALLS = 10_000  # of functions, by one kernel: each is put in place
 _FLAGS = {"explicitcluster", "blocksareclusters", "noreturn"}
+_LONG_VECTOR = re.compile(r"\{\s*([^{},]+),(?:[^{},]+,){3,}\s*([^{},]+?)\s*\}")  # of more than four elements
+MOST_REGISTERS = 1 << 18  # in one declaration
+MOST_BYTES = 1 << 31  # in one variable
+MOST_CALLS = 10_000  # of functions, by one kernel: each is put in place
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)(?:\s*,.*\binlined_at\s+(\d+)\s+(\d+)\s+(\d+))?")
+_SPECIAL = re.compile(
+    r"%(?:(?:n?tid|n?ctaid|cluster_n?ctaid|n?clusterid)\.[xyz]|cluster_n?ctarank|is_explicit_cluster|n?warpid|laneid|n?smid|gridid"
+    r"|lanemask_(?:eq|lt|le|gt|ge)|clock(?:_hi|64)?|globaltimer(?:_lo|_hi)?"
+    r"|(?:dynamic|total|aggr)_smem_size|reserved_smem_offset_begin)"
+)
+Frames = tuple[tuple[int, int], ...]  # (number of a file, line in it), then where that was inlined, and so on out
+
+
+@dataclass(slots=True)
+class Scope:
+    """Names of one `{ ... }`: registers (their type, until first used), variables and labels."""
+
+    parent: "Scope | None"
+    names: dict[str, str | Register | Variable] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+    tables: dict[str, ir.Operands] = field(default_factory=dict)  # of .branchtargets: names of labels
+
+    def chain(self) -> "Iterator[Scope]":
+        """This scope and those around it, innermost first."""
+        scope: Scope | None = self
+        while scope:
+            yield scope
+            scope = scope.parent
+
+
+@dataclass(frozen=True, slots=True)
+class Unresolved:
+    """A name that may be a label further down."""
+
+    name: str
 
 
 def parse(text: str, path: str = "<ptx>", cuda: str = "") -> Module:
@@ -36,9 +69,17 @@ def parse(text: str, path: str = "<ptx>", cuda: str = "") -> Module:
     return module
 
 
-class _Parser(Operands):
+class _Parser(Cursor):
     def __init__(self, text: str, path: str) -> None:
         super().__init__(text, path)
+        self.result = Module(path, text)
+        self.scope = Scope(None)
+        self.entry = Entry("", 0)
+        self.external = False  # whether what is being declared is defined elsewhere
+        self.files: dict[int, str] = {}
+        self.here: Frames = ()  # by the last `.loc`
+        self.inlined: dict[tuple[int, ...], Frames] = {}  # (file, line, column) -> the frames of its last `.loc`
+        self.locations: list[tuple[Instruction, Frames]] = []
         self.inlining: list[str] = []
         self.calls = 0  # put in place in this kernel, those within functions each time
         self.functions: dict[str, int] = {}  # where each begins, as an index of a token; kernels may call what follows
@@ -69,7 +110,7 @@ class _Parser(Operands):
             elif directive == ".section":
                 self.skip_braces()
             elif directive in (".pragma", ".alias"):
-                self.skip_statement()
+                self.skip_to(";")
             elif directive == ".entry":
                 self.kernel()
             elif directive == ".func":
@@ -96,7 +137,8 @@ class _Parser(Operands):
             self.performance_directive(entry)
         scopes: list[Scope] = []
         self.body(scopes)
-        self.resolve_labels(scopes)
+        for instruction, scope in zip(entry.instructions, scopes, strict=True):
+            instruction.operands = tuple(self.labelled(o, scope, instruction) for o in instruction.operands)
         self.lay_out_shared()
         self.result.entries[entry.name] = entry
         self.scope = self.scope.parent or self.scope
@@ -104,7 +146,7 @@ class _Parser(Operands):
     def performance_directive(self, entry: Entry) -> None:
         name = self.word("a directive or the kernel's body").removeprefix(".")
         if name == "pragma":
-            self.skip_statement()
+            self.skip_to(";")
         elif name in _SIZES:
             sizes = [self.integer()]
             while self.accept(","):
@@ -145,7 +187,7 @@ class _Parser(Operands):
             elif self.kinds[self.at] == "loc" or self.token == ".file":
                 self.location()
             elif self.token == ".pragma":
-                self.skip_statement()
+                self.skip_to(";")
             elif self.kinds[self.at] == "word" and following == ":":
                 label = self.word("a label")
                 if label in self.scope.labels or label in self.scope.tables:
@@ -161,7 +203,7 @@ class _Parser(Operands):
                 self.entry.instructions.append(instruction)
                 scopes.append(self.scope)
                 self.locations.append((instruction, self.here))
-                if instruction.opcode.split(".")[0] == "call":
+                if instruction.head == "call":
                     self.inline(instruction, scopes)
         self.scope = self.scope.parent or self.scope
 
@@ -187,6 +229,217 @@ class _Parser(Operands):
             except ValueError as error:
                 self.fail(str(error), last)
         return instruction
+
+    # Declarations
+
+    def location(self) -> None:
+        """`.loc file line column[, function_name name, inlined_at file line column]` or `.file number "path" ...`."""
+        if self.accept(".file"):
+            file = self.integer()
+            self.files[file] = self.take().strip('"')
+            self.skip_line()
+            return
+        found = _LOC.match(self.take())
+        if not found:
+            self.fail("expected .loc file line column", self.line_numbers[self.at - 1])
+        try:
+            file, line, column, *caller = (int(number or 0) for number in found.groups())
+        except ValueError:  # Python reads some 4,000 digits at most
+            self.fail(".loc names a line beyond any file", self.line_numbers[self.at - 1])
+        self.here = ((file, line),)
+        if found[4]:
+            self.here += self.inlined.get(tuple(caller), ((caller[0], caller[1]),))
+        self.inlined[file, line, column] = self.here
+
+    def move_to(self, source: str) -> None:
+        """Give all instructions the place that they came from, by `.loc`; the source is called as it was named."""
+        paths = {n: source if names_same_file(p, source) else p for n, p in self.files.items()}
+        places: list[tuple[str, int]] = []
+        for instruction, frames in self.locations:
+            # what has no place of its own, such as a constant that the compiler moved, is shown where the text stands
+            places = [(paths[file], line) for file, line in frames if line and file in paths] or places
+            if places:
+                (instruction.path, instruction.line), *callers = places
+                instruction.callers = tuple(callers)
+
+    def variables(self, space: str) -> None:
+        """Variables of a state space, after its name: `.align 4 .b32 x, y[3] = {1, 2};`."""
+        kind = self.kind(space)
+        while True:
+            variable = self.variable(space, *kind)
+            if space in ("global", "const"):
+                self.result.variables.append(variable)
+            elif space in ("local", "param"):  # parameters of a call live in the caller's frame
+                variable.space = "local"
+                variable.offset = -(-self.entry.local_bytes // variable.align) * variable.align
+                self.entry.local_bytes = variable.offset + variable.size
+            self.declare(variable.name, variable)
+            if self.accept(";"):
+                return
+            self.expect(",")
+
+    def kind(self, space: str) -> tuple[str, int, int]:
+        """(type, alignment, elements of a vector) of `.align 8 .b8`, `.u64 .ptr .global .align 16`."""
+        align, type_name, vector = 0, "", 1
+        while self.token.startswith("."):
+            word = self.take()[1:]
+            if word == "align":
+                align = self.integer()
+                if align <= 0 or align & (align - 1):
+                    self.fail(f"alignment {align} is not a power of two")
+            elif word in DTYPES:
+                type_name = word
+            elif word in ("v2", "v4"):
+                vector = int(word[1])
+            elif word == "attribute":
+                self.expect("(")
+                self.comma_separated(self.take, ")")
+            elif f".{word}" not in SPACES and word != "ptr":
+                self.fail(f"unknown type or attribute .{word}")
+        if not type_name:
+            self.fail("the variable has no type")
+        element = DTYPES[type_name].itemsize
+        if space == "param" and type_name != "b8":  # `.ptr .align 16` speaks of what is pointed to
+            align = element
+        return type_name, align or element * vector, vector
+
+    def variable(self, space: str, type_name: str, align: int, vector: int) -> Variable:
+        """A variable's name, dimensions and initial values."""
+        name, count, element = self.word("a name"), vector, DTYPES[type_name].itemsize
+        while self.accept("["):
+            count *= 0 if self.token == "]" else self.integer()
+            self.expect("]")
+        if not 0 <= element * count <= MOST_BYTES:
+            self.fail(f"{name} has {element * count} bytes: at most {MOST_BYTES} are emulated")
+        variable = Variable(name, space, type_name, align, element * count)
+        if self.accept("="):
+            self.initialise(variable, element)
+        if not variable.size and not self.external and space != "param":
+            self.fail(f"{name} has no size")
+        return variable
+
+    def initialise(self, variable: Variable, element: int) -> None:
+
+        def values() -> Iterator[bytes]:
+            if self.accept("{"):
+                for _ in iter(lambda: self.accept("}"), True):
+                    yield from values()
+                    self.accept(",")
+                return
+            negative = self.accept("-")
+            number = self.number()
+            bits = -number.bits if negative else number.bits
+            yield (bits & (1 << 8 * element) - 1).to_bytes(element, "little")
+
+        initial = b"".join(values())
+        variable.size = variable.size or len(initial)
+        if len(initial) > variable.size:
+            self.fail(f"{variable.name} has more initial values than elements")
+        variable.initial = initial.ljust(variable.size, b"\0")
+
+    def registers(self) -> None:
+        """`.reg` has been read: `.b32 %r<10>, %a;`."""
+        type_name = self.word("a type")[1:]
+        if type_name not in DTYPES:
+            self.fail(f"registers of type .{type_name} are not emulated")
+        while True:
+            name = self.word("a register")
+            if self.accept("<"):
+                count = self.integer()
+                if not 0 <= count <= MOST_REGISTERS:
+                    self.fail(f"{count} registers: at most {MOST_REGISTERS} are emulated")
+                names = [f"{name}{i}" for i in range(count)]
+                self.expect(">")
+            else:
+                names = [name]
+            for name in names:
+                self.declare(name, type_name)
+            if self.accept(";"):
+                return
+            self.expect(",")
+
+    def declare(self, name: str, what: str | Variable) -> None:
+        """Enter a name into the innermost scope, where nothing else may have it."""
+        if name in self.scope.names and not self.external:
+            self.fail(f"{name} is declared twice")
+        self.scope.names[name] = what
+
+    def known(self, name: str) -> Register | Variable | None:
+        """What a name has been declared as, in the innermost scope that has it."""
+        for scope in self.scope.chain():
+            known = scope.names.get(name)
+            if isinstance(known, str):  # first use: registers that are only declared take no row
+                width = bits_of(known)
+                known = scope.names[name] = Register(name, known, self.entry.registers[width])
+                self.entry.registers[width] += 1
+            if known is not None:
+                return known
+        return None
+
+    # Operands
+
+    def operand(self) -> Operand:
+        if self.accept("["):
+            return self.address()
+        if self.accept("{"):
+            return ir.Vector(tuple(self.comma_separated(self.operand, "}")))
+        if self.accept("("):
+            items = self.comma_separated(self.operand, ")")
+            first = items[0] if len(items) == 1 else None
+            if isinstance(first, ir.Immediate) and self.token in OPERATORS:  # (1 + 2) * 3, and no argument of a call
+                return self.constant(left=first.bits)
+            return ir.Vector(tuple(items))
+        if self.accept("!"):
+            register = self.operand()
+            if not isinstance(register, Register):
+                self.fail("! takes a predicate register")
+            return replace(register, negated=not register.negated)
+        if self.kinds[self.at] == "number" or self.token in ("-", "~", "WARP_SZ"):
+            return self.constant()
+        first = self.named(self.word("an operand"))
+        if self.accept("|"):
+            return ir.Vector((first, self.operand()), pair=True)
+        if isinstance(first, ir.Symbol) and self.token in ("+", "-"):
+            return replace(first, offset=self.offset())
+        return first
+
+    def offset(self) -> int:
+        """`+4-8`, perhaps nothing."""
+        return self.constant(SUM, left=0).bits if self.token in ("+", "-") else 0
+
+    def address(self) -> ir.Address:
+        """`[` has been read: `%rd+4]`, `variable+4]`, `%rd, {%x, %y}]`."""
+        base = self.operand() if self.kinds[self.at] == "word" else ir.Immediate(self.integer())
+        if isinstance(base, ir.Symbol):
+            base, offset = replace(base, offset=0), base.offset
+        elif isinstance(base, Register | ir.Special | ir.Immediate):
+            offset = self.offset()
+        elif isinstance(base, Unresolved):
+            self.fail(f"{base.name} is not declared")
+        else:
+            self.fail("an address is [register+offset], [variable+offset] or [constant]")
+        coordinates = ()
+        if self.accept(","):
+            vector = self.operand()
+            coordinates = vector.items if isinstance(vector, ir.Vector) else (vector,)
+        self.expect("]")
+        return ir.Address(base, offset, coordinates)
+
+    def named(self, name: str) -> Operand:
+        """What a name stands for; one that is not known yet may be a label."""
+        if name == "_":
+            return ir.Sink()
+        known = self.known(name)
+        if known is None and "." in name:  # `%r1.b3210`
+            base, _, selector = name.rpartition(".")
+            known = self.known(base)
+            if isinstance(known, Register):
+                return replace(known, selector=selector)
+        if known is not None:
+            return known if isinstance(known, Register) else ir.Symbol(known)
+        if _SPECIAL.fullmatch(name):
+            return ir.Special(name)
+        return Unresolved(name)  # type: ignore[return-value]
 
     # Functions
 
@@ -236,7 +489,7 @@ class _Parser(Operands):
         self.body(scopes)
         end = ir.Label("the end of the call", len(instructions))
         for instruction in instructions[first:]:
-            if instruction.opcode.split(".")[0] == "ret":
+            if instruction.head == "ret":
                 instruction.opcode, instruction.operands = "bra", (end,)
         if call.guard is not None:  # lanes that do not call go around
             call.opcode, call.operands = "bra", (end,)
@@ -245,23 +498,17 @@ class _Parser(Operands):
         self.at, self.scope = after, caller
 
     def formal(self) -> str:
-        """Name of a function's parameter."""
         if self.accept(".reg"):
             self.kind("reg")
             return self.word("a name")
         self.expect(".param")
         return self.variable("param", *self.kind("param")).name
 
-    def resolve_labels(self, scopes: list[Scope]) -> None:
-        for instruction, scope in zip(self.entry.instructions, scopes, strict=True):
-            if any(isinstance(o, Unresolved) for o in _flat(instruction.operands)):
-                instruction.operands = tuple(self.labelled(o, scope, instruction) for o in instruction.operands)
-
     def labelled(self, operand: Operand, scope: Scope, instruction: Instruction) -> Operand:
         """The operand with labels in place of names."""
-        if isinstance(operand, ir.Vector) and any(isinstance(o, Unresolved) for o in _flat(operand.items)):
+        if isinstance(operand, ir.Vector) and any(isinstance(o, Unresolved) for o in ir.flat(operand.items)):
             return replace(operand, items=tuple(self.labelled(o, scope, instruction) for o in operand.items))
-        if not isinstance(operand, Unresolved) or instruction.opcode.split(".")[0] == "call":
+        if not isinstance(operand, Unresolved) or instruction.head == "call":
             return operand
         for outer in scope.chain():
             if operand.name in outer.labels:
@@ -273,7 +520,8 @@ class _Parser(Operands):
     def lay_out_shared(self) -> None:
         """Static shared variables that the kernel names, in order of appearance, then dynamic shared memory."""
         entry = self.entry
-        used = {id(v): v for i in entry.instructions for v in _variables(i.operands) if v.space == "shared"}
+        named = [o.variable for i in entry.instructions for o in ir.flat(i.operands) if isinstance(o, ir.Symbol)]
+        used = {id(variable): variable for variable in named if variable.space == "shared"}
         fixed = [v for v in used.values() if v.size]
         dynamic = [v for v in used.values() if not v.size]
         for variable in fixed:
@@ -284,17 +532,3 @@ class _Parser(Operands):
         for variable in dynamic:
             variable.offset = entry.dynamic_offset
         entry.shared = [*fixed, *dynamic]
-
-
-def _flat(operands: ir.Operands) -> Iterator[Operand]:
-    for operand in operands:
-        yield operand
-        if isinstance(operand, ir.Vector):
-            yield from _flat(operand.items)
-
-
-def _variables(operands: ir.Operands) -> Iterator[Variable]:
-    for operand in _flat(operands):
-        target = operand.base if isinstance(operand, ir.Address) else operand
-        if isinstance(target, ir.Symbol):
-            yield target.variable

@@ -4,23 +4,11 @@ A pointer is followed from `ld.param` through moves and integer arithmetic, what
 stored, handed on, or mixed with another, nothing is claimed about either.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ptxlab.emulator.front.ir import (
-    Address,
-    Entry,
-    Immediate,
-    Instruction,
-    Register,
-    Special,
-    Symbol,
-    Variable,
-    registers,
-)
+from ptxlab.emulator.front.ir import Address, Entry, Immediate, Instruction, Register, Special, Symbol, registers
 from ptxlab.emulator.front.types import DTYPES
 
 _FLOATS = {"f16": 2, "f16x2": 2, "bf16": 2, "bf16x2": 2, "f32": 4, "f64": 8}  # bytes of a number
@@ -52,7 +40,7 @@ def accesses_of(entry: Entry) -> dict[str, frozenset[PointerAccess]]:
     found: dict[str, set[PointerAccess]] = defaultdict(set)
     meanings = _Meanings(entry.instructions)
     for instruction in entry.instructions:
-        head, *_ = instruction.opcode.split(".")
+        head = instruction.head
         addresses = [o for o in instruction.operands if isinstance(o, Address)]
         # An address is an operand in brackets; whatever else holds a pointer lets go of it.
         data = [r for o in instruction.operands if not isinstance(o, Address) for r in registers((o,))]
@@ -75,11 +63,13 @@ def _pointers(entry: Entry) -> dict[Register, set[str]]:
     pointers: dict[Register, set[str]] = defaultdict(set)
     steps: list[tuple[Register, list[Register]]] = []
     for instruction in entry.instructions:
-        head = instruction.opcode.split(".")[0]
-        if head == "ld" and (parameter := _parameter(instruction)) is not None:
-            for register in instruction.destinations:
-                pointers[register].add(parameter.name)
-        elif head in _ARITHMETIC:
+        if instruction.head == "ld" and ".param" in instruction.opcode:
+            for address in instruction.operands[1:]:
+                base = address.base if isinstance(address, Address) else None
+                if isinstance(base, Symbol) and base.variable.size == 8:
+                    for register in instruction.destinations:
+                        pointers[register].add(base.variable.name)
+        elif instruction.head in _ARITHMETIC:
             steps += [(register, instruction.sources) for register in instruction.destinations]
             for operand in instruction.operands[1:]:  # `mov.u64 %p, parameter` of its address
                 if isinstance(operand, Symbol) and operand.variable in entry.params:
@@ -93,14 +83,6 @@ def _pointers(entry: Entry) -> dict[Register, set[str]]:
                 pointers[register] |= origin
                 changed = True
     return pointers
-
-
-def _parameter(instruction: Instruction) -> Variable | None:
-    """The parameter that `ld.param` reads, if it is as wide as a pointer."""
-    for operand in instruction.operands[1:]:
-        if isinstance(operand, Address) and isinstance(operand.base, Symbol) and ".param" in instruction.opcode:
-            return operand.base.variable if operand.base.variable.size == 8 else None
-    return None
 
 
 class _Meanings:

@@ -1,7 +1,5 @@
 """PTX text -> tokens, and a cursor that reads them."""
 
-from __future__ import annotations
-
 import operator
 import re
 import struct
@@ -207,10 +205,6 @@ class Cursor:
             depth += (text == "{") - (text == "}")
             if depth == 0 and text == "}":
                 return
-
-    def skip_statement(self) -> None:
-        """Pass everything to the next semicolon."""
-        self.skip_to(";")
 
 
 def _wrapped(value: int, unsigned: bool) -> int:

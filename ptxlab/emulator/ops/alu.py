@@ -5,12 +5,12 @@ takes one array per source and returns one per destination, all of shape [lanes]
 broadcasts. Sources may be views of the register file, so a function never writes into them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from ptxlab.emulator.core.lanes import Handler, Lanes
 from ptxlab.emulator.core.machine import ANY_OTHER, Machine, binder
@@ -33,6 +33,11 @@ class AluOperation:
     compute: Callable[..., Any]
 
 
+# What reductions, atomics and logic are made of
+COMBINE: dict[str, np.ufunc] = {
+    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}  # fmt: skip
 Builder = Callable[[Opcode], AluOperation]
 _BUILDERS: dict[tuple[str, bool], Builder] = {}
 

@@ -1,7 +1,5 @@
 """atom and red. Lanes that hit the same address go one after another, in the order of their numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,7 @@ from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.operand_rules import require_kinds
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float
-from ptxlab.emulator.ops.alu import alu_operation
+from ptxlab.emulator.ops.alu import COMBINE, alu_operation
 
 _EXCHANGE: dict[str, Callable[..., Any]] = {
     "exch": lambda old, b: np.broadcast_to(b, old.shape),
@@ -24,11 +22,6 @@ _EXCHANGE: dict[str, Callable[..., Any]] = {
     "inc": lambda old, b: np.where(old >= b, 0, old + old.dtype.type(1)),
     "dec": lambda old, b: np.where((old == 0) | (old > b), b, old - old.dtype.type(1)),
 }
-# Integer operations whose order cannot be told from their result
-_UNORDERED = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
-}  # fmt: skip
 
 
 def combination(name: str, t: str) -> Callable[..., Any]:
@@ -70,16 +63,16 @@ def _atomic(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     expected = 2 if access.rest[0] == "cas" else 1
     values, policy = values[:expected], values[expected:]
     if len(values) < expected or len(policy) > ("L2::cache_hint" in instruction.opcode):
-        raise ValueError(
-            f"{instruction.opcode} takes {1 + expected + returns} operands, not {len(instruction.operands)}"
-        )
+        count = 1 + expected + returns
+        raise ValueError(f"{instruction.opcode} takes {count} operands, not {len(instruction.operands)}")
     if not returns and access.rest[0] in _EXCHANGE and access.rest[0] not in ("inc", "dec"):
         raise UnknownOpcode(instruction.opcode)
     readers = [machine.reader(value, t) for value in values]
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
     watchers, size = machine.watchers, access.size
-    together = None if returns or is_float(t) else _UNORDERED.get(access.rest[0])
+    # of integers, whose order cannot be told from their result
+    together = None if returns or is_float(t) else COMBINE.get(access.rest[0])
 
     def atomic(lanes: Lanes) -> None:
         offsets = locate(lanes)

@@ -1,7 +1,5 @@
 """Logic, shifts, bit fields and permutations of bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 
@@ -9,7 +7,7 @@ import numpy as np
 
 from ptxlab.emulator.front.opcode import Opcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_signed
-from ptxlab.emulator.ops.alu import AluOperation, operation
+from ptxlab.emulator.ops.alu import COMBINE, AluOperation, operation
 from ptxlab.emulator.ops.integer import BITS, INTEGERS
 
 # Logic and shifts
@@ -20,7 +18,7 @@ def _logic(op: Opcode) -> AluOperation:
     t = op.type("pred", *BITS)
     if op.name == "not":
         return AluOperation((t,), (t,), np.invert)
-    return AluOperation((t,), (t, t), {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op.name])
+    return AluOperation((t,), (t, t), COMBINE[op.name])
 
 
 @operation("cnot", floating=False)
@@ -85,8 +83,7 @@ def _funnel(op: Opcode) -> AluOperation:
         count = (c & np.uint32(31) if wrap else np.minimum(c, 32)).astype(np.uint64)
         pair = b.astype(np.uint64) << np.uint64(32) | a
         shifted = (pair << count) >> np.uint64(32) if left else pair >> count
-        result: Array = shifted.astype(np.uint32)
-        return result
+        return shifted.astype(np.uint32)
 
     return AluOperation(("b32",), ("b32", "b32", "u32"), funnel)
 
@@ -152,8 +149,7 @@ def _extract(op: Opcode) -> AluOperation:
         if not is_signed(t):
             return field
         # beyond the operand's top bit, and nowhere else, its sign fills the field
-        result: Array = np.where((position >= bits) & (length > 0), a >> dtype.type(bits - 1), field)
-        return result
+        return np.where((position >= bits) & (length > 0), a >> dtype.type(bits - 1), field)
 
     return AluOperation((t,), (t, "u32", "u32"), extract)
 

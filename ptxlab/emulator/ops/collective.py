@@ -1,16 +1,15 @@
 """Operations of a warp: shuffles, votes, matches, reductions."""
 
-from __future__ import annotations
-
 import numpy as np
 
-from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
+from ptxlab.emulator.core.lanes import Handler, Lanes, Writer, indices_of
 from ptxlab.emulator.core.machine import Machine, binder
 from ptxlab.emulator.core.warp import pack_bits, together
 from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array
+from ptxlab.emulator.ops.alu import COMBINE
 
 
 def operands_of(instruction: Instruction, count: int) -> tuple[ir.Operand, ...]:
@@ -20,14 +19,14 @@ def operands_of(instruction: Instruction, count: int) -> tuple[ir.Operand, ...]:
     return instruction.operands
 
 
-def both_of(target: ir.Operand) -> tuple[ir.Operand, ir.Operand]:
-    """The register and the predicate of a destination `d|p`, which may be without the latter."""
+def writers_of(machine: Machine, target: ir.Operand) -> tuple[Writer, Writer]:
+    """For the register and the predicate of a destination `d|p`, which may be without the latter."""
     if not isinstance(target, ir.Vector):
-        return target, ir.Sink()
+        return machine.writer(target, "u32"), machine.writer(ir.Sink(), "pred")
     if not target.pair:
         raise ValueError("the destination has to be a register, or a register and a predicate, d|p")
     register, predicate = target.items
-    return register, predicate
+    return machine.writer(register, "u32"), machine.writer(predicate, "pred")
 
 
 def ballots(machine: Machine, lanes: Lanes, flags: Array) -> Array:
@@ -46,8 +45,7 @@ def _shuffle(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     if mode not in ("up", "down", "bfly", "idx") or t != "b32" or any(more):
         raise UnknownOpcode(instruction.opcode)
     target, given, *rest = operands_of(instruction, 4 + sync)
-    target, predicate = both_of(target)
-    write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
+    write, write_predicate = writers_of(machine, target)
     read, read_b, read_c = (machine.reader(operand, "u32") for operand in (given, *rest[:2]))
     everybody, watchers = slice(0, machine.lanes), machine.watchers
 
@@ -112,8 +110,6 @@ def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     identity = {"add": 0, "or": 0, "xor": 0, "and": -1, "min": np.iinfo(np.int64).max, "max": np.iinfo(np.int64).min}
     if sync != "sync" or name not in identity or t not in ("u32", "s32", "b32"):
         raise UnknownOpcode(instruction.opcode)
-    combine = {"add": np.add, "or": np.bitwise_or, "xor": np.bitwise_xor, "and": np.bitwise_and,
-               "min": np.minimum, "max": np.maximum}[name]  # fmt: skip
     target, source, mask = operands_of(instruction, 3)
     write, read = machine.writer(target, "u32"), machine.reader(source, t)
 
@@ -122,7 +118,7 @@ def _reduce(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         values[lanes] = read(lanes)
         rows = values.reshape(-1, 32)[indices_of(lanes) // 32]
         kept = np.where(member_matrix(members), rows, identity[name])
-        write(lanes, combine.reduce(kept, axis=1).astype(DTYPES[t]))
+        write(lanes, COMBINE[name].reduce(kept, axis=1).astype(DTYPES[t]))
 
     return together(machine, pc, mask, apply)
 
@@ -133,8 +129,7 @@ def _match(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     if sync != "sync" or mode not in ("any", "all") or t not in ("b32", "b64"):
         raise UnknownOpcode(instruction.opcode)
     target, source, mask = operands_of(instruction, 3)
-    target, predicate = both_of(target)
-    write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
+    write, write_predicate = writers_of(machine, target)
     read = machine.reader(source, t)
 
     def apply(lanes: Lanes, members: Array) -> None:
@@ -155,8 +150,7 @@ def _elect(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     if instruction.opcode != "elect.sync":
         raise UnknownOpcode(instruction.opcode)
     target, mask = operands_of(instruction, 2)
-    target, predicate = both_of(target)
-    write, write_predicate = machine.writer(target, "u32"), machine.writer(predicate, "pred")
+    write, write_predicate = writers_of(machine, target)
 
     def apply(lanes: Lanes, members: Array) -> None:
         leader = np.argmax(member_matrix(members), axis=1)

@@ -1,7 +1,5 @@
 """Moves between registers, control flow, and addresses."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import numpy as np
@@ -143,7 +141,7 @@ def _is_space(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         shared = offsets - machine.shared_base[lanes] - SHARED_START
         in_shared = (shared >= 0) & (shared < machine.launch.window_bytes)
         local = offsets - machine.launch.local_window
-        in_local = (local >= 0) & (local < machine.local_pitch * machine.lanes)
+        in_local = (local >= 0) & (local < machine.launch.local_pitch * machine.lanes)
         peers, blocks = machine.cluster_memory, machine.cluster_memory.block_at(offsets)
         in_cluster = (blocks >= 0) & (blocks // peers.size == peers.block[lanes] // peers.size)
         spaces = {

@@ -1,13 +1,11 @@
 """Conversions: cvt between all integer and floating-point types, cvt.pack."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
 from ptxlab.emulator.front.types import DTYPES, Array, bits_of, is_float, limits
 from ptxlab.emulator.ops.alu import AluOperation, operation
-from ptxlab.emulator.ops.floating import flush, saturate
+from ptxlab.emulator.ops.floating import finished, flush
 from ptxlab.emulator.ops.rounding import round_to, two_sum, widen
 
 INTEGERS = ("u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64")
@@ -30,7 +28,9 @@ def _convert(op: Opcode) -> AluOperation:
         return _two_to_pair(target, source, mode, relu)
     if not is_float(source):
         if is_float(target):
-            return AluOperation((target,), (source,), lambda a: _integer_to_float(a, target, mode or "rn", sat))
+            return AluOperation(
+                (target,), (source,), lambda a: round_to(*_exactly(a.clip(0, 1) if sat else a), target, mode or "rn")
+            )
         return AluOperation((target,), (source,), lambda a: _integer_to_integer(a, target, sat))
     if not is_float(target):
         return AluOperation(
@@ -43,13 +43,8 @@ def _convert(op: Opcode) -> AluOperation:
         wide = INTEGRAL[mode](wide) if mode in INTEGRAL else wide
         if source == target and not (ftz or sat or relu or mode in INTEGRAL):
             return a
-        result = round_to(wide, np.zeros_like(wide), target, mode if mode in ("rz", "rm", "rp") else "rn")
-        if not (sat or relu or ftz):
-            return result
-        after = widen(result, target)
-        after = flush(after, "f32") if ftz and target == "f32" else after
-        after = saturate(after) if sat else np.where(after <= 0, 0.0, after) if relu else after
-        return round_to(after, np.zeros_like(after), target)
+        result = round_to(wide, 0.0, target, mode if mode in ("rz", "rm", "rp") else "rn")
+        return finished(result, target, ftz and target == "f32", sat, relu)
 
     return AluOperation((target,), (source,), between_floats)
 
@@ -69,18 +64,12 @@ def _check_rounding(mode: str, target: str, source: str) -> None:
         raise ValueError(f"cvt.{target}.{source} {rule}")
 
 
-def _integer_to_float(a: Array, target: str, mode: str, sat: bool) -> Array:
-    hi, lo = _exactly(a.clip(0, 1) if sat else a)
-    return round_to(hi, lo, target, mode)
-
-
 def _exactly(a: Array) -> tuple[Array, Array]:
     """Integers as hi + lo."""
     if a.dtype.itemsize < 8:
         return a.astype(np.float64), np.zeros(len(a))
-    return two_sum(
-        (a >> a.dtype.type(32)).astype(np.float64) * 2.0**32, (a & a.dtype.type(0xFFFFFFFF)).astype(np.float64)
-    )
+    upper, lower = a >> a.dtype.type(32), a & a.dtype.type(0xFFFFFFFF)
+    return two_sum(upper.astype(np.float64) * 2.0**32, lower.astype(np.float64))
 
 
 def _integer_to_integer(a: Array, target: str, sat: bool) -> Array:
@@ -97,14 +86,10 @@ def _float_to_integer(a: Array, source: str, target: str, integral: np.ufunc, ft
     low, high = limits(target)
     inside = np.where((x > low) & (x < high + 1), x, 0)  # `high + 1` is a power of two: exact as a float
     result = inside.astype(np.uint64 if target == "u64" else np.int64)
-    result = np.where(x <= low, low, np.where(x >= high + 1, high, result)) if target != "u64" else result
-    if target == "u64":
-        result = np.where(x >= 2.0**64, np.uint64(high), result)
-    if source == "f64" or target in ("u64", "s64"):
-        nan = 1 << bits_of(target) - 1
-        nan = nan - (1 << bits_of(target)) if target[0] == "s" else nan
-    else:
-        nan = 0
+    result = np.where(x <= low, low, np.where(x >= high + 1, np.array(high, result.dtype), result))
+    nan = 0
+    if source == "f64" or "64" in target:
+        nan = low or 1 << bits_of(target) - 1
     return np.where(np.isnan(x), np.array([nan], result.dtype), result).astype(DTYPES[target])
 
 
@@ -116,7 +101,7 @@ def _two_to_pair(target: str, source: str, mode: str, relu: bool) -> AluOperatio
         """The first source goes to the upper half."""
         pair = np.stack(np.broadcast_arrays(b, a), axis=1).astype(np.float64)
         pair = np.where(pair <= 0, 0.0, pair) if relu else pair
-        return round_to(pair, np.zeros_like(pair), target, mode or "rn")
+        return round_to(pair, 0.0, target, mode or "rn")
 
     return AluOperation((target,), (source, source), convert)
 

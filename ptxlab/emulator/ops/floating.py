@@ -1,7 +1,5 @@
 """Floating-point arithmetic on f16, bf16, f32, f64 and packed pairs, comparison and the approximate functions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +35,16 @@ def canonical(x: Array, type_name: str) -> Array:
     return np.where(np.isnan(x), nan, x)
 
 
+def finished(result: Array, type_name: str, ftz: bool, sat: bool, relu: bool) -> Array:
+    """Register values, as the modifiers want them."""
+    if not (ftz or sat or relu):
+        return result
+    wide = widen(result, type_name)
+    wide = flush(wide, type_name) if ftz else wide
+    wide = saturate(wide) if sat else wide
+    return round_to(np.where(wide <= 0, 0.0, wide) if relu else wide, 0.0, type_name)
+
+
 def wide_operation(
     type_name: str, arity: int, exact: Callable[..., Any], mode: str, ftz: bool, sat: bool, relu: bool = False
 ) -> AluOperation:
@@ -48,13 +56,7 @@ def wide_operation(
             inputs = [flush(x, type_name) for x in inputs]
         found = exact(*inputs)
         result: Array = round_to(found[0], found[1], type_name, mode) if isinstance(found, tuple) else found
-        if not (ftz or sat or relu):
-            return result
-        wide = widen(result, type_name)
-        wide = flush(wide, type_name) if ftz else wide
-        wide = saturate(wide) if sat else wide
-        wide = np.where(wide <= 0, 0.0, wide) if relu else wide
-        return round_to(wide, 0.0, type_name)
+        return finished(result, type_name, ftz, sat, relu)
 
     return AluOperation((type_name,), (type_name,) * arity, compute)
 
@@ -146,9 +148,7 @@ def _function(op: Opcode) -> AluOperation:
 def _sign(op: Opcode) -> AluOperation:
     ftz, t = op.flag("ftz"), op.type(*FLOATS)
     bits = f"b{bits_of(t)}"
-    sign = np.array([{"16": 0x8000, "32": 0x80000000, "64": 1 << 63}[bits[1:]]], DTYPES[bits])
-    if t.endswith("x2"):
-        sign = sign | np.uint32(0x8000)
+    sign = np.array([1 << bits_of(t) - 1 | (0x8000 if t.endswith("x2") else 0)], DTYPES[bits])
 
     def change(x: Array) -> Array:
         x = round_to(flush(widen(x, t), t), 0.0, t).view(DTYPES[bits]) if ftz else x.view(DTYPES[bits])

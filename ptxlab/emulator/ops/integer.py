@@ -1,6 +1,4 @@
-"""Integer arithmetic, bit fields, logic, comparison, selection and moves."""
-
-from __future__ import annotations
+"""Integer arithmetic, comparison and selection."""
 
 from collections.abc import Callable
 
@@ -110,8 +108,7 @@ def _mad(op: Opcode) -> AluOperation:
     def mad(a: Array, b: Array, c: Array, carry: Array | None = None) -> Array | tuple[Array, Array]:
         p = product(a, b)
         if saturate:
-            clamped: Array = np.add(p, c, dtype=np.int64).clip(low, high)
-            return clamped
+            return np.add(p, c, dtype=np.int64).clip(low, high)
         total: Array = p + c
         if carry is None and not carry_out:
             return total
@@ -212,14 +209,14 @@ def compare_operation(
     combine = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
     name = op.choice(*combine, default="")
     if op.name == "setp":
-        out: tuple[str, ...] = ("pred", "pred")  # `p|q`; a single destination takes the first
 
         def setp(a: Array, b: Array, c: Array | None = None) -> tuple[Array, Array]:
             result = compare(a, b)
             other = ~result
             return (result, other) if c is None else (combine[name](result, c), combine[name](other, c))
 
-        return AluOperation(out, (*sources, "pred") if name else sources, setp)
+        # `p|q`; a single destination takes the first
+        return AluOperation(("pred", "pred"), (*sources, "pred") if name else sources, setp)
 
     def set_(a: Array, b: Array, c: Array | None = None) -> Array:
         result = compare(a, b) if c is None else combine[name](compare(a, b), c)

@@ -1,7 +1,5 @@
 """ldmatrix, stmatrix, movmatrix: a warp moves 8 x 8 matrices of b16 to or from shared memory, or turns one over."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.core.access import MemoryAccess

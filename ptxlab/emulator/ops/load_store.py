@@ -1,7 +1,5 @@
 """ld, st and prefetch."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.core.access import MemoryAccess, decode
@@ -36,9 +34,9 @@ def _load(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     locate = locator(machine, access, address)
     view = machine.memory.arena.view(DTYPES[t])
     watchers, size = machine.watchers, access.size
-    if (
-        access.space == "param" and isinstance(address.base, ir.Symbol) and address.base.variable.space == "param"
-    ):  # the same for every lane, for the whole launch
+    base = address.base
+    if access.space == "param" and isinstance(base, ir.Symbol) and base.variable.space == "param":
+        # the same for every lane, for the whole launch
         offset = int(locate(slice(0, 1))[0]) // (bits // 8)
         constants = [view[offset + i : offset + i + 1].copy() for i in range(access.count)]
 
@@ -47,27 +45,20 @@ def _load(machine: Machine, instruction: Instruction, pc: int) -> Handler:
                 write(lanes, value)
 
         return load_param
-    if access.count == 1:
-        write, shift = writers[0], size.bit_length() - 1
+    rows, shift = view.reshape(-1, access.count) if access.count > 1 else view, size.bit_length() - 1
 
-        def load(lanes: Lanes) -> None:
-            offsets = locate(lanes)
-            for watcher in watchers:
-                watcher.load(access, lanes, offsets)
-            write(lanes, view[offsets >> shift])
-
-        return load
-    rows = view.reshape(-1, access.count)
-
-    def load_vector(lanes: Lanes) -> None:
+    def load(lanes: Lanes) -> None:
         offsets = locate(lanes)
         for watcher in watchers:
             watcher.load(access, lanes, offsets)
-        values = rows[offsets // size]
+        values = rows[offsets >> shift]
+        if len(writers) == 1:
+            writers[0](lanes, values)
+            return
         for i, write in enumerate(writers):
             write(lanes, values[:, i])
 
-    return load_vector
+    return load
 
 
 @binder("prefetch")

@@ -9,10 +9,9 @@ A straight line of mma (no label or guard in between) that multiplies each of se
 product: each operand is converted once, and BLAS gets larger matrices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -50,7 +49,7 @@ class DecodedMma:
     saturates: bool
 
     @classmethod
-    def of(cls, text: str) -> DecodedMma:
+    def of(cls, text: str) -> Self:
         """The form of an opcode."""
         opcode = Opcode(text)
         flags = [opcode.flag(name) for name in ("sync", "aligned", "row", "col")]
@@ -111,11 +110,8 @@ def _mma(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     machine.done_before = group(machine, pc)
     parts = [each.operands for each in machine.code[pc : machine.done_before]]
     all_a, all_b = (list(dict.fromkeys(part[i] for part in parts)) for i in (1, 2))
-    (tiles_a, tiles_b), count, kind = (
-        decoded.tiles,
-        len(decoded.accumulators),
-        "b32" if decoded.d == "f16" else decoded.d,
-    )
+    tiles_a, tiles_b = decoded.tiles
+    count, kind = len(decoded.accumulators), "b32" if decoded.d == "f16" else decoded.d
 
     def readers(operand: ir.Operand, registers: int, type_name: str) -> list[Reader]:
         return [machine.reader(register, type_name) for register in elements(operand, registers)]
@@ -173,8 +169,8 @@ def numbers(raw: Array, type_name: str) -> Array:
 
 def dots(a: Array, b: Array) -> Array:
     """Each row of A times each column of B: [warps, rows, k] and [warps, columns, k] -> [warps, rows, columns]."""
-    result: Array = np.matmul(a, b.swapaxes(-1, -2))
-    return result
+    products: Array = np.matmul(a, b.swapaxes(-1, -2))
+    return products
 
 
 def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], None]:
@@ -185,10 +181,8 @@ def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], No
         if decoded.d != "s32":
             return canonical((c + products).astype(c.dtype), decoded.d)
         if decoded.saturates:
-            result: Array = np.add(c, products, dtype=np.int64).clip(*limits("s32")).astype(np.int32)
-        else:
-            result = c + products
-        return result
+            return np.add(c, products, dtype=np.int64).clip(*limits("s32")).astype(np.int32)
+        return c + products
 
     def accumulate(products: Array, work: list[Work], lanes: Lanes) -> None:
         quads = products.astype(kind, copy=False).view(f"V{4 * kind.itemsize}")[..., 0]
@@ -208,31 +202,3 @@ def accumulation(decoded: DecodedMma) -> Callable[[Array, list[Work], Lanes], No
                 write(lanes, values)
 
     return accumulate
-
-
-_INTEGERS = {"s8": np.int8, "u8": np.uint8}
-
-
-_INT32 = np.iinfo(np.int32)
-
-
-def registers_of(machine: Machine, operand: ir.Operand, count: int) -> Callable[[Lanes], Array]:
-    """Function: lanes, whole warps -> what a vector operand holds, u32 [warps, 32, count]."""
-    readers = [machine.reader(register, "b32") for register in elements(operand, count)]
-
-    def read(lanes: Lanes) -> Array:
-        return np.stack([reader(lanes).reshape(-1, 32) for reader in readers], axis=-1)
-
-    return read
-
-
-def integers(fragment: fragments.Fragment, registers: Array, type_name: str) -> Array:
-    """The matrices that registers hold: float32 of 8-bit integers, int64 of s32."""
-    if type_name == "s32":
-        return fragment.gather(registers, np.int32).astype(np.int64)
-    return fragment.gather(registers, _INTEGERS[type_name]).astype(np.float32)
-
-
-def to_int32(sums: Array, saturates: bool) -> Array:
-    """Accumulators int64 as s32: clamped, or modulo 2^32."""
-    return (sums.clip(_INT32.min, _INT32.max) if saturates else sums).astype(np.int32)

@@ -6,8 +6,6 @@ what rounding the exact value would have given: no double rounding. (Boldo and M
 correctly rounded sums".)
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np
@@ -168,9 +166,6 @@ def _fused_exactly(a: float, b: float, c: float, mode: str) -> float:
         nearest = float(exact)  # correctly rounded
     except OverflowError:
         nearest = np.inf if exact > 0 else -np.inf
-    error = 0 if np.isfinite(nearest) and Fraction(nearest) == exact else 1
-    if error and np.isfinite(nearest):
-        error = 1 if exact > Fraction(nearest) else -1
-    elif error:
-        error = -1 if exact > 0 else 1
+    rest = exact - Fraction(nearest) if np.isfinite(nearest) else -exact
+    error = (rest > 0) - (rest < 0)
     return float(round_to(np.array([nearest]), np.array([float(error)]), "f64", mode)[0])

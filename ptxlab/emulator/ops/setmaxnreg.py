@@ -1,7 +1,5 @@
 """setmaxnreg: registers change nothing here, but who gives and who takes them has to add up."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ptxlab.emulator.core.lanes import Handler, Lanes, indices_of
@@ -68,18 +66,14 @@ class RegisterBudget(Unit):
 
     def finish(self) -> None:
         """All four warps of a warp group execute the same setmaxnreg: looked at in the end."""
-        for first in range(0, len(self.history), self.per_block):
-            block = self.history[first : first + self.per_block]
-            for start in range(0, len(block), _GROUP):
-                group = block[start : start + _GROUP]
-                longest = max(group, key=len)
-                for i, history in enumerate(group):
-                    if history != longest:
-                        instruction = longest[min(len(history), len(longest) - 1)]
-                        problem = "not all warps of the warp group execute this"
-                        self.fail(
-                            instruction, first + start + i, f"{problem}: one that does not is that of this thread"
-                        )
+        for warp, history in enumerate(self.history):
+            block = warp // self.per_block * self.per_block
+            first = block + (warp - block) // _GROUP * _GROUP
+            longest = max(self.history[first : min(first + _GROUP, block + self.per_block)], key=len)
+            if history != longest:
+                instruction = longest[min(len(history), len(longest) - 1)]
+                problem = "not all warps of the warp group execute this: one that does not is that of this thread"
+                self.fail(instruction, warp, problem)
 
     def fail(self, instruction: Instruction, warp: int, problem: str) -> None:
         """Raise for a warp."""

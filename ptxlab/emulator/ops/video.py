@@ -4,8 +4,6 @@
 and b; lanes that the mask leaves out come from c, and `.add` sums the lanes in the mask onto c instead.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 
@@ -19,8 +17,7 @@ from ptxlab.emulator.ops.integer import COMPARISONS
 
 def _average(a: Array, b: Array) -> Array:
     total = a + b
-    result: Array = total + (total >= 0) >> 1  # halves are rounded away from zero
-    return result
+    return total + (total >= 0) >> 1  # halves are rounded away from zero
 
 
 _FUNCTIONS: dict[str, Callable[[Array, Array], Array]] = {
@@ -106,8 +103,7 @@ def _scalar(op: Opcode) -> AluOperation:
             return COMPARISONS[comparison](a, b).astype(np.int64)
         if op.name in ("vshl", "vshr"):
             count = b & 31 if wrap else np.minimum(b, 32)
-            shifted: Array = a << count if op.name == "vshl" else a >> count
-            return shifted
+            return a << count if op.name == "vshl" else a >> count
         return _FUNCTIONS[op.name](a, b)
 
     def scalar(a: Array, b: Array, c: Array | None = None) -> Array:

@@ -3,8 +3,6 @@
 Both park lanes with what they wait for, and put them back among the ready ones when it has come.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
@@ -34,12 +32,6 @@ PROXY_FENCES = {
     "proxy.async.shared::cluster": ("mbarrier", "shared"),
 }
 
-# Warps
-
-
-# Blocks
-
-
 BARRIERS = 16  # of a block
 
 
@@ -55,25 +47,6 @@ class Barrier:
     waiting: list[Parked] = field(default_factory=list)
     finish: Callable[[Lanes], None] | None = None  # writes the results of bar.red
 
-    def is_complete(self, machine: Machine) -> bool:
-        """Whether all have come. A warp counts in whole, whatever of it has ended."""
-        alive = machine.alive.reshape(-1, machine.stride)[self.block]
-        warps_here = np.repeat(self.present.reshape(-1, 32).any(axis=1), 32)
-        come = np.count_nonzero(self.present | (~alive & warps_here))
-        return not (alive & ~self.present).any() if self.expected is None else bool(come >= self.expected)
-
-    def release(self, machine: Machine) -> None:
-        """Let everybody go."""
-        released = None
-        for parked in self.waiting:
-            released = parked.lanes if released is None else merge(released, parked.lanes)
-        for watcher in machine.watchers:
-            watcher.depart((self.block, self.number), released)
-        if self.finish is not None and released is not None:
-            self.finish(released)
-        for parked in self.waiting:
-            machine.put(parked.pc + 1, parked.lanes)
-
 
 class BlockBarriers(Unit):
     """Those with somebody at them."""
@@ -83,10 +56,23 @@ class BlockBarriers(Unit):
         self.at: dict[tuple[int, int], Barrier] = {}  # by block of the wave, and number
 
     def look_at(self, barrier: Barrier) -> None:
-        """Let everybody go if all have come."""
-        if barrier.is_complete(self.machine):
-            del self.at[barrier.block, barrier.number]
-            barrier.release(self.machine)
+        """Let everybody go if all have come. A warp counts in whole, whatever of it has ended."""
+        machine = self.machine
+        alive = machine.alive.reshape(-1, machine.stride)[barrier.block]
+        missing = alive & ~barrier.present
+        if barrier.expected is not None:
+            warps_here = np.repeat(barrier.present.reshape(-1, 32).any(axis=1), 32)
+            missing = np.count_nonzero(barrier.present | (~alive & warps_here)) < barrier.expected
+        if np.any(missing):
+            return
+        del self.at[barrier.block, barrier.number]
+        released = reduce(merge, [parked.lanes for parked in barrier.waiting]) if barrier.waiting else None
+        for watcher in machine.watchers:
+            watcher.depart((barrier.block, barrier.number), released)
+        if barrier.finish is not None and released is not None:
+            barrier.finish(released)
+        for parked in barrier.waiting:
+            machine.put(parked.pc + 1, parked.lanes)
 
     def look_again(self) -> None:
         """Threads that have ended are not waited for."""
@@ -123,9 +109,8 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         raise UnknownOpcode(instruction.opcode)
     waits = modifiers != ["arrive"]
     if len(operands) > 2 or (len(operands) == 1 and not waits):
-        raise ValueError(
-            f"{instruction.opcode} takes a barrier{' and, maybe,' if waits else ' and'} a number of threads"
-        )
+        also = "and, maybe," if waits else "and"
+        raise ValueError(f"{instruction.opcode} takes a barrier {also} a number of threads")
     read_number = machine.reader(operands[0], "u32")
     read_expected = machine.reader(operands[1], "u32") if len(operands) > 1 else None
     barriers, watchers, stride = machine.unit(BlockBarriers), machine.watchers, machine.stride

@@ -1,9 +1,7 @@
 """Clusters: addresses of each other's shared memory, and the barrier of all their threads."""
 
-from __future__ import annotations
-
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -56,74 +54,57 @@ def _rank(machine: Machine, instruction: Instruction, pc: int) -> Handler:
     return rank
 
 
-@dataclass(eq=False)
-class ClusterBarrier:
-    """The barrier of a cluster: all its threads that have not ended arrive, then those who wait go on."""
-
-    machine: Machine
-    cluster: int
-    lanes: slice
-    arrivals: Array  # per lane of the cluster, how often it has arrived, and waited
-    waits: Array
-    phase: int = 0  # completed so far
-    waiting: list[Parked] = field(default_factory=list)
-
-    @property
-    def key(self) -> int:
-        """What the watchers know it by: as an mbarrier, at a place that is none."""
-        return -1 - self.cluster
-
-    def look_again(self) -> None:
-        """Complete the phase if everybody has arrived."""
-        alive = self.machine.alive[self.lanes]
-        if not alive.any() or (self.arrivals[alive] <= self.phase).any():
-            return
-        self.phase += 1
-        for watcher in self.machine.watchers:
-            watcher.phase_complete(self.key)
-        waiting, self.waiting = self.waiting, []
-        for parked in waiting:
-            self.leave(parked.lanes)
-            self.machine.put(parked.pc + 1, parked.lanes)
-
-    def leave(self, lanes: Lanes) -> None:
-        """These lanes have waited."""
-        self.waits[indices_of(lanes) - self.lanes.start] += 1
-        for watcher in self.machine.watchers:
-            watcher.phase_wait(self.key, lanes)
-
-
 class ClusterBarriers(Unit):
-    """Those of the wave's clusters."""
+    """The barrier of each cluster: all its threads that have not ended arrive, then those who wait go on.
+
+    Watchers know it as an mbarrier at the place -1 - cluster, which is none.
+    """
 
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
-        self.lanes = machine.cluster_memory.size * machine.stride  # of a cluster
-        self.of: dict[int, ClusterBarrier] = {}
+        self.size = machine.cluster_memory.size * machine.stride  # lanes of a cluster
+        self.arrivals, self.waits = np.zeros((2, machine.lanes), np.int64)  # how often each lane has
+        self.phase = np.zeros(machine.lanes // self.size, np.int64)  # of each cluster: completed so far
+        self.waiting: dict[int, list[Parked]] = defaultdict(list)
 
-    def around(self, lanes: Lanes) -> Iterator[tuple[ClusterBarrier, Array]]:
-        """The barrier of each cluster that these lanes belong to, with its lanes among them."""
+    def parts(self, lanes: Lanes) -> Iterator[tuple[int, Array]]:
+        """The clusters that these lanes belong to, each with its lanes among them."""
         indices = indices_of(lanes)
-        clusters = indices // self.lanes
+        clusters = indices // self.size
         for cluster in np.unique(clusters).tolist():
-            if cluster not in self.of:
-                start, none = cluster * self.lanes, np.zeros(self.lanes, np.int64)
-                its_lanes = slice(start, start + self.lanes)
-                self.of[cluster] = ClusterBarrier(self.machine, cluster, its_lanes, none, none.copy())
-            yield self.of[cluster], indices[clusters == cluster]
+            yield cluster, indices[clusters == cluster]
+
+    def look_at(self, cluster: int) -> None:
+        """Complete the phase if everybody has arrived."""
+        lanes = slice(cluster * self.size, (cluster + 1) * self.size)
+        alive = self.machine.alive[lanes]
+        if not alive.any() or (self.arrivals[lanes][alive] <= self.phase[cluster]).any():
+            return
+        self.phase[cluster] += 1
+        for watcher in self.machine.watchers:
+            watcher.phase_complete(-1 - cluster)
+        for parked in self.waiting.pop(cluster, []):
+            self.leave(cluster, parked.lanes)
+            self.machine.put(parked.pc + 1, parked.lanes)
+
+    def leave(self, cluster: int, lanes: Lanes) -> None:
+        """These lanes have waited."""
+        self.waits[lanes] += 1
+        for watcher in self.machine.watchers:
+            watcher.phase_wait(-1 - cluster, lanes)
 
     def look_again(self) -> None:
         """Threads that have ended are not waited for."""
-        for barrier in self.of.values():
-            barrier.look_again()
+        for cluster in range(len(self.phase)):
+            self.look_at(cluster)
 
     def waiters(self) -> Iterator[Parked]:
         """At all barriers."""
-        return (parked for barrier in self.of.values() for parked in barrier.waiting)
+        return (parked for waiting in self.waiting.values() for parked in waiting)
 
     def state(self) -> object:
         """Who has arrived."""
-        return [(cluster, barrier.phase, barrier.arrivals.tobytes()) for cluster, barrier in self.of.items()]
+        return self.phase.tobytes(), self.arrivals.tobytes()
 
 
 @binder("barrier.cluster")
@@ -137,30 +118,30 @@ def _barrier(machine: Machine, instruction: Instruction, pc: int) -> Handler:
         raise UnknownOpcode(instruction.opcode)
     barriers = machine.unit(ClusterBarriers)
 
-    def check(barrier: ClusterBarrier, who: Array, ahead: int, problem: str) -> None:
+    def check(who: Array, ahead: int, problem: str) -> None:
         """The lanes have arrived `ahead` times more often than waited."""
-        wrong = barrier.arrivals[who - barrier.lanes.start] - barrier.waits[who - barrier.lanes.start] != ahead
+        wrong = barriers.arrivals[who] - barriers.waits[who] != ahead
         if wrong.any():
             raise EmulationError(f"{machine.place(instruction, as_lanes(who[wrong]))}: {problem}")
 
     def arrive(lanes: Lanes) -> None:
-        for barrier, who in barriers.around(lanes):
-            check(barrier, who, 0, "arrives at the barrier of its cluster again, without having waited")
+        for cluster, who in barriers.parts(lanes):
+            check(who, 0, "arrives at the barrier of its cluster again, without having waited")
             for watcher in machine.watchers if order == "release" else ():
-                watcher.phase_arrive(barrier.key, as_lanes(who))
-            barrier.arrivals[who - barrier.lanes.start] += 1
-            barrier.look_again()
+                watcher.phase_arrive(-1 - cluster, as_lanes(who))
+            barriers.arrivals[who] += 1
+            barriers.look_at(cluster)
 
     def wait(lanes: Lanes) -> Successors:
         on: list[tuple[int, Lanes]] = []
-        for barrier, who in barriers.around(lanes):
-            check(barrier, who, 1, "waits at the barrier of its cluster without having arrived")
-            done = barrier.arrivals[who - barrier.lanes.start] <= barrier.phase
+        for cluster, who in barriers.parts(lanes):
+            check(who, 1, "waits at the barrier of its cluster without having arrived")
+            done = barriers.arrivals[who] <= barriers.phase[cluster]
             if done.any():
-                barrier.leave(as_lanes(who[done]))
+                barriers.leave(cluster, as_lanes(who[done]))
                 on.append((pc + 1, as_lanes(who[done])))
             if not done.all():
-                barrier.waiting.append(Parked(pc, as_lanes(who[~done]), "all threads of its cluster"))
+                barriers.waiting[cluster].append(Parked(pc, as_lanes(who[~done]), "all threads of its cluster"))
         return on
 
     return arrive if action == "arrive" else wait

@@ -5,8 +5,6 @@ it. A lane whose test_wait or try_wait fails is parked until the phase completes
 with "not yet", as hardware does after a while; a deadlock is reported once that has been in vain for long.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 

@@ -17,6 +17,7 @@ from ptxlab.runtime import run_spec
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec, Launch
 from tests.support.axes import both_modes, on_every_backend
+from tests.support.emulated import told
 
 IMAGE = 32768  # bytes of shared memory that the kernel shows
 SOURCE = r"""
@@ -133,26 +134,24 @@ def test_overlapping_boxes_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "error", "message"),
+    ("change", "place", "error", "message"),
     [
         (
             ('"r"(column - 16 * i)', '"r"(column + 8)'),
-            {},
+            0,
             MemoryFault,
-            r"the column has to be a multiple of 16, 16 bytes, not 8",
+            "column has to be a multiple of 16, 16 bytes, not 8",
         ),
-        ((), {"place": 64}, MemoryFault, "not a multiple of the 128 bytes"),
-        ((), {"place": 32768 - 1024}, MemoryFault, "2048 bytes at shared address .* out of bounds"),
-        (('"l"(&map), "r"(column', '"l"(image), "r"(column'), {}, MemoryFault, "no argument that is a tensor map"),
-        (("tile.mbarrier", "tile::gather4.mbarrier"), {}, EmulationError, "does not know"),
-        (('"r"(bytes * (more', '"r"(16 + bytes * (more'), {}, EmulationError, "deadlock"),
+        (("", ""), 64, MemoryFault, "not a multiple of the 128 bytes"),
+        (("", ""), 32768 - 1024, MemoryFault, "2048 bytes at shared address .* out of bounds"),
+        (('"l"(&map), "r"(column', '"l"(image), "r"(column'), 0, MemoryFault, "no argument that is a tensor map"),
+        (("tile.mbarrier", "tile::gather4.mbarrier"), 0, EmulationError, "does not know"),
+        (('"r"(bytes * (more', '"r"(16 + bytes * (more'), 0, EmulationError, "deadlock"),
     ],
 )
-def test_what_a_kernel_may_not_do(change: tuple, options: dict, error: type, message: str) -> None:
-    array, box, swizzle, row, column, place, more = PLAIN
-    source = SOURCE.replace(*change) if change else SOURCE
+def test_what_a_kernel_may_not_do(change: tuple, place: int, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
-        bring(array, box, swizzle, row, column, options.get("place", place), more, source=source)
+        bring(*PLAIN[:5], place, 0, source=SOURCE.replace(*change))
 
 
 @pytest.mark.parametrize(
@@ -241,13 +240,13 @@ def test_a_block_may_not_end_before_its_boxes_have_come(mode: str) -> None:
     source = source.replace('asm volatile("{ .reg', 'if (rank) asm volatile("{ .reg')
     kernel = ptxlab.load(source, arch="sm_90a")
     image = np.zeros((4, 4096), np.uint8)
-    try:
+
+    def findings() -> list[str]:
         outcome = kernel(TensorMap(ARRAY, (8, 128), 128), image.view(np.uint32), np.int32(15), grid=4, block=64,
                          cluster=4, backend="emulator", mode=mode, checks=["race", "async"])  # fmt: skip
-        found = "\n".join(map(str, outcome.findings))
-    except MemoryFault as error:
-        found = str(error)
-    assert re.search(r"shared memory of block \(0,0,0\), which (may have|has) ended", found)
+        return [str(finding) for finding in outcome.findings]
+
+    assert re.search(r"shared memory of block \(0,0,0\), which (may have|has) ended", told(findings))
 
 
 SPEC = KernelSpec(

@@ -1,4 +1,4 @@
-"""wgmma, and mma.sync where no vector was recorded: their results, and what is found when a step is missing."""
+"""wgmma: its results, and what is found when a step is missing."""
 
 import functools
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.errors import EmulationError, MemoryFault, SourceError, UnknownInstruction
+from ptxlab.errors import EmulationError, MemoryFault
 from ptxlab.layout.descriptors import MatrixDescriptor
-from ptxlab.layout.fragments import mma_a, mma_b, mma_c, wgmma_d
+from ptxlab.layout.fragments import wgmma_d
 from tests.golden.fragments import fragment_cases
 from tests.support.axes import both_modes
-from tests.support.emulated import HEADER, line_of
+from tests.support.emulated import HEADER, line_of, run
 from tests.support.wgmma import cores
 
 CASE = next(case for case in fragment_cases() if case.name == "wgmma_m64n24k32_s8_span64")
@@ -23,8 +23,7 @@ SECOND = [line for line in CASE.ptx.split("\n") if "wgmma.mma_async" in line][1]
 def outcome(text: str, mode: str) -> tuple[np.ndarray, list[tuple[str, int]]]:
     out = np.zeros(CASE.out, np.uint32)
     arguments = [*(array.copy() for array in CASE.inputs.values()), out]
-    module = emulator.parse(text, "k.ptx")
-    result = emulator.run(module, None, arguments, grid=1, block=CASE.threads, checks=emulator.CHECKS, mode=mode)
+    result = run(text, *arguments, threads=CASE.threads, checks=emulator.CHECKS, mode=mode)
     return out, sorted({(finding.kind, finding.line) for finding in result.findings})
 
 
@@ -46,7 +45,7 @@ STORES = [i for i, line in enumerate(CASE.ptx.split("\n"), 1) if "st.global.b32"
 def test_a_block_without_a_whole_warp_group_is_refused(threads: int) -> None:
     arguments = [*(array.copy() for array in CASE.inputs.values()), np.zeros(CASE.out, np.uint32)]
     with pytest.raises(EmulationError, match=rf"the four warps of a warp group \(a block of {threads} threads\)"):
-        emulator.run(emulator.parse(CASE.ptx, "k.ptx"), None, arguments, grid=1, block=threads)
+        run(CASE.ptx, *arguments, threads=threads)
 
 
 @both_modes
@@ -103,7 +102,7 @@ def test_newer_groups_may_stay_in_flight(mode):
     assert [kind for kind, _ in outcome(text.replace("REWRITE", "mov.b32 %a5, 7;"), mode)[1]] == ["async"]
 
 
-def from_shared(n: int, a: np.ndarray, b: np.ndarray, more: str = "", types: str = "s8.s8") -> str:
+def from_shared(n: int, more: str = "", types: str = "s8.s8") -> str:
     """A [64, 32] and B [n, 32] in shared memory, no swizzle; out = A·Bᵀ·2 (two products, one added to the other)."""
     at = MatrixDescriptor(1024, 256, 128).encode()
     bt = MatrixDescriptor(1024 + 2048, 256, 128).encode()
@@ -133,9 +132,8 @@ def test_both_operands_from_shared_memory(a_type, b_type, mode):
     a, b = (rng.integers(0, 256, (rows, 32), np.uint8).view(dtypes[t]) for rows, t in ((64, a_type), (n, b_type)))
     image = np.concatenate([cores(a).view(np.uint8), cores(b).view(np.uint8)])
     out = np.zeros((256, n // 2), np.uint32)
-    text = from_shared(n, a, b, types=f"{a_type}.{b_type}")
-    result = emulator.run(text, None, [image, out[:128]], grid=1, block=128, checks=emulator.CHECKS, mode=mode)
-    assert not result.findings
+    text = from_shared(n, types=f"{a_type}.{b_type}")
+    assert not run(text, image, out[:128], threads=128, checks=emulator.CHECKS, mode=mode).findings
     assert np.array_equal(wgmma_d(n).gather(out[:128], np.int32), 2 * (a.astype(np.int64) @ b.T.astype(np.int64)))
 
 
@@ -145,13 +143,11 @@ def test_sums_at_the_edge_of_their_range_wrap_or_are_clamped(satfinite, mode):
     rng, n = np.random.default_rng(4), 16
     a, b = rng.integers(-128, 128, (64, 32), np.int8), rng.integers(-128, 128, (n, 32), np.int8)
     start = np.tile(np.array([2**31 - 9, -(2**31) + 9], np.int32), (128, n // 4))
-    text = from_shared(n, a, b, more=" ".join(f"mov.b32 %d{i}, {value};" for i, value in enumerate(start[0])))
+    text = from_shared(n, more=" ".join(f"mov.b32 %d{i}, {value};" for i, value in enumerate(start[0])))
     first = text.split("\n")[line_of(text, "wgmma.mma_async") - 1]
     text = text.replace(first, "").replace(".satfinite", satfinite)
     image, out = np.concatenate([cores(a), cores(b)]).view(np.uint8), np.zeros((256, n // 2), np.uint32)
-    assert not emulator.run(
-        text, None, [image, out[:128]], grid=1, block=128, checks=emulator.CHECKS, mode=mode
-    ).findings
+    assert not run(text, image, out[:128], threads=128, checks=emulator.CHECKS, mode=mode).findings
     sums = wgmma_d(n).gather(start.view(np.uint32), np.int32) + a.astype(np.int64) @ b.T.astype(np.int64)
     clamped = sums.clip(-(2**31), 2**31 - 1)
     assert (sums > clamped).any() and (sums < clamped).any()
@@ -160,10 +156,9 @@ def test_sums_at_the_edge_of_their_range_wrap_or_are_clamped(satfinite, mode):
 
 
 def test_the_first_product_may_not_add():
-    a = np.zeros((64, 32), np.int8)
-    text = from_shared(8, a, a[:8]).replace("%a, %b, %p;", "%a, %b, %q;")
-    arguments = [np.zeros(4096, np.uint8), np.zeros((128, 4), np.uint32)]
-    (finding,) = emulator.run(text, None, arguments, grid=1, block=128, checks=["init"]).findings
+    text = from_shared(8).replace("%a, %b, %p;", "%a, %b, %q;")
+    arguments = np.zeros(4096, np.uint8), np.zeros((128, 4), np.uint32)
+    (finding,) = run(text, *arguments, threads=128, checks=["init"]).findings
     assert finding.line == line_of(text, "mma_async") and "adds to %d0, which was never written" in finding.message
 
 
@@ -177,61 +172,6 @@ def test_the_first_product_may_not_add():
     ],
 )
 def test_refused(more, error, said):
-    a = np.zeros((64, 32), np.uint8)
     image, out = np.zeros(4096, np.uint8), np.zeros((128, 16), np.uint32)
     with pytest.raises(error, match=said):
-        emulator.run(from_shared(32, a, a[:32], more), None, [image, out], grid=1, block=128)
-
-
-@pytest.mark.parametrize(
-    "opcode",
-    ["wgmma.mma_async.sync.aligned.m64n40k32.s32.s8.s8", "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16",
-     "wgmma.fence.sync", "wgmma.depart.sync.aligned"],
-)  # fmt: skip
-def test_other_forms_are_unknown(opcode):
-    with pytest.raises((UnknownInstruction, SourceError)):
-        emulator.run(f"{HEADER}.visible .entry k() {{ {opcode}; ret; }}", None, [], grid=1, block=128)
-
-
-# mma.sync
-
-
-@pytest.mark.parametrize("satfinite", ["", ".satfinite"])
-@pytest.mark.parametrize(("k", "a_type", "b_type"), [
-    *((32, a, b) for a in ("s8", "u8") for b in ("s8", "u8")), *((64, a, b) for a in ("s4", "u4") for b in ("s4", "u4"))
-])  # fmt: skip
-def test_integer_mma_of_all_signs(k, a_type, b_type, satfinite):
-    """Accumulators at the edge of their range: wrapped, or clamped."""
-    names = ("a0", "a1", "a2", "a3", "b0", "b1", "c0", "c1", "c2", "c3")
-    text = f"""{HEADER}.visible .entry k(.param .u64 p) {{
-    .reg .b32 %t, %a<4>, %b<2>, %c<4>; .reg .b64 %o;
-    mov.u32 %t, %tid.x; ld.param.u64 %o, [p]; mad.wide.u32 %o, %t, 40, %o;
-    {" ".join(f"ld.global.b32 %{r}, [%o+{4 * i}];" for i, r in enumerate(names))}
-    mma.sync.aligned.m16n8k{k}.row.col{satfinite}.s32.{a_type}.{b_type}.s32
-        {{%c0, %c1, %c2, %c3}}, {{%a0, %a1, %a2, %a3}}, {{%b0, %b1}}, {{%c0, %c1, %c2, %c3}};
-    {" ".join(f"st.global.b32 [%o+{24 + 4 * i}], %c{i};" for i in range(4))} ret; }}"""
-    registers = np.random.default_rng(5).integers(0, 2**32, (64, 10), dtype=np.uint32)
-    registers[:, 6:] = np.random.default_rng(6).choice([2**31 - 9, 2**31 + 9, 0], (64, 4))
-    before = registers.copy()
-    emulator.run(text, None, [registers], grid=1, block=64)
-    for warp in (slice(0, 32), slice(32, 64)):
-        parts = [np.ascontiguousarray(before[warp, i:j]) for i, j in ((0, 4), (4, 6), (6, 10))]
-        signed = {"s": np.int8, "u": np.uint8}
-        a, b = mma_a(k).gather(parts[0], signed[a_type[0]]), mma_b(k).gather(parts[1], signed[b_type[0]])
-        d = a.astype(np.int64) @ b.astype(np.int64) + mma_c().gather(parts[2], np.int32)
-        wanted = (d.clip(-(2**31), 2**31 - 1) if satfinite else d).astype(np.int32)
-        assert np.array_equal(mma_c().gather(np.ascontiguousarray(registers[warp, 6:]), np.int32), wanted)
-
-
-@pytest.mark.parametrize(
-    "form",
-    ["m16n8k32.row.col.s32.s8.s4.s32", "m16n8k16.row.col.f32.f16.bf16.f32", "m16n8k16.row.col.f16.bf16.bf16.f16",
-     "m16n8k32.col.col.s32.s8.s8.s32", "m16n8k8.row.col.f32.tf32.tf32.f32",
-     "m16n8k16.row.col.satfinite.f32.f16.f16.f32"],
-)  # fmt: skip
-def test_other_mma_are_unknown(form):
-    text = (
-        f"{HEADER}.visible .entry k() {{ .reg .b32 %r; mma.sync.aligned.{form} {{%r}}, {{%r}}, {{%r}}, {{%r}}; ret; }}"
-    )
-    with pytest.raises(UnknownInstruction):
-        emulator.run(text, None, [], grid=1, block=32)
+        run(from_shared(32, more), image, out, threads=128)

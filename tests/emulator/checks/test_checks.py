@@ -104,11 +104,8 @@ def test_annotation_in_inline_assembly():
         d[threadIdx.x] = r;
     }"""
     out, a = np.zeros(32, np.uint32), np.arange(32, dtype=np.uint32)
-    result = emulator.run(cuda(source), "k", [out, a], grid=1, block=32, checks=["lanes"])
-    assert [(f.kind, f.lane, f.thread, f.count) for f in result.findings] == [
-        ("range", 0, (15, 0, 0), 17),
-        ("carry", 1, (15, 0, 0), 17),
-    ]
+    found = [(f.kind, f.lane, f.thread, f.count) for f in run(cuda(source), out, a, checks=["lanes"]).findings]
+    assert found == [("range", 0, (15, 0, 0), 17), ("carry", 1, (15, 0, 0), 17)]
 
 
 # Uninitialised reads
@@ -196,13 +193,11 @@ def test_a_write_waits_for_all_who_have_read(heard, write):
     END:
     """
     one, both = body.replace("ALL", "64"), body.replace("ALL", "96").replace("@%q bar", "bar")
-    results = []
-    for text in (kernel(source + STORE, TWO, SHARED) for source in (one, both)):
+    for source, wanted in ((one, [("race", 1, (64, 0, 0))]), (both, [])):
+        text = kernel(source + STORE, TWO, SHARED)
         found = run(text, np.zeros(96, np.uint32), np.zeros(32, np.uint32), threads=96, checks=["race"]).findings
-        results.append([(f.kind, f.line - line_of(text, "WRITE: "), f.thread) for f in found])
-        said = [f"by thread ({32 * (1 - heard)},0,0)" in f.message for f in found]
-        assert all(said)
-    assert results == [[("race", 1, (64, 0, 0))], []]
+        assert [(f.kind, f.line - line_of(text, "WRITE: "), f.thread) for f in found] == wanted
+        assert all(f"by thread ({32 * (1 - heard)},0,0)" in f.message for f in found)
 
 
 @pytest.mark.parametrize(
@@ -258,24 +253,16 @@ FLAG = """mov.u32 %r0, %ctaid.x; ld.param.u64 %x1, [out]; ld.param.u64 %x2, [a];
     [
         ("st.release.gpu.global.u32 [%x2], 1;", "ld.acquire.gpu.global.u32 %r1, [%x2];", "", True),
         ("membar.gl; st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "membar.gl;", True),
-        (
-            "fence.acq_rel.gpu; atom.global.add.u32 %r2, [%x2], 1;",
-            "ld.relaxed.gpu.global.u32 %r1, [%x2];",
-            "fence.acq_rel.gpu;",
-            True,
-        ),
-        (
-            "atom.release.gpu.global.exch.b32 %r2, [%x2], 1;",
-            "atom.acquire.gpu.global.cas.b32 %r1, [%x2], 0, 0;",
-            "",
-            True,
-        ),
+        ("fence.acq_rel.gpu; atom.global.add.u32 %r2, [%x2], 1;", "ld.relaxed.gpu.global.u32 %r1, [%x2];",
+         "fence.acq_rel.gpu;", True),
+        ("atom.release.gpu.global.exch.b32 %r2, [%x2], 1;", "atom.acquire.gpu.global.cas.b32 %r1, [%x2], 0, 0;", "",
+         True),
         ("membar.cta; st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "membar.sys;", True),
         ("st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "", False),
         ("membar.gl; st.volatile.global.u32 [%x2], 1;", "ld.volatile.global.u32 %r1, [%x2];", "", False),
         ("st.relaxed.gpu.global.u32 [%x2], 1;", "ld.acquire.gpu.global.u32 %r1, [%x2];", "", False),
     ],
-)
+)  # fmt: skip
 def test_flags_order_what_they_should(release, acquire, fence, clean):
     text = kernel(FLAG.replace("{release}", release).replace("{acquire}", acquire).replace("{fence}", fence), TWO)
     out = np.zeros(2, np.uint32)

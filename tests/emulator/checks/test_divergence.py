@@ -11,10 +11,13 @@ START = "mov.u32 %r0, %tid.x; and.b32 %r1, %r0, 31; mov.u32 %r5, buf; ld.param.u
 HALF = "setp.lt.u32 %p, %r1, 16;\n"
 
 
+def module(body: str) -> str:
+    return kernel(START + body + STORE, outside=".shared .align 16 .b8 buf[128];")
+
+
 def found(body: str, threads: int = 64) -> list[tuple[str, int]]:
     """Kind and line of the findings; the first line of the body is 1."""
-    outside = ".shared .align 16 .b8 buf[128];"
-    text = kernel(START + body + STORE, outside=outside)
+    text = module(body)
     first = text[: text.index(START)].count("\n") + 1
     result = run(text, np.zeros(threads, np.uint32), threads=threads, checks=emulator.CHECKS)
     return [(finding.kind, finding.line - first) for finding in result.findings]
@@ -42,17 +45,15 @@ def test_a_warp_apart_is_reported_by_line(body: str, line: int) -> None:
 
 
 def test_what_it_says() -> None:
-    text = kernel(START + APART["two instructions"][0] + STORE, outside=".shared .align 16 .b8 buf[128];")
-    (finding,) = run(text, np.zeros(32, np.uint32), checks=["divergence"]).findings
+    (finding,) = run(module(APART["two instructions"][0]), np.zeros(32, np.uint32), checks=["divergence"]).findings
     assert "but thread (16,0,0) executes line 11, `bar.sync 0`, instead" in finding.message
     assert finding.line == 13 and finding.thread == (0, 0, 0) and finding.count == 16
 
 
 def test_a_deadlock_of_a_warp_tells_of_it() -> None:
     body = HALF + f"@%p bra A;\n{MATRIX}\nbra B;\nA: {MATRIX}\nB:"
-    text = kernel(START + body + STORE, outside=".shared .align 16 .b8 buf[128];")
     with pytest.raises(Deadlock, match=r"found before that: divergence: k.ptx:13: `A: ldmatrix"):
-        run(text, np.zeros(32, np.uint32), checks=["divergence"])
+        run(module(body), np.zeros(32, np.uint32), checks=["divergence"])
 
 
 TOGETHER = {
@@ -95,7 +96,7 @@ KERNELS = {  # CUDA, and a part of the line that is reported
 @pytest.mark.parametrize(("body", "line"), KERNELS.values(), ids=KERNELS)
 def test_what_nvrtc_makes(body: str, line: str | None) -> None:
     head = (
-        'extern "C" __global__ void k(float* y, const float* x, int n) { __shared__ float s[64]; int i = threadIdx.x; '
+        'extern "C" __global__ void k(float* y, const float* x, int n) { __shared__ float s[64]; int i = threadIdx.x;'
     )
     x = np.linspace(0, 1, 64, dtype=np.float32)
     result = run(cuda(head + body + " }"), np.zeros(64, np.float32), x, np.int32(40), threads=64, checks=["divergence"])

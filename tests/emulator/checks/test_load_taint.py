@@ -43,8 +43,7 @@ def module(few: str, together: str = "__syncwarp();") -> emulator.Module:
 
 def races(name: str, few: str, together: str = "__syncwarp();") -> list[str]:
     x, y = np.arange(1, 41, dtype=np.float32), np.zeros(96, np.float32)
-    args = [x, y, np.int32(6)]
-    entry = name.replace(" ", "_")
+    args, entry = [x, y, np.int32(6)], name.replace(" ", "_")
     result = emulator.run(module(few, together), entry, args, grid=1, block=96, checks=["race"])
     return [f.kind for f in result.findings]
 
@@ -213,6 +212,5 @@ def test_what_has_been_used_is_not_followed_on(monkeypatch: pytest.MonkeyPatch) 
         }
         y[threadIdx.x] = sum;
     }""")
-    result = emulator.run(emulator.parse(text), "k", [np.zeros(64, np.int32)], grid=1, block=64, checks=["race"])
-    assert {finding.kind for finding in result.findings} == {"race"}
+    assert {f.kind for f in run(text, np.zeros(64, np.int32), threads=64, checks=["race"]).findings} == {"race"}
     assert 1 <= max(sizes) <= 4

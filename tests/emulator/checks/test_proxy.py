@@ -10,6 +10,7 @@ from tests.support.emulated import COPY_PROLOGUE, STORE, kernel, line_of, run
 OUTSIDE = ".shared .align 128 .b8 buf[2048]; .shared .align 8 .b64 bar[4];"
 FENCE = "fence.proxy.async.shared::cta;"
 BARRIER = "bar.sync 0;"
+COPY = "cp.async.bulk.global.shared::cta.bulk_group"
 
 # 64 threads write 512 bytes, thread 0 has them copied to global memory
 SEND = """st.shared.u64 [%r7], %x9;
@@ -28,9 +29,6 @@ def found(body: str, threads: int = 64, mode: str = "late", checks=emulator.CHEC
     a = np.arange(1, 1025, dtype=np.uint32)
     result = run(text, np.zeros(threads, np.uint32), a, threads=threads, mode=mode, checks=checks)
     return sorted({(f.kind, text.split("\n")[f.line - 1].strip().split(" ")[0]) for f in result.findings})
-
-
-COPY = "cp.async.bulk.global.shared::cta.bulk_group"
 
 
 @both_modes
@@ -78,18 +76,27 @@ def test_one_lane_for_its_warp(meet, fence, kinds, mode):
     assert found(SEND.replace("BETWEEN", between), mode=mode) == [(kind, COPY) for kind in kinds]
 
 
+ARRIVALS = {  # how many arrive, having done what
+    "stores of the upper warp": (32, """setp.lt.u32 %p, %r0, 32; @%p bra ISSUE;
+    st.shared.u64 [%r7+-256], %x9; mbarrier.arrive.shared.b64 _, [%r5]; bra END;
+    ISSUE:"""),
+    "cp.async of all threads": (64, """cp.async.ca.shared.global [%r7], [%x1], 8;
+    cp.async.mbarrier.arrive.noinc.shared.b64 [%r5];"""),
+}  # fmt: skip
+
+
 @both_modes
 @pytest.mark.parametrize(("fence", "kinds"), [(FENCE, []), ("", ["async-dirty"])])
-def test_an_mbarrier_tells_of_writes_to_be_fenced(fence, kinds, mode):
-    """The upper warp writes and arrives; thread 0 waits, fences and issues."""
-    body = f"""@%q mbarrier.init.shared.b64 [%r5], 32;
+@pytest.mark.parametrize(("count", "write"), ARRIVALS.values(), ids=ARRIVALS)
+def test_an_mbarrier_tells_of_writes_to_be_fenced(count, write, fence, kinds, mode):
+    """Thread 0 waits at the mbarrier, fences and issues."""
+    body = f"""@%q mbarrier.init.shared.b64 [%r5], {count};
     bar.sync 0;
-    setp.lt.u32 %p, %r0, 32; @%p bra ISSUE;
-    st.shared.u64 [%r7+-256], %x9; mbarrier.arrive.shared.b64 _, [%r5]; bra END;
-    ISSUE: @!%q bra END;
+    {write}
+    @!%q bra END;
     W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;
     {fence}
-    cp.async.bulk.global.shared::cta.bulk_group [%x3], [%r6], 256;
+    cp.async.bulk.global.shared::cta.bulk_group [%x3+1024], [%r6], {8 * count};
     cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
     END:
     """
@@ -110,24 +117,6 @@ def test_what_cp_async_has_written_is_fenced_too(between, kinds, mode):
     """It goes by the generic proxy, as ordinary stores do (PTX ISA, cp.async), and has come once waited for."""
     copies = SEND.replace("st.shared.u64 [%r7], %x9;", "cp.async.ca.shared.global [%r7], [%x1], 8;")
     assert found(copies.replace("BETWEEN", between), mode=mode) == [(kind, COPY) for kind in kinds]
-
-
-@both_modes
-@pytest.mark.parametrize(("fence", "kinds"), [("@%q " + FENCE, []), ("", ["async-dirty"])])
-def test_cp_async_that_an_mbarrier_hears_of(fence, kinds, mode):
-    """All threads copy; thread 0 waits at the mbarrier that hears of all of it."""
-    body = f"""@%q mbarrier.init.shared.b64 [%r5], 64;
-    bar.sync 0;
-    cp.async.ca.shared.global [%r7], [%x1], 8;
-    cp.async.mbarrier.arrive.noinc.shared.b64 [%r5];
-    @!%q bra END;
-    W: mbarrier.try_wait.parity.shared.b64 %p, [%r5], 0; @!%p bra W;
-    {fence}
-    cp.async.bulk.global.shared::cta.bulk_group [%x3+1024], [%r6], 512;
-    cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;
-    END:
-    """
-    assert found(body, mode=mode) == [(kind, COPY) for kind in kinds]
 
 
 @both_modes

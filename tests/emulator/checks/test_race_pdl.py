@@ -102,11 +102,9 @@ def test_one_lane_waits_for_its_warp() -> None:
 
 
 def test_one_block_waits_for_its_cluster() -> None:
-    body = EACH.replace(
-        WAIT,
-        f"mov.u32 %r7, %ctaid.x; setp.eq.u32 %p, %r7, 0;\n@%p {WAIT}"
-        "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;\n",
-    )
+    one = f"mov.u32 %r7, %ctaid.x; setp.eq.u32 %p, %r7, 0;\n@%p {WAIT}"
+    meet = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;\n"
+    body = EACH.replace(WAIT, one + meet)
     assert outcome(body, cluster=2) == []
     assert {f.block for f in outcome(body)} == {(1, 0, 0)}
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from ptxlab import emulator
 from ptxlab.emulator.checks.step_clock import BYTES_PER_STEP, LATENCY
 from tests.support.emulated import STORE, kernel, run, values
 
@@ -58,7 +57,7 @@ def test_a_copy_takes_its_time() -> None:
     text = kernel(COPY + STORE, params=".param .u64 out, .param .u64 data")
     out, data = np.zeros(32, np.uint32), np.zeros(2048, np.uint8)
     for mode in ("early", "late"):
-        emulator.run(text, "k", [out, data], grid=1, block=32, step_clock=True, mode=mode)
+        run(text, out, data, step_clock=True, mode=mode)
         assert out[0] + 8 > LATENCY and out[0] < LATENCY + 2048 // BYTES_PER_STEP + 8
 
 

@@ -12,9 +12,9 @@ START = "ld.param.u64 %x1, [out]; mov.u32 %r0, %tid.x; mov.u32 %r5, buf;\n"
 POLL = "ld.volatile.global.u32 %r1, [%x1];\nsetp.eq.u32 %p, %r1, 0;\n"
 
 
-def outcome(body: str, threads: int = 32, **more) -> emulator.Result:
+def outcome(body: str, threads: int = 32, blocks: int = 1, **more) -> emulator.Result:
     text = kernel(START + body + STORE, outside=".shared .align 8 .b8 buf[8];")
-    return run(text, np.zeros(threads, np.uint32), threads=threads, **more)
+    return run(text, np.zeros(threads * blocks, np.uint32), threads=threads, blocks=blocks, **more)
 
 
 def test_who_spins_and_who_waits_for_them() -> None:
@@ -74,12 +74,10 @@ def test_a_flag_that_comes_late_is_waited_for() -> None:
 
 def test_the_number_of_steps_is_of_a_wave(monkeypatch: pytest.MonkeyPatch) -> None:
     body = "mov.u32 %r1, 0;\nL: add.u32 %r1, %r1, 1; setp.lt.u32 %p, %r1, 100;\n@%p bra L;\n"
-    text = kernel(START + body + STORE, outside=".shared .align 8 .b8 buf[8];")
     monkeypatch.setattr("ptxlab.emulator.launch.WAVE_LANES", 32)
-    out = np.zeros(128, np.uint32)
-    assert run(text, out, blocks=4, max_steps=400).steps > 1200
+    assert outcome(body, blocks=4, max_steps=400).steps > 1200
     with pytest.raises(EmulationError, match=r"still running after 200 steps: k.ptx:10: .*; max_steps allows more"):
-        run(text, out, blocks=4, max_steps=200)
+        outcome(body, blocks=4, max_steps=200)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "100"])

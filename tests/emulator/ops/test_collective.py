@@ -41,9 +41,8 @@ def test_barriers_that_there_are_not(body: str, problem: str) -> None:
     ],
 )  # fmt: skip
 def test_barriers_that_do_not_fit_together(body: str, thread: int, problem: str) -> None:
-    with pytest.raises(
-        EmulationError, match=rf"^k.ptx:10: `.*`: block \(0,0,0\) thread \({thread},0,0\) .*: {problem}"
-    ):
+    where = rf"^k.ptx:10: `.*`: block \(0,0,0\) thread \({thread},0,0\) .*: "
+    with pytest.raises(EmulationError, match=where + problem):
         outcome(body)
 
 
@@ -58,9 +57,8 @@ ALONE = "setp.ge.u32 %q, %r0, 16;\n@%q ret;\nshfl.sync.down.b32 %s, %r0, 8, SEGM
 @pytest.mark.parametrize(("segments", "mask", "lanes"), [(0x1F, "0xffff", 8), (0x1F, "-1", 8), (0x100F, "0xffff", 0)])
 def test_a_shuffle_from_a_lane_that_does_not_take_part(segments: int, mask: str, lanes: int) -> None:
     found = outcome(ALONE.replace("SEGMENTS", str(segments)).replace("MASK", mask), threads=32).findings
-    assert [(f.kind, f.line, f.thread, f.count) for f in found] == [("uninitialised", 11, (8, 0, 0), lanes)] * (
-        lanes > 0
-    )
+    wanted = [("uninitialised", 11, (8, 0, 0), lanes)] * (lanes > 0)
+    assert [(f.kind, f.line, f.thread, f.count) for f in found] == wanted
     assert all("takes the value of lane 16, which does not take part (members 0x0000ffff)" in f.message for f in found)
 
 

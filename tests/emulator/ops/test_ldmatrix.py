@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from ptxlab.errors import Deadlock, EmulationError, MemoryFault, UnknownInstruction
-from tests.support.emulated import STORE, kernel, line_of, run
+from ptxlab.errors import Deadlock, EmulationError, MemoryFault
+from tests.support.emulated import STORE, kernel, line_of, run, values
 
 SHARED = ".shared .align 16 .b8 tile[512];"
 ROWS = "mov.u32 %r0, %laneid; shl.b32 %r1, %r0, 4; mov.u32 %r2, tile; add.u32 %r2, %r2, %r1;\n"
@@ -56,20 +56,16 @@ def test_store_is_checked_like_a_store():
 
 
 def test_rows_of_another_warp_need_a_barrier():
-    body = (
-        "mov.u32 %r0, %tid.x; and.b32 %r1, %r0, 32; shl.b32 %r1, %r1, 3;\n"  # warp w fills rows 16 w ... for the other
-    )
-    text = kernel(
-        f"""{body} mov.u32 %r2, tile; add.u32 %r2, %r2, %r1; mov.u32 %r3, %laneid; and.b32 %r3, %r3, 15;
-        shl.b32 %r3, %r3, 4; add.u32 %r4, %r2, %r3;
-        st.shared.v4.u32 [%r4], {{%r3, %r3, %r3, %r3}};
-        BARRIER
-        xor.b32 %r1, %r1, 256; mov.u32 %r2, tile; add.u32 %r2, %r2, %r1; add.u32 %r2, %r2, %r3;
-        ldmatrix.sync.aligned.m8n8.x2.shared.b16 {{%s, %r8}}, [%r2];
-        """
-        + STORE,
-        outside=SHARED,
-    )
+    """Warp w fills rows 16 w ... for the other."""
+    body = """mov.u32 %r0, %tid.x; and.b32 %r1, %r0, 32; shl.b32 %r1, %r1, 3;
+    mov.u32 %r2, tile; add.u32 %r2, %r2, %r1; mov.u32 %r3, %laneid; and.b32 %r3, %r3, 15;
+    shl.b32 %r3, %r3, 4; add.u32 %r4, %r2, %r3;
+    st.shared.v4.u32 [%r4], {%r3, %r3, %r3, %r3};
+    BARRIER
+    xor.b32 %r1, %r1, 256; mov.u32 %r2, tile; add.u32 %r2, %r2, %r1; add.u32 %r2, %r2, %r3;
+    ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%s, %r8}, [%r2];
+    """
+    text = kernel(body + STORE, outside=SHARED)
     out = np.zeros(64, np.uint32)
     assert not run(text.replace("BARRIER", "bar.sync 0;"), out, threads=64, checks=["race", "init"]).findings
     (finding,) = run(text.replace("BARRIER", ""), out, threads=64, checks=["race"]).findings
@@ -82,10 +78,9 @@ MOVE = "movmatrix.sync.aligned.m8n8.trans.b16 %s, %r0;\n"
 def test_a_matrix_is_turned_over():
     """Element (i, j), which is 8 i + j, goes to (j, i); of every warp."""
     halves = (
-        "mov.u32 %r0, %tid.x; shl.b32 %r0, %r0, 1; add.u32 %r1, %r0, 1; shl.b32 %r1, %r1, 16; or.b32 %r0, %r0, %r1;\n"
+        "mov.u32 %r0, %tid.x; shl.b32 %r0, %r0, 1; add.u32 %r1, %r0, 1; shl.b32 %r1, %r1, 16; or.b32 %r0, %r0, %r1;"
     )
-    out = np.zeros(64, np.uint32)
-    run(kernel(halves + MOVE + STORE), out, threads=64)
+    out = values(halves + MOVE, threads=64)
     elements = np.arange(128, dtype=np.uint16).reshape(2, 8, 8)
     assert np.array_equal(out.view(np.uint16).reshape(2, 8, 8), elements.swapaxes(1, 2))
 
@@ -93,18 +88,4 @@ def test_a_matrix_is_turned_over():
 def test_a_matrix_takes_a_whole_warp():
     absent = "mov.u32 %r0, %laneid; setp.eq.u32 %p, %r0, 5; @%p ret;\n"
     with pytest.raises(EmulationError, match="not all 32 threads of the warp are there"):
-        run(kernel(absent + MOVE + STORE), np.zeros(32, np.uint32))
-
-
-@pytest.mark.parametrize(
-    "opcode",
-    [
-        "movmatrix.sync.aligned.m8n8.b16",
-        "ldmatrix.sync.aligned.m8n8.x3.shared.b16",
-        "ldmatrix.sync.aligned.m8n8.x1.shared.b8",
-    ],
-)
-def test_other_forms_are_unknown(opcode):
-    operands = "%s, %r2" if "mov" in opcode else "{%s}, [%r2]"
-    with pytest.raises(UnknownInstruction):
-        run(module(f"{opcode} {operands};\n"), np.zeros(32, np.uint32))
+        values(absent + MOVE)

@@ -3,15 +3,13 @@
 import numpy as np
 import pytest
 
-from ptxlab import emulator
-from ptxlab.errors import EmulationError, SourceError, UnknownInstruction
-from tests.support.emulated import kernel, values
+from ptxlab.errors import EmulationError, SourceError
+from tests.support.emulated import kernel, run, values
 
 
 def execute(body: str, threads: int = 384, directives: str = "") -> None:
     start = "mov.u32 %r0, %tid.x; shr.u32 %r1, %r0, 7; setp.eq.u32 %p, %r1, 0; shr.u32 %r2, %r0, 5;\n"
-    text = kernel(start + body + "\nret;", "", directives=directives)
-    emulator.run(emulator.parse(text, "k.ptx"), None, [], grid=2, block=threads)
+    run(kernel(start + body + "\nret;", "", directives=directives), threads=threads, blocks=2)
 
 
 SPLIT = """@!%p bra CONSUMER;
@@ -46,14 +44,6 @@ def test_a_split_that_does_not(body: str, threads: int, directives: str, message
 def test_numbers_of_registers_that_there_are_not(count: str) -> None:
     with pytest.raises(SourceError, match="a multiple of 8 from 24 to 256"):
         execute(f"setmaxnreg.dec.sync.aligned.u32 {count};")
-
-
-@pytest.mark.parametrize(
-    "opcode", ["griddepcontrol.signal", "setmaxnreg.set.sync.aligned.u32 24", "setmaxnreg.inc.u32 24"]
-)
-def test_other_forms_are_unknown(opcode: str) -> None:
-    with pytest.raises(UnknownInstruction):
-        execute(f"{opcode};")
 
 
 def test_waiting_for_other_grids_and_for_time_is_over_at_once() -> None:
