@@ -20,10 +20,9 @@ from ptxlab.spec.tolerance import Allowed, within
 from tests.support import attention_faults as faults
 from tests.support import attention_problems as problems
 from tests.support import attention_rounded as rounded
-from tests.support import attention_sm80 as ampere
-from tests.support import attention_sm90 as hopper
 from tests.support import tensor_cores
 from tests.support.attention_faults import every_data, refused
+from tests.support.attention_variants import AMPERE, HOPPER, Variant, of_each
 from tests.support.tensor_cores import ampere_mma
 
 LENGTHS = (300, 4096, 32768)
@@ -210,9 +209,9 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     This very number came out on an H200. Sums that are rounded only once are far nearer.
     """
     tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
-    variant, at = hopper.VARIANTS[3], (0, 6, 3, 25)
-    logical, arrays = variant.problem(1, (5,), problems.one_dominant_score, 3, window=0, blocks=1)
-    out = hopper.check(variant, logical, arrays, "emulator")["out"]
+    variant, at = HOPPER[3], (0, 6, 3, 25)
+    logical, arrays = variant.problem(1, (5,), problems.one_dominant_score, Hkv=3)
+    out = variant.check(logical, arrays)["out"]
     assert out[at] == np.float16(2.2470951080322266e-05)
     assert SM90.reference is not None
     assert abs(float(out[at]) - SM90.reference(**logical)[0][at]) > 1e-6
@@ -223,20 +222,10 @@ CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_sma
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@hopper.every_variant
-def test_hopper_stays_within_the_bound(
-    variant: hopper.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
+@of_each(*AMPERE, *HOPPER)
+def test_tensor_cores_stay_within_the_bound(
+    variant: Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
+    tensor_cores.in_the_emulator(hopper_mma if variant.tile else ampere_mma, monkeypatch)
     for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
-        hopper.check(variant, *variant.problem(1, lengths, change, Hkv, window=0, blocks=1), "emulator")
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@ampere.every_variant
-def test_ampere_stays_within_the_bound(
-    variant: ampere.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensor_cores.in_the_emulator(ampere_mma, monkeypatch)
-    for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
-        ampere.check(variant, *variant.problem(1, lengths, change, Hkv, window=0), "emulator")
+        variant.check(*variant.problem(1, lengths, change, Hkv))
