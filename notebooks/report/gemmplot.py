@@ -177,7 +177,8 @@ def roofline_figure(rows: pd.DataFrame, device: str = "h200") -> Figure:
     figure = Figure(figsize=(9.5, 5.4), layout="constrained")
     axes = figure.subplots()
     intensity = np.geomspace(8, 2000, 200)
-    roof = np.minimum(sheet.stream_tbps * intensity, sheet.int8_tops)
+    tbps, tops = sheet.memory_tbps, sheet.tops["int8"]
+    roof = np.minimum(tbps * intensity, tops)
     axes.plot(intensity, roof, color="black", linewidth=1.4)
     axes.fill_between(intensity, roof, 1e5, color="#f2f3f5", linewidth=0)
     for name in steps(rows):
@@ -186,12 +187,12 @@ def roofline_figure(rows: pd.DataFrame, device: str = "h200") -> Figure:
         axes.plot(*_roofline_points(mine), "o", markersize=3, alpha=0.35, color=style["color"], markeredgewidth=0)
         large = mine[mine.layer == str(DISSECTED)]
         axes.plot(*_roofline_points(large), "o-", markersize=6, **style)
-    ridge = sheet.int8_tops / sheet.stream_tbps
-    x, y = 17, 17 * sheet.stream_tbps * 1.12  # along the roof: the angle is one in data coordinates, at this point
+    ridge = tops / tbps
+    x, y = 17, 17 * tbps * 1.12  # along the roof: the angle is one in data coordinates, at this point
     rotation: dict[str, Any] = {"rotation_mode": "anchor", "transform_rotates_text": True}
     rotation["rotation"] = math.degrees(math.atan(y / x))
-    axes.text(x, y, f"{sheet.stream_tbps:g} TB/s into shared memory", fontsize=9, **rotation)
-    axes.text(1900, sheet.int8_tops * 1.05, f"wgmma s8: {sheet.int8_tops:,.0f} TOPS", ha="right", fontsize=9)
+    axes.text(x, y, f"{tbps:g} TB/s into shared memory", fontsize=9, **rotation)
+    axes.text(1900, tops * 1.05, f"wgmma s8: {tops:,.0f} TOPS", ha="right", fontsize=9)
     axes.axvline(ridge, color=GREY, linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -61,7 +61,7 @@ def predictions(record: Record | None) -> pd.DataFrame:
 
 def measured_device(record: Record) -> Device:
     """The measured sheet of the record's card."""
-    return cost.sheet(record.device["slug"]).device
+    return cost.sheet(record.device["slug"])
 
 
 def called(kernel: str) -> str:
