@@ -41,11 +41,10 @@ def test_near_float64_in_the_emulator(variant: Variant, seed: int, mode: str, **
 def in_parts(
     variant: Variant, logical: Arrays, arrays: Arrays, backend: str, blocks: int, fused: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out f64, lse f64) of many blocks; what one has not seen all of is put together in float64, unless `fused`."""
+    """(out, lse) of many blocks; what one has not seen all of is put together in float64, unless `fused`."""
     B, T, Hq, D = logical["q"].shape
-    Hkv = logical["cache"].num_kv_heads
     config = {**variant.config, "FUSED": fused}
-    columns = min(config["COLUMNS"], Hq // Hkv * T)
+    columns = min(config["COLUMNS"], variant.ratio * T)
     sizes = MMA.sizes_of(
         {name: array.shape for name, array in arrays.items()},
         variant.sizes(logical["window"], blocks),
@@ -64,29 +63,17 @@ def in_parts(
     result = kernel.launch(args, MMA.launch({**sizes, **config}), backend=backend, **how)
     assert result is None or [str(finding) for finding in result.findings] == []
     out = numbers(made["out"].view("uint16" if variant.BF16 else "float16"), variant.dtype)
-    lse = made["lse"].astype(np.float64)
-    group = Hq // Hkv
-    splits = -(-group * T // config["COLUMNS"])
     if fused:
         assert not made["segments"].any(), "counters are as they were, for the next launch"
-        return out, lse
-    for block, (unit, count) in enumerate(made["segments"].tolist()):
-        if count == 0:
-            continue
-        parts = [(block, 1), *((block + i, 0) for i in range(1, count))]
-        largest, total = (np.array([made["stats"][part][:, i] for part in parts], np.float64) for i in (0, 1))
-        values = np.array([made["partial"][part] for part in parts], np.float64)
-        sequence, rest = divmod(unit, Hkv * splits)
-        head, split = divmod(rest, splits)
-        for column in range(min(columns, group * T - split * config["COLUMNS"])):
-            weight = np.exp2(largest[:, column] - largest[:, column].max())
-            t, h = divmod(split * config["COLUMNS"] + column, group)
-            place = sequence, t, head * group + h
-            sum_ = weight @ total[:, column]
-            assert np.isnan(out[place]).all() and np.isnan(lse[place]), "no block has written a unit in parts"
-            out[place] = weight @ values[:, column] / (sum_ or 1)
-            lse[place] = (largest[:, column].max() + np.log2(sum_)) * np.log(2) if sum_ else -np.inf
-    return out, lse
+        return out, made["lse"]
+    parts = {name: made[name] for name in ("partial", "stats", "segments", "lse")}
+    of = {"out": out.astype(np.float32), "Hkv": logical["cache"].num_kv_heads, "tile": config["COLUMNS"]}
+    assert MERGE.reference is not None
+    merged: tuple[np.ndarray, np.ndarray] = MERGE.reference(**parts, **of, BF16=variant.BF16)
+    for by_blocks, whole in zip((out, made["lse"]), merged, strict=True):
+        written = ~np.isnan(by_blocks)
+        assert np.array_equal(whole[written], by_blocks[written]), "no block has written a unit in parts"
+    return merged
 
 
 def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) -> None:
