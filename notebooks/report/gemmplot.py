@@ -64,30 +64,30 @@ def packed_bytes(layer: Layer, group: int = 128) -> int:
     return layer.N * layer.K // 2 + 2 * layer.N * layer.K // group
 
 
-def peers_figure(stored: Stored, device: str = "h200") -> Figure:
+def peers_figure(stored: Stored) -> Figure:
     """How far others are from the floor of a W4A8 GEMM: the means over the matrices that they were measured on."""
     figure = Figure(figsize=(9, 4.6), layout="constrained")
     axes = figure.subplots()
     for peer, (label, colour) in _STORED.items():
-        times = [_over_floor(stored, peer, M, device) for M in TOKENS]
+        times = [_over_floor(stored, peer, M) for M in TOKENS]
         axes.plot(range(len(TOKENS)), times, "o-", color=colour, label=label)
     axes.axhline(1, color="black", linewidth=1)
     axes.text(len(TOKENS) - 1, 0.97, "the floor of a W4A8 GEMM", ha="right", va="top", fontsize=9)
     token_axis(axes, TOKENS)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("time over the floor")
-    title(axes, f"Where others stand on an {device.upper()}: LLaMA-2-7B and -70B, geometric mean of 8 matrices")
+    title(axes, "Where others stand on an H200: LLaMA-2-7B and -70B, geometric mean of 8 matrices")
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
 
 
-def _over_floor(stored: Stored, peer: str, M: int, device: str) -> float:
+def _over_floor(stored: Stored, peer: str, M: int) -> float:
     ratios = []
     for layer in LAYERS:
         times = stored.get((layer.N, layer.K, M), {})
         if peer in times:
-            stream = cost.sheet(device).stream_us(packed_bytes(layer))
-            ratios.append(times[peer] / cost.gemm_floor(stream, 2 * M * layer.N * layer.K, device)[0])
+            stream = cost.sheet("h200").stream_us(packed_bytes(layer))
+            ratios.append(times[peer] / cost.gemm_floor(stream, 2 * M * layer.N * layer.K, "h200")[0])
     return mean(ratios)
 
 
@@ -117,10 +117,10 @@ def times_figure(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def ablation_figure(rows: pd.DataFrame, base: str = "") -> Figure:
+def ablation_figure(rows: pd.DataFrame) -> Figure:
     """What each step gained over the baseline (the first step where that was not measured), as LiquidGEMM's Fig. 13."""
     names, tokens = steps(rows), _tokens(rows)
-    base = base or (BASELINE if BASELINE in names else names[0])
+    base = BASELINE if BASELINE in names else names[0]
     figure = Figure(figsize=(max(8, 1.9 * len(tokens)), 4.8), layout="constrained")
     axes = figure.subplots()
     width = 0.84 / len(names)
@@ -171,9 +171,9 @@ def fraction_figure(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def roofline_figure(rows: pd.DataFrame, device: str = "h200") -> Figure:
+def roofline_figure(rows: pd.DataFrame) -> Figure:
     """Every step under the two roofs; the line of a step runs over the tokens of one large matrix."""
-    sheet = cost.sheet(device)
+    sheet = cost.sheet("h200")
     figure = Figure(figsize=(9.5, 5.4), layout="constrained")
     axes = figure.subplots()
     intensity = np.geomspace(8, 2000, 200)
@@ -201,7 +201,7 @@ def roofline_figure(rows: pd.DataFrame, device: str = "h200") -> Figure:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("operations per byte of packed weight")
     axes.set_ylabel("TOPS")
-    title(axes, f"Roofline of one {device.upper()}; lines: {DISSECTED}, M = {TOKENS[0]} to {TOKENS[-1]}; dots: all")
+    title(axes, f"Roofline of one H200; lines: {DISSECTED}, M = {TOKENS[0]} to {TOKENS[-1]}; dots: all")
     axes.legend(loc="lower right", frameon=False)
     return figure
 
