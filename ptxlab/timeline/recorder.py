@@ -22,7 +22,7 @@ from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
 from ptxlab.timeline import SWITCH, VARIABLE, Timeline
 
-SMS = 2  # recorded on a GPU
+_SMS = 2  # that have stamps on a GPU, from number 0 on; of the emulator's, all that have a block
 _COUNTER = 8  # bytes: the tracks given out, which a launch counts up from zero
 _EMULATED_SMS = 2  # that attention shares its work out over
 
@@ -33,8 +33,6 @@ def record(
     sizes: Mapping[str, Any] | None = None,
     *,
     backend: str | None = None,
-    sms: int = SMS,
-    seed: int = 0,
 ) -> Timeline:
     """Run a kernel once with its stamps, on an example.
 
@@ -43,8 +41,6 @@ def record(
         source: its CUDA C++.
         sizes: of the problem; those left out are as in `launch_target.usual_sizes`.
         backend: `"gpu"`, `"emulator"`, or None: the GPU where there is one that runs it.
-        sms: of how many SMs (from number 0 on) there shall be stamps; of the emulator's, all that have a block.
-        seed: of the example.
 
     Raises:
         ArgumentError: sizes that the kernel does not take, or a kernel that stamps nothing.
@@ -60,10 +56,10 @@ def record(
     geometry = spec.launch(everything)
     kernel = Kernel.of(spec, source, config)
     choose_backend(asked, kernel, geometry, on_device=False)  # or why it cannot, or would take too long
-    arrays = launch_target.arrays_of(spec, _example(spec, np.random.default_rng(seed), shape, sizes), everything)
+    arrays = launch_target.arrays_of(spec, _example(spec, np.random.default_rng(0), shape, sizes), everything)
     about = Timeline(spec.name, source.language, backend, "steps", shape, config, ())
     if backend == "gpu":
-        return _on_gpu(about, spec, kernel, arrays, everything, sms)
+        return _on_gpu(about, spec, kernel, arrays, everything)
     stamping = replace(kernel, defines={**config, SWITCH: 1 << 30})
     result = stamping.launch(spec.arguments(arrays, everything), geometry, backend="emulator", step_clock=True)
     assert result is not None
@@ -92,12 +88,12 @@ def _example(spec: KernelSpec, rng: np.random.Generator, shape: Mapping[str, Any
 
 
 def _on_gpu(
-    about: Timeline, spec: KernelSpec, kernel: Kernel, arrays: Arrays, everything: Mapping[str, Any], sms: int
+    about: Timeline, spec: KernelSpec, kernel: Kernel, arrays: Arrays, everything: Mapping[str, Any]
 ) -> Timeline:
     """Launches with and without stamps, timed over rotating inputs; then one whose stamps are kept."""
     geometry = spec.launch(everything)
     plain = gpu.load(kernel.source, kernel.entry, defines=kernel.defines)
-    stamping = gpu.load(kernel.source, kernel.entry, defines={**kernel.defines, SWITCH: sms})
+    stamping = gpu.load(kernel.source, kernel.entry, defines={**kernel.defines, SWITCH: _SMS})
     inputs = {arg.name for arg in spec.inputs if arg.role != "inout"}
     first = {name: gpu.to_device(array) for name, array in arrays.items()}
     copies = copies_beyond_l2(sum(first[name].nbytes for name in inputs & set(first)))
@@ -119,7 +115,7 @@ def _on_gpu(
         call()
     tracks, _ = timeline.read_tracks(gpu.to_host(buffer))
     if not tracks:
-        raise UnavailableError(f"{spec.name}: no block ran on an SM below {sms}")
+        raise UnavailableError(f"{spec.name}: no block ran on an SM below {_SMS}")
     device = gpu.device_info()
     return replace(
         about,
