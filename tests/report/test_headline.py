@@ -13,7 +13,8 @@ from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from ptxlab.errors import FileError
 from report import FIGURES, figures, frames, gemm, gemmplot, ladder, sections, targets
 from tests.support import ladder_record
-from tests.support.headline_record import CUBLAS, SLOWDOWN, record
+from tests.support.headline_record import SLOWDOWN, record
+from tests.support.made_up import CUBLAS
 
 RECORD = record()
 POINTS = gemm.points(RECORD)
