@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pytest
+from hypothesis import strategies as st
 
-from ptxlab import kernels
+from ptxlab import emulator, kernels
 from ptxlab.kernels.attention import sm80, sm90
 from ptxlab.kernels.attention.sm90 import SM90, AttentionTileSm90
 from ptxlab.runtime import Outcome, run_spec
@@ -100,6 +101,19 @@ AMPERE = (
 )
 _TILES = ((64, 2, 4, 1), (16, 4, 2, 1), (32, 4, 4, 1), (32, 2, 3, 1), (16, 8, 2, 1), (64, 3, 3, 1))
 HOPPER = tuple(v._replace(tile=AttentionTileSm90(*tile)) for v, tile in zip(AMPERE, _TILES, strict=True))
+
+
+def drawn(tokens: int, sequences: int, *, gpu: bool = False, **more: Any) -> dict[str, st.SearchStrategy[Any]]:
+    """Problems for `given`: `Variant.problem`'s arguments, in the emulator also its mode, and whatever `more` says."""
+    usual: dict[str, st.SearchStrategy[Any]] = {
+        "lengths": st.lists(st.integers(0, tokens), min_size=1, max_size=sequences).map(tuple),
+        "Hkv": st.integers(1, 3 if gpu else 2),
+        "window": st.sampled_from((0, 1, 100, 1000) if gpu else (0, 1, 20, 64, 1000)),
+        "blocks": st.sampled_from((1, 132, 264)) if gpu else st.integers(1, 9),
+        "seed": st.integers(0, 2**32 - 1),
+        "change": st.sampled_from(problems.CASES),
+    }
+    return usual | ({} if gpu else {"mode": st.sampled_from(emulator.MODES)}) | more
 
 
 def of_each(*variants: Variant) -> pytest.MarkDecorator:

@@ -25,7 +25,7 @@ from ptxlab.spec.dtypes import stored
 from tests.support import attention_problems as problems
 from tests.support import tensor_cores
 from tests.support.attention_problems import moved
-from tests.support.attention_variants import HOPPER, Variant, of_each
+from tests.support.attention_variants import HOPPER, Variant, drawn, of_each
 from tests.support.dispatching_array import DispatchingArray
 
 ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
@@ -125,16 +125,7 @@ def test_equal_where_a_query_is_no_number() -> None:
 
 
 @settings(max_examples=8)
-@given(
-    variant=st.sampled_from(HOPPER),
-    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=4).map(tuple),
-    Hkv=st.integers(1, 2),
-    window=st.sampled_from((0, 1, 20, 64, 1000)),
-    blocks=st.integers(1, 9),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-    mode=st.sampled_from(("early", "late")),
-)
+@given(**drawn(300, 4, variant=st.sampled_from(HOPPER)))
 def test_equal_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
     emulated_alike(variant, *variant.problem(seed, **how), mode)
 
@@ -253,19 +244,10 @@ def test_the_same_on_arrays_that_are_not_numpy_s(
 @ON_HOPPER
 @of_each(*HOPPER)
 @settings(max_examples=8)
-@given(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
-    Hkv=st.integers(1, 3),
-    window=st.sampled_from((0, 1, 100, 1000)),
-    blocks=st.sampled_from((1, 132, 264)),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-)
-@example(lengths=[176], Hkv=2, window=0, blocks=132, seed=1, change=problems.one_dominant_score)  # subnormal results
-def test_equal_on_the_gpu(
-    variant: Variant, lengths: list[int], Hkv: int, window: int, blocks: int, seed: int, change: problems.Change
-) -> None:
-    logical, arrays = variant.problem(seed, tuple(lengths), change, Hkv, window, blocks)
+@given(**drawn(3000, 20, gpu=True))
+@example(lengths=(176,), Hkv=2, window=0, blocks=132, seed=1, change=problems.one_dominant_score)  # subnormal results
+def test_equal_on_the_gpu(variant: Variant, seed: int, window: int, blocks: int, **how: Any) -> None:
+    logical, arrays = variant.problem(seed, window=window, blocks=blocks, **how)
     logical = {**logical, "cache": moved(logical["cache"], gpu.to_device)}
     arrays = {name: gpu.to_device(array) for name, array in arrays.items()}
     right = by_kernel(arrays, variant.sizes(window, blocks), variant.config, "gpu")

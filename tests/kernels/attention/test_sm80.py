@@ -18,24 +18,10 @@ from ptxlab.spec.dtypes import numbers
 from ptxlab.spec.tolerance import within
 from tests.support import attention_problems as problems
 from tests.support import waits
-from tests.support.attention_variants import AMPERE, Variant, of_each
+from tests.support.attention_variants import AMPERE, Variant, drawn, of_each
 from tests.support.axes import both_modes, on_every_backend
 
 SOURCE = kernels.find(MMA.name)[1][0]
-
-
-@of_each(*AMPERE)
-@settings(max_examples=3)
-@given(
-    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3).map(tuple),
-    Hkv=st.integers(1, 2),
-    window=st.sampled_from((0, 1, 20, 64, 1000)),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-    mode=st.sampled_from(emulator.MODES),
-)
-def test_near_float64_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
-    variant.check(*variant.problem(seed, **how), mode=mode, seed=seed)
 
 
 def in_parts(
@@ -109,15 +95,7 @@ def test_more_parts_than_are_read_at_a_time(tiles: int, backend: str) -> None:
 
 @pytest.mark.gpu
 @of_each(*AMPERE)
-@given(
-    lengths=st.lists(st.integers(0, 2000), min_size=1, max_size=8).map(tuple),
-    Hkv=st.integers(1, 3),
-    window=st.sampled_from((0, 1, 100, 1000)),
-    blocks=st.sampled_from((1, 132, 264)),
-    fused=st.integers(0, 1),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-)
+@given(**drawn(2000, 8, gpu=True, fused=st.integers(0, 1)))
 @settings(max_examples=20)
 def test_near_float64_on_the_gpu(variant: Variant, seed: int, blocks: int, fused: int, **how: Any) -> None:
     logical, arrays = variant.problem(seed, **how)

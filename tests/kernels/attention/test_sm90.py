@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, toolchain
 from ptxlab.kernels.attention import sm90
@@ -18,7 +17,7 @@ from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.verify import compare
 from tests.support import attention_problems as problems
 from tests.support import waits
-from tests.support.attention_variants import HOPPER, Variant, of_each
+from tests.support.attention_variants import HOPPER, Variant, drawn, of_each
 from tests.support.axes import both_modes, on_every_backend
 
 SOURCE = kernels.find(SM90.name)[1][0]
@@ -88,21 +87,6 @@ def test_memory_is_what_the_constants_need() -> None:
         compare(SM90, variant.run(logical, arrays, more=more).outputs, logical, variant.config)
 
 
-@of_each(*HOPPER)
-@settings(max_examples=4)
-@given(
-    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=4).map(tuple),
-    Hkv=st.integers(1, 2),
-    window=st.sampled_from((0, 1, 20, 64, 1000)),
-    blocks=st.integers(1, 9),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-    mode=st.sampled_from(emulator.MODES),
-)
-def test_near_float64_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
-    variant.check(*variant.problem(seed, **how), mode=mode, seed=seed)
-
-
 @pytest.mark.parametrize(
     ("lengths", "Hkv", "shape", "blocks", "window"),
     [
@@ -122,20 +106,11 @@ def test_more_than_a_warp_has_lanes(
 
 @pytest.mark.gpu
 @of_each(*HOPPER)
-@given(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=40),
-    Hkv=st.integers(1, 3),
-    window=st.sampled_from((0, 1, 100, 1000)),
-    blocks=st.sampled_from((1, 132, 264)),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-)
+@given(**drawn(3000, 40, gpu=True))
 @settings(max_examples=20)
-def test_near_float64_on_the_gpu(
-    variant: Variant, lengths: list[int], Hkv: int, window: int, blocks: int, seed: int, change: problems.Change
-) -> None:
+def test_near_float64_on_the_gpu(variant: Variant, seed: int, window: int, blocks: int, **how: Any) -> None:
     """In the tile that is chosen, too; and two runs give the same bits."""
-    logical, arrays = variant.problem(seed, tuple(lengths), change, Hkv, window, blocks)
+    logical, arrays = variant.problem(seed, window=window, blocks=blocks, **how)
     shapes = SM90.sizes_of({n: a.shape for n, a in arrays.items()}, variant.sizes(window, blocks))
     for tile in (variant.tile, sm90.choose_tile(shapes)):
         first, second = (variant._replace(tile=tile).check(logical, arrays, "gpu") for _ in range(2))

@@ -1,11 +1,14 @@
 """What holds of attention on Ampere and on Hopper alike: the bound in hard cases and at edges, with and without lse."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from ptxlab.runtime import Kernel
 from tests.support import attention_problems as problems
-from tests.support.attention_variants import AMPERE, HOPPER, Variant, of_each
+from tests.support.attention_variants import AMPERE, HOPPER, Variant, drawn, of_each
 from tests.support.axes import on_every_backend
 
 
@@ -21,6 +24,13 @@ def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, b
 @of_each(*AMPERE, *HOPPER)
 def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
     variant.check(*variant.problem(4, problems.at_edges(variant.page), blocks=3), backend)
+
+
+@of_each(*AMPERE, *HOPPER)
+@settings(max_examples=4)
+@given(**drawn(300, 4))
+def test_near_float64_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
+    variant.check(*variant.problem(seed, **how), mode=mode, seed=seed)
 
 
 @of_each(AMPERE[0], HOPPER[0])
