@@ -134,7 +134,7 @@ print(f"{y.shape[0]} tokens, {y.shape[1]} channels: equal bit for bit: {np.array
 #
 # Timings need the hardware. They are recorded with device, versions and commit, and pictures, tables and this
 # notebook are made from the records. Each point shows how near a GEMM comes to its floor (the longer of streaming its
-# packed weights and running its MMAs at peak rate), and its speed-up over the fastest of nine peers.
+# packed weights and running its MMAs at peak rate), and its speed-up over the fastest of eleven peers, by format.
 
 # %%
 figures.picture("gemm_headline")

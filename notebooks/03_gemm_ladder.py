@@ -52,8 +52,9 @@ for layer in LAYERS[:3]:
 #
 # Times of other projects' kernels relative to that floor, measured on an H200 with CUDA 13.0 in November 2026
 # (`notebooks/results/h200/peers`). cuBLAS with 8-bit weights takes twice the floor because it reads twice the bytes.
-# The 4-bit kernels written for Ampere read half of that and are hardly faster, or slower. From 32 tokens on they are
-# not memory-bound.
+# The 4-bit kernels written for Ampere (QServe, QQQ) read half of that and are hardly faster, or slower. From 32 tokens
+# on they are not memory-bound. humming is written for Hopper too; with one scale per channel it unpacks with fewer
+# instructions than with groups, and its weights have 1.4 times the error.
 
 # %%
 figures.picture("ladder_peers")

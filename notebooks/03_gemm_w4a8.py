@@ -31,9 +31,11 @@ measured = not gemm.points(record).empty
 # ## Floor and peers
 #
 # The *floor* of a point is the longer of two times: streaming its packed weights into shared memory (measured in the
-# same run, by a kernel that does nothing else), or 2 µs plus the MMAs at 1920 TOPS. There are nine *peers*: cuBLAS
-# FP8, INT8 and FP16 in the same run; FP8 per row, three kernels of QServe and two of QQQ, measured before that, also
-# on an H200, and scaled where cuBLAS differed by more than 5% between the runs. Their times relative to the floor:
+# same run, by a kernel that does nothing else), or 2 µs plus the MMAs at 1920 TOPS. There are eleven *peers*. Three
+# have the same format, INT4 weights in groups of 128 (QServe, QQQ, humming). Three have one scale per channel: fewer
+# instructions, and 1.4 times the weight error. Five have 8 or 16 bits: cuBLAS FP8 (per tensor and per row), INT8 and
+# FP16, QServe W8A8. The picture is of one run with all of them, `ptxlab` included. In what follows a peer that ran
+# beside `gemm_w4a8` has the time of that run.
 
 # %%
 figures.picture("ladder_peers")

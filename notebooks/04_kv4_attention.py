@@ -81,9 +81,10 @@ for scheme in quant.KV_SCHEMES:
 # ## Floor and peers
 #
 # The *floor* of a batch is one read of all its packed keys and values, with scales and zeros, at the read ceiling
-# measured in the same run. The *peers* are thirteen kernels on an H200: PyTorch's two and FlashInfer's three in FP16,
-# FlashInfer's three in FP8, QServe's and LServe's in 4 and 8 bits. The picture shows the speed-up over the best of each
-# kind. A peer at the memory's speed with 8 bits takes twice as long as one with 4 bits, with 16 bits four times.
+# measured in the same run. The *peers* are eleven kernels on an H200: PyTorch's two and FlashInfer's three in FP16,
+# FlashInfer's three in FP8, QServe's in 8 and in 4 bits, LServe's in 4. The picture shows the speed-up over the best
+# of each kind. A peer at the memory's speed with 8 bits takes twice as long as one with 4 bits, with 16 bits four
+# times. Of 256 sequences only PyTorch was measured.
 
 # %%
 figures.picture("attention_speedup")

@@ -31,8 +31,8 @@
 #define STRIPS 8  // most strips of a tile
 #define BK 128
 #define STAGES 4
-#define SPLIT 1  // blocks of a cluster, along K
-#define GROUP 128
+#define SPLIT 1    // blocks of a cluster, along K
+#define GROUP 128  // weights of a level-2 scale; 0: constants per channel alone
 #define OUT 0
 #define ORDER 0   // of X: 0 row-major, 1 swizzled tiles of BM tokens
 #define SIGNED 0  // 1: no token sums, so the MMA is given the weights as they are
@@ -42,6 +42,7 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
+static_assert(GROUP != 0 || !SIGNED, "a zero point leaves with the token sum");
 using Stage = ptxlab::StripStage<BM, BK, STRIPS, GROUP>;
 constexpr int BLOCK = Stage::BLOCK, W_SLOT = Stage::W_SLOT, X_BYTES = Stage::X_BYTES, STAGE_BYTES = Stage::BYTES;
 constexpr int WGS = WN * WK, TILES = WN * MN;
@@ -64,6 +65,7 @@ struct Scales {
 extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
     const unsigned char* __restrict__ strips,  // u8  [N/16, K/128, 1024 + 32 * 128 / g]
     const float* __restrict__ w_scale,         // f32 [N]
+    const unsigned char* __restrict__ w_zero,  // u8  [N]; null unless GROUP == 0
     // s8  [M, K], boxes [tokens of a tile][128] swizzled; or tiles
     const __grid_constant__ ptxlab::TensorMap x,
     const float* x_scale,            // f32 [M]; null if OUT == 3
@@ -195,6 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
         u32 a[2][MN][2][4];
         u32 at[MN];
         float ws[MN][2], b[MN][2];
+        int zero[MN][2];
 #pragma unroll
         for (int h = 0; h < MN; ++h) {
             const int strip = (wn * MN + h) * 4 + warp, n = (strip0 + strip) * 16 + lane / 4;
@@ -202,6 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
                 ws[h][r] = w_scale[min(n + 8 * r, N - 1)];
+                zero[h][r] = GROUP == 0 ? w_zero[min(n + 8 * r, N - 1)] : 128;
                 b[h][r] = bias ? bias[min(n + 8 * r, N - 1)] : -0.0f;
             }
         }
@@ -214,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
             xs[i] = OUT == 3 ? 1 : x_scale[token], xsum[i] = SIGNED ? 0 : x_sum[token];
         }
         uint4 q[2][MN];
-        u32 c[MN][Stage::GROUPS], c_next[MN][Stage::GROUPS];
+        Stage::Constants c[MN], c_next[MN];
         ptxlab::multiply_strips<Stage, WK, SIGNED, true>(acc, a, at, q, c, c_next, ring, full, empty, slot, wk, stages,
                                                          w_blocks, lane TIMELINE_ARGUMENT);
 
@@ -263,6 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
             PHASE(EPILOGUE);
             const ptxlab::Scaling scaling{scales->x_scale,
                                           SIGNED ? nullptr : scales->x_sum,
+                                          {zero[h][0], zero[h][1]},
                                           {ws[h][0], ws[h][1]},
                                           {b[h][0], b[h][1]}};
             ptxlab::store_fragments<OUT, BM>(acc[h], scaling, y, buffers + (wn * 4 + warp) * 512, lane, token0,

@@ -25,7 +25,7 @@
 #define SLICES 8
 #define STAGES 6
 #define RESIDENT 1
-#define GROUP 128
+#define GROUP 128  // weights of a level-2 scale; 0: constants per channel alone
 #define OUT 0
 #define ORDER 0
 #define SIGNED 0
@@ -35,18 +35,17 @@ namespace {
 
 using ptxlab::u32;
 using ptxlab::u64;
-constexpr int GROUPS = 128 / GROUP;        // of a block of W
-constexpr int BLOCK = 1024 + GROUPS * 32;  // bytes of 16 rows x 128 channels
+static_assert(GROUP != 0 || !SIGNED, "a zero point leaves with the token sum");
+constexpr int BLOCK = ptxlab::STRIP_BLOCK<GROUP>;
 constexpr int WARPS = ROWS * SLICES, THREADS = 32 * (WARPS + 2);
 constexpr int W_BYTES = SLICES * BLOCK, X_BYTES = SLICES * 128 * BM;  // of a strip and a stage; of X and a stage
 constexpr int MMAS = BM / 8;                                          // along the tokens
 constexpr int PITCH = ROWS * 16 + 4, TILE = BM * PITCH;               // of sums: lane 4 g + t at bank 8 t + g
 constexpr int ITEMS = (BM * ROWS * 2 + 31) / 32;                      // of 8 results, per lane of the last warp
 
-__device__ __forceinline__ void multiply(int (&d)[4], const uint2 (&a)[4], int step, u32 b0, u32 b1) {
-    const uint2 low = a[2 * step], high = a[2 * step + 1];  // rows g and g + 8
-    if (SIGNED) ptxlab::mma_s8(d, low.x, high.x, low.y, high.y, b0, b1);
-    else ptxlab::mma_u8(d, low.x, high.x, low.y, high.y, b0, b1);
+__device__ __forceinline__ void multiply(int (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    if (SIGNED) ptxlab::mma_s8(d, a[0], a[1], a[2], a[3], b0, b1);
+    else ptxlab::mma_u8(d, a[0], a[1], a[2], a[3], b0, b1);
 }
 
 // Operand B of 64 channels and 8 tokens: two registers for each of two MMAs.
@@ -66,6 +65,7 @@ __device__ __forceinline__ uint4 fragment(const unsigned char* x, int block, int
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_sm90(
     const unsigned char* __restrict__ strips,     // u8  [N/16, K/128, 1024 + 32 * 128 / g]
     const float* __restrict__ w_scale,            // f32 [N]
+    const unsigned char* __restrict__ w_zero,     // u8  [N]; null unless GROUP == 0
     const __grid_constant__ ptxlab::TensorMap x,  // s8  [M, K], boxes [M][128] swizzled; or fragments
     const float* x_scale,                         // f32 [M]; null if OUT == 3
     const int* x_sum,                             // s32 [M]; null if SIGNED
@@ -154,14 +154,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
     if (warp == WARPS + 1) {                 // sums -> outputs
         const int part = lane % (ROWS * 2);  // 8 rows of the ROWS * 16
         float scale[ITEMS];
-        int extra[ITEMS];
+        int sum[ITEMS];
         for (int strip0 = first; strip0 < all; strip0 += ROWS * blocks) {
             const int n = (strip0 + part / 2 * blocks) * 16 + part % 2 * 8;
             const bool inside = n < N;
             float ws[8] = {}, b[8] = {};
+            int zero[8] = {};
             if (inside) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i) ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
+                for (int i = 0; i < 8; ++i) {
+                    ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
+                    zero[i] = GROUP == 0 ? w_zero[n + i] : 128;
+                }
             }
             if (strip0 == first) {
                 ptxlab::wait_for_predecessors();
@@ -169,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
                 for (int i = 0; i < ITEMS; ++i) {
                     const int token = (i * 32 + lane) / (ROWS * 2);
                     scale[i] = OUT != 3 && token < M ? x_scale[token] : 1;
-                    extra[i] = !SIGNED && token < M ? 128 * x_sum[token] : 0;
+                    sum[i] = !SIGNED && token < M ? x_sum[token] : 0;
                 }
             }
             PHASE(WAIT_GROUP);
@@ -182,8 +186,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
                 int4* at = reinterpret_cast<int4*>(sums + buffer * TILE + token * PITCH + part * 8);
                 const int4 low = at[0], high = at[1];
                 at[0] = at[1] = make_int4(0, 0, 0, 0);
-                const int v[8] = {low.x - extra[i],  low.y - extra[i],  low.z - extra[i],  low.w - extra[i],
-                                  high.x - extra[i], high.y - extra[i], high.z - extra[i], high.w - extra[i]};
+                int v[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+                for (int j = 0; j < 8; ++j) v[j] -= zero[j] * sum[i];
                 if (!inside) continue;
                 if (bias) ptxlab::store_8<OUT>(y, size_t(token) * N + n, v, scale[i], ws, b);
                 else ptxlab::store_8<OUT>(y, size_t(token) * N + n, v, scale[i], ws, nullptr);
@@ -205,27 +210,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
                 const unsigned char* w = ring + (slot.index * ROWS + strip) * W_BYTES + slice * BLOCK;
                 const uint4 q[2] = {*reinterpret_cast<const uint4*>(w + lane * 16),
                                     *reinterpret_cast<const uint4*>(w + 512 + lane * 16)};
-                u32 c[GROUPS];
+                ptxlab::StripConstants<GROUP> c;
 #pragma unroll
-                for (int i = 0; i < GROUPS; ++i) c[i] = *reinterpret_cast<const u32*>(w + 1024 + i * 32 + g * 4);
+                for (int i = 0; i < ptxlab::STRIP_GROUPS<GROUP>; ++i)
+                    c[i] = *reinterpret_cast<const u32*>(w + 1024 + i * 32 + g * 4);
 #pragma unroll
                 for (int unit = 0; unit < 2; ++unit) {
                     PHASE(DEQUANTISE);
-                    const u32 words[4] = {q[unit].x, q[unit].y, q[unit].z, q[unit].w};
-                    uint2 a[4];
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) {
-                        const u32 pair = c[(unit * 64 + j / 2 * 32) / GROUP] >> 16 * (j & 1);
-                        const u32 scale = pair & 0xff, offset = __byte_perm(pair, 0, 0x1111);
-                        a[j] = SIGNED ? ptxlab::dequant_lqq(words[j], scale, offset)
-                                      : ptxlab::dequant_lqq_unsigned(words[j], scale, offset);
-                    }
+                    u32 a[2][4];
+                    ptxlab::dequant_strip<SIGNED, GROUP>(q[unit], c, unit, a);
                     PHASE(MULTIPLY);
 #pragma unroll
                     for (int m = 0; m < MMAS; ++m) {
                         const uint4 b = fragment(x_tile, block, unit, m, lane);
-                        multiply(acc[m], a, 0, b.x, b.y);
-                        multiply(acc[m], a, 1, b.z, b.w);
+                        multiply(acc[m], a[0], b.x, b.y);
+                        multiply(acc[m], a[1], b.z, b.w);
                     }
                 }
             }

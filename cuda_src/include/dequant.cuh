@@ -38,24 +38,6 @@ __device__ __forceinline__ uint2 dequant_lqq_unsigned(u32 q, u32 scale, u32 offs
     return {mad_u8x4(d.x, scale, offset), mad_u8x4(d.y, scale, offset)};
 }
 
-// Of a strip (16 rows, layout `strips`) the 32 weights of lane 4 g + t in 64 channels, as operand A of two MMAs of 32
-// channels: word j are rows g, g + 8 (j & 1) of MMA j >> 1. `constants[i]` are scale g, offset g, scale g + 8, offset g
-// + 8 of group i of the 128 channels; `unit` says which half of these it is. w + 128 as u8, or w as s8. SIZE is the
-// group's.
-template <bool AS_S8, int SIZE>
-__device__ __forceinline__ void dequant_strip(const uint4& weights, const u32 (&constants)[128 / SIZE], int unit,
-                                              u32 (&a)[2][4]) {
-    const u32 words[4] = {weights.x, weights.y, weights.z, weights.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const u32 pair = constants[(unit * 64 + j / 2 * 32) / SIZE] >> 16 * (j & 1);
-        const u32 scale = pair & 0xff, offset = __byte_perm(pair, 0, 0x1111);
-        const uint2 d = AS_S8 ? dequant_lqq(words[j], scale, offset) : dequant_lqq_unsigned(words[j], scale, offset);
-        a[j / 2][j & 1] = d.x;        // k 4 t .. of row g or g + 8
-        a[j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
-    }
-}
-
 // QoQ (QServe section 5.2.3): multiply, then add -z * scale (modulo 256) byte by byte. 13 instructions on Hopper.
 __device__ __forceinline__ uint2 dequant_qoq_vadd4(u32 q, u32 scale, u32 offset) {
     uint2 d = unpack_u4(q);
@@ -64,6 +46,43 @@ __device__ __forceinline__ uint2 dequant_qoq_vadd4(u32 q, u32 scale, u32 offset)
 
 // QoQ per channel (QServe section 5.2.2): only unpack, the zero point is left to the epilogue. 3 instructions.
 __device__ __forceinline__ uint2 dequant_qoq_channel(u32 q) { return unpack_u4(q); }
+
+// Groups of SIZE weights in a block of a strip, which are 128 channels; 0 for constants per channel.
+template <int SIZE>
+constexpr int STRIP_GROUPS = 128 / SIZE;
+template <>
+constexpr int STRIP_GROUPS<0> = 0;
+
+// Bytes of such a block: 16 rows x 128 channels. LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of 64
+// channels; then 32 bytes of constants per group, 4 bytes at 4 * g: scale g, offset g, scale g + 8, offset g + 8.
+template <int SIZE>
+constexpr int STRIP_BLOCK = 1024 + STRIP_GROUPS<SIZE> * 32;
+
+// A lane's constants of a block; one register at least, which weights without groups leave unused.
+template <int SIZE>
+using StripConstants = u32[SIZE == 0 ? 1 : STRIP_GROUPS<SIZE>];
+
+// Of a strip (layout `strips`) the 32 weights of lane 4 g + t in 64 channels, as operand A of two MMAs of 32 channels:
+// word j are rows g, g + 8 (j & 1) of MMA j >> 1. `unit` says which half of a block they are. w + 128 as u8, or w as
+// s8; without groups (SIZE 0) q as it is.
+template <bool AS_S8, int SIZE>
+__device__ __forceinline__ void dequant_strip(const uint4& weights, const StripConstants<SIZE>& constants, int unit,
+                                              u32 (&a)[2][4]) {
+    const u32 words[4] = {weights.x, weights.y, weights.z, weights.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        uint2 d;
+        if constexpr (SIZE == 0) {
+            d = dequant_qoq_channel(words[j]);
+        } else {
+            const u32 pair = constants[(unit * 64 + j / 2 * 32) / SIZE] >> 16 * (j & 1);
+            const u32 scale = pair & 0xff, offset = __byte_perm(pair, 0, 0x1111);
+            d = AS_S8 ? dequant_lqq(words[j], scale, offset) : dequant_lqq_unsigned(words[j], scale, offset);
+        }
+        a[j / 2][j & 1] = d.x;        // k 4 t .. of row g or g + 8
+        a[j / 2][2 + (j & 1)] = d.y;  // k 16 + 4 t ..
+    }
+}
 
 // (a & mask) | magic in one LOP3.
 __device__ __forceinline__ u32 and_or(u32 a, u32 mask, u32 magic) {

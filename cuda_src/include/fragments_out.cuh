@@ -18,9 +18,10 @@ namespace ptxlab {
 // What makes numbers of a warp's sums. Arrays in shared memory begin at the tile's first token.
 struct Scaling {
     const float* x_scale;  // [TOKENS]
-    const int* x_sum;      // [TOKENS], times 128 to be taken off, or null
-    float w_scale[2];      // of rows g and g + 8
-    float bias[2];         // -0 where there is none: adding it changes nothing
+    const int* x_sum;      // [TOKENS], or null
+    int zero[2];           // of rows g and g + 8: that many times x_sum are taken off
+    float w_scale[2];
+    float bias[2];  // -0 where there is none: adding it changes nothing
 };
 
 // y = acc * x_scale * w_scale + bias in f32, each operation rounded.
@@ -43,7 +44,7 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
             for (int e = 0; e < 4; ++e) {
                 const int token = j * 8 + 2 * t + e % 2, n = n0 + g + e / 2 * 8;
                 if (token0 + token >= M || n >= end) continue;
-                const int sum = acc[4 * j + e] - (s.x_sum ? 128 * s.x_sum[token] : 0);
+                const int sum = acc[4 * j + e] - (s.x_sum ? s.zero[e / 2] * s.x_sum[token] : 0);
                 const size_t at = size_t(token0 + token) * N + n;
                 if constexpr (KIND == 3) static_cast<int*>(y)[at] = sum;
                 else static_cast<float*>(y)[at] = scaled(sum, s.x_scale[token], s.w_scale[e / 2], s.bias[e / 2]);
@@ -68,8 +69,8 @@ __device__ __forceinline__ void store_fragments(const int (&acc)[TOKENS / 2], co
 #pragma unroll
                 for (int r = 0; r < 2; ++r)
                     h[2 * i + r] =
-                        rounded_pair<KIND>(scaled(d[2 * r] - 128 * sum.x, scale.x, s.w_scale[r], s.bias[r]),
-                                           scaled(d[2 * r + 1] - 128 * sum.y, scale.y, s.w_scale[r], s.bias[r]));
+                        rounded_pair<KIND>(scaled(d[2 * r] - s.zero[r] * sum.x, scale.x, s.w_scale[r], s.bias[r]),
+                                           scaled(d[2 * r + 1] - s.zero[r] * sum.y, scale.y, s.w_scale[r], s.bias[r]));
             }
             __syncwarp();  // what was there has been taken
             store_matrices_transposed(to, h);

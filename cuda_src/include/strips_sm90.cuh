@@ -8,17 +8,13 @@
 
 namespace ptxlab {
 
-// Bytes of a block of a strip, 16 rows x 128 channels: LDS.128 at 512 * unit + 16 * lane are the lane's 32 weights of
-// 64 channels; then 32 bytes of constants per group of SIZE, 4 bytes at 4 * g: scale g, offset g, scale g + 8,
-// offset g + 8.
-template <int SIZE>
-constexpr int STRIP_BLOCK = 1024 + 128 / SIZE * 32;
-
 // A stage of the ring: X as CHANNELS / 128 tiles [TOKENS][128] under the 128-byte swizzle, then a slot of each strip.
 template <int TOKENS_, int CHANNELS, int HEIGHT, int SIZE_>
 struct StripStage {
     static constexpr int TOKENS = TOKENS_, SIZE = SIZE_;
-    static constexpr int UNITS = CHANNELS / 64, GROUPS = 128 / SIZE, BLOCK = STRIP_BLOCK<SIZE>, BLOCKS = CHANNELS / 128;
+    static constexpr int UNITS = CHANNELS / 64, GROUPS = STRIP_GROUPS<SIZE>, BLOCK = STRIP_BLOCK<SIZE>,
+                         BLOCKS = CHANNELS / 128;
+    using Constants = StripConstants<SIZE>;
     static constexpr int X_BYTES = TOKENS * CHANNELS, W_SLOT = (BLOCKS * BLOCK + 127) / 128 * 128;
     // Swizzled tiles begin at multiples of 1024.
     static constexpr int BYTES = (X_BYTES + HEIGHT * W_SLOT + 1023) / 1024 * 1024;
@@ -39,8 +35,8 @@ __device__ __forceinline__ void multiply_8bit(int (&acc)[SUMS], const u32 (&a)[4
 // this unit and the next, c and c_next their constants.
 template <class Stage, int STEP, bool AS_S8, bool FILLED, int MMAS, int SUMS, int SLOTS>
 __device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)[2][MMAS][2][4], const u32 (&at)[MMAS],
-                                                uint4 (&q)[2][MMAS], u32 (&c)[MMAS][Stage::GROUPS],
-                                                u32 (&c_next)[MMAS][Stage::GROUPS], const unsigned char* ring,
+                                                uint4 (&q)[2][MMAS], typename Stage::Constants (&c)[MMAS],
+                                                typename Stage::Constants (&c_next)[MMAS], const unsigned char* ring,
                                                 u64* full, u64* empty, Slot<SLOTS>& slot, int first, int stages,
                                                 int blocks, int lane TIMELINE_PARAMETER) {
     // The lane's words of a unit of 64 k; with the first of a block its constants.
@@ -62,6 +58,7 @@ __device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)
         PHASE(DEQUANTISE);
         load(slot.index, first, 0);
     }
+#pragma unroll 1
     for (int stage = first; stage < stages; stage += STEP) {
         const u64 x_tile = swizzled_128(ring + slot.index * Stage::BYTES);
         const int current = slot.index;
@@ -78,8 +75,13 @@ __device__ __forceinline__ void multiply_strips(int (&acc)[MMAS][SUMS], u32 (&a)
             if (unit == 1 && before >= 0) mbarrier_arrive(&empty[before]);
             PHASE(DEQUANTISE);
 #pragma unroll
-            for (int h = 0; h < MMAS; ++h)
+            for (int h = 0; h < MMAS; ++h) {
+                // Else ptxas dequantises ahead of the wait, into registers that the wgmma two units ago still reads ...
+                pin(q[unit % 2][h]);
                 dequant_strip<AS_S8, Stage::SIZE>(q[unit % 2][h], c[h], unit % 2, a[unit % 2][h]);
+                // ... or behind the fence, and then waits for every wgmma.
+                if (Stage::SIZE == 0) pin(a[unit % 2][h][0]), pin(a[unit % 2][h][1]);
+            }
             PHASE(ISSUE, MMAS * Stage::TOKENS);
             wgmma_fence();
             const u64 x_unit = x_tile + unit / 2 * (Stage::TOKENS * 128 / 16) + unit % 2 * 4;

@@ -38,10 +38,13 @@ __device__ __forceinline__ void more_registers() {
 }
 
 // Tells the compiler that a register may change here, so that it is not moved across an asynchronous instruction.
-template <int COUNT>
-__device__ __forceinline__ void pin(int (&d)[COUNT]) {
+template <class Register, int COUNT>
+__device__ __forceinline__ void pin(Register (&d)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
+__device__ __forceinline__ void pin(uint4& v) {
+    asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
 }
 
 // clang-format off

@@ -13,7 +13,7 @@ from ptxlab.bench.attention import EVEN, LADDER, MEASURE, RAGGED, WITH_APPEND, a
 from ptxlab.bench.attention.append import POINTS
 from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import BATCHES, HEADS, LENGTHS, LONG
-from ptxlab.bench.stored import FACTOR
+from ptxlab.bench.stored import Place, stored_attention
 from ptxlab.plot import BLUE, ORANGE, PALE, RED
 from report import frames
 from report.frames import (
@@ -25,17 +25,19 @@ from report.frames import (
     markdown,
     mean,
     mean_cell,
+    origin_of_peers,
     over,
-    scaled,
+    over_all,
     slower_points,
 )
 from report.style import bare, title
 
 BITS = {  # of an element of the cache -> peers
     bits: tuple(name for name in ATTENTION_PEERS if name.endswith(endings))
-    for bits, endings in {16: ("f16",), 8: ("fp8", "kv8", "kv8_mb"), 4: ("kv4",)}.items()
+    for bits, endings in {16: ("f16",), 8: ("fp8", "kv8"), 4: ("kv4",)}.items()
 }
 QSERVE = "qserve_kv4"
+_APPENDING = ("qserve_", "lserve_")  # peers whose time has the rotation and the appended token in it
 A100_US = {  # QServe's steps at 64 x 1024, heads 32/32, on an A100; the baseline is TensorRT-LLM's KV8 (QServe §5.3)
     "attention_kv8": 420,
     "attention_kv4_naive": 480,
@@ -55,13 +57,23 @@ def points(record: Record | None, measure: str = MEASURE) -> pd.DataFrame:
     """Rows of one measure, by default attention alone at all heads, lengths and batches.
 
     Beside what `frame` has: `heads` by name; `over 16`, `over 8` and `over 4`: how many times as fast as the fastest
-    peer with a cache of so many bits.
+    peer with a cache of so many bits; `over all`: as the fastest of all.
     """
-    rows = frame(record, measure)
+    rows = frame(record, measure, stored=_stored(measure))
     rows["heads"] = [f"heads {Hq}/{Hkv}" for Hq, Hkv in zip(rows.Hq, rows.Hkv, strict=True)]
     for bits, names in BITS.items():
-        rows[f"over {bits}"] = rows[[f"over {name}" for name in names]].min(axis=1)
-    return rows
+        rows[f"over {bits}"] = over_all(rows, names)
+    return rows.assign(**{"over all": over_all(rows, ATTENTION_PEERS)})
+
+
+def _stored(measure: str) -> dict[Place, dict[str, float]]:
+    """Of the stored peers those that do the work of a measure."""
+    if measure == WITH_APPEND:
+        return {
+            place: {name: us for name, us in times.items() if name.startswith(_APPENDING)}
+            for place, times in stored_attention().items()
+        }
+    return stored_attention() if measure == MEASURE else {}
 
 
 def behind_append(record: Record | None) -> pd.DataFrame:
@@ -90,7 +102,7 @@ def unequal(record: Record | None) -> pd.DataFrame:
 
 
 def batched_and_single(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those of the stored peers' batches."""
+    """Those of the batches at which most peers were measured; of 256 sequences PyTorch alone."""
     return rows[rows.B.isin(BATCHES) & rows.L.isin(LENGTHS)]
 
 
@@ -105,8 +117,8 @@ def single(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def beside_all(rows: pd.DataFrame) -> pd.DataFrame:
-    """Those where the stored peers are known too."""
-    return rows[rows[FACTOR].notna()]
+    """Those where all peers were measured."""
+    return rows[rows["over all"].notna()]
 
 
 def between(rows: pd.DataFrame, least_us: float, most_us: float = math.inf) -> pd.Series:
@@ -115,15 +127,16 @@ def between(rows: pd.DataFrame, least_us: float, most_us: float = math.inf) -> p
 
 
 def batches_table(record: Record | None) -> str:
-    """Every batch beside all peers: time, of the floor, over the fastest peer."""
+    """Every batch: time, of the floor, and where all peers were measured over the fastest."""
     rows = batched_and_single(points(record))
     if record is None or rows.empty:
         return MISSING
+    rows["best"] = rows.best.where(rows["over all"].notna(), "")
     table = rows.assign(cell=cells(rows)).pivot(index=["Hq", "Hkv", "L"], columns="B", values="cell")
     table = table.reindex(index=[(*pair, length) for pair in HEADS for length in LENGTHS], columns=BATCHES)
     table.index = pd.Index([f"heads {Hq}/{Hkv}, {length} tokens" for Hq, Hkv, length in table.index], name="")
     table.loc["**mean**"] = [mean_cell(rows[batch == rows.B]) for batch in BATCHES]
-    return f"{markdown(table.add_prefix('batch ').reset_index())}\n{_origin(record, points(record))}\n"
+    return f"{markdown(table.add_prefix('batch ').reset_index())}\n{_origin(record)}\n"
 
 
 def means_table(record: Record | None) -> str:
@@ -139,7 +152,7 @@ def means_table(record: Record | None) -> str:
                 "batch 16 and more, means": heads,
                 "of the floor": fraction(alone),
                 "programmatic launches": mean(alone.floor_us / alone.programmatic_us),
-                "over the best peer": mean(alone["over"]),
+                "over the best peer": mean(alone["over all"]),
                 "over the best 8-bit peer": mean(alone["over 8"]),
                 "append + attention over QServe KV4": mean(over(behind[behind.heads == heads], QSERVE)),
             }
@@ -200,19 +213,14 @@ def others_table(record: Record | None) -> str:
     return markdown(pd.DataFrame(shown, columns=["", "time", "beside", "ratio"])) if lines else MISSING
 
 
-def _origin(record: Record, rows: pd.DataFrame) -> str:
-    """What the figures are, where they come from, and how far the stored ones were scaled."""
-    sentences = [
+def _origin(record: Record) -> str:
+    """What the figures are and where they come from."""
+    return (
         "Head dim 128, FP16, pages of 64 tokens in random order; every result checked against float64, within what the"
         f" kernel's roundings may add up to. Measured on one {record.device['name']}: `ptxlab bench attention`,"
-        f" {record.date[:10]}, commit {record.revision}, read ceiling {record.ceilings['read_tbps']:.2f} TB/s.",
-    ]
-    if not beside_all(rows).empty:
-        sentences.append(
-            "PyTorch in the same run; FlashInfer, QServe and LServe before that on an H200 too"
-            " ([peers](notebooks/results/h200/peers/README.md))."
-        )
-    return " ".join(sentences + scaled(rows, "PyTorch"))
+        f" {record.date[:10]}, commit {record.revision}, read ceiling {record.ceilings['read_tbps']:.2f} TB/s."
+        f" {origin_of_peers(record, MEASURE, stored_attention())}"
+    )
 
 
 _STYLES: dict[int, dict[str, Any]] = {
@@ -224,18 +232,20 @@ _STYLES: dict[int, dict[str, Any]] = {
 
 def speedup_figure(rows: pd.DataFrame) -> Figure:
     """Time of the best peer with so many bits over ours, by batch; a panel for heads and length."""
+    rows = beside_all(rows)
+    batches = sorted(rows.B.unique())
     figure = Figure(figsize=(12, 6.6), layout="constrained")
     panels = figure.subplots(len(LENGTHS), len(HEADS), sharex=True, sharey=True)
     for (down, across), axes in np.ndenumerate(panels):
         pair, length = HEADS[across], LENGTHS[down]
         here = rows[(rows.Hq == pair[0]) & (rows.Hkv == pair[1]) & (length == rows.L)]
-        _panel(axes, here.set_index("B").reindex(BATCHES))
+        _panel(axes, here.set_index("B").reindex(batches))
         title(axes, f"{pair[0]} query heads, {pair[1]} KV heads, {length:,} tokens", size=10)
         if across == 0:
             axes.set_ylabel("time of the best peer / time")
         if down == len(LENGTHS) - 1:
             axes.set_xlabel("sequences in the batch")
-    means = {bits: mean(batched_and_single(rows)[f"over {bits}"]) for bits in BITS}
+    means = {bits: mean(rows[f"over {bits}"]) for bits in BITS}
     figure.suptitle(
         f"attention_kv4 is {means[16]:.1f}x as fast as the best FP16 kernel, {means[8]:.1f}x as the best 8-bit and "
         f"{means[4]:.1f}x as the best 4-bit one (geometric means)",
@@ -254,7 +264,7 @@ def _panel(axes: Axes, rows: pd.DataFrame) -> None:
             rows[f"over {bits}"].to_numpy(), label=f"over the best of {len(names)} with {bits} bits", **_STYLES[bits]
         )
     axes.axhline(1, color="black", linewidth=0.8, label="as fast as the peer")
-    axes.set_xticks(range(len(rows)), [str(batch) for batch in BATCHES])
+    axes.set_xticks(range(len(rows)), [str(batch) for batch in rows.index])
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}x")
     axes.grid(axis="y", color=PALE, linewidth=0.6)

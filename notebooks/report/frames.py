@@ -11,7 +11,7 @@ import pandas as pd
 from ptxlab import bench
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import LAYERS, Layer
-from ptxlab.bench.stored import FACTOR, SAME
+from ptxlab.bench.stored import OURS, Place, Stored
 from report import RESULTS
 
 NOT_RECORDED = "Not measured yet."
@@ -26,6 +26,8 @@ GEMM_PEERS = {  # name -> how tables call it
     "qserve_w4a8_g128": "QServe g128",
     "qqq_w4a8_chn": "QQQ per channel",
     "qqq_w4a8_g128": "QQQ g128",
+    "humming_w4a8_chn": "humming per channel",
+    "humming_w4a8_g128": "humming g128",
 }
 ATTENTION_PEERS = {
     "sdpa_flash_f16": "PyTorch flash FP16",
@@ -37,16 +39,16 @@ ATTENTION_PEERS = {
     "fi_tc_fp8": "FlashInfer tensor FP8",
     "fi_xqa_fp8": "FlashInfer XQA FP8",
     "qserve_kv8": "QServe KV8",
-    "lserve_kv8": "LServe KV8",
-    "lserve_kv8_mb": "LServe KV8 mb",
     "qserve_kv4": "QServe KV4",
     "lserve_kv4": "LServe KV4",
 }
 _PEERS = GEMM_PEERS | ATTENTION_PEERS
+_LIBRARIES = {"cublas": "cuBLAS", "humming": "humming", "sdpa": "PyTorch"}  # first word of a peer's name -> whose it is
+_PLACE = ("N", "K", "M", "Hq", "Hkv", "B", "L")  # of a GEMM the first three, of an attention the others
 _COLUMNS = [  # that every table has, NaN where no row does
     *(field.name for field in fields(Row)),
     *("N", "K", "M", "g", "hidden", "tokens", "Hq", "Hkv", "B", "L", "T", "H", "R", "bits", "channel"),
-    *("packed_bytes", "plain_us", "programmatic_us", "fused_us", "launches", "tensor_pct", FACTOR),
+    *("packed_bytes", "plain_us", "programmatic_us", "fused_us", "launches", "tensor_pct"),
     *("layer", "model", "best", "over", *(f"over {peer}" for peer in _PEERS)),
 ]
 
@@ -57,24 +59,38 @@ def recorded(suite: str, gpu: str = "h200") -> Record | None:
     return bench.load(path) if path.is_file() else None
 
 
-def frame(record: Record | None, measure: str, layers: Sequence[Layer] = LAYERS) -> pd.DataFrame:
+def frame(
+    record: Record | None, measure: str, layers: Sequence[Layer] = LAYERS, stored: Stored | None = None
+) -> pd.DataFrame:
     """The rows of one measure; no rows of no record.
 
-    Columns are the fields of `Row`, the sizes, what is in `more`, the matrix among `layers` and its model by name, how
-    many times as fast as each peer a row is (`over NAME`), as the fastest one (`over`), and which that is (`best`).
+    Peers are those of the record's run, and those in `stored` that it lacks. Columns are the fields of `Row`, the
+    sizes, what is in `more`, the matrix among `layers` and its model by name, how many times as fast as each peer a row
+    is (`over NAME`), as the fastest one that was measured there (`over`), and which that is (`best`).
     """
     by_size = {(layer.N, layer.K): layer for layer in layers}
-    flat = [_flat(row, by_size) for row in record.rows if row.measure == measure] if record else []
+    flat = [_flat(row, by_size, stored or {}) for row in record.rows if row.measure == measure] if record else []
     return pd.DataFrame(flat, columns=list(dict.fromkeys(chain(_COLUMNS, *flat))))
 
 
-def _flat(row: Row, by_size: Mapping[tuple[int, int], Layer]) -> dict[str, object]:
+def _flat(row: Row, by_size: Mapping[tuple[int, int], Layer], stored: Stored) -> dict[str, object]:
     layer = by_size.get((row.sizes.get("N", 0), row.sizes.get("K", 0)))
-    over = {f"over {name}": us / row.time_us for name, us in row.peers.items()}
-    best = min(row.peers, key=row.peers.__getitem__, default="")
+    then = {name: us for name, us in stored.get(_place(row), {}).items() if name != OURS}
+    peers = {**then, **row.peers}
+    over = {f"over {name}": us / row.time_us for name, us in peers.items()}
+    best = min(peers, key=peers.__getitem__, default="")
     named = {"layer": str(layer), "model": layer.model} if layer else {}
     fastest = {"best": best, "over": over.get(f"over {best}", math.nan)}
-    return {**row.more, **vars(row), **row.sizes, **named, **over, **fastest}
+    return {**row.more, **vars(row), "peers": peers, **row.sizes, **named, **over, **fastest}
+
+
+def _place(row: Row) -> Place:
+    return tuple(row.sizes[name] for name in _PLACE if name in row.sizes)
+
+
+def over_all(rows: pd.DataFrame, peers: Iterable[str]) -> pd.Series:
+    """How many times as fast as the fastest of these peers; NaN where one of them was not measured."""
+    return rows[[f"over {name}" for name in peers]].min(axis=1, skipna=False)
 
 
 def over(rows: pd.DataFrame, peer: str = "") -> pd.Series:
@@ -125,8 +141,8 @@ def cells(rows: pd.DataFrame) -> list[str]:
 
 
 def mean_cell(rows: pd.DataFrame) -> str:
-    """Geometric means of floor and speed; nothing of no rows."""
-    speed = mean(rows["over"])
+    """Geometric means of the floor and over all peers; nothing of no rows."""
+    speed = mean(rows["over all"])
     return "" if rows.empty else f"{fraction(rows):.2f}" + ("" if math.isnan(speed) else f", **{speed:.2f}x**")
 
 
@@ -137,14 +153,21 @@ def slower_points(rows: pd.DataFrame, place: str) -> str:
     return f"Slower than a peer: {listed}." if found else "No peer is faster at any point."
 
 
-def scaled(rows: pd.DataFrame, library: str, whose: str = "the others'") -> list[str]:
-    """At how many points stored times were scaled, and by how much, in a sentence; none where they were not."""
-    factors = rows[FACTOR].dropna()
-    moved = factors[factors != 1]
-    if moved.empty:
-        return []
-    ratios = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (moved.min(), moved.max())))
-    return [
-        f"At {len(moved)} of {len(factors)} points {library} differed by more than {SAME:.0%} between the two runs:"
-        f" there {whose} times are scaled by its ratio, {ratios}."
-    ]
+def origin_of_peers(record: Record, measure: str, stored: Stored) -> str:
+    """Which peers ran with the record and which before; and how long what ran in both took then, in a sentence."""
+    rows = [row for row in record.rows if row.measure == measure]
+    here = {_LIBRARIES.get(name.partition("_")[0], name): None for row in rows for name in row.peers}
+    both = {
+        (_place(row), name): stored[_place(row)][name] / us
+        for row in rows
+        for name, us in row.peers.items()
+        if name in stored.get(_place(row), {})
+    }
+    if not both:
+        return ""
+    libraries, ratios = " and ".join(here), both.values()
+    return (
+        f"{libraries} ran beside `ptxlab`; the other peers were timed once before, on an H200 too"
+        f" ([peers](notebooks/results/h200/peers/README.md)). There {libraries} took {mean(ratios):.2f} times as long"
+        f" ({min(ratios):.2f} to {max(ratios):.2f})."
+    )

@@ -1,5 +1,9 @@
 """`gemm_w4a8` as recorded, beside its floor and everyone else: points and tables."""
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pandas as pd
 
 from ptxlab.bench.gemm import chain, grouped, quantiser, steps
@@ -17,20 +21,40 @@ from ptxlab.bench.shapes import (
     SWEPT,
     UNTUNED,
 )
-from report.frames import MISSING, cells, fraction, frame, markdown, mean, mean_cell, means, over, scaled, slower_points
-from report.ladder import QSERVE
+from ptxlab.bench.stored import stored_times
+from report.frames import (
+    GEMM_PEERS,
+    MISSING,
+    fraction,
+    frame,
+    markdown,
+    mean,
+    means,
+    origin_of_peers,
+    over,
+    over_all,
+    slower_points,
+)
 
 PLACE = ["N", "K", "M"]
-_SHOWN_TOKENS = (16, 64, 256, 2048)
+KINDS = {  # column -> how tables call it, and its peers: per channel the error of a weight is 1.4 times as large
+    "over g128": ("W4A8, groups of 128", tuple(name for name in GEMM_PEERS if name.endswith("w4a8_g128"))),
+    "over channel": ("W4A8 per channel", tuple(name for name in GEMM_PEERS if name.endswith("w4a8_chn"))),
+    "over wide": ("FP8, INT8, FP16", tuple(name for name in GEMM_PEERS if "w4a8" not in name)),
+    "over all": ("all eleven", tuple(GEMM_PEERS)),
+}
+_SHOWN_TOKENS = (16, 64, 128, 256, 512)
 
 
 def points(record: Record | None, group: int = GROUP) -> pd.DataFrame:
     """The headline: every point of LLaMA-2 with row-major activations, by matrix and tokens.
 
     Their token sums come from the quantiser. `otherwise` has the same points for activations that came otherwise.
+    Beside what `frame` has, the columns of `KINDS`: how many times as fast as the fastest of these peers.
     """
-    rows = frame(record, MEASURE, LLAMA)
+    rows = frame(record, MEASURE, LLAMA, stored_times())
     rows = rows[(rows.g == group) & (rows.activations == ORDER)]
+    rows = rows.assign(**{kind: over_all(rows, names) for kind, (_, names) in KINDS.items()})
     order = {str(layer): number for number, layer in enumerate(LLAMA)}
     return rows.sort_values(
         ["layer", "M"], key=lambda column: column.replace(order) if column.name == "layer" else column
@@ -50,10 +74,10 @@ def at(rows: pd.DataFrame, *tokens: int) -> pd.DataFrame:
 
 
 def chains(record: Record | None) -> pd.DataFrame:
-    """A decoder layer's GEMMs in a row; `over_best`: beside the sum of the best peers' times for each alone."""
+    """A decoder layer's GEMMs in a row; `over_best`: beside the sum of the best of all peers' times for each alone."""
     rows = frame(record, chain.MEASURE)
     rows["model"] = rows.hidden.map({layers[0].K: layers[0].model for layers in CHAINS})
-    alone = points(record).assign(best_us=lambda found: found["over"] * found.time_us)
+    alone = points(record).assign(best_us=lambda found: found["over all"] * found.time_us)
     rows = rows.join(alone.groupby(["model", "M"]).best_us.sum(min_count=len(CHAINS[0])), on=["model", "M"])
     return rows.assign(over_best=rows.best_us / rows.time_us)
 
@@ -91,15 +115,20 @@ def reordering(record: Record | None) -> pd.DataFrame:
 
 
 def matrices_table(record: Record | None) -> str:
-    """Ours against all peers with the floor, matrix by matrix: time, of the floor, over the fastest peer."""
-    rows = points(record)
+    """Ours matrix by matrix: time, of the floor, and how many times as fast as the best peer of each kind."""
+    rows = at(points(record), *_SHOWN_TOKENS)
     if record is None or rows.empty:
         return MISSING
-    table = rows.assign(cell=cells(rows)).pivot(index="layer", columns="M", values="cell")
-    table = table.reindex(index=map(str, LLAMA), columns=_SHOWN_TOKENS)
-    table.index = pd.Index([f"{layer}, {layer.N} x {layer.K}" for layer in LLAMA], name="")
-    table.loc["**mean**"] = [mean_cell(at(rows, M)) for M in _SHOWN_TOKENS]
-    return f"{markdown(table.add_prefix('M = ').reset_index())}\n{_origin(record, rows)}\n"
+    lines: list[dict[str, object]] = []
+    for row in rows.to_dict("records"):
+        line = {"": f"{row['layer']}, {row['N']} x {row['K']}", "M": row["M"]}
+        line |= {"µs": f"{row['time_us']:.{1 if row['time_us'] < 100 else 0}f}", "of the floor": row["fraction"]}
+        lines.append(line | {called: _over_best(row, names) for called, names in _kinds_apart()})
+    for M in _SHOWN_TOKENS:
+        part = at(rows, M)
+        line = {"": "**mean**", "M": M, "µs": "", "of the floor": fraction(part)}
+        lines.append(line | {KINDS[kind][0]: _times(mean(part[kind])) for kind in KINDS if kind != "over all"})
+    return f"{markdown(pd.DataFrame(lines), {'of the floor': '{:.2f}'})}\n{_origin(record)}\n"
 
 
 def means_table(record: Record | None) -> str:
@@ -112,8 +141,7 @@ def means_table(record: Record | None) -> str:
             "M": label,
             "of the floor": fraction(part),
             "in groups of 64": fraction(at(finer, *tokens)),
-            "over the best peer": mean(part["over"]),
-            "over QServe g128": mean(over(part, QSERVE)),
+            **{f"over {called}": mean(part[kind]) for kind, (called, _) in KINDS.items()},
             "over cuBLAS FP8": mean(over(part, "cublas_fp8")),
             "slower than a peer": f"{(part['over'] < 1).sum()} of {len(part)}",
         }
@@ -125,7 +153,8 @@ def means_table(record: Record | None) -> str:
     ]
     table = pd.DataFrame(lines)
     formats = {name: "{:.2f}x" if name.startswith("over") else "{:.2f}" for name in table.columns[1:-1]}
-    return f"{markdown(table, formats)}\n{slower_points(rows, '{layer}, M = {M}')}\n"
+    note = "Means of the points where all of these peers were measured."
+    return f"{markdown(table, formats)}\n{note} {slower_points(rows, '{layer}, M = {M}')}\n"
 
 
 def orders_table(record: Record | None) -> str:
@@ -197,12 +226,26 @@ def untuned_table(record: Record | None) -> str:
     return markdown(table, {"of the floor": "{:.2f}", "over cuBLAS FP8, mean": "{:.2f}x", "at least": "{:.2f}x"})
 
 
-def _origin(record: Record, rows: pd.DataFrame) -> str:
-    """What the figures are, where they come from, and how far the stored ones were scaled."""
-    sentences = [
-        f"Groups of {GROUP}, FP16 out, {ORDER.replace('_', '-')} activations with their token sums from the quantiser.",
-        f"Measured on one {record.device['name']}: `ptxlab bench gemm`, {record.date[:10]}, commit"
-        f" {record.revision}; cuBLAS in the same run, QServe, QQQ and FP8 per row before that on an H200 too"
-        " ([peers](notebooks/results/h200/peers/README.md)).",
-    ]
-    return " ".join(sentences + scaled(rows, "cuBLAS"))
+def _kinds_apart() -> list[tuple[str, tuple[str, ...]]]:
+    return [kind for column, kind in KINDS.items() if column != "over all"]
+
+
+def _over_best(row: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Over the fastest of these peers, by name; nothing where one of them was not measured."""
+    best = min(names, key=lambda name: row["peers"].get(name, math.inf))
+    known = all(name in row["peers"] for name in names)
+    called = GEMM_PEERS[best].removesuffix(" per channel").removesuffix(" g128")
+    return f"{_times(row[f'over {best}'])} {called}" if known else ""
+
+
+def _times(speed: float) -> str:
+    return "" if math.isnan(speed) else f"{speed:.2f}x"
+
+
+def _origin(record: Record) -> str:
+    """What the figures are and where they come from."""
+    return (
+        f"Groups of {GROUP}, FP16 out, {ORDER.replace('_', '-')} activations with their token sums from the quantiser."
+        f" Measured on one {record.device['name']}: `ptxlab bench gemm`, {record.date[:10]}, commit"
+        f" {record.revision}. {origin_of_peers(record, MEASURE, stored_times())}"
+    )

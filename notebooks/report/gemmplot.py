@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from ptxlab import cost
 from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import (
-    ALL_TOKENS,
     CHAINS,
     DISSECTED,
     FEW_TOKENS,
@@ -26,10 +25,10 @@ from ptxlab.bench.shapes import (
     UNTUNED_TOKENS,
     Layer,
 )
-from ptxlab.bench.stored import Stored
+from ptxlab.bench.stored import OURS, Stored
 from ptxlab.plot import BLUE, GREY, ORANGE, RED
 from report.frames import fraction, mean, means
-from report.gemm import at, chains, experts, points, untuned_points
+from report.gemm import KINDS, at, chains, experts, points, untuned_points
 from report.ladder import QSERVE, of, short, speed_over, steps
 from report.style import title, token_axis
 
@@ -49,13 +48,24 @@ _PEERS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (label, style)
     "cublas_fp16": ("cuBLAS FP16", {"color": "#c9ccd1", "linestyle": "-."}),
     QSERVE: ("QServe W4A8 g128", {"color": RED, "linestyle": "--"}),
 }
-_STORED = {  # peer of the stored times -> (label, colour)
-    "fp16": ("cuBLAS FP16", "#c9ccd1"),
-    "int8_mm": ("cuBLAS INT8", GREY),
-    "fp8_pt": ("cuBLAS FP8", "#444444"),
-    "qserve_w8a8": ("QServe W8A8", "#f4a3a7"),
-    QSERVE: ("QServe W4A8 g128", RED),
-    "qqq_w4a8_g128": ("QQQ W4A8 g128", "#5aae61"),
+_STORED: dict[str, dict[str, tuple[str, str]]] = {  # kind of peers -> name -> (label, colour)
+    "over g128": {
+        QSERVE: ("QServe", RED),
+        "qqq_w4a8_g128": ("QQQ", "#5aae61"),
+        "humming_w4a8_g128": ("humming", ORANGE),
+    },
+    "over channel": {
+        "qserve_w4a8_chn": ("QServe", RED),
+        "qqq_w4a8_chn": ("QQQ", "#5aae61"),
+        "humming_w4a8_chn": ("humming", ORANGE),
+    },
+    "over wide": {
+        "qserve_w8a8": ("QServe W8A8", RED),
+        "cublas_int8": ("cuBLAS INT8", GREY),
+        "cublas_fp8": ("cuBLAS FP8", "#444444"),
+        "fp8_row": ("cuBLAS FP8 per row", "#7b6fb0"),
+        "cublas_fp16": ("cuBLAS FP16", "#c9ccd1"),
+    },
 }
 
 
@@ -65,19 +75,23 @@ def packed_bytes(layer: Layer, group: int = 128) -> int:
 
 
 def peers_figure(stored: Stored) -> Figure:
-    """How far others are from the floor of a W4A8 GEMM: the means over the matrices that they were measured on."""
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    axes = figure.subplots()
-    for peer, (label, colour) in _STORED.items():
-        times = [_over_floor(stored, peer, M) for M in TOKENS]
-        axes.plot(range(len(TOKENS)), times, "o-", color=colour, label=label)
-    axes.axhline(1, color="black", linewidth=1)
-    axes.text(len(TOKENS) - 1, 0.97, "the floor of a W4A8 GEMM", ha="right", va="top", fontsize=9)
-    token_axis(axes, TOKENS)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("time over the floor")
-    title(axes, "Where others stand on an H200: LLaMA-2-7B and -70B, geometric mean of 8 matrices")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    """How far others were from the floor of a W4A8 GEMM in the run in which all were measured, `ptxlab` among them."""
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(_STORED), sharey=True)
+    tokens = sorted({M for _, _, M in stored})
+    for axes, (kind, named) in zip(panels, _STORED.items(), strict=True):
+        for peer, (label, colour) in {**named, OURS: ("ptxlab, groups of 128", BLUE)}.items():
+            times = pd.Series([_over_floor(stored, peer, M) for M in tokens])
+            known = times.dropna()
+            axes.plot(known.index, known, "o-", color=colour, label=label)
+        axes.axhline(1, color="black", linewidth=1, label="the floor, groups of 128")
+        token_axis(axes, tokens)
+        title(axes, KINDS[kind][0])
+        axes.legend(loc="upper left", frameon=False, fontsize=9)
+    panels[0].set_ylim(0, 1.15 * panels[0].get_ylim()[1])  # room for the legends
+    panels[0].set_ylabel("time / floor")
+    text = "Where others stand on an H200: LLaMA-2-7B and -70B, geometric mean of 8 matrices"
+    figure.suptitle(text, x=0.01, ha="left", weight="bold")
     return figure
 
 
@@ -228,23 +242,23 @@ _MEAN: dict[str, Any] = {"color": "black", "linewidth": 2.2, "label": "mean"}
 
 
 def headline_figure(rows: pd.DataFrame) -> Figure:
-    """Every matrix over the tokens: how near to the floor, and how many times as fast as the fastest peer."""
-    figure = Figure(figsize=(13, 4.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for layer in LLAMA:
-        mine = rows[rows.layer == str(layer)].set_index("M").reindex(ALL_TOKENS)
-        _line(left, mine.fraction, layer_style(layer))
-        _line(right, mine["over"], layer_style(layer))
-    overall = means(rows, "M", ["fraction", "over"]).reindex(ALL_TOKENS)
-    _line(left, overall.fraction, _MEAN)
-    _line(right, overall["over"], _MEAN)
-    left.set_ylim(0, 1.05)
-    left.set_ylabel("floor / time")
-    right.set_ylim(bottom=0)
-    right.set_ylabel("time of the fastest peer / time")
-    for axes, text in ((left, "How near to the floor"), (right, "Over the fastest of all peers at every point")):
-        _finish(axes, text, ALL_TOKENS)
-    right.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    """Every matrix over the tokens: how near to the floor, and how many times as fast as the fastest of each kind."""
+    figure = Figure(figsize=(13, 8.6), layout="constrained")
+    panels = figure.subplots(2, 2).ravel()
+    shown = {"fraction": "How near to the floor"}
+    shown |= {kind: f"Over the fastest of {len(names)}: {called}" for kind, (called, names) in KINDS.items()}
+    del shown["over all"]
+    for axes, (column, text) in zip(panels, shown.items(), strict=True):
+        known = rows.dropna(subset=column)
+        tokens = sorted(known.M.unique())
+        for layer in LLAMA:
+            mine = known[known.layer == str(layer)].set_index("M")[column].reindex(tokens)
+            _line(axes, mine, layer_style(layer))
+        _line(axes, means(known, "M", [column])[column].reindex(tokens), _MEAN)
+        axes.set_ylim(0, 1.05 if column == "fraction" else None)
+        axes.set_ylabel("floor / time" if column == "fraction" else "time of the fastest peer / time")
+        _finish(axes, text, tokens)
+    panels[1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
     return figure
 
 
@@ -269,7 +283,14 @@ def _chains(axes: Axes, record: Record) -> None:
         model = layers[0].model
         links, style = found[found.model == model].set_index("M").reindex(FEW_TOKENS), _MODELS[model]
         _line(axes, links["over cublas_fp8"], {"color": BLUE, "label": f"{model}, over cuBLAS FP8's chain", **style})
-        _line(axes, links.over_best, {"color": GREY, "label": f"{model}, over the best peers alone", **style})
+        best = links.over_best.dropna()  # where all peers were measured
+        axes.plot(
+            [FEW_TOKENS.index(M) for M in best.index],
+            best,
+            color=GREY,
+            label=f"{model}, over the best peers alone",
+            **style,
+        )
     axes.set_ylim(bottom=0)
     axes.set_ylabel("speed")
     _finish(axes, "The four GEMMs of a layer in a row", FEW_TOKENS)

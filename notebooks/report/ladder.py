@@ -1,18 +1,16 @@
 """The GEMM ladder as recorded: what each step gained, how near it is to the floor and to others, what limits it."""
 
-from dataclasses import replace
-
 import pandas as pd
 
 from ptxlab import kernels
 from ptxlab.bench import counts
 from ptxlab.bench.gemm.limits import STALL
 from ptxlab.bench.gemm.steps import MEASURE
-from ptxlab.bench.record import Record, Row
+from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, TOKENS
-from ptxlab.bench.stored import FACTOR, Stored, stored_peers, stored_times
+from ptxlab.bench.stored import stored_times
 from report import frames
-from report.frames import MISSING, NOT_RECORDED, fraction, frame, markdown, mean, over, scaled
+from report.frames import MISSING, NOT_RECORDED, fraction, frame, markdown, mean, origin_of_peers, over
 
 PREFIX = "gemm_w4a8_"
 QSERVE = "qserve_w4a8_g128"
@@ -30,16 +28,7 @@ def recorded() -> Record | None:
 
 def points(record: Record | None) -> pd.DataFrame:
     """The ladder's rows, beside the peers of the same run and the stored ones."""
-    stored = stored_times()
-    return frame(replace(record, rows=tuple(_beside(row, stored) for row in record.rows)) if record else None, MEASURE)
-
-
-def _beside(row: Row, stored: Stored) -> Row:
-    """A row of the ladder with the stored peers too, and by how much they were scaled."""
-    if row.measure != MEASURE:
-        return row
-    times, factor = stored_peers((row.sizes["N"], row.sizes["K"], row.sizes["M"]), row.peers, stored)
-    return replace(row, peers={**row.peers, **times}, more=row.more | ({FACTOR: factor} if times else {}))
+    return frame(record, MEASURE, stored=stored_times())
 
 
 def steps(rows: pd.DataFrame) -> list[str]:
@@ -143,10 +132,11 @@ def _origin(record: Record, rows: pd.DataFrame) -> str:
     """Where the figures come from and what they are means of."""
     places = rows.drop_duplicates(["N", "K", "M"], keep="last")
     matrices, tokens = len(places.drop_duplicates(["N", "K"])), ", ".join(map(str, TOKENS))
-    run = f"`ptxlab bench gemm`, {record.date[:10]}, commit {record.revision}"
     sentences = [
-        f"Geometric means over {matrices} matrices; over QServe and cuBLAS also over M = {tokens}.",
+        f"Geometric means over {matrices} matrices; over QServe and cuBLAS also over M = {tokens}, as far as they were"
+        " measured.",
         _COUNTED_LOOP,
-        f"Measured on one {record.device['name']}: {run}; cuBLAS in the same run, QServe before that on an H200 too.",
+        f"Measured on one {record.device['name']}: `ptxlab bench gemm`, {record.date[:10]}, commit {record.revision}.",
+        origin_of_peers(record, MEASURE, stored_times()),
     ]
-    return " ".join(sentences + scaled(places, "cuBLAS", "QServe's"))
+    return " ".join(sentences)

@@ -10,12 +10,16 @@ import pandas as pd
 
 from ptxlab import bench, kernels
 from ptxlab.bench import counts
+from ptxlab.bench.attention import MEASURE
+from ptxlab.bench.gemm import headline
+from ptxlab.bench.record import Record
+from ptxlab.bench.stored import Stored, stored_attention, stored_times
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.kernels import holders
 from ptxlab.spec import KernelSpec
 from report import RESULTS, ROOT, attention, gemm, headers, ladder, pipelines, predictions, profiletables, showcase
-from report.frames import MISSING, markdown, means
+from report.frames import MISSING, markdown, means, origin_of_peers
 
 _LINK = re.compile(r"\]\(([\w./-]+)\)")  # from the root; in a page from its folder
 _SECTION = re.compile(r"(<!-- report: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -156,13 +160,41 @@ def headline_section() -> str:
     return gemm.matrices_table(record) + _picture(*picture, drawn=not gemm.points(record).empty)
 
 
-def means_table(rows: pd.DataFrame, size: str, called: str) -> str:
-    """Over the fastest peer and of the floor, geometric means by one size."""
+def means_table(rows: pd.DataFrame, size: str, shown: dict[str, str]) -> str:
+    """Speed-ups over the fastest peer of each kind and fraction of the floor, geometric means by one size.
+
+    `shown`: columns of `rows` and how the table calls them, the size first. A mean is empty where the peers of its kind
+    were not all measured.
+    """
     if rows.empty:
         return MISSING
-    columns = [called, "speed-up over the fastest peer", "fraction of the floor"]
-    table = means(rows, size, ["over", "fraction"]).sort_index().reset_index().set_axis(columns, axis=1)
-    return markdown(table, dict(zip(columns, ("{:,}", "{:.2f}x", "{:.2f}"), strict=True)), left=0)
+    table = means(rows, size, list(shown)[1:]).sort_index().reset_index()
+    formats = {name: "{:.2f}" if name == "fraction" else "{:.2f}x" for name in shown}
+    formats = {called: "{:,}" if name == size else formats[name] for name, called in shown.items()}
+    return markdown(table.set_axis(list(shown.values()), axis=1), formats, left=0)
+
+
+def gemm_means_section() -> str:
+    """By tokens: over the fastest peer of each kind, and of the floor."""
+    record = ladder.recorded()
+    rows = gemm.points(record)
+    shown = {kind: called for kind, (called, _) in gemm.KINDS.items()}
+    shown |= {"over cublas_fp8": "cuBLAS FP8", "fraction": "fraction of the floor"}
+    return means_table(rows, "M", {"M": "tokens M", **shown}) + _peers_of(record, headline.MEASURE, stored_times())
+
+
+def attention_means_section() -> str:
+    """By batch: over the fastest peer with so many bits, and of the floor."""
+    record = attention.recorded()
+    rows = attention.batched_and_single(attention.points(record))
+    shown = {f"over {bits}": f"caches of {bits} bits" for bits in attention.BITS}
+    shown |= {"over all": "all eleven", "fraction": "fraction of the floor"}
+    return means_table(rows, "B", {"B": "batch", **shown}) + _peers_of(record, MEASURE, stored_attention())
+
+
+def _peers_of(record: Record | None, measure: str, stored: Stored) -> str:
+    said = origin_of_peers(record, measure, stored) if record else ""
+    return said and f"\nEmpty where not all peers of a column were measured. {said}\n"
 
 
 def kv4_section() -> str:
@@ -196,10 +228,8 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,
-    "gemm_means": lambda: means_table(gemm.points(ladder.recorded()), "M", "tokens M"),
-    "attention_means": lambda: means_table(
-        attention.batched_and_single(attention.points(attention.recorded())), "B", "batch"
-    ),
+    "gemm_means": gemm_means_section,
+    "attention_means": attention_means_section,
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,

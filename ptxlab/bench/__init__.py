@@ -6,7 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import attention, dequant, emulation, gemm, loads, stream
+from ptxlab.bench import attention, dequant, emulation, gemm, loads, peers, stream
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
 from ptxlab.errors import ArgumentError
@@ -182,4 +182,5 @@ def versions(info: gpu.DeviceInfo | None) -> dict[str, str]:
     own = {"ptxlab": __version__, "python": platform.python_version(), "numpy": metadata.version("numpy")}
     if info is None:
         return own
-    return {**own, "cupy": info.cupy, "cuda-bindings": metadata.version("cuda-bindings"), **toolchain.versions()}
+    found = {"cupy": info.cupy, "cuda-bindings": metadata.version("cuda-bindings"), **toolchain.versions()}
+    return {**own, **found, **peers.versions()}

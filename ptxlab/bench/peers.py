@@ -1,8 +1,16 @@
-"""cuBLAS and attention of PyTorch, in the same run as the kernels compared with them. Needs PyTorch only here."""
+"""cuBLAS and attention of PyTorch, and humming, in the same run as the kernels compared with them.
 
-from collections.abc import Callable, Iterable, Sequence
+PyTorch and `humming-kernels` are needed only here; what is not installed is no peer.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
+from importlib import metadata
 from importlib.util import find_spec
+from traceback import extract_tb
 from typing import Any
 
 from ptxlab import gpu
@@ -10,11 +18,10 @@ from ptxlab.bench.shapes import HEAD_DIM, Batch
 from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, in_turn, measure
 from ptxlab.errors import BenchmarkError
 
-# Our name -> the column `peer` of the stored times of other projects (`notebooks/results/<gpu>/peers/gemm.csv`).
-CUBLAS = {"cublas_fp8": "fp8_pt", "cublas_int8": "int8_mm", "cublas_fp16": "fp16"}
-# Our name, which is that of the stored times too -> PyTorch's backend.
-SDPA_BACKENDS = {"sdpa_flash_f16": "FLASH_ATTENTION", "sdpa_cudnn_f16": "CUDNN_ATTENTION"}
-SDPA = {"sdpa_flash_f16": "sdpa_flash_f16"}  # for `stored_peers`: what both runs called in the same way
+# Names are those of the stored times too (`bench.stored`).
+CUBLAS = ("cublas_fp8", "cublas_int8", "cublas_fp16")
+HUMMING = {"humming_w4a8_g128": 128, "humming_w4a8_chn": 0}  # name -> weights that share a scale, 0: all of a channel
+SDPA_BACKENDS = {"sdpa_flash_f16": "FLASH_ATTENTION", "sdpa_cudnn_f16": "CUDNN_ATTENTION"}  # name -> PyTorch's backend
 _UNGROUPED = "sdpa_cudnn_f16"  # takes a group's rows for the queries of a prompt: up to ten times flash's time
 _DEVICE = "cuda"
 _INT8_ROWS = 32  # `_int_mm` takes more than 16 rows
@@ -31,7 +38,16 @@ def importable() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] = tuple(CUBLAS)) -> dict[int, dict[str, float]]:
+def versions() -> dict[str, str]:
+    """Of the libraries that peers are of, as far as they are installed."""
+    installed = {}
+    for name in ("torch", "humming-kernels"):
+        with suppress(metadata.PackageNotFoundError):
+            installed[name] = metadata.version(name)
+    return installed
+
+
+def cublas(N: int, K: int, tokens: Sequence[int], names: Iterable[str] = CUBLAS) -> dict[int, dict[str, float]]:
     """Microseconds by tokens and peer for a weight [N, K], rotated beyond the L2; empty without PyTorch.
 
     FP8: per-tensor scales, FP16 out. INT8: int32 out, nothing dequantised, at least 32 rows. FP16: FP16 out. The
@@ -69,6 +85,90 @@ def cublas_chain(matrices: Sequence[tuple[int, int]], tokens: Sequence[int]) -> 
     weights.clear()
     torch.cuda.empty_cache()
     return times
+
+
+def humming(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]]:
+    """Microseconds by tokens and scheme of humming's W4A8 GEMM, measured as `cublas`; empty without the package.
+
+    INT4 weights without zero points, INT8 activations that the package quantised by token before, FP16 out; kernels and
+    tiles are those that its heuristics choose. It compiles them when a call is checked, before anything is timed. What
+    it cannot do is left out with a warning that says why.
+    """
+    times: dict[int, dict[str, float]] = {M: {} for M in tokens}
+    if not importable() or find_spec("humming") is None:
+        return times
+    import torch
+
+    for name, group in HUMMING.items():
+        layers: list[Any] = []
+        with _left_out(f"{name}, {N} x {K}"):
+            layers, weight, tiles = _humming_layers(N, K, group, tokens)
+        for M in tokens if layers else ():
+            with _left_out(f"{name}, {N} x {K}, M = {M}"):
+                calls = _humming_calls(name, M, layers, weight, tiles)
+                times[M][name] = measure(calls, replays=GEMM_REPLAYS, capture=capture).us
+        layers.clear()
+    torch.cuda.empty_cache()
+    return times
+
+
+@contextmanager
+def _left_out(what: str) -> Iterator[None]:
+    """What another library raises becomes a warning; wrong results stay an error."""
+    try:
+        yield
+    except BenchmarkError:
+        raise
+    except Exception as error:
+        said = str(error) or extract_tb(error.__traceback__)[-1].line or ""  # of a bare `assert` its line
+        reason = said.partition("\n")[0]
+        warnings.warn(f"{what}: left out, {type(error).__name__}: {reason}", stacklevel=4)
+
+
+def _humming_layers(N: int, K: int, group: int, tokens: Sequence[int]) -> tuple[list[Any], Any, str]:
+    """Layers of one weight, enough that they do not fit the L2; its first rows dequantised; the tiles that are taken.
+
+    Tiles are those of the package's heuristics, for these numbers of tokens alone: the others would be compiled too. A
+    launch looks the tile of one token up, whatever it takes.
+    """
+    import torch
+    from humming.layer import HummingLayer
+    from humming.tune import get_heuristics_config
+
+    layers: list[Any] = []
+    quantised: dict[str, Any] = {}
+    for _ in range(copies_beyond_l2(N * K // 2)):
+        with torch.device(_DEVICE):
+            layer = HummingLayer(
+                shape_n=N,
+                shape_k=K,
+                weight_config={"dtype": "int4", "group_size": group},
+                input_config={"dtype": "int8"},
+                torch_dtype=torch.float16,
+            )
+        schema = layer.weight_schema
+        quantised = quantised or schema.quant_tensor(_operand("fp16", N, K, seed=0), schema, torch.float16)
+        layer.load_from_tensors(quantised)
+        layer.transform()
+        layers.append(layer)
+    tiles = [
+        (above, most, tile)
+        for above, most, tile in get_heuristics_config(layer.humming_config)
+        if any(above < M <= most for M in (1, *tokens))
+    ]
+    return layers, schema.dequant_tensors(quantised)[:_CHECKED_ROWS].double(), json.dumps(tiles)
+
+
+def _humming_calls(name: str, M: int, layers: Sequence[Any], weight: Any, tiles: str) -> list[Callable[[], Any]]:
+    """One call per layer, on activations that are quantised already; the first one's results are checked."""
+    from humming.forward import may_quant_input
+
+    first = layers[0]
+    x, scales = may_quant_input(first.humming_config, _operand("fp16", M, first.shape_k, seed=M))
+    calls: list[Callable[[], Any]] = [partial(layer, x, input_scale=scales, tuning_config=tiles) for layer in layers]
+    expected = x.double() * scales.double().reshape(M, 1) @ weight.t()
+    _check(name, calls[0]()[:, :_CHECKED_ROWS].double(), expected, _TOLERANCE)
+    return calls
 
 
 def _copies(weight: Any, nbytes: int = 0) -> list[Any]:

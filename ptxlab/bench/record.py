@@ -40,8 +40,7 @@ class Row:
         limit: what sets the floor.
         sm_mhz: SM clock during the measurement.
         checked: how the results of the timed kernel were checked.
-        peers: time of others for the same work, microseconds by name: those of the same run, and stored ones
-            (`bench.stored`) where `more` has `stored_factor`, by which they were scaled.
+        peers: time of others for the same work in the same run, microseconds by name.
         more: further figures of this measure.
         activations: order in memory of the activations of a GEMM; with `-sums` behind it they came without their token
             sums.

@@ -2,6 +2,7 @@
 
 import linecache
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +26,7 @@ from ptxlab.cli.common import (
 )
 from ptxlab.runtime.arguments import parse_integers
 from ptxlab.sass import Report, SassInstruction
+from ptxlab.sass.wgmma import overwriting
 from ptxlab.sources import Source, names_same_file
 
 _SIDE_BY_SIDE = 2  # so many are compared by opcode; of more there is a row each
@@ -58,7 +60,9 @@ def sass(
     found = []
     with progress_bar("sass", len(named), quiet=as_json) as advance:
         for source, entry in named:
-            found.append(machine_code.report(source, arch, entry=entry, defines=defines))
+            one = machine_code.report(source, arch, entry=entry, defines=defines)
+            code = machine_code.instructions(source, arch, entry=entry, defines=defines)
+            found.append(replace(one, warnings=(*one.warnings, *overwriting(code))))
             advance(source.label)
     if as_json:
         return print_json([r.to_json() for r in found] if len(found) > 1 else found[0].to_json())

@@ -42,16 +42,16 @@ def _slice(instructions: Sequence[SassInstruction], wanted: set[str]) -> set[int
     """Which computations `wanted` depend on, followed backwards to loads, special registers and constants."""
     found = set()
     for n, instruction in reversed(list(enumerate(instructions))):
-        if not instruction.operands or not (written := _written(instruction)) & wanted:
+        if not instruction.operands or not (results := written(instruction)) & wanted:
             continue
-        wanted = wanted - written
+        wanted = wanted - results
         if instruction.section in _COMPUTES:
             found.add(n)
             wanted |= set(_registers(instruction.operands[1:]))
     return found
 
 
-def _written(instruction: SassInstruction) -> set[str]:
+def written(instruction: SassInstruction) -> set[str]:
     """Registers that an instruction writes: its first operand, as wide as its modifiers say."""
     if instruction.section in ("store", "control"):
         return set()

@@ -14,7 +14,7 @@ from ptxlab import bench, gpu, sources
 from ptxlab.bench import gemm
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.gemm import chain, grouped, headline, problem, quantiser, steps
-from ptxlab.bench.gemm.points import Point, all_peers
+from ptxlab.bench.gemm.points import Point
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import (
     ALL_TOKENS,
@@ -23,6 +23,7 @@ from ptxlab.bench.shapes import (
     GROUPS,
     LLAMA,
     MIXTRAL,
+    PER_CHANNEL,
     SWEPT,
     SWEPT_TOKENS,
     UNTUNED,
@@ -57,18 +58,20 @@ def rows_of_small(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
 
 def test_every_group_and_order_at_every_number_of_tokens(emulated_gpu: pytest.MonkeyPatch) -> None:
     rows = rows_of_small(emulated_gpu)
-    found = [(row.sizes["g"], row.sizes["M"], row.activations) for row in rows]
+    found = [(row.sizes.get("g", PER_CHANNEL), row.sizes["M"], row.activations) for row in rows]
     beside = ("fragment", "row_major-sums", "tiles")
     assert sorted(found) == sorted(
-        (g, M, order) for g in GROUPS for M in (1, 17) for order in ("row_major", *(beside if g == GROUP else ()))
+        (g, M, order)
+        for g in (*GROUPS, PER_CHANNEL)
+        for M in (1, 17)
+        for order in ("row_major", *(beside if g == GROUP else ()))
     )
     for row in rows:
         if row.activations == headline.WITHOUT_SUMS:
             assert row.variant["SIGNED"] == 1
             continue
         assert row.variant["SIGNED"] == 0
-        weight: Any = headline._Weight(headline.SCHEME, headline.PACKING, 128, 256, row.sizes["g"])
-        taken = ladder.choose(weight, row.activations, row.sizes["M"], kernel=None, backend="gpu")
+        taken = headline.chosen(SMALL, row.sizes["M"], row.sizes.get("g", PER_CHANNEL), row.activations)
         assert (row.kernel, row.face, row.measure) == (taken.spec.name, "gemm_w4a8", "headline")
         assert row.peers == FP8 and (row.floor_us, row.time_us, row.fraction) == (4.0, 10.0, 0.4)
         assert row.checked == f"all {row.sizes['M'] * 128} results of 2 launches equal to the reference, bit for bit"
@@ -93,12 +96,6 @@ def test_only_what_is_asked_for_is_measured(emulated_gpu: pytest.MonkeyPatch) ->
     assert list(headline.points(["gemm_w4a8_qoq_sm80"])) == []
 
 
-def test_stored_peers_stand_beside(emulated_gpu: pytest.MonkeyPatch) -> None:
-    peers, more = all_peers(12288, 4096, 16, {"cublas_fp8": 16.0, "cublas_int8": 19.0, "cublas_fp16": 28.0})
-    assert len(peers) == 9 and peers["qserve_w4a8_g128"] == 20.33 and more == {"stored_factor": 1.0}
-    assert all_peers(12288, 4096, 8192, FP8) == (FP8, {})
-
-
 def test_a_point_that_was_chosen_otherwise_is_still_the_same_point(emulated_gpu: pytest.MonkeyPatch) -> None:
     row = rows_of_small(emulated_gpu)[0]
     assert replace(row, kernel="another").key == row.key
@@ -116,7 +113,9 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
     for step, sizes in found:
         step.spec.check_sizes(sizes)
         assert step.spec.launch({**sizes, **problem.variant(step.spec, sizes)}).shared_bytes <= 227 << 10
-    headlines = sum(len(headline._orders(la, M, g)) for la in LLAMA for g in GROUPS for M in ALL_TOKENS)
+    headlines = sum(
+        len(headline._orders(layer, M, g)) for layer in LLAMA for g in (*GROUPS, PER_CHANNEL) for M in ALL_TOKENS
+    )
     assert len(found) == headlines + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
 
 
@@ -259,6 +258,7 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
         gemm.peers: {
             "cublas": lambda N, K, tokens, names=("cublas_fp8",): {M: dict.fromkeys(names, 8.0) for M in tokens},
             "cublas_chain": lambda matrices, tokens: {M: {"cublas_fp8": 30.0} for M in tokens},
+            "humming": lambda N, K, tokens: {M: {"humming_w4a8_g128": 20.0} for M in tokens},
         },
         gemm.points: {"compile_all": list, "streams": lambda: stream_us},
         gemm.limits: {"with_limits": list},
@@ -268,9 +268,10 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
             emulated_gpu.setattr(module, name, value)
     rows = gemm.rows(names(), Ceilings(4.6, 4.2), quiet)
     found = Counter(row.measure for row in rows)
-    launched = 2 * (4 + 1)  # numbers of tokens; three orders and none of sums, and one order of the other group
+    launched = 2 * (4 + 1 + 1)  # numbers of tokens; three orders and none of sums; the other group, and none, in one
     experts = {"experts": 2, "grouped": 2}
     assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 1, "untuned": 1} | experts
+    assert all(("humming_w4a8_g128" in row.peers) == (row.measure == "headline") for row in rows)
     record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record
     assert len({row.key for row in rows}) == len(rows)

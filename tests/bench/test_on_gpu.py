@@ -1,6 +1,7 @@
 """The measuring itself, on a GPU."""
 
 import dataclasses
+import warnings
 
 import numpy as np
 import pytest
@@ -224,6 +225,22 @@ def test_an_attention_over_other_pages_is_noticed() -> None:
     of.caches[0].block_table[1, :2] = of.caches[0].block_table[0, :2]
     with pytest.raises(BenchmarkError, match=r"wrong results for sequence 1: out: .*, of heads 32/8, 2 x 640"):
         ready.check(of)
+
+
+def test_humming_is_right_and_measured_where_it_is() -> None:
+    if not peers.importable():
+        pytest.skip("PyTorch with a GPU is not installed")
+    pytest.importorskip("humming.layer")  # the reason names what is missing: humming, or jinja2 that it needs
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*left out")
+        times = peers.humming(4096, 4096, (4, 64))  # BenchmarkError if its results are wrong
+    assert set(times) == {4, 64} and all(set(by_name) == set(peers.HUMMING) for by_name in times.values())
+    assert all(2 < us < 100 for by_name in times.values() for us in by_name.values())
+    layers, weight, tiles = peers._humming_layers(4096, 4096, 128, (64,))
+    with pytest.raises(BenchmarkError, match="humming: wrong results"):
+        peers._humming_calls("humming", 64, layers, weight.flip(0), tiles)
+    with pytest.warns(UserWarning, match="4100 x 4096: left out, AssertionError: assert "):
+        assert peers.humming(4100, 4096, (64,)) == {64: {}}, "it takes multiples of 64 channels"
 
 
 def test_pytorch_attention_is_measured_where_it_is() -> None:

@@ -1,8 +1,15 @@
-"""cuBLAS as a peer: the calls are PyTorch's, so here they run on the CPU; what times them is a stand-in."""
+"""Peers in the same run: the calls are PyTorch's, so here they run on the CPU; what times them is a stand-in.
 
+So is humming, whose kernels need a GPU: the part of it that is called, in PyTorch.
+"""
+
+import json
+import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 
@@ -75,9 +82,110 @@ def test_wrong_products_are_found(name: str, on_cpu: pytest.MonkeyPatch) -> None
         peers._calls(name, x, weights)
 
 
+class Schema:
+    """Rounds weights to whole numbers, which takes whole groups."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.group = config["group_size"]
+
+    def quant_tensor(self, tensor: Any, schema: "Schema", dtype: Any) -> dict[str, Any]:
+        assert schema is self and tensor.shape[1] % (self.group or 1) == 0, "whole groups\nand more lines"
+        return {"weight": tensor.to(dtype).round()}
+
+    def dequant_tensors(self, tensors: dict[str, Any]) -> Any:
+        return tensors["weight"].float()
+
+
+class Layer:
+    """What is called of a layer; `launched` has the dtype of the activations and the tiles of every call."""
+
+    launched: ClassVar[list[tuple[str, list[Any]]]]
+
+    def __init__(self, shape_n: int, shape_k: int, weight_config: Any, input_config: Any, torch_dtype: Any) -> None:
+        assert weight_config["dtype"] == "int4" and input_config == {"dtype": "int8"}
+        self.shape_k, self.weight_schema, self.humming_config = shape_k, Schema(weight_config), "config"
+        self.weight: Any = None
+        self.ready: Any = None
+
+    def load_from_tensors(self, tensors: dict[str, Any]) -> None:
+        self.weight = tensors["weight"].clone()
+
+    def transform(self) -> None:
+        self.ready = self.weight
+
+    def __call__(self, x: Any, input_scale: Any, tuning_config: str) -> Any:
+        self.launched.append((str(x.dtype), json.loads(tuning_config)))
+        return (x.float() * input_scale @ self.ready.float().t()).half()
+
+
+def quantised(config: str, x: Any) -> Any:
+    assert config == "config"
+    scales = x.float().abs().amax(1, keepdim=True) / 127
+    return (x.float() / scales).round().char(), scales
+
+
+@pytest.fixture
+def humming(on_cpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    def tiles(config: str) -> list[Any]:
+        return [[0, 8, {"few": 1}], [8, 32, {"more": 1}], [32, 64, {"many": 1}], [64, 1 << 30, {"most": 1}]]
+
+    parts = {"layer": {"HummingLayer": Layer}, "forward": {"may_quant_input": quantised}}
+    parts |= {"tune": {"get_heuristics_config": tiles}, "": {}}
+    for part, names in parts.items():
+        module = ModuleType(".".join(filter(None, ("humming", part))))
+        module.__spec__, module.__path__ = ModuleSpec(module.__name__, None), []
+        vars(module).update(names)
+        on_cpu.setitem(sys.modules, module.__name__, module)
+    on_cpu.setattr(Layer, "launched", [], raising=False)
+    return on_cpu
+
+
+def test_humming_in_both_schemes_at_every_number_of_tokens(humming: pytest.MonkeyPatch) -> None:
+    assert peers.humming(64, 256, (33, 64)) == {M: dict.fromkeys(peers.HUMMING, 7.0) for M in (33, 64)}
+    assert len(Layer.launched) == 2 * 2 * (1 + 3), "checked once, and three copies in turn"
+    needed = ("torch.int8", [[0, 8, {"few": 1}], [32, 64, {"many": 1}]])
+    assert all(launched == needed for launched in Layer.launched), "quantised before; tiles of one token and of these"
+
+
+def test_wrong_products_of_humming_are_found(humming: pytest.MonkeyPatch) -> None:
+    humming.setattr(Layer, "transform", lambda layer: setattr(layer, "ready", layer.weight.flip(0)))
+    with pytest.raises(BenchmarkError, match="humming_w4a8_g128: wrong results"):
+        peers.humming(64, 256, (4,))
+
+
+def test_what_humming_cannot_do_is_left_out_with_a_reason(humming: pytest.MonkeyPatch) -> None:
+    with pytest.warns(UserWarning, match="^humming_w4a8_g128, 64 x 200: left out, AssertionError: whole groups$"):
+        assert peers.humming(64, 200, (4,)) == {4: {"humming_w4a8_chn": 7.0}}
+
+    def at_most_16(config: str, x: Any) -> Any:
+        if len(x) > 16:
+            raise NotImplementedError
+        return quantised(config, x)
+
+    humming.setattr(sys.modules["humming.forward"], "may_quant_input", at_most_16)
+    with pytest.warns(
+        UserWarning, match="^humming.*, 64 x 256, M = 17: left out, NotImplementedError: raise NotImplementedError$"
+    ):
+        assert peers.humming(64, 256, (4, 17)) == {4: dict.fromkeys(peers.HUMMING, 7.0), 17: {}}
+    humming.setitem(sys.modules, "humming.layer", None)
+    with pytest.warns(UserWarning, match=r"left out, ModuleNotFoundError: .*humming\.layer"):
+        assert peers.humming(64, 256, (4,)) == {4: {}}
+
+
 def test_without_a_gpu_there_are_no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "importable", lambda: False)
     assert peers.cublas(64, 128, (4, 16)) == peers.cublas_chain([(64, 128)], (4, 16)) == {4: {}, 16: {}}
+    assert peers.humming(64, 128, (4, 16)) == {4: {}, 16: {}}
     monkeypatch.undo()
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     assert not peers.importable()
+
+
+def test_versions_of_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "torch":
+            raise peers.metadata.PackageNotFoundError(name)
+        return "2.11"
+
+    monkeypatch.setattr(peers.metadata, "version", version)
+    assert peers.versions() == {"torch": "2.11"}

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from ptxlab import plot
+from ptxlab.bench.peers import HUMMING
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, LLAMA, UNTUNED
 from ptxlab.errors import FileError
@@ -56,21 +57,44 @@ def test_the_ladder_does_not_see_them() -> None:
 
 
 def test_the_best_peer_of_a_point() -> None:
-    row = replace(HEADLINE, time_us=10.0, peers={"cublas_fp8": 15.0, "qqq_w4a8_g128": 9.0})
+    unknown = {**HEADLINE.sizes, "N": 1}  # not among the stored peers
+    row = replace(HEADLINE, sizes=unknown, time_us=10.0, peers={"cublas_fp8": 15.0, "qqq_w4a8_g128": 9.0})
     here, alone = (gemm.points(replace(RECORD, rows=(one,))) for one in (row, replace(row, peers={})))
     assert (*here.best, *here["over"]) == ("qqq_w4a8_g128", 0.9)
     assert len(frames.slower(here)) == 1 and [*frames.over(here, "cublas_fp8")] == [1.5]
     assert alone["over"].isna().all() and frames.slower(alone).empty and frames.over(alone).empty
 
 
-def test_every_peer_has_a_name() -> None:
-    assert {name for peers in POINTS.peers for name in peers} == set(frames.GEMM_PEERS)
+def test_every_peer_has_a_name_and_a_kind() -> None:
+    assert {name for peers in POINTS.peers for name in peers} == set(frames.GEMM_PEERS) and len(frames.GEMM_PEERS) == 11
+    kinds = [set(names) for _, names in gemm.KINDS.values()]
+    assert [len(names) for names in kinds] == [3, 3, 5, 11] and kinds[0] | kinds[1] | kinds[2] == kinds[3]
+
+
+def test_kinds_of_peers_stand_apart_and_only_where_all_were_measured() -> None:
+    row = POINTS[(POINTS.layer == "7B QKV") & (POINTS.M == 256)].iloc[0]
+    for kind, (_, names) in gemm.KINDS.items():
+        assert row[kind] == pytest.approx(min(row.peers[name] for name in names) / row.time_us)
+    known = {kind: {*POINTS[POINTS[kind].notna()].M} for kind in gemm.KINDS}
+    tokens = {1, 16, 64, 128, 256, 512}  # humming: not at 32
+    assert known == {"over g128": tokens, "over channel": tokens, "over wide": tokens | {32}, "over all": tokens}
+
+
+def test_a_record_with_humming_needs_no_stored_times_of_it() -> None:
+    """At 32 tokens the stored times have none; beside other peers the record's own time stands."""
+    here = dict.fromkeys(gemm.KINDS["over g128"][1][-1:] + gemm.KINDS["over channel"][1][-1:], 1.0)
+    own = changed(lambda row: replace(row, peers={**row.peers, **here}) if row.measure == "headline" else row)
+    rows = gemm.points(own)
+    assert {*rows[rows["over all"].notna()].M} == {1, 16, 32, 64, 128, 256, 512} and set(here) == set(HUMMING)
+    assert (rows["over g128"].dropna() * rows.time_us).dropna().tolist() == pytest.approx([1.0] * 7 * len(LLAMA))
+    assert "cuBLAS and humming ran beside `ptxlab`" in gemm.matrices_table(own)
 
 
 def test_chains_beside_the_best_of_each_point() -> None:
     links = gemm.chains(RECORD)
     assert [*zip(links.model, links.M, strict=True)] == [(m, M) for m in ("7B", "70B") for M in FEW_TOKENS]
     alone = [min(row.peers.values()) for row in POINTS.itertuples() if (row.model, row.M) == ("7B", 1)]
+    assert links[links.M.isin((4, 32))].over_best.isna().all(), "not all peers were measured"
     first = links.iloc[0]
     assert len(alone) == 4 and first.over_best == pytest.approx(sum(alone) / first.time_us)
     assert first["over cublas_fp8"] == pytest.approx(CUBLAS["cublas_fp8"] / 1.05)
@@ -105,11 +129,10 @@ def test_one_slow_point_is_found() -> None:
     assert f"{largest}, M = 64 (0." in gemm.means_table(changed(slowed))
 
 
-@pytest.mark.parametrize("name", ["cublas_fp8", "qserve_w4a8_g128"])
-def test_without_a_peer_nothing_is_said_of_it(name: str) -> None:
-    without = changed(lambda row: replace(row, peers={peer: us for peer, us in row.peers.items() if peer != name}))
-    about = {"cublas_fp8": "over cuBLAS FP8", "qserve_w4a8_g128": "over QServe g128"}[name]
-    assert target(about, without).verdict == ""
+def test_without_a_peer_nothing_is_said_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm, "stored_times", dict)
+    without = changed(lambda row: replace(row, peers={n: us for n, us in row.peers.items() if n != "cublas_fp8"}))
+    assert {target(what, without).verdict for what in ("over cuBLAS FP8", "over QServe g128")} == {""}
     assert "nan" not in targets.table(targets.gemm(without)) + gemm.means_table(without)
 
 
@@ -131,10 +154,17 @@ def test_tables(table: Callable[[Record | None], str]) -> None:
 
 def test_the_first_table() -> None:
     row = POINTS[(POINTS.layer == "7B O") & (POINTS.M == 16)].iloc[0]
-    cell = f"{row.time_us:.1f} µs, {row.fraction:.2f}, **{row['over']:.2f}x** {frames.GEMM_PEERS[row.best]}"
+    cells = f"16 | {row.time_us:.1f} | {row.fraction:.2f} | {row['over g128']:.2f}x humming | "
     table = gemm.matrices_table(RECORD)
-    assert f"| 7B O, 4096 x 4096 | {cell} |" in table
-    assert "row-major activations" in table and "the others' times are scaled by its ratio" in table
+    assert f"| 7B O, 4096 x 4096 | {cells}" in table
+    part = gemm.at(POINTS, 16)
+    means = [f"{frames.mean(part[kind]):.2f}x" for kind in ("over g128", "over channel", "over wide")]
+    assert f"| **mean** | 16 |  | {frames.fraction(part):.2f} | {' | '.join(means)} |" in table
+    assert (
+        "row-major activations" in table
+        and "cuBLAS ran beside `ptxlab`; the other peers were timed once before" in table
+    )
+    assert "| 32 |" not in table and "| 32 | 0.89 |" in gemm.means_table(RECORD)
 
 
 def test_figures(tmp_path: Path) -> None:
@@ -144,9 +174,10 @@ def test_figures(tmp_path: Path) -> None:
     for name, figure in drawn.items():
         plot.save(figure, tmp_path / f"{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
-    left, right = drawn["headline"].axes
-    assert left.lines[len(LLAMA)].get_ydata() == pytest.approx([1 / SLOWDOWN] * len(ALL_TOKENS))
-    assert right.lines[0].get_ydata()[0] == pytest.approx(POINTS["over"].iloc[0])
+    floor, *kinds = drawn["headline"].axes
+    assert floor.lines[len(LLAMA)].get_ydata() == pytest.approx([1 / SLOWDOWN] * len(ALL_TOKENS))
+    for axes, kind in zip(kinds, ("over g128", "over channel", "over wide"), strict=True):
+        assert axes.lines[0].get_ydata()[0] == pytest.approx(POINTS[kind].iloc[0])
     models = {layer.model for layer in UNTUNED}
     assert {line.get_label().partition(",")[0] for line in drawn["beyond"].axes[2].lines} >= models
 
@@ -186,6 +217,7 @@ def test_the_record_is_whole(measured: pd.DataFrame) -> None:
     assert [*zip(measured.layer, measured.M, strict=True)] == [(str(la), M) for la in LLAMA for M in ALL_TOKENS]
     rows = [*measured.itertuples()]
     assert all("bit for bit" in row.checked and 0 < row.fraction < 1.1 for row in rows)
-    assert all(len(row.peers) == (9 if row.M <= 2048 else 3) for row in rows)
+    stored = {row.M for row in rows if ladder.QSERVE in row.peers}
+    assert stored == {1, 16, 32, 64, 128, 256, 512} and all(set(CUBLAS) <= set(row.peers) for row in rows)
     found = ladder.recorded()
     assert len(gemm.untuned_points(found)) == 80 and len(gemm.chains(found)) == 14

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 import ptxlab
-from ptxlab import quant, reference
+from ptxlab import layout, quant, reference
 
 M, N, K = 5, 40, 256
 RNG = np.random.default_rng(0)
@@ -21,7 +21,7 @@ WEIGHTS = {
     "qoq_channel": ptxlab.pack(CHANNEL, "qserve"),
     "lqq": ptxlab.pack(LQQ, "dual_mma"),  # through a tensor map and clusters
 }
-SCHEMES: dict[str, quant.QoQWeight | quant.LQQWeight] = {"qoq": GROUPED, "lqq": LQQ}
+SCHEMES: dict[str, layout.packed_weight.QuantizedWeight] = {"qoq": GROUPED, "lqq": LQQ, "qoq_channel": CHANNEL}
 STRIPS = {scheme: ptxlab.pack(weight, "strips") for scheme, weight in SCHEMES.items()}
 
 
@@ -34,5 +34,4 @@ def product(weight: Any, x: np.ndarray, x_scale: np.ndarray, bias: np.ndarray | 
 
 
 def expected(scheme: str, dtype: str = "float16", bias: np.ndarray | None = None, x: np.ndarray = X) -> np.ndarray:
-    weight = {"qoq": GROUPED, "lqq": LQQ, "qoq_channel": CHANNEL}[scheme]
-    return product(weight, x, X_SCALE[: len(x)], bias, dtype)
+    return product(SCHEMES[scheme], x, X_SCALE[: len(x)], bias, dtype)

@@ -7,8 +7,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ptxlab import kernels, toolchain
+from ptxlab import kernels, sass, toolchain
 from ptxlab.runtime import run_spec
+from ptxlab.sass.wgmma import overwritten_operands
 from ptxlab.spec import KernelSpec
 
 OUTPUTS = [(0, np.float16), (1, ml_dtypes.bfloat16), (2, np.float32), (3, np.int32)]  # by the constant OUT
@@ -46,14 +47,15 @@ def scaled_in_float32(y: np.ndarray, exact: np.ndarray, dtype: Any, x_scale: Any
 
 
 def built_as_meant(spec: KernelSpec, config: Mapping[str, int], sizes: Mapping[str, int]) -> toolchain.Image:
-    """No local memory, no more registers than there are, and none of ptxas' notes, but for C7519.
+    """No local memory, no more registers than there are, no wgmma whose operands change under it, and no notes.
 
-    Of these C7510, C7511, C7514, C7515 say that wgmma was serialised.
+    Of ptxas' notes C7510 to C7519 say that wgmma was serialised.
     """
     image = toolchain.compile_cuda(kernels.find(spec.name)[1][0], spec.arch, defines=dict(config))
     resources = image.resources[spec.name]
     assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
-    assert not [note for note in image.warnings if "C7519" not in note], config
+    assert image.warnings == (), config
+    assert overwritten_operands(sass.parse(toolchain.disassemble(image))[spec.name]) == [], config
     threads = spec.launch({**sizes, **config}).block[0] * config.get("RESIDENT", 1)
     assert resources.registers * threads <= 65536, config
     return image

@@ -59,8 +59,8 @@ def w8a8(draw: st.DrawFn, tokens: int, rows: int, sixteens: int) -> dict[str, An
 
 @st.composite
 def grouped(draw: st.DrawFn, experts: int, tokens: int, rows: int, groups: int) -> dict[str, Any]:
-    """Experts of either scheme, some without tokens; `tokens` are the most of one expert."""
-    kind = draw(st.sampled_from((lqq, qoq)))
+    """Experts of any scheme, some without tokens; `tokens` are the most of one expert."""
+    kind = draw(st.sampled_from((lqq, qoq, channel)))
     counts = draw(st.lists(st.one_of(st.just(0), st.integers(1, tokens)), min_size=1, max_size=experts).filter(any))
     first = draw(kind(1, rows, groups))["weight"]
     order = np.array(draw(st.permutations(range(len(counts)))))

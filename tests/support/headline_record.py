@@ -17,7 +17,6 @@ from ptxlab.bench.shapes import (
     UNTUNED_TOKENS,
     Layer,
 )
-from ptxlab.bench.stored import stored_peers, stored_times
 from tests.support import ladder_record, made_up
 
 SLOWDOWN = 1.125  # time over the floor, of all that is ours
@@ -37,9 +36,6 @@ def of_layer(measure: str, layer: Layer, M: int, slowdown: float = SLOWDOWN, **f
 def point(layer: Layer, M: int) -> Iterator[Row]:
     """Row-major with sums from the quantiser; beside it fragments, a little faster, and no sums, slower."""
     usual = of_layer("headline", layer, M, face="gemm_w4a8")
-    others, factor = stored_peers((layer.N, layer.K, M), usual.peers, stored_times())
-    more = usual.more | ({"stored_factor": factor} if others else {})
-    usual = replace(usual, peers={**usual.peers, **others}, more=more)
     yield usual
     for order, factor in (("fragment", 0.95), (headline.WITHOUT_SUMS, 1.1)):
         time = factor * usual.time_us

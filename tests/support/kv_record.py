@@ -6,10 +6,9 @@ from typing import Any
 from ptxlab.bench import attention
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention.problem import scheme_of
-from ptxlab.bench.peers import SDPA
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import HEADS, Batch, batches, evened, ragged
-from ptxlab.bench.stored import FACTOR, stored_attention, stored_peers
+from ptxlab.bench.stored import stored_attention
 from ptxlab.kernels.attention.steps import STEPS
 from tests.support import made_up
 
@@ -29,15 +28,11 @@ def of(measure: str, batch: Batch, slowdown: float = SLOWDOWN, scheme: str = "kv
 
 def point(batch: Batch) -> Iterator[Row]:
     """PyTorch took 2% longer than when the others were stored, and 10% where there are 128 sequences."""
-    then = stored_attention().get(batch.place, {})
     slower = 1.1 if len(batch.lengths) == 128 else 1.02
-    here = {name: slower * then[name] for name in SDPA} if then else dict.fromkeys(SDPA, 1e4)
-    others, factor = stored_peers(batch.place, here, stored_attention(), SDPA)
-    more = {FACTOR: factor} if others else {}
+    here = {"sdpa_flash_f16": slower * stored_attention().get(batch.place, {}).get("sdpa_flash_f16", 1e4)}
     early = {attention.PROGRAMMATIC: of("", batch).floor_us * EARLY}
-    yield of("attention", batch, peers={**here, **others}, more={**more, **early}, face="attention_kv4")
-    behind = {name: us for name, us in others.items() if name.startswith(("qserve", "lserve"))}
-    yield of(attention.WITH_APPEND, batch, 1.1, peers=behind, more={**more, "plain_us": 1.0}, face="attention_kv4")
+    yield of("attention", batch, peers=here, more=early, face="attention_kv4")
+    yield of(attention.WITH_APPEND, batch, 1.1, more={"plain_us": 1.0}, face="attention_kv4")
 
 
 def rows() -> Iterator[Row]:

@@ -16,10 +16,9 @@ from ptxlab.bench.attention.problem import (
     sizes_at,
 )
 from ptxlab.bench.ceilings import Ceilings
-from ptxlab.bench.peers import SDPA, sdpa
+from ptxlab.bench.peers import sdpa
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import HEADS, Batch, batches, even, evened, ragged
-from ptxlab.bench.stored import FACTOR, stored_attention, stored_peers
 from ptxlab.bench.timing import Measured, chained, measure
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.append import APPEND
@@ -32,7 +31,6 @@ MEASURE, WITH_APPEND, LADDER = "attention", "append and attention", "ladder"
 RAGGED, EVEN = "ragged", "even"
 PROGRAMMATIC = "programmatic_us"  # in `more`: launched before the launch before has ended
 ABLATION = even((32, 32), 64, 1024)  # where QServe took its steps apart
-_APPENDING = ("qserve_", "lserve_")  # peers whose time has the rotation and the appended token in it
 
 
 def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None]) -> list[Row]:
@@ -68,23 +66,19 @@ def rows(names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], Non
 def at(
     step: AttentionStep, batch: Batch, ceilings: Ceilings, progress: Callable[[str], None], *, appending: bool = True
 ) -> Iterator[Row]:
-    """One batch of equal lengths: attention alone, and right behind `append_kv4`; others beside both."""
+    """One batch of equal lengths: attention beside PyTorch, and right behind `append_kv4`."""
     progress(f"{batch}: PyTorch")
     here = sdpa(batch)
-    others, factor = stored_peers(batch.place, here, stored_attention(gpu.device_info().slug), SDPA)
-    more = {FACTOR: factor} if others else {}
     progress(f"{batch}: {FACE}")
     given, expected = random_problem(batch), None
     if appending:  # the same tokens every time, so that what is expected stays
-        peers = {name: us for name, us in others.items() if name.startswith(_APPENDING)}
         measured, ready, plain = behind_append(step, given)
         expected = ready.expected(given)
-        known = {**more, "plain_us": plain.us}
-        yield row(ready, given, WITH_APPEND, measured, ceilings, expected, peers=peers, more=known, face=FACE)
+        yield row(ready, given, WITH_APPEND, measured, ceilings, expected, more={"plain_us": plain.us}, face=FACE)
     ready = launches(step, given)
     expected = expected or ready.expected(given)
-    measured, more = measure(ready.calls), {**more, **programmatic(step, given, expected)}
-    yield row(ready, given, MEASURE, measured, ceilings, expected, peers={**others, **here}, more=more, face=FACE)
+    measured, more = measure(ready.calls), programmatic(step, given, expected)
+    yield row(ready, given, MEASURE, measured, ceilings, expected, peers=here, more=more, face=FACE)
 
 
 def programmatic(step: AttentionStep, of: Problem, expected: Expected | None = None) -> dict[str, float]:

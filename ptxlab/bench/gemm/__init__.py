@@ -1,4 +1,4 @@
-"""Suite `gemm`: the W4A8 ladder, and what `gemm_w4a8` launches, beside their floor, cuBLAS and others."""
+"""Suite `gemm`: the W4A8 ladder, and what `gemm_w4a8` launches, beside their floor, cuBLAS and humming."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
 
@@ -48,13 +48,16 @@ def rows(
 def layer_rows(
     layer: Layer, names: Sequence[str], stream_us: StreamTime, progress: Callable[[str], None]
 ) -> Iterator[Row]:
-    """Everything that is measured on one matrix alone; cuBLAS first."""
+    """Everything that is measured on one matrix alone; its peers first."""
     progress(f"{layer}: cuBLAS")
-    cublas = peers.cublas(layer.N, layer.K, ALL_TOKENS if layer in LLAMA else TOKENS)
-    yield from steps.layer_rows(layer, steps_of(names), cublas, stream_us, progress)
+    beside = peers.cublas(layer.N, layer.K, ALL_TOKENS if layer in LLAMA else TOKENS)
+    yield from steps.layer_rows(layer, steps_of(names), beside, stream_us, progress)
     if layer in LLAMA:
-        yield from headline.layer_rows(layer, names, cublas, stream_us, progress)
-        yield from steps.layer_rows(layer, steps.w8a8_of(names), cublas, stream_us, progress, steps.W8A8)
+        if any(step.spec.name in names for step in headline.steps()):
+            progress(f"{layer}: humming")
+            w4a8 = peers.humming(layer.N, layer.K, ALL_TOKENS)
+            yield from headline.layer_rows(layer, names, {M: beside[M] | w4a8[M] for M in beside}, stream_us, progress)
+        yield from steps.layer_rows(layer, steps.w8a8_of(names), beside, stream_us, progress, steps.W8A8)
 
 
 def _all_launched(names: Sequence[str]) -> bool:

@@ -1,8 +1,8 @@
 """What `gemm_w4a8` launches where no kernel is asked for, at every point of the suite and in every order it takes.
 
-The weight is packed once, for all numbers of tokens. Activations come with their token sums from the quantiser that
-writes them in that order. Row-major ones stand beside once more as if they came from elsewhere, without sums: then the
-kernel does without.
+The weight is packed once, for all numbers of tokens: LQQ in groups, and QoQ per channel. Activations come with their
+token sums from the quantiser that writes them in that order. Row-major ones stand beside once more as if they came from
+elsewhere, without sums: then the kernel does without.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from ptxlab.bench import peers
 from ptxlab.bench.gemm.points import Point, StreamTime, all_peers, point
 from ptxlab.bench.gemm.problem import expected, first_tokens, sizes_at, tokens, weights
 from ptxlab.bench.record import Row
-from ptxlab.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, UNTUNED, UNTUNED_TOKENS, Layer
+from ptxlab.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, PER_CHANNEL, UNTUNED, UNTUNED_TOKENS, Layer
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import ladder
 from ptxlab.kernels.gemm.common import GemmStep
@@ -22,7 +22,7 @@ from ptxlab.spec import Arrays
 FACE = "gemm_w4a8"
 MEASURE, UNTUNED_MEASURE = "headline", "untuned"
 WITHOUT_SUMS = "row_major-sums"  # order of a row whose activations came without token sums
-SCHEME, PACKING = "lqq", "strips"
+SCHEME, CHANNEL_SCHEME, PACKING = "lqq", "qoq_channel", "strips"
 ORDER = "row_major"  # of the activations where only one is measured: in chains, with experts, on untuned shapes
 _TILES = (8, 16, 32, 64, 128, 256)  # tokens of a tile of activations: the first that holds all, else the last
 
@@ -37,20 +37,26 @@ class _Weight(NamedTuple):
     group: int
 
 
-def steps() -> list[GemmStep]:
+def scheme_of(group: int) -> str:
+    """Of weights with groups, or without."""
+    return CHANNEL_SCHEME if group == PER_CHANNEL else SCHEME
+
+
+def steps(group: int = GROUP) -> list[GemmStep]:
     """The steps that take such a weight and run on this GPU."""
-    return [s for s in ladder.LADDER if (s.scheme, s.packing) == (SCHEME, PACKING) and ladder.why_not(s) is None]
+    taken = scheme_of(group), PACKING
+    return [s for s in ladder.LADDER if (s.scheme, s.packing) == taken and ladder.why_not(s) is None]
 
 
 def weight_of(layer: Layer, group: int = GROUP, seed: int = 0) -> Arrays:
     """The logical weight of one matrix on the device."""
-    drawn = next(step.spec for step in steps() if step.spec.example_sizes)
+    drawn = next(step.spec for step in steps(group) if step.spec.example_sizes)
     return weights(drawn, layer, group, seed)
 
 
 def chosen(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> GemmStep:
     """The step that `gemm_w4a8` takes."""
-    weight: Any = _Weight(SCHEME, PACKING, layer.N, layer.K, group)
+    weight: Any = _Weight(scheme_of(group), PACKING, layer.N, layer.K, group or layer.K)
     return ladder.choose(weight, order, M, kernel=None, backend="gpu")
 
 
@@ -70,7 +76,7 @@ def at(layer: Layer, M: int, group: int = GROUP, order: str = ORDER) -> Point:
 def points(names: Sequence[str]) -> Iterator[Point]:
     """Every kernel among `names` that is launched, with its sizes."""
     for layer in LLAMA:
-        for group in GROUPS:
+        for group in (*GROUPS, PER_CHANNEL):
             for M in ALL_TOKENS:
                 for order in _orders(layer, M, group):
                     step, sizes = at(layer, M, group, order)
@@ -90,8 +96,8 @@ def layer_rows(
     if not any(step.spec.name in names for step in steps()):
         return
     activations = tokens(layer, max(ALL_TOKENS))
-    for group in GROUPS:
-        progress(f"{layer}: {FACE}, groups of {group}")
+    for group in (*GROUPS, PER_CHANNEL):
+        progress(f"{layer}: {FACE}, " + (f"groups of {group}" if group else "per channel"))
         logical = {**weight_of(layer, group), **activations}
         for M in ALL_TOKENS:
             others, more = all_peers(layer.N, layer.K, M, cublas[M])
@@ -130,7 +136,7 @@ def _untuned_tokens(layer: Layer, names: Sequence[str]) -> list[int]:
 
 def _orders(layer: Layer, M: int, group: int) -> list[str]:
     """The orders of activations that a kernel reads at this size; those beside the usual one with the usual group."""
-    orders = dict.fromkeys(step.order for step in steps() if group == GROUP or step.order == ORDER)
+    orders = dict.fromkeys(step.order for step in steps(group) if group == GROUP or step.order == ORDER)
     return [order for order in orders if _is_taken(*at(layer, M, group, order))]
 
 

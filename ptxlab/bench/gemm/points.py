@@ -8,7 +8,6 @@ from ptxlab import cost, gpu
 from ptxlab.bench import launching
 from ptxlab.bench.gemm.problem import GemmLaunches, launches, packed_bytes, source_of, variant
 from ptxlab.bench.record import Row, row_of
-from ptxlab.bench.stored import FACTOR, stored_peers, stored_times
 from ptxlab.bench.stream import measure_stream
 from ptxlab.bench.timing import GEMM_REPLAYS, Measured, chained, copies_beyond_l2, measure
 from ptxlab.kernels.gemm.common import GemmStep
@@ -67,9 +66,8 @@ def point(
 
 
 def all_peers(N: int, K: int, M: int, cublas: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """cuBLAS's times in this run with the stored ones of others, and what a row's `more` says of these."""
-    others, factor = stored_peers((N, K, M), cublas, stored_times(gpu.device_info().slug))
-    return {**cublas, **others}, {FACTOR: factor} if others else {}
+    """The peers of this run."""
+    return dict(cublas), {}
 
 
 def compile_all(points: Iterable[Point]) -> None:

@@ -1,9 +1,9 @@
 """What the steps of the ladder share: what one is fed, outputs, arguments, examples and their reference."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from ptxlab import quant, reference
 from ptxlab.errors import ArgumentError
 from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes
 from ptxlab.spec.dtypes import ByVariant
+from ptxlab.spec.expressions import names_in
 
 AnyTile = TypeVar("AnyTile")
 
@@ -64,7 +65,8 @@ class GemmStep:
     @cached_property
     def buffers(self) -> tuple[tuple[str, str], ...]:
         """Arguments that are buffers of the packed weight, with the buffers' names."""
-        names = (arg.name for arg in self.spec.inputs if arg.name not in ("x", "x_scale", "x_sum", "bias"))
+        given = (arg.name for arg in self.spec.inputs if not arg.optional)
+        names = (name for name in given if name not in ("x", "x_scale", "x_sum"))
         return tuple((name, {"w_scale": "channel_scale", "w_zero": "channel_zero"}.get(name, name)) for name in names)
 
     @cached_property
@@ -80,12 +82,28 @@ class GemmStep:
     def config(self, sizes: Sizes, OUT: int, sums: bool) -> dict[str, int]:
         """Constants of the variant for these sizes that stores dtype `OUT`, fed token sums or not."""
         config = {**self.spec.config_for(sizes), "OUT": OUT}
-        return {**config, "SIGNED": int(not sums)} if "SIGNED" in config else config
+        return {**config, "SIGNED": int(not sums and not self.needs_sum)} if "SIGNED" in config else config
 
     def sizes(self, M: int, N: int, K: int, group: int, rows: int) -> dict[str, int]:
         """The sizes that the kernel knows of; `rows` are the tokens of a tile of activations."""
         known = {"M": M, "N": N, "K": K, "g": group, "rows": rows}
         return {name: known[name] for name in sorted(self.spec.symbols)}
+
+
+def per_channel(spec: KernelSpec, *args: Arg, **fields: Any) -> KernelSpec:
+    """The same kernel for QoQ weights per channel: no groups, and zero points that leave with the token sums.
+
+    `args` take the place of those of their names.
+    """
+    by_name = {arg.name: arg for arg in (*args, Arg("x_sum", "int32", ("M",)))}
+    return replace(
+        spec,
+        args=tuple(by_name.get(arg.name, arg) for arg in spec.args),
+        rules=("K % 32 == 0", *(rule for rule in spec.rules if "g" not in names_in(rule))),
+        value_rules=(*spec.value_rules, "w_zero <= 15"),
+        example_sizes=tuple({n: size for n, size in sizes.items() if n != "g"} for sizes in spec.example_sizes),
+        **fields,
+    )
 
 
 def tile_for(table: Mapping[int, tuple[int, AnyTile, AnyTile]], sizes: Sizes) -> AnyTile:

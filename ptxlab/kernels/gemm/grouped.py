@@ -2,11 +2,22 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from ptxlab import layout, quant
-from ptxlab.kernels.gemm.common import EPILOGUE, GROUPS, INT32, activations, examples, gemm, sums_agree
+from ptxlab.kernels.gemm.common import (
+    EPILOGUE,
+    GROUPS,
+    INT32,
+    activations,
+    examples,
+    gemm,
+    gemm_channel,
+    per_channel,
+    sums_agree,
+)
 from ptxlab.kernels.gemm.strips_tiles import (
     BMS,
     COSTS,
@@ -14,13 +25,14 @@ from ptxlab.kernels.gemm.strips_tiles import (
     ROOM,
     SMS,
     StripTile,
+    group_of,
     kind,
     narrowed,
     of_a_tile,
     shared_bytes,
     stream,
 )
-from ptxlab.quant import TwoLevelWeight
+from ptxlab.quant import QoQChannelWeight, TwoLevelWeight
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 _MOST_EXPERTS = 65536
@@ -31,7 +43,13 @@ def constants(tile: StripTile, strips: int, group: int) -> dict[str, int]:
     """Of the variant with this tile, up to so many strips, and as many stages as fit."""
     ring = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, MOST_STAGES + 1)]
     shape = {"BM": tile.BM, "WN": tile.WN, "MN": tile.MN, "STRIPS": strips, "BK": tile.BK}
-    return {**shape, "STAGES": sum(nbytes <= ROOM for nbytes in ring), "GROUP": group, "OUT": INT32, "SIGNED": 1}
+    return {
+        **shape,
+        "STAGES": sum(nbytes <= ROOM for nbytes in ring),
+        "GROUP": group,
+        "OUT": INT32,
+        "SIGNED": int(group > 0),
+    }
 
 
 def likely_token_tiles(s: Sizes, BM: int) -> int:
@@ -79,7 +97,7 @@ def _microseconds(s: Sizes) -> tuple[float, float, float]:
 
 def _choose(s: Sizes) -> dict[str, int]:
     """The quickest by the costs; of equals the one of the fewest tokens, then the lowest, so that more blocks share."""
-    return min(_candidates(s["g"]), key=lambda found: _microseconds({**s, **found}))
+    return min(_candidates(group_of(s)), key=lambda found: _microseconds({**s, **found}))
 
 
 def _launch(s: Sizes) -> Launch:
@@ -88,9 +106,10 @@ def _launch(s: Sizes) -> Launch:
     return Launch((min(most_tiles(s), SMS), 1, 1), (128 * (s["WN"] + 1), 1, 1), shared)
 
 
-def _example(rng: np.random.Generator, *, M: int, N: int, K: int, E: int, g: int) -> Arrays:
-    """Weights of random numbers, and rows that go to experts at random, of which some are never taken."""
-    weights = [quant.quantize_lqq(rng.standard_normal((N, K), dtype=np.float32), group=g) for _ in range(E)]
+def _example(rng: np.random.Generator, *, M: int, N: int, K: int, E: int, g: int = 0) -> Arrays:
+    """Weights of random numbers, per channel without `g`, and rows that go to experts at random, to some never."""
+    drawn = [rng.standard_normal((N, K), dtype=np.float32) for _ in range(E)]
+    weights = [quant.quantize_lqq(w, group=g) if g else quant.quantize_qoq_channel(w) for w in drawn]
     taken = rng.permutation(E)[: max(1, E - E // 3)]
     counts = np.bincount(rng.choice(taken, M), minlength=E)
     logical = {"weights": weights, "offsets": offsets_of(counts), **activations(rng, M, N, K)}
@@ -109,6 +128,7 @@ def _pack(logical: Arrays) -> Arrays:
     return {
         "strips": np.stack([buffers["strips"] for buffers in packed]),
         "w_scale": np.stack([buffers["channel_scale"] for buffers in packed]),
+        **({"w_zero": np.stack([b["channel_zero"] for b in packed])} if "channel_zero" in packed[0] else {}),
         "x": x,
         "offsets": logical["offsets"],
         "x_scale": logical.get("x_scale", np.ones(len(x), np.float32)),
@@ -118,7 +138,7 @@ def _pack(logical: Arrays) -> Arrays:
 
 
 def _reference(
-    weights: Sequence[TwoLevelWeight],
+    weights: Sequence[TwoLevelWeight | QoQChannelWeight],
     x: np.ndarray,
     offsets: np.ndarray,
     x_scale: np.ndarray | None = None,
@@ -132,7 +152,8 @@ def _reference(
         if rows.start == rows.stop:
             continue
         scale, beside = None if x_scale is None else x_scale[rows], None if bias is None else bias[expert]
-        ys.append(gemm(weight, x[rows], scale, beside, OUT))
+        product: Any = gemm if isinstance(weight, TwoLevelWeight) else gemm_channel
+        ys.append(product(weight, x[rows], scale, beside, OUT=OUT))
     return np.concatenate(ys)
 
 
@@ -153,6 +174,7 @@ GROUPED = KernelSpec(
     args=(
         Arg("strips", "uint8", ("E", "ceil_div(N, 16)", "ceil_div(K, 128)", "1024 + 32*(128//g)")),
         Arg("w_scale", "float32", ("E", "N")),
+        Arg("w_zero", "uint8", ("0", "0"), optional=True),  # of weights without groups alone
         Arg("x", "int8", ("M", "K"), "tma", box=("BM", "128"), swizzle=128),
         Arg("offsets", "int32", ("E + 1",)),
         *_by_expert({arg.name: arg for arg in EPILOGUE}),
@@ -177,6 +199,12 @@ GROUPED = KernelSpec(
     exact_arch=True,
     example_sizes=examples("MNKEg", (1, 8, 128, 1, 128), (9, 40, 192, 4, 64), (70, 200, 160, 3, 32)),
     after_wait=("offsets", "x", "x_scale", "x_sum"),
+)
+
+GROUPED_CHANNEL = per_channel(
+    GROUPED,
+    Arg("strips", "uint8", ("E", "ceil_div(N, 16)", "ceil_div(K, 128)", "1024")),
+    Arg("w_zero", "uint8", ("E", "N")),
 )
 
 SPECS = (GROUPED,)

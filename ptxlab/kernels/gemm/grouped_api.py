@@ -10,7 +10,7 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm.api import opened, output_dtype
 from ptxlab.kernels.gemm.common import DTYPES, sums_agree
-from ptxlab.kernels.gemm.grouped import GROUPED, LAYOUT
+from ptxlab.kernels.gemm.grouped import GROUPED, GROUPED_CHANNEL, LAYOUT
 from ptxlab.kernels.gemm.strips import SCHEMES
 from ptxlab.kernels.operation import CallArray, Operation, Prepared, Results, check_how
 from ptxlab.layout import ExpertWeights
@@ -19,10 +19,11 @@ from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
+from ptxlab.spec import KernelSpec
 from ptxlab.validate import shape_of
 
 NAME = "gemm_w4a8_grouped"
-_BUFFERS = {"strips": "strips", "w_scale": "channel_scale"}  # of the weights, by argument
+_BUFFERS = {"strips": "strips", "w_scale": "channel_scale", "w_zero": "channel_zero"}  # of the weights, by argument
 
 
 def gemm_w4a8_grouped(
@@ -50,7 +51,8 @@ def gemm_w4a8_grouped(
         weights: E weights in `strips`, from `stack_experts`, where the activations are (`ptxlab.to_device`).
         offsets: s32 [E+1], where each expert's rows begin: 0 first, M last, never falling. Looked at on the host only:
             on a GPU wrong ones leave rows unwritten, or have it read or write beyond the arrays.
-        x_sum: s32 [M], sum of x_q over K; with it the kernel needs fewer instructions. Checked on the host alone.
+        x_sum: s32 [M], sum of x_q over K: weights per channel need it, for others the kernel then has fewer
+            instructions. Checked on the host alone.
         bias: f32 [E, N] or None.
         out: [M, N] to write into; it is what is returned.
         out_dtype: as of `gemm_w4a8`.
@@ -81,6 +83,8 @@ def gemm_w4a8_grouped(
             raise ArgumentError(f"{NAME}: x_q", f"K must be {weights.K} as the weights'", f"shape {M_K}")
         if offsets is None:
             raise ArgumentError(f"{NAME}: offsets", f"must be s32 [{weights.E + 1}]", "nothing")
+        if x_sum is None and weights.scheme == "qoq_channel":
+            raise ArgumentError(f"{NAME}: x_sum", "must be given for weights per channel", "nothing")
         dtype = output_dtype(NAME, out_dtype, out, x_scale)
         check_how(NAME, backend, programmatic=programmatic)
         return _GroupedCall(given, weights, M_K[0], dtype, backend, programmatic)
@@ -104,18 +108,28 @@ class _GroupedCall:
     check = False
 
     @property
+    def spec(self) -> KernelSpec:
+        return GROUPED_CHANNEL if self.weights.scheme == "qoq_channel" else GROUPED
+
+    @property
+    def buffers(self) -> dict[str, str]:
+        """Those of the weights, by argument."""
+        return {name: buffer for name, buffer in _BUFFERS.items() if buffer in self.weights.buffers}
+
+    @property
     def sizes(self) -> dict[str, int]:
         weights = self.weights
-        return {"M": self.M, "N": weights.N, "K": weights.K, "E": weights.E, "g": weights.group}
+        sizes = {"M": self.M, "N": weights.N, "K": weights.K, "E": weights.E, "g": weights.group}
+        return {name: size for name, size in sizes.items() if name in self.spec.symbols}
 
     @property
     def config(self) -> dict[str, int]:
         variant = {"OUT": DTYPES.index(self.dtype), "SIGNED": int(self.given["x_sum"] is None)}
-        return {**GROUPED.config_for(self.sizes), **variant}
+        return {**self.spec.config_for(self.sizes), **variant}
 
     @property
     def key(self) -> tuple[Any, ...]:
-        return (*self.sizes.values(), self.dtype, self.given["x_sum"] is None, self.programmatic)
+        return (*self.sizes.items(), self.dtype, self.given["x_sum"] is None, self.programmatic)
 
     @property
     def is_empty(self) -> bool:
@@ -124,7 +138,7 @@ class _GroupedCall:
     @property
     def beside_the_weights(self) -> Iterator[CallArray]:
         """Activations, where each expert's begin, and output."""
-        M, N, K, E, _ = self.sizes.values()
+        M, N, K, E = self.M, self.weights.N, self.weights.K, self.weights.E
         known = (
             ("x", "x_q", "int8", (M, K)),
             ("offsets", "offsets", "int32", (E + 1,)),
@@ -141,7 +155,7 @@ class _GroupedCall:
     def operands(self) -> Iterator[CallArray]:
         """The same, and the weights, whose dtypes and shapes are their own concern."""
         yield from self.beside_the_weights
-        for buffer in _BUFFERS.values():
+        for buffer in self.buffers.values():
             yield CallArray(buffer, f"{NAME}: weights", self.weights.buffers[buffer])
 
 
@@ -155,13 +169,14 @@ def _check_weights(weights: ExpertWeights) -> None:
 
 
 def _prepare(call: _GroupedCall) -> Prepared:
-    if reason := gpu.why_not(GROUPED.arch, exact=GROUPED.exact_arch):
+    spec = call.spec
+    if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
         raise UnavailableError(f"{NAME}: {reason}")
 
     def plans() -> tuple[Plan, ...]:
-        return (Plan(GROUPED, call.config, call.sizes, programmatic=call.programmatic, named=_BUFFERS),)
+        return (Plan(spec, call.config, call.sizes, programmatic=call.programmatic, named=call.buffers),)
 
-    return Prepared(GROUPED.name, plans)
+    return Prepared(spec.name, plans)
 
 
 def _on_host(call: _GroupedCall) -> Results:
@@ -174,11 +189,11 @@ def _on_host(call: _GroupedCall) -> Results:
     if any(gpu.is_device_array(array) for array in call.weights.buffers.values()):
         raise ArgumentError(f"{NAME}: weights", "must be on the host, as x_q is", "ones on the GPU")
     inputs = {name: call.given[name] for name in arrays if name != "y"}
-    inputs |= {name: call.weights.buffers[buffer] for name, buffer in _BUFFERS.items()}
+    inputs |= {name: call.weights.buffers[buffer] for name, buffer in call.buffers.items()}
     inputs.setdefault("x_scale", np.ones(call.M, np.float32))  # of int32 output, which does not see it
     out = {"y": call.given["y"]} if "y" in arrays else {}
-    source, config = of_kernel(GROUPED.name)[0], call.config
-    return run_spec(GROUPED, source, inputs, sizes=call.sizes, out=out, backend=call.backend, config=config).outputs
+    source, config = of_kernel(call.spec.name)[0], call.config
+    return run_spec(call.spec, source, inputs, sizes=call.sizes, out=out, backend=call.backend, config=config).outputs
 
 
 _GROUPED = Operation(NAME, _prepare, _on_host)

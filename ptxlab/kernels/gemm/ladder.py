@@ -54,8 +54,8 @@ def choose(
     if backend == "gpu" and not here:
         raise _unavailable(taking, weight)
     usable = taking if backend == "emulator" or not here else here
-    sizes = {"M": M, "N": weight.N, "K": weight.K, "g": weight.group}
-    step = next((step for step in reversed(usable) if step.suits(sizes)), usable[-1])
+    sizes = M, weight.N, weight.K, weight.group, 1
+    step = next((step for step in reversed(usable) if step.suits(step.sizes(*sizes))), usable[-1])
     if programmatic and not step.spec.after_wait:
         waiting = _names(step for step in LADDER if step.spec.after_wait)
         rule = f"only for kernels that wait for the one before them ({waiting})"

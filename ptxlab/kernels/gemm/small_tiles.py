@@ -7,7 +7,7 @@ in the mean.
 import math
 from typing import NamedTuple
 
-from ptxlab.kernels.gemm.strips_tiles import ROOM, SMS, stream
+from ptxlab.kernels.gemm.strips_tiles import ROOM, SMS, block_bytes, group_of, stream
 from ptxlab.spec import Sizes
 
 _ROOM_OF_TWO = 114_600  # bytes of shared memory of a block where an SM is to hold two
@@ -48,7 +48,10 @@ COSTS = {
 
 
 def choose(s: Sizes) -> dict[str, int]:
-    """Constants of the quickest tile by the costs; those of 16 tokens serve more. Sizes: M, N, K, g."""
+    """Constants of the quickest tile by the costs; those of 16 tokens serve more.
+
+    Sizes: M, N, K, and `g` of weights with groups.
+    """
     tile = quickest(s)
     return {**tile._asdict(), "STAGES": max(2, _stages(tile, s))}
 
@@ -65,7 +68,7 @@ def shared_bytes(tile: SmallTile, stages: int, s: Sizes) -> int:
     """Dynamic shared memory: all of X, the ring, two tiles of sums."""
     channels = tile.SLICES * 128
     x = int(-(-s["K"] // channels)) * channels * tile.BM
-    ring = stages * tile.ROWS * tile.SLICES * (1024 + 128 // int(s["g"]) * 32)
+    ring = stages * tile.ROWS * tile.SLICES * block_bytes(group_of(s))
     return x + ring + 2 * tile.BM * (tile.ROWS * 16 + 4) * 4
 
 

@@ -1,4 +1,6 @@
-"""W4A8 for weights in strips: one packing from one token to thousands, LQQ and QoQ alike (LiquidGEMM §4, §5.3)."""
+"""W4A8 for weights in strips: one packing from one token to thousands, for LQQ, QoQ and QoQ per channel alike
+(LiquidGEMM §4, §5.3; QServe §5.2.2).
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -15,19 +17,22 @@ from ptxlab.kernels.gemm.common import (
     GemmStep,
     anywhere,
     epilogue,
+    example_channel,
     example_lqq,
     examples,
     gemm,
+    gemm_channel,
+    per_channel,
     sums_agree,
 )
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
-SCHEMES = ("lqq", "qoq")
+SCHEMES = ("lqq", "qoq", "qoq_channel")
 
 
 def _choose(s: Sizes) -> dict[str, int]:
     order = int("rows" in s)
-    return {**strips_tiles.choose(s).constants, "GROUP": s["g"], "OUT": INT32, "ORDER": order, "SIGNED": 1}
+    return {**strips_tiles.choose(s).constants, **_constants(s), "ORDER": order}
 
 
 def _launch(s: Sizes) -> Launch:
@@ -41,7 +46,13 @@ def _launch(s: Sizes) -> Launch:
 
 
 def _choose_small(s: Sizes) -> dict[str, int]:
-    return {**small_tiles.choose(s), "GROUP": s["g"], "OUT": INT32, "ORDER": 0, "SIGNED": 1}
+    return {**small_tiles.choose(s), **_constants(s), "ORDER": 0}
+
+
+def _constants(s: Sizes) -> dict[str, int]:
+    """Of the weight and the output: without groups the zero points leave with the token sums, else 128 need not."""
+    group = strips_tiles.group_of(s)
+    return {"GROUP": group, "OUT": INT32, "SIGNED": int(group != strips_tiles.NO_GROUPS)}
 
 
 def _launch_small(s: Sizes) -> Launch:
@@ -59,8 +70,9 @@ def _pack(logical: Arrays) -> Arrays:
     return {
         "strips": buffers["strips"],
         "w_scale": buffers["channel_scale"],
+        **({"w_zero": buffers["channel_zero"]} if "channel_zero" in buffers else {}),
         "x": x,
-        "x_sum": x.sum(axis=1, dtype=np.int32),
+        "x_sum": logical.get("x_sum", x.sum(axis=1, dtype=np.int32)),
         **epilogue(logical),
     }
 
@@ -82,6 +94,7 @@ def _spec(name: str, summary: str, box: str, **fields: Any) -> KernelSpec:
         args=(
             Arg("strips", "uint8", ("ceil_div(N, 16)", "ceil_div(K, 128)", "1024 + 128//g*32")),
             Arg("w_scale", "float32", ("N",)),
+            Arg("w_zero", "uint8", ("0",), optional=True),  # of weights without groups alone
             Arg("x", "int8", ("M", "K"), "tma", box=(box, "128"), swizzle=128),
             X_SCALE,
             Arg("x_sum", "int32", ("M",), optional=True, absent="SIGNED"),
@@ -121,19 +134,18 @@ LARGE = _spec(
 )
 
 
-def _with_x(spec: KernelSpec, x: Arg, **fields: Any) -> KernelSpec:
-    """The same kernel on activations in another order."""
-    args = tuple(x if arg.name == "x" else arg for arg in spec.args)
-    return replace(spec, args=args, example_sizes=(), **fields)  # an example is drawn by the sizes of the spec itself
+def _fed(spec: KernelSpec, x: Arg, **fields: Any) -> KernelSpec:
+    """The same kernel on activations in another order; an example is drawn by the sizes of the spec itself."""
+    return replace(spec, args=tuple(x if arg.name == "x" else arg for arg in spec.args), example_sizes=(), **fields)
 
 
-SMALL_FRAGMENTS = _with_x(
+SMALL_FRAGMENTS = _fed(
     SMALL,
     Arg("x", "int8", ("ceil_div(K, 64)", "ceil_div(M, 8)", "512"), "tma", box=("BM*SLICES", "128")),
     choose=lambda s: {**_choose_small(s), "ORDER": 1},
     pack=_pack_fragments,
 )
-LARGE_TILES = _with_x(
+LARGE_TILES = _fed(
     LARGE,
     Arg("x", "int8", ("ceil_div(M, rows)", "ceil_div(K, 128)", "128*rows"), "tma", box=("rows", "128")),
     rules=(*_RULES, f"rows in {strips_tiles.BMS}"),
@@ -149,14 +161,26 @@ def _few(s: Sizes) -> bool:
     return small <= strips_tiles.microseconds(strips_tiles.choose(s), s)
 
 
+_WITH_GROUPS = (LARGE, LARGE_TILES, SMALL_FRAGMENTS, SMALL)
+_CHANNEL = tuple(
+    per_channel(
+        spec,
+        Arg("strips", "uint8", ("ceil_div(N, 16)", "ceil_div(K, 128)", "1024")),
+        Arg("w_zero", "uint8", ("N",)),
+        example=example_channel,
+        reference=gemm_channel,
+    )
+    for spec in _WITH_GROUPS
+)
+LARGE_CHANNEL, LARGE_CHANNEL_TILES, SMALL_CHANNEL_FRAGMENTS, SMALL_CHANNEL = _CHANNEL
 STEPS = tuple(
     GemmStep(spec, scheme, "strips", order, suits)
     for scheme in SCHEMES
-    for spec, order, suits in (
-        (LARGE, "row_major", anywhere),
-        (LARGE_TILES, "tiles", anywhere),
-        (SMALL_FRAGMENTS, "fragment", anywhere),
-        (SMALL, "row_major", _few),
+    for spec, order, suits in zip(
+        _CHANNEL if scheme == "qoq_channel" else _WITH_GROUPS,
+        ("row_major", "tiles", "fragment", "row_major"),
+        (anywhere, anywhere, anywhere, _few),
+        strict=True,
     )
 )
 SPECS = (SMALL, LARGE)

@@ -2,7 +2,8 @@
 
 The costs are fits to a sweep over layers of LLaMA-2-7B, -13B and -70B, LLaMA-3-8B, Mixtral and Yi-34B on an H200,
 groups of 128 (`notebooks/results/h200/sweeps/gemm_strips.csv`). The tiles they choose are 0.8% from the best of each
-point in the mean, and they say what a matrix that no sweep has seen will like.
+point in the mean, and they say what a matrix that no sweep has seen will like. Weights without groups take a twentieth
+less in nearly every tile, so the same costs choose for them: 1.0% from the best (`gemm_strips_channel.csv`).
 """
 
 import math
@@ -14,6 +15,7 @@ from ptxlab.spec import Sizes
 
 TUNED = SHEETS["h200"]  # where the costs were measured
 SMS = TUNED.sms
+NO_GROUPS = 0  # as a group: constants per channel alone
 ROOM = 232_448 - 1_536  # bytes of shared memory of a block, less its static ones
 MOST_STAGES = 12
 
@@ -99,13 +101,26 @@ class StripChoice(NamedTuple):
 
 
 def choose(s: Sizes) -> StripChoice:
-    """The quickest by the costs. Sizes: M, N, K, g; and `rows`, the tokens of a tile of X, where X lies in tiles."""
+    """The quickest by the costs.
+
+    Sizes: M, N, K, `g` of weights with groups, and `rows`, the tokens of a tile of X, where X lies in tiles.
+    """
     return min(_candidates(s), key=lambda chosen: (microseconds(chosen, s), chosen.strips))
 
 
 def tiles(s: Sizes, BM: int, strips: int) -> int:
     """Tiles of Y."""
     return int(-(-s["M"] // BM) * -(-_strips(s) // strips))
+
+
+def group_of(s: Sizes) -> int:
+    """GROUP of the kernels: weights of a level-2 scale."""
+    return int(s.get("g", NO_GROUPS))
+
+
+def block_bytes(group: int) -> int:
+    """Of 16 rows x 128 channels."""
+    return 1024 + (128 // group * 32 if group else 0)
 
 
 def shared_bytes(tile: StripTile, strips: int, stages: int, split: int, group: int) -> int:
@@ -135,19 +150,19 @@ def _candidates(s: Sizes) -> Iterator[StripChoice]:
     """Tiles about as wide as there are tokens, so high that the last round of blocks is full or nearly so."""
     wanted = [s["rows"]] if "rows" in s else widths(s["M"])
     for tile in narrowed(wanted):
-        for split in _splits(tile, s["g"]):
+        for split in _splits(tile, group_of(s)):
             blocks, token_tiles = SMS // split, max(1, -(-s["M"] // tile.BM))
             heights = {-(-_strips(s) // rows) for n in range(1, 9) if (rows := n * blocks // token_tiles)}
             for strips in {min(tile.strips, height) for height in heights if height > tile.strips // 2} | {tile.strips}:
                 once = tile.WK == split == 1 or tiles(s, tile.BM, strips) <= blocks
-                stages = _stages(tile, strips, split, s["g"])
+                stages = _stages(tile, strips, split, group_of(s))
                 if once and stages >= 2 * tile.WK:
                     yield StripChoice(tile, strips, stages, split)
 
 
 def _splits(tile: StripTile, group: int) -> tuple[int, ...]:
     """Sizes of its clusters."""
-    return (1, 2) if COSTS[kind(tile)].split < math.inf and (kind(tile) != _FULL or group == 128) else (1,)
+    return (1, 2) if COSTS[kind(tile)].split < math.inf and (kind(tile) != _FULL or group in (128, NO_GROUPS)) else (1,)
 
 
 def _stages(tile: StripTile, strips: int, split: int, group: int) -> int:
@@ -159,7 +174,7 @@ def _stages(tile: StripTile, strips: int, split: int, group: int) -> int:
 
 def _stage_bytes(tile: StripTile, strips: int, group: int) -> int:
     """X, and of every strip a slot of whole 128 bytes."""
-    slot = -(-tile.BK // 128 * (1024 + 128 // group * 32) // 128) * 128
+    slot = -(-tile.BK // 128 * block_bytes(group) // 128) * 128
     return -(-(tile.BM * tile.BK + strips * slot) // 1024) * 1024
 
 
@@ -184,4 +199,4 @@ def of_a_tile(tile: StripTile, stages: float, height: float) -> float:
 
 def stream(s: Sizes) -> float:
     """Microseconds of a kernel that does nothing but stream the weights."""
-    return TUNED.stream_us(_strips(s) * -(-s["K"] // 128) * (1024 + 128 // s["g"] * 32))
+    return TUNED.stream_us(_strips(s) * -(-s["K"] // 128) * block_bytes(group_of(s)))

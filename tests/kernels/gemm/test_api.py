@@ -89,7 +89,7 @@ STEPS = list(dict.fromkeys((step.spec.name, step.scheme, step.packing) for step 
 
 @pytest.mark.parametrize(("kernel", "scheme", "packing"), STEPS, ids=["-".join(step) for step in STEPS])
 def test_every_step_by_name_and_of_no_tokens(kernel: str, scheme: str, packing: str) -> None:
-    weight = ptxlab.pack({"qoq": GROUPED, "lqq": LQQ, "qoq_channel": CHANNEL}[scheme], packing)
+    weight = ptxlab.pack(SCHEMES[scheme], packing)
     y = ptxlab.gemm_w4a8(X, X_SCALE, weight, bias=BIAS, kernel=kernel, backend="emulator")
     assert np.array_equal(y, expected(scheme, bias=BIAS))
     y = ptxlab.gemm_w4a8(X[:0], X_SCALE[:0], weight, kernel=kernel, backend="emulator")
@@ -482,7 +482,8 @@ def test_what_kernels_for_strips_do_not_take() -> None:
     with pytest.raises(ArgumentError, match=r"gemm_w4a8: x_sum: shape \[33\] \(got \[5\]\)"):
         ptxlab.gemm_w4a8(x, x_sum=np.zeros(5, np.int32), **call)
     with pytest.raises(
-        ArgumentError, match=r"weight: must be lqq in strips .* or qoq in strips .*\(got lqq in dual_mma"
+        ArgumentError,
+        match=r"weight: must be (\w+ in strips \S+ or ){2}qoq_channel in strips .*\(got lqq in dual_mma",
     ):
         ptxlab.gemm_w4a8(x, kernel="gemm_w4a8_sm90", **{**call, "weight": WEIGHTS["lqq"]})
 
@@ -502,3 +503,17 @@ def test_strips_from_device_arrays(fake: FakeGpu, tokens: int, with_sum: bool) -
     assert fake.launched == [] and ptxlab.gemm_workspace(weight, tokens).nbytes == 0
     with pytest.raises(ArgumentError, match=r"gemm_w4a8_small_sm90: M <= 32 \(got M=40"):
         ptxlab.gemm_workspace(weight, 40, kernel="gemm_w4a8_small_sm90")
+
+
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_strips_per_channel_from_device_arrays(fake: FakeGpu, tokens: int) -> None:
+    """One launch with token sums; without them another that computes them, into memory that a workspace may bring."""
+    x = np.random.default_rng(0).integers(-128, 128, (tokens, K), dtype=np.int8)
+    wanted = x.astype(np.int32) @ (CHANNEL.q4.astype(np.int32) - CHANNEL.zero[:, None]).T
+    weight = on_device(STRIPS["qoq_channel"])
+    name = "gemm_w4a8_small_sm90" if tokens == 5 else "gemm_w4a8_sm90"
+    call: dict[str, Any] = {"weight": weight, "out_dtype": "int32"}
+    y = ptxlab.gemm_w4a8(DeviceArray(x), x_sum=DeviceArray(x.sum(axis=1, dtype=np.int32)), **call)
+    assert np.array_equal(y.host, wanted) and fake.launched == [(name, 7)]
+    y = ptxlab.gemm_w4a8(DeviceArray(x), workspace=ptxlab.gemm_workspace(weight, tokens), **call)
+    assert np.array_equal(y.host, wanted) and fake.launched[1:] == [("sum_activations_s8", 7), (name, 7)]

@@ -12,7 +12,8 @@ from ptxlab import emulator, kernels
 from ptxlab.bench.shapes import MIXTRAL
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import grouped
-from ptxlab.kernels.gemm.grouped import GROUPED, most_tiles, offsets_of
+from ptxlab.kernels.gemm.grouped import GROUPED, GROUPED_CHANNEL, most_tiles, offsets_of
+from ptxlab.quant import TwoLevelWeight
 from tests.support import gemm_checks as checks
 from tests.support import gemm_problems
 from tests.support.axes import on_every_backend
@@ -32,10 +33,10 @@ OUTPUT_TILES = (*TILES[:3], {"BM": 128, "WN": 2, "MN": 1, "STRIPS": 8, "BK": 128
 def output(logical: Mapping[str, Any], backend: str, config: Mapping[str, int], **options: Any) -> np.ndarray:
     """Y, after the emulator's checks; `config` over the constants that are chosen."""
     (M, K), first = logical["x"].shape, logical["weights"][0]
-    sizes = {"M": M, "N": first.shape[0], "K": K, "E": len(logical["weights"]), "g": first.group}
-    config = {**GROUPED.config_for(sizes), **config}
-    inputs = GROUPED.pack(dict(logical))
-    return checks.output(GROUPED, inputs, backend, sizes={"g": first.group}, config=config, **options)
+    spec, groups = (GROUPED, {"g": first.group}) if isinstance(first, TwoLevelWeight) else (GROUPED_CHANNEL, {})
+    sizes = {"M": M, "N": first.shape[0], "K": K, "E": len(logical["weights"]), **groups}
+    config = {**spec.config_for(sizes), **config} | ({} if groups else {"SIGNED": 0})
+    return checks.output(spec, spec.pack(dict(logical)), backend, sizes=groups, config=config, **options)
 
 
 @given(
@@ -79,8 +80,9 @@ def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[s
 @pytest.mark.parametrize("N", [1088, 4096])
 def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
     """With N that leaves the last tile ragged, and K the last stage."""
-    logical = GROUPED.example(np.random.default_rng(M), M=M, N=N, K=1184, E=8, g=32)
-    assert np.array_equal(output(logical, "gpu", {}), GROUPED.reference(**logical))
+    for groups in ({"g": 32}, {}):
+        logical = GROUPED.example(np.random.default_rng(M), M=M, N=N, K=1184, E=8, **groups)
+        assert np.array_equal(output(logical, "gpu", {}), GROUPED.reference(**logical)), groups
 
 
 @on_every_backend

@@ -19,6 +19,7 @@ RNG = np.random.default_rng(0)
 QUANTIZED = [quant.quantize_lqq(RNG.standard_normal((N, K), dtype=np.float32), group=64) for _ in range(E)]
 PACKED = [ptxlab.pack(weight, "strips") for weight in QUANTIZED]
 WEIGHTS = ptxlab.stack_experts(PACKED)
+CHANNEL = [quant.quantize_qoq_channel(RNG.standard_normal((N, K), dtype=np.float32)) for _ in range(E)]
 QOQ = quant.quantize_qoq(RNG.standard_normal((N, K), dtype=np.float32), group=64)
 X = RNG.integers(-128, 128, (M, K), dtype=np.int8)
 X_SCALE = RNG.uniform(1e-3, 1e-2, M).astype(np.float32)
@@ -74,6 +75,23 @@ def test_experts_of_qoq_and_out() -> None:
     weights = ptxlab.stack_experts([ptxlab.pack(QOQ, "strips")] * 2)
     y = ptxlab.gemm_w4a8_grouped(X, X_SCALE, weights, offsets_of([5, 6]), out=out, backend="emulator")
     assert y is out and np.array_equal(out, GROUPED.reference([QOQ] * 2, X, offsets_of([5, 6]), X_SCALE, None, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_experts_per_channel(fake: FakeGpu, dtype: str) -> None:
+    """Their zero points leave with the token sums, which have to be given."""
+    weights = ptxlab.stack_experts([ptxlab.pack(weight, "strips") for weight in CHANNEL])
+    wanted = GROUPED.reference(CHANNEL, X, OFFSETS, X_SCALE, BIAS, DTYPES.index(dtype))
+    y = ptxlab.gemm_w4a8_grouped(
+        X, X_SCALE, weights, OFFSETS, x_sum=X_SUM, bias=BIAS, out_dtype=dtype, backend="emulator"
+    )
+    assert y.dtype == wanted.dtype and np.array_equal(y, wanted)
+    arrays = X, X_SCALE, weights, OFFSETS
+    options = {"bias": DeviceArray(BIAS), "out_dtype": dtype}
+    y = ptxlab.gemm_w4a8_grouped(*map(on_device, arrays), x_sum=DeviceArray(X_SUM), **options)
+    assert np.array_equal(y.host, wanted) and fake.launched == [(GROUPED.name, 7)]
+    with pytest.raises(ArgumentError, match=r"grouped: x_sum: must be given for weights per channel \(got nothing\)"):
+        ptxlab.gemm_w4a8_grouped(*map(on_device, arrays), **options)
 
 
 def test_torch_on_the_cpu() -> None:
@@ -132,7 +150,10 @@ OTHER = ptxlab.stack_experts([ptxlab.pack(QUANTIZED[0], "dual_mma")])
 WIDE = ptxlab.stack_experts([replace(PACKED[0], protective_range=127), PACKED[1]])
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": PACKED}, r"gemm_w4a8_grouped: weights: must be ExpertWeights \(stack_experts\) \(got list\)"),
-    ({"weights": OTHER}, r"gemm_w4a8_grouped: weights: must be lqq or qoq in strips \(got lqq in dual_mma\)"),
+    (
+        {"weights": OTHER},
+        r"weights: must be lqq or qoq or qoq_channel in strips \(got lqq in dual_mma\)",
+    ),
     ({"weights": WIDE}, r"weights: must have a protective_range of at most 119, .*\(got 127\)"),
     ({"x_q": X[0]}, r"x_q: must be an array \[M, K\] or row-major PackedActivations \(got shape \(192,\)\)"),
     ({"x_q": IN_TILES, "x_scale": None}, r"x_q: must be an array .*\(got tiles\)"),

@@ -13,8 +13,17 @@ from ptxlab import emulator, kernels, quant
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import small_tiles, strips, strips_tiles
 from ptxlab.kernels.gemm.common import DTYPES, GROUPS
-from ptxlab.kernels.gemm.strips import LARGE, LARGE_TILES, SMALL, SMALL_FRAGMENTS
-from ptxlab.kernels.gemm.strips_tiles import StripChoice, StripTile
+from ptxlab.kernels.gemm.strips import (
+    LARGE,
+    LARGE_CHANNEL,
+    LARGE_CHANNEL_TILES,
+    LARGE_TILES,
+    SMALL,
+    SMALL_CHANNEL,
+    SMALL_CHANNEL_FRAGMENTS,
+    SMALL_FRAGMENTS,
+)
+from ptxlab.kernels.gemm.strips_tiles import NO_GROUPS, StripChoice, StripTile
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
 from tests.support import gemm_checks as checks
@@ -55,15 +64,23 @@ def ids(config: Any) -> str:
     return "-".join(f"{name}{value}" for name, value in dict(config).items())
 
 
-def specs(spec: KernelSpec) -> tuple[KernelSpec, KernelSpec]:
-    """The same kernel by its ORDER of activations."""
-    return (LARGE, LARGE_TILES) if spec is LARGE else (SMALL, SMALL_FRAGMENTS)
+def spec_for(logical: Mapping[str, Any], small: bool, order: int) -> KernelSpec:
+    """The spec of one of the kernels for this weight and ORDER of activations."""
+    if isinstance(logical["weight"], quant.QoQChannelWeight):
+        return ((LARGE_CHANNEL, LARGE_CHANNEL_TILES), (SMALL_CHANNEL, SMALL_CHANNEL_FRAGMENTS))[small][order]
+    return ((LARGE, LARGE_TILES), (SMALL, SMALL_FRAGMENTS))[small][order]
 
 
 def output(spec: KernelSpec, logical: Mapping[str, Any], backend: str, config: Config, **options: Any) -> np.ndarray:
-    """Y, after the emulator's checks; `config` over the constants that are chosen."""
+    """Y, after the emulator's checks; `config` over the constants that are chosen. Only weights of groups can do
+    without token sums.
+    """
     (M, K), weight = logical["x"].shape, logical["weight"]
-    sizes = {"M": M, "N": len(weight.q4), "K": K, "g": weight.group}
+    sizes = {"M": M, "N": len(weight.q4), "K": K}
+    if "g" in spec.symbols:
+        sizes["g"] = weight.group
+    else:
+        config = {**config, "SIGNED": 0}
     rows = {"rows": config.get("BM") or strips_tiles.choose(sizes).tile.BM} if "rows" in spec.symbols else {}
     sizes |= rows
     config = {**spec.config_for(sizes), **config}
@@ -74,7 +91,7 @@ def output(spec: KernelSpec, logical: Mapping[str, Any], backend: str, config: C
 
 
 def problems(**limits: int) -> st.SearchStrategy[dict[str, Any]]:
-    return gemm_problems.lqq(**limits) | gemm_problems.qoq(**limits)
+    return gemm_problems.lqq(**limits) | gemm_problems.qoq(**limits) | gemm_problems.channel(**limits)
 
 
 def measured(group: int) -> Iterator[tuple[KernelSpec, Config, int]]:
@@ -86,15 +103,17 @@ def measured(group: int) -> Iterator[tuple[KernelSpec, Config, int]]:
     for tile in (*strips_tiles.COSTS, *between):
         for split in strips_tiles._splits(tile, group):
             stages = strips_tiles._stages(tile, tile.strips, split, group)
-            yield LARGE, StripChoice(tile, tile.strips, stages, split).constants, 2 * tile.BM
+            large = LARGE if group else LARGE_CHANNEL
+            yield large, StripChoice(tile, tile.strips, stages, split).constants, 2 * tile.BM
     for few in small_tiles.COSTS:
         for BM in (8,) if few.BM == 8 else (16, 24, 32):
             wide = few._replace(BM=BM)
-            stages = small_tiles._stages(wide, {"M": BM, "N": 1112, "K": 1344, "g": group})
-            yield SMALL, {**wide._asdict(), "STAGES": stages}, BM
+            sizes = {"M": BM, "N": 1112, "K": 1344, **({"g": group} if group else {})}
+            small = SMALL if group else SMALL_CHANNEL
+            yield small, {**wide._asdict(), "STAGES": small_tiles._stages(wide, sizes)}, BM
 
 
-MEASURED = {group: list(measured(group)) for group in GROUPS}
+MEASURED = {group: list(measured(group)) for group in (*GROUPS, NO_GROUPS)}
 
 
 def ids_of(cases: list[tuple[KernelSpec, Config, int]]) -> list[str]:
@@ -119,8 +138,9 @@ def test_accumulators_are_exact_in_the_emulator(
     """On few SMs a block has many tiles, and the ring goes on from one to the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strips_tiles, "SMS", sms)
-        y = output(specs(LARGE)[order], logical, "emulator", {**config, "SIGNED": signed}, mode=mode)
-    assert np.array_equal(y, LARGE.reference(**logical))
+        spec = spec_for(logical, small=False, order=order)
+        y = output(spec, logical, "emulator", {**config, "SIGNED": signed}, mode=mode)
+    assert np.array_equal(y, spec.reference(**logical))
 
 
 @pytest.mark.parametrize("config", SMALL_CONFIGS, ids=ids)
@@ -133,24 +153,25 @@ def test_a_few_tokens_are_exact_in_the_emulator(
     logical = data.draw(problems(tokens=16 if config["SLICES"] == 16 else 32, rows=200, groups=18))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strips_tiles, "SMS", sms)
-        y = output(specs(SMALL)[order], logical, "emulator", {**config, "SIGNED": signed}, mode=mode)
-    assert np.array_equal(y, SMALL.reference(**logical))
+        spec = spec_for(logical, small=True, order=order)
+        y = output(spec, logical, "emulator", {**config, "SIGNED": signed}, mode=mode)
+    assert np.array_equal(y, spec.reference(**logical))
 
 
 @pytest.mark.gpu
 @given(data=st.data(), config=st.sampled_from(({}, *LARGE_CONFIGS)), signed=signed, order=order)
 def test_accumulators_are_exact_on_the_gpu(config: Config, data: st.DataObject, signed: int, order: int) -> None:
     logical = data.draw(problems(tokens=300, rows=1200, groups=20))
-    config, spec = {**config, "SIGNED": signed}, specs(LARGE)[order]
-    checks.exact_twice(lambda: output(spec, logical, "gpu", config), LARGE.reference(**logical))
+    config, spec = {**config, "SIGNED": signed}, spec_for(logical, small=False, order=order)
+    checks.exact_twice(lambda: output(spec, logical, "gpu", config), spec.reference(**logical))
 
 
 @pytest.mark.gpu
 @given(data=st.data(), config=st.sampled_from(({}, *SMALL_CONFIGS)), signed=signed, order=order)
 def test_a_few_tokens_are_exact_on_the_gpu(config: Config, data: st.DataObject, signed: int, order: int) -> None:
     logical = data.draw(problems(tokens=16 if config.get("SLICES") == 16 else 32, rows=4800, groups=36))
-    config, spec = {**config, "SIGNED": signed}, specs(SMALL)[order]
-    checks.exact_twice(lambda: output(spec, logical, "gpu", config), SMALL.reference(**logical))
+    config, spec = {**config, "SIGNED": signed}, spec_for(logical, small=True, order=order)
+    checks.exact_twice(lambda: output(spec, logical, "gpu", config), spec.reference(**logical))
 
 
 @pytest.mark.gpu
@@ -164,6 +185,16 @@ def test_every_tile_of_known_cost_is_exact(spec: KernelSpec, config: Config, tok
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("spec", "config", "tokens"), MEASURED[NO_GROUPS], ids=ids_of(MEASURED[NO_GROUPS]))
+def test_every_tile_of_known_cost_is_exact_per_channel(spec: KernelSpec, config: Config, tokens: int) -> None:
+    """With wgmma over a long K too, where a register that is overwritten under one shows."""
+    for M, N, K in ((tokens - 3, 1112, 1312), (tokens, *((4096, 4096) if spec is LARGE_CHANNEL else (1112, 1344)))):
+        logical = spec.example(np.random.default_rng(M), M=M, N=N, K=K)
+        for _ in range(3):
+            assert np.array_equal(output(spec, logical, "gpu", config), spec.reference(**logical)), (M, N, K)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("M", [1, 3, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 200, 256, 300, 512])
 @pytest.mark.parametrize("N", [1088, 30016])
 def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
@@ -172,14 +203,25 @@ def test_every_chosen_tile_is_exact(M: int, N: int) -> None:
     expected = LARGE.reference(**logical)
     for spec in (LARGE, LARGE_TILES, *((SMALL, SMALL_FRAGMENTS) if M <= 32 else ())):
         for signed in (0, 1):
-            assert np.array_equal(output(spec, logical, "gpu", {"SIGNED": signed}), expected), (spec.args[2], signed)
+            assert np.array_equal(output(spec, logical, "gpu", {"SIGNED": signed}), expected), (spec.args, signed)
+    logical = LARGE_CHANNEL.example(np.random.default_rng(M), M=M, N=N, K=448)
+    expected = LARGE_CHANNEL.reference(**logical)
+    for small, order in ((False, 0), (False, 1), *(((True, 0), (True, 1)) if M <= 32 else ())):
+        assert np.array_equal(output(spec_for(logical, small, order), logical, "gpu", {}), expected), (small, order)
 
 
 @on_every_backend
 @pytest.mark.parametrize(
     ("spec", "config"),
-    [(LARGE, LARGE_CONFIGS[0]), (LARGE, LARGE_CONFIGS[2]), (LARGE, LARGE_CONFIGS[4]), (SMALL, SMALL_CONFIGS[2])],
-    ids=["few tokens", "along K", "cluster", "small"],
+    [
+        (LARGE, LARGE_CONFIGS[0]),
+        (LARGE, LARGE_CONFIGS[2]),
+        (LARGE, LARGE_CONFIGS[4]),
+        (SMALL, SMALL_CONFIGS[2]),
+        (LARGE_CHANNEL, LARGE_CONFIGS[4]),
+        (SMALL_CHANNEL, SMALL_CONFIGS[2]),
+    ],
+    ids=["few tokens", "along K", "cluster", "small", "per channel", "small per channel"],
 )
 @pytest.mark.parametrize(("signed", "with_bias"), [(0, True), (1, False)])
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.int32])
@@ -188,10 +230,12 @@ def test_scaled_outputs_are_the_epilogue_in_float32(
 ) -> None:
     """acc * x_scale * w_scale + bias, each operation rounded to float32, then once to the output: the same bits."""
     OUT = DTYPES.index(np.dtype(dtype).name)
-    logical = spec.example(np.random.default_rng(OUT), M=29, N=136, K=448, g=64)
+    groups = {"g": 64} if "g" in spec.symbols else {}
+    logical = spec.example(np.random.default_rng(OUT), M=29, N=136, K=448, **groups)
     logical = checks.with_zeros(logical, with_bias)
     y = output(spec, logical, backend, {**config, "OUT": OUT, "SIGNED": signed})
-    exact, w_scale = spec.reference(logical["weight"], logical["x"]), logical["weight"].channel_scale
+    exact, weight = spec.reference(logical["weight"], logical["x"]), logical["weight"]
+    w_scale = weight.channel_scale if groups else weight.scale
     checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], w_scale, logical.get("bias"))
     bits = f"u{y.itemsize}"
     assert np.array_equal(y.view(bits), spec.expected(logical, {"OUT": OUT})["y"].view(bits))
@@ -211,6 +255,35 @@ def test_the_extremes_add_up_without_a_rounding(spec: KernelSpec, backend: str) 
         assert np.array_equal(y, np.full((3, N), -128 * 127 * K, np.int32))
 
 
+@pytest.mark.parametrize("spec", [SMALL_CHANNEL, LARGE_CHANNEL], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("q", "zero"), [(15, 0), (0, 15), (15, 15), (0, 0)])
+@on_every_backend
+def test_the_extremes_per_channel_add_up_without_a_rounding(q: int, zero: int, spec: KernelSpec, backend: str) -> None:
+    """Nibbles and zero points at both ends times activations at both ends, over a long K with a ragged last block."""
+    N, K = 8, 4128
+    weight = quant.QoQChannelWeight(np.full((N, K), q, np.uint8), np.ones(N, np.float32), np.full(N, zero, np.uint8))
+    x = np.stack([np.full(K, value, np.int8) for value in (-128, -127, 127)])
+    y = output(spec, {"weight": weight, "x": x}, backend, {})
+    assert np.array_equal(y, (q - zero) * K * np.array([[-128], [-127], [127]]) * np.ones((1, N), np.int32))
+
+
+def test_the_zero_points_leave_with_the_token_sum() -> None:
+    """What is taken off is the channel's zero point times the sum that is given."""
+    sizes = {"M": 5, "N": 40, "K": 256}
+    logical = LARGE_CHANNEL.example(np.random.default_rng(0), **sizes)
+    for spec in (SMALL_CHANNEL, LARGE_CHANNEL):
+        inputs = spec.pack(logical)
+        inputs["x_sum"] += np.arange(5, dtype=np.int32)
+        config = spec.config_for(sizes)
+        outcome = run_spec(spec, SOURCES[spec.name], inputs, unchecked=True, backend="emulator", config=config)
+        expected = spec.reference(**logical) - np.arange(5)[:, None] * logical["weight"].zero.astype(np.int32)
+        assert np.array_equal(outcome.outputs["y"], expected)
+        with pytest.raises(ArgumentError, match=rf"^{spec.name}: w_zero: w_zero <= 15 \(got w_zero\[1\] = 16\)"):
+            inputs = spec.pack(logical)
+            inputs["w_zero"][1] = 16
+            run_spec(spec, SOURCES[spec.name], inputs, backend="emulator", config=config)
+
+
 def test_the_weights_leave_with_the_token_sum() -> None:
     """What is taken off is 128 times the sum that is given."""
     logical = LARGE.example(np.random.default_rng(0), M=5, N=40, K=256, g=128)
@@ -228,7 +301,11 @@ def test_the_weights_leave_with_the_token_sum() -> None:
 
 
 # All that is benched; of the most constants, without token sums, every fourth.
-COMPILED = [(*case, 128, 0) for case in MEASURED[128]] + [(*case, 32, 1) for case in MEASURED[32][::4]]
+COMPILED = [
+    *((*case, 128, 0) for case in MEASURED[128]),
+    *((*case, 32, 1) for case in MEASURED[32][::4]),
+    *((*case, NO_GROUPS, 0) for case in MEASURED[NO_GROUPS]),
+]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +316,7 @@ COMPILED = [(*case, 128, 0) for case in MEASURED[128]] + [(*case, 32, 1) for cas
 def test_no_tile_spills_or_waits_for_its_own_wgmma(
     spec: KernelSpec, config: Config, tokens: int, group: int, signed: int
 ) -> None:
-    sizes = {"M": tokens, "N": 4096, "K": 4096, "g": group}
+    sizes = {"M": tokens, "N": 4096, "K": 4096, **({"g": group} if group else {})}
     config = {**spec.config_for(sizes), **config, "OUT": 0, "SIGNED": signed}
     checks.built_as_meant(spec, config, sizes)
 

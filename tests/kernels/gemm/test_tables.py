@@ -10,14 +10,14 @@ import pytest
 from ptxlab import kernels, sources
 
 SWEEPS = sources.results_dir() / "h200" / "sweeps"
-FILES = {"gemm_w4a8_sm90": "gemm_strips.csv", "gemm_w4a8_small_sm90": "gemm_strips_small.csv"}
+FILES = {"gemm_w4a8_sm90": "gemm_strips", "gemm_w4a8_small_sm90": "gemm_strips_small"}
 FED = {"ORDER": 0, "SIGNED": 0}  # row-major activations with their token sums: what kernels for strips are compared on
 Point = tuple[int, int, int]  # N, K, M
 
 
-def swept(kernel: str) -> dict[Point, dict[tuple[tuple[str, int], ...], float]]:
+def swept(kernel: str, of: str = "") -> dict[Point, dict[tuple[tuple[str, int], ...], float]]:
     """Microseconds by point and constants."""
-    name = FILES.get(kernel, f"gemm_{kernel.rpartition('_')[2]}.csv")
+    name = FILES.get(kernel, f"gemm_{kernel.rpartition('_')[2]}") + f"{of}.csv"
     points: dict[Point, dict[tuple[tuple[str, int], ...], float]] = defaultdict(dict)
     with (SWEEPS / name).open() as file:
         for line in csv.DictReader(file):
@@ -28,11 +28,12 @@ def swept(kernel: str) -> dict[Point, dict[tuple[tuple[str, int], ...], float]]:
     return points
 
 
-def losses(kernel: str) -> Iterator[tuple[int, float]]:
+def losses(kernel: str, of: str = "") -> Iterator[tuple[int, float]]:
     """(M, time of the chosen constants over that of the best) of every point where the chosen ones were tried."""
     spec = kernels.specs()[kernel]
-    for (N, K, M), times in swept(kernel).items():
-        chosen = {**spec.config_for({"M": M, "N": N, "K": K, "g": 128}), **FED}
+    for (N, K, M), times in swept(kernel, of).items():
+        groups = {} if of == "_channel" else {"g": 128}
+        chosen = {**spec.config_for({"M": M, "N": N, "K": K, **groups}), **FED}
         tried = {
             constants: us
             for constants, us in times.items()
@@ -63,13 +64,18 @@ def test_the_chosen_tiles_are_near_the_best_of_the_sweep(kernel: str, most: floa
 
 
 @pytest.mark.parametrize(
-    ("kernel", "tokens"),
-    [("gemm_w4a8_sm90", {4, 16, 32, 33, 64, 100, 128, 200, 256, 512, 2048}), ("gemm_w4a8_small_sm90", {1, 4, 16})],
+    ("kernel", "of", "tokens"),
+    [
+        ("gemm_w4a8_sm90", "", {4, 16, 32, 33, 64, 100, 128, 200, 256, 512, 2048}),
+        ("gemm_w4a8_small_sm90", "", {1, 4, 16}),
+        ("gemm_w4a8_sm90", "_channel", {16, 32, 64, 128, 256, 512, 1024}),
+        ("gemm_w4a8_small_sm90", "_channel", {1, 8}),
+    ],
 )
-def test_the_costs_choose_tiles_near_the_best_of_the_sweep(kernel: str, tokens: set[int]) -> None:
+def test_the_costs_choose_tiles_near_the_best_of_the_sweep(kernel: str, of: str, tokens: set[int]) -> None:
     """At numbers of tokens that the kernel is taken for: 1.5% over all points, 2% at any one number."""
     by_tokens: dict[int, list[float]] = defaultdict(list)
-    for M, loss in losses(kernel):
+    for M, loss in losses(kernel, of):
         by_tokens[M].append(math.log(loss))
     assert set(by_tokens) >= tokens
     logs = [log for M in tokens for log in by_tokens[M]]

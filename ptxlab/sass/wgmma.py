@@ -1,0 +1,61 @@
+"""What only machine code shows of a wgmma kernel: operands that change while the tensor cores still read them.
+
+A wgmma reads operand A from registers until a wait says that its group has ended (PTX ISA 9.7.15.7.1). In a kernel's
+source that holds by the order of its statements; a compiler may still move what writes the next operand ahead of the
+wait. No emulator of PTX can see that.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+
+from ptxlab.sass import SassInstruction
+from ptxlab.sass.dataflow import written
+from ptxlab.sass.mainloop import basic_blocks, natural_loops
+
+_MULTIPLIES = frozenset({"HGMMA", "IGMMA", "QGMMA", "BGMMA"})
+_A_REGISTERS = 4
+
+
+def overwritten_operands(instructions: Sequence[SassInstruction]) -> list[SassInstruction]:
+    """Instructions of the innermost loops with wgmma that write operand A of one which no wait has ended yet.
+
+    A loop is gone through twice in the order of its addresses, whichever way its branches go.
+    """
+    blocks = basic_blocks(instructions)
+    loops = [loop.body for loop in natural_loops(blocks)]
+    bodies = [body for body in loops if not any(other < body and _multiplies(blocks, other) for other in loops)]
+    found: dict[int, SassInstruction] = {}
+    for body in bodies:
+        code = [instruction for index in sorted(body) for instruction in blocks[index]]
+        found |= {instruction.address: instruction for instruction in _overwriting([*code, *code])}
+    return list(found.values())
+
+
+def overwriting(instructions: Sequence[SassInstruction]) -> Iterator[str]:
+    """The same for people: a line, if there are any."""
+    if found := overwritten_operands(instructions):
+        first = found[0]
+        line = f", line {first.line}" if first.line else ""
+        where = f"{first.name} {first.operands[0]} at {first.address:#x}{line}"
+        yield f"{len(found)} instructions write registers that a wgmma under way may still read, first {where}"
+
+
+def _multiplies(blocks: Sequence[Sequence[SassInstruction]], body: frozenset[int]) -> bool:
+    return any(instruction.opcode in _MULTIPLIES for index in body for instruction in blocks[index])
+
+
+def _overwriting(code: Sequence[SassInstruction]) -> Iterator[SassInstruction]:
+    ended: list[set[str]] = []  # groups that have been committed, oldest first
+    begun: set[str] = set()
+    for instruction in code:
+        operands = instruction.operands
+        if instruction.opcode in _MULTIPLIES:
+            if found := re.fullmatch(r"R(\d+)", operands[1]):
+                begun |= {f"R{int(found[1]) + i}" for i in range(_A_REGISTERS)}
+            if operands[-1] == "gsb0":
+                ended, begun = [*ended, begun], set()
+        elif instruction.name == "WARPGROUP.DEPBAR.LE":
+            pending = int(operands[-1], 16)
+            ended = ended[-pending:] if pending else []
+        elif operands and any(written(instruction) & group for group in (*ended, begun)):
+            yield instruction
