@@ -74,14 +74,14 @@ def packed_bytes(layer: Layer, group: int = 128) -> int:
     return layer.N * layer.K // 2 + 2 * layer.N * layer.K // group
 
 
-def peers_figure(stored: Stored, device: str = "h200") -> Figure:
+def peers_figure(stored: Stored) -> Figure:
     """How far others were from the floor of a W4A8 GEMM in the run in which all were measured, `ptxlab` among them."""
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     panels = figure.subplots(1, len(_STORED), sharey=True)
     tokens = sorted({M for _, _, M in stored})
     for axes, (kind, named) in zip(panels, _STORED.items(), strict=True):
         for peer, (label, colour) in {**named, OURS: ("ptxlab, groups of 128", BLUE)}.items():
-            times = pd.Series([_over_floor(stored, peer, M, device) for M in tokens])
+            times = pd.Series([_over_floor(stored, peer, M) for M in tokens])
             known = times.dropna()
             axes.plot(known.index, known, "o-", color=colour, label=label)
         axes.axhline(1, color="black", linewidth=1, label="the floor, groups of 128")
@@ -90,18 +90,18 @@ def peers_figure(stored: Stored, device: str = "h200") -> Figure:
         axes.legend(loc="upper left", frameon=False, fontsize=9)
     panels[0].set_ylim(0, 1.15 * panels[0].get_ylim()[1])  # room for the legends
     panels[0].set_ylabel("time / floor")
-    text = f"Where others stand on an {device.upper()}: LLaMA-2-7B and -70B, geometric mean of 8 matrices"
+    text = "Where others stand on an H200: LLaMA-2-7B and -70B, geometric mean of 8 matrices"
     figure.suptitle(text, x=0.01, ha="left", weight="bold")
     return figure
 
 
-def _over_floor(stored: Stored, peer: str, M: int, device: str) -> float:
+def _over_floor(stored: Stored, peer: str, M: int) -> float:
     ratios = []
     for layer in LAYERS:
         times = stored.get((layer.N, layer.K, M), {})
         if peer in times:
-            stream = cost.sheet(device).stream_us(packed_bytes(layer))
-            ratios.append(times[peer] / cost.gemm_floor(stream, 2 * M * layer.N * layer.K, device)[0])
+            stream = cost.sheet("h200").stream_us(packed_bytes(layer))
+            ratios.append(times[peer] / cost.gemm_floor(stream, 2 * M * layer.N * layer.K, "h200")[0])
     return mean(ratios)
 
 
@@ -131,10 +131,10 @@ def times_figure(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def ablation_figure(rows: pd.DataFrame, base: str = "") -> Figure:
+def ablation_figure(rows: pd.DataFrame) -> Figure:
     """What each step gained over the baseline (the first step where that was not measured), as LiquidGEMM's Fig. 13."""
     names, tokens = steps(rows), _tokens(rows)
-    base = base or (BASELINE if BASELINE in names else names[0])
+    base = BASELINE if BASELINE in names else names[0]
     figure = Figure(figsize=(max(8, 1.9 * len(tokens)), 4.8), layout="constrained")
     axes = figure.subplots()
     width = 0.84 / len(names)
@@ -185,13 +185,14 @@ def fraction_figure(rows: pd.DataFrame) -> Figure:
     return figure
 
 
-def roofline_figure(rows: pd.DataFrame, device: str = "h200") -> Figure:
+def roofline_figure(rows: pd.DataFrame) -> Figure:
     """Every step under the two roofs; the line of a step runs over the tokens of one large matrix."""
-    sheet = cost.sheet(device)
+    sheet = cost.sheet("h200")
     figure = Figure(figsize=(9.5, 5.4), layout="constrained")
     axes = figure.subplots()
     intensity = np.geomspace(8, 2000, 200)
-    roof = np.minimum(sheet.stream_tbps * intensity, sheet.int8_tops)
+    tbps, tops = sheet.memory_tbps, sheet.tops["int8"]
+    roof = np.minimum(tbps * intensity, tops)
     axes.plot(intensity, roof, color="black", linewidth=1.4)
     axes.fill_between(intensity, roof, 1e5, color="#f2f3f5", linewidth=0)
     for name in steps(rows):
@@ -200,12 +201,12 @@ def roofline_figure(rows: pd.DataFrame, device: str = "h200") -> Figure:
         axes.plot(*_roofline_points(mine), "o", markersize=3, alpha=0.35, color=style["color"], markeredgewidth=0)
         large = mine[mine.layer == str(DISSECTED)]
         axes.plot(*_roofline_points(large), "o-", markersize=6, **style)
-    ridge = sheet.int8_tops / sheet.stream_tbps
-    x, y = 17, 17 * sheet.stream_tbps * 1.12  # along the roof: the angle is one in data coordinates, at this point
+    ridge = tops / tbps
+    x, y = 17, 17 * tbps * 1.12  # along the roof: the angle is one in data coordinates, at this point
     rotation: dict[str, Any] = {"rotation_mode": "anchor", "transform_rotates_text": True}
     rotation["rotation"] = math.degrees(math.atan(y / x))
-    axes.text(x, y, f"{sheet.stream_tbps:g} TB/s into shared memory", fontsize=9, **rotation)
-    axes.text(1900, sheet.int8_tops * 1.05, f"wgmma s8: {sheet.int8_tops:,.0f} TOPS", ha="right", fontsize=9)
+    axes.text(x, y, f"{tbps:g} TB/s into shared memory", fontsize=9, **rotation)
+    axes.text(1900, tops * 1.05, f"wgmma s8: {tops:,.0f} TOPS", ha="right", fontsize=9)
     axes.axvline(ridge, color=GREY, linewidth=0.8, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -214,7 +215,7 @@ def roofline_figure(rows: pd.DataFrame, device: str = "h200") -> Figure:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_xlabel("operations per byte of packed weight")
     axes.set_ylabel("TOPS")
-    title(axes, f"Roofline of one {device.upper()}; lines: {DISSECTED}, M = {TOKENS[0]} to {TOKENS[-1]}; dots: all")
+    title(axes, f"Roofline of one H200; lines: {DISSECTED}, M = {TOKENS[0]} to {TOKENS[-1]}; dots: all")
     axes.legend(loc="lower right", frameon=False)
     return figure
 

@@ -38,21 +38,16 @@ def outdated() -> dict[Path, str]:
 
 def measured(spec: KernelSpec) -> list[str]:
     """What a header says, line by line; nothing of a kernel that is not recorded."""
-    of_one = {
-        "gemm_w8a8_sm90": _eight_bit,
-        "gemm_w4a8_grouped_sm90": _grouped,
-        "append_kv4": _append,
-        _ATTENTION: _attention,
-    }
+    if spec.name == _ATTENTION:
+        return _attention()
+    of_one = {"gemm_w8a8_sm90": _eight_bit, "gemm_w4a8_grouped_sm90": _grouped, "append_kv4": _append}
     if spec.name in of_one:
-        return of_one[spec.name]()
-    if spec in kernels.gemm.STEPS:
-        line = ladder.figures(spec.name)
-    elif spec.family == "gemm":
-        return _wrapped(_launched(spec))
+        text = of_one[spec.name]()
+    elif spec in kernels.gemm.STEPS:
+        text = ladder.figures(spec.name)
     else:
-        line = _step(spec) if spec.family == "attention" else _streaming(spec)
-    return [line] if line else []
+        text = {"gemm": _launched, "attention": _step}.get(spec.family, _streaming)(spec)
+    return textwrap.wrap(text, _WIDTH - len(_FIRST))
 
 
 def rows(gpu: str, suite: str) -> dict[tuple[str, str, str], Row]:
@@ -92,27 +87,27 @@ def _launched(spec: KernelSpec) -> str:
     )
 
 
-def _eight_bit() -> list[str]:
+def _eight_bit() -> str:
     found = gemm.eight_bit(ladder.recorded())
     tokens = _tokens(found)
     if not tokens:
-        return []
+        return ""
     fp8, int8 = (_joined(mean(over(gemm.at(found, M), peer)) for M in tokens) for peer in ("cublas_fp8", "cublas_int8"))
-    return _wrapped(
+    return (
         f"on an H200 at M = {', '.join(map(str, tokens))}: {fp8} times as fast as cuBLAS FP8, {int8} times as its INT8 "
         "(means over LLaMA-2's matrices)."
     )
 
 
-def _grouped() -> list[str]:
+def _grouped() -> str:
     found = gemm.experts(ladder.recorded()).dropna(subset="gain")
     if found.empty:
-        return []
+        return ""
     near = found.set_index(["layer", "tokens"]).fraction_grouped
     by_layer = {layer.part: _joined(near[str(layer), count] for count in _EXPERT_TOKENS) for layer in MIXTRAL}
     of_floor = "; ".join(f"{part} {figures}" for part, figures in by_layer.items())
     tokens, many = ", ".join(map(str, _EXPERT_TOKENS)), mean(found[found.tokens >= _MANY_EXPERT_TOKENS].gain)
-    return _wrapped(
+    return (
         f"Mixtral, 8 experts, top 2, on an H200, of the floor at {tokens} tokens: {of_floor}; {found.gain.min():.2f} to"
         f" {found.gain.max():.2f} times as fast as a loop of single GEMMs, {many:.2f} in the mean from "
         f"{_MANY_EXPERT_TOKENS} tokens on."
@@ -142,7 +137,7 @@ def _attention() -> list[str]:
     return [_step(kernels.find(_ATTENTION)[0]), "What `attention_kv4` takes for a batch, plain launches:", *lines]
 
 
-def _append() -> list[str]:
+def _append() -> str:
     heads, tokens = _PROMPT
     found = [
         (scheme.replace("_", " ") + (", rotated" if row.R else ""), row)
@@ -151,9 +146,9 @@ def _append() -> list[str]:
         if heads == row.H
     ]
     if not found:
-        return []
+        return ""
     figures = "; ".join(f"{what} {row.time_us:.1f} us, {row.fraction:.2f}" for what, row in found)
-    return _wrapped(f"{tokens} tokens of {heads} heads on an H200, beside the speed of a copy: {figures}.")
+    return f"{tokens} tokens of {heads} heads on an H200, beside the speed of a copy: {figures}."
 
 
 def _tokens(found: pd.DataFrame) -> list[int]:
@@ -163,7 +158,3 @@ def _tokens(found: pd.DataFrame) -> list[int]:
 
 def _joined(values: Iterable[float]) -> str:
     return ", ".join(f"{value:.2f}" for value in values)
-
-
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH - len(_FIRST))

@@ -32,11 +32,10 @@ def compared(M: int) -> list[Timeline]:
 
 def titles(timelines: list[Timeline]) -> list[str]:
     """What each shows, how long it took, and for how much of that the SM that is shown has work."""
-    return [f"{one.kernel}: {STEPS[one.kernel]}; {one.time_us:.1f} µs ({_at_work(one)})" for one in timelines]
-
-
-def _at_work(one: Timeline) -> str:
-    return f"SM at work {_shown(one).share_of_launch:.0%}"
+    return [
+        f"{one.kernel}: {STEPS[one.kernel]}; {one.time_us:.1f} µs (SM at work {_shown(one).share_of_launch:.0%})"
+        for one in timelines
+    ]
 
 
 def finding(timelines: list[Timeline]) -> str:
@@ -77,30 +76,20 @@ def section() -> str:
     )
     if last := shown.get("gemm_w4a8_sm90"):
         text += f" and {_shown(last).share_of_launch:.0%} of that of `{last.kernel}`, whose tiles are shared out evenly"
-    columns = [
-        "step",
-        "time",
-        "with stamps",
-        "tensor cores busy, as shown",
-        "SM at work",
-        "tensor cores busy, whole launch",
-    ]
     lines = []
     for one in shown.values():
-        whole, works = _shown(one).busy(), _shown(one).share_of_launch
-        times = [f"{one.time_us:.1f} µs", f"{one.recording_us:.1f} µs"]
-        lines.append([f"`{one.kernel}`", *times, f"{_steady(one):.2f}", f"{works:.2f}", f"{whole * works:.2f}"])
+        busy, works = _shown(one).busy(), _shown(one).share_of_launch
+        line = {"step": f"`{one.kernel}`", "time": f"{one.time_us:.1f} µs", "with stamps": f"{one.recording_us:.1f} µs"}
+        line |= {"tensor cores busy, as shown": f"{_steady(one):.2f}", "SM at work": f"{works:.2f}"}
+        lines.append(line | {"tensor cores busy, whole launch": f"{busy * works:.2f}"})
     note = (
         f"Recorded by `ptxlab timeline NAME --record`, {excp.date[:10]}, commit {excp.commit[:10]}. A wgmma "
         "is drawn as soon as it can run, and as short as at the peak rate: the shares are lower bounds. They are those "
         "of the launch with stamps, as are the last two columns."
     )
-    shows = "What each warp group does when, in four pipelines"
-    picture = f"![{shows}]({_FIGURES}/{picture_name(SHOWN)})"
-    return (
-        "\n\n".join([f"{text}.", picture, markdown(pd.DataFrame(lines, columns=columns)).rstrip(), note, *_others()])
-        + "\n"
-    )
+    picture = f"![What each warp group does when, in four pipelines]({_FIGURES}/{picture_name(SHOWN)})"
+    table = markdown(pd.DataFrame(lines)).rstrip()
+    return "\n\n".join([f"{text}.", picture, table, note, *_others()]) + "\n"
 
 
 def _others() -> list[str]:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from ptxlab import cost, kernels
@@ -61,7 +62,7 @@ def predictions(record: Record | None) -> pd.DataFrame:
 
 def measured_device(record: Record) -> Device:
     """The measured sheet of the record's card."""
-    return cost.sheet(record.device["slug"]).device
+    return cost.sheet(record.device["slug"])
 
 
 def called(kernel: str) -> str:
@@ -109,20 +110,14 @@ def slower_between(ratios: Mapping[int, float]) -> list[tuple[float, float]]:
     One that lasts to the largest number of tokens ends at infinity.
     """
     tokens = sorted(ratios)
-    crossings = []  # where the ratio passes 1, upwards and downwards in turn
-    above = False
-    for before, M in zip([tokens[0], *tokens], tokens, strict=False):
-        if (ratios[M] > 1) != above:
-            crossings.append(_crossing(before, M, ratios))
-            above = not above
-    ends = [*crossings, math.inf] if above else crossings
+    log = np.log([ratios[M] for M in tokens])
+    turns = np.flatnonzero(np.diff(log > 0, prepend=False))  # where it passes 1, upwards and downwards in turn
+    ends = [
+        tokens[i - 1] * (tokens[i] / tokens[i - 1]) ** (log[i - 1] / (log[i - 1] - log[i])) if i else tokens[0]
+        for i in turns
+    ]
+    ends += [math.inf] * (len(ends) % 2)
     return list(zip(ends[::2], ends[1::2], strict=True))
-
-
-def _crossing(before: int, after: int, ratios: Mapping[int, float]) -> float:
-    low, high = math.log(ratios[before]), math.log(ratios[after])
-    share = 0.0 if before == after else low / (low - high)
-    return before * math.pow(after / before, share)
 
 
 def said(ratios: Mapping[int, float]) -> str:

@@ -14,8 +14,8 @@ COMPARED = "gemm_w4a8_sm90", "gemm_w4a8_lqq_imfp_sm90"  # the page in the README
 _SPELLING = {
     "qoq": "`__vadd4`, emulated",
     "lqq": "XOR; the addition is in the multiplication",
-    "unsigned": "none: the token sum takes it back",
 }
+_UNSIGNED = "none: the token sum takes it back"
 
 
 def recorded(kernel: str, slug: str = "h200") -> Profile | None:
@@ -60,22 +60,17 @@ def stalls_section() -> str:
         executed = min(row.executed.get("subtract", 0) for row in rows.values())
         line = {
             "kernel": f"`{kernel}`",
-            "subtraction": _spelling(kernel),
+            "subtraction": next((how for scheme, how in _SPELLING.items() if f"_{scheme}_" in kernel), _UNSIGNED),
             "instructions of it per weight": f"{executed:.2g}",
         }
         line |= {place: f"{row.subtract:.0%}" for place, row in rows.items()}
         lines.append(line | {"all of the dequantisation": f"{whole[0]:.0%} to {whole[-1]:.0%}"})
     note = (
-        "Shares of the sampled warps that did not issue. `gemm_w4a8_qoq_sm80` has QServe's main loop; of QServe itself "
+        "Shares of the sampled warps that did not issue. `gemm_w4a8_qoq_sm80` has QServe's main loop; of QServe itself"
+        " the paper says 21% on an H800, and no M."
     )
-    note += "the paper says 21% on an H800, and no M."
     origin = _origin(record.device["name"], record.origin, "ptxlab stalls")
     return f"{markdown(pd.DataFrame(lines), left=2)}\n{note} {origin}\n"
-
-
-def _spelling(kernel: str) -> str:
-    scheme = next((scheme for scheme in ("qoq", "lqq") if f"_{scheme}_" in kernel), "unsigned")
-    return _SPELLING[scheme]
 
 
 def _origin(device: str, origin: dict[str, str], command: str) -> str:

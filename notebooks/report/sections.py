@@ -17,6 +17,7 @@ from ptxlab.bench.stored import Stored, stored_attention, stored_times
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.kernels import holders
+from ptxlab.spec import KernelSpec
 from report import RESULTS, ROOT, attention, gemm, headers, ladder, pipelines, predictions, profiletables, showcase
 from report.frames import MISSING, markdown, means, origin_of_peers
 
@@ -61,38 +62,33 @@ def kernel_table() -> str:
     """The dequantisers: what they show, what they cost in instructions, how fast they ran on the recorded GPU."""
     counted = counts.load()
     measured = headers.rows("h200", "dequant")
-    columns = [
-        "kernel",
-        "shows",
-        "ALU per 8 weights",
-        "streaming",
-        "of the copy ceiling",
-        "weights per clock and SM",
-        "limit",
-    ]
     lines = []
     for spec in (s for s in kernels.specs().values() if s.family == "dequant"):
-        source = kernels.find(spec.name)[1][0]
-        twin = " (and `.cu`)" if len(kernels.find(spec.name)[1]) > 1 else ""
-        alu = counted["counts"].get(source.label, {}).get("alu_per_8")
+        source, *twins = kernels.find(spec.name)[1]
         streaming = measured.get((spec.name, source.language, "streaming"))
         registers = measured.get((spec.name, source.language, "registers"))
         lines.append(
-            [
-                f"`{spec.name}`{twin}",
-                ("**wrong by design**: " if spec.wrong else "") + spec.summary,
-                "" if alu is None else f"{alu:g}",
-                "" if streaming is None else f"{streaming.rate:,.0f} GB/s",
-                "" if streaming is None else f"{streaming.fraction:.2f}",
-                "" if registers is None else f"{registers.rate:.0f}",
-                "" if registers is None else f"{registers.limit}: {registers.fraction:.2f} of it",
-            ]
+            {
+                "kernel": f"`{spec.name}`{' (and `.cu`)' if twins else ''}",
+                "shows": _shows(spec),
+                "ALU per 8 weights": counted["counts"].get(source.label, {}).get("alu_per_8"),
+                "streaming": streaming and streaming.rate,
+                "of the copy ceiling": streaming and streaming.fraction,
+                "weights per clock and SM": registers and registers.rate,
+                "limit": registers and f"{registers.limit}: {registers.fraction:.2f} of it",
+            }
         )
+    table = pd.DataFrame(lines)
+    formats = dict(zip(table, ("{}", "{}", "{:g}", "{:,.0f} GB/s", "{:.2f}", "{:.0f}", "{}"), strict=True))
     tools = ", ".join(f"{tool} {version}" for tool, version in counted["tools"].items())
     notes = [f"Instructions: steady state in {counted['arch']} machine code, {tools}."]
     if measured:
         notes.append(_origin("h200", "dequant"))
-    return f"{markdown(pd.DataFrame(lines, columns=columns), left=2, text='limit')}\n{' '.join(notes)}\n"
+    return f"{markdown(table, formats, left=2, text='limit')}\n{' '.join(notes)}\n"
+
+
+def _shows(spec: KernelSpec) -> str:
+    return ("**wrong by design**: " if spec.wrong else "") + spec.summary
 
 
 def _origin(gpu: str, suite: str) -> str:
@@ -137,17 +133,15 @@ def load_table() -> str:
         fronts, least = (sum(getattr(a, field) for a in accesses) for field in ("wavefronts", "least"))
         resident = measured.get((spec.name, "ptx", "resident"))
         streaming = measured.get((spec.name, "ptx", "streaming"))
-        counts = [f"{resident.more[f'{part}_per_32']:g}" for part in ("loads", "address", "unpack")] if resident else []
+        split = [f"{resident.more[f'{part}_per_32']:g}" for part in ("loads", "address", "unpack")] if resident else []
         lines.append(
             [
                 f"`{spec.name}`",
-                ("**wrong by design**: " if spec.wrong else "") + spec.summary,
-                " / ".join(counts),
+                _shows(spec),
+                " / ".join(split),
                 f"{fronts} ({fronts - least})" if accesses else "",
-                "" if resident is None else f"{resident.rate:.0f} ({resident.fraction:.2f} of 128 B per clock)",
-                ""
-                if streaming is None
-                else f"{streaming.rate:,.0f} GB/s ({streaming.fraction:.2f} of a {streaming.limit})",
+                resident and f"{resident.rate:.0f} ({resident.fraction:.2f} of 128 B per clock)",
+                streaming and f"{streaming.rate:,.0f} GB/s ({streaming.fraction:.2f} of a {streaming.limit})",
             ]
         )
     note = _origin("h200", "load") if measured else "Not recorded yet."
@@ -155,11 +149,15 @@ def load_table() -> str:
     return f"{markdown(pd.DataFrame(lines, columns=columns), left=2)}\n{note}\n"
 
 
+def _picture(shows: str, name: str, drawn: bool) -> str:
+    return f"\n![{shows}](notebooks/figures/{name}.png)\n" if drawn else ""
+
+
 def headline_section() -> str:
     """`gemm_w4a8` against everyone else, and where it is recorded at all numbers of tokens as a picture."""
     record = ladder.recorded()
-    picture = "How near to the floor, and how far ahead of the fastest peer](notebooks/figures/gemm_headline.png)"
-    return gemm.matrices_table(record) + (f"\n![{picture}\n" if len(gemm.points(record)) else "")
+    picture = "How near to the floor, and how far ahead of the fastest peer", "gemm_headline"
+    return gemm.matrices_table(record) + _picture(*picture, drawn=not gemm.points(record).empty)
 
 
 def means_table(rows: pd.DataFrame, size: str, shown: dict[str, str]) -> str:
@@ -202,15 +200,14 @@ def _peers_of(record: Record | None, measure: str, stored: Stored) -> str:
 def kv4_section() -> str:
     """`attention_kv4` against everyone else, and where it is recorded as a picture."""
     record = attention.recorded()
-    picture = "Speed-up over the best peer with 16, 8 and 4 bits](notebooks/figures/attention_speedup.png)"
-    drawn = f"\n![{picture}\n" if len(attention.points(record)) else ""
-    return attention.batches_table(record) + drawn
+    picture = "Speed-up over the best peer with 16, 8 and 4 bits", "attention_speedup"
+    return attention.batches_table(record) + _picture(*picture, drawn=not attention.points(record).empty)
 
 
 def ladder_section() -> str:
     """The GEMM ladder, and where it is recorded its ablation as a picture."""
-    picture = "What each step gained, by tokens](notebooks/figures/ladder_ablation.png)"
-    return ladder.ladder_table() + (f"\n![{picture}\n" if ladder.recorded() else "")
+    picture = "What each step gained, by tokens", "ladder_ablation"
+    return ladder.ladder_table() + _picture(*picture, drawn=ladder.recorded() is not None)
 
 
 def cost_section() -> str:

@@ -10,11 +10,10 @@ def bare(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def token_axis(axes: Axes, tokens: Sequence[int], *, label: bool = True) -> None:
+def token_axis(axes: Axes, tokens: Sequence[int]) -> None:
     """An axis of numbers of tokens, equally far apart."""
     axes.set_xticks(range(len(tokens)), [str(M) for M in tokens])
-    if label:
-        axes.set_xlabel("tokens M")
+    axes.set_xlabel("tokens M")
     bare(axes)
 
 

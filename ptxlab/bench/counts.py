@@ -47,8 +47,7 @@ def save() -> Path:
     """Measure and write the record; returns its path."""
     path = record_path()
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(measure(), indent=1) + "\n"
-    write_text(path, text)
+    write_text(path, json.dumps(measure(), indent=1) + "\n")
     return path
 
 
@@ -70,10 +69,8 @@ def alpha_of(dequantiser: str) -> float:
 def alu_per_8(source: Source) -> tuple[float | None, str]:
     """ALU instructions per 8 weights of one of the project's sources, and where the figure comes from."""
     if not toolchain.missing():
-        return sass.report(
-            source, ARCH, entry=source.name
-        ).alu_per_8, f"measured with ptxas {toolchain.version('ptxas')}"
+        alu = sass.report(source, ARCH, entry=source.name).alu_per_8
+        return alu, f"measured with ptxas {toolchain.version('ptxas')}"
     record = load()
-    return record["counts"].get(source.label, {}).get(
-        "alu_per_8"
-    ), f"from the shipped record (ptxas {record['tools']['ptxas']})"
+    alu = record["counts"].get(source.label, {}).get("alu_per_8")
+    return alu, f"from the shipped record (ptxas {record['tools']['ptxas']})"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ptxlab import gpu, toolchain
@@ -11,6 +11,32 @@ from ptxlab.spec import Arrays, KernelSpec, Sizes
 
 Call = Callable[[], None]
 POISON = 0xA5  # what results are filled with: an element that no launch writes is found
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Launches of one kernel that are ready to be timed, one per copy of what is to be found in memory, not in the L2.
+
+    Attributes:
+        spec: the kernel.
+        sizes: symbols of its spec.
+        variant: the constants it was compiled with.
+        kernel: as loaded.
+        calls: launch on CuPy's current stream.
+        outputs: what each call writes.
+    """
+
+    spec: KernelSpec
+    sizes: dict[str, Any]
+    variant: dict[str, int]
+    kernel: gpu.GpuKernel
+    calls: list[Call]
+    outputs: Any
+
+    @property
+    def resources(self) -> dict[str, int]:
+        """Of a thread."""
+        return {"registers": self.kernel.registers, "local_bytes": self.kernel.local_bytes}
 
 
 def compile_all(variants: Iterable[tuple[Source, Mapping[str, int]]]) -> None:

@@ -1,6 +1,7 @@
 """A record as a picture: how near every row comes to its floor, a panel per measure."""
 
 from itertools import groupby
+from operator import attrgetter
 from statistics import geometric_mean
 
 from matplotlib.axes import Axes
@@ -13,26 +14,22 @@ _COLUMNS = 3
 
 def record_figure(record: Record) -> Figure:
     """Floor over time, by kernel where there is one size, else over the floor."""
-    measures = {m: list(rows) for m, rows in groupby(sorted(record.rows, key=_measure), key=_measure)}
+    of = attrgetter("measure")
+    measures = {measure: list(rows) for measure, rows in groupby(sorted(record.rows, key=of), key=of)}
     columns = min(_COLUMNS, len(measures))
     lines = -(-len(measures) // columns)
     figure = Figure(figsize=(1 + 5.2 * columns, 0.6 + 3.8 * lines), layout="constrained")
     figure.suptitle(f"{record.suite} on {record.device['name']}", x=0.01, ha="left", weight="bold")
     colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(map(_name, record.rows)))}
-    panels = figure.subplots(lines, columns, squeeze=False).flat
-    for axes in panels:
+    figure.subplots(lines, columns)
+    for axes in figure.axes[len(measures) :]:
         axes.set_visible(False)
     for axes, (measure, rows) in zip(figure.axes, measures.items(), strict=False):
-        axes.set_visible(True)
         _panel(axes, rows, colours)
         mean = geometric_mean(row.fraction for row in rows)
         axes.set_title(f"{measure}: {mean:.0%} of the floor in the mean", loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
     return figure
-
-
-def _measure(row: Row) -> str:
-    return row.measure
 
 
 def _name(row: Row) -> str:
@@ -48,14 +45,8 @@ def _panel(axes: Axes, rows: list[Row], colours: dict[str, str]) -> None:
         axes.set_xlabel("floor / time")
     else:
         for name, mine in by_kernel.items():
-            axes.plot(
-                [row.floor_us for row in mine],
-                [row.fraction for row in mine],
-                "o",
-                markersize=4,
-                color=colours[name],
-                label=name,
-            )
+            floors, fractions = [row.floor_us for row in mine], [row.fraction for row in mine]
+            axes.plot(floors, fractions, "o", markersize=4, color=colours[name], label=name)
         axes.axhline(1, color="black", linewidth=0.8, linestyle="--", label="floor")
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")

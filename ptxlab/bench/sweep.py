@@ -4,14 +4,9 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ptxlab import gpu, toolchain
-from ptxlab.bench import shapes
-from ptxlab.bench.attention import problem as attention_problem
-from ptxlab.bench.attention import scheme_of
-from ptxlab.bench.gemm import problem
-from ptxlab.bench.shapes import even
+from ptxlab.bench.problems import SizedProblem, sized
 from ptxlab.bench.timing import Measured, measure
 from ptxlab.errors import ArgumentError, CompileError, PtxlabError, UnavailableError
 from ptxlab.kernels.attention.steps import step_of as attention_step
@@ -20,7 +15,6 @@ from ptxlab.sources import of_kernel
 from ptxlab.spec import KernelSpec
 
 _REPLAYS = 5
-Prepare = Callable[[dict[str, int]], Any]  # constants -> launches, with `calls`, `kernel` and `check`
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,9 @@ def sweep(
     gpu.device_info()  # or why there is none
     if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
         raise UnavailableError(f"{spec.name}: {reason}")
-    chosen, prepare, check = _problem(spec, sizes)
+    problem = sized(spec, sizes)
+    assert problem is not None
+    chosen = problem.chosen
     if unknown := sorted(set(constants) - set(chosen)):
         raise ArgumentError("-D", f"a constant of {spec.name}: {', '.join(chosen)}", unknown[0])
     asked = [dict(zip(constants, values, strict=True)) for values in itertools.product(*constants.values())]
@@ -81,42 +77,18 @@ def sweep(
         named = {name: variant[name] for name in constants}
         progress(", ".join(f"{name}={value}" for name, value in named.items()))
         one = Found(named, variant == chosen, why_not=why_not)
-        found.append(one if why_not else _timed(one, variant, prepare, check))
+        found.append(one if why_not else _timed(one, variant, problem))
     return sorted(found, key=lambda one: one.measured.us if one.measured else float("inf"))
 
 
-def _timed(one: Found, variant: dict[str, int], prepare: Prepare, check: Callable[[Any], object]) -> Found:
+def _timed(one: Found, variant: dict[str, int], problem: SizedProblem) -> Found:
     try:
-        ready = prepare(variant)
+        ready = problem.launches(variant)
     except PtxlabError as error:
         return replace(one, why_not=_line(error))
     measured = measure(ready.calls, replays=_REPLAYS)
-    check(ready)
+    problem.check(ready)
     return replace(one, measured=measured, registers=ready.kernel.registers, local_bytes=ready.kernel.local_bytes)
-
-
-def _problem(spec: KernelSpec, sizes: Mapping[str, int]) -> tuple[dict[str, int], Prepare, Callable[[Any], object]]:
-    """What the spec chooses, what prepares the launches of a variant, and what holds their results to be right."""
-    gemm, attention = gemm_step(spec), attention_step(spec)
-    if gemm is not None:
-        known = dict(sizes)
-        layer = shapes.Layer("", "", known["N"], known["K"])
-        logical = problem.problem(spec, layer, known["M"], known.get("g", shapes.GROUP))
-        right = problem.expected(spec, logical)
-        return (
-            problem.variant(spec, known),
-            lambda variant: problem.launches(gemm, known, logical, constants=variant),
-            lambda ready: ready.check(right),
-        )
-    assert attention is not None
-    batch = even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
-    given = attention_problem.random_problem(batch, scheme_of(attention))
-    known = attention_problem.sizes_at(attention, batch, given.scheme, given.caches[0].pages)
-    return (
-        attention.config(known, "float16"),
-        lambda variant: attention_problem.launches(attention, given, constants=variant),
-        lambda ready: ready.check(given),
-    )
 
 
 def _compiled(spec: KernelSpec, variants: Sequence[dict[str, int]]) -> list[str]:

@@ -42,6 +42,11 @@ def in_turn(calls: Sequence[Callable[[], None]]) -> Callable[[], None]:
     return all_of_them
 
 
+def chained(*calls: Sequence[Callable[[], None]]) -> list[Callable[[], None]]:
+    """The first call of each as one (`in_turn`), the second of each, and so on."""
+    return [in_turn(each) for each in zip(*calls, strict=True)]
+
+
 def measure(
     calls: Sequence[Callable[[], None]],
     *,

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab.cli.common import FAILED, AsJson, console, print_json, progress_bar, table
+from ptxlab.cli.common import FAILED, AsJson, console, print_json, progress_bar, table, written
 
 
 def bench(
@@ -30,20 +30,18 @@ def bench(
     with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:
         record = benches.run_suite(suite, progress=advance)
         slower = benches.confirmed(benches.compare(record, before), before, advance) if before else []
-    written = [benches.save(record, out)]
+    path = benches.save(record, out)
     if picture is not None:
         from ptxlab.bench.plot import record_figure
 
         plot.save(record_figure(record), picture)
-        written.append(picture)
     if as_json:
         print_json(record.to_json())
     else:
         console.print(f"[bold]{escape(benches.title(record))}[/]", highlight=False)
         for title, columns, rows in benches.as_tables(record):
             console.print(table(title, columns, rows))
-        for path in written:
-            console.print(f"written: {escape(str(path))}", soft_wrap=True)
+        written(path, picture)
         for line in slower:
             console.print(f"[red]slower[/] {escape(str(line))}")
     if slower:

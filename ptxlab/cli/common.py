@@ -34,6 +34,9 @@ Arch = Annotated[str, typer.Option(help="Architecture to compile for, such as sm
 Shape = Annotated[
     str | None, typer.Option(help="Sizes of the problem, such as M=64,N=4096,K=4096,g=128. Default: a typical problem.")
 ]
+AlsoShape = Annotated[
+    str | None, typer.Option("--shape", help="Also verify at these sizes, such as M=136,N=1040,K=2048,g=128.")
+]
 Plot = Annotated[Path | None, typer.Option(help="Draw a picture: FILE.png, .svg or .pdf.")]
 Define = Annotated[
     list[str] | None, typer.Option("-D", metavar="NAME[=N]", help="Constant of a .cu: -D TILE=64; -D X is -D X=1.")

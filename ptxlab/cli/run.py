@@ -14,6 +14,7 @@ from ptxlab import kernels, runtime
 from ptxlab.cli.common import (
     FAILED,
     PICTURES,
+    AlsoShape,
     AsJson,
     Backend,
     Block,
@@ -241,9 +242,7 @@ def verify(
     everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
     backend: Annotated[str | None, typer.Option(help="gpu or emulator. Default: each that is available.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the example inputs.")] = 0,
-    shape: Annotated[
-        str | None, typer.Option(help="Also verify at these sizes, such as M=136,N=1040,K=2048,g=128.")
-    ] = None,
+    shape: AlsoShape = None,
     as_json: AsJson = False,
 ) -> None:
     """Verify kernels against their NumPy references, on the GPU and in the emulator, with every check on."""

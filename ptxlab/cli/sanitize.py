@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from ptxlab import kernels
-from ptxlab.cli.common import FAILED, AsJson, console, expects, print_json, progress_bar, table
+from ptxlab.cli.common import FAILED, AlsoShape, AsJson, console, expects, print_json, progress_bar, table
 from ptxlab.nsight import sanitizer
 
 
@@ -16,9 +16,7 @@ def sanitize(
     tool: Annotated[
         str, typer.Option(help="Comma-separated: memcheck, initcheck, synccheck, racecheck, or all.")
     ] = "all",
-    shape: Annotated[
-        str | None, typer.Option(help="Also verify at these sizes, such as M=136,N=1040,K=2048,g=128.")
-    ] = None,
+    shape: AlsoShape = None,
     as_json: AsJson = False,
 ) -> None:
     """Verify kernels on the GPU under NVIDIA's compute-sanitizer."""

@@ -22,6 +22,7 @@ from ptxlab.cli.common import (
     progress_bar,
     refuse,
     table,
+    written,
 )
 from ptxlab.runtime.arguments import parse_integers
 from ptxlab.sass import Report, SassInstruction
@@ -48,7 +49,7 @@ def sass(
     if record:
         refuse({"--listing": listing or None, "-D": define or None}, "cannot be combined with --record")
         path = counts.save()
-        return print_json(str(path)) if as_json else console.print(f"written: {escape(str(path))}", soft_wrap=True)
+        return print_json(str(path)) if as_json else written(path)
     if not targets:
         raise CommandLineError("sass expects kernels, families or files")
     defines = parse_integers("-D", define or [])

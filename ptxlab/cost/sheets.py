@@ -42,82 +42,46 @@ class Device:
         return self.sms * _ISSUED_PER_CLOCK * self.clock_ghz / 1e3
 
 
-@dataclass(frozen=True)
-class DeviceSheet:
-    """Measured ceilings of one GPU; bandwidths in TB/s (10^12), rates in 10^12 operations per second.
+@dataclass(frozen=True, kw_only=True)
+class DeviceSheet(Device):
+    """A GPU as it was measured: what streams and multiplies under a kernel, and its ceilings beside.
+
+    Clock: the median of the suite `gemm` up to 256 tokens. Memory: weights into shared memory by bulk copies, beyond
+    `start_us`, which such a launch takes in a graph before and after its bytes. FP16 and FP8: the best that cuBLAS
+    reached, M >= 2048, which is no ceiling of the tensor cores.
 
     Attributes:
-        name: as `DeviceInfo.slug` has it.
-        sms: streaming multiprocessors.
-        l2_bytes: size of the L2 cache.
-        shared_bytes: most shared memory per block.
-        clock_ghz: of an SM in GEMMs of up to 256 tokens: the median of the suite `gemm`.
-        read_tbps: streaming reads of device memory.
+        read_tbps: streaming reads of device memory, 10^12 bytes per second.
         copy_tbps: device-to-device copy, bytes read plus bytes written.
-        int8_tops: integer `wgmma`, operands resident.
-        int8_sync_tops: integer `mma.sync`.
-        int4_tops: 4-bit `mma.sync`.
-        fp8_tflops: the best that cuBLAS reached, M >= 2048; no ceiling of the tensor cores.
-        fp16_tflops: likewise.
-        stream_tbps: weights into shared memory by bulk copies, beyond `stream_start_us`.
-        stream_start_us: what such a launch takes in a graph before and after its bytes.
         mma_start_us: what a launch takes that has to load, multiply and store.
     """
 
-    name: str
-    sms: int
-    l2_bytes: int
-    shared_bytes: int
-    clock_ghz: float
     read_tbps: float
     copy_tbps: float
-    int8_tops: float
-    int8_sync_tops: float
-    int4_tops: float
-    fp8_tflops: float
-    fp16_tflops: float
-    stream_tbps: float
-    stream_start_us: float
     mma_start_us: float
 
     def stream_us(self, nbytes: float) -> float:
         """Microseconds that weights take into shared memory, replayed in a CUDA graph, never from the L2."""
-        return self.stream_start_us + nbytes / self.stream_tbps / 1e6
+        return self.start_us + nbytes / self.memory_tbps / 1e6
 
     def int8_us(self, operations: float) -> float:
         """Microseconds that a GEMM takes if only its INT8 multiplications count."""
-        return self.mma_start_us + operations / self.int8_tops / 1e6
-
-    @property
-    def device(self) -> Device:
-        """What the cost model takes of it."""
-        tops = {
-            "fp16": self.fp16_tflops,
-            "fp8": self.fp8_tflops,
-            "int8": self.int8_tops,
-            "int8_sync": self.int8_sync_tops,
-            "int4": self.int4_tops,
-        }
-        rates = self.sms, self.clock_ghz, self.stream_tbps, tops, self.stream_start_us
-        return Device(f"{self.name}-measured", "measured", True, *rates)
+        return self.mma_start_us + operations / self.tops["int8"] / 1e6
 
 
-SHEETS = {
+SHEETS = {  # by `DeviceInfo.slug`
     "h200": DeviceSheet(
-        name="h200",
+        name="h200-measured",
+        source="measured",
+        measured=True,
         sms=132,
-        l2_bytes=60 << 20,
-        shared_bytes=227 << 10,
         clock_ghz=1.81,
+        memory_tbps=4.5,
+        # INT4 is emulated: Hopper multiplies no 4-bit integers.
+        tops={"fp16": 800.0, "fp8": 1490.0, "int8": 1920.0, "int8_sync": 1268.0, "int4": 50.0},
+        start_us=1.95,
         read_tbps=4.65,
         copy_tbps=4.26,
-        int8_tops=1920.0,
-        int8_sync_tops=1268.0,
-        int4_tops=50.0,  # emulated: Hopper multiplies no 4-bit integers
-        fp8_tflops=1490.0,
-        fp16_tflops=800.0,
-        stream_tbps=4.5,
-        stream_start_us=1.95,
         mma_start_us=2.0,
     ),
 }
@@ -134,7 +98,7 @@ _PROMISED = (
     Device("h200", "data sheet", False, 132, 1.98, 4.8, _HOPPER),
     Device("l40s", "data sheet", False, 142, 2.52, 0.864, _ADA),
 )
-DEVICES = {d.name: d for d in (*_PROMISED, *(sheet.device for sheet in SHEETS.values()))}
+DEVICES = {d.name: d for d in (*_PROMISED, *SHEETS.values())}
 
 
 def sheet(name: str) -> DeviceSheet:

@@ -14,19 +14,16 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, kernels, runtime
-from ptxlab.bench import shapes
-from ptxlab.bench.attention import problem as attention_problem
-from ptxlab.bench.attention import scheme_of
-from ptxlab.bench.gemm import problem
+from ptxlab.bench.problems import sized
+from ptxlab.bench.shapes import HEAD_DIM
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.io.files import load_arrays
 from ptxlab.kernels.attention.steps import step_of as attention_step
 from ptxlab.kernels.gemm.ladder import fit_tokens
-from ptxlab.kernels.gemm.ladder import step_of as gemm_step
 from ptxlab.nsight import FAILED
 from ptxlab.runtime.arguments import geometry, in_order, merge_sizes
 from ptxlab.sources import Source
-from ptxlab.spec import KernelSpec, Launch
+from ptxlab.spec import Arrays, KernelSpec, Launch
 from ptxlab.spec.dtypes import dtype_in, storage, stored
 
 WARM_UP = 20  # launches before the one that counts
@@ -122,7 +119,7 @@ def sizes_of(spec: KernelSpec, given: Mapping[str, Any], backend: str = "gpu") -
 
 def weights_of(sizes: Mapping[str, Any]) -> int | None:
     """How many weights these sizes speak of, N x K or R x K; of a cache its keys and values; None if of neither."""
-    for symbols, head_dim in ((("N", "K"), 1), (("R", "K"), 1), (("B", "L", "Hkv"), 2 * shapes.HEAD_DIM)):
+    for symbols, head_dim in ((("N", "K"), 1), (("R", "K"), 1), (("B", "L", "Hkv"), 2 * HEAD_DIM)):
         if set(symbols) <= set(sizes):
             return prod(int(sizes[symbol]) for symbol in symbols) * head_dim
     return None
@@ -144,16 +141,9 @@ def prepared(job: LaunchTarget) -> Call:
     spec, source, entry = kernels.resolve(job.target)
     if spec is None:
         return _file_call(job, _loaded(job, source, entry))
-    sizes, gemm, attention = sizes_of(spec, job.sizes), gemm_step(spec), attention_step(spec)
-    if gemm is not None:
-        layer = shapes.Layer("", "", sizes["N"], sizes["K"])
-        logical = problem.problem(spec, layer, sizes["M"], sizes.get("g", shapes.GROUP))
-        return problem.launches(gemm, sizes, logical, copies=1).calls[0]
-    if attention is not None:
-        batch = shapes.even((sizes["Hq"], sizes["Hkv"]), sizes["B"], sizes["L"])
-        return attention_problem.launches(
-            attention, attention_problem.random_problem(batch, scheme_of(attention))
-        ).calls[0]
+    sizes = sizes_of(spec, job.sizes)
+    if problem := sized(spec, sizes, copies=1):
+        return problem.launches(problem.chosen).calls[0]
     return _spec_call(spec, source, sizes)
 
 
@@ -161,14 +151,18 @@ def _spec_call(spec: KernelSpec, source: Source, sizes: dict[str, Any]) -> Call:
     """On an example of the spec."""
     config = spec.config_for(sizes)
     everything = {**sizes, **config}
-    packed = spec.pack(spec.example(np.random.default_rng(0), **sizes))
-    arrays = {n: gpu.to_device(stored(a, dtype_in(spec.arg(n).dtype, config))) for n, a in packed.items()}
-    for arg in spec.args:
-        if arg.role in ("out", "scratch"):
-            shape, dtype = arg.resolve(everything), storage(dtype_in(arg.dtype, config))
-            arrays[arg.name] = gpu.to_device(np.zeros(shape, dtype))
+    host = arrays_of(spec, spec.example(np.random.default_rng(0), **sizes), everything)
+    arrays = {name: gpu.to_device(array) for name, array in host.items()}
     kernel = gpu.load(source, spec.name, defines=config)
     return gpu.prepare(kernel, spec.arguments(arrays, everything), spec.launch(everything))
+
+
+def arrays_of(spec: KernelSpec, logical: Arrays, everything: Mapping[str, Any]) -> Arrays:
+    """Every array argument on the host: inputs packed, the others zero."""
+    dtypes = {arg.name: dtype_in(arg.dtype, everything) for arg in spec.args if arg.shape}
+    empty = [arg for arg in spec.args if arg.role in ("out", "scratch")]
+    zeros = {arg.name: np.zeros(arg.resolve(everything), storage(dtypes[arg.name])) for arg in empty}
+    return {**zeros, **{n: np.ascontiguousarray(stored(a, dtypes[n])) for n, a in spec.pack(logical).items()}}
 
 
 def _loaded(job: LaunchTarget, source: Source, entry: str | None) -> runtime.Kernel:

@@ -28,16 +28,10 @@ _TENSOR = ("#08306b", "#4292c6", "#6a51a3", "#41ab5d")  # warp groups that issue
 _WHOLE = 0.6  # of the launch: so large a part is not shown beside it
 
 
-def timeline_figure(timeline: Timeline, sm: int | None = None, window: Window | None = None) -> Figure:
-    """One SM: above the whole launch, below a part of it.
-
-    Args:
-        timeline: of one launch.
-        sm: which; by default the first.
-        window: the part, in clocks or steps; by default from the middle of the main loop.
-    """
-    shown = timeline.of_sm(timeline.sms[0] if sm is None else sm)
-    begin, end = window or shown.steady()
+def timeline_figure(timeline: Timeline) -> Figure:
+    """The first SM: above the whole launch, below a part of it from the middle of the main loop."""
+    shown = timeline.of_sm(timeline.sms[0])
+    begin, end = shown.steady()
     parts = [(0.0, float(shown.duration))]
     if end - begin < _WHOLE * shown.duration:
         parts.append((begin, end))

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu, timeline
+from ptxlab.bench.attention.problem import scheme_of, sizes_at
 from ptxlab.bench.record import commit
+from ptxlab.bench.shapes import even
 from ptxlab.bench.timing import copies_beyond_l2, in_turn, measure
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.common import draw_cache
@@ -18,14 +20,11 @@ from ptxlab.runtime import Kernel
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.sources import Source
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.spec.dtypes import dtype_in, storage, stored
 from ptxlab.timeline import SWITCH, VARIABLE, Timeline
 
-SMS = 2  # recorded on a GPU
+_SMS = 2  # that have stamps on a GPU, from number 0 on; of the emulator's, all that have a block
 _COUNTER = 8  # bytes: the tracks given out, which a launch counts up from zero
 _EMULATED_SMS = 2  # that attention shares its work out over
-_PAGE = 64
-_HEAD = {"T": 1, "D": 128, "bits": 4, "channel": 0, "window": 0, "softmax_scale": 128**-0.5}
 
 
 def record(
@@ -34,8 +33,6 @@ def record(
     sizes: Mapping[str, Any] | None = None,
     *,
     backend: str | None = None,
-    sms: int = SMS,
-    seed: int = 0,
 ) -> Timeline:
     """Run a kernel once with its stamps, on an example.
 
@@ -44,8 +41,6 @@ def record(
         source: its CUDA C++.
         sizes: of the problem; those left out are as in `launch_target.usual_sizes`.
         backend: `"gpu"`, `"emulator"`, or None: the GPU where there is one that runs it.
-        sms: of how many SMs (from number 0 on) there shall be stamps; of the emulator's, all that have a block.
-        seed: of the example.
 
     Raises:
         ArgumentError: sizes that the kernel does not take, or a kernel that stamps nothing.
@@ -61,10 +56,10 @@ def record(
     geometry = spec.launch(everything)
     kernel = Kernel.of(spec, source, config)
     choose_backend(asked, kernel, geometry, on_device=False)  # or why it cannot, or would take too long
-    arrays = _arrays(spec, _example(spec, np.random.default_rng(seed), shape, sizes), everything)
+    arrays = launch_target.arrays_of(spec, _example(spec, np.random.default_rng(0), shape, sizes), everything)
     about = Timeline(spec.name, source.language, backend, "steps", shape, config, ())
     if backend == "gpu":
-        return _on_gpu(about, spec, kernel, arrays, everything, sms)
+        return _on_gpu(about, spec, kernel, arrays, everything)
     stamping = replace(kernel, defines={**config, SWITCH: 1 << 30})
     result = stamping.launch(spec.arguments(arrays, everything), geometry, backend="emulator", step_clock=True)
     assert result is not None
@@ -74,15 +69,11 @@ def record(
 
 def _sizes(spec: KernelSpec, shape: Mapping[str, Any], backend: str) -> dict[str, Any]:
     """All symbols of the spec; ArgumentError for a rule that they break."""
-    sizes = dict(shape)
-    if step := attention_step(spec):
-        pages = -(-shape["L"] // _PAGE)
-        sizes |= {"P": pages, "pages": shape["B"] * pages, "page": _PAGE, **_HEAD}
-        sizes = {name: size for name, size in sizes.items() if name in spec.symbols}
-        if step.blocks is not None:
-            sizes["blocks"] = step.blocks(sizes, gpu.device_info().sms if backend == "gpu" else _EMULATED_SMS)
-    spec.check_sizes(sizes)
-    return sizes
+    step = attention_step(spec)
+    if step is None:
+        return dict(shape)
+    batch = even((shape["Hq"], shape["Hkv"]), shape["B"], shape["L"])
+    return sizes_at(step, batch, scheme_of(step), sum(batch.pages()), None if backend == "gpu" else _EMULATED_SMS)
 
 
 def _example(spec: KernelSpec, rng: np.random.Generator, shape: Mapping[str, Any], sizes: Mapping[str, Any]) -> Arrays:
@@ -96,28 +87,13 @@ def _example(spec: KernelSpec, rng: np.random.Generator, shape: Mapping[str, Any
     return {**logical, "cache": cache}
 
 
-def _arrays(spec: KernelSpec, logical: Arrays, everything: Mapping[str, Any]) -> Arrays:
-    """Every array argument on the host: inputs packed, the others zero."""
-    packed = spec.pack(logical)
-    found = {}
-    for arg in spec.args:
-        if not arg.shape:
-            continue
-        dtype = dtype_in(arg.dtype, everything)
-        if arg.name in packed:
-            found[arg.name] = np.ascontiguousarray(stored(packed[arg.name], dtype))
-        elif arg.role in ("out", "scratch"):
-            found[arg.name] = np.zeros(arg.resolve(everything), storage(dtype))
-    return found
-
-
 def _on_gpu(
-    about: Timeline, spec: KernelSpec, kernel: Kernel, arrays: Arrays, everything: Mapping[str, Any], sms: int
+    about: Timeline, spec: KernelSpec, kernel: Kernel, arrays: Arrays, everything: Mapping[str, Any]
 ) -> Timeline:
     """Launches with and without stamps, timed over rotating inputs; then one whose stamps are kept."""
     geometry = spec.launch(everything)
     plain = gpu.load(kernel.source, kernel.entry, defines=kernel.defines)
-    stamping = gpu.load(kernel.source, kernel.entry, defines={**kernel.defines, SWITCH: sms})
+    stamping = gpu.load(kernel.source, kernel.entry, defines={**kernel.defines, SWITCH: _SMS})
     inputs = {arg.name for arg in spec.inputs if arg.role != "inout"}
     first = {name: gpu.to_device(array) for name, array in arrays.items()}
     copies = copies_beyond_l2(sum(first[name].nbytes for name in inputs & set(first)))
@@ -139,7 +115,7 @@ def _on_gpu(
         call()
     tracks, _ = timeline.read_tracks(gpu.to_host(buffer))
     if not tracks:
-        raise UnavailableError(f"{spec.name}: no block ran on an SM below {sms}")
+        raise UnavailableError(f"{spec.name}: no block ran on an SM below {_SMS}")
     device = gpu.device_info()
     return replace(
         about,

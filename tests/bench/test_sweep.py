@@ -8,6 +8,7 @@ import pytest
 
 from ptxlab import kernels
 from ptxlab.bench import sweep
+from ptxlab.bench.gemm import problem
 from ptxlab.bench.timing import Measured
 from ptxlab.errors import ArgumentError, BenchmarkError, UnavailableError
 from ptxlab.spec import KernelSpec
@@ -61,7 +62,7 @@ def test_a_variant_that_cannot_run_says_why(timed: list[float]) -> None:
 
 def test_wrong_results_stop_the_sweep(timed: list[float], emulated_gpu: pytest.MonkeyPatch) -> None:
     timed += [10.0]
-    emulated_gpu.setattr(sweep.problem, "expected", lambda spec, logical: np.zeros((2, 128), np.uint16))
+    emulated_gpu.setattr(problem, "expected", lambda spec, logical: np.zeros((2, 128), np.uint16))
     with pytest.raises(BenchmarkError, match="the timed launches gave wrong results"):
         sweep.sweep(spec_of("gemm_w4a8_small_sm90"), GEMM, {})
 

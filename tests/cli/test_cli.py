@@ -43,12 +43,6 @@ def test_show_prints_contract_and_source(cli: Any) -> None:
     assert code == 0 and "K % g == 0" in out and ".visible .entry dequant_lqq" in out and "dequant_lqq.cu" in out
 
 
-def test_an_unknown_kernel_is_bad_input_with_a_suggestion(cli: Any) -> None:
-    code, out, err = cli("show", "dequant_lpp")
-    assert code == 2 and out == ""
-    assert err.count("\n") == 1 and err.startswith("error: unknown kernel 'dequant_lpp'; nearest: dequant_lqq")
-
-
 def test_run_writes_what_the_kernel_wrote(cli: Any, lqq_file: Path, tmp_path: Path) -> None:
     command = ("run", "dequant_lqq", "--in", lqq_file, "--out", tmp_path / "out.npz", "--backend", "emulator")
     code, out, _ = cli(*command, "--check", "all", "--json")
@@ -164,14 +158,43 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("run", "dequant_lqq", "--in", "{lqq}", "--arch", "sm_90a"), "--arch is for files only: dequant_lqq"),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "emulator", "--out", "/"), "/: cannot be written"),
         (("bench", "emulator", "--against", "{lqq}"), "in.npz: not JSON"),
+        (("verify", "--sizes", "M=3"), "no such option"),
+        (("nosuch",), "nosuch"),
+        (("show",), "missing argument"),
+        (("run", "dequant_lqq"), "missing option"),
+        (("verify", "--seed", "x"), "invalid value for '--seed'"),
+        (("show", "nosuch_at_all_qqq"), "unknown kernel 'nosuch_at_all_qqq'; "),
+        (("show", "dequant_lpp"), "unknown kernel 'dequant_lpp'; nearest: dequant_lqq"),
+        (("verify", "gem"), "unknown kernel 'gem'; nearest: gemm"),
+        (("sass", "dequant_lqq", "--record", "-D", "X"), "-D cannot be combined with --record"),
+        (("sanitize", "sum", "--tool", "memchek"), "--tool expects some of memcheck, "),
+        (("sanitize", "{file}"), "sanitize expects kernels or families, got "),
+        (("run", "gemm", "--in", "{lqq}"), "kernel: one of gemm_"),
+        (("sweep", "{file}", "-D", "X=1"), "sweep expects a kernel of the W4A8 GEMM or of attention, got "),
+        (("verify", "{file}"), "a file has no reference to verify against"),
+        (("show", "load", "--plot", "x.png"), "--plot expects one load_* kernel, got load"),
+        (("show", "load_ldmatrix", "--plot", "x.txt"), "--plot expects a .png or .svg or .pdf file, got x.txt"),
+        (("timeline", "{file}"), "timeline expects one of the project's kernels, got "),
+        (("verify", "dequant_lqq", "--seed", "-1"), "--seed"),
+        (("verify", "dequant", "--shape", "R=-3,K=64,g=64"), "--shape"),
+        (("verify", "dequant_lqq", "--shape", "Q=3"), "--shape"),
+        (("demo", "--out", "no/such/x.png"), "no/such"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    cli: Any, lqq_file: Path, arguments: tuple[str, ...], message: str
+def test_bad_input_is_one_line_and_exit_code_2_before_any_work(
+    cli: Any,
+    lqq_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    message: str,
 ) -> None:
-    code, _, err = cli(*(a.replace("{lqq}", str(lqq_file)) for a in arguments))
-    assert code == 2 and message in err
-    assert len(err.strip().splitlines()) == 1
+    monkeypatch.setattr(demo, "weights", lambda *_: pytest.fail("the weights were fetched"))
+    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
+    paths = {"{lqq}": str(lqq_file), "{file}": str(tmp_path / "add4.ptx")}
+    code, out, err = cli(*(paths.get(one, one) for one in arguments))
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and message in err and not set("╭│╰") & set(err)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """What all commands have in common: help, spellings of options, errors in one line, names, tables that fit."""
 
-import ast
 import inspect
 import json
 import re
@@ -13,7 +12,6 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 import pytest
 
-import ptxlab
 from ptxlab import emulator, gpu, kernels, nsight, sass
 from ptxlab.cli import PANELS, common, profile
 from ptxlab.cli import sass as sass_command
@@ -67,36 +65,6 @@ def test_a_switch_has_no_negation(cli: Any) -> None:
 def test_profile_is_three_commands_of_few_options(name: str) -> None:
     own = set(options(COMMANDS[name])) - set(options(COMMANDS["run"])) - {"--json"}
     assert len(own) <= 6, own
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("verify", "--sizes", "M=3"), "no such option"),
-        (("nosuch",), "nosuch"),
-        (("show",), "missing argument"),
-        (("run", "dequant_lqq"), "missing option"),
-        (("verify", "--seed", "x"), "invalid value for '--seed'"),
-        (("show", "nosuch_at_all_qqq"), "unknown kernel 'nosuch_at_all_qqq'; "),
-        (("verify", "gem"), "unknown kernel 'gem'; nearest: gemm"),
-        (("sass", "dequant_lqq", "--record", "-D", "X"), "-D cannot be combined with --record"),
-        (("sanitize", "sum", "--tool", "memchek"), "--tool expects some of memcheck, "),
-        (("sanitize", "{file}"), "sanitize expects kernels or families, got "),
-        (("run", "gemm", "--in", "{npz}"), "kernel: one of gemm_"),
-        (("sweep", "{file}", "-D", "X=1"), "sweep expects a kernel of the W4A8 GEMM or of attention, got "),
-        (("verify", "{file}"), "a file has no reference to verify against"),
-        (("show", "load", "--plot", "x.png"), "--plot expects one load_* kernel, got load"),
-        (("show", "load_ldmatrix", "--plot", "x.txt"), "--plot expects a .png or .svg or .pdf file, got x.txt"),
-        (("timeline", "{file}"), "timeline expects one of the project's kernels, got "),
-    ],
-)
-def test_a_usage_error_is_one_line(cli: Any, tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
-    (tmp_path / "add4.ptx").write_text(PTX_ADD4)
-    (tmp_path / "in.npz").write_bytes(b"PK\x05\x06" + bytes(18))
-    paths = {"{file}": str(tmp_path / "add4.ptx"), "{npz}": str(tmp_path / "in.npz")}
-    code, out, err = cli(*(paths.get(one, one) for one in arguments))
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith("error: ") and message in err and not set("╭│╰") & set(err)
 
 
 @pytest.mark.parametrize("command", [("run", "sum"), ("verify", "sum")])
@@ -224,39 +192,7 @@ def test_a_profile_of_two_kernels_fits(capsys: pytest.CaptureFixture[str]) -> No
     assert " ".join(f"{name}={size}" for name, size in SIZES.items()) in table and pages[0].kernel in table
 
 
-# The package
-
-
-def test_no_two_classes_of_these_folders_share_a_name() -> None:
-    """Nor any of them with a class of another folder."""
-    package = Path(ptxlab.__file__).parent
-    found: dict[str, set[str]] = defaultdict(set)
-    for path in package.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found[node.name].add(path.relative_to(package).parts[0])
-    mine = {"cli", "sass", "profile", "timeline", "nsight", "jupyter", "sources.py", "verify.py", "doctor.py"}
-    assert {name: rooms for name, rooms in found.items() if len(rooms) > 1 and rooms & mine} == {}
-
-
 def test_cost_without_a_shape_shows_the_device_that_is_asked_for(cli: Any) -> None:
     every, one = json.loads(cli("cost", "--json")[1]), json.loads(cli("cost", "--device", "h100", "--json")[1])
     assert len(every) > 1 and len(one) == 1 and one[0] in every
     assert cli("cost", "--device", "nosuch")[0] == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("verify", "dequant_lqq", "--seed", "-1"), "--seed"),
-        (("verify", "dequant", "--shape", "R=-3,K=64,g=64"), "--shape"),
-        (("verify", "dequant_lqq", "--shape", "Q=3"), "--shape"),
-        (("demo", "--out", "no/such/x.png"), "no/such"),
-    ],
-)
-def test_bad_input_is_found_before_any_work(
-    cli: Any, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], said: str
-) -> None:
-    monkeypatch.setattr("ptxlab.demo.weights", lambda *_: pytest.fail("the weights were fetched"))
-    code, out, err = cli(*arguments)
-    assert code == 2 and out == "" and len(err.splitlines()) == 1 and err.startswith("error: ") and said in err

@@ -89,7 +89,7 @@ def test_a_dequantiser_too_dear_to_hide_lowers_the_roof() -> None:
 def test_sheets_say_what_is_measured() -> None:
     assert [name for name, gpu in DEVICES.items() if gpu.measured] == ["h200-measured"]
     here, sheet, promised = device("H200-measured"), cost.sheet("h200"), device("h200")
-    assert (here.memory_tbps, here.tops["int8"], here.start_us) == (4.5, 1920, sheet.stream_start_us)
+    assert (here.memory_tbps, here.tops["int8"], here.start_us) == (4.5, 1920, sheet.start_us)
     assert here.memory_tbps < promised.memory_tbps and here.issue_tips < promised.issue_tips
     assert all(here.tops[operand] < tops for operand, tops in promised.tops.items())
 

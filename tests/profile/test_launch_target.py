@@ -99,10 +99,11 @@ def test_sizes_are_the_usual_ones_unless_given() -> None:
     assert launch_target.sizes_of(kernels.specs()["append_kv4"], {"R": 0})["R"] == 0, "no rotation"
 
 
+@pytest.mark.parametrize("backend", ["gpu", "emulator"])
 @pytest.mark.parametrize("name", kernels.specs())
-def test_usual_sizes_are_such_as_the_kernel_takes(name: str) -> None:
+def test_usual_sizes_are_such_as_the_kernel_takes(name: str, backend: str) -> None:
     spec = kernels.specs()[name]
-    assert launch_target.sizes_of(spec, {}) == launch_target.usual_sizes(spec)
+    assert launch_target.sizes_of(spec, {}, backend) == launch_target.usual_sizes(spec, backend)
 
 
 def test_weights_that_the_figures_are_per() -> None:

@@ -15,7 +15,8 @@ from ptxlab.bench.stored import stored_times
 from ptxlab.errors import FileError
 from report import FIGURES, figures, frames, gemm, gemmplot, ladder, sections, targets
 from tests.support import ladder_record
-from tests.support.headline_record import CUBLAS, SLOWDOWN, record
+from tests.support.headline_record import SLOWDOWN, record
+from tests.support.made_up import CUBLAS
 
 RECORD = record()
 POINTS = gemm.points(RECORD)

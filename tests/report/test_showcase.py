@@ -4,7 +4,6 @@ import json
 import re
 import runpy
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.cli import main
 from ptxlab.layout.fragments import mma_a
 from report import showcase
 from report.showcase import MISTAKES, Mistake
@@ -31,15 +29,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def run(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def run(here: Path, cli: Any) -> Any:
     """Run a mistake's command in this process: (exit code, findings, what the kernel wrote)."""
 
     def command(mistake: Mistake, *more: str) -> tuple[int, list[dict[str, Any]], dict[str, np.ndarray]]:
-        monkeypatch.setattr(sys, "argv", mistake.command(*more, "--json", "--out out.npz").split())
-        with pytest.raises(SystemExit) as exit_:
-            main()
+        code, out, _ = cli(*mistake.command(*more, "--json", "--out out.npz").split()[1:])
         with np.load("out.npz") as archive:
-            return int(exit_.value.code or 0), json.loads(capsys.readouterr().out)["findings"], dict(archive)
+            return code, json.loads(out)["findings"], dict(archive)
 
     return command
 
@@ -111,8 +107,5 @@ def test_the_page_shows_the_lines_that_are_found_and_the_remedy(mistake: Mistake
         assert any(row.startswith(f"{line:>3} ") for row in shown)
 
 
-def test_a_constant_that_is_no_number_is_bad_input(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", MISTAKES[0].command("-D TILE=wide").split())
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 2
+def test_a_constant_that_is_no_number_is_bad_input(here: Path, cli: Any) -> None:
+    assert cli(*MISTAKES[0].command("-D TILE=wide").split()[1:])[0] == 2

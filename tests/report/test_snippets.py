@@ -11,7 +11,6 @@ import re
 import runpy
 import shlex
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -79,8 +78,9 @@ def parse(command: str) -> None:
 class Page:
     """What running a page has come to: its folder, its names, what the last Python block printed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, run: Any) -> None:
         self.monkeypatch = monkeypatch
+        self.cli = run
         self.names: dict[str, Any] = {"__name__": "__main__"}
         self.printed = ""
         self.folder = folder
@@ -119,43 +119,36 @@ class Page:
         elif program == "python" and words[0].endswith(".py"):
             runpy.run_path(words[0], run_name="__main__")
         elif program == "ptxlab" and (not any(why in comment for why in NOT_RUN) or (gpu and comment.strip() == GPU)):
-            status, printed = self.ptxlab(words)
-            assert status == (1 if "finding" in shown else 0), f"{where}: {command}\n{printed}"
+            status, out, err = self.cli(*words)
+            assert status == (1 if "finding" in shown else 0), f"{where}: {command}\n{out}{err}"
             if shown:
-                assert_shown(shown, printed, where)
+                assert_shown(shown, out + err, where)
         elif program == "ptxlab":
             parse(command)
         else:
             assert program in OTHERS, f"{where}: {command}: neither run nor known"
 
-    def ptxlab(self, words: list[str]) -> tuple[int, str]:
-        """Exit status and output of the command."""
-        self.monkeypatch.setattr(sys, "argv", ["ptxlab", *words])
-        with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-            try:
-                cli.main()
-                status = 0
-            except SystemExit as left:
-                status = int(left.code or 0)
-        return status, out.getvalue() + err.getvalue()
 
+@pytest.fixture
+def run_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Any) -> Any:
+    def run(page: Path, *, gpu: bool) -> None:
+        running = Page(monkeypatch, tmp_path, cli)
+        for block in blocks(page):
+            running.run(block, f"{ids(page)}:{block.line}", gpu=gpu)
 
-def run_page(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, gpu: bool) -> None:
-    running = Page(monkeypatch, tmp_path)
-    for block in blocks(page):
-        running.run(block, f"{ids(page)}:{block.line}", gpu=gpu)
+    return run
 
 
 @pytest.mark.parametrize("page", [page for page in GUIDE if blocks(page)], ids=ids)
-def test_blocks_run_as_written(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_blocks_run_as_written(page: Path, monkeypatch: pytest.MonkeyPatch, run_page: Any) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    run_page(page, monkeypatch, tmp_path, gpu=False)
+    run_page(page, gpu=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [page for page in GUIDE if any(GPU in block.text for block in blocks(page))], ids=ids)
-def test_blocks_run_on_a_gpu(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run_page(page, monkeypatch, tmp_path, gpu=True)
+def test_blocks_run_on_a_gpu(page: Path, run_page: Any) -> None:
+    run_page(page, gpu=True)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)

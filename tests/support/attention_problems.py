@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from ptxlab import emulator, kernels
-from ptxlab.kernels.attention import common, sm80
+from ptxlab.kernels.attention import common
 from ptxlab.layout import KVCache
 from ptxlab.runtime import run_spec
 from ptxlab.spec import Arrays, KernelSpec
-from ptxlab.spec.dtypes import numbers, stored
+from ptxlab.spec.dtypes import numbers
 from ptxlab.verify import compare
 
 TILE = 64  # tokens that the kernels take at a time
@@ -134,17 +134,6 @@ def moved(cache: KVCache, to: Any) -> KVCache:
     return replace(cache, **fields | {name: both and tuple(map(to, both)) for name, both in channels.items()})
 
 
-def of_variant(
-    spec: KernelSpec, variant: Any, seed: int, lengths: tuple[int, ...], change: Change, Hkv: int, **how: int
-) -> tuple[Arrays, Arrays]:
-    """(logical inputs, arguments) of a variant of `spec`, which is compiled for D, page, bits, T, ratio and BF16."""
-    scheme, softmax_scale = sm80.scheme_of(variant.bits, variant.channel), variant.D**-0.5
-    shape: dict[str, int] = {"Hq": Hkv * variant.ratio, "Hkv": Hkv, "T": variant.T, "D": variant.D}
-    q, cache = problem(seed, lengths, change, scheme=scheme, page_size=variant.page, **shape)
-    logical = {"q": q, "cache": cache, "softmax_scale": softmax_scale, **how}
-    return logical, {**spec.pack(logical), "q": stored(q, sm80.DTYPES[variant.BF16])}
-
-
 def check(
     spec: KernelSpec, logical: Arrays, backend: str = "emulator", inputs: Arrays | None = None, **how: Any
 ) -> Arrays:
@@ -161,6 +150,6 @@ def check(
 def check_the_unseen(variant: Any, logical: Arrays, outputs: Arrays) -> None:
     """The second sequence is empty: nothing comes out; elsewhere numbers do, and a logarithm where a token is seen."""
     assert not outputs["out"][1].any() and np.isneginf(outputs["lse"][1]).all()
-    assert np.isfinite(numbers(outputs["out"], sm80.DTYPES[variant.BF16])).all()
+    assert np.isfinite(numbers(outputs["out"], variant.dtype)).all()
     seen = logical["cache"].lengths[:, None] - variant.T + np.arange(variant.T) >= 0
     assert np.array_equal(np.isfinite(outputs["lse"]), np.broadcast_to(seen[..., None], outputs["lse"].shape))

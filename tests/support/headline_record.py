@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ptxlab import cost
 from ptxlab.bench.gemm import grouped, headline
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import (
@@ -19,23 +18,13 @@ from ptxlab.bench.shapes import (
     Layer,
 )
 from tests.support import ladder_record, made_up
-from tests.support.ladder_record import CUBLAS
 
 SLOWDOWN = 1.125  # time over the floor, of all that is ours
 
 
 def row(measure: str, sizes: dict[str, int], nbytes: int, operations: int, slowdown: float, **fields: Any) -> Row:
-    stream = cost.sheet("h200").stream_us(nbytes)
-    floor, limit = cost.gemm_floor(stream, operations, "h200")
-    usual = {
-        "kernel": "gemm_w4a8_sm90",
-        "peers": {peer: floor * factor for peer, factor in CUBLAS.items()},
-        "more": {"stream_us": stream, "packed_bytes": nbytes},
-        "activations": "row_major",
-    }
-    return made_up.row(
-        floor, slowdown, nbytes, operations, measure=measure, sizes=sizes, limit=limit, **{**usual, **fields}
-    )
+    fields = {"kernel": "gemm_w4a8_sm90", "measure": measure, "sizes": sizes, **fields}
+    return made_up.gemm(nbytes, operations, slowdown, **fields)
 
 
 def of_layer(measure: str, layer: Layer, M: int, slowdown: float = SLOWDOWN, **fields: Any) -> Row:

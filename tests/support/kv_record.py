@@ -5,6 +5,7 @@ from typing import Any
 
 from ptxlab.bench import attention
 from ptxlab.bench.attention import append, merge
+from ptxlab.bench.attention.problem import scheme_of
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import HEADS, Batch, batches, evened, ragged
 from ptxlab.bench.stored import stored_attention
@@ -42,7 +43,7 @@ def rows() -> Iterator[Row]:
         yield of(attention.RAGGED, uneven, 1.2, face="attention_kv4")
         yield of(attention.EVEN, evened(uneven), 1.1, face="attention_kv4")
     for place, step in enumerate(STEPS):
-        yield of(attention.LADDER, attention.ABLATION, 8 - place, attention.scheme_of(step), kernel=step.spec.name)
+        yield of(attention.LADDER, attention.ABLATION, 8 - place, scheme_of(step), kernel=step.spec.name)
     for batch in merge.BATCHES:
         yield of(merge.MEASURE, batch, 1.5, kernel="attention_kv4_mma_sm80, attention_merge", more={"fused_us": 10.0})
     for heads in append.HEADS:

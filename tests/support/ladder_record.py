@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ptxlab import cost, kernels
+from ptxlab import kernels
 from ptxlab.bench.gemm.problem import packed_bytes, sizes_at, variant
 from ptxlab.bench.record import Record, Row
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS, LAYERS, TOKENS, Layer
@@ -11,7 +11,6 @@ from tests.support import made_up
 NAMES = [spec.name for spec in kernels.gemm.STEPS]
 # Time over the floor at few and at many tokens, step by step.
 SLOWDOWN = dict(zip(NAMES, ((2.2, 4.0), (2.0, 3.2), (1.9, 2.4), (1.7, 2.0), (1.9, 1.9), (1.35, 1.4)), strict=True))
-CUBLAS = {"cublas_fp8": 1.7, "cublas_int8": 2.2, "cublas_fp16": 3.1}  # time over our floor
 COUNTED = {
     "ncu_ns": 60_000.0, "ncu_cycles": 105_000.0, "tensor_pct": 40.0, "issue_pct": 30.0, "alu_pct": 20.0,
     "fma_pct": 10.0, "lsu_pct": 5.0, "dram_pct": 70.0, "l2_pct": 40.0, "warp_instructions": 3e7, "active_warps": 12.0,
@@ -22,24 +21,17 @@ COUNTED = {
 def row(name: str, layer: Layer, M: int) -> Row:
     spec = kernels.specs()[name]
     sizes = sizes_at(spec, layer, M)
-    nbytes, operations = packed_bytes(spec, sizes), 2 * M * layer.N * layer.K
-    stream = cost.sheet("h200").stream_us(nbytes)
-    floor, limit = cost.gemm_floor(stream, operations, "h200")
     few, many = SLOWDOWN[name]
     counted = COUNTED if layer == DISSECTED and M in DISSECTED_TOKENS else {}
-    return made_up.row(
-        floor,
+    return made_up.gemm(
+        packed_bytes(spec, sizes),
+        2 * M * layer.N * layer.K,
         (few + (many - few) * M / 256) * (1 + 4000 / layer.N / 8),
-        nbytes,
-        operations,
         kernel=name,
         measure="gemm",
         sizes=sizes,
-        limit=limit,
-        peers={peer: floor * factor for peer, factor in CUBLAS.items()},
-        activations="row_major",
         variant=variant(spec, sizes),
-        more={"stream_us": stream, "packed_bytes": nbytes, "registers": 128, "local_bytes": 0, **counted},
+        more={"registers": 128, "local_bytes": 0, **counted},
     )
 
 

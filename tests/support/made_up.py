@@ -1,8 +1,11 @@
-"""A row of a record that nobody measured: for the tables, figures and targets that are made of such records."""
+"""Rows of records that nobody measured: for the tables, figures and targets that are made of such records."""
 
 from typing import Any
 
+from ptxlab import cost
 from ptxlab.bench.record import Row
+
+CUBLAS = {"cublas_fp8": 1.7, "cublas_int8": 2.2, "cublas_fp16": 3.1}  # time over our floor
 
 
 def row(floor: float, slowdown: float, nbytes: int, operations: int = 0, **fields: Any) -> Row:
@@ -25,3 +28,13 @@ def row(floor: float, slowdown: float, nbytes: int, operations: int = 0, **field
             **fields,
         },
     )
+
+
+def gemm(nbytes: int, operations: int, slowdown: float, **fields: Any) -> Row:
+    """A GEMM on an H200, beside cuBLAS."""
+    stream = cost.sheet("h200").stream_us(nbytes)
+    floor, limit = cost.gemm_floor(stream, operations, "h200")
+    peers = {peer: floor * factor for peer, factor in CUBLAS.items()}
+    fields = {"limit": limit, "peers": peers, "activations": "row_major", **fields}
+    fields["more"] = {"stream_us": stream, "packed_bytes": nbytes, **fields.get("more", {})}
+    return row(floor, slowdown, nbytes, operations, **fields)

@@ -71,6 +71,13 @@ def changed(kernel: Kernel, copies: Iterable[int], change: Change = without) -> 
     return replace(kernel.module, entries={entry.name: replace(entry, instructions=code)})
 
 
+def unnoticed(kernel: Kernel, notices: Callable[[emulator.Module], object]) -> list[Statement]:
+    """The waits without which the kernel runs and nobody notices; there have to be some waits."""
+    found = statements(kernel)
+    assert found
+    return [statement for statement, copies in found.items() if not notices(changed(kernel, copies))]
+
+
 def diagnosis(module: emulator.Module, check: Callable[[], object], patch: pytest.MonkeyPatch) -> str:
     """What a check notices if kernels are this module; empty if nothing."""
     patch.setattr(Kernel, "module", module)

@@ -6,12 +6,20 @@ from typing import Any
 from ptxlab import gpu
 from ptxlab.bench import launching
 from ptxlab.bench.attention import append, merge
-from ptxlab.bench.attention.problem import AttentionLaunches, Expected, Problem, launches, random_problem, sizes_at
+from ptxlab.bench.attention.problem import (
+    AttentionLaunches,
+    Expected,
+    Problem,
+    launches,
+    random_problem,
+    scheme_of,
+    sizes_at,
+)
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.peers import sdpa
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import HEADS, Batch, batches, even, evened, ragged
-from ptxlab.bench.timing import Measured, in_turn, measure
+from ptxlab.bench.timing import Measured, chained, measure
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.append import APPEND
 from ptxlab.kernels.attention.call import NAME as FACE
@@ -111,8 +119,8 @@ def behind_append(step: AttentionStep, of: Problem) -> tuple[Measured, Attention
     """
 
     def together(programmatic: bool) -> tuple[Measured, AttentionLaunches]:
-        first, then = appending.calls(programmatic), launches(step, of, programmatic=programmatic)
-        return measure([in_turn(both) for both in zip(first, then.calls, strict=True)]), then
+        then = launches(step, of, programmatic=programmatic)
+        return measure(chained(appending.calls(programmatic), then.calls)), then
 
     appending = append.Appending(of)
     plain, _ = together(False)
@@ -144,21 +152,10 @@ def row(
         checked=checked,
         nbytes=nbytes,
         operations=4 * of.batch.tokens * of.batch.Hq * of.q.shape[-1],
-        variant=ready.config,
-        more={
-            "tokens": of.batch.tokens,
-            "error": worst,
-            "registers": ready.kernel.registers,
-            "local_bytes": ready.kernel.local_bytes,
-            **(more or {}),
-        },
+        variant=ready.variant,
+        more={"tokens": of.batch.tokens, "error": worst, **ready.resources, **(more or {})},
         **further,
     )
-
-
-def scheme_of(step: AttentionStep) -> str:
-    """The cache that a step takes: 8 bits for the baseline."""
-    return "kv8" if step.spec.name == "attention_kv8" else "kv4"
 
 
 def compile_all(planned: Sequence[tuple[AttentionStep, Batch]], appending: bool) -> None:

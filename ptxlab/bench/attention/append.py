@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,8 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
 
 def variants() -> Iterator[dict[str, int]]:
     """The constants that all points are compiled with."""
-    for heads in HEADS:
-        for tokens, _ in POINTS:
-            for scheme in KV_SCHEMES:
-                for rope in (True, False):
-                    yield APPEND.config_for(sizes_at(tokens, heads, scheme, rope))
+    for heads, (tokens, _), scheme, rope in product(HEADS, POINTS, KV_SCHEMES, (True, False)):
+        yield APPEND.config_for(sizes_at(tokens, heads, scheme, rope))
 
 
 def sizes_at(tokens: int, heads: int, scheme: str, rope: bool, copies: int = 1) -> dict[str, int]:

@@ -9,7 +9,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.launching import Call, prepared
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import HEAD_DIM, Batch, even
-from ptxlab.bench.timing import in_turn, measure
+from ptxlab.bench.timing import chained, measure
 from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
 from ptxlab.kernels.attention.steps import STEPS, AttentionStep
@@ -34,9 +34,9 @@ def merged(batch: Batch, ceilings: Ceilings) -> Row:
     alone.check(of)
     parts = launches(AttentionStep(sm80.MMA, fused.blocks), of)
     assert parts.logged is not None
-    two = measure(_followed(parts.calls, _merges(parts, out=parts.outputs)))
+    two = measure(chained(parts.calls, _merges(parts, out=parts.outputs)))
     merges = _merges(parts, out=parts.logged.outputs, lse=parts.logged.lse)
-    logged = replace(parts.logged, calls=_followed(parts.logged.calls, merges))
+    logged = replace(parts.logged, calls=chained(parts.logged.calls, merges))
     checked, worst = replace(parts, logged=logged).check(of)
     nbytes = batch.kv_bytes()
     return row_of(
@@ -52,14 +52,10 @@ def merged(batch: Batch, ceilings: Ceilings) -> Row:
     )
 
 
-def _followed(first: list[Call], second: list[Call]) -> list[Call]:
-    return [in_turn(both) for both in zip(first, second, strict=True)]
-
-
 def _merges(parts: AttentionLaunches, **written: Any) -> list[Call]:
     """The second launch for each of the first ones; `written` are results, f16 `out` and f32 `lse` of all copies."""
     sizes = {name: parts.sizes[name] for name in ("B", "T", "Hq", "Hkv", "blocks")}
-    sizes |= {"D": HEAD_DIM, "tile": parts.config["COLUMNS"], "columns": parts.scratch["stats"].shape[2]}
+    sizes |= {"D": HEAD_DIM, "tile": parts.variant["COLUMNS"], "columns": parts.scratch["stats"].shape[2]}
     MERGE.check_sizes(sizes)
     each = ({name: array[i] for name, array in written.items()} for i in range(len(parts.calls)))
     arrays = ({**parts.scratch, **ours} for ours in each)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ptxlab import gpu, kernels
 from ptxlab.bench.attention import kvdata
-from ptxlab.bench.launching import Call, poisoned, prepared
+from ptxlab.bench.launching import Call, Launches, poisoned, prepared
 from ptxlab.bench.shapes import HEAD_DIM, PAGE, Batch
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
@@ -18,7 +18,7 @@ from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.kernels.attention.steps import AttentionStep
 from ptxlab.layout import KVCache, page_bytes
 from ptxlab.quant import KV_SCHEMES
-from ptxlab.spec import Arrays, KernelSpec
+from ptxlab.spec import Arrays
 from ptxlab.spec.tolerance import Allowed, within
 
 SCALE = HEAD_DIM**-0.5
@@ -27,8 +27,13 @@ _WILD_PAGE = 0x7FFFFFF0  # where a table has no page
 _NAN = 0xFF  # what results are filled with before
 
 
-def sizes_at(step: AttentionStep, batch: Batch, scheme: str, pages: int) -> dict[str, Any]:
-    """The spec's sizes for one new token per sequence, in a pool of `pages`."""
+def scheme_of(step: AttentionStep) -> str:
+    """The cache that a step takes: 8 bits for the baseline."""
+    return "kv8" if step.spec.name == "attention_kv8" else "kv4"
+
+
+def sizes_at(step: AttentionStep, batch: Batch, scheme: str, pages: int, sms: int | None = None) -> dict[str, Any]:
+    """The spec's sizes for one new token per sequence, in a pool of `pages`, on so many SMs or those of this GPU."""
     sizes = {
         "B": len(batch.lengths),
         "T": 1,
@@ -45,7 +50,7 @@ def sizes_at(step: AttentionStep, batch: Batch, scheme: str, pages: int) -> dict
     }
     sizes = {name: size for name, size in sizes.items() if name in step.spec.symbols}
     if step.blocks is not None:
-        sizes["blocks"] = step.blocks(sizes, gpu.device_info().sms)
+        sizes["blocks"] = step.blocks(sizes, sms or gpu.device_info().sms)
     step.spec.check_sizes(sizes)
     return sizes
 
@@ -79,9 +84,9 @@ class Problem:
         )
 
 
-def random_problem(batch: Batch, scheme: str = "kv4") -> Problem:
+def random_problem(batch: Batch, scheme: str = "kv4", copies: int | None = None) -> Problem:
     """Random pages (`kvdata.spread`) that lie in any order; the table's free entries are wild."""
-    copies, pages = copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
+    copies, pages = copies or copies_beyond_l2(batch.kv_bytes(scheme)), sum(batch.pages())
     block = _random_pages(batch.Hkv, scheme)
     pool = gpu.empty((copies * pages, *block.shape[1:]), np.uint8)
     for turn, start in enumerate(range(0, pages, len(block))):
@@ -147,27 +152,16 @@ class Logged:
 
 
 @dataclass(frozen=True)
-class AttentionLaunches:
-    """Launches of one step that are ready to be timed, one per copy of the cache.
+class AttentionLaunches(Launches):
+    """Launches of one step, one per copy of the cache.
 
     Attributes:
-        spec: the kernel.
-        sizes: symbols of its spec.
-        config: the constants it was compiled with.
-        kernel: as loaded.
-        calls: launch on CuPy's current stream.
+        outputs: f16 [copies, B, Hq, D].
         scratch: what the kernel works in, shared by all calls.
-        outputs: what the calls write, f16 [copies, B, Hq, D].
         logged: the launches that write logarithms too; None for teaching steps, which have none.
     """
 
-    spec: KernelSpec
-    sizes: dict[str, Any]
-    config: dict[str, int]
-    kernel: gpu.GpuKernel
-    calls: list[Call]
     scratch: dict[str, Any]
-    outputs: Any
     logged: Logged | None
 
     def expected(self, of: Problem) -> Expected:
@@ -181,7 +175,7 @@ class AttentionLaunches:
             logical = {"q": q.reshape(1, *shape[1:]), "cache": cache, "softmax_scale": SCALE, **more}
             sequences.append((oracle.expected(logical), oracle.allowed(logical)))
         if self.spec.name == SM90.name:
-            out, lse = exact.attention(of.q[:, None], of.caches[0], softmax_scale=SCALE, config=self.config, **more)
+            out, lse = exact.attention(of.q[:, None], of.caches[0], softmax_scale=SCALE, config=self.variant, **more)
             bits = {"out": out[:, 0], "lse": lse[:, 0]}
         return Expected(sequences, bits)
 
@@ -224,7 +218,7 @@ class AttentionLaunches:
         return "; ".join(said), worst["out"]
 
     def _wrong(self, of: Problem, what: str) -> BenchmarkError:
-        return BenchmarkError(f"{self.spec.name} with {self.config}: the timed launches gave {what} of {of.batch}")
+        return BenchmarkError(f"{self.spec.name} with {self.variant}: the timed launches gave {what} of {of.batch}")
 
 
 def launches(
@@ -260,4 +254,4 @@ def launches(
         lse = poisoned((copies, *of.q.shape[:2]), np.float32, _NAN)
         logged = Logged(ready(out=again, lse=lse)[1], again, lse)
     kernel, calls = ready(out=outputs)
-    return AttentionLaunches(spec, sizes, config, kernel, calls, scratch, outputs, logged)
+    return AttentionLaunches(spec, sizes, config, kernel, calls, outputs, scratch, logged)

@@ -34,7 +34,7 @@ def chain(
     links = [headline.at(layer, M) for layer in layers]
     plain, _ = in_turn_on(links, logical)
     measured, ready = in_turn_on(links, logical, programmatic=True)
-    checked = [link.check(expected(link.step.spec, inputs)) for link, inputs in zip(ready, logical, strict=True)]
+    checked = [link.check(expected(link.spec, inputs)) for link, inputs in zip(ready, logical, strict=True)]
     return in_turn_row(
         ready,
         measured,

@@ -110,7 +110,7 @@ def loop(experts: Experts, stream_us: StreamTime) -> Row:
     measured, ready = in_turn_on(
         [headline.at(experts.layer, M) for M, _ in problems], [inputs for _, inputs in problems]
     )
-    checked = [link.check(expected(link.step.spec, inputs)) for link, (_, inputs) in zip(ready, problems, strict=True)]
+    checked = [link.check(expected(link.spec, inputs)) for link, (_, inputs) in zip(ready, problems, strict=True)]
     return in_turn_row(
         ready,
         measured,

@@ -9,7 +9,7 @@ from ptxlab.bench import launching
 from ptxlab.bench.gemm.problem import GemmLaunches, launches, packed_bytes, source_of, variant
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.stream import measure_stream
-from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, in_turn, measure
+from ptxlab.bench.timing import GEMM_REPLAYS, Measured, chained, copies_beyond_l2, measure
 from ptxlab.kernels.gemm.common import GemmStep
 from ptxlab.spec import Arrays, evaluate
 
@@ -60,7 +60,7 @@ def point(
         checked=timed.check(right),
         peers=dict(peers),
         variant=timed.variant,
-        more={"registers": timed.kernel.registers, "local_bytes": timed.kernel.local_bytes, **(more or {})},
+        more={**timed.resources, **(more or {})},
         **{"activations": step.order, **further},
     )
 
@@ -84,8 +84,7 @@ def in_turn_on(
         launches(*link, inputs, copies=copies, programmatic=programmatic)
         for link, inputs in zip(links, logical, strict=True)
     ]
-    rounds = zip(*(link.calls for link in ready), strict=True)
-    return measure([in_turn(calls) for calls in rounds], replays=GEMM_REPLAYS), ready
+    return measure(chained(*(link.calls for link in ready)), replays=GEMM_REPLAYS), ready
 
 
 def in_turn_row(
@@ -97,16 +96,16 @@ def in_turn_row(
     **further: Any,
 ) -> Row:
     """The row of GEMMs, or of one, that were timed as one call; `further` are `row_of`'s and fields of `Row`."""
-    nbytes = sum(packed_bytes(link.step.spec, link.sizes) for link in ready)
-    operations = sum(int(evaluate(link.step.spec.operations, link.sizes)) for link in ready)
+    nbytes = sum(packed_bytes(link.spec, link.sizes) for link in ready)
+    operations = sum(int(evaluate(link.spec.operations, link.sizes)) for link in ready)
     return row_of(
-        ready[0].step.spec,
+        ready[0].spec,
         measured=measured,
         floor=cost.gemm_floor(stream_us(nbytes), operations, gpu.device_info().slug),
-        nbytes=sum(link.step.spec.bytes_moved({**link.sizes, **link.variant}) for link in ready),
+        nbytes=sum(link.spec.bytes_moved({**link.sizes, **link.variant}) for link in ready),
         rate=(operations / measured.us / 1e6, "TOPS"),
         operations=operations,
-        kernel=", ".join(dict.fromkeys(link.step.spec.name for link in ready)),
+        kernel=", ".join(dict.fromkeys(link.spec.name for link in ready)),
         more={"stream_us": stream_us(nbytes), "packed_bytes": nbytes, **more},
         **further,
     )

@@ -1,13 +1,13 @@
 """A GEMM on one matrix: inputs on the device, launches over rotating weights, exact results."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.bench.launching import Call, poisoned, prepared
+from ptxlab.bench.launching import Launches, poisoned, prepared
 from ptxlab.bench.shapes import GROUP, Layer
 from ptxlab.bench.timing import copies_beyond_l2
 from ptxlab.errors import BenchmarkError
@@ -101,25 +101,8 @@ def expected(spec: KernelSpec, logical: Arrays) -> Any:
     return spec.reference(**inputs, OUT=F16).view(np.uint16)
 
 
-@dataclass(frozen=True)
-class GemmLaunches:
-    """Launches of one step that are ready to be timed, one per copy of the weight.
-
-    Attributes:
-        step: the kernel.
-        sizes: symbols of its spec.
-        variant: the constants it was compiled with.
-        kernel: as loaded.
-        calls: launch on CuPy's current stream.
-        outputs: what each call writes, FP16 [M, N].
-    """
-
-    step: GemmStep
-    sizes: dict[str, int]
-    variant: dict[str, int]
-    kernel: gpu.GpuKernel
-    calls: list[Call]
-    outputs: list[Any]
+class GemmLaunches(Launches):
+    """Launches of one step, one per copy of the weight; `outputs` is a list of f16 [M, N]."""
 
     def check(self, right: Any) -> str:
         """Hold what every call wrote against the right bits, u16 [M, N] (`expected`).
@@ -131,7 +114,7 @@ class GemmLaunches:
             BenchmarkError: a bit is wrong.
         """
         if not all(bool((output.view(np.uint16) == right).all()) for output in self.outputs):
-            where = f"{source_of(self.step).label} with {self.variant}"
+            where = f"{of_kernel(self.spec.name)[0].label} with {self.variant}"
             raise BenchmarkError(f"{where}: the timed launches gave wrong results at {self.sizes}")
         return f"all {right.size} results of {len(self.outputs)} launches equal to the reference, bit for bit"
 
@@ -167,7 +150,7 @@ def launches(
             yield {**arrays, **_scratch(spec, everything), "y": outputs[-1]}
 
     kernel, calls = prepared(spec, sizes, constants, given(), programmatic=programmatic)
-    return GemmLaunches(step, sizes, constants, kernel, calls, outputs)
+    return GemmLaunches(spec, sizes, constants, kernel, calls, outputs)
 
 
 def _rotating(spec: KernelSpec, logical: Arrays, copies: int) -> list[Arrays]:

@@ -1,5 +1,6 @@
 """New keys and values in a KV cache: every byte of the pool as the quantiser and the reference's rotation have it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -140,8 +141,9 @@ def test_levels_are_clipped(scheme: str, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scheme", ["kv4_channel", "kv8_channel"])
-def test_constants_by_channel_of_any_size(scheme: str, backend: str) -> None:
-    any_constants(scheme).check(backend)
+@pytest.mark.parametrize("drawn", [any_constants, huge], ids=["of any size", "with infinite quotients"])
+def test_constants_by_channel(drawn: Callable[[str], Problem], scheme: str, backend: str) -> None:
+    drawn(scheme).check(backend)
 
 
 def test_what_padding_brings_does_not_matter() -> None:
@@ -172,12 +174,6 @@ def test_tokens_that_no_host_lets_through_show_in_their_scale(wrong: float, rope
     bad[1, 1, 0] = bad[0, 0, 2] = True
     assert not np.isfinite(scales.view(np.float16)[bad]).any()
     assert np.array_equal(scales[~bad], wanted[~bad])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("scheme", ["kv4_channel", "kv8_channel"])
-def test_quotients_by_channel_that_are_infinite(scheme: str, backend: str) -> None:
-    huge(scheme).check(backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import ptxlab
-from ptxlab import gpu, quant, reference
+from ptxlab import gpu, quant
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.attention.append import APPEND
-from ptxlab.layout import KVCache, write_slots
+from ptxlab.layout import KVCache
+from tests.support.append_problems import ON_GPU, Problem
 from tests.support.attention_calls import changed, on_device, sent
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 
@@ -33,12 +34,7 @@ def new_cache(scheme: str = "kv4") -> KVCache:
 
 
 def wanted(rope: Any = None, slots: np.ndarray = SLOTS, scheme: str = "kv4") -> np.ndarray:
-    cache, here = new_cache(scheme), slots >= 0
-    k = K if rope is None else reference.rope(K[here], COS[rope[2][here]], SIN[rope[2][here]])
-    keys = quant.quantize_kv(k if len(k) < T else k[here], scheme, cache.k_channel)
-    write_slots(cache, keys, quant.quantize_kv(V[here], scheme, cache.v_channel), slots[here])
-    pool: np.ndarray = cache.pool
-    return pool
+    return Problem(K, V, new_cache(scheme), slots, rope).wanted
 
 
 def call(cache: KVCache, slots: Any = SLOTS, rope: Any = None, **options: Any) -> None:
@@ -68,10 +64,7 @@ def test_torch_on_the_cpu() -> None:
     pool = torch.from_numpy(WILD.copy())
     k, v = (torch.from_numpy(x).bfloat16() for x in (K, V))
     ptxlab.append_kv4(k, v, replace(cache, pool=pool), torch.from_numpy(SLOTS.astype(np.int64)), backend="emulator")
-    here, cache = SLOTS >= 0, new_cache()
-    keys, values = (quant.quantize_kv(x.float().numpy()[here]) for x in (k, v))
-    write_slots(cache, keys, values, SLOTS[here])
-    assert np.array_equal(pool.numpy(), cache.pool)
+    assert np.array_equal(pool.numpy(), Problem(k.float().numpy(), v.float().numpy(), new_cache(), SLOTS).wanted)
 
 
 def test_other_slots_need_no_other_kernel(fake: FakeGpu) -> None:
@@ -175,9 +168,6 @@ def test_arrays_in_different_places_are_refused(fake: FakeGpu) -> None:
     with pytest.raises(ArgumentError, match=r"backend: arrays on the CPU \(NumPy\) for the emulator"):
         call(on_device(new_cache()), backend="emulator")
     assert fake.launched == []
-
-
-ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="the kernel runs on sm_90")
 
 
 @pytest.mark.gpu

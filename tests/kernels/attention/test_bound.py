@@ -12,18 +12,18 @@ from ptxlab.bench.attention import kvdata
 from ptxlab.bench.attention.problem import SCALE
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.kernels.attention import bound, common, ladder, sm80, sm90
-from ptxlab.kernels.attention.sm90 import PROMOTE, SM90, roundings_of
+from ptxlab.kernels.attention import exact as bit_exact
+from ptxlab.kernels.attention.sm90 import PROMOTE, SM90, AttentionTileSm90, roundings_of
+from ptxlab.layout import KVCache
 from ptxlab.quant import quantize_kv
 from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.sources import of_kernel
 from ptxlab.spec.tolerance import Allowed, within
 from tests.support import attention_faults as faults
 from tests.support import attention_problems as problems
-from tests.support import attention_rounded as rounded
-from tests.support import attention_sm80 as ampere
-from tests.support import attention_sm90 as hopper
 from tests.support import tensor_cores
 from tests.support.attention_faults import every_data, refused
+from tests.support.attention_variants import AMPERE, HOPPER, Variant, of_each
 from tests.support.tensor_cores import ampere_mma
 
 LENGTHS = (300, 4096, 32768)
@@ -54,15 +54,23 @@ def test_every_fault_is_refused_by_results_and_by_logarithms_alone(data: kvdata.
             assert found.all(), f"{fault.__name__}: {found.sum()} of {len(found)} refused by {name}"
 
 
+def rounded(q: np.ndarray, cache: KVCache, warps: int) -> dict[str, np.ndarray]:
+    """What the kernel makes of it on an H200, whose MMAs truncate, with so many warps that take tiles in turns."""
+    tile = AttentionTileSm90(64, warps, 4, 1)
+    variant = Variant(HEAD_DIM, PAGE, 4, 0, T=1, ratio=q.shape[2] // cache.num_kv_heads, tile=tile)
+    config = {**variant.config, "PROMOTE": 2 * PROMOTE}
+    how: dict[str, Any] = {"softmax_scale": SCALE, "blocks": 1, "config": config, "arithmetic": bit_exact.TRUNCATING}
+    return dict(zip(("out", "lse"), bit_exact.attention(q, cache, **how), strict=True))
+
+
 @every_data
 @pytest.mark.parametrize(("length", "warps"), [(300, 2), (1000, 2), (4096, 4)])
 def test_what_only_rounds_is_accepted(data: kvdata.Data, length: int, warps: int) -> None:
-    """As tensor cores do, which truncate; with more tokens to a warp than there are between promotions."""
+    """With more tokens to a warp than there are between promotions."""
     for seed in range(max(1, 2048 // length)):
         of = faults.problem(data, HEADS, length, spare=1, seed=seed)
-        out, lse = rounded.attention(of.q, of.cache, warps, 2 * PROMOTE)
         right = dict(zip(("out", "lse"), common.attention(of.q, of.cache, SCALE), strict=True))
-        assert within({"out": out, "lse": lse}, right, allowed_of(of)) is None
+        assert within(rounded(of.q, of.cache, warps), right, allowed_of(of)) is None
 
 
 @pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
@@ -70,10 +78,9 @@ def test_hard_cases_that_only_round_are_accepted(change: problems.Change) -> Non
     """Equal scores, where all tokens are rounded alike; one that is all; queries and values of any size."""
     q, cache = problems.problem(0, (700,), change, Hq=4, Hkv=1, scheme="kv4")
     q = q.astype(np.float16)
-    out, lse = rounded.attention(q, cache, 1, 2 * PROMOTE)
     right = dict(zip(("out", "lse"), common.attention(q, cache, SCALE), strict=True))
     logical = {"q": q, "cache": cache, "softmax_scale": SCALE, "window": 0, "blocks": 1}
-    assert within({"out": out, "lse": lse}, right, SM90.allowed(logical)) is None
+    assert within(rounded(q, cache, 1), right, SM90.allowed(logical)) is None
 
 
 def test_zeros_are_no_attention_however_many_tokens_there_are() -> None:
@@ -210,9 +217,9 @@ def test_an_h200_cuts_off_as_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     This very number came out on an H200. Sums that are rounded only once are far nearer.
     """
     tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
-    variant, at = hopper.VARIANTS[3], (0, 6, 3, 25)
-    logical, arrays = variant.problem(1, (5,), problems.one_dominant_score, 3, window=0, blocks=1)
-    out = hopper.check(variant, logical, arrays, "emulator")["out"]
+    variant, at = HOPPER[3], (0, 6, 3, 25)
+    logical, arrays = variant.problem(1, (5,), problems.one_dominant_score, Hkv=3)
+    out = variant.check(logical, arrays)["out"]
     assert out[at] == np.float16(2.2470951080322266e-05)
     assert SM90.reference is not None
     assert abs(float(out[at]) - SM90.reference(**logical)[0][at]) > 1e-6
@@ -223,20 +230,10 @@ CHANGES = (problems.nothing, problems.queries_below_fp16, problems.large_and_sma
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@hopper.every_variant
-def test_hopper_stays_within_the_bound(
-    variant: hopper.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
+@of_each(*AMPERE, *HOPPER)
+def test_tensor_cores_stay_within_the_bound(
+    variant: Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
+    tensor_cores.in_the_emulator(hopper_mma if variant.tile else ampere_mma, monkeypatch)
     for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
-        hopper.check(variant, *variant.problem(1, lengths, change, Hkv, window=0, blocks=1), "emulator")
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-@ampere.every_variant
-def test_ampere_stays_within_the_bound(
-    variant: ampere.Variant, change: problems.Change, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensor_cores.in_the_emulator(ampere_mma, monkeypatch)
-    for lengths, Hkv in (((5,), 3), ((75, 0, 1), 1)):
-        ampere.check(variant, *variant.problem(1, lengths, change, Hkv, window=0), "emulator")
+        variant.check(*variant.problem(1, lengths, change, Hkv))

@@ -19,21 +19,22 @@ from ptxlab.kernels.attention.sm90 import SM90, AttentionTileSm90
 from ptxlab.layout import KVCache
 from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
+from ptxlab.sources import of_kernel
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import stored
 from tests.support import attention_problems as problems
 from tests.support import tensor_cores
 from tests.support.attention_problems import moved
-from tests.support.attention_sm90 import SOURCE, VARIANTS, Variant, every_variant
+from tests.support.attention_variants import HOPPER, Variant, drawn, of_each
 from tests.support.dispatching_array import DispatchingArray
 
 ON_HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="a model of Hopper")
-PLAIN, OF_SMALL_PAGES = VARIANTS[:2]
+PLAIN, OF_SMALL_PAGES = HOPPER[:2]
 
 
-def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], backend: str, mode: str = "early") -> Any:
+def by_kernel(arrays: Arrays, sizes: dict[str, Any], config: dict[str, int], backend: str) -> Any:
     """(out, lse) as the kernel writes them."""
-    found = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=config, backend=backend, mode=mode).outputs
+    found = run_spec(SM90, of_kernel(SM90.name)[0], arrays, sizes=sizes, config=config, backend=backend).outputs
     return found["out"], found["lse"]
 
 
@@ -62,9 +63,9 @@ def difference(found: Any, right: Any, bf16: bool = False) -> str:
 
 
 def emulated_alike(variant: Variant, logical: Arrays, arrays: Arrays, mode: str = "early", **more: int) -> None:
-    sizes, config = variant.sizes(logical["window"], logical["blocks"]), {**variant.config, **more}
-    right = by_kernel(arrays, sizes, config, "emulator", mode)
-    assert difference(by_oracle(logical, arrays, config), right, bool(variant.BF16)) == ""
+    right = variant.run(logical, arrays, mode=mode, more=more).outputs
+    found = by_oracle(logical, arrays, {**variant.config, **more})
+    assert difference(found, (right["out"], right["lse"]), bool(variant.BF16)) == ""
 
 
 @pytest.mark.parametrize("sizes", SM90.example_sizes, ids=lambda s: "-".join(map(str, s.values())))
@@ -76,36 +77,36 @@ def test_equal_at_the_spec_s_examples(sizes: dict[str, Any]) -> None:
     assert difference(by_oracle(logical, arrays, config), right) == ""
 
 
-@every_variant
+@of_each(*HOPPER)
 def test_equal_in_parts(variant: Variant) -> None:
     """Ragged, whole pages and tiles among them, in more blocks than units."""
-    emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), problems.nothing, 2, window=0, blocks=9))
+    emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
 
 
 @pytest.mark.parametrize("change", problems.CASES[1:], ids=lambda change: change.__name__)
 def test_equal_in_hard_cases(change: problems.Change) -> None:
-    emulated_alike(PLAIN, *PLAIN.problem(1, (75, 0, 1, 130), change, 1, window=0, blocks=2))
+    emulated_alike(PLAIN, *PLAIN.problem(1, (75, 0, 1, 130), change, blocks=2))
 
 
 @pytest.mark.parametrize(("tokens", "parts"), [(1500, 5), (1500, 6), (6100, 9), (6100, 10), (6100, 20)])
 def test_equal_in_many_parts(tokens: int, parts: int) -> None:
     """What is handed over is added up to 4 at a time, or else up to 8."""
-    logical, arrays = PLAIN.problem(0, (tokens,), problems.nothing, 1, window=0, blocks=parts)
+    logical, arrays = PLAIN.problem(0, (tokens,), blocks=parts)
     assert shares_of(PLAIN, logical).parts.tolist() == [min(parts, 12)]  # of 8 tiles at least
     emulated_alike(PLAIN, logical, arrays)
 
 
 def test_equal_where_sums_are_promoted_now_and_then() -> None:
     """Here after two of a warp's two or three tiles; elsewhere after each, or never in the spec's examples."""
-    logical, arrays = PLAIN.problem(0, (300,), problems.nothing, 2, window=0, blocks=2)
+    logical, arrays = PLAIN.problem(0, (300,), Hkv=2, blocks=2)
     emulated_alike(PLAIN, logical, arrays, PROMOTE=2 * PLAIN.tile.TOKENS)
 
 
-@pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
+@of_each(HOPPER[0], HOPPER[5])
 def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an MMA takes matters now, not only what it stands for."""
     tensor_cores.in_the_emulator(hopper_mma, monkeypatch)
-    logical, arrays = variant.problem(0, (300, 65), problems.nothing, 1, window=0, blocks=2)
+    logical, arrays = variant.problem(0, (300, 65), blocks=2)
     right = by_kernel(arrays, variant.sizes(0, 2), variant.config, "emulator")
     assert difference(by_oracle(logical, arrays, variant.config, exact.TRUNCATING), right) == ""
     assert difference(by_oracle(logical, arrays, variant.config), right) != ""
@@ -113,27 +114,18 @@ def test_equal_where_tensor_cores_truncate(variant: Variant, monkeypatch: pytest
 
 def test_equal_around_pages_and_tiles() -> None:
     lengths, variant = tuple(n + i for n in (16, 64, 128) for i in (-1, 0, 1)), OF_SMALL_PAGES
-    emulated_alike(variant, *variant.problem(2, lengths, problems.nothing, 1, window=0, blocks=3))
+    emulated_alike(variant, *variant.problem(2, lengths, blocks=3))
 
 
 def test_equal_where_a_query_is_no_number() -> None:
-    logical, arrays = PLAIN.problem(1, (75, 130), problems.nothing, 2, window=0, blocks=2)
+    logical, arrays = PLAIN.problem(1, (75, 130), Hkv=2, blocks=2)
     q = logical["q"].copy()
     q[0, 0, 0, 3], q[1, 0, 1, 5] = np.nan, np.inf
     emulated_alike(PLAIN, logical, {**arrays, "q": stored(q, "float16")})
 
 
 @settings(max_examples=8)
-@given(
-    variant=st.sampled_from(VARIANTS),
-    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=4).map(tuple),
-    Hkv=st.integers(1, 2),
-    window=st.sampled_from((0, 1, 20, 64, 1000)),
-    blocks=st.integers(1, 9),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-    mode=st.sampled_from(("early", "late")),
-)
+@given(**drawn(300, 4, variant=st.sampled_from(HOPPER)))
 def test_equal_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
     emulated_alike(variant, *variant.problem(seed, **how), mode)
 
@@ -176,8 +168,8 @@ def test_every_tile_is_somebody_s(lengths: list[int], **how: int) -> None:
 
 @pytest.mark.parametrize(("name", "number"), [("D", 64), ("PAGE", 64), ("BITS", 8), ("CHANNEL", 1), ("BF16", 1)])
 def test_constants_of_other_arrays_are_refused(name: str, number: int) -> None:
-    variant = Variant(128, 16, 4, 0, T=1, ratio=1, BF16=0, tile=AttentionTileSm90(16, 4, 2, 1))
-    logical, arrays = variant.problem(0, (20,), problems.nothing, 1, window=0, blocks=1)
+    variant = Variant(128, 16, 4, 0, T=1, ratio=1, tile=AttentionTileSm90(16, 4, 2, 1))
+    logical, arrays = variant.problem(0, (20,))
     config = {**variant.config, name: number}
     with pytest.raises(ArgumentError, match=rf"exact: config: {name} must be \d+ for these arrays \(got {number}\)"):
         exact.attention(arrays["q"], logical["cache"], softmax_scale=1.0, blocks=1, config=config)
@@ -215,13 +207,13 @@ every_fault = pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault._
 
 @every_fault
 def test_a_fault_shows(fault: Callable[[KVCache], KVCache]) -> None:
-    logical, arrays = PLAIN.problem(1, (5000,), problems.nothing, 2, window=0, blocks=20)
+    logical, arrays = PLAIN.problem(1, (5000,), Hkv=2, blocks=20)
     wrong = by_oracle({**logical, "cache": fault(logical["cache"])}, arrays, PLAIN.config)
     for x, y in zip(wrong, by_oracle(logical, arrays, PLAIN.config), strict=True):
         assert (x != y).any(axis=(0, 1, 3) if x.ndim == 4 else (0, 1)).all(), "of every head"
 
 
-@every_variant
+@of_each(*HOPPER)
 @pytest.mark.parametrize(
     ("lengths", "change", "window", "blocks"),
     [((300, 0, 65), problems.nothing, 100, 9), ((176,), problems.one_dominant_score, 0, 132)],
@@ -250,21 +242,12 @@ def test_the_same_on_arrays_that_are_not_numpy_s(
 
 @pytest.mark.gpu
 @ON_HOPPER
-@every_variant
+@of_each(*HOPPER)
 @settings(max_examples=8)
-@given(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
-    Hkv=st.integers(1, 3),
-    window=st.sampled_from((0, 1, 100, 1000)),
-    blocks=st.sampled_from((1, 132, 264)),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-)
-@example(lengths=[176], Hkv=2, window=0, blocks=132, seed=1, change=problems.one_dominant_score)  # subnormal results
-def test_equal_on_the_gpu(
-    variant: Variant, lengths: list[int], Hkv: int, window: int, blocks: int, seed: int, change: problems.Change
-) -> None:
-    logical, arrays = variant.problem(seed, tuple(lengths), change, Hkv, window, blocks)
+@given(**drawn(3000, 20, gpu=True))
+@example(lengths=(176,), Hkv=2, window=0, blocks=132, seed=1, change=problems.one_dominant_score)  # subnormal results
+def test_equal_on_the_gpu(variant: Variant, seed: int, window: int, blocks: int, **how: Any) -> None:
+    logical, arrays = variant.problem(seed, window=window, blocks=blocks, **how)
     logical = {**logical, "cache": moved(logical["cache"], gpu.to_device)}
     arrays = {name: gpu.to_device(array) for name, array in arrays.items()}
     right = by_kernel(arrays, variant.sizes(window, blocks), variant.config, "gpu")

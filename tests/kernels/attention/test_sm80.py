@@ -10,57 +10,30 @@ from hypothesis import strategies as st
 
 from ptxlab import emulator, kernels, toolchain, verify
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.attention import sm80
 from ptxlab.kernels.attention.merge import MERGE
-from ptxlab.runtime import Kernel, run_spec
+from ptxlab.kernels.attention.sm80 import MMA
+from ptxlab.runtime import Kernel
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import numbers
 from ptxlab.spec.tolerance import within
 from tests.support import attention_problems as problems
 from tests.support import waits
-from tests.support.attention_sm80 import SOURCE, SPEC, VARIANTS, Variant, check, every_variant
+from tests.support.attention_variants import AMPERE, Variant, drawn, of_each
 from tests.support.axes import both_modes, on_every_backend
 
-
-@on_every_backend
-@pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda v: "-".join(map(str, v)))
-@pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
-def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, backend: str) -> None:
-    logical, arrays = variant.problem(1, (75, 0, 1), change, Hkv=1, window=0)
-    problems.check_the_unseen(variant, logical, check(variant, logical, arrays, backend))
-
-
-@on_every_backend
-@every_variant
-def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
-    check(variant, *variant.problem(4, problems.at_edges(variant.page), problems.nothing, Hkv=1, window=0), backend)
-
-
-@every_variant
-@settings(max_examples=3)
-@given(
-    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3).map(tuple),
-    Hkv=st.integers(1, 2),
-    window=st.sampled_from((0, 1, 20, 64, 1000)),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-    mode=st.sampled_from(emulator.MODES),
-)
-def test_near_float64_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
-    check(variant, *variant.problem(seed, **how), "emulator", mode=mode, seed=seed)
+SOURCE = kernels.find(MMA.name)[1][0]
 
 
 def in_parts(
     variant: Variant, logical: Arrays, arrays: Arrays, backend: str, blocks: int, fused: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out f64, lse f64) of many blocks; what one has not seen all of is put together in float64, unless `fused`."""
+    """(out, lse) of many blocks; what one has not seen all of is put together in float64, unless `fused`."""
     B, T, Hq, D = logical["q"].shape
-    Hkv = logical["cache"].num_kv_heads
-    config = {**variant.config(Hkv), "FUSED": fused}
-    columns = min(config["COLUMNS"], Hq // Hkv * T)
-    sizes = SPEC.sizes_of(
+    config = {**variant.config, "FUSED": fused}
+    columns = min(config["COLUMNS"], variant.ratio * T)
+    sizes = MMA.sizes_of(
         {name: array.shape for name, array in arrays.items()},
-        {**variant.sizes, "window": logical["window"], "blocks": blocks},
+        variant.sizes(logical["window"], blocks),
     )
     made = {
         "out": np.full((B, T, Hq, D), 0x7FFF, np.uint16),  # a NaN, in either dtype
@@ -69,51 +42,38 @@ def in_parts(
         "stats": np.full((blocks, 2, columns, 2), np.nan, np.float32),
         "segments": np.zeros((blocks, columns), np.int32) if fused else np.full((blocks, 2), -1, np.int32),
     }
-    args = SPEC.arguments({**arrays, **made}, {**sizes, **config})
-    positions = [i for i, arg in enumerate(SPEC.args) if arg.name in made and not (fused and arg.name == "segments")]
+    args = MMA.arguments({**arrays, **made}, {**sizes, **config})
+    positions = [i for i, arg in enumerate(MMA.args) if arg.name in made and not (fused and arg.name == "segments")]
     how: dict[str, Any] = {"checks": emulator.CHECKS, "uninitialised": positions} if backend == "emulator" else {}
-    kernel = Kernel.of(SPEC, SOURCE, config)
-    result = kernel.launch(args, SPEC.launch({**sizes, **config}), backend=backend, **how)
+    kernel = Kernel.of(MMA, SOURCE, config)
+    result = kernel.launch(args, MMA.launch({**sizes, **config}), backend=backend, **how)
     assert result is None or [str(finding) for finding in result.findings] == []
-    dtype = sm80.DTYPES[variant.BF16]
-    out = numbers(made["out"].view("uint16" if variant.BF16 else "float16"), dtype)
-    lse = made["lse"].astype(np.float64)
-    group = Hq // Hkv
-    splits = -(-group * T // config["COLUMNS"])
+    out = numbers(made["out"].view("uint16" if variant.BF16 else "float16"), variant.dtype)
     if fused:
         assert not made["segments"].any(), "counters are as they were, for the next launch"
-        return out, lse
-    for block, (unit, count) in enumerate(made["segments"].tolist()):
-        if count == 0:
-            continue
-        parts = [(block, 1), *((block + i, 0) for i in range(1, count))]
-        largest, total = (np.array([made["stats"][part][:, i] for part in parts], np.float64) for i in (0, 1))
-        values = np.array([made["partial"][part] for part in parts], np.float64)
-        sequence, rest = divmod(unit, Hkv * splits)
-        head, split = divmod(rest, splits)
-        for column in range(min(columns, group * T - split * config["COLUMNS"])):
-            weight = np.exp2(largest[:, column] - largest[:, column].max())
-            t, h = divmod(split * config["COLUMNS"] + column, group)
-            place = sequence, t, head * group + h
-            sum_ = weight @ total[:, column]
-            assert np.isnan(out[place]).all() and np.isnan(lse[place]), "no block has written a unit in parts"
-            out[place] = weight @ values[:, column] / (sum_ or 1)
-            lse[place] = (largest[:, column].max() + np.log2(sum_)) * np.log(2) if sum_ else -np.inf
-    return out, lse
+        return out, made["lse"]
+    parts = {name: made[name] for name in ("partial", "stats", "segments", "lse")}
+    of = {"out": out.astype(np.float32), "Hkv": logical["cache"].num_kv_heads, "tile": config["COLUMNS"]}
+    assert MERGE.reference is not None
+    merged: tuple[np.ndarray, np.ndarray] = MERGE.reference(**parts, **of, BF16=variant.BF16)
+    for by_blocks, whole in zip((out, made["lse"]), merged, strict=True):
+        written = ~np.isnan(by_blocks)
+        assert np.array_equal(whole[written], by_blocks[written]), "no block has written a unit in parts"
+    return merged
 
 
 def hold(variant: Variant, logical: Arrays, out: np.ndarray, lse: np.ndarray) -> None:
     config = {"BF16": variant.BF16}
-    assert within({"out": out, "lse": lse}, SPEC.expected(logical, config), SPEC.allowed(logical, config)) is None
+    assert within({"out": out, "lse": lse}, MMA.expected(logical, config), MMA.allowed(logical, config)) is None
 
 
-@every_variant
+@of_each(*AMPERE)
 @on_every_backend
 @pytest.mark.parametrize(("blocks", "fused"), [(2, 1), (7, 0), (40, 1)])
 def test_parts_of_many_blocks_are_the_whole(variant: Variant, backend: str, blocks: int, fused: int) -> None:
     """Blocks with several units, with part of one, and with none; ragged, and a window that leaves tiles out."""
     window = 100 if variant.T == 3 else 0
-    logical, arrays = variant.problem(blocks, (300, 0, 5, 130), problems.nothing, 1, window)
+    logical, arrays = variant.problem(blocks, (300, 0, 5, 130), window=window)
     hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks, fused))
 
 
@@ -128,38 +88,14 @@ def test_the_second_kernel_merges_parts_and_writes_nothing_else(sizes: dict[str,
 @pytest.mark.parametrize("tiles", [8, 9, 15])
 def test_more_parts_than_are_read_at_a_time(tiles: int, backend: str) -> None:
     """Every tile is a part, as there are blocks enough; eight parts are on their way at a time."""
-    variant = VARIANTS[5]
-    logical, arrays = variant.problem(0, (tiles * problems.TILE - 3,), problems.a_sign_per_tile, 1, 0)
+    variant = AMPERE[5]
+    logical, arrays = variant.problem(0, (tiles * problems.TILE - 3,), problems.a_sign_per_tile)
     hold(variant, logical, *in_parts(variant, logical, arrays, backend, blocks=tiles, fused=1))
 
 
-def test_the_logarithms_may_be_left_out() -> None:
-    """The kernel is given a null pointer."""
-    variant = VARIANTS[0]
-    logical, arrays = variant.problem(0, (70, 0), problems.nothing, 1, 0)
-    with_lse = check(variant, logical, arrays, "emulator")["out"]
-    sizes = SPEC.sizes_of({n: a.shape for n, a in arrays.items()}, {**variant.sizes, "window": 0, "blocks": 1})
-    config = variant.config(1)
-    arrays["out"] = np.zeros_like(with_lse)
-    for arg in SPEC.args:
-        if arg.role == "scratch":
-            arrays[arg.name] = np.zeros(arg.resolve(sizes), arg.dtype)
-    sizes = {**sizes, **config}
-    Kernel.of(SPEC, SOURCE, config).launch(SPEC.arguments(arrays, sizes), SPEC.launch(sizes), backend="emulator")
-    assert np.array_equal(arrays["out"], with_lse)
-
-
 @pytest.mark.gpu
-@every_variant
-@given(
-    lengths=st.lists(st.integers(0, 2000), min_size=1, max_size=8).map(tuple),
-    Hkv=st.integers(1, 3),
-    window=st.sampled_from((0, 1, 100, 1000)),
-    blocks=st.sampled_from((1, 132, 264)),
-    fused=st.integers(0, 1),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-)
+@of_each(*AMPERE)
+@given(**drawn(2000, 8, gpu=True, fused=st.integers(0, 1)))
 @settings(max_examples=20)
 def test_near_float64_on_the_gpu(variant: Variant, seed: int, blocks: int, fused: int, **how: Any) -> None:
     logical, arrays = variant.problem(seed, **how)
@@ -168,49 +104,46 @@ def test_near_float64_on_the_gpu(variant: Variant, seed: int, blocks: int, fused
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True)), "two runs, the same bits"
 
 
-@every_variant
+@of_each(*AMPERE)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nothing_is_spilled_and_every_gpu_has_room(variant: Variant, arch: str) -> None:
-    config = variant.config(2)
-    resources = toolchain.compile_cuda(SOURCE, arch, defines=config).resources[SPEC.name]
+    config = variant.config
+    resources = toolchain.compile_cuda(SOURCE, arch, defines=config).resources[MMA.name]
     assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0)
-    sizes = {"Hq": 2 * variant.ratio, "Hkv": 2, "T": variant.T, "D": variant.D, "blocks": 1}
-    assert SPEC.launch({**sizes, **config}).shared_bytes + resources.shared <= 99 * 1024
+    sizes = {**variant.shape(2), "blocks": 1, **config}
+    assert MMA.launch(sizes).shared_bytes + resources.shared <= 99 * 1024
 
 
-@every_variant
+@of_each(*AMPERE)
 def test_fragments_are_loaded_without_bank_conflicts(variant: Variant) -> None:
     """Of keys, values and their constants; what is done once for a unit may have some."""
-    _, arrays = variant.problem(0, (200,), problems.nothing, 1, 0)
-    sizes = {**variant.sizes, "window": 0, "blocks": 1}
-    how: dict[str, Any] = {"backend": "emulator", "count_banks": True}
-    outcome = run_spec(SPEC, SOURCE, arrays, sizes=sizes, config=variant.config(1), **how)
+    logical, arrays = variant.problem(0, (200,))
+    outcome = variant.run(logical, arrays, count_banks=True)
     loads = [access for access in outcome.shared if not access.store and ".u32" in access.text]
     assert len(loads) > 10 and not any(access.conflicts for access in loads)
 
 
 def test_lengths_beyond_the_table_are_refused() -> None:
-    variant = VARIANTS[1]
-    _, arrays = variant.problem(0, (30, 5), problems.nothing, 1, 0)
+    variant = AMPERE[1]
+    logical, arrays = variant.problem(0, (30, 5))
     arrays["lengths"] = np.array([30, 65], np.int32)
-    sizes = {**variant.sizes, "window": 0, "blocks": 1}
     with pytest.raises(ArgumentError, match=r"lengths: lengths <= P\*page \(got lengths\[1\] = 65\)"):
-        run_spec(SPEC, SOURCE, arrays, sizes=sizes, config=variant.config(1), backend="emulator")
+        variant.run(logical, arrays)
 
 
 # Every statement that makes threads or copies wait is taken out in turn: the tests must notice.
-MUTATED = VARIANTS[1]
+MUTATED = AMPERE[1]
 
 
 @functools.cache
 def mutated_kernel() -> Kernel:
-    return Kernel.of(SPEC, SOURCE, MUTATED.config(1))
+    return Kernel.of(MMA, SOURCE, MUTATED.config)
 
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """What is noticed of a kernel, on a problem that goes around each warp's ring, in more units than one."""
-    problem = MUTATED.problem(0, (600, 40), problems.nothing, 1, 0)
-    return waits.diagnosis(module, lambda: check(MUTATED, *problem, "emulator", mode=mode), monkeypatch)
+    problem = MUTATED.problem(0, (600, 40))
+    return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode), monkeypatch)
 
 
 @both_modes
@@ -219,8 +152,7 @@ def test_the_kernel_itself_survives(mode: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_missing_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = mutated_kernel()
-    statements = waits.statements(kernel)
-    mutants = {statement: waits.changed(kernel, copies) for statement, copies in statements.items()}
-    unnoticed = [s for s, m in mutants.items() if not any(diagnosis(m, mode, monkeypatch) for mode in emulator.MODES)]
-    assert mutants and unnoticed == []
+    def notices(module: emulator.Module) -> bool:
+        return any(diagnosis(module, mode, monkeypatch) for mode in emulator.MODES)
+
+    assert waits.unnoticed(mutated_kernel(), notices) == []

@@ -8,37 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from ptxlab import emulator, toolchain
-from ptxlab.kernels.attention import sm80, sm90
+from ptxlab import emulator, kernels, toolchain
+from ptxlab.kernels.attention import sm90
 from ptxlab.kernels.attention.sm90 import SM90, TILE, AttentionTileSm90
-from ptxlab.runtime import Kernel, run_spec
+from ptxlab.runtime import Kernel
 from ptxlab.spec.dtypes import numbers, stored
 from ptxlab.verify import compare
 from tests.support import attention_problems as problems
 from tests.support import waits
-from tests.support.attention_sm90 import SOURCE, VARIANTS, Variant, check, every_variant
+from tests.support.attention_variants import HOPPER, Variant, drawn, of_each
 from tests.support.axes import both_modes, on_every_backend
 
-
-@on_every_backend
-@pytest.mark.parametrize("variant", VARIANTS[:3], ids=lambda v: "-".join(map(str, v[:-1])))
-@pytest.mark.parametrize("change", problems.CASES, ids=lambda change: change.__name__)
-def test_near_float64_in_hard_cases(variant: Variant, change: problems.Change, backend: str) -> None:
-    logical, arrays = variant.problem(1, (75, 0, 1, 130), change, 1, window=0, blocks=2)
-    problems.check_the_unseen(variant, logical, check(variant, logical, arrays, backend))
+SOURCE = kernels.find(SM90.name)[1][0]
 
 
 @on_every_backend
-@every_variant
-def test_near_float64_at_the_edges_of_pages_and_tiles(variant: Variant, backend: str) -> None:
-    lengths = problems.at_edges(variant.page)
-    check(variant, *variant.problem(4, lengths, problems.nothing, 1, window=0, blocks=3), backend)
-
-
-@on_every_backend
-@pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
+@of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("promote", [0, 1])
 def test_scores_that_rise_from_tile_to_tile(
     variant: Variant, promote: int, backend: str, monkeypatch: pytest.MonkeyPatch
@@ -46,32 +32,31 @@ def test_scores_that_rise_from_tile_to_tile(
     """Sums so far are scaled down, those in registers and those that were promoted."""
     config = {**variant.config, "PROMOTE": promote * 2 * variant.tile.TOKENS}
     monkeypatch.setattr(Variant, "config", config)
-    check(variant, *variant.problem(6, (9 * TILE,), problems.rising_scores, 1, window=0, blocks=1), backend)
+    variant.check(*variant.problem(6, (9 * TILE,), problems.rising_scores), backend)
 
 
 @on_every_backend
-@pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[5]), ids=lambda v: "-".join(map(str, v[:-1])))
+@of_each(HOPPER[0], HOPPER[5])
 @pytest.mark.parametrize("begin", [TILE - 1, TILE])
 def test_windows_that_begin_at_the_edge_of_a_tile(variant: Variant, begin: int, backend: str) -> None:
     """What the first query sees begins with the last token of a tile, or with the first of the next one."""
     length = 2 * TILE + 9
     window = length - variant.T + 1 - begin
-    check(variant, *variant.problem(5, (length,), problems.nothing, 1, window, blocks=2), backend)
+    variant.check(*variant.problem(5, (length,), window=window, blocks=2), backend)
 
 
 @on_every_backend
-@pytest.mark.parametrize("variant", (VARIANTS[0], VARIANTS[2]), ids=lambda v: "-".join(map(str, v[:-1])))
+@of_each(HOPPER[0], HOPPER[2])
 @pytest.mark.parametrize("wrong", [np.nan, np.inf])
 def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, wrong: float, backend: str) -> None:
     """Though queries become integers, of which none stands for either."""
-    logical, arrays = variant.problem(1, (75, 130), problems.nothing, 1, window=0, blocks=2)
-    right = check(variant, logical, arrays, backend)
+    logical, arrays = variant.problem(1, (75, 130), blocks=2)
+    right = variant.check(logical, arrays, backend)
     q = logical["q"].copy()
     q[1, -1, 0, 3] = wrong
-    arrays = {**arrays, "q": stored(q, sm80.DTYPES[variant.BF16])}
-    sizes = variant.sizes(logical["window"], logical["blocks"])
-    found = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=variant.config, backend=backend).outputs
-    assert np.isnan(numbers(found["out"][1, -1, 0], sm80.DTYPES[variant.BF16])).all()
+    arrays = {**arrays, "q": stored(q, variant.dtype)}
+    found = variant.run(logical, arrays, backend).outputs
+    assert np.isnan(numbers(found["out"][1, -1, 0], variant.dtype)).all()
     assert np.isnan(found["lse"][1, -1, 0])
     for name in ("out", "lse"):
         found[name][1, -1, 0] = right[name][1, -1, 0]
@@ -84,39 +69,22 @@ def test_a_query_that_is_no_number_shows_and_spoils_no_other(variant: Variant, w
 @pytest.mark.parametrize("ratio", [3, 8])
 def test_no_sum_of_integers_overflows(ratio: int, bits: int, sign: int, backend: str) -> None:
     """Of 256 dims, all but one at the highest level, and queries with no smaller element; in one operand and in two."""
-    variant = Variant(256, 16, bits, 0, T=1, ratio=ratio, BF16=0, tile=AttentionTileSm90(16, 4, 1, 1))
+    variant = Variant(256, 16, bits, 0, T=1, ratio=ratio, tile=AttentionTileSm90(16, 4, 1, 1))
 
     def change(rng: np.random.Generator, q: np.ndarray, k: problems.Tokens, v: problems.Tokens) -> None:
         q[:] = sign
         for keys in k:
             keys[:], keys[..., 0] = 1, 0
 
-    check(variant, *variant.problem(0, (40, 16), change, 1, window=0, blocks=2), backend)
+    variant.check(*variant.problem(0, (40, 16), change, blocks=2), backend)
 
 
 def test_memory_is_what_the_constants_need() -> None:
     """Also of others than are chosen: a sweep may ask for room for 8 columns where there are 2."""
-    variant = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=AttentionTileSm90(32, 4, 2, 1))
-    logical, arrays = variant.problem(0, (75, 130), problems.nothing, 1, window=0, blocks=2)
-    sizes = variant.sizes(0, 2)
+    variant = Variant(64, 64, 4, 0, T=1, ratio=2, tile=AttentionTileSm90(32, 4, 2, 1))
+    logical, arrays = variant.problem(0, (75, 130), blocks=2)
     for more in ({"COLUMNS": 8}, {"SLOTS": 1}):
-        outcome = run_spec(SM90, SOURCE, arrays, sizes=sizes, config={**variant.config, **more}, backend="emulator")
-        compare(SM90, outcome.outputs, logical, variant.config)
-
-
-@every_variant
-@settings(max_examples=4)
-@given(
-    lengths=st.lists(st.integers(0, 300), min_size=1, max_size=4).map(tuple),
-    Hkv=st.integers(1, 2),
-    window=st.sampled_from((0, 1, 20, 64, 1000)),
-    blocks=st.integers(1, 9),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-    mode=st.sampled_from(emulator.MODES),
-)
-def test_near_float64_in_the_emulator(variant: Variant, seed: int, mode: str, **how: Any) -> None:
-    check(variant, *variant.problem(seed, **how), "emulator", mode=mode, seed=seed)
+        compare(SM90, variant.run(logical, arrays, more=more).outputs, logical, variant.config)
 
 
 @pytest.mark.parametrize(
@@ -132,58 +100,48 @@ def test_more_than_a_warp_has_lanes(
     lengths: tuple[int, ...], Hkv: int, shape: dict[str, int], blocks: int, window: int
 ) -> None:
     """Units of a sequence, and sequences: lanes take several, one after the other."""
-    variant = Variant(64, 64, 4, 0, **shape, BF16=0, tile=AttentionTileSm90(32, 4, 2, 1))
-    check(variant, *variant.problem(0, lengths, problems.nothing, Hkv, window, blocks), "emulator")
+    variant = Variant(64, 64, 4, 0, **shape, tile=AttentionTileSm90(32, 4, 2, 1))
+    variant.check(*variant.problem(0, lengths, Hkv=Hkv, window=window, blocks=blocks))
 
 
 @pytest.mark.gpu
-@every_variant
-@given(
-    lengths=st.lists(st.integers(0, 3000), min_size=1, max_size=40),
-    Hkv=st.integers(1, 3),
-    window=st.sampled_from((0, 1, 100, 1000)),
-    blocks=st.sampled_from((1, 132, 264)),
-    seed=st.integers(0, 2**32 - 1),
-    change=st.sampled_from(problems.CASES),
-)
+@of_each(*HOPPER)
+@given(**drawn(3000, 40, gpu=True))
 @settings(max_examples=20)
-def test_near_float64_on_the_gpu(
-    variant: Variant, lengths: list[int], Hkv: int, window: int, blocks: int, seed: int, change: problems.Change
-) -> None:
+def test_near_float64_on_the_gpu(variant: Variant, seed: int, window: int, blocks: int, **how: Any) -> None:
     """In the tile that is chosen, too; and two runs give the same bits."""
-    logical, arrays = variant.problem(seed, tuple(lengths), change, Hkv, window, blocks)
+    logical, arrays = variant.problem(seed, window=window, blocks=blocks, **how)
     shapes = SM90.sizes_of({n: a.shape for n, a in arrays.items()}, variant.sizes(window, blocks))
     for tile in (variant.tile, sm90.choose_tile(shapes)):
-        first, second = (check(variant._replace(tile=tile), logical, arrays, "gpu") for _ in range(2))
+        first, second = (variant._replace(tile=tile).check(logical, arrays, "gpu") for _ in range(2))
         assert all(np.array_equal(first[name], second[name], equal_nan=True) for name in first)
 
 
-IN_PARTS = VARIANTS[3], (1000, 64), 7  # sequences, of which one is in parts; blocks
+IN_PARTS = HOPPER[3], (1000, 64), 7  # sequences, of which one is in parts; blocks
 
 
 # Every tile is a part, as there are blocks enough: a unit of n tiles takes n - 1 parts over, 4 or 8 at a time.
-SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, BF16=0, tile=AttentionTileSm90(16, 4, 1, 1))
+SMALLEST_PARTS = Variant(64, 64, 4, 0, T=1, ratio=1, tile=AttentionTileSm90(16, 4, 1, 1))
 
 
 @on_every_backend
 @pytest.mark.parametrize("tiles", [5, 6, 9, 10, 14])
 def test_more_parts_than_are_taken_over_at_a_time(tiles: int, backend: str) -> None:
     lengths, blocks = (tiles * TILE - 3,), tiles + 4  # a unit of few tiles costs up to 4 more
-    logical, arrays = SMALLEST_PARTS.problem(0, lengths, problems.a_sign_per_tile, 1, 0, blocks)
+    logical, arrays = SMALLEST_PARTS.problem(0, lengths, problems.a_sign_per_tile, blocks=blocks)
     for mode in emulator.MODES if backend == "emulator" else emulator.MODES[:1]:
-        check(SMALLEST_PARTS, logical, arrays, backend, mode=mode)
+        SMALLEST_PARTS.check(logical, arrays, backend, mode=mode)
 
 
 @on_every_backend
 def test_a_nan_is_handed_over(backend: str) -> None:
     """Also one of all ones, whose word would say that nothing has come: arithmetic makes another of it."""
     variant, lengths, blocks = IN_PARTS
-    logical, arrays = variant.problem(0, lengths, problems.nothing, 1, 0, blocks)
-    right = check(variant, logical, arrays, backend)
+    logical, arrays = variant.problem(0, lengths, blocks=blocks)
+    right = variant.check(logical, arrays, backend)
     arrays = {**arrays, "v_scale": arrays["v_scale"].copy()}
     arrays["v_scale"].view(np.uint32)[0, 5] = 2**32 - 1
-    sizes = variant.sizes(0, blocks)
-    found = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=variant.config, backend=backend).outputs
+    found = variant.run(logical, arrays, backend).outputs
     assert np.isnan(found["out"][..., 5]).all()
     found["out"][..., 5] = right["out"][..., 5]
     assert all(np.array_equal(found[name], right[name]) for name in right)
@@ -192,28 +150,13 @@ def test_a_nan_is_handed_over(backend: str) -> None:
 def test_a_part_that_never_comes_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here a block that has one begins when those before have ended; what it leaves, `check` would find."""
     variant, lengths, blocks = IN_PARTS
-    logical, arrays = variant.problem(0, lengths, problems.nothing, 1, 0, blocks)
-    right = check(variant, logical, arrays, "emulator")
-    config, sizes = {**variant.config, "PATIENCE": 3}, variant.sizes(0, blocks)
+    logical, arrays = variant.problem(0, lengths, blocks=blocks)
+    right = variant.check(logical, arrays)
     monkeypatch.setattr("ptxlab.emulator.launch.WAVE_LANES", 1)
-    found = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=config, backend="emulator").outputs
+    found = variant.run(logical, arrays, more={"PATIENCE": 3}).outputs
     assert np.isnan(found["lse"][0]).all() and np.isnan(found["out"][0]).all()
     assert all(np.array_equal(found[name][1], right[name][1]) for name in ("out", "lse"))
     assert found["partial"].any() and found["stats"].any()
-
-
-def test_the_logarithms_may_be_left_out() -> None:
-    """The kernel is given a null pointer."""
-    variant = VARIANTS[0]
-    logical, arrays = variant.problem(0, (70, 0), problems.nothing, 1, 0, 2)
-    with_lse = check(variant, logical, arrays, "emulator")["out"]
-    sizes = SM90.sizes_of({n: a.shape for n, a in arrays.items()}, variant.sizes(0, 2))
-    arrays["out"] = np.zeros_like(with_lse)
-    sizes = {**sizes, **variant.config}
-    Kernel.of(SM90, SOURCE, variant.config).launch(
-        SM90.arguments(arrays, sizes), SM90.launch(sizes), backend="emulator"
-    )
-    assert np.array_equal(arrays["out"], with_lse)
 
 
 CHOSEN = [
@@ -247,10 +190,8 @@ def test_the_chosen_tile_fits_and_spills_little(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("ratio", [4, 8])
 def test_vectors_go_to_all_banks(ratio: int) -> None:
     """Keys, queries, and the warps' sums of a head dim of 128, there and back."""
-    variant = Variant(128, 64, 4, 0, T=1, ratio=ratio, BF16=0, tile=AttentionTileSm90(64, 2, 4, 1))
-    _, arrays = variant.problem(0, (200,), problems.nothing, 1, 0, 1)
-    sizes = variant.sizes(0, 1)
-    outcome = run_spec(SM90, SOURCE, arrays, sizes=sizes, config=variant.config, backend="emulator", count_banks=True)
+    variant = Variant(128, 64, 4, 0, T=1, ratio=ratio, tile=AttentionTileSm90(64, 2, 4, 1))
+    outcome = variant.run(*variant.problem(0, (200,)), count_banks=True)
     vectors = [access for access in outcome.shared if access.width == 16 and min(access.addresses) >= 0]
     assert {access.store for access in vectors} == {True, False}
     assert [access.text for access in vectors if access.conflicts] == []
@@ -260,7 +201,7 @@ def test_vectors_go_to_all_banks(ratio: int) -> None:
 
 # Every statement that makes threads or copies wait is taken out in turn: the tests must notice. There are units enough
 # for the ring, the records and the sums to go around, and one is in parts.
-MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, BF16=0, tile=AttentionTileSm90(32, 4, 2, 1))
+MUTATED = Variant(64, 64, 4, 0, T=1, ratio=2, tile=AttentionTileSm90(32, 4, 2, 1))
 SHARES = 4  # of the mutants, tests that run side by side
 
 
@@ -281,8 +222,8 @@ def mutants() -> Iterator[tuple[str, emulator.Module]]:
 
 def diagnosis(module: emulator.Module, mode: str, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> str:
     """What is noticed of a kernel."""
-    problem = MUTATED.problem(0, (130, 1, 300, 200, 40), problems.nothing, 3, 0, 2)
-    return waits.diagnosis(module, lambda: check(MUTATED, *problem, "emulator", mode=mode, seed=seed), monkeypatch)
+    problem = MUTATED.problem(0, (130, 1, 300, 200, 40), Hkv=3, blocks=2)
+    return waits.diagnosis(module, lambda: MUTATED.check(*problem, mode=mode, seed=seed), monkeypatch)
 
 
 @both_modes

@@ -1,0 +1,120 @@
+"""`attention_kv4_mma_sm80` and `attention_kv4_sm90` as they are compiled for every part of their contract: problems of
+each, and checked launches."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import strategies as st
+
+from ptxlab import emulator, kernels
+from ptxlab.kernels.attention import sm80, sm90
+from ptxlab.kernels.attention.sm90 import SM90, AttentionTileSm90
+from ptxlab.runtime import Outcome, run_spec
+from ptxlab.sources import Source
+from ptxlab.spec import Arrays, KernelSpec
+from ptxlab.spec.dtypes import stored
+from tests.support import attention_problems as problems
+
+
+class Variant(NamedTuple):
+    """What a kernel is compiled for: with a `tile` `attention_kv4_sm90`, else `attention_kv4_mma_sm80`."""
+
+    D: int
+    page: int
+    bits: int
+    channel: int
+    T: int
+    ratio: int
+    BF16: int = 0
+    tile: AttentionTileSm90 | None = None
+
+    def __str__(self) -> str:
+        return "-".join(map(str, (self.spec.name.rpartition("_")[2], *self[:-1])))
+
+    @property
+    def spec(self) -> KernelSpec:
+        return sm80.MMA if self.tile is None else SM90
+
+    @property
+    def source(self) -> Source:
+        return kernels.find(self.spec.name)[1][0]
+
+    @property
+    def dtype(self) -> str:
+        """Of queries and results."""
+        return sm80.DTYPES[self.BF16]
+
+    def sizes(self, window: int = 0, blocks: int = 1) -> dict[str, Any]:
+        known = {"page": self.page, "bits": self.bits, "channel": self.channel, "softmax_scale": self.D**-0.5}
+        return {**known, "window": window, "blocks": blocks}
+
+    @property
+    def config(self) -> dict[str, int]:
+        if self.tile is None:
+            return {**self.spec.config_for(self.sizes() | self.shape(1)), "BF16": self.BF16}
+        constants = {"D": self.D, "PAGE": self.page, "BITS": self.bits, "CHANNEL": self.channel, "BF16": self.BF16}
+        room = sm90.room_for(self.T * self.ratio)
+        often = {"PROMOTE": self.tile.TOKENS}  # after every tile, so that short sequences go that way as well
+        return {**constants, **often, "SLOTS": sm90.SLOTS, "COLUMNS": room, **self.tile._asdict()}
+
+    def shape(self, Hkv: int) -> dict[str, int]:
+        return {"Hq": Hkv * self.ratio, "Hkv": Hkv, "T": self.T, "D": self.D}
+
+    def problem(
+        self,
+        seed: int,
+        lengths: tuple[int, ...],
+        change: problems.Change = problems.nothing,
+        Hkv: int = 1,
+        window: int = 0,
+        blocks: int = 1,
+    ) -> tuple[Arrays, Arrays]:
+        """(logical inputs, arguments)."""
+        scheme = sm80.scheme_of(self.bits, self.channel)
+        q, cache = problems.problem(seed, lengths, change, scheme=scheme, page_size=self.page, **self.shape(Hkv))
+        logical = {"q": q, "cache": cache, "softmax_scale": self.D**-0.5, "window": window}
+        logical |= {"blocks": blocks} if self.tile else {}
+        return logical, {**self.spec.pack(logical), "q": stored(q, self.dtype)}
+
+    def run(
+        self, logical: Arrays, arrays: Arrays, backend: str = "emulator", more: Mapping[str, int] = {}, **how: Any
+    ) -> Outcome:
+        """A launch with `more` constants, whose results nobody has looked at."""
+        sizes, config = self.sizes(logical["window"], logical.get("blocks", 1)), {**self.config, **more}
+        return run_spec(self.spec, self.source, arrays, sizes=sizes, config=config, backend=backend, **how)
+
+    def check(self, logical: Arrays, arrays: Arrays, backend: str = "emulator", **how: Any) -> Arrays:
+        """What it says, held against the reference within its bound; nothing that blocks hand over is left."""
+        sizes = self.sizes(logical["window"], logical.get("blocks", 1))
+        return problems.check(self.spec, logical, backend, arrays, sizes=sizes, config=self.config, **how)
+
+
+# Every head dim, page size, scheme, dtype and number of columns is somewhere, and of tokens that a warp takes.
+AMPERE = (
+    Variant(128, 64, 4, 0, T=1, ratio=1),
+    Variant(128, 16, 4, 0, T=3, ratio=4, BF16=1),
+    Variant(128, 32, 8, 0, T=1, ratio=16),
+    Variant(64, 32, 4, 1, T=8, ratio=3),
+    Variant(256, 16, 4, 0, T=1, ratio=8, BF16=1),
+    Variant(64, 64, 8, 1, T=2, ratio=2),
+)
+_TILES = ((64, 2, 4, 1), (16, 4, 2, 1), (32, 4, 4, 1), (32, 2, 3, 1), (16, 8, 2, 1), (64, 3, 3, 1))
+HOPPER = tuple(v._replace(tile=AttentionTileSm90(*tile)) for v, tile in zip(AMPERE, _TILES, strict=True))
+
+
+def drawn(tokens: int, sequences: int, *, gpu: bool = False, **more: Any) -> dict[str, st.SearchStrategy[Any]]:
+    """Problems for `given`: `Variant.problem`'s arguments, in the emulator also its mode, and whatever `more` says."""
+    usual: dict[str, st.SearchStrategy[Any]] = {
+        "lengths": st.lists(st.integers(0, tokens), min_size=1, max_size=sequences).map(tuple),
+        "Hkv": st.integers(1, 3 if gpu else 2),
+        "window": st.sampled_from((0, 1, 100, 1000) if gpu else (0, 1, 20, 64, 1000)),
+        "blocks": st.sampled_from((1, 132, 264)) if gpu else st.integers(1, 9),
+        "seed": st.integers(0, 2**32 - 1),
+        "change": st.sampled_from(problems.CASES),
+    }
+    return usual | ({} if gpu else {"mode": st.sampled_from(emulator.MODES)}) | more
+
+
+def of_each(*variants: Variant) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("variant", variants, ids=str)
