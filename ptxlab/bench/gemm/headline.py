@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ptxlab.bench import peers
-from ptxlab.bench.gemm.points import Point, StreamTime, all_peers, point
+from ptxlab.bench.gemm.points import Point, StreamTime, point
 from ptxlab.bench.gemm.problem import expected, first_tokens, sizes_at, tokens, weights
 from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import ALL_TOKENS, GROUP, GROUPS, LLAMA, PER_CHANNEL, UNTUNED, UNTUNED_TOKENS, Layer
@@ -100,8 +100,7 @@ def layer_rows(
         progress(f"{layer}: {FACE}, " + (f"groups of {group}" if group else "per channel"))
         logical = {**weight_of(layer, group), **activations}
         for M in ALL_TOKENS:
-            others, more = all_peers(layer.N, layer.K, M, cublas[M])
-            beside = {"stream_us": stream_us, "peers": others, "more": more}
+            beside = {"stream_us": stream_us, "peers": cublas[M]}
             yield from _rows_at(layer, M, group, first_tokens(logical, M), names, **beside)
 
 

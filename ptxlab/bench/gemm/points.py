@@ -65,11 +65,6 @@ def point(
     )
 
 
-def all_peers(N: int, K: int, M: int, cublas: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-    """The peers of this run."""
-    return dict(cublas), {}
-
-
 def compile_all(points: Iterable[Point]) -> None:
     """Compile every variant that will run."""
     launching.compile_all((source_of(step), variant(step.spec, sizes)) for step, sizes in points)
