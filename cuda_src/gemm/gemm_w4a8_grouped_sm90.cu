@@ -8,7 +8,7 @@
 //            k], exact in int32; y = accumulators * x_scale[m] * w_scale[e, n] + bias[e, n], each operation in f32 and
 //            then rounded to the output, or the accumulators (OUT == 3). Any M >= 1, E >= 1, N a multiple of 8, K of
 //            the group. LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: no token sums, and the MMA
-//            takes w as s8.
+//            takes w as s8. GROUP 0: weights per channel, (q4 - w_zero[e, n])[e, n, k], with token sums.
 // PDL        everything waits for the kernel before, which may be writing which weights are wanted. What it may write
 //            is not __restrict__: ptxas moves loads of read-only data (ld.global.nc) ahead of griddepcontrol.wait.
 // Guide      notebooks/guide/kernels_gemm.md: strips, tiles of experts, schedule, constants

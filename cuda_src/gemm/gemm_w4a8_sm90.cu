@@ -7,7 +7,7 @@
 //            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
 //            accumulators (OUT == 3). Any M >= 1, N a multiple of 8, K of the group. LiquidQuant: o1 = 128 + min; QoQ:
 //            o1 = 128 - zero * s1. wgmma takes w + 128 as u8, and 128 times the token sum leaves at the end; SIGNED: w
-//            as s8, no token sums.
+//            as s8, no token sums. GROUP 0: weights per channel, (q4 - w_zero[n])[n, k], with token sums.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, tile, ring, schedule, constants
 // Measured   0.93, 0.92, 0.82, 0.78, 0.71, 0.62, 0.73, 0.79, 0.82, 0.66 of the floor on an H200 at M = 1, 4, 16, 32,

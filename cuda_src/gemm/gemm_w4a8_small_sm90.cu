@@ -7,6 +7,7 @@
 //            x_scale[m] * w_scale[n] + bias[n], each operation in f32 and then rounded to the output, or the
 //            accumulators (OUT == 3). 1 <= M <= 32, as far as X fits shared memory; N a multiple of 8, K of the group.
 //            LiquidQuant: o1 = 128 + min; QoQ: o1 = 128 - zero * s1. SIGNED: no token sums, and the MMA takes w as s8.
+//            GROUP 0: weights per channel, (q4 - w_zero[n])[n, k], with token sums.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, roles of the warps, barriers, constants
 // Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.81, 1.75, 1.44 times as fast as cuBLAS FP8
