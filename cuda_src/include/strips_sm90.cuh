@@ -20,7 +20,7 @@ struct StripStage {
     static constexpr int BYTES = (X_BYTES + HEIGHT * W_SLOT + 1023) / 1024 * 1024;
 };
 
-// By weights w as s8, or w + 128 as u8.
+// By weights w as s8; or as u8, w + 128 or q per channel.
 template <bool AS_S8, int SUMS>
 __device__ __forceinline__ void multiply_8bit(int (&acc)[SUMS], const u32 (&a)[4], u64 x) {
     if (AS_S8) wgmma_s8(acc, a, x);

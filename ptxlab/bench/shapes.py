@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ptxlab.kernels.gemm.strips_tiles import NO_GROUPS
 from ptxlab.layout import page_bytes
 
 TOKENS = (4, 16, 32, 64, 128, 256)  # of the ladder
@@ -46,7 +47,7 @@ ALL_TOKENS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192)
 MOST_FEW = 256  # up to so many tokens a step of decoding has
 FEW_TOKENS = tuple(M for M in ALL_TOKENS if M <= MOST_FEW)
 GROUPS = (GROUP, 64)
-PER_CHANNEL = 0  # as a group: weights with constants per channel alone
+PER_CHANNEL = NO_GROUPS  # as a group
 CHAINS = (LAYERS[:4], LAYERS[4:8])
 
 # Mixtral-8x7B: so many experts, of which each token takes so many.

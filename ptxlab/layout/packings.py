@@ -58,8 +58,9 @@ and differ only in the order of these words. N and K are padded to whole tiles w
 
               A block is 1056 bytes (g = 128), 1088 (g = 64), 1152 (g = 32) or 1024 (no groups), a multiple of 32: one
               bulk copy brings any number of neighbouring blocks of a strip. The stored offset is that of the unsigned
-              form in every scheme, w + 128 = q4·scale + offset: 128 + min for LQQ, 128 - z·scale for QoQ, modulo 256.
-              No byte carries at protective range 119. The epilogue takes 128 times the token sum off again.
+              form in every scheme with groups, w + 128 = q4·scale + offset: 128 + min for LQQ, 128 - z·scale for QoQ,
+              modulo 256. No byte carries at protective range 119. The epilogue takes 128 times the token sum off again;
+              without groups the MMA is fed q4 itself, and the zero point times the token sum leaves.
 """
 
 from abc import ABC, abstractmethod

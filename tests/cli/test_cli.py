@@ -287,6 +287,13 @@ def test_sass_side_by_side_and_as_json(cli: Any) -> None:
     assert code == 0 and "PRMT" in out
 
 
+def test_sass_names_registers_that_a_wgmma_may_still_read(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ptxlab.cli.sass.overwriting", lambda instructions: [f"{len(instructions) > 9}: overwritten"])
+    code, out, _ = cli("sass", "dequant_lqq.ptx", "--json")
+    assert code == 0 and json.loads(out)["warnings"] == ["True: overwritten"]
+    assert "True: overwritten" in cli("sass", "dequant_lqq.ptx")[1]
+
+
 def test_sass_of_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
     (tmp_path / "add4.ptx").write_text(PTX_ADD4)
     code, out, _ = cli("sass", tmp_path / "add4.ptx", "--json")

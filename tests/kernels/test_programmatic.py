@@ -40,7 +40,7 @@ def test_a_wait_that_comes_late_is_found(mode: str, split: int) -> None:
     assert outcome.findings
     for finding in outcome.findings:  # weights may be read at once, and who stores has waited
         assert finding.kind == "race" and "cp.async.bulk.tensor" in finding.text
-        assert "of argument 2 " in finding.message and finding.message.endswith(ahead)
+        assert "of argument 3 " in finding.message and finding.message.endswith(ahead)
 
 
 def test_only_what_waits_is_launched_so(fake: FakeGpu) -> None:

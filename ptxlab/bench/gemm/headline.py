@@ -1,8 +1,8 @@
 """What `gemm_w4a8` launches where no kernel is asked for, at every point of the suite and in every order it takes.
 
 The weight is packed once, for all numbers of tokens: LQQ in groups, and QoQ per channel. Activations come with their
-token sums from the quantiser that writes them in that order. Row-major ones stand beside once more as if they came from
-elsewhere, without sums: then the kernel does without.
+token sums from the quantiser that writes them in that order. With groups of 128 row-major ones stand beside once more
+as if they came from elsewhere, without sums: then the kernel does without.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,7 +88,7 @@ def points(names: Sequence[str]) -> Iterator[Point]:
 def layer_rows(
     layer: Layer,
     names: Sequence[str],
-    cublas: Mapping[int, Mapping[str, float]],
+    others: Mapping[int, Mapping[str, float]],
     stream_us: StreamTime,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
@@ -100,7 +100,7 @@ def layer_rows(
         progress(f"{layer}: {FACE}, " + (f"groups of {group}" if group else "per channel"))
         logical = {**weight_of(layer, group), **activations}
         for M in ALL_TOKENS:
-            beside = {"stream_us": stream_us, "peers": cublas[M]}
+            beside = {"stream_us": stream_us, "peers": others[M]}
             yield from _rows_at(layer, M, group, first_tokens(logical, M), names, **beside)
 
 

@@ -31,7 +31,6 @@ def point(
     measured_as: str,
     stream_us: StreamTime,
     peers: Mapping[str, float],
-    more: Mapping[str, float] | None = None,
     sums: bool = True,
     **further: Any,
 ) -> Row:
@@ -45,7 +44,6 @@ def point(
         measured_as: the row's `measure`.
         stream_us: the run's stream floors.
         peers: microseconds by name.
-        more: further figures of the row.
         sums: whether a kernel that does without token sums is given them all the same.
         further: other fields of `Row` by name.
     """
@@ -60,7 +58,7 @@ def point(
         checked=timed.check(right),
         peers=dict(peers),
         variant=timed.variant,
-        more={**timed.resources, **(more or {})},
+        more=timed.resources,
         **{"activations": step.order, **further},
     )
 

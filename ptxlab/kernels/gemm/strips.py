@@ -72,7 +72,7 @@ def _pack(logical: Arrays) -> Arrays:
         "w_scale": buffers["channel_scale"],
         **({"w_zero": buffers["channel_zero"]} if "channel_zero" in buffers else {}),
         "x": x,
-        "x_sum": logical.get("x_sum", x.sum(axis=1, dtype=np.int32)),
+        "x_sum": x.sum(axis=1, dtype=np.int32),
         **epilogue(logical),
     }
 
@@ -116,7 +116,7 @@ _RULES = (f"g in {GROUPS}", "K % g == 0", "N % 8 == 0", "1 <= K < 131072", "M*N 
 
 SMALL = _spec(
     "gemm_w4a8_small_sm90",
-    "few tokens: activations resident, whole strips streamed past them, unsigned LiquidQuant (LiquidGEMM §4)",
+    "few tokens: activations resident, whole strips streamed past them, unsigned LiquidQuant, QoQ (LiquidGEMM §4)",
     box="M",
     rules=(*_RULES, "M <= 32", "ceil_div(M, 8)*8*ceil_div(K, 1024)*1024 <= 204800"),
     choose=_choose_small,
@@ -125,7 +125,7 @@ SMALL = _spec(
 )
 LARGE = _spec(
     "gemm_w4a8_sm90",
-    "unsigned LiquidQuant dequantised under wgmma, tiles of evenly shared strips (LiquidGEMM §4, §5.3)",
+    "unsigned LiquidQuant or QoQ under wgmma, tiles of evenly shared strips (LiquidGEMM §4, §5.3)",
     box="ceil_div(ceil_div(M, ceil_div(M, BM)), 8)*8",
     rules=_RULES,
     choose=_choose,

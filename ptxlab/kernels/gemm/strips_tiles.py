@@ -3,7 +3,7 @@
 The costs are fits to a sweep over layers of LLaMA-2-7B, -13B and -70B, LLaMA-3-8B, Mixtral and Yi-34B on an H200,
 groups of 128 (`notebooks/results/h200/sweeps/gemm_strips.csv`). The tiles they choose are 0.8% from the best of each
 point in the mean, and they say what a matrix that no sweep has seen will like. Weights without groups take a twentieth
-less in nearly every tile, so the same costs choose for them: 1.0% from the best (`gemm_strips_channel.csv`).
+less in most tiles, so the same costs choose for them: 1.0% from the best (`gemm_strips_channel.csv`).
 """
 
 import math
