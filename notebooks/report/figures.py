@@ -14,7 +14,7 @@ from ptxlab.errors import FileError
 from ptxlab.kernels.plot import load_picture
 from ptxlab.profile.plot import page_figure
 from ptxlab.timeline.plot import timeline_figure
-from report import FIGURES, attention, costplot, gemm, gemmplot, ladder, pipelines, profiletables
+from report import FIGURES, attention, costplot, gemm, gemmplot, ladder, layer, pipelines, profiletables
 
 
 def _demo() -> Figure:
@@ -46,6 +46,19 @@ def _attention() -> Figure:
     return attention.speedup_figure(rows)
 
 
+def _layer(of: str) -> Callable[[], Figure]:
+    """A picture of the record of the suite `layer`."""
+
+    def drawn() -> Figure:
+        record = layer.recorded()
+        rows = layer.points(record) if of == "breakdown" else layer.timeline(record, layer.DRAWN[0])
+        if record is None or rows.empty:
+            raise FileError("layer.json: lacks what is drawn here; `ptxlab bench layer` makes a record on a GPU")
+        return layer.breakdown_figure(rows) if of == "breakdown" else layer.timeline_figure(record)
+
+    return drawn
+
+
 _BOTH = gemm.points, gemm.eight_bit
 PICTURES: dict[str, Callable[[], Figure]] = {
     "demo": _demo,
@@ -63,6 +76,8 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "cost_predicted": _gemm(costplot.predicted_figure, *_BOTH),
     "cost_crossover": _gemm(costplot.crossover_figure, *_BOTH),
     "attention_speedup": _attention,
+    "layer_breakdown": _layer("breakdown"),
+    "layer_timeline": _layer("timeline"),
     "profile": _profile,
     "timeline_gemm_64": lambda: pipelines.comparison(64),
     "timeline_gemm_256": lambda: pipelines.comparison(256),

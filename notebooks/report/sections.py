@@ -18,7 +18,19 @@ from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.kernels import holders
 from ptxlab.spec import KernelSpec
-from report import RESULTS, ROOT, attention, gemm, headers, ladder, pipelines, predictions, profiletables, showcase
+from report import (
+    RESULTS,
+    ROOT,
+    attention,
+    gemm,
+    headers,
+    ladder,
+    layer,
+    pipelines,
+    predictions,
+    profiletables,
+    showcase,
+)
 from report.frames import MISSING, markdown, means, origin_of_peers
 
 _LINK = re.compile(r"\]\(([\w./-]+)\)")  # from the root; in a page from its folder
@@ -204,6 +216,25 @@ def kv4_section() -> str:
     return attention.batches_table(record) + _picture(*picture, drawn=not attention.points(record).empty)
 
 
+def layer_section() -> str:
+    """Decoder layers beside floor and mixes, and where they are recorded as a picture."""
+    record = layer.recorded()
+    picture = "GEMM, attention and others of a layer by batch, beside the FP8 mix", "layer_breakdown"
+    return layer.layers_table(record) + _picture(*picture, drawn=not layer.points(record).empty)
+
+
+def layer_fused_section() -> str:
+    """The kernels between GEMMs and attention, beside copies."""
+    return layer.fused_table(layer.recorded())
+
+
+def layer_timeline_section() -> str:
+    """The launches of one layer, and where they are recorded as a picture."""
+    record = layer.recorded()
+    drawn = not layer.timeline(record, layer.DRAWN[0]).empty
+    return layer.timeline_table(record) + _picture("The launches of one layer", "layer_timeline", drawn)
+
+
 def ladder_section() -> str:
     """The GEMM ladder, and where it is recorded its ablation as a picture."""
     picture = "What each step gained, by tokens", "ladder_ablation"
@@ -228,6 +259,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,
+    "layer": layer_section,
+    "layer_fused": layer_fused_section,
+    "layer_timeline": layer_timeline_section,
     "gemm_means": gemm_means_section,
     "attention_means": attention_means_section,
     "profile": profiletables.profile_section,

@@ -6,7 +6,7 @@ from importlib import metadata
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import attention, dequant, emulation, gemm, loads, peers, stream
+from ptxlab.bench import attention, dequant, emulation, gemm, layer, loads, peers, stream
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
 from ptxlab.errors import ArgumentError
@@ -34,27 +34,41 @@ __all__ = [
 _PLACES = 3  # in memory, at most, where what is slower is measured once more
 _PAD = 74 << 20  # bytes between them
 
-SUITES: dict[str, Any] = {"dequant": dequant.rows, "load": loads.rows, "gemm": gemm.rows, "attention": attention.rows}
+SUITES: dict[str, Any] = {
+    "dequant": dequant.rows,
+    "load": loads.rows,
+    "gemm": gemm.rows,
+    "attention": attention.rows,
+    "layer": layer.rows,
+}
 
 
 def run_suite(
-    suite: str, progress: Callable[[str], None] = lambda _: None, *, matrices: Container[tuple[int, int]] | None = None
+    suite: str,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    matrices: Container[tuple[int, int]] | None = None,
+    only: Sequence[str] = (),
 ) -> Record:
     """Measure a suite, or one kernel of it, on the current GPU (the suite `emulator`: on the CPU).
 
     Args:
-        suite: `"dequant"`, `"load"`, `"gemm"`, `"attention"`, `"emulator"`, or a kernel's name.
+        suite: `"dequant"`, `"load"`, `"gemm"`, `"attention"`, `"layer"`, `"emulator"`, or a kernel's name.
         progress: called with what is measured next.
         matrices: of a GEMM those alone, by (N, K).
+        only: of the suite `layer` that part alone, by words (`layer.part`).
 
     Returns:
         The record; its `invalid` says why it must not be used, if the card is slower than it should be.
 
     Raises:
-        ArgumentError: no such suite, or `matrices` of one without any.
+        ArgumentError: no such suite, or `matrices` or `only` of one that has none.
         BenchmarkError: a timed kernel gave wrong results.
         UnavailableError: no GPU here, or no ptxas.
     """
+    if only and suite != "layer":
+        raise ArgumentError("only", f"must be empty for the suite {suite}", ", ".join(only))
+    layer.part(only)  # or what is wrong with it, before anything is measured
     if suite == "emulator":
         device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
         return Record(suite, device, versions(None), {}, tuple(emulation.rows(progress)))
@@ -67,8 +81,8 @@ def run_suite(
     names = [name for name, spec in kernels.specs().items() if suite in (name, _suite_of(spec.family))]
     progress("ceilings")
     ceilings = measure_ceilings()
-    only = {} if matrices is None else {"matrices": matrices}
-    rows = tuple(SUITES[family](names, ceilings, progress, **only))
+    part = {"matrices": matrices} if matrices is not None else {"only": only} if only else {}
+    rows = tuple(SUITES[family](names, ceilings, progress, **part))
     return Record(
         suite=suite,
         device={
@@ -96,7 +110,8 @@ def confirmed(
     """
     for place in range(_PLACES):
         again: list[Record] = []
-        for kernel in sorted({one.row.kernel for one in slower if _has_suite(one.row.kernel)}):
+        alone = [one for one in slower if before.suite != "layer" and _has_suite(one.row.kernel)]
+        for kernel in sorted({one.row.kernel for one in alone}):
             sizes = [one.row.sizes for one in slower if one.row.kernel == kernel]
             of_gemm = kernels.find(kernel)[0].family == "gemm"
             only = {(s["N"], s["K"]) for s in sizes if "N" in s} if of_gemm else None

@@ -41,7 +41,7 @@ def importable() -> bool:
 def versions() -> dict[str, str]:
     """Of the libraries that peers are of, as far as they are installed."""
     installed = {}
-    for name in ("torch", "humming-kernels"):
+    for name in ("torch", "humming-kernels", "flashinfer-python"):
         with suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
     return installed
@@ -101,10 +101,10 @@ def humming(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]
 
     for name, group in HUMMING.items():
         layers: list[Any] = []
-        with _left_out(f"{name}, {N} x {K}"):
-            layers, weight, tiles = _humming_layers(N, K, group, tokens)
+        with left_out(f"{name}, {N} x {K}"):
+            layers, weight, tiles = humming_layers(N, K, group, tokens)
         for M in tokens if layers else ():
-            with _left_out(f"{name}, {N} x {K}, M = {M}"):
+            with left_out(f"{name}, {N} x {K}, M = {M}"):
                 calls = _humming_calls(name, M, layers, weight, tiles)
                 times[M][name] = measure(calls, replays=GEMM_REPLAYS, capture=capture).us
         layers.clear()
@@ -113,7 +113,7 @@ def humming(N: int, K: int, tokens: Sequence[int]) -> dict[int, dict[str, float]
 
 
 @contextmanager
-def _left_out(what: str) -> Iterator[None]:
+def left_out(what: str) -> Iterator[None]:
     """What another library raises becomes a warning; wrong results stay an error."""
     try:
         yield
@@ -125,8 +125,12 @@ def _left_out(what: str) -> Iterator[None]:
         warnings.warn(f"{what}: left out, {type(error).__name__}: {reason}", stacklevel=4)
 
 
-def _humming_layers(N: int, K: int, group: int, tokens: Sequence[int]) -> tuple[list[Any], Any, str]:
-    """Layers of one weight, enough that they do not fit the L2; its first rows dequantised; the tiles that are taken.
+def humming_layers(
+    N: int, K: int, group: int, tokens: Sequence[int], weight: Any = None, copies: int = 0
+) -> tuple[list[Any], Any, str]:
+    """Layers of one weight, a random one if none is given; its first rows dequantised; the tiles that are taken.
+
+    As many layers as do not fit the L2, unless `copies` are asked for.
 
     Tiles are those of the package's heuristics, for these numbers of tokens alone: the others would be compiled too. A
     launch looks the tile of one token up, whatever it takes.
@@ -137,7 +141,8 @@ def _humming_layers(N: int, K: int, group: int, tokens: Sequence[int]) -> tuple[
 
     layers: list[Any] = []
     quantised: dict[str, Any] = {}
-    for _ in range(copies_beyond_l2(N * K // 2)):
+    weight = _operand("fp16", N, K, seed=0) if weight is None else weight
+    for _ in range(copies or copies_beyond_l2(N * K // 2)):
         with torch.device(_DEVICE):
             layer = HummingLayer(
                 shape_n=N,
@@ -147,7 +152,7 @@ def _humming_layers(N: int, K: int, group: int, tokens: Sequence[int]) -> tuple[
                 torch_dtype=torch.float16,
             )
         schema = layer.weight_schema
-        quantised = quantised or schema.quant_tensor(_operand("fp16", N, K, seed=0), schema, torch.float16)
+        quantised = quantised or schema.quant_tensor(weight, schema, torch.float16)
         layer.load_from_tensors(quantised)
         layer.transform()
         layers.append(layer)

@@ -55,6 +55,19 @@ def measure(
 ) -> Measured:
     """Time calls that enqueue device work (`gpu.prepare`), one after the other, again and again.
 
+    See `measure_graph`, which also gives the graph.
+    """
+    return measure_graph(calls, replays=replays, capture=capture)[0]
+
+
+def measure_graph(
+    calls: Sequence[Callable[[], None]],
+    *,
+    replays: int = REPLAYS,
+    capture: Callable[[Sequence[Callable[[], None]]], gpu.Graph] = gpu.capture,
+) -> tuple[Measured, gpu.Graph]:
+    """The times, and the very graph that was timed.
+
     Args:
         calls: one round: the same kernel over rotating buffers.
         replays: how many to take the median of.
@@ -68,7 +81,7 @@ def measure(
     timing = graph.time(replays=replays)
     graph.run(clock.stop)
     graph.synchronize()
-    return Measured(timing.median, timing.fastest, timing.slowest, clock.mhz())
+    return Measured(timing.median, timing.fastest, timing.slowest, clock.mhz()), graph
 
 
 class _Clock:

@@ -10,13 +10,17 @@ from ptxlab.cli.common import FAILED, AsJson, console, print_json, progress_bar,
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(help="dequant, load, gemm, attention, emulator, or one kernel.")],
+    suite: Annotated[str, typer.Argument(help="dequant, load, gemm, attention, layer, emulator, or one kernel.")],
     against: Annotated[Path | None, typer.Option(help="Compare with a record; fail if a row got slower.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(help="Where to write the record; default: notebooks/results/<gpu>/, without a checkout here."),
     ] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Plot the record (.png, .svg, .pdf).")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="Of the suite layer: fused, timeline, a model, B=16, a mix (fp8_row ...), or alone (no mix)."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Time kernels against their floor on this machine's GPU (the suite emulator: on its CPU), and record it."""
@@ -28,7 +32,7 @@ def bench(
         plot.require_writable(picture)
     before = benches.load(against) if against else None
     with progress_bar(f"bench {suite}", None, quiet=as_json) as advance:
-        record = benches.run_suite(suite, progress=advance)
+        record = benches.run_suite(suite, progress=advance, only=only or ())
         slower = benches.confirmed(benches.compare(record, before), before, advance) if before else []
     path = benches.save(record, out)
     if picture is not None:

@@ -236,7 +236,7 @@ def test_humming_is_right_and_measured_where_it_is() -> None:
         times = peers.humming(4096, 4096, (4, 64))  # BenchmarkError if its results are wrong
     assert set(times) == {4, 64} and all(set(by_name) == set(peers.HUMMING) for by_name in times.values())
     assert all(2 < us < 100 for by_name in times.values() for us in by_name.values())
-    layers, weight, tiles = peers._humming_layers(4096, 4096, 128, (64,))
+    layers, weight, tiles = peers.humming_layers(4096, 4096, 128, (64,))
     with pytest.raises(BenchmarkError, match="humming: wrong results"):
         peers._humming_calls("humming", 64, layers, weight.flip(0), tiles)
     with pytest.warns(UserWarning, match="4100 x 4096: left out, AssertionError: assert "):

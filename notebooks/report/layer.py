@@ -1,0 +1,229 @@
+"""Decoder layers as recorded, beside their floor and public mixes: points, tables, pictures and targets."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ptxlab.bench.layer import BATCHES, CONFIGS, FUSED, MEASURE, TIMELINE, config_of
+from ptxlab.bench.record import Record
+from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
+from report import frames
+from report.frames import MISSING, markdown, mean
+from report.style import bare, title
+
+KINDS = {  # of mixes -> the mixes by the beginning of their names
+    "FP16": "fp16/",
+    "FP8": "fp8_",
+    "humming per channel": "humming_chn/",
+    "humming g128": "humming_g128/",
+}
+PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED}
+DRAWN = ("LLaMA-2-7B", "LLaMA-2-70B")
+BESIDE = "FP8"  # the mix that is drawn
+_ATTENTION = {
+    "sdpa": "PyTorch's over an FP16 cache, in the mix's own graph",
+    "xqa_fp8": "FlashInfer's XQA over an FP8 cache, in the mix's own graph",
+    "xqa_stored": "FlashInfer's XQA, its stored time ([peers](notebooks/results/h200/peers/README.md)) added to that of"
+    " the mix's graph without attention",
+}
+_COLUMNS = ["model", "B", "time_us", "floor_us", "fraction", "gemm_us", "attention_us", "others_us", "others_share"]
+_FUSED = ["kernel", "M", "width", "time_us", "floor_us", "fraction", "copy_us", "l2_us", "chain_us", "copy_l2_us"]
+
+
+def recorded() -> Record | None:
+    """The record of the suite on the H200, if there is one."""
+    return frames.recorded("layer")
+
+
+def points(record: Record | None) -> pd.DataFrame:
+    """A row per model and batch.
+
+    Beside times and parts, of each kind of mix: `KIND`, its fastest name there, and `over KIND`, how many times as fast
+    as that the layer is; empty and NaN where none was measured.
+    """
+    rows = [row for row in record.rows if row.measure == MEASURE] if record else []
+    flat = []
+    for row in rows:
+        config = config_of(row.sizes)
+        found: dict[str, Any] = {"model": config.name if config else "", **row.more, **vars(row), "B": row.sizes["B"]}
+        for kind, start in KINDS.items():
+            name = fastest(row.peers, start)
+            found |= {kind: name, f"over {kind}": row.peers[name] / row.time_us if name else math.nan}
+        flat.append(found)
+    columns = [*_COLUMNS, *KINDS, *(f"over {kind}" for kind in KINDS), "peers", "more"]
+    return pd.DataFrame(flat, columns=list(dict.fromkeys([*columns, *(key for each in flat for key in each)])))
+
+
+def fastest(peers: Mapping[str, float], start: str) -> str:
+    """The name of the fastest peer whose name begins so; empty if there is none."""
+    return min((name for name in peers if name.startswith(start)), key=peers.__getitem__, default="")
+
+
+def fused(record: Record | None) -> pd.DataFrame:
+    """The kernels between GEMMs: `width` is H, F or K, of `rope_append_kv4` that of q, k and v."""
+    rows = [row for row in record.rows if row.measure == FUSED] if record else []
+    flat = []
+    for row in rows:
+        sizes = row.sizes
+        width = next((sizes[name] for name in ("H", "F", "K") if name in sizes), 0)
+        width = width or 128 * (sizes["Hq"] + 2 * sizes["Hkv"])
+        compiled = row.peers.get("torch_compile", math.nan)
+        found = {**row.more, **vars(row), "M": sizes["M"], "width": width, "over torch": compiled / row.time_us}
+        flat.append(found)
+    return pd.DataFrame(flat, columns=list(dict.fromkeys([*_FUSED, "over torch", *(key for f in flat for key in f)])))
+
+
+def timeline(record: Record | None, model: str) -> pd.DataFrame:
+    """The launches of one layer in order: `face` is the call, `start_us`, `end_us`, `gap_us` to the one before."""
+    rows = [row for row in record.rows if row.measure == TIMELINE] if record else []
+    flat = []
+    for row in rows:
+        config = config_of({name: size for name, size in row.sizes.items() if name != "launch"})
+        if config and config.name == model:
+            flat.append({**vars(row), **row.more, **row.sizes})
+    return pd.DataFrame(flat, columns=list(dict.fromkeys(["face", "start_us", *(key for f in flat for key in f)])))
+
+
+def layers_table(record: Record | None) -> str:
+    """Every model and batch: time, of the floor, others' share, over each kind of mix; means below."""
+    rows = points(record)
+    if record is None or rows.empty:
+        return MISSING
+    shown = {"model": "{}", "B": "{}", "time_us": "{:.1f} µs", "fraction": "{:.2f}", "others_share": "{:.0%}"}
+    shown |= {f"over {kind}": "{:.2f}x" for kind in KINDS}
+    order = {config.name: place for place, config in enumerate(CONFIGS)}
+    rows = rows.sort_values(["model", "B"], key=lambda column: column.map(order) if column.name == "model" else column)
+    last = {"model": "**mean**", "B": "", "time_us": math.nan, "fraction": mean(rows.fraction), "others_share": math.nan}
+    last |= {f"over {kind}": mean(rows[f"over {kind}"]) for kind in KINDS}
+    table = pd.concat([rows[[*shown]].astype(object), pd.DataFrame([last], dtype=object)])
+    names = {"B": "batch", "time_us": "time", "fraction": "of the floor", "others_share": "others"}
+    table.columns = pd.Index([names.get(name, name) for name in shown])
+    return f"{markdown(table, dict(zip(table, shown.values(), strict=True)))}\n{_origin(record, rows)}\n"
+
+
+def _origin(record: Record, rows: pd.DataFrame) -> str:
+    """What the figures are and where they come from."""
+    attentions = dict.fromkeys(name.partition("/")[2] for peers in rows.peers for name in peers)
+    said = "; ".join(f"`{name}`: {_ATTENTION[name]}" for name in _ATTENTION if name in attentions)
+    return (
+        "Sequences of 1,024 tokens, KV4, LQQ weights in groups of 128, FP16 between the kernels; 1/n is one of n GPUs'"
+        " share, without the all-reduce. The floor is the sum over operations of the longer of reading weights and cache"
+        " once and of the products at 1,920 TOPS. Others is their share of all operations, each timed alone. The fastest"
+        f" mix of each kind counts, its attention being the best of: {said or 'none measured'}."
+        f" Measured on one {record.device['name']}: `ptxlab bench layer`, {record.date[:10]}, commit {record.revision},"
+        f" read ceiling {record.ceilings['read_tbps']:.2f} TB/s."
+    )
+
+
+def fused_table(record: Record | None) -> str:
+    """Every fused kernel by width and tokens: beside a copy from memory, and on what is in the L2."""
+    rows = fused(record)
+    if rows.empty:
+        return MISSING
+    shown = {
+        "kernel": ("kernel", "`{}`"),
+        "width": ("width", "{:,}"),
+        "M": ("tokens", "{:,}"),
+        "time_us": ("time", "{:.2f} µs"),
+        "fraction": ("of the copy ceiling", "{:.2f}"),
+        "of copy": ("of a copy of its bytes", "{:.2f}"),
+        "l2_us": ("in the L2", "{:.2f} µs"),
+        "chain_us": ("and overlapped", "{:.2f} µs"),
+        "over torch": ("over torch.compile", "{:.2f}x"),
+    }
+    table = rows.assign(**{"of copy": rows.copy_us / rows.time_us}).sort_values(["kernel", "width", "M"])[[*shown]]
+    table.columns = pd.Index([name for name, _ in shown.values()])
+    return markdown(table, dict(shown.values()))
+
+
+def timeline_table(record: Record | None) -> str:
+    """The launches of one layer, and what lies between them."""
+    tables = []
+    for model in DRAWN:
+        rows = timeline(record, model)
+        if rows.empty:
+            continue
+        table = pd.DataFrame(
+            {
+                f"{model}, batch {rows.B.iloc[0]}": "`" + rows.face + "`",
+                "begins": rows.start_us,
+                "lasts": rows.time_us,
+                "before it": [f"{abs(gap):.2f} µs {'idle' if gap > 0 else 'overlapped'}" for gap in rows.gap_us],
+            }
+        )
+        formats = {"begins": "{:.2f} µs", "lasts": "{:.2f} µs"}
+        note = f"One layer in a graph of several takes {rows.layer_us.iloc[0]:.2f} µs without tracing."
+        tables.append(f"{markdown(table, formats)}\n{note}\n")
+    return "\n".join(tables) or MISSING
+
+
+def breakdown_figure(rows: pd.DataFrame) -> Figure:
+    """Stacked bars by batch: every operation alone, ours beside the fastest FP8 mix; a panel per model."""
+    figure = Figure(figsize=(12, 4.6), layout="constrained")
+    panels = figure.subplots(1, len(DRAWN))
+    for axes, model in zip(panels, DRAWN, strict=True):
+        here = rows[rows.model == model].set_index("B").reindex(BATCHES)
+        _bars(axes, here)
+        title(axes, f"{model}: {mean(here[f'over {BESIDE}']):.2f}x the {BESIDE} mix in the mean", size=10)
+        axes.set_ylabel("µs per layer")
+    speed = mean(rows[rows.model.isin(DRAWN)][f"over {BESIDE}"])
+    finding = f"A decoder layer takes 1/{speed:.2f} of the time of the fastest {BESIDE} mix (geometric mean)"
+    figure.suptitle(finding, x=0.01, ha="left", weight="bold", fontsize=11)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    return figure
+
+
+def _bars(axes: Axes, rows: pd.DataFrame) -> None:
+    places, width = np.arange(len(rows)), 0.38
+    for side, whose in ((-1, "ptxlab"), (1, BESIDE)):
+        below = np.zeros(len(rows))
+        for part, colour in PARTS.items():
+            heights = np.array([_part(row, part, "" if side < 0 else row[BESIDE]) for _, row in rows.iterrows()])
+            hatch = None if side < 0 else "///"
+            label = part if side < 0 else None
+            axes.bar(places + side * 0.2, heights, width, below, color=colour, hatch=hatch, edgecolor="white", label=label)
+            below = below + np.nan_to_num(heights)
+        axes.bar(places[:1], [0], width, color=PALE, hatch=None if side < 0 else "///", edgecolor=GREY, label=whose)
+    axes.plot(places - 0.2, rows.time_us, "_", color="black", markersize=18, label="layer as one graph")
+    axes.plot(places - 0.2, rows.floor_us, "_", color=GREY, markersize=18, markeredgewidth=2, label="floor")
+    axes.set_xticks(places, [str(batch) for batch in rows.index])
+    axes.set_xlabel("sequences in the batch")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    bare(axes)
+
+
+def _part(row: pd.Series, part: str, mix: str) -> float:
+    """Microseconds of a part of ours, or of a mix; NaN where it was not measured."""
+    if not isinstance(row.more, dict) or (not isinstance(mix, str)):
+        return math.nan
+    return float(row.more.get(f"{mix} {part}_us".strip(), math.nan))
+
+
+def timeline_figure(record: Record) -> Figure:
+    """Every launch of one layer on one axis, a panel per model."""
+    figure = Figure(figsize=(12, 6.2), layout="constrained")
+    panels = figure.subplots(len(DRAWN), 1)
+    for axes, model in zip(panels, DRAWN, strict=True):
+        rows = timeline(record, model)
+        colours = [PARTS[_part_of(face)] for face in rows.face]
+        axes.barh(range(len(rows)), rows.time_us, left=rows.start_us, color=colours, height=0.7)
+        for place, row in enumerate(rows.itertuples()):
+            if row.gap_us > 0 and place:
+                axes.text(row.start_us, place, f"{row.gap_us:.1f} µs idle ", ha="right", va="center", fontsize=7)
+        axes.set_yticks(range(len(rows)), [*rows.face], fontsize=8)
+        axes.invert_yaxis()
+        idle = sum(gap for gap in rows.gap_us[1:] if gap > 0)
+        title(axes, f"{model}, batch {rows.B.iloc[0]}: {idle:.1f} µs of {rows.end_us.max():.1f} idle", size=10)
+        bare(axes)
+    panels[-1].set_xlabel("µs")
+    return figure
+
+
+def _part_of(face: str) -> str:
+    return "gemm" if face.startswith("gemm") else "attention" if face.startswith("attention") else "others"

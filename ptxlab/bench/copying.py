@@ -1,0 +1,35 @@
+"""How long a copy of so many bytes takes: what kernels that read and write as many are held against."""
+
+from pathlib import Path
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
+from ptxlab.sources import Source
+from ptxlab.spec import Launch
+
+_THREADS = 256
+_PER_BLOCK = _THREADS * 4 * 16  # bytes that one block of copy.ptx copies
+
+
+def source() -> Source:
+    """The kernel `stream_copy`."""
+    return Source.read(Path(__file__).with_name("copy.ptx"))
+
+
+def geometry(nbytes: int, *, programmatic: bool = False) -> Launch:
+    """A block for every 16 KiB."""
+    return Launch((-(-nbytes // _PER_BLOCK), 1, 1), (_THREADS, 1, 1), programmatic=programmatic)
+
+
+def copy_us(moved: int, *, cold: bool) -> float:
+    """Microseconds to copy half of `moved` bytes, read plus written: from memory, or always the same ones."""
+    nbytes = max(16, moved // 2 // 16 * 16)
+    kernel = gpu.load(source(), "stream_copy")
+    calls = []
+    for _ in range(copies_beyond_l2(2 * nbytes) if cold else 1):
+        read, written = (gpu.empty((nbytes,), np.uint8) for _ in range(2))
+        gpu.fill_bytes(read, 1)
+        calls.append(gpu.prepare(kernel, [read, written, np.uint64(nbytes)], geometry(nbytes)))
+    return measure(calls, replays=GEMM_REPLAYS).us

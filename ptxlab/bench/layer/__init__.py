@@ -1,0 +1,175 @@
+"""Suite `layer`: the kernels between GEMMs and attention, whole decoder layers beside public mixes, and a timeline."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ptxlab import gpu
+from ptxlab.bench import peers, peers_layer
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.layer import decoder, fused
+from ptxlab.bench.layer.decoder import FACE, MEASURE, Decoder
+from ptxlab.bench.layer.shapes import BATCHES, CONFIGS, LENGTH, config_of, sizes_of
+from ptxlab.bench.peers_layer import MIXES, MixTime
+from ptxlab.bench.record import Row
+from ptxlab.bench.stored import stored_attention
+from ptxlab.errors import ArgumentError
+from ptxlab.model import Config
+
+__all__ = ["BATCHES", "CONFIGS", "FACE", "FUSED", "MEASURE", "MIXES", "TIMELINE", "Part", "config_of", "part", "rows"]
+
+FUSED, TIMELINE = fused.MEASURE, "timeline"
+DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16)  # layers that a timeline is taken of
+STORED = {"fp16": "fi_xqa_f16"}  # mix -> the stored attention that stands in for its own; of the others:
+_STORED_FP8 = "fi_xqa_fp8"
+_TRACED = 4  # layers at least, of which one in the middle is kept
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of the suite is measured: `fused` kernels, `timeline`s, and layers by model, batch, and mix beside them."""
+
+    fused: bool = True
+    timeline: bool = True
+    configs: tuple[Config, ...] = CONFIGS
+    batches: tuple[int, ...] = BATCHES
+    mixes: tuple[str, ...] = tuple(MIXES)
+
+
+def part(words: Sequence[str]) -> Part:
+    """The part that words name: `fused`, `timeline`, models, `B=16`, mixes or `alone` (none); without any everything.
+
+    Words of one kind add up; a kind without a word is whole, but `fused` and `timeline` are measured where they are
+    named, or where nothing else but batches and mixes is. Raises ArgumentError for an unknown word.
+    """
+    models = {config.name: config for config in CONFIGS}
+    batches = {f"B={B}": B for B in BATCHES}
+    known = [FUSED, TIMELINE, *models, *batches, *MIXES, "alone"]
+    for word in words:
+        if word not in known:
+            raise ArgumentError("only", f"one of {', '.join(known)}", word)
+    kinds = [word for word in words if word in (FUSED, TIMELINE)]
+    named = tuple(models[word] for word in words if word in models)
+    everything = not words
+    return Part(
+        fused=everything or FUSED in kinds,
+        timeline=everything or TIMELINE in kinds,
+        configs=named or (() if kinds else CONFIGS),
+        batches=tuple(batches[word] for word in words if word in batches) or BATCHES,
+        mixes=tuple(word for word in words if word in MIXES) or (() if "alone" in words else tuple(MIXES)),
+    )
+
+
+def rows(
+    names: Sequence[str], ceilings: Ceilings, progress: Callable[[str], None], only: Sequence[str] = ()
+) -> Iterator[Row]:
+    """Measure the suite, or the part that the words of `only` name (`part`)."""
+    wanted = part(only)
+    progress("compiling peers")
+    widths = fused.WIDTHS if wanted.fused else ()
+    peers_layer.warm(wanted.configs, wanted.batches, wanted.mixes, widths)
+    if not peers.importable():
+        warnings.warn("no mixes beside the layers: PyTorch with a GPU is not installed", stacklevel=2)
+    if wanted.fused:
+        yield from fused.rows(ceilings, progress)
+    for config in wanted.configs:
+        yield from layer_rows(config, wanted, ceilings, progress)
+    if wanted.timeline:
+        for name, B in DRAWN:
+            progress(f"{name}, batch {B}: timeline")
+            yield from timeline_rows(Config.named(name), B)
+
+
+def layer_rows(config: Config, wanted: Part, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """A model at every batch, the mixes first: ours and theirs are in memory one after the other."""
+    beside = peers_layer.mixes(config, wanted.batches, wanted.mixes, progress)
+    weights = decoder.layers_of(config)
+    copied = decoder.copies_of(weights[0])
+    for B in wanted.batches:
+        progress(f"{config.name}, batch {B}")
+        us, more = mixed(config, B, beside[B])
+        yield decoder.row(config, B, weights, copied, ceilings, us, more)
+
+
+def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds of the mixes by `MIX/ATTENTION`, and their breakdowns.
+
+    Attention `sdpa` and `xqa_fp8` ran in the mix's own graph. Of `xqa_stored` it is FlashInfer's stored time
+    (`notebooks/results/<gpu>/peers`), added to the time of the same graph without its attention.
+    """
+    stored = stored_attention().get((config.heads, config.kv_heads, B, LENGTH), {})
+    us: dict[str, float] = {}
+    more: dict[str, float] = {}
+    for name, time in times.items():
+        mix, _, attention = name.partition("/")
+        alike = {name: time.layer - time.without_attention}
+        kept = STORED.get(mix, _STORED_FP8)
+        if attention == "sdpa" and kept in stored:
+            alike[f"{mix}/xqa_stored"] = stored[kept]
+        for called, attending in alike.items():
+            us[called] = time.without_attention + attending
+            more[f"{called} gemm_us"] = time.gemms
+            more[f"{called} attention_us"] = attending
+            more[f"{called} others_us"] = time.without_attention - time.gemms
+    return us, more
+
+
+def timeline_rows(config: Config, B: int) -> Iterator[Row]:
+    """A row per launch of one layer of the chain, in order, where CUPTI can be reached through PyTorch."""
+    weights = decoder.layers_of(config)
+    made = Decoder(config, B, weights)
+    calls = made.calls()
+    rounds = -(-_TRACED // len(calls))
+    graph = gpu.capture(calls * rounds)
+    us = graph.time().median
+    operations = [operation.name for operation in made.operations[0]]
+
+    def replay() -> None:
+        graph.replay()
+        graph.synchronize()
+
+    spans = peers_layer.traced(replay)
+    layers = len(calls) * rounds
+    if len(spans) != len(operations) * layers:
+        said = f"{len(spans)} kernels were seen of {len(operations)} launches of {layers} layers"
+        warnings.warn(f"timeline of {config.name}: left out, {said}", stacklevel=2)
+        return
+    yield from spans_of(config, B, spans, operations, us)
+
+
+def spans_of(
+    config: Config, B: int, spans: Sequence[tuple[str, float, float]], operations: Sequence[str], us: float
+) -> Iterator[Row]:
+    """Rows of the layer in the middle; each with the gap to the launch before (below 0: they overlap)."""
+    first = len(spans) // len(operations) // 2 * len(operations)
+    origin = spans[first][1]
+    for number, operation in enumerate(operations):
+        kernel, begin, end = spans[first + number]
+        before = max(stop for _, _, stop in spans[: first + number])
+        yield _span(config, B, number, operation, kernel, (begin - origin, end - origin, begin - before), us)
+
+
+def _span(
+    config: Config, B: int, number: int, operation: str, kernel: str, at: tuple[float, float, float], us: float
+) -> Row:
+    begin, end, gap = at
+    taken: dict[str, Any] = dict.fromkeys(("time_us", "fastest_us", "slowest_us"), end - begin)
+    return Row(
+        kernel=kernel,
+        source="cu",
+        measure=TIMELINE,
+        sizes={**sizes_of(config, B), "launch": number},
+        rate=1e3 / (end - begin),
+        rate_unit="launches/ms",
+        bytes=0,
+        operations=0,
+        floor_us=end - begin,
+        fraction=1.0,
+        limit="itself",
+        sm_mhz=0.0,
+        checked="not looked at: the same calls are checked where they are timed",
+        more={"start_us": begin, "end_us": end, "gap_us": gap, "layer_us": us},
+        face=operation,
+        **taken,
+    )

@@ -1,0 +1,225 @@
+"""The kernels between GEMMs and attention, each beside a copy of its bytes and beside `torch.compile`'s version.
+
+From memory, over buffers that no call finds in the L2; and on the same buffers again and again, as a decoder's chain
+has them: launched plainly, and programmatically.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu, kernels, quant, reference
+from ptxlab.bench import peers_layer
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.copying import copy_us
+from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.shapes import HEAD_DIM, HEADS, PAGE
+from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
+from ptxlab.errors import BenchmarkError
+from ptxlab.kernels.attention import append_kv4, rope_append_kv4
+from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
+from ptxlab.layout import KVCache, page_bytes
+
+MEASURE = "fused"
+TOKENS = (1, 16, 64, 256, 1024, 4096)
+WIDTHS = (4096, 8192, 11008, 28672)
+EPS = peers_layer.EPS
+_CHECKED = 8  # rows, spread over all
+_SMALL = 1 / 64  # what is added to the residual again and again must not overflow it
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One kernel at one size.
+
+    Attributes:
+        kernel: its name.
+        sizes: that tell it from others.
+        nbytes: read and written by a call.
+        make: arrays of one call.
+        call: of arrays, perhaps launched programmatically.
+        check: raises BenchmarkError unless `call` did right by fresh arrays; returns what it looked at.
+        width: of what `torch.compile` can do too.
+    """
+
+    kernel: str
+    sizes: dict[str, int]
+    nbytes: int
+    make: Callable[[], dict[str, Any]]
+    call: Callable[..., Any]
+    check: Callable[[dict[str, Any]], str]
+    width: int = 0
+
+
+def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """Every kernel at every size."""
+    for width in WIDTHS:
+        for M in reversed(TOKENS):  # the largest first: `torch.compile`'s kernels are tuned to it
+            progress(f"{M} x {width}: fused kernels")
+            for fused in (normed(M, width), gated(M, width), quantised(M, width)):
+                yield timed(fused, ceilings)
+    for heads in HEADS:
+        for T in TOKENS:
+            progress(f"heads {heads[0]}/{heads[1]}, {T} tokens: rope_append_kv4")
+            yield timed(appended(T, *heads), ceilings)
+
+
+def timed(fused: Fused, ceilings: Ceilings) -> Row:
+    """Cold and warm, beside copies; checked on fresh arrays after."""
+    copies = [fused.make() for _ in range(copies_beyond_l2(fused.nbytes))]
+    cold = measure([partial(fused.call, **arrays) for arrays in copies], replays=GEMM_REPLAYS)
+    warm, chained = (
+        measure([partial(fused.call, **copies[0], programmatic=early)], replays=GEMM_REPLAYS).us
+        for early in (False, True)
+    )
+    fresh = fused.make()
+    fused.call(**fresh)
+    checked = fused.check(fresh)
+    more = {"l2_us": warm, "chain_us": chained, **_copy(fused.nbytes)}
+    compiled = peers_layer.fused(fused.kernel.removesuffix("_s8"), fused.sizes["M"], fused.width) if fused.width else None
+    if compiled:
+        more["torch_l2_us"] = compiled[1]
+    return row_of(
+        kernels.specs()[fused.kernel],
+        MEASURE,
+        fused.sizes,
+        cold,
+        floor=(fused.nbytes / ceilings.copy_tbps / 1e6, "copy"),
+        checked=checked,
+        nbytes=fused.nbytes,
+        peers={"torch_compile": compiled[0]} if compiled else {},
+        more=more,
+    )
+
+
+@cache
+def _copy(nbytes: int) -> dict[str, float]:
+    return {"copy_us": copy_us(nbytes, cold=True), "copy_l2_us": copy_us(nbytes, cold=False)}
+
+
+def normed(M: int, width: int) -> Fused:
+    """`rmsnorm_quantize` with a residual."""
+    x, residual = _values(M, width) * np.float16(_SMALL), _values(M, width, seed=1)
+    gamma = _values(1, width, seed=2)[0]
+    out = _packed(M, width)
+
+    def make() -> dict[str, Any]:
+        return {"x": x.copy(), "gamma": gamma, "residual": residual.copy(), "out": out()}
+
+    def call(x: Any, gamma: Any, programmatic: bool = False, **more: Any) -> Any:
+        return rmsnorm_quantize(x, gamma, eps=EPS, programmatic=programmatic, **more)
+
+    def check(arrays: dict[str, Any]) -> str:
+        at = _checked(M)
+        total = (gpu.to_host(x[at]).astype(np.float32) + gpu.to_host(residual[at]).astype(np.float32)).astype(np.float16)
+        if not (gpu.to_host(arrays["residual"][at]) == total).all():
+            raise BenchmarkError(f"rmsnorm_quantize: wrong residual at M={M}, H={width}")
+        v = total.astype(np.float64)
+        y = v / np.sqrt((v * v).mean(1, keepdims=True) + EPS) * gpu.to_host(gamma).astype(np.float64)
+        return _right("rmsnorm_quantize", arrays["out"], at, y)
+
+    nbytes = M * width * 7 + 8 * M + 2 * width
+    return Fused("rmsnorm_quantize", {"M": M, "H": width}, nbytes, make, call, check, width)
+
+
+def gated(M: int, width: int) -> Fused:
+    """`silu_mul_quantize`."""
+    gate_up = _values(M, 2 * width)
+    out = _packed(M, width)
+
+    def check(arrays: dict[str, Any]) -> str:
+        at = _checked(M)
+        gate, up = np.split(gpu.to_host(gate_up[at]).astype(np.float64), 2, axis=1)
+        return _right("silu_mul_quantize", arrays["out"], at, gate / (1 + np.exp(-gate)) * up)
+
+    def make() -> dict[str, Any]:
+        return {"gate_up": gate_up.copy(), "out": out()}
+
+    nbytes = M * width * 5 + 8 * M
+    return Fused("silu_mul_quantize", {"M": M, "F": width}, nbytes, make, silu_mul_quantize, check, width)
+
+
+def quantised(M: int, width: int) -> Fused:
+    """`quantize_activations`."""
+    x = _values(M, width)
+    out = _packed(M, width)
+
+    def check(arrays: dict[str, Any]) -> str:
+        at = _checked(M)
+        return _right("quantize_activations", arrays["out"], at, gpu.to_host(x[at]).astype(np.float64))
+
+    def make() -> dict[str, Any]:
+        return {"x": x.copy(), "out": out()}
+
+    nbytes = M * width * 3 + 8 * M
+    return Fused("quantize_activations_s8", {"M": M, "K": width}, nbytes, make, quantize_activations, check, width)
+
+
+def appended(T: int, Hq: int, Hkv: int) -> Fused:
+    """`rope_append_kv4`: a token of each of T sequences, at the end of a page of its own."""
+    width = (Hq + 2 * Hkv) * HEAD_DIM
+    qkv = _values(T, width)
+    rng = np.random.default_rng(3)
+    angles = rng.uniform(-4, 4, (PAGE, HEAD_DIM // 2)).astype(np.float32)
+    rope = gpu.to_device(np.cos(angles)), gpu.to_device(np.sin(angles)), gpu.to_device(np.full(T, PAGE - 1, np.int32))
+    slots = gpu.to_device((rng.permutation(T) * PAGE + PAGE - 1).astype(np.int32))
+
+    def cache() -> KVCache:
+        pool = gpu.empty((T, 2, Hkv, page_bytes("kv4", PAGE, HEAD_DIM)), np.uint8)
+        gpu.fill_bytes(pool, 0)
+        table, lengths = gpu.to_device(np.arange(T, dtype=np.int32)[:, None]), gpu.to_device(np.full(T, PAGE, np.int32))
+        return KVCache(pool=pool, block_table=table, lengths=lengths, page_size=PAGE, head_dim=HEAD_DIM)
+
+    def make() -> dict[str, Any]:
+        return {"qkv": qkv.copy(), "cache": cache(), "out": gpu.empty((T, Hq, HEAD_DIM), np.float16)}
+
+    def call(qkv: Any, cache: KVCache, out: Any, programmatic: bool = False) -> Any:
+        return rope_append_kv4(qkv, cache, slots, rope=rope, out=out, programmatic=programmatic)
+
+    def check(arrays: dict[str, Any]) -> str:
+        heads = qkv.reshape(T, -1, HEAD_DIM)
+        right = cache()
+        k, v = (np.ascontiguousarray(x) for x in (heads[:, Hq : Hq + Hkv], heads[:, Hq + Hkv :]))
+        append_kv4(k, v, right, slots, rope=rope)
+        if not bool((arrays["cache"].pool == right.pool).all()):
+            raise BenchmarkError(f"rope_append_kv4: pages other than append_kv4's at T={T}, heads {Hq}/{Hkv}")
+        at = _checked(T)
+        cos, sin = (gpu.to_host(table)[np.full(len(at), PAGE - 1)] for table in rope[:2])
+        q = reference.rope(gpu.to_host(heads[at][:, :Hq]), cos, sin).astype(np.float64)
+        if np.abs(gpu.to_host(arrays["out"][at]) - q).max() > 2**-10 * np.abs(q).max():
+            raise BenchmarkError(f"rope_append_kv4: wrong queries at T={T}, heads {Hq}/{Hkv}")
+        return f"every byte of the pages equal to append_kv4's; queries of {len(at)} tokens to the reference's"
+
+    moved = T * width * 2 + T * Hq * HEAD_DIM * 2 + T * 2 * Hkv * page_bytes("kv4", PAGE, HEAD_DIM) // PAGE
+    nbytes = moved + T * (HEAD_DIM * 4 + 8)
+    return Fused("rope_append_kv4", {"M": T, "Hq": Hq, "Hkv": Hkv}, nbytes, make, call, check)
+
+
+def _values(M: int, width: int, seed: int = 0) -> Any:
+    """Random f16 [M, width] on the device: some rows, repeated."""
+    some = np.random.default_rng(seed).standard_normal((min(M, 64), width), dtype=np.float32).astype(np.float16)
+    return np.tile(gpu.to_device(some), (-(-M // len(some)), 1))[:M].copy()
+
+
+def _packed(M: int, width: int) -> Callable[[], Any]:
+    """Makes activations to write into."""
+    some = gpu.to_device(np.zeros((M, width), np.float16))
+    return lambda: quantize_activations(some)
+
+
+def _checked(M: int) -> Any:
+    return np.unique(np.linspace(0, M - 1, _CHECKED).astype(int))
+
+
+def _right(name: str, packed: Any, at: Any, y: np.ndarray) -> str:
+    """Hold rows `at` against floats f64: scales, values within rounding of y / scale, sums those of the values."""
+    scale = gpu.to_host(packed.scale[at]).astype(np.float64)[:, None]
+    values, sums = gpu.to_host(packed.x_q[at]).astype(np.float64), gpu.to_host(packed.token_sum[at])
+    expected = np.abs(y).max(1, keepdims=True) / 127
+    steps = np.abs(values - y / scale).max()
+    if np.abs(scale / expected - 1).max() > 1e-5 or steps > 0.5 + 1e-3 or (values.sum(1) != sums).any():
+        raise BenchmarkError(f"{name}: wrong results at M={packed.M}, K={packed.K}")
+    return f"{len(at)} rows within {steps:.4f} of a step of float64, scales within 1e-5, sums those of the values"

@@ -1,0 +1,52 @@
+"""The decoder layers that are measured, and the least that each of their operations has to move and to multiply."""
+
+from typing import NamedTuple
+
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.shapes import GROUP, Batch, even
+from ptxlab.model import Config
+
+BATCHES = (1, 4, 16, 64, 128, 256)
+LENGTH = 1024  # tokens of every sequence, the new one included
+TOPS = 1920.0  # INT8 operations, 10^12 per second: wgmma with its operands resident, as measured on an H200
+
+_SEVENTY = Config.named("LLaMA-2-70B")
+CONFIGS = (
+    Config.named("LLaMA-2-7B"),
+    *(_SEVENTY.share(parts) for parts in (1, 2, 4, 8)),  # whole, and one GPU's; the all-reduces are in no time
+    Config.named("LLaMA-3-8B"),
+    Config.named("Mixtral-8x7B"),
+)
+
+
+class Work(NamedTuple):
+    """What an operation reads from device memory at the least, and the operations of its products."""
+
+    name: str
+    nbytes: int
+    operations: int
+
+    def us(self, ceilings: Ceilings) -> float:
+        """The least that it takes."""
+        return max(self.nbytes / ceilings.read_tbps, self.operations / TOPS) / 1e6
+
+
+def batch_of(config: Config, B: int) -> Batch:
+    """Attention of B sequences."""
+    return even((config.heads, config.kv_heads), B, LENGTH)
+
+
+def sizes_of(config: Config, B: int) -> dict[str, int]:
+    """What tells a layer from the others in a record."""
+    widths = {"hidden": config.hidden, "ffn": config.ffn, "Hq": config.heads, "Hkv": config.kv_heads}
+    return {**widths, "E": config.experts, "B": B, "L": LENGTH, "g": GROUP}
+
+
+def config_of(sizes: dict[str, int]) -> Config | None:
+    """The one that a row of a record is of."""
+    return next((config for config in CONFIGS if sizes_of(config, sizes["B"]) == sizes), None)
+
+
+def rows_of(config: Config, matrix: str, B: int) -> int:
+    """Of a GEMM: tokens, or tokens times the experts that each takes."""
+    return B * config.chosen_experts if config.experts and matrix in ("gate_up", "down") else B

@@ -1,0 +1,675 @@
+"""A decoder layer of public parts: GEMMs of cuBLAS (FP16, FP8) or humming (W4A8), attention of FlashInfer or PyTorch,
+and what lies between them by `torch.compile`. What is not installed is left out.
+
+A mix is timed as ptxlab's own layer is: a CUDA graph of layers in turn, each with weights and cache of its own, which
+together exceed the L2.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from multiprocessing import get_context
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from ptxlab.bench import peers
+from ptxlab.bench.layer.shapes import LENGTH, batch_of
+from ptxlab.bench.shapes import HEAD_DIM, PAGE
+from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
+from ptxlab.errors import BenchmarkError
+from ptxlab.model import Config
+
+EPS = 1e-5
+FP8_MOST = 448.0
+STATIC = 16.0 / FP8_MOST  # scale of all tensors of the tensor-wise mix, as calibration would have set it before
+
+
+class Format(NamedTuple):
+    """What a mix multiplies.
+
+    Attributes:
+        dtype: of the floats between the GEMMs, by name.
+        quantise: what a GEMM is given: floats, FP8 by token or by one scale that is known before, or INT8 by token.
+        weight_bytes: of a weight.
+        tolerance: how far off the FP16 mix's results its own may be, rms; a wrong wire is further off.
+    """
+
+    dtype: str
+    quantise: str
+    weight_bytes: float
+    tolerance: float
+
+
+# PyTorch's FP8 product with scales by row writes bfloat16 alone.
+MIXES = {
+    "fp16": Format("float16", "none", 2, 0.0),
+    "fp8_row": Format("bfloat16", "fp8", 1, 0.15),
+    "fp8_tensor": Format("float16", "fp8_static", 1, 0.15),
+    "humming_chn": Format("float16", "int8", 0.5, 0.4),
+    "humming_g128": Format("float16", "int8", 0.5, 0.4),
+}
+OF_EXPERTS = ("fp16", "fp8_row")  # mixes that PyTorch has grouped GEMMs for
+_WORKERS = 12
+
+
+class MixTime(NamedTuple):
+    """Microseconds of a layer, of the same without its attention, and of its GEMMs one after the other alone."""
+
+    layer: float
+    without_attention: float
+    gemms: float
+
+
+# --- what lies between the GEMMs -------------------------------------------------------------------------------------
+
+
+def quantised(y: Any, how: str, dtype: Any) -> tuple[Any, Any]:
+    """Floats f32 [M, K] as a GEMM takes them, and their scales f32 [M, 1]; None where there are none."""
+    import torch
+
+    if how == "none":
+        return y.to(dtype), None
+    if how == "fp8_static":
+        return (y * (1 / STATIC)).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn), None
+    most = y.abs().amax(1, keepdim=True).clamp(min=1e-12)
+    if how == "int8":
+        scale = most * (1 / 127)
+        return (y / scale).round().to(torch.int8), scale
+    scale = most * (1 / FP8_MOST)
+    return (y / scale).clamp(-FP8_MOST, FP8_MOST).to(torch.float8_e4m3fn), scale
+
+
+def norm(x: Any, residual: Any, gamma: Any, how: str, keep: bool = False) -> tuple[Any, Any, Any]:
+    """residual += x in place; its RMSNorm as a GEMM takes it, and with `keep` as floats too."""
+    import torch
+
+    residual.add_(x)
+    floats = residual.float()
+    y = floats * torch.rsqrt(floats.square().mean(1, keepdim=True) + EPS) * gamma.float()
+    return *quantised(y, how, x.dtype), y.to(x.dtype) if keep else None
+
+
+def gated(gate_up: Any, how: str) -> tuple[Any, Any]:
+    """silu(gate) * up, gate in the first half of the columns, as a GEMM takes it."""
+    import torch
+
+    gate, up = gate_up.chunk(2, 1)
+    return quantised(torch.nn.functional.silu(gate.float()) * up.float(), how, gate_up.dtype)
+
+
+def requantised(x: Any, how: str) -> tuple[Any, Any]:
+    """What attention wrote, as a GEMM takes it."""
+    return quantised(x.float(), how, x.dtype)
+
+
+def rotated(x: Any, cos: Any, sin: Any) -> Any:
+    """RoPE on halves: x [B, H, D], cos and sin f32 [B, 1, D/2]."""
+    import torch
+
+    low, high = x.float().chunk(2, 2)
+    return torch.cat((low * cos - high * sin, high * cos + low * sin), 2).to(x.dtype)
+
+
+def append(qkv: Any, tables: Any, positions: Any, keys: Any, values: Any, kv_heads: int) -> Any:
+    """Rotate q and k and write k and v into caches [B, Hkv, L, D] in place; q [B, Hq, D]."""
+    import torch
+
+    heads = qkv.view(qkv.shape[0], -1, HEAD_DIM)
+    cos, sin = tables[positions].unsqueeze(1).chunk(2, 2)
+    rows = torch.arange(qkv.shape[0], device=qkv.device)
+    keys[rows, :, positions] = rotated(heads[:, -2 * kv_heads : -kv_heads], cos, sin).to(keys.dtype)
+    values[rows, :, positions] = heads[:, -kv_heads:].to(values.dtype)
+    return rotated(heads[:, : -2 * kv_heads], cos, sin)
+
+
+def append_paged(qkv: Any, tables: Any, positions: Any, table: Any, keys: Any, values: Any, kv_heads: int) -> Any:
+    """The same into pages [pages, page, Hkv, D]."""
+    import torch
+
+    heads = qkv.view(qkv.shape[0], -1, HEAD_DIM)
+    cos, sin = tables[positions].unsqueeze(1).chunk(2, 2)
+    pages, offsets = torch.gather(table, 1, (positions // PAGE).unsqueeze(1)).squeeze(1), positions % PAGE
+    keys[pages, offsets] = rotated(heads[:, -2 * kv_heads : -kv_heads], cos, sin).to(keys.dtype)
+    values[pages, offsets] = heads[:, -kv_heads:].to(values.dtype)
+    return rotated(heads[:, : -2 * kv_heads], cos, sin)
+
+
+_OF_TOKENS = {norm: (0, 1), gated: (0,), requantised: (0,), append: (0, 2, 3, 4), append_paged: (0, 2, 3, 4, 5)}
+
+
+@cache
+def compiled(function: Callable[..., Any], *key: str | int) -> Callable[..., Any]:
+    """`torch.compile` of one of the functions above, for one format and width, and any number of tokens.
+
+    A name of its own keeps PyTorch from making widths dynamic; the first axis of arguments in `_OF_TOKENS` is, but for
+    a single token, which PyTorch always compiles for itself.
+    """
+    import torch
+
+    name = "_".join((function.__name__, *map(str, key))).replace(".", "_")
+    code = function.__code__.replace(co_name=name, co_qualname=name)  # type: ignore[attr-defined]
+    own = FunctionType(code, function.__globals__, name, function.__defaults__)  # type: ignore[attr-defined]
+    optimised = torch.compile(own)
+
+    def call(*args: Any) -> Any:
+        for place in _OF_TOKENS[function]:
+            torch._dynamo.maybe_mark_dynamic(args[place], 0)
+        return optimised(*args)
+
+    return call
+
+
+# --- GEMMs -----------------------------------------------------------------------------------------------------------
+
+
+def _product(name: str, weight: Any) -> Callable[[Any, Any], Any]:
+    """The GEMM of a mix with a weight f16 [N, K], quantised here: what is multiplied and its scale -> floats [M, N]."""
+    import torch
+
+    if name == "fp16":
+        return lambda x, _: torch.matmul(x, weight.t())
+    if name == "fp8_row":
+        q, scale = quantised(weight.float(), "fp8", None)
+        by_row = scale.t().contiguous()
+        return lambda x, s: torch._scaled_mm(
+            x, q.t(), scale_a=s, scale_b=by_row, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    most = weight.float().abs().max() / FP8_MOST
+    q, known = (weight.float() / most).to(torch.float8_e4m3fn), torch.full((), STATIC, device=weight.device)
+    return lambda x, _: torch._scaled_mm(
+        x, q.t(), scale_a=known, scale_b=most, out_dtype=torch.float16, use_fast_accum=True
+    )
+
+
+def _grouped(name: str, weights: Any) -> Callable[[Any, Any, Any], Any]:
+    """The same of all experts' weights bf16 [E, N, K]: rows sorted by expert, their scales, where each one's end."""
+    import torch
+
+    if name == "fp16":
+        return lambda x, _, ends: torch._grouped_mm(x, weights.transpose(1, 2), offs=ends)
+    E, N, K = weights.shape
+    q, scale = quantised(weights.reshape(E * N, K).float(), "fp8", None)
+    q, by_row = q.view(E, N, K), scale.view(E, N)
+    return lambda x, s, ends: torch._scaled_grouped_mm(
+        x, q.transpose(1, 2), s.view(-1), by_row, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> list[dict[str, Any]]:
+    """GEMMs by name of so many layers: random weights, the same in every mix and layer but for their place."""
+    import torch
+
+    layers: list[dict[str, Any]] = [{} for _ in range(copies)]
+    for number, (matrix, (N, K)) in enumerate(config.matrices.items()):
+        experts = config.experts if matrix in ("gate_up", "down") else 0
+        generator = torch.Generator(peers._DEVICE).manual_seed(number)
+        size = (experts, N, K) if experts else (N, K)
+        deviation = K**-0.5 * (0.1 if matrix in ("o", "down") else 1)  # layers add little each, so that none overflows
+        weight = torch.randn(size, dtype=torch.float16, device=peers._DEVICE, generator=generator) * deviation
+        if experts:
+            made = [_grouped(name, weight.to(torch.bfloat16)) for _ in layers]
+        elif name in HUMMING:
+            made = _humming(weight, HUMMING[name], copies, tokens)
+        else:
+            made = [_product(name, weight.to(_dtype(name, config), copy=True)) for _ in layers]
+        for layer, gemm in zip(layers, made, strict=True):
+            layer[matrix] = gemm
+    if config.experts:
+        router = torch.randn(
+            (config.experts, config.hidden), device=peers._DEVICE, generator=torch.Generator(peers._DEVICE).manual_seed(9)
+        )
+        for layer in layers:
+            layer["router"] = router.to(torch.bfloat16)
+    return layers
+
+
+def _dtype(name: str, config: Config) -> Any:
+    """Of the floats between GEMMs: PyTorch's grouped ones, too, write bfloat16 alone."""
+    import torch
+
+    return torch.bfloat16 if config.experts else getattr(torch, MIXES[name].dtype)
+
+
+HUMMING = {"humming_chn": 0, "humming_g128": 128}  # weights that share a scale; 0: all of a channel
+
+
+def _humming(weight: Any, group: int, copies: int, tokens: Sequence[int]) -> list[Callable[[Any, Any], Any]]:
+    N, K = weight.shape
+    layers, tiles = peers.humming_layers(N, K, group, tokens, weight=weight, copies=copies)[::2]
+    return [partial(_humming_product, layer, tiles) for layer in layers]
+
+
+def _humming_product(layer: Any, tiles: str, x: Any, scale: Any) -> Any:
+    return layer(x, input_scale=scale, tuning_config=tiles)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+class _Attention:
+    """Decode attention of PyTorch over contiguous caches [B, Hkv, L, D] of the floats' dtype, one cache per layer.
+
+    Backends: cuDNN, and flash with the query heads of a group as rows of one head; the faster one is taken.
+    """
+
+    name = "sdpa"
+
+    def __init__(self, config: Config, B: int, copies: int, dtype: Any) -> None:
+        import torch
+
+        self.config, self.B, self.dtype = config, B, str(dtype)
+        generator = torch.Generator(peers._DEVICE).manual_seed(B)
+        size = (B, config.kv_heads, LENGTH, HEAD_DIM)
+        first = [torch.randn(size, dtype=torch.float16, device=peers._DEVICE, generator=generator) for _ in range(2)]
+        self.caches = [self.stored(*(x.to(dtype) for x in first), fresh=i > 0) for i in range(copies)]
+        self.tables = _tables()
+        self.positions = torch.full((B,), LENGTH - 1, device=peers._DEVICE)
+        self.attend = self.fastest(dtype)
+
+    def stored(self, keys: Any, values: Any, fresh: bool) -> tuple[Any, Any]:
+        """A layer's cache of these; a copy where it must be."""
+        return (keys.clone(), values.clone()) if fresh else (keys, values)
+
+    def append(self, qkv: Any, place: int) -> Any:
+        """Write the new tokens of a layer; q [B, Hq, D]."""
+        put = compiled(append, self.dtype, self.config.heads, self.config.kv_heads)
+        return put(qkv, self.tables, self.positions, *self.caches[place], self.config.kv_heads)
+
+    def fastest(self, dtype: Any) -> Callable[[Any, int], Any]:
+        """Of those that run here."""
+        import torch
+
+        q = torch.randn((self.B, self.config.heads, HEAD_DIM), device=peers._DEVICE).to(dtype)
+        times: dict[str, float] = {}
+        for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
+            calls = [partial(self.sdpa, name, q, place) for place in range(len(self.caches))]
+            try:
+                got = calls[0]()
+            except RuntimeError:  # no such backend, or not for such heads
+                continue
+            self.check(name, q, got)
+            times[name] = measure(calls, replays=3, capture=peers.capture).us
+        if not times:
+            raise BenchmarkError(f"PyTorch has no decode attention for {self.config.batch(self.B)}")
+        return partial(self.sdpa, min(times, key=times.__getitem__))
+
+    def sdpa(self, backend: str, q: Any, place: int) -> Any:
+        """[B, Hq·D] of q [B, Hq, D]."""
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        keys, values = self.caches[place]
+        groups = self.config.heads > self.config.kv_heads
+        attention = torch.nn.functional.scaled_dot_product_attention
+        on = sdpa_kernel(getattr(SDPBackend, backend)) if keys.is_cuda else nullcontext()
+        with on:
+            if backend == "FLASH_ATTENTION":
+                out = attention(q.view(self.B, self.config.kv_heads, -1, HEAD_DIM), keys, values)
+            else:
+                out = attention(q.unsqueeze(2), keys, values, enable_gqa=groups)
+        return out.reshape(self.B, -1)
+
+    def check(self, name: str, q: Any, got: Any) -> None:
+        """Hold the first sequence against float64."""
+        import torch
+
+        keys, values = (x[0].double().cpu() for x in self.floats())
+        mine = q[0].view(self.config.kv_heads, -1, HEAD_DIM).double().cpu()
+        weights = torch.softmax(mine @ keys.transpose(1, 2) * HEAD_DIM**-0.5, 2)
+        peers._check(name, got[0].double().cpu(), (weights @ values).reshape(-1), self.tolerance)
+
+    tolerance = 2e-2
+
+    def floats(self) -> tuple[Any, Any]:
+        """Keys and values of the first layer's first sequence, [1, Hkv, L, D]."""
+        keys, values = self.caches[0]
+        return keys[:1], values[:1]
+
+
+class _Paged(_Attention):
+    """FlashInfer's XQA over pages [pages, page, Hkv, D] in FP8."""
+
+    name = "xqa_fp8"
+    tolerance = 0.1
+
+    def stored(self, keys: Any, values: Any, fresh: bool) -> tuple[Any, Any]:
+        import torch
+
+        def paged(x: Any) -> Any:
+            pages = x.view(self.B, self.config.kv_heads, LENGTH // PAGE, PAGE, HEAD_DIM).permute(0, 2, 3, 1, 4)
+            return pages.reshape(-1, PAGE, self.config.kv_heads, HEAD_DIM).to(torch.float8_e4m3fn)
+
+        return paged(keys), paged(values)
+
+    def append(self, qkv: Any, place: int) -> Any:
+        put = compiled(append_paged, self.dtype, self.config.heads, self.config.kv_heads)
+        return put(qkv, self.tables, self.positions, self.table.long(), *self.caches[place], self.config.kv_heads)
+
+    def fastest(self, dtype: Any) -> Callable[[Any, int], Any]:
+        import torch
+
+        pages = self.B * LENGTH // PAGE
+        self.table = torch.arange(pages, dtype=torch.int32, device=peers._DEVICE).view(self.B, -1)
+        self.lengths = torch.full((self.B,), LENGTH, dtype=torch.int32, device=peers._DEVICE)
+        self.workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=peers._DEVICE)
+        q = torch.randn((self.B, self.config.heads, HEAD_DIM), device=peers._DEVICE).to(dtype)
+        self.check(self.name, q, self.xqa(q, 0))
+        return self.xqa
+
+    def xqa(self, q: Any, place: int) -> Any:
+        """[B, Hq·D] of q [B, Hq, D]."""
+        from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+        out = xqa_batch_decode_with_kv_cache(
+            q, self.caches[place], self.workspace, self.table, self.lengths, LENGTH, bmm1_scale=HEAD_DIM**-0.5
+        )
+        return out.reshape(self.B, -1)
+
+    def floats(self) -> tuple[Any, Any]:
+        first = (x[: LENGTH // PAGE].float() for x in self.caches[0])
+        keys, values = (x.reshape(1, LENGTH, self.config.kv_heads, HEAD_DIM).transpose(1, 2) for x in first)
+        return keys, values
+
+
+@cache
+def _tables() -> Any:
+    """Cosines and sines of every position, f32 [L, D]."""
+    import torch
+
+    rates = 1e4 ** -(torch.arange(0, HEAD_DIM, 2, device=peers._DEVICE) / HEAD_DIM)
+    angles = torch.arange(LENGTH, device=peers._DEVICE)[:, None] * rates
+    return torch.cat((angles.cos(), angles.sin()), 1)
+
+
+def has_flashinfer() -> bool:
+    """Whether its decode attention can be imported."""
+    return find_spec("flashinfer") is not None
+
+
+# --- the layer -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Decoder:
+    """Layers of one mix at one batch, on states of their own.
+
+    Attributes:
+        x: what comes in; `residual`: written in place.
+        attention: None: what it would write is a tensor that is there.
+        given: what each GEMM was given last, by name.
+    """
+
+    name: str
+    config: Config
+    weights: list[dict[str, Any]]
+    x: Any
+    residual: Any
+    gamma: Any
+    attention: _Attention
+
+    def __post_init__(self) -> None:
+        self.how = MIXES[self.name].quantise
+        self.given: dict[str, tuple[Any, ...]] = {}
+        self.flowing = self.x
+
+    @property
+    def layers(self) -> int:
+        """That are taken in turn."""
+        return len(self.weights)
+
+    def calls(self, attended: Any = None) -> list[Callable[[], None]]:
+        """One call per layer, the first from x on; with `attended` f [B, Hq·D] in the place of the attention."""
+        return [partial(self.layer, place, attended) for place in range(self.layers)]
+
+    def layer(self, place: int, attended: Any = None) -> None:
+        """One layer, from what the one before has left."""
+        weights = self.weights[place]
+        x = self.x if place == 0 else self.flowing
+        q, scale, _ = self.norm(x, False)
+        qkv = self.gemm(weights, "qkv", q, scale)
+        query = self.attention.append(qkv, place)
+        out = self.attention.attend(query, place) if attended is None else attended
+        if self.how != "none":
+            q, scale = self.between(requantised, out.shape[1])(out, self.how)
+        else:
+            q, scale = out, None
+        o = self.gemm(weights, "o", q, scale)
+        q, scale, y = self.norm(o, bool(self.config.experts))
+        if self.config.experts:
+            self.flowing = self.experts(weights, q, scale, y)
+            return
+        gate_up = self.gemm(weights, "gate_up", q, scale)
+        self.flowing = self.gemm(weights, "down", *self.gated(gate_up))
+
+    def between(self, function: Callable[..., Any], width: int) -> Callable[..., Any]:
+        """One of the functions between the GEMMs, compiled for its width."""
+        return compiled(function, self.how, str(self.x.dtype), width)
+
+    def norm(self, x: Any, keep: bool) -> tuple[Any, Any, Any]:
+        function = self.between(norm, self.config.hidden)
+        q, scale, y = function(x, self.residual, self.gamma, self.how, keep)
+        return q, scale, y
+
+    def gated(self, gate_up: Any) -> tuple[Any, Any]:
+        q, scale = self.between(gated, self.config.ffn)(gate_up, self.how)
+        return q, scale
+
+    def gemm(self, weights: dict[str, Any], matrix: str, *given: Any) -> Any:
+        self.given[matrix] = given
+        return weights[matrix](*given)
+
+    def experts(self, weights: dict[str, Any], q: Any, scale: Any, y: Any) -> Any:
+        """Every token's two experts by their softmax, all rows of an expert in one GEMM of all."""
+        import torch
+
+        logits = (y @ weights["router"].t()).float()
+        chosen, which = logits.topk(self.config.chosen_experts, 1)
+        order = which.flatten().argsort(stable=True)
+        tokens = order // self.config.chosen_experts
+        every = torch.arange(self.config.experts, device=which.device)
+        ends = (which.flatten()[:, None] == every).sum(0).cumsum(0).to(torch.int32)
+        gate_up = self.gemm(weights, "gate_up", q[tokens], None if scale is None else scale[tokens], ends)
+        down = self.gemm(weights, "down", *self.gated(gate_up), ends)
+        share = torch.softmax(chosen, 1).flatten()[order].unsqueeze(1)
+        out = torch.zeros_like(self.x, dtype=torch.float32).index_add_(0, tokens, down.float() * share)
+        return out.to(self.x.dtype)
+
+    def gemms(self) -> list[Callable[[], None]]:
+        """The GEMMs of every layer one after the other, on what they were given last."""
+        given = {matrix: tuple(x if x is None else x.clone() for x in each) for matrix, each in self.given.items()}
+
+        def alone(weights: dict[str, Any]) -> None:
+            for matrix, each in given.items():
+                weights[matrix](*each)
+
+        return [partial(alone, weights) for weights in self.weights]
+
+
+def mixes(
+    config: Config, batches: Sequence[int], names: Sequence[str], progress: Callable[[str], None]
+) -> dict[int, dict[str, MixTime]]:
+    """Times by batch and `MIX/ATTENTION` of a layer; what cannot be done here is left out with a warning."""
+    times: dict[int, dict[str, MixTime]] = {B: {} for B in batches}
+    if not peers.importable():
+        return times
+    import torch
+
+    if " " in config.name:  # a share: humming would compile for matrices of its own for half a minute each
+        names = [name for name in names if name not in HUMMING]
+    right: dict[int, Any] = {}  # of the FP16 mix, by batch
+    for name in names:
+        if config.experts and name not in OF_EXPERTS:
+            continue
+        progress(f"{config.name}: {name}")
+        copies = {B: _copies(name, config, B) for B in batches}
+        with peers.left_out(f"{name}, {config.name}"):
+            layers = _weights(name, config, max(copies.values()), batches)
+            for B in sorted(batches, reverse=True):  # the largest first: functions are tuned to it
+                for attention in _attentions(name):
+                    what = f"{name}/{attention.name}"
+                    with peers.left_out(f"{what}, {config.name}, batch {B}"):
+                        times[B][what] = _timed(name, config, B, layers[: copies[B]], attention, right)
+            layers.clear()
+        torch.cuda.empty_cache()
+    return times
+
+
+def traced(replay: Callable[[], None]) -> list[tuple[str, float, float]]:
+    """Kernels that run meanwhile, anyone's: name, begin and end in microseconds, as CUPTI sees them through PyTorch.
+
+    Empty without PyTorch.
+    """
+    if not peers.importable():
+        return []
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        replay()
+        torch.cuda.synchronize()
+    found = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    spans = [(event.name, event.time_range.start, event.time_range.end) for event in found]
+    return sorted((s for s in spans if not s[0].startswith(("Memcpy", "Memset"))), key=lambda span: span[1])
+
+
+def warm(configs: Sequence[Config], batches: Sequence[int], names: Sequence[str], widths: Sequence[int]) -> None:
+    """Compile side by side, in processes of their own, what `mixes` and `fused` will find in caches on disk.
+
+    Those of PyTorch and humming; without them nothing is done, and what fails is compiled, or fails, later.
+    """
+    if not peers.importable():
+        return
+    dense = [config for config in configs if not config.experts and " " not in config.name]
+    matrices = {size for config in dense for size in config.matrices.values()}
+    jobs: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+    if find_spec("humming") is not None:
+        groups = [HUMMING[name] for name in names if name in HUMMING]
+        jobs += [(_warm_humming, (N, K, group, batches)) for N, K in sorted(matrices, reverse=True) for group in groups]
+    formats = {(MIXES[name].quantise, name, config.name) for name in names for config in configs}
+    jobs += [(_warm_between, (name, config)) for _, name, of in sorted(formats) for config in configs if config.name == of]
+    jobs += [(_warm_fused, (width,)) for width in widths]
+    if not jobs:
+        return
+    with ProcessPoolExecutor(min(_WORKERS, len(jobs)), mp_context=get_context("spawn")) as pool:
+        for job in [pool.submit(function, *args) for function, args in jobs]:
+            with suppress(Exception):
+                job.result()
+
+
+def _warm_humming(N: int, K: int, group: int, tokens: Sequence[int]) -> None:
+    import torch
+
+    weight = peers._operand("fp16", N, K, seed=0)
+    product = _humming(weight, group, 1, tokens)[0]
+    for M in tokens:
+        q, scale = quantised(peers._operand("fp16", M, K, seed=M).float(), "int8", None)
+        product(q, scale)
+    torch.cuda.synchronize()
+
+
+_WARM_TOKENS = (64, 1)
+
+
+def _warm_between(name: str, config: Config) -> None:
+    """Everything between GEMMs that write zeros."""
+    import torch
+
+    def product(N: int) -> Callable[..., Any]:
+        return lambda x, *_: torch.zeros((x.shape[0], N), dtype=_dtype(name, config), device=peers._DEVICE)
+
+    weights: dict[str, Any] = {matrix: product(N) for matrix, (N, _) in config.matrices.items()}
+    if config.experts:
+        weights["router"] = torch.zeros((config.experts, config.hidden), dtype=torch.bfloat16, device=peers._DEVICE)
+    for B in _WARM_TOKENS:
+        _decoder(name, config, B, [weights], _Attention).layer(0)
+    torch.cuda.synchronize()
+
+
+def _warm_fused(width: int) -> None:
+    import torch
+
+    gamma = torch.ones(width, dtype=torch.float16, device=peers._DEVICE)
+    for M in _WARM_TOKENS:
+        for function in (norm, gated, requantised):
+            x, residual = torch.zeros((2, M, 2 * width if function is gated else width), device=peers._DEVICE).half()
+            given = (x, residual, gamma, "int8") if function is norm else (x, "int8")
+            compiled(function, "int8", "torch.float16", width)(*given)
+    torch.cuda.synchronize()
+
+
+def fused(kernel: str, M: int, width: int) -> tuple[float, float] | None:
+    """Microseconds of `torch.compile`'s version of a fused kernel to INT8 by token: from memory, and from the L2.
+
+    `rmsnorm_quantize` of [M, width] with a residual, `silu_mul_quantize` of [M, 2·width], `quantize_activations`. None
+    without PyTorch.
+    """
+    if not peers.importable():
+        return None
+    import torch
+
+    function = {"rmsnorm_quantize": norm, "silu_mul_quantize": gated, "quantize_activations": requantised}[kernel]
+    optimised = compiled(function, "int8", "torch.float16", width)
+    columns = 2 * width if function is gated else width
+    copies = copies_beyond_l2(M * columns * 2)
+    inputs = torch.randn((2, copies, M, columns), dtype=torch.float16, device=peers._DEVICE)
+    gamma = torch.ones(width, dtype=torch.float16, device=peers._DEVICE)
+
+    def call(x: Any, residual: Any) -> Any:
+        return optimised(x, residual, gamma, "int8") if function is norm else optimised(x, "int8")
+
+    calls = [partial(call, *each) for each in inputs.unbind(1)]
+    cold, warm = (measure(those, replays=GEMM_REPLAYS, capture=peers.capture).us for those in (calls, calls[:1]))
+    return cold, warm
+
+
+def _attentions(name: str) -> Iterator[type[_Attention]]:
+    yield _Attention
+    if has_flashinfer() and name != "fp16":
+        yield _Paged
+
+
+def _copies(name: str, config: Config, B: int) -> int:
+    """Layers that together exceed the L2, of caches that have a byte of each element."""
+    each = {name: N * K for name, (N, K) in config.matrices.items()}
+    weights = sum(each.values()) + max(0, config.experts - 1) * (each["gate_up"] + each["down"])
+    cache = batch_of(config, B).tokens * config.kv_heads * 2 * HEAD_DIM
+    return copies_beyond_l2(int(weights * MIXES[name].weight_bytes) + cache)
+
+
+def _timed(
+    name: str, config: Config, B: int, layers: list[dict[str, Any]], kind: type[_Attention], right: dict[int, Any]
+) -> MixTime:
+    """One mix at one batch; its first layer's results are held against the FP16 mix's."""
+    decoder = _decoder(name, config, B, layers, kind)
+    decoder.layer(0)
+    result = decoder.flowing.double()
+    if name == "fp16":
+        right[B] = result
+    elif B in right:
+        error = float((result - right[B]).square().mean().sqrt() / right[B].square().mean().sqrt())
+        if not error <= MIXES[name].tolerance:
+            raise BenchmarkError(f"{name}/{kind.name}, {config.name}: {error:.2g} off the FP16 mix (rms)")
+    attended = decoder.x.new_empty((B, config.heads * HEAD_DIM)).normal_(std=0.05)
+
+    def us(calls: Sequence[Callable[[], None]]) -> float:
+        return measure(calls, replays=GEMM_REPLAYS, capture=peers.capture).us
+
+    return MixTime(us(decoder.calls()), us(decoder.calls(attended)), us(decoder.gemms()))
+
+
+def _decoder(name: str, config: Config, B: int, layers: list[dict[str, Any]], kind: type[_Attention]) -> _Decoder:
+    """Random states; the same for every mix."""
+    import torch
+
+    dtype = _dtype(name, config)
+    generator = torch.Generator(peers._DEVICE).manual_seed(B)
+    size = (B, config.hidden)
+    x, residual = (torch.randn(size, device=peers._DEVICE, generator=generator).to(dtype) for _ in range(2))
+    gamma = torch.ones(config.hidden, dtype=dtype, device=peers._DEVICE)
+    attention = kind(config, B, len(layers), dtype)
+    return _Decoder(name, config, layers, x, residual, gamma, attention)
