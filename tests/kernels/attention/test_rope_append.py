@@ -104,7 +104,6 @@ CHANGES = {
     "positions beyond the last": ("positions && t < tokens ?", "positions ?"),
     "positions of padding": ("min(size_t(position), size_t(turns - 1))", "position"),
     "halves exchanged": ("to[0] = y.halves[0], to[LANES]", "to[LANES] = y.halves[0], to[0]"),
-    "a fused sum": ("__fadd_rn(__fmul_rn(x[PAIRS + i], cos[i]), __f", "fmaf(x[PAIRS + i], cos[i], __f"),
     "heads beyond the last": ("at < 0 || head + i / TOKENS >= heads", "at < 0"),
     "no wait for the kernel before": ("    wait_for_predecessors();", ""),
     "qkv is read ahead of the wait": (
