@@ -19,7 +19,13 @@ from typing import Any
 
 from ptxlab.errors import PtxlabError
 from ptxlab.kernels import find, run, specs
-from ptxlab.kernels.attention import AttentionWorkspace, append_kv4, attention_kv4, attention_workspace
+from ptxlab.kernels.attention import (
+    AttentionWorkspace,
+    append_kv4,
+    attention_kv4,
+    attention_workspace,
+    rope_append_kv4,
+)
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.operation import release_memory
 from ptxlab.kernels.quantize import quantize_activations
@@ -65,6 +71,7 @@ __all__ = [
     "quantize_activations",
     "quantize_kv",
     "release_memory",
+    "rope_append_kv4",
     "run",
     "run_spec",
     "smooth_attention",

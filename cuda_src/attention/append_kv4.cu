@@ -13,13 +13,6 @@
 // Measured   4096 tokens of 32 heads on an H200, beside the speed of a copy: kv4, rotated 26.2 us, 0.78; kv4 22.1 us,
 //            0.90; kv8, rotated 29.0 us, 0.84; kv4 channel, rotated 33.0 us, 0.61; kv8 channel, rotated 34.5 us, 0.70.
 // PTX ISA    9.7.3 max.NaN, div.rn, rcp; 9.7.4 max.NaN.f16x2; 9.7.9 shfl.sync; 9.7.9.1 cache operators.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
-#include "griddep.cuh"
-#include "pack.cuh"
-#include "reciprocal.cuh"
-
 #ifndef D
 #define D 128    // of a head: 64, 128, 256
 #define PAGE 64  // tokens: 16, 32, 64
@@ -31,316 +24,10 @@
 #define ROWS 2  // 1, 2, 4
 #endif
 
-namespace {
+#include "griddep.cuh"
+#include "kv_rows.cuh"
 
-constexpr int VALUES = CHANNEL ? 8 : 16, PAIRS = VALUES / 2;  // of a lane
-// of a row; of them, those that answer for the same row in the end
-constexpr int LANES = D / VALUES, OWNERS = LANES / ROWS;
-constexpr int TOKENS = CHANNEL ? ROWS : 1;  // that a thread has rows of
-constexpr int LEVELS = BITS == 4 ? 15 : 255;
-constexpr int FEATURES = D * BITS / 8;  // bytes of a row
-constexpr int PAGE_BYTES = PAGE * (FEATURES + (CHANNEL ? 0 : 4));
-constexpr int UNIT = 32;  // bytes, of which rows and pages are multiples
-constexpr unsigned NOWHERE = ~0u;
-constexpr bool STREAMED = ROPE && ROWS > 1;             // rows are evicted first
-constexpr int BLOCKS = ROWS < 4 ? 4 : CHANNEL ? 3 : 2;  // of a multiprocessor at least: 64, 80 or 128 registers
-
-template <int>
-struct Integer {
-    using type = int;
-};
-template <>
-struct Integer<1> {
-    using type = long long;
-};
-using Index = Integer<INDEX>::type;
-
-template <int>
-struct Pair {
-    using type = __half2;
-};
-template <>
-struct Pair<1> {
-    using type = __nv_bfloat162;
-};
-using Two = Pair<BF16>::type;
-
-template <int>
-struct Vector {
-    using type = uint4;
-};
-template <>
-struct Vector<8> {
-    using type = uint2;
-};
-using Half = Vector<VALUES>::type;  // half of a lane's values of a row, as they come
-
-// The extremes of a row, or of a part of it.
-struct Extremes {
-    float most, minus_least;
-
-    __device__ __forceinline__ void include(const Extremes& other) {
-        most = ptxlab::max_nan(most, other.most);
-        minus_least = ptxlab::max_nan(minus_least, other.minus_least);
-    }
-};
-
-// A lane's values of a row as they come.
-struct Stored {
-    Half halves[2];
-
-    __device__ __forceinline__ Two pair(int i) const { return reinterpret_cast<const Two*>(halves)[i]; }
-    __device__ __forceinline__ float operator[](int i) const {
-        return i % 2 ? __high2float(pair(i / 2)) : __low2float(pair(i / 2));
-    }
-
-    __device__ __forceinline__ Extremes extremes() const {
-        Two most = pair(0), least = pair(0);
-#pragma unroll
-        for (int i = 1; i < PAIRS; ++i) most = __hmax2_nan(most, pair(i)), least = __hmin2_nan(least, pair(i));
-        return {ptxlab::max_nan(__low2float(most), __high2float(most)),
-                ptxlab::max_nan(-__low2float(least), -__high2float(least))};
-    }
-};
-
-// A lane's values of a row in f32.
-struct Rotated {
-    float values[VALUES];
-
-    __device__ __forceinline__ float operator[](int i) const { return values[i]; }
-
-    __device__ __forceinline__ Extremes extremes() const {
-        Extremes e = {values[0], -values[0]};
-#pragma unroll
-        for (int i = 1; i < VALUES; ++i) e.include({values[i], -values[i]});
-        return e;
-    }
-};
-
-// So many f32 from a place that is a multiple of 16 bytes.
-template <int N>
-__device__ __forceinline__ void load(float (&to)[N], const float* from) {
-#pragma unroll
-    for (int i = 0; i < N / 4; ++i) reinterpret_cast<float4*>(to)[i] = reinterpret_cast<const float4*>(from)[i];
-}
-
-// How a token's position turns a lane's pairs.
-struct Rotation {
-    float cos[PAIRS], sin[PAIRS];
-
-    __device__ __forceinline__ void read(const float* cosines, const float* sines, size_t position, int lane) {
-        load(cos, cosines + position * (D / 2) + lane * PAIRS);
-        load(sin, sines + position * (D / 2) + lane * PAIRS);
-    }
-
-    __device__ __forceinline__ Rotated of(const Stored& x) const {
-        Rotated y;
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            y.values[i] = __fsub_rn(__fmul_rn(x[i], cos[i]), __fmul_rn(x[PAIRS + i], sin[i]));
-            y.values[PAIRS + i] = __fadd_rn(__fmul_rn(x[PAIRS + i], cos[i]), __fmul_rn(x[i], sin[i]));
-        }
-        return y;
-    }
-};
-
-// x / s as IEEE rounds it, for an s of f16 (and a quotient that is not tiny). 1/s is known to 2^-46 of itself, and a
-// quotient by 11 bits that is not a float keeps 2^-36 of itself from where the rounding turns: it is m * s that x is
-// not, with m of 25 bits half-way between two floats.
-struct Reciprocal {
-    float high, low;
-
-    __device__ __forceinline__ explicit Reciprocal(float s)
-        : high(ptxlab::reciprocal(s)), low(__fmul_rn(fmaf(-s, high, 1.0f), high)) {}
-    __device__ __forceinline__ Reciprocal(float high, float low) : high(high), low(low) {}
-    __device__ __forceinline__ float operator()(float x) const { return fmaf(x, high, __fmul_rn(x, low)); }
-};
-
-// x / s as IEEE rounds it, of any s.
-struct Divided {
-    float s;
-
-    __device__ __forceinline__ void by(float scale) { s = scale; }
-    __device__ __forceinline__ float operator()(float x) const { return __fdiv_rn(x, s); }
-};
-
-// The same of an s that fits, in so far as a level depends on it. With r = RN(1/s) a quotient x * r, which is wrong by
-// less than two units in the last place, is right after one correction (Markstein; every x and s of f32 that come close
-// enough to where the rounding turns were tried). The remainder of a quotient beyond 1/4 does not underflow. A product
-// that is infinite is cut off if positive, so that it stays so; if negative it ends as NaN, which gets the lowest level
-// as well.
-struct Corrected {
-    float s, r;
-
-    // 2^-100 <= s <= 2^100, as bits, which are ordered like numbers; never of a NaN.
-    __device__ __forceinline__ static bool fit(const float (&scales)[VALUES]) {
-        const unsigned low = __float_as_int(0x1p-100f), high = __float_as_int(0x1p100f);
-        unsigned most = 0;
-#pragma unroll
-        for (int j = 0; j < VALUES; ++j) most = max(most, __float_as_uint(scales[j]) - low);
-        return most <= high - low;
-    }
-
-    __device__ __forceinline__ void by(float scale) { s = scale, r = ptxlab::reciprocal(scale); }
-
-    __device__ __forceinline__ float operator()(float x) const {
-        const float near = fminf(__fmul_rn(x, r), 0x1p100f);
-        return fmaf(fmaf(-near, s, x), r, near);
-    }
-};
-
-// The integer next to a quotient of more than -2^22.
-__device__ __forceinline__ int rounded(float quotient) {
-    return __float_as_int(__fadd_rn(quotient, ptxlab::SHIFT)) - __float_as_int(ptxlab::SHIFT);
-}
-
-__device__ __forceinline__ int level(float quotient, int zero) { return max(min(rounded(quotient) + zero, LEVELS), 0); }
-
-template <class T>
-__device__ __forceinline__ T read(const T* from) {
-    return STREAMED ? __ldcs(from) : *from;
-}
-
-template <class T>
-__device__ __forceinline__ void write(void* to, T value) {
-    if (STREAMED) __stcs(static_cast<T*>(to), value);
-    else *static_cast<T*>(to) = value;
-}
-
-// Where a thread's rows go, in units from `pages` on, or NOWHERE. By head and token also where the first token's
-// constants of the row that the lane answers for begin, unless another lane stores them, and the token's offset in the
-// page.
-struct Places {
-    unsigned char* pages;
-    unsigned rows[ROWS], constants, offset;
-};
-
-// A lane's levels to their places in row i.
-[[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[16]) {
-    if (places.rows[i] == NOWHERE) return;
-    unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const unsigned first = ptxlab::bytes_of<0>(q + half * 8), second = ptxlab::bytes_of<0>(q + half * 8 + 4);
-        unsigned char* to = row + half * (FEATURES / 2) + lane * BITS;
-        if (BITS == 4) write(to, first | second << 4);
-        else write(to, make_uint2(first, second));
-    }
-}
-
-// The same of 8 values. Of 4 bits they are half of a word in each half of the row: two neighbours exchange one of these
-// each.
-[[maybe_unused]] __device__ __forceinline__ void store(const Places& places, int i, int lane, const int (&q)[8]) {
-    const unsigned first = ptxlab::bytes_of<0>(q), second = ptxlab::bytes_of<0>(q + 4);
-    const bool odd = lane % 2;
-    const unsigned other = BITS == 4 ? __shfl_xor_sync(~0u, odd ? first : second, 1) : 0;
-    if (places.rows[i] == NOWHERE) return;
-    unsigned char* row = places.pages + size_t(places.rows[i]) * UNIT;
-    if (BITS == 4) {
-        write(row + odd * (FEATURES / 2) + lane / 2 * 4, odd ? other | second << 4 : first | other << 4);
-    } else {
-        write(row + lane * 4, first);
-        write(row + FEATURES / 2 + lane * 4, second);
-    }
-}
-
-// What the owner of row i says.
-template <class T>
-__device__ __forceinline__ T handed(T value, int i) {
-    return __shfl_sync(~0u, value, i * OWNERS, LANES);
-}
-
-// The extremes of the row that the lane answers for, of the parts that the row's lanes have.
-__device__ __forceinline__ Extremes reduced(Extremes (&e)[ROWS], int lane) {
-    int left = ROWS;  // rows that a lane answers for
-#pragma unroll
-    for (int mask = LANES / 2; mask > 0; mask /= 2) {
-        const bool divided = left > 1, upper = lane & mask;
-        if (divided) left /= 2;
-#pragma unroll
-        for (int i = 0; i < left; ++i) {
-            const Extremes given = divided && !upper ? e[i + left] : e[i];
-            if (divided && upper) e[i] = e[i + left];
-            e[i].include({__shfl_xor_sync(~0u, given.most, mask), __shfl_xor_sync(~0u, given.minus_least, mask)});
-        }
-    }
-    return e[0];
-}
-
-// Rows with constants of their own.
-template <class Row>
-__device__ __forceinline__ void append_by_token(const Row (&rows)[ROWS], const Places& places, int lane) {
-    Extremes e[ROWS];
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) e[i] = rows[i].extremes();
-    Extremes range = reduced(e, lane);
-    range.include({0, 0});
-    const __half rounded = __float2half_rn(__fdiv_rn(__fadd_rn(range.most, range.minus_least), float(LEVELS)));
-    const __half scale = __half2float(rounded) == 0 ? __float2half_rn(1.0f) : rounded;
-    const Reciprocal own(__half2float(scale));
-    const int own_zero = level(own(range.minus_least), 0);
-    if (places.constants != NOWHERE) {
-        unsigned* to = reinterpret_cast<unsigned*>(places.pages + size_t(places.constants) * UNIT) + places.offset;
-        *to = __half_as_ushort(scale) | unsigned(__half_as_ushort(__int2half_rn(own_zero))) << 16;
-    }
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const Reciprocal quotient(handed(own.high, i), handed(own.low, i));
-        const int zero = handed(own_zero, i);
-        int q[VALUES];
-#pragma unroll
-        for (int j = 0; j < VALUES; ++j) q[j] = level(quotient(rows[i][j]), zero);
-        store(places, i, lane, q);
-    }
-}
-
-// The constants of a lane's channels. Of 8 bits there are no zeros.
-struct Channels {
-    float scale[VALUES], zero[VALUES];
-
-    __device__ __forceinline__ void read(const float* scales, const float* zeros, int lane) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int at = half * (D / 2) + lane * PAIRS;
-            load(reinterpret_cast<float (&)[PAIRS]>(scale[half * PAIRS]), scales + at);
-            if (BITS == 4) load(reinterpret_cast<float (&)[PAIRS]>(zero[half * PAIRS]), zeros + at);
-        }
-    }
-};
-
-// Rows with the constants of their channels: any scales, zeros in 0..LEVELS. What is below the levels, or no number,
-// becomes the lowest.
-template <class Quotient, class Row>
-__device__ __forceinline__ void append_by_channel(const Row (&rows)[ROWS], const Places& places,
-                                                  const Channels& channels, int lane) {
-    Quotient quotient[VALUES];
-    int zero[VALUES];
-#pragma unroll
-    for (int j = 0; j < VALUES; ++j)
-        quotient[j].by(channels.scale[j]), zero[j] = BITS == 4 ? rounded(channels.zero[j]) : 0;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        int q[VALUES];
-#pragma unroll
-        for (int j = 0; j < VALUES; ++j) {
-            const float above = fmaxf(quotient[j](rows[i][j]), -127.0f);
-            q[j] = BITS == 4 ? level(above, zero[j]) : min(rounded(above), 127);
-        }
-        store(places, i, lane, q);
-    }
-}
-
-// A function, not a lambda with an `auto` parameter: some versions of NVRTC take the latter for a host function.
-template <class Row>
-__device__ __forceinline__ void append(const Row (&rows)[ROWS], const Places& places, const Channels& channels,
-                                       int lane) {
-    if (!CHANNEL) append_by_token(rows, places, lane);
-    else if (__all_sync(~0u, Corrected::fit(channels.scale)))
-        append_by_channel<Corrected>(rows, places, channels, lane);
-    else append_by_channel<Divided>(rows, places, channels, lane);
-}
-
-}  // namespace
+using namespace ptxlab;
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
 extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
@@ -355,8 +42,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
     const float* k_zero,     // f32 [heads, D]; read if CHANNEL and BITS == 4
     const float* v_scale, const float* v_zero, int tokens, int heads,
     int turns) {  // positions in the tables
-    ptxlab::launch_dependents();
-    ptxlab::wait_for_predecessors();
+    launch_dependents();
+    wait_for_predecessors();
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES, tile = blockIdx.x / 2;
     const bool is_v = blockIdx.x % 2;
     const int token = tile * ROWS + (CHANNEL ? 0 : group % ROWS);
@@ -386,22 +73,9 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) append_kv4(
             rotation[i].read(cos, sin, min(size_t(position[i]), size_t(turns - 1)), lane);
         }
     }
-    const unsigned pitch = 2 * heads * PAGE_BYTES;
     Places places;
-    places.pages = pool + (size_t(is_v) * heads + head) * PAGE_BYTES;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const Index at = slot[i % TOKENS];
-        const unsigned page = unsigned(at / PAGE) * (pitch / UNIT) + i / TOKENS * (PAGE_BYTES / UNIT);
-        places.rows[i] =
-            at < 0 || head + i / TOKENS >= heads ? NOWHERE : page + unsigned(at) % PAGE * (FEATURES / UNIT);
-    }
-    const int own = lane / OWNERS;
-    const bool answers = lane % OWNERS == 0 && slot[0] >= 0 && head + own < heads;
-    const unsigned constants =
-        unsigned(slot[0] / PAGE) * (pitch / UNIT) + own * (PAGE_BYTES / UNIT) + PAGE * FEATURES / UNIT;
-    places.constants = answers ? constants : NOWHERE;
-    places.offset = unsigned(slot[0]) % PAGE;
+    places.of_rows(pool, slot, is_v, head, heads);
+    places.of_constants(slot[0], head, heads, lane);
     if (turned) {
         Rotated y[ROWS];
 #pragma unroll

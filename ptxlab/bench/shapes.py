@@ -7,6 +7,7 @@ import numpy as np
 
 from ptxlab.kernels.gemm.strips_tiles import NO_GROUPS
 from ptxlab.layout import page_bytes
+from ptxlab.model import Config
 
 TOKENS = (4, 16, 32, 64, 128, 256)  # of the ladder
 GROUP = 128
@@ -25,17 +26,20 @@ class Layer:
         return f"{self.model} {self.part}"
 
 
+_PARTS = {"qkv": "QKV", "o": "O", "gate_up": "gate+up", "down": "down"}
+
+
+def decoder(name: str, label: str = "") -> tuple[Layer, ...]:
+    """The four matrices of a model (`Config.named`), one expert's where there are experts; in records by its label."""
+    matrices = Config.named(name).matrices
+    return tuple(Layer(label or name, part, *matrices[known]) for known, part in _PARTS.items())
+
+
+_MIXTRAL = Config.named("Mixtral-8x7B")
 LAYERS = (
-    Layer("7B", "QKV", 12288, 4096),
-    Layer("7B", "O", 4096, 4096),
-    Layer("7B", "gate+up", 22016, 4096),
-    Layer("7B", "down", 4096, 11008),
-    Layer("70B", "QKV", 10240, 8192),
-    Layer("70B", "O", 8192, 8192),
-    Layer("70B", "gate+up", 57344, 8192),
-    Layer("70B", "down", 8192, 28672),
-    Layer("Mixtral", "gate+up", 28672, 4096),  # one expert
-    Layer("Mixtral", "down", 4096, 14336),
+    *decoder("LLaMA-2-7B", "7B"),
+    *decoder("LLaMA-2-70B", "70B"),
+    *decoder(_MIXTRAL.name, "Mixtral")[2:],
 )
 # Where every step is taken apart, in machine code and by ncu: the largest matrix shows the steady state best.
 DISSECTED = LAYERS[6]
@@ -50,30 +54,19 @@ GROUPS = (GROUP, 64)
 PER_CHANNEL = NO_GROUPS  # as a group
 CHAINS = (LAYERS[:4], LAYERS[4:8])
 
-# Mixtral-8x7B: so many experts, of which each token takes so many.
+# Experts of a layer, of which each token takes so many.
 MIXTRAL = LAYERS[8:]
-EXPERTS, CHOSEN_EXPERTS = 8, 2
+EXPERTS, CHOSEN_EXPERTS = _MIXTRAL.experts, _MIXTRAL.chosen_experts
 ROUTED_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-
-
-def decoder(model: str, hidden: int, intermediate: int, heads: int, kv_heads: int) -> tuple[Layer, ...]:
-    """The four matrices of a model by its published configuration."""
-    head = hidden // heads
-    return (
-        Layer(model, "QKV", hidden + 2 * kv_heads * head, hidden),
-        Layer(model, "O", hidden, hidden),
-        Layer(model, "gate+up", 2 * intermediate, hidden),
-        Layer(model, "down", hidden, intermediate),
-    )
 
 
 # Other models, at odd numbers of tokens. Twelve of their matrices, SWEPT, are in the sweep that the costs of tiles were
 # fitted to (`notebooks/results/h200/sweeps`), also at SWEPT_TOKENS; four are in none, nor are the other tokens.
 UNTUNED = (
-    *decoder("Yi-34B", 7168, 20480, 56, 8),
-    *decoder("Qwen1.5-72B", 8192, 24576, 64, 64),
-    *decoder("LLaMA-13B", 5120, 13824, 40, 40),
-    *decoder("LLaMA-3-8B", 4096, 14336, 32, 8),
+    *decoder("Yi-34B"),
+    *decoder("Qwen1.5-72B"),
+    *decoder("LLaMA-2-13B", "LLaMA-13B"),
+    *decoder("LLaMA-3-8B"),
 )
 SWEPT = frozenset(
     {
@@ -86,7 +79,7 @@ SWEPT_TOKENS = (33, 100, 200)
 
 # Decode attention: the batches of the stored peers, single long sequences, ragged ones.
 HEAD_DIM, PAGE = 128, 64
-HEADS = ((32, 32), (32, 8), (64, 8))  # query heads, kv heads
+HEADS = tuple((c.heads, c.kv_heads) for c in map(Config.named, ("LLaMA-2-7B", "LLaMA-3-8B", "LLaMA-2-70B")))
 BATCHES, LENGTHS = (1, 16, 64, 128, 256), (1024, 4096)  # of the stored peers
 LONG = (32768, 131072)  # tokens of a single sequence
 RAGGED_BATCH, RAGGED_MOST = 64, 8192

@@ -1,6 +1,7 @@
 """Runs PTX on the CPU, and checks what a GPU would not: packed lanes, races, uninitialised reads.
 
-`run` (`launch`) lays out memory and runs the grid as waves of blocks. Folders, each of which imports only those before
+`run` (`launch`) lays out memory and runs the grid as waves of blocks; `chain` holds launches that follow each other
+together. Folders, each of which imports only those before
 it (`tests/emulator/test_layers.py`):
 
 - `front`: text -> instructions, and what can be told without running them.
@@ -11,6 +12,7 @@ it (`tests/emulator/test_layers.py`):
 - `checks`: watchers, which the machine tells of every access and synchronisation.
 """
 
+from ptxlab.emulator.chain import Chain, chain
 from ptxlab.emulator.core.findings import Finding, PackedOperand, SharedAccess
 from ptxlab.emulator.front.ir import Entry, Instruction, Module, Variable
 from ptxlab.emulator.front.lane_annotation import LaneType
@@ -22,6 +24,7 @@ __all__ = [
     "CHECKS",
     "MAX_STEPS",
     "MODES",
+    "Chain",
     "Entry",
     "Finding",
     "Instruction",
@@ -33,6 +36,7 @@ __all__ = [
     "SharedAccess",
     "Variable",
     "accesses_of",
+    "chain",
     "parse",
     "run",
     "size_of",

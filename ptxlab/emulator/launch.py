@@ -8,6 +8,7 @@ from math import prod
 import numpy as np
 
 from ptxlab.emulator import async_, ops, sync  # noqa: F401  (they enter their instructions)
+from ptxlab.emulator.chain import Buffers, current
 from ptxlab.emulator.checks.bank_conflicts import BankConflicts
 from ptxlab.emulator.checks.divergence import Divergence
 from ptxlab.emulator.checks.happens_before import HappensBefore
@@ -47,7 +48,6 @@ Argument = np.ndarray | np.generic | bytes | TensorMap
 Dim3 = int | Sequence[int]
 Extent = tuple[int, int, int]  # a Dim3 written out
 Sizes = tuple[Extent, Extent, Extent]  # of grid, block and cluster
-Buffers = dict[int, tuple[Array, Region]]  # the arrays among the arguments, by position, and where they lie
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ def run(
     max_steps: int | None = None,
     uninitialised: Collection[int] = (),
     after_wait: Collection[int] = (),
+    programmatic: bool = False,
     count_banks: bool = False,
     step_clock: bool = False,
 ) -> Result:
@@ -91,7 +92,8 @@ def run(
     value and has exactly the parameter's size; bytes are a struct passed by value. `grid`, `block` and `cluster` are
     sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS`; bounds and alignment are
     always checked. `uninitialised` are positions in `args` of buffers whose contents count as never written,
-    `after_wait` of those that the kernel before on the stream may still write when this one begins (`race_pdl`).
+    `after_wait` of those that the kernel before on the stream may still write when this one begins (`race_pdl`);
+    `programmatic` is whether it may begin before that has ended, of which within a `chain` alone it is known what.
     `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
     `seed`; in "late" the lanes of a warp execute their strong stores (relaxed, volatile, release) at two times, too.
     `max_steps` bounds the instructions that a wave of blocks dispatches (None: `MAX_STEPS`); lanes that spin on what no
@@ -106,6 +108,9 @@ def run(
     kernel = kernel_named(module, entry)
     sizes = size_of("grid", grid), size_of("block", block), cluster_of(kernel, size_of("cluster", cluster))
     checks, max_steps = frozenset(checks), MAX_STEPS if max_steps is None else max_steps
+    chain = current()
+    if chain is not None:
+        checks, mode, seed = checks | chain.checks, chain.mode, chain.seed
     check_launch(kernel, sizes, shared_bytes, checks, mode, seed)
     check_arguments(kernel, args)
     if not is_integer(max_steps) or max_steps < 1:
@@ -113,12 +118,14 @@ def run(
 
     def attempt(tracked: frozenset[int]) -> tuple[LaunchState, Buffers, EmulationError | None]:
         launch, buffers = _prepare(module, kernel, args, sizes, shared_bytes, max_steps)
-        launch.mode, launch.seed, launch.tracked = mode, seed, tracked
+        launch.mode, launch.seed, launch.tracked, launch.programmatic = mode, seed, tracked, programmatic
         launch.after_wait = [buffers[position][1].start for position in after_wait if position in buffers]
         if "init" in checks:
             launch.defined = np.ones(launch.memory.size, bool)
             for position, (_, region) in buffers.items():
                 launch.defined[region.start : region.end] = position not in uninitialised
+        if chain is not None:
+            chain.enter(launch, buffers, uninitialised)
         try:
             _run_waves(launch, checks, count_banks, step_clock)
         except EmulationError as error:
@@ -134,6 +141,8 @@ def run(
             raise error
         before = "".join(f"\n  found before that: {finding}" for finding in first.values())
         raise type(error)(f"{error}{before}") from error
+    if chain is not None:
+        chain.leave(launch, buffers)
     for array, region in buffers.values():
         if region.written:
             array.reshape(-1).view(np.uint8)[:] = launch.memory.arena[region.start : region.end]
@@ -283,7 +292,7 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         order.busy = in_flight.busy if in_flight else None
         if machine.cluster_memory.size > 1:
             yield RaceClusterExit(machine, order)
-        if machine.launch.entry.uses(WAIT) or machine.launch.after_wait:
+        if machine.launch.entry.uses(WAIT) or machine.launch.after_wait or machine.launch.programmatic:
             yield RacePdl(machine, order)
     if in_flight:
         yield in_flight

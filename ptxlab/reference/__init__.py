@@ -1,6 +1,6 @@
 """The oracle: one plain function per operation, on logical arrays, written to be read. Imports only NumPy."""
 
-from ptxlab.reference.attention import attention, dequantize_kv, rope
+from ptxlab.reference.attention import attention, dequantize_kv, rope, rope_tables
 from ptxlab.reference.dequant import (
     dequant_comet,
     dequant_int4_naive,
@@ -47,5 +47,6 @@ __all__ = [
     "presub_wrong",
     "replicate",
     "rope",
+    "rope_tables",
     "scale_rows",
 ]

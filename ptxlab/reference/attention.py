@@ -1,5 +1,6 @@
 """Attention of one sequence in float64, the rotary embedding, and the values behind a quantised KV cache."""
 
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -76,6 +77,59 @@ def rope(x: npt.NDArray[Any], cos: F32, sin: F32) -> F32:
     x1, x2 = x[..., :half].astype(np.float32), x[..., half:].astype(np.float32)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+def rope_tables(
+    positions: npt.NDArray[Any], head_dim: int, base: float = 10000.0, scaling: Mapping[str, Any] | None = None
+) -> tuple[F32, F32]:
+    """Cosines and sines for `rope`, computed in float64 and rounded once.
+
+    The angle of position p and pair i is p·f(i), with f(i) = base^(-2i / head_dim) unless it is scaled:
+
+    - `linear`: f / factor for every pair.
+    - `llama3`: a frequency turns f·L / 2π times in the L = `original_max_position_embeddings` positions of training.
+      One that turns more than `high_freq_factor` times stays, one that turns less than `low_freq_factor` times is
+      divided by `factor`, and in between the two are mixed linearly.
+
+    Args:
+        positions: integers [...].
+        head_dim: D, even.
+        base: `rope_theta` of a Hugging Face config.
+        scaling: None, or `rope_scaling` of a Hugging Face config: `rope_type` (or `type`), and what it needs.
+
+    Returns:
+        (cos, sin), f32 [..., D/2].
+
+    Raises:
+        ValueError: an odd head_dim, a kind of scaling that is not known, or a number that it lacks.
+    """
+    if head_dim < 2 or head_dim % 2:
+        raise ValueError(f"head_dim: must be even, 2 or more (got {head_dim})")
+    frequency = float(base) ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    angle = np.asarray(positions, np.float64)[..., None] * _scaled(frequency, scaling or {})
+    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+
+
+def _scaled(frequency: F64, scaling: Mapping[str, Any]) -> F64:
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    needs = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    }
+    if kind not in needs:
+        raise ValueError(f"scaling: rope_type must be one of {', '.join(needs)} (got {kind})")
+    if lacking := [name for name in needs[kind] if not isinstance(scaling.get(name), int | float)]:
+        raise ValueError(f"scaling: {kind} needs the number {lacking[0]} (got {scaling.get(lacking[0])})")
+    factor, *of_llama3 = (float(scaling[name]) for name in needs[kind]) if needs[kind] else (1.0,)
+    if not of_llama3:
+        return frequency / factor
+    low, high, trained = of_llama3
+    if not 0 < low < high:
+        raise ValueError(f"scaling: 0 < low_freq_factor < high_freq_factor (got {low:g}, {high:g})")
+    kept = np.clip((frequency * trained / (2 * np.pi) - low) / (high - low), 0, 1)
+    mixed: F64 = kept * frequency + (1 - kept) * frequency / factor
+    return mixed
 
 
 def dequantize_kv(values: npt.NDArray[Any], scale: npt.NDArray[Any], zero: npt.NDArray[Any]) -> F32:

@@ -213,6 +213,7 @@ def run_spec(
     wanted: Mapping[str, int] | None = None,
     mode: str = "early",
     seed: int = 0,
+    programmatic: bool = False,
     count_banks: bool = False,
     max_steps: int | None = None,
 ) -> Outcome:
@@ -233,6 +234,8 @@ def run_spec(
         wanted: some of the constants, in the place of what the spec chooses.
         mode: when the emulator completes what is asynchronous: `early` or `late`.
         seed: orders whatever the emulator may do in any order.
+        programmatic: whether it may begin before the launch before it has ended, in a chain of the emulator
+            (`emulator.chain`); of no effect elsewhere.
         count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
         max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
     """
@@ -270,6 +273,7 @@ def run_spec(
         written=[i for i, a in enumerate(spec.args) if a.role in ("out", "inout")],
         mode=mode,
         seed=seed,
+        programmatic=programmatic,
         count_banks=count_banks,
         max_steps=max_steps,
     )

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import quant
 from ptxlab.bench import gemm
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.gemm import problem, steps
@@ -49,22 +48,6 @@ def test_a_wrong_result_of_a_timed_launch_is_found(emulated_gpu: pytest.MonkeyPa
 def test_what_is_no_step_is_no_suite(emulated_gpu: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArgumentError, match=r"a kernel of the GEMM suite that this GPU runs \(got gemm_tile_lqq_sm80"):
         gemm.rows(["gemm_tile_lqq_sm80"], Ceilings(4.6, 4.2), lambda _: None)
-
-
-def test_a_tiled_weight_repeats_its_block() -> None:
-    block = quant.quantize_qoq(np.random.default_rng(0).standard_normal((24, 384), np.float32), group=128)
-    tiled = problem.tiled(block, 40, 512)
-    assert tiled.shape == (40, 512) and tiled.group == 128
-    exact = block.exact_level1()
-    assert (tiled.exact_level1() == np.block([[exact, exact], [exact, exact]])[:40, :512]).all()
-    assert (tiled.channel_scale == np.tile(block.channel_scale, 2)[:40]).all()
-
-
-def test_a_weight_of_plain_arrays_is_tiled_likewise() -> None:
-    """As 8-bit weights are, which need no class of their own."""
-    q, scale = np.arange(6, dtype=np.int8).reshape(2, 3), np.array([1.0, 2.0], np.float32)
-    assert problem.tiled(q, 3, 4).tolist() == [[0, 1, 2, 0], [3, 4, 5, 3], [0, 1, 2, 0]]
-    assert problem.tiled(scale, 3, 4).tolist() == [1.0, 2.0, 1.0]
 
 
 def test_packed_bytes_are_those_of_the_weight_and_its_constants() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptxlab.reference import attention, dequantize_kv, rope
+from ptxlab.reference import attention, dequantize_kv, rope, rope_tables
 
 
 def naive(q, k, v, scale, window):
@@ -115,6 +115,66 @@ def test_scores_of_rotated_pairs_depend_on_the_distance_alone():
 
     assert score(25, 20) == pytest.approx(score(7, 2), rel=1e-5)
     assert score(25, 20) != pytest.approx(score(7, 3), rel=1e-2)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def llama3_frequency(i, base=500000.0, D=128):
+    """Of one pair, by wavelengths, as Meta's release has it."""
+    f = base ** (-2 * i / D)
+    wavelength = 2 * math.pi / f
+    if wavelength < 8192 / 4:
+        return f
+    if wavelength > 8192:
+        return f / 8
+    smooth = (8192 / wavelength - 1) / (4 - 1)
+    return (1 - smooth) * f / 8 + smooth * f
+
+
+@pytest.mark.parametrize(
+    ("scaling", "frequency"),
+    [
+        (None, lambda i: 500000.0 ** (-2 * i / 128)),
+        ({"type": "linear", "factor": 4}, lambda i: 500000.0 ** (-2 * i / 128) / 4),
+        (LLAMA3, llama3_frequency),
+    ],
+    ids=["plain", "linear", "llama3"],
+)
+def test_tables_are_rounded_once(scaling, frequency):
+    positions = np.array([[0, 1, 77], [8191, 100_000, 131_071]])
+    cos, sin = rope_tables(positions, 128, 500000.0, scaling)
+    assert cos.shape == sin.shape == (2, 3, 64) and cos.dtype == sin.dtype == np.float32
+    angle = np.array([[[p * frequency(i) for i in range(64)] for p in row] for row in positions.tolist()])
+    for table, wanted in ((cos, np.cos(angle)), (sin, np.sin(angle))):
+        assert np.abs(table - wanted).max() < 2**-24 + 1e-10  # a rounding; the angle's own in float64
+
+
+def test_frequencies_of_llama3_are_kept_mixed_and_divided():
+    plain, scaled = (rope_tables(np.array([1]), 128, 500000.0, scaling)[1][0] for scaling in (None, LLAMA3))
+    ratio = np.arcsin(scaled) / np.arcsin(plain)
+    assert np.allclose(ratio[:29], 1) and np.allclose(ratio[35:], 1 / 8) and (np.diff(ratio) < 1e-6).all()
+    assert ((ratio > 0.126) & (ratio < 0.999)).any()
+
+
+@pytest.mark.parametrize(
+    ("D", "scaling", "message"),
+    [
+        (7, None, "head_dim: must be even, 2 or more \\(got 7\\)"),
+        (8, {"rope_type": "yarn"}, "rope_type must be one of default, linear, llama3 \\(got yarn\\)"),
+        (8, {"rope_type": "linear"}, "linear needs the number factor \\(got None\\)"),
+        (8, {**LLAMA3, "high_freq_factor": 1}, "0 < low_freq_factor < high_freq_factor \\(got 1, 1\\)"),
+    ],
+)
+def test_tables_that_are_not_known(D, scaling, message):
+    with pytest.raises(ValueError, match=message):
+        rope_tables(np.arange(3), D, scaling=scaling)
 
 
 def test_dequantised_values():

@@ -1,6 +1,10 @@
-"""What `append_kv4` is given in tests: rows where a rounding, a level or a bound is at stake; what is wanted of it."""
+"""What `append_kv4` and `rope_append_kv4` are given in tests, and what is wanted of them.
+
+Among it are rows where a rounding, a level or a bound is at stake.
+"""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -9,10 +13,11 @@ import pytest
 
 import ptxlab
 from ptxlab import gpu, kernels, quant, reference
-from ptxlab.kernels.attention.append import APPEND
+from ptxlab.kernels.attention.append import APPEND, ROPE_APPEND, table_rows
 from ptxlab.layout import KVCache, page_bytes, write_slots
 from ptxlab.quant import KV_SCHEMES
 from ptxlab.runtime import Outcome, run_spec
+from ptxlab.sources import Source
 
 ON_GPU = pytest.mark.skipif(gpu.why_not("sm_90") is not None, reason="the kernel runs on sm_90")
 BACKENDS = ("emulator", pytest.param("gpu", marks=[pytest.mark.gpu, ON_GPU]))
@@ -50,22 +55,93 @@ class Problem:
         ptxlab.append_kv4(self.k, self.v, cache, self.slots, rope=self.rope, backend=backend)
         assert np.array_equal(cache.pool, self.wanted)
 
+    @property
+    def inputs(self) -> dict[str, np.ndarray]:
+        """By argument of the kernel."""
+        inputs = {"k": bits(self.k), "v": bits(self.v), "slots": self.slots}
+        inputs |= dict(zip(("cos", "sin", "positions"), self.rope or (), strict=False))
+        for name, channel in (("k", self.cache.k_channel), ("v", self.cache.v_channel)):
+            inputs |= dict(zip((f"{name}_scale", f"{name}_zero"), channel or (), strict=False))
+        return inputs
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The spec's."""
+        (T, H, D), cache, known = self.k.shape, self.cache, KV_SCHEMES[self.cache.scheme]
+        sizes = {"T": T, "H": H, "D": D, "pages": cache.pages, "size": cache.page_size, "bits": known.bits}
+        return sizes | {"channel": int(known.by_channel), "R": 0 if self.rope is None else len(self.rope[0])}
+
     def run(self, source: Any = None, rows: int = 0, **options: Any) -> tuple[np.ndarray, Outcome]:
         """The pool and what the emulator says, with all its checks, of another source or other rows per thread."""
-        cache, known = self.cache, KV_SCHEMES[self.cache.scheme]
-        bits = [x.view(np.uint16) if x.dtype == DTYPES[1] else x for x in (self.k, self.v)]
-        inputs = {"k": bits[0], "v": bits[1], "slots": self.slots}
-        inputs |= dict(zip(("cos", "sin", "positions"), self.rope or (), strict=False))
-        for name, channel in (("k", cache.k_channel), ("v", cache.v_channel)):
-            inputs |= dict(zip((f"{name}_scale", f"{name}_zero"), channel or (), strict=False))
-        T, H, D = self.k.shape
-        sizes = {"T": T, "H": H, "D": D, "pages": cache.pages, "size": cache.page_size, "bits": known.bits}
-        sizes |= {"channel": int(known.by_channel), "R": 0 if self.rope is None else len(self.rope[0])}
+        cache, inputs, sizes = self.cache, self.inputs, self.sizes
         config = APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.k.dtype)}
         config |= {"INDEX": int(self.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
         source, pool = source or kernels.find(APPEND.name)[1][0], cache.pool.copy()
         options |= {"backend": "emulator", "checks": ("race", "init", "lanes")}
         return pool, run_spec(APPEND, source, inputs, sizes=sizes, out={"pool": pool}, config=config, **options)
+
+
+@dataclass(frozen=True, eq=False)
+class FusedProblem:
+    """A call of `rope_append_kv4`: queries [T, Hq, D] beside a problem's keys and values, with a rotation."""
+
+    q: np.ndarray
+    of: Problem
+
+    @property
+    def qkv(self) -> np.ndarray:
+        """As the GEMM leaves it, [T, (Hq + 2 Hkv) D]."""
+        return np.concatenate([self.q, self.of.k, self.of.v], axis=1).reshape(len(self.q), -1)
+
+    @property
+    def wanted(self) -> np.ndarray:
+        """The queries rotated, bfloat16 as its bits; what is outside the tables by their last row."""
+        cos, sin, *positions = self.of.rope or ()
+        at = table_rows(positions[0] if positions else np.arange(len(self.q)), len(cos))
+        rotated: np.ndarray = bits(reference.rope(self.q.astype(np.float32), cos[at], sin[at]).astype(self.q.dtype))
+        return rotated
+
+    def check(self, backend: str) -> None:
+        """By the public call: q, and the pool as `append_kv4` leaves it."""
+        cache = replace(self.of.cache, pool=self.of.cache.pool.copy())
+        q = ptxlab.rope_append_kv4(bits(self.qkv), cache, self.of.slots, rope=self.of.rope, backend=backend)
+        assert np.array_equal(q, self.wanted) and np.array_equal(cache.pool, self.of.wanted)
+
+    def run(self, source: Any = None, rows: int = 0) -> tuple[np.ndarray, np.ndarray, Outcome]:
+        """q, the pool and what the emulator says, as `Problem.run`."""
+        cache, inputs = self.of.cache, self.of.inputs
+        inputs = {name: array for name, array in inputs.items() if name not in ("k", "v")} | {"qkv": bits(self.qkv)}
+        sizes = {**self.of.sizes, "ratio": self.q.shape[1] // cache.num_kv_heads}
+        config = ROPE_APPEND.config_for(sizes) | {"BF16": DTYPES.index(self.q.dtype)}
+        config |= {"INDEX": int(self.of.slots.dtype == np.int64)} | ({"ROWS": rows} if rows else {})
+        source, pool = source or kernels.find(ROPE_APPEND.name)[1][0], cache.pool.copy()
+        q = np.full(self.q.shape, 0xA5A5, np.uint16).view(np.uint16 if self.q.dtype == DTYPES[1] else np.float16)
+        outcome = run_spec(
+            ROPE_APPEND,
+            source,
+            inputs,
+            sizes=sizes,
+            out={"pool": pool, "q": q},
+            config=config,
+            backend="emulator",
+            checks=("race", "init", "lanes"),
+        )
+        return q, pool, outcome
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+    """As NumPy and CuPy have it: bfloat16 by its bits."""
+    return x.view(np.uint16) if x.dtype == DTYPES[1] else x
+
+
+def changed(source: Source, old: str, new: str) -> Source:
+    """The source with the header that both kernels share put in, and one change."""
+    header = '#include "kv_rows.cuh"\n'
+    assert header in source.text
+    rows = (Path(source.path).parents[1] / "include" / "kv_rows.cuh").read_text().replace("#pragma once\n", "")
+    text = source.text.replace(header, rows)
+    assert text.count(old) == 1
+    return replace(source, text=text.replace(old, new))
 
 
 def problem_of(

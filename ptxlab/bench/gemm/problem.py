@@ -1,7 +1,6 @@
 """A GEMM on one matrix: inputs on the device, launches over rotating weights, exact results."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.gemm import STEPS
 from ptxlab.kernels.gemm.common import F16, GemmStep
 from ptxlab.kernels.gemm.ladder import LADDER, why_not
+from ptxlab.quant.tiled import tiled, with_arrays
 from ptxlab.sources import Source, of_kernel
 from ptxlab.spec import Arrays, KernelSpec, Sizes
 from ptxlab.spec.expressions import names_in
@@ -62,7 +62,7 @@ def weights(spec: KernelSpec, layer: Layer, group: int = GROUP, seed: int = 0) -
     known = {"M": 1, "N": BLOCK_ROWS, "K": BLOCK_K, "g": group}
     block = spec.example(rng, **{name: known[name] for name in spec.example_sizes[0]})
     parts = {name: part for name, part in block.items() if name not in (*_OF_TOKENS, "bias")}
-    repeated = {name: tiled(_with_arrays(part, gpu.to_device), layer.N, layer.K) for name, part in parts.items()}
+    repeated = {name: tiled(with_arrays(part, gpu.to_device), layer.N, layer.K) for name, part in parts.items()}
     return {**repeated, "bias": gpu.to_device(rng.standard_normal(layer.N, dtype=np.float32))}
 
 
@@ -78,21 +78,6 @@ def tokens(layer: Layer, M: int, seed: int = 0) -> Arrays:
 def first_tokens(logical: Arrays, M: int) -> Arrays:
     """The same problem with its first M tokens."""
     return {**logical, "x": logical["x"][:M], "x_scale": logical["x_scale"][:M]}
-
-
-def tiled(part: Any, N: int, K: int) -> Any:
-    """A quantised weight, or an array of one, repeated to [N, K]; what is left over at the ends is cut off.
-
-    NumPy or CuPy arrays.
-    """
-    n, k = part.shape[0], part.shape[-1]
-
-    def repeated(array: Any) -> Any:
-        if array.ndim == 1:
-            return np.tile(array, -(-N // n))[:N]
-        return np.tile(array, (-(-N // n), -(-K // k)))[:N, : K * array.shape[1] // k].copy()
-
-    return _with_arrays(part, repeated)
 
 
 def expected(spec: KernelSpec, logical: Arrays) -> Any:
@@ -169,11 +154,3 @@ def _scratch(spec: KernelSpec, sizes: Sizes) -> Arrays:
 
 def _of_tokens(spec: KernelSpec, name: str) -> bool:
     return any("M" in names_in(axis) for axis in spec.arg(name).shape)
-
-
-def _with_arrays(part: Any, change: Callable[[Any], Any]) -> Any:
-    """An array, or a dataclass of arrays, with every array changed."""
-    if hasattr(part, "ndim"):
-        return change(part)
-    values = {field.name: getattr(part, field.name) for field in fields(part)}
-    return replace(part, **{name: change(v) for name, v in values.items() if hasattr(v, "ndim")})

@@ -42,6 +42,9 @@ class LaunchState:
     seed: int = 0
     defined: Array | None = None  # bool per byte of the arena: written since it came into being (check "init")
     after_wait: Sequence[int] = ()  # arena offsets of buffers that the kernel before makes (check "race")
+    programmatic: bool = False  # whether it may begin while those before it in a chain still run (`chain`)
+    at_wait: list[tuple[int, Array]] = field(default_factory=list)  # what these write, and where: there behind a wait
+    has_waited: bool = False  # some thread has executed griddepcontrol.wait
     tracked: frozenset[int] = frozenset()  # loads, by index, whose values are tracked (`load_taint`)
     suspects: set[int] = field(default_factory=set)  # ordinary loads that have raced
     tensor_maps: dict[int, tuple[TensorMap, int]] = field(default_factory=dict)  # by arena offset; where its array is
@@ -49,6 +52,13 @@ class LaunchState:
     steps: int = 0
     lane_instructions: int = 0
     elapsed: int = 0  # on the step clock, by the waves before (`step_clock`)
+
+    def wait_for_predecessors(self) -> None:
+        """The kernels before it have ended; what they have written is there."""
+        self.has_waited = True
+        while self.at_wait:
+            start, written = self.at_wait.pop()
+            self.memory.arena[start : start + len(written)] = written
 
     @cached_property
     def flow(self) -> Flow:

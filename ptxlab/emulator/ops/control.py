@@ -163,13 +163,14 @@ def _nothing(machine: Machine, instruction: Instruction, pc: int) -> Handler:
 
 @binder("griddepcontrol")
 def _grid_dependency(machine: Machine, instruction: Instruction, pc: int) -> Handler:
-    """Launches run one after the other: the grid before this one has always ended. Only the watchers see a wait."""
+    """Launches run one after the other: the grid before this one has always ended, as far as memory tells (`chain`)."""
     if instruction.opcode == "griddepcontrol.launch_dependents":
         return lambda lanes: None
     if instruction.opcode != "griddepcontrol.wait":
         raise UnknownOpcode(instruction.opcode)
 
     def wait(lanes: Lanes) -> None:
+        machine.launch.wait_for_predecessors()
         for watcher in machine.watchers:
             watcher.wait_for_predecessors(lanes)
 

@@ -2,8 +2,8 @@
 
 from ptxlab.kernels.attention import append, ladder, merge, sm80, sm90
 from ptxlab.kernels.attention.api import AttentionWorkspace, attention_kv4, attention_workspace
-from ptxlab.kernels.attention.append_api import append_kv4
+from ptxlab.kernels.attention.append_api import append_kv4, rope_append_kv4
 
 SPECS = (*ladder.SPECS, *sm80.SPECS, *sm90.SPECS, *merge.SPECS, *append.SPECS)
 
-__all__ = ["SPECS", "AttentionWorkspace", "append_kv4", "attention_kv4", "attention_workspace"]
+__all__ = ["SPECS", "AttentionWorkspace", "append_kv4", "attention_kv4", "attention_workspace", "rope_append_kv4"]

@@ -1,5 +1,9 @@
-"""`append_kv4`: new keys and values into the pages of a KV cache, in one launch (QServe §4.2, §5.3)."""
+"""New keys and values into the pages of a KV cache, in one launch (QServe §4.2, §5.3).
 
+`append_kv4` takes keys and values, `rope_append_kv4` what the QKV projection leaves: it rotates the queries as well.
+"""
+
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -34,20 +38,47 @@ def _lanes(s: Sizes) -> int:
 def _choose(s: Sizes) -> dict[str, int]:
     """As many rows for a thread as leave the GPU busy."""
     rows = _CHANNEL_ROWS if s["channel"] else _ROWS
-    while rows > 1 and 2 * s["T"] * s["H"] * _lanes(s) < rows * _BUSY:
+    while rows > 1 and _parts(s) * s["T"] * s["H"] * _lanes(s) < rows * _BUSY:
         rows //= 2
     page = {"D": s["D"], "PAGE": s["size"], "BITS": s["bits"], "CHANNEL": s["channel"]}
-    return {**page, "BF16": 0, "INDEX": 0, "ROPE": int(s["R"] > 0), "ROWS": rows}
+    return {**page, "BF16": 0, "INDEX": 0, "ROWS": rows}
+
+
+def _parts(s: Sizes) -> int:
+    """How many times H heads a token has: keys, values, and with `ratio` queries."""
+    parts: int = s.get("ratio", 0) + 2
+    return parts
 
 
 def _launch(s: Sizes) -> Launch:
     """Tiles of tokens, of K and V in turn, and groups of heads: of whole warps, and by token ROWS heads or more."""
+    tiles, groups, threads = _geometry(s)
+    return Launch((2 * tiles, groups, 1), (threads, 1, 1))
+
+
+def _launch_fused(s: Sizes) -> Launch:
+    """The same, of Q, K and V one after the other."""
+    tiles, groups, threads = _geometry(s)
+    return Launch((tiles, groups, _parts(s)), (threads, 1, 1))
+
+
+def _geometry(s: Sizes) -> tuple[int, int, int]:
+    """Tiles of tokens, groups of heads, threads of a group."""
     lanes, rows = _lanes(s), s["ROWS"]
     groups = -(-s["H"] * lanes // _MOST_THREADS)
     threads = -(-s["H"] // groups) * lanes
     unit = max(32, 1 if s["channel"] else rows * lanes)
     threads = -(-threads // unit) * unit
-    return Launch((2 * -(-s["T"] // rows), -(-s["H"] * lanes // threads), 1), (threads, 1, 1))
+    return -(-s["T"] // rows), -(-s["H"] * lanes // threads), threads
+
+
+def _example_fused(rng: np.random.Generator, *, ratio: int, **sizes: int) -> Arrays:
+    """Tokens as above, and their queries."""
+    logical = _example(rng, **sizes)
+    k, v = logical.pop("k"), logical.pop("v")
+    q = rng.standard_normal((len(k), ratio * k.shape[1], k.shape[2]), dtype=np.float32)
+    qkv = np.concatenate([q, k, v], axis=1).reshape(len(k), -1)
+    return {"qkv": qkv, "heads": k.shape[1], **logical}
 
 
 def _example(
@@ -83,7 +114,7 @@ def _pack(logical: Arrays) -> Arrays:
     named = dict(zip(_CHANNELS, constants, strict=True)) if constants else {}
     if KV_SCHEMES[logical["scheme"]].bits == 8:  # symmetric
         named = {name: array for name, array in named.items() if name.endswith("scale")}
-    names = ("k", "v", "slots", "cos", "sin", "positions")
+    names = ("k", "v", "qkv", "slots", "cos", "sin", "positions")
     return {name: logical[name] for name in names if name in logical} | named
 
 
@@ -123,9 +154,65 @@ def appended(
     return pool
 
 
+def rope_appended(
+    qkv: np.ndarray,
+    slots: np.ndarray,
+    heads: int,
+    page_size: int,
+    pages: int,
+    scheme: str,
+    cos: np.ndarray,
+    sin: np.ndarray,
+    positions: np.ndarray,
+    BF16: int = 0,
+    **more: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The reference: q, rotated and rounded once, and the pool as `appended` has it, of qkv f32 [T, (Hq + 2 H)·D]."""
+    (T, R), D = (len(qkv), len(cos)), 2 * cos.shape[1]
+    split = qkv.reshape(T, -1, D)
+    q, k, v = split[:, : -2 * heads], split[:, -2 * heads : -heads], split[:, -heads:]
+    at = table_rows(positions, R)
+    rotated = reference.rope(values(stored(q, DTYPES[BF16])), cos[at], sin[at])
+    pool = appended(k, v, slots, page_size, pages, scheme, cos, sin, positions, BF16=BF16, **more)
+    return stored(rotated, DTYPES[BF16]), pool
+
+
+def table_rows(positions: np.ndarray, rows: int) -> np.ndarray:
+    """The rows of the tables that the kernels read: the last one for positions outside of them."""
+    return np.where((positions < 0) | (positions >= rows), rows - 1, positions)
+
+
 def values(x: np.ndarray) -> np.ndarray:
     """Floats, where bfloat16 is given by its bits."""
     return reference.from_bfloat16_bits(x) if x.dtype == np.uint16 else x
+
+
+_CACHE_RULES = (
+    f"D in {HEAD_DIMS}",
+    f"size in {PAGE_SIZES}",
+    "bits in (4, 8)",
+    "channel in (0, 1)",
+    "1 <= H <= 4096",
+    "1 <= T < 2**31 - 4",
+    f"pages*2*H*size*(D*bits//8 + 4*(1 - channel)) <= {MOST_BYTES}",
+)
+_POOL = Arg("pool", "uint8", ("pages", "2", "H", "size*(D*bits//8 + 4*(1 - channel))"), "out")
+_PLACES = ByVariant("INDEX", INDICES)
+
+
+def _after_values(tables_optional: bool) -> tuple[Arg, ...]:
+    """The arguments behind what is appended, as both kernels take them."""
+    return (
+        _POOL,
+        Arg("slots", _PLACES, ("T",)),
+        Arg("cos", "float32", ("R", "D//2"), optional=tables_optional),
+        Arg("sin", "float32", ("R", "D//2"), optional=tables_optional),
+        Arg("positions", _PLACES, ("T",), optional=True),
+        *(Arg(name, "float32", ("H", "D"), optional=True) for name in _CHANNELS),
+        Arg("T", "int32", role="scalar"),
+        Arg("H", "int32", role="scalar"),
+        Arg("R", "int32", role="scalar"),
+    )
 
 
 APPEND = KernelSpec(
@@ -134,28 +221,11 @@ APPEND = KernelSpec(
     args=(
         Arg("k", ByVariant("BF16", DTYPES), ("T", "H", "D")),
         Arg("v", ByVariant("BF16", DTYPES), ("T", "H", "D")),
-        Arg("pool", "uint8", ("pages", "2", "H", "size*(D*bits//8 + 4*(1 - channel))"), "out"),
-        Arg("slots", ByVariant("INDEX", INDICES), ("T",)),
-        Arg("cos", "float32", ("R", "D//2"), optional=True),
-        Arg("sin", "float32", ("R", "D//2"), optional=True),
-        Arg("positions", ByVariant("INDEX", INDICES), ("T",), optional=True),
-        *(Arg(name, "float32", ("H", "D"), optional=True) for name in _CHANNELS),
-        Arg("T", "int32", role="scalar"),
-        Arg("H", "int32", role="scalar"),
-        Arg("R", "int32", role="scalar"),
+        *_after_values(tables_optional=True),
     ),
     launch=_launch,
-    choose=_choose,
-    rules=(
-        f"D in {HEAD_DIMS}",
-        f"size in {PAGE_SIZES}",
-        "bits in (4, 8)",
-        "channel in (0, 1)",
-        "1 <= H <= 4096",
-        "0 <= R < 2**31",  # 0: no rotation
-        "1 <= T < 2**31 - 4",
-        f"pages*2*H*size*(D*bits//8 + 4*(1 - channel)) <= {MOST_BYTES}",
-    ),
+    choose=lambda s: {**_choose(s), "ROPE": int(s["R"] > 0)},
+    rules=(*_CACHE_RULES, "0 <= R < 2**31"),  # 0: no rotation
     value_rules=("slots < pages*size",),
     example=_example,
     pack=_pack,
@@ -173,4 +243,27 @@ APPEND = KernelSpec(
     after_wait=("k", "v", "slots", "cos", "sin", "positions", *_CHANNELS),
 )
 
-SPECS = (APPEND,)
+ROPE_APPEND = replace(
+    APPEND,
+    name="rope_append_kv4",
+    summary="what the QKV projection leaves: queries rotated, keys and values into a cache's pages (QServe §4.2, §5.3)",
+    args=(
+        Arg("qkv", ByVariant("BF16", DTYPES), ("T", "(ratio + 2)*H*D")),
+        Arg("q", ByVariant("BF16", DTYPES), ("T", "ratio*H", "D"), "out"),
+        *_after_values(tables_optional=False),
+    ),
+    launch=_launch_fused,
+    choose=_choose,
+    rules=(*_CACHE_RULES, "1 <= R < 2**31", "1 <= ratio <= 4096"),
+    example=_example_fused,
+    reference=rope_appended,
+    example_sizes=sizes_rows(
+        "T H ratio D pages size bits channel R",
+        (65, 2, 1, 128, 1, 64, 4, 0, 90),
+        (35, 3, 2, 256, 2, 16, 8, 0, 5),
+        (36, 2, 3, 64, 2, 16, 4, 1, 40),
+        (33, 1, 2, 128, 1, 32, 8, 1, 7),
+    ),
+    after_wait=("qkv",),
+)
+SPECS = (APPEND, ROPE_APPEND)

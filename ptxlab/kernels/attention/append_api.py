@@ -1,4 +1,4 @@
-"""`append_kv4`: new keys and values of any array library into a KV cache, in one launch."""
+"""`append_kv4` and `rope_append_kv4`: new tokens of any array library into a KV cache, in one launch."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 
 from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.attention.append import APPEND, DTYPES, INDICES, values
+from ptxlab.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, table_rows, values
 from ptxlab.kernels.attention.common import channels_of
 from ptxlab.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, check_how, copied, dtype_of
 from ptxlab.layout import KVCache
@@ -16,9 +16,9 @@ from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
+from ptxlab.spec import KernelSpec
+from ptxlab.spec.dtypes import dtype_in, storage
 from ptxlab.validate import shape_of
-
-NAME = "append_kv4"
 
 
 def append_kv4(
@@ -57,19 +57,91 @@ def append_kv4(
             `quantize_kv` refuses. On the GPU, unless `check`, slots outside the pool write beyond it.
         UnavailableError: the kernel does not run here.
     """
+    _check_options(APPEND, cache, rope)
+    arrays = {"k": k, "v": v, **_shared(cache, slots, rope)}
+    _APPEND(
+        _options(cache, backend, programmatic, check),
+        arrays,
+        lambda: _checked_pair(arrays, cache, backend, programmatic, check),
+    )
+
+
+def rope_append_kv4(
+    qkv: Any,
+    cache: KVCache,
+    slots: Any,
+    *,
+    rope: tuple[Any, ...],
+    out: Any = None,
+    check: bool = False,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> Any:
+    """What follows the QKV projection, in one launch: rotate queries, and append keys and values (QServe §4.2, §5.3).
+
+    The pool has the same bytes as after `append_kv4` of the keys and values, and q is `reference.rope` of the queries,
+    rounded once. A call allocates at most q; with `out` it can be captured into a CUDA graph.
+
+    Args:
+        qkv: [T, (Hq + 2·Hkv)·D] of float16 or bfloat16 (also as its bits, uint16), as the GEMM leaves it: a token's
+            queries, then its keys, then its values. Hq follows from the width; it is a multiple of the cache's heads.
+        cache: as in `append_kv4`.
+        slots: as in `append_kv4`. The queries of padding are rotated like all others.
+        rope: as in `append_kv4`: (cos, sin), or (cos, sin, positions); `reference.rope_tables` makes tables. On the
+            GPU a position outside of them, which only padding may have, reads their last row.
+        out: [T, Hq, D] like qkv, to write q into; it must not overlap qkv.
+        check: as in `append_kv4`.
+        backend: as in `append_kv4`.
+        programmatic: the call may begin before the kernel before it on the stream has ended. It reads slots, tables,
+            positions and constants by channel at once, so no kernel that may still run then may write these; before it
+            reads qkv, or writes anything, it waits by itself. Of no effect on host arrays.
+
+    Returns:
+        q [T, Hq, D] of qkv's dtype and library.
+
+    Raises:
+        ArgumentError: as in `append_kv4`.
+        UnavailableError: the kernel does not run here.
+    """
+    if rope is None:
+        raise ArgumentError(f"{ROPE_APPEND.name}: rope", "must be (cos, sin) or (cos, sin, positions)", "None")
+    _check_options(ROPE_APPEND, cache, rope)
+    arrays = {"qkv": qkv, **_shared(cache, slots, rope), "q": out}
+    made = _ROPE_APPEND(
+        _options(cache, backend, programmatic, check),
+        arrays,
+        lambda: _checked_rows(arrays, cache, backend, programmatic, check),
+    )
+    return made["q"] if out is None else out
+
+
+def _check_options(spec: KernelSpec, cache: Any, rope: Any) -> None:
     if not isinstance(cache, KVCache):
-        raise ArgumentError(f"{NAME}: cache", "must be a KVCache", type(cache).__name__)
+        raise ArgumentError(f"{spec.name}: cache", "must be a KVCache", type(cache).__name__)
     if rope is not None and (not isinstance(rope, tuple) or len(rope) not in (2, 3)):
-        raise ArgumentError(f"{NAME}: rope", "must be (cos, sin) or (cos, sin, positions)", type(rope).__name__)
-    tables = {} if rope is None else dict(zip(("cos", "sin", "positions"), rope, strict=False))
-    arrays = {"k": k, "v": v, "pool": cache.pool, "slots": slots, **tables, **channels_of(cache)}
-    options = cache.scheme, cache.page_size, cache.head_dim, backend, programmatic, check
-    _APPEND(options, arrays, lambda: _checked(arrays, cache, backend, programmatic, check))
+        raise ArgumentError(f"{spec.name}: rope", "must be (cos, sin) or (cos, sin, positions)", type(rope).__name__)
+    for name, array in _tables(rope).items():
+        if array is None:
+            raise ArgumentError(f"{spec.name}: rope {name}", "must be an array", "None")
+
+
+def _tables(rope: tuple[Any, ...] | None) -> dict[str, Any]:
+    return {} if rope is None else dict(zip(("cos", "sin", "positions"), rope, strict=False))
+
+
+def _shared(cache: KVCache, slots: Any, rope: tuple[Any, ...] | None) -> dict[str, Any]:
+    """The arrays that both calls take."""
+    return {"pool": cache.pool, "slots": slots, **_tables(rope), **channels_of(cache)}
+
+
+def _options(cache: KVCache, *how: Any) -> tuple[Any, ...]:
+    return cache.scheme, cache.page_size, cache.head_dim, *how
 
 
 class _AppendCall(NamedTuple):
-    """The arrays given, by argument of the kernel, sizes, and the dtypes of k and v and of slots and positions."""
+    """The arrays given, by argument of the kernel, sizes, and the dtypes of new tokens and of slots and positions."""
 
+    spec: KernelSpec
     given: dict[str, Any]
     cache: KVCache
     sizes: dict[str, int]
@@ -80,9 +152,14 @@ class _AppendCall(NamedTuple):
     check: bool
 
     @property
+    def name(self) -> str:
+        """Of the call."""
+        return self.spec.name
+
+    @property
     def config(self) -> dict[str, int]:
         dtypes = {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.place)}
-        return APPEND.config_for(self.sizes) | dtypes
+        return self.spec.config_for(self.sizes) | dtypes
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -94,93 +171,114 @@ class _AppendCall(NamedTuple):
 
     @property
     def operands(self) -> Iterator[CallArray]:
-        """All that is given; the pool is written in place."""
-        T, H, D, R = (self.sizes[name] for name in ("T", "H", "D", "R"))
-        known: dict[str, tuple[str, str, tuple[int, ...]]] = {
-            "k": ("k", self.dtype, (T, H, D)),
-            "v": ("v", self.dtype, (T, H, D)),
-            "pool": ("cache.pool", "uint8", tuple(self.cache.pool.shape)),
-            "slots": ("slots", self.place, (T,)),
-            "cos": ("rope cos", "float32", (R, D // 2)),
-            "sin": ("rope sin", "float32", (R, D // 2)),
-            "positions": ("rope positions", self.place, (T,)),
-        }
-        for name in channels_of(self.cache):
-            known[name] = (f"cache.{name[0]}_channel {name[2:]}", "float32", (H, D))
+        """All that is given, and q; the pool is written in place."""
+        labels = {"pool": "cache.pool", "q": "out", "cos": "rope cos", "sin": "rope sin", "positions": "rope positions"}
+        labels |= {name: f"cache.{name[0]}_channel {name[2:]}" for name in channels_of(self.cache)}
+        constants = {"BF16": DTYPES.index(self.dtype), "INDEX": INDICES.index(self.place)}
         for name, array in self.given.items():
-            label, dtype, shape = known[name]
-            yield CallArray(name, f"{NAME}: {label}", array, dtype, shape)
+            arg = self.spec.arg(name)
+            label = f"{self.name}: {labels.get(name, name)}"
+            yield CallArray(name, label, array, dtype_in(arg.dtype, constants), arg.resolve(self.sizes))
 
 
-def _checked(given: dict[str, Any], cache: KVCache, backend: Any, programmatic: Any, check: Any) -> _AppendCall:
-    """The call; raises ArgumentError for what does not fit together."""
-    k, slots = given["k"], given["slots"]
-    shape, known = shape_of(k), KV_SCHEMES[cache.scheme]
-    H, D = cache.num_kv_heads, cache.head_dim
+def _checked_pair(given: dict[str, Any], cache: KVCache, backend: Any, programmatic: Any, check: Any) -> _AppendCall:
+    """The call of `append_kv4`; raises ArgumentError for what does not fit together."""
+    shape, H, D = shape_of(given["k"]), cache.num_kv_heads, cache.head_dim
     if len(shape) != 3 or shape[1:] != (H, D):
-        raise ArgumentError(f"{NAME}: k", f"must be [T, {H}, {D}] for this cache", f"shape {list(shape)}")
-    if dtype_of(k) not in DTYPES:
-        raise ArgumentError(f"{NAME}: k", f"dtype {' or '.join(DTYPES)}", dtype_of(k))
+        raise ArgumentError(f"{APPEND.name}: k", f"must be [T, {H}, {D}] for this cache", f"shape {list(shape)}")
+    return _checked(APPEND, given, "k", cache, {"T": shape[0]}, backend, programmatic, check)
+
+
+def _checked_rows(given: dict[str, Any], cache: KVCache, backend: Any, programmatic: Any, check: Any) -> _AppendCall:
+    """The call of `rope_append_kv4`."""
+    shape, heads = shape_of(given["qkv"]), cache.num_kv_heads * cache.head_dim
+    if len(shape) != 2 or shape[1] % heads or shape[1] < 3 * heads:
+        rule = f"must be [T, (Hq + {2 * cache.num_kv_heads})·{cache.head_dim}] for this cache, "
+        rule += f"Hq a multiple of {cache.num_kv_heads}"
+        raise ArgumentError(f"{ROPE_APPEND.name}: qkv", rule, f"shape {list(shape)}")
+    sizes = {"T": shape[0], "ratio": shape[1] // heads - 2}
+    return _checked(ROPE_APPEND, given, "qkv", cache, sizes, backend, programmatic, check)
+
+
+def _checked(
+    spec: KernelSpec,
+    given: dict[str, Any],
+    tokens: str,
+    cache: KVCache,
+    sizes: dict[str, int],
+    backend: Any,
+    programmatic: Any,
+    check: Any,
+) -> _AppendCall:
+    """What holds for both calls; `tokens` names the array of new tokens."""
+    x, slots, known = given[tokens], given["slots"], KV_SCHEMES[cache.scheme]
+    if dtype_of(x) not in DTYPES:
+        raise ArgumentError(f"{spec.name}: {tokens}", f"dtype {' or '.join(DTYPES)}", dtype_of(x))
     if dtype_of(slots) not in INDICES:
-        raise ArgumentError(f"{NAME}: slots", f"dtype {' or '.join(INDICES)}", dtype_of(slots))
-    R = _rows(given, shape[0]) if "cos" in given else 0
-    check_how(NAME, backend, programmatic=programmatic, check=check)
+        raise ArgumentError(f"{spec.name}: slots", f"dtype {' or '.join(INDICES)}", dtype_of(slots))
+    R = _rows(spec.name, given, sizes["T"]) if "cos" in given else 0
+    check_how(spec.name, backend, programmatic=programmatic, check=check)
     if known.bits == 8:  # symmetric
         given = {name: array for name, array in given.items() if name not in ("k_zero", "v_zero")}
-    sizes = {"T": shape[0], "H": H, "D": D, "pages": cache.pages, "size": cache.page_size, "bits": known.bits}
-    sizes |= {"channel": int(known.by_channel), "R": R}
-    return _AppendCall(given, cache, sizes, dtype_of(k), dtype_of(slots), backend, programmatic, check)
+    sizes |= {"H": cache.num_kv_heads, "D": cache.head_dim, "pages": cache.pages, "size": cache.page_size}
+    sizes |= {"bits": known.bits, "channel": int(known.by_channel), "R": R}
+    return _AppendCall(spec, given, cache, sizes, dtype_of(x), dtype_of(slots), backend, programmatic, check)
 
 
-def _rows(given: dict[str, Any], T: int) -> int:
+def _rows(name: str, given: dict[str, Any], T: int) -> int:
     """Rows of the tables; ArgumentError if there are too few of them."""
     rows = tuple(getattr(given["cos"], "shape", ()))[:1]
     least = 1 if "positions" in given else T
     if rows < (least,):
         rule = f"must have {least} rows or more" + ("" if "positions" in given else ", one for each token")
-        raise ArgumentError(f"{NAME}: rope cos", rule, *rows or ("no array",))
+        raise ArgumentError(f"{name}: rope cos", rule, *rows or ("no array",))
     return int(rows[0])
 
 
 def _prepare(call: _AppendCall) -> Prepared:
-    if reason := gpu.why_not(APPEND.arch):
-        raise UnavailableError(f'{NAME}: {reason}; pass backend="emulator" with NumPy arrays')
-    return Prepared(APPEND.name, lambda: (Plan(APPEND, call.config, call.sizes, programmatic=call.programmatic),))
+    spec = call.spec
+    if reason := gpu.why_not(spec.arch):
+        raise UnavailableError(f'{spec.name}: {reason}; pass backend="emulator" with NumPy arrays')
+    return Prepared(spec.name, lambda: (Plan(spec, call.config, call.sizes, programmatic=call.programmatic),))
 
 
 def _look(call: _AppendCall, prepared: Prepared, used: DeviceMemory | None) -> None:
     """Raise ArgumentError for slots and positions on the device that the kernel must not be given."""
-    _check_places(call, *(copied(NAME, call.given.get(name)) for name in ("slots", "positions")))
+    _check_places(call, *(copied(call.name, call.given.get(name)) for name in ("slots", "positions")))
 
 
 def _on_host(call: _AppendCall) -> Results:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
     arrays = {}
     for operand in call.operands:
-        arrays[operand.name] = require_on_host(*operand[1:5], written=operand.name == "pool")
+        if operand.array is not None:
+            arrays[operand.name] = require_on_host(*operand[1:5], written=operand.name in ("pool", "q"))
+    results = [operand for operand in call.operands if operand.array is None]
     if call.is_empty:
-        return {}
-    APPEND.check_sizes(call.sizes)
-    _check_places(call, arrays["slots"], arrays.get("positions"))
-    _check_tokens(call, arrays)
-    out = {"pool": arrays.pop("pool")}
-    source = of_kernel(APPEND.name)[0]
-    run_spec(APPEND, source, arrays, sizes=call.sizes, out=out, backend=call.backend, config=call.config)
-    return {}
+        made = {each.name: np.empty(each.shape, storage(each.dtype)) for each in results}
+    else:
+        call.spec.check_sizes(call.sizes)
+        _check_places(call, arrays["slots"], arrays.get("positions"))
+        _check_tokens(call, arrays)
+        out = {name: arrays.pop(name) for name in ("pool", "q") if name in arrays}
+        source = of_kernel(call.name)[0]
+        run = run_spec(call.spec, source, arrays, sizes=call.sizes, out=out, backend=call.backend, config=call.config)
+        made = run.outputs
+    return {each.name: gpu.like(made[each.name], call.given["qkv"], each.dtype) for each in results}
 
 
 def _check_places(call: _AppendCall, slots: np.ndarray, positions: np.ndarray | None) -> None:
     """Raise ArgumentError for a slot outside the pool, one that is there twice, or a position without a row."""
     room, here = call.cache.pages * call.cache.page_size, slots >= 0
-    _refuse(f"{NAME}: slots", f"must be below {room}, the pages' tokens", slots, slots >= room)
+    _refuse(f"{call.name}: slots", f"must be below {room}, the pages' tokens", slots, slots >= room)
     _, first = np.unique(slots, return_index=True)
     again = here.copy()
     again[first] = False
-    _refuse(f"{NAME}: slots", "must be distinct", slots, again)
+    _refuse(f"{call.name}: slots", "must be distinct", slots, again)
     if positions is not None:
         rows = call.sizes["R"]
         outside = here & ((positions < 0) | (positions >= rows))
-        _refuse(f"{NAME}: rope positions", f"must lie in 0..{rows - 1}", positions, outside)
+        _refuse(f"{call.name}: rope positions", f"must lie in 0..{rows - 1}", positions, outside)
 
 
 def _refuse(argument: str, rule: str, array: np.ndarray, wrong: np.ndarray) -> None:
@@ -192,16 +290,23 @@ def _refuse(argument: str, rule: str, array: np.ndarray, wrong: np.ndarray) -> N
 def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
     """Raise ArgumentError for what `quantize_kv` refuses."""
     here, cache = (arrays["slots"] >= 0)[:, None, None], call.cache
-    k, v = (np.where(here, values(arrays[name]), np.float32(0)) for name in "kv")
+    if "qkv" in arrays:
+        heads = arrays["qkv"].reshape(len(here), -1, cache.head_dim)[:, -2 * cache.num_kv_heads :]
+        tokens = np.split(heads, 2, axis=1)
+    else:
+        tokens = [arrays["k"], arrays["v"]]
+    k, v = (np.where(here, values(x), np.float32(0)) for x in tokens)
     if "cos" in arrays:
-        at = np.where(here[:, 0, 0], arrays.get("positions", np.arange(len(k))), 0)
+        at = table_rows(arrays.get("positions", np.arange(len(k))), len(arrays["cos"]))
         k = reference.rope(k, arrays["cos"][at], arrays["sin"][at])
     for name, x, channel in (("k", k, cache.k_channel), ("v", v, cache.v_channel)):
-        constants = None if channel is None else tuple(gpu.as_array(f"{NAME}: {name}", array) for array in channel)
+        constants = None if channel is None else tuple(gpu.as_array(f"{call.name}: {name}", array) for array in channel)
         try:
             quant.quantize_kv(x, cache.scheme, constants)
         except ArgumentError as error:
-            raise ArgumentError(f"{NAME}: {name}", error.rule, str(error.value).replace("x[", f"{name}[")) from None
+            raise ArgumentError(
+                f"{call.name}: {name}", error.rule, str(error.value).replace("x[", f"{name}[")
+            ) from None
 
 
-_APPEND = Operation(NAME, _prepare, _on_host, _look)
+_APPEND, _ROPE_APPEND = (Operation(spec.name, _prepare, _on_host, _look) for spec in (APPEND, ROPE_APPEND))

@@ -129,6 +129,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"slots": SLOTS.astype(np.int16)}, r"append_kv4: slots: dtype int32 or int64 \(got int16\)"),
     ({"slots": SLOTS[:5]}, r"append_kv4: slots: shape \[6\] \(got \[5\]\)"),
     ({"rope": COS}, r"append_kv4: rope: must be \(cos, sin\) or \(cos, sin, positions\) \(got ndarray\)"),
+    ({"rope": (COS, SIN, None)}, r"append_kv4: rope positions: must be an array \(got None\)"),
     ({"rope": (COS[:4], SIN[:4])}, r"append_kv4: rope cos: must have 6 rows or more, one for each token \(got 4\)"),
     ({"rope": (COS, SIN[:4])}, r"append_kv4: rope sin: shape \[30, 32\] \(got \[4, 32\]\)"),
     ({"rope": (COS[:, :8], SIN)}, r"append_kv4: rope cos: shape \[30, 32\] \(got \[30, 8\]\)"),

@@ -1,0 +1,108 @@
+// rope_append_kv4: what follows the QKV projection in one launch: q rotated, keys rotated and quantised, values
+// quantised, keys and values into their slots of a paged cache (QServe sections 4.2, 5.3).
+//
+// Contract   a token's row of qkv has `ratio` * heads heads of q, then `heads` of k, then as many of v. q is rotated as
+//            k is (pairs (i, i + D/2), every multiplication and addition rounded to f32), rounded once and written to
+//            [tokens, ratio * heads, D]. k and v leave the same bytes in the pool as append_kv4 does. Of a token with a
+//            negative slot (padding) nothing goes to the pool, but its q is rotated like all others. A position
+//            outside the tables reads their last row: padding may have any.
+// PDL        slots, positions, tables and constants by channel are read at once, so that after the wait only qkv is
+//            loaded: a kernel that may still run must not write these. qkv is read, and all is written, behind the wait.
+// Guide      notebooks/guide/kernels_attention.md: lanes, rows of a thread, order of blocks, constants
+// Measured   nothing recorded yet
+// PTX ISA    as append_kv4; 9.7.13.13 griddepcontrol.
+#ifndef D
+#define D 128    // of a head: 64, 128, 256
+#define PAGE 64  // tokens: 16, 32, 64
+#define BITS 4
+#define CHANNEL 0
+#define BF16 0
+#define INDEX 0  // slots and positions are s32, or s64
+#define ROWS 1   // 1, 2, 4
+#endif
+#define ROPE 1
+
+#include "griddep.cuh"
+#include "kv_rows.cuh"
+#include "output.cuh"
+
+using namespace ptxlab;
+
+namespace {
+
+// A lane's values of a row, rounded, as they came.
+__device__ __forceinline__ Stored rounded_row(const Rotated& x) {
+    Stored y;
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i)
+        reinterpret_cast<unsigned*>(y.halves)[i] = rounded_pair<BF16>(x[2 * i], x[2 * i + 1]);
+    return y;
+}
+
+}  // namespace
+
+// No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
+extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
+    const Half* qkv,         // f16 or bf16 [tokens, ratio + 2, heads, D]
+    Half* q,                 // as qkv [tokens, ratio, heads, D]
+    unsigned char* pool,     // u8  [pages, 2, heads, PAGE_BYTES]: K, then V
+    const Index* slots,      // s32 or s64 [tokens]
+    const float* cos,        // f32 [positions, D/2]
+    const float* sin,        // f32 [positions, D/2]
+    const Index* positions,  // as slots [tokens], or null: token t is at position t
+    const float* k_scale,    // f32 [heads, D]; read if CHANNEL
+    const float* k_zero,     // f32 [heads, D]; read if CHANNEL and BITS == 4
+    const float* v_scale, const float* v_zero, int tokens, int heads,
+    int turns) {  // positions in the tables
+    launch_dependents();
+    // A block has rows of one kind: heads `part` * heads .. of q, or those of k, or those of v.
+    const int part = blockIdx.z, ratio = gridDim.z - 2;
+    const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+    const int token = blockIdx.x * ROWS + (CHANNEL ? 0 : group % ROWS);
+    const int head = blockIdx.y * (blockDim.x / LANES) + (CHANNEL ? group : group / ROWS * ROWS);
+    const bool is_q = part < ratio, is_v = part > ratio;
+    Index slot[TOKENS];
+    Rotation rotation[TOKENS];
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) {
+        const int t = token + i;
+        slot[i] = t < tokens && !is_q ? slots[t] : -1;
+        if (is_v) continue;
+        const Index position = positions && t < tokens ? positions[t] : t;
+        rotation[i].read(cos, sin, min(size_t(position), size_t(turns - 1)), lane);
+    }
+    Channels channels;
+    const size_t of_head = size_t(min(head, heads - 1)) * D;
+    if (CHANNEL && !is_q)
+        channels.read((is_v ? v_scale : k_scale) + of_head, (is_v ? v_zero : k_zero) + of_head, lane);
+    wait_for_predecessors();
+    Stored x[ROWS];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const int t = min(token + i % TOKENS, tokens - 1), h = min(head + i / TOKENS, heads - 1);
+        const Half* from = qkv + ((size_t(t) * (ratio + 2) + part) * heads + h) * (2 * LANES) + lane;
+        x[i].halves[0] = read(from), x[i].halves[1] = read(from + LANES);
+    }
+    if (is_q) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int t = token + i % TOKENS, h = head + i / TOKENS;
+            if (t >= tokens || h >= heads) continue;
+            const Stored y = rounded_row(rotation[i % TOKENS].of(x[i]));
+            Half* to = q + ((size_t(t) * ratio + part) * heads + h) * (2 * LANES) + lane;
+            to[0] = y.halves[0], to[LANES] = y.halves[1];
+        }
+        return;
+    }
+    Places places;
+    places.of_rows(pool, slot, is_v, head, heads);
+    places.of_constants(slot[0], head, heads, lane);
+    if (is_v) {
+        append(x, places, channels, lane);
+    } else {
+        Rotated y[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) y[i] = rotation[i % TOKENS].of(x[i]);
+        append(y, places, channels, lane);
+    }
+}

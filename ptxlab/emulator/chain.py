@@ -1,0 +1,137 @@
+"""`chain`: launches on one stream, of which each may begin while those before it still run.
+
+A launch that is `programmatic` (programmatic dependent launch) begins when all blocks of the kernel before it have said
+so, which they may do at once; so may the kernel before that, back to the last ordinary launch. What all of these write
+is there for a thread only behind its griddepcontrol.wait. So within a chain such a launch begins with the memory as it
+was before (`begin="early"`), which the first wait replaces by what they have written; and the check "race" holds every
+access to their buffers against the waits (`checks.race_pdl`), whatever a spec says of its arguments. The wait is for
+the one kernel before alone. So a kernel of which no thread waits is a finding too: the next one would wait for it, and
+not for those before it.
+
+What the check "init" knows of a buffer goes from launch to launch.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ptxlab.emulator.core.findings import Finding
+from ptxlab.emulator.core.memory import Region
+from ptxlab.emulator.core.wave import LaunchState
+from ptxlab.emulator.front.types import Array
+from ptxlab.errors import ArgumentError
+from ptxlab.validate import is_one_of
+
+BEGINS = ("early", "late")
+Buffers = dict[int, tuple[Array, Region]]  # the arrays among a launch's arguments, by position, and where they lie
+
+
+@dataclass
+class Chain:
+    """The launches of a chain so far.
+
+    Attributes:
+        checks: what every launch is checked for, besides what its call asks for.
+        mode: when asynchronous operations complete (`emulator.run`).
+        begin: whether programmatic launches begin before those before them have written anything, or after.
+        seed: as in `emulator.run`.
+        launches: names of the kernels.
+        findings: of all of them.
+    """
+
+    checks: frozenset[str]
+    mode: str
+    begin: str
+    seed: int
+    launches: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    _running: list["_Bytes"] = field(default_factory=list)  # what kernels that may still run write, as it was before
+    _defined: list["_Bytes"] = field(default_factory=list)  # which bytes have been written
+
+    def enter(self, launch: LaunchState, buffers: Buffers, uninitialised: Iterable[int]) -> None:
+        """A launch is about to begin."""
+        if not launch.programmatic:
+            self._running.clear()
+        for position, (array, region) in buffers.items():
+            here = _address(array), launch.memory.arena[region.start : region.end]
+            stale = [part for part in self._running if part.overlaps(*here)]
+            if stale:
+                launch.after_wait = [*launch.after_wait, region.start]
+                launch.at_wait.append((region.start, here[1].copy()))
+            for part in stale if self.begin == "early" else ():
+                part.copy_to(*here)
+            if launch.defined is not None and position not in uninitialised:
+                for part in self._defined:
+                    part.copy_to(here[0], launch.defined[region.start : region.end])
+
+    def leave(self, launch: LaunchState, buffers: Buffers) -> None:
+        """A launch has ended; its buffers are about to be given what it has written."""
+        self.launches.append(launch.entry.name)
+        if launch.programmatic and not launch.has_waited:
+            message = "no thread executes griddepcontrol.wait: the next kernel would not wait for those before this one"
+            launch.findings.add(launch.entry.instructions[0], "race", ((0, 0, 0), (0, 0, 0)), message)
+        self.findings += launch.findings.found.values()
+        for array, region in buffers.values():
+            if region.written:
+                self._running.append(_Bytes(array, array.reshape(-1).view(np.uint8).copy()))
+                if launch.defined is not None:
+                    self._defined.append(_Bytes(array, launch.defined[region.start : region.end].copy()))
+
+
+@dataclass(frozen=True, eq=False)
+class _Bytes:
+    """Something of every byte of an array, which is kept, so that no other comes to lie there."""
+
+    array: Array
+    of_each: Array
+
+    def overlaps(self, address: int, target: Array) -> bool:
+        """Whether bytes at that address are of this array."""
+        mine = _address(self.array)
+        return mine < address + len(target) and address < mine + len(self.of_each)
+
+    def copy_to(self, address: int, target: Array) -> None:
+        """Set what is said of the bytes at that address, as far as they are of this array."""
+        mine = _address(self.array)
+        low, high = max(mine, address), min(mine + len(self.of_each), address + len(target))
+        if low < high:
+            target[low - address : high - address] = self.of_each[low - mine : high - mine]
+
+
+def _address(array: Array) -> int:
+    return int(array.ctypes.data)
+
+
+_current: ContextVar[Chain | None] = ContextVar("chain", default=None)
+
+
+def current() -> Chain | None:
+    """The chain that launches of this thread belong to."""
+    return _current.get()
+
+
+@contextmanager
+def chain(checks: Iterable[str], *, mode: str = "early", begin: str = "early", seed: int = 0) -> Iterator[Chain]:
+    """While inside, launches in the emulator are one chain; the calls' own `mode` and `seed` do not count.
+
+    Args:
+        checks: any of `CHECKS`.
+        mode: when asynchronous operations complete, early or late.
+        begin: whether programmatic launches begin before those before them have written anything, or after.
+        seed: of what happens in any order.
+
+    Raises ArgumentError for another `begin`, or inside of a chain; for what else is wrong, the first launch does.
+    """
+    if not is_one_of(begin, BEGINS):
+        raise ArgumentError("begin", f"is one of {', '.join(BEGINS)}", begin)
+    if current() is not None:
+        raise ArgumentError("chain", "must not begin inside of another", "one")
+    made = Chain(frozenset(checks), mode, begin, seed)
+    token = _current.set(made)
+    try:
+        yield made
+    finally:
+        _current.reset(token)

@@ -1,0 +1,356 @@
+"""`Config`: the shape of a decoder of the Llama family, by name, from a Hugging Face config.json or GGUF metadata."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError, FileError
+from ptxlab.io.files import read_text
+from ptxlab.validate import is_integer, is_one_of
+
+ACTIVATIONS = ("silu", "gelu")
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2")  # model_type of a config.json
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+_SIZES = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "layers", "vocabulary")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How angles are stretched to contexts longer than those that a model was first trained on.
+
+    `linear` divides every frequency by `factor`. `llama3` divides those whose wavelength is above `original_context` /
+    `low_frequency_factor`, leaves those below `original_context` / `high_frequency_factor`, and blends between the two.
+    """
+
+    kind: str
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_context: float = 8192
+
+    def __post_init__(self) -> None:
+        if not is_one_of(self.kind, ("linear", "llama3")):
+            raise ArgumentError("rope scaling", "must be linear or llama3", self.kind)
+        for name in ("factor", "low_frequency_factor", "high_frequency_factor", "original_context"):
+            _require_positive(f"rope scaling {name}", getattr(self, name))
+        if self.low_frequency_factor >= self.high_frequency_factor:
+            rule = "low_frequency_factor must be below high_frequency_factor"
+            raise ArgumentError("rope scaling", rule, f"{self.low_frequency_factor}, {self.high_frequency_factor}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The numbers of a decoder.
+
+    Attributes:
+        hidden: width of the residual stream, H.
+        ffn: width of the feed-forward part, F; of one expert where there are experts.
+        heads: query heads, Hq.
+        kv_heads: Hkv, which divides Hq.
+        head_dim: D.
+        layers: how many there are.
+        vocabulary: tokens it knows.
+        rope_base: the base of the angles' frequencies.
+        rope_scaling: how they are stretched, or None.
+        eps: what RMSNorm adds to the mean square.
+        tied_head: whether the LM head is the embedding.
+        qkv_bias: whether queries, keys and values have a bias.
+        window: tokens that a query sees at most (sliding window), or None.
+        experts: of a layer; 0 for a dense model.
+        chosen_experts: how many of them a token takes.
+        activation: `silu`, or `gelu` (its tanh form).
+        name: of the model, where it has one.
+
+    Raises ArgumentError, which names the attribute, for numbers that fit no model.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    vocabulary: int
+    rope_base: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    eps: float = 1e-5
+    tied_head: bool = False
+    qkv_bias: bool = False
+    window: int | None = None
+    experts: int = 0
+    chosen_experts: int = 0
+    activation: str = "silu"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            _require_count(name, getattr(self, name))
+        for name in ("rope_base", "eps"):
+            _require_positive(name, getattr(self, name))
+        if self.window is not None:
+            _require_count("window", self.window)
+        if self.heads % self.kv_heads:
+            raise ArgumentError("kv_heads", f"must divide the {self.heads} query heads", self.kv_heads)
+        if self.head_dim % 2:
+            raise ArgumentError("head_dim", "must be even", self.head_dim)
+        if not is_one_of(self.activation, ACTIVATIONS):
+            raise ArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}", self.activation)
+        if not is_integer(self.experts) or self.experts < 0:
+            raise ArgumentError("experts", "must be an integer, 0 or more", repr(self.experts))
+        most, least = self.experts, min(self.experts, 1)
+        if not is_integer(self.chosen_experts) or not least <= self.chosen_experts <= most:
+            raise ArgumentError("chosen_experts", f"must lie in {least}..{most}", repr(self.chosen_experts))
+
+    @classmethod
+    def named(cls, name: str) -> "Config":
+        """A published model by name. Raises ArgumentError for one that is not in `MODELS`."""
+        if not is_one_of(name, MODELS):
+            raise ArgumentError("Config.named: name", f"must be one of {', '.join(MODELS)}", name)
+        return MODELS[name]
+
+    @classmethod
+    def from_json(cls, source: str | Path | Mapping[str, Any]) -> Self:
+        """From the config.json of Hugging Face: its path, or what it holds.
+
+        Families: LLaMA, which Yi and SmolLM are too, Mistral, Mixtral, Qwen2. Raises FileError for a file that cannot
+        be read, ArgumentError, which names the key, for what is missing, wrong or not of these families.
+        """
+        if isinstance(source, str | Path):
+            try:
+                source = json.loads(read_text(Path(source)))
+            except ValueError as error:
+                raise FileError(f"{source}: not JSON: {error}") from None
+        keys = _Keys("config.json", source, _JSON)
+        family = keys.one_of("model_type", FAMILIES)
+        for flag in ("attention_bias", "mlp_bias"):
+            if keys.flag(flag, False):
+                raise keys.wrong(flag, "must be false: only Qwen2's bias of queries, keys and values is known")
+        angles = keys.part("rope_parameters") or keys.part("rope_scaling")
+        base_of = angles if angles and keys.get("rope_theta", None) is None else keys
+        config: Self = keys.config(
+            cls,
+            is_windowed=keys.flag("use_sliding_window", family != "qwen2"),
+            has_experts=family == "mixtral",
+            rope_base=base_of.positive("rope_theta", 10000.0),
+            rope_scaling=_scaling(angles),
+            tied_head=keys.flag("tie_word_embeddings", False),
+            qkv_bias=family == "qwen2",
+            activation=_ACTIVATIONS[keys.one_of("hidden_act", _ACTIVATIONS, "silu")],
+            name=str(keys.get("_name_or_path", "")),
+        )
+        return config
+
+    @classmethod
+    def from_gguf(cls, metadata: Mapping[str, Any], *, tied_head: bool = False) -> Self:
+        """From the metadata of a GGUF file of architecture `llama` (Mistral and Mixtral too) or `qwen2`.
+
+        The metadata do not say whether the head is tied: it is where the file has no tensor `output.weight`. Nor do
+        they hold LLaMA-3's scaling, which is in the tensor `rope_freqs.weight`. Raises ArgumentError, which names the
+        key, for what is missing or wrong.
+        """
+        arch = _Keys("GGUF", metadata, {}).one_of("general.architecture", ("llama", "qwen2"))
+        keys = _Keys("GGUF", metadata, {field: f"{arch}.{key}" for field, key in _GGUF.items()})
+        scaling = keys.one_of(f"{arch}.rope.scaling.type", ("none", "linear"), "none")
+        factor = f"{arch}.rope.scaling.factor"
+        tokens = keys.get("tokenizer.ggml.tokens", None)
+        config: Self = keys.config(
+            cls,
+            is_windowed=True,
+            has_experts=bool(keys.get(f"{arch}.expert_count", 0)),
+            tokens=None if tokens is None else len(tokens),
+            rope_base=keys.positive(f"{arch}.rope.freq_base", 10000.0),
+            rope_scaling=None if scaling == "none" else RopeScaling(kind=scaling, factor=keys.positive(factor)),
+            tied_head=tied_head,
+            qkv_bias=arch == "qwen2",
+            name=str(keys.get("general.name", "")),
+        )
+        return config
+
+    def share(self, n: int) -> "Config":
+        """One of n GPUs' share by tensor parallelism: 1/n of the heads and of the rows of gate and up.
+
+        Raises ArgumentError where n divides them not.
+        """
+        _require_count("n", n)
+        for name in ("heads", "kv_heads", "ffn"):
+            if getattr(self, name) % n:
+                raise ArgumentError("n", f"must divide the {getattr(self, name)} of {name}", n)
+        parts = {name: getattr(self, name) // n for name in ("heads", "kv_heads", "ffn")}
+        return self if n == 1 else replace(self, **parts, name=f"{self.name} 1/{n}".strip())
+
+    @property
+    def qkv_width(self) -> int:
+        """Of queries, keys and values of a token, one after the other: (Hq + 2·Hkv)·D."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of a layer's weights in the order of their use; of the last two each expert has its own."""
+        return {
+            "qkv": (self.qkv_width, self.hidden),
+            "o": (self.hidden, self.heads * self.head_dim),
+            "gate_up": (2 * self.ffn, self.hidden),
+            "down": (self.hidden, self.ffn),
+        }
+
+
+# Numbers of a config, and the keys that they have in a config.json and in GGUF metadata, there behind the architecture.
+_JSON = {
+    "hidden": "hidden_size",
+    "ffn": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "layers": "num_hidden_layers",
+    "vocabulary": "vocab_size",
+    "eps": "rms_norm_eps",
+    "window": "sliding_window",
+    "experts": "num_local_experts",
+    "chosen_experts": "num_experts_per_tok",
+}
+_GGUF = {
+    "hidden": "embedding_length",
+    "ffn": "feed_forward_length",
+    "heads": "attention.head_count",
+    "kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "layers": "block_count",
+    "vocabulary": "vocab_size",
+    "eps": "attention.layer_norm_rms_epsilon",
+    "window": "attention.sliding_window",
+    "experts": "expert_count",
+    "chosen_experts": "expert_used_count",
+}
+
+
+class _Keys:
+    """What a file says, by key; `names` are the keys of a config's numbers. Every error names the key."""
+
+    def __init__(self, where: str, values: Any, names: Mapping[str, str]) -> None:
+        if not isinstance(values, Mapping):
+            raise ArgumentError(where, "must be an object of keys and values", type(values).__name__)
+        self._where, self._values, self._names = where, values, names
+
+    def get(self, key: str, *default: Any) -> Any:
+        """A key that is missing, or null, has its default; without one it is an error."""
+        value = self._values.get(key)
+        if value is None and not default:
+            raise ArgumentError(f"{self._where}: {key}", "must be given", "nothing")
+        value = default[0] if value is None else value
+        return value.item() if isinstance(value, np.generic) else value
+
+    def count(self, field: str, *default: Any) -> Any:
+        """The integer, 1 or more, of a config's number."""
+        key = self._names[field]
+        value = self.get(key, *default)
+        if value is not None:
+            _require_count(f"{self._where}: {key}", value)
+        return value
+
+    def positive(self, key: str, *default: float) -> float:
+        """A number above 0."""
+        return _require_positive(f"{self._where}: {key}", self.get(key, *default))
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "must be true or false")
+        return value
+
+    def one_of(self, key: str, known: Collection[str], *default: str) -> str:
+        """One of the names that are known."""
+        value = self.get(key, *default)
+        if not isinstance(value, str) or value not in known:
+            raise self.wrong(key, f"must be one of {', '.join(known)}")
+        return value
+
+    def part(self, key: str) -> "_Keys | None":
+        """An object within the object."""
+        value = self.get(key, None)
+        return None if value is None else _Keys(f"{self._where}: {key}", value, {})
+
+    def wrong(self, key: str, rule: str) -> ArgumentError:
+        """The error that a key's value is."""
+        return ArgumentError(f"{self._where}: {key}", rule, repr(self._values.get(key)))
+
+    def config(
+        self, kind: Any, *, is_windowed: bool, has_experts: bool, tokens: int | None = None, **further: Any
+    ) -> Any:
+        """The config; what it says of a number is said of its key. `tokens` are those that the file lists, if any."""
+        heads, hidden = self.count("heads"), self.count("hidden")
+        numbers = {
+            "hidden": hidden,
+            "ffn": self.count("ffn"),
+            "heads": heads,
+            "kv_heads": self.count("kv_heads", heads),
+            "head_dim": self.count("head_dim", max(1, hidden // heads)),
+            "layers": self.count("layers"),
+            "vocabulary": self.count("vocabulary", *(() if tokens is None else (tokens,))),
+            "eps": self.positive(self._names["eps"], 1e-6),
+            "window": self.count("window", None) if is_windowed else None,
+            "experts": self.count("experts") if has_experts else 0,
+            "chosen_experts": self.count("chosen_experts") if has_experts else 0,
+        }
+        try:
+            return kind(**numbers, **further)
+        except ArgumentError as error:
+            raise ArgumentError(f"{self._where}: {self._names[error.argument]}", error.rule, error.value) from None
+
+
+def _scaling(keys: _Keys | None) -> RopeScaling | None:
+    """Of a config.json, which calls its kind `rope_type`, or `type` in older files."""
+    if keys is None:
+        return None
+    kind = keys.one_of("type" if keys.get("rope_type", None) is None else "rope_type", ("default", "linear", "llama3"))
+    if kind == "default":
+        return None
+    more = {} if kind == "linear" else {field: keys.positive(key) for field, key in _LLAMA3.items()}
+    return RopeScaling(kind=kind, factor=keys.positive("factor"), **more)
+
+
+_LLAMA3 = {
+    "low_frequency_factor": "low_freq_factor",
+    "high_frequency_factor": "high_freq_factor",
+    "original_context": "original_max_position_embeddings",
+}
+
+
+def _require_count(name: str, value: Any) -> None:
+    if not is_integer(value) or value < 1:
+        raise ArgumentError(name, "must be an integer, 1 or more", repr(value))
+
+
+def _require_positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ArgumentError(name, "must be a number above 0", repr(value))
+    return float(value)
+
+
+def _llama(
+    name: str, hidden: int, ffn: int, heads: int, kv_heads: int, layers: int, vocabulary: int = 32000, **more: Any
+) -> Config:
+    """With heads of 128."""
+    given = {"hidden": hidden, "ffn": ffn, "heads": heads, "kv_heads": kv_heads, "layers": layers, **more}
+    return Config(name=name, head_dim=128, vocabulary=vocabulary, **given)
+
+
+# Table 1 of LiquidGEMM, and one more that the benches measure.
+MODELS = {
+    config.name: config
+    for config in (
+        _llama("LLaMA-30B", 6656, 17920, 52, 52, 60, eps=1e-6),
+        _llama("LLaMA-2-7B", 4096, 11008, 32, 32, 32),
+        _llama("LLaMA-2-13B", 5120, 13824, 40, 40, 40),
+        _llama("LLaMA-2-70B", 8192, 28672, 64, 8, 80),
+        _llama("LLaMA-3-8B", 4096, 14336, 32, 8, 32, 128256, rope_base=500000.0),
+        _llama("Mistral-7B", 4096, 14336, 32, 8, 32),
+        _llama("Yi-34B", 7168, 20480, 56, 8, 60, 64000, rope_base=5000000.0),
+        _llama("Mixtral-8x7B", 4096, 14336, 32, 8, 32, rope_base=1000000.0, experts=8, chosen_experts=2),
+        _llama("Qwen1.5-72B", 8192, 24576, 64, 64, 80, 152064, rope_base=1000000.0, eps=1e-6, qkv_bias=True),
+    )
+}
