@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from ptxlab import gpu
-from ptxlab.bench import attention, stream
+from ptxlab.bench import attention, copying, stream
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.gemm import grouped, points, problem, quantiser
+from ptxlab.bench.layer import decoder, fused
 from ptxlab.bench.timing import Measured
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
@@ -32,6 +33,16 @@ def _measure(calls: Sequence[Callable[[], None]], **_: Any) -> Measured:
     return Measured(us=10.0, fastest=9.0, slowest=11.0, sm_mhz=1900.0)
 
 
+def _measure_graph(calls: Sequence[Callable[[], None]], **_: Any) -> tuple[Measured, Any]:
+    """And a graph, whose replays run the calls."""
+
+    def replay() -> None:
+        for call in calls:
+            call()
+
+    return _measure(calls), SimpleNamespace(calls=len(calls), replay=replay, synchronize=lambda: None)
+
+
 @pytest.fixture
 def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """`ptxlab.gpu` and the measuring, on the CPU."""
@@ -48,8 +59,9 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     }
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(gpu, name, stand_in)
-    for module in (append, attention, grouped, merge, points, quantiser, stream):
+    for module in (append, attention, copying, decoder, fused, grouped, merge, points, quantiser, stream):
         monkeypatch.setattr(module, "measure", _measure)
-    for module in (append, points, grouped, attention_problem, problem, stream):
+    monkeypatch.setattr(decoder, "measure_graph", _measure_graph)
+    for module in (append, copying, decoder, fused, points, grouped, attention_problem, problem, stream):
         monkeypatch.setattr(module, "copies_beyond_l2", lambda nbytes: 2)
     return monkeypatch

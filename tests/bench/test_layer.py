@@ -1,0 +1,176 @@
+"""The suite `layer` on a GPU made of the emulator: a tiny decoder, the fused kernels, what is checked and recorded."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator, gpu
+from ptxlab.bench import copying, layer, peers_layer
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.layer import decoder, fused, shapes
+from ptxlab.bench.layer.decoder import Decoder
+from ptxlab.bench.peers_layer import MixTime
+from ptxlab.bench.stored import stored_attention
+from ptxlab.errors import ArgumentError, BenchmarkError
+from ptxlab.model import Config, LayerWeights
+
+TINY = Config(hidden=256, ffn=128, heads=2, kv_heads=1, head_dim=128, layers=1, vocabulary=32, name="tiny")
+CEILINGS = Ceilings(4.6, 4.2)
+
+
+@pytest.fixture
+def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Public calls on NumPy arrays go to the emulator; sequences of 70 tokens."""
+    emulated_gpu.setattr(gpu, "why_not", lambda *_, **__: "a GPU made of the emulator")
+    for module in (shapes, decoder):
+        emulated_gpu.setattr(module, "LENGTH", 70)
+    return emulated_gpu
+
+
+def weights() -> list[LayerWeights]:
+    first = LayerWeights.random(TINY, on_device=True)
+    return [first, decoder._moved(first)]
+
+
+def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> None:
+    made = weights()
+    row = decoder.row(TINY, 2, made, decoder.copies_of(made[0]), CEILINGS, {"fp16/sdpa": 20.0}, {"x": 1.0})
+    assert row.time_us == 10.0 and row.sizes == shapes.sizes_of(TINY, 2) and "bit for bit" in row.checked
+    operations = {
+        *("gemm qkv", "gemm o", "gemm gate_up", "gemm down", "attention", "rope_append_kv4 1"),
+        *("rmsnorm_quantize 1", "rmsnorm_quantize 2", "quantize_activations 1", "silu_mul_quantize 1"),
+    }
+    assert {name for name, us in row.more.items() if us == 10.0} >= operations
+    assert row.more["gemm_us"] == 40.0 and row.more["attention_us"] == 10.0 and row.more["others_us"] == 50.0
+    assert row.more["others_share"] == 0.5 and row.more["plain_us"] == 10.0 and row.more["x"] == 1.0
+    floors = [us for name, us in row.more.items() if name.startswith("floor ")]
+    assert row.floor_us == pytest.approx(sum(floors)) and len(floors) == 5
+    nbytes = sum(getattr(made[0], name).nbytes for name in TINY.matrices)
+    assert row.bytes == nbytes + 2 * 70 * 2 * 68 and row.floor_us == pytest.approx(row.bytes / 4.6e6)
+
+
+def test_another_bit_of_the_timed_graph_is_found(here: pytest.MonkeyPatch) -> None:
+    made = Decoder(TINY, 1, weights()[:1])
+    _, graph = decoder.measure_graph(made.calls())
+    replay = graph.replay
+
+    def wrong() -> None:
+        replay()
+        made.residual.view(np.uint16)[0, 7] ^= 1
+
+    graph.replay = wrong
+    with pytest.raises(BenchmarkError, match="tiny, batch 1: other bits than its calls one by one"):
+        made.check(graph)
+
+
+def test_products_set_the_floor_of_large_batches() -> None:
+    work = shapes.Work("gemm", nbytes=10**6, operations=10**12)
+    assert work.us(CEILINGS) == pytest.approx(1e6 / 1920)
+    assert work._replace(operations=10).us(CEILINGS) == pytest.approx(1 / 4.6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fused.normed(3, 96),
+        lambda: fused.gated(3, 96),
+        lambda: fused.quantised(3, 96),
+        lambda: fused.appended(3, 2, 1),
+    ],
+    ids=["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8", "rope_append_kv4"],
+)
+def test_a_fused_kernel_is_timed_beside_copies_and_checked(
+    make: Callable[[], fused.Fused], here: pytest.MonkeyPatch
+) -> None:
+    here.setattr(fused, "copy_us", lambda nbytes, cold: 4.0 + cold)
+    here.setattr(peers_layer, "fused", lambda *_: (7.0, 6.0))
+    of = make()
+    row = fused.timed(of, CEILINGS)
+    assert (row.kernel, row.sizes, row.time_us) == (of.kernel, of.sizes, 10.0)
+    assert row.more["copy_us"] == 5.0 and row.more["copy_l2_us"] == 4.0 and row.more["chain_us"] == 10.0
+    assert row.peers == ({"torch_compile": 7.0} if of.width else {})
+    assert row.floor_us == pytest.approx(of.nbytes / 4.2e6)
+    arrays = of.make()
+    with pytest.raises(BenchmarkError, match=f"{of.kernel.removesuffix('_s8')}: (wrong|pages)"):
+        of.check(arrays)  # nothing was launched on these
+
+
+@pytest.mark.parametrize("nbytes", [16, 4096, 16384, 40016])
+def test_a_copy_copies(nbytes: int) -> None:
+    source, geometry = copying.source(), copying.geometry(nbytes)
+    read = np.random.default_rng(0).integers(0, 256, nbytes + 16, np.uint8)
+    written = np.full(nbytes + 16, 7, np.uint8)
+    emulator.run(
+        emulator.parse(source.text, source.path),
+        "stream_copy",
+        [read, written, np.uint64(nbytes)],
+        grid=geometry.grid,
+        block=geometry.block,
+        checks=("race", "init"),
+    )
+    assert (written[:nbytes] == read[:nbytes]).all() and (written[nbytes:] == 7).all()
+
+
+def test_copies_are_timed_cold_and_warm(emulated_gpu: pytest.MonkeyPatch) -> None:
+    assert copying.copy_us(100, cold=True) == copying.copy_us(100, cold=False) == 10.0
+
+
+def test_parts_of_the_suite_by_words() -> None:
+    everything = layer.part([])
+    assert everything.fused and everything.timeline and everything.configs == layer.CONFIGS
+    some = layer.part(["LLaMA-2-7B", "B=1", "B=64", "fp8_row"])
+    assert [config.name for config in some.configs] == ["LLaMA-2-7B"] and some.batches == (1, 64)
+    assert some.mixes == ("fp8_row",) and not some.fused and not some.timeline
+    assert layer.part(["fused"]).configs == () and layer.part(["alone"]).mixes == ()
+    assert layer.part(["B=4"]).configs == layer.CONFIGS
+    with pytest.raises(ArgumentError, match=r"only: one of fused, .* \(got B=3\)"):
+        layer.part(["B=3"])
+
+
+def test_a_layer_is_known_by_its_sizes() -> None:
+    names = [config.name for config in layer.CONFIGS]
+    assert names[1:5] == ["LLaMA-2-70B", "LLaMA-2-70B 1/2", "LLaMA-2-70B 1/4", "LLaMA-2-70B 1/8"]
+    assert [layer.config_of(shapes.sizes_of(config, 4)) for config in layer.CONFIGS] == [*layer.CONFIGS]
+    assert layer.config_of(shapes.sizes_of(TINY, 4)) is None
+
+
+def test_the_stored_attention_stands_beside_that_of_the_run() -> None:
+    config = Config.named("LLaMA-2-7B")
+    us, more = layer.mixed(config, 16, {"fp8_row/sdpa": MixTime(200.0, 90.0, 60.0), "fp16/sdpa": MixTime(9.0, 5.0, 4.0)})
+    xqa = stored_attention()[32, 32, 16, 1024]
+    assert us["fp8_row/sdpa"] == 200.0 and us["fp8_row/xqa_stored"] == 90.0 + xqa["fi_xqa_fp8"]
+    assert us["fp16/xqa_stored"] == 5.0 + xqa["fi_xqa_f16"]
+    assert more["fp8_row/xqa_stored attention_us"] == xqa["fi_xqa_fp8"] and more["fp8_row/sdpa attention_us"] == 110.0
+    assert more["fp8_row/sdpa gemm_us"] == 60.0 and more["fp8_row/sdpa others_us"] == 30.0
+    assert list(layer.mixed(config, 4, {"fp8_row/sdpa": MixTime(2.0, 1.0, 1.0)})[0]) == ["fp8_row/sdpa"]
+
+
+def test_a_timeline_is_a_row_per_launch() -> None:
+    operations = ["rmsnorm_quantize 1", "gemm_w4a8 1"]
+    spans = [("norm", 0.0, 2.0), ("gemm", 1.5, 10.0), ("norm", 10.5, 12.0), ("gemm", 11.5, 20.0)]
+    rows = list(layer.spans_of(layer.CONFIGS[0], 4, spans, operations, 9.5))
+    assert [(row.face, row.kernel, row.sizes["launch"]) for row in rows] == [
+        ("rmsnorm_quantize 1", "norm", 0),
+        ("gemm_w4a8 1", "gemm", 1),
+    ]
+    assert [row.more["gap_us"] for row in rows] == [0.5, -0.5] and rows[1].more["start_us"] == 1.0
+    assert all(row.more["layer_us"] == 9.5 and row.measure == layer.TIMELINE for row in rows)
+
+
+def test_a_timeline_without_cupti_is_left_out(here: pytest.MonkeyPatch) -> None:
+    made = weights()[:1]
+    here.setattr(decoder, "layers_of", lambda config: made)
+    graph: Any = decoder.measure_graph([])[1]
+    graph.time = lambda: None
+    here.setattr(gpu, "capture", lambda calls: replace_graph(graph))
+    here.setattr(peers_layer, "traced", lambda replay: [])
+    with pytest.warns(UserWarning, match="timeline of tiny: left out, 0 kernels were seen of 10 launches of 4 layers"):
+        assert list(layer.timeline_rows(TINY, 1)) == []
+
+
+def replace_graph(graph: Any) -> Any:
+    graph.time = lambda: replace(decoder.Measured(1.0, 1.0, 1.0, 1.0)) and type("T", (), {"median": 1.0})()
+    return graph
