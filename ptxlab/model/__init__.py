@@ -1,5 +1,5 @@
 """Decoders of the Llama family on the kernels: their shapes, packed weights, a layer as a chain of launches, twins."""
 
-from ptxlab.model.config import MODELS, Config, RopeScaling
+from ptxlab.model.config import MODELS, Config
 
-__all__ = ["MODELS", "Config", "RopeScaling"]
+__all__ = ["MODELS", "Config"]

@@ -2,44 +2,23 @@
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 
+from ptxlab import reference
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.files import read_text
+from ptxlab.reference.packed import F32
 from ptxlab.validate import is_integer, is_one_of
 
 ACTIVATIONS = ("silu", "gelu")
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2")  # model_type of a config.json
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 _SIZES = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "layers", "vocabulary")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How angles are stretched to contexts longer than those that a model was first trained on.
-
-    `linear` divides every frequency by `factor`. `llama3` divides those whose wavelength is above `original_context` /
-    `low_frequency_factor`, leaves those below `original_context` / `high_frequency_factor`, and blends between the two.
-    """
-
-    kind: str
-    factor: float
-    low_frequency_factor: float = 1.0
-    high_frequency_factor: float = 4.0
-    original_context: float = 8192
-
-    def __post_init__(self) -> None:
-        if not is_one_of(self.kind, ("linear", "llama3")):
-            raise ArgumentError("rope scaling", "must be linear or llama3", self.kind)
-        for name in ("factor", "low_frequency_factor", "high_frequency_factor", "original_context"):
-            _require_positive(f"rope scaling {name}", getattr(self, name))
-        if self.low_frequency_factor >= self.high_frequency_factor:
-            rule = "low_frequency_factor must be below high_frequency_factor"
-            raise ArgumentError("rope scaling", rule, f"{self.low_frequency_factor}, {self.high_frequency_factor}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +34,7 @@ class Config:
         layers: how many there are.
         vocabulary: tokens it knows.
         rope_base: the base of the angles' frequencies.
-        rope_scaling: how they are stretched, or None.
+        rope_scaling: how these are changed for longer contexts, as `reference.rope_tables` takes it, or None.
         eps: what RMSNorm adds to the mean square.
         tied_head: whether the LM head is the embedding.
         qkv_bias: whether queries, keys and values have a bias.
@@ -76,7 +55,7 @@ class Config:
     layers: int
     vocabulary: int
     rope_base: float = 10000.0
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     eps: float = 1e-5
     tied_head: bool = False
     qkv_bias: bool = False
@@ -91,6 +70,7 @@ class Config:
             _require_count(name, getattr(self, name))
         for name in ("rope_base", "eps"):
             _require_positive(name, getattr(self, name))
+        _check_scaling(self.rope_scaling)
         if self.window is not None:
             _require_count("window", self.window)
         if self.heads % self.kv_heads:
@@ -136,7 +116,7 @@ class Config:
             is_windowed=keys.flag("use_sliding_window", family != "qwen2"),
             has_experts=family == "mixtral",
             rope_base=base_of.positive("rope_theta", 10000.0),
-            rope_scaling=_scaling(angles),
+            rope_scaling=None if angles is None else angles.values,
             tied_head=keys.flag("tie_word_embeddings", False),
             qkv_bias=family == "qwen2",
             activation=_ACTIVATIONS[keys.one_of("hidden_act", _ACTIVATIONS, "silu")],
@@ -154,8 +134,8 @@ class Config:
         """
         arch = _Keys("GGUF", metadata, {}).one_of("general.architecture", ("llama", "qwen2"))
         keys = _Keys("GGUF", metadata, {field: f"{arch}.{key}" for field, key in _GGUF.items()})
-        scaling = keys.one_of(f"{arch}.rope.scaling.type", ("none", "linear"), "none")
-        factor = f"{arch}.rope.scaling.factor"
+        kind = keys.one_of(f"{arch}.rope.scaling.type", ("none", "linear"), "none")
+        scaling = None if kind == "none" else {"type": kind, "factor": keys.positive(f"{arch}.rope.scaling.factor")}
         tokens = keys.get("tokenizer.ggml.tokens", None)
         config: Self = keys.config(
             cls,
@@ -163,7 +143,7 @@ class Config:
             has_experts=bool(keys.get(f"{arch}.expert_count", 0)),
             tokens=None if tokens is None else len(tokens),
             rope_base=keys.positive(f"{arch}.rope.freq_base", 10000.0),
-            rope_scaling=None if scaling == "none" else RopeScaling(kind=scaling, factor=keys.positive(factor)),
+            rope_scaling=scaling,
             tied_head=tied_head,
             qkv_bias=arch == "qwen2",
             name=str(keys.get("general.name", "")),
@@ -181,6 +161,11 @@ class Config:
                 raise ArgumentError("n", f"must divide the {getattr(self, name)} of {name}", n)
         parts = {name: getattr(self, name) // n for name in ("heads", "kv_heads", "ffn")}
         return self if n == 1 else replace(self, **parts, name=f"{self.name} 1/{n}".strip())
+
+    def rope_tables(self, positions: int | npt.NDArray[Any]) -> tuple[F32, F32]:
+        """(cos, sin) f32 [.., D/2] of these positions, or of the first so many."""
+        at: npt.NDArray[Any] = np.arange(positions) if is_integer(positions) else np.asarray(positions)
+        return reference.rope_tables(at, self.head_dim, self.rope_base, self.rope_scaling)
 
     @property
     def qkv_width(self) -> int:
@@ -233,11 +218,11 @@ class _Keys:
     def __init__(self, where: str, values: Any, names: Mapping[str, str]) -> None:
         if not isinstance(values, Mapping):
             raise ArgumentError(where, "must be an object of keys and values", type(values).__name__)
-        self._where, self._values, self._names = where, values, names
+        self.values, self._where, self._names = values, where, names
 
     def get(self, key: str, *default: Any) -> Any:
         """A key that is missing, or null, has its default; without one it is an error."""
-        value = self._values.get(key)
+        value = self.values.get(key)
         if value is None and not default:
             raise ArgumentError(f"{self._where}: {key}", "must be given", "nothing")
         value = default[0] if value is None else value
@@ -276,7 +261,7 @@ class _Keys:
 
     def wrong(self, key: str, rule: str) -> ArgumentError:
         """The error that a key's value is."""
-        return ArgumentError(f"{self._where}: {key}", rule, repr(self._values.get(key)))
+        return ArgumentError(f"{self._where}: {key}", rule, repr(self.values.get(key)))
 
     def config(
         self, kind: Any, *, is_windowed: bool, has_experts: bool, tokens: int | None = None, **further: Any
@@ -299,25 +284,19 @@ class _Keys:
         try:
             return kind(**numbers, **further)
         except ArgumentError as error:
-            raise ArgumentError(f"{self._where}: {self._names[error.argument]}", error.rule, error.value) from None
+            key = self._names.get(error.argument, error.argument)
+            raise ArgumentError(f"{self._where}: {key}", error.rule, error.value) from None
 
 
-def _scaling(keys: _Keys | None) -> RopeScaling | None:
-    """Of a config.json, which calls its kind `rope_type`, or `type` in older files."""
-    if keys is None:
-        return None
-    kind = keys.one_of("type" if keys.get("rope_type", None) is None else "rope_type", ("default", "linear", "llama3"))
-    if kind == "default":
-        return None
-    more = {} if kind == "linear" else {field: keys.positive(key) for field, key in _LLAMA3.items()}
-    return RopeScaling(kind=kind, factor=keys.positive("factor"), **more)
-
-
-_LLAMA3 = {
-    "low_frequency_factor": "low_freq_factor",
-    "high_frequency_factor": "high_freq_factor",
-    "original_context": "original_max_position_embeddings",
-}
+def _check_scaling(scaling: Mapping[str, Any] | None) -> None:
+    """Raise ArgumentError for what `reference.rope_tables` does not take."""
+    try:
+        reference.rope_tables(np.zeros(1), 2, scaling=scaling)
+    except ValueError as error:
+        raise ArgumentError("rope_scaling", "must be one that rope_tables takes", error) from None
+    for name, value in (scaling or {}).items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            _require_positive(f"rope_scaling {name}", value)
 
 
 def _require_count(name: str, value: Any) -> None:

@@ -1,0 +1,152 @@
+"""`LayerWeights`: the packed weights of one decoder layer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import numpy as np
+
+from ptxlab import gpu, quant
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels.operation import dtype_of
+from ptxlab.kernels.transfer import to_device
+from ptxlab.layout import ExpertWeights, PackedWeight, pack, stack_experts
+from ptxlab.layout.packed_weight import QuantizedWeight
+from ptxlab.model.config import Config
+from ptxlab.quant.tiled import tiled, with_arrays
+from ptxlab.spec.dtypes import stored
+from ptxlab.validate import is_integer, is_one_of, shape_of
+
+DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
+_QUANTISERS: Mapping[str, Callable[[Any, int], QuantizedWeight]] = {
+    "lqq": lambda w, group: quant.quantize_lqq(w, group),
+    "qoq": lambda w, group: quant.quantize_qoq(w, group),
+    "qoq_channel": lambda w, _: quant.quantize_qoq_channel(w),
+}
+_BLOCK_ROWS, _BLOCK_K = 520, 7 * 128  # of random weights: no multiple of a tile, so that a tile of a wrong place shows
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerWeights:
+    """One layer, NumPy or CuPy arrays; with experts, `gate_up` and `down` are all of theirs.
+
+    Attributes:
+        config: its numbers.
+        qkv: queries, keys and values, [(Hq + 2·Hkv)·D, H].
+        o: [H, Hq·D].
+        gate_up: gate above up, [2·F, H].
+        down: [H, F].
+        input_norm: of RMSNorm before attention, f16 or bf16 [H] (bf16 as its bits, uint16); decides the layer's dtype.
+        post_norm: of RMSNorm before the feed-forward part, likewise.
+        qkv_bias: f32 [(Hq + 2·Hkv)·D], where the model has one.
+        router: f32 [E, H], where it has experts.
+
+    Raises ArgumentError, which names the attribute, for a shape that is not the config's.
+    """
+
+    config: Config
+    qkv: PackedWeight
+    o: PackedWeight
+    gate_up: PackedWeight | ExpertWeights
+    down: PackedWeight | ExpertWeights
+    input_norm: Any = field(repr=False)
+    post_norm: Any = field(repr=False)
+    qkv_bias: Any = field(default=None, repr=False)
+    router: Any = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        for name, (N, K) in config.matrices.items():
+            weight, experts = getattr(self, name), config.experts if name in ("gate_up", "down") else 0
+            kind, of_all = (ExpertWeights, f" of {experts} experts") if experts else (PackedWeight, "")
+            got = (weight.N, weight.K, getattr(weight, "E", 0)) if isinstance(weight, kind) else type(weight).__name__
+            if got != (N, K, experts):
+                raise ArgumentError(name, f"must be {kind.__name__} [{N}, {K}]{of_all}", got)
+        shapes: dict[str, tuple[int, ...]] = {"input_norm": (config.hidden,), "post_norm": (config.hidden,)}
+        shapes["qkv_bias"] = (config.qkv_width,) if config.qkv_bias else ()
+        shapes["router"] = (config.experts, config.hidden) if config.experts else ()
+        for name, shape in shapes.items():
+            array = getattr(self, name)
+            if shape_of(array) != shape or (not shape and array is not None):
+                raise ArgumentError(name, f"must be an array {list(shape)}" if shape else "must be None", _said(array))
+
+    @classmethod
+    def random(
+        cls,
+        config: Config,
+        seed: int = 0,
+        scheme: str = "lqq",
+        *,
+        group: int = 128,
+        layout: str = "strips",
+        dtype: str = "float16",
+        on_device: bool = False,
+    ) -> Self:
+        """Weights that mean nothing, of standard deviation K^-0.5, through the quantiser: a block of each, repeated.
+
+        Args:
+            config: of the layer.
+            seed: of another layer, another.
+            scheme: `lqq`, `qoq`, in groups of `group`, or `qoq_channel`.
+            group: 32, 64 or 128; not looked at where there are none.
+            layout: of the packing.
+            dtype: of what lies between the kernels, `float16` or `bfloat16`.
+            on_device: repeat and pack on the GPU, which takes seconds for what takes minutes on the host.
+        """
+        if not is_one_of(scheme, _QUANTISERS):
+            raise ArgumentError("scheme", f"must be one of {', '.join(_QUANTISERS)}", scheme)
+        if not is_one_of(dtype, DTYPES):
+            raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+        if not is_integer(seed) or seed < 0:
+            raise ArgumentError("seed", "must be an integer, 0 or more", repr(seed))
+        rng = np.random.default_rng(seed)
+        place: Callable[[Any], Any] = gpu.to_device if on_device else lambda array: array
+
+        def packed(N: int, K: int) -> PackedWeight:
+            block = rng.standard_normal((min(N, _BLOCK_ROWS), min(K, _BLOCK_K)), dtype=np.float32) / np.sqrt(K)
+            quantised = _QUANTISERS[scheme](block.astype(np.float32), group)
+            return pack(tiled(with_arrays(quantised, place), N, K), layout)
+
+        def norm() -> Any:
+            return place(stored(rng.uniform(0.5, 1.5, config.hidden).astype(np.float32), dtype))
+
+        weights: dict[str, Any] = {}
+        for name, size in config.matrices.items():
+            many = config.experts if name in ("gate_up", "down") else 0
+            weights[name] = stack_experts([packed(*size) for _ in range(many)]) if many else packed(*size)
+        if config.qkv_bias:
+            weights["qkv_bias"] = place(rng.standard_normal(config.qkv_width, dtype=np.float32))
+        if config.experts:
+            router = rng.standard_normal((config.experts, config.hidden), dtype=np.float32)
+            weights["router"] = place((router / np.sqrt(config.hidden)).astype(np.float32))
+        return cls(config=config, input_norm=norm(), post_norm=norm(), **weights)
+
+    @property
+    def dtype(self) -> str:
+        """Of what lies between the kernels, by name."""
+        return dtype_of(self.input_norm)
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What there is of weights, by attribute."""
+        named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "config"}
+        return {name: part for name, part in named.items() if part is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them, padding included."""
+        return sum(int(part.nbytes) for part in self.parts.values())
+
+    def to_device(self) -> "LayerWeights":
+        """The same on the GPU, NumPy arrays copied. Raises UnavailableError where there is none."""
+
+        def moved(part: Any) -> Any:
+            if isinstance(part, PackedWeight):
+                return to_device(part)
+            return to_device(part) if isinstance(part, ExpertWeights) else gpu.to_device(part)
+
+        return replace(self, **{name: moved(part) for name, part in self.parts.items()})
+
+
+def _said(array: Any) -> str:
+    return f"shape {list(shape_of(array))}" if hasattr(array, "shape") else type(array).__name__
