@@ -1,8 +1,7 @@
 """The suite `layer` on a GPU made of the emulator: a tiny decoder, the fused kernels, what is checked and recorded."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import ArgumentError, BenchmarkError
 from ptxlab.model import Config, LayerWeights
 
-TINY = Config(hidden=256, ffn=128, heads=2, kv_heads=1, head_dim=128, layers=1, vocabulary=32, name="tiny")
+TINY = Config(hidden=128, ffn=128, heads=1, kv_heads=1, head_dim=128, layers=1, vocabulary=32, name="tiny")
 CEILINGS = Ceilings(4.6, 4.2)
 
 
@@ -36,7 +35,7 @@ def weights() -> list[LayerWeights]:
 
 
 def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> None:
-    made = weights()
+    made = weights()[:1]
     row = decoder.row(TINY, 2, made, decoder.copies_of(made[0]), CEILINGS, {"fp16/sdpa": 20.0}, {"x": 1.0})
     assert row.time_us == 10.0 and row.sizes == shapes.sizes_of(TINY, 2) and "bit for bit" in row.checked
     operations = {
@@ -53,7 +52,8 @@ def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> N
 
 
 def test_another_bit_of_the_timed_graph_is_found(here: pytest.MonkeyPatch) -> None:
-    made = Decoder(TINY, 1, weights()[:1])
+    made = Decoder(TINY, 1, weights())
+    assert len(made.calls()) == 2, "two layers, one after the other"
     _, graph = decoder.measure_graph(made.calls())
     replay = graph.replay
 
@@ -160,17 +160,21 @@ def test_a_timeline_is_a_row_per_launch() -> None:
     assert all(row.more["layer_us"] == 9.5 and row.measure == layer.TIMELINE for row in rows)
 
 
-def test_a_timeline_without_cupti_is_left_out(here: pytest.MonkeyPatch) -> None:
+def test_a_timeline_is_left_out_unless_every_launch_was_seen(here: pytest.MonkeyPatch) -> None:
     made = weights()[:1]
     here.setattr(decoder, "layers_of", lambda config: made)
-    graph: Any = decoder.measure_graph([])[1]
-    graph.time = lambda: None
-    here.setattr(gpu, "capture", lambda calls: replace_graph(graph))
-    here.setattr(peers_layer, "traced", lambda replay: [])
-    with pytest.warns(UserWarning, match="timeline of tiny: left out, 0 kernels were seen of 10 launches of 4 layers"):
+    here.setattr(peers_layer, "traced", lambda run: [])
+    with pytest.warns(UserWarning, match="timeline of tiny: left out, 0 kernels were seen of 80"):
         assert list(layer.timeline_rows(TINY, 1)) == []
 
+    def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
+        run()
+        return [(f"kernel {place % 10}", float(place), place + 0.5) for place in range(80)]
 
-def replace_graph(graph: Any) -> Any:
-    graph.time = lambda: replace(decoder.Measured(1.0, 1.0, 1.0, 1.0)) and type("T", (), {"median": 1.0})()
-    return graph
+    here.setattr(peers_layer, "traced", traced)
+    graph = SimpleNamespace(replay=lambda: None, synchronize=lambda: None, time=lambda: SimpleNamespace(median=9.0))
+    here.setattr(gpu, "capture", lambda calls: graph)
+    rows = list(layer.timeline_rows(TINY, 1))
+    assert [row.face for row in rows][:3] == ["rmsnorm_quantize 1", "gemm_w4a8 1", "rope_append_kv4 1"]
+    assert len(rows) == 10 and rows[0].kernel == "kernel 0" and rows[0].more["layer_us"] == 9.0
+

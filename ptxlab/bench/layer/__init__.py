@@ -117,25 +117,23 @@ def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, 
 
 def timeline_rows(config: Config, B: int) -> Iterator[Row]:
     """A row per launch of one layer of the chain, in order, where CUPTI can be reached through PyTorch."""
-    weights = decoder.layers_of(config)
-    made = Decoder(config, B, weights)
-    calls = made.calls()
-    rounds = -(-_TRACED // len(calls))
-    graph = gpu.capture(calls * rounds)
-    us = graph.time().median
+    made = Decoder(config, B, decoder.layers_of(config))
     operations = [operation.name for operation in made.operations[0]]
+    calls = made.calls()
+    calls *= -(-_TRACED // len(calls))
+    graphs: list[gpu.Graph] = []
 
-    def replay() -> None:
-        graph.replay()
-        graph.synchronize()
+    def run() -> None:
+        graphs.append(gpu.capture(calls))
+        graphs[0].replay()
+        graphs[0].synchronize()
 
-    spans = peers_layer.traced(replay)
-    layers = len(calls) * rounds
-    if len(spans) != len(operations) * layers:
-        said = f"{len(spans)} kernels were seen of {len(operations)} launches of {layers} layers"
+    spans, launches = peers_layer.traced(run), len(operations) * len(calls)
+    if len(spans) != 2 * launches:  # a capture makes its calls once before
+        said = f"{len(spans)} kernels were seen of {2 * launches}"
         warnings.warn(f"timeline of {config.name}: left out, {said}", stacklevel=2)
         return
-    yield from spans_of(config, B, spans, operations, us)
+    yield from spans_of(config, B, spans[launches:], operations, graphs[0].time().median)
 
 
 def spans_of(

@@ -1,0 +1,223 @@
+"""Mixes of public parts: PyTorch's calls run on the CPU, uncompiled, at a tiny size; what times them is a stand-in."""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ptxlab.bench import peers, peers_layer
+from ptxlab.bench.layer import shapes
+from ptxlab.bench.timing import Measured
+from ptxlab.errors import BenchmarkError
+from ptxlab.model import Config
+
+# Not imported here: that takes seconds of every worker.
+pytestmark = pytest.mark.skipif(
+    find_spec("torch") is None, reason="torch is not installed: it comes with the extra `torch`"
+)
+
+_WIDTHS: dict[str, Any] = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 128, "layers": 1, "vocabulary": 32}
+TINY = Config(ffn=384, name="tiny", **_WIDTHS)
+EXPERTS = Config(ffn=256, name="experts", experts=4, chosen_experts=2, **_WIDTHS)
+LENGTH = 64
+PLAIN = ("fp16", "fp8_row", "fp8_tensor")
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Every call of two layers runs once; 7 µs each."""
+
+    def measure(calls: Sequence[Callable[[], Any]], **_: Any) -> Measured:
+        assert len(calls) in (1, 2)
+        for call in calls:
+            call()
+        return Measured(7.0, 7.0, 7.0, 1900.0)
+
+    for module in (shapes, peers_layer):
+        monkeypatch.setattr(module, "LENGTH", LENGTH)
+    peers_layer._tables.cache_clear()
+    monkeypatch.setattr(peers, "_DEVICE", "cpu")
+    monkeypatch.setattr(peers, "importable", lambda: True)
+    monkeypatch.setattr(peers_layer, "copies_beyond_l2", lambda nbytes: 2)
+    monkeypatch.setattr(peers_layer, "measure", measure)
+    monkeypatch.setattr(peers_layer, "compiled", lambda function, *_: function)
+    return monkeypatch
+
+
+def test_every_mix_at_every_batch(on_cpu: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    times = peers_layer.mixes(TINY, (1, 3), PLAIN, said.append)
+    us = peers_layer.MixTime(7.0, 7.0, 7.0)
+    assert times == {B: {f"{name}/sdpa": us for name in PLAIN} for B in (1, 3)} and said[0] == "tiny: fp16"
+
+
+def decoded(config: Config, B: int) -> tuple[Any, Any]:
+    """The first layer of the FP16 mix, and what came in and went out."""
+    layers = peers_layer._weights("fp16", config, 1, ())
+    decoder = peers_layer._decoder("fp16", config, B, layers, peers_layer._Attention)
+    came = [part.double().clone() for part in (decoder.x, decoder.residual, *decoder.attention.caches[0])]
+    decoder.layer(0)
+    return decoder, came
+
+
+def matrices(config: Config) -> dict[str, Any]:
+    """The weights of every mix, as `_weights` makes them."""
+    import torch
+
+    made = {}
+    for number, (name, (N, K)) in enumerate(config.matrices.items()):
+        size = (config.experts, N, K) if config.experts and name in ("gate_up", "down") else (N, K)
+        drawn = torch.randn(size, dtype=torch.float16, generator=torch.Generator("cpu").manual_seed(number))
+        made[name] = (drawn * K**-0.5 * (0.1 if name in ("o", "down") else 1)).double()
+    return made
+
+
+def normed(x: Any) -> Any:
+    return x / (x.square().mean(1, keepdim=True) + peers_layer.EPS).sqrt()
+
+
+def attended(config: Config, qkv: Any, keys: Any, values: Any) -> Any:
+    """Rotate, append as the last token, attend: f64, one sequence and head after another."""
+    import torch
+
+    pairs = torch.arange(64).double()
+    angles = (LENGTH - 1) * 1e4 ** -(pairs / 64)
+
+    def turned(x: Any) -> Any:
+        low, high = x[:64], x[64:]
+        return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()])
+
+    heads = qkv.view(len(qkv), -1, 128)
+    out = torch.zeros(len(qkv), config.heads, 128, dtype=torch.float64)
+    for b in range(len(qkv)):
+        for h in range(config.heads):
+            kv = h * config.kv_heads // config.heads
+            k, v = keys[b, kv].clone(), values[b, kv].clone()
+            k[-1], v[-1] = turned(heads[b, config.heads + kv]), heads[b, config.heads + config.kv_heads + kv]
+            out[b, h] = torch.softmax(k @ turned(heads[b, h]) * 128**-0.5, 0) @ v
+    return out.view(len(qkv), -1)
+
+
+@pytest.mark.parametrize("config", [TINY, EXPERTS], ids=lambda config: config.name)
+def test_a_mix_is_a_decoder_layer(config: Config, on_cpu: pytest.MonkeyPatch) -> None:
+    import torch
+
+    decoder, (x, residual, keys, values) = decoded(config, 3)
+    of = matrices(config)
+    stream = x + residual
+    stream = stream + attended(config, normed(stream) @ of["qkv"].t(), keys, values) @ of["o"].t()
+    y = normed(stream)
+    if config.experts:
+        router = torch.randn((4, 256), generator=torch.Generator("cpu").manual_seed(9)).to(torch.bfloat16).double()
+        best = (y @ router.t()).topk(2, 1)
+        right = torch.zeros_like(x)
+        for b in range(3):
+            for share, expert in zip(torch.softmax(best.values[b], 0), best.indices[b], strict=True):
+                gate, up = (of["gate_up"][expert] @ y[b]).chunk(2)
+                right[b] += share * (of["down"][expert] @ (torch.nn.functional.silu(gate) * up))
+    else:
+        gate, up = (y @ of["gate_up"].t()).chunk(2, 1)
+        right = (torch.nn.functional.silu(gate) * up) @ of["down"].t()
+    bound = 0.03 if config.experts else 0.005  # rounding to bfloat16, to float16
+    for got, wanted in ((decoder.flowing, right), (decoder.residual, stream)):
+        assert float((got.double() - wanted).abs().max() / wanted.abs().max()) < bound
+
+
+def test_a_mix_that_is_wired_wrongly_is_found(on_cpu: pytest.MonkeyPatch) -> None:
+    gated = peers_layer.gated
+
+    def exchanged(gate_up: Any, how: str) -> Any:
+        return gated(gate_up.roll(gate_up.shape[1] // 2, 1) if how == "fp8" else gate_up, how)
+
+    on_cpu.setattr(peers_layer, "gated", exchanged)
+    with pytest.raises(BenchmarkError, match=r"fp8_row/sdpa, tiny: .* off the FP16 mix"):
+        peers_layer.mixes(TINY, (3,), PLAIN, lambda _: None)
+
+
+@pytest.mark.parametrize("how", ["none", "fp8", "fp8_static", "int8"])
+def test_what_a_gemm_is_given(how: str, on_cpu: pytest.MonkeyPatch) -> None:
+    import torch
+
+    y = torch.randn(5, 64) * torch.tensor([[0.01], [1.0], [3.0], [0.5], [2.0]])
+    q, scale = peers_layer.quantised(y, how, torch.float16)
+    known = peers_layer.STATIC if how == "fp8_static" else 1.0
+    back = q.float() * (known if scale is None else scale)
+    assert float((back - y).abs().max(1).values.div(y.abs().max(1).values).max()) < 0.04
+    if how == "int8":
+        assert q.dtype == torch.int8 and (q.abs().amax(1) == 127).all()
+
+
+def test_paged_caches_hold_what_contiguous_ones_do(on_cpu: pytest.MonkeyPatch) -> None:
+    """FlashInfer itself needs a GPU: its pages are read back here."""
+    import torch
+
+    on_cpu.setattr(peers_layer._Paged, "xqa", lambda self, q, place: torch.zeros(len(q), 512))
+    on_cpu.setattr(peers_layer._Paged, "check", lambda self, name, q, got: None)
+    on_cpu.setattr(peers_layer, "PAGE", 16)
+    plain, paged = (kind(TINY, 3, 1, torch.float16) for kind in (peers_layer._Attention, peers_layer._Paged))
+    qkv = torch.randn((3, TINY.qkv_width), dtype=torch.float16)
+    assert bool((plain.append(qkv, 0) == paged.append(qkv, 0)).all()), "queries"
+    for flat, pages in zip(plain.caches[0], paged.caches[0], strict=True):
+        back = pages.view(3, LENGTH, 2, 128).transpose(1, 2)
+        assert bool((back.float() == flat.to(torch.float8_e4m3fn).float()).all())
+    keys, _ = paged.floats()
+    assert keys.shape == (1, 2, LENGTH, 128)
+
+
+def test_humming_multiplies_what_lies_between(on_cpu: pytest.MonkeyPatch) -> None:
+    """The package needs a GPU: a layer that multiplies by the weight it was given stands in for it."""
+
+    def humming_layers(N: int, K: int, group: int, tokens: Any, weight: Any, copies: int) -> Any:
+        assert weight.shape == (N, K) and group in (0, 128) and tokens == (3,)
+
+        def layer(x: Any, input_scale: Any, tuning_config: str) -> Any:
+            assert str(x.dtype) == "torch.int8" and tuning_config == "tiles"
+            return (x.float() * input_scale @ weight.float().t()).half()
+
+        return [layer] * copies, None, "tiles"
+
+    on_cpu.setattr(peers, "humming_layers", humming_layers)
+    names = ("fp16", *peers_layer.HUMMING)
+    assert list(peers_layer.mixes(TINY, (3,), names, lambda _: None)[3]) == [f"{name}/sdpa" for name in names]
+    share = Config(ffn=384, name="tiny 1/2", **_WIDTHS)
+    assert list(peers_layer.mixes(share, (3,), names, lambda _: None)[3]) == ["fp16/sdpa"]
+
+
+@pytest.mark.parametrize("kernel", ["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations"])
+def test_fused_kernels_have_a_peer(kernel: str, on_cpu: pytest.MonkeyPatch) -> None:
+    assert peers_layer.fused(kernel, 3, 64) == (7.0, 7.0)
+
+
+def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under names of their own, with the axis of tokens marked; PyTorch's compiler takes seconds to import alone."""
+    import torch
+
+    names, marked = [], []
+    dynamo = SimpleNamespace(maybe_mark_dynamic=lambda tensor, axis: marked.append((len(tensor), axis)))
+    monkeypatch.setattr(torch, "_dynamo", dynamo)
+    monkeypatch.setattr(torch, "compile", lambda function: names.append(function.__code__.co_name) or function)
+    peers_layer.compiled.cache_clear()
+    for M in (8, 1):
+        x = torch.randn((2, M, 64), dtype=torch.float16)
+        q, scale, y = peers_layer.compiled(peers_layer.norm, "int8", "torch.float16", 64)(*x, torch.ones(64), "int8")
+        assert q.shape == (M, 64) and scale.shape == (M, 1) and y is None
+    peers_layer.compiled(peers_layer.norm, "int8", "torch.float16", 96)
+    assert names == ["norm_int8_torch_float16_64", "norm_int8_torch_float16_96"]
+    assert marked == [(8, 0), (8, 0), (1, 0), (1, 0)]
+    peers_layer.compiled.cache_clear()
+
+
+def test_without_a_gpu_there_are_no_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "importable", lambda: False)
+    assert peers_layer.mixes(TINY, (1, 4), PLAIN, lambda _: None) == {1: {}, 4: {}}
+    assert peers_layer.fused("rmsnorm_quantize", 4, 64) is None and peers_layer.traced(lambda: None) == []
+    peers_layer.warm([TINY], (1,), PLAIN, (64,))
+
+
+def test_what_a_mix_cannot_do_is_left_out(on_cpu: pytest.MonkeyPatch) -> None:
+    """PyTorch has no scaled grouped GEMM on a CPU."""
+    with pytest.warns(UserWarning, match="fp8_row/sdpa, experts, batch 3: left out, NotImplementedError"):
+        times = peers_layer.mixes(EXPERTS, (3,), PLAIN, lambda _: None)
+    assert list(times[3]) == ["fp16/sdpa"]
