@@ -8,7 +8,8 @@ access to their buffers against the waits (`checks.race_pdl`), whatever a spec s
 the one kernel before alone. So a kernel of which no thread waits is a finding too: the next one would wait for it, and
 not for those before it.
 
-What the check "init" knows of a buffer goes from launch to launch.
+What the check "init" knows of a buffer goes from launch to launch: where a kernel that it is the output of has written
+nothing, the next may not read, unless the buffer was `given` with something in it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,6 +51,7 @@ class Chain:
     findings: list[Finding] = field(default_factory=list)
     _running: list["_Bytes"] = field(default_factory=list)  # what kernels that may still run write, as it was before
     _defined: list["_Bytes"] = field(default_factory=list)  # which bytes have been written
+    _given: list["_Bytes"] = field(default_factory=list)
 
     def enter(self, launch: LaunchState, buffers: Buffers, uninitialised: Iterable[int]) -> None:
         """A launch is about to begin."""
@@ -78,7 +80,10 @@ class Chain:
             if region.written:
                 self._running.append(_Bytes(array, array.reshape(-1).view(np.uint8).copy()))
                 if launch.defined is not None:
-                    self._defined.append(_Bytes(array, launch.defined[region.start : region.end].copy()))
+                    written = launch.defined[region.start : region.end].copy()
+                    for part in self._given:
+                        part.copy_to(_address(array), written)
+                    self._defined.append(_Bytes(array, written))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +119,9 @@ def current() -> Chain | None:
 
 
 @contextmanager
-def chain(checks: Iterable[str], *, mode: str = "early", begin: str = "early", seed: int = 0) -> Iterator[Chain]:
+def chain(
+    checks: Iterable[str], *, mode: str = "early", begin: str = "early", seed: int = 0, given: Iterable[Array] = ()
+) -> Iterator[Chain]:
     """While inside, launches in the emulator are one chain; the calls' own `mode` and `seed` do not count.
 
     Args:
@@ -122,6 +129,7 @@ def chain(checks: Iterable[str], *, mode: str = "early", begin: str = "early", s
         mode: when asynchronous operations complete, early or late.
         begin: whether programmatic launches begin before those before them have written anything, or after.
         seed: of what happens in any order.
+        given: arrays that hold something before a kernel writes the rest, such as a cache.
 
     Raises ArgumentError for another `begin`, or inside of a chain; for what else is wrong, the first launch does.
     """
@@ -129,7 +137,8 @@ def chain(checks: Iterable[str], *, mode: str = "early", begin: str = "early", s
         raise ArgumentError("begin", f"is one of {', '.join(BEGINS)}", begin)
     if current() is not None:
         raise ArgumentError("chain", "must not begin inside of another", "one")
-    made = Chain(frozenset(checks), mode, begin, seed)
+    known = [_Bytes(array, np.ones(array.nbytes, bool)) for array in given]
+    made = Chain(frozenset(checks), mode, begin, seed, _given=known)
     token = _current.set(made)
     try:
         yield made

@@ -168,7 +168,8 @@ def _on_host(call: AttentionCall) -> Results:
         made = {"out": np.empty(call.shape, arrays["q"].dtype), "lse": np.empty(call.shape[:-1], np.float32)}
     else:
         source, config = of_kernel(step.spec.name)[0], step.config(sizes, call.dtype)
-        made = run_spec(step.spec, source, inputs, sizes=sizes, out=out, backend=call.backend, config=config).outputs
+        how: dict[str, Any] = {"backend": call.backend, "config": config, "programmatic": call.programmatic}
+        made = run_spec(step.spec, source, inputs, sizes=sizes, out=out, **how).outputs
     wanted = [operand for operand in call.operands if operand.array is None]
     return {each.name: gpu.like(made[each.name].reshape(each.shape), call.q, each.dtype) for each in wanted}
 

@@ -262,7 +262,8 @@ def _on_host(call: _AppendCall) -> Results:
         _check_tokens(call, arrays)
         out = {name: arrays.pop(name) for name in ("pool", "q") if name in arrays}
         source = of_kernel(call.name)[0]
-        run = run_spec(call.spec, source, arrays, sizes=call.sizes, out=out, backend=call.backend, config=call.config)
+        how: dict[str, Any] = {"backend": call.backend, "config": call.config, "programmatic": call.programmatic}
+        run = run_spec(call.spec, source, arrays, sizes=call.sizes, out=out, **how)
         made = run.outputs
     return {each.name: gpu.like(made[each.name], call.given["qkv"], each.dtype) for each in results}
 

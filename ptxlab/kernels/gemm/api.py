@@ -280,7 +280,8 @@ def _on_host(call: _GemmCall) -> Results:
         inputs["x_sum"] = gpu.as_array("x_q", call.x_q).sum(axis=1, dtype=np.int32)
     config = step.config(sizes, DTYPES.index(call.dtype), "x_sum" in inputs)
     source = of_kernel(step.spec.name)[0]
-    return run_spec(step.spec, source, inputs, sizes=sizes, out=out, backend=call.backend, config=config).outputs
+    how: dict[str, Any] = {"backend": call.backend, "config": config, "programmatic": call.programmatic}
+    return run_spec(step.spec, source, inputs, sizes=sizes, out=out, **how).outputs
 
 
 def _check_sums(call: _GemmCall) -> None:

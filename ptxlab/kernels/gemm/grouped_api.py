@@ -192,8 +192,9 @@ def _on_host(call: _GroupedCall) -> Results:
     inputs |= {name: call.weights.buffers[buffer] for name, buffer in call.buffers.items()}
     inputs.setdefault("x_scale", np.ones(call.M, np.float32))  # of int32 output, which does not see it
     out = {"y": call.given["y"]} if "y" in arrays else {}
-    source, config = of_kernel(call.spec.name)[0], call.config
-    return run_spec(call.spec, source, inputs, sizes=call.sizes, out=out, backend=call.backend, config=config).outputs
+    source = of_kernel(call.spec.name)[0]
+    how: dict[str, Any] = {"backend": call.backend, "config": call.config, "programmatic": call.programmatic}
+    return run_spec(call.spec, source, inputs, sizes=call.sizes, out=out, **how).outputs
 
 
 _GROUPED = Operation(NAME, _prepare, _on_host)
