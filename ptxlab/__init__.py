@@ -22,7 +22,7 @@ from ptxlab.kernels import find, run, specs
 from ptxlab.kernels.attention import AttentionWorkspace, append_kv4, attention_kv4, attention_workspace
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.operation import release_memory
-from ptxlab.kernels.quantize import quantize_activations
+from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
 from ptxlab.kernels.transfer import to_device
 from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, pack, stack_experts
 from ptxlab.layout.tensor_map import TensorMap
@@ -65,8 +65,10 @@ __all__ = [
     "quantize_activations",
     "quantize_kv",
     "release_memory",
+    "rmsnorm_quantize",
     "run",
     "run_spec",
+    "silu_mul_quantize",
     "smooth_attention",
     "specs",
     "stack_experts",
