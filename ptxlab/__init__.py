@@ -28,7 +28,7 @@ from ptxlab.kernels.attention import (
 )
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.operation import release_memory
-from ptxlab.kernels.quantize import quantize_activations
+from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
 from ptxlab.kernels.transfer import to_device
 from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, pack, stack_experts
 from ptxlab.layout.tensor_map import TensorMap
@@ -71,9 +71,11 @@ __all__ = [
     "quantize_activations",
     "quantize_kv",
     "release_memory",
+    "rmsnorm_quantize",
     "rope_append_kv4",
     "run",
     "run_spec",
+    "silu_mul_quantize",
     "smooth_attention",
     "specs",
     "stack_experts",

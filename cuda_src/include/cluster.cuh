@@ -23,6 +23,13 @@ __device__ __forceinline__ unsigned address_in_block(const void* p, unsigned ran
     return there;
 }
 
+// A word into another block's shared memory, which counts at an mbarrier of that block.
+__device__ __forceinline__ void store_async(unsigned to, unsigned word, unsigned barrier) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to), "r"(word),
+                 "r"(barrier)
+                 : "memory");
+}
+
 // 16 bytes into another block's shared memory; they count at an mbarrier of that block.
 __device__ __forceinline__ void store_async_16(unsigned to, int a, int b, int c, int d, unsigned barrier) {
     asm volatile(

@@ -1,5 +1,6 @@
 """The oracle: one plain function per operation, on logical arrays, written to be read. Imports only NumPy."""
 
+from ptxlab.reference.activations import ACTIVATIONS, exponent, gated, rms_norm
 from ptxlab.reference.attention import attention, dequantize_kv, rope, rope_tables
 from ptxlab.reference.dequant import (
     dequant_comet,
@@ -21,6 +22,7 @@ from ptxlab.reference.gemm import gemm_accumulators, gemm_accumulators_channel, 
 from ptxlab.reference.packed import as_bytes, as_words, replicate
 
 __all__ = [
+    "ACTIVATIONS",
     "as_bytes",
     "as_words",
     "attention",
@@ -39,13 +41,16 @@ __all__ = [
     "dequantize_kv",
     "exact_lqq",
     "exact_qoq",
+    "exponent",
     "fits_s8",
     "from_bfloat16_bits",
+    "gated",
     "gemm_accumulators",
     "gemm_accumulators_channel",
     "gemm_epilogue",
     "presub_wrong",
     "replicate",
+    "rms_norm",
     "rope",
     "rope_tables",
     "scale_rows",

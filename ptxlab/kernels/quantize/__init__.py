@@ -1,6 +1,20 @@
-"""Family `quantize`: activations to INT8 per token with their sums, in the order that a GEMM reads (QServe §4.1)."""
+"""Family `quantize`: activations to INT8 per token with their sums, in the order that a GEMM reads (QServe §4.1), by
+themselves or with what a decoder computes before: RMSNorm, the gate of its FFN."""
 
-from ptxlab.kernels.quantize.api import quantize_activations
-from ptxlab.kernels.quantize.specs import QUANTIZE, SPECS, SUM
+from ptxlab.kernels.quantize.api import quantize_activations, rmsnorm_quantize, silu_mul_quantize
+from ptxlab.kernels.quantize.gated import SILU_MUL
+from ptxlab.kernels.quantize.rmsnorm import RMSNORM
+from ptxlab.kernels.quantize.specs import QUANTIZE, SUM
 
-__all__ = ["QUANTIZE", "SPECS", "SUM", "quantize_activations"]
+SPECS = (QUANTIZE, SUM, RMSNORM, SILU_MUL)
+
+__all__ = [
+    "QUANTIZE",
+    "RMSNORM",
+    "SILU_MUL",
+    "SPECS",
+    "SUM",
+    "quantize_activations",
+    "rmsnorm_quantize",
+    "silu_mul_quantize",
+]

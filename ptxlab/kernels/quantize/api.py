@@ -1,24 +1,22 @@
-"""`quantize_activations`: from the floats of any array library to what `gemm_w4a8` takes, in one launch."""
+"""The family's calls: from the floats of any array library to what `gemm_w4a8` takes, in one launch each."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ptxlab import gpu, quant, reference
-from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.operation import CallArray, Operation, Prepared, Results, check_how, dtype_of
-from ptxlab.kernels.quantize.specs import DTYPES, QUANTIZE
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels.quantize.call import Fitted, How, Quantizer
+from ptxlab.kernels.quantize.gated import SILU_MUL
+from ptxlab.kernels.quantize.rmsnorm import RMSNORM, normalized
+from ptxlab.kernels.quantize.specs import QUANTIZE
 from ptxlab.layout import PackedActivations
-from ptxlab.layout.packed_activations import stored_shape, tile_of
-from ptxlab.runtime import run_spec
-from ptxlab.runtime.arguments import require_on_host
-from ptxlab.runtime.plan import Plan
-from ptxlab.sources import of_kernel
-from ptxlab.validate import shape_of
-
-NAME = "quantize_activations"
+from ptxlab.quant.inputs import extremes, row_scales
+from ptxlab.spec.dtypes import storage
+from ptxlab.validate import is_one_of, shape_of
 
 
 def quantize_activations(
@@ -28,6 +26,7 @@ def quantize_activations(
     rows: int | None = None,
     out: PackedActivations | None = None,
     backend: str | None = None,
+    programmatic: bool = False,
 ) -> PackedActivations:
     """Per-token symmetric INT8 (QServe §4.1): scale = max|x| / 127, x_q = x / scale half to even, and the token sums.
 
@@ -43,105 +42,164 @@ def quantize_activations(
         rows: tokens of a tile, a multiple of 8 in 8..256; for `tiles` alone.
         out: activations of the same M, K, layout and rows to write into; needed while a CUDA graph is captured.
         backend: `gpu` or `emulator`; by default the GPU where there is one.
+        programmatic: the call may begin before the kernel before it on the stream has ended, for which it waits by
+            itself before it reads x or writes anything. Of no effect on host arrays.
 
     Raises:
         ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
             or a token whose scale is not a normal float32, with the place of the first.
         UnavailableError: no GPU backend here, or one below sm_80.
     """
-    if out is None:
-        arrays, like = {"x": x}, None
-    elif isinstance(out, PackedActivations):
-        arrays = {"x": x, "x_q": out.x_q, "scale": out.scale, "token_sum": out.token_sum}
-        like = out.M, out.K, out.layout, out.rows
-    else:
-        raise ArgumentError(f"{NAME}: out", "must be PackedActivations", type(out).__name__)
-    made = _QUANTIZE((layout, rows, backend, like), arrays, lambda: _checked(arrays, layout, rows, like, backend))
-    if out is not None:
-        return out
-    (M, K), (tokens, _) = shape_of(x), tile_of(layout, rows)
-    return PackedActivations(layout=layout, M=M, K=K, rows=tokens, **made)
+
+    def fit() -> Fitted:
+        shape = _matrix(_QUANTIZE.name, "x", x)
+        return Fitted(*shape, {"x": shape})
+
+    return _QUANTIZE({"x": x}, fit, How(layout, rows, out, backend, programmatic))
 
 
-@dataclass(frozen=True, eq=False)
-class _QuantizeCall:
-    """The arrays given, by argument of the kernel, the order of the results, sizes, and the dtype of x by name."""
+def rmsnorm_quantize(
+    x: Any,
+    gamma: Any,
+    *,
+    residual: Any = None,
+    eps: float = 1e-5,
+    layout: str = "row_major",
+    rows: int | None = None,
+    normed: Any = None,
+    out: PackedActivations | None = None,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> PackedActivations:
+    """Residual add, RMSNorm and `quantize_activations` in one launch: y = v / sqrt(mean(v²) + eps) · gamma in float32.
 
-    given: dict[str, Any]
-    layout: str
-    sizes: dict[str, int]
-    dtype: str
-    backend: str | None
-    check = False
+    v is x, or with a residual the sum of both, rounded to their dtype, which replaces the residual. y is not rounded
+    before it is quantised. The bits of a row do not depend on the batch or on the layout.
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return (*self.sizes.values(), self.dtype)
+    Args:
+        x: [M, K], K a multiple of 32 up to 32768, of float16 or bfloat16 (also as its bits, uint16); NumPy, CuPy,
+            PyTorch or JAX: the results are of the same kind.
+        gamma: [K], of x's dtype. No kernel that may still run writes it: it is read ahead of the wait.
+        residual: like x, updated in place, or None.
+        eps: 1e-30 to 1.
+        normed: like x, for y rounded to x's dtype (routers and LM heads read it), or None.
+        layout, rows, out, backend, programmatic: as `quantize_activations` takes them. No two of x, residual and
+            normed may share memory.
 
-    @property
-    def is_empty(self) -> bool:
-        return self.sizes["M"] == 0
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
+            or a row of y whose scale is not a normal float32. On the GPU such a row gets a scale that is not finite, or
+            counts as zeros.
+        UnavailableError: no GPU backend here, or one below sm_90.
+    """
+    arrays = {"x": x, "residual": residual, "gamma": gamma, "normed": normed}
+    shared = _sharing({name: arrays[name] for name in ("x", "residual", "normed") if arrays[name] is not None})
 
-    @property
-    def operands(self) -> Iterator[CallArray]:
-        """Floats, and the arrays of `PackedActivations`."""
-        M, K, rows, _ = self.sizes.values()
-        yield CallArray("x", f"{NAME}: x", self.given["x"], self.dtype, (M, K))
-        for name, dtype, shape in (
-            ("x_q", "int8", stored_shape(self.layout, M, K, rows)),
-            ("scale", "float32", (M,)),
-            ("token_sum", "int32", (M,)),
-        ):
-            label, lacking = f"{NAME}: out", "must be given in a capture: the result of a call before it"
-            if name in self.given:
-                yield CallArray(name, f"{label}.{name}", self.given[name], dtype, shape)
-            else:
-                yield CallArray(name, label, None, dtype, shape, lacking)
+    def fit() -> Fitted:
+        shape = _matrix(_RMSNORM.name, "x", x)
+        number = isinstance(eps, int | float | np.number) and not isinstance(eps, bool)
+        if not number or not 1e-30 <= eps <= 1:
+            raise ArgumentError(f"{_RMSNORM.name}: eps", "a number in 1e-30..1", repr(eps))
+        if shared:
+            raise ArgumentError(
+                f"{_RMSNORM.name}: {shared[1]}", f"must not share memory with {shared[0]}", "some of it"
+            )
+        shapes = {name: (shape[1:] if name == "gamma" else shape) for name in arrays if arrays[name] is not None}
+        sizes = {"added": int(residual is not None), "kept": int(normed is not None), "eps": float(eps)}
+        return Fitted(*shape, shapes, sizes)
+
+    return _RMSNORM(arrays, fit, How(layout, rows, out, backend, programmatic), eps, shared)
 
 
-def _checked(given: dict[str, Any], layout: Any, rows: Any, like: Any, backend: Any) -> _QuantizeCall:
-    """The call; raises ArgumentError for what does not fit together. `like` is what describes `out`."""
-    tokens, span = tile_of(layout, rows)
-    shape, dtype = shape_of(given["x"]), dtype_of(given["x"])
+def silu_mul_quantize(
+    gate_up: Any,
+    *,
+    activation: str = "silu",
+    layout: str = "row_major",
+    rows: int | None = None,
+    out: PackedActivations | None = None,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> PackedActivations:
+    """The gate of an FFN and `quantize_activations` in one launch: h = act(gate) · up in float32, then INT8.
+
+    h has a relative error of 2^-21, and of 2^-22 more per unit of -gate (gelu_tanh: of its exponent) where that is
+    positive. It is not rounded before it is quantised. The bits of a row do not depend on the batch or on the layout.
+
+    Args:
+        gate_up: [M, 2·K], gate in the first K columns and up in the others, K a multiple of 32 up to 32768, of float16
+            or bfloat16 (also as its bits, uint16); NumPy, CuPy, PyTorch or JAX: the results are of the same kind.
+        activation: `silu`, g / (1 + exp(-g)), or `gelu_tanh`, GELU's form by a hyperbolic tangent.
+        layout, rows, out, backend, programmatic: as `quantize_activations` takes them.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for NaN, infinity,
+            or a row of h whose scale is not a normal float32. On the GPU such a row gets a scale that is not finite, or
+            counts as zeros.
+        UnavailableError: no GPU backend here, or one below sm_90.
+    """
+
+    def fit() -> Fitted:
+        M, width = _matrix(_SILU_MUL.name, "gate_up", gate_up)
+        if width % 2:
+            raise ArgumentError(f"{_SILU_MUL.name}: gate_up", "must be a matrix [M, 2·K]", f"shape {(M, width)}")
+        if not is_one_of(activation, reference.ACTIVATIONS):
+            rule = f"must be one of {', '.join(reference.ACTIVATIONS)}"
+            raise ArgumentError(f"{_SILU_MUL.name}: activation", rule, activation)
+        sizes = {"activation": reference.ACTIVATIONS.index(activation)}
+        return Fitted(M, width // 2, {"gate_up": (M, width)}, sizes)
+
+    return _SILU_MUL({"gate_up": gate_up}, fit, How(layout, rows, out, backend, programmatic), activation)
+
+
+def _matrix(name: str, label: str, array: Any) -> tuple[int, int]:
+    shape = shape_of(array)
     if len(shape) != 2:
-        raise ArgumentError(f"{NAME}: x", "must be a matrix [M, K]", f"shape {shape}")
-    check_how(NAME, backend)
-    if like not in (None, (*shape, layout, tokens)):
-        said = ("M={}, K={}, layout={}, rows={}".format(*each) for each in ((*shape, layout, tokens), like))
-        raise ArgumentError(f"{NAME}: out", f"must have {next(said)}", next(said))
-    if dtype not in DTYPES:
-        raise ArgumentError(f"{NAME}: x", f"dtype {' or '.join(DTYPES)}", dtype)
-    return _QuantizeCall(given, layout, {"M": shape[0], "K": shape[1], "rows": tokens, "span": span}, dtype, backend)
+        raise ArgumentError(f"{name}: {label}", "must be a matrix [M, K]", f"shape {shape}")
+    return shape[0], shape[1]
 
 
-def _prepare(call: _QuantizeCall) -> Prepared:
-    sizes, dtype = call.sizes, call.dtype
-    QUANTIZE.check_sizes(sizes)
-    if reason := gpu.why_not(QUANTIZE.arch):
-        raise UnavailableError(f'{NAME}: {reason}; pass backend="emulator" with NumPy arrays')
-    config = {**QUANTIZE.config_for(sizes), "IN": DTYPES.index(dtype)}
-    return Prepared(QUANTIZE.name, lambda: (Plan(QUANTIZE, config, sizes),))
+def _sharing(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The first two of these that have memory in common. What is no array has none: the checks have better words."""
+    if len(arrays) < 2:
+        return None
+    try:
+        spans = {name: _span(name, array) for name, array in arrays.items()}
+    except ArgumentError:
+        return None
+    for a, b in combinations(spans, 2):
+        if spans[a][0] < spans[b][1] and spans[b][0] < spans[a][1]:
+            return a, b
+    return None
 
 
-def _on_host(call: _QuantizeCall) -> Results:
-    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
-    sizes = call.sizes
-    x, *results = (operand for operand in call.operands)
-    values = gpu.as_array(x.label, x.array)
-    require_on_host(x.label, x.array, values.dtype.name, x.shape)
-    QUANTIZE.check_sizes(sizes)
-    if not call.is_empty:
-        quant.token_scales(reference.from_bfloat16_bits(values) if values.dtype == np.uint16 else values)
-    out = {}
-    for operand in results:
-        if operand.array is not None:
-            require_on_host(*operand[1:5], written=True)
-            out[operand.name] = operand.array
-    if out:
-        out["x_q"] = out["x_q"].reshape(QUANTIZE.arg("x_q").resolve(sizes))  # contiguous, so the same memory
-    source = of_kernel(QUANTIZE.name)[0]
-    made = run_spec(QUANTIZE, source, {"x": x.array}, sizes=sizes, out=out, backend=call.backend).outputs
-    return {operand.name: made[operand.name].reshape(operand.shape) for operand in results}
+def _span(name: str, array: Any) -> tuple[int, int]:
+    """Where a contiguous array begins and ends."""
+    if gpu.is_device_array(array):
+        address, shape, dtype, *_ = gpu.view(name, array)
+        return address, address + prod(shape) * storage(dtype).itemsize
+    shared = gpu.as_array(name, array)
+    return shared.ctypes.data, shared.ctypes.data + shared.nbytes
 
 
-_QUANTIZE = Operation(NAME, _prepare, _on_host)
+def _look(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+    quant.token_scales(numbers["x"])
+
+
+def _look_at_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+    for name in ("x", "residual", "gamma"):
+        if name in numbers:
+            extremes(f"{_RMSNORM.name}: {name}", numbers[name])
+    v = numbers["x"] + numbers.get("residual", np.float32(0))
+    row_scales(f"{_RMSNORM.name}: y", np.abs(normalized(v, numbers["gamma"], sizes["eps"])).max(axis=1), 127)
+
+
+def _look_at_gated(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
+    extremes(f"{_SILU_MUL.name}: gate_up", numbers["gate_up"])
+    h = reference.gated(numbers["gate_up"], reference.ACTIVATIONS[sizes["activation"]])
+    row_scales(f"{_SILU_MUL.name}: h", np.abs(h).max(axis=1).astype(np.float32), 127)
+
+
+_QUANTIZE = Quantizer("quantize_activations", QUANTIZE, _look)
+_RMSNORM = Quantizer("rmsnorm_quantize", RMSNORM, _look_at_normed)
+_SILU_MUL = Quantizer("silu_mul_quantize", SILU_MUL, _look_at_gated)

@@ -1,0 +1,243 @@
+// What kernels share that quantise a row (a token) to INT8: its floats in chunks of 16, a thread each; numbers that all
+// warps of the row find together, be they of one block or of a cluster's; IEEE quotients; and the orders that GEMMs
+// read (notebooks/guide/kernels_quantize.md).
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cluster.cuh"
+#include "pack.cuh"
+#include "reciprocal.cuh"
+
+namespace ptxlab {
+
+// --- 16 successive floats --------------------------------------------------------------------------------------------
+
+// As they are stored: f16, bf16 or f32 (KIND 0, 1, 2).
+template <int KIND>
+struct Chunk {
+    static constexpr int VECTORS = KIND == 2 ? 4 : 2;  // of 16 bytes
+    uint4 v[VECTORS];
+
+    __device__ __forceinline__ float operator[](int i) const {
+        const unsigned* words = reinterpret_cast<const unsigned*>(v);
+        if (KIND == 2) return __uint_as_float(words[i]);
+        const unsigned half = words[i / 2] >> (i % 2 * 16);
+        return KIND == 1 ? __uint_as_float(half << 16)
+                         : __half2float(__ushort_as_half(static_cast<unsigned short>(half)));
+    }
+};
+
+template <int KIND>
+__device__ __forceinline__ Chunk<KIND> load_chunk(const uint4* row, int chunk, bool inside) {
+    Chunk<KIND> c = {};
+    const uint4* from = row + chunk * c.VECTORS;
+    if (inside) {
+#pragma unroll
+        for (int i = 0; i < c.VECTORS; ++i) c.v[i] = from[i];
+    }
+    return c;
+}
+
+template <int KIND>
+__device__ __forceinline__ void store_chunk(uint4* row, int chunk, const Chunk<KIND>& c) {
+    uint4* to = row + chunk * c.VECTORS;
+#pragma unroll
+    for (int i = 0; i < c.VECTORS; ++i) to[i] = c.v[i];
+}
+
+// In registers.
+struct Floats {
+    float v[16];
+
+    __device__ __forceinline__ float operator[](int i) const { return v[i]; }
+};
+
+// --- one number from all warps of a row ------------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned warp_max(unsigned value) { return __reduce_max_sync(0xffffffffu, value); }
+__device__ __forceinline__ int warp_sum(int value) { return __reduce_add_sync(0xffffffffu, value); }
+
+// In a fixed order: two runs give the same bits.
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) value += __shfl_xor_sync(0xffffffffu, value, mask);
+    return value;
+}
+
+// NUMBERS from each warp of a row, in shared memory: a row has BLOCKS blocks, a cluster if more than one, of WIDTH
+// threads. To another block they go by st.async, which a barrier of that block counts: unlike a barrier of the cluster
+// it has no stores to global memory waited for.
+template <int BLOCKS, int WIDTH, int NUMBERS>
+struct Exchange {
+    static constexpr int WARPS = BLOCKS * WIDTH / 32;
+    unsigned said[NUMBERS][WARPS];  // in the order of blocks and warps
+    u64 barrier;
+
+    __device__ __forceinline__ void open() {
+        mbarrier_init(&barrier, 1);
+        mbarrier_arrive_expect(&barrier, sizeof(said));
+    }
+
+    // By all warps: to all blocks, or to the first `listeners`, each of which waits before it ends.
+    __device__ __forceinline__ void say(int which, unsigned number, int listeners = BLOCKS) {
+        const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        if constexpr (BLOCKS == 1) {
+            if (lane == 0) said[which][warp] = number;
+        } else if (lane < listeners) {
+            const unsigned* place = said[which] + cluster_rank() * (WIDTH / 32) + warp;
+            store_async(address_in_block(place, lane), number, address_in_block(&barrier, lane));
+        }
+    }
+
+    __device__ __forceinline__ void wait() {
+        if constexpr (BLOCKS == 1) __syncthreads();
+        else mbarrier_wait(&barrier, 0);
+    }
+
+    // For a whole warp.
+    __device__ __forceinline__ unsigned max_of(int which) const {
+        unsigned most = 0;
+        each(which, [&](unsigned number) { most = max(most, number); });
+        return warp_max(most);
+    }
+    __device__ __forceinline__ int sum_of(int which) const {
+        int sum = 0;
+        each(which, [&](unsigned number) { sum += int(number); });
+        return warp_sum(sum);
+    }
+    __device__ __forceinline__ float float_sum_of(int which) const {
+        float sum = 0;
+        each(which, [&](unsigned number) { sum += __uint_as_float(number); });
+        return warp_sum(sum);
+    }
+
+private:
+    template <typename Function>
+    __device__ __forceinline__ void each(int which, const Function& take) const {
+#pragma unroll
+        for (int i = 0; i < WARPS; i += 32)
+            if (i + threadIdx.x % 32 < WARPS) take(said[which][i + threadIdx.x % 32]);
+    }
+};
+
+// Before anything is said: every block says that it can hear, and waits for the others to before it speaks.
+template <int BLOCKS, typename First, typename Second>
+__device__ __forceinline__ void open(First& first, Second& second) {
+    if (BLOCKS == 1) return;
+    if (threadIdx.x == 0) {
+        first.open();
+        second.open();
+        fence_mbarrier_init();
+    }
+    cluster_arrive();
+}
+template <int BLOCKS>
+__device__ __forceinline__ void wait_for_open() {
+    if (BLOCKS > 1) cluster_wait();
+}
+
+// --- to INT8 ---------------------------------------------------------------------------------------------------------
+
+// As bits, magnitudes are ordered like numbers, and infinity and NaN lie above them all.
+template <typename Values>
+__device__ __forceinline__ unsigned magnitude(const Values& x) {
+    float most = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) most = max_nan(most, fabsf(x[i]));
+    return __float_as_uint(most);
+}
+
+// The scale of a row with this largest magnitude: 1 where it would be no normal f32.
+__device__ __forceinline__ float scale_of(float extent) {
+    const float quotient = __fdiv_rn(extent, 127.0f);
+    return quotient < 0x1p-126f ? 1.0f : quotient;
+}
+
+// What keeps the remainders of a row of small numbers from underflowing when they are divided by its scale.
+__device__ __forceinline__ float lift_of(float scale) { return scale < 0x1p-64f ? 0x1p64f : 1.0f; }
+
+// x / scale as IEEE rounds it, for a scale of 2^-64 or more, with one reciprocal for the whole row: the second
+// correction starts within one unit in the last place, where the remainder is exact (Markstein).
+struct Divider {
+    float scale, reciprocal;
+
+    __device__ __forceinline__ explicit Divider(float s) : scale(s), reciprocal(ptxlab::reciprocal(s)) {}
+
+    __device__ __forceinline__ float operator()(float x) const {
+        float q = x * reciprocal;
+        q = fmaf(fmaf(-scale, q, x), reciprocal, q);
+        return fmaf(fmaf(-scale, q, x), reciprocal, q);
+    }
+};
+
+// The 16 quantised values of a chunk, lifted as the scale is. 1.5 * 2^23 leaves no bits behind the point: the low byte is the rounded quotient.
+template <typename Values>
+__device__ __forceinline__ uint4 quantized(const Values& x, const Divider& divide, float lift = 1) {
+    unsigned words[4];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        int q[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) q[i] = __float_as_int(divide(x[4 * w + i] * lift) + SHIFT);
+        words[w] = bytes_of<0>(q);
+    }
+    return {words[0], words[1], words[2], words[3]};
+}
+
+// The same of floats in registers, by the row's scale.
+__device__ __forceinline__ uint4 quantized(Floats& x, float scale) {
+    const float lift = lift_of(scale);
+    if (lift != 1) {
+#pragma unroll
+        for (int i = 0; i < 16; ++i) x.v[i] *= lift;
+    }
+    return quantized(x, Divider(scale * lift));
+}
+
+__device__ __forceinline__ int sum_of_bytes(const uint4& q, int sum) {
+    sum = __dp4a(int(q.x), 0x01010101, __dp4a(int(q.y), 0x01010101, sum));
+    return __dp4a(int(q.z), 0x01010101, __dp4a(int(q.w), 0x01010101, sum));
+}
+
+// --- to its place ----------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void exchange(unsigned& a, unsigned& b, int mask) {
+    const bool upper = threadIdx.x & mask;
+    const unsigned other = __shfl_xor_sync(0xffffffffu, upper ? a : b, mask);
+    (upper ? a : b) = other;
+}
+
+// Word j of lane i of a quad becomes word i of lane j.
+__device__ __forceinline__ void transpose_in_quad(uint4& w) {
+    exchange(w.x, w.y, 1);
+    exchange(w.z, w.w, 1);
+    exchange(w.x, w.z, 2);
+    exchange(w.y, w.w, 2);
+}
+
+// The orders: row-major, fragments, swizzled tiles of `rows` tokens (ORDER 0, 1, 2), padded to whole tiles.
+template <int ORDER>
+struct Order {
+    static constexpr int SPAN = ORDER == 2 ? 128 : ORDER == 1 ? 64 : 32;  // channels of a tile
+    int chunks, tokens, rows;                                             // of a token; with the padding; of a tile
+
+    __device__ __forceinline__ Order(int K, int tokens, int rows)
+        : chunks((K + SPAN - 1) / SPAN * (SPAN / 16)), tokens(tokens), rows(rows) {}
+
+    // Where a chunk of token m goes, in 16-byte units.
+    __device__ __forceinline__ size_t place(int m, int chunk) const {
+        if (ORDER == 1) return (size_t(chunk / 4) * (tokens / 8) + m / 8) * 32 + m % 8 * 4 + chunk % 4;
+        if (ORDER == 2)
+            return (size_t(m / rows * (chunks / 8) + chunk / 8) * rows + m % rows) * 8 + (chunk % 8 ^ (m % rows & 7));
+        return size_t(m) * chunks + chunk;
+    }
+
+    // Thread t of a warp has the chunk 32 n + t of some n; all lanes call, whether they have one to store or not.
+    __device__ __forceinline__ void store(uint4* x_q, int m, int chunk, uint4 q) const {
+        if (ORDER == 1) transpose_in_quad(q);
+        if (chunk < chunks) x_q[place(m, chunk)] = q;
+    }
+};
+
+}  // namespace ptxlab

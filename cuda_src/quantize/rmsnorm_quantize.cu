@@ -1,0 +1,120 @@
+// rmsnorm_quantize: residual add, RMSNorm and INT8 with the token sum in one pass over a row (QServe Fig. 11).
+//
+// Contract   v = x, or with RESIDUAL v = residual = round(x + residual); y = v gamma / sqrt(mean(v^2) + eps) in f32;
+//            then `quantize_activations_s8` of y, that is not rounded before. With NORMED y also as IN has it. Every
+//            operation is IEEE's and in an order that the width alone decides: the same bits for a row in any batch,
+//            and the same as `kernels.quantize.rmsnorm.normalized`. A row whose squares add up to no number gets a
+//            scale that is none. x, residual, gamma f16 or bf16 (IN 0, 1); K a multiple of 32, 32768 at most.
+// Shows      a row stays in registers; one exchange for sum and maximum, as max |v gamma| / rms = max |y|; a row of
+//            more than 512 threads is a cluster's (CLUSTER blocks), which meet in shared memory; gamma is read ahead of
+//            the wait for the kernel before.
+// Guide      notebooks/guide/kernels_quantize.md: the order of the sum, tile, constants
+// PTX ISA    9.7.3 fma; 9.7.9 shfl.sync, mapa, st.shared::cluster; 9.7.13.3 barrier.cluster; 9.7.13.13 griddepcontrol.
+#include "griddep.cuh"
+#include "output.cuh"
+#include "quantize_row.cuh"
+
+#ifndef IN
+#define IN 0
+#define LAYOUT 0
+#define RESIDUAL 0
+#define NORMED 0
+#define THREADS 256
+#define CLUSTER 1
+#endif
+
+namespace {
+
+using Chunk = ptxlab::Chunk<IN>;
+
+// Of two floats each, rounded once.
+__device__ __forceinline__ unsigned added(unsigned a, unsigned b) {
+    if constexpr (IN == 1) {
+        const __nv_bfloat162 sum = __hadd2(reinterpret_cast<__nv_bfloat162&>(a), reinterpret_cast<__nv_bfloat162&>(b));
+        return reinterpret_cast<const unsigned&>(sum);
+    } else {
+        const __half2 sum = __hadd2(reinterpret_cast<__half2&>(a), reinterpret_cast<__half2&>(b));
+        return reinterpret_cast<const unsigned&>(sum);
+    }
+}
+
+__device__ __forceinline__ Chunk added(const Chunk& a, const Chunk& b) {
+    Chunk sum;
+#pragma unroll
+    for (int i = 0; i < Chunk::VECTORS; ++i)
+        sum.v[i] = make_uint4(added(a.v[i].x, b.v[i].x), added(a.v[i].y, b.v[i].y), added(a.v[i].z, b.v[i].z),
+                              added(a.v[i].w, b.v[i].w));
+    return sum;
+}
+
+__device__ __forceinline__ Chunk rounded(const ptxlab::Floats& y) {
+    Chunk c;
+    unsigned* words = reinterpret_cast<unsigned*>(c.v);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = ptxlab::rounded_pair<IN>(y[2 * i], y[2 * i + 1]);
+    return c;
+}
+
+}  // namespace
+
+// No input is __restrict__: ptxas moves read-only loads across griddepcontrol.wait, those of x ahead of it and those of
+// gamma, which no kernel before writes and which are to come early, behind it.
+extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
+    const uint4* x,                       // [M, K], by IN
+    uint4* residual,                      // likewise, updated in place; read if RESIDUAL
+    const uint4* gamma,                   // [K], by IN
+    uint4* normed,                        // [M, K], by IN; written if NORMED
+    uint4* x_q,                           // s8  [M, K], by LAYOUT
+    float* scale,                         // f32 [M]
+    int* token_sum,                       // s32 [M]
+    int M, int K, int rows, float eps) {  // rows: tokens of a tile
+    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 2> found;
+    __shared__ ptxlab::Exchange<CLUSTER, THREADS, 1> total;
+    ptxlab::launch_dependents();
+    ptxlab::open<CLUSTER>(found, total);
+    const ptxlab::Order<LAYOUT> order(K, gridDim.x / CLUSTER, rows);
+    const int m = blockIdx.x / CLUSTER, chunk = blockIdx.x % CLUSTER * THREADS + threadIdx.x;
+    const bool within = chunk < K / 16, inside = within && m < M;
+    const size_t row = size_t(m) * (K / 16) * Chunk::VECTORS;
+    const Chunk weight = ptxlab::load_chunk<IN>(gamma, chunk, within);
+    const float share = ptxlab::reciprocal(float(K));
+    ptxlab::wait_for_predecessors();
+
+    Chunk v = ptxlab::load_chunk<IN>(x + row, chunk, inside);
+    if (RESIDUAL) {
+        v = added(v, ptxlab::load_chunk<IN>(residual + row, chunk, inside));
+        if (inside) ptxlab::store_chunk(residual + row, chunk, v);
+    }
+    ptxlab::Floats y;
+    float square = 0;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        const float each = v[i];
+        square = fmaf(each, each, square);
+        y.v[i] = __fmul_rn(each, weight[i]);
+    }
+    square = ptxlab::warp_sum(square);
+    const unsigned most = ptxlab::warp_max(ptxlab::magnitude(y));
+    ptxlab::wait_for_open<CLUSTER>();
+    found.say(0, most);
+    found.say(1, __float_as_uint(square));
+    found.wait();
+
+    const float mean = __fmul_rn(found.float_sum_of(1), share);
+    const float factor = ptxlab::reciprocal(__fsqrt_rn(__fadd_rn(mean, eps)));  // NaN for an infinite mean
+    const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)) * factor);
+#pragma unroll
+    for (int i = 0; i < 16; ++i) y.v[i] *= factor;
+    if (NORMED && inside) ptxlab::store_chunk(normed + row, chunk, rounded(y));
+    const uint4 q = ptxlab::quantized(y, s);
+    order.store(x_q, m, chunk, q);
+
+    total.say(0, ptxlab::warp_sum(ptxlab::sum_of_bytes(q, 0)), 1);
+    if (blockIdx.x % CLUSTER) return;
+    total.wait();
+    const int sum = total.sum_of(0);
+    if (threadIdx.x == 0 && m < M) {
+        scale[m] = s;
+        token_sum[m] = sum;
+    }
+}

@@ -1,0 +1,83 @@
+"""`silu_mul_quantize`: the gate of an FFN and INT8, of a row that is read once."""
+
+import numpy as np
+
+from ptxlab import reference
+from ptxlab.kernels.quantize.specs import (
+    DTYPES,
+    FUSED_RULES,
+    PACKED,
+    activations,
+    layout_of,
+    packed,
+    row_geometry,
+    row_launch,
+    sizes_rows,
+    values,
+)
+from ptxlab.quant import QuantizedActivations
+from ptxlab.reference.attention import F64
+from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes
+from ptxlab.spec.dtypes import ByVariant
+
+
+def _choose(sizes: Sizes) -> dict[str, int]:
+    order = {"IN": 0, **layout_of(sizes), "ACTIVATION": int(sizes["activation"])}
+    return order | row_geometry(int(sizes["K"]))
+
+
+def _example(rng: np.random.Generator, *, M: int, K: int, rows: int, span: int, activation: int) -> Arrays:
+    gate_up = activations(rng, M, 2 * K)
+    return {"gate_up": gate_up, "rows": rows, "span": span, "activation": activation}
+
+
+def gated_and_quantized(
+    gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 0
+) -> tuple[np.ndarray, ...]:
+    """The reference, in f64, of gate_up f32 [M, 2 K] as IN stores it: x_q, scale, token_sum."""
+    quotient, scale, _ = _quotients(gate_up, activation, IN)
+    q = np.rint(quotient)
+    return packed(QuantizedActivations(q.astype(np.int8), scale, q.sum(axis=1)), rows, span)
+
+
+def error(gate_up: np.ndarray, rows: int, span: int, activation: int, IN: int = 0) -> tuple[np.ndarray, ...]:
+    """How far results may be off: x_q one step where the quotient is as near to a tie as its own error, else not."""
+    quotient, scale, relative = _quotients(gate_up, activation, IN)
+    of_scale = (np.abs(quotient) * relative).max(axis=1) / 127 + 2.0**-23
+    off = np.abs(quotient) * (relative + of_scale[:, None] + 2.0**-23) + 2.0**-100
+    near_tie = np.abs(np.abs(quotient) % 1 - 0.5) <= off
+    allowed = QuantizedActivations(near_tie.astype(np.int8), scale * of_scale, near_tie.sum(axis=1))
+    return packed(allowed, rows, span)
+
+
+def _quotients(gate_up: np.ndarray, activation: int, IN: int) -> tuple[F64, F64, F64]:
+    """h / scale [M, K], scale [M], and the relative error [M, K] that h may have (the kernel's header), all f64."""
+    name, x = reference.ACTIVATIONS[activation], values(gate_up, IN)
+    h = reference.gated(x, name)
+    extent = np.abs(h).max(axis=1)
+    scale = np.where(extent < 127 * 2.0**-126, 1.0, extent / 127)
+    turns = reference.exponent(x[:, : h.shape[1]].astype(np.float64), name)
+    relative = 2.0**-21 + 2.0**-22 * np.maximum(turns, 0)
+    return h / scale[:, None], scale, relative
+
+
+SILU_MUL = KernelSpec(
+    name="silu_mul_quantize",
+    summary="SiLU or GELU of the gate times up, and per-token INT8 with token sums in one pass (QServe Fig. 11)",
+    args=(Arg("gate_up", ByVariant("IN", DTYPES[:2]), ("M", "2*K")), *PACKED),
+    launch=row_launch,
+    choose=_choose,
+    rules=(*FUSED_RULES, "activation in (0, 1)"),
+    example=_example,
+    pack=lambda logical: {"gate_up": logical["gate_up"]},
+    reference=gated_and_quantized,
+    arch="sm_90",
+    bound=error,
+    tolerance_reason="exp and reciprocal are approximate: h has a relative error of 2^-21 and 2^-22 per unit of a "
+    "positive exponent, which may change x_q by one step near a tie alone",
+    example_sizes=sizes_rows(
+        "M K rows span activation",
+        *("1 32 1 32 0", "3 512 1 32 1", "2 8224 1 32 0", "3 96 8 64 0", "5 160 16 128 1", "2 16512 8 128 0"),
+    ),
+    after_wait=("gate_up",),
+)

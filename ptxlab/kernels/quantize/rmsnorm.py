@@ -1,0 +1,134 @@
+"""`rmsnorm_quantize`: residual add, RMSNorm and INT8 of a row that is read once."""
+
+import numpy as np
+
+from ptxlab import quant
+from ptxlab.kernels.quantize.specs import (
+    DTYPES,
+    FUSED_RULES,
+    PACKED,
+    activations,
+    layout_of,
+    packed,
+    row_geometry,
+    row_launch,
+    sizes_rows,
+    values,
+)
+from ptxlab.reference.packed import F32
+from ptxlab.spec import Arg, Arrays, KernelSpec, Sizes
+from ptxlab.spec.dtypes import ByVariant, stored
+
+_FLOAT = ByVariant("IN", DTYPES[:2])
+
+
+def normalized(v: F32, gamma: F32, eps: float) -> F32:
+    """v · gamma / sqrt(mean(v²) + eps) of every row of v f32 [M, K], each operation in the kernel's order: its bits.
+
+    v and gamma f32 [K] are what f16 or bf16 hold: products of two are exact then, but for those of bf16 below 2^-126.
+    A thread adds its 16 squares one after the other, a warp by halves; words of warps likewise, 32 apart at first.
+    """
+    share = np.float32(1) / np.float32(v.shape[1])
+    factor = np.float32(1) / np.sqrt(_squares(v) * share + np.float32(eps))
+    y: F32 = (v * gamma) * factor[:, None]
+    return y
+
+
+def _squares(v: F32) -> F32:
+    """The sum of the squares of every row of v f32 [M, K], f32 [M]."""
+    (M, K), geometry = v.shape, row_geometry(v.shape[1])
+    threads = geometry["THREADS"] * geometry["CLUSTER"]
+    squares = np.zeros((M, 16 * threads), np.float32)
+    squares[:, :K] = v * v
+    of_threads = _in_turn(squares.reshape(M, threads, 16), axis=2)
+    of_warps = _by_halves(of_threads.reshape(M, threads // 32, 32))
+    words = np.zeros((M, -(-threads // 1024), 32), np.float32)
+    words.reshape(M, -1)[:, : threads // 32] = of_warps
+    return _by_halves(_in_turn(words, axis=1))
+
+
+def _in_turn(x: F32, axis: int) -> F32:
+    """The sum along an axis, from its first element on."""
+    total: F32 = np.zeros_like(x.take(0, axis))
+    for i in range(x.shape[axis]):
+        total = total + x.take(i, axis)
+    return total
+
+
+def _by_halves(x: F32) -> F32:
+    """The sum along the last axis of 32: as lanes add by shuffles, the upper half to the lower one, and so on."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def _choose(sizes: Sizes) -> dict[str, int]:
+    order = {"IN": 0, **layout_of(sizes), "RESIDUAL": int(sizes["added"]), "NORMED": int(sizes["kept"])}
+    return order | row_geometry(int(sizes["K"]))
+
+
+def _example(
+    rng: np.random.Generator, *, M: int, K: int, rows: int, span: int, added: int, kept: int, eps: float
+) -> Arrays:
+    """Activations with outlier channels, and a token of zeros, also where a residual is added."""
+    residual = activations(rng, M, K)[: added * M]
+    gamma = rng.uniform(0.5, 2, K).astype(np.float32)
+    return {
+        "x": activations(rng, M, K),
+        "residual": residual,
+        "gamma": gamma,
+        "eps": eps,
+        "rows": rows,
+        "span": span,
+        "kept": kept,
+    }
+
+
+def normed_and_quantized(
+    x: F32, residual: F32, gamma: F32, eps: float, rows: int, span: int, kept: int, IN: int = 0
+) -> tuple[np.ndarray, ...]:
+    """The reference of f32 [M, K] as IN stores them: residual and y as IN stores them, or nothing, then x_q, scale and
+    token_sum of y."""
+    v, gamma, dtype = values(x, IN).astype(np.float32), values(gamma, IN).astype(np.float32), DTYPES[IN]
+    if len(residual):
+        v = v + values(residual, IN)
+        residual = stored(v, dtype)
+        v = values(v, IN).astype(np.float32)
+    y = normalized(v, gamma, eps)
+    quantized = packed(quant.quantize_activations(y), rows, span)
+    return stored(residual[: len(residual)], dtype), stored(y[: kept * len(y)], dtype), *quantized
+
+
+def _sizes() -> tuple[dict[str, float], ...]:
+    """Every order and choice, and rows of one thread, one warp, a block and clusters of 2 and 4."""
+    rows = sizes_rows(
+        "M K rows span added kept",
+        *("1 32 1 32 0 0", "3 512 1 32 1 1", "2 8224 1 32 1 0", "3 96 8 64 1 1", "9 1088 8 64 0 1"),
+        *("5 160 16 128 1 0", "2 16512 8 128 1 1"),
+    )
+    return tuple({**row, "eps": 1e-5} for row in rows)
+
+
+RMSNORM = KernelSpec(
+    name="rmsnorm_quantize",
+    summary="residual add, RMSNorm and per-token INT8 with token sums in one pass over a row (QServe Fig. 11)",
+    args=(
+        Arg("x", _FLOAT, ("M", "K")),
+        Arg("residual", _FLOAT, ("added*M", "K"), "inout"),
+        Arg("gamma", _FLOAT, ("K",)),
+        Arg("normed", _FLOAT, ("kept*M", "K"), "out"),
+        *PACKED,
+        Arg("eps", "float32", role="scalar"),
+    ),
+    launch=row_launch,
+    choose=_choose,
+    rules=(*FUSED_RULES, "added in (0, 1)", "kept in (0, 1)", "1e-30 <= eps <= 1"),
+    example=_example,
+    pack=lambda logical: {name: logical[name] for name in ("x", "residual", "gamma")},
+    reference=normed_and_quantized,
+    arch="sm_90",
+    tolerance_reason="every operation is IEEE's, and the reference adds in the kernel's order",
+    example_sizes=_sizes(),
+    after_wait=("x", "residual"),
+)
