@@ -140,11 +140,11 @@ def test_a_mix_that_is_wired_wrongly_is_found(on_cpu: pytest.MonkeyPatch) -> Non
 def test_what_a_gemm_is_given(how: str, on_cpu: pytest.MonkeyPatch) -> None:
     import torch
 
-    y = torch.randn(5, 64) * torch.tensor([[0.01], [1.0], [3.0], [0.5], [2.0]])
+    y = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.01], [1.0], [3.0], [0.5], [2.0]])
     q, scale = peers_layer.quantised(y, how, torch.float16)
     known = peers_layer.STATIC if how == "fp8_static" else 1.0
     back = q.float() * (known if scale is None else scale)
-    assert float((back - y).abs().max(1).values.div(y.abs().max(1).values).max()) < 0.04
+    assert float((back - y).abs().max(1).values.div(y.abs().max(1).values).max()) < 1 / 16  # FP8 has three bits behind the first
     if how == "int8":
         assert q.dtype == torch.int8 and (q.abs().amax(1) == 127).all()
 
@@ -196,7 +196,7 @@ def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch
 
     names, marked = [], []
     dynamo = SimpleNamespace(maybe_mark_dynamic=lambda tensor, axis: marked.append((len(tensor), axis)))
-    monkeypatch.setattr(torch, "_dynamo", dynamo)
+    monkeypatch.setitem(vars(torch), "_dynamo", dynamo)
     monkeypatch.setattr(torch, "compile", lambda function: names.append(function.__code__.co_name) or function)
     peers_layer.compiled.cache_clear()
     for M in (8, 1):
