@@ -11,6 +11,7 @@ from ptxlab.bench.gemm.headline import ORDER
 from ptxlab.bench.record import TOLERANCE, Record
 from ptxlab.bench.shapes import ALL_TOKENS, FEW_TOKENS, MOST_FEW
 from report import attention as kv
+from report import layer
 from report.frames import MISSING, fraction, markdown, mean, over, slower
 from report.gemm import at, chains, dequantising, eight_bit, experts, points, reordering, untuned_points
 from report.ladder import QSERVE
@@ -84,6 +85,60 @@ def gemm(record: Record | None) -> list[Target]:
             most=0.05,
         ),
     ]
+
+
+_LAYERS = {  # model -> batch -> of the floor
+    "LLaMA-2-7B": {1: 0.56, 4: 0.58, 16: 0.62, 64: 0.76, 128: 0.80, 256: 0.87},
+    "LLaMA-2-70B": {1: 0.82, 16: 0.80, 64: 0.73, 128: 0.67, 256: 0.77},
+}
+_OTHERS = {1: 0.14, 16: 0.10, 64: 0.05, 128: 0.05, 256: 0.05}  # batch -> most of their share
+_COPIES = ((64e6, math.inf, 0.88), (20e6, 64e6, 0.80), (8e6, 20e6, 0.60))  # bytes, of the copy ceiling
+
+
+def layers(record: Record | None) -> list[Target]:
+    """Of decoder layers beside public mixes, and of the kernels between their GEMMs."""
+    rows, between = layer.points(record), layer.fused(record)
+    both = rows[rows.model.isin(list(_LAYERS))]
+    few = both[both.B <= 64]
+    humming = rows[["over humming g128", "over humming per channel"]].min(axis=1, skipna=False)
+    found = [
+        Target(f"of the floor, {model}, batch {B}", _only(both[(both.model == model) & (both.B == B)].fraction), "{:.2f}", wanted)
+        for model, batches in _LAYERS.items()
+        for B, wanted in batches.items()
+    ]
+    found += [
+        Target(f"others, 7B and 70B, batch {B}", most(both[both.B == B].others_share), "{:.0%}", most=share)
+        for B, share in _OTHERS.items()
+    ]
+    found += [
+        Target("over the FP16 mix, mean", mean(rows["over FP16"]), _TIMES, least=2.8),
+        Target("over the FP8 mix, batch 1 to 64, 7B and 70B, mean", mean(few["over FP8"]), _TIMES, least=1.8),
+        Target("over the FP8 mix, batch 1 to 64, 7B and 70B, each", least(few["over FP8"]), _TIMES, least=1.65),
+        Target("over the FP8 mix, 7B and 70B, every point", least(both["over FP8"]), _TIMES, least=1.3),
+        Target("over humming's mix, mean", mean(humming), _TIMES, least=1.3),
+        Target(
+            "points slower than humming's mix",
+            float((humming < 1).sum()) if humming.notna().any() else math.nan,
+            "{:.0f}",
+            most=0,
+        ),
+    ]
+    for low, high, wanted in _COPIES:
+        those = between[(between.bytes >= low) & (between.bytes < high)] if len(between) else between
+        upto = f"from {low / 1e6:.0f} MB" if high == math.inf else f"of {low / 1e6:.0f} to {high / 1e6:.0f} MB"
+        found.append(Target(f"fused kernels {upto}, of a copy, each", least(those.fraction), "{:.2f}", least=wanted))
+    single = between[(between.M <= 64) & (between.kernel != "rope_append_kv4")]
+    narrow, wide = single[single.width <= 8192], single[single.width == 28672]
+    return [
+        *found,
+        Target("fused kernels, M <= 64, widths to 8192", most(narrow.time_us), "{:.2f} µs", most=2.3),
+        Target("fused kernels, M <= 64, width 28672", most(wide.time_us), "{:.2f} µs", most=3.5),
+        Target("the same in the chain, widths to 8192", most(narrow.chain_us), "{:.2f} µs", most=1.5),
+    ]
+
+
+def _only(values: pd.Series) -> float:
+    return float(values.iloc[0]) if len(values) == 1 else math.nan
 
 
 def table(found: Sequence[Target]) -> str:

@@ -1,0 +1,77 @@
+"""What decoder layers took, as nobody measured it: for the tables, figures and targets made of records of the suite."""
+
+from collections.abc import Iterator
+
+from ptxlab.bench import layer
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.layer import decoder, fused, shapes
+from ptxlab.bench.peers_layer import MIXES, MixTime
+from ptxlab.bench.record import Record, Row
+from ptxlab.bench.timing import Measured
+from ptxlab.model import Config
+from tests.support import made_up
+
+CEILINGS = Ceilings(4.6, 4.2)
+SLOWDOWN = 1.25  # time over the floor, of all layers that are ours
+OVER = {"fp16": 4.0, "fp8_row": 2.2, "fp8_tensor": 2.0, "humming_chn": 1.5, "humming_g128": 1.6}  # mixes over ours
+BITS = 4 + 16 / 128  # of a weight
+OTHERS = ("rmsnorm_quantize 1", "rope_append_kv4 1", "quantize_activations 1", "rmsnorm_quantize 2")
+
+
+def work(config: Config, B: int) -> list[shapes.Work]:
+    found = []
+    for name, (N, K) in config.matrices.items():
+        rows = shapes.rows_of(config, name, B)
+        found.append(shapes.Work(f"gemm {name}", int(N * K * BITS / 8), 2 * rows * N * K))
+    return [*found, shapes.Work("attention", shapes.batch_of(config, B).kv_bytes(), 0)]
+
+
+def point(config: Config, B: int) -> Row:
+    """Every operation alone takes 1.2 times its floor, others 2 µs each."""
+    operations = work(config, B)
+    us = {each.name: 1.2 * each.us(CEILINGS) for each in operations} | dict.fromkeys(OTHERS, 2.0)
+    part = {name: name.split()[0] if name in dict.fromkeys(each.name for each in operations) else "others" for name in us}
+    took = SLOWDOWN * sum(each.us(CEILINGS) for each in operations)
+    names = [name for name in MIXES if not config.experts or name in ("fp16", "fp8_row")]
+    mixes = {f"{name}/sdpa": MixTime(OVER[name] * took, 0.6 * OVER[name] * took, 0.5 * OVER[name] * took) for name in names}
+    peers, more = layer.mixed(config, B, mixes)
+    measured = Measured(took, took, took, 1755.0)
+    alone = decoder.Alone(us, part)
+    return decoder.row_at(config, B, measured, operations, alone, CEILINGS, "nothing: made up", peers, more)
+
+
+def between() -> Iterator[Row]:
+    """The fused kernels: 1.25 times the time of a copy, which takes 1 µs more than its bytes."""
+    for width in fused.WIDTHS:
+        for M in fused.TOKENS:
+            for kernel, axis, each in (("rmsnorm_quantize", "H", 7), ("silu_mul_quantize", "F", 5)):
+                floor = M * width * each / CEILINGS.copy_tbps / 1e6
+                times = {"copy_us": floor + 1, "copy_l2_us": 1.5, "l2_us": 2.0, "chain_us": 1.4}
+                yield made_up.row(
+                    floor,
+                    1.25 * (floor + 1) / floor,
+                    M * width * each,
+                    kernel=kernel,
+                    measure=layer.FUSED,
+                    sizes={"M": M, axis: width},
+                    limit="copy",
+                    peers={"torch_compile": 2 * (floor + 1)},
+                    more=times,
+                )
+
+
+def spans() -> Iterator[Row]:
+    """A layer of five launches, of which the third begins 0.5 µs before the second has ended."""
+    for name, B in layer.DRAWN:
+        launches = [("norm", 0.0, 2.0), ("gemm", 2.5, 12.0), ("rope", 11.5, 13.0), ("attention", 13.5, 20.0)]
+        names = ("rmsnorm_quantize 1", "gemm_w4a8 1", "rope_append_kv4 1", "attention_kv4 1")
+        again = [(kernel, begin + 21, end + 21) for kernel, begin, end in launches]
+        yield from layer.spans_of(Config.named(name), B, [*launches, *again], names, 20.5)
+
+
+def record() -> Record:
+    rows = [point(config, B) for config in layer.CONFIGS for B in layer.BATCHES]
+    device = {"name": "NVIDIA H200", "slug": "h200"}
+    ceilings = CEILINGS.to_json()
+    every = (*between(), *rows, *spans())
+    return Record("layer", device, {}, ceilings, every, commit="0123456789abcdef", date="2026-11-23T00:00:00")
