@@ -163,38 +163,42 @@ def timeline_table(record: Record | None) -> str:
 
 
 def breakdown_figure(rows: pd.DataFrame) -> Figure:
-    """Stacked bars by batch: every operation alone, ours beside the fastest FP8 mix; a panel per model."""
-    figure = Figure(figsize=(12, 4.6), layout="constrained")
-    panels = figure.subplots(1, len(DRAWN))
+    """Stacked bars by batch: every operation alone, ours beside the fastest FP8 mix, whose time is 1."""
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    panels = figure.subplots(1, len(DRAWN), sharey=True)
     for axes, model in zip(panels, DRAWN, strict=True):
         here = rows[rows.model == model].set_index("B").reindex(BATCHES)
         _bars(axes, here)
         title(axes, f"{model}: {mean(here[f'over {BESIDE}']):.2f}x the {BESIDE} mix in the mean", size=10)
-        axes.set_ylabel("µs per layer")
+    panels[0].set_ylabel(f"time, of the {BESIDE} mix's")
     speed = mean(rows[rows.model.isin(DRAWN)][f"over {BESIDE}"])
-    finding = f"A decoder layer takes 1/{speed:.2f} of the time of the fastest {BESIDE} mix (geometric mean)"
+    finding = f"A decoder layer is {speed:.2f}x as fast as the fastest {BESIDE} mix (geometric mean)"
     figure.suptitle(finding, x=0.01, ha="left", weight="bold", fontsize=11)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False)
     return figure
 
 
 def _bars(axes: Axes, rows: pd.DataFrame) -> None:
-    places, width = np.arange(len(rows)), 0.38
-    for side, whose in ((-1, "ptxlab"), (1, BESIDE)):
+    places, one = np.arange(len(rows)), rows.time_us * rows[f"over {BESIDE}"]
+    for side, whose, hatch in ((-0.2, "ptxlab", None), (0.2, f"{BESIDE} mix", "///")):
         below = np.zeros(len(rows))
         for part, colour in PARTS.items():
-            heights = np.array([_part(row, part, "" if side < 0 else row[BESIDE]) for _, row in rows.iterrows()])
-            hatch = None if side < 0 else "///"
-            label = part if side < 0 else None
-            axes.bar(places + side * 0.2, heights, width, below, color=colour, hatch=hatch, edgecolor="white", label=label)
-            below = below + np.nan_to_num(heights)
-        axes.bar(places[:1], [0], width, color=PALE, hatch=None if side < 0 else "///", edgecolor=GREY, label=whose)
-    axes.plot(places - 0.2, rows.time_us, "_", color="black", markersize=18, label="layer as one graph")
-    axes.plot(places - 0.2, rows.floor_us, "_", color=GREY, markersize=18, markeredgewidth=2, label="floor")
+            us = [_part(row, part, "" if side < 0 else row[BESIDE]) for _, row in rows.iterrows()]
+            heights = np.nan_to_num(np.array(us) / one.to_numpy(dtype=float))
+            axes.bar(places + side, heights, 0.38, below, color=colour, hatch=hatch, edgecolor="white")
+            below = below + heights
+        axes.bar([0], [0], color=PALE, hatch=hatch, edgecolor=GREY, label=whose)
+    for part, colour in PARTS.items():
+        axes.bar([0], [0], color=colour, label=part)
+    marks = {"linestyle": "", "marker": "_", "markersize": 18}
+    axes.plot(places - 0.2, rows.time_us / one, color="black", label="as one graph", **marks)
+    axes.plot(places - 0.2, rows.floor_us / one, color=GREY, markeredgewidth=2.5, label="floor", **marks)
+    for place, (us, speed) in enumerate(zip(rows.time_us, rows[f"over {BESIDE}"], strict=True)):
+        if not math.isnan(us * speed):
+            axes.text(place, 1.14, f"{us:.{1 if us < 100 else 0}f} µs", ha="center", fontsize=8)
     axes.set_xticks(places, [str(batch) for batch in rows.index])
-    axes.set_xlabel("sequences in the batch")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("sequences in the batch; above, the time of our layer")
+    axes.set_ylim(0, 1.25)
     bare(axes)
 
 

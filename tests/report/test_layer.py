@@ -106,9 +106,10 @@ def test_the_pictures_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(layer, "recorded", lambda: RECORD)
     figure = figures.picture("layer_breakdown")
     first, row = figure.axes[0], POINTS.iloc[0]
-    assert first.containers[0][0].get_height() == pytest.approx(row.gemm_us)
-    beside = first.containers[4][0].get_height()
-    assert beside == pytest.approx(row.more[f"{row['FP8']} gemm_us"])
+    one = row.peers[row["FP8"]]
+    assert first.containers[0][0].get_height() == pytest.approx(row.gemm_us / one)
+    parts = [sum(bars[place].get_height() for bars in first.containers[4:7]) for place in range(6)]
+    assert parts == pytest.approx([1.0] * 6), "the mix, whose parts are stacked, is 1 everywhere"
     assert f"{frames.mean(POINTS[POINTS.model == 'LLaMA-2-7B']['over FP8']):.2f}x the FP8 mix" in first.get_title("left")
     assert len(figures.picture("layer_timeline").axes[0].patches) == 4
 
