@@ -7,12 +7,10 @@ together exceed the L2.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib.util import find_spec
-from multiprocessing import get_context
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -53,7 +51,6 @@ MIXES = {
     "humming_g128": Format("float16", "int8", 0.5, 0.8),
 }
 OF_EXPERTS = ("fp16", "fp8_row")  # mixes that PyTorch has grouped GEMMs for
-_WORKERS = 12
 
 
 class MixTime(NamedTuple):
@@ -261,14 +258,23 @@ class _Attention:
     def __init__(self, config: Config, B: int, copies: int, dtype: Any) -> None:
         import torch
 
-        self.config, self.B, self.dtype = config, B, str(dtype)
+        self.config, self.B, self.dtype = config, B, dtype
         generator = torch.Generator(peers._DEVICE).manual_seed(B)
         size = (B, config.kv_heads, LENGTH, HEAD_DIM)
         first = [torch.randn(size, dtype=torch.float16, device=peers._DEVICE, generator=generator) for _ in range(2)]
         self.caches = [self.stored(*(x.to(dtype) for x in first), fresh=i > 0) for i in range(copies)]
         self.tables = _tables()
         self.positions = torch.full((B,), LENGTH - 1, device=peers._DEVICE)
-        self.attend = self.fastest(dtype)
+
+    def attend(self, q: Any, place: int) -> Any:
+        """Attention of a layer, [B, Hq·D]."""
+        return self.call(q, place)
+
+    @cached_property
+    def call(self) -> Callable[[Any, int], Any]:
+        """What attends, chosen and checked when it is first needed."""
+        q = self.caches[0][0].new_empty((self.B, self.config.heads, HEAD_DIM), dtype=self.dtype).normal_()
+        return self.fastest(q)
 
     def stored(self, keys: Any, values: Any, fresh: bool) -> tuple[Any, Any]:
         """A layer's cache of these; a copy where it must be."""
@@ -276,14 +282,11 @@ class _Attention:
 
     def append(self, qkv: Any, place: int) -> Any:
         """Write the new tokens of a layer; q [B, Hq, D]."""
-        put = compiled(append, self.dtype, self.config.heads, self.config.kv_heads)
+        put = compiled(append, str(self.dtype), self.config.heads, self.config.kv_heads)
         return put(qkv, self.tables, self.positions, *self.caches[place], self.config.kv_heads)
 
-    def fastest(self, dtype: Any) -> Callable[[Any, int], Any]:
+    def fastest(self, q: Any) -> Callable[[Any, int], Any]:
         """Of those that run here."""
-        import torch
-
-        q = torch.randn((self.B, self.config.heads, HEAD_DIM), device=peers._DEVICE).to(dtype)
         times: dict[str, float] = {}
         for name in ("CUDNN_ATTENTION", "FLASH_ATTENTION"):
             calls = [partial(self.sdpa, name, q, place) for place in range(len(self.caches))]
@@ -346,17 +349,19 @@ class _Paged(_Attention):
         return paged(keys), paged(values)
 
     def append(self, qkv: Any, place: int) -> Any:
-        put = compiled(append_paged, self.dtype, self.config.heads, self.config.kv_heads)
+        put = compiled(append_paged, str(self.dtype), self.config.heads, self.config.kv_heads)
         return put(qkv, self.tables, self.positions, self.table.long(), *self.caches[place], self.config.kv_heads)
 
-    def fastest(self, dtype: Any) -> Callable[[Any, int], Any]:
+    def __init__(self, config: Config, B: int, copies: int, dtype: Any) -> None:
         import torch
 
+        super().__init__(config, B, copies, dtype)
         pages = self.B * LENGTH // PAGE
         self.table = torch.arange(pages, dtype=torch.int32, device=peers._DEVICE).view(self.B, -1)
         self.lengths = torch.full((self.B,), LENGTH, dtype=torch.int32, device=peers._DEVICE)
         self.workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=peers._DEVICE)
-        q = torch.randn((self.B, self.config.heads, HEAD_DIM), device=peers._DEVICE).to(dtype)
+
+    def fastest(self, q: Any) -> Callable[[Any, int], Any]:
         self.check(self.name, q, self.xqa(q, 0))
         return self.xqa
 
@@ -498,7 +503,7 @@ def mixes(
         return times
     import torch
 
-    if " " in config.name:  # a share: humming would compile for matrices of its own for half a minute each
+    if not _takes_humming(config):
         names = [name for name in names if name not in HUMMING]
     right: dict[int, Any] = {}  # of the FP16 mix, by batch
     for name in names:
@@ -537,28 +542,29 @@ def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
     return sorted((s for s in spans if not s[0].startswith(("Memcpy", "Memset"))), key=lambda span: span[1])
 
 
-def warm(configs: Sequence[Config], batches: Sequence[int], names: Sequence[str], widths: Sequence[int]) -> None:
-    """Compile side by side, in processes of their own, what `mixes` and `fused` will find in caches on disk.
+Job = tuple[Callable[..., None], tuple[Any, ...]]
 
-    Those of PyTorch and humming; without them nothing is done, and what fails is compiled, or fails, later.
+
+def jobs(configs: Sequence[Config], batches: Sequence[int], names: Sequence[str], widths: Sequence[int]) -> list[Job]:
+    """What compiles, each in a process of its own, what `mixes` and `fused` then find in caches on disk.
+
+    Of PyTorch and humming, as far as they are installed.
     """
     if not peers.importable():
-        return
-    dense = [config for config in configs if not config.experts and " " not in config.name]
-    matrices = {size for config in dense for size in config.matrices.values()}
-    jobs: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-    if find_spec("humming") is not None:
-        groups = [HUMMING[name] for name in names if name in HUMMING]
-        jobs += [(_warm_humming, (N, K, group, batches)) for N, K in sorted(matrices, reverse=True) for group in groups]
-    formats = {(MIXES[name].quantise, name, config.name) for name in names for config in configs}
-    jobs += [(_warm_between, (name, config)) for _, name, of in sorted(formats) for config in configs if config.name == of]
-    jobs += [(_warm_fused, (width,)) for width in widths]
-    if not jobs:
-        return
-    with ProcessPoolExecutor(min(_WORKERS, len(jobs)), mp_context=get_context("spawn")) as pool:
-        for job in [pool.submit(function, *args) for function, args in jobs]:
-            with suppress(Exception):
-                job.result()
+        return []
+    matrices = {size for config in configs if _takes_humming(config) for size in config.matrices.values()}
+    groups = [HUMMING[name] for name in names if name in HUMMING and find_spec("humming") is not None]
+    found: list[Job] = [
+        (_warm_humming, (N, K, group, batches)) for N, K in sorted(matrices, reverse=True) for group in groups
+    ]
+    formats = {MIXES[name][:2]: name for name in names}  # mixes of one format share what lies between
+    found += [(_warm_between, (name, config)) for name in formats.values() for config in configs]
+    return [*found, *((_warm_fused, (width,)) for width in widths)]
+
+
+def _takes_humming(config: Config) -> bool:
+    """Not experts; nor a share, for whose matrices of its own humming would compile for half a minute each."""
+    return not config.experts and " " not in config.name
 
 
 def _warm_humming(N: int, K: int, group: int, tokens: Sequence[int]) -> None:
@@ -586,7 +592,8 @@ def _warm_between(name: str, config: Config) -> None:
     if config.experts:
         weights["router"] = torch.zeros((config.experts, config.hidden), dtype=torch.bfloat16, device=peers._DEVICE)
     for B in _WARM_TOKENS:
-        _decoder(name, config, B, [weights], _Attention).layer(0)
+        decoder = _decoder(name, config, B, [weights], _Attention)
+        decoder.layer(0, torch.zeros((B, config.heads * HEAD_DIM), dtype=decoder.x.dtype, device=peers._DEVICE))
     torch.cuda.synchronize()
 
 
@@ -659,7 +666,10 @@ def _timed(
     def us(calls: Sequence[Callable[[], None]]) -> float:
         return measure(calls, replays=GEMM_REPLAYS, capture=peers.capture).us
 
-    return MixTime(us(decoder.calls()), us(decoder.calls(attended)), us(decoder.gemms()))
+    try:
+        return MixTime(us(decoder.calls()), us(decoder.calls(attended)), us(decoder.gemms()))
+    finally:
+        decoder.attention.caches.clear()  # gigabytes, which something that refers to itself would keep
 
 
 def _decoder(name: str, config: Config, B: int, layers: list[dict[str, Any]], kind: type[_Attention]) -> _Decoder:

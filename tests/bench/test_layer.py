@@ -1,6 +1,8 @@
 """The suite `layer` on a GPU made of the emulator: a tiny decoder, the fused kernels, what is checked and recorded."""
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -116,6 +118,21 @@ def test_a_copy_copies(nbytes: int) -> None:
 
 def test_copies_are_timed_cold_and_warm(emulated_gpu: pytest.MonkeyPatch) -> None:
     assert copying.copy_us(100, cold=True) == copying.copy_us(100, cold=False) == 10.0
+
+
+def test_jobs_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    """One that fails is left to fail where it is measured."""
+    layer.side_by_side([(os.mkdir, (tmp_path / "a",)), (os.rmdir, (tmp_path / "none",)), (os.mkdir, (tmp_path / "b",))])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    layer.side_by_side([])
+
+
+def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
+    decoder.warm(TINY, (1,))
+    here.setattr(fused, "WIDTHS", (64, 96))
+    here.setattr(fused, "HEADS", ((2, 1),))
+    for width in (64, 96):
+        fused.warm(width)
 
 
 def test_parts_of_the_suite_by_words() -> None:

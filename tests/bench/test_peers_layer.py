@@ -213,7 +213,24 @@ def test_without_a_gpu_there_are_no_mixes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(peers, "importable", lambda: False)
     assert peers_layer.mixes(TINY, (1, 4), PLAIN, lambda _: None) == {1: {}, 4: {}}
     assert peers_layer.fused("rmsnorm_quantize", 4, 64) is None and peers_layer.traced(lambda: None) == []
-    peers_layer.warm([TINY], (1,), PLAIN, (64,))
+    assert peers_layer.jobs([TINY], (1,), PLAIN, (64,)) == []
+
+
+def test_what_is_compiled_side_by_side(on_cpu: pytest.MonkeyPatch) -> None:
+    """Every job runs what it names; mixes of one format are one, and humming is asked for whole dense models."""
+    on_cpu.setattr(peers_layer, "find_spec", lambda name: True)
+    share = Config(ffn=384, name="tiny 1/2", **_WIDTHS)
+    found = peers_layer.jobs([TINY, share, EXPERTS], (1, 4), [*peers_layer.MIXES], (64,))
+    humming = [args for function, args in found if function is peers_layer._warm_humming]
+    assert len(humming) == 2 * len(TINY.matrices) and (768, 256, 128, (1, 4)) in humming
+    between = [args for function, args in found if function is peers_layer._warm_between]
+    assert len(between) == 4 * 3
+    import torch
+
+    on_cpu.setattr(torch.cuda, "synchronize", lambda: None)
+    for function, args in found:
+        if function is not peers_layer._warm_humming:
+            function(*args)
 
 
 def test_what_a_mix_cannot_do_is_left_out(on_cpu: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,12 @@
 """Suite `layer`: the kernels between GEMMs and attention, whole decoder layers beside public mixes, and a timeline."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 from typing import Any
 
 from ptxlab import gpu
@@ -11,7 +15,7 @@ from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, fused
 from ptxlab.bench.layer.decoder import FACE, MEASURE, Decoder
 from ptxlab.bench.layer.shapes import BATCHES, CONFIGS, LENGTH, config_of, sizes_of
-from ptxlab.bench.peers_layer import MIXES, MixTime
+from ptxlab.bench.peers_layer import MIXES, Job, MixTime
 from ptxlab.bench.record import Row
 from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import ArgumentError
@@ -23,6 +27,7 @@ FUSED, TIMELINE = fused.MEASURE, "timeline"
 DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16)  # layers that a timeline is taken of
 STORED = {"fp16": "fi_xqa_f16"}  # mix -> the stored attention that stands in for its own; of the others:
 _STORED_FP8 = "fi_xqa_fp8"
+_WORKERS = 14
 _TRACED = 4  # layers at least, of which one in the middle is kept
 
 
@@ -66,9 +71,11 @@ def rows(
 ) -> Iterator[Row]:
     """Measure the suite, or the part that the words of `only` name (`part`)."""
     wanted = part(only)
-    progress("compiling peers")
+    progress("compiling")
     widths = fused.WIDTHS if wanted.fused else ()
-    peers_layer.warm(wanted.configs, wanted.batches, wanted.mixes, widths)
+    jobs: list[Job] = [(decoder.warm, (config, wanted.batches)) for config in wanted.configs]
+    jobs += [(fused.warm, (width,)) for width in widths]
+    side_by_side([*jobs, *peers_layer.jobs(wanted.configs, wanted.batches, wanted.mixes, widths)])
     if not peers.importable():
         warnings.warn("no mixes beside the layers: PyTorch with a GPU is not installed", stacklevel=2)
     if wanted.fused:
@@ -79,6 +86,22 @@ def rows(
         for name, B in DRAWN:
             progress(f"{name}, batch {B}: timeline")
             yield from timeline_rows(Config.named(name), B)
+
+
+def side_by_side(jobs: Sequence[Job]) -> None:
+    """Run each in a process of its own; what fails there fails later, where it is measured, with its reason."""
+    if not jobs:
+        return
+    workers = min(_WORKERS, os.cpu_count() or 1, len(jobs))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_alone) as pool:
+        for job in [pool.submit(function, *args) for function, args in jobs]:
+            with suppress(Exception):
+                job.result()
+
+
+def _alone() -> None:
+    """PyTorch's compiler shall not start processes of its own in each."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
 def layer_rows(config: Config, wanted: Part, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:

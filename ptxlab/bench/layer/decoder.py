@@ -84,10 +84,10 @@ def recorded() -> Iterator[list[Operation]]:
 class Decoder:
     """Layers of a config at a batch: weights and caches on the device, one state that all of them work on."""
 
-    def __init__(self, config: Config, B: int, weights: Sequence[LayerWeights]) -> None:
+    def __init__(self, config: Config, B: int, weights: Sequence[LayerWeights], caches: int = 0) -> None:
         self.config, self.B, self.weights = config, B, weights
         batch = batch_of(config, B)
-        caches = max(len(weights), copies_beyond_l2(batch.kv_bytes()))
+        caches = caches or max(len(weights), copies_beyond_l2(batch.kv_bytes()))
         self.caches = random_problem(batch, copies=caches).caches
         last = LENGTH - 1
         pages = (gpu.to_host(each.block_table)[:, last // PAGE] for each in self.caches[: len(weights)])
@@ -172,6 +172,13 @@ class Decoder:
             found.append(Work(f"{GEMM} {name}", round(weight.nbytes * share), 2 * rows * N * K))
         batch = batch_of(config, self.B)
         return [*found, Work(ATTENTION, batch.kv_bytes(), 4 * batch.tokens * batch.Hq * HEAD_DIM)]
+
+
+def warm(config: Config, batches: Sequence[int]) -> None:
+    """Compile, in a process that ends then, what a layer launches at these batches."""
+    weights = [LayerWeights.random(config, on_device=True)]
+    for B in batches:
+        Decoder(config, B, weights, caches=1).calls()[0]()
 
 
 def layers_of(config: Config) -> list[LayerWeights]:

@@ -67,6 +67,14 @@ def rows(ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
             yield timed(appended(T, *heads), ceilings)
 
 
+def warm(width: int) -> None:
+    """Compile, in a process that ends then, what is launched at this width; at the first one also all else."""
+    made = [normed(1, width), gated(1, width), quantised(1, width)]
+    made += [appended(1, *heads) for heads in HEADS if width == WIDTHS[0]]
+    for each in made:
+        each.call(**each.make())
+
+
 def timed(fused: Fused, ceilings: Ceilings) -> Row:
     """Cold and warm, beside copies; checked on fresh arrays after."""
     copies = [fused.make() for _ in range(copies_beyond_l2(fused.nbytes))]
