@@ -10,7 +10,8 @@ The folders; imports go one way, from a later line of this list to an earlier on
 - Formats: `reference` (NumPy references), `quant` (floats to integers), `layout` (where each element lives), `spec`
   (the contract of a kernel).
 - Backends: `emulator` (PTX on the CPU, with checks), `gpu` (CuPy), `runtime` (one call for both).
-- Kernels: `kernels` has the specs and the public calls; the sources are in `ptx/` and `cuda_src/`.
+- Kernels: `kernels` has the specs and the public calls; the sources are in `ptx/` and `cuda_src/`. `model` puts the
+  calls together to a decoder layer.
 - Tools: `sass`, `nsight`, `bench`, `profile`, `timeline`, `weights` (audit and convert checkpoints), `demo`.
 - Ways in: `jupyter`, `cli`, and `testing` for the project's own tests.
 """

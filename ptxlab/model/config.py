@@ -15,9 +15,8 @@ from ptxlab.io.files import read_text
 from ptxlab.reference.packed import F32
 from ptxlab.validate import is_integer, is_one_of
 
-ACTIVATIONS = ("silu", "gelu")
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2")  # model_type of a config.json
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _SIZES = ("hidden", "ffn", "heads", "kv_heads", "head_dim", "layers", "vocabulary")
 
 
@@ -41,7 +40,7 @@ class Config:
         window: tokens that a query sees at most (sliding window), or None.
         experts: of a layer; 0 for a dense model.
         chosen_experts: how many of them a token takes.
-        activation: `silu`, or `gelu` (its tanh form).
+        activation: one of `reference.ACTIVATIONS`.
         name: of the model, where it has one.
 
     Raises ArgumentError, which names the attribute, for numbers that fit no model.
@@ -77,8 +76,8 @@ class Config:
             raise ArgumentError("kv_heads", f"must divide the {self.heads} query heads", self.kv_heads)
         if self.head_dim % 2:
             raise ArgumentError("head_dim", "must be even", self.head_dim)
-        if not is_one_of(self.activation, ACTIVATIONS):
-            raise ArgumentError("activation", f"must be one of {', '.join(ACTIVATIONS)}", self.activation)
+        if not is_one_of(self.activation, reference.ACTIVATIONS):
+            raise ArgumentError("activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", self.activation)
         if not is_integer(self.experts) or self.experts < 0:
             raise ArgumentError("experts", "must be an integer, 0 or more", repr(self.experts))
         most, least = self.experts, min(self.experts, 1)

@@ -47,8 +47,8 @@ class LayerWeights:
     config: Config
     qkv: PackedWeight
     o: PackedWeight
-    gate_up: PackedWeight | ExpertWeights
-    down: PackedWeight | ExpertWeights
+    gate_up: Any  # PackedWeight or ExpertWeights
+    down: Any
     input_norm: Any = field(repr=False)
     post_norm: Any = field(repr=False)
     qkv_bias: Any = field(default=None, repr=False)

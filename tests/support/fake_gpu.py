@@ -27,6 +27,10 @@ class DeviceArray:
     dtype = property(lambda self: self.host.dtype)
     nbytes = property(lambda self: self.host.nbytes)
 
+    def reshape(self, *shape: int) -> "DeviceArray":
+        """On the same memory."""
+        return DeviceArray(self.host.reshape(shape), self.device)
+
 
 class FakeGpu:
     """What was done, and what to answer.

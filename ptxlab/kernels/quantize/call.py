@@ -171,7 +171,8 @@ class Quantizer:
             arrays["x_q"] = arrays["x_q"].reshape(spec.arg("x_q").resolve(sizes))  # contiguous, so the same memory
         out = {name: arrays.pop(name) for name in written if name in arrays}
         source = of_kernel(spec.name)[0]
-        made = run_spec(spec, source, arrays, sizes=sizes, out=out, backend=call.backend, config=call.config).outputs
+        how: dict[str, Any] = {"backend": call.backend, "config": call.config, "programmatic": call.programmatic}
+        made = run_spec(spec, source, arrays, sizes=sizes, out=out, **how).outputs
         return {each.name: made[each.name].reshape(each.shape) for each in results}
 
 

@@ -1,0 +1,221 @@
+"""`decode_layer`: one decoder layer, a token of every sequence, as a chain of launches (QServe, Fig. 11)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
+from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
+from ptxlab.kernels.operation import dtype_of
+from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
+from ptxlab.layout import KVCache, PackedActivations, PackedWeight
+from ptxlab.layout.packed_activations import stored_shape, tile_of
+from ptxlab.model import experts
+from ptxlab.model.config import Config
+from ptxlab.model.weights import LayerWeights
+from ptxlab.spec.dtypes import storage
+from ptxlab.validate import shape_of
+
+NAME = "decode_layer"
+ORDER = "row_major"  # of activations: at no batch is another one faster over all four products of a layer
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerBuffers:
+    """What lies between the launches of a layer: made once for a batch, for all layers and steps of a decoder.
+
+    A product `name` reads `name_in` and writes `name`; with experts `gate_up` and `down` have a row for every expert
+    of every token, and `routing` says whose. All are there to be looked at until the next layer.
+
+    Attributes:
+        config, dtype: of the layers that they are for.
+        qkv_in, o_in, gate_up_in, down_in: activations of M rows.
+        qkv: [M, (Hq + 2·Hkv)·D].
+        q: rotated, [M, Hq, D]; likewise `attention`, the result of attention.
+        o: [M, H], what goes to the residual stream; likewise `hidden`, the layer's result.
+        gate_up: [M, 2·F].
+        routing: of experts, or None.
+        workspaces: of the GEMMs on a GPU, by product; `attention_workspace` of attention.
+        programmatic: whether launches overlap (programmatic dependent launch): those inside of a layer.
+    """
+
+    config: Config
+    dtype: str
+    qkv_in: PackedActivations
+    qkv: Any
+    q: Any
+    attention: Any
+    o_in: PackedActivations
+    o: Any
+    gate_up_in: PackedActivations
+    gate_up: Any
+    down_in: PackedActivations
+    hidden: Any
+    routing: experts.Routing | None = None
+    workspaces: Mapping[str, Workspace] = field(default_factory=dict)
+    attention_workspace: AttentionWorkspace | None = None
+    programmatic: bool = True
+
+    @classmethod
+    def empty(
+        cls,
+        weights: LayerWeights,
+        cache: KVCache,
+        *,
+        order: str = ORDER,
+        rows: int | None = None,
+        programmatic: bool = True,
+    ) -> Self:
+        """For layers like this one, on the cache's batch; arrays of the library, and where, the cache's are.
+
+        `order` and `rows` are those of activations (`layout.PackedActivations`); experts take row-major ones.
+        """
+        config, M, like, dtype = weights.config, cache.batch, cache.pool, weights.dtype
+        _check_cache(config, cache)
+
+        def array(*shape: int, of: str = dtype) -> Any:
+            return np.empty(shape, storage(of)) if isinstance(like, np.ndarray) else gpu.new(like, shape, of)
+
+        def activations(K: int, tokens: int = M, layout: str = order, rows: int | None = rows) -> PackedActivations:
+            return PackedActivations(
+                layout=layout,
+                M=tokens,
+                K=K,
+                rows=tile_of(layout, rows)[0],
+                x_q=array(*stored_shape(layout, tokens, K, rows), of="int8"),
+                scale=array(tokens, of="float32"),
+                token_sum=array(tokens, of="int32"),
+            )
+
+        heads, H, F = (config.heads, config.head_dim), config.hidden, config.ffn
+        chosen = max(1, config.chosen_experts)
+        as_rows: dict[str, Any] = {"tokens": M * chosen, "layout": ORDER, "rows": None} if config.experts else {}
+        on_gpu = gpu.is_device_array(like)
+        dense = {name: weight for name, weight in weights.parts.items() if isinstance(weight, PackedWeight)}
+        return cls(
+            config=config,
+            dtype=dtype,
+            qkv_in=activations(H),
+            qkv=array(M, config.qkv_width),
+            q=array(M, *heads),
+            attention=array(M, *heads),
+            o_in=activations(heads[0] * heads[1]),
+            o=array(M, H),
+            gate_up_in=activations(H, **as_rows),
+            gate_up=array(M * chosen, 2 * F),
+            down_in=activations(F, **as_rows),
+            hidden=array(M, H),
+            routing=experts.Routing.empty(config, activations(H, layout=ORDER, rows=None), array),
+            workspaces={name: gemm_workspace(weight, M) for name, weight in dense.items()} if on_gpu else {},
+            attention_workspace=attention_workspace(cache) if on_gpu else None,
+            programmatic=programmatic,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all activations."""
+        packed = (self.qkv_in, self.o_in, self.gate_up_in, self.down_in)
+        arrays = [self.qkv, self.q, self.attention, self.o, self.gate_up, self.hidden]
+        arrays += [array for each in packed for array in (each.x_q, each.scale, each.token_sum)]
+        return sum(int(array.nbytes) for array in arrays)
+
+
+def decode_layer(
+    x: Any,
+    residual: Any,
+    weights: LayerWeights,
+    cache: KVCache,
+    slots: Any,
+    *,
+    rope: tuple[Any, ...],
+    buffers: LayerBuffers,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> Any:
+    """One layer of decoding: a token of every sequence, over its cache, to which the token's key and value are added.
+
+    On the GPU it only enqueues, on the caller's stream, and after the first call allocates nothing, so that it can be
+    captured into a CUDA graph and replayed on other tokens, slots, positions, lengths, tables; with experts the routing
+    allocates from CuPy's pool. One GPU's share of a layer (`Config.share`) gives its part of a sum over GPUs at `o`
+    and at the end, which nobody adds up here.
+
+    Args:
+        x: what is added to the residual stream first, [M, H] of the weights' dtype: the embedding of the batch, or the
+            result of the layer before.
+        residual: [M, H] of the same dtype, of other memory: the stream, written in place; zeros before the first layer.
+        weights: where `x` is; likewise everything else. NumPy, CuPy, PyTorch.
+        cache: M sequences, with lengths that include the new token.
+        slots: where that goes, [M]; see `rope_append_kv4`.
+        rope: (cos, sin) or (cos, sin, positions); see `rope_append_kv4`.
+        buffers: `LayerBuffers.empty(weights, cache)`.
+        backend: of every launch.
+        programmatic: whether the first launch may overlap with the kernel before it too. Not if that, or one that it
+            overlaps with, writes lengths, table, slots or tables of angles: attention reads the former, and what
+            appends reads the latter, ahead of its wait. So it is False behind what prepares a step, which every layer
+            but the first may be without.
+
+    Returns:
+        `buffers.hidden`, [M, H]: to be given to the next layer as `x`, with the same residual.
+    """
+    _check(x, residual, weights, cache, buffers)
+    config, b, M, space = weights.config, buffers, cache.batch, buffers.workspaces.get
+    first: dict[str, Any] = {"backend": backend, "programmatic": programmatic}
+    programs: dict[str, Any] = {"backend": backend, "programmatic": b.programmatic}
+    norm: dict[str, Any] = {"residual": residual, "eps": config.eps}
+
+    rmsnorm_quantize(x, weights.input_norm, **norm, **into(b.qkv_in), **first)
+    gemm_w4a8(b.qkv_in, weight=weights.qkv, bias=weights.qkv_bias, out=b.qkv, workspace=space("qkv"), **programs)
+    rope_append_kv4(b.qkv, cache, slots, rope=rope, out=b.q, **programs)
+    attention_kv4(b.q, cache, window=config.window, out=b.attention, workspace=b.attention_workspace, **programs)
+    quantize_activations(b.attention.reshape(M, -1), **into(b.o_in), **programs)
+    gemm_w4a8(b.o_in, weight=weights.o, out=b.o, workspace=space("o"), **programs)
+    if b.routing is not None:
+        routed = b.routing
+        rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(routed.tokens), normed=routed.normed, **programs)
+        routed.choose(weights.router, b.gate_up_in)
+        offsets = routed.offsets
+        gemm_w4a8_grouped(b.gate_up_in, weights=weights.gate_up, offsets=offsets, out=b.gate_up, backend=backend)
+        silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **programs)
+        gemm_w4a8_grouped(b.down_in, weights=weights.down, offsets=offsets, out=routed.results, **programs)
+        routed.combine(b.hidden)
+        return b.hidden
+    rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(b.gate_up_in), **programs)
+    gemm_w4a8(b.gate_up_in, weight=weights.gate_up, out=b.gate_up, workspace=space("gate_up"), **programs)
+    silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **programs)
+    return gemm_w4a8(b.down_in, weight=weights.down, out=b.hidden, workspace=space("down"), **programs)
+
+
+def into(out: PackedActivations) -> dict[str, Any]:
+    """Arguments of a quantiser that writes into these."""
+    return {"layout": out.layout, "rows": out.rows, "out": out}
+
+
+def _check(x: Any, residual: Any, weights: LayerWeights, cache: KVCache, buffers: LayerBuffers) -> None:
+    """Raise ArgumentError, before anything is launched, for what belongs to another layer or batch."""
+    if not isinstance(weights, LayerWeights):
+        raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
+    if not isinstance(buffers, LayerBuffers):
+        raise ArgumentError(f"{NAME}: buffers", "must come from LayerBuffers.empty", type(buffers).__name__)
+    _check_cache(weights.config, cache)
+    M, H, config = cache.batch, weights.config.hidden, weights.config
+    same = buffers.config is config or buffers.config == config
+    if not same or (buffers.dtype, buffers.qkv_in.M) != (weights.dtype, M):
+        rule = f"must be made for these weights, {weights.dtype}, and {M} sequences"
+        got = f"{buffers.config.name or 'a layer'}, {buffers.dtype}, {buffers.qkv_in.M} sequences"
+        raise ArgumentError(f"{NAME}: buffers", rule, got)
+    for name, array in (("x", x), ("residual", residual)):
+        if shape_of(array) != (M, H) or dtype_of(array) != weights.dtype:
+            rule, got = f"must be {weights.dtype} [{M}, {H}]", f"{dtype_of(array)} {list(shape_of(array))}"
+            raise ArgumentError(f"{NAME}: {name}", rule, got)
+
+
+def _check_cache(config: Config, cache: KVCache) -> None:
+    if not isinstance(cache, KVCache):
+        raise ArgumentError(f"{NAME}: cache", "must be a KVCache", type(cache).__name__)
+    if (cache.num_kv_heads, cache.head_dim) != (config.kv_heads, config.head_dim):
+        rule = f"must have {config.kv_heads} kv heads of {config.head_dim}"
+        raise ArgumentError(f"{NAME}: cache", rule, f"{cache.num_kv_heads} of {cache.head_dim}")

@@ -1,0 +1,317 @@
+"""NumPy twins of `decode_layer`: `exact`, in the very integers that the kernels compute, and `in_float64`, unquantised.
+
+A step of `exact` has the right bits, or a bound for what else a kernel may leave: attention, which is of floats, and
+the quantised gate, whose exponential is approximate. Everything else is equal in every bit. `compare` holds the
+launches of a layer against it one by one, each on what the one before it has really left.
+
+Arrays are NumPy's or CuPy's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab import gpu, quant, reference
+from ptxlab.errors import VerificationError
+from ptxlab.kernels.attention.sm90 import SM90
+from ptxlab.kernels.gemm.common import DTYPES, gemm, gemm_channel
+from ptxlab.kernels.quantize.gated import SILU_MUL
+from ptxlab.kernels.quantize.rmsnorm import normalized
+from ptxlab.layout import ExpertWeights, KVCache, PackedWeight, gather, unpack, write_slots
+from ptxlab.layout.packed_activations import unpack_activations
+from ptxlab.model.experts import top
+from ptxlab.model.layer import LayerBuffers
+from ptxlab.model.weights import LayerWeights
+from ptxlab.quant import QoQChannelWeight, QuantizedActivations
+from ptxlab.reference.attention import F64
+from ptxlab.spec.dtypes import numbers, stored
+from ptxlab.spec.tolerance import Allowed, misses
+
+_PARTS = ("q", "scale", "token_sum")  # of quantised activations
+
+
+class Step(NamedTuple):
+    """What a launch leaves: an array, or quantised activations; `allowed` is the error of what need not be these bits.
+
+    Of quantised activations that is one bound for each of their arrays.
+    """
+
+    right: Any
+    allowed: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class LayerInputs:
+    """What a layer is given, copied before it runs, as it writes the residual and the cache."""
+
+    x: Any
+    residual: Any
+    cache: KVCache
+    slots: Any
+    rope: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, x: Any, residual: Any, cache: KVCache, slots: Any, rope: tuple[Any, ...]) -> "LayerInputs":
+        """Copies, as NumPy's or CuPy's, of arrays of any library."""
+        copies = {name: _copied(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
+        return cls(_copied(x), _copied(residual), replace(cache, **copies), _copied(slots), tuple(map(_copied, rope)))
+
+
+def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | None = None) -> dict[str, Step]:
+    """Every step of a layer by its name in `LayerBuffers`, and `pool` and `residual`.
+
+    `left` is what launches have left, by step (`left_by`): where it is there, what follows goes on from that.
+    """
+    config, dtype = weights.config, weights.dtype
+    steps: dict[str, Step] = {}
+
+    def done(name: str, right: Any, allowed: Any = None) -> Any:
+        steps[name] = Step(right, allowed)
+        return (left or {}).get(name, right)
+
+    stream = _added(given.x, given.residual, dtype)
+    _, quantised = _normed(stream, weights.input_norm, config.eps, dtype)
+    qkv_in = done("qkv_in", quantised)
+    qkv = done("qkv", _product(qkv_in, weights.qkv, dtype, weights.qkv_bias))
+    q, pool = _rotated_and_appended(qkv, given, config.heads, dtype)
+    q, pool = done("q", q), done("pool", pool)
+    attention = done("attention", *_attention(q, replace(given.cache, pool=pool), config.window, dtype))
+    o_in = done("o_in", quant.quantize_activations(_f32(attention, dtype).reshape(len(attention), -1)))
+    o = done("o", _product(o_in, weights.o, dtype))
+    stream = done("residual", _added(stream, o, dtype))
+    y, quantised = _normed(stream, weights.post_norm, config.eps, dtype)
+    if config.experts:
+        tokens, y = done("tokens", quantised), done("normed", stored(y, dtype))
+        place, offsets, share, allowed = _routed(_f32(y, dtype), weights.router, config.chosen_experts)
+        place, offsets, share = done("place", place), done("offsets", offsets), done("share", share, allowed)
+        quantised = _taken(tokens, place.reshape(-1).argsort() // place.shape[1])
+
+    def product(x: QuantizedActivations, weight: PackedWeight | ExpertWeights) -> Any:
+        if isinstance(weight, PackedWeight):
+            return _product(x, weight, dtype)
+        ends = [slice(*map(int, pair)) for pair in pairwise(offsets)]
+        return np.concatenate([_product(_taken(x, rows), weight.expert(e), dtype) for e, rows in enumerate(ends)])
+
+    gate_up_in = done("gate_up_in", quantised)
+    gate_up = done("gate_up", product(gate_up_in, weights.gate_up))
+    down_in = done("down_in", *_gated(gate_up, config.activation, dtype))
+    results = product(down_in, weights.down)
+    if config.experts:
+        rows = _f32(done("results", results), dtype)[place] * share[:, :, None]
+        total = rows[:, 0]
+        for c in range(1, share.shape[1]):
+            total = total + rows[:, c]
+        results = stored(total, dtype)
+    done("hidden", results)
+    return steps
+
+
+def left_by(buffers: LayerBuffers, residual: Any, cache: KVCache) -> dict[str, Any]:
+    """What the launches of a layer have left, by step, as NumPy's or CuPy's arrays."""
+    found = {name: getattr(buffers, name) for name in ("qkv", "q", "attention", "o", "gate_up", "hidden")}
+    found = {name: _shared(array) for name, array in found.items()}
+    packed_ones = {name: getattr(buffers, name) for name in ("qkv_in", "o_in", "gate_up_in", "down_in")}
+    if buffers.routing is not None:
+        for name in ("normed", "place", "share", "offsets", "results"):
+            found[name] = _shared(getattr(buffers.routing, name))
+        packed_ones["tokens"] = buffers.routing.tokens
+    for name, packed in packed_ones.items():
+        arrays = {part: _shared(getattr(packed, part)) for part in ("x_q", "scale", "token_sum")}
+        found[name] = unpack_activations(replace(packed, **arrays))
+    return {**found, "pool": _shared(cache.pool), "residual": _shared(residual)}
+
+
+def compare(given: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, residual: Any, cache: KVCache) -> str:
+    """Hold every launch of a layer that has run against `exact`.
+
+    Returns:
+        What was compared, in a sentence.
+
+    Raises:
+        VerificationError: a step is not what it has to be; names the first, with the place.
+    """
+    left = left_by(buffers, residual, cache)
+    steps = exact(given, weights, left)
+    for name, step in steps.items():
+        _compare(name, left[name], step, weights.dtype)
+    bounded = [name for name, step in steps.items() if step.allowed is not None]
+    return f"{len(steps)} steps: {', '.join(bounded)} within bounds, all others equal in every bit"
+
+
+def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
+    """(hidden, residual) f64 [M, H] of the weights as they are packed and the tokens as they lie in the cache.
+
+    Nothing else is quantised or rounded: neither activations nor the new token's key and value.
+    """
+    config, dtype = weights.config, weights.dtype
+    x, stream = numbers(given.x, dtype), numbers(given.residual, dtype)
+    norms = numbers(weights.input_norm, dtype), numbers(weights.post_norm, dtype)
+    M, D = len(x), config.head_dim
+
+    def normed(v: F64, gamma: F64) -> F64:
+        scaled: F64 = v / np.sqrt((v**2).mean(axis=1, keepdims=True) + config.eps) * gamma
+        return scaled
+
+    def product(y: F64, weight: PackedWeight) -> F64:
+        result: F64 = y @ unpack(weight).dequantize().astype(np.float64).T
+        return result
+
+    def ffn(y: F64, gate_up: PackedWeight, down: PackedWeight) -> F64:
+        return product(reference.gated(product(y, gate_up), config.activation), down)
+
+    stream = stream + x
+    qkv = product(normed(stream, norms[0]), weights.qkv)
+    qkv = qkv if weights.qkv_bias is None else qkv + weights.qkv_bias
+    heads = qkv.reshape(M, -1, D)
+    cos, sin = _angles(given)
+    turned = _rotated(heads[:, : config.heads + config.kv_heads], cos, sin)
+    q, k, v = turned[:, : config.heads], turned[:, config.heads :], heads[:, config.heads + config.kv_heads :]
+    results = []
+    for b, (keys, values) in enumerate(zip(*gather(given.cache), strict=True)):
+        known = [np.concatenate([past.dequantize()[:-1], new[b : b + 1]]) for past, new in ((keys, k), (values, v))]
+        results.append(reference.attention(q[b : b + 1], *known, scale=D**-0.5, window=config.window)[0])
+    stream = stream + product(np.concatenate(results).reshape(M, -1), weights.o)
+    y = normed(stream, norms[1])
+    if not config.experts:
+        return ffn(y, weights.gate_up, weights.down), stream
+    chosen, shares = top(y @ weights.router.T.astype(np.float64), config.chosen_experts)
+    hidden = np.zeros_like(stream)
+    for expert in range(config.experts):
+        of_expert = (shares * (chosen == expert)).sum(axis=1, keepdims=True)
+        hidden += of_expert * ffn(y, weights.gate_up.expert(expert), weights.down.expert(expert))
+    return hidden, stream
+
+
+# Steps
+
+
+def _added(x: Any, residual: Any, dtype: str) -> Any:
+    return stored(_f32(x, dtype) + _f32(residual, dtype), dtype)
+
+
+def _normed(stream: Any, gamma: Any, eps: float, dtype: str) -> tuple[Any, QuantizedActivations]:
+    """y f32 [M, H], and as integers; in the kernel's order of additions, which is written for NumPy."""
+    y = normalized(_f32(_on_host(stream), dtype), _f32(_on_host(gamma), dtype), eps)
+    quantised = quant.quantize_activations(y)
+    return _beside(y, stream), QuantizedActivations(*(_beside(getattr(quantised, part), stream) for part in _PARTS))
+
+
+def _routed(y: Any, router: Any, chosen: int) -> tuple[Any, Any, Any, Allowed]:
+    """place, offsets and share of `experts.Routing`, by sorting; and the error that the shares may have."""
+    logits = _on_host(y).astype(np.float64) @ _on_host(router).astype(np.float64).T
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :chosen]
+    kept = np.exp(np.take_along_axis(logits, order, axis=1) - logits.max(axis=1, keepdims=True))
+    rows = np.argsort(order.reshape(-1), kind="stable")
+    place, offsets = rows.argsort().reshape(order.shape), order.reshape(-1)[rows].searchsorted(range(len(router) + 1))
+    found = place, offsets.astype(np.int32), (kept / kept.sum(axis=1, keepdims=True)).astype(np.float32)
+    size = np.abs(_on_host(y)).astype(np.float64) @ np.abs(_on_host(router)).astype(np.float64).T
+    of_logits = size.max(axis=1, keepdims=True) * (y.shape[1] + 8) * 2.0**-24  # sums of float32 in any order
+    return *(_beside(array, y) for array in found), Allowed(np.broadcast_to(4 * of_logits + 2.0**-20, place.shape))
+
+
+def _taken(x: QuantizedActivations, rows: Any) -> QuantizedActivations:
+    return QuantizedActivations(*(getattr(x, part)[rows] for part in _PARTS))
+
+
+def _product(x: QuantizedActivations, weight: Any, dtype: str, bias: Any = None) -> Any:
+    known, out = unpack(weight), DTYPES.index(dtype)
+    if isinstance(known, QoQChannelWeight):
+        return gemm_channel(known, x.q, x.scale, bias, x.token_sum, OUT=out)
+    return gemm(known, x.q, x.scale, bias, OUT=out)
+
+
+def _angles(given: LayerInputs) -> tuple[Any, Any]:
+    """(cos, sin) f32 [M, D/2] of the tokens."""
+    cos, sin, *positions = given.rope
+    at = positions[0] if positions else slice(len(given.x))
+    return cos[at], sin[at]
+
+
+def _rotated(x: Any, cos: Any, sin: Any) -> Any:
+    """`reference.rope` in the dtype of x."""
+    half = x.shape[-1] // 2
+    x1, x2, cos, sin = x[..., :half], x[..., half:], cos[:, None], sin[:, None]
+    return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+
+def _rotated_and_appended(qkv: Any, given: LayerInputs, Hq: int, dtype: str) -> tuple[Any, Any]:
+    """Queries [M, Hq, D], and the pool with the new tokens."""
+    cache = replace(given.cache, pool=given.cache.pool.copy())
+    heads = _f32(qkv, dtype).reshape(len(qkv), -1, cache.head_dim)
+    Hkv, angles = cache.num_kv_heads, _angles(given)
+    q, k, v = heads[:, :Hq], heads[:, Hq : Hq + Hkv], heads[:, Hq + Hkv :]
+    here = given.slots >= 0
+    keys = quant.quantize_kv(reference.rope(k, *angles)[here], cache.scheme, cache.k_channel)
+    values = quant.quantize_kv(v[here], cache.scheme, cache.v_channel)
+    write_slots(cache, keys, values, given.slots[here])
+    return stored(reference.rope(q, *angles), dtype), cache.pool
+
+
+def _attention(q: Any, cache: KVCache, window: int | None, dtype: str) -> tuple[Any, Allowed]:
+    """[M, Hq, D] rounded from float64, and how far from that the kernel may be."""
+    logical = {"q": _f32(q, dtype)[:, None], "cache": cache, "blocks": 1, "window": window or 0}
+    logical["softmax_scale"] = cache.head_dim**-0.5
+    config = {"BF16": int(dtype == "bfloat16")}
+    right, allowed = SM90.expected(logical, config)["out"][:, 0], SM90.allowed(logical, config)["out"]
+    return right, Allowed(allowed.each[:, 0], None if allowed.rms is None else allowed.rms[:, 0])
+
+
+def _gated(gate_up: Any, activation: str, dtype: str) -> tuple[QuantizedActivations, tuple[Allowed, ...]]:
+    logical = {"gate_up": _f32(_on_host(gate_up), dtype), "rows": 1, "span": 32}
+    logical |= {"activation": reference.ACTIVATIONS.index(activation)}
+    config = {"IN": DTYPES.index(dtype)}
+    right, allowed = SILU_MUL.expected(logical, config), SILU_MUL.allowed(logical, config)
+    names = ("x_q", "scale", "token_sum")
+    results = QuantizedActivations(*(_beside(right[name], gate_up) for name in names))
+    return results, tuple(allowed[name] for name in names)
+
+
+def _compare(name: str, found: Any, step: Step, dtype: str) -> None:
+    """Raise VerificationError where a step is not what it has to be."""
+    parts = _PARTS if isinstance(found, QuantizedActivations) else ("",)
+    bounds = step.allowed if isinstance(step.allowed, tuple) else (step.allowed,) * len(parts)
+    for part, allowed in zip(parts, bounds, strict=True):
+        got, right = (_on_host(getattr(each, part) if part else each) for each in (found, step.right))
+        if allowed is None:
+            wrong = got.view(f"u{got.itemsize}") != right.view(f"u{right.itemsize}")
+        else:
+            got = numbers(got, dtype) if right.dtype == np.float64 and not part else got
+            wrong, rows = misses(got, right, allowed)
+            wrong = wrong | rows.reshape(*rows.shape, *(1,) * (wrong.ndim - rows.ndim))
+        if wrong.any():
+            at = tuple(int(i) for i in np.argwhere(wrong)[0])
+            label, count = f"{name}.{part}" if part else name, f"{int(wrong.sum())} of {wrong.size} elements"
+            raise VerificationError(
+                f"{label}: {count} differ from the reference, first at {list(at)}: {got[at]} instead of {right[at]}"
+            )
+    if parts == _PARTS and (found.q.sum(axis=1) != found.token_sum).any():
+        raise VerificationError(f"{name}.token_sum: is not the sum of what was written")
+
+
+# Arrays of both libraries
+
+
+def _shared(array: Any) -> Any:
+    return gpu.as_array("reference", array)
+
+
+def _copied(array: Any) -> Any:
+    return _shared(array).copy()
+
+
+def _on_host(array: Any) -> Any:
+    shared = _shared(array)
+    return shared if isinstance(shared, np.ndarray) else gpu.to_host(shared)
+
+
+def _beside(array: Any, example: Any) -> Any:
+    """A NumPy array, on the device where the example is there."""
+    return array if isinstance(example, np.ndarray) else gpu.to_device(array)
+
+
+def _f32(array: Any, dtype: str) -> Any:
+    """What f16 or bf16 hold, in float32."""
+    return reference.from_bfloat16_bits(array) if dtype == "bfloat16" else array.astype(np.float32)

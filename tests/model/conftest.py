@@ -1,0 +1,11 @@
+"""Fixtures of the layer's tests."""
+
+import pytest
+
+from tests.support.fake_gpu import FakeGpu
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """Device arrays that are NumPy's."""
+    return FakeGpu(monkeypatch)

@@ -1,0 +1,249 @@
+"""A decoder layer as one chain of launches in the emulator, held against its NumPy twins."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ptxlab import emulator, runtime
+from ptxlab.errors import ArgumentError, VerificationError
+from ptxlab.kernels import operation
+from ptxlab.layout import KVCache
+from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights
+from ptxlab.model.reference import compare, exact, in_float64
+from ptxlab.spec.dtypes import numbers
+from tests.support.fake_gpu import FakeGpu, on_device
+from tests.support.layers import TINY, LayerProblem, another_layer, layer_problem
+
+LLAMA = Config(hidden=256, ffn=256, heads=2, kv_heads=2, head_dim=128, layers=1, vocabulary=100)
+QWEN = replace(TINY, heads=4, kv_heads=2, ffn=192, qkv_bias=True, window=40, activation="gelu_tanh")
+MIXTRAL = replace(TINY, experts=4, chosen_experts=2)
+CHAIN = (
+    "rmsnorm_quantize", "gemm_w4a8_small_sm90", "rope_append_kv4", "attention_kv4_sm90", "quantize_activations_s8",
+    "gemm_w4a8_small_sm90", "rmsnorm_quantize", "gemm_w4a8_small_sm90", "silu_mul_quantize", "gemm_w4a8_small_sm90",
+)  # fmt: skip
+GROUPED = tuple("gemm_w4a8_grouped_sm90" if i in (7, 9) else name for i, name in enumerate(CHAIN))
+# Root mean square of the errors by that of the result: of INT8 activations, and a new token in 4 bits.
+OF_QUANTISING = 0.08
+
+
+def run_and_compare(problem: LayerProblem, **how: Any) -> str:
+    """The layer against `exact`, step by step, and against `in_float64`."""
+    given, dtype = problem.inputs, problem.weights.dtype
+    hidden = problem.run(**how)
+    assert hidden is problem.buffers.hidden
+    for found, right in zip((hidden, problem.residual), in_float64(given, problem.weights), strict=True):
+        error = numbers(found, dtype) - right
+        assert np.sqrt((error**2).mean()) < OF_QUANTISING * np.sqrt((right**2).mean())
+    return compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
+
+
+BFLOAT16 = {"dtype": "bfloat16"}
+EARLY, LATE = ({"mode": mode, "begin": "early"} for mode in emulator.MODES)
+
+
+@pytest.mark.parametrize(
+    ("config", "how", "when", "names"),
+    [
+        (LLAMA, {}, EARLY, CHAIN),
+        (QWEN, {**BFLOAT16, "scheme": "qoq_channel", "order": "fragment"}, LATE, CHAIN),
+        (MIXTRAL, {**BFLOAT16, "group": 64}, {**LATE, "begin": "late"}, GROUPED),
+    ],
+    ids=["llama", "qwen", "mixtral"],
+)
+def test_a_layer_is_its_twin(config: Config, how: dict[str, Any], when: dict[str, Any], names: tuple[str, ...]) -> None:
+    problem = layer_problem(config, **how)
+    with emulator.chain(emulator.CHECKS, **when, given=[problem.cache.pool]) as made:
+        said = run_and_compare(problem)
+    assert made.findings == [] and tuple(made.launches) == names
+    routed = ("share, ", 18) if config.experts else ("", 12)
+    assert said == f"{routed[1]} steps: attention, {routed[0]}down_in within bounds, all others equal in every bit"
+
+
+def test_layers_follow_each_other() -> None:
+    """The second begins while the first still runs, and goes on with its result and its residual."""
+    first = layer_problem()
+    first.residual[...] = 0  # as before the first layer of a decoder
+    second = another_layer(first, seed=1)
+    with emulator.chain({"race", "init"}, given=[first.cache.pool, second.cache.pool]) as made:
+        run_and_compare(first)
+        run_and_compare(second, programmatic=True)
+    assert made.findings == [] and len(made.launches) == 20
+
+
+@pytest.mark.parametrize("name", sorted({*CHAIN}))
+def test_a_wait_that_one_kernel_leaves_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though everything comes out right, as it may on a GPU for long."""
+
+    def parsed(text: str, *paths: str) -> emulator.Module:
+        return emulator.parse(text.replace("griddepcontrol.wait;", "") if f".entry {name}(" in text else text, *paths)
+
+    monkeypatch.setattr(runtime, "_parsed", parsed)
+    problem = layer_problem()
+    given = problem.inputs
+    with emulator.chain({"race"}, begin="late") as made:
+        problem.run(programmatic=True)
+    compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
+    assert all(finding.kind == "race" and "griddepcontrol.wait" in finding.message for finding in made.findings)
+    assert {finding.message.startswith("no thread executes") for finding in made.findings} == {True, False}
+
+
+SET_LENGTHS = """.version 8.0
+.target sm_90
+.address_size 64
+.visible .entry set_lengths(.param .u64 source, .param .u64 lengths)
+{
+.reg .u32 %r<3>;
+.reg .u64 %rd<3>;
+ld.param.u64 %rd1, [source];
+ld.param.u64 %rd2, [lengths];
+mov.u32 %r1, %tid.x;
+mad.wide.u32 %rd1, %r1, 4, %rd1;
+mad.wide.u32 %rd2, %r1, 4, %rd2;
+griddepcontrol.wait;
+ld.global.u32 %r2, [%rd1];
+st.global.u32 [%rd2], %r2;
+ret;
+}
+"""
+
+
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_who_writes_lengths_is_followed_by_an_ordinary_launch(programmatic: bool) -> None:
+    """Attention reads them ahead of its wait, three launches later."""
+    problem = layer_problem()
+    lengths, problem.cache.lengths[...] = problem.cache.lengths.copy(), 0
+    with emulator.chain({"race"}) as made:
+        emulator.run(SET_LENGTHS, None, [lengths, problem.cache.lengths], grid=1, block=len(lengths))
+        problem.run(programmatic=programmatic)
+    found = [finding.message for finding in made.findings]
+    assert bool(found) == programmatic and all("ahead of griddepcontrol.wait" in message for message in found)
+
+
+def test_twins_agree_where_nothing_is_left_to_round() -> None:
+    """`exact` by itself, without the launches, is as near to float64 as they are."""
+    problem = layer_problem()
+    given = problem.inputs
+    steps, (hidden, residual) = exact(given, problem.weights), in_float64(given, problem.weights)
+    for name, right in (("hidden", hidden), ("residual", residual)):
+        error = steps[name].right.astype(np.float64) - right
+        assert 0 < np.sqrt((error**2).mean()) < OF_QUANTISING * np.sqrt((right**2).mean())
+
+
+STEPS = (
+    "qkv_in",
+    "qkv",
+    "q",
+    "pool",
+    "attention",
+    "o_in",
+    "o",
+    "residual",
+    "gate_up_in",
+    "gate_up",
+    "down_in",
+    "hidden",
+)
+
+
+def test_a_step_that_went_wrong_is_named() -> None:
+    problem = layer_problem()
+    given = problem.inputs
+    problem.run()
+    found = given, problem.weights, problem.buffers, problem.residual, problem.cache
+    compare(*found)
+    for name in STEPS:
+        of = {"pool": problem.cache.pool, "residual": problem.residual}
+        array = of.get(name, getattr(problem.buffers, name, None))
+        array = array.x_q if name.endswith("_in") else array
+        place = np.unravel_index(int(np.argmax(np.abs(array.astype(np.float32)))), array.shape)
+        before = array[place]
+        array[place] = 0
+        with pytest.raises(VerificationError, match=rf"^{name}[.:]"):
+            compare(*found)
+        array[place] = before
+    problem.buffers.o_in.token_sum[1] += 1
+    with pytest.raises(VerificationError, match=r"^o_in.token_sum: 1 of 3 elements differ .* first at \[1\]"):
+        compare(*found)
+
+
+def test_in_a_capture_nothing_is_allocated(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And all launches but the first are programmatic."""
+    for name in ("_prepared", "_ready", "_memory"):
+        monkeypatch.setattr(operation, name, {})
+    problem, fake.runs = layer_problem(), False
+    weights = replace(problem.weights, **{name: on_device(part) for name, part in problem.weights.parts.items()})
+    arrays = {name: on_device(getattr(problem.cache, name)) for name in ("pool", "block_table", "lengths")}
+    cache = replace(problem.cache, **arrays)
+    moved = {name: on_device(getattr(problem, name)) for name in ("x", "residual", "slots")}
+    there = replace(
+        problem,
+        weights=weights,
+        cache=cache,
+        rope=tuple(map(on_device, problem.rope)),
+        buffers=LayerBuffers.empty(weights, cache),
+        **moved,
+    )
+    there.run(backend=None)
+    fake.capturing, allocations = True, fake.allocations
+    del fake.launched[:], fake.geometries[:]
+    there.run(backend=None)
+    assert fake.allocations == allocations and tuple(name for name, _ in fake.launched) == CHAIN
+    assert [geometry.programmatic for geometry in fake.geometries] == [False] + [True] * 9
+
+
+def test_bad_input_is_refused_before_a_launch() -> None:
+    problem = layer_problem()
+    given = problem.inputs
+    other = layer_problem(lengths=(3, 4))
+    wide = KVCache.empty(3, 2, 1, 128)
+    for change, message in (
+        ({"weights": None}, "weights: must be LayerWeights (got NoneType)"),
+        ({"buffers": {}}, "buffers: must come from LayerBuffers.empty (got dict)"),
+        (
+            {"buffers": other.buffers},
+            "buffers: must be made for these weights, float16, and 3 sequences (got ",
+        ),
+        ({"cache": wide}, "cache: must have 1 kv heads of 64 (got 1 of 128)"),
+        ({"x": problem.x[:2]}, "x: must be float16 [3, 128] (got float16 [2, 128])"),
+        ({"residual": problem.residual.view(np.uint16)}, "residual: must be float16 [3, 128] (got bfloat16 [3, 128])"),
+        ({"residual": problem.x}, "rmsnorm_quantize: residual: "),
+    ):
+        with pytest.raises(ArgumentError) as error:
+            replace(problem, **change).run()
+        assert message in str(error.value) and "\n" not in str(error.value)
+    assert (problem.residual == given.residual).all() and (problem.cache.pool == given.cache.pool).all()
+    with pytest.raises(ArgumentError, match=r"decode_layer: cache: must have 1 kv heads of 64 \(got 1 of 128\)"):
+        LayerBuffers.empty(problem.weights, wide)
+
+
+def test_weights_have_the_shapes_of_the_config() -> None:
+    weights = LayerWeights.random(MIXTRAL, scheme="qoq_channel")
+    again = LayerWeights.random(MIXTRAL, scheme="qoq_channel")
+    assert all((a == b).all() for a, b in zip(weights.qkv.buffers.values(), again.qkv.buffers.values(), strict=True))
+    assert weights.nbytes == sum(part.nbytes for part in weights.parts.values())
+    assert (weights.gate_up.E, weights.gate_up.N, weights.down.K) == (4, 256, 128)
+    for change, message in (
+        ({"o": weights.qkv}, r"o: must be PackedWeight \[128, 128\] \(got \(256, 128, 0\)\)"),
+        ({"gate_up": weights.qkv}, r"gate_up: must be ExpertWeights \[256, 128\] of 4 experts \(got PackedWeight\)"),
+        ({"input_norm": weights.input_norm[:-1]}, r"input_norm: must be an array \[128\] \(got shape \[127\]\)"),
+        ({"router": None}, r"router: must be an array \[4, 128\] \(got NoneType\)"),
+        ({"qkv_bias": weights.input_norm}, r"qkv_bias: must be None \(got shape \[128\]\)"),
+    ):
+        with pytest.raises(ArgumentError, match=f"^{message}$"):
+            replace(weights, **change)
+    for arguments, message in (
+        ({"scheme": "int3"}, "scheme: must be one of lqq, qoq, qoq_channel"),
+        ({"dtype": "float32"}, "dtype: must be one of float16, bfloat16"),
+        ({"seed": -1}, "seed: must be an integer"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            LayerWeights.random(TINY, **arguments)
+
+
+def test_inputs_are_copied() -> None:
+    problem = layer_problem()
+    given = problem.inputs
+    assert isinstance(given, LayerInputs) and not np.shares_memory(given.residual, problem.residual)
+    assert not np.shares_memory(given.cache.pool, problem.cache.pool)

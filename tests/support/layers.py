@@ -1,0 +1,78 @@
+"""A tiny decoder layer with everything that it needs, on the host."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab import quant
+from ptxlab.layout import KVCache, scatter
+from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer
+from ptxlab.spec.dtypes import stored
+
+TINY = Config(hidden=128, ffn=128, heads=2, kv_heads=1, head_dim=64, layers=1, vocabulary=100)
+LENGTHS = (70, 1, 33)
+
+
+@dataclass(eq=False)
+class LayerProblem:
+    """A layer, and what it is given."""
+
+    weights: LayerWeights
+    cache: KVCache
+    x: Any
+    residual: Any
+    slots: Any
+    rope: tuple[Any, ...]
+    buffers: LayerBuffers
+
+    @property
+    def inputs(self) -> LayerInputs:
+        """As they are now."""
+        return LayerInputs.of(self.x, self.residual, self.cache, self.slots, self.rope)
+
+    def run(self, **how: Any) -> Any:
+        """The layer, in the emulator unless told otherwise."""
+        given = self.x, self.residual, self.weights, self.cache, self.slots
+        return decode_layer(*given, rope=self.rope, buffers=self.buffers, **{"backend": "emulator", **how})
+
+
+def layer_problem(
+    config: Config = TINY,
+    *,
+    lengths: tuple[int, ...] = LENGTHS,
+    scheme: str = "lqq",
+    dtype: str = "float16",
+    group: int = 128,
+    seed: int = 0,
+    **buffers: Any,
+) -> LayerProblem:
+    """Random numbers of every kind; the lengths include the token that is about to come."""
+    rng = np.random.default_rng(seed)
+    weights = LayerWeights.random(config, seed, scheme, dtype=dtype, group=group)
+    cache = KVCache.empty(len(lengths), 2, config.kv_heads, config.head_dim)
+    cache.lengths[...] = lengths
+    cache.block_table[...] = rng.permutation(cache.pages).reshape(cache.block_table.shape)
+
+    def tokens(count: int) -> quant.QuantizedKV:
+        return quant.quantize_kv(rng.standard_normal((count, config.kv_heads, config.head_dim), dtype=np.float32))
+
+    scatter(cache, [tokens(length) for length in lengths], [tokens(length) for length in lengths])
+    x, residual = stored(rng.standard_normal((2, len(lengths), config.hidden), dtype=np.float32), dtype)
+    positions = np.array(lengths, np.int32) - 1
+    return LayerProblem(
+        weights=weights,
+        cache=cache,
+        x=x.copy(),
+        residual=residual.copy(),
+        slots=np.array([cache.slots(b)[-1] for b in range(len(lengths))], np.int32),
+        rope=(*config.rope_tables(max(lengths)), positions),
+        buffers=LayerBuffers.empty(weights, cache, **buffers),
+    )
+
+
+def another_layer(problem: LayerProblem, seed: int) -> LayerProblem:
+    """The layer behind it: other weights, another pool of the same numbers, the same stream and buffers."""
+    weights = LayerWeights.random(problem.weights.config, seed)
+    cache = replace(problem.cache, pool=problem.cache.pool.copy())
+    return replace(problem, weights=weights, cache=cache, x=problem.buffers.hidden)
