@@ -98,7 +98,13 @@ def layers_table(record: Record | None) -> str:
     shown |= {f"over {kind}": "{:.2f}x" for kind in KINDS}
     order = {config.name: place for place, config in enumerate(CONFIGS)}
     rows = rows.sort_values(["model", "B"], key=lambda column: column.map(order) if column.name == "model" else column)
-    last = {"model": "**mean**", "B": "", "time_us": math.nan, "fraction": mean(rows.fraction), "others_share": math.nan}
+    last = {
+        "model": "**mean**",
+        "B": "",
+        "time_us": math.nan,
+        "fraction": mean(rows.fraction),
+        "others_share": math.nan,
+    }
     last |= {f"over {kind}": mean(rows[f"over {kind}"]) for kind in KINDS}
     table = pd.concat([rows[[*shown]].astype(object), pd.DataFrame([last], dtype=object)])
     names = {"B": "batch", "time_us": "time", "fraction": "of the floor", "others_share": "others"}
@@ -112,9 +118,9 @@ def _origin(record: Record, rows: pd.DataFrame) -> str:
     said = "; ".join(f"`{name}`: {_ATTENTION[name]}" for name in _ATTENTION if name in attentions)
     return (
         "Sequences of 1,024 tokens, KV4, LQQ weights in groups of 128, FP16 between the kernels; 1/n is one of n GPUs'"
-        " share, without the all-reduce. The floor is the sum over operations of the longer of reading weights and cache"
-        " once and of the products at 1,920 TOPS. Others is their share of all operations, each timed alone. The fastest"
-        f" mix of each kind counts, its attention being the best of: {said or 'none measured'}."
+        " share, without the all-reduce. The floor is the sum over operations of the longer of reading weights and"
+        " cache once and of the products at 1,920 TOPS. Others is their share of all operations, each timed alone. The"
+        f" fastest mix of each kind counts, its attention being the best of: {said or 'none measured'}."
         f" Measured on one {record.device['name']}: `ptxlab bench layer`, {record.date[:10]}, commit {record.revision},"
         f" read ceiling {record.ceilings['read_tbps']:.2f} TB/s."
     )
@@ -190,7 +196,7 @@ def _bars(axes: Axes, rows: pd.DataFrame) -> None:
         axes.bar([0], [0], color=PALE, hatch=hatch, edgecolor=GREY, label=whose)
     for part, colour in PARTS.items():
         axes.bar([0], [0], color=colour, label=part)
-    marks = {"linestyle": "", "marker": "_", "markersize": 18}
+    marks: dict[str, Any] = {"linestyle": "", "marker": "_", "markersize": 18}
     axes.plot(places - 0.2, rows.time_us / one, color="black", label="as one graph", **marks)
     axes.plot(places - 0.2, rows.floor_us / one, color=GREY, markeredgewidth=2.5, label="floor", **marks)
     for place, (us, speed) in enumerate(zip(rows.time_us, rows[f"over {BESIDE}"], strict=True)):

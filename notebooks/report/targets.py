@@ -102,7 +102,12 @@ def layers(record: Record | None) -> list[Target]:
     few = both[both.B <= 64]
     humming = rows[["over humming g128", "over humming per channel"]].min(axis=1, skipna=False)
     found = [
-        Target(f"of the floor, {model}, batch {B}", _only(both[(both.model == model) & (both.B == B)].fraction), "{:.2f}", wanted)
+        Target(
+            f"of the floor, {model}, batch {B}",
+            _only(both[(both.model == model) & (both.B == B)].fraction),
+            "{:.2f}",
+            wanted,
+        )
         for model, batches in _LAYERS.items()
         for B, wanted in batches.items()
     ]

@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
+from ptxlab.bench.timing import GEMM_REPLAYS, measure
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
 
 _THREADS = 256
+_RANDOM = 1 << 20  # distinct random bytes, repeated
 _PER_BLOCK = _THREADS * 4 * 16  # bytes that one block of copy.ptx copies
 
 
@@ -23,13 +24,14 @@ def geometry(nbytes: int, *, programmatic: bool = False) -> Launch:
     return Launch((-(-nbytes // _PER_BLOCK), 1, 1), (_THREADS, 1, 1), programmatic=programmatic)
 
 
-def copy_us(moved: int, *, cold: bool) -> float:
-    """Microseconds to copy half of `moved` bytes, read plus written: from memory, or always the same ones."""
+def copy_us(moved: int, copies: int) -> float:
+    """Microseconds to copy half of `moved` bytes, read plus written, over so many copies of them in turn."""
     nbytes = max(16, moved // 2 // 16 * 16)
     kernel = gpu.load(source(), "stream_copy")
+    first = gpu.to_device(np.resize(np.frombuffer(np.random.default_rng(0).bytes(_RANDOM), np.uint8), nbytes))
     calls = []
-    for _ in range(copies_beyond_l2(2 * nbytes) if cold else 1):
+    for _ in range(copies):
         read, written = (gpu.empty((nbytes,), np.uint8) for _ in range(2))
-        gpu.fill_bytes(read, 1)
+        gpu.copy_bytes(read, first)
         calls.append(gpu.prepare(kernel, [read, written, np.uint64(nbytes)], geometry(nbytes)))
     return measure(calls, replays=GEMM_REPLAYS).us

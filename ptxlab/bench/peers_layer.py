@@ -5,7 +5,6 @@ A mix is timed as ptxlab's own layer is: a CUDA graph of layers in turn, each wi
 together exceed the L2.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -148,8 +147,8 @@ def compiled(function: Callable[..., Any], *key: str | int) -> Callable[..., Any
     import torch
 
     name = "_".join((function.__name__, *map(str, key))).replace(".", "_")
-    code = function.__code__.replace(co_name=name, co_qualname=name)  # type: ignore[attr-defined]
-    own = FunctionType(code, function.__globals__, name, function.__defaults__)  # type: ignore[attr-defined]
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    own = FunctionType(code, function.__globals__, name, function.__defaults__)
     optimised = torch.compile(own)
 
     def call(*args: Any) -> Any:
@@ -207,6 +206,7 @@ def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> l
         size = (experts, N, K) if experts else (N, K)
         deviation = K**-0.5 * (0.1 if matrix in ("o", "down") else 1)  # layers add little each, so that none overflows
         weight = torch.randn(size, dtype=torch.float16, device=peers._DEVICE, generator=generator) * deviation
+        made: list[Any]
         if experts:
             made = [_grouped(name, weight.to(torch.bfloat16)) for _ in layers]
         elif name in HUMMING:
@@ -217,7 +217,9 @@ def _weights(name: str, config: Config, copies: int, tokens: Sequence[int]) -> l
             layer[matrix] = gemm
     if config.experts:
         router = torch.randn(
-            (config.experts, config.hidden), device=peers._DEVICE, generator=torch.Generator(peers._DEVICE).manual_seed(9)
+            (config.experts, config.hidden),
+            device=peers._DEVICE,
+            generator=torch.Generator(peers._DEVICE).manual_seed(9),
         )
         for layer in layers:
             layer["router"] = router.to(torch.bfloat16)
@@ -261,8 +263,10 @@ class _Attention:
         self.config, self.B, self.dtype = config, B, dtype
         generator = torch.Generator(peers._DEVICE).manual_seed(B)
         size = (B, config.kv_heads, LENGTH, HEAD_DIM)
-        first = [torch.randn(size, dtype=torch.float16, device=peers._DEVICE, generator=generator) for _ in range(2)]
-        self.caches = [self.stored(*(x.to(dtype) for x in first), fresh=i > 0) for i in range(copies)]
+        keys, values = (
+            torch.randn(size, dtype=torch.float16, device=peers._DEVICE, generator=generator).to(dtype) for _ in "kv"
+        )
+        self.caches = [self.stored(keys, values) for _ in range(copies)]
         self.tables = _tables()
         self.positions = torch.full((B,), LENGTH - 1, device=peers._DEVICE)
 
@@ -276,9 +280,9 @@ class _Attention:
         q = self.caches[0][0].new_empty((self.B, self.config.heads, HEAD_DIM), dtype=self.dtype).normal_()
         return self.fastest(q)
 
-    def stored(self, keys: Any, values: Any, fresh: bool) -> tuple[Any, Any]:
-        """A layer's cache of these; a copy where it must be."""
-        return (keys.clone(), values.clone()) if fresh else (keys, values)
+    def stored(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        """A layer's cache of these, of its own."""
+        return keys.clone(), values.clone()
 
     def append(self, qkv: Any, place: int) -> Any:
         """Write the new tokens of a layer; q [B, Hq, D]."""
@@ -297,7 +301,7 @@ class _Attention:
             self.check(name, q, got)
             times[name] = measure(calls, replays=3, capture=peers.capture).us
         if not times:
-            raise BenchmarkError(f"PyTorch has no decode attention for {self.config.batch(self.B)}")
+            raise BenchmarkError(f"PyTorch has no decode attention for {batch_of(self.config, self.B)}")
         return partial(self.sdpa, min(times, key=times.__getitem__))
 
     def sdpa(self, backend: str, q: Any, place: int) -> Any:
@@ -339,7 +343,7 @@ class _Paged(_Attention):
     name = "xqa_fp8"
     tolerance = 0.1
 
-    def stored(self, keys: Any, values: Any, fresh: bool) -> tuple[Any, Any]:
+    def stored(self, keys: Any, values: Any) -> tuple[Any, Any]:
         import torch
 
         def paged(x: Any) -> Any:
@@ -609,8 +613,8 @@ def _warm_fused(width: int) -> None:
     torch.cuda.synchronize()
 
 
-def fused(kernel: str, M: int, width: int) -> tuple[float, float] | None:
-    """Microseconds of `torch.compile`'s version of a fused kernel to INT8 by token: from memory, and from the L2.
+def fused(kernel: str, M: int, width: int, copies: int) -> tuple[float, float] | None:
+    """Microseconds of `torch.compile`'s version of a fused kernel to INT8 by token: over so many copies, and over one.
 
     `rmsnorm_quantize` of [M, width] with a residual, `silu_mul_quantize` of [M, 2·width], `quantize_activations`. None
     without PyTorch.
@@ -622,7 +626,6 @@ def fused(kernel: str, M: int, width: int) -> tuple[float, float] | None:
     function = {"rmsnorm_quantize": norm, "silu_mul_quantize": gated, "quantize_activations": requantised}[kernel]
     optimised = compiled(function, "int8", "torch.float16", width)
     columns = 2 * width if function is gated else width
-    copies = copies_beyond_l2(M * columns * 2)
     inputs = torch.randn((2, copies, M, columns), dtype=torch.float16, device=peers._DEVICE)
     gamma = torch.ones(width, dtype=torch.float16, device=peers._DEVICE)
 

@@ -19,7 +19,9 @@ def bench(
     picture: Annotated[Path | None, typer.Option("--plot", help="Plot the record (.png, .svg, .pdf).")] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Of the suite layer: fused, timeline, a model, B=16, a mix (fp8_row ...), or alone (no mix)."),
+        typer.Option(
+            help="Of the suite layer: fused, timeline, a model, B=16, a mix (fp8_row ...), or alone (no mix)."
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

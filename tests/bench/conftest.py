@@ -62,6 +62,6 @@ def emulated_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for module in (append, attention, copying, decoder, fused, grouped, merge, points, quantiser, stream):
         monkeypatch.setattr(module, "measure", _measure)
     monkeypatch.setattr(decoder, "measure_graph", _measure_graph)
-    for module in (append, copying, decoder, fused, points, grouped, attention_problem, problem, stream):
+    for module in (append, decoder, fused, points, grouped, attention_problem, problem, stream):
         monkeypatch.setattr(module, "copies_beyond_l2", lambda nbytes: 2)
     return monkeypatch

@@ -38,8 +38,9 @@ def weights() -> list[LayerWeights]:
 
 def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> None:
     made = weights()[:1]
-    row = decoder.row(TINY, 2, made, decoder.copies_of(made[0]), CEILINGS, {"fp16/sdpa": 20.0}, {"x": 1.0})
-    assert row.time_us == 10.0 and row.sizes == shapes.sizes_of(TINY, 2) and "bit for bit" in row.checked
+    row = decoder.row(TINY, 2, made, decoder.copies_of(made[0]), CEILINGS, {"fp16/sdpa": 20.0}, {"x": 1.0}, True)
+    assert row.time_us == 10.0 and row.sizes == shapes.sizes_of(TINY, 2) and row.checked.endswith("bit for bit")
+    assert row.checked.startswith("12 steps: attention, down_in within bounds, all others equal in every bit; ")
     operations = {
         *("gemm qkv", "gemm o", "gemm gate_up", "gemm down", "attention", "rope_append_kv4 1"),
         *("rmsnorm_quantize 1", "rmsnorm_quantize 2", "quantize_activations 1", "silu_mul_quantize 1"),
@@ -87,8 +88,8 @@ def test_products_set_the_floor_of_large_batches() -> None:
 def test_a_fused_kernel_is_timed_beside_copies_and_checked(
     make: Callable[[], fused.Fused], here: pytest.MonkeyPatch
 ) -> None:
-    here.setattr(fused, "copy_us", lambda nbytes, cold: 4.0 + cold)
-    here.setattr(peers_layer, "fused", lambda *_: (7.0, 6.0))
+    here.setattr(fused, "copy_us", lambda nbytes, copies: 3.0 + copies)
+    here.setattr(peers_layer, "fused", lambda *given: (7.0, 6.0) if given[-1] == 2 else None)
     of = make()
     row = fused.timed(of, CEILINGS)
     assert (row.kernel, row.sizes, row.time_us) == (of.kernel, of.sizes, 10.0)
@@ -117,7 +118,7 @@ def test_a_copy_copies(nbytes: int) -> None:
 
 
 def test_copies_are_timed_cold_and_warm(emulated_gpu: pytest.MonkeyPatch) -> None:
-    assert copying.copy_us(100, cold=True) == copying.copy_us(100, cold=False) == 10.0
+    assert copying.copy_us(100, 3) == copying.copy_us(100, 1) == 10.0
 
 
 def test_jobs_run_in_processes_of_their_own(tmp_path: Path) -> None:
@@ -156,7 +157,9 @@ def test_a_layer_is_known_by_its_sizes() -> None:
 
 def test_the_stored_attention_stands_beside_that_of_the_run() -> None:
     config = Config.named("LLaMA-2-7B")
-    us, more = layer.mixed(config, 16, {"fp8_row/sdpa": MixTime(200.0, 90.0, 60.0), "fp16/sdpa": MixTime(9.0, 5.0, 4.0)})
+    us, more = layer.mixed(
+        config, 16, {"fp8_row/sdpa": MixTime(200.0, 90.0, 60.0), "fp16/sdpa": MixTime(9.0, 5.0, 4.0)}
+    )
     xqa = stored_attention()[32, 32, 16, 1024]
     assert us["fp8_row/sdpa"] == 200.0 and us["fp8_row/xqa_stored"] == 90.0 + xqa["fi_xqa_fp8"]
     assert us["fp16/xqa_stored"] == 5.0 + xqa["fi_xqa_f16"]
@@ -194,4 +197,3 @@ def test_a_timeline_is_left_out_unless_every_launch_was_seen(here: pytest.Monkey
     rows = list(layer.timeline_rows(TINY, 1))
     assert [row.face for row in rows][:3] == ["rmsnorm_quantize 1", "gemm_w4a8 1", "rope_append_kv4 1"]
     assert len(rows) == 10 and rows[0].kernel == "kernel 0" and rows[0].more["layer_us"] == 9.0
-

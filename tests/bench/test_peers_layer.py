@@ -140,11 +140,15 @@ def test_a_mix_that_is_wired_wrongly_is_found(on_cpu: pytest.MonkeyPatch) -> Non
 def test_what_a_gemm_is_given(how: str, on_cpu: pytest.MonkeyPatch) -> None:
     import torch
 
-    y = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor([[0.01], [1.0], [3.0], [0.5], [2.0]])
+    y = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[0.01], [1.0], [3.0], [0.5], [2.0]]
+    )
     q, scale = peers_layer.quantised(y, how, torch.float16)
     known = peers_layer.STATIC if how == "fp8_static" else 1.0
     back = q.float() * (known if scale is None else scale)
-    assert float((back - y).abs().max(1).values.div(y.abs().max(1).values).max()) < 1 / 16  # FP8 has three bits behind the first
+    assert (
+        float((back - y).abs().max(1).values.div(y.abs().max(1).values).max()) < 1 / 16
+    )  # FP8 has three bits behind the first
     if how == "int8":
         assert q.dtype == torch.int8 and (q.abs().amax(1) == 127).all()
 
@@ -187,7 +191,7 @@ def test_humming_multiplies_what_lies_between(on_cpu: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("kernel", ["rmsnorm_quantize", "silu_mul_quantize", "quantize_activations"])
 def test_fused_kernels_have_a_peer(kernel: str, on_cpu: pytest.MonkeyPatch) -> None:
-    assert peers_layer.fused(kernel, 3, 64) == (7.0, 7.0)
+    assert peers_layer.fused(kernel, 3, 64, 2) == (7.0, 7.0)
 
 
 def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +216,7 @@ def test_functions_are_compiled_for_a_width_and_any_number_of_tokens(monkeypatch
 def test_without_a_gpu_there_are_no_mixes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "importable", lambda: False)
     assert peers_layer.mixes(TINY, (1, 4), PLAIN, lambda _: None) == {1: {}, 4: {}}
-    assert peers_layer.fused("rmsnorm_quantize", 4, 64) is None and peers_layer.traced(lambda: None) == []
+    assert peers_layer.fused("rmsnorm_quantize", 4, 64, 2) is None and peers_layer.traced(lambda: None) == []
     assert peers_layer.jobs([TINY], (1,), PLAIN, (64,)) == []
 
 

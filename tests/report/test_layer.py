@@ -95,7 +95,10 @@ def test_what_is_not_in_the_record_is_not_judged() -> None:
     assert {t.verdict for t in targets.layers(None)} == {""}
     alone = replace(RECORD, rows=tuple(replace(row, peers={}) for row in RECORD.rows if row.measure == suite.MEASURE))
     assert "nan" not in "".join(table(alone) for table in TABLES)
-    assert math.isnan(target("over the FP16 mix", alone).value) and target("of the floor, LLaMA-2-7B, batch 4", alone).verdict
+    assert (
+        math.isnan(target("over the FP16 mix", alone).value)
+        and target("of the floor, LLaMA-2-7B, batch 4", alone).verdict
+    )
 
 
 def test_the_pictures_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +113,9 @@ def test_the_pictures_with_and_without_a_record(monkeypatch: pytest.MonkeyPatch)
     assert first.containers[0][0].get_height() == pytest.approx(row.gemm_us / one)
     parts = [sum(bars[place].get_height() for bars in first.containers[4:7]) for place in range(6)]
     assert parts == pytest.approx([1.0] * 6), "the mix, whose parts are stacked, is 1 everywhere"
-    assert f"{frames.mean(POINTS[POINTS.model == 'LLaMA-2-7B']['over FP8']):.2f}x the FP8 mix" in first.get_title("left")
+    assert f"{frames.mean(POINTS[POINTS.model == 'LLaMA-2-7B']['over FP8']):.2f}x the FP8 mix" in first.get_title(
+        "left"
+    )
     assert len(figures.picture("layer_timeline").axes[0].patches) == 4
 
 

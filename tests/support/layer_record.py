@@ -30,10 +30,14 @@ def point(config: Config, B: int) -> Row:
     """Every operation alone takes 1.2 times its floor, others 2 µs each."""
     operations = work(config, B)
     us = {each.name: 1.2 * each.us(CEILINGS) for each in operations} | dict.fromkeys(OTHERS, 2.0)
-    part = {name: name.split()[0] if name in dict.fromkeys(each.name for each in operations) else "others" for name in us}
+    part = {
+        name: name.split()[0] if name in dict.fromkeys(each.name for each in operations) else "others" for name in us
+    }
     took = SLOWDOWN * sum(each.us(CEILINGS) for each in operations)
     names = [name for name in MIXES if not config.experts or name in ("fp16", "fp8_row")]
-    mixes = {f"{name}/sdpa": MixTime(OVER[name] * took, 0.6 * OVER[name] * took, 0.5 * OVER[name] * took) for name in names}
+    mixes = {
+        f"{name}/sdpa": MixTime(OVER[name] * took, 0.6 * OVER[name] * took, 0.5 * OVER[name] * took) for name in names
+    }
     peers, more = layer.mixed(config, B, mixes)
     measured = Measured(took, took, took, 1755.0)
     alone = decoder.Alone(us, part)

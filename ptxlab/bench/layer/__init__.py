@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -112,7 +112,9 @@ def layer_rows(config: Config, wanted: Part, ceilings: Ceilings, progress: Calla
     for B in wanted.batches:
         progress(f"{config.name}, batch {B}")
         us, more = mixed(config, B, beside[B])
-        yield decoder.row(config, B, weights, copied, ceilings, us, more)
+        # Experts are chosen by CuPy's own operations, whose capture is not in this project's hands.
+        with peers.left_out(f"{config.name}, batch {B}") if config.experts else nullcontext():
+            yield decoder.row(config, B, weights, copied, ceilings, us, more, compared=min(wanted.batches) == B)
 
 
 def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, float], dict[str, float]]:

@@ -19,11 +19,12 @@ from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, measure, measure_graph
 from ptxlab.errors import BenchmarkError
-from ptxlab.layout import KVCache
-from ptxlab.model import Config, LayerBuffers, LayerWeights, decode_layer, experts, layer
+from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer, experts, layer
+from ptxlab.model import reference as twins
 
 MEASURE, FACE = "layer", "decode_layer"
 GEMM, ATTENTION, OTHERS = "gemm", "attention", "others"
+_COMPARED = 250e6  # weights of the largest layer that is held against its exact twin, which takes seconds
 _CALLED = (  # by `decode_layer`, in its module
     *("rmsnorm_quantize", "gemm_w4a8", "gemm_w4a8_grouped", "rope_append_kv4", "attention_kv4"),
     *("quantize_activations", "silu_mul_quantize"),
@@ -161,10 +162,21 @@ class Decoder:
         said = f"the graph that was timed, replayed over {graph.calls} layers: attention, result and residual equal"
         return f"{said} to the public calls made plainly one after another, bit for bit"
 
+    def compare(self) -> str:
+        """Hold every launch of the first layer against the exact twin (`model.reference`); "" of a layer too large."""
+        weights, cache, slots = self.weights[0], self.caches[0], self.slots[0]
+        if sum(N * K for N, K in self.config.matrices.values()) > _COMPARED or self.config.experts:
+            return ""
+        self.restart()
+        given = LayerInputs.of(self.buffers.hidden, self.residual, cache, slots, self.rope)
+        self.calls()[0]()
+        return f"{twins.compare(given, weights, self.buffers, self.residual, cache)}; "
+
     def work(self) -> list[Work]:
         """The least of each operation: weights and cache once from memory; what lies between stays in the L2."""
         config, found = self.config, []
-        active = config.experts and int((np.diff(gpu.to_host(self.buffers.routing.offsets)) > 0).sum())
+        routing = self.buffers.routing
+        active = 0 if routing is None else int((np.diff(gpu.to_host(routing.offsets)) > 0).sum())
         for name, (N, K) in config.matrices.items():
             weight = getattr(self.weights[0], name)
             share = active / config.experts if config.experts and name in ("gate_up", "down") else 1
@@ -264,11 +276,12 @@ def row(
     ceilings: Ceilings,
     peers: Mapping[str, float],
     more: Mapping[str, float],
+    compared: bool = False,
 ) -> Row:
-    """A layer at one batch."""
+    """A layer at one batch; `compared`: held against the exact twin too."""
     decoder = Decoder(config, B, weights)
     measured, graph = measure_graph(decoder.calls(), replays=GEMM_REPLAYS)
-    checked = decoder.check(graph)
+    checked = (decoder.compare() if compared else "") + decoder.check(graph)
     plain = measure(decoder.calls(programmatic=False), replays=GEMM_REPLAYS).us
     apart = alone(decoder, copied)
     return row_at(config, B, measured, decoder.work(), apart, ceilings, checked, peers, {"plain_us": plain, **more})
