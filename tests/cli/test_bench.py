@@ -11,7 +11,7 @@ import pytest
 from ptxlab import bench
 from ptxlab.bench import sweep
 from ptxlab.bench.timing import Measured
-from tests.support import kv_record, ladder_record
+from tests.support import kv_record, ladder_record, layer_record
 from tests.support.bench_rows import slowed
 from tests.support.headline_record import record
 
@@ -23,7 +23,11 @@ def measured(monkeypatch: pytest.MonkeyPatch, found: bench.Record) -> None:
     monkeypatch.setattr(bench.gpu, "elsewhere", lambda nbytes: nullcontext())
 
 
-@pytest.mark.parametrize("found", [RECORD, kv_record.record(), ladder_record.record()], ids=lambda record: record.suite)
+@pytest.mark.parametrize(
+    "found",
+    [RECORD, kv_record.record(), ladder_record.record(), layer_record.record()],
+    ids=lambda record: record.suite,
+)
 def test_one_command_records_and_prints_what_was_measured(
     found: bench.Record, cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +58,18 @@ def test_what_cannot_be_written_is_refused_before_anything_is_measured(
     code, _, err = cli("bench", "gemm", *options)
     assert code == 2 and message in err and len(err.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("gemm", "--only", "fused"), "only: must be empty for the suite gemm (got fused)"),
+        (("layer", "--only", "B=3"), "only: one of fused, timeline, LLaMA-2-7B, "),
+    ],
+)
+def test_a_part_that_is_not_there_is_refused_in_one_line(options: tuple[str, ...], message: str, cli: Any) -> None:
+    code, _, err = cli("bench", *options)
+    assert code == 2 and message in " ".join(err.split())
 
 
 def test_a_slower_run_fails(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,19 @@ from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import ArgumentError
 from ptxlab.model import Config
 
-__all__ = ["BATCHES", "CONFIGS", "FACE", "FUSED", "MEASURE", "MIXES", "TIMELINE", "Part", "config_of", "part", "rows"]
+__all__ = [
+    "BATCHES",
+    "CONFIGS",
+    "FACE",
+    "FUSED",
+    "MEASURE",
+    "MIXES",
+    "TIMELINE",
+    "Selection",
+    "config_of",
+    "part",
+    "rows",
+]
 
 FUSED, TIMELINE = fused.MEASURE, "timeline"
 DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16)  # layers that a timeline is taken of
@@ -32,7 +44,7 @@ _TRACED = 4  # layers at least, of which one in the middle is kept
 
 
 @dataclass(frozen=True)
-class Part:
+class Selection:
     """What of the suite is measured: `fused` kernels, `timeline`s, and layers by model, batch, and mix beside them."""
 
     fused: bool = True
@@ -42,7 +54,7 @@ class Part:
     mixes: tuple[str, ...] = tuple(MIXES)
 
 
-def part(words: Sequence[str]) -> Part:
+def part(words: Sequence[str]) -> Selection:
     """The part that words name: `fused`, `timeline`, models, `B=16`, mixes or `alone` (none); without any everything.
 
     Words of one kind add up; a kind without a word is whole, but `fused` and `timeline` are measured where they are
@@ -57,7 +69,7 @@ def part(words: Sequence[str]) -> Part:
     kinds = [word for word in words if word in (FUSED, TIMELINE)]
     named = tuple(models[word] for word in words if word in models)
     everything = not words
-    return Part(
+    return Selection(
         fused=everything or FUSED in kinds,
         timeline=everything or TIMELINE in kinds,
         configs=named or (() if kinds else CONFIGS),
@@ -104,7 +116,7 @@ def _alone() -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
-def layer_rows(config: Config, wanted: Part, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+def layer_rows(config: Config, wanted: Selection, ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
     """A model at every batch, the mixes first: ours and theirs are in memory one after the other."""
     beside = peers_layer.mixes(config, wanted.batches, wanted.mixes, progress)
     weights = decoder.layers_of(config)

@@ -31,7 +31,7 @@ _CALLED = (  # by `decode_layer`, in its module
 )
 
 
-class Operation(NamedTuple):
+class DecoderCall(NamedTuple):
     """One call that `decode_layer` makes.
 
     Attributes:
@@ -52,7 +52,7 @@ class Operation(NamedTuple):
 
 
 @contextmanager
-def recorded() -> Iterator[list[Operation]]:
+def recorded() -> Iterator[list[DecoderCall]]:
     """Lists the calls that `decode_layer` makes inside, as it makes them."""
     found: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
 
@@ -65,7 +65,7 @@ def recorded() -> Iterator[list[Operation]]:
 
     of_experts = {name: getattr(experts.Routing, name) for name in ("choose", "combine")}
     of_layer = {name: getattr(layer, name) for name in _CALLED}
-    operations: list[Operation] = []
+    operations: list[DecoderCall] = []
     try:
         for where, functions in ((layer, of_layer), (experts.Routing, of_experts)):
             for name, function in functions.items():
@@ -79,7 +79,7 @@ def recorded() -> Iterator[list[Operation]]:
     times = dict.fromkeys((name for name, *_ in found), 0)
     for name, function, args, keywords in found:
         times[name] += 1
-        operations.append(Operation(f"{name} {times[name]}", parts.get(name, OTHERS), function, args, keywords))
+        operations.append(DecoderCall(f"{name} {times[name]}", parts.get(name, OTHERS), function, args, keywords))
 
 
 class Decoder:
@@ -126,7 +126,7 @@ class Decoder:
         ]
 
     @cached_property
-    def operations(self) -> list[list[Operation]]:
+    def operations(self) -> list[list[DecoderCall]]:
         """Of every layer, in order."""
         found = []
         for call in self.calls():
@@ -248,7 +248,7 @@ def alone(decoder: Decoder, copied: Callable[[str], list[Any]]) -> Alone:
     return Alone(us, part)
 
 
-def replaced(operation: Operation, args: tuple[Any, ...]) -> Callable[[], Any]:
+def replaced(operation: DecoderCall, args: tuple[Any, ...]) -> Callable[[], Any]:
     """The same call of other arguments."""
     return operation._replace(args=args).call()
 
