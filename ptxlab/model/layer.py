@@ -164,29 +164,29 @@ def decode_layer(
     _check(x, residual, weights, cache, buffers)
     config, b, M, space = weights.config, buffers, cache.batch, buffers.workspaces.get
     first: dict[str, Any] = {"backend": backend, "programmatic": programmatic}
-    programs: dict[str, Any] = {"backend": backend, "programmatic": b.programmatic}
+    chained: dict[str, Any] = {"backend": backend, "programmatic": b.programmatic}
     norm: dict[str, Any] = {"residual": residual, "eps": config.eps}
 
     rmsnorm_quantize(x, weights.input_norm, **norm, **into(b.qkv_in), **first)
-    gemm_w4a8(b.qkv_in, weight=weights.qkv, bias=weights.qkv_bias, out=b.qkv, workspace=space("qkv"), **programs)
-    rope_append_kv4(b.qkv, cache, slots, rope=rope, out=b.q, **programs)
-    attention_kv4(b.q, cache, window=config.window, out=b.attention, workspace=b.attention_workspace, **programs)
-    quantize_activations(b.attention.reshape(M, -1), **into(b.o_in), **programs)
-    gemm_w4a8(b.o_in, weight=weights.o, out=b.o, workspace=space("o"), **programs)
+    gemm_w4a8(b.qkv_in, weight=weights.qkv, bias=weights.qkv_bias, out=b.qkv, workspace=space("qkv"), **chained)
+    rope_append_kv4(b.qkv, cache, slots, rope=rope, out=b.q, **chained)
+    attention_kv4(b.q, cache, window=config.window, out=b.attention, workspace=b.attention_workspace, **chained)
+    quantize_activations(b.attention.reshape(M, -1), **into(b.o_in), **chained)
+    gemm_w4a8(b.o_in, weight=weights.o, out=b.o, workspace=space("o"), **chained)
     if b.routing is not None:
         routed = b.routing
-        rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(routed.tokens), normed=routed.normed, **programs)
+        rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(routed.tokens), normed=routed.normed, **chained)
         routed.choose(weights.router, b.gate_up_in)
         offsets = routed.offsets
         gemm_w4a8_grouped(b.gate_up_in, weights=weights.gate_up, offsets=offsets, out=b.gate_up, backend=backend)
-        silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **programs)
-        gemm_w4a8_grouped(b.down_in, weights=weights.down, offsets=offsets, out=routed.results, **programs)
+        silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **chained)
+        gemm_w4a8_grouped(b.down_in, weights=weights.down, offsets=offsets, out=routed.results, **chained)
         routed.combine(b.hidden)
         return b.hidden
-    rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(b.gate_up_in), **programs)
-    gemm_w4a8(b.gate_up_in, weight=weights.gate_up, out=b.gate_up, workspace=space("gate_up"), **programs)
-    silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **programs)
-    return gemm_w4a8(b.down_in, weight=weights.down, out=b.hidden, workspace=space("down"), **programs)
+    rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(b.gate_up_in), **chained)
+    gemm_w4a8(b.gate_up_in, weight=weights.gate_up, out=b.gate_up, workspace=space("gate_up"), **chained)
+    silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **chained)
+    return gemm_w4a8(b.down_in, weight=weights.down, out=b.hidden, workspace=space("down"), **chained)
 
 
 def into(out: PackedActivations) -> dict[str, Any]:

@@ -278,6 +278,7 @@ def _compare(name: str, found: Any, step: Step, dtype: str) -> None:
         if allowed is None:
             wrong = got.view(f"u{got.itemsize}") != right.view(f"u{right.itemsize}")
         else:
+            allowed = Allowed(_on_host(allowed.each), None if allowed.rms is None else _on_host(allowed.rms))
             got = numbers(got, dtype) if right.dtype == np.float64 and not part else got
             wrong, rows = misses(got, right, allowed)
             wrong = wrong | rows.reshape(*rows.shape, *(1,) * (wrong.ndim - rows.ndim))
@@ -303,8 +304,7 @@ def _copied(array: Any) -> Any:
 
 
 def _on_host(array: Any) -> Any:
-    shared = _shared(array)
-    return shared if isinstance(shared, np.ndarray) else gpu.to_host(shared)
+    return gpu.to_host(_shared(array)) if gpu.is_device_array(array) else array
 
 
 def _beside(array: Any, example: Any) -> Any:
