@@ -13,7 +13,7 @@ from ptxlab import gpu
 from ptxlab.bench import peers, peers_layer
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer import decoder, fused
-from ptxlab.bench.layer.decoder import FACE, MEASURE, Decoder
+from ptxlab.bench.layer.decoder import MEASURE, Decoder
 from ptxlab.bench.layer.shapes import BATCHES, CONFIGS, LENGTH, config_of, sizes_of
 from ptxlab.bench.peers_layer import MIXES, Job, MixTime
 from ptxlab.bench.record import Row
@@ -21,19 +21,7 @@ from ptxlab.bench.stored import stored_attention
 from ptxlab.errors import ArgumentError
 from ptxlab.model import Config
 
-__all__ = [
-    "BATCHES",
-    "CONFIGS",
-    "FACE",
-    "FUSED",
-    "MEASURE",
-    "MIXES",
-    "TIMELINE",
-    "Selection",
-    "config_of",
-    "part",
-    "rows",
-]
+__all__ = ["BATCHES", "CONFIGS", "FUSED", "MEASURE", "TIMELINE", "Selection", "config_of", "part", "rows"]
 
 FUSED, TIMELINE = fused.MEASURE, "timeline"
 DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16)  # layers that a timeline is taken of

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab import gpu, reference
+from ptxlab import gpu
 from ptxlab.bench.attention.problem import random_problem
 from ptxlab.bench.ceilings import Ceilings
 from ptxlab.bench.layer.shapes import LENGTH, Work, batch_of, rows_of, sizes_of
@@ -93,8 +93,7 @@ class Decoder:
         last = LENGTH - 1
         pages = (gpu.to_host(each.block_table)[:, last // PAGE] for each in self.caches[: len(weights)])
         self.slots = [gpu.to_device((page * PAGE + last % PAGE).astype(np.int32)) for page in pages]
-        tables = reference.rope_tables(np.arange(LENGTH), HEAD_DIM, config.rope_base, config.rope_scaling)
-        self.rope = *map(gpu.to_device, tables), gpu.to_device(np.full(B, last, np.int32))
+        self.rope = *map(gpu.to_device, config.rope_tables(LENGTH)), gpu.to_device(np.full(B, last, np.int32))
         self.buffers = LayerBuffers.empty(weights[0], self.caches[0])
         rng = np.random.default_rng(B)
         start = rng.standard_normal((2, B, config.hidden), dtype=np.float32).astype(np.float16)
