@@ -103,11 +103,8 @@ def requantised(x: Any, how: str) -> tuple[Any, Any]:
 
 
 def rotated(x: Any, cos: Any, sin: Any) -> Any:
-    """RoPE on halves: x [B, H, D], cos and sin f32 [B, 1, D/2]."""
-    import torch
-
-    low, high = x.float().chunk(2, 2)
-    return torch.cat((low * cos - high * sin, high * cos + low * sin), 2).to(x.dtype)
+    """RoPE on halves, in a form that compiles to one kernel: x [B, H, D], cos and sin f32 [B, 1, D] (`_tables`)."""
+    return (x.float() * cos + x.float().roll(HEAD_DIM // 2, 2) * sin).to(x.dtype)
 
 
 def append(qkv: Any, tables: Any, positions: Any, keys: Any, values: Any, kv_heads: int) -> Any:
@@ -115,7 +112,7 @@ def append(qkv: Any, tables: Any, positions: Any, keys: Any, values: Any, kv_hea
     import torch
 
     heads = qkv.view(qkv.shape[0], -1, HEAD_DIM)
-    cos, sin = tables[positions].unsqueeze(1).chunk(2, 2)
+    cos, sin = tables[positions].split(1, 1)
     rows = torch.arange(qkv.shape[0], device=qkv.device)
     keys[rows, :, positions] = rotated(heads[:, -2 * kv_heads : -kv_heads], cos, sin).to(keys.dtype)
     values[rows, :, positions] = heads[:, -kv_heads:].to(values.dtype)
@@ -127,7 +124,7 @@ def append_paged(qkv: Any, tables: Any, positions: Any, table: Any, keys: Any, v
     import torch
 
     heads = qkv.view(qkv.shape[0], -1, HEAD_DIM)
-    cos, sin = tables[positions].unsqueeze(1).chunk(2, 2)
+    cos, sin = tables[positions].split(1, 1)
     pages, offsets = torch.gather(table, 1, (positions // PAGE).unsqueeze(1)).squeeze(1), positions % PAGE
     keys[pages, offsets] = rotated(heads[:, -2 * kv_heads : -kv_heads], cos, sin).to(keys.dtype)
     values[pages, offsets] = heads[:, -kv_heads:].to(values.dtype)
@@ -386,12 +383,13 @@ class _Paged(_Attention):
 
 @cache
 def _tables() -> Any:
-    """Cosines and sines of every position, f32 [L, D]."""
+    """Cosines of every position for both halves, and sines, of the first half negative: f32 [L, 2, D]."""
     import torch
 
     rates = 1e4 ** -(torch.arange(0, HEAD_DIM, 2, device=peers._DEVICE) / HEAD_DIM)
     angles = torch.arange(LENGTH, device=peers._DEVICE)[:, None] * rates
-    return torch.cat((angles.cos(), angles.sin()), 1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)), 1)
 
 
 def has_flashinfer() -> bool:

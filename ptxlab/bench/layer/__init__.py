@@ -45,8 +45,8 @@ class Selection:
 def part(words: Sequence[str]) -> Selection:
     """The part that words name: `fused`, `timeline`, models, `B=16`, mixes or `alone` (none); without any everything.
 
-    Words of one kind add up; a kind without a word is whole, but `fused` and `timeline` are measured where they are
-    named, or where nothing else but batches and mixes is. Raises ArgumentError for an unknown word.
+    Words of one kind add up; a kind without a word is whole. With words, `fused` and `timeline` are measured only where
+    they are named, and layers only where models are, or neither of the two is. Raises ArgumentError for another word.
     """
     models = {config.name: config for config in CONFIGS}
     batches = {f"B={B}": B for B in BATCHES}
