@@ -178,6 +178,7 @@ def shares_of(variant: Variant, logical: Arrays) -> Shares:
     window=st.sampled_from((0, 1, 100, 1000)),
     groups=st.sampled_from((1, 2, 4, 8)),
     blocks=st.integers(1, 300),
+    part=st.sampled_from((0, 1, 2, 16)),
 )
 def test_every_tile_is_somebody_s(lengths: list[int], **how: int) -> None:
     """And only one's: segments of a unit follow each other, from its first tile in the window to its last."""
