@@ -168,7 +168,7 @@ _REASON = (
     "integer for 2^10 in that; a weight times its value's scale, or by channel the weight, is rounded to FP16"
 ) + BY_CHANCE
 
-SM90 = replace(
+_SM90 = replace(
     MMA,
     name="attention_kv4_sm90",
     summary="bulk copies, ragged batches in equal pieces, parts handed to the block where a unit begins (QServe §5.3)",
@@ -195,7 +195,6 @@ SM90 = replace(
         (2, 1, 2, 2, 256, 4, 7, 32, 8, 1, 0, 2, 0.0625),
     ),
 )
-SPECS = (SM90,)
 
 
 def _wider(arg: Arg) -> Arg:
@@ -204,11 +203,18 @@ def _wider(arg: Arg) -> Arg:
 
 
 INVARIANT = replace(
-    SM90,
+    _SM90,
     summary="the same kernel, units cut by their own length: the same bits for a sequence whatever is in the batch",
-    args=tuple(map(_wider, SM90.args)),
+    args=tuple(map(_wider, _SM90.args)),
     choose=_choose_invariant,
     pack=partial(_pack, parts=MOST_PARTS),
     reference=partial(_reference, parts=MOST_PARTS),
     bound=partial(_bound, parts=MOST_PARTS),
+    batch="B",
+    batch_sizes=common.sizes_rows(
+        "B T Hq Hkv D P pages page bits channel window blocks softmax_scale",
+        (5, 1, 2, 1, 64, 20, 60, 64, 4, 0, 0, 3, 0.125),
+    )[0],
 )
+SM90 = replace(_SM90, invariant=INVARIANT)
+SPECS = (SM90,)
