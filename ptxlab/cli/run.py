@@ -40,7 +40,7 @@ from ptxlab.kernels import holders
 from ptxlab.runtime.arguments import checks_of, in_order, merge_sizes, output_variant, parse_integers, parse_sizes
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec
-from ptxlab.verify import Job, Verdict, plan
+from ptxlab.verify import Job, Verdict, check_rows, plan, plan_rows
 from ptxlab.verify import verify as verify_job
 
 
@@ -243,17 +243,25 @@ def verify(
     backend: Annotated[str | None, typer.Option(help="gpu or emulator. Default: each that is available.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the example inputs.")] = 0,
     shape: AlsoShape = None,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="Only whether a row has the same bits alone and in a batch.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Verify kernels against their NumPy references, on the GPU and in the emulator, with every check on."""
     if bool(names) == everything:
         raise CommandLineError("verify expects kernels, families or --all")
     jobs, skipped = plan(names or list(kernels.specs()), backend)
+    if batch_invariant:
+        if shape:
+            raise CommandLineError("--batch-invariant has sizes of its own: leave --shape out")
+        jobs, unasked = plan_rows(jobs)
+        skipped += unasked
     jobs += _jobs_at(parse_sizes("--shape", shape), jobs) if shape else []
-    verdicts = []
+    verdicts, check = [], check_rows if batch_invariant else verify_job
     with progress_bar("verify", len(jobs), quiet=as_json) as advance:
         for job in jobs:
-            verdicts.append(verify_job(job, seed=seed))
+            verdicts.append(check(job, seed=seed))
             advance(f"{job.source.label} on {job.backend}")
     failed = [v for v in verdicts if not v.passed]
     if as_json:

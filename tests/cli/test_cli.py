@@ -146,6 +146,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "tpu"), "backend: one of gpu, emulator (got tpu)"),
         (("run", "missing/kernel.ptx", "--in", "{lqq}"), "kernel.ptx: cannot be read: No such file"),
         (("verify",), "error: verify expects kernels, families or --all"),
+        (("verify", "quantize", "--batch-invariant", "--shape", "M=3"), "--batch-invariant has sizes of its own"),
         (("sass",), "error: sass expects kernels, families or files"),
         (("audit", "missing.safetensors"), "missing.safetensors"),
         (("quantize", "missing.safetensors", "--out", "x"), "missing.safetensors: no such file"),

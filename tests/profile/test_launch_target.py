@@ -26,6 +26,7 @@ SMALL = (
     LaunchTarget("attention_kv4_sm90", {"B": 1, "L": 64, "Hq": 1, "Hkv": 1}),
     LaunchTarget("attention_kv4_mma_sm80", {"B": 1, "L": 64, "Hq": 1, "Hkv": 1}),
     LaunchTarget("append_kv4"),
+    LaunchTarget("rope_append_kv4"),
     LaunchTarget("dequant_lqq"),
     LaunchTarget("load_bulk_sm90"),
     LaunchTarget("quantize_activations_s8"),

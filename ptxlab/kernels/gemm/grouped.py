@@ -199,6 +199,7 @@ GROUPED = KernelSpec(
     exact_arch=True,
     example_sizes=examples("MNKEg", (1, 8, 128, 1, 128), (9, 40, 192, 4, 64), (70, 200, 160, 3, 32)),
     after_wait=("offsets", "x", "x_scale", "x_sum"),
+    one_row=lambda arrays, row: {"offsets": (arrays["offsets"] > row).astype(np.int32)},
 )
 
 GROUPED_CHANNEL = per_channel(
