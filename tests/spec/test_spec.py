@@ -57,6 +57,8 @@ def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
         "load": ({"T"}, {"P", "B"}),
         "quantize": ({"M", "K", "rows", "span"},),
         "sum": ({"M", "K"},),
+        "rmsnorm": ({"M", "K", "rows", "span", "added", "kept", "eps"},),
+        "silu": ({"M", "K", "rows", "span", "activation"},),
         "gemm": ({"M", "N", "K", "g"}, {"M", "N", "K"}, {"M", "N", "K", "E", "g"}),
         "attention": (
             {"B", "Hq", "Hkv", "P", "pages", "softmax_scale"},
