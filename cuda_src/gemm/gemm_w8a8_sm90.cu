@@ -17,6 +17,7 @@
 #include "fragments_out.cuh"
 #include "griddep.cuh"
 #include "named_barrier.cuh"
+#include "tile_order.cuh"
 #include "timeline.cuh"
 #include "wgmma.cuh"
 
@@ -61,9 +62,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
-    const int token_tiles = (M + BM - 1) / BM, tiles = token_tiles * ((N + ROWS - 1) / ROWS);
+    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + ROWS - 1) / ROWS, tiles = token_tiles * row_tiles;
     const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
-    const auto place_of = [&](int tile) { return Place{tile / token_tiles * ROWS, tile % token_tiles * tokens}; };
+    const auto place_of = [&](int tile) {
+        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+        return Place{place.row_tile * ROWS, place.token_tile * tokens};
+    };
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;

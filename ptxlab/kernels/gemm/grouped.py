@@ -89,7 +89,7 @@ def _microseconds(s: Sizes) -> tuple[float, float, float]:
     stages, height = -(-s["K"] // s["BK"]), s["N"] / 16 / row_tiles
     cost, active, likely = COSTS[kind(tile)], likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
     us, unluckily = (
-        -(-token_tiles * row_tiles // SMS) * of_a_tile(tile, stages, height) + cost.launch
+        -(-token_tiles * row_tiles // SMS) * of_a_tile(tile, stages, height, group_of(s)) + cost.launch
         for token_tiles in (likely, likely + (active < s["E"]))
     )
     return max(us, stream({**s, "N": active * s["N"]}) + cost.drain), us, unluckily
