@@ -46,7 +46,7 @@ class Scheme:
 
     Attributes:
         name: as papers call it; `u8`: the MMA gets weight + 128, which saves an XOR.
-        bits: of a stored weight, the constants of its group included (two bytes per 128; none in `W4A8 channel`).
+        bits: of a stored weight, the constants of its group included (two bytes per 128; none per channel).
         operands: what the tensor cores are given, a key of `Device.tops`.
         dequantiser: the kernel of the family `dequant` whose instructions per weight are its α; empty: 0.
     """
