@@ -160,13 +160,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
             const int n = (strip0 + part / 2 * blocks) * 16 + part % 2 * 8;
             const bool inside = n < N;
             float ws[8] = {}, b[8] = {};
-            int zero[8] = {};
+            int zero[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) zero[i] = GROUP == 0 ? (inside ? w_zero[n + i] : 0) : 128;
             if (inside) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
-                    zero[i] = GROUP == 0 ? w_zero[n + i] : 128;
-                }
+                for (int i = 0; i < 8; ++i) ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
             }
             if (strip0 == first) {
                 ptxlab::wait_for_predecessors();

@@ -74,9 +74,10 @@ def at(rows: pd.DataFrame, *tokens: int) -> pd.DataFrame:
 
 
 def chains(record: Record | None) -> pd.DataFrame:
-    """A decoder layer's GEMMs in a row; `over_best`: beside the sum of the best of all peers' times for each alone."""
+    """A decoder layer's GEMMs in a row, groups of 128; `over_best`: beside the best peers' times for each, summed."""
     rows = frame(record, chain.MEASURE)
-    rows["model"] = rows.hidden.map({layers[0].K: layers[0].model for layers in CHAINS})
+    models = {layers[0].K: layers[0].model for layers in CHAINS}
+    rows = rows[rows.g == GROUP].assign(model=lambda found: found.hidden.map(models))
     alone = points(record).assign(best_us=lambda found: found["over all"] * found.time_us)
     rows = rows.join(alone.groupby(["model", "M"]).best_us.sum(min_count=len(CHAINS[0])), on=["model", "M"])
     return rows.assign(over_best=rows.best_us / rows.time_us)

@@ -1,12 +1,17 @@
 """The cost model: the papers' numbers, its units, its devices."""
 
+import json
 import math
+from statistics import geometric_mean
 
 import pytest
 
-from ptxlab import cost
+from ptxlab import cost, sources
+from ptxlab.bench import counts
 from ptxlab.cost import DEVICES, SCHEMES, Device, Scheme, device, gemm_cost, largest_alpha, most_tops, transition
 from ptxlab.errors import ArgumentError
+from ptxlab.kernels.gemm import strips
+from ptxlab.spec import KernelSpec
 
 W4A8, W8A8 = SCHEMES["W4A8 LQQ"], SCHEMES["W8A8"]
 # 10^12 bytes, 100·10^12 operations and 1.28·10^12 instructions per second.
@@ -46,6 +51,39 @@ def test_qserves_crossing_of_w4a16_and_w8a8() -> None:
     assert roofs(70)[0] > roofs(70)[1] and roofs(85)[0] < roofs(85)[1]
     assert all(w4a8 >= max(others) for M in range(1, 500) for *others, w4a8 in [roofs(M)])
     assert most_tops(a100, SCHEMES["W4A4"], 500) == 2 * most_tops(a100, W8A8, 500)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "spec", "sizes"),
+    [("W4A8 LQQ u8", strips.LARGE, {"g": 128}), ("W4A8 channel", strips.LARGE_CHANNEL, {})],
+)
+def test_bits_of_a_weight_are_those_of_its_packing(scheme: str, spec: KernelSpec, sizes: dict) -> None:
+    nbytes = spec.arg("strips").nbytes({"N": 64, "K": 256, **sizes})
+    assert nbytes * 8 / (64 * 256) == SCHEMES[scheme].bits
+
+
+def test_what_weights_per_channel_gain() -> None:
+    """A 33rd of the loads and two of five instructions are gone: what the guide says of it, predicted and measured."""
+    schemes = SCHEMES["W4A8 LQQ u8"], SCHEMES["W4A8 channel"]
+    alphas = [counts.alpha_of(scheme.dequantiser) for scheme in schemes]
+    assert [alpha * 8 for alpha in alphas] == [5, 3]
+
+    def gain(point: dict) -> float:
+        sizes = point["M"], point["N"], point["K"]
+        groups, channel = (
+            gemm_cost(device("h200-measured"), scheme, *sizes, alpha=alpha)
+            for scheme, alpha in zip(schemes, alphas, strict=True)
+        )
+        return groups.in_turn_us / channel.in_turn_us
+
+    record = json.loads((sources.results_dir() / "h200" / "gemm_channel.json").read_text(encoding="utf-8"))
+    found = {}
+    for M in (1, 16, 32, 64, 128, 256, 512):
+        points = [point for point in record["points"] if point["M"] == M]
+        measured = [point["us"]["ptxlab_g128"] / point["us"]["ptxlab_channel"] for point in points]
+        found[M] = tuple(round(geometric_mean(gains), 2) for gains in (map(gain, points), measured))
+    assert [predicted for predicted, _ in found.values()] == [1.02, 1.02, 1.02, 1.02, 1.05, 1.03, 1.03]
+    assert [measured for _, measured in found.values()] == [1.05, 1.05, 1.04, 1.06, 1.05, 1.04, 1.03]
 
 
 def test_units() -> None:
