@@ -145,7 +145,7 @@ def test_accumulators_are_exact_in_the_emulator(
 
 @on_every_backend
 def test_more_tokens_than_a_band(backend: str) -> None:
-    """Nineteen token tiles: two bands of eight and a narrower one, each over three row tiles."""
+    """Nineteen token tiles: a band of sixteen and a narrower one, each over three row tiles."""
     logical = LARGE.example(np.random.default_rng(0), M=150, N=96, K=128, g=64)
     config = {**LARGE_CONFIGS[0], "STRIPS": 2, "SIGNED": 1}
     assert np.array_equal(output(LARGE, logical, backend, config), LARGE.reference(**logical))

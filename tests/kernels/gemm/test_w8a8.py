@@ -59,7 +59,7 @@ def test_accumulators_are_exact_in_the_emulator(
 
 @on_every_backend
 def test_more_tokens_than_a_band(backend: str) -> None:
-    """Nineteen token tiles: two bands of eight and a narrower one, each over three row tiles."""
+    """Nineteen token tiles: a band of sixteen and a narrower one, each over three row tiles."""
     logical = W8A8.example(np.random.default_rng(0), M=150, N=272, K=64)
     assert np.array_equal(output(logical, backend, TILES[0]), W8A8.reference(**logical))
 
