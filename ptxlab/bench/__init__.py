@@ -63,8 +63,10 @@ def run_suite(
         raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
     if matrices is not None and family != "gemm":
         raise ArgumentError("matrices", f"must be None for the suite {family}", matrices)
-    info = gpu.device_info()
     names = [name for name, spec in kernels.specs().items() if suite in (name, _suite_of(spec.family))]
+    if not names:
+        raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
+    info = gpu.device_info()
     progress("ceilings")
     ceilings = measure_ceilings()
     only = {} if matrices is None else {"matrices": matrices}

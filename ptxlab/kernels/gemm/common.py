@@ -102,6 +102,8 @@ def per_channel(spec: KernelSpec, *args: Arg, **fields: Any) -> KernelSpec:
         rules=("K % 32 == 0", *(rule for rule in spec.rules if "g" not in names_in(rule))),
         value_rules=(*spec.value_rules, "w_zero <= 15"),
         example_sizes=tuple({n: size for n, size in sizes.items() if n != "g"} for sizes in spec.example_sizes),
+        form="channel",
+        summary=f"{spec.name} for QoQ weights per channel: zero points leave with the token sums (QServe §5.2.2)",
         **fields,
     )
 
