@@ -165,8 +165,10 @@ def _table(key: tuple[str, ...], rows: Sequence[Row]) -> tuple[str, list[str], l
 
 
 def _label(row: Row) -> str:
-    """The kernel, where a Python call chose it without the call's name: `small_sm90` of `gemm_w4a8`."""
-    return row.kernel.removeprefix(f"{row.face}_") if row.face else f"{row.kernel}.{row.source}"
+    """The kernels, where a Python call chose them without the call's name: `small_sm90, sm90` of `gemm_w4a8`."""
+    if not row.face:
+        return f"{row.kernel}.{row.source}"
+    return ", ".join(kernel.removeprefix(f"{row.face}_") for kernel in row.kernel.split(", "))
 
 
 def _assigned(values: Mapping[str, object]) -> str:
