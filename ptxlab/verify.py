@@ -19,6 +19,7 @@ from ptxlab.spec.tolerance import Allowed, misses, within
 from ptxlab.validate import is_one_of
 
 _POISONS = (0xA5, 0x5A)  # every output byte differs from one of them: an element that nobody wrote shows
+_ROWS = 300, 64, 16, 5  # of a batch: as many as the kernel takes
 _GUARD = 256  # bytes of poison before and behind every output
 
 
@@ -27,7 +28,7 @@ class Verdict:
     """One kernel source on one backend at one size.
 
     Attributes:
-        kernel: name with its source, `dequant_lqq.ptx`.
+        kernel: name with its source, `dequant_lqq.ptx`, and a form where it is one.
         backend: `"gpu"` or `"emulator"`.
         sizes: the sizes of the example, and the constants that decide dtypes.
         passed: whether everything held.
@@ -60,12 +61,18 @@ class Job:
     sizes: Mapping[str, int]
     config: Mapping[str, int] | None = None
 
+    @property
+    def label(self) -> str:
+        """What selects it on a command line: `NAME.cu`, or `NAME.cu:FORM`."""
+        return self.source.label + self.spec.suffix
+
 
 def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], list[str]]:
     """What there is to verify: jobs, and a line for each source that cannot be verified here.
 
     Args:
-        names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them.
+        names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them, `name:form`
+            another form.
         backend: `"gpu"` or `"emulator"`; by default every backend that can run the kernel here.
 
     Raises:
@@ -85,7 +92,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
         for source in sources:
             if source.language == "cu" and "nvrtc" in toolchain.missing():
                 problem = f"{source.label}: NVRTC is not installed; {toolchain.missing()['nvrtc']}"
-                if target == source.label:
+                if target.partition(":")[0] == source.label:
                     raise UnavailableError(problem)
                 skipped.append(problem)
                 continue
@@ -107,7 +114,7 @@ def verify(job: Job, *, seed: int = 0) -> Verdict:
 
     FileError: the cache cannot be written to.
     """
-    spec, source, sizes = job.spec, job.source, job.sizes
+    spec, sizes = job.spec, job.sizes
     config = job.config or spec.config_for(sizes)
     start = perf_counter()
     try:
@@ -117,7 +124,7 @@ def verify(job: Job, *, seed: int = 0) -> Verdict:
     except PtxlabError as error:
         passed, detail = False, str(error)
     named = {**sizes, **{constant: config[constant] for constant in spec.by_variant}}
-    return Verdict(source.label, job.backend, named, passed, detail, perf_counter() - start)
+    return Verdict(job.label, job.backend, named, passed, detail, perf_counter() - start)
 
 
 def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
@@ -159,6 +166,74 @@ def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
             results[name] = whole[_GUARD : _GUARD + view.nbytes].view(view.dtype).reshape(view.shape)
         compare(spec, results, logical, config)
     return _judge_findings(spec, backend, findings, logical) + (", early and late" if both else "")
+
+
+def plan_rows(jobs: Iterable[Job]) -> tuple[list[Job], list[str]]:
+    """Jobs for `check_rows`, one per source and backend, and a line for each source that cannot be asked."""
+    asked, refused = [], {}
+    for job in {(job.source.label, job.backend): job for job in jobs}.values():
+        spec = job.spec.invariant or job.spec
+        try:
+            asked.append(Job(spec, job.source, job.backend, _batch_sizes(spec)))
+        except ArgumentError as error:
+            refused[job.source.label] = f"{job.source.label}: {error}"
+    return asked, list(refused.values())
+
+
+def _batch_sizes(spec: KernelSpec) -> Mapping[str, Any]:
+    """Sizes of a batch that the kernel takes, as well as one row of it; ArgumentError if there are none."""
+    if spec.batch not in spec.symbols:
+        raise ArgumentError("batch", "the spec must have a size that counts rows", spec.batch or "none")
+    usual = [spec.batch_sizes] if spec.batch_sizes else reversed(spec.example_sizes)
+    problem = ArgumentError("example_sizes", "there must be some", "none")
+    for sizes, rows in product(usual, [spec.batch_sizes[spec.batch]] if spec.batch_sizes else _ROWS):
+        try:
+            for count in (1, rows):
+                spec.check_sizes({**sizes, spec.batch: count})
+                spec.rows_of({**sizes, spec.batch: count})
+            return {**sizes, spec.batch: rows}
+        except ArgumentError as error:
+            problem = error
+    raise problem
+
+
+def check_rows(job: Job, *, seed: int = 0) -> Verdict:
+    """Whether rows of a batch have the same bits when each is alone: its first, last and one between.
+
+    What has no axis of rows, such as a cache's pool, is written into a copy of what the batch left, and must not
+    change.
+    """
+    start, spec = perf_counter(), job.spec
+    try:
+        passed, detail = True, _check_rows(job, seed)
+    except FileError:
+        raise
+    except PtxlabError as error:
+        passed, detail = False, str(error)
+    named = {name: size for name, size in job.sizes.items() if name in spec.symbols}
+    return Verdict(job.source.label, job.backend, named, passed, detail, perf_counter() - start)
+
+
+def _check_rows(job: Job, seed: int) -> str:
+    spec, sizes = job.spec, job.sizes
+    by_row, rows, config = spec.rows_of(sizes), sizes[spec.batch], spec.config_for(sizes)
+    logical = spec.example(np.random.default_rng(seed), **sizes)
+    inputs = {name: stored(x, dtype_in(spec.arg(name).dtype, config)) for name, x in spec.pack(logical).items()}
+    whole = run_spec(spec, job.source, inputs, sizes=sizes, backend=job.backend).outputs
+    picked = sorted({0, rows // 3, rows - 1})
+    for row in picked:
+        alone = {name: x[row : row + 1] if name in by_row else x for name, x in inputs.items()}
+        alone |= spec.one_row(inputs, row) if spec.one_row else {}
+        shared = {arg.name: whole[arg.name].copy() for arg in spec.outputs if arg.name not in by_row}
+        one = {**sizes, spec.batch: 1}
+        got = run_spec(spec, job.source, alone, sizes=one, out=shared, backend=job.backend).outputs
+        for name, x in got.items():
+            right = whole[name][row : row + 1] if name in by_row else whole[name]
+            if other := int(
+                (np.ascontiguousarray(x).view(np.uint8) != np.ascontiguousarray(right).view(np.uint8)).sum()
+            ):
+                raise VerificationError(f"{name}: row {row} alone differs from itself among {rows} in {other} bytes")
+    return f"same bits alone: rows {', '.join(map(str, picked))} of {rows}"
 
 
 def compare(

@@ -54,6 +54,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "attention": (ptxlab.attention_kv4, {"q": None, "cache": CACHE, "scale": None, "window": None, "out": None,
                                          "kernel": None, "backend": "emulator", "workspace": None}),
     "append": (ptxlab.append_kv4, {"k": None, "v": None, "cache": CACHE, "slots": None, "rope": None}),
+    "rope append": (ptxlab.rope_append_kv4, {"qkv": None, "cache": CACHE, "slots": None, "rope": None, "out": None,
+                                             "check": False, "backend": "emulator"}),
     "run": (ptxlab.run, {"kernel": "dequant_lqq", "qweight": None, "scale": LQQ.group_scale, "g": 64, "checks": (),
                          "backend": "emulator", "unchecked": False, "seed": 0, "out": None, "out_dtype": None}),
 }  # fmt: skip

@@ -11,7 +11,7 @@ from ptxlab import sources
 from ptxlab.errors import FileError
 from ptxlab.kernels import gemm
 from ptxlab.kernels.attention import steps as attention_steps
-from ptxlab.kernels.attention.append import APPEND
+from ptxlab.kernels.attention.append import APPEND, ROPE_APPEND
 from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.sources import Source
 
@@ -55,7 +55,11 @@ def test_production_kernels_are_what_the_public_calls_launch() -> None:
     """By default, for a weight in the packing that its GPU has; what else a family has are steps, and siblings."""
     beside = {"gemm_w8a8_sm90"}  # the 8-bit sibling, which the bench compares with
     launched = {step.spec.name for step in gemm.LADDER if step.packing in ("qserve", "strips")}
-    launched |= {step.spec.name for step in attention_steps.STEPS if step.blocks} | {GROUPED.name, APPEND.name}
+    launched |= {step.spec.name for step in attention_steps.STEPS if step.blocks} | {
+        GROUPED.name,
+        APPEND.name,
+        ROPE_APPEND.name,
+    }
     for family in ("gemm", "attention"):
         own = {path.stem for path in (sources.cuda_dir() / family).glob("*.cu")}
         assert {name for name in launched if sources.family_of(sources.of_kernel(name)[0]) == family} == own - beside

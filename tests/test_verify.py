@@ -167,3 +167,45 @@ def test_a_kernel_of_one_architecture_is_emulated_as_that() -> None:
     spec, (source,) = kernels.find("attention_kv4_sm90")
     kernel = Kernel.of(spec, source, spec.config_for(spec.example_sizes[0]))
     assert kernel.module.target == "sm_90a"
+
+
+def rows_alone(name: str, **changes: Any) -> verify.Verdict:
+    """What `verify --batch-invariant` says of a kernel, whose spec may be changed first."""
+    spec, sources = kernels.find(name)
+    (job,), _ = verify.plan_rows([verify.Job(replace(spec, **changes), sources[-1], "emulator", {})])
+    return verify.check_rows(job)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("quantize_activations_s8", "rows 0, 100, 299 of 300"),
+        ("gemm_w4a8_grouped_sm90", "rows 0, 100, 299 of 300"),
+        ("rope_append_kv4", "rows 0, 100, 299 of 300"),
+        ("gemm_w4a8_small_sm90", "rows 0, 5, 15 of 16"),
+        ("attention_kv4_sm90", "rows 0, 1, 4 of 5"),
+    ],
+)
+def test_rows_have_the_same_bits_alone(name: str, said: str) -> None:
+    found = rows_alone(name)
+    assert found.passed and found.detail == f"same bits alone: {said}"
+
+
+def test_rows_that_depend_on_the_batch_are_noticed() -> None:
+    """Attention as it is by default shares its work out by all lengths; a scale that is the batch's is not a row's."""
+    invariant = kernels.find("attention_kv4_sm90")[0].invariant
+    assert invariant is not None
+    found = rows_alone("attention_kv4_sm90", invariant=None, batch="B", batch_sizes=invariant.batch_sizes)
+    assert not found.passed and "alone differs from itself among 5 in" in found.detail
+    found = rows_alone("gemm_w4a8_grouped_sm90", one_row=lambda arrays, row: {"x_scale": arrays["x_scale"][:1]})
+    assert not found.passed
+
+
+def test_what_has_no_rows_says_so_in_one_line() -> None:
+    jobs, _ = verify.plan(["dequant_lqq", "gemm_tile_lqq_sm80", "attention_merge"], "emulator")
+    asked, refused = verify.plan_rows(jobs)
+    assert asked == [] and all("\n" not in line for line in refused)
+    assert "dequant_lqq.ptx: batch: the spec must have a size that counts rows (got M)" in refused
+    tile = replace(kernels.find("gemm_tile_lqq_sm80")[0], rules=())
+    _, (line,) = verify.plan_rows([replace(job, spec=tile) for job in jobs if job.spec.name == tile.name][:1])
+    assert line.endswith("x: its first axis alone must count M rows (got [K/64, M/8, 512])")

@@ -2,6 +2,7 @@
 //
 // One warp asks for copies, one prepares queries, the others multiply, each tile by tile. Tiles of all units are dealt
 // to the blocks in equal pieces; the block in which a unit begins puts its parts together, always in the same order.
+// With PART a unit is cut by its own length, so that a sequence has the same bits whatever else is in the batch.
 //
 // Contract   out[b, t, h] = sum_i p[i] v[i], p = softmax of softmax_scale * q[b, t, h] . k[i] over the keys that query
 //            t sees: i up to lengths[b] - T + t, of these the last `window` if that is not 0. lse: natural logarithm of
@@ -42,6 +43,9 @@
 #define RESIDENT 1  // blocks per SM
 #define PROMOTE 0   // tokens of a warp after which its MMAs' sums are promoted, a multiple of TOKENS; 0: never
 #endif
+#ifndef PART
+#define PART 0  // tiles after which a unit is cut, whatever the batch; 0: so that all blocks have equally much
+#endif
 
 namespace {
 
@@ -75,7 +79,19 @@ static_assert(D * (BITS == 8 ? 255ll : 15ll * 16) * LARGEST < 1ll << 31);
 static_assert(PROMOTE % TOKENS == 0 && WARPS % SHARE == 0 && STAGES % GROUPS == 0 && WARPS <= 16 &&
               (COLUMNS == 4 || COLUMNS == 8));
 
-using Segments = ptxlab::Segments<EXTRA, GROUPS>;
+using Segments = ptxlab::Segments<EXTRA, (PART > GROUPS ? PART : GROUPS), PART>;
+
+// With PART, `Unit::blocks` is LEFT times the part's place in the workspace, where a unit has MOST_PARTS from its first
+// block on, and how many parts of other blocks follow: NEXT where the block has the next one itself, ELSEWHERE where the
+// unit begins in a block before.
+constexpr int LEFT = 2 * ptxlab::MOST_PARTS, NEXT = LEFT - 2, ELSEWHERE = LEFT - 1;
+
+template <class Walk>
+[[maybe_unused]] __device__ __forceinline__ int part_of(const Walk& here) {
+    const int number = here.number(), place = here.first_block() * ptxlab::MOST_PARTS + number;
+    const int left = !here.is_begun_here() ? ELSEWHERE : here.is_last_here() ? here.parts() - number - 1 : NEXT;
+    return place * LEFT + left;
+}
 
 // What the block does of a unit: of a sequence, up to COLUMNS queries of one of its heads.
 struct Unit {
@@ -378,6 +394,7 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT) attention
                 unit.turn = turn;
                 unit.head = head_here, unit.columns = columns_here;
                 unit.blocks = first > 0 ? 0 : count == here.tiles ? 1 : here.blocks();
+                if constexpr (PART > 0) unit.blocks = part_of(here);
                 turn = (turn + count) % GROUPS;
             }
             ptxlab::mbarrier_arrive(&ready[slot.index]);
@@ -401,8 +418,11 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT) attention
         PHASE(WAIT_GROUP);
         ptxlab::mbarrier_wait(&summed[number % UNITS], number / UNITS % 2);
         PHASE(EPILOGUE);
-        for (int c = (warp + number) % WARPS; c < unit.columns; c += WARPS) {
-            const int from = lane % LANES;
+        // With PART sums are added up from the warps of the first tile on, and a column's are always the same warp's,
+        // which finds what it has left in the workspace.
+        const int ahead = PART ? unit.turn * SHARE : 0;
+        for (int c = PART ? warp : (warp + number) % WARPS; c < unit.columns; c += WARPS) {
+            const int from = PART && lane % LANES < WARPS ? (lane % LANES + ahead) % WARPS : lane % LANES;
             const bool active = from < WARPS && (from / SHARE - unit.turn + GROUPS) % GROUPS < unit.count;
             const u32 all_active = __ballot_sync(~0u, active);
             const float4 mine =
@@ -427,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT) attention
                 for (int p = 0; p < row.PIECES; ++p)
                     if ((all_active >> w & 1) && row.mine(p))
                         more[p] = *reinterpret_cast<const float4*>(
-                            warp_sums + ((sums + w) * columns + place_of(c)) * PITCH + row.dim(p));
+                            warp_sums + ((sums + (PART ? (w + ahead) % WARPS : w)) * columns + place_of(c)) * PITCH + row.dim(p));
                 row.add(more, times);
             }
 #pragma unroll
@@ -442,6 +462,22 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT) attention
                     v = make_float4((v.x * back - zeros * zero.x) * scale.x, (v.y * back - zeros * zero.y) * scale.y,
                                     (v.z * back - zeros * zero.z) * scale.z, (v.w * back - zeros * zero.w) * scale.w);
                 }
+            if constexpr (PART > 0) {  // from the first part on, one by one
+                const int place = unit.blocks / LEFT, left = unit.blocks % LEFT;
+                const size_t own = size_t(place) * columns + c,
+                             first = size_t(place / ptxlab::MOST_PARTS * ptxlab::MOST_PARTS) * columns + c;
+                if (left != ELSEWHERE && own != first) {
+                    ptxlab::Row<D> sum = ptxlab::Row<D>::taken_back(partial, stats, first);
+                    sum.add_part(make_float2(row.largest, row.sum), row.v), row = sum;
+                }
+                if (left >= NEXT) {
+                    row.hand_over(partial, stats, left == NEXT ? first : own);
+                    continue;
+                }
+                if (left > 0) row.take_over<true>(partial, stats, own + columns, columns, left);
+                row.store<BF16>(out, lse, unit.row[c]);
+                continue;
+            }
             if (unit.blocks == 0) {
                 row.hand_over(partial, stats, size_t(blockIdx.x) * columns + c);
                 continue;

@@ -96,10 +96,11 @@ struct Row {
     }
 
     // What others hand over, or will, and go on without: `count` parts, in the order of the tokens, the first at
-    // `first`, the next `stride` on.
+    // `first`, the next `stride` on. ONE_BY_ONE their sum does not depend on how many others there are.
+    template <bool ONE_BY_ONE = false>
     __device__ __forceinline__ void take_over(unsigned* partial, unsigned* stats, size_t first, int stride, int count) {
-        if (count <= 4) add_posted<4>(partial, stats, first, stride, count);
-        else add_posted<8>(partial, stats, first, stride, count);
+        if (count <= 4) add_posted<4, ONE_BY_ONE>(partial, stats, first, stride, count);
+        else add_posted<8, ONE_BY_ONE>(partial, stats, first, stride, count);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const size_t at = first + i * stride;
@@ -112,7 +113,7 @@ struct Row {
 
     // Of these AHEAD at a time, as soon as they have come. A block does this once, and waits for its instructions: for
     // few parts there are fewer.
-    template <int AHEAD>
+    template <int AHEAD, bool ONE_BY_ONE>
     __device__ __forceinline__ void add_posted(const unsigned* partial, const unsigned* stats, size_t first, int stride,
                                                int count) {
         for (int done = 0; done < count; done += AHEAD) {
@@ -132,8 +133,40 @@ struct Row {
                 }
                 missing = __any_sync(~0u, missing);  // nobody clears what another lane has yet to see
             }
-            add_parts(s, more, count - done);
+            if constexpr (ONE_BY_ONE) {
+#pragma unroll
+                for (int i = 0; i < AHEAD; ++i)
+                    if (done + i < count) add_part(s[i], more[i]);
+            } else {
+                add_parts(s, more, count - done);
+            }
         }
+    }
+
+    // One part more. Each operation is spelt out: it must round alike wherever this is inlined.
+    __device__ __forceinline__ void add_part(float2 s, const float4 (&more)[PIECES]) {
+        const float most = fmaxf(largest, s.x), less = exp2_approx(largest - most), factor = exp2_approx(s.x - most);
+        const auto added = [&](float a, float b) { return fmaf(factor, b, __fmul_rn(a, less)); };
+        largest = most, sum = added(sum, s.y);
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+            v[p] = make_float4(added(v[p].x, more[p].x), added(v[p].y, more[p].y), added(v[p].z, more[p].z),
+                               added(v[p].w, more[p].w));
+    }
+
+    // What this warp has handed over at `at`, and is there no more.
+    static __device__ __forceinline__ Row taken_back(unsigned* partial, unsigned* stats, size_t at) {
+        Row row = {};
+        float2 s;
+        __syncwarp();
+        fetch(s, stats + at * 2);
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+            if (mine(p)) fetch(row.v[p], partial + at * DIM + dim(p)), clear<4>(partial + at * DIM + dim(p));
+        row.largest = s.x, row.sum = s.y;
+        __syncwarp();  // all have read the statistics
+        if (threadIdx.x % 32 == 0) clear<2>(stats + at * 2);
+        return row;
     }
 
     // Divided by the sum of weights, and the natural logarithm of the sum of e^score; of no weights 0 and -inf. f16

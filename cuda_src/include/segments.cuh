@@ -1,4 +1,5 @@
-// Equal shares of ragged work: all tiles of all sequences, one after the other, in pieces that cost the same.
+// Equal shares of ragged work: all tiles of all sequences, one after the other, in pieces that cost the same; or, for
+// sums that do not depend on the batch, in parts that depend on a sequence's own length alone.
 #pragma once
 #include "reciprocal.cuh"
 
@@ -6,15 +7,28 @@ namespace ptxlab {
 
 constexpr int TILE = 64;               // tokens
 constexpr int NO_WINDOW = 0x7fffff00;  // tokens: more than any sequence has, and yet far enough from the largest s32
+constexpr int MOST_PARTS = 32;  // of a unit that is cut by its own length
 constexpr int SLACK = 4;  // tiles more than its share that a block may get, so that no unit has to be put together
+
+// Of a unit that is cut: tiles of a part; of its tiles this segment's first, and behind the block's.
+template <bool>
+struct Cut {};
+template <>
+struct Cut<true> {
+    int part, at, stop;
+};
 
 // Walks over the segments of one block: what of a unit (a sequence, a head of it) lies in the block's piece. Units are
 // ordered by sequence, then head; each costs its tiles and, the fewer they are, up to PAD more, which stand before
 // them: what is done once per unit hides behind many tiles alone. No piece is smaller than SMALLEST, nor than 8 tiles
 // or an eighth of the largest unit: to put parts together costs more than it would save. Everything follows from
 // `lengths`, on the device: nothing is planned on the host.
-template <int PAD, int SMALLEST = 1>
-struct Segments {
+//
+// With CUT, a unit is cut every CUT tiles (of long ones so that there are MOST_PARTS), whatever lies in the other
+// sequences and however many blocks there are. A part is the block's in whose piece its first tile lies, and is a
+// segment by itself.
+template <int PAD, int SMALLEST = 1, int CUT = 0>
+struct Segments : Cut<(CUT > 0)> {
     const int* lengths;
     int units, queries, window;  // heads of a sequence; queries at its end; tokens that a query sees at most
     int piece, from, to;         // cost of a block; the block's range of costs
@@ -86,19 +100,35 @@ struct Segments {
         start = before * units;
         for (int passed = 32; passed == 32; unit += passed, start += passed * (pad + tiles))  // 32 heads at a time
             passed = __popc(__ballot_sync(~0u, start + int(threadIdx.x % 32 + 1) * (pad + tiles) <= from));
+        if constexpr (CUT > 0) enter();
         if (more() && count() <= 0) advance();
     }
 
     __device__ __forceinline__ bool more() const { return start < to; }
     // Of this unit's tiles, the first that is the block's, and how many are.
-    __device__ __forceinline__ int first() const { return max(0, from - start - pad); }
-    __device__ __forceinline__ int count() const { return min(tiles, to - start - pad) - first(); }
+    __device__ __forceinline__ int first() const {
+        if constexpr (CUT > 0) return this->at;
+        else return max(0, from - start - pad);
+    }
+    __device__ __forceinline__ int count() const {
+        if constexpr (CUT > 0) return min(this->part, this->stop - this->at);
+        else return min(tiles, to - start - pad) - first();
+    }
     // The blocks that have segments of this unit: the first, and how many.
     __device__ __forceinline__ int first_block() const { return div(start + pad, piece); }
     __device__ __forceinline__ int blocks() const { return ceil_div(start + pad + tiles, piece) - first_block(); }
 
+    // With CUT: whether the unit begins in this block, and whether this is the block's last segment of it; the number of
+    // the segment's part, and of parts.
+    __device__ __forceinline__ bool is_begun_here() const { return start + pad >= from; }
+    __device__ __forceinline__ bool is_last_here() const { return this->at + this->part >= this->stop; }
+    __device__ __forceinline__ int number() const { return ceil_div(this->at, this->part); }
+    __device__ __forceinline__ int parts() const { return ceil_div(tiles, this->part); }
+
     // On to the next segment that has a tile.
     __device__ __forceinline__ void advance() {
+        if constexpr (CUT > 0)
+            if ((this->at += this->part) < this->stop) return;
         do {
             start += pad + tiles;
             if (!more()) return;
@@ -107,10 +137,17 @@ struct Segments {
                 do set(lengths[++sequence]);
                 while (length == 0);
             }
+            if constexpr (CUT > 0) enter();
         } while (count() <= 0);
     }
 
 private:
+    // Tiles of the unit in parts that begin before a cost.
+    __device__ __forceinline__ int before(int cost) const {
+        return min(tiles, ceil_div(max(0, cost - start - pad), this->part) * this->part);
+    }
+    __device__ __forceinline__ void enter() { this->at = before(from), this->stop = before(to); }
+
     __device__ __forceinline__ void set(int tokens) {
         // The condition changes no result: without it ptxas keeps fewer registers, and works out addresses in the loops
         // of both kernels.
@@ -118,6 +155,7 @@ private:
         begin = window < NO_WINDOW ? unsigned(max(0, length - queries + 1 - window)) / TILE : 0;
         tiles = int(unsigned(length + TILE - 1) / TILE) - begin;
         pad = length > 0 ? max(0, PAD - int(unsigned(tiles) / 4)) : 0;
+        if constexpr (CUT > 0) this->part = max(CUT, int(unsigned(tiles + MOST_PARTS - 1) / MOST_PARTS));
     }
 };
 

@@ -263,6 +263,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "layer_fused": layer_fused_section,
     "layer_timeline": layer_timeline_section,
     "gemm_means": gemm_means_section,
+    "per_channel": lambda: gemm.per_channel_table(ladder.recorded()),
     "attention_means": attention_means_section,
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,

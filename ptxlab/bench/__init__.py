@@ -77,14 +77,16 @@ def run_suite(
         raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
     if matrices is not None and family != "gemm":
         raise ArgumentError("matrices", f"must be None for the suite {family}", matrices)
-    info = gpu.device_info()
     names = [name for name, spec in kernels.specs().items() if suite in (name, _suite_of(spec.family))]
+    if not names:
+        raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
+    info = gpu.device_info()
     progress("ceilings")
     ceilings = measure_ceilings()
     part = {"matrices": matrices} if matrices is not None else {"only": only} if only else {}
     rows = tuple(SUITES[family](names, ceilings, progress, **part))
     return Record(
-        suite=suite,
+        suite=f"{suite}_part" if only else suite,  # which is no record of the suite
         device={
             "name": info.name,
             "slug": info.slug,
@@ -110,7 +112,7 @@ def confirmed(
     """
     for place in range(_PLACES):
         again: list[Record] = []
-        alone = [one for one in slower if before.suite != "layer" and _has_suite(one.row.kernel)]
+        alone = [one for one in slower if not before.suite.startswith("layer") and _has_suite(one.row.kernel)]
         for kernel in sorted({one.row.kernel for one in alone}):
             sizes = [one.row.sizes for one in slower if one.row.kernel == kernel]
             of_gemm = kernels.find(kernel)[0].family == "gemm"
@@ -178,8 +180,10 @@ def _table(key: tuple[str, ...], rows: Sequence[Row]) -> tuple[str, list[str], l
 
 
 def _label(row: Row) -> str:
-    """The kernel, where a Python call chose it without the call's name: `small_sm90` of `gemm_w4a8`."""
-    return row.kernel.removeprefix(f"{row.face}_") if row.face else f"{row.kernel}.{row.source}"
+    """The kernels, where a Python call chose them without the call's name: `small_sm90, sm90` of `gemm_w4a8`."""
+    if not row.face:
+        return f"{row.kernel}.{row.source}"
+    return ", ".join(kernel.removeprefix(f"{row.face}_") for kernel in row.kernel.split(", "))
 
 
 def _assigned(values: Mapping[str, object]) -> str:

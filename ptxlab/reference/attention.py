@@ -1,6 +1,5 @@
 """Attention of one sequence in float64, the rotary embedding, and the values behind a quantised KV cache."""
 
-from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -80,7 +79,7 @@ def rope(x: npt.NDArray[Any], cos: F32, sin: F32) -> F32:
 
 
 def rope_tables(
-    positions: npt.NDArray[Any], head_dim: int, base: float = 10000.0, scaling: Mapping[str, Any] | None = None
+    positions: npt.NDArray[Any], head_dim: int, base: float = 10000.0, scaling: dict[str, Any] | None = None
 ) -> tuple[F32, F32]:
     """Cosines and sines for `rope`, computed in float64 and rounded once.
 
@@ -110,7 +109,7 @@ def rope_tables(
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
 
-def _scaled(frequency: F64, scaling: Mapping[str, Any]) -> F64:
+def _scaled(frequency: F64, scaling: dict[str, Any]) -> F64:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     needs = {
         "default": (),

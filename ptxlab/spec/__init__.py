@@ -127,6 +127,12 @@ class KernelSpec:
         agree: (the kernel's name, input arrays) -> raises `ArgumentError` where one of them belies another.
         after_wait: inputs that the kernel before may still be writing: this one waits for it (griddepcontrol.wait)
             before it reads them or writes anything. Empty: it does not wait.
+        batch: the size that counts a batch's rows, tokens or sequences, of which each has results of its own: the first
+            axis of some arguments. Results must not depend on it (`verify.check_rows`). Empty: they may.
+        batch_sizes: sizes at which `check_rows` has its batch; by default some of the examples' with more rows.
+        one_row: (input arrays, row) -> those that are others, besides being cut to the row, where it is alone.
+        invariant: the spec of the variant whose results do not depend on the batch, where this one's do.
+        form: of a kernel with several contracts which one it is; empty: the one that a bare name means.
     """
 
     name: str
@@ -150,6 +156,21 @@ class KernelSpec:
     example_sizes: tuple[Mapping[str, int], ...] = field(default=())
     agree: Callable[[str, Arrays], None] | None = None
     after_wait: tuple[str, ...] = ()
+    batch: str = "M"
+    batch_sizes: Mapping[str, Any] | None = None
+    one_row: Callable[[Arrays, int], Arrays] | None = None
+    invariant: "KernelSpec | None" = None
+    form: str = ""
+
+    @property
+    def label(self) -> str:
+        """What selects it: `NAME`, or `NAME:FORM`."""
+        return self.name + self.suffix
+
+    @property
+    def suffix(self) -> str:
+        """`:FORM` behind the name of the kernel or of a source."""
+        return f":{self.form}" if self.form else ""
 
     def config_for(self, sizes: Sizes) -> dict[str, int]:
         """The `-D` constants of the variant that runs at these sizes."""
@@ -286,6 +307,22 @@ class KernelSpec:
             return TensorMap(array, (rows, columns), arg.swizzle)
         except ArgumentError as error:
             raise ArgumentError(f"{self.name}: {arg.name}: {error.argument}", error.rule, error.value) from None
+
+    def rows_of(self, sizes: Sizes) -> tuple[str, ...]:
+        """The array arguments whose first axis counts a batch's rows at these sizes.
+
+        Raises ArgumentError for an argument in which the batch's size is anywhere else.
+        """
+        by_row = []
+        for arg in self.args:
+            if not any(self.batch in names_in(axis) for axis in arg.shape):
+                continue
+            if self.batch in set().union(*map(names_in, arg.shape[1:])) or arg.resolve(sizes)[0] != sizes[self.batch]:
+                raise ArgumentError(
+                    arg.name, f"its first axis alone must count {self.batch} rows", f"[{', '.join(arg.shape)}]"
+                )
+            by_row.append(arg.name)
+        return tuple(by_row)
 
     def bytes_moved(self, sizes: Sizes) -> int:
         """Compulsory traffic: inputs read once, outputs written once; `sizes` may hold constants of a variant."""

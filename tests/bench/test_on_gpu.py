@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ptxlab import bench, cost, gpu, kernels
-from ptxlab.bench import attention, dequant, peers, stream
+from ptxlab.bench import attention, copying, dequant, layer, peers, peers_layer, stream
 from ptxlab.bench.attention import append, merge
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.gemm import chain, grouped, headline, points, problem, quantiser, steps
@@ -16,6 +16,7 @@ from ptxlab.bench.timing import measure
 from ptxlab.errors import BenchmarkError
 from ptxlab.kernels.attention.steps import STEPS, choose, why_not
 from ptxlab.layout.packed_activations import ORDERS
+from ptxlab.model import Config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timing]
 
@@ -249,3 +250,46 @@ def test_pytorch_attention_is_measured_where_it_is() -> None:
     times = peers.sdpa(even((32, 8), 16, 1024))
     assert set(times) == {"sdpa_flash_f16"}
     assert all(5 < us < 100 for us in times.values())
+
+
+SHARE = Config.named("LLaMA-2-70B").share(8)  # the smallest layer of the suite
+
+
+def test_a_copy_takes_what_its_bytes_take(ceilings) -> None:
+    nbytes = 256 << 20
+    assert 0.8 < nbytes / ceilings.copy_tbps / 1e6 / copying.copy_us(nbytes, 2) < 1.1
+
+
+def test_a_decoder_layer_is_timed_and_its_bits_are_those_of_its_calls(launched: None, ceilings) -> None:
+    selection = layer.Selection(fused=False, timeline=False, configs=(SHARE,), batches=(2, 16), mixes=())
+    few, more = layer.layer_rows(SHARE, selection, ceilings, lambda _: None)
+    assert few.checked.startswith("12 steps: ") and more.checked.startswith("the graph that was timed")
+    for row in (few, more):
+        parts = sum(row.more[f"{name}_us"] for name in ("gemm", "attention", "others"))
+        assert 0.2 < row.fraction < 1.05 and row.time_us < 1.1 * parts and row.time_us < 1.05 * row.more["plain_us"]
+
+
+@pytest.mark.parametrize("make", [layer.fused.normed, layer.fused.gated, layer.fused.quantised])
+def test_a_fused_kernel_is_timed_and_right(make, launched: None, ceilings) -> None:
+    row = layer.fused.timed(make(64, 4096), ceilings)
+    assert 1 < row.time_us < 10 and row.more["chain_us"] < row.more["l2_us"] < row.time_us + 1
+
+
+def test_mixes_are_measured_where_pytorch_is(launched: None) -> None:
+    if not peers.importable():
+        pytest.skip("PyTorch with a GPU is not installed")
+    names = ("fp16", "fp8_row", "fp8_tensor")
+    times = peers_layer.mixes(SHARE, (2, 16), names, lambda _: None)
+    assert {name.partition("/")[0] for B in times for name in times[B]} == {*names}
+    for time in (time for B in times for time in times[B].values()):
+        assert 5 < time.gemms < time.without_attention < time.layer < 1000
+
+
+def test_a_timeline_has_every_launch(launched: None) -> None:
+    if not peers.importable():
+        pytest.skip("PyTorch with a GPU is not installed")
+    rows = list(layer.timeline_rows(SHARE, 16))
+    assert [row.face.partition(" ")[0] for row in rows][:4] == [
+        *("rmsnorm_quantize", "gemm_w4a8", "rope_append_kv4", "attention_kv4")
+    ]
+    assert rows[-1].more["end_us"] < 2 * rows[-1].more["layer_us"]

@@ -49,6 +49,16 @@ def calls(fake: FakeGpu) -> Calls:
             {"q": array((M, HEADS, D)), "cache": cache, "out": array((M, HEADS, D))},
         ),
         "append_kv4": (ptxlab.append_kv4, {"k": new, "v": new, "cache": cache, "slots": array((M,), np.int32)}),
+        "rope_append_kv4": (
+            ptxlab.rope_append_kv4,
+            {
+                "qkv": array((M, 3 * HEADS * D)),
+                "cache": cache,
+                "slots": array((M,), np.int32),
+                "rope": (array((M, D // 2), np.float32),) * 2,
+                "out": new,
+            },
+        ),
         "quantize_activations": (
             ptxlab.quantize_activations,
             {"x": floats, "out": ptxlab.quantize_activations(floats)},
@@ -56,7 +66,7 @@ def calls(fake: FakeGpu) -> Calls:
     }
 
 
-NAMES = ("gemm_w4a8", "gemm_w4a8_grouped", "attention_kv4", "append_kv4", "quantize_activations")
+NAMES = ("gemm_w4a8", "gemm_w4a8_grouped", "attention_kv4", "append_kv4", "rope_append_kv4", "quantize_activations")
 
 
 @pytest.mark.parametrize("name", NAMES)

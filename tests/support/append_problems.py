@@ -104,7 +104,7 @@ class FusedProblem:
     def check(self, backend: str) -> None:
         """By the public call: q, and the pool as `append_kv4` leaves it."""
         cache = replace(self.of.cache, pool=self.of.cache.pool.copy())
-        q = ptxlab.rope_append_kv4(bits(self.qkv), cache, self.of.slots, rope=self.of.rope, backend=backend)
+        q = ptxlab.rope_append_kv4(bits(self.qkv), cache, self.of.slots, rope=self.of.rope or (), backend=backend)
         assert np.array_equal(q, self.wanted) and np.array_equal(cache.pool, self.of.wanted)
 
     def run(self, source: Any = None, rows: int = 0) -> tuple[np.ndarray, np.ndarray, Outcome]:

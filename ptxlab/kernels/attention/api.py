@@ -11,7 +11,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention.call import NAME, AttentionCall, cache_on_host, check_numbers, checked, results
 from ptxlab.kernels.attention.common import arrays_of, channels_of
 from ptxlab.kernels.attention.steps import choose, why_not
-from ptxlab.kernels.operation import DeviceMemory, Operation, Prepared, Results, copied
+from ptxlab.kernels.operation import DeviceMemory, Operation, Prepared, Results, check_how, copied
 from ptxlab.layout import KVCache
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
@@ -42,6 +42,7 @@ def attention_kv4(
     programmatic: bool = False,
     workspace: AttentionWorkspace | None = None,
     check: bool = False,
+    batch_invariant: bool = False,
 ) -> Any:
     """Decode attention: the last tokens of every sequence over its paged cache of 4 or 8 bits (QServe §5.3).
 
@@ -70,6 +71,9 @@ def attention_kv4(
             one, calls on a stream share what the first of them makes, until `ptxlab.release_memory()`.
         check: look at lengths, block table, constants by channel, and whether the workspace is zeros where it has to
             be, on a GPU too, for which the call waits. On the host that is always done.
+        batch_invariant: a sequence gets the same bits whatever else is in the batch, and wherever it is there: it is
+            cut by its own length, not so that all blocks have equally much. Only `attention_kv4_sm90` does so; the
+            workspace is larger.
 
     Returns:
         out, of q's shape, dtype and library; or (out, lse). Where a query sees nothing, out is 0 and lse is -inf, the
@@ -98,33 +102,42 @@ def attention_kv4(
             backend,
             programmatic,
             check,
+            batch_invariant,
         ),
         {"q": q, **arrays_of(cache), **channels_of(cache), "out": out, "lse": lse},
-        lambda: checked(q, cache, scale, window, out, lse, return_lse, kernel, backend, programmatic, check),
+        lambda: checked(
+            q, cache, scale, window, out, lse, return_lse, kernel, backend, programmatic, check, batch_invariant
+        ),
         workspace,
     )
     out = made["out"] if out is None else out
     return (out, made["lse"] if lse is None else lse) if return_lse else out
 
 
-def attention_workspace(cache: KVCache, *, kernel: str | None = None) -> AttentionWorkspace:
+def attention_workspace(
+    cache: KVCache, *, kernel: str | None = None, batch_invariant: bool = False
+) -> AttentionWorkspace:
     """The memory that `attention_kv4` needs on the current device for any queries of caches with this one's head dim.
 
-    A few MiB, whatever the batch; for teaching steps none. For calls of that kernel alone, as they name it: by default
-    of the one that is chosen. It is ready, all zeros, when this returns: the call waits for it, and so has its place
+    A few MiB, whatever the batch; for teaching steps none. With `batch_invariant`, for calls with that, 32 times as
+    much: some 35 MiB on an H200 for heads of 128. For calls of that kernel alone, as they name it: by default of
+    the one that is chosen. It is ready, all zeros, when this returns: the call waits for it, and so has its place
     before a capture. Raises ArgumentError for what is no KVCache, and what choosing the kernel raises.
     """
     if not isinstance(cache, KVCache):
         raise ArgumentError("attention_workspace: cache", "must be a KVCache", type(cache).__name__)
-    step = choose(kernel, backend="gpu")
+    check_how("attention_workspace", None, batch_invariant=batch_invariant)
+    step = choose(kernel, backend="gpu", batch_invariant=batch_invariant)
     memory = step.most_memory(cache.head_dim, gpu.device_info().sms)
     return AttentionWorkspace.of(step.spec.name, memory, zeros=True)
 
 
 def _prepare(call: AttentionCall) -> Prepared:
-    step, sms = choose(call.kernel, backend="gpu", programmatic=call.programmatic), gpu.device_info().sms
+    sms = gpu.device_info().sms
+    step = choose(call.kernel, backend="gpu", programmatic=call.programmatic, batch_invariant=call.batch_invariant)
     sizes, programmatic, dtype = step.sizes(call, sms), call.programmatic, call.dtype
     named = f", kernel={call.kernel!r}" if call.kernel else ""
+    named += ", batch_invariant=True" if call.batch_invariant else ""
     return Prepared(
         step.spec.name,
         lambda: (Plan(step.spec, step.config(sizes, dtype), sizes, programmatic=programmatic),),
@@ -153,7 +166,8 @@ def _check_zeros(workspace: DeviceMemory, kept: Iterable[str]) -> None:
 
 def _on_host(call: AttentionCall) -> Results:
     """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
-    step = choose(call.kernel, backend=call.backend, programmatic=call.programmatic)
+    how = {"programmatic": call.programmatic, "batch_invariant": call.batch_invariant}
+    step = choose(call.kernel, backend=call.backend, **how)
     emulated = call.backend == "emulator" or why_not(step) is not None
     sizes = step.sizes(call, 1 if emulated else gpu.device_info().sms)
     arrays = {}

@@ -241,6 +241,7 @@ APPEND = KernelSpec(
         (33, 5, 64, 1, 32, 8, 1, 0),
     ),
     after_wait=("k", "v", "slots", "cos", "sin", "positions", *_CHANNELS),
+    batch="T",
 )
 
 ROPE_APPEND = replace(

@@ -260,7 +260,7 @@ def _on_host(call: _AppendCall) -> Results:
         call.spec.check_sizes(call.sizes)
         _check_places(call, arrays["slots"], arrays.get("positions"))
         _check_tokens(call, arrays)
-        out = {name: arrays.pop(name) for name in ("pool", "q") if name in arrays}
+        out: dict[str, Any] = {name: arrays.pop(name) for name in ("pool", "q") if name in arrays}
         source = of_kernel(call.name)[0]
         how: dict[str, Any] = {"backend": call.backend, "config": call.config, "programmatic": call.programmatic}
         run = run_spec(call.spec, source, arrays, sizes=call.sizes, out=out, **how)

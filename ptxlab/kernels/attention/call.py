@@ -22,7 +22,8 @@ MOST_TOKENS, MOST_RATIO = 8, 16  # queries of a sequence; query heads of a kv he
 class AttentionCall(NamedTuple):
     """One attention. `shape` is that of q as the caller has it; `window` is 0 for none, `kernel` a step's name or None.
 
-    `out` and `lse` are what to write into, or None; `programmatic` says how to launch.
+    `out` and `lse` are what to write into, or None; `programmatic` says how to launch, `batch_invariant` how to share
+    the work out.
     """
 
     q: Any
@@ -38,6 +39,7 @@ class AttentionCall(NamedTuple):
     backend: str | None
     programmatic: bool
     check: bool
+    batch_invariant: bool
 
     @property
     def queries(self) -> int:
@@ -66,7 +68,7 @@ class AttentionCall(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """All by which its kernel is chosen and compiled."""
-        return (*self.sizes.values(), self.dtype, self.kernel, self.programmatic, self.return_lse)
+        return (*self.sizes.values(), self.dtype, self.kernel, self.programmatic, self.return_lse, self.batch_invariant)
 
     @property
     def is_empty(self) -> bool:
@@ -116,14 +118,16 @@ def checked(
     backend: Any,
     programmatic: Any,
     check: Any,
+    batch_invariant: Any,
 ) -> AttentionCall:
     """The call; raises ArgumentError for what does not fit together."""
     shape, dtype = shape_of(q), dtype_of(q)
     _check_queries(shape, dtype, cache)
-    check_how(NAME, backend, programmatic=programmatic, return_lse=return_lse, check=check)
+    flags = {"return_lse": return_lse, "check": check, "batch_invariant": batch_invariant}
+    check_how(NAME, backend, programmatic=programmatic, **flags)
     scale = cache.head_dim**-0.5 if scale is None else _positive(scale)
     seen = _window(window, cache.max_pages * cache.page_size)
-    how = kernel, backend, programmatic, check
+    how = kernel, backend, programmatic, check, batch_invariant
     return AttentionCall(q, cache, shape, dtype, scale, seen, out, lse, return_lse, *how)
 
 

@@ -1,6 +1,7 @@
 """KV4 attention on Hopper: bulk copies, and blocks that share out ragged work evenly (QServe §5.3, COMET §3.2)."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,10 @@ from ptxlab.kernels.attention.common import Pair
 from ptxlab.kernels.attention.sm80 import MMA, scheme_of
 from ptxlab.layout import KVCache
 from ptxlab.layout.pages import page_bytes
-from ptxlab.spec import Arrays, Launch, Sizes
+from ptxlab.spec import Arg, Arrays, Launch, Sizes
 
 COLUMNS, TILE = 8, 64  # of a unit at most; tokens
+PART, MOST_PARTS = 16, 32  # tiles after which a unit is cut by its own length; parts at most, longer for more tiles
 SLOTS = 2  # units whose sums are in shared memory; twice as many are in flight
 PROMOTE = 256  # tokens of a warp after which what its MMAs have added up, truncating, is added to FP32 sums
 SMS = 132  # of an H200, for which tiles are chosen
@@ -60,6 +62,11 @@ def blocks_for(s: Sizes, sms: int = SMS) -> int:
     return sms * choose_tile(s).RESIDENT
 
 
+def invariant_blocks(s: Sizes, sms: int = SMS) -> int:
+    """The same of the variant whose results do not depend on the batch."""
+    return sms * invariant_tile(s).RESIDENT
+
+
 def choose_tile(s: Sizes) -> AttentionTileSm90:
     """Measured: two small blocks per SM hide each other's ends where there are many units; one large block has fewer
     parts to put together. Of little work, or more of long and light units, two warps share a tile, of few tiles four,
@@ -74,6 +81,16 @@ def choose_tile(s: Sizes) -> AttentionTileSm90:
     shapes += [(32, 8, 1, 3) if columns <= 4 else (64, 8, 1, 2)] * long
     shapes += [(64, 4, 2, 2)] * (units >= 256 and (tiles < 50_000 or units <= light))
     shapes += [(64, 8, 1, 2)] * (tiles > _LITTLE) + [(32, 8, 1, 2), (16, 8, 1, 2), (16, 4, 1, 2)]
+    return _first_that_fits(shapes, s)
+
+
+def invariant_tile(s: Sizes) -> AttentionTileSm90:
+    """By head dim, scheme and columns alone: neither batch nor table may choose, as the order of sums depends on it."""
+    return _first_that_fits([(64, 4, 2, 2), (64, 8, 1, 2), (32, 8, 1, 2), (16, 8, 1, 2), (16, 4, 1, 2)], s)
+
+
+def _first_that_fits(shapes: list[tuple[int, int, int, int]], s: Sizes) -> AttentionTileSm90:
+    """Of (tokens, warps, blocks per SM, rounds of all groups in the ring at most), with as many rounds as fit."""
     for tokens, warps, resident, most in shapes:
         tile = AttentionTileSm90(tokens, warps, 0, resident)
         room = _SHARED // resident - _RESERVED - _STATIC
@@ -85,11 +102,19 @@ def choose_tile(s: Sizes) -> AttentionTileSm90:
 
 
 def _choose(s: Sizes) -> dict[str, int]:
-    contract = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
     tile = choose_tile(s)
     longest = -(-s["P"] * s["page"] // (TILE * tile.groups)) * tile.TOKENS  # of a warp, if one block has all of a unit
     promote = {"PROMOTE": PROMOTE if longest > 2 * PROMOTE else 0}
-    return {**contract, **promote, "SLOTS": SLOTS, "COLUMNS": room_for(columns_of(s)), **tile._asdict()}
+    return _constants(s, tile) | promote
+
+
+def _choose_invariant(s: Sizes) -> dict[str, int]:
+    return _constants(s, invariant_tile(s)) | {"PROMOTE": PROMOTE, "PART": PART}
+
+
+def _constants(s: Sizes, tile: AttentionTileSm90) -> dict[str, int]:
+    contract = {"D": s["D"], "PAGE": s["page"], "BITS": s["bits"], "CHANNEL": s["channel"], "BF16": 0}
+    return {**contract, "SLOTS": SLOTS, "COLUMNS": room_for(columns_of(s)), **tile._asdict()}
 
 
 def _launch(s: Sizes) -> Launch:
@@ -108,18 +133,18 @@ def _example(rng: np.random.Generator, **sizes: Any) -> Arrays:
     return {**MMA.example(rng, **sizes), "blocks": sizes["blocks"]}
 
 
-def _pack(logical: Arrays) -> Arrays:
-    partial, stats = _places(logical["q"], logical["cache"], logical["blocks"])
-    return {**MMA.pack(logical), "partial": partial, "stats": stats}
+def _pack(logical: Arrays, *, parts: int = 1) -> Arrays:
+    sums, stats = _places(logical["q"], logical["cache"], logical["blocks"] * parts)
+    return {**MMA.pack(logical), "partial": sums, "stats": stats}
 
 
-def _reference(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[np.ndarray, ...]:
-    return (*MMA.reference(q, cache, **more), *_places(q, cache, blocks))
+def _reference(q: np.ndarray, cache: KVCache, blocks: int, *, parts: int = 1, **more: Any) -> tuple[np.ndarray, ...]:
+    return (*MMA.reference(q, cache, **more), *_places(q, cache, blocks * parts))
 
 
-def _bound(q: np.ndarray, cache: KVCache, blocks: int, **more: Any) -> tuple[Any, ...]:
+def _bound(q: np.ndarray, cache: KVCache, blocks: int, *, parts: int = 1, **more: Any) -> tuple[Any, ...]:
     assert MMA.bound is not None
-    return (*MMA.bound(q, cache, **more, roundings=roundings_of), *_places(q, cache, blocks))
+    return (*MMA.bound(q, cache, **more, roundings=roundings_of), *_places(q, cache, blocks * parts))
 
 
 def roundings_of(D: int, channel: bool) -> Roundings:
@@ -143,7 +168,7 @@ _REASON = (
     "integer for 2^10 in that; a weight times its value's scale, or by channel the weight, is rounded to FP16"
 ) + BY_CHANCE
 
-SM90 = replace(
+_SM90 = replace(
     MMA,
     name="attention_kv4_sm90",
     summary="bulk copies, ragged batches in equal pieces, parts handed to the block where a unit begins (QServe §5.3)",
@@ -170,4 +195,26 @@ SM90 = replace(
         (2, 1, 2, 2, 256, 4, 7, 32, 8, 1, 0, 2, 0.0625),
     ),
 )
+
+
+def _wider(arg: Arg) -> Arg:
+    """The memory in which blocks hand over parts, for as many as a unit has."""
+    return replace(arg, shape=(f"{MOST_PARTS}*blocks", *arg.shape[1:])) if arg.name in _HANDED_OVER else arg
+
+
+INVARIANT = replace(
+    _SM90,
+    summary="the same kernel, units cut by their own length: the same bits for a sequence whatever is in the batch",
+    args=tuple(map(_wider, _SM90.args)),
+    choose=_choose_invariant,
+    pack=partial(_pack, parts=MOST_PARTS),
+    reference=partial(_reference, parts=MOST_PARTS),
+    bound=partial(_bound, parts=MOST_PARTS),
+    batch="B",
+    batch_sizes=common.sizes_rows(
+        "B T Hq Hkv D P pages page bits channel window blocks softmax_scale",
+        (5, 1, 2, 1, 64, 20, 60, 64, 4, 0, 0, 3, 0.125),
+    )[0],
+)
+SM90 = replace(_SM90, invariant=INVARIANT)
 SPECS = (SM90,)

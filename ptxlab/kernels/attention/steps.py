@@ -78,6 +78,7 @@ STEPS = (
     AttentionStep(sm80.FUSED, lambda sizes, sms: _RESIDENT * sms),
     AttentionStep(sm90.SM90, sm90.blocks_for),
 )
+INVARIANT_STEPS = (AttentionStep(sm90.INVARIANT, sm90.invariant_blocks),)
 
 
 def step_of(spec: KernelSpec) -> AttentionStep | None:
@@ -85,21 +86,28 @@ def step_of(spec: KernelSpec) -> AttentionStep | None:
     return next((step for step in STEPS if step.spec.name == spec.name), None)
 
 
-def choose(kernel: Any, *, backend: str | None, programmatic: bool = False) -> AttentionStep:
+def choose(
+    kernel: Any, *, backend: str | None, programmatic: bool = False, batch_invariant: bool = False
+) -> AttentionStep:
     """The step asked for, or the highest that runs here.
 
     Args:
         kernel: a step's name, or None.
         backend: "gpu", or "emulator", on which every step runs; None: the GPU where a step runs there, else the latter.
         programmatic: it is to wait by itself for the kernel before it.
+        batch_invariant: it is to cut sequences by their own length.
 
     Raises:
-        ArgumentError: an unknown kernel, or one that does not wait.
+        ArgumentError: an unknown kernel, or one that does not wait, or does not cut so.
         UnavailableError: it does not run on this GPU; names those that would.
     """
     if not is_one_of(kernel, (*(step.spec.name for step in STEPS), None)):
         raise ArgumentError(f"{NAME}: kernel", f"must be one of {_names(STEPS)}", kernel)
-    asked = [step for step in STEPS if kernel in (None, step.spec.name)]
+    steps = INVARIANT_STEPS if batch_invariant else STEPS
+    asked = [step for step in steps if kernel in (None, step.spec.name)]
+    if not asked:
+        rule = f"only for kernels that cut a sequence by its own length ({_names(steps)})"
+        raise ArgumentError(f"{NAME}: batch_invariant", rule, kernel)
     here = [step for step in asked if why_not(step) is None]
     if backend == "gpu" and not here:
         working = [step for step in STEPS if why_not(step) is None]

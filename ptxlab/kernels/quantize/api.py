@@ -92,8 +92,9 @@ def rmsnorm_quantize(
             counts as zeros.
         UnavailableError: no GPU backend here, or one below sm_90.
     """
-    arrays = {"x": x, "residual": residual, "gamma": gamma, "normed": normed}
-    shared = _sharing({name: arrays[name] for name in ("x", "residual", "normed") if arrays[name] is not None})
+    optional = {"residual": residual, "normed": normed}
+    matrices = {"x": x, **{name: array for name, array in optional.items() if array is not None}}
+    shared = _sharing(matrices)
 
     def fit() -> Fitted:
         shape = _matrix(_RMSNORM.name, "x", x)
@@ -104,11 +105,11 @@ def rmsnorm_quantize(
             raise ArgumentError(
                 f"{_RMSNORM.name}: {shared[1]}", f"must not share memory with {shared[0]}", "some of it"
             )
-        shapes = {name: (shape[1:] if name == "gamma" else shape) for name in arrays if arrays[name] is not None}
+        shapes = {**dict.fromkeys(matrices, shape), "gamma": shape[1:]}
         sizes = {"added": int(residual is not None), "kept": int(normed is not None), "eps": float(eps)}
         return Fitted(*shape, shapes, sizes)
 
-    return _RMSNORM(arrays, fit, How(layout, rows, out, backend, programmatic), eps, shared)
+    return _RMSNORM({**matrices, "gamma": gamma}, fit, How(layout, rows, out, backend, programmatic), eps, shared)
 
 
 def silu_mul_quantize(
@@ -189,15 +190,15 @@ def _look(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
 def _look_at_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
     for name in ("x", "residual", "gamma"):
         if name in numbers:
-            extremes(f"{_RMSNORM.name}: {name}", numbers[name])
+            extremes(name, numbers[name])
     v = numbers["x"] + numbers.get("residual", np.float32(0))
-    row_scales(f"{_RMSNORM.name}: y", np.abs(normalized(v, numbers["gamma"], sizes["eps"])).max(axis=1), 127)
+    row_scales("y", np.abs(normalized(v, numbers["gamma"], sizes["eps"])).max(axis=1), 127)
 
 
 def _look_at_gated(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
-    extremes(f"{_SILU_MUL.name}: gate_up", numbers["gate_up"])
+    extremes("gate_up", numbers["gate_up"])
     h = reference.gated(numbers["gate_up"], reference.ACTIVATIONS[sizes["activation"]])
-    row_scales(f"{_SILU_MUL.name}: h", np.abs(h).max(axis=1).astype(np.float32), 127)
+    row_scales("h", np.abs(h).max(axis=1).astype(np.float32), 127)
 
 
 _QUANTIZE = Quantizer("quantize_activations", QUANTIZE, _look)

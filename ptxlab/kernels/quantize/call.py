@@ -116,12 +116,12 @@ class Quantizer:
         """The activations: `how.out`, or new ones of the first array's kind.
 
         Args:
-            arrays: floats by argument of the kernel; None where one is left out.
+            arrays: those of floats that are given, by argument of the kernel.
             fit: looks at their shapes; ArgumentError if they do not fit together.
             how: the options of all calls.
             options: what else `fit` looks at besides shapes.
         """
-        given, out, like = {name: array for name, array in arrays.items() if array is not None}, how.out, None
+        given, out, like = dict(arrays), how.out, None
         if isinstance(out, PackedActivations):
             given |= {"x_q": out.x_q, "scale": out.scale, "token_sum": out.token_sum}
             like = out.M, out.K, out.layout, out.rows

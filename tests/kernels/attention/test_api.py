@@ -179,6 +179,68 @@ def test_a_captured_call_allocates_nothing_and_reads_what_is_there_then(fake: Fa
     assert fake.loads == 1 and fake.allocations == allocations
 
 
+def test_a_sequence_has_the_same_bits_in_any_batch(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, last of three, with a wider table; on the host, and on devices of other sizes."""
+    monkeypatch.setattr(sm90, "PART", 1)
+    q, cache = problems.problem(4, (200, 0, 70, 130), Hq=4, Hkv=2, scheme="kv4")
+    q = q.astype(np.float16)
+    how: dict[str, Any] = {"batch_invariant": True, "return_lse": True}
+    whole = ptxlab.attention_kv4(q, cache, backend="emulator", **how)
+    hold(q, cache, *whole)
+    for some in ([3], [0], [2, 3, 0]):
+        table = np.pad(cache.block_table[some], [(0, 0), (0, 40)])
+        here = replace(cache, block_table=table, lengths=cache.lengths[some])
+        for found, right in zip(ptxlab.attention_kv4(q[some], here, backend="emulator", **how), whole, strict=True):
+            assert np.array_equal(found, right[some])
+    for sms in (1, 3, 132):
+        fake.sms = sms
+        forget()
+        for found, right in zip(ptxlab.attention_kv4(sent(q), on_device(cache), **how), whole, strict=True):
+            assert np.array_equal(found.host, right)
+
+
+def test_the_invariant_variant_has_a_plan_and_more_memory_of_its_own(fake: FakeGpu) -> None:
+    q, cache, out = sent(Q), on_device(CACHE), sent(np.zeros_like(Q))
+    for invariant in (False, True, False, True):
+        hold(Q, CACHE, ptxlab.attention_kv4(q, cache, batch_invariant=invariant).host)
+    assert fake.loads == 2
+    workspace = ptxlab.attention_workspace(cache, batch_invariant=True)
+    small = ptxlab.attention_workspace(cache)
+    assert workspace.nbytes == 32 * small.nbytes
+    for invariant in (False, True):
+        ptxlab.attention_kv4(q, cache, out=out, workspace=workspace, batch_invariant=invariant)
+    with pytest.raises(ArgumentError, match=r"must be attention_workspace\(cache, batch_invariant=True\) of this"):
+        ptxlab.attention_kv4(q, cache, workspace=small, batch_invariant=True)
+    rule = rf"batch_invariant: only for kernels that cut a sequence by its own length \({SM90}\) \(got {SM80}\)"
+    with pytest.raises(ArgumentError, match=rule):
+        ptxlab.attention_kv4(q, cache, kernel=SM80, batch_invariant=True)
+    with pytest.raises(ArgumentError, match=r"attention_workspace: batch_invariant: must be True or False \(got 1\)"):
+        ptxlab.attention_workspace(cache, batch_invariant=1)  # type: ignore[arg-type]
+    forget()
+    fake.arch = 80
+    with pytest.raises(UnavailableError, match=rf"{SM90}: it runs on sm_90a, .*; here run .*{SM80}"):
+        ptxlab.attention_kv4(q, cache, batch_invariant=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["kv4", "kv8_channel"])
+@pytest.mark.parametrize(("Hq", "Hkv"), [(32, 32), (64, 8)])
+def test_a_sequence_has_the_same_bits_in_any_batch_on_the_gpu(cupy: Any, Hq: int, Hkv: int, scheme: str) -> None:
+    if SM90 not in HERE:
+        pytest.skip(f"{SM90} does not run here")
+    rng = np.random.default_rng(0)
+    lengths = (1024, 40_000, 1, 5000, 0, 2048, 1025, *rng.integers(0, 3000, 60).tolist())
+    q, cache = problems.problem(5, lengths, Hq=Hq, Hkv=Hkv, scheme=scheme)
+    q, cache = cupy.asarray(q.astype(np.float16)), moved(cache, cupy.asarray)
+    how: dict[str, Any] = {"batch_invariant": True, "return_lse": True}
+    whole = [array.get() for array in ptxlab.attention_kv4(q, cache, **how)]
+    for some in ([0], [1], [3], [6, 0], [5, 1, 2, 4], rng.permutation(len(lengths))[:33].tolist()):
+        here = replace(cache, block_table=cache.block_table[some], lengths=cache.lengths[some])
+        for _ in range(3):
+            for found, right in zip(ptxlab.attention_kv4(q[some], here, **how), whole, strict=True):
+                assert np.array_equal(found.get(), right[some])
+
+
 def test_calls_on_a_stream_share_their_memory(fake: FakeGpu) -> None:
     cache, q, out = on_device(CACHE), sent(Q), sent(np.zeros_like(Q))
     for _ in range(3):
@@ -192,7 +254,7 @@ def test_calls_on_a_stream_share_their_memory(fake: FakeGpu) -> None:
 
 def test_a_workspace_does_for_any_queries() -> None:
     """However many blocks and columns are chosen."""
-    for step in steps.STEPS[-2:]:
+    for step in (*steps.STEPS[-2:], *steps.INVARIANT_STEPS):
         for D in (64, 128, 256):
             room = {item.name: item.nbytes for item in step.most_memory(D, 132)}
             for bits, B, T, ratio, tokens in np.ndindex(2, 3, 3, 3, 3):

@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from ptxlab import gpu
 from ptxlab.bench.attention import problem as attention_problem
 from ptxlab.bench.shapes import Batch, ragged
+from ptxlab.emulator import CHECKS
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import exact, sm90
 from ptxlab.kernels.attention.exact.shares import Shares
-from ptxlab.kernels.attention.sm90 import SM90, AttentionTileSm90
+from ptxlab.kernels.attention.sm90 import INVARIANT, SM90, AttentionTileSm90
 from ptxlab.layout import KVCache
 from ptxlab.reference.tensor_cores import hopper_mma
 from ptxlab.runtime import run_spec
 from ptxlab.sources import of_kernel
 from ptxlab.spec import Arrays
 from ptxlab.spec.dtypes import stored
+from ptxlab.verify import compare
 from tests.support import attention_problems as problems
 from tests.support import tensor_cores
 from tests.support.attention_problems import moved
@@ -83,6 +85,31 @@ def test_equal_in_parts(variant: Variant) -> None:
     emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
 
 
+@pytest.mark.parametrize(("variant", "blocks"), list(zip(HOPPER, (1, 2, 3, 4, 7, 5), strict=True)), ids=str)
+def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int) -> None:
+    """Units cut by their own length: the oracle knows no blocks then, and no other sequences."""
+    config = {**variant.config, "PART": 1 + blocks % 2}
+    logical, _ = variant.problem(1, (300, 64, 0, 129), Hkv=2, window=(0, 150)[blocks < 4], blocks=blocks)
+    arrays = {**INVARIANT.pack(logical), "q": stored(logical["q"], variant.dtype)}
+    sizes = variant.sizes(logical["window"], blocks)
+    found = run_spec(INVARIANT, variant.source, arrays, sizes=sizes, config=config, backend="emulator", checks=CHECKS)
+    right = by_oracle(logical, arrays, config)
+    bf16 = bool(variant.BF16)
+    assert difference((found.outputs["out"], found.outputs["lse"]), right, bf16) == "" and found.findings == ()
+    compare(INVARIANT, found.outputs, logical, config)
+    alone = replace(logical["cache"], block_table=logical["cache"].block_table[3:4], lengths=np.array([129], np.int32))
+    one = by_oracle({**logical, "cache": alone}, {**arrays, "q": arrays["q"][3:4]}, config)
+    assert difference(one, tuple(array[3:4] for array in right), bf16) == ""
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 40])
+def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
+    logical, _ = PLAIN.problem(0, (64 * 33, 70), blocks=blocks)
+    arrays, config = {**INVARIANT.pack(logical), "q": logical["q"].astype(np.float16)}, {**PLAIN.config, "PART": 1}
+    found = run_spec(INVARIANT, PLAIN.source, arrays, sizes=PLAIN.sizes(0, blocks), config=config, backend="emulator")
+    assert difference((found.outputs["out"], found.outputs["lse"]), by_oracle(logical, arrays, config)) == ""
+
+
 @pytest.mark.parametrize("change", problems.CASES[1:], ids=lambda change: change.__name__)
 def test_equal_in_hard_cases(change: problems.Change) -> None:
     emulated_alike(PLAIN, *PLAIN.problem(1, (75, 0, 1, 130), change, blocks=2))
@@ -139,6 +166,7 @@ def shares_of(variant: Variant, logical: Arrays) -> Shares:
         window=logical["window"],
         groups=variant.tile.groups,
         blocks=logical["blocks"],
+        part=0,
     )
 
 
@@ -150,6 +178,7 @@ def shares_of(variant: Variant, logical: Arrays) -> Shares:
     window=st.sampled_from((0, 1, 100, 1000)),
     groups=st.sampled_from((1, 2, 4, 8)),
     blocks=st.integers(1, 300),
+    part=st.sampled_from((0, 1, 2, 16)),
 )
 def test_every_tile_is_somebody_s(lengths: list[int], **how: int) -> None:
     """And only one's: segments of a unit follow each other, from its first tile in the window to its last."""

@@ -65,9 +65,9 @@ def test_rows_of_any_length(K: int, order: str, rows: int | None, backend: str) 
     check(backend, RNG.standard_normal((2, K), dtype=np.float32).astype(np.float16), order, rows)
 
 
-def near_ties(tokens: int, K: int) -> np.ndarray:
+def near_ties(tokens: int, K: int, exponents: tuple[int, int] = (-100, 100)) -> np.ndarray:
     """Quotients that are a half and integer, or one rounding of float32 beside it: where a division can go wrong."""
-    extent = np.ldexp(RNG.uniform(1, 2, tokens), RNG.integers(-100, 100, tokens)).astype(np.float32)
+    extent = np.ldexp(RNG.uniform(1, 2, tokens), RNG.integers(*exponents, tokens)).astype(np.float32)
     scale = extent / np.float32(127)
     halves = RNG.integers(-126, 126, (tokens, K)).astype(np.float32) + np.float32(0.5)
     x = halves * scale[:, None]
@@ -82,6 +82,12 @@ def near_ties(tokens: int, K: int) -> np.ndarray:
 def test_the_quotients_are_those_of_an_ieee_division(backend: str) -> None:
     """One reciprocal per token and two corrections per value must round like a division does."""
     check(backend, near_ties(*((64, 2048) if backend == "emulator" else (4096, 8192))), "row_major", None)
+
+
+@on_every_backend
+def test_quotients_of_the_smallest_rows(backend: str) -> None:
+    """Remainders of numbers next to the smallest would underflow."""
+    check(backend, near_ties(64, 1024, (-118, -112)), "row_major", None)
 
 
 @on_every_backend

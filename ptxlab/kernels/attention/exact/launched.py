@@ -79,6 +79,11 @@ class AttentionLaunch:
         return self.config["PROMOTE"] // self.config["TOKENS"]
 
     @property
+    def part(self) -> int:
+        """Tiles after which a unit is cut by its own length; 0 where blocks have equal shares."""
+        return self.config.get("PART", 0)
+
+    @property
     def groups(self) -> int:
         """Of warps, that take turns."""
         return self.warps // self.share

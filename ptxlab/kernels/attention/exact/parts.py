@@ -70,6 +70,7 @@ def attention(
         window=window,
         groups=of.groups,
         blocks=blocks,
+        part=of.part,
     )
     out, lse = np.zeros((B * T * Hq, D), q.dtype, like=q), np.zeros(B * T * Hq, np.float32, like=q) - np.float32(np.inf)
     if len(shares.first):
@@ -142,10 +143,14 @@ def _halves(of: AttentionLaunch, x: Any) -> Any:
 
 
 def _of_blocks(of: AttentionLaunch, parts: Part, shares: Shares) -> Part:
-    """Of all units: what other blocks hand over is added to the first one's part, up to 4 or 8 of them at a time."""
+    """Of all units: what other blocks hand over is added to the first one's part, up to 4 or 8 of them at a time.
+
+    Parts of units that are cut by their own length are added one by one.
+    """
     whole = Part(*(array[beside(shares.first, array)] for array in parts))
     others = shares.parts - 1
-    for ahead, of_these in ((4, others <= 4), (8, others > 4)):
+    groups = ((1, others > 0),) if of.part else ((4, others <= 4), (8, others > 4))
+    for ahead, of_these in groups:
         for done in range(0, int(others[of_these].max(initial=0)), ahead):
             units = np.flatnonzero(of_these & (others > done))
             number, last = done + np.arange(ahead), others[units][:, None] - 1

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.kernels.attention.sm90 import TILE
+from ptxlab.kernels.attention.sm90 import MOST_PARTS, TILE
 
 _PAD, _SLACK = 4, 4  # EXTRA, SLACK
 
@@ -39,9 +39,12 @@ class Shares:
 
     @classmethod
     def of(
-        cls, lengths: S64, *, heads: int, splits: int, queries: int, window: int, groups: int, blocks: int
+        cls, lengths: S64, *, heads: int, splits: int, queries: int, window: int, groups: int, blocks: int, part: int
     ) -> "Shares":
-        """Of sequences of these lengths: each has heads·splits units, and `queries` new tokens that see `window`."""
+        """Of sequences of these lengths: each has heads·splits units, and `queries` new tokens that see `window`.
+
+        With `part` a unit is cut every so many tiles, and each part counts as a block's own.
+        """
         begin = np.maximum(lengths - queries + 1 - window, 0) // TILE if window else np.zeros_like(lengths)
         tiles = -(-lengths // TILE) - begin
         pad = np.where(lengths > 0, np.maximum(_PAD - tiles // 4, 0), 0)  # the cost of a unit of few tiles beside them
@@ -53,13 +56,18 @@ class Shares:
         inside = tiles[each] > 0
         each, start = each[inside], start[inside]
         unit = np.tile(np.arange(units), len(lengths))[inside]
+        pieces = np.full(len(each), piece)
+        if part:
+            start, pieces = np.zeros_like(start), np.maximum(part, -(-tiles[each] // MOST_PARTS))
         stop = start + tiles[each]
-        parts = -(-stop // piece) - start // piece
+        parts = -(-stop // pieces) - start // pieces
 
         number = np.repeat(np.arange(len(each)), parts)
-        first = np.cumsum(parts) - parts
-        block = start[number] // piece + np.arange(len(number)) - first[number]
-        low, high = np.maximum(start[number], block * piece), np.minimum(stop[number], (block + 1) * piece)
+        first, segment = np.cumsum(parts) - parts, np.arange(len(number))
+        piece_at = start[number] // pieces[number] + segment - first[number]
+        low = np.maximum(start[number], piece_at * pieces[number])
+        high = np.minimum(stop[number], (piece_at + 1) * pieces[number])
+        block = segment if part else piece_at
         count, sequence = high - low, each[number]
         before = np.cumsum(count) - count  # tiles of the blocks before, and of this block's segments before
         of_block = np.searchsorted(block, block)  # its first segment
