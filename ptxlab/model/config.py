@@ -54,7 +54,7 @@ class Config:
     layers: int
     vocabulary: int
     rope_base: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     eps: float = 1e-5
     tied_head: bool = False
     qkv_bias: bool = False
@@ -115,7 +115,7 @@ class Config:
             is_windowed=keys.flag("use_sliding_window", family != "qwen2"),
             has_experts=family == "mixtral",
             rope_base=base_of.positive("rope_theta", 10000.0),
-            rope_scaling=None if angles is None else angles.values,
+            rope_scaling=None if angles is None else dict(angles.values),
             tied_head=keys.flag("tie_word_embeddings", False),
             qkv_bias=family == "qwen2",
             activation=_ACTIVATIONS[keys.one_of("hidden_act", _ACTIVATIONS, "silu")],
@@ -287,7 +287,7 @@ class _Keys:
             raise ArgumentError(f"{self._where}: {key}", error.rule, error.value) from None
 
 
-def _check_scaling(scaling: Mapping[str, Any] | None) -> None:
+def _check_scaling(scaling: dict[str, Any] | None) -> None:
     """Raise ArgumentError for what `reference.rope_tables` does not take."""
     try:
         reference.rope_tables(np.zeros(1), 2, scaling=scaling)

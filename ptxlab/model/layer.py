@@ -41,6 +41,8 @@ class LayerBuffers:
         routing: of experts, or None.
         workspaces: of the GEMMs on a GPU, by product; `attention_workspace` of attention.
         programmatic: whether launches overlap (programmatic dependent launch): those inside of a layer.
+        batch_invariant: whether attention splits a sequence by its own length alone (`attention_kv4`). Then a token of
+            a dense layer has the same bits whatever else is in the batch; the other kernels see to that anyway.
     """
 
     config: Config
@@ -59,6 +61,7 @@ class LayerBuffers:
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
     attention_workspace: AttentionWorkspace | None = None
     programmatic: bool = True
+    batch_invariant: bool = False
 
     @classmethod
     def empty(
@@ -69,6 +72,7 @@ class LayerBuffers:
         order: str = ORDER,
         rows: int | None = None,
         programmatic: bool = True,
+        batch_invariant: bool = False,
     ) -> Self:
         """For layers like this one, on the cache's batch; arrays of the library, and where, the cache's are.
 
@@ -111,8 +115,9 @@ class LayerBuffers:
             hidden=array(M, H),
             routing=experts.Routing.empty(config, activations(H, layout=ORDER, rows=None), array),
             workspaces={name: gemm_workspace(weight, M) for name, weight in dense.items()} if on_gpu else {},
-            attention_workspace=attention_workspace(cache) if on_gpu else None,
+            attention_workspace=attention_workspace(cache, batch_invariant=batch_invariant) if on_gpu else None,
             programmatic=programmatic,
+            batch_invariant=batch_invariant,
         )
 
     @property
@@ -166,11 +171,12 @@ def decode_layer(
     first: dict[str, Any] = {"backend": backend, "programmatic": programmatic}
     chained: dict[str, Any] = {"backend": backend, "programmatic": b.programmatic}
     norm: dict[str, Any] = {"residual": residual, "eps": config.eps}
+    attending: dict[str, Any] = {"window": config.window, "batch_invariant": b.batch_invariant}
 
     rmsnorm_quantize(x, weights.input_norm, **norm, **into(b.qkv_in), **first)
     gemm_w4a8(b.qkv_in, weight=weights.qkv, bias=weights.qkv_bias, out=b.qkv, workspace=space("qkv"), **chained)
     rope_append_kv4(b.qkv, cache, slots, rope=rope, out=b.q, **chained)
-    attention_kv4(b.q, cache, window=config.window, out=b.attention, workspace=b.attention_workspace, **chained)
+    attention_kv4(b.q, cache, out=b.attention, workspace=b.attention_workspace, **attending, **chained)
     quantize_activations(b.attention.reshape(M, -1), **into(b.o_in), **chained)
     gemm_w4a8(b.o_in, weight=weights.o, out=b.o, workspace=space("o"), **chained)
     if b.routing is not None:
