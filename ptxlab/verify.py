@@ -28,7 +28,7 @@ class Verdict:
     """One kernel source on one backend at one size.
 
     Attributes:
-        kernel: name with its source, `dequant_lqq.ptx`.
+        kernel: name with its source, `dequant_lqq.ptx`, and a form where it is one.
         backend: `"gpu"` or `"emulator"`.
         sizes: the sizes of the example, and the constants that decide dtypes.
         passed: whether everything held.
@@ -61,12 +61,18 @@ class Job:
     sizes: Mapping[str, int]
     config: Mapping[str, int] | None = None
 
+    @property
+    def label(self) -> str:
+        """What selects it on a command line: `NAME.cu`, or `NAME.cu:FORM`."""
+        return self.source.label + self.spec.suffix
+
 
 def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], list[str]]:
     """What there is to verify: jobs, and a line for each source that cannot be verified here.
 
     Args:
-        names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them.
+        names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them, `name:form`
+            another form.
         backend: `"gpu"` or `"emulator"`; by default every backend that can run the kernel here.
 
     Raises:
@@ -86,7 +92,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
         for source in sources:
             if source.language == "cu" and "nvrtc" in toolchain.missing():
                 problem = f"{source.label}: NVRTC is not installed; {toolchain.missing()['nvrtc']}"
-                if target == source.label:
+                if target.partition(":")[0] == source.label:
                     raise UnavailableError(problem)
                 skipped.append(problem)
                 continue
@@ -108,7 +114,7 @@ def verify(job: Job, *, seed: int = 0) -> Verdict:
 
     FileError: the cache cannot be written to.
     """
-    spec, source, sizes = job.spec, job.source, job.sizes
+    spec, sizes = job.spec, job.sizes
     config = job.config or spec.config_for(sizes)
     start = perf_counter()
     try:
@@ -118,7 +124,7 @@ def verify(job: Job, *, seed: int = 0) -> Verdict:
     except PtxlabError as error:
         passed, detail = False, str(error)
     named = {**sizes, **{constant: config[constant] for constant in spec.by_variant}}
-    return Verdict(source.label, job.backend, named, passed, detail, perf_counter() - start)
+    return Verdict(job.label, job.backend, named, passed, detail, perf_counter() - start)
 
 
 def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
@@ -165,12 +171,12 @@ def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
 def plan_rows(jobs: Iterable[Job]) -> tuple[list[Job], list[str]]:
     """Jobs for `check_rows`, one per source and backend, and a line for each source that cannot be asked."""
     asked, refused = [], {}
-    for job in {(job.source.label, job.backend): job for job in jobs}.values():
+    for job in {(job.label, job.backend): job for job in jobs}.values():
         spec = job.spec.invariant or job.spec
         try:
             asked.append(Job(spec, job.source, job.backend, _batch_sizes(spec)))
         except ArgumentError as error:
-            refused[job.source.label] = f"{job.source.label}: {error}"
+            refused[job.label] = f"{job.label}: {error}"
     return asked, list(refused.values())
 
 
@@ -205,7 +211,7 @@ def check_rows(job: Job, *, seed: int = 0) -> Verdict:
     except PtxlabError as error:
         passed, detail = False, str(error)
     named = {name: size for name, size in job.sizes.items() if name in spec.symbols}
-    return Verdict(job.source.label, job.backend, named, passed, detail, perf_counter() - start)
+    return Verdict(job.label, job.backend, named, passed, detail, perf_counter() - start)
 
 
 def _check_rows(job: Job, seed: int) -> str:

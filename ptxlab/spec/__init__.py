@@ -132,6 +132,7 @@ class KernelSpec:
         batch_sizes: sizes at which `check_rows` has its batch; by default some of the examples' with more rows.
         one_row: (input arrays, row) -> those that are others, besides being cut to the row, where it is alone.
         invariant: the spec of the variant whose results do not depend on the batch, where this one's do.
+        form: of a kernel with several contracts which one it is; empty: the one that a bare name means.
     """
 
     name: str
@@ -159,6 +160,17 @@ class KernelSpec:
     batch_sizes: Mapping[str, Any] | None = None
     one_row: Callable[[Arrays, int], Arrays] | None = None
     invariant: "KernelSpec | None" = None
+    form: str = ""
+
+    @property
+    def label(self) -> str:
+        """What selects it: `NAME`, or `NAME:FORM`."""
+        return self.name + self.suffix
+
+    @property
+    def suffix(self) -> str:
+        """`:FORM` behind the name of the kernel or of a source."""
+        return f":{self.form}" if self.form else ""
 
     def config_for(self, sizes: Sizes) -> dict[str, int]:
         """The `-D` constants of the variant that runs at these sizes."""
