@@ -27,7 +27,7 @@ class Verdict:
     """One kernel source on one backend at one size.
 
     Attributes:
-        kernel: name with its source, `dequant_lqq.ptx`.
+        kernel: name with its source, `dequant_lqq.ptx`, and a form where it is one.
         backend: `"gpu"` or `"emulator"`.
         sizes: the sizes of the example, and the constants that decide dtypes.
         passed: whether everything held.
@@ -60,12 +60,18 @@ class Job:
     sizes: Mapping[str, int]
     config: Mapping[str, int] | None = None
 
+    @property
+    def label(self) -> str:
+        """What selects it on a command line: `NAME.cu`, or `NAME.cu:FORM`."""
+        return self.source.label + self.spec.suffix
+
 
 def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], list[str]]:
     """What there is to verify: jobs, and a line for each source that cannot be verified here.
 
     Args:
-        names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them.
+        names: kernels or families; a bare name means all its sources, `name.ptx` or `name.cu` one of them, `name:form`
+            another form.
         backend: `"gpu"` or `"emulator"`; by default every backend that can run the kernel here.
 
     Raises:
@@ -85,7 +91,7 @@ def plan(names: Iterable[str], backend: str | None = None) -> tuple[list[Job], l
         for source in sources:
             if source.language == "cu" and "nvrtc" in toolchain.missing():
                 problem = f"{source.label}: NVRTC is not installed; {toolchain.missing()['nvrtc']}"
-                if target == source.label:
+                if target.partition(":")[0] == source.label:
                     raise UnavailableError(problem)
                 skipped.append(problem)
                 continue
@@ -107,7 +113,7 @@ def verify(job: Job, *, seed: int = 0) -> Verdict:
 
     FileError: the cache cannot be written to.
     """
-    spec, source, sizes = job.spec, job.source, job.sizes
+    spec, sizes = job.spec, job.sizes
     config = job.config or spec.config_for(sizes)
     start = perf_counter()
     try:
@@ -117,7 +123,7 @@ def verify(job: Job, *, seed: int = 0) -> Verdict:
     except PtxlabError as error:
         passed, detail = False, str(error)
     named = {**sizes, **{constant: config[constant] for constant in spec.by_variant}}
-    return Verdict(source.label, job.backend, named, passed, detail, perf_counter() - start)
+    return Verdict(job.label, job.backend, named, passed, detail, perf_counter() - start)
 
 
 def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:

@@ -10,8 +10,8 @@
 //            as s8, no token sums. GROUP 0: weights per channel, (q4 - w_zero[n])[n, k], with token sums.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, tile, ring, schedule, constants
-// Measured   0.93, 0.92, 0.82, 0.78, 0.71, 0.62, 0.73, 0.79, 0.82, 0.66 of the floor on an H200 at M = 1, 4, 16, 32,
-//            64, 128, 256, 512, 2048, 8192; 1.94, 1.91, 1.70, 1.57, 1.47, 1.22, 1.11, 1.18, 1.20, 1.00 times as fast as
+// Measured   0.92, 0.92, 0.83, 0.78, 0.71, 0.61, 0.72, 0.79, 0.81, 0.70 of the floor on an H200 at M = 1, 4, 16, 32,
+//            64, 128, 256, 512, 2048, 8192; 1.97, 1.92, 1.71, 1.56, 1.51, 1.22, 1.12, 1.16, 1.19, 1.04 times as fast as
 //            cuBLAS FP8 (means of 1, 1, 6, 8, 8, 8, 8, 8, 8, 8 of LLaMA-2's matrices, on which it is launched; row-
 //            major activations).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
@@ -21,6 +21,7 @@
 #include "griddep.cuh"
 #include "named_barrier.cuh"
 #include "strips_sm90.cuh"
+#include "tile_order.cuh"
 #include "timeline.cuh"
 
 #ifndef BM
@@ -88,12 +89,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
     const int w_blocks = (K + 127) / 128, all_strips = (N + 15) / 16;
     const int token_tiles = (M + BM - 1) / BM, row_tiles = (all_strips + STRIPS - 1) / STRIPS,
               tiles = token_tiles * row_tiles;
-    const bool one = token_tiles == 1;  // spares divisions, which the first copy would wait for
-    const int tokens = ORDER == 1 ? BM : ((one ? M : (M + token_tiles - 1) / token_tiles) + 7) / 8 * 8;  // of a tile
+    // of a tile; one spares a division, which the first copy would wait for
+    const int tokens = ORDER == 1 ? BM : ((token_tiles == 1 ? M : (M + token_tiles - 1) / token_tiles) + 7) / 8 * 8;
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
     // strips of a row tile; tiles that have one more
     const int least = all_strips / row_tiles, larger = all_strips % row_tiles;
-    const auto row_tile_of = [&](int tile) { return one ? tile : tile / token_tiles; };
     const auto strip_of = [&](int row_tile) { return row_tile * least + min(row_tile, larger); };
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;
@@ -122,10 +122,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
         int tile = blockIdx.x / SPLIT, height = 0, token_tile = 0;
         const unsigned char* from = nullptr;  // this warp's weights of the next stage
         const auto begin = [&] {
-            const int row_tile = row_tile_of(tile), strip0 = strip_of(row_tile) + warp;
-            height = strip_of(row_tile + 1) - strip0;
+            const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+            const int strip0 = strip_of(place.row_tile) + warp;
+            height = strip_of(place.row_tile + 1) - strip0;
             from = strips + size_t(strip0) * pitch + first * (BK / 128 * BLOCK);
-            token_tile = tile - row_tile * token_tiles;
+            token_tile = place.token_tile;
         };
         const auto load_w = [&](int stage, int slot_index) {  // every fourth strip
             // blocks; behind the end of K any will do, as X is zero
@@ -190,8 +191,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a8_sm90(
     if (WK > 1)
         for (int i = 0; i < wk; ++i) slot.advance();
     for (int tile = blockIdx.x / SPLIT; tile < tiles; tile += gridDim.x / SPLIT) {
-        const int row_tile = row_tile_of(tile), token0 = (tile - row_tile * token_tiles) * tokens;
-        const int strip0 = strip_of(row_tile), end = strip_of(row_tile + 1), height = end - strip0;
+        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+        const int token0 = place.token_tile * tokens, strip0 = strip_of(place.row_tile),
+                  end = strip_of(place.row_tile + 1), height = end - strip0;
         PHASE(SETUP);
         int acc[MN][BM / 2] = {};
         u32 a[2][MN][2][4];

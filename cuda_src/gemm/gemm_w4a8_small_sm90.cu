@@ -10,7 +10,7 @@
 //            GROUP 0: weights per channel, (q4 - w_zero[n])[n, k], with token sums.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, roles of the warps, barriers, constants
-// Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.81, 1.75, 1.44 times as fast as cuBLAS FP8
+// Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.80, 1.75, 1.43 times as fast as cuBLAS FP8
 //            (means of 7, 7, 2 of LLaMA-2's matrices, on which it is launched; row-major activations).
 // PTX ISA    9.7.14.5.9 mma.m16n8k32 (.u8.s8); 9.7.9.25, 27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect
 #include "dequant.cuh"
@@ -160,13 +160,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) gemm_w4a8_small_
             const int n = (strip0 + part / 2 * blocks) * 16 + part % 2 * 8;
             const bool inside = n < N;
             float ws[8] = {}, b[8] = {};
-            int zero[8] = {};
+            int zero[8];
+#pragma unroll
+            for (int i = 0; i < 8; ++i) zero[i] = GROUP == 0 ? (inside ? w_zero[n + i] : 0) : 128;
             if (inside) {
 #pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
-                    zero[i] = GROUP == 0 ? w_zero[n + i] : 128;
-                }
+                for (int i = 0; i < 8; ++i) ws[i] = w_scale[n + i], b[i] = bias ? bias[n + i] : 0;
             }
             if (strip0 == first) {
                 ptxlab::wait_for_predecessors();

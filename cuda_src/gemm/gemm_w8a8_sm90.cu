@@ -8,8 +8,8 @@
 //            N a multiple of 8, K a multiple of 16; padding is zero-filled on the way in.
 // PDL        W does not wait for the kernel before, as far as the ring takes it; X, scales of tokens and results do.
 // Guide      notebooks/guide/kernels_gemm.md: operands, tile, schedule, constants
-// Measured   on an H200 at M = 1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192: 1.08, 1.06, 1.04, 1.00, 1.03, 0.99, 1.10,
-//            1.11, 1.15, 1.06 times as fast as cuBLAS FP8, 1.71, 1.48, 1.40, 1.34, 1.37, 1.71, 1.92, 1.73, 1.66, 1.48
+// Measured   on an H200 at M = 1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192: 1.08, 1.06, 1.03, 1.01, 1.05, 0.99, 1.10,
+//            1.06, 1.16, 1.10 times as fast as cuBLAS FP8, 1.68, 1.45, 1.39, 1.33, 1.37, 1.67, 1.89, 1.66, 1.63, 1.57
 //            times as its INT8 (means over LLaMA-2's matrices).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.s8.s8); 9.7.9.27 tensor copies; 9.7.13.13 griddepcontrol; 9.7.13.15 mbarrier;
 //            9.7.13.16 elect; 9.7.14.5.16 stmatrix; 9.7.19.5 setmaxnreg
@@ -17,6 +17,7 @@
 #include "fragments_out.cuh"
 #include "griddep.cuh"
 #include "named_barrier.cuh"
+#include "tile_order.cuh"
 #include "timeline.cuh"
 #include "wgmma.cuh"
 
@@ -61,9 +62,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w8a8_sm90(
     __shared__ u64 full[STAGES], empty[STAGES], arrived;
     TIMELINE_THREAD(threadIdx.x % 128 == 0);
     const int slice = SPLIT > 1 ? ptxlab::cluster_rank() : 0;
-    const int token_tiles = (M + BM - 1) / BM, tiles = token_tiles * ((N + ROWS - 1) / ROWS);
+    const int token_tiles = (M + BM - 1) / BM, row_tiles = (N + ROWS - 1) / ROWS, tiles = token_tiles * row_tiles;
     const int tokens = ((M + token_tiles - 1) / token_tiles + 7) / 8 * 8;  // of a tile
-    const auto place_of = [&](int tile) { return Place{tile / token_tiles * ROWS, tile % token_tiles * tokens}; };
+    const auto place_of = [&](int tile) {
+        const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+        return Place{place.row_tile * ROWS, place.token_tile * tokens};
+    };
     const int all = (K + BK - 1) / BK, first = all * slice / SPLIT, stages = all * (slice + 1) / SPLIT - first;
 
     unsigned char* behind = ring + STAGES * STAGE_BYTES;

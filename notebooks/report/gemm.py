@@ -22,6 +22,7 @@ from ptxlab.bench.shapes import (
     UNTUNED,
 )
 from ptxlab.bench.stored import stored_times
+from ptxlab.kernels.gemm.strips_tiles import NO_GROUPS
 from report.frames import (
     GEMM_PEERS,
     MISSING,
@@ -53,7 +54,7 @@ def points(record: Record | None, group: int = GROUP) -> pd.DataFrame:
     Beside what `frame` has, the columns of `KINDS`: how many times as fast as the fastest of these peers.
     """
     rows = frame(record, MEASURE, LLAMA, stored_times())
-    rows = rows[(rows.g == group) & (rows.activations == ORDER)]
+    rows = rows[(rows.g.fillna(NO_GROUPS) == group) & (rows.activations == ORDER)]
     rows = rows.assign(**{kind: over_all(rows, names) for kind, (_, names) in KINDS.items()})
     order = {str(layer): number for number, layer in enumerate(LLAMA)}
     return rows.sort_values(
@@ -74,9 +75,10 @@ def at(rows: pd.DataFrame, *tokens: int) -> pd.DataFrame:
 
 
 def chains(record: Record | None) -> pd.DataFrame:
-    """A decoder layer's GEMMs in a row; `over_best`: beside the sum of the best of all peers' times for each alone."""
+    """A decoder layer's GEMMs in a row, groups of 128; `over_best`: beside the best peers' times for each, summed."""
     rows = frame(record, chain.MEASURE)
-    rows["model"] = rows.hidden.map({layers[0].K: layers[0].model for layers in CHAINS})
+    models = {layers[0].K: layers[0].model for layers in CHAINS}
+    rows = rows[rows.g == GROUP].assign(model=lambda found: found.hidden.map(models))
     alone = points(record).assign(best_us=lambda found: found["over all"] * found.time_us)
     rows = rows.join(alone.groupby(["model", "M"]).best_us.sum(min_count=len(CHAINS[0])), on=["model", "M"])
     return rows.assign(over_best=rows.best_us / rows.time_us)
@@ -155,6 +157,23 @@ def means_table(record: Record | None) -> str:
     formats = {name: "{:.2f}x" if name.startswith("over") else "{:.2f}" for name in table.columns[1:-1]}
     note = "Means of the points where all of these peers were measured."
     return f"{markdown(table, formats)}\n{note} {slower_points(rows, '{layer}, M = {M}')}\n"
+
+
+def per_channel_table(record: Record | None) -> str:
+    """Weights per channel by tokens: of their floor; how many times as fast as in groups, and as others per channel."""
+    rows = points(record, group=NO_GROUPS).merge(
+        points(record)[[*PLACE, "time_us"]], on=PLACE, suffixes=("", "_in_groups")
+    )
+    if rows.empty:
+        return MISSING
+    lines = []
+    for M in ALL_TOKENS:
+        part = at(rows, M)
+        gain, beside = part.time_us_in_groups / part.time_us, over(part, "humming_w4a8_chn")
+        line = {"M": M, "of the floor": fraction(part), f"over groups of {GROUP}": mean(gain)}
+        lines.append(line | {"over humming per channel": mean(beside), "at least": beside.min()})
+    table = pd.DataFrame(lines)
+    return markdown(table, {"of the floor": "{:.2f}", **dict.fromkeys(table.columns[2:], "{:.2f}x")}, left=0)
 
 
 def orders_table(record: Record | None) -> str:

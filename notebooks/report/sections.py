@@ -229,6 +229,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "attention": attention_table,
     "kv4": kv4_section,
     "gemm_means": gemm_means_section,
+    "per_channel": lambda: gemm.per_channel_table(ladder.recorded()),
     "attention_means": attention_means_section,
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,

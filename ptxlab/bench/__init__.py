@@ -63,8 +63,10 @@ def run_suite(
         raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
     if matrices is not None and family != "gemm":
         raise ArgumentError("matrices", f"must be None for the suite {family}", matrices)
-    info = gpu.device_info()
     names = [name for name, spec in kernels.specs().items() if suite in (name, _suite_of(spec.family))]
+    if not names:
+        raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
+    info = gpu.device_info()
     progress("ceilings")
     ceilings = measure_ceilings()
     only = {} if matrices is None else {"matrices": matrices}
@@ -163,8 +165,10 @@ def _table(key: tuple[str, ...], rows: Sequence[Row]) -> tuple[str, list[str], l
 
 
 def _label(row: Row) -> str:
-    """The kernel, where a Python call chose it without the call's name: `small_sm90` of `gemm_w4a8`."""
-    return row.kernel.removeprefix(f"{row.face}_") if row.face else f"{row.kernel}.{row.source}"
+    """The kernels, where a Python call chose them without the call's name: `small_sm90, sm90` of `gemm_w4a8`."""
+    if not row.face:
+        return f"{row.kernel}.{row.source}"
+    return ", ".join(kernel.removeprefix(f"{row.face}_") for kernel in row.kernel.split(", "))
 
 
 def _assigned(values: Mapping[str, object]) -> str:

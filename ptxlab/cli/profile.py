@@ -41,7 +41,7 @@ _WIDEST = 90  # characters of a source line
 
 
 def profile(
-    target: Annotated[str | None, typer.Argument(help="NAME, NAME.cu, or FILE[:entry].")] = None,
+    target: Annotated[str | None, typer.Argument(help="NAME, NAME.cu, NAME:FORM, or FILE[:entry].")] = None,
     shape: Shape = None,
     compare: Annotated[str | None, typer.Option(help="Compare with NAME, FILE or a saved .ncu-rep or .json.")] = None,
     saved: Annotated[

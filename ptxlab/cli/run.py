@@ -52,7 +52,7 @@ def list_kernels(
     chosen = [spec for name in names or kernels.specs() for spec, *_ in kernels.resolve_all(name) if spec is not None]
     rows: list[dict[str, Any]] = [
         {
-            "name": spec.name,
+            "name": spec.label,
             "family": spec.family,
             "sources": [s.language for s in kernels.find(spec.name)[1]],
             "arch": spec.arch if spec.exact_arch else f"{spec.arch}+",
@@ -114,11 +114,11 @@ def _as_json(spec: KernelSpec | None, sources: Iterable[Source]) -> dict[str, An
         return texts
     args = [{"name": a.name, "dtype": str(a.dtype), "shape": list(a.shape), "role": a.role} for a in spec.args]
     rules = [*spec.rules, *spec.value_rules]
-    return {"name": spec.name, "summary": spec.summary, "args": args, "rules": rules, **texts}
+    return {"name": spec.label, "summary": spec.summary, "args": args, "rules": rules, **texts}
 
 
 def _show_contract(spec: KernelSpec) -> None:
-    console.print(f"[bold]{spec.name}[/]  {escape(spec.summary)}")
+    console.print(f"[bold]{spec.label}[/]  {escape(spec.summary)}")
     cells = [(a.name, str(a.dtype), _shape(a), a.role) for a in spec.args]
     console.print(table("Arguments, in launch order", ("name", "dtype", "shape", "role"), cells))
     for rule in (*spec.rules, *spec.value_rules):
@@ -142,7 +142,7 @@ def _shape(arg: Arg) -> str:
 
 
 def run(
-    target: Annotated[str, typer.Argument(help="NAME, NAME.cu, or FILE[:entry].")],
+    target: Annotated[str, typer.Argument(help="NAME, NAME.cu, NAME:FORM, or FILE[:entry].")],
     inputs: Annotated[
         Path, typer.Option("--in", help=".npz with the kernel's arguments by name; scalars are 0-d arrays.")
     ],
@@ -237,7 +237,8 @@ def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
 
 def verify(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Kernels or families; NAME.ptx or NAME.cu selects one source.")
+        list[str] | None,
+        typer.Argument(help="Kernels or families; NAME.ptx, NAME.cu selects a source, NAME:FORM a form."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
     backend: Annotated[str | None, typer.Option(help="gpu or emulator. Default: each that is available.")] = None,
@@ -279,7 +280,7 @@ def _jobs_at(sizes: dict[str, int], jobs: list[Job]) -> list[Job]:
     if unknown := set(sizes) - {symbol for job in jobs for symbol in job.spec.example_sizes[0]}:
         raise expects("--shape", "sizes that one of the kernels has", min(unknown))
     added = []
-    for job in {(job.source.label, job.backend): job for job in jobs}.values():
+    for job in {(job.label, job.backend): job for job in jobs}.values():
         usual = job.spec.example_sizes[0]
         own = {symbol: size for symbol, size in usual.items() if isinstance(size, float)}
         given = {symbol: size for symbol, size in sizes.items() if symbol in usual}

@@ -24,7 +24,7 @@ def sanitize(
     if unknown := [one for one in tools if one not in sanitizer.TOOLS]:
         raise expects("--tool", f"some of {', '.join(sanitizer.TOOLS)}, or all", unknown[0])
     found = [spec for name in names for spec, *_ in kernels.resolve_all(name)]
-    chosen = [spec.name for spec in found if spec is not None]
+    chosen = [spec.label for spec in found if spec is not None]
     if len(chosen) < len(found):
         raise expects("sanitize", "kernels or families", ", ".join(names))
     results = list[sanitizer.SanitizerResult]()

@@ -28,6 +28,7 @@ from ptxlab.runtime.arguments import parse_integers
 from ptxlab.sass import Report, SassInstruction
 from ptxlab.sass.wgmma import overwriting
 from ptxlab.sources import Source, names_same_file
+from ptxlab.spec import KernelSpec
 
 _SIDE_BY_SIDE = 2  # so many are compared by opcode; of more there is a row each
 
@@ -35,7 +36,7 @@ _SIDE_BY_SIDE = 2  # so many are compared by opcode; of more there is a row each
 def sass(
     targets: Annotated[
         list[str] | None,
-        typer.Argument(help="NAME, NAME.cu, FILE[:entry] or a family; two are compared side by side."),
+        typer.Argument(help="NAME, NAME.cu, NAME:FORM, FILE[:entry] or a family; two are compared side by side."),
     ] = None,
     arch: Arch = "sm_90a",
     define: Define = None,
@@ -52,22 +53,31 @@ def sass(
         return print_json(str(path)) if as_json else written(path)
     if not targets:
         raise CommandLineError("sass expects kernels, families or files")
-    defines = parse_integers("-D", define or [])
-    named = [(sources[0], entry) for target in targets for _, sources, entry in kernels.resolve_all(target)]
+    given = parse_integers("-D", define or [])
+    named = [
+        (sources[0].label + (spec.suffix if spec else ""), sources[0], entry, given or _variant(spec))
+        for target in targets
+        for spec, sources, entry in kernels.resolve_all(target)
+    ]
     if listing:
-        texts = {source.label: list(interleaved(source, arch, entry, defines)) for source, entry in named}
+        texts = {label: list(interleaved(source, arch, entry, defines)) for label, source, entry, defines in named}
         return print_json(texts) if as_json else print("\n\n".join("\n".join(lines) for lines in texts.values()))
     found = []
     with progress_bar("sass", len(named), quiet=as_json) as advance:
-        for source, entry in named:
+        for label, source, entry, defines in named:
             one = machine_code.report(source, arch, entry=entry, defines=defines)
             code = machine_code.instructions(source, arch, entry=entry, defines=defines)
-            found.append(replace(one, warnings=(*one.warnings, *overwriting(code))))
-            advance(source.label)
+            found.append(replace(one, name=label, warnings=(*one.warnings, *overwriting(code))))
+            advance(label)
     if as_json:
         return print_json([r.to_json() for r in found] if len(found) > 1 else found[0].to_json())
     title = f"{arch}, {', '.join(dict.fromkeys(tool for one in found for tool in one.tools))}"
     (_compare if len(found) <= _SIDE_BY_SIDE else _summarise)(title, found)
+
+
+def _variant(spec: KernelSpec | None) -> dict[str, int]:
+    """The constants of a form at its last example; none of all else, whose sources have their own."""
+    return spec.config_for(spec.example_sizes[-1]) if spec and spec.form else {}
 
 
 def _summarise(title: str, found: Sequence[Report]) -> None:

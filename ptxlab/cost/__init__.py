@@ -46,7 +46,7 @@ class Scheme:
 
     Attributes:
         name: as papers call it; `u8`: the MMA gets weight + 128, which saves an XOR.
-        bits: of a stored weight, the constants of its group included (two bytes per 128).
+        bits: of a stored weight, the constants of its group included (two bytes per 128; none per channel).
         operands: what the tensor cores are given, a key of `Device.tops`.
         dequantiser: the kernel of the family `dequant` whose instructions per weight are its α; empty: 0.
     """
@@ -68,6 +68,7 @@ SCHEMES = {
         Scheme("W4A8 QoQ", _FOUR, "int8", "dequant_qoq_vadd4"),
         Scheme("W4A8 LQQ", _FOUR, "int8", "dequant_lqq"),
         Scheme("W4A8 LQQ u8", _FOUR, "int8", "dequant_lqq_unsigned"),
+        Scheme("W4A8 channel", 4, "int8", "dequant_qoq_channel"),
         Scheme("W4A4", _FOUR, "int4"),
     )
 }

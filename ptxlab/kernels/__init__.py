@@ -27,14 +27,15 @@ def specs() -> dict[str, KernelSpec]:
 
 
 def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
-    """The spec of a kernel and its sources, the `.ptx` first; `dequant_lqq.cu` selects one source.
+    """The spec of a kernel and its sources, the `.ptx` first; `dequant_lqq.cu` selects one source, `NAME:FORM` a form.
 
     Raises:
-        ArgumentError: unknown name (the nearest ones are shown), or a source that the kernel does not have.
+        ArgumentError: unknown name (the nearest ones are shown), or a source or form that the kernel does not have.
     """
     if not isinstance(name, str):
         raise ArgumentError("kernel", "a kernel's name; `ptxlab list` shows them", repr(name))
-    stem, _, language = name.partition(".")
+    named, _, form = name.partition(":")
+    stem, _, language = named.partition(".")
     if stem not in specs():
         if written := sources.of_kernel(stem):
             family = sources.family_of(written[0])
@@ -46,11 +47,15 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
     chosen = tuple(s for s in found if language in ("", s.language))
     if not chosen:
         raise ArgumentError("kernel", f"{stem} comes as {', '.join(s.label for s in found)}", name)
-    return specs()[stem], chosen
+    forms = {spec.form: spec for spec in (specs()[stem], *gemm.FORMS) if spec.name == stem}
+    if form not in forms:
+        raise ArgumentError("kernel", f"one of {', '.join(spec.label for spec in forms.values())}", name)
+    return forms[form], chosen
 
 
 def resolve_all(target: str) -> list[tuple[KernelSpec | None, tuple[Source, ...], str | None]]:
-    """What a command line names: a kernel (`NAME`), one source of it (`NAME.cu`), a family (`gemm`), `FILE[:entry]`.
+    """What a command line names: a kernel (`NAME`), a form of it (`NAME:FORM`), one source (`NAME.cu`, `NAME.cu:FORM`),
+    a family (`gemm`), `FILE[:entry]`.
 
     Returns:
         For each kernel: the spec (None for a file), the sources, the entry symbol (None: the only one of the file).
@@ -87,7 +92,7 @@ def run(
     """Run one of the project's kernels on arrays given by argument name.
 
     Args:
-        kernel: its name, or `name.ptx` / `name.cu` to select a source.
+        kernel: its name, or `name.ptx` / `name.cu` to select a source, `name:form` a form.
         backend: `"gpu"`, `"emulator"`, or None: the GPU if there is one, else the emulator if that is quick enough.
         checks: what the emulator looks for: `lanes`, `race`, `init`, `async`, `divergence`, or `"all"`.
         unchecked: admit values that break the value rules (to look at overflow).

@@ -48,7 +48,7 @@ class LaunchTarget:
     """One launch to be profiled, as a command line names it.
 
     Attributes:
-        target: `NAME`, `NAME.cu` or `FILE[:entry]`.
+        target: `NAME[:FORM]`, `NAME.cu[:FORM]` or `FILE[:entry]`.
         sizes: of a kernel with a spec; what is left out is as in `usual_sizes`.
         inputs: of a file: the `.npz` with its arguments.
         grid, block: of a file.

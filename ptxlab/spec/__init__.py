@@ -127,6 +127,7 @@ class KernelSpec:
         agree: (the kernel's name, input arrays) -> raises `ArgumentError` where one of them belies another.
         after_wait: inputs that the kernel before may still be writing: this one waits for it (griddepcontrol.wait)
             before it reads them or writes anything. Empty: it does not wait.
+        form: of a kernel with several contracts which one it is; empty: the one that a bare name means.
     """
 
     name: str
@@ -150,6 +151,17 @@ class KernelSpec:
     example_sizes: tuple[Mapping[str, int], ...] = field(default=())
     agree: Callable[[str, Arrays], None] | None = None
     after_wait: tuple[str, ...] = ()
+    form: str = ""
+
+    @property
+    def label(self) -> str:
+        """What selects it: `NAME`, or `NAME:FORM`."""
+        return self.name + self.suffix
+
+    @property
+    def suffix(self) -> str:
+        """`:FORM` behind the name of the kernel or of a source."""
+        return f":{self.form}" if self.form else ""
 
     def config_for(self, sizes: Sizes) -> dict[str, int]:
         """The `-D` constants of the variant that runs at these sizes."""

@@ -119,13 +119,14 @@ def test_every_size_that_is_launched_obeys_the_rules(emulated_gpu: pytest.Monkey
     assert len(found) == headlines + len(UNTUNED) * len(UNTUNED_TOKENS) + 2 * 159
 
 
-def test_a_chain(emulated_gpu: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("group", "sizes", "bits"), [(GROUP, {"g": 128}, 4.125), (PER_CHANNEL, {}, 4)])
+def test_a_chain(emulated_gpu: pytest.MonkeyPatch, group: int, sizes: dict[str, int], bits: float) -> None:
     layers = [SMALL, NEXT]
-    logical = [{**headline.weight_of(layer), **problem.tokens(layer, 5)} for layer in layers]
-    row = chain.chain(layers, 5, logical, stream_us, {"cublas_fp8": 30.0})
-    assert (row.measure, row.sizes, row.face) == ("chain", {"hidden": 256, "M": 5, "g": 128}, "gemm_w4a8")
+    logical = [{**headline.weight_of(layer, group), **problem.tokens(layer, 5)} for layer in layers]
+    row = chain.chain(layers, 5, logical, stream_us, {"cublas_fp8": 30.0}, group=group)
+    assert (row.measure, row.sizes, row.face) == ("chain", {"hidden": 256, "M": 5, **sizes}, "gemm_w4a8")
     assert row.operations == 2 * 5 * (128 * 256 + 64 * 128)
-    assert row.more["packed_bytes"] == sum(layer.N * layer.K * 33 // 64 for layer in layers)
+    assert row.more["packed_bytes"] == sum(layer.N * layer.K * bits / 8 for layer in layers)
     assert row.peers == {"cublas_fp8": 30.0} and row.more["plain_us"] == 10.0
     assert row.checked.count("bit for bit") == 2
 
@@ -270,7 +271,7 @@ def test_the_whole_suite_on_small_matrices(emulated_gpu: pytest.MonkeyPatch, tmp
     found = Counter(row.measure for row in rows)
     launched = 2 * (4 + 1 + 1)  # numbers of tokens; three orders and none of sums; the other group, and none, in one
     experts = {"experts": 2, "grouped": 2}
-    assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 1, "untuned": 1} | experts
+    assert found == {"gemm": 6, "headline": launched, "quantise": 6, "chain": 2, "untuned": 1} | experts
     assert all(("humming_w4a8_g128" in row.peers) == (row.measure == "headline") for row in rows)
     record = Record("gemm", {"slug": "h200"}, {}, {}, tuple(rows))
     assert bench.load(bench.save(record, tmp_path / "r.json")) == record

@@ -153,6 +153,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "gpu"), "dequant_lqq: no GPU backend here: "),
         (("verify", "dequant_lqq", "--backend", "gpu"), "dequant_lqq: no GPU backend here: "),
         (("bench", "dequant"), "no GPU backend here: "),
+        (("bench", "gemm_w4a8_sm90:channel"), "suite: a suite or a kernel by its bare name, "),
         (("run", "missing.ptx", "--in", "{lqq}"), "missing.ptx: cannot be read: No such file"),
         (("run", "dequant_lqq", "--in", "{lqq}", "--grid", "3"), "--grid is for files only: dequant_lqq has a spec"),
         (("run", "dequant_lqq", "--in", "{lqq}", "--arch", "sm_90a"), "--arch is for files only: dequant_lqq"),

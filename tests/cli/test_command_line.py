@@ -14,8 +14,10 @@ import pytest
 
 from ptxlab import emulator, gpu, kernels, nsight, sass
 from ptxlab.cli import PANELS, common, profile
+from ptxlab.cli import run as run_commands
 from ptxlab.cli import sass as sass_command
 from ptxlab.cli.common import WIDTH
+from ptxlab.verify import Verdict
 from tests.support.add4 import PTX_ADD4
 from tests.support.reports import FILE, GEMM, SIZES
 
@@ -100,9 +102,26 @@ def test_a_family_stands_for_its_kernels(cli: Any) -> None:
 def test_sanitize_takes_families(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(nsight.sanitizer, "sanitize", lambda *given: asked.append(given) or [])
-    code, _, _ = cli("sanitize", "sum", "dequant_lqq", "--tool", "memcheck,racecheck", "--shape", "R=2")
+    form = "gemm_w4a8_sm90:channel"
+    code, _, _ = cli("sanitize", "sum", "dequant_lqq", form, "--tool", "memcheck,racecheck", "--shape", "R=2")
     (summing,) = (name for name, spec in kernels.specs().items() if spec.family == "sum")
-    assert code == 0 and asked == [(tool, [summing, "dequant_lqq"], "R=2") for tool in ("memcheck", "racecheck")]
+    assert code == 0 and asked == [(tool, [summing, "dequant_lqq", form], "R=2") for tool in ("memcheck", "racecheck")]
+
+
+def test_a_form_of_a_kernel_is_named_like_a_kernel(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = "gemm_w4a8_small_sm90", "gemm_w4a8_small_sm90:channel"
+    sources = ["gemm_w4a8_small_sm90.cu", "gemm_w4a8_small_sm90.cu:channel"]
+    monkeypatch.setattr(
+        run_commands, "verify_job", lambda job, seed: Verdict(job.label, job.backend, dict(job.sizes), True, "", 0.0)
+    )
+    code, out, _ = cli("verify", *both, "--shape", "M=2,N=16,K=128,g=128", "--backend", "emulator", "--json")
+    sizes = {"M": 2, "N": 16, "K": 128}
+    found = [(one["kernel"], one["sizes"]) for one in json.loads(out)[-2:]]
+    assert code == 0 and found == [(sources[0], {**sizes, "g": 128}), (sources[1], sizes)]
+    (listed,) = json.loads(cli("list", both[1], "--json")[1])
+    assert listed["name"] == json.loads(cli("show", both[1], "--json")[1])["name"] == both[1]
+    counted = json.loads(cli("sass", *both, "--json")[1])
+    assert [one["name"] for one in counted] == sources and counted[0]["opcodes"] != counted[1]["opcodes"]
 
 
 # Texts

@@ -147,6 +147,19 @@ def test_unknown_kernels_suggest_the_nearest() -> None:
         kernels.find("dequant_comet.cu")
 
 
+def test_a_form_of_a_kernel_is_found_by_its_label() -> None:
+    for spec in kernels.gemm.FORMS:
+        source = kernels.find(spec.name)[1][0]
+        assert "g" not in spec.symbols and "g" in kernels.specs()[spec.name].symbols
+        assert spec.label == f"{spec.name}:channel"
+        assert kernels.find(spec.label) == (spec, (source,)) and kernels.find(f"{source.label}:channel")[0] is spec
+        assert kernels.resolve_all(f"{source.label}:channel") == [(spec, (source,), spec.name)]
+    with pytest.raises(ArgumentError, match=r"one of gemm_w4a8_sm90, gemm_w4a8_sm90:channel \(got .*:rows\)"):
+        kernels.find("gemm_w4a8_sm90:rows")
+    with pytest.raises(ArgumentError, match=r"kernel: one of dequant_lqq \(got dequant_lqq:channel\)"):
+        kernels.find("dequant_lqq:channel")
+
+
 def test_shape_of_an_argument_in_numbers() -> None:
     assert Arg("scale", "uint8", ("R", "K/g")).resolve({"R": 2, "K": 256, "g": 64}) == (2, 4)
 

@@ -53,7 +53,8 @@ def rows(with_grouped: bool = True) -> Iterator[Row]:
             weights = sum(layer.N * layer.K for layer in layers)
             sizes = {"hidden": layers[0].K, "M": M, "g": 128}
             link = row("chain", sizes, weights * 33 // 64, 2 * M * weights, 1.05, face="gemm_w4a8")
-            yield replace(link, more={**link.more, "plain_us": 1.1 * link.time_us})
+            link = replace(link, more={**link.more, "plain_us": 1.1 * link.time_us})
+            yield from (link, replace(link, sizes={"hidden": layers[0].K, "M": M}))  # in groups and per channel
     for layer in MIXTRAL:
         for tokens in ROUTED_TOKENS:
             yield from routed(layer, tokens, with_grouped)

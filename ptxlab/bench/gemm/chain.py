@@ -11,27 +11,35 @@ from ptxlab.bench.gemm import headline
 from ptxlab.bench.gemm.points import StreamTime, in_turn_on, in_turn_row
 from ptxlab.bench.gemm.problem import expected, first_tokens, tokens
 from ptxlab.bench.record import Row
-from ptxlab.bench.shapes import CHAINS, FEW_TOKENS, GROUP, Layer
+from ptxlab.bench.shapes import CHAINS, FEW_TOKENS, GROUP, PER_CHANNEL, Layer
 from ptxlab.spec import Arrays
 
 MEASURE = "chain"
 
 
 def rows(stream_us: StreamTime, progress: Callable[[str], None]) -> Iterator[Row]:
-    """Every model at every number of tokens of a step of decoding."""
+    """Every model at every number of tokens of a step of decoding, in groups and per channel."""
     for layers in CHAINS:
         progress(f"{layers[0].model}: chain")
         beside = peers.cublas_chain([(layer.N, layer.K) for layer in layers], FEW_TOKENS)
-        logical = [{**headline.weight_of(layer), **tokens(layer, max(FEW_TOKENS))} for layer in layers]
-        for M in FEW_TOKENS:
-            yield chain(layers, M, [first_tokens(inputs, M) for inputs in logical], stream_us, beside[M])
+        for group in (GROUP, PER_CHANNEL):
+            logical = [{**headline.weight_of(layer, group), **tokens(layer, max(FEW_TOKENS))} for layer in layers]
+            for M in FEW_TOKENS:
+                inputs = [first_tokens(of_layer, M) for of_layer in logical]
+                yield chain(layers, M, inputs, stream_us, beside[M], group=group)
 
 
 def chain(
-    layers: Sequence[Layer], M: int, logical: Sequence[Arrays], stream_us: StreamTime, beside: dict[str, float]
+    layers: Sequence[Layer],
+    M: int,
+    logical: Sequence[Arrays],
+    stream_us: StreamTime,
+    beside: dict[str, float],
+    *,
+    group: int = GROUP,
 ) -> Row:
     """Time the GEMMs of `layers` in this order, and check what every one of them wrote."""
-    links = [headline.at(layer, M) for layer in layers]
+    links = [headline.at(layer, M, group) for layer in layers]
     plain, _ = in_turn_on(links, logical)
     measured, ready = in_turn_on(links, logical, programmatic=True)
     checked = [link.check(expected(link.spec, inputs)) for link, inputs in zip(ready, logical, strict=True)]
@@ -40,7 +48,7 @@ def chain(
         measured,
         stream_us,
         measure=MEASURE,
-        sizes={"hidden": layers[0].K, "M": M, "g": GROUP},
+        sizes={"hidden": layers[0].K, "M": M, **({} if group == PER_CHANNEL else {"g": group})},
         checked="; ".join(checked),
         peers=beside,
         activations=headline.ORDER,

@@ -16,14 +16,13 @@ from ptxlab.bench.gemm.problem import expected, launches, tokens
 from ptxlab.bench.record import Row, row_of
 from ptxlab.bench.shapes import CHOSEN_EXPERTS, EXPERTS, GROUP, MIXTRAL, ROUTED_TOKENS, Layer
 from ptxlab.bench.timing import GEMM_REPLAYS, copies_beyond_l2, measure
-from ptxlab.kernels.gemm.common import GemmStep
-from ptxlab.kernels.gemm.grouped import GROUPED, LAYOUT
+from ptxlab.kernels.gemm.grouped import GROUPED, STEPS
 from ptxlab.kernels.gemm.ladder import why_not
 from ptxlab.reference.packed import S32
 from ptxlab.spec import Arrays, evaluate
 
 LOOP, MEASURE = "experts", "grouped"  # what rows of the loop are called, and those of a grouped kernel
-STEP = GemmStep(GROUPED, headline.SCHEME, LAYOUT)
+STEP = STEPS[headline.SCHEME]
 FACE = "gemm_w4a8_grouped"
 _PLACES = 3  # in memory: where the weights of a few experts lie can move the time by a tenth
 

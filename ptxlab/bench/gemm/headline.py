@@ -92,16 +92,19 @@ def layer_rows(
     stream_us: StreamTime,
     progress: Callable[[str], None],
 ) -> Iterator[Row]:
-    """One matrix, at every number of tokens, with every group, in every order."""
+    """One matrix, at every number of tokens, with every group, in every order.
+
+    By tokens first: after thousands of them the clock is low for a while, whose turn it is next.
+    """
     if not any(step.spec.name in names for step in steps()):
         return
+    progress(f"{layer}: {FACE}")
     activations = tokens(layer, max(ALL_TOKENS))
-    for group in (*GROUPS, PER_CHANNEL):
-        progress(f"{layer}: {FACE}, " + (f"groups of {group}" if group else "per channel"))
-        logical = {**weight_of(layer, group), **activations}
-        for M in ALL_TOKENS:
-            beside = {"stream_us": stream_us, "peers": others[M]}
-            yield from _rows_at(layer, M, group, first_tokens(logical, M), names, **beside)
+    weights_of = {group: weight_of(layer, group) for group in (*GROUPS, PER_CHANNEL)}
+    for M in ALL_TOKENS:
+        beside = {"stream_us": stream_us, "peers": others[M]}
+        for group, weight in weights_of.items():
+            yield from _rows_at(layer, M, group, first_tokens({**weight, **activations}, M), names, **beside)
 
 
 def untuned_rows(

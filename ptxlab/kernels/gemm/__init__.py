@@ -7,6 +7,9 @@ from ptxlab.kernels.gemm.ladder import LADDER
 
 SPECS = (*tile.SPECS, *sm80.SPECS, *sm90.SPECS, *strips.SPECS, *w8a8.SPECS, *grouped.SPECS)
 
+# Of kernels in SPECS the form for weights per channel: `NAME:channel`.
+FORMS = (strips.SMALL_CHANNEL, strips.LARGE_CHANNEL, grouped.GROUPED_CHANNEL)
+
 # The ladder, one spec per kernel; weights in strips have kernels beyond it.
 STEPS = tuple(step.spec for step in LADDER if step.order == "row_major" and step.packing != "strips")
 

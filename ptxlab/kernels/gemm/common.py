@@ -49,7 +49,7 @@ class GemmStep:
     """A kernel of the ladder and what it is fed: all that `gemm_w4a8` chooses, dispatches and complains by.
 
     Attributes:
-        spec: the kernel. Its inputs but `x`, `x_scale`, `x_sum` and `bias` are buffers of the packed weight.
+        spec: the kernel. Its inputs but `bias` and those of the tokens are buffers of the packed weight.
         scheme: of the weight it multiplies: `qoq`, `qoq_channel` or `lqq`.
         packing: the layout of that weight.
         order: of the activations: `row_major`, `fragment` or `tiles`.
@@ -66,7 +66,7 @@ class GemmStep:
     def buffers(self) -> tuple[tuple[str, str], ...]:
         """Arguments that are buffers of the packed weight, with the buffers' names."""
         given = (arg.name for arg in self.spec.inputs if not arg.optional)
-        names = (name for name in given if name not in ("x", "x_scale", "x_sum"))
+        names = (name for name in given if name not in ("x", "x_scale", "x_sum", "offsets"))
         return tuple((name, {"w_scale": "channel_scale", "w_zero": "channel_zero"}.get(name, name)) for name in names)
 
     @cached_property
@@ -84,10 +84,10 @@ class GemmStep:
         config = {**self.spec.config_for(sizes), "OUT": OUT}
         return {**config, "SIGNED": int(not sums and not self.needs_sum)} if "SIGNED" in config else config
 
-    def sizes(self, M: int, N: int, K: int, group: int, rows: int) -> dict[str, int]:
-        """The sizes that the kernel knows of; `rows` are the tokens of a tile of activations."""
-        known = {"M": M, "N": N, "K": K, "g": group, "rows": rows}
-        return {name: known[name] for name in sorted(self.spec.symbols)}
+    def sizes(self, M: int, N: int, K: int, group: int, rows: int = 1, E: int = 1) -> dict[str, int]:
+        """The sizes that the kernel knows of; `rows` are the tokens of a tile of activations, E the experts."""
+        known = {"M": M, "N": N, "K": K, "E": E, "g": group, "rows": rows}
+        return {name: size for name, size in known.items() if name in self.spec.symbols}
 
 
 def per_channel(spec: KernelSpec, *args: Arg, **fields: Any) -> KernelSpec:
@@ -102,6 +102,8 @@ def per_channel(spec: KernelSpec, *args: Arg, **fields: Any) -> KernelSpec:
         rules=("K % 32 == 0", *(rule for rule in spec.rules if "g" not in names_in(rule))),
         value_rules=(*spec.value_rules, "w_zero <= 15"),
         example_sizes=tuple({n: size for n, size in sizes.items() if n != "g"} for sizes in spec.example_sizes),
+        form="channel",
+        summary=f"{spec.name} for QoQ weights per channel: zero points leave with the token sums (QServe §5.2.2)",
         **fields,
     )
 

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -11,6 +10,7 @@ from ptxlab.kernels.gemm.common import (
     EPILOGUE,
     GROUPS,
     INT32,
+    GemmStep,
     activations,
     examples,
     gemm,
@@ -18,6 +18,7 @@ from ptxlab.kernels.gemm.common import (
     per_channel,
     sums_agree,
 )
+from ptxlab.kernels.gemm.strips import LAYOUT, SCHEMES, of_weight
 from ptxlab.kernels.gemm.strips_tiles import (
     BMS,
     COSTS,
@@ -36,20 +37,13 @@ from ptxlab.quant import QoQChannelWeight, TwoLevelWeight
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
 _MOST_EXPERTS = 65536
-LAYOUT = "strips"  # of the weights
 
 
 def constants(tile: StripTile, strips: int, group: int) -> dict[str, int]:
     """Of the variant with this tile, up to so many strips, and as many stages as fit."""
     ring = [shared_bytes(tile, strips, stages, 1, group) for stages in range(1, MOST_STAGES + 1)]
     shape = {"BM": tile.BM, "WN": tile.WN, "MN": tile.MN, "STRIPS": strips, "BK": tile.BK}
-    return {
-        **shape,
-        "STAGES": sum(nbytes <= ROOM for nbytes in ring),
-        "GROUP": group,
-        "OUT": INT32,
-        "SIGNED": int(group > 0),
-    }
+    return {**shape, "STAGES": sum(nbytes <= ROOM for nbytes in ring), **of_weight(group)}
 
 
 def likely_token_tiles(s: Sizes, BM: int) -> int:
@@ -89,7 +83,7 @@ def _microseconds(s: Sizes) -> tuple[float, float, float]:
     stages, height = -(-s["K"] // s["BK"]), s["N"] / 16 / row_tiles
     cost, active, likely = COSTS[kind(tile)], likely_token_tiles(s, max(1, s["M"])), likely_token_tiles(s, s["BM"])
     us, unluckily = (
-        -(-token_tiles * row_tiles // SMS) * of_a_tile(tile, stages, height) + cost.launch
+        -(-token_tiles * row_tiles // SMS) * of_a_tile(tile, stages, height, group_of(s)) + cost.launch
         for token_tiles in (likely, likely + (active < s["E"]))
     )
     return max(us, stream({**s, "N": active * s["N"]}) + cost.drain), us, unluckily
@@ -151,9 +145,11 @@ def _reference(
         rows = slice(int(offsets[expert]), int(offsets[expert + 1]))
         if rows.start == rows.stop:
             continue
-        scale, beside = None if x_scale is None else x_scale[rows], None if bias is None else bias[expert]
-        product: Any = gemm if isinstance(weight, TwoLevelWeight) else gemm_channel
-        ys.append(product(weight, x[rows], scale, beside, OUT=OUT))
+        inputs = x[rows], None if x_scale is None else x_scale[rows], None if bias is None else bias[expert]
+        if isinstance(weight, TwoLevelWeight):
+            ys.append(gemm(weight, *inputs, OUT=OUT))
+        else:
+            ys.append(gemm_channel(weight, *inputs, OUT=OUT))
     return np.concatenate(ys)
 
 
@@ -207,4 +203,7 @@ GROUPED_CHANNEL = per_channel(
     Arg("w_zero", "uint8", ("E", "N")),
 )
 
+STEPS = {
+    scheme: GemmStep(GROUPED_CHANNEL if scheme == "qoq_channel" else GROUPED, scheme, LAYOUT) for scheme in SCHEMES
+}
 SPECS = (GROUPED,)

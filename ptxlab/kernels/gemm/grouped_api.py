@@ -9,9 +9,9 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.gemm.api import opened, output_dtype
-from ptxlab.kernels.gemm.common import DTYPES, sums_agree
-from ptxlab.kernels.gemm.grouped import GROUPED, GROUPED_CHANNEL, LAYOUT
-from ptxlab.kernels.gemm.strips import SCHEMES
+from ptxlab.kernels.gemm.common import DTYPES, GemmStep, sums_agree
+from ptxlab.kernels.gemm.grouped import STEPS
+from ptxlab.kernels.gemm.strips import LAYOUT
 from ptxlab.kernels.operation import CallArray, Operation, Prepared, Results, check_how
 from ptxlab.layout import ExpertWeights
 from ptxlab.quant import PROTECTIVE_RANGE
@@ -19,11 +19,9 @@ from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
-from ptxlab.spec import KernelSpec
 from ptxlab.validate import shape_of
 
 NAME = "gemm_w4a8_grouped"
-_BUFFERS = {"strips": "strips", "w_scale": "channel_scale", "w_zero": "channel_zero"}  # of the weights, by argument
 
 
 def gemm_w4a8_grouped(
@@ -108,24 +106,18 @@ class _GroupedCall:
     check = False
 
     @property
-    def spec(self) -> KernelSpec:
-        return GROUPED_CHANNEL if self.weights.scheme == "qoq_channel" else GROUPED
-
-    @property
-    def buffers(self) -> dict[str, str]:
-        """Those of the weights, by argument."""
-        return {name: buffer for name, buffer in _BUFFERS.items() if buffer in self.weights.buffers}
+    def step(self) -> GemmStep:
+        """The kernel in the form that these weights take."""
+        return STEPS[self.weights.scheme]
 
     @property
     def sizes(self) -> dict[str, int]:
         weights = self.weights
-        sizes = {"M": self.M, "N": weights.N, "K": weights.K, "E": weights.E, "g": weights.group}
-        return {name: size for name, size in sizes.items() if name in self.spec.symbols}
+        return self.step.sizes(self.M, weights.N, weights.K, weights.group, E=weights.E)
 
     @property
     def config(self) -> dict[str, int]:
-        variant = {"OUT": DTYPES.index(self.dtype), "SIGNED": int(self.given["x_sum"] is None)}
-        return {**self.spec.config_for(self.sizes), **variant}
+        return self.step.config(self.sizes, DTYPES.index(self.dtype), self.given["x_sum"] is not None)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -155,13 +147,13 @@ class _GroupedCall:
     def operands(self) -> Iterator[CallArray]:
         """The same, and the weights, whose dtypes and shapes are their own concern."""
         yield from self.beside_the_weights
-        for buffer in self.buffers.values():
+        for _, buffer in self.step.buffers:
             yield CallArray(buffer, f"{NAME}: weights", self.weights.buffers[buffer])
 
 
 def _check_weights(weights: ExpertWeights) -> None:
-    if weights.layout != LAYOUT or weights.scheme not in SCHEMES:
-        rule = f"must be {' or '.join(SCHEMES)} in {LAYOUT}"
+    if weights.layout != LAYOUT or weights.scheme not in STEPS:
+        rule = f"must be {' or '.join(STEPS)} in {LAYOUT}"
         raise ArgumentError(f"{NAME}: weights", rule, f"{weights.scheme} in {weights.layout}")
     if weights.protective_range > PROTECTIVE_RANGE:
         rule = f"must have a protective_range of at most {PROTECTIVE_RANGE}, beyond which its bytes may overflow"
@@ -169,12 +161,12 @@ def _check_weights(weights: ExpertWeights) -> None:
 
 
 def _prepare(call: _GroupedCall) -> Prepared:
-    spec = call.spec
+    spec, named = call.step.spec, dict(call.step.buffers)
     if reason := gpu.why_not(spec.arch, exact=spec.exact_arch):
         raise UnavailableError(f"{NAME}: {reason}")
 
     def plans() -> tuple[Plan, ...]:
-        return (Plan(spec, call.config, call.sizes, programmatic=call.programmatic, named=call.buffers),)
+        return (Plan(spec, call.config, call.sizes, programmatic=call.programmatic, named=named),)
 
     return Prepared(spec.name, plans)
 
@@ -189,11 +181,12 @@ def _on_host(call: _GroupedCall) -> Results:
     if any(gpu.is_device_array(array) for array in call.weights.buffers.values()):
         raise ArgumentError(f"{NAME}: weights", "must be on the host, as x_q is", "ones on the GPU")
     inputs = {name: call.given[name] for name in arrays if name != "y"}
-    inputs |= {name: call.weights.buffers[buffer] for name, buffer in call.buffers.items()}
+    inputs |= {name: call.weights.buffers[buffer] for name, buffer in call.step.buffers}
     inputs.setdefault("x_scale", np.ones(call.M, np.float32))  # of int32 output, which does not see it
     out = {"y": call.given["y"]} if "y" in arrays else {}
-    source, config = of_kernel(call.spec.name)[0], call.config
-    return run_spec(call.spec, source, inputs, sizes=call.sizes, out=out, backend=call.backend, config=config).outputs
+    spec, config = call.step.spec, call.config
+    source = of_kernel(spec.name)[0]
+    return run_spec(spec, source, inputs, sizes=call.sizes, out=out, backend=call.backend, config=config).outputs
 
 
 _GROUPED = Operation(NAME, _prepare, _on_host)

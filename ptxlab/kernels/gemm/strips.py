@@ -2,8 +2,9 @@
 (LiquidGEMM §4, §5.3; QServe §5.2.2).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,12 +28,12 @@ from ptxlab.kernels.gemm.common import (
 )
 from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes
 
-SCHEMES = ("lqq", "qoq", "qoq_channel")
+SCHEMES, LAYOUT = ("lqq", "qoq", "qoq_channel"), "strips"
 
 
 def _choose(s: Sizes) -> dict[str, int]:
     order = int("rows" in s)
-    return {**strips_tiles.choose(s).constants, **_constants(s), "ORDER": order}
+    return {**strips_tiles.choose(s).constants, **of_weight(strips_tiles.group_of(s)), "ORDER": order}
 
 
 def _launch(s: Sizes) -> Launch:
@@ -46,12 +47,11 @@ def _launch(s: Sizes) -> Launch:
 
 
 def _choose_small(s: Sizes) -> dict[str, int]:
-    return {**small_tiles.choose(s), **_constants(s), "ORDER": 0}
+    return {**small_tiles.choose(s), **of_weight(strips_tiles.group_of(s)), "ORDER": 0}
 
 
-def _constants(s: Sizes) -> dict[str, int]:
-    """Of the weight and the output: without groups the zero points leave with the token sums, else 128 need not."""
-    group = strips_tiles.group_of(s)
+def of_weight(group: int) -> dict[str, int]:
+    """Constants by group: without groups the zero points leave with the token sums, else 128 need not."""
     return {"GROUP": group, "OUT": INT32, "SIGNED": int(group != strips_tiles.NO_GROUPS)}
 
 
@@ -65,7 +65,7 @@ def _launch_small(s: Sizes) -> Launch:
 
 def _pack(logical: Arrays) -> Arrays:
     """The weight in strips, and the token sums for variants that take them."""
-    buffers = layout.pack(logical["weight"], "strips").buffers
+    buffers = layout.pack(logical["weight"], LAYOUT).buffers
     x = logical["x"]
     return {
         "strips": buffers["strips"],
@@ -134,18 +134,18 @@ LARGE = _spec(
 )
 
 
-def _fed(spec: KernelSpec, x: Arg, **fields: Any) -> KernelSpec:
+def _on(spec: KernelSpec, x: Arg, **fields: Any) -> KernelSpec:
     """The same kernel on activations in another order; an example is drawn by the sizes of the spec itself."""
     return replace(spec, args=tuple(x if arg.name == "x" else arg for arg in spec.args), example_sizes=(), **fields)
 
 
-SMALL_FRAGMENTS = _fed(
+SMALL_FRAGMENTS = _on(
     SMALL,
     Arg("x", "int8", ("ceil_div(K, 64)", "ceil_div(M, 8)", "512"), "tma", box=("BM*SLICES", "128")),
     choose=lambda s: {**_choose_small(s), "ORDER": 1},
     pack=_pack_fragments,
 )
-LARGE_TILES = _fed(
+LARGE_TILES = _on(
     LARGE,
     Arg("x", "int8", ("ceil_div(M, rows)", "ceil_div(K, 128)", "128*rows"), "tma", box=("rows", "128")),
     rules=(*_RULES, f"rows in {strips_tiles.BMS}"),
@@ -161,26 +161,39 @@ def _few(s: Sizes) -> bool:
     return small <= strips_tiles.microseconds(strips_tiles.choose(s), s)
 
 
-_WITH_GROUPS = (LARGE, LARGE_TILES, SMALL_FRAGMENTS, SMALL)
-_CHANNEL = tuple(
-    per_channel(
+def _channel(spec: KernelSpec) -> KernelSpec:
+    """The same for weights per channel."""
+    return per_channel(
         spec,
         Arg("strips", "uint8", ("ceil_div(N, 16)", "ceil_div(K, 128)", "1024")),
         Arg("w_zero", "uint8", ("N",)),
         example=example_channel,
         reference=gemm_channel,
     )
-    for spec in _WITH_GROUPS
+
+
+LARGE_CHANNEL, LARGE_CHANNEL_TILES = _channel(LARGE), _channel(LARGE_TILES)
+SMALL_CHANNEL, SMALL_CHANNEL_FRAGMENTS = _channel(SMALL), _channel(SMALL_FRAGMENTS)
+
+
+class _Fed(NamedTuple):
+    """A kernel on activations in one order: its spec for weights with groups and per channel, and where it suits."""
+
+    order: str
+    with_groups: KernelSpec
+    channel: KernelSpec
+    suits: Callable[[Sizes], bool] = anywhere
+
+
+_FED = (
+    _Fed("row_major", LARGE, LARGE_CHANNEL),
+    _Fed("tiles", LARGE_TILES, LARGE_CHANNEL_TILES),
+    _Fed("fragment", SMALL_FRAGMENTS, SMALL_CHANNEL_FRAGMENTS),
+    _Fed("row_major", SMALL, SMALL_CHANNEL, _few),
 )
-LARGE_CHANNEL, LARGE_CHANNEL_TILES, SMALL_CHANNEL_FRAGMENTS, SMALL_CHANNEL = _CHANNEL
 STEPS = tuple(
-    GemmStep(spec, scheme, "strips", order, suits)
+    GemmStep(fed.channel if scheme == "qoq_channel" else fed.with_groups, scheme, LAYOUT, fed.order, fed.suits)
     for scheme in SCHEMES
-    for spec, order, suits in zip(
-        _CHANNEL if scheme == "qoq_channel" else _WITH_GROUPS,
-        ("row_major", "tiles", "fragment", "row_major"),
-        (anywhere, anywhere, anywhere, _few),
-        strict=True,
-    )
+    for fed in _FED
 )
 SPECS = (SMALL, LARGE)

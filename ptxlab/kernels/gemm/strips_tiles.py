@@ -3,7 +3,8 @@
 The costs are fits to a sweep over layers of LLaMA-2-7B, -13B and -70B, LLaMA-3-8B, Mixtral and Yi-34B on an H200,
 groups of 128 (`notebooks/results/h200/sweeps/gemm_strips.csv`). The tiles they choose are 0.8% from the best of each
 point in the mean, and they say what a matrix that no sweep has seen will like. Weights without groups take a twentieth
-less in most tiles, so the same costs choose for them: 1.0% from the best (`gemm_strips_channel.csv`).
+less in most tiles, so the same costs choose for them, but for one (`LESS_WITHOUT_GROUPS`): 0.8% from the best
+(`gemm_strips_channel.csv`).
 """
 
 import math
@@ -81,6 +82,9 @@ COSTS = {
     StripTile(256, 1, 1, 1, 128): StripCost(0.082, 0.210, 0.013, 2.446, 1.104, 1.425, 6.1),
     StripTile(256, 2, 1, 1, 128): StripCost(0.000, 0.600, 0.000, 3.873, 0.415, 2.132, 8.9),
 }
+# Outside a cluster, weights without groups take so much of a stage's time where dequantisation holds up most: 64 x 128
+# a warp group. Larger tiles unpack less often, and three warp groups hide it under each other's wgmma.
+LESS_WITHOUT_GROUPS = {StripTile(128, 2, 1, 1, 256): 0.91}
 _FULL = StripTile(64, 2, 2, 1, 256)  # in a cluster, registers for the constants of groups of 128 alone
 _KINDS = tuple(dict.fromkeys(tile.BM for tile in COSTS))
 BMS = (8, 16, 32, *range(48, 257, 16))  # as wide as wgmma comes, but for 24
@@ -187,14 +191,16 @@ def microseconds(chosen: StripChoice, s: Sizes) -> float:
     tile, cost = chosen.tile, COSTS[kind(chosen.tile)]
     rounds = -(-tiles(s, tile.BM, chosen.strips) // (SMS // chosen.split))
     stages = -(-s["K"] // tile.BK) / chosen.split
-    once = of_a_tile(tile, stages, _strips(s) / -(-_strips(s) // chosen.strips))
+    once = of_a_tile(tile, stages, _strips(s) / -(-_strips(s) // chosen.strips), group_of(s), chosen.split)
     return max(rounds * once + cost.launch + (cost.split if chosen.split > 1 else 0), stream(s) + cost.drain)
 
 
-def of_a_tile(tile: StripTile, stages: float, height: float) -> float:
+def of_a_tile(tile: StripTile, stages: float, height: float, group: int, split: int = 1) -> float:
     """Microseconds of so many stages of so many strips, and of the tile's end."""
     cost = COSTS[kind(tile)]
-    return stages * (cost.stage + cost.wide * tile.BM / kind(tile).BM + cost.strip * height) + cost.tile
+    stage = cost.stage + cost.wide * tile.BM / kind(tile).BM + cost.strip * height
+    less = LESS_WITHOUT_GROUPS.get(kind(tile), 1) if group == NO_GROUPS and split == 1 else 1
+    return stages * stage * less + cost.tile
 
 
 def stream(s: Sizes) -> float:

@@ -143,6 +143,14 @@ def test_accumulators_are_exact_in_the_emulator(
     assert np.array_equal(y, spec.reference(**logical))
 
 
+@on_every_backend
+def test_more_tokens_than_a_band(backend: str) -> None:
+    """Nineteen token tiles: a band of sixteen and a narrower one, each over three row tiles."""
+    logical = LARGE.example(np.random.default_rng(0), M=150, N=96, K=128, g=64)
+    config = {**LARGE_CONFIGS[0], "STRIPS": 2, "SIGNED": 1}
+    assert np.array_equal(output(LARGE, logical, backend, config), LARGE.reference(**logical))
+
+
 @pytest.mark.parametrize("config", SMALL_CONFIGS, ids=ids)
 @given(data=st.data(), signed=signed, order=order, mode=mode, sms=st.sampled_from((1, 3, 132)))
 @settings(max_examples=10)

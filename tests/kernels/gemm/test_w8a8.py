@@ -57,6 +57,13 @@ def test_accumulators_are_exact_in_the_emulator(
         assert np.array_equal(output(logical, "emulator", tile, mode=mode), W8A8.reference(**logical))
 
 
+@on_every_backend
+def test_more_tokens_than_a_band(backend: str) -> None:
+    """Nineteen token tiles: a band of sixteen and a narrower one, each over three row tiles."""
+    logical = W8A8.example(np.random.default_rng(0), M=150, N=272, K=64)
+    assert np.array_equal(output(logical, backend, TILES[0]), W8A8.reference(**logical))
+
+
 @pytest.mark.gpu
 @given(logical=gemm_problems.w8a8(tokens=600, rows=1200, sixteens=120), tile=st.sampled_from(({}, *TILES)))
 def test_accumulators_are_exact_on_the_gpu(logical: dict[str, Any], tile: dict[str, int]) -> None:
