@@ -19,6 +19,7 @@ PACKED = {name: ptxlab.pack(LQQ, name) for name in ("dual_mma", "strips")}
 PER_CHANNEL = ptxlab.pack(CHANNEL, "qserve")
 EXPERTS = ptxlab.stack_experts([PACKED["strips"]] * 2)
 CACHE = ptxlab.KVCache.empty(2, 2, 1, 64, page_size=16)
+HALVES = W[:2].astype(np.float16)
 KEYS = W.reshape(4, 64, 64)[:, :2]
 
 THINGS: tuple[Any, ...] = (
@@ -56,6 +57,10 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "append": (ptxlab.append_kv4, {"k": None, "v": None, "cache": CACHE, "slots": None, "rope": None}),
     "rope append": (ptxlab.rope_append_kv4, {"qkv": None, "cache": CACHE, "slots": None, "rope": None, "out": None,
                                              "check": False, "backend": "emulator"}),
+    "norm": (ptxlab.rmsnorm_quantize, {"x": HALVES, "gamma": HALVES[0], "residual": None, "eps": 1e-5, "normed": None,
+                                       "layout": "row_major", "rows": None, "out": None, "backend": "emulator",
+                                       "programmatic": False}),
+    "gate": (ptxlab.silu_mul_quantize, {"gate_up": HALVES, "activation": "silu", "backend": "emulator"}),
     "run": (ptxlab.run, {"kernel": "dequant_lqq", "qweight": None, "scale": LQQ.group_scale, "g": 64, "checks": (),
                          "backend": "emulator", "unchecked": False, "seed": 0, "out": None, "out_dtype": None}),
 }  # fmt: skip
