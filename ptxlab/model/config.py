@@ -70,6 +70,11 @@ class Config:
         for name in ("rope_base", "eps"):
             _require_positive(name, getattr(self, name))
         _check_scaling(self.rope_scaling)
+        for name in ("tied_head", "qkv_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(name, "must be True or False", repr(getattr(self, name)))
+        if not isinstance(self.name, str):
+            raise ArgumentError("name", "must be text", type(self.name).__name__)
         if self.window is not None:
             _require_count("window", self.window)
         if self.heads % self.kv_heads:
@@ -163,7 +168,9 @@ class Config:
 
     def rope_tables(self, positions: int | npt.NDArray[Any]) -> tuple[F32, F32]:
         """(cos, sin) f32 [.., D/2] of these positions, or of the first so many."""
-        at: npt.NDArray[Any] = np.arange(positions) if is_integer(positions) else np.asarray(positions)
+        at = np.arange(positions) if is_integer(positions) and 0 <= positions < 2**31 else positions
+        if not isinstance(at, np.ndarray) or at.dtype.kind not in "iu":
+            raise ArgumentError("positions", "must be integers [..], or how many", type(positions).__name__)
         return reference.rope_tables(at, self.head_dim, self.rope_base, self.rope_scaling)
 
     @property
@@ -289,6 +296,8 @@ class _Keys:
 
 def _check_scaling(scaling: dict[str, Any] | None) -> None:
     """Raise ArgumentError for what `reference.rope_tables` does not take."""
+    if scaling is not None and not isinstance(scaling, dict):
+        raise ArgumentError("rope_scaling", "must be a dictionary or None", type(scaling).__name__)
     try:
         reference.rope_tables(np.zeros(1), 2, scaling=scaling)
     except ValueError as error:
@@ -296,6 +305,12 @@ def _check_scaling(scaling: dict[str, Any] | None) -> None:
     for name, value in (scaling or {}).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             _require_positive(f"rope_scaling {name}", value)
+
+
+def require_config(name: str, config: Any) -> None:
+    """Raise ArgumentError for what is no Config."""
+    if not isinstance(config, Config):
+        raise ArgumentError(name, "must be a Config", type(config).__name__)
 
 
 def _require_count(name: str, value: Any) -> None:

@@ -17,6 +17,7 @@ from ptxlab.layout.packed_activations import stored_shape, tile_of
 from ptxlab.model import experts
 from ptxlab.model.config import Config
 from ptxlab.model.weights import LayerWeights
+from ptxlab.runtime.arguments import check_flags
 from ptxlab.spec.dtypes import storage
 from ptxlab.validate import shape_of
 
@@ -78,8 +79,10 @@ class LayerBuffers:
 
         `order` and `rows` are those of activations (`layout.PackedActivations`); experts take row-major ones.
         """
+        _check_weights(weights)
+        check_flags(programmatic=programmatic, batch_invariant=batch_invariant)
+        _check_cache(weights.config, cache)
         config, M, like, dtype = weights.config, cache.batch, cache.pool, weights.dtype
-        _check_cache(config, cache)
 
         def array(*shape: int, of: str = dtype) -> Any:
             return np.empty(shape, storage(of)) if isinstance(like, np.ndarray) else gpu.new(like, shape, of)
@@ -202,8 +205,7 @@ def into(out: PackedActivations) -> dict[str, Any]:
 
 def _check(x: Any, residual: Any, weights: LayerWeights, cache: KVCache, buffers: LayerBuffers) -> None:
     """Raise ArgumentError, before anything is launched, for what belongs to another layer or batch."""
-    if not isinstance(weights, LayerWeights):
-        raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
+    _check_weights(weights)
     if not isinstance(buffers, LayerBuffers):
         raise ArgumentError(f"{NAME}: buffers", "must come from LayerBuffers.empty", type(buffers).__name__)
     _check_cache(weights.config, cache)
@@ -217,6 +219,11 @@ def _check(x: Any, residual: Any, weights: LayerWeights, cache: KVCache, buffers
         if shape_of(array) != (M, H) or dtype_of(array) != weights.dtype:
             rule, got = f"must be {weights.dtype} [{M}, {H}]", f"{dtype_of(array)} {list(shape_of(array))}"
             raise ArgumentError(f"{NAME}: {name}", rule, got)
+
+
+def _check_weights(weights: Any) -> None:
+    if not isinstance(weights, LayerWeights):
+        raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
 
 
 def _check_cache(config: Config, cache: KVCache) -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab import gpu, quant, reference
-from ptxlab.errors import VerificationError
+from ptxlab.errors import ArgumentError, VerificationError
 from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.kernels.gemm.common import DTYPES, gemm, gemm_channel
 from ptxlab.kernels.quantize.gated import SILU_MUL
@@ -56,6 +56,9 @@ class LayerInputs:
     @classmethod
     def of(cls, x: Any, residual: Any, cache: KVCache, slots: Any, rope: tuple[Any, ...]) -> "LayerInputs":
         """Copies, as NumPy's or CuPy's, of arrays of any library."""
+        if not isinstance(cache, KVCache) or not isinstance(rope, tuple):
+            got = f"{type(cache).__name__}, {type(rope).__name__}"
+            raise ArgumentError("LayerInputs: cache, rope", "must be a KVCache and a tuple of arrays", got)
         copies = {name: _copied(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
         return cls(_copied(x), _copied(residual), replace(cache, **copies), _copied(slots), tuple(map(_copied, rope)))
 
