@@ -13,7 +13,7 @@
 //            is not __restrict__: ptxas moves loads of read-only data (ld.global.nc) ahead of griddepcontrol.wait.
 // Guide      notebooks/guide/kernels_gemm.md: strips, tiles of experts, schedule, constants
 // Measured   Mixtral, 8 experts, top 2, on an H200, of the floor at 1, 8, 64 tokens: gate+up 0.83, 0.90, 0.88; down
-//            0.74, 0.93, 0.89; 0.96 to 1.55 times as fast as a loop of single GEMMs, 1.35 in the mean from 32 tokens
+//            0.75, 0.93, 0.87; 0.97 to 1.51 times as fast as a loop of single GEMMs, 1.33 in the mean from 32 tokens
 //            on.
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;
 //            9.7.19.5 setmaxnreg; 9.7.14.5.16 stmatrix

@@ -10,8 +10,8 @@
 //            as s8, no token sums. GROUP 0: weights per channel, (q4 - w_zero[n])[n, k], with token sums.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, tile, ring, schedule, constants
-// Measured   0.92, 0.92, 0.82, 0.78, 0.71, 0.62, 0.73, 0.79, 0.83, 0.70 of the floor on an H200 at M = 1, 4, 16, 32,
-//            64, 128, 256, 512, 2048, 8192; 1.98, 1.92, 1.69, 1.56, 1.47, 1.22, 1.11, 1.16, 1.22, 1.07 times as fast as
+// Measured   0.92, 0.92, 0.83, 0.78, 0.71, 0.61, 0.72, 0.79, 0.81, 0.70 of the floor on an H200 at M = 1, 4, 16, 32,
+//            64, 128, 256, 512, 2048, 8192; 1.97, 1.92, 1.71, 1.56, 1.51, 1.22, 1.12, 1.16, 1.19, 1.04 times as fast as
 //            cuBLAS FP8 (means of 1, 1, 6, 8, 8, 8, 8, 8, 8, 8 of LLaMA-2's matrices, on which it is launched; row-
 //            major activations).
 // PTX ISA    9.7.15 wgmma m64nNk32 (.u8.s8); 9.7.9.25-27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect;

@@ -10,7 +10,7 @@
 //            GROUP 0: weights per channel, (q4 - w_zero[n])[n, k], with token sums.
 // PDL        the first weights do not wait for the kernel before; activations, scales and results do.
 // Guide      notebooks/guide/kernels_gemm.md: strips, roles of the warps, barriers, constants
-// Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.79, 1.75, 1.44 times as fast as cuBLAS FP8
+// Measured   0.85, 0.84, 0.74 of the floor on an H200 at M = 1, 4, 16; 1.80, 1.75, 1.43 times as fast as cuBLAS FP8
 //            (means of 7, 7, 2 of LLaMA-2's matrices, on which it is launched; row-major activations).
 // PTX ISA    9.7.14.5.9 mma.m16n8k32 (.u8.s8); 9.7.9.25, 27 bulk and tensor copies; 9.7.13.15 mbarrier; 9.7.13.16 elect
 #include "dequant.cuh"
