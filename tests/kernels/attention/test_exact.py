@@ -85,7 +85,9 @@ def test_equal_in_parts(variant: Variant) -> None:
     emulated_alike(variant, *variant.problem(1, (300, 64, 0, 129), Hkv=2, blocks=9))
 
 
-@pytest.mark.parametrize(("variant", "blocks"), list(zip(HOPPER, (1, 2, 3, 4, 7, 5), strict=True)), ids=str)
+@pytest.mark.parametrize(
+    ("variant", "blocks"), list(zip((*HOPPER[:3], *HOPPER[4:]), (1, 2, 3, 7, 5), strict=True)), ids=str
+)
 def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int) -> None:
     """Units cut by their own length: the oracle knows no blocks then, and no other sequences."""
     config = {**variant.config, "PART": 1 + blocks % 2}
@@ -102,7 +104,7 @@ def test_the_same_bits_for_a_sequence_in_any_batch(variant: Variant, blocks: int
     assert difference(one, tuple(array[3:4] for array in right), bf16) == ""
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 40])
+@pytest.mark.parametrize("blocks", [1, 3])
 def test_the_same_bits_of_more_parts_than_a_unit_may_have(blocks: int) -> None:
     logical, _ = PLAIN.problem(0, (64 * 33, 70), blocks=blocks)
     arrays, config = {**INVARIANT.pack(logical), "q": logical["q"].astype(np.float16)}, {**PLAIN.config, "PART": 1}

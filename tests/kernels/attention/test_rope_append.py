@@ -67,7 +67,7 @@ def problems(draw: st.DrawFn, tokens: int, heads: int) -> FusedProblem:
 
 
 @given(problem=problems(tokens=9, heads=3), rows=st.sampled_from((0, 1, 2, 4)))
-@settings(max_examples=12)
+@settings(max_examples=8)
 def test_every_bit_in_the_emulator(problem: FusedProblem, rows: int) -> None:
     q, pool, outcome = problem.run(rows=rows)
     assert np.array_equal(q, problem.wanted) and np.array_equal(pool, problem.of.wanted) and outcome.findings == ()
