@@ -171,12 +171,12 @@ def _check(job: Job, logical: Arrays, config: Mapping[str, int]) -> str:
 def plan_rows(jobs: Iterable[Job]) -> tuple[list[Job], list[str]]:
     """Jobs for `check_rows`, one per source and backend, and a line for each source that cannot be asked."""
     asked, refused = [], {}
-    for job in {(job.source.label, job.backend): job for job in jobs}.values():
+    for job in {(job.label, job.backend): job for job in jobs}.values():
         spec = job.spec.invariant or job.spec
         try:
             asked.append(Job(spec, job.source, job.backend, _batch_sizes(spec)))
         except ArgumentError as error:
-            refused[job.source.label] = f"{job.source.label}: {error}"
+            refused[job.label] = f"{job.label}: {error}"
     return asked, list(refused.values())
 
 
@@ -211,7 +211,7 @@ def check_rows(job: Job, *, seed: int = 0) -> Verdict:
     except PtxlabError as error:
         passed, detail = False, str(error)
     named = {name: size for name, size in job.sizes.items() if name in spec.symbols}
-    return Verdict(job.source.label, job.backend, named, passed, detail, perf_counter() - start)
+    return Verdict(job.label, job.backend, named, passed, detail, perf_counter() - start)
 
 
 def _check_rows(job: Job, seed: int) -> str:

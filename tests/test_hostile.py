@@ -10,6 +10,8 @@ import ptxlab
 from ptxlab import layout, quant
 from ptxlab.errors import ArgumentError, PtxlabError
 from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.model import Config, LayerInputs, LayerWeights, decode_layer
+from tests.support.layers import layer_problem
 
 W = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
 X = np.random.default_rng(1).integers(-128, 128, (5, 256), dtype=np.int8)
@@ -19,6 +21,8 @@ PACKED = {name: ptxlab.pack(LQQ, name) for name in ("dual_mma", "strips")}
 PER_CHANNEL = ptxlab.pack(CHANNEL, "qserve")
 EXPERTS = ptxlab.stack_experts([PACKED["strips"]] * 2)
 CACHE = ptxlab.KVCache.empty(2, 2, 1, 64, page_size=16)
+HALVES = W[:2].astype(np.float16)
+LAYER, GIVEN = layer_problem(), ("x", "residual", "cache", "slots", "rope")
 KEYS = W.reshape(4, 64, 64)[:, :2]
 
 THINGS: tuple[Any, ...] = (
@@ -56,6 +60,15 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "append": (ptxlab.append_kv4, {"k": None, "v": None, "cache": CACHE, "slots": None, "rope": None}),
     "rope append": (ptxlab.rope_append_kv4, {"qkv": None, "cache": CACHE, "slots": None, "rope": None, "out": None,
                                              "check": False, "backend": "emulator"}),
+    "norm": (ptxlab.rmsnorm_quantize, {"x": HALVES, "gamma": HALVES[0], "residual": None, "eps": 1e-5, "normed": None,
+                                       "layout": "row_major", "rows": None, "out": None, "backend": "emulator",
+                                       "programmatic": False}),
+    "gate": (ptxlab.silu_mul_quantize, {"gate_up": HALVES, "activation": "silu", "backend": "emulator"}),
+    "config": (Config, vars(LAYER.weights.config)),
+    "layer weights": (LayerWeights, {"config": LAYER.weights.config, **LAYER.weights.parts}),
+    "layer inputs": (LayerInputs.of, {name: getattr(LAYER, name) for name in GIVEN}),
+    "layer": (decode_layer, {**{name: getattr(LAYER, name) for name in GIVEN}, "x": None, "weights": LAYER.weights,
+                             "buffers": LAYER.buffers, "backend": "emulator", "programmatic": False}),
     "run": (ptxlab.run, {"kernel": "dequant_lqq", "qweight": None, "scale": LQQ.group_scale, "g": 64, "checks": (),
                          "backend": "emulator", "unchecked": False, "seed": 0, "out": None, "out_dtype": None}),
 }  # fmt: skip

@@ -6,10 +6,10 @@
 //            and the same as `kernels.quantize.rmsnorm.normalized`. A row whose squares add up to no number gets a
 //            scale that is none. x, residual, gamma f16 or bf16 (IN 0, 1); K a multiple of 32, 32768 at most.
 // Shows      a row stays in registers; one exchange for sum and maximum, as max |v gamma| / rms = max |y|; a row of
-//            more than 512 threads is a cluster's (CLUSTER blocks), which meet in shared memory; gamma is read ahead of
-//            the wait for the kernel before.
+//            more than 512 threads is a cluster's (CLUSTER blocks), whose warps send each other words by st.async;
+//            gamma is read ahead of the wait for the kernel before.
 // Guide      notebooks/guide/kernels_quantize.md: the order of the sum, tile, constants
-// PTX ISA    9.7.3 fma; 9.7.9 shfl.sync, mapa, st.shared::cluster; 9.7.13.3 barrier.cluster; 9.7.13.13 griddepcontrol.
+// PTX ISA    9.7.3 fma; 9.7.9 shfl.sync, mapa, st.async; 9.7.13.3 barrier.cluster; 9.7.13.13 griddepcontrol.
 #include "griddep.cuh"
 #include "output.cuh"
 #include "quantize_row.cuh"

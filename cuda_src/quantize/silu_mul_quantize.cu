@@ -1,14 +1,14 @@
 // silu_mul_quantize: SiLU (or GELU) of the gate times up, and INT8 with the token sum in one pass (QServe Fig. 11).
 //
-// Contract   h[m, k] = act(gate[m, k]) up[m, k] in f32, gate = x[m, k], up = x[m, K + k]; then
+// Contract   h[m, k] = act(gate[m, k]) up[m, k] in f32, of gate_up[m, k] and gate_up[m, K + k]; then
 //            `quantize_activations_s8` of h. ACTIVATION 0: g / (1 + exp(-g)); 1: the tanh form of GELU, which is
-//            g / (1 + exp(-2 z)) with z = sqrt(2 / pi) (g + 0.044715 g^3). Relative error of h: 2^-21 and
-//            2^-22 per unit of the exponent of a negative g, the rest exact for that h: IEEE's quotients, sum of what
-//            is written. A row where h is no number gets a scale that is none. x f16 or bf16 (IN 0, 1); K a multiple of
-//            32, 32768 at most. The same bits for a row in any batch.
+//            g / (1 + exp(-2 z)) with z = sqrt(2 / pi) (g + 0.044715 g^3). Relative error of h: 2^-20, and 2^-22 more
+//            per unit of a positive exponent; one above 87 makes h 0. What follows is exact for that h. A row where h
+//            is no number gets a scale that is none. gate_up f16 or bf16 (IN 0, 1); K a multiple of 32, 32768 at most.
+//            The same bits for a row in any batch.
 // Shows      one ex2 and one rcp per element hide behind the loads; a row of more than 512 threads is a cluster's.
 // Guide      notebooks/guide/kernels_quantize.md: error, tile, constants
-// PTX ISA    9.7.3 ex2, rcp, fma; 9.7.9 mapa, st.shared::cluster; 9.7.13.3 barrier.cluster; 9.7.13.13 griddepcontrol.
+// PTX ISA    9.7.3 ex2, rcp, fma; 9.7.9 mapa, st.async; 9.7.13.3 barrier.cluster; 9.7.13.13 griddepcontrol.
 #include "griddep.cuh"
 #include "mma_f16.cuh"
 #include "quantize_row.cuh"
@@ -24,7 +24,8 @@
 
 namespace {
 
-constexpr float LOG2_E = 1.44269504f, GELU_LINEAR = 2.30220819f, GELU_CUBIC = 0.102943242f;  // 2 sqrt(2/pi) log2(e) ..
+constexpr float LOG2_E = 1.44269504f;
+constexpr float GELU_LINEAR = 2.30220820f, GELU_CUBIC = 0.102943240f;  // of 2 z log2(e)
 
 // g sigmoid(..): of an infinity of either sign the result is no number, or infinite.
 __device__ __forceinline__ float activated(float g) {

@@ -47,7 +47,7 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
     chosen = tuple(s for s in found if language in ("", s.language))
     if not chosen:
         raise ArgumentError("kernel", f"{stem} comes as {', '.join(s.label for s in found)}", name)
-    forms = {spec.form: spec for spec in (specs()[stem], *gemm.FORMS) if spec.name == stem}
+    forms = {spec.form: spec for spec in (specs()[stem], *gemm.FORMS, *attention.FORMS) if spec.name == stem}
     if form not in forms:
         raise ArgumentError("kernel", f"one of {', '.join(spec.label for spec in forms.values())}", name)
     return forms[form], chosen

@@ -54,7 +54,7 @@ class Config:
     layers: int
     vocabulary: int
     rope_base: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
     eps: float = 1e-5
     tied_head: bool = False
     qkv_bias: bool = False
@@ -70,6 +70,11 @@ class Config:
         for name in ("rope_base", "eps"):
             _require_positive(name, getattr(self, name))
         _check_scaling(self.rope_scaling)
+        for name in ("tied_head", "qkv_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(name, "must be True or False", repr(getattr(self, name)))
+        if not isinstance(self.name, str):
+            raise ArgumentError("name", "must be text", type(self.name).__name__)
         if self.window is not None:
             _require_count("window", self.window)
         if self.heads % self.kv_heads:
@@ -115,7 +120,7 @@ class Config:
             is_windowed=keys.flag("use_sliding_window", family != "qwen2"),
             has_experts=family == "mixtral",
             rope_base=base_of.positive("rope_theta", 10000.0),
-            rope_scaling=None if angles is None else angles.values,
+            rope_scaling=None if angles is None else dict(angles.values),
             tied_head=keys.flag("tie_word_embeddings", False),
             qkv_bias=family == "qwen2",
             activation=_ACTIVATIONS[keys.one_of("hidden_act", _ACTIVATIONS, "silu")],
@@ -163,7 +168,9 @@ class Config:
 
     def rope_tables(self, positions: int | npt.NDArray[Any]) -> tuple[F32, F32]:
         """(cos, sin) f32 [.., D/2] of these positions, or of the first so many."""
-        at: npt.NDArray[Any] = np.arange(positions) if is_integer(positions) else np.asarray(positions)
+        at = np.arange(positions) if is_integer(positions) and 0 <= positions < 2**31 else positions
+        if not isinstance(at, np.ndarray) or at.dtype.kind not in "iu":
+            raise ArgumentError("positions", "must be integers [..], or how many", type(positions).__name__)
         return reference.rope_tables(at, self.head_dim, self.rope_base, self.rope_scaling)
 
     @property
@@ -287,8 +294,10 @@ class _Keys:
             raise ArgumentError(f"{self._where}: {key}", error.rule, error.value) from None
 
 
-def _check_scaling(scaling: Mapping[str, Any] | None) -> None:
+def _check_scaling(scaling: dict[str, Any] | None) -> None:
     """Raise ArgumentError for what `reference.rope_tables` does not take."""
+    if scaling is not None and not isinstance(scaling, dict):
+        raise ArgumentError("rope_scaling", "must be a dictionary or None", type(scaling).__name__)
     try:
         reference.rope_tables(np.zeros(1), 2, scaling=scaling)
     except ValueError as error:
@@ -296,6 +305,12 @@ def _check_scaling(scaling: Mapping[str, Any] | None) -> None:
     for name, value in (scaling or {}).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             _require_positive(f"rope_scaling {name}", value)
+
+
+def require_config(name: str, config: Any) -> None:
+    """Raise ArgumentError for what is no Config."""
+    if not isinstance(config, Config):
+        raise ArgumentError(name, "must be a Config", type(config).__name__)
 
 
 def _require_count(name: str, value: Any) -> None:

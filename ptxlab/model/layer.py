@@ -17,6 +17,7 @@ from ptxlab.layout.packed_activations import stored_shape, tile_of
 from ptxlab.model import experts
 from ptxlab.model.config import Config
 from ptxlab.model.weights import LayerWeights
+from ptxlab.runtime.arguments import check_flags
 from ptxlab.spec.dtypes import storage
 from ptxlab.validate import shape_of
 
@@ -41,6 +42,8 @@ class LayerBuffers:
         routing: of experts, or None.
         workspaces: of the GEMMs on a GPU, by product; `attention_workspace` of attention.
         programmatic: whether launches overlap (programmatic dependent launch): those inside of a layer.
+        batch_invariant: whether attention splits a sequence by its own length alone (`attention_kv4`). Then a token of
+            a dense layer has the same bits whatever else is in the batch; the other kernels see to that anyway.
     """
 
     config: Config
@@ -59,6 +62,7 @@ class LayerBuffers:
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
     attention_workspace: AttentionWorkspace | None = None
     programmatic: bool = True
+    batch_invariant: bool = False
 
     @classmethod
     def empty(
@@ -69,13 +73,16 @@ class LayerBuffers:
         order: str = ORDER,
         rows: int | None = None,
         programmatic: bool = True,
+        batch_invariant: bool = False,
     ) -> Self:
         """For layers like this one, on the cache's batch; arrays of the library, and where, the cache's are.
 
         `order` and `rows` are those of activations (`layout.PackedActivations`); experts take row-major ones.
         """
+        _check_weights(weights)
+        check_flags(programmatic=programmatic, batch_invariant=batch_invariant)
+        _check_cache(weights.config, cache)
         config, M, like, dtype = weights.config, cache.batch, cache.pool, weights.dtype
-        _check_cache(config, cache)
 
         def array(*shape: int, of: str = dtype) -> Any:
             return np.empty(shape, storage(of)) if isinstance(like, np.ndarray) else gpu.new(like, shape, of)
@@ -111,8 +118,9 @@ class LayerBuffers:
             hidden=array(M, H),
             routing=experts.Routing.empty(config, activations(H, layout=ORDER, rows=None), array),
             workspaces={name: gemm_workspace(weight, M) for name, weight in dense.items()} if on_gpu else {},
-            attention_workspace=attention_workspace(cache) if on_gpu else None,
+            attention_workspace=attention_workspace(cache, batch_invariant=batch_invariant) if on_gpu else None,
             programmatic=programmatic,
+            batch_invariant=batch_invariant,
         )
 
     @property
@@ -166,11 +174,12 @@ def decode_layer(
     first: dict[str, Any] = {"backend": backend, "programmatic": programmatic}
     chained: dict[str, Any] = {"backend": backend, "programmatic": b.programmatic}
     norm: dict[str, Any] = {"residual": residual, "eps": config.eps}
+    attending: dict[str, Any] = {"window": config.window, "batch_invariant": b.batch_invariant}
 
     rmsnorm_quantize(x, weights.input_norm, **norm, **into(b.qkv_in), **first)
     gemm_w4a8(b.qkv_in, weight=weights.qkv, bias=weights.qkv_bias, out=b.qkv, workspace=space("qkv"), **chained)
     rope_append_kv4(b.qkv, cache, slots, rope=rope, out=b.q, **chained)
-    attention_kv4(b.q, cache, window=config.window, out=b.attention, workspace=b.attention_workspace, **chained)
+    attention_kv4(b.q, cache, out=b.attention, workspace=b.attention_workspace, **attending, **chained)
     quantize_activations(b.attention.reshape(M, -1), **into(b.o_in), **chained)
     gemm_w4a8(b.o_in, weight=weights.o, out=b.o, workspace=space("o"), **chained)
     if b.routing is not None:
@@ -196,8 +205,7 @@ def into(out: PackedActivations) -> dict[str, Any]:
 
 def _check(x: Any, residual: Any, weights: LayerWeights, cache: KVCache, buffers: LayerBuffers) -> None:
     """Raise ArgumentError, before anything is launched, for what belongs to another layer or batch."""
-    if not isinstance(weights, LayerWeights):
-        raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
+    _check_weights(weights)
     if not isinstance(buffers, LayerBuffers):
         raise ArgumentError(f"{NAME}: buffers", "must come from LayerBuffers.empty", type(buffers).__name__)
     _check_cache(weights.config, cache)
@@ -211,6 +219,11 @@ def _check(x: Any, residual: Any, weights: LayerWeights, cache: KVCache, buffers
         if shape_of(array) != (M, H) or dtype_of(array) != weights.dtype:
             rule, got = f"must be {weights.dtype} [{M}, {H}]", f"{dtype_of(array)} {list(shape_of(array))}"
             raise ArgumentError(f"{NAME}: {name}", rule, got)
+
+
+def _check_weights(weights: Any) -> None:
+    if not isinstance(weights, LayerWeights):
+        raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
 
 
 def _check_cache(config: Config, cache: KVCache) -> None:

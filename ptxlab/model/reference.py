@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab import gpu, quant, reference
-from ptxlab.errors import VerificationError
+from ptxlab.errors import ArgumentError, VerificationError
 from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.kernels.gemm.common import DTYPES, gemm, gemm_channel
 from ptxlab.kernels.quantize.gated import SILU_MUL
@@ -56,6 +56,9 @@ class LayerInputs:
     @classmethod
     def of(cls, x: Any, residual: Any, cache: KVCache, slots: Any, rope: tuple[Any, ...]) -> "LayerInputs":
         """Copies, as NumPy's or CuPy's, of arrays of any library."""
+        if not isinstance(cache, KVCache) or not isinstance(rope, tuple):
+            got = f"{type(cache).__name__}, {type(rope).__name__}"
+            raise ArgumentError("LayerInputs: cache, rope", "must be a KVCache and a tuple of arrays", got)
         copies = {name: _copied(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
         return cls(_copied(x), _copied(residual), replace(cache, **copies), _copied(slots), tuple(map(_copied, rope)))
 
@@ -144,16 +147,12 @@ def compare(given: LayerInputs, weights: LayerWeights, buffers: LayerBuffers, re
 def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
     """(hidden, residual) f64 [M, H] of the weights as they are packed and the tokens as they lie in the cache.
 
-    Nothing else is quantised or rounded: neither activations nor the new token's key and value.
+    Nothing else is quantised: neither activations nor the new token's key and value. Angles are float32, as always.
     """
     config, dtype = weights.config, weights.dtype
     x, stream = numbers(given.x, dtype), numbers(given.residual, dtype)
     norms = numbers(weights.input_norm, dtype), numbers(weights.post_norm, dtype)
     M, D = len(x), config.head_dim
-
-    def normed(v: F64, gamma: F64) -> F64:
-        scaled: F64 = v / np.sqrt((v**2).mean(axis=1, keepdims=True) + config.eps) * gamma
-        return scaled
 
     def product(y: F64, weight: PackedWeight) -> F64:
         result: F64 = y @ unpack(weight).dequantize().astype(np.float64).T
@@ -163,18 +162,17 @@ def in_float64(given: LayerInputs, weights: LayerWeights) -> tuple[F64, F64]:
         return product(reference.gated(product(y, gate_up), config.activation), down)
 
     stream = stream + x
-    qkv = product(normed(stream, norms[0]), weights.qkv)
+    qkv = product(reference.rms_norm(stream, norms[0], config.eps), weights.qkv)
     qkv = qkv if weights.qkv_bias is None else qkv + weights.qkv_bias
     heads = qkv.reshape(M, -1, D)
-    cos, sin = _angles(given)
-    turned = _rotated(heads[:, : config.heads + config.kv_heads], cos, sin)
-    q, k, v = turned[:, : config.heads], turned[:, config.heads :], heads[:, config.heads + config.kv_heads :]
+    q, k, v = heads[:, : config.heads], heads[:, config.heads : -config.kv_heads], heads[:, -config.kv_heads :]
+    q, k = (reference.rope(each, *_angles(given)) for each in (q, k))
     results = []
     for b, (keys, values) in enumerate(zip(*gather(given.cache), strict=True)):
         known = [np.concatenate([past.dequantize()[:-1], new[b : b + 1]]) for past, new in ((keys, k), (values, v))]
         results.append(reference.attention(q[b : b + 1], *known, scale=D**-0.5, window=config.window)[0])
     stream = stream + product(np.concatenate(results).reshape(M, -1), weights.o)
-    y = normed(stream, norms[1])
+    y = reference.rms_norm(stream, norms[1], config.eps)
     if not config.experts:
         return ffn(y, weights.gate_up, weights.down), stream
     chosen, shares = top(y @ weights.router.T.astype(np.float64), config.chosen_experts)
@@ -228,13 +226,6 @@ def _angles(given: LayerInputs) -> tuple[Any, Any]:
     cos, sin, *positions = given.rope
     at = positions[0] if positions else slice(len(given.x))
     return cos[at], sin[at]
-
-
-def _rotated(x: Any, cos: Any, sin: Any) -> Any:
-    """`reference.rope` in the dtype of x."""
-    half = x.shape[-1] // 2
-    x1, x2, cos, sin = x[..., :half], x[..., half:], cos[:, None], sin[:, None]
-    return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 
 
 def _rotated_and_appended(qkv: Any, given: LayerInputs, Hq: int, dtype: str) -> tuple[Any, Any]:

@@ -12,8 +12,9 @@ from ptxlab.kernels.operation import dtype_of
 from ptxlab.kernels.transfer import to_device
 from ptxlab.layout import ExpertWeights, PackedWeight, pack, stack_experts
 from ptxlab.layout.packed_weight import QuantizedWeight
-from ptxlab.model.config import Config
+from ptxlab.model.config import Config, require_config
 from ptxlab.quant.tiled import tiled, with_arrays
+from ptxlab.runtime.arguments import check_flags
 from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_integer, is_one_of, shape_of
 
@@ -56,6 +57,7 @@ class LayerWeights:
 
     def __post_init__(self) -> None:
         config = self.config
+        require_config("config", config)
         for name, (N, K) in config.matrices.items():
             weight, experts = getattr(self, name), config.experts if name in ("gate_up", "down") else 0
             kind, of_all = (ExpertWeights, f" of {experts} experts") if experts else (PackedWeight, "")
@@ -93,6 +95,10 @@ class LayerWeights:
             dtype: of what lies between the kernels, `float16` or `bfloat16`.
             on_device: repeat and pack on the GPU, which takes seconds for what takes minutes on the host.
         """
+        require_config("config", config)
+        check_flags(on_device=on_device)
+        if on_device:
+            gpu.device_info()  # or the reason why there is none
         if not is_one_of(scheme, _QUANTISERS):
             raise ArgumentError("scheme", f"must be one of {', '.join(_QUANTISERS)}", scheme)
         if not is_one_of(dtype, DTYPES):

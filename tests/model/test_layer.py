@@ -72,6 +72,25 @@ def test_layers_follow_each_other() -> None:
     assert made.findings == [] and len(made.launches) == 20
 
 
+def test_a_token_has_the_same_bits_alone() -> None:
+    problem = layer_problem(batch_invariant=True)
+    given, b = problem.inputs, 0
+    cache = replace(given.cache, **{name: getattr(given.cache, name)[b : b + 1] for name in ("block_table", "lengths")})
+    cos, sin, positions = problem.rope
+    alone = replace(
+        problem,
+        cache=cache,
+        x=given.x[b : b + 1],
+        residual=given.residual[b : b + 1],
+        slots=given.slots[b : b + 1],
+        rope=(cos, sin, positions[b : b + 1]),
+        buffers=LayerBuffers.empty(problem.weights, cache, batch_invariant=True),
+    )
+    together, by_itself = problem.run(), alone.run()
+    assert (together[b].view(np.uint16) == by_itself[0].view(np.uint16)).all()
+    assert (problem.residual[b] == alone.residual[0]).all()
+
+
 @pytest.mark.parametrize("name", sorted({*CHAIN}))
 def test_a_wait_that_one_kernel_leaves_out_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though everything comes out right, as it may on a GPU for long."""

@@ -53,6 +53,7 @@ def test_a_grid_that_no_gpu_takes_is_refused() -> None:
 def test_the_sizes_of_a_spec_are_the_names_in_its_expressions() -> None:
     wanted = {
         "append": ({"T", "H", "D", "pages", "size", "bits", "channel", "R"},),
+        "rope": ({"T", "H", "D", "pages", "size", "bits", "channel", "R", "ratio"},),
         "dequant": ({"R", "K", "g"}, {"R", "K"}),
         "load": ({"T"}, {"P", "B"}),
         "quantize": ({"M", "K", "rows", "span"},),

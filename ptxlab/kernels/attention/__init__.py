@@ -5,5 +5,14 @@ from ptxlab.kernels.attention.api import AttentionWorkspace, attention_kv4, atte
 from ptxlab.kernels.attention.append_api import append_kv4, rope_append_kv4
 
 SPECS = (*ladder.SPECS, *sm80.SPECS, *sm90.SPECS, *merge.SPECS, *append.SPECS)
+FORMS = (sm90.INVARIANT,)
 
-__all__ = ["SPECS", "AttentionWorkspace", "append_kv4", "attention_kv4", "attention_workspace", "rope_append_kv4"]
+__all__ = [
+    "FORMS",
+    "SPECS",
+    "AttentionWorkspace",
+    "append_kv4",
+    "attention_kv4",
+    "attention_workspace",
+    "rope_append_kv4",
+]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -182,8 +183,8 @@ def _on_host(call: AttentionCall) -> Results:
         made = {"out": np.empty(call.shape, arrays["q"].dtype), "lse": np.empty(call.shape[:-1], np.float32)}
     else:
         source, config = of_kernel(step.spec.name)[0], step.config(sizes, call.dtype)
-        how: dict[str, Any] = {"backend": call.backend, "config": config, "programmatic": call.programmatic}
-        made = run_spec(step.spec, source, inputs, sizes=sizes, out=out, **how).outputs
+        run = partial(run_spec, step.spec, source, inputs, sizes=sizes, out=out, config=config)
+        made = run(backend=call.backend, programmatic=call.programmatic).outputs
     wanted = [operand for operand in call.operands if operand.array is None]
     return {each.name: gpu.like(made[each.name].reshape(each.shape), call.q, each.dtype) for each in wanted}
 

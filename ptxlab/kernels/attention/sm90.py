@@ -202,19 +202,21 @@ def _wider(arg: Arg) -> Arg:
     return replace(arg, shape=(f"{MOST_PARTS}*blocks", *arg.shape[1:])) if arg.name in _HANDED_OVER else arg
 
 
+_PARTS: Sizes = {"B": 5, "T": 1, "Hq": 2, "Hkv": 1, "D": 64, "P": 20, "pages": 60, "page": 64, "bits": 4, "channel": 0}
+_PARTS = {**_PARTS, "window": 0, "blocks": 3, "softmax_scale": 0.125}  # one sequence is longer than a part
+
 INVARIANT = replace(
     _SM90,
+    form="batch_invariant",
     summary="the same kernel, units cut by their own length: the same bits for a sequence whatever is in the batch",
     args=tuple(map(_wider, _SM90.args)),
     choose=_choose_invariant,
     pack=partial(_pack, parts=MOST_PARTS),
     reference=partial(_reference, parts=MOST_PARTS),
     bound=partial(_bound, parts=MOST_PARTS),
+    example_sizes=(*_SM90.example_sizes, _PARTS),
     batch="B",
-    batch_sizes=common.sizes_rows(
-        "B T Hq Hkv D P pages page bits channel window blocks softmax_scale",
-        (5, 1, 2, 1, 64, 20, 60, 64, 4, 0, 0, 3, 0.125),
-    )[0],
+    batch_sizes=_PARTS,
 )
 SM90 = replace(_SM90, invariant=INVARIANT)
 SPECS = (SM90,)

@@ -124,8 +124,9 @@ def silu_mul_quantize(
 ) -> PackedActivations:
     """The gate of an FFN and `quantize_activations` in one launch: h = act(gate) · up in float32, then INT8.
 
-    h has a relative error of 2^-21, and of 2^-22 more per unit of -gate (gelu_tanh: of its exponent) where that is
-    positive. It is not rounded before it is quantised. The bits of a row do not depend on the batch or on the layout.
+    h has a relative error of 2^-20, and of 2^-22 more per unit of -gate (gelu_tanh: of its exponent) where that is
+    positive; above 87, h is 0. h is not rounded before it is quantised. The bits of a row do not depend on the batch or
+    on the layout.
 
     Args:
         gate_up: [M, 2·K], gate in the first K columns and up in the others, K a multiple of 32 up to 32768, of float16

@@ -63,7 +63,7 @@ class QuantizeCall:
     @property
     def is_empty(self) -> bool:
         """Whether there are no tokens."""
-        return self.sizes["M"] == 0
+        return bool(self.sizes["M"] == 0)
 
     @property
     def config(self) -> dict[str, int]:

@@ -1,5 +1,7 @@
 """`rmsnorm_quantize`: residual add, RMSNorm and INT8 of a row that is read once."""
 
+from typing import Any
+
 import numpy as np
 
 from ptxlab import quant
@@ -100,7 +102,7 @@ def normed_and_quantized(
     return stored(residual[: len(residual)], dtype), stored(y[: kept * len(y)], dtype), *quantized
 
 
-def _sizes() -> tuple[dict[str, float], ...]:
+def _sizes() -> tuple[dict[str, Any], ...]:
     """Every order and choice, and rows of one thread, one warp, a block and clusters of 2 and 4."""
     rows = sizes_rows(
         "M K rows span added kept",
