@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,6 +53,17 @@ def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> N
     assert row.floor_us == pytest.approx(sum(floors)) and len(floors) == 5
     nbytes = sum(getattr(made[0], name).nbytes for name in TINY.matrices)
     assert row.bytes == nbytes + 2 * 70 * 2 * 68 and row.floor_us == pytest.approx(row.bytes / 4.6e6)
+
+
+def test_a_layer_of_experts_is_taken_apart_too(here: pytest.MonkeyPatch) -> None:
+    """Its floor is that of the experts that have tokens: of one token, one of two."""
+    config = replace(TINY, experts=2, chosen_experts=1, name="experts")
+    made = [LayerWeights.random(config, on_device=True)]
+    row = decoder.row(config, 1, made, decoder.copies_of(made[0]), CEILINGS, {}, {}, compared=True)
+    assert row.checked.startswith("the graph that was timed"), "whose exact twin takes too long"
+    assert {"choose 1", "combine 1", "gemm gate_up", "gemm down", "gemm o"} <= set(row.more)
+    read = [row.more[f"floor gemm {name}"] * 4.6e6 for name in ("gate_up", "down", "qkv")]
+    assert read == pytest.approx([made[0].gate_up.nbytes / 2, made[0].down.nbytes / 2, made[0].qkv.nbytes])
 
 
 def test_another_bit_of_the_timed_graph_is_found(here: pytest.MonkeyPatch) -> None:
@@ -121,8 +133,9 @@ def test_copies_are_timed_cold_and_warm(emulated_gpu: pytest.MonkeyPatch) -> Non
     assert copying.copy_us(100, 3) == copying.copy_us(100, 1) == 10.0
 
 
-def test_jobs_run_in_processes_of_their_own(tmp_path: Path) -> None:
+def test_jobs_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fails is left to fail where it is measured."""
+    monkeypatch.setattr(layer, "_WORKERS", 1)
     layer.side_by_side([(os.mkdir, (tmp_path / "a",)), (os.rmdir, (tmp_path / "none",)), (os.mkdir, (tmp_path / "b",))])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
     layer.side_by_side([])

@@ -129,10 +129,8 @@ def normed(M: int, width: int) -> Fused:
 
     def check(arrays: dict[str, Any]) -> str:
         at = _checked(M)
-        total = (gpu.to_host(x[at]).astype(np.float32) + gpu.to_host(residual[at]).astype(np.float32)).astype(
-            np.float16
-        )
-        if not (gpu.to_host(arrays["residual"][at]) == total).all():
+        total = (_taken(x, at).astype(np.float32) + _taken(residual, at).astype(np.float32)).astype(np.float16)
+        if not (_taken(arrays["residual"], at) == total).all():
             raise BenchmarkError(f"rmsnorm_quantize: wrong residual at M={M}, H={width}")
         v = total.astype(np.float64)
         y = v / np.sqrt((v * v).mean(1, keepdims=True) + EPS) * gpu.to_host(gamma).astype(np.float64)
@@ -149,7 +147,7 @@ def gated(M: int, width: int) -> Fused:
 
     def check(arrays: dict[str, Any]) -> str:
         at = _checked(M)
-        gate, up = np.split(gpu.to_host(gate_up[at]).astype(np.float64), 2, axis=1)
+        gate, up = np.split(_taken(gate_up, at).astype(np.float64), 2, axis=1)
         return _right("silu_mul_quantize", arrays["out"], at, gate / (1 + np.exp(-gate)) * up)
 
     def make() -> dict[str, Any]:
@@ -166,7 +164,7 @@ def quantised(M: int, width: int) -> Fused:
 
     def check(arrays: dict[str, Any]) -> str:
         at = _checked(M)
-        return _right("quantize_activations", arrays["out"], at, gpu.to_host(x[at]).astype(np.float64))
+        return _right("quantize_activations", arrays["out"], at, _taken(x, at).astype(np.float64))
 
     def make() -> dict[str, Any]:
         return {"x": x.copy(), "out": out()}
@@ -199,14 +197,14 @@ def appended(T: int, Hq: int, Hkv: int) -> Fused:
     def check(arrays: dict[str, Any]) -> str:
         heads = qkv.reshape(T, -1, HEAD_DIM)
         right = cache()
-        k, v = (np.ascontiguousarray(x) for x in (heads[:, Hq : Hq + Hkv], heads[:, Hq + Hkv :]))
+        k, v = heads[:, Hq : Hq + Hkv].copy(), heads[:, Hq + Hkv :].copy()
         append_kv4(k, v, right, slots, rope=rope)
         if not bool((arrays["cache"].pool == right.pool).all()):
             raise BenchmarkError(f"rope_append_kv4: pages other than append_kv4's at T={T}, heads {Hq}/{Hkv}")
         at = _checked(T)
         cos, sin = (gpu.to_host(table)[np.full(len(at), PAGE - 1)] for table in rope[:2])
-        q = reference.rope(gpu.to_host(heads[at][:, :Hq]), cos, sin).astype(np.float64)
-        if np.abs(gpu.to_host(arrays["out"][at]) - q).max() > 2**-10 * np.abs(q).max():
+        q = reference.rope(_taken(heads, at)[:, :Hq], cos, sin).astype(np.float64)
+        if np.abs(_taken(arrays["out"], at) - q).max() > 2**-10 * np.abs(q).max():
             raise BenchmarkError(f"rope_append_kv4: wrong queries at T={T}, heads {Hq}/{Hkv}")
         return f"every byte of the pages equal to append_kv4's; queries of {len(at)} tokens to the reference's"
 
@@ -227,14 +225,19 @@ def _packed(M: int, width: int) -> Callable[[], Any]:
     return lambda: quantize_activations(some)
 
 
-def _checked(M: int) -> Any:
+def _checked(M: int) -> np.ndarray:
     return np.unique(np.linspace(0, M - 1, _CHECKED).astype(int))
+
+
+def _taken(array: Any, rows: np.ndarray) -> np.ndarray:
+    """Rows of an array on the device, on the host."""
+    return gpu.to_host(array[gpu.to_device(rows)])
 
 
 def _right(name: str, packed: Any, at: Any, y: np.ndarray) -> str:
     """Hold rows `at` against floats f64: scales, values within rounding of y / scale, sums those of the values."""
-    scale = gpu.to_host(packed.scale[at]).astype(np.float64)[:, None]
-    values, sums = gpu.to_host(packed.x_q[at]).astype(np.float64), gpu.to_host(packed.token_sum[at])
+    scale = _taken(packed.scale, at).astype(np.float64)[:, None]
+    values, sums = _taken(packed.x_q, at).astype(np.float64), _taken(packed.token_sum, at)
     expected = np.abs(y).max(1, keepdims=True) / 127
     steps = np.abs(values - y / scale).max()
     if np.abs(scale / expected - 1).max() > 1e-5 or steps > 0.5 + 1e-3 or (values.sum(1) != sums).any():
