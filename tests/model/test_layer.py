@@ -26,6 +26,7 @@ CHAIN = (
     "gemm_w4a8_small_sm90", "rmsnorm_quantize", "gemm_w4a8_small_sm90", "silu_mul_quantize", "gemm_w4a8_small_sm90",
 )  # fmt: skip
 GROUPED = tuple("gemm_w4a8_grouped_sm90" if i in (7, 9) else name for i, name in enumerate(CHAIN))
+PARTS = ("x_q", "scale", "token_sum")  # of packed activations
 # Root mean square of the errors by that of the result: of INT8 activations, and a new token in 4 bits.
 OF_QUANTISING = 0.08
 
@@ -212,7 +213,6 @@ def test_experts_are_chosen_on_device_arrays() -> None:
     assert (out.array == problem.buffers.hidden).all()
 
 
-PARTS = ("x_q", "scale", "token_sum")
 STEPS = (
     "qkv_in",
     "qkv",
