@@ -447,7 +447,8 @@ extern "C" __global__ void __launch_bounds__(32 * ALL_WARPS, RESIDENT) attention
                 for (int p = 0; p < row.PIECES; ++p)
                     if ((all_active >> w & 1) && row.mine(p))
                         more[p] = *reinterpret_cast<const float4*>(
-                            warp_sums + ((sums + (PART ? (w + ahead) % WARPS : w)) * columns + place_of(c)) * PITCH + row.dim(p));
+                            warp_sums + ((sums + (PART ? (w + ahead) % WARPS : w)) * columns + place_of(c)) * PITCH +
+                            row.dim(p));
                 row.add(more, times);
             }
 #pragma unroll

@@ -9,7 +9,6 @@
 // PDL        slots, positions, tables and constants by channel are read at once, so that after the wait only qkv is
 //            loaded: a kernel that may still run must not write these. qkv is read, and all is written, behind the wait.
 // Guide      notebooks/guide/kernels_attention.md: lanes, rows of a thread, order of blocks, constants
-// Measured   nothing recorded yet
 // PTX ISA    as append_kv4; 9.7.13.13 griddepcontrol.
 #ifndef D
 #define D 128    // of a head: 64, 128, 256
@@ -60,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
     const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const int token = blockIdx.x * ROWS + (CHANNEL ? 0 : group % ROWS);
     const int head = blockIdx.y * (blockDim.x / LANES) + (CHANNEL ? group : group / ROWS * ROWS);
-    const bool is_q = part < ratio, is_v = part > ratio;
+    const bool is_q = part < ratio;
+    const bool is_v = part > ratio;
     Index slot[TOKENS];
     Rotation rotation[TOKENS];
 #pragma unroll
@@ -73,8 +73,7 @@ extern "C" __global__ void __launch_bounds__(256, BLOCKS) rope_append_kv4(
     }
     Channels channels;
     const size_t of_head = size_t(min(head, heads - 1)) * D;
-    if (CHANNEL && !is_q)
-        channels.read((is_v ? v_scale : k_scale) + of_head, (is_v ? v_zero : k_zero) + of_head, lane);
+    if (CHANNEL && !is_q) channels.read((is_v ? v_scale : k_scale) + of_head, (is_v ? v_zero : k_zero) + of_head, lane);
     wait_for_predecessors();
     Stored x[ROWS];
 #pragma unroll

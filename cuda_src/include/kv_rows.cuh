@@ -74,8 +74,7 @@ struct Stored {
         Two most = pair(0), least = pair(0);
 #pragma unroll
         for (int i = 1; i < PAIRS; ++i) most = __hmax2_nan(most, pair(i)), least = __hmin2_nan(least, pair(i));
-        return {max_nan(__low2float(most), __high2float(most)),
-                max_nan(-__low2float(least), -__high2float(least))};
+        return {max_nan(__low2float(most), __high2float(most)), max_nan(-__low2float(least), -__high2float(least))};
     }
 };
 

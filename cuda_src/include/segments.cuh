@@ -7,7 +7,7 @@ namespace ptxlab {
 
 constexpr int TILE = 64;               // tokens
 constexpr int NO_WINDOW = 0x7fffff00;  // tokens: more than any sequence has, and yet far enough from the largest s32
-constexpr int MOST_PARTS = 32;  // of a unit that is cut by its own length
+constexpr int MOST_PARTS = 32;         // of a unit that is cut by its own length
 constexpr int SLACK = 4;  // tiles more than its share that a block may get, so that no unit has to be put together
 
 // Of a unit that is cut: tiles of a part; of its tiles this segment's first, and behind the block's.
