@@ -171,7 +171,8 @@ struct Divider {
     }
 };
 
-// The 16 quantised values of a chunk, lifted as the scale is. 1.5 * 2^23 leaves no bits behind the point: the low byte is the rounded quotient.
+// The 16 quantised values of a chunk, lifted as the scale is. 1.5 * 2^23 leaves no bits behind the point: the low byte
+// is the rounded quotient.
 template <typename Values>
 __device__ __forceinline__ uint4 quantized(const Values& x, const Divider& divide, float lift = 1) {
     unsigned words[4];

@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_activations_s8(co
         held[i] = ptxlab::load_chunk<IN>(row, chunk, chunk < inside);
         most = max(most, ptxlab::magnitude(held[i]));
     }
+#pragma unroll 1
     for (int chunk = first + CHUNKS * THREADS; chunk < inside; chunk += THREADS)
         most = max(most, ptxlab::magnitude(ptxlab::load_chunk<IN>(row, chunk, true)));
     found.say(0, ptxlab::warp_max(most));
@@ -57,6 +58,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize_activations_s8(co
     };
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) finish(held[i], first + i * THREADS);
+#pragma unroll 1
     for (int c = CHUNKS * THREADS; c < order.chunks; c += THREADS)
         finish(ptxlab::load_chunk<IN>(row, first + c, first + c < inside), first + c);
 
