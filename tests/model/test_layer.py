@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptxlab import emulator, runtime
+from ptxlab import emulator, gpu, runtime
 from ptxlab.errors import ArgumentError, VerificationError
 from ptxlab.kernels import operation
 from ptxlab.layout import KVCache
 from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights
 from ptxlab.model.reference import compare, exact, in_float64
 from ptxlab.spec.dtypes import numbers
+from tests.support.attention_problems import moved
+from tests.support.dispatching_array import DispatchingArray
 from tests.support.fake_gpu import FakeGpu, on_device
 from tests.support.layers import TINY, LayerProblem, another_layer, layer_problem
 
@@ -24,6 +26,7 @@ CHAIN = (
     "gemm_w4a8_small_sm90", "rmsnorm_quantize", "gemm_w4a8_small_sm90", "silu_mul_quantize", "gemm_w4a8_small_sm90",
 )  # fmt: skip
 GROUPED = tuple("gemm_w4a8_grouped_sm90" if i in (7, 9) else name for i, name in enumerate(CHAIN))
+PARTS = ("x_q", "scale", "token_sum")  # of packed activations
 # Root mean square of the errors by that of the result: of INT8 activations, and a new token in 4 bits.
 OF_QUANTISING = 0.08
 
@@ -148,6 +151,66 @@ def test_twins_agree_where_nothing_is_left_to_round() -> None:
     for name, right in (("hidden", hidden), ("residual", residual)):
         error = steps[name].right.astype(np.float64) - right
         assert 0 < np.sqrt((error**2).mean()) < OF_QUANTISING * np.sqrt((right**2).mean())
+
+
+@pytest.fixture
+def device_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`DispatchingArray`s are CuPy's, as far as anybody asks."""
+    replaced = {
+        "is_device_array": lambda array: isinstance(array, DispatchingArray),
+        "as_array": lambda name, array: array,
+        "to_host": lambda array: array.array,
+        "to_device": DispatchingArray,
+    }
+    for name, function in replaced.items():
+        monkeypatch.setattr(gpu, name, function)
+
+
+def there(part: Any) -> Any:
+    """An array or a packed weight on that device."""
+    if not hasattr(part, "buffers"):
+        return DispatchingArray(part)
+    return replace(part, buffers={name: DispatchingArray(array) for name, array in part.buffers.items()})
+
+
+@pytest.mark.usefixtures("device_arrays")
+@pytest.mark.parametrize(
+    ("config", "how"),
+    [(TINY, {}), (MIXTRAL, {"group": 64}), (QWEN, {"scheme": "qoq_channel", "dtype": "bfloat16"})],
+    ids=["llama", "mixtral", "qwen"],
+)
+def test_twins_take_device_arrays(config: Config, how: dict[str, Any]) -> None:
+    problem = layer_problem(config, **how)
+    given, weights = problem.inputs, problem.weights
+    moved_weights = replace(weights, **{name: there(part) for name, part in weights.parts.items()})
+    x, residual, slots, *rope = map(there, (given.x, given.residual, given.slots, *given.rope))
+    moved_inputs = LayerInputs(x, residual, moved(given.cache, DispatchingArray), slots, tuple(rope))
+    steps = exact(given, weights)
+    for name, step in exact(moved_inputs, moved_weights).items():
+        found, known = (vars(each.right) if name.endswith("_in") or name == "tokens" else {"": each.right}
+                        for each in (step, steps[name]))  # fmt: skip
+        assert all((found[part].array == known[part]).all() for part in known), name
+    floats = zip(in_float64(moved_inputs, moved_weights), in_float64(given, weights), strict=True)
+    assert all(np.allclose(found.array, known, rtol=1e-9) for found, known in floats)
+
+
+@pytest.mark.usefixtures("device_arrays")
+def test_experts_are_chosen_on_device_arrays() -> None:
+    """By the very operations that NumPy arrays take."""
+    problem = layer_problem(MIXTRAL)
+    problem.run()
+    routing, rows = problem.buffers.routing, problem.buffers.gate_up_in
+    assert routing is not None
+    left = {name: getattr(routing, name) for name in ("place", "share", "offsets", "normed", "results")}
+    moved_rows = replace(rows, **{part: there(np.zeros_like(getattr(rows, part))) for part in PARTS})
+    arrays = {name: there(array if name in ("normed", "results") else 0 * array) for name, array in left.items()}
+    tokens = replace(routing.tokens, **{part: there(getattr(routing.tokens, part)) for part in PARTS})
+    moved_routing, out = replace(routing, tokens=tokens, **arrays), there(0 * problem.buffers.hidden)
+    moved_routing.choose(there(problem.weights.router), moved_rows)
+    moved_routing.combine(out)
+    assert all((getattr(moved_routing, name).array == left[name]).all() for name in ("place", "share", "offsets"))
+    assert all((getattr(moved_rows, part).array == getattr(rows, part)).all() for part in PARTS)
+    assert (out.array == problem.buffers.hidden).all()
 
 
 STEPS = (

@@ -28,7 +28,7 @@ class DispatchingArray:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.array, name)
         if not callable(value):
-            return value
+            return to_device(value) if isinstance(value, np.ndarray) else value
         computed = flushed if name in ("astype", "sum") else lambda array: array
         return lambda *args, **kwargs: to_device(computed(value(*to_host(args), **to_host(kwargs))))
 
