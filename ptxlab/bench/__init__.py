@@ -78,7 +78,7 @@ def run_suite(
     if matrices is not None and family != "gemm":
         raise ArgumentError("matrices", f"must be None for the suite {family}", matrices)
     names = [name for name, spec in kernels.specs().items() if suite in (name, _suite_of(spec.family))]
-    if not names:
+    if suite not in SUITES and not names:
         raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
     info = gpu.device_info()
     progress("ceilings")

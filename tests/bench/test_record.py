@@ -7,11 +7,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from ptxlab import bench, cost, sources
+from ptxlab import bench, cost, gpu, sources
 from ptxlab.bench.ceilings import Ceilings, shortfall
 from ptxlab.bench.record import Record, commit
 from ptxlab.bench.timing import BEYOND_L2, clock_mhz, copies_beyond_l2
@@ -213,6 +214,16 @@ def test_clock_rate() -> None:
 def test_rotation() -> None:
     assert copies_beyond_l2(BEYOND_L2) == copies_beyond_l2(10 * BEYOND_L2) == 1
     assert copies_beyond_l2(8_650_000) * 8_650_000 >= BEYOND_L2
+
+
+@pytest.mark.parametrize("suite", bench.SUITES)
+def test_every_suite_runs(suite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of whole layers has no kernels of its name."""
+    monkeypatch.setattr(gpu, "device_info", lambda: SimpleNamespace(**RECORD.device, l2_bytes=0, memory_bytes=0))
+    monkeypatch.setattr(bench, "measure_ceilings", lambda: Ceilings(4.6, 4.2))
+    monkeypatch.setattr(bench, "versions", lambda _: {})
+    monkeypatch.setitem(bench.SUITES, suite, lambda *_: [ROW])
+    assert bench.run_suite(suite).rows == (ROW,)
 
 
 def test_unknown_suite() -> None:
