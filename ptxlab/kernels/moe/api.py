@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import numpy as np
-
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.moe.specs import CHOOSE, COMBINE, DTYPES, GATHER
@@ -215,8 +213,11 @@ def _prepare(call: _Call) -> Prepared:
     if reason := gpu.why_not("sm_90"):
         raise UnavailableError(f'{call.name}: {reason}; pass backend="emulator" with NumPy arrays')
     configs = [(spec, call.config(spec)) for spec in call.specs]
-    sizes, how = call.sizes, {"programmatic": call.programmatic}
-    return Prepared(call.specs[-1].name, lambda: tuple(Plan(spec, config, sizes, **how) for spec, config in configs))
+
+    def plans() -> tuple[Plan, ...]:
+        return tuple(Plan(spec, config, call.sizes, programmatic=call.programmatic) for spec, config in configs)
+
+    return Prepared(call.specs[-1].name, plans)
 
 
 def _on_host(call: _Call) -> Results:
@@ -233,7 +234,7 @@ def _on_host(call: _Call) -> Results:
         inputs = {arg.name: arrays[arg.name] for arg in spec.inputs}
         out = {arg.name: arrays[arg.name] for arg in spec.outputs if arg.name in arrays}
         sizes = {name: size for name, size in call.sizes.items() if name in spec.symbols}
-        how = {"backend": call.backend, "config": call.config(spec), "programmatic": call.programmatic}
+        how: dict[str, Any] = {"backend": call.backend, "config": call.config(spec), "programmatic": call.programmatic}
         arrays |= run_spec(spec, of_kernel(spec.name)[0], inputs, sizes=sizes, out=out, **how).outputs
     return {name: arrays[name] for name in written}
 

@@ -86,8 +86,8 @@ CHOOSE = KernelSpec(
     reference=_choosing,
     arch="sm_90",
     bound=_choosing_error,
-    tolerance_reason="logits are added in the reference's order, so choices are equal; exp2 is approximate: shares have "
-    "a relative error of 2^-21 and 2^-22 per unit of its argument",
+    tolerance_reason="logits are added in the reference's order, so choices are equal; exp2 is approximate: shares "
+    "have a relative error of 2^-21 and 2^-22 per unit of its argument",
     example_sizes=sizes_rows(
         "M H E k", "1 32 1 1", "3 1056 8 2", "2 4096 8 2", "4 96 64 4", "135 64 5 3", "134 32 40 2"
     ),
@@ -153,7 +153,7 @@ GATHER = KernelSpec(
     pack=lambda logical: {name: logical[name] for name in ("x_q", "scale", "token_sum", "chosen")},
     reference=_gathering,
     arch="sm_90",
-    example_sizes=sizes_rows("M K E k", "1 32 1 1", "3 1056 8 2", "70 64 64 4", "2 16416 3 2", "1100 32 5 3"),
+    example_sizes=sizes_rows("M K E k", "1 32 1 1", "3 1056 8 2", "70 64 64 4", "2 16416 3 2", "513 32 5 3"),
     agree=_all_different,
     after_wait=("x_q", "scale", "token_sum", "chosen"),
     batch="",
