@@ -59,8 +59,8 @@ class LayerBuffers:
         routing: of experts, or None.
         workspaces: of the GEMMs on a GPU, by product; `attention_workspace` of attention.
         programmatic: whether launches overlap (programmatic dependent launch): those inside of a layer.
-        batch_invariant: whether attention splits a sequence by its own length alone (`attention_kv4`). Then a token of
-            a dense layer has the same bits whatever else is in the batch; the other kernels see to that anyway.
+        batch_invariant: whether attention splits a sequence by its own length alone (`attention_kv4`). Then a token
+            has the same bits whatever else is in the batch; the other kernels see to that anyway.
     """
 
     config: Config

@@ -31,6 +31,8 @@ class RoutedTokens:
         place: s32 [M, k], the row of token m for its c-th expert.
         share: f32 [M, k], how much of a token's result each expert gives; of a token they add up to 1.
         chosen: s32 [M, k], the experts, the one with the largest share first.
+
+    Raises ArgumentError for shapes that do not fit together.
     """
 
     rows: PackedActivations
@@ -38,6 +40,16 @@ class RoutedTokens:
     place: Any = field(repr=False)
     share: Any = field(repr=False)
     chosen: Any = field(repr=False)
+
+    def __post_init__(self) -> None:
+        _check_row_major("RoutedTokens: rows", self.rows)
+        shape = shape_of(self.place)
+        if len(shape) != 2 or shape[0] * shape[1] != self.rows.M:
+            raise ArgumentError("RoutedTokens: place", f"must be [M, k] for {self.rows.M} rows", f"shape {list(shape)}")
+        for name in ("share", "chosen"):
+            if shape_of(getattr(self, name)) != shape:
+                got = f"shape {list(shape_of(getattr(self, name)))}"
+                raise ArgumentError(f"RoutedTokens: {name}", f"must be {list(shape)} as place is", got)
 
     @property
     def arrays(self) -> dict[str, Any]:
@@ -86,9 +98,7 @@ def route_tokens(
         ArgumentError: the argument, the rule and the value; nothing was launched.
         UnavailableError: no GPU backend here, or one below sm_90.
     """
-    if not isinstance(tokens, PackedActivations) or tokens.layout != "row_major":
-        got = tokens.layout if isinstance(tokens, PackedActivations) else type(tokens).__name__
-        raise ArgumentError(f"{ROUTE}: tokens", "must be row-major PackedActivations", got)
+    _check_row_major(f"{ROUTE}: tokens", tokens)
     if not isinstance(out, RoutedTokens | None):
         raise ArgumentError(f"{ROUTE}: out", "must be RoutedTokens", type(out).__name__)
     if not is_integer(k):
@@ -160,6 +170,12 @@ def combine_experts(
 
     made = _COMBINE((backend, programmatic), given, check)
     return made["hidden"] if out is None else out
+
+
+def _check_row_major(label: str, packed: Any) -> None:
+    if not isinstance(packed, PackedActivations) or packed.layout != "row_major":
+        got = packed.layout if isinstance(packed, PackedActivations) else type(packed).__name__
+        raise ArgumentError(label, "must be row-major PackedActivations", got)
 
 
 def _packed(names: tuple[str, ...], rows: int, H: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:

@@ -227,6 +227,18 @@ def test_bad_input_to_the_router_is_refused(given: dict[str, Any], message: str)
         ptxlab.route_tokens(**arguments)
 
 
+def test_rows_that_do_not_fit_together_are_refused() -> None:
+    routed = routed_on_host()
+    for change, message in (
+        ({"rows": FRAGMENTS}, r"RoutedTokens: rows: must be row-major PackedActivations \(got fragment\)"),
+        ({"rows": TOKENS}, r"RoutedTokens: place: must be \[M, k\] for 3 rows \(got shape \[3, 2\]\)"),
+        ({"place": routed.offsets}, r"RoutedTokens: place: must be \[M, k\] for 6 rows \(got shape \[5\]\)"),
+        ({"share": None}, r"RoutedTokens: share: must be \[3, 2\] as place is \(got shape \[\]\)"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            replace(routed, **change)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -285,6 +297,16 @@ def test_an_older_gpu_is_said(fake: FakeGpu) -> None:
 
 
 # --- what synchronises -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", [CHOOSE, GATHER, COMBINE], ids=lambda spec: spec.name)
+def test_every_bit(spec: Any) -> None:
+    """At all of the spec's sizes, on poisoned memory, with all checks."""
+    (source,) = kernels.find(spec.name)[1]
+    for sizes in spec.example_sizes:
+        found = verify(Job(spec, source, "emulator", sizes))
+        assert found.passed, found.detail
+
 
 SYNCHRONISED = {  # several tokens of a block, several parts of a warp
     "choose": (CHOOSE, {"M": 133, "H": 32, "E": 33, "k": 2}),
