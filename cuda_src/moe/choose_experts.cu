@@ -52,9 +52,7 @@ __device__ __forceinline__ unsigned ordered(float x) {
     const unsigned bits = __float_as_uint(x);
     return x == x ? bits ^ (bits >> 31 ? ~0u : 1u << 31) : 1;
 }
-__device__ __forceinline__ float float_of(unsigned key) {
-    return __uint_as_float(key ^ (key >> 31 ? 1u << 31 : ~0u));
-}
+__device__ __forceinline__ float float_of(unsigned key) { return __uint_as_float(key ^ (key >> 31 ? 1u << 31 : ~0u)); }
 
 // By a warp, of logits in parts [EXPERTS][PARTS].
 __device__ __forceinline__ void choose(const float* parts, int* chosen, float* share) {
@@ -99,12 +97,11 @@ __device__ __forceinline__ void choose(const float* parts, int* chosen, float* s
 }  // namespace
 
 // No input is __restrict__: ptxas moves read-only loads across griddepcontrol.wait, as it does in rmsnorm_quantize.
-extern "C" __global__ void __launch_bounds__(32 * WARPS) choose_experts(
-    const uint4* x,       // [M, H], by IN
-    const uint4* router,  // [EXPERTS, H], by IN
-    int* chosen,          // s32 [M, CHOSEN]
-    float* share,         // f32 [M, CHOSEN]
-    int M, int H) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS) choose_experts(const uint4* x,       // [M, H], by IN
+                                                                        const uint4* router,  // [EXPERTS, H], by IN
+                                                                        int* chosen,          // s32 [M, CHOSEN]
+                                                                        float* share,         // f32 [M, CHOSEN]
+                                                                        int M, int H) {
     __shared__ float parts[2][UNITS];  // of two tokens in turn, so that one barrier is enough
     ptxlab::launch_dependents();
     const int warp = threadIdx.x / 32, vectors = H / 8;

@@ -1,7 +1,7 @@
 // combine_experts: what a token's experts gave, each by its share, added up.
 //
-// Contract   hidden[m] = sum over c of share[m, c] results[place[m, c]] in f32, products and sums rounded one by one, in
-//            the order of c; rounded once to IN. results and hidden f16 or bf16 (IN 0, 1); H a multiple of 32. The same
+// Contract   hidden[m] = sum over c of share[m, c] results[place[m, c]] in f32, products and sums rounded one by one,
+//            in the order of c; rounded once to IN. results and hidden f16 or bf16 (IN 0, 1); H a multiple of 32. The same
 //            bits for a token in any batch.
 // Shows      a thread has 8 columns of a token; all of its rows are on their way at once.
 // Guide      notebooks/guide/kernels_moe.md: constants
@@ -26,12 +26,11 @@ __device__ __forceinline__ float value(const uint4& v, int i) {
 }  // namespace
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(THREADS) combine_experts(
-    const uint4* results,  // [rows, H], by IN
-    const int* place,      // s32 [M, CHOSEN]
-    const float* share,    // f32 [M, CHOSEN]
-    uint4* hidden,         // [M, H], by IN
-    int M, int H) {
+extern "C" __global__ void __launch_bounds__(THREADS) combine_experts(const uint4* results,  // [rows, H], by IN
+                                                                      const int* place,      // s32 [M, CHOSEN]
+                                                                      const float* share,    // f32 [M, CHOSEN]
+                                                                      uint4* hidden,         // [M, H], by IN
+                                                                      int M, int H) {
     ptxlab::launch_dependents();
     const int m = blockIdx.x, vectors = H / 8, at = blockIdx.y * THREADS + threadIdx.x;
     ptxlab::wait_for_predecessors();

@@ -37,17 +37,16 @@ struct Row {
 }  // namespace
 
 // No input is __restrict__: a read-only load may be moved ahead of griddepcontrol.wait.
-extern "C" __global__ void __launch_bounds__(THREADS) gather_tokens(
-    const uint4* x_q,      // s8  [M, K]
-    const float* scale,    // f32 [M]
-    const int* token_sum,  // s32 [M]
-    const int* chosen,     // s32 [M, CHOSEN]
-    int* offsets,          // s32 [EXPERTS + 1]
-    int* place,            // s32 [M, CHOSEN]
-    uint4* row_x_q,        // s8  [M CHOSEN, K]
-    float* row_scale,      // f32 [M CHOSEN]
-    int* row_sum,          // s32 [M CHOSEN]
-    int M, int K) {
+extern "C" __global__ void __launch_bounds__(THREADS) gather_tokens(const uint4* x_q,      // s8  [M, K]
+                                                                    const float* scale,    // f32 [M]
+                                                                    const int* token_sum,  // s32 [M]
+                                                                    const int* chosen,     // s32 [M, CHOSEN]
+                                                                    int* offsets,          // s32 [EXPERTS + 1]
+                                                                    int* place,            // s32 [M, CHOSEN]
+                                                                    uint4* row_x_q,        // s8  [M CHOSEN, K]
+                                                                    float* row_scale,      // f32 [M CHOSEN]
+                                                                    int* row_sum,          // s32 [M CHOSEN]
+                                                                    int M, int K) {
     __shared__ int next[EXPERTS];  // row of an expert that the next token takes
     ptxlab::launch_dependents();
     const int each = (M + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * each, end = min(begin + each, M);
