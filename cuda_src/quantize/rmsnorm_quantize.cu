@@ -83,7 +83,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     Chunk v = ptxlab::load_chunk<IN>(x + row, chunk, inside);
     if (RESIDUAL) {
         v = added(v, ptxlab::load_chunk<IN>(residual + row, chunk, inside));
-        if (inside) ptxlab::store_chunk(residual + row, chunk, v);
+        __syncwarp();  // what a lane has read is half its neighbour's to overwrite
+        ptxlab::store_chunk(residual + row, chunk, inside, v);
     }
     ptxlab::Floats y;
     float square = 0;
@@ -105,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
     const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)) * factor);
 #pragma unroll
     for (int i = 0; i < 16; ++i) y.v[i] *= factor;
-    if (NORMED && inside) ptxlab::store_chunk(normed + row, chunk, rounded(y));
+    if (NORMED) ptxlab::store_chunk(normed + row, chunk, inside, rounded(y));
     const uint4 q = ptxlab::quantized(y, s);
     order.store(x_q, m, chunk, q);
 
