@@ -78,15 +78,18 @@ def fused(record: Record | None) -> pd.DataFrame:
     return pd.DataFrame(flat, columns=list(dict.fromkeys([*_FUSED, "over torch", *(key for f in flat for key in f)])))
 
 
-def timeline(record: Record | None, model: str) -> pd.DataFrame:
-    """The launches of one layer in order: `face` is the call, `start_us`, `end_us`, `gap_us` to the one before."""
-    rows = [row for row in record.rows if row.measure == TIMELINE] if record else []
-    flat = []
-    for row in rows:
-        config = config_of({name: size for name, size in row.sizes.items() if name != "launch"})
-        if config and config.name == model:
-            flat.append({**vars(row), **row.more, **row.sizes})
-    return pd.DataFrame(flat, columns=list(dict.fromkeys(["face", "start_us", *(key for f in flat for key in f)])))
+def timelines(record: Record | None) -> dict[str, pd.DataFrame]:
+    """By model, the launches of one layer in order, of those in `DRAWN` that were traced.
+
+    `face` is the call; `start_us`, `end_us`; `gap_us` to the launch before, below 0 where the two overlap.
+    """
+    found: dict[str, list[dict[str, Any]]] = {model: [] for model in DRAWN}
+    for row in record.rows if record else ():
+        if row.measure == TIMELINE:
+            config = config_of({name: size for name, size in row.sizes.items() if name != "launch"})
+            if config and config.name in found:
+                found[config.name].append({**vars(row), **row.more, **row.sizes})
+    return {model: pd.DataFrame(rows) for model, rows in found.items() if rows}
 
 
 def layers_table(record: Record | None) -> str:
@@ -150,10 +153,7 @@ def fused_table(record: Record | None) -> str:
 def timeline_table(record: Record | None) -> str:
     """The launches of one layer, and what lies between them."""
     tables = []
-    for model in DRAWN:
-        rows = timeline(record, model)
-        if rows.empty:
-            continue
+    for model, rows in timelines(record).items():
         table = pd.DataFrame(
             {
                 f"{model}, batch {rows.B.iloc[0]}": "`" + rows.face + "`",
@@ -168,8 +168,9 @@ def timeline_table(record: Record | None) -> str:
     return "\n".join(tables) or MISSING
 
 
-def breakdown_figure(rows: pd.DataFrame) -> Figure:
+def breakdown_figure(record: Record) -> Figure:
     """Stacked bars by batch: every operation alone, ours beside the fastest FP8 mix, whose time is 1."""
+    rows = points(record)
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     panels = figure.subplots(1, len(DRAWN), sharey=True)
     for axes, model in zip(panels, DRAWN, strict=True):
@@ -218,9 +219,9 @@ def _part(row: pd.Series, part: str, mix: str) -> float:
 def timeline_figure(record: Record) -> Figure:
     """Every launch of one layer on one axis, a panel per model."""
     figure = Figure(figsize=(12, 6.2), layout="constrained")
-    panels = figure.subplots(len(DRAWN), 1)
-    for axes, model in zip(panels, DRAWN, strict=True):
-        rows = timeline(record, model)
+    found = timelines(record)
+    panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
+    for axes, (model, rows) in zip(panels, found.items(), strict=True):
         colours = [PARTS[_part_of(face)] for face in rows.face]
         axes.barh(range(len(rows)), rows.time_us, left=rows.start_us, color=colours, height=0.7)
         for place, row in enumerate(rows.itertuples()):

@@ -231,8 +231,8 @@ def layer_fused_section() -> str:
 def layer_timeline_section() -> str:
     """The launches of one layer, and where they are recorded as a picture."""
     record = layer.recorded()
-    drawn = not layer.timeline(record, layer.DRAWN[0]).empty
-    return layer.timeline_table(record) + _picture("The launches of one layer", "layer_timeline", drawn)
+    picture = "The launches of one layer", "layer_timeline"
+    return layer.timeline_table(record) + _picture(*picture, drawn=bool(layer.timelines(record)))
 
 
 def ladder_section() -> str:
