@@ -9,11 +9,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from ptxlab import gpu, reference
+from ptxlab import gpu
 from ptxlab.kernels.operation import dtype_of
 from ptxlab.layout import PackedActivations
 from ptxlab.model.config import Config
-from ptxlab.spec.dtypes import stored
+from ptxlab.spec.dtypes import floats, stored
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -54,7 +54,7 @@ class Routing:
     def choose(self, router: Any, rows: PackedActivations) -> None:
         """Choose the experts of every token (`router` f32 [E, H]), and copy its activations to their rows."""
         place, offsets = _shared(self.place), _shared(self.offsets)
-        chosen, _shared(self.share)[...] = top(_floats(self.normed) @ _shared(router).T, place.shape[1])
+        chosen, _shared(self.share)[...] = top(floats(_shared(self.normed)) @ _shared(router).T, place.shape[1])
         taken = chosen.reshape(-1, 1) == np.arange(len(router), like=place)  # bool [M·chosen, E]
         ends = taken.sum(axis=0).cumsum()
         offsets[0], offsets[1:] = 0, ends
@@ -67,7 +67,7 @@ class Routing:
 
     def combine(self, out: Any) -> None:
         """Add up what a token's experts gave, in float32 in the order of their choice, and round once: out [M, H]."""
-        share, rows = _shared(self.share), _floats(self.results)[_shared(self.place)]
+        share, rows = _shared(self.share), floats(_shared(self.results))[_shared(self.place)]
         total = rows[:, 0] * share[:, :1]
         for c in range(1, share.shape[1]):
             total = total + rows[:, c] * share[:, c : c + 1]
@@ -92,9 +92,3 @@ def top(logits: Any, k: int) -> tuple[Any, Any]:
 def _shared(array: Any) -> Any:
     """On the same memory, NumPy's or CuPy's."""
     return gpu.as_array("experts", array)
-
-
-def _floats(array: Any) -> Any:
-    """f32 of f16 or bf16."""
-    bits = _shared(array)
-    return reference.from_bfloat16_bits(bits) if dtype_of(array) == "bfloat16" else bits.astype(np.float32)

@@ -7,7 +7,7 @@ import numpy as np
 
 from ptxlab import gpu, quant, reference
 from ptxlab.errors import ArgumentError, UnavailableError
-from ptxlab.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, table_rows, values
+from ptxlab.kernels.attention.append import APPEND, DTYPES, INDICES, ROPE_APPEND, table_rows
 from ptxlab.kernels.attention.common import channels_of
 from ptxlab.kernels.operation import CallArray, DeviceMemory, Operation, Prepared, Results, check_how, copied, dtype_of
 from ptxlab.layout import KVCache
@@ -17,7 +17,7 @@ from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
 from ptxlab.spec import KernelSpec
-from ptxlab.spec.dtypes import dtype_in, storage
+from ptxlab.spec.dtypes import dtype_in, floats, storage
 from ptxlab.validate import shape_of
 
 
@@ -296,7 +296,7 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
         tokens = np.split(heads, 2, axis=1)
     else:
         tokens = [arrays["k"], arrays["v"]]
-    k, v = (np.where(here, values(x), np.float32(0)) for x in tokens)
+    k, v = (np.where(here, floats(x), np.float32(0)) for x in tokens)
     if "cos" in arrays:
         at = table_rows(arrays.get("positions", np.arange(len(k))), len(arrays["cos"]))
         k = reference.rope(k, arrays["cos"][at], arrays["sin"][at])

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ptxlab import gpu, reference
+from ptxlab import gpu
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.kernels.operation import CallArray, Operation, Prepared, Results, check_how, dtype_of
 from ptxlab.layout import PackedActivations
@@ -16,7 +16,7 @@ from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
 from ptxlab.sources import of_kernel
 from ptxlab.spec import KernelSpec
-from ptxlab.spec.dtypes import storage
+from ptxlab.spec.dtypes import floats, storage
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -158,7 +158,7 @@ class Quantizer:
         numbers = {each.name: require_on_host(*each[1:5], written=each.name in written) for each in call.floats}
         spec.check_sizes(sizes)
         if not call.is_empty:
-            self.look({name: _as_float32(array) for name, array in numbers.items()}, sizes)
+            self.look({name: floats(array) for name, array in numbers.items()}, sizes)
         arrays = {each.name: each.array for each in call.floats}
         for arg in spec.outputs:  # what is read and written, and left out, has no rows
             if arg.role == "inout" and arg.name not in arrays:
@@ -183,7 +183,3 @@ def _prepare(call: QuantizeCall) -> Prepared:
         raise UnavailableError(f'{call.name}: {reason}; pass backend="emulator" with NumPy arrays')
     config = call.config
     return Prepared(spec.name, lambda: (Plan(spec, config, call.sizes, programmatic=call.programmatic),))
-
-
-def _as_float32(x: np.ndarray) -> np.ndarray:
-    return (reference.from_bfloat16_bits(x) if x.dtype == np.uint16 else x).astype(np.float32, copy=False)
