@@ -26,6 +26,7 @@ from ptxlab.model.experts import top
 from ptxlab.model.layer import LayerBuffers
 from ptxlab.model.weights import LayerWeights
 from ptxlab.quant import QoQChannelWeight, QuantizedActivations
+from ptxlab.quant.tiled import with_arrays
 from ptxlab.reference.attention import F64
 from ptxlab.spec.dtypes import floats, numbers, stored
 from ptxlab.spec.tolerance import Allowed, misses
@@ -59,8 +60,7 @@ class LayerInputs:
         if not isinstance(cache, KVCache) or not isinstance(rope, tuple):
             got = f"{type(cache).__name__}, {type(rope).__name__}"
             raise ArgumentError("LayerInputs: cache, rope", "must be a KVCache and a tuple of arrays", got)
-        copies = {name: _copied(getattr(cache, name)) for name in ("pool", "block_table", "lengths")}
-        return cls(_copied(x), _copied(residual), replace(cache, **copies), _copied(slots), tuple(map(_copied, rope)))
+        return cls(*(with_arrays(part, _copied) for part in (x, residual, cache, slots, rope)))
 
 
 def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | None = None) -> dict[str, Step]:

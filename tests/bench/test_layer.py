@@ -34,7 +34,7 @@ def here(emulated_gpu: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def weights() -> list[LayerWeights]:
     first = LayerWeights.random(TINY, on_device=True)
-    return [first, decoder._moved(first)]
+    return [first, decoder.copy_of(first)]
 
 
 def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> None:

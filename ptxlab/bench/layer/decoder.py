@@ -21,6 +21,7 @@ from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, measur
 from ptxlab.errors import BenchmarkError
 from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer, experts, layer
 from ptxlab.model import reference as twins
+from ptxlab.quant.tiled import with_arrays
 
 MEASURE, FACE = "layer", "decode_layer"
 GEMM, ATTENTION, OTHERS = "gemm", "attention", "others"
@@ -195,19 +196,12 @@ def warm(config: Config, batches: Sequence[int]) -> None:
 def layers_of(config: Config) -> list[LayerWeights]:
     """Random weights on the device, the same for so many layers that these together exceed the L2."""
     first = LayerWeights.random(config, on_device=True)
-    return [first, *(_moved(first) for _ in range(copies_beyond_l2(first.nbytes) - 1))]
+    return [first, *(copy_of(first) for _ in range(copies_beyond_l2(first.nbytes) - 1))]
 
 
-def _moved(weights: LayerWeights) -> LayerWeights:
-    """The same weights elsewhere in memory."""
-    parts = {name: _copied(part) for name, part in weights.parts.items()}
-    return replace(weights, **parts)
-
-
-def _copied(part: Any) -> Any:
-    if hasattr(part, "buffers"):
-        return replace(part, buffers={name: array.copy() for name, array in part.buffers.items()})
-    return part.copy()
+def copy_of(weights: Any) -> Any:
+    """A layer's weights, or one of them, elsewhere in memory."""
+    return with_arrays(weights, lambda array: array.copy())
 
 
 @dataclass(frozen=True)
@@ -262,7 +256,7 @@ def copies_of(weights: LayerWeights) -> Callable[[str], list[Any]]:
     @cache
     def copied(matrix: str) -> list[Any]:
         weight = getattr(weights, matrix)
-        return [weight, *(_copied(weight) for _ in range(copies_beyond_l2(weight.nbytes) - 1))]
+        return [weight, *(copy_of(weight) for _ in range(copies_beyond_l2(weight.nbytes) - 1))]
 
     return copied
 
