@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from ptxlab.bench.layer import BATCHES, CONFIGS, FUSED, MEASURE, TIMELINE, config_of
 from ptxlab.bench.record import Record
+from ptxlab.bench.shapes import HEAD_DIM
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
 from report import frames
 from report.frames import MISSING, markdown, mean
@@ -65,13 +66,12 @@ def fastest(peers: Mapping[str, float], start: str) -> str:
 
 
 def fused(record: Record | None) -> pd.DataFrame:
-    """The kernels between GEMMs: `width` is H, F or K, of `rope_append_kv4` that of q, k and v."""
+    """The kernels between GEMMs: `width` is K, of `rope_append_kv4` that of q, k and v together."""
     rows = [row for row in record.rows if row.measure == FUSED] if record else []
     flat = []
     for row in rows:
         sizes = row.sizes
-        width = next((sizes[name] for name in ("H", "F", "K") if name in sizes), 0)
-        width = width or 128 * (sizes["Hq"] + 2 * sizes["Hkv"])
+        width = sizes["K"] if "K" in sizes else HEAD_DIM * (sizes["Hq"] + 2 * sizes["Hkv"])
         compiled = row.peers.get("torch_compile", math.nan)
         found = {**row.more, **vars(row), "M": sizes["M"], "width": width, "over torch": compiled / row.time_us}
         flat.append(found)
