@@ -8,6 +8,7 @@
 #include "cluster.cuh"
 #include "pack.cuh"
 #include "reciprocal.cuh"
+#include "reduce.cuh"
 
 namespace ptxlab {
 
@@ -187,11 +188,6 @@ __device__ __forceinline__ uint4 quantized(Floats& x, float scale) {
         for (int i = 0; i < 16; ++i) x.v[i] *= lift;
     }
     return quantized(x, Divider(scale * lift));
-}
-
-__device__ __forceinline__ int sum_of_bytes(const uint4& q, int sum) {
-    sum = __dp4a(int(q.x), 0x01010101, __dp4a(int(q.y), 0x01010101, sum));
-    return __dp4a(int(q.z), 0x01010101, __dp4a(int(q.w), 0x01010101, sum));
 }
 
 // --- to its place ----------------------------------------------------------------------------------------------------
