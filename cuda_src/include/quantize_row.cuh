@@ -115,7 +115,8 @@ private:
     }
 };
 
-// Before anything is said: every block says that it can hear, and waits for the others to before it speaks.
+// A block's barriers must be ready before another block sends to them: every block arrives here at the cluster's barrier,
+// and waits at it before its first `say`.
 template <int BLOCKS, typename First, typename Second>
 __device__ __forceinline__ void open(First& first, Second& second) {
     if (BLOCKS == 1) return;

@@ -35,9 +35,9 @@ _PARTS = ("q", "scale", "token_sum")  # of quantised activations
 
 
 class Step(NamedTuple):
-    """What a launch leaves: an array, or quantised activations; `allowed` is the error of what need not be these bits.
+    """The result of a launch: an array, or quantised activations.
 
-    Of quantised activations that is one bound for each of their arrays.
+    `allowed` is None where every bit must be right, else the error bound; of quantised activations, one per array.
     """
 
     right: Any
@@ -76,7 +76,7 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
         return (left or {}).get(name, right)
 
     stream = _added(given.x, given.residual, dtype)
-    _, quantised = _normed(stream, weights.input_norm, config.eps, dtype)
+    _, quantised = _normed(stream, weights.input_norm, config.eps)
     qkv_in = done("qkv_in", quantised)
     qkv = done("qkv", _product(qkv_in, weights.qkv, dtype, weights.qkv_bias))
     q, pool = _rotated_and_appended(qkv, given, config.heads, dtype)
@@ -87,7 +87,7 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
     o_in = done("o_in", quant.quantize_activations(floats(attention).reshape(len(attention), -1)))
     o = done("o", _product(o_in, weights.o, dtype))
     stream = done("residual", _added(stream, o, dtype))
-    y, quantised = _normed(stream, weights.post_norm, config.eps, dtype)
+    y, quantised = _normed(stream, weights.post_norm, config.eps)
     if config.experts:
         tokens, y = done("tokens", quantised), done("normed", stored(y, dtype))
         place, offsets, share, allowed = _routed(floats(y), weights.router, config.chosen_experts)
@@ -192,7 +192,7 @@ def _added(x: Any, residual: Any, dtype: str) -> Any:
     return stored(floats(x) + floats(residual), dtype)
 
 
-def _normed(stream: Any, gamma: Any, eps: float, dtype: str) -> tuple[Any, QuantizedActivations]:
+def _normed(stream: Any, gamma: Any, eps: float) -> tuple[Any, QuantizedActivations]:
     """y f32 [M, H], and as integers; in the kernel's order of additions, which is written for NumPy."""
     y = normalized(floats(_on_host(stream)), floats(_on_host(gamma)), eps)
     quantised = quant.quantize_activations(y)

@@ -83,13 +83,13 @@ class LayerWeights:
         dtype: str = "float16",
         on_device: bool = False,
     ) -> Self:
-        """Weights that mean nothing, of standard deviation K^-0.5, through the quantiser: a block of each, repeated.
+        """Random weights of standard deviation K^-0.5: a block of each matrix is quantised and repeated.
 
         Args:
             config: of the layer.
-            seed: of another layer, another.
+            seed: 0 or more; other layers have other weights by another seed.
             scheme: `lqq`, `qoq`, in groups of `group`, or `qoq_channel`.
-            group: 32, 64 or 128; not looked at where there are none.
+            group: 32, 64 or 128; `qoq_channel` ignores it.
             layout: of the packing.
             dtype: of what lies between the kernels, `float16` or `bfloat16`.
             on_device: repeat and pack on the GPU, which takes seconds for what takes minutes on the host.
@@ -133,7 +133,7 @@ class LayerWeights:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What there is of weights, by attribute."""
+        """All weights that the layer has, by attribute."""
         named = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "config"}
         return {name: part for name, part in named.items() if part is not None}
 

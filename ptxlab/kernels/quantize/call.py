@@ -42,7 +42,7 @@ class Fitted(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class QuantizeCall:
-    """The arrays given, by argument of the kernel, and all by which it is chosen."""
+    """One call: arrays by argument of the kernel, and all that selects the kernel's variant."""
 
     name: str
     spec: KernelSpec
@@ -57,7 +57,7 @@ class QuantizeCall:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All by which the kernel is chosen and compiled."""
+        """All that selects the compiled kernel."""
         return (*self.sizes.values(), self.dtype, self.programmatic)
 
     @property
@@ -73,7 +73,7 @@ class QuantizeCall:
 
     @property
     def floats(self) -> Iterator[CallArray]:
-        """What is read, or written as well."""
+        """Arrays of floats: inputs, and what is updated in place."""
         for name, shape in self.shapes.items():
             yield CallArray(name, f"{self.name}: {name}", self.given[name], self.dtype, shape)
 
@@ -94,7 +94,7 @@ class QuantizeCall:
 
     @property
     def operands(self) -> Iterator[CallArray]:
-        """Both."""
+        """All arrays of the call."""
         yield from self.floats
         yield from self.results
 
@@ -105,8 +105,8 @@ class Quantizer:
     def __init__(
         self, name: str, spec: KernelSpec, look: Callable[[dict[str, np.ndarray], Mapping[str, Any]], None]
     ) -> None:
-        """`look` at a call's floats by name and its sizes: it raises ArgumentError where a row would have no scale.
-        Done on the host alone, as nothing looks at numbers on a GPU."""
+        """`look` takes a call's floats by name and its sizes, and raises ArgumentError where a row would have no scale.
+        It is called for host arrays alone: on a GPU nothing reads values."""
         self.name, self.spec, self.look = name, spec, look
         self._operation = Operation(name, _prepare, self._on_host)
 
@@ -116,10 +116,10 @@ class Quantizer:
         """The activations: `how.out`, or new ones of the first array's kind.
 
         Args:
-            arrays: those of floats that are given, by argument of the kernel.
-            fit: looks at their shapes; ArgumentError if they do not fit together.
+            arrays: the arrays of floats that are given, by argument of the kernel.
+            fit: returns their sizes; ArgumentError if they do not fit together.
             how: the options of all calls.
-            options: what else `fit` looks at besides shapes.
+            options: further values that `fit` depends on, part of the key of remembered calls.
         """
         given, out, like = dict(arrays), how.out, None
         if isinstance(out, PackedActivations):
