@@ -107,6 +107,7 @@ QUANTIZE = KernelSpec(
         (17, 1152, 8, 128),
     ),
     after_wait=("x",),
+    batch_sizes={"M": 300, "K": 1056, "rows": 1, "span": 32},
 )
 
 
