@@ -87,6 +87,8 @@ def _spec(name: str, summary: str, *, bits: int = 4, page_shared: int = 256, hal
         example_sizes=sizes_rows(
             "B Hq Hkv P pages softmax_scale", (1, 1, 1, 1, 1, 0.088), (3, 4, 2, 3, 8, 0.088), (2, 3, 3, 6, 9, 0.5)
         ),
+        batch="B",
+        batch_sizes={"B": 16, "Hq": 4, "Hkv": 2, "P": 3, "pages": 8, "softmax_scale": 0.088},
     )
 
 
