@@ -142,11 +142,16 @@ def test_jobs_run_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_is_compiled_is_what_is_measured(here: pytest.MonkeyPatch) -> None:
-    decoder.warm(TINY, (1,))
+    between = {"rmsnorm_quantize", "silu_mul_quantize", "quantize_activations_s8"}
+    with emulator.chain(()) as made:
+        decoder.warm(TINY, (1,))
+    assert {*made.launches} == between | {"gemm_w4a8_small_sm90", "rope_append_kv4", "attention_kv4_sm90"}
     here.setattr(fused, "WIDTHS", (64, 96))
     here.setattr(fused, "HEADS", ((2, 1),))
-    for width in (64, 96):
-        fused.warm(width)
+    for width, launched in ((64, between | {"rope_append_kv4"}), (96, between)):
+        with emulator.chain(()) as made:
+            fused.warm(width)
+        assert {*made.launches} == launched
 
 
 def test_parts_of_the_suite_by_words() -> None:
