@@ -138,7 +138,7 @@ def chain(
     Raises ArgumentError for another `begin`, or inside of a chain; for what else is wrong, the first launch does.
     """
     if not is_one_of(begin, BEGINS):
-        raise ArgumentError("begin", f"is one of {', '.join(BEGINS)}", begin)
+        raise ArgumentError("begin", f"must be one of {', '.join(BEGINS)}", begin)
     if current() is not None:
         raise ArgumentError("chain", "must not begin inside of another", "one")
     known = [_Bytes(array, np.ones(array.nbytes, bool)) for array in given]

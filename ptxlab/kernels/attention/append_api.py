@@ -86,7 +86,7 @@ def rope_append_kv4(
         slots: as in `append_kv4`. The queries of padding are rotated like all others.
         rope: as in `append_kv4`: (cos, sin), or (cos, sin, positions); `reference.rope_tables` makes tables. On the
             GPU a position outside of them, which only padding may have, reads their last row.
-        out: [T, Hq, D] like qkv, to write q into; it must not overlap qkv.
+        out: [T, Hq, D] like qkv, to write q into. It must not overlap qkv, which is not checked.
         check: as in `append_kv4`.
         backend: as in `append_kv4`.
         programmatic: the call may begin before the kernel before it on the stream has ended. It reads slots, tables,
