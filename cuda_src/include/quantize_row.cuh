@@ -244,4 +244,21 @@ struct Order {
     }
 };
 
+// A chunk of a row in registers to INT8, and the row's scale and sum by its first thread. The last that a block does:
+// those of a cluster but the first only send their sums to it. `written`: whether there is such a row.
+template <int BLOCKS, int ORDER, typename Total>
+__device__ __forceinline__ void write_row(Floats& x, float s, Total& total, const Order<ORDER>& order, int m, int chunk,
+                                          bool written, uint4* x_q, float* scale, int* token_sum) {
+    const uint4 q = quantized(x, s);
+    order.store(x_q, m, chunk, q);
+    total.say(0, warp_sum(sum_of_bytes(q, 0)), 1);
+    if (blockIdx.x % BLOCKS) return;
+    total.wait();
+    const int sum = total.sum_of(0);
+    if (threadIdx.x == 0 && written) {
+        scale[m] = s;
+        token_sum[m] = sum;
+    }
+}
+
 }  // namespace ptxlab

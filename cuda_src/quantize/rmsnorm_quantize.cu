@@ -107,15 +107,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) rmsnorm_quantize(
 #pragma unroll
     for (int i = 0; i < 16; ++i) y.v[i] *= factor;
     if (NORMED) ptxlab::store_chunk(normed + row, chunk, inside, rounded(y));
-    const uint4 q = ptxlab::quantized(y, s);
-    order.store(x_q, m, chunk, q);
-
-    total.say(0, ptxlab::warp_sum(ptxlab::sum_of_bytes(q, 0)), 1);
-    if (blockIdx.x % CLUSTER) return;
-    total.wait();
-    const int sum = total.sum_of(0);
-    if (threadIdx.x == 0 && m < M) {
-        scale[m] = s;
-        token_sum[m] = sum;
-    }
+    ptxlab::write_row<CLUSTER>(y, s, total, order, m, chunk, m < M, x_q, scale, token_sum);
 }

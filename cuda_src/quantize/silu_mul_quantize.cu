@@ -63,15 +63,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) silu_mul_quantize(
     found.wait();
 
     const float s = ptxlab::scale_of(__uint_as_float(found.max_of(0)));
-    const uint4 q = ptxlab::quantized(h, s);
-    order.store(x_q, m, chunk, q);
-
-    total.say(0, ptxlab::warp_sum(ptxlab::sum_of_bytes(q, 0)), 1);
-    if (blockIdx.x % CLUSTER) return;
-    total.wait();
-    const int sum = total.sum_of(0);
-    if (threadIdx.x == 0 && m < M) {
-        scale[m] = s;
-        token_sum[m] = sum;
-    }
+    ptxlab::write_row<CLUSTER>(h, s, total, order, m, chunk, m < M, x_q, scale, token_sum);
 }

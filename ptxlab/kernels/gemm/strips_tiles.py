@@ -82,8 +82,8 @@ COSTS = {
     StripTile(256, 1, 1, 1, 128): StripCost(0.082, 0.210, 0.013, 2.446, 1.104, 1.425, 6.1),
     StripTile(256, 2, 1, 1, 128): StripCost(0.000, 0.600, 0.000, 3.873, 0.415, 2.132, 8.9),
 }
-# Outside a cluster, weights without groups take so much of a stage's time where dequantisation holds up most: 64 x 128
-# a warp group. Larger tiles unpack less often, and three warp groups hide it under each other's wgmma.
+# Weights without groups take so much of a stage's time in the one tile where the sweep finds enough of a difference to
+# choose by: two warp groups of 64 rows x 128 tokens, outside a cluster.
 LESS_WITHOUT_GROUPS = {StripTile(128, 2, 1, 1, 256): 0.91}
 _FULL = StripTile(64, 2, 2, 1, 256)  # in a cluster, registers for the constants of groups of 128 alone
 _KINDS = tuple(dict.fromkeys(tile.BM for tile in COSTS))

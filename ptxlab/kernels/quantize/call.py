@@ -68,8 +68,8 @@ class QuantizeCall:
     @property
     def config(self) -> dict[str, int]:
         """The variant's constants."""
-        floats = next(iter(self.spec.by_variant.values()))
-        return {**self.spec.config_for(self.sizes), "IN": floats.index(self.dtype)}
+        (dtypes,) = self.spec.by_variant.values()
+        return {**self.spec.config_for(self.sizes), "IN": dtypes.index(self.dtype)}
 
     @property
     def floats(self) -> Iterator[CallArray]:

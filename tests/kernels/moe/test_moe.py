@@ -17,7 +17,7 @@ from ptxlab.kernels.moe.specs import router_logits
 from ptxlab.layout import PackedActivations
 from ptxlab.runtime import Kernel, run_spec
 from ptxlab.verify import Job, verify
-from tests.support import waits
+from tests.support import chains, waits
 from tests.support.axes import on_every_backend
 from tests.support.fake_gpu import DeviceArray, FakeGpu
 
@@ -375,16 +375,4 @@ def test_a_programmatic_chain_is_the_plain_chain(M: int) -> None:
             ptxlab.route_tokens(tokens, normed, router, 2, out=routed, **how)
             ptxlab.combine_experts(results, routed, out=hidden, **how)
 
-    written = (hidden, normed, *routed.arrays.values())
-    found: list[list[np.ndarray]] = []
-    for programmatic, times in ((False, 1), (True, 50)):
-        chain(programmatic)
-        graph = gpu.capture([lambda programmatic=programmatic: chain(programmatic)])
-        for _ in range(times):
-            for array in written:
-                array[...] = 0
-            cupy.cuda.Device().synchronize()
-            graph.replay()
-            graph.synchronize()
-            found.append([array.get() for array in written])
-    assert all(np.array_equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
+    chains.same_bits_as_plain(chain, (hidden, normed, *routed.arrays.values()))

@@ -1,0 +1,30 @@
+"""Chains of launches on a GPU: what overlaps must change no bit."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+
+
+def same_bits_as_plain(chain: Callable[[bool], None], written: Sequence[Any]) -> None:
+    """50 replays of the chain, launched programmatically, write the same bits as one launched plainly.
+
+    `chain` enqueues the launches, which it is told whether to launch programmatically; `written` are CuPy's arrays.
+    """
+    import cupy
+
+    found: list[list[np.ndarray]] = []
+    for programmatic, times in ((False, 1), (True, 50)):
+        chain(programmatic)
+        graph = gpu.capture([partial(chain, programmatic)])
+        for _ in range(times):
+            for array in written:
+                array[...] = 0
+            cupy.cuda.Device().synchronize()
+            graph.replay()
+            graph.synchronize()
+            found.append([array.get() for array in written])
+    assert all(np.array_equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
