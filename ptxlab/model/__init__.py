@@ -4,8 +4,20 @@
 """
 
 from ptxlab.model.config import MODELS, Config
+from ptxlab.model.floats import FloatModel, perplexity
 from ptxlab.model.layer import LayerBuffers, decode_layer
+from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.reference import LayerInputs
 from ptxlab.model.weights import LayerWeights
 
-__all__ = ["MODELS", "Config", "LayerBuffers", "LayerInputs", "LayerWeights", "decode_layer"]
+__all__ = [
+    "MODELS",
+    "Config",
+    "FloatModel",
+    "LayerBuffers",
+    "LayerInputs",
+    "LayerWeights",
+    "QuantizedModel",
+    "decode_layer",
+    "perplexity",
+]

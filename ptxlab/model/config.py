@@ -188,6 +188,20 @@ class Config:
             "down": (self.hidden, self.ffn),
         }
 
+    @property
+    def separate_matrices(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of a dense layer's weights as checkpoints have them, by their name in `reference.MATRICES`."""
+        of_kv, fused = (self.kv_heads * self.head_dim, self.hidden), self.matrices
+        return {
+            "q": (self.heads * self.head_dim, self.hidden),
+            "k": of_kv,
+            "v": of_kv,
+            "o": fused["o"],
+            "gate": (self.ffn, self.hidden),
+            "up": (self.ffn, self.hidden),
+            "down": fused["down"],
+        }
+
 
 # Attribute of `Config` -> key of a config.json; of GGUF metadata, where the name of the architecture stands before it.
 _JSON = {

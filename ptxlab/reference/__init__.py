@@ -2,6 +2,7 @@
 
 from ptxlab.reference.activations import ACTIVATIONS, exponent, gated, rms_norm
 from ptxlab.reference.attention import attention, dequantize_kv, rope, rope_tables
+from ptxlab.reference.decoder import BIASES, EXACT, MATRICES, NORMS, Layer, Numerics, causal_attention, decoder_layer
 from ptxlab.reference.dequant import (
     dequant_comet,
     dequant_int4_naive,
@@ -24,11 +25,19 @@ from ptxlab.reference.packed import as_bytes, as_words, replicate
 
 __all__ = [
     "ACTIVATIONS",
+    "BIASES",
+    "EXACT",
+    "MATRICES",
+    "NORMS",
+    "Layer",
+    "Numerics",
     "as_bytes",
     "as_words",
     "attention",
     "bfloat16_bits",
+    "causal_attention",
     "combined",
+    "decoder_layer",
     "dequant_comet",
     "dequant_int4_naive",
     "dequant_lqq",

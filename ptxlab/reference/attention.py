@@ -61,19 +61,19 @@ def _visible(q: F64, k: F64, window: int | None) -> npt.NDArray[np.bool_]:
     return visible
 
 
-def rope(x: npt.NDArray[Any], cos: F32, sin: F32) -> F32:
-    """The rotary embedding in float32, each multiplication and addition rounded; dims i and i + D/2 are a pair.
+def rope(x: npt.NDArray[Any], cos: npt.NDArray[Any], sin: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The rotary embedding in the tables' dtype, each multiplication and addition rounded; i and i + D/2 are a pair.
 
     Args:
-        x: queries or keys, float [..., tokens, heads, D], converted to float32 first.
-        cos: of the tokens' angles, f32 [..., tokens, D/2].
+        x: queries or keys, float [..., tokens, heads, D], converted to that dtype first.
+        cos: of the tokens' angles, [..., tokens, D/2]; float32 as kernels compute, or float64.
         sin: as cos.
 
     Returns:
-        f32 [..., tokens, heads, D]: first half x1·cos - x2·sin, second half x2·cos + x1·sin.
+        [..., tokens, heads, D] of the tables' dtype: first half x1·cos - x2·sin, second half x2·cos + x1·sin.
     """
     half = x.shape[-1] // 2
-    x1, x2 = x[..., :half].astype(np.float32), x[..., half:].astype(np.float32)
+    x1, x2 = x[..., :half].astype(cos.dtype), x[..., half:].astype(cos.dtype)
     cos, sin = cos[..., None, :], sin[..., None, :]
     return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
 

@@ -1,0 +1,125 @@
+"""`FloatModel`: a whole decoder in floats: run over sequences layer by layer, and its perplexity."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.model.config import Config
+from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, rms_norm
+
+Tokens = npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FloatModel:
+    """A dense decoder: its weights in float32 or float64, NumPy's or CuPy's.
+
+    Attributes:
+        config: its shape.
+        embedding: [V, H].
+        layers: each a mapping as `reference.decoder_layer` takes it. A sequence that reads a layer when it is asked
+            for keeps a model that memory does not hold in a file.
+        final_norm: [H].
+        head: [V, H], or None where it is the embedding.
+    """
+
+    config: Config
+    embedding: Any = field(repr=False)
+    layers: Sequence[Layer] = field(repr=False)
+    final_norm: Any = field(repr=False)
+    head: Any = field(default=None, repr=False)
+
+    @classmethod
+    def random(cls, config: Config, seed: int = 0, dtype: Any = np.float32) -> Self:
+        """Random weights, of standard deviation K^-0.5 (the embedding's is 1)."""
+        rng = np.random.default_rng(seed)
+
+        def matrix(N: int, K: int) -> Any:
+            return (rng.standard_normal((N, K)) / np.sqrt(K)).astype(dtype)
+
+        def norm() -> Any:
+            return rng.uniform(0.5, 1.5, config.hidden).astype(dtype)
+
+        def layer() -> dict[str, Any]:
+            weights = {name: matrix(*size) for name, size in config.separate_matrices.items()}
+            if config.qkv_bias:
+                of_qkv = {f"{name}_bias": len(weights[name]) for name in ("q", "k", "v")}
+                weights |= {name: rng.standard_normal(N).astype(dtype) for name, N in of_qkv.items()}
+            return weights | {"input_norm": norm(), "post_norm": norm()}
+
+        V, H = config.vocabulary, config.hidden
+        return cls(
+            config=config,
+            embedding=rng.standard_normal((V, H)).astype(dtype),
+            layers=[layer() for _ in range(config.layers)],
+            final_norm=norm(),
+            head=None if config.tied_head else matrix(V, H),
+        )
+
+    def states(self, tokens: Sequence[Tokens], numerics: Numerics = EXACT) -> list[Any]:
+        """The stream after the last layer, [B, T, H] for each tokens [B, T]; a layer at a time over all of them."""
+        states = [self.embedding[each] for each in tokens]
+        for layer in self.layers:
+            states = [self.run_layer(x, layer, numerics) for x in states]
+        return states
+
+    def run_layer(self, x: Any, layer: Layer, numerics: Numerics = EXACT) -> Any:
+        """One layer on the stream [B, T, H] of sequences from their first token on."""
+        config = self.config
+        tables = tuple(np.asarray(table, like=x).astype(x.dtype) for table in config.rope_tables(x.shape[1]))
+        return decoder_layer(
+            x,
+            layer,
+            head_dim=config.head_dim,
+            eps=config.eps,
+            rope_tables=tables,  # type: ignore[arg-type]
+            activation=config.activation,
+            window=config.window,
+            numerics=numerics,
+        )
+
+    def logits(self, state: Any) -> Any:
+        """[B, T, V] of the stream after the last layer."""
+        y = rms_norm(state, self.final_norm, self.config.eps).astype(state.dtype)
+        return y @ (self.embedding if self.head is None else self.head).T
+
+
+def perplexity(
+    model: FloatModel,
+    windows: Tokens,
+    numerics: Numerics = EXACT,
+    progress: Callable[[], None] = lambda: None,
+) -> float:
+    """exp of the mean negative log likelihood, in nats, of each window's tokens [W, T] but the first.
+
+    A window at a time per layer; `progress` is called after each of a layer and of the head.
+    """
+    states = [model.embedding[window[None]] for window in windows]
+    for layer in model.layers:
+        for i, x in enumerate(states):
+            states[i] = model.run_layer(x, layer, numerics)
+            progress()
+    losses = []
+    for window, state in zip(windows, states, strict=True):
+        losses.append(negative_log_likelihood(model.logits(state)[0, :-1], window[1:]))
+        progress()
+    return float(np.exp(np.mean(losses)))
+
+
+def negative_log_likelihood(logits: Any, tokens: Tokens) -> float:
+    """Mean over tokens [T] of -log softmax(logits [T, V]), in float64."""
+    total = 0.0
+    for some, of in _strips(logits, tokens):
+        wide = some.astype(np.float64)
+        peak = wide.max(axis=1)
+        total += float((np.log(np.exp(wide - peak[:, None]).sum(axis=1)) + peak - wide[np.arange(len(of)), of]).sum())
+    return total / len(tokens)
+
+
+def _strips(logits: Any, tokens: Tokens, rows: int = 256) -> Iterator[tuple[Any, Tokens]]:
+    """A few rows at a time, as a vocabulary in float64 takes 400 KB each."""
+    for start in range(0, len(tokens), rows):
+        yield logits[start : start + rows], tokens[start : start + rows]

@@ -1,0 +1,103 @@
+"""A decoder layer of the Llama family over whole sequences, in the dtype that it is given, and what quantising changes.
+
+float32 to measure with, float64 to compare with. What is quantised where is said by an `Numerics`.
+"""
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.reference.activations import gated, rms_norm
+from ptxlab.reference.attention import rope
+
+Floats: TypeAlias = npt.NDArray[np.floating]
+Layer: TypeAlias = Mapping[str, Floats]
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+NORMS = ("input_norm", "post_norm")
+BIASES = ("q_bias", "k_bias", "v_bias")
+
+
+class Numerics:
+    """How a layer computes its products and what its cache keeps: exactly, unless a subclass says otherwise."""
+
+    def product(self, name: str, x: Floats, layer: Layer) -> Floats:
+        """x [.., K] times the matrix `name` [N, K] of the layer, plus its bias where it has one: [.., N]."""
+        y = x @ layer[name].T
+        bias = layer.get(f"{name}_bias")
+        return y if bias is None else y + bias
+
+    def cached(self, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        """Rotated keys and values [B, T, Hkv, D] as attention finds them in the cache."""
+        return keys, values
+
+
+EXACT = Numerics()
+
+
+def decoder_layer(
+    x: Floats,
+    layer: Layer,
+    *,
+    head_dim: int,
+    eps: float,
+    rope_tables: tuple[Floats, Floats],
+    activation: str = "silu",
+    window: int | None = None,
+    numerics: Numerics = EXACT,
+) -> Floats:
+    """A layer on sequences from their first token on.
+
+    Args:
+        x: residual stream, float [B, T, H].
+        layer: matrices [N, K] by their name in `MATRICES`, norms [H], and `q_bias`, `k_bias`, `v_bias` [N] where it has
+            them, all of x's dtype. The numbers of heads follow from the shapes.
+        head_dim: D.
+        eps: what RMSNorm adds to the mean square.
+        rope_tables: (cos, sin) [T, D/2] of x's dtype.
+        activation: one of `ACTIVATIONS`.
+        window: how many tokens a query sees at most, or None.
+        numerics: of the products and the cache.
+
+    Returns:
+        The stream after the layer, [B, T, H] of the same dtype.
+    """
+
+    def normed(name: str) -> Floats:
+        y: Floats = rms_norm(x, layer[name], eps).astype(x.dtype)
+        return y
+
+    def product(name: str, y: Floats) -> Floats:
+        return numerics.product(name, y, layer)
+
+    B, T, _ = x.shape
+    y = normed("input_norm")
+    q, k, v = (product(name, y).reshape(B, T, -1, head_dim) for name in ("q", "k", "v"))
+    q, k = (rope(each, *rope_tables) for each in (q, k))
+    k, v = numerics.cached(k, v)
+    x = x + product("o", causal_attention(q, k, v, window).reshape(B, T, -1))
+    y = normed("post_norm")
+    gate_up = np.concatenate([product("gate", y), product("up", y)], axis=-1)
+    return x + product("down", gated(gate_up, activation).astype(x.dtype))
+
+
+def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None) -> Floats:
+    """softmax(q kᵀ / √D) v, each token over itself and what precedes it: q [B, T, Hq, D], k and v [B, T, Hkv, D].
+
+    In q's dtype, a sequence at a time; `attention` is the same of one sequence in float64.
+    """
+    (B, T, Hq, D), Hkv = q.shape, k.shape[2]
+    token = np.arange(T, like=q)
+    hidden = token[:, None] < token if window is None else (token[:, None] < token) | (token[:, None] >= token + window)
+    results = np.empty_like(q)
+    for b in range(B):
+        grouped = q[b].reshape(T, Hkv, Hq // Hkv, D).transpose(1, 2, 0, 3)  # [Hkv, ratio, T, D]
+        scores = grouped @ k[b].transpose(1, 2, 0)[:, None] * q.dtype.type(D**-0.5)
+        scores[..., hidden] = -np.inf
+        scores -= scores.max(axis=-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mean = scores @ v[b].transpose(1, 0, 2)[:, None] / scores.sum(axis=-1, keepdims=True)
+        results[b] = mean.transpose(2, 0, 1, 3).reshape(T, Hq, D)
+    return results
