@@ -1,8 +1,8 @@
 """`decode_layer`: one decoder layer, a token of every sequence, as a chain of launches (QServe, Fig. 11)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -188,32 +188,92 @@ def decode_layer(
     Returns:
         `buffers.hidden`, [M, H]: to be given to the next layer as `x`, with the same residual.
     """
+    given = x, residual, weights, cache, slots
+    for call in layer_calls(*given, rope=rope, buffers=buffers, backend=backend, programmatic=programmatic):
+        call()
+    return buffers.hidden
+
+
+class LayerCall(NamedTuple):
+    """One call of the chain that a layer is.
+
+    Attributes:
+        name: of a product that of its weight, of another call that of what it writes, in `LayerBuffers`.
+        function, args, keywords: of the call.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def __call__(self, **changed: Any) -> Any:
+        """Make the call, perhaps with other keywords."""
+        return self.function(*self.args, **{**self.keywords, **changed})
+
+    @property
+    def launches(self) -> int:
+        """How many kernels it launches."""
+        return 2 if self.function is route_tokens else 1
+
+
+def layer_calls(
+    x: Any,
+    residual: Any,
+    weights: LayerWeights,
+    cache: KVCache,
+    slots: Any,
+    *,
+    rope: tuple[Any, ...],
+    buffers: LayerBuffers,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> list[LayerCall]:
+    """The calls that `decode_layer` of the same arguments makes, in order; none has been made.
+
+    Raises ArgumentError for what belongs to another layer or batch.
+    """
     _check(x, residual, weights, cache, buffers)
     config, b, M, space = weights.config, buffers, cache.batch, buffers.workspaces.get
-    first: dict[str, Any] = {"backend": backend, "programmatic": programmatic}
-    chained: dict[str, Any] = {"backend": backend, "programmatic": b.programmatic}
     norm: dict[str, Any] = {"residual": residual, "eps": config.eps}
     attending: dict[str, Any] = {"window": config.window, "batch_invariant": b.batch_invariant}
 
-    rmsnorm_quantize(x, weights.input_norm, **norm, **into(b.qkv_in), **first)
-    gemm_w4a8(b.qkv_in, weight=weights.qkv, bias=weights.qkv_bias, out=b.qkv, workspace=space("qkv"), **chained)
-    rope_append_kv4(b.qkv, cache, slots, rope=rope, out=b.q, **chained)
-    attention_kv4(b.q, cache, out=b.attention, workspace=b.attention_workspace, **attending, **chained)
-    quantize_activations(b.attention.reshape(M, -1), **into(b.o_in), **chained)
-    gemm_w4a8(b.o_in, weight=weights.o, out=b.o, workspace=space("o"), **chained)
-    if b.routing is not None:
-        tokens, normed, routed = b.routing.tokens, b.routing.normed, b.routing.routed
-        rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(tokens), normed=normed, **chained)
-        route_tokens(tokens, normed, weights.router, config.chosen_experts, out=routed, **chained)
-        grouped: dict[str, Any] = {"offsets": routed.offsets, **chained}
-        gemm_w4a8_grouped(b.gate_up_in, weights=weights.gate_up, out=b.gate_up, **grouped)
-        silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **chained)
-        gemm_w4a8_grouped(b.down_in, weights=weights.down, out=b.routing.results, **grouped)
-        return combine_experts(b.routing.results, routed, out=b.hidden, **chained)
-    rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(b.gate_up_in), **chained)
-    gemm_w4a8(b.gate_up_in, weight=weights.gate_up, out=b.gate_up, workspace=space("gate_up"), **chained)
-    silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **chained)
-    return gemm_w4a8(b.down_in, weight=weights.down, out=b.hidden, workspace=space("down"), **chained)
+    def call(name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> LayerCall:
+        return LayerCall(name, function, args, {"backend": backend, "programmatic": b.programmatic, **keywords})
+
+    def product(name: str, of: PackedActivations, weight: PackedWeight, out: Any, bias: Any = None) -> LayerCall:
+        return call(name, gemm_w4a8, of, weight=weight, bias=bias, out=out, workspace=space(name))
+
+    calls = [
+        call("qkv_in", rmsnorm_quantize, x, weights.input_norm, **norm, **into(b.qkv_in), programmatic=programmatic),
+        product("qkv", b.qkv_in, weights.qkv, b.qkv, weights.qkv_bias),
+        call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q),
+        call("attention", attention_kv4, b.q, cache, out=b.attention, workspace=b.attention_workspace, **attending),
+        call("o_in", quantize_activations, b.attention.reshape(M, -1), **into(b.o_in)),
+        product("o", b.o_in, weights.o, b.o),
+    ]
+    if b.routing is None:
+        return [
+            *calls,
+            call("gate_up_in", rmsnorm_quantize, b.o, weights.post_norm, **norm, **into(b.gate_up_in)),
+            product("gate_up", b.gate_up_in, weights.gate_up, b.gate_up),
+            call("down_in", silu_mul_quantize, b.gate_up, activation=config.activation, **into(b.down_in)),
+            product("down", b.down_in, weights.down, b.hidden),
+        ]
+    tokens, normed, routed, results = b.routing.tokens, b.routing.normed, b.routing.routed, b.routing.results
+
+    def of_experts(name: str, of: PackedActivations, weights: Any, out: Any) -> LayerCall:
+        return call(name, gemm_w4a8_grouped, of, weights=weights, offsets=routed.offsets, out=out)
+
+    return [
+        *calls,
+        call("tokens", rmsnorm_quantize, b.o, weights.post_norm, **norm, **into(tokens), normed=normed),
+        call("gate_up_in", route_tokens, tokens, normed, weights.router, config.chosen_experts, out=routed),
+        of_experts("gate_up", b.gate_up_in, weights.gate_up, b.gate_up),
+        call("down_in", silu_mul_quantize, b.gate_up, activation=config.activation, **into(b.down_in)),
+        of_experts("down", b.down_in, weights.down, results),
+        call("hidden", combine_experts, results, routed, out=b.hidden),
+    ]
 
 
 def into(out: PackedActivations) -> dict[str, Any]:
