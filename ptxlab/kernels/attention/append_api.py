@@ -86,7 +86,7 @@ def rope_append_kv4(
         slots: as in `append_kv4`. The queries of padding are rotated like all others.
         rope: as in `append_kv4`: (cos, sin), or (cos, sin, positions); `reference.rope_tables` makes tables. On the
             GPU a position outside of them, which only padding may have, reads their last row.
-        out: [T, Hq, D] like qkv, to write q into. It must not overlap qkv, which is not checked.
+        out: [T, Hq, D] like qkv, to write q into, in other memory.
         check: as in `append_kv4`.
         backend: as in `append_kv4`.
         programmatic: the call may begin before the kernel before it on the stream has ended. It reads slots, tables,
@@ -309,4 +309,5 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
             ) from None
 
 
-_APPEND, _ROPE_APPEND = (Operation(spec.name, _prepare, _on_host, _look) for spec in (APPEND, ROPE_APPEND))
+_APPEND = Operation(APPEND.name, _prepare, _on_host, _look)
+_ROPE_APPEND = Operation(ROPE_APPEND.name, _prepare, _on_host, _look, apart={"qkv": "qkv", "q": "out"})

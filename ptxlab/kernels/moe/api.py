@@ -255,4 +255,5 @@ def _on_host(call: _Call) -> Results:
     return {name: arrays[name] for name in written}
 
 
-_ROUTE, _COMBINE = Operation(ROUTE, _prepare, _on_host), Operation(COMBINED, _prepare, _on_host)
+_ROUTE = Operation(ROUTE, _prepare, _on_host)
+_COMBINE = Operation(COMBINED, _prepare, _on_host, apart={"results": "results", "hidden": "out"})

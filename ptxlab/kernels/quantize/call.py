@@ -103,12 +103,16 @@ class Quantizer:
     """One of the calls: checks arrays, launches its kernel, and hands the activations over."""
 
     def __init__(
-        self, name: str, spec: KernelSpec, look: Callable[[dict[str, np.ndarray], Mapping[str, Any]], None]
+        self,
+        name: str,
+        spec: KernelSpec,
+        look: Callable[[dict[str, np.ndarray], Mapping[str, Any]], None],
+        apart: tuple[str, ...] = (),
     ) -> None:
         """`look` takes a call's floats by name and its sizes, and raises ArgumentError where a row would have no scale.
-        It is called for host arrays alone: on a GPU nothing reads values."""
+        It is called for host arrays alone: on a GPU nothing reads values. No two arrays of `apart` may share memory."""
         self.name, self.spec, self.look = name, spec, look
-        self._operation = Operation(name, _prepare, self._on_host)
+        self._operation = Operation(name, _prepare, self._on_host, apart={each: each for each in apart})
 
     def __call__(
         self, arrays: Mapping[str, Any], fit: Callable[[], Fitted], how: How, *options: Any

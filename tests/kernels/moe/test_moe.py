@@ -228,6 +228,9 @@ def test_bad_input_to_the_router_is_refused(given: dict[str, Any], message: str)
         ptxlab.route_tokens(**arguments)
 
 
+RESULTS = np.ones((6, 64), np.float16)
+
+
 def test_rows_that_do_not_fit_together_are_refused() -> None:
     routed = routed_on_host()
     for change, message in (
@@ -249,6 +252,7 @@ def test_rows_that_do_not_fit_together_are_refused() -> None:
         ({"routed": TOKENS}, r"combine_experts: routed: must be RoutedTokens \(got PackedActivations\)"),
         ({"out": np.ones((2, 64), np.float16)}, r"combine_experts: out: shape \[3, 64\] \(got \[2, 64\]\)"),
         ({"out": np.ones((3, 64), np.uint16)}, r"combine_experts: out: dtype float16 \(got uint16\)"),
+        ({"results": RESULTS, "out": RESULTS[3:]}, r"combine_experts: out: must not share memory with results"),
     ],
 )
 def test_bad_input_to_the_sum_is_refused(given: dict[str, Any], message: str) -> None:
