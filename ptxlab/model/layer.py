@@ -9,15 +9,18 @@ import numpy as np
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
+from ptxlab.kernels.attention.append import INDICES
+from ptxlab.kernels.attention.append_api import check_places
+from ptxlab.kernels.attention.call import check_cache
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
-from ptxlab.kernels.operation import dtype_of
+from ptxlab.kernels.operation import CallArray, dtype_of
 from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
 from ptxlab.layout import KVCache, PackedActivations, PackedWeight
 from ptxlab.layout.packed_activations import stored_shape, tile_of
 from ptxlab.model.config import Config
 from ptxlab.model.weights import LayerWeights
-from ptxlab.runtime.arguments import check_flags
+from ptxlab.runtime.arguments import check_flags, require_on_host
 from ptxlab.spec.dtypes import storage
 from ptxlab.validate import shape_of
 
@@ -187,6 +190,11 @@ def decode_layer(
 
     Returns:
         `buffers.hidden`, [M, H]: to be given to the next layer as `x`, with the same residual.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for what a call in
+            the midst refuses, an infinity above all, when the residual is no longer what it was.
+        UnavailableError: a kernel does not run here.
     """
     given = x, residual, weights, cache, slots
     for call in layer_calls(*given, rope=rope, buffers=buffers, backend=backend, programmatic=programmatic):
@@ -233,7 +241,9 @@ def layer_calls(
 
     Raises ArgumentError for what belongs to another layer or batch.
     """
-    _check(x, residual, weights, cache, buffers)
+    _check(x, residual, weights, cache, slots, rope, buffers)
+    if cache.batch == 0:
+        return []
     config, b, M, space = weights.config, buffers, cache.batch, buffers.workspaces.get
     norm: dict[str, Any] = {"residual": residual, "eps": config.eps}
     attending: dict[str, Any] = {"window": config.window, "batch_invariant": b.batch_invariant}
@@ -281,8 +291,10 @@ def into(out: PackedActivations) -> dict[str, Any]:
     return {"layout": out.layout, "rows": out.rows, "out": out}
 
 
-def _check(x: Any, residual: Any, weights: LayerWeights, cache: KVCache, buffers: LayerBuffers) -> None:
-    """Raise ArgumentError, before anything is launched, for what belongs to another layer or batch."""
+def _check(
+    x: Any, residual: Any, weights: LayerWeights, cache: KVCache, slots: Any, rope: Any, buffers: LayerBuffers
+) -> None:
+    """Raise ArgumentError for what belongs to another layer or batch, or what a call in the midst would refuse."""
     _check_weights(weights)
     if not isinstance(buffers, LayerBuffers):
         raise ArgumentError(f"{NAME}: buffers", "must come from LayerBuffers.empty", type(buffers).__name__)
@@ -293,10 +305,34 @@ def _check(x: Any, residual: Any, weights: LayerWeights, cache: KVCache, buffers
         rule = f"must be made for these weights, {weights.dtype}, and {M} sequences"
         got = f"{buffers.config.name or 'a layer'}, {buffers.dtype}, {buffers.qkv_in.M} sequences"
         raise ArgumentError(f"{NAME}: buffers", rule, got)
-    for name, array in (("x", x), ("residual", residual)):
-        if shape_of(array) != (M, H) or dtype_of(array) != weights.dtype:
-            rule, got = f"must be {weights.dtype} [{M}, {H}]", f"{dtype_of(array)} {list(shape_of(array))}"
-            raise ArgumentError(f"{NAME}: {name}", rule, got)
+    if not isinstance(rope, tuple) or len(rope) not in (2, 3):
+        raise ArgumentError(f"{NAME}: rope", "must be (cos, sin) or (cos, sin, positions)", type(rope).__name__)
+    cos, sin, *positions = rope
+    (rows,) = max(shape_of(cos)[:1], (1 if positions else M,))
+    floats, table = (weights.dtype,), (rows, config.head_dim // 2)
+    on_gpu = gpu.is_device_array(buffers.hidden)
+    device = gpu.view(f"{NAME}: buffers", buffers.hidden).device if on_gpu else -1
+    for name, array, dtypes, shape in (
+        ("x", x, floats, (M, H)),
+        ("residual", residual, floats, (M, H)),
+        ("slots", slots, INDICES, (M,)),
+        ("rope cos", cos, ("float32",), table),
+        ("rope sin", sin, ("float32",), table),
+        *(("rope positions", each, (dtype_of(slots),), (M,)) for each in positions),
+        ("cache.pool", cache.pool, ("uint8",), shape_of(cache.pool)),
+        ("weights.input_norm", weights.input_norm, floats, (H,)),
+    ):
+        label, dtype = f"{NAME}: {name}", dtype_of(array)
+        if shape_of(array) != shape or dtype not in dtypes:
+            rule, got = f"must be {' or '.join(dtypes)} {list(shape)}", f"{dtype} {list(shape_of(array))}"
+            raise ArgumentError(label, rule, got)
+        if on_gpu:
+            CallArray(name, label, array).view(device)
+        else:
+            require_on_host(label, array, dtype, shape, written=array is residual or array is cache.pool)
+    if not on_gpu:
+        check_places(NAME, cache, *(gpu.as_array(NAME, each) for each in (slots, *positions)), rows=rows)
+        check_cache(NAME, cache)
 
 
 def _check_weights(weights: Any) -> None:
