@@ -67,6 +67,16 @@ def test_a_layer_of_experts_is_taken_apart_too(here: pytest.MonkeyPatch) -> None
     assert read == pytest.approx([made[0].gate_up.nbytes / 2, made[0].down.nbytes / 2, made[0].qkv.nbytes])
 
 
+def test_chains_for_the_sanitizers_are_checked(here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    here.setattr(decoder, "_WATCHED", (1,))
+    here.setattr(decoder, "Config", lambda **sizes: replace(TINY, name=sizes["name"]))
+    with emulator.chain(()) as made:
+        decoder.check_chains()
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" steps")[0] for line in said] == ["dense, batch 1: 12", "experts, batch 1: 19"]
+    assert len(made.launches) == 2 * 10 + 2 * 13
+
+
 def test_another_bit_of_the_timed_graph_is_found(here: pytest.MonkeyPatch) -> None:
     made = Decoder(TINY, 1, weights())
     assert len(made.calls()) == 2, "two layers, one after the other"

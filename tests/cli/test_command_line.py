@@ -114,8 +114,8 @@ def test_sanitize_takes_families(cli: Any, monkeypatch: pytest.MonkeyPatch) -> N
     asked: list[Any] = []
     monkeypatch.setattr(nsight.sanitizer, "sanitize", lambda *given: asked.append(given) or [])
     form = "gemm_w4a8_sm90:channel"
-    code, _, _ = cli("sanitize", "moe", "dequant_lqq", form, "--tool", "memcheck,racecheck", "--shape", "R=2")
-    named = ["choose_experts", "gather_tokens", "combine_experts", "dequant_lqq", form]
+    code, _, _ = cli("sanitize", "layer", "moe", "dequant_lqq", form, "--tool", "memcheck,racecheck", "--shape", "R=2")
+    named = ["choose_experts", "gather_tokens", "combine_experts", "dequant_lqq", form, "layer"]
     assert code == 0 and asked == [(tool, named, "R=2") for tool in ("memcheck", "racecheck")]
 
 

@@ -27,6 +27,7 @@ from ptxlab.quant.tiled import with_arrays
 MEASURE, FACE = "layer", "decode_layer"
 GEMM, ATTENTION, OTHERS = "gemm", "attention", "others"
 _COMPARED = 400e6  # weights in use of the largest layer that is compared with its exact twin, which takes seconds
+_WATCHED = (1, 5, 33)  # batches of `check_chains`
 _PARTS = {gemm_w4a8: GEMM, gemm_w4a8_grouped: GEMM, attention_kv4: ATTENTION}
 
 
@@ -134,6 +135,18 @@ class Decoder:
             found.append(Work(f"{GEMM} {name}", round(weight.nbytes * share), 2 * rows * N * K))
         batch = batch_of(config, self.B)
         return [*found, Work(ATTENTION, batch.kv_bytes(), 4 * batch.tokens * batch.Hq * HEAD_DIM)]
+
+
+def check_chains() -> None:
+    """Two small layers after each other, dense and of experts, against their twins: for tools that watch launches."""
+    dense = Config(hidden=512, ffn=768, heads=4, kv_heads=2, head_dim=HEAD_DIM, layers=1, vocabulary=1, name="dense")
+    for config in (dense, replace(dense, experts=4, chosen_experts=2, name="experts")):
+        first = LayerWeights.random(config, on_device=True)
+        for B in _WATCHED:
+            decoder = Decoder(config, B, [first, copy_of(first)])
+            print(f"{config.name}, batch {B}: {decoder.compare()}")
+            decoder.calls()[1]()
+            gpu.to_host(decoder.residual)  # waits for it
 
 
 def warm(config: Config, batches: Sequence[int]) -> None:
