@@ -50,6 +50,7 @@ def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> N
     assert {name for name, us in row.more.items() if us == 10.0} >= operations
     assert row.more["gemm_us"] == 40.0 and row.more["attention_us"] == 10.0 and row.more["others_us"] == 50.0
     assert row.more["others_share"] == 0.5 and row.more["plain_us"] == 10.0 and row.more["x"] == 1.0
+    assert row.more["invariant_attention_us"] == 10.0
     floors = [us for name, us in row.more.items() if name.startswith("floor ")]
     assert row.floor_us == pytest.approx(sum(floors)) and len(floors) == 5
     nbytes = sum(getattr(made[0], name).nbytes for name in TINY.matrices)

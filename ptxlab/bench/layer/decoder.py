@@ -18,7 +18,7 @@ from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, measure, measure_graph
 from ptxlab.errors import BenchmarkError
-from ptxlab.kernels.attention import attention_kv4
+from ptxlab.kernels.attention import attention_kv4, attention_workspace
 from ptxlab.kernels.gemm import gemm_w4a8, gemm_w4a8_grouped
 from ptxlab.model import Config, LayerBuffers, LayerCall, LayerInputs, LayerWeights, decode_layer, layer_calls
 from ptxlab.model import reference as twins
@@ -195,9 +195,24 @@ def alone(decoder: Decoder, copied: Callable[[str], list[Any]]) -> Alone:
             keyword = "weights" if "weights" in call.keywords else "weight"
             calls = [partial(call, **{keyword: weight}) for weight in copied(call.name)]
         elif part[name] == ATTENTION:
-            calls = [call._replace(args=(call.args[0], cache)) for cache in decoder.caches]
+            calls = over_caches(decoder, call)
         us[name] = measure(calls, replays=GEMM_REPLAYS).us
     return Alone(us, part)
+
+
+def over_caches(decoder: Decoder, attention: LayerCall, **changed: Any) -> list[Callable[[], Any]]:
+    """Attention of a layer over every cache, perhaps with other keywords."""
+    calls = [attention._replace(args=(attention.args[0], cache)) for cache in decoder.caches]
+    return [partial(call, **changed) for call in calls]
+
+
+def invariant_us(decoder: Decoder) -> float:
+    """Microseconds of attention that splits a sequence by its own length, timed as `alone` times the other."""
+    (attention,) = (call for call in decoder.operations[0] if part_of(call) == ATTENTION)
+    cache = decoder.caches[0]
+    space = attention_workspace(cache, batch_invariant=True) if gpu.is_device_array(cache.pool) else None
+    calls = over_caches(decoder, attention, batch_invariant=True, workspace=space)
+    return measure(calls, replays=GEMM_REPLAYS).us
 
 
 def copies_of(weights: LayerWeights) -> Callable[[str], list[Any]]:
@@ -227,7 +242,8 @@ def row(
     checked = (decoder.compare() if compared else "") + decoder.check(graph)
     plain = measure(decoder.calls(programmatic=False), replays=GEMM_REPLAYS).us
     apart = alone(decoder, copied)
-    return row_at(config, B, measured, decoder.work(), apart, ceilings, checked, peers, {"plain_us": plain, **more})
+    more = {"plain_us": plain, "invariant_attention_us": invariant_us(decoder), **more}
+    return row_at(config, B, measured, decoder.work(), apart, ceilings, checked, peers, more)
 
 
 def row_at(
