@@ -1,10 +1,12 @@
 """A decoder layer as one chain of launches in the emulator, held against its NumPy twins."""
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ptxlab import emulator, gpu, runtime
 from ptxlab.errors import ArgumentError, VerificationError
@@ -64,6 +66,39 @@ def test_a_layer_is_its_twin(config: Config, how: dict[str, Any], when: dict[str
     assert made.findings == [] and tuple(made.launches) == names
     routed = ("share, ", 19) if config.experts else ("", 12)
     assert said == f"{routed[1]} steps: attention, {routed[0]}down_in within bounds, all others equal in every bit"
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> LayerProblem:
+    """Widths in steps of 32, heads of any grouping, batches of any lengths; of one dtype, as each is compiled."""
+    kv_heads, D = draw(st.integers(1, 2)), draw(st.sampled_from((64, 128)))
+    widths = {name: 32 * draw(st.integers(1, 9)) for name in ("hidden", "ffn")}
+    heads = {"heads": kv_heads * draw(st.integers(1, 3)), "kv_heads": kv_heads, "head_dim": D}
+    experts = draw(st.sampled_from(({}, {"experts": 4, "chosen_experts": 2})))
+    lengths = tuple(draw(st.lists(st.integers(1, 128), min_size=1, max_size=5)))
+    config = Config(**widths, **heads, **experts, qkv_bias=draw(st.booleans()), layers=1, vocabulary=1)
+    return layer_problem(config, lengths=lengths, group=32, seed=draw(st.integers(0, 99)))
+
+
+def fill(part: Any, byte: int) -> None:
+    """Every array in a buffer, or in what holds buffers."""
+    if isinstance(part, np.ndarray):
+        part.view(np.uint8)[...] = byte
+    elif is_dataclass(part) and not isinstance(part, Config):
+        for each in fields(part):
+            fill(getattr(part, each.name), byte)
+
+
+@given(problem=problems(), mode=st.sampled_from(emulator.MODES), poison=st.sampled_from((0xA5, 0x5A, 0xFF)))
+@settings(max_examples=4)
+def test_any_layer_is_its_twin(problem: LayerProblem, mode: str, poison: int) -> None:
+    """On buffers full of something else."""
+    fill(problem.buffers, poison)
+    given = problem.inputs
+    with emulator.chain(emulator.CHECKS, mode=mode, begin=mode, given=[problem.cache.pool]) as made:
+        problem.run()
+    assert made.findings == []
+    compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
 
 
 def test_layers_follow_each_other() -> None:
