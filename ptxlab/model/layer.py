@@ -11,9 +11,10 @@ from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
 from ptxlab.kernels.attention.append import INDICES
 from ptxlab.kernels.attention.append_api import check_places
-from ptxlab.kernels.attention.call import check_cache
+from ptxlab.kernels.attention.call import MOST_RATIO, check_cache
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
+from ptxlab.kernels.moe.specs import MOST_CHOSEN, MOST_EXPERTS, MOST_WIDTH
 from ptxlab.kernels.operation import CallArray, dtype_of
 from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
 from ptxlab.layout import KVCache, PackedActivations, PackedWeight
@@ -102,6 +103,7 @@ class LayerBuffers:
         _check_weights(weights)
         check_flags(programmatic=programmatic, batch_invariant=batch_invariant)
         _check_cache(weights.config, cache)
+        _check_sizes(weights.config)
         config, M, like, dtype = weights.config, cache.batch, cache.pool, weights.dtype
 
         def array(*shape: int, of: str = dtype) -> Any:
@@ -338,6 +340,21 @@ def _check(
 def _check_weights(weights: Any) -> None:
     if not isinstance(weights, LayerWeights):
         raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
+
+
+def _check_sizes(config: Config) -> None:
+    """Raise ArgumentError for a layer that a kernel in its midst does not take."""
+    for name, most, step in (
+        ("hidden", MOST_WIDTH, 32),
+        ("ffn", MOST_WIDTH, 32),
+        ("heads", MOST_RATIO * config.kv_heads, 1),
+        ("experts", MOST_EXPERTS, 1),
+        ("chosen_experts", MOST_CHOSEN, 1),
+    ):
+        value = getattr(config, name)
+        if value > most or value % step:
+            rule = f"must be a multiple of {step} up to {most}" if step > 1 else f"at most {most}"
+            raise ArgumentError(f"{NAME}: {name}", rule, value)
 
 
 def _check_cache(config: Config, cache: KVCache) -> None:

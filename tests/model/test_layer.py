@@ -378,6 +378,21 @@ def test_buffers_that_cannot_be_made_are_refused(options: dict[str, Any], messag
         LayerBuffers.empty(**{"weights": PROBLEM.weights, "cache": PROBLEM.cache, **options})
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 17}, r"^decode_layer: heads: at most 16 \(got 17\)$"),
+        ({"experts": 65, "chosen_experts": 1}, r"^decode_layer: experts: at most 64 \(got 65\)$"),
+        ({"experts": 8, "chosen_experts": 5}, r"^decode_layer: chosen_experts: at most 4 \(got 5\)$"),
+        ({"ffn": 32800}, r"^decode_layer: ffn: must be a multiple of 32 up to 32768 \(got 32800\)$"),
+    ],
+)
+def test_a_layer_that_no_kernel_takes_has_no_buffers(change: dict[str, int], message: str) -> None:
+    weights = LayerWeights.random(replace(TINY, **change), group=32)
+    with pytest.raises(ArgumentError, match=message):
+        LayerBuffers.empty(weights, PROBLEM.cache)
+
+
 @pytest.mark.parametrize("problem", [PROBLEM, PROBLEM_OF_EXPERTS], ids=["llama", "mixtral"])
 def test_a_batch_of_nobody_is_a_layer_of_no_launch(problem: LayerProblem) -> None:
     cache = replace(problem.cache, block_table=problem.cache.block_table[:0], lengths=problem.cache.lengths[:0])

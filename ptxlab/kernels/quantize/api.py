@@ -13,6 +13,7 @@ from ptxlab.kernels.quantize.rmsnorm import RMSNORM, normalized
 from ptxlab.kernels.quantize.specs import QUANTIZE
 from ptxlab.layout import PackedActivations
 from ptxlab.quant.inputs import extremes, row_scales
+from ptxlab.spec.dtypes import as_stored
 from ptxlab.validate import is_one_of, shape_of
 
 
@@ -161,7 +162,11 @@ def _look_at_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) ->
     for name in ("x", "residual", "gamma"):
         if name in numbers:
             extremes(name, numbers[name])
-    v = numbers["x"] + numbers.get("residual", np.float32(0))
+    v = numbers["x"]
+    if "residual" in numbers:
+        with np.errstate(over="ignore"):  # what is not finite is refused by name
+            v = as_stored(v + numbers["residual"], sizes["dtype"])
+        extremes("x + residual", v)
     row_scales("y", np.abs(normalized(v, numbers["gamma"], sizes["eps"])).max(axis=1), 127)
 
 

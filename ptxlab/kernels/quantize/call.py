@@ -109,8 +109,8 @@ class Quantizer:
         look: Callable[[dict[str, np.ndarray], Mapping[str, Any]], None],
         apart: tuple[str, ...] = (),
     ) -> None:
-        """`look` takes a call's floats by name and its sizes, and raises ArgumentError where a row would have no scale.
-        It is called for host arrays alone: on a GPU nothing reads values. No two arrays of `apart` may share memory."""
+        """`look` takes a call's floats by name, its sizes and dtype: ArgumentError where a row would have no scale. It is
+        called for host arrays alone, as on a GPU nothing reads values. No two arrays of `apart` may share memory."""
         self.name, self.spec, self.look = name, spec, look
         self._operation = Operation(name, _prepare, self._on_host, apart={each: each for each in apart})
 
@@ -162,7 +162,7 @@ class Quantizer:
         numbers = {each.name: require_on_host(*each[1:5], written=each.name in written) for each in call.floats}
         spec.check_sizes(sizes)
         if not call.is_empty:
-            self.look({name: floats(array) for name, array in numbers.items()}, sizes)
+            self.look({name: floats(array) for name, array in numbers.items()}, {**sizes, "dtype": call.dtype})
         arrays = {each.name: each.array for each in call.floats}
         for arg in spec.outputs:  # what is read and written, and left out, has no rows
             if arg.role == "inout" and arg.name not in arrays:
