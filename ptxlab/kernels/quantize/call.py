@@ -109,8 +109,8 @@ class Quantizer:
         look: Callable[[dict[str, np.ndarray], Mapping[str, Any]], None],
         apart: tuple[str, ...] = (),
     ) -> None:
-        """`look` takes a call's floats by name, its sizes and dtype: ArgumentError where a row would have no scale. It is
-        called for host arrays alone, as on a GPU nothing reads values. No two arrays of `apart` may share memory."""
+        """`look` takes a call's floats by name, its sizes and dtype, and raises ArgumentError where a row would have no
+        scale: for host arrays alone, as on a GPU nothing reads values. No two arrays of `apart` may share memory."""
         self.name, self.spec, self.look = name, spec, look
         self._operation = Operation(name, _prepare, self._on_host, apart={each: each for each in apart})
 
