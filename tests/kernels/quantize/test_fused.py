@@ -336,6 +336,8 @@ def test_shared_memory_is_found_in_a_call_like_one_before(fake: FakeGpu) -> None
             ptxlab.rmsnorm_quantize(x, gamma, residual=residual, out=out)
     with pytest.raises(ArgumentError, match=r"rmsnorm_quantize: gamma: on the current device 0 \(got device 1\)"):
         ptxlab.rmsnorm_quantize(x, DeviceArray(gamma.host, device=1), out=out)
+    with pytest.raises(ArgumentError, match=r"rmsnorm_quantize: gamma: an array \[64\] of float16 \(got NoneType\)"):
+        ptxlab.rmsnorm_quantize(x, None)
     assert len(fake.launched) == 2
 
 
