@@ -356,7 +356,11 @@ def _handed(made: dict[str, Any], results: Iterable[CallArray], example: Any) ->
 
 @cache
 def _itemsize(dtype: str) -> int:
-    return storage(dtype).itemsize
+    """Bytes of an element; 0 of what NumPy has no such numbers of, for which the checks have better words."""
+    try:
+        return storage(dtype).itemsize
+    except TypeError:
+        return 0
 
 
 def _host_view(name: str, array: Any) -> gpu.View:
