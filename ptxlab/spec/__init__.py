@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ptxlab import sources
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.spec.dtypes import ByVariant, DType, dtype_in, storage
@@ -203,8 +204,8 @@ class KernelSpec:
 
     @property
     def family(self) -> str:
-        """The part of the name before the first underscore: `dequant`, `load`, `gemm` ..."""
-        return self.name.split("_", 1)[0]
+        """The folder of its sources: `dequant`, `load`, `gemm` ..."""
+        return sources.family_of(self.name)
 
     @cached_property
     def inputs(self) -> tuple[Arg, ...]:

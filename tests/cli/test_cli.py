@@ -169,7 +169,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("show", "dequant_lpp"), "unknown kernel 'dequant_lpp'; nearest: dequant_lqq"),
         (("verify", "gem"), "unknown kernel 'gem'; nearest: gemm"),
         (("sass", "dequant_lqq", "--record", "-D", "X"), "-D cannot be combined with --record"),
-        (("sanitize", "sum", "--tool", "memchek"), "--tool expects some of memcheck, "),
+        (("sanitize", "moe", "--tool", "memchek"), "--tool expects some of memcheck, "),
         (("sanitize", "{file}"), "sanitize expects kernels or families, got "),
         (("run", "gemm", "--in", "{lqq}"), "kernel: one of gemm_"),
         (("sweep", "{file}", "-D", "X=1"), "sweep expects a kernel of the W4A8 GEMM or of attention, got "),
