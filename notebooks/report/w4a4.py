@@ -83,7 +83,7 @@ def claims_table() -> str:
         for p in found
     ]
     needed = {p.claim.device: published.instructions_per_sum(p.claim, counts.loop_counts) for p in found[-2:]}
-    per_sum = counts.loop_counts(SCHEMES["W4A4 g128"], "sm_80").per_sum
+    per_sum = counts.load_mma_loops()["archs"]["sm_80"]["per_sum"]
     note = (
         "Error: from the nearer end of what is reported. A baseline is at its peak rate, FP16 with sums in FP32."
         f" Our kernel has {sum(per_sum.values()):.1f} instructions per sum and group; APEX4's figures need"
@@ -116,9 +116,9 @@ def schedule_table() -> str:
     table = pd.DataFrame(lines)
     formats = dict(zip(table.columns[2:], (*["{:.2f}x"] * 4, "{:+.0%}", "{:.2f}"), strict=True))
     note = (
-        f"Over W4A8; {COMET_SMS} SMs, {COMET_INT4:.0%} INT4, mean of batches {', '.join(map(str, COMET_TOKENS))}; an INT8"
-        f" tile takes 2 INT4 tiles, which bounds the gain by {rate_bound(COMET_INT4, 2):.2f}x while all SMs are busy in"
-        " both. Needed: the ratio at which all SMs busy would give COMET's figure."
+        f"Over W4A8; {COMET_SMS} SMs, {COMET_INT4:.0%} INT4, mean of batches {', '.join(map(str, COMET_TOKENS))}; an"
+        f" INT8 tile takes 2 INT4 tiles, which bounds the gain by {rate_bound(COMET_INT4, 2):.2f}x while all SMs are"
+        " busy in both. Needed: the ratio at which all SMs busy would give COMET's figure."
     )
     return f"{markdown(table, formats, left=2)}\n{note}\n"
 

@@ -1,7 +1,6 @@
 """Instruction counts of all kernels: measured where the assembler is installed, else as shipped with the package."""
 
 import json
-from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,23 +52,28 @@ def main_loops(spec: KernelSpec, source: Source) -> dict[str, Any]:
 
 def save() -> list[Path]:
     """Measure and write both records; returns their paths."""
-    found = {record_path(): measure(), record_path("mma_sync"): measure_mma_loops()}
+    loops = {arch: load_mma_loops()["archs"][arch] | mma_loops(arch) for arch in MMA_ARCHS}
+    record = {"schema": 1, "tools": toolchain.versions(), "tile": _MMA_TOKENS, "archs": loops}
+    found = {record_path(): measure(), record_path("mma_sync"): record}
     for path, record in found.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(record, indent=1) + "\n")
     return [*found]
 
 
-def measure_mma_loops() -> dict[str, Any]:
-    """Main loops of `MMA_LOOPS` without their MMAs, and what a sum costs that is scaled in between; JSON-ready."""
-    counted: dict[str, Any] = {}
-    for arch in MMA_ARCHS:
-        counted[arch] = {
-            name: {pipe: count / _MMA_WEIGHTS for pipe, count in mainloop.pipes_beside_mma(_large(name, arch)).items()}
-            for name in MMA_LOOPS
-        }
-        counted[arch]["per_sum"] = mainloop.pipes_per_sum(_large(_SCALING, arch))
-    return {"schema": 1, "tools": toolchain.versions(), "tile": _MMA_TOKENS, "archs": counted}
+def mma_loops(arch: str) -> dict[str, dict[str, float]]:
+    """Main loops of `MMA_LOOPS` on an architecture by pipe, per weight and without the MMAs; `per_sum` of a scaled sum.
+
+    Of the kernels that this checkout has.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name in MMA_LOOPS:
+        if name in kernels.specs():
+            pipes = mainloop.pipes_beside_mma(_large(name, arch))
+            found[name] = {pipe: count / _MMA_WEIGHTS for pipe, count in pipes.items()}
+    if _SCALING in kernels.specs():
+        found["per_sum"] = mainloop.pipes_per_sum(_large(_SCALING, arch))
+    return found
 
 
 def _large(name: str, arch: str) -> list[sass.SassInstruction]:
@@ -95,7 +99,7 @@ def _loaded(path: Path) -> dict[str, Any]:
 
 @cache
 def load_mma_loops() -> dict[str, Any]:
-    """The shipped record of `measure_mma_loops`."""
+    """The shipped record of `mma_loops`, by architecture."""
     return _loaded(record_path("mma_sync"))
 
 
@@ -111,8 +115,8 @@ def loop_counts(scheme: Scheme, arch: str) -> LoopCounts | None:
     if arch not in record["archs"]:
         return None
     counted = record["archs"][arch]
-    loop = Counter(counted[scheme.loop])
-    loop["alu"] += alpha * scheme.int8_share
+    converted = alpha * scheme.int8_share
+    loop = {**counted[scheme.loop], "alu": counted[scheme.loop]["alu"] + converted}
     return LoopCounts(loop, counted["per_sum"], record["tile"])
 
 

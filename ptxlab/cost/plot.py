@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -10,6 +11,7 @@ from ptxlab.cost.schedule import PIECES, Costs, Tile, Work, lower_bounds, makesp
 from ptxlab.plot import BLUE, ORANGE, PALE
 
 _NUMBERED = 8  # SMs: with more, the tiles are too small for their numbers
+_READABLE = 0.5  # INT4 tiles, likewise
 
 
 def schedule_figure(problems: Mapping[str, tuple[Sequence[Tile], int, Costs]], names: Sequence[str]) -> Figure:
@@ -45,17 +47,13 @@ def _draw(axes: Axes, works: Sequence[Work], sms: int, numbers: Mapping[Tile, in
     axes.set_facecolor(PALE)
     for int8, colour in ((False, BLUE), (True, ORANGE)):
         mine = [work for work in works if work.tile.int8 == int8]
-        axes.barh(
-            [work.sm for work in mine],
-            [work.end - work.start for work in mine],
-            left=[work.start for work in mine],
-            height=0.9,
-            color=colour,
-            edgecolor="white",
-            linewidth=0.8 if sms <= _NUMBERED else 0.1,
-        )
+        boxes = [
+            [(w.start, w.sm - 0.45), (w.end, w.sm - 0.45), (w.end, w.sm + 0.45), (w.start, w.sm + 0.45)] for w in mine
+        ]
+        line = 0.8 if sms <= _NUMBERED else 0.1
+        axes.add_collection(PolyCollection(boxes, facecolors=colour, edgecolors="white", linewidths=line))
     if sms <= _NUMBERED:
-        for work in works:
+        for work in (work for work in works if work.end - work.start > _READABLE):
             part = "" if len(work.pieces) == PIECES else f"\n{len(work.pieces)}/{PIECES}"
             middle = (work.start + work.end) / 2
             axes.text(

@@ -7,10 +7,10 @@ block of 128 channels that it multiplies says: INT4 or INT8, the latter with the
     remapped    no barriers; INT8 tiles first, each tile on the SM that is free first
     decomposed  remapped, then SMs that would idle take quarters (a warp's 64 x 64) of the last tiles of busy ones
 
-A remapped schedule never takes longer than a naive one. The naive one has a barrier after S tiles; with INT8 tiles first
-as few rounds as possible have one. And a tile that goes to the SM that is free first ends no later than in such rounds:
-before the last of S tiles is placed, some SM has none of them yet, so it is free at the barrier. Left out: loads,
-the reduction over K of tiles on different SMs, and what a shared tile loads twice.
+A remapped schedule never takes longer than a naive one. With INT8 tiles first, as few rounds as possible wait for one.
+And without barriers no tile of such a round ends later: while the S tiles of a round are placed, some SM has none of
+them yet, and is free when the round begins at the latest. A decomposed schedule only gives away what then ends earlier.
+Left out: loads, the reduction over K of tiles on different SMs, and what a cut tile loads twice.
 """
 
 import heapq
@@ -24,6 +24,8 @@ from ptxlab.errors import ArgumentError
 TILE = 128
 PIECES = 4  # that a tile can be cut into: 64 x 64 of Y each, what one warp multiplies
 _WHOLE = range(PIECES)
+_ROUNDING = 1e-9
+_MOST_TILES = 2_000_000  # some seconds, and as many hundred MB
 SCHEDULES = ("naive", "remapped", "decomposed")
 
 
@@ -91,6 +93,8 @@ def grid(M: int, N: int, K: int, int8: frozenset[int] = frozenset(), *, k_first:
         if size < 1:
             raise ArgumentError(name, "at least 1", size)
     rows, columns, blocks = (math.ceil(size / TILE) for size in (M, N, K))
+    if rows * columns * blocks > _MOST_TILES:
+        raise ArgumentError("M, N, K", f"at most {_MOST_TILES:,} tiles of {TILE} x {TILE} x {TILE}", f"{M}, {N}, {K}")
     if k_first:
         places = ((m, n, k) for m in range(rows) for n in range(columns) for k in range(blocks))
     else:
@@ -99,16 +103,15 @@ def grid(M: int, N: int, K: int, int8: frozenset[int] = frozenset(), *, k_first:
 
 
 def schedule(name: str, tiles: Sequence[Tile], sms: int, costs: Costs) -> list[Work]:
-    """One of `SCHEDULES` of these tiles; ArgumentError for another name or no SM."""
+    """One of `SCHEDULES` of these tiles; ArgumentError for another name."""
     if name not in SCHEDULES:
         raise ArgumentError("schedule", f"one of {', '.join(SCHEDULES)}", name)
-    if sms < 1:
-        raise ArgumentError("sms", "at least 1", sms)
     return {"naive": naive, "remapped": remapped, "decomposed": decomposed}[name](tiles, sms, costs)
 
 
 def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[Work]:
     """Rounds of as many tiles as SMs, each until its slowest tile is done."""
+    _require_sms(sms)
     found: list[Work] = []
     start = 0.0
     for first in range(0, len(tiles), sms):
@@ -120,6 +123,7 @@ def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[Work]:
 
 def remapped(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[Work]:
     """The longest tiles first, in the order of the grid, each on the SM that is free first (of several the lowest)."""
+    _require_sms(sms)
     free = [(0.0, sm) for sm in range(sms)]
     found = []
     for tile in sorted(tiles, key=costs.of, reverse=True):
@@ -139,7 +143,7 @@ def decomposed(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[Work]:
         busy, idle = max(range(sms), key=ends.__getitem__), min(range(sms), key=ends.__getitem__)
         work = lists[busy].pop()
         piece = costs.of(work.tile) / PIECES
-        if ends[idle] + piece >= ends[busy] - piece / 2:  # no gain; half a piece stands for rounding
+        if ends[idle] + piece >= ends[busy] * (1 - _ROUNDING):
             lists[busy].append(work)
             break
         if kept := work.pieces[:-1]:
@@ -157,13 +161,20 @@ def makespan(works: Sequence[Work]) -> float:
 
 def lower_bounds(tiles: Sequence[Tile], sms: int, costs: Costs) -> tuple[float, float]:
     """What no schedule of whole tiles beats: all work over all SMs, and the longest tile. Cut tiles obey the first."""
+    _require_sms(sms)
     times = [*map(costs.of, tiles)]
     return sum(times) / sms, max(times, default=0.0)
 
 
 def w4a8(tiles: Sequence[Tile], sms: int, costs: Costs) -> float:
     """Makespan of the same tiles if all are INT8 with conversion: what COMET's Fig. 10 compares with."""
+    _require_sms(sms)
     return math.ceil(len(tiles) / sms) * (costs.int8 + costs.conversion)
+
+
+def _require_sms(sms: int) -> None:
+    if sms < 1:
+        raise ArgumentError("sms", "at least 1", sms)
 
 
 def layer_speedups(

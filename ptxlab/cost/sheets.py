@@ -107,8 +107,8 @@ SHEETS = {  # by `DeviceInfo.slug`
 
 # NVIDIA's data sheets and white papers (GA102, Ada), without sparsity: A100 SXM with 80 GB, H100 and H200 SXM, L40S
 # (which promises no more for INT4 than for INT8; the RTX 4090, of the same chip, twice as much). H800 is an H100 with
-# less NVLink and FP64. Clocks are those that the FP32 rates are made of: A100 19.5 TFLOP/s, H100 and H200 67, L40S 91.6,
-# RTX 3090 35.6, RTX 4090 82.6. GeForce cards multiply FP16 twice as fast where sums are FP16 too.
+# less NVLink and FP64. Clocks are those that the FP32 rates are made of: A100 19.5 TFLOP/s, H100 and H200 67, L40S
+# 91.6, RTX 3090 35.6, RTX 4090 82.6. GeForce cards multiply FP16 twice as fast where sums are FP16 too.
 _HOPPER = {"fp16": 989.4, "fp8": 1978.9, "int8": 1978.9}
 _AMPERE_TOPS = {"fp16": 312.0, "int8": 624.0, "int4": 1248.0}
 _RTX_3090 = {"fp16": 71.2, "int8": 284.7, "int4": 569.4}
