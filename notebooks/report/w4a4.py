@@ -39,25 +39,24 @@ _ORDERS = {  # how the INT8 blocks lie and which tiles are neighbours -> argumen
 
 
 def choice_table() -> str:
-    """By GPU: until when weights are waited for, and how fast W4A8, W4Ax and W4A4 are beside INT8 with many tokens."""
+    """By GPU: until when weights are waited for, and how fast each scheme is beside INT8 with many tokens."""
     lines = []
     for gpu in map(cost.device, _GPUS):
-        until = cost.transition(gpu, SCHEMES["W4A8 sm80"])
-        line = {"GPU": gpu.name, "W4A8 loads longer than it multiplies, up to M": until}
-        for name in ("W4A8 sm80", "W4Ax", "W4A4 Atom"):
-            for turn in ("in_turn_us", "overlapped_us"):
-                eight, four = (getattr(_cost(gpu, scheme), turn) for scheme in ("W8A8", name))
-                called = turn.removesuffix("_us").replace("_", " ")
-                line[f"{name.split()[0]}, {called}"] = eight / four
+        line = {"GPU": gpu.name, "W4A8 waits for weights up to M": cost.transition(gpu, SCHEMES["W4A8 sm80"])}
+        eight = _cost(gpu, "W8A8")
+        for name in ("W4A8 sm80", "W4Ax token", "W4Ax g128", "W4A4 Atom"):
+            found = _cost(gpu, name)
+            in_turn, overlapped = eight.in_turn_us / found.in_turn_us, eight.overlapped_us / found.overlapped_us
+            line[name] = f"{in_turn:.2f} to {overlapped:.2f}x"
         lines.append(line)
     table = pd.DataFrame(lines)
-    formats = dict(zip(table.columns, ("{}", "{:.0f}", *["{:.2f}x"] * 6), strict=True))
     note = (
-        f"Speed over W8A8 at INT8's peak, {_MANY:,} tokens, {_MANY} x {_MANY}, predicted and not measured: data-sheet"
-        " rates, and the instructions of the main loops of `gemm_w4a8_qoq_sm80` and of Atom's kernels in machine code"
-        " for each GPU. W4A4 is Atom (groups of 128, 128 outlier channels), W4Ax has a quarter of its blocks in INT8."
+        f"Speed over W8A8 at INT8's peak, in turn to overlapped, {_MANY:,} tokens, {_MANY} x {_MANY}. Predicted, not"
+        " measured: data-sheet rates, and the main loops of `gemm_w4a8_qoq_sm80` and of Atom's kernels in machine code"
+        " for each GPU. W4Ax has a quarter of its blocks in INT8; token: one scale per token and precision, g128: one"
+        " per block of 128 channels. Atom: groups of 128 and 128 outlier channels in INT8."
     )
-    return f"{markdown(table, formats)}\n{note}\n"
+    return f"{markdown(table, dict(zip(table.columns, ('{}', '{:.0f}', *['{}'] * 4), strict=True)))}\n{note}\n"
 
 
 def _cost(gpu: cost.Device, scheme: str) -> cost.Cost:
@@ -82,7 +81,11 @@ def claims_table() -> str:
         }
         for p in found
     ]
-    needed = {p.claim.device: published.instructions_per_sum(p.claim, counts.loop_counts) for p in found[-2:]}
+    needed = {
+        p.claim.device: published.instructions_per_sum(p.claim, counts.loop_counts)
+        for p in found
+        if p.claim.source == "APEX4"
+    }
     per_sum = counts.load_mma_loops()["archs"]["sm_80"]["per_sum"]
     note = (
         "Error: from the nearer end of what is reported. A baseline is at its peak rate, FP16 with sums in FP32."

@@ -95,7 +95,9 @@ SCHEMES = {
         Scheme("W4A4 outlier", _FOUR, "int4", loop=_S4, outliers=128),
         Scheme("W4A4 g128", _FOUR, "int4", loop=_S4, group=128),
         Scheme("W4A4 Atom", _FOUR + 0.125, "int4", loop=_S4, group=128, outliers=128),
-        Scheme("W4Ax", _FOUR, "int4", "dequant_qoq_channel", loop=_S4, group=128, int8_share=0.25),
+        # COMET does not say whether a block's activations have scales of their own, or a token one per precision.
+        Scheme("W4Ax g128", _FOUR, "int4", "dequant_qoq_channel", loop=_S4, group=128, int8_share=0.25),
+        Scheme("W4Ax token", _FOUR, "int4", "dequant_qoq_channel", loop=_S4, int8_share=0.25),
     )
 }
 

@@ -45,13 +45,14 @@ def schedule_figure(problems: Mapping[str, tuple[Sequence[Tile], int, Costs]], n
 
 def _draw(axes: Axes, works: Sequence[Work], sms: int, numbers: Mapping[Tile, int]) -> None:
     axes.set_facecolor(PALE)
+    half = 0.45 if sms <= _NUMBERED else 0.5
     for int8, colour in ((False, BLUE), (True, ORANGE)):
         mine = [work for work in works if work.tile.int8 == int8]
         boxes = [
-            [(w.start, w.sm - 0.45), (w.end, w.sm - 0.45), (w.end, w.sm + 0.45), (w.start, w.sm + 0.45)] for w in mine
+            [(w.start, w.sm - half), (w.end, w.sm - half), (w.end, w.sm + half), (w.start, w.sm + half)] for w in mine
         ]
-        line = 0.8 if sms <= _NUMBERED else 0.1
-        axes.add_collection(PolyCollection(boxes, facecolors=colour, edgecolors="white", linewidths=line))
+        edges = {"edgecolors": "white", "linewidths": 0.8} if sms <= _NUMBERED else {"linewidths": 0}
+        axes.add_collection(PolyCollection(boxes, facecolors=colour, **edges))
     if sms <= _NUMBERED:
         for work in (work for work in works if work.end - work.start > _READABLE):
             part = "" if len(work.pieces) == PIECES else f"\n{len(work.pieces)}/{PIECES}"

@@ -52,6 +52,10 @@ CLAIMS = (
     Claim("Atom §5.3.1", "rtx4090", "W4A4 Atom", 512, 1.9, 1.9, "W8A8"),
     Claim("APEX4", "rtx3090", "W4A4 g128", 4096, 2.0, 2.5, "FP16"),
     Claim("APEX4", "a100", "W4A4 g128", 4096, 0.43, 0.47, "FP16"),
+    Claim("COMET §6.3", "a100", "W4Ax token", 16, 2.91, 2.91, "FP16"),
+    Claim("COMET §6.3", "a100", "W4Ax token", 64, 2.97, 2.97, "FP16"),
+    Claim("COMET §6.3", "a100", "W4Ax token", 256, 2.75, 2.75, "FP16"),
+    Claim("COMET §6.3", "a100", "W4Ax g128", 256, 2.75, 2.75, "FP16"),
 )
 
 

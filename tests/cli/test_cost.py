@@ -13,7 +13,7 @@ def test_schemes_are_chosen_by_name(cli: Any) -> None:
     code, out, _ = cli("cost", "--device", "RTX3090", "--scheme", "w4a4,W4Ax,w4a8-sm80", "--json")
     found = json.loads(out)
     assert code == 0 and (found["M"], found["N"], found["K"]) == (512, 4096, 4096)
-    names = ["W4A4", "W4A4 outlier", "W4A4 g128", "W4A4 Atom", "W4Ax", "W4A8 sm80"]
+    names = ["W4A4", "W4A4 outlier", "W4A4 g128", "W4A4 Atom", "W4Ax g128", "W4Ax token", "W4A8 sm80"]
     assert [entry["scheme"]["name"] for entry in found["schemes"]] == names
     atom = found["schemes"][3]
     assert atom["cost"]["scale_us"] > atom["cost"]["dequantise_us"] > 0 and atom["counts"]["tile"] == 64
@@ -48,7 +48,7 @@ def test_schedules_beside_comet(cli: Any, tmp_path: Path) -> None:
         (("--device", "rtx3080"), "nearest: rtx3090, rtx4090"),
         (("--device", "a100", "--scheme", "w4a5"), "scheme: a known one; nearest: w4a"),
         (("--device", "h100", "--scheme", "w4a4"), "scheme: one that h100 runs: it multiplies fp16, fp8, int8"),
-        (("--device", "h200-measured", "--scheme", "w4ax"), "scheme: one that h200-measured runs"),
+        (("--device", "h200-measured", "--scheme", "w4ax-token"), "scheme: one that h200-measured runs"),
         (("--papers", "--device", "a100"), "--device cannot be combined with --papers"),
         (("--device", "a100", "schedule"), "--device cannot stand before `schedule`"),
         (("schedule", "--model", "LLaMA-9"), "LLaMA-3-8B"),
