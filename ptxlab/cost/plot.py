@@ -7,7 +7,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from ptxlab.cost.schedule import PIECES, Costs, Tile, Work, lower_bounds, makespan, schedule
+from ptxlab.cost.schedule import PIECES, Costs, Tile, TileWork, lower_bounds, makespan, schedule
 from ptxlab.plot import BLUE, ORANGE, PALE
 
 _NUMBERED = 8  # SMs: with more, the tiles are too small for their numbers
@@ -43,7 +43,7 @@ def schedule_figure(problems: Mapping[str, tuple[Sequence[Tile], int, Costs]], n
     return figure
 
 
-def _draw(axes: Axes, works: Sequence[Work], sms: int, numbers: Mapping[Tile, int]) -> None:
+def _draw(axes: Axes, works: Sequence[TileWork], sms: int, numbers: Mapping[Tile, int]) -> None:
     axes.set_facecolor(PALE)
     half = 0.45 if sms <= _NUMBERED else 0.5
     for int8, colour in ((False, BLUE), (True, ORANGE)):

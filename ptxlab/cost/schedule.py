@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     int8: bool
 
 
-class Work(NamedTuple):
+class TileWork(NamedTuple):
     """Pieces of a tile, of `PIECES`, that one SM works on from start to end."""
 
     sm: int
@@ -102,40 +102,40 @@ def grid(M: int, N: int, K: int, int8: frozenset[int] = frozenset(), *, k_first:
     return [Tile(m, n, k, k in int8) for m, n, k in places]
 
 
-def schedule(name: str, tiles: Sequence[Tile], sms: int, costs: Costs) -> list[Work]:
+def schedule(name: str, tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
     """One of `SCHEDULES` of these tiles; ArgumentError for another name."""
     if name not in SCHEDULES:
         raise ArgumentError("schedule", f"one of {', '.join(SCHEDULES)}", name)
     return {"naive": naive, "remapped": remapped, "decomposed": decomposed}[name](tiles, sms, costs)
 
 
-def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[Work]:
+def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
     """Rounds of as many tiles as SMs, each until its slowest tile is done."""
     _require_sms(sms)
-    found: list[Work] = []
+    found: list[TileWork] = []
     start = 0.0
     for first in range(0, len(tiles), sms):
         turn = tiles[first : first + sms]
-        found += [Work(sm, tile, _WHOLE, start, start + costs.of(tile)) for sm, tile in enumerate(turn)]
+        found += [TileWork(sm, tile, _WHOLE, start, start + costs.of(tile)) for sm, tile in enumerate(turn)]
         start += max(map(costs.of, turn))
     return found
 
 
-def remapped(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[Work]:
+def remapped(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
     """The longest tiles first, in the order of the grid, each on the SM that is free first (of several the lowest)."""
     _require_sms(sms)
     free = [(0.0, sm) for sm in range(sms)]
     found = []
     for tile in sorted(tiles, key=costs.of, reverse=True):
         start, sm = free[0]
-        found.append(Work(sm, tile, _WHOLE, start, start + costs.of(tile)))
+        found.append(TileWork(sm, tile, _WHOLE, start, start + costs.of(tile)))
         heapq.heapreplace(free, (found[-1].end, sm))
     return found
 
 
-def decomposed(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[Work]:
+def decomposed(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
     """Remapped; then the SM that ends last gives a piece to the one that ends first, while that ends earlier for it."""
-    lists: list[list[Work]] = [[] for _ in range(sms)]
+    lists: list[list[TileWork]] = [[] for _ in range(sms)]
     for work in remapped(tiles, sms, costs):
         lists[work.sm].append(work)
     ends = [works[-1].end if works else 0.0 for works in lists]
@@ -149,12 +149,12 @@ def decomposed(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[Work]:
         if kept := work.pieces[:-1]:
             lists[busy].append(work._replace(pieces=kept, end=work.start + len(kept) * piece))
         ends[busy] = lists[busy][-1].end if lists[busy] else 0.0
-        lists[idle].append(Work(idle, work.tile, work.pieces[-1:], ends[idle], ends[idle] + piece))
+        lists[idle].append(TileWork(idle, work.tile, work.pieces[-1:], ends[idle], ends[idle] + piece))
         ends[idle] += piece
     return [work for works in lists for work in works]
 
 
-def makespan(works: Sequence[Work]) -> float:
+def makespan(works: Sequence[TileWork]) -> float:
     """When the last SM is done; 0 of no work."""
     return max((work.end for work in works), default=0.0)
 

@@ -16,7 +16,7 @@ from ptxlab.cost.schedule import (
     SCHEDULES,
     Costs,
     Tile,
-    Work,
+    TileWork,
     decomposed,
     grid,
     int8_blocks,
@@ -59,7 +59,7 @@ def test_every_piece_of_every_tile_is_done_once(problem: tuple[list[Tile], int, 
 @given(problems(), st.sampled_from(SCHEDULES))
 def test_an_sm_does_one_thing_at_a_time(problem: tuple[list[Tile], int, Costs], name: str) -> None:
     works = schedule(name, *problem)
-    by_sm: dict[int, list[Work]] = {}
+    by_sm: dict[int, list[TileWork]] = {}
     for work in works:
         by_sm.setdefault(work.sm, []).append(work)
     for mine in by_sm.values():
