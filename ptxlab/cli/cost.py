@@ -1,5 +1,6 @@
 """The commands `cost` and `cost schedule`: what the models say of a GPU, of a GEMM on it, and of COMET's schedules."""
 
+import math
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from ptxlab.cost.schedule import (
     COMET_INT4,
     COMET_SMS,
     SCHEDULES,
+    TILE,
     Costs,
     grid,
     int8_blocks,
@@ -101,15 +103,16 @@ def schedule(
     require_file("--plot", plot, *PICTURES)
     costs = Costs(1.0, int8_cost, conversion)
     config = Config.named(name)
-    bound = rate_bound(int4, costs.ratio)
     found = layer_speedups([*config.matrices.values()], tokens, sms, costs, int4_share=int4, spread=spread)
+    bound = rate_bound(int4, costs.ratio)
     if as_json:
         print_json(
             {"model": name, "tokens": tokens, "sms": sms, "ratio": costs.ratio, "bound": bound, "over_w4a8": found}
         )
     else:
         title = f"{name}, {tokens} tokens, {sms} SMs: an INT8 tile takes {costs.ratio:.3g} INT4 tiles"
-        lines = tables.schedule_lines(found, COMET.get(name, {}))
+        reported = COMET.get(name, {}) if (sms, int4) == (COMET_SMS, COMET_INT4) else {}
+        lines = tables.schedule_lines(found, reported)
         console.print(table(title, tables.SCHEDULE_COLUMNS, lines))
         console.print(f"{tables.BOUND} {bound:.2f}x.", style="dim")
     if plot is not None:
@@ -117,7 +120,7 @@ def schedule(
         from ptxlab.plot import save
 
         N, K = config.matrices["o"]
-        tiles = grid(tokens, N, K, int8_blocks(-(-K // 128), 1 - int4, spread=spread), k_first=False)
+        tiles = grid(tokens, N, K, int8_blocks(math.ceil(K / TILE), 1 - int4, spread=spread), k_first=False)
         save(schedule_figure({f"{name}, {N} x {K}": (tiles, sms, costs)}, SCHEDULES), plot)
         if not as_json:
             written(plot)

@@ -25,7 +25,7 @@ TILE = 128
 PIECES = 4  # that a tile can be cut into: 64 x 64 of Y each, what one warp multiplies
 _WHOLE = range(PIECES)
 _ROUNDING = 1e-9
-_MOST_TILES = 2_000_000  # some seconds, and as many hundred MB
+_MOST_TILES, _MOST_SMS = 2_000_000, 100_000  # some seconds, and as many hundred MB
 SCHEDULES = ("naive", "remapped", "decomposed")
 
 
@@ -57,10 +57,11 @@ class Costs:
     conversion: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in (("int4", "above 0"), ("int8", "above 0"), ("conversion", "0 or more")):
-            value = getattr(self, name)
-            if not (0 <= value < math.inf) or (value == 0 and least == "above 0"):
-                raise ArgumentError(name, f"a time {least}", value)
+        for name in ("int4", "int8"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ArgumentError(name, "a time above 0", getattr(self, name))
+        if not 0 <= self.conversion < math.inf:
+            raise ArgumentError("conversion", "a time, 0 or more", self.conversion)
 
     @property
     def ratio(self) -> float:
@@ -173,8 +174,8 @@ def w4a8(tiles: Sequence[Tile], sms: int, costs: Costs) -> float:
 
 
 def _require_sms(sms: int) -> None:
-    if sms < 1:
-        raise ArgumentError("sms", "at least 1", sms)
+    if not 1 <= sms <= _MOST_SMS:
+        raise ArgumentError("sms", f"1 to {_MOST_SMS:,}", sms)
 
 
 def layer_speedups(

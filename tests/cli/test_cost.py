@@ -39,6 +39,7 @@ def test_schedules_beside_comet(cli: Any, tmp_path: Path) -> None:
     found = json.loads(out)
     assert code == 0 and (found["bound"], found["ratio"], found["sms"]) == (pytest.approx(1.6), 2, 82)
     assert list(found["over_w4a8"]) == ["naive", "remapped", "decomposed"]
+    assert "1.56x" in cli("cost", "schedule")[1] and "1.71x" not in cli("cost", "schedule", "--sms", "82")[1]
     assert "GPUs by their data sheets" not in cli("cost", "schedule", "--model", "Mistral-7B")[1]
 
 
@@ -52,9 +53,11 @@ def test_schedules_beside_comet(cli: Any, tmp_path: Path) -> None:
         (("--papers", "--device", "a100"), "--device cannot be combined with --papers"),
         (("--device", "a100", "schedule"), "--device cannot stand before `schedule`"),
         (("schedule", "--model", "LLaMA-9"), "LLaMA-3-8B"),
-        (("schedule", "--sms", "0"), "sms: at least 1 (got 0)"),
+        (("schedule", "--sms", "0"), "sms: 1 to 100,000 (got 0)"),
         (("schedule", "--tokens", "0"), "M: at least 1 (got 0)"),
         (("schedule", "--int4", "1.5"), "share: of INT8 blocks, 0 to 1 (got -0.5)"),
+        (("schedule", "--int4", "2"), "share: of INT8 blocks, 0 to 1 (got -1.0)"),
+        (("schedule", "--int4", "nan"), "share: of INT8 blocks, 0 to 1 (got nan)"),
         (("schedule", "--int8-cost", "-1"), "int8: a time above 0 (got -1.0)"),
         (("schedule", "--plot", "picture.txt"), "--plot expects a .png"),
         (("schedules",), "no such command"),
