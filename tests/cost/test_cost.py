@@ -137,6 +137,21 @@ def test_clocks_make_the_fp32_rate_of_the_data_sheet(name: str, cores: int, tflo
 
 
 @pytest.mark.parametrize(
+    ("name", "operand", "per_clock"),
+    [
+        *(("a100", operand, rate) for operand, rate in (("fp16", 2048), ("int8", 4096), ("int4", 8192))),
+        *((card, "fp16", 512) for card in ("rtx3090", "rtx4090")),
+        *((card, "int8", 2048) for card in ("rtx3090", "rtx4090", "l40s")),
+        *((card, "int4", 4096) for card in ("rtx3090", "rtx4090")),
+    ],
+)
+def test_tensor_rates_are_those_of_an_sm(name: str, operand: str, per_clock: int) -> None:
+    """Operations per clock: an SM of the A100 multiplies twice as much as one of the RTX cards, FP16 four times."""
+    gpu = device(name)
+    assert gpu.tops[operand] * 1e3 / (gpu.sms * gpu.clock_ghz) == pytest.approx(per_clock, rel=0.005)
+
+
+@pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"M": 0}, r"M: at least 1 \(got 0\)"),

@@ -1,5 +1,8 @@
 """Main loops in machine code: of the real kernels, and of a control flow whose loops are known."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from ptxlab import kernels, sass, toolchain
@@ -115,3 +118,13 @@ def test_the_shipped_loops_on_mma_sync_are_those_of_the_tools_here(arch: str) ->
     assert "gemm_w4a8_qoq_sm80" in here
     assert here.items() <= counts.load_mma_loops()["archs"][arch].items()
     assert counts.load_mma_loops()["tools"] == toolchain.versions()
+
+
+def test_recording_keeps_what_this_checkout_cannot_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = counts.load_mma_loops()
+    monkeypatch.setattr(counts, "measure", lambda: {"schema": 1})
+    monkeypatch.setattr(counts, "record_path", lambda name=counts.ARCH: tmp_path / f"{name}.json")
+    monkeypatch.setattr(counts, "load_mma_loops", lambda: before)
+    assert counts.save() == [tmp_path / "sm_90a.json", tmp_path / "mma_sync.json"]
+    assert json.loads((tmp_path / "mma_sync.json").read_text()) == before
+    assert json.loads((tmp_path / "sm_90a.json").read_text()) == {"schema": 1}
