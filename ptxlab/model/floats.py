@@ -1,12 +1,13 @@
 """`FloatModel`: a whole decoder in floats: run over sequences layer by layer, and its perplexity."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab import gpu
 from ptxlab.model.config import Config
 from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, rms_norm
 
@@ -60,6 +61,12 @@ class FloatModel:
             head=None if config.tied_head else matrix(V, H),
         )
 
+    def to_device(self) -> Self:
+        """The same on the GPU; a layer is copied there each time it is asked for."""
+        head = None if self.head is None else gpu.to_device(self.head)
+        parts = {"embedding": gpu.to_device(self.embedding), "final_norm": gpu.to_device(self.final_norm), "head": head}
+        return replace(self, layers=_Mapped(self.layers, gpu.to_device), **parts)
+
     def embedded(self, tokens: Tokens) -> Any:
         """The stream before the first layer, [B, T, H] of tokens [B, T]."""
         return self.embedding[np.asarray(tokens, like=self.embedding)]
@@ -90,6 +97,22 @@ class FloatModel:
         """[B, T, V] of the stream after the last layer."""
         y = rms_norm(state, self.final_norm, self.config.eps).astype(state.dtype)
         return y @ (self.embedding if self.head is None else self.head).T
+
+
+@dataclass(frozen=True)
+class _Mapped(Sequence[Layer]):
+    """Layers whose arrays are what `each` makes of them, when they are asked for."""
+
+    layers: Sequence[Layer]
+    each: Callable[[Any], Any]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return type(self)(self.layers[index], self.each)
+        return {name: self.each(array) for name, array in self.layers[index].items()}
 
 
 def perplexity(

@@ -1,6 +1,5 @@
 """`open_model`: a trained model by name, from a Hugging Face folder or a GGUF file, its layers read when asked for."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
@@ -12,14 +11,12 @@ import numpy as np
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io import weights
 from ptxlab.io.checkpoint import FLOATS, CheckpointFolder
-from ptxlab.io.files import read_text
 from ptxlab.io.gguf import GgufFile
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel
 from ptxlab.quant.inputs import extremes
 from ptxlab.reference import NORMS, Layer
-from ptxlab.validate import is_integer
 
 # Names of tensors: ours -> a file's. `{}` is the number of the layer.
 _GGUF = {
@@ -106,24 +103,7 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
     if other := next((info for name, info in file.tensors.items() if info.dtype not in FLOATS), None):
         raise FileError(f"{path}: {other.name}: dtype must be one of {', '.join(FLOATS)} (got {other.dtype})")
     model = _model(_Weights(file, _HUGGING_FACE, config), unused)
-    return model, _fitting(Tokenizer.from_file(path / "tokenizer.json", _ends(path)), config, path)
-
-
-def _ends(path: Path) -> tuple[int, ...]:
-    """The tokens that end a text, of generation_config.json, or else of config.json."""
-    for file in (path / "generation_config.json", path / "config.json"):
-        if not file.is_file():
-            continue
-        try:
-            found = json.loads(read_text(file)).get("eos_token_id")
-        except (ValueError, AttributeError):
-            raise FileError(f"{file}: not a JSON object") from None
-        if found is not None:
-            ends = tuple(found) if isinstance(found, list) else (found,)
-            if not all(map(is_integer, ends)):
-                raise FileError(f"{file}: eos_token_id: must be an integer or a list of them (got {found!r})")
-            return ends
-    return ()
+    return model, _fitting(Tokenizer.from_folder(path), config, path)
 
 
 def _fitting(tokenizer: Tokenizer, config: Config, path: Path) -> Tokenizer:
