@@ -10,7 +10,8 @@ import numpy as np
 
 from ptxlab.quant.activations import token_scales
 from ptxlab.quant.kv import kv_scheme, quantize_kv
-from ptxlab.reference import Floats, Layer, Numerics
+from ptxlab.reference import Layer, Numerics
+from ptxlab.reference.decoder import Floats
 
 KEPT_HIGH = 127  # of the channels that stay INT8
 
