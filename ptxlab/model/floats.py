@@ -65,7 +65,8 @@ class FloatModel:
         """The same on the GPU; a layer is copied there each time it is asked for."""
         head = None if self.head is None else gpu.to_device(self.head)
         parts = {"embedding": gpu.to_device(self.embedding), "final_norm": gpu.to_device(self.final_norm), "head": head}
-        return replace(self, layers=_Mapped(self.layers, gpu.to_device), **parts)
+        layers = MappedLayers(self.layers, lambda layer: {name: gpu.to_device(w) for name, w in layer.items()})
+        return replace(self, layers=layers, **parts)
 
     def embedded(self, tokens: Tokens) -> Any:
         """The stream before the first layer, [B, T, H] of tokens [B, T]."""
@@ -100,19 +101,19 @@ class FloatModel:
 
 
 @dataclass(frozen=True)
-class _Mapped(Sequence[Layer]):
-    """Layers whose arrays are what `each` makes of them, when they are asked for."""
+class MappedLayers(Sequence[Layer]):
+    """What a function makes of each of some layers, when it is asked for."""
 
-    layers: Sequence[Layer]
-    each: Callable[[Any], Any]
+    layers: Sequence[Any]
+    function: Callable[[Any], Layer]
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return type(self)(self.layers[index], self.each)
-        return {name: self.each(array) for name, array in self.layers[index].items()}
+            return type(self)(self.layers[index], self.function)
+        return self.function(self.layers[index])
 
 
 def perplexity(
