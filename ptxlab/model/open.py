@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -200,18 +199,21 @@ class _Weights:
         if self.config.experts:
             raise FileError(f"{self.file.path}: a model without experts is expected (got {self.config.experts})")
         V, H = self.config.vocabulary, self.config.hidden
-        of_model = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
-        for layer, (name, shape) in chain(
-            product([None], of_model.items()), product(range(self.config.layers), self.shapes.items())
-        ):
+        shapes = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
+        self._check_shapes(shapes, None, left)
+        for layer in range(self.config.layers):  # the first that is missing ends it, however many the config claims
+            self._check_shapes(self.shapes, layer, left)
+        if left:
+            raise FileError(f"{self.file.path}: {min(left)}: not known in a model of this family")
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], layer: int | None, left: set[str]) -> None:
+        for name, shape in shapes.items():
             theirs = self.names[name].format(layer)
             if theirs not in self.file.tensors:
                 raise FileError(f"{self.file.path}: {theirs}: missing")
             if (found := self.file.tensors[theirs].shape) != shape:
                 raise FileError(f"{self.file.path}: {theirs}: must be {[*shape]} (got {[*found]})")
             left.discard(theirs)
-        if left:
-            raise FileError(f"{self.file.path}: {min(left)}: not known in a model of this family")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
