@@ -69,9 +69,8 @@ def _nsight() -> list[Item]:
 
 def _model_libraries() -> Item:
     absent = [name for name in ("gguf", "tokenizers") if find_spec(name) is None]
-    return Item(
-        "models", not absent, "GGUF files and tokenizers", "python -m pip install 'ptxlab[model]'" if absent else ""
-    )
+    remedy = "python -m pip install 'ptxlab[model]'" if absent else ""
+    return Item("models", not absent, "reads GGUF files and tokenizers", remedy)
 
 
 def _trained_weights() -> list[Item]:
