@@ -6,18 +6,25 @@
 from ptxlab.model.config import MODELS, Config
 from ptxlab.model.floats import FloatModel, perplexity
 from ptxlab.model.layer import LayerBuffers, decode_layer
+from ptxlab.model.open import open_model
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.reference import LayerInputs
+from ptxlab.model.text import Corpus, open_text, tokens_of, windows
 from ptxlab.model.weights import LayerWeights
 
 __all__ = [
     "MODELS",
     "Config",
+    "Corpus",
     "FloatModel",
     "LayerBuffers",
     "LayerInputs",
     "LayerWeights",
     "QuantizedModel",
     "decode_layer",
+    "open_model",
+    "open_text",
     "perplexity",
+    "tokens_of",
+    "windows",
 ]

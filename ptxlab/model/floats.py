@@ -1,6 +1,6 @@
 """`FloatModel`: a whole decoder in floats: run over sequences layer by layer, and its perplexity."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ from ptxlab.model.config import Config
 from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, rms_norm
 
 Tokens = npt.NDArray[np.integer]
+_STRIP = 256  # rows of logits whose exponentials lie in memory at a time
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,9 +60,13 @@ class FloatModel:
             head=None if config.tied_head else matrix(V, H),
         )
 
+    def embedded(self, tokens: Tokens) -> Any:
+        """The stream before the first layer, [B, T, H] of tokens [B, T]."""
+        return self.embedding[np.asarray(tokens, like=self.embedding)]
+
     def states(self, tokens: Sequence[Tokens], numerics: Numerics = EXACT) -> list[Any]:
         """The stream after the last layer, [B, T, H] for each tokens [B, T]; a layer at a time over all of them."""
-        states = [self.embedding[each] for each in tokens]
+        states = [self.embedded(each) for each in tokens]
         for layer in self.layers:
             states = [self.run_layer(x, layer, numerics) for x in states]
         return states
@@ -97,7 +102,7 @@ def perplexity(
 
     A window at a time per layer; `progress` is called after each of a layer and of the head.
     """
-    states = [model.embedding[window[None]] for window in windows]
+    states = [model.embedded(window[None]) for window in windows]
     for layer in model.layers:
         for i, x in enumerate(states):
             states[i] = model.run_layer(x, layer, numerics)
@@ -110,16 +115,12 @@ def perplexity(
 
 
 def negative_log_likelihood(logits: Any, tokens: Tokens) -> float:
-    """Mean over tokens [T] of -log softmax(logits [T, V]), in float64."""
+    """Mean over tokens [T] of -log softmax(logits [T, V]); exponentials in the logits' dtype, sums in float64."""
     total = 0.0
-    for some, of in _strips(logits, tokens):
-        wide = some.astype(np.float64)
-        peak = wide.max(axis=1)
-        total += float((np.log(np.exp(wide - peak[:, None]).sum(axis=1)) + peak - wide[np.arange(len(of)), of]).sum())
+    for start in range(0, len(tokens), _STRIP):
+        some = logits[start : start + _STRIP]
+        of = np.asarray(tokens[start : start + _STRIP], like=some)
+        some = some - some.max(axis=1, keepdims=True)
+        right = some[np.arange(len(of), like=of), of].astype(np.float64)
+        total += float((np.log(np.exp(some).sum(axis=1, dtype=np.float64)) - right).sum())
     return total / len(tokens)
-
-
-def _strips(logits: Any, tokens: Tokens, rows: int = 256) -> Iterator[tuple[Any, Tokens]]:
-    """A few rows at a time, as a vocabulary in float64 takes 400 KB each."""
-    for start in range(0, len(tokens), rows):
-        yield logits[start : start + rows], tokens[start : start + rows]

