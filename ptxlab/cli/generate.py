@@ -9,8 +9,16 @@ import typer
 from rich.markup import escape
 
 from ptxlab import gpu
-from ptxlab.cli.common import AsJson, CommandLineError, expects, notes, print_json, progress_bar
-from ptxlab.cli.weights import download_bar
+from ptxlab.cli.common import (
+    AsJson,
+    CommandLineError,
+    ModelBackend,
+    download_bar,
+    expects,
+    notes,
+    print_json,
+    progress_bar,
+)
 from ptxlab.errors import UnavailableError
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Runner, open_model
@@ -27,7 +35,7 @@ def generate(
     model: Annotated[
         str, typer.Option(help="smollm2, a Hugging Face folder, a .gguf file, or a folder of quantised weights.")
     ] = "smollm2",
-    backend: Annotated[str | None, typer.Option(help="gpu or numpy. Default: the GPU if there is one.")] = None,
+    backend: ModelBackend = None,
     tokens: Annotated[int, typer.Option(help="How many to generate at most.")] = 64,
     batch: Annotated[int, typer.Option(help="Continuations at a time; the first is streamed.")] = 1,
     temperature: Annotated[

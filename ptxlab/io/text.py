@@ -1,4 +1,4 @@
-"""Documents of plain text out of a MediaWiki dump, and out of files with one document a line."""
+"""Documents of plain text out of a MediaWiki dump."""
 
 import bz2
 import html
@@ -7,7 +7,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from ptxlab.errors import FileError
-from ptxlab.io.files import read_text
 
 SHORTEST = 1000  # characters of an article; what is shorter lists other articles
 
@@ -66,8 +65,3 @@ def _replaced(text: str, patterns: list[tuple[str, str]]) -> str:
     for pattern, replacement in patterns:
         text = re.sub(pattern, replacement, text, flags=re.DOTALL)
     return text
-
-
-def read_lines(path: Path) -> list[str]:
-    """The lines of a UTF-8 file that are not empty. Raises FileError as `read_text` does."""
-    return [line for line in read_text(path).splitlines() if line.strip()]

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from ptxlab.errors import ArgumentError
 from ptxlab.io import weights
 from ptxlab.io.files import read_text
-from ptxlab.io.text import read_lines, read_wiki
+from ptxlab.io.text import read_wiki
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.validate import is_integer
 
@@ -34,8 +34,8 @@ def open_text(source: str | Path = "wikipedia", progress: weights.Progress = lam
     """A text by name or from a file.
 
     Args:
-        source: "wikipedia", 95 articles, of which the first 47 calibrate; "lee", 299 news items; or a UTF-8 file, which
-            is one document. What has a name is downloaded unless it is there.
+        source: "wikipedia", 95 articles, of which the first 47 calibrate; "lee", 299 news items, or a UTF-8 file, as
+            one document. What has a name is downloaded unless it is there.
         progress: of the download, (bytes done, bytes in all).
 
     Raises FileError for a file that cannot be read, UnavailableError where the download fails.
@@ -45,7 +45,7 @@ def open_text(source: str | Path = "wikipedia", progress: weights.Progress = lam
     folder = weights.fetch("wikipedia", progress)
     wiki, lee = (folder / file.name for file in weights.KNOWN["wikipedia"].files)
     if source == "lee":
-        return Corpus((), tuple(read_lines(lee)))
+        return Corpus((), (read_text(lee),))
     articles = read_wiki(wiki)
     return Corpus(tuple(articles[:CALIBRATION]), tuple(articles[CALIBRATION:]))
 
