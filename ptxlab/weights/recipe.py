@@ -1,6 +1,6 @@
 """A model through a recipe: calibrated and quantised layer by layer, each on what the quantised ones before it give."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,12 +97,10 @@ def quantize_layer(model, layer, states, recipe):
     config, numerics = model.config, recipe.numerics()
     if recipe.smooth or recipe.smooth_keys or recipe.reorder:
         peaks = {}
-
         def seen(name, x):
             if name in ("o", "down", "keys"):
                 p = np.abs(x).reshape(-1, *(x.shape[-2:] if name == "keys" else x.shape[-1:])).max(axis=0)
                 peaks[name] = np.maximum(peaks[name], p) if name in peaks else p
-
         for x in states:
             model.run_layer(x, layer, _Tap(Numerics(), seen))
         if recipe.smooth_keys:
@@ -110,9 +108,7 @@ def quantize_layer(model, layer, states, recipe):
         if recipe.smooth:
             before = layer["up"]
             layer = smooth_down(layer, peaks["down"], *recipe.smooth)
-            peaks["down"] = peaks["down"] * (
-                np.abs(layer["up"]).max(axis=1) / np.maximum(np.abs(before).max(axis=1), 1e-30)
-            )
+            peaks["down"] = peaks["down"] * (np.abs(layer["up"]).max(axis=1)/np.maximum(np.abs(before).max(axis=1),1e-30))
         if recipe.reorder:
             layer = reorder_down(layer, peaks["down"])
             layer = reorder_heads(layer, peaks["o"].reshape(-1, config.head_dim))
@@ -126,19 +122,15 @@ def quantize_layer(model, layer, states, recipe):
             order = None
             if needs:
                 H = np.zeros((K, K))
-
                 def seen(name, x):
                     nonlocal H
                     if name == names[0]:
                         x = numerics.input(x) if numerics.acts == 8 else x
                         x = x.reshape(-1, K)
                         H += x.T @ x
-
                 for x in states:
-                    try:
-                        model.run_layer(x, layer, _Tap(numerics, seen, names[0]))
-                    except _Reached:
-                        pass
+                    try: model.run_layer(x, layer, _Tap(numerics, seen, names[0]))
+                    except _Reached: pass
             if recipe.kept:
                 order = np.argsort(np.diagonal(H), kind="stable")
                 w, H = w[:, order], H[order][:, order]
@@ -148,9 +140,8 @@ def quantize_layer(model, layer, states, recipe):
             if order is not None:
                 v = v[:, np.argsort(order)]
             for n in names:
-                layer[n], v = v[: len(layer[n])], v[len(layer[n]) :]
-                if order is not None:
-                    layer[f"{n}_order"] = order
+                layer[n], v = v[: len(layer[n])], v[len(layer[n]):]
+                if order is not None: layer[f"{n}_order"] = order
     numerics = recipe.numerics()
     states = [model.run_layer(x, layer, numerics) for x in states]
     return layer, states

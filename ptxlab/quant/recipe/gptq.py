@@ -114,9 +114,7 @@ def _order(bounds: list[tuple[int, int]], importance: Array) -> tuple[list[int],
     """Groups, and all columns, in the order in which they are quantised."""
     share = [float(importance[start:stop].mean()) for start, stop in bounds]
     groups = sorted(range(len(bounds)), key=lambda group: -share[group])
-    columns = [
-        start + np.argsort(-importance[start:stop], kind="stable") for start, stop in (bounds[g] for g in groups)
-    ]
+    columns = [start + np.argsort(-importance[start:stop], kind="stable") for start, stop in (bounds[g] for g in groups)]
     return groups, np.concatenate(columns)
 
 
