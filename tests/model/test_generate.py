@@ -14,7 +14,7 @@ from ptxlab.model.generate import choose
 from ptxlab.model.numpy_runner import IntegerProduct
 from ptxlab.model.reference import exact
 from ptxlab.spec.dtypes import floats, stored
-from tests.support.tiny_models import TINY_MODEL
+from tests.support.layers import TINY_MODEL
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 1], list(range(70, 140))]  # the last one begins a second page
 # Root mean square of what logits differ by, by that of the logits: attention is rounded differently once in a while,

@@ -9,7 +9,7 @@ from ptxlab import quant
 from ptxlab.errors import ArgumentError
 from ptxlab.layout import pack, unpack
 from ptxlab.model import FloatModel, QuantizedModel
-from tests.support.tiny_models import TINY_MODEL
+from tests.support.layers import TINY_MODEL
 
 QWEN = replace(TINY_MODEL, layers=1, qkv_bias=True, tied_head=False)
 
