@@ -48,7 +48,7 @@ def test_a_batch_draws_apart_and_a_seed_draws_again(cli: Any, folder: Path) -> N
 
 
 def test_it_ends_where_the_model_ends(cli: Any, folder: Path, tmp_path: Path) -> None:
-    options = ("--backend", "numpy", "--tokens", 8, "--temperature", 5, "--json")
+    options = ("--backend", "numpy", "--tokens", 8, "--temperature", 50, "--json")
     tokens = json.loads(cli("generate", "the cat", "--model", folder, *options)[1])["tokens"][0]
     ending = write_folder(tmp_path / "ending", "smollm", **SIZES, eos_token_id=tokens[3])
     found = json.loads(cli("generate", "the cat", "--model", ending, *options)[1])["tokens"][0]
