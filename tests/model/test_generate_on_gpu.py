@@ -109,10 +109,10 @@ def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:
         counter += 1
     x, residual = runner._embedding[b.tokens], b.residual
     residual.fill(0)
-    for weights, cache in zip(runner._layers, b.caches, strict=True):
+    for layer, cache in zip(runner._layers, b.caches, strict=True):
         given = LayerInputs.of(x, residual, cache, b.slots, rope)
-        x = decode_layer(x, residual, weights, cache, b.slots, rope=rope, buffers=b.buffers)
-        assert compare(given, weights, b.buffers, residual, cache).endswith("all others equal in every bit")
+        x = decode_layer(x, residual, layer, cache, b.slots, rope=rope, buffers=b.buffers)
+        assert compare(given, layer, b.buffers, residual, cache).endswith("all others equal in every bit")
 
 
 def test_a_token_does_not_depend_on_chunks(model: QuantizedModel) -> None:
