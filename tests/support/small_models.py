@@ -35,7 +35,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def tensors(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights by the names of Hugging Face, float32; from a generator whose numbers no version of NumPy changes."""
+    """Random weights f32 by the names of Hugging Face; no version of NumPy changes this generator's numbers."""
     rng = np.random.RandomState(seed)
     H, F, V = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     D = H // config["num_attention_heads"]
