@@ -1,5 +1,6 @@
 """Text to tokens and back, with the tokenizer of a Hugging Face folder or a GGUF file."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import FileError, UnavailableError
+from ptxlab.io.files import read_text, write_text
+from ptxlab.validate import is_integer
 
 # How the byte-level tokenizers of GGUF split text before they merge bytes: `tokenizer.ggml.pre` -> pattern, or digits.
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -32,15 +35,23 @@ class Tokenizer:
     """Text to tokens and back.
 
     Attributes:
-        vocabulary: number of tokens.
-        start: the token that the model expects at the start of a text, or None.
         ends: tokens with which the model ends what it writes.
     """
 
-    vocabulary: int
-    start: int | None
     ends: tuple[int, ...]
     _library: Any = field(repr=False)
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of tokens."""
+        count: int = self._library.get_vocab_size()
+        return count
+
+    @property
+    def start(self) -> int | None:
+        """The token that the model expects at the start of a text, or None."""
+        of_nothing = self._library.encode("").ids
+        return of_nothing[0] if of_nothing else None
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         """The tokens of a text, [T], without one for its start."""
@@ -52,17 +63,25 @@ class Tokenizer:
         return text
 
     @classmethod
-    def from_file(cls, path: Path, ends: tuple[int, ...]) -> Self:
-        """From a tokenizer.json. Raises FileError if it is missing or broken, UnavailableError without `tokenizers`."""
-        if not path.is_file():
-            raise FileError(f"{path}: no such file")
+    def from_folder(cls, path: Path) -> Self:
+        """From tokenizer.json; what ends a text is in generation_config.json or else config.json.
+
+        Raises FileError if a file is missing or broken, UnavailableError without `tokenizers`.
+        """
+        file = path / "tokenizer.json"
+        if not file.is_file():
+            raise FileError(f"{path}: no tokenizer.json")
         kind = library().Tokenizer
         try:
-            made = kind.from_file(str(path))
+            made = kind.from_file(str(file))
         except Exception as error:  # it raises no narrower class
-            raise FileError(f"{path}: not a readable tokenizer.json ({' '.join(str(error).split())})") from None
-        of_nothing = made.encode("").ids
-        return cls(made.get_vocab_size(), of_nothing[0] if of_nothing else None, ends, made)
+            raise FileError(f"{file}: not a readable tokenizer ({' '.join(str(error).split())})") from None
+        return cls(_ends(path), made)
+
+    def save(self, folder: Path) -> None:
+        """Write what `from_folder` reads: tokenizer.json, and generation_config.json."""
+        write_text(folder / "tokenizer.json", self._library.to_str())
+        write_text(folder / "generation_config.json", json.dumps({"eos_token_id": [*self.ends]}) + "\n")
 
     @classmethod
     def from_gguf(cls, path: Path, metadata: Mapping[str, Any]) -> Self:
@@ -76,6 +95,14 @@ class Tokenizer:
             if not isinstance(value, kind):
                 raise FileError(f"{path}: tokenizer.ggml.{key}: must be a {kind.__name__} (got {type(value).__name__})")
             return value
+
+        def token(which: str) -> int:
+            number: int = get(f"{which}_token_id", int)
+            if not 0 <= number < len(tokens):
+                raise FileError(
+                    f"{path}: tokenizer.ggml.{which}_token_id: must lie in 0..{len(tokens) - 1} (got {number})"
+                )
+            return number
 
         kind, split = get("model", str), metadata.get("tokenizer.ggml.pre", "default")
         if kind != "gpt2" or split not in _PATTERNS:
@@ -98,9 +125,28 @@ class Tokenizer:
         made.pre_tokenizer, made.decoder = words.Sequence(steps), found.decoders.ByteLevel()
         made.add_special_tokens([token for token, of in zip(tokens, kinds, strict=True) if of == _CONTROL])
         made.add_tokens([token for token, of in zip(tokens, kinds, strict=True) if of == _USER_DEFINED])
-        start = metadata.get("tokenizer.ggml.bos_token_id") if metadata.get("tokenizer.ggml.add_bos_token") else None
-        end = metadata.get("tokenizer.ggml.eos_token_id")
-        return cls(len(tokens), start, () if end is None else (end,), made)
+        if metadata.get("tokenizer.ggml.add_bos_token"):
+            start = token("bos")
+            made.post_processor = found.processors.TemplateProcessing(
+                single=f"{tokens[start]} $A", special_tokens=[(tokens[start], start)]
+            )
+        return cls((token("eos"),), made)
+
+
+def _ends(path: Path) -> tuple[int, ...]:
+    for file in (path / "generation_config.json", path / "config.json"):
+        if not file.is_file():
+            continue
+        try:
+            found = json.loads(read_text(file)).get("eos_token_id")
+        except (ValueError, AttributeError):
+            raise FileError(f"{file}: not a JSON object") from None
+        if found is not None:
+            ends = tuple(found) if isinstance(found, list) else (found,)
+            if not all(map(is_integer, ends)):
+                raise FileError(f"{file}: eos_token_id: must be an integer or a list of them (got {found!r})")
+            return ends
+    return ()
 
 
 def library() -> Any:

@@ -1,12 +1,13 @@
 """`FloatModel`: a whole decoder in floats: run over sequences layer by layer, and its perplexity."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab import gpu
 from ptxlab.model.config import Config
 from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, rms_norm
 
@@ -60,6 +61,13 @@ class FloatModel:
             head=None if config.tied_head else matrix(V, H),
         )
 
+    def to_device(self) -> Self:
+        """The same on the GPU; a layer is copied there each time it is asked for."""
+        head = None if self.head is None else gpu.to_device(self.head)
+        parts = {"embedding": gpu.to_device(self.embedding), "final_norm": gpu.to_device(self.final_norm), "head": head}
+        layers = MappedLayers(self.layers, lambda layer: {name: gpu.to_device(w) for name, w in layer.items()})
+        return replace(self, layers=layers, **parts)
+
     def embedded(self, tokens: Tokens) -> Any:
         """The stream before the first layer, [B, T, H] of tokens [B, T]."""
         return self.embedding[np.asarray(tokens, like=self.embedding)]
@@ -90,6 +98,22 @@ class FloatModel:
         """[B, T, V] of the stream after the last layer."""
         y = rms_norm(state, self.final_norm, self.config.eps).astype(state.dtype)
         return y @ (self.embedding if self.head is None else self.head).T
+
+
+@dataclass(frozen=True)
+class MappedLayers(Sequence[Layer]):
+    """What a function makes of each of some layers, when it is asked for."""
+
+    layers: Sequence[Any]
+    function: Callable[[Any], Layer]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return type(self)(self.layers[index], self.function)
+        return self.function(self.layers[index])
 
 
 def perplexity(

@@ -1,7 +1,6 @@
 """`open_model`: a trained model by name, from a Hugging Face folder or a GGUF file, its layers read when asked for."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
@@ -12,14 +11,12 @@ import numpy as np
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io import weights
 from ptxlab.io.checkpoint import FLOATS, CheckpointFolder
-from ptxlab.io.files import read_text
 from ptxlab.io.gguf import GgufFile
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.model.config import Config
-from ptxlab.model.floats import FloatModel
+from ptxlab.model.floats import FloatModel, MappedLayers
 from ptxlab.quant.inputs import extremes
 from ptxlab.reference import NORMS, Layer
-from ptxlab.validate import is_integer
 
 # Names of tensors: ours -> a file's. `{}` is the number of the layer.
 _GGUF = {
@@ -106,24 +103,12 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
     if other := next((info for name, info in file.tensors.items() if info.dtype not in FLOATS), None):
         raise FileError(f"{path}: {other.name}: dtype must be one of {', '.join(FLOATS)} (got {other.dtype})")
     model = _model(_Weights(file, _HUGGING_FACE, config), unused)
-    return model, _fitting(Tokenizer.from_file(path / "tokenizer.json", _ends(path)), config, path)
+    return model, open_tokenizer(path, config)
 
 
-def _ends(path: Path) -> tuple[int, ...]:
-    """The tokens that end a text, of generation_config.json, or else of config.json."""
-    for file in (path / "generation_config.json", path / "config.json"):
-        if not file.is_file():
-            continue
-        try:
-            found = json.loads(read_text(file)).get("eos_token_id")
-        except (ValueError, AttributeError):
-            raise FileError(f"{file}: not a JSON object") from None
-        if found is not None:
-            ends = tuple(found) if isinstance(found, list) else (found,)
-            if not all(map(is_integer, ends)):
-                raise FileError(f"{file}: eos_token_id: must be an integer or a list of them (got {found!r})")
-            return ends
-    return ()
+def open_tokenizer(folder: Path, config: Config) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, or of what `Tokenizer.save` wrote. Raises FileError if it is broken."""
+    return _fitting(Tokenizer.from_folder(folder), config, folder)
 
 
 def _fitting(tokenizer: Tokenizer, config: Config, path: Path) -> Tokenizer:
@@ -138,7 +123,7 @@ def _model(weights: "_Weights", unused: set[str]) -> FloatModel:
     return FloatModel(
         config=weights.config,
         embedding=weights.read("embedding"),
-        layers=_Layers(weights),
+        layers=MappedLayers(range(weights.config.layers), weights.layer),
         final_norm=weights.read("final_norm"),
         head=head,
     )
@@ -163,6 +148,10 @@ class _Weights:
         except ArgumentError as error:
             raise FileError(f"{self.file.path}: {error}") from None
         return self.reordered(name, array)
+
+    def layer(self, index: int) -> Layer:
+        """All of a layer."""
+        return {name: self.read(name, index) for name in self.shapes}
 
     def check(self, unused: set[str]) -> None:
         """Raise FileError unless the tensors are those that the config asks for, in its shapes, and `unused` ones."""
@@ -189,19 +178,3 @@ class _Weights:
         matrices = self.config.separate_matrices
         biases = {f"{name}_bias": matrices[name][:1] for name in ("q", "k", "v")} if self.config.qkv_bias else {}
         return {**matrices, **biases, **dict.fromkeys(NORMS, (self.config.hidden,))}
-
-
-@dataclass(frozen=True)
-class _Layers(Sequence[Layer]):
-    """Each layer read from the file when it is asked for."""
-
-    weights: _Weights
-
-    def __len__(self) -> int:
-        return self.weights.config.layers
-
-    def __getitem__(self, index: Any) -> Any:
-        layer = range(len(self))[index]
-        if isinstance(index, slice):
-            return [self[each] for each in layer]
-        return {name: self.weights.read(name, layer) for name in self.weights.shapes}

@@ -34,8 +34,8 @@ def open_text(source: str | Path = "wikipedia", progress: weights.Progress = lam
     """A text by name or from a file.
 
     Args:
-        source: "wikipedia", 95 articles, of which the first 47 calibrate; "lee", 299 news items, one a line; or a UTF-8 file, which
-            is one document. What has a name is downloaded unless it is there.
+        source: "wikipedia", 95 articles, of which the first 47 calibrate; "lee", 299 news items, or a UTF-8 file, as
+            one document. What has a name is downloaded unless it is there.
         progress: of the download, (bytes done, bytes in all).
 
     Raises FileError for a file that cannot be read, UnavailableError where the download fails.

@@ -1,0 +1,81 @@
+"""The command `perplexity`: how well a model predicts a text."""
+
+import time
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ptxlab import gpu
+from ptxlab.cli.common import (
+    AsJson,
+    ModelBackend,
+    console,
+    download_bar,
+    expects,
+    print_json,
+    progress_bar,
+)
+from ptxlab.model import open_model, open_text, tokens_of, windows
+from ptxlab.model import perplexity as measured
+from ptxlab.quant.numerics import FakeQuantized
+from ptxlab.reference import EXACT
+
+
+def perplexity(
+    model: Annotated[str, typer.Argument(help="A folder of Hugging Face, a .gguf file, or smollm2.")],
+    text: Annotated[str, typer.Option(help="wikipedia, lee, or a UTF-8 file.")] = "wikipedia",
+    count: Annotated[
+        int | None, typer.Option("--windows", help="Windows to measure, evenly spread. Default: all of the text.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
+    kv: Annotated[int | None, typer.Option(help="Bits of the KV cache: 4 or 8. Default: not quantised.")] = None,
+    acts: Annotated[int | None, typer.Option(help="Bits of the activations: 8. Default: not quantised.")] = None,
+    backend: ModelBackend = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model's perplexity on a text: in float32, with activations or KV cache quantised if so asked.
+
+    Of wikipedia, the articles that are not for calibration are measured. A model or a text that has a name is
+    downloaded once.
+    """
+    for option, bits, known in (("--kv", kv, (None, 4, 8)), ("--acts", acts, (None, 8))):
+        if bits not in known:
+            raise expects(option, " or ".join(map(str, known[1:])), bits)
+    if backend not in (None, "gpu", "numpy"):
+        raise expects("--backend", "gpu or numpy", backend)
+    on_gpu = gpu.available() if backend is None else backend == "gpu"
+    if on_gpu:
+        gpu.device_info()  # says why there is none
+    with download_bar(model, quiet=as_json) as progress:
+        opened, tokenizer = open_model(model, progress)
+    with download_bar("text", quiet=as_json) as progress:
+        evaluated = windows(tokens_of(open_text(text, progress).evaluation, tokenizer), length, count)
+    numerics = EXACT if kv is acts is None else FakeQuantized(acts=acts, kv=None if kv is None else f"kv{kv}")
+    start = time.perf_counter()
+    with progress_bar("perplexity", (len(opened.layers) + 1) * len(evaluated), quiet=as_json) as advance:
+        found = measured(
+            opened.to_device() if on_gpu else opened, evaluated, numerics, lambda: advance(f"perplexity on {text}")
+        )
+    seconds = time.perf_counter() - start
+    if as_json:
+        return print_json(
+            {
+                "model": model,
+                "text": text,
+                "perplexity": found,
+                "windows": len(evaluated),
+                "length": length,
+                "tokens": evaluated.size,
+                "kv": kv,
+                "acts": acts,
+                "backend": "gpu" if on_gpu else "numpy",
+                "seconds": seconds,
+            }
+        )
+    console.print(
+        f"[bold]perplexity {found:.4g}[/]  {escape(model)} on {escape(text)}: {evaluated.size:,} tokens, "
+        f"{len(evaluated)} windows of {length}, {seconds:.1f} s on {'the GPU' if on_gpu else 'this CPU'}",
+        highlight=False,
+        soft_wrap=True,
+    )
