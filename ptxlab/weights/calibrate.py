@@ -3,6 +3,7 @@
 One layer's weights are in memory at a time, beside the residual stream of the calibration text.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.model.floats import FloatModel, Tokens
+from ptxlab.model.floats import FloatModel, MappedLayers, Tokens
+from ptxlab.model.quantized import FUSED
 from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.quant.recipe import (
     Recipe,
@@ -28,8 +30,6 @@ from ptxlab.quant.recipe import (
     smooth_keys,
 )
 from ptxlab.reference import EXACT, Layer, Numerics
-
-FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # of one input
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> Flo
         layer = layer if rotation is None else rotate_stream(fold_norms(layer), rotation)
         return layer if of_heads is None else rotate_heads(layer, of_heads)
 
-    new = replace(model, layers=_Turned(model.layers, turn))
+    new = replace(model, layers=MappedLayers(model.layers, turn))
     if rotation is None:
         return new
     embedding, final_norm, head = rotate_ends(model.embedding, model.final_norm, model.head, rotation)
@@ -81,7 +81,7 @@ def quantize_layers(
     model: FloatModel,
     tokens: Tokens,
     recipe: Recipe,
-    done: Callable[[int], Layer | None] = lambda index: None,
+    finished: Callable[[int], Layer | None] = lambda index: None,
 ) -> Iterator[QuantizedLayer | None]:
     """Every layer of a prepared model after the recipe, in order.
 
@@ -89,20 +89,20 @@ def quantize_layers(
         model: as `prepared` gives it.
         tokens: the calibration text, [S, T]; a recipe that needs none takes [0, T].
         recipe: the steps.
-        done: the floats of a layer that was quantised before, or None; for such a layer None comes back.
+        finished: floats of the layer if it was quantised before, for which None comes back; it is asked again when
+            what came back has been taken, so that the next layer is calibrated on what was kept of this one.
     """
     if recipe.is_calibrated and not len(tokens):
         raise ArgumentError("tokens", "this recipe needs a text to calibrate on", "none")
     states = [model.embedded(sample[None]) for sample in tokens]
     numerics = recipe.numerics()
-    for index, layer in enumerate(model.layers):
-        before = done(index)
-        if before is None:
-            found = quantize_layer(model, layer, states, recipe)
-            yield found
-        else:
-            yield None
-        floats = found.floats if before is None else before
+    for index in range(len(model.layers)):
+        floats, found = finished(index), None
+        if floats is None:
+            found = quantize_layer(model, model.layers[index], states, recipe)
+        yield found
+        if found is not None:
+            floats = finished(index) or found.floats
         for i, x in enumerate(states):
             states[i] = model.run_layer(x, floats, numerics)
 
@@ -119,13 +119,13 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
     errors: dict[str, float | None] = {}
     for fused, names in FUSED.items() if recipe.scheme else ():
         w = np.concatenate([layer[name] for name in names])
-        H = hessian(model, layer, states, numerics, names[0]) if recipe.is_calibrated else None
+        H = hessian(model, layer, states, numerics, names[0]) if recipe.needs_hessian else None
         order = None
         if recipe.kept:
             order = np.argsort(np.diagonal(H), kind="stable")
             w, H = w[:, order], H[order][:, order]
         grid = recipe.grid(w)
-        found = (gptq(w, H, grid, damping=recipe.damping) if recipe.gptq else rounded(w, H, grid))
+        found = gptq(w, H, grid, damping=recipe.damping) if recipe.gptq else rounded(w, H, grid)
         errors[fused] = None if H is None else _relative(w, found.values, H)
         weights[fused] = grid.weight(found.q, found.constants)
         values = found.values if order is None else found.values[:, np.argsort(order)]
@@ -175,10 +175,8 @@ def hessian(model: FloatModel, layer: Layer, states: Sequence[Any], numerics: Fa
             H += x.T @ x
 
     for x in states:
-        try:
+        with contextlib.suppress(_ReachedError):
             model.run_layer(x, layer, _Tap(numerics, seen, until=name))
-        except _ReachedError:
-            pass
     return H
 
 
@@ -201,21 +199,6 @@ class _Tap(Numerics):
     def cached(self, keys: Any, values: Any) -> tuple[Any, Any]:
         self.seen("keys", keys)
         return self.inner.cached(keys, values)
-
-
-@dataclass(frozen=True)
-class _Turned(Sequence[Layer]):
-    """Each layer turned when it is asked for."""
-
-    layers: Sequence[Layer]
-    turn: Callable[[Layer], Layer]
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __getitem__(self, index: Any) -> Any:
-        found = self.layers[index]
-        return [self.turn(layer) for layer in found] if isinstance(index, slice) else self.turn(found)
 
 
 def _relative(w: Any, values: Any, H: Any) -> float:

@@ -27,7 +27,7 @@ class Recipe:
         smooth_keys: SmoothAttention's exponent.
         smooth: the exponents (alpha, beta) of smoothing down's input.
         reorder: o's and down's input by magnitude.
-        clip: search each group's levels for the least error of the layer's output.
+        clip: search each group's levels: for the least error of the product's `output`, or of the `weights`.
         gptq: GPTQ; else round to nearest.
         damping: GPTQ's.
         scheme: of the weights: lqq, which QoQ as it is released (PostScale) is too, qoq (the paper's), qoq_channel;
@@ -47,7 +47,7 @@ class Recipe:
     smooth_keys: float | None = None
     smooth: tuple[float, float] | None = None
     reorder: bool = False
-    clip: bool = False
+    clip: str | None = None
     gptq: bool = False
     damping: float = DAMPING
     scheme: str | None = "lqq"
@@ -65,6 +65,8 @@ class Recipe:
             raise ArgumentError("group", f"must be one of {', '.join(map(str, GROUPS))}", self.group)
         if not is_one_of(self.acts, (4, 8, None)):
             raise ArgumentError("acts", "must be 4, 8 or None", self.acts)
+        if not is_one_of(self.clip, ("output", "weights", None)):
+            raise ArgumentError("clip", "must be output, weights or None", self.clip)
         if self.kv is not None:
             kv_scheme(self.kv)
 
@@ -72,7 +74,12 @@ class Recipe:
     def is_calibrated(self) -> bool:
         """Whether it needs a text."""
         of_inputs = self.smooth_keys is not None or self.smooth is not None or self.reorder
-        return of_inputs or self.clip or self.gptq or bool(self.kept)
+        return of_inputs or self.needs_hessian
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether it looks at Xᵀ X of every input."""
+        return self.clip == "output" or self.gptq or bool(self.kept)
 
     def numerics(self) -> FakeQuantized:
         """Of a model that was quantised so."""
@@ -83,23 +90,25 @@ class Recipe:
         if self.scheme in ("lqq", "qoq"):
             two_level = LQQGrid if self.scheme == "lqq" else QoQGrid
             assert self.group is not None
-            return two_level(w, self.group, clip=self.clip, protective_range=self.protective_range)
+            return two_level(w, self.group, clip=self.clip is not None, protective_range=self.protective_range)
         if self.scheme == "qoq_channel":
-            return ChannelGrid(w, clip=self.clip)
+            return ChannelGrid(w, clip=self.clip is not None)
         if self.scheme == "int8":
-            return SymmetricGrid(w, None, bits=8, clip=self.clip)
-        return SymmetricGrid(w, self.group, kept=self.kept, clip=self.clip)
+            return SymmetricGrid(w, None, bits=8, clip=self.clip is not None)
+        return SymmetricGrid(w, self.group, kept=self.kept, clip=self.clip is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """Its settings."""
-        return asdict(self)
+        """Its settings, as JSON has them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def but(self, **changes: Any) -> "Recipe":
         """The same with other settings."""
         return replace(self, **changes)
 
 
-_QOQ = Recipe(rotate=True, rotate_heads=True, smooth_keys=0.5, smooth=(0.3, 0.7), reorder=True, clip=True, gptq=True)
+_QOQ = Recipe(
+    rotate=True, rotate_heads=True, smooth_keys=0.5, smooth=(0.3, 0.7), reorder=True, clip="output", gptq=True
+)
 RECIPES: Mapping[str, Recipe] = {
     "lqq": _QOQ,
     "qoq": _QOQ.but(scheme="qoq"),
