@@ -48,6 +48,14 @@ class QuantizedLayer:
     errors: dict[str, float | None]
 
 
+def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0) -> Tokens:
+    """[count, length] of tokens [T], each from a random place; raises ArgumentError for fewer tokens than one takes."""
+    if len(tokens) < length:
+        raise ArgumentError("length", f"at most the text's {len(tokens)} tokens", length)
+    starts = np.random.default_rng(seed).integers(0, len(tokens) - length + 1, count)
+    return tokens[starts[:, None] + np.arange(length)]
+
+
 def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> FloatModel:
     """The model with its residual stream and its heads' values turned: the same function; layers are made when read.
 

@@ -37,7 +37,7 @@ def quantize_model(
     layout: str = "strips",
     dtype: str = "float16",
     progress: Progress = lambda label: None,
-) -> list[dict[str, float | None]]:
+) -> dict[int, dict[str, float | None]]:
     """Quantise a model into the folder `out`, which appears when it is complete.
 
     Until then its layers gather in the hidden folder `.NAME.partial` beside it. The same call goes on there after a
@@ -54,17 +54,13 @@ def quantize_model(
         progress: of the layers.
 
     Returns:
-        For each layer that this call quantised, the relative error of every product's output (`QuantizedLayer.errors`).
+        By the number of each layer that this call quantised, its `QuantizedLayer.errors`.
 
     Raises ArgumentError for a recipe whose weights no kernel takes, for one that does not fit the model, and for a
     matrix that cannot be quantised, with its layer; FileError where `out` is there, or holds another run's layers;
     VerificationError if a weight would overflow.
     """
-    if recipe.scheme not in PACKED:
-        raise ArgumentError("recipe", f"scheme must be one of {', '.join(PACKED)} to be packed", recipe.scheme)
-    if out.exists():
-        raise FileError(f"{out}: is there already")
-    require_folder(out)
+    check_packable(recipe, out)
     turned = prepared(model, recipe)
     config = turned.config
     about = {**recipe.to_json(), "layout": layout, "dtype": dtype, "model": config.name}
@@ -78,13 +74,13 @@ def quantize_model(
         on_device = gpu.is_device_array(model.embedding)
         return layer_floats(with_arrays(layer, copied_to_device) if on_device else layer)
 
-    errors = []
+    errors = {}
     for index, found in enumerate(quantize_layers(turned, tokens, recipe, finished)):
         if found is not None:
             _check(index, found)
             layer = packed_layer(config, found.floats, found.weights, layout, dtype)
             folders.save_layer(partial, index, layer)
-            errors.append(found.errors)
+            errors[index] = found.errors
         progress(f"layer {index}")
     ends = {"embedding": turned.embedding.astype(np.float16), "final_norm": stored(turned.final_norm, dtype)}
     ends["head"] = None if turned.head is None else turned.head.astype(np.float16)
@@ -96,6 +92,16 @@ def quantize_model(
     except OSError as error:
         raise FileError(f"{out}: cannot be written: {error.strerror or error}") from None
     return errors
+
+
+def check_packable(recipe: Recipe, out: Path) -> None:
+    """Raise what `quantize_model` raises for a recipe without packed weights, or a folder that cannot be made."""
+    if recipe.scheme not in PACKED:
+        rule = f"scheme must be one of {', '.join(PACKED)} to be packed; others are measured: ptxlab accuracy"
+        raise ArgumentError("recipe", rule, recipe.scheme)
+    if out.exists():
+        raise FileError(f"{out}: is there already")
+    require_folder(out)
 
 
 def _partial(out: Path, about: dict[str, Any]) -> Path:

@@ -19,7 +19,7 @@ _TRIES = 8  # with ten times the damping each
 
 
 class Rounded(NamedTuple):
-    """A matrix on a grid: integers q and what they stand for, of its dtype [N, K], and the constants [N, groups] each."""
+    """A matrix on a grid: integers q and what they stand for [N, K], constants [N, groups] each; all of its dtype."""
 
     q: Array
     values: Array

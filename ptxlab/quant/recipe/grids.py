@@ -173,30 +173,34 @@ class ChannelGrid(Grid):
 
 
 class SymmetricGrid(Grid):
-    """q·scale: INT4 with a scale per group, and INT8 in the last `kept` columns of a row, with one scale (Atom).
+    """q·scale: INT4 with a scale per group, and more bits in the last `kept` columns of a row, with one scale (Atom).
 
     `group` None: one scale for all columns but those. `bits` of what is not kept; 8 alone is W8A8's.
     """
 
-    def __init__(self, w: Array, group: int | None, *, kept: int = 0, bits: int = 4, clip: bool = False) -> None:
+    def __init__(
+        self, w: Array, group: int | None, *, kept: int = 0, kept_bits: int = 8, bits: int = 4, clip: bool = False
+    ) -> None:
         w = float_matrix("w", w)
         K = w.shape[1] - kept
-        self.bounds, self.clip, self.bits = groups_of(K, group or K), clip, bits
-        self.kept = len(self.bounds) if kept else -1
+        self.bounds, self.clip = groups_of(K, group or K), clip
+        self.bits = [bits] * len(self.bounds)
         if kept:
             self.bounds.append((K, K + kept))
+            self.bits.append(kept_bits)
 
     def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
         """See `Grid.candidates`."""
-        high = 127 if group == self.kept or self.bits == 8 else 7
+        bits = self.bits[group]
+        high = 2 ** (bits - 1) - 1
         largest = np.abs(w).max(axis=0)
         for shrink in SHRINKS:
             step = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
-            yield Levels(step, np.zeros_like(step), -high if high == 127 else -8, high), (step,)
+            yield Levels(step, np.zeros_like(step), -8 if bits == 4 else -high, high), (step,)
 
     def weight(self, q: Array, constants: Constants) -> tuple[Array, Array]:
-        """(integers s8 [N, K], scales f32 [N, groups])."""
-        return q.astype(np.int8), constants[0].astype(np.float32)
+        """(integers s16 [N, K], scales f32 [N, groups])."""
+        return q.astype(np.int16), constants[0].astype(np.float32)
 
 
 def groups_of(K: int, group: int) -> list[tuple[int, int]]:

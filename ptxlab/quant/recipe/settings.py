@@ -36,6 +36,7 @@ class Recipe:
         protective_range: of level 1.
         acts: bits of the activations, 8 per token or 4 in groups, or None.
         kept: channels of each input that stay INT8 beside 4-bit ones, the largest by their squares (Atom).
+        kept_bits: of those: 8, or 16, which stands for FP16.
         act_clip: what of a group's largest magnitude 4-bit activations reach to.
         kv: scheme of the cache per token and head, or None.
 
@@ -55,6 +56,7 @@ class Recipe:
     protective_range: int = PROTECTIVE_RANGE
     acts: int | None = 8
     kept: int = 0
+    kept_bits: int = 8
     act_clip: float = 1.0
     kv: str | None = "kv4"
 
@@ -83,7 +85,14 @@ class Recipe:
 
     def numerics(self) -> FakeQuantized:
         """Of a model that was quantised so."""
-        return FakeQuantized(acts=self.acts, kv=self.kv, group=self.group, kept=self.kept, clip=self.act_clip)
+        return FakeQuantized(
+            acts=self.acts,
+            kv=self.kv,
+            group=self.group,
+            kept=self.kept,
+            kept_bits=self.kept_bits,
+            clip=self.act_clip,
+        )
 
     def grid(self, w: Array) -> Grid:
         """The scheme's grid for a matrix float [N, K]."""
@@ -95,7 +104,7 @@ class Recipe:
             return ChannelGrid(w, clip=self.clip is not None)
         if self.scheme == "int8":
             return SymmetricGrid(w, None, bits=8, clip=self.clip is not None)
-        return SymmetricGrid(w, self.group, kept=self.kept, clip=self.clip is not None)
+        return SymmetricGrid(w, self.group, kept=self.kept, kept_bits=self.kept_bits, clip=self.clip is not None)
 
     def to_json(self) -> dict[str, Any]:
         """Its settings, as JSON has them."""
@@ -106,13 +115,21 @@ class Recipe:
         return replace(self, **changes)
 
 
-_QOQ = Recipe(
-    rotate=True, rotate_heads=True, smooth_keys=0.5, smooth=(0.3, 0.7), reorder=True, clip="output", gptq=True
+_FULL = Recipe(
+    rotate=True,
+    rotate_heads=True,
+    smooth_keys=0.5,
+    smooth=(0.3, 0.7),
+    reorder=True,
+    clip="output",
+    gptq=True,
 )
 RECIPES: Mapping[str, Recipe] = {
-    "lqq": _QOQ,
-    "qoq": _QOQ.but(scheme="qoq"),
-    "qoq_channel": _QOQ.but(scheme="qoq_channel", smooth=(0.1, 0.9), reorder=False),
+    "lqq": _FULL,
+    "qoq": _FULL.but(scheme="qoq"),
+    "qoq_released": _FULL.but(clip=None),  # with an 8-bit zero ("PostScale"), which is LQQ's form, and no clipping
+    "qoq_channel": _FULL.but(scheme="qoq_channel", smooth=(0.1, 0.9), reorder=False),
+    "atom": Recipe(scheme="int4", acts=4, kept=64, act_clip=0.9, clip="output", gptq=True),
     "rtn": Recipe(),
 }
 
