@@ -1,6 +1,7 @@
 """The command `perplexity`: how well a model predicts a text."""
 
 import time
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,30 +19,36 @@ from ptxlab.cli.common import (
 )
 from ptxlab.model import open_model, open_text, tokens_of, windows
 from ptxlab.model import perplexity as measured
+from ptxlab.model.open import is_quantized
 from ptxlab.quant.numerics import FakeQuantized
-from ptxlab.reference import EXACT
 
 
 def perplexity(
-    model: Annotated[str, typer.Argument(help="A folder of Hugging Face, a .gguf file, or smollm2.")],
+    model: Annotated[str, typer.Argument(help="A folder (Hugging Face, or quantised), a .gguf file, or smollm2.")],
     text: Annotated[str, typer.Option(help="wikipedia, lee, or a UTF-8 file.")] = "wikipedia",
     count: Annotated[
         int | None, typer.Option("--windows", help="Windows to measure, evenly spread. Default: all of the text.")
     ] = None,
     length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
-    kv: Annotated[int | None, typer.Option(help="Bits of the KV cache: 4 or 8. Default: not quantised.")] = None,
-    acts: Annotated[int | None, typer.Option(help="Bits of the activations: 8. Default: not quantised.")] = None,
+    kv: Annotated[
+        int | None,
+        typer.Option(help="Bits of the KV cache: 4, 8, or 32 for floats. Default: 4 with quantised weights, else 32."),
+    ] = None,
+    acts: Annotated[
+        int | None,
+        typer.Option(help="Bits of the activations: 8, or 32 for floats. Default: 8 with quantised weights, else 32."),
+    ] = None,
     backend: ModelBackend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model's perplexity on a text: in float32, with activations or KV cache quantised if so asked.
+    """Measure a model's perplexity on a text, in float32 but for what is quantised.
 
     Of wikipedia, the articles that are not for calibration are measured. A model or a text that has a name is
     downloaded once.
     """
-    for option, bits, known in (("--kv", kv, (None, 4, 8)), ("--acts", acts, (None, 8))):
+    for option, bits, known in (("--kv", kv, (None, 4, 8, 32)), ("--acts", acts, (None, 8, 32))):
         if bits not in known:
-            raise expects(option, " or ".join(map(str, known[1:])), bits)
+            raise expects(option, ", ".join(map(str, known[1:-1])) + " or 32", bits)
     if backend not in (None, "gpu", "numpy"):
         raise expects("--backend", "gpu or numpy", backend)
     on_gpu = gpu.available() if backend is None else backend == "gpu"
@@ -51,7 +58,10 @@ def perplexity(
         opened, tokenizer = open_model(model, progress)
     with download_bar("text", quiet=as_json) as progress:
         evaluated = windows(tokens_of(open_text(text, progress).evaluation, tokenizer), length, count)
-    numerics = EXACT if kv is acts is None else FakeQuantized(acts=acts, kv=None if kv is None else f"kv{kv}")
+    if is_quantized(Path(model)):
+        kv, acts = kv or 4, acts or 8
+    kv, acts = kv or 32, acts or 32
+    numerics = FakeQuantized(acts=None if acts == 32 else acts, kv=None if kv == 32 else f"kv{kv}")
     start = time.perf_counter()
     with progress_bar("perplexity", (len(opened.layers) + 1) * len(evaluated), quiet=as_json) as advance:
         found = measured(
@@ -75,7 +85,12 @@ def perplexity(
         )
     console.print(
         f"[bold]perplexity {found:.4g}[/]  {escape(model)} on {escape(text)}: {evaluated.size:,} tokens, "
-        f"{len(evaluated)} windows of {length}, {seconds:.1f} s on {'the GPU' if on_gpu else 'this CPU'}",
+        f"{len(evaluated)} windows of {length}; activations {_bits(acts)}, KV cache {_bits(kv)}; "
+        f"{seconds:.1f} s on {'the GPU' if on_gpu else 'this CPU'}",
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _bits(bits: int) -> str:
+    return "float32" if bits == 32 else f"{bits} bits"

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,14 @@ from ptxlab.io import weights
 from ptxlab.io.checkpoint import FLOATS, CheckpointFolder
 from ptxlab.io.gguf import GgufFile
 from ptxlab.io.tokenizer import Tokenizer
+from ptxlab.layout import unpack
 from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel, MappedLayers
+from ptxlab.model.folder import RECIPE, load
+from ptxlab.model.quantized import QuantizedModel
+from ptxlab.model.weights import LayerWeights
 from ptxlab.quant.inputs import extremes
-from ptxlab.reference import NORMS, Layer
+from ptxlab.reference import NORMS, Layer, from_bfloat16_bits
 
 # Names of tensors: ours -> a file's. `{}` is the number of the layer.
 _GGUF = {
@@ -49,7 +52,8 @@ def open_model(
 
     Args:
         source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), a .gguf
-            file of these families, or "smollm2", which is downloaded unless it is there.
+            file of these families; "smollm2", which is downloaded unless it is there; or the folder of a quantised
+            model, whose weights are dequantised.
         progress: of the download, (bytes done, bytes in all).
 
     Layers are read from the file each time they are asked for, so that of a large model one lies in memory at a time.
@@ -66,7 +70,43 @@ def open_model(
         return _open_gguf(path)
     if not path.is_dir():
         raise FileError(f"{source}: no model: a folder, a .gguf file, or one of {', '.join(_MODELS)}")
+    if is_quantized(path):
+        model = dequantized(load(path))
+        return model, open_tokenizer(path, model.config)
     return _open_folder(path)
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether that is the folder of a quantised model."""
+    return (path / RECIPE).is_file()
+
+
+def dequantized(model: QuantizedModel) -> FloatModel:
+    """What a quantised model's weights stand for, in float32; a layer is dequantised each time it is asked for."""
+    rows = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+    sizes = model.config.separate_matrices
+
+    def floats(layer: LayerWeights) -> Layer:
+        found = {"input_norm": _floats(layer.input_norm), "post_norm": _floats(layer.post_norm)}
+        for name, parts in rows.items():
+            ends = np.cumsum([sizes[part][0] for part in parts])[:-1]
+            found |= zip(parts, np.split(unpack(getattr(layer, name)).dequantize(), ends), strict=True)
+            if name == "qkv" and layer.qkv_bias is not None:
+                found |= zip(("q_bias", "k_bias", "v_bias"), np.split(layer.qkv_bias, ends), strict=True)
+        return found
+
+    return FloatModel(
+        config=model.config,
+        embedding=_floats(model.embedding),
+        layers=MappedLayers(model.layers, floats),
+        final_norm=_floats(model.final_norm),
+        head=None if model.head is None else _floats(model.head),
+    )
+
+
+def _floats(array: Any) -> Any:
+    """f16, or bf16 as its bits, as f32."""
+    return from_bfloat16_bits(array) if array.dtype == np.uint16 else array.astype(np.float32)
 
 
 def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:
@@ -159,18 +199,21 @@ class _Weights:
         if self.config.experts:
             raise FileError(f"{self.file.path}: a model without experts is expected (got {self.config.experts})")
         V, H = self.config.vocabulary, self.config.hidden
-        of_model = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
-        for layer, (name, shape) in chain(
-            product([None], of_model.items()), product(range(self.config.layers), self.shapes.items())
-        ):
+        shapes = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
+        self._check_shapes(shapes, None, left)
+        for layer in range(self.config.layers):  # the first that is missing ends it, however many the config claims
+            self._check_shapes(self.shapes, layer, left)
+        if left:
+            raise FileError(f"{self.file.path}: {min(left)}: not known in a model of this family")
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], layer: int | None, left: set[str]) -> None:
+        for name, shape in shapes.items():
             theirs = self.names[name].format(layer)
             if theirs not in self.file.tensors:
                 raise FileError(f"{self.file.path}: {theirs}: missing")
             if (found := self.file.tensors[theirs].shape) != shape:
                 raise FileError(f"{self.file.path}: {theirs}: must be {[*shape]} (got {[*found]})")
             left.discard(theirs)
-        if left:
-            raise FileError(f"{self.file.path}: {min(left)}: not known in a model of this family")
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -34,7 +34,7 @@ def open_text(source: str | Path = "wikipedia", progress: weights.Progress = lam
     """A text by name or from a file.
 
     Args:
-        source: "wikipedia", 95 articles, of which the first 47 calibrate; "lee", 299 news items, or a UTF-8 file, as
+        source: "wikipedia", 95 articles, of which the first 47 calibrate; "lee", 300 news items, or a UTF-8 file, as
             one document. What has a name is downloaded unless it is there.
         progress: of the download, (bytes done, bytes in all).
 
