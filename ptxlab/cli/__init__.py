@@ -7,6 +7,7 @@ from rich.markup import escape
 
 from ptxlab import __version__
 from ptxlab.cli import (
+    accuracy,
     bench,
     cost,
     generate,
@@ -49,6 +50,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "audit": weights.audit,
         "quantize": quantize.quantize,
         "perplexity": perplexity.perplexity,
+        "accuracy": accuracy.accuracy,
         "generate": generate.generate,
     },
     "Project": {

@@ -7,13 +7,14 @@ from typing import Any, Self
 import numpy as np
 
 from ptxlab.errors import ArgumentError
-from ptxlab.layout import pack
+from ptxlab.layout import pack, unpack
+from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.model.config import Config
-from ptxlab.model.floats import FloatModel
+from ptxlab.model.floats import FloatModel, MappedLayers
 from ptxlab.model.weights import DTYPES, LayerWeights, quantiser
 from ptxlab.quant import Rounding
-from ptxlab.reference import Layer
-from ptxlab.spec.dtypes import stored
+from ptxlab.reference import BIASES, NORMS, Layer
+from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
 
 FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # matrices in one product
@@ -70,13 +71,8 @@ class QuantizedModel:
 
         def rounded_layer(layer: Layer) -> LayerWeights:
             fused = {name: np.concatenate([layer[part] for part in parts]) for name, parts in FUSED.items()}
-            weights: dict[str, Any] = {name: pack(quantise(w, group), layout) for name, w in fused.items()}
-            if config.qkv_bias:
-                biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
-                weights["qkv_bias"] = np.concatenate(biases).astype(np.float32)
-            for name in ("input_norm", "post_norm"):
-                weights[name] = stored(layer[name].astype(np.float32), dtype)
-            return LayerWeights(config=config, **weights)
+            weights = {name: quantise(w, group) for name, w in fused.items()}
+            return packed_layer(config, layer, weights, layout, dtype)
 
         layers = []
         for i, layer in enumerate(model.layers):
@@ -90,3 +86,38 @@ class QuantizedModel:
             head=None if model.head is None else model.head.astype(np.float16),
             recipe={"scheme": scheme, "group": group, "steps": ["round to nearest"]},
         )
+
+    def floats(self) -> FloatModel:
+        """What its numbers stand for, in float32; a layer is unpacked each time it is asked for."""
+        return FloatModel(
+            config=self.config,
+            embedding=floats(self.embedding),
+            layers=MappedLayers(self.layers, layer_floats),
+            final_norm=floats(self.final_norm),
+            head=None if self.head is None else floats(self.head),
+        )
+
+
+def packed_layer(
+    config: Config, layer: Layer, weights: Mapping[str, QuantizedWeight], layout: str = "strips", dtype: str = "float16"
+) -> LayerWeights:
+    """A layer for the kernels: norms and biases of the float layer, quantised matrices by the names of `FUSED`."""
+    parts: dict[str, Any] = {name: pack(weight, layout) for name, weight in weights.items()}
+    if config.qkv_bias:
+        biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
+        parts["qkv_bias"] = np.concatenate(biases).astype(np.float32)
+    for name in NORMS:
+        parts[name] = stored(layer[name].astype(np.float32), dtype)
+    return LayerWeights(config=config, **parts)
+
+
+def layer_floats(layer: LayerWeights) -> Layer:
+    """What a packed layer's numbers stand for, in float32, by the names of `reference.decoder_layer`."""
+    sizes = layer.config.separate_matrices
+    found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
+    for fused, parts in FUSED.items():
+        ends = np.cumsum([sizes[part][0] for part in parts])[:-1].tolist()
+        found |= zip(parts, np.split(unpack(getattr(layer, fused)).dequantize(), ends), strict=True)
+        if fused == "qkv" and layer.qkv_bias is not None:
+            found |= zip(BIASES, np.split(layer.qkv_bias, ends), strict=True)
+    return found
