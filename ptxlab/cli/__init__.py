@@ -6,7 +6,22 @@ import typer
 from rich.markup import escape
 
 from ptxlab import __version__
-from ptxlab.cli import bench, cost, perplexity, profile, quantize, run, sanitize, sass, stalls, sweep, timeline, weights
+from ptxlab.cli import (
+    accuracy,
+    bench,
+    cost,
+    generate,
+    perplexity,
+    profile,
+    quantize,
+    run,
+    sanitize,
+    sass,
+    stalls,
+    sweep,
+    timeline,
+    weights,
+)
 from ptxlab.cli.common import BAD_INPUT, FAILED, UsageError, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
 
@@ -35,6 +50,8 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "audit": weights.audit,
         "quantize": quantize.quantize,
         "perplexity": perplexity.perplexity,
+        "accuracy": accuracy.accuracy,
+        "generate": generate.generate,
     },
     "Project": {
         "demo": weights.demo,

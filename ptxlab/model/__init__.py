@@ -6,10 +6,14 @@ the layer on the kernels, `reference` its NumPy twins.
 
 from ptxlab.model.config import MODELS, Config
 from ptxlab.model.floats import FloatModel, perplexity
+from ptxlab.model.generate import generate
+from ptxlab.model.kernel_runner import KernelRunner
 from ptxlab.model.layer import LayerBuffers, decode_layer
+from ptxlab.model.numpy_runner import NumpyRunner
 from ptxlab.model.open import open_model
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.reference import LayerInputs
+from ptxlab.model.runner import Runner
 from ptxlab.model.text import Corpus, open_text, tokens_of, windows
 from ptxlab.model.weights import LayerWeights
 
@@ -18,11 +22,15 @@ __all__ = [
     "Config",
     "Corpus",
     "FloatModel",
+    "KernelRunner",
     "LayerBuffers",
     "LayerInputs",
     "LayerWeights",
+    "NumpyRunner",
     "QuantizedModel",
+    "Runner",
     "decode_layer",
+    "generate",
     "open_model",
     "open_text",
     "perplexity",

@@ -38,6 +38,7 @@ class Config:
         tied_head: whether the LM head is the embedding.
         qkv_bias: whether queries, keys and values have a bias.
         window: tokens that a query sees at most (sliding window), or None.
+        context: tokens of a sequence at most, as the model was trained, or None where nobody says.
         experts: of a layer; 0 for a dense model.
         chosen_experts: how many of them a token takes.
         activation: one of `reference.ACTIVATIONS`.
@@ -59,6 +60,7 @@ class Config:
     tied_head: bool = False
     qkv_bias: bool = False
     window: int | None = None
+    context: int | None = None
     experts: int = 0
     chosen_experts: int = 0
     activation: str = "silu"
@@ -74,8 +76,9 @@ class Config:
                 raise ArgumentError(name, "must be True or False", repr(getattr(self, name)))
         if not isinstance(self.name, str):
             raise ArgumentError("name", "must be text", type(self.name).__name__)
-        if self.window is not None:
-            _require_count("window", self.window)
+        for name in ("window", "context"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ArgumentError("kv_heads", f"must divide the {self.heads} query heads", self.kv_heads)
         if self.head_dim % 2:
@@ -225,6 +228,7 @@ _JSON = {
     "vocabulary": "vocab_size",
     "eps": "rms_norm_eps",
     "window": "sliding_window",
+    "context": "max_position_embeddings",
     "experts": "num_local_experts",
     "chosen_experts": "num_experts_per_tok",
 }
@@ -238,6 +242,7 @@ _GGUF = {
     "vocabulary": "vocab_size",
     "eps": "attention.layer_norm_rms_epsilon",
     "window": "attention.sliding_window",
+    "context": "context_length",
     "experts": "expert_count",
     "chosen_experts": "expert_used_count",
 }
@@ -309,6 +314,7 @@ class _Keys:
             "vocabulary": self.count("vocabulary", *(() if tokens is None else (tokens,))),
             "eps": self.positive(self._names["eps"], 1e-6),
             "window": self.count("window", None) if is_windowed else None,
+            "context": self.count("context", None),
             "experts": self.count("experts") if has_experts else 0,
             "chosen_experts": self.count("chosen_experts") if has_experts else 0,
         }

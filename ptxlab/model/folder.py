@@ -33,7 +33,9 @@ def save(model: QuantizedModel, folder: Path) -> None:
     """Write a whole model into a folder that is there."""
     for index, layer in enumerate(model.layers):
         save_layer(folder, index, layer)
-    save_ends(folder, model.config, model.recipe, embedding=model.embedding, final_norm=model.final_norm, head=model.head)
+    save_ends(
+        folder, model.config, model.recipe, embedding=model.embedding, final_norm=model.final_norm, head=model.head
+    )
 
 
 def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
@@ -54,7 +56,13 @@ def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: A
     plain = {name: array for name, array in ends.items() if array is not None}
     write_checkpoint(folder / _ENDS, _infos(plain), _on_host(plain), {})
     write_text(folder / "config.json", json.dumps(config_json(config), indent=1) + "\n")
-    write_text(folder / RECIPE, json.dumps({"schema": SCHEMA, "digest": digest(recipe), "recipe": dict(recipe)}, indent=1) + "\n")
+    save_recipe(folder, recipe)
+
+
+def save_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
+    """Write recipe.json: the recipe, of what JSON has, and its digest."""
+    found = {"schema": SCHEMA, "digest": digest(recipe), "recipe": dict(recipe)}
+    write_text(folder / RECIPE, json.dumps(found, indent=1) + "\n")
 
 
 def load(folder: Path | str) -> QuantizedModel:
@@ -133,6 +141,7 @@ def config_json(config: Config) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "num_hidden_layers": config.layers,
         "vocab_size": config.vocabulary,
+        "max_position_embeddings": config.context,
         "rope_theta": config.rope_base,
         "rope_scaling": config.rope_scaling,
         "rms_norm_eps": config.eps,

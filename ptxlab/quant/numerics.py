@@ -13,8 +13,6 @@ from ptxlab.quant.kv import kv_scheme, quantize_kv
 from ptxlab.reference import Layer, Numerics
 from ptxlab.reference.decoder import Floats
 
-KEPT_HIGH = 127  # of the channels that stay INT8
-
 
 @dataclass(frozen=True)
 class FakeQuantized(Numerics):
@@ -25,7 +23,8 @@ class FakeQuantized(Numerics):
             input's channels; None leaves them floats.
         kv: one of `KV_SCHEMES` per token and head, or None.
         group: channels per scale of 4-bit activations, None for all of them.
-        kept: the last channels in that order, which stay INT8 with one scale.
+        kept: the last channels in that order, which have one scale and more bits.
+        kept_bits: of those.
         clip: of the largest magnitude of a group, what 4 bits reach to.
     """
 
@@ -33,6 +32,7 @@ class FakeQuantized(Numerics):
     kv: str | None = "kv4"
     group: int | None = None
     kept: int = 0
+    kept_bits: int = 8
     clip: float = 1.0
     _last: list[Any] = field(default_factory=lambda: [None, None, None], repr=False, compare=False)
 
@@ -68,7 +68,8 @@ class FakeQuantized(Numerics):
         four = ordered[:, :K].reshape(len(x), -1, self.group or K)
         seen = [_symmetric(four, self.clip, -8, 7).reshape(len(x), K)]
         if self.kept:
-            seen.append(_symmetric(ordered[:, K:], 1.0, -KEPT_HIGH, KEPT_HIGH))
+            high = 2 ** (self.kept_bits - 1)
+            seen.append(_symmetric(ordered[:, K:], 1.0, 1 - high, high - 1))
         together = np.concatenate(seen, axis=1)
         return together if order is None else together[:, np.argsort(order)]
 

@@ -5,6 +5,7 @@ triangular, the error e of column j is compensated by subtracting e U[j, k] / U[
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -18,17 +19,19 @@ _TRIES = 8  # with ten times the damping each
 
 
 class Rounded(NamedTuple):
-    """A matrix on a grid: integers q and what they stand for, float64 [N, K], and the constants [N, groups] each."""
+    """A matrix on a grid: integers q and what they stand for [N, K], constants [N, groups] each; all of its dtype."""
 
     q: Array
     values: Array
     constants: Constants
 
 
-def rounded(w: Array, hessian: Array, grid: Grid) -> Rounded:
-    """Every weight of w float [N, K] to the nearest level; a grid that clips looks at H for the levels."""
-    w = w.astype(np.float64).T
-    H = hessian.astype(np.float64)
+def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
+    """Every weight of w float [N, K] to the nearest level. A grid that clips chooses levels of least tr(d H dᵀ), or
+    without H of least squared error."""
+    w = w.T.copy()
+    H = np.eye(len(w), like=w) if hessian is None else hessian
+    H = H.astype(w.dtype)
     q, values, chosen = np.empty_like(w), np.empty_like(w), []
     for group, (start, stop) in enumerate(grid.bounds):
         levels, constants = grid.choose(group, w[start:stop], H[start:stop, start:stop])
@@ -46,7 +49,7 @@ def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> R
     nearest happens to be better keeps that.
 
     Args:
-        w: the matrix.
+        w: the matrix, f32 or f64, in which this is computed.
         hessian: H = Xᵀ X of its inputs [K, K], times whatever constant.
         grid: of the scheme.
         damping: in parts of H's mean diagonal.
@@ -59,12 +62,12 @@ def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> R
     H = hessian.astype(np.float64)
     importance = np.diagonal(H)
     groups, order = _order(grid.bounds, importance)
-    U = inverse_factor(H[order][:, order], damping)
+    U = inverse_factor(H[order][:, order], damping).astype(w.dtype)
     diagonal = np.diagonal(U)
-    work = w.astype(np.float64).T[order]  # [K, N], columns of w one after the other
+    work = w.T[order]  # [K, N], columns of w one after the other
     q, values = np.empty_like(work), np.empty_like(work)
     chosen: list[Constants] = [()] * len(groups)
-    begins = dict(zip(np.cumsum([0, *(stop - start for start, stop in (grid.bounds[g] for g in groups))]), groups))
+    begins = dict(zip(_starts(grid.bounds, groups), groups, strict=True))
     levels: Levels
     for start, stop in _blocks(grid.bounds, groups):
         errors = np.empty_like(work[start:stop])
@@ -89,8 +92,8 @@ def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> R
 
 def objective(w: Array, values: Array, hessian: Array) -> Array:
     """What each row of the quantised matrix costs, float64 [N]: d H dᵀ with d = w - values."""
-    error = w.astype(np.float64) - values
-    return ((error @ hessian) * error).sum(axis=1)
+    error = w - values
+    return ((error @ hessian.astype(w.dtype)) * error).sum(axis=1, dtype=np.float64)
 
 
 def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
@@ -112,10 +115,20 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
 
 def _order(bounds: list[tuple[int, int]], importance: Array) -> tuple[list[int], Array]:
     """Groups, and all columns, in the order in which they are quantised."""
+
+    def descending(group: int) -> Array:
+        start, stop = bounds[group]
+        return start + np.argsort(-importance[start:stop], kind="stable")
+
     share = [float(importance[start:stop].mean()) for start, stop in bounds]
     groups = sorted(range(len(bounds)), key=lambda group: -share[group])
-    columns = [start + np.argsort(-importance[start:stop], kind="stable") for start, stop in (bounds[g] for g in groups)]
-    return groups, np.concatenate(columns)
+    return groups, np.concatenate([descending(group) for group in groups])
+
+
+def _starts(bounds: list[tuple[int, int]], groups: list[int]) -> list[int]:
+    """Where each group begins when they are taken in that order."""
+    widths = [bounds[group][1] - bounds[group][0] for group in groups]
+    return [0, *accumulate(widths)][:-1]
 
 
 def _blocks(bounds: list[tuple[int, int]], groups: list[int]) -> Iterator[tuple[int, int]]:

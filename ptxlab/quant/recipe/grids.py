@@ -24,12 +24,12 @@ SHIFTS = (0.0, 0.5, 1.0)  # of what does not fit the levels, the part at the low
 
 
 class Levels(NamedTuple):
-    """base + step·q, q an integer in low..high, for one group of each row: step and base float [N]."""
+    """base + step·q, q an integer in low..high, for one group of each row: floats [N], low and high perhaps for all."""
 
     step: Array
     base: Array
-    low: int
-    high: int
+    low: Any
+    high: Any
 
     def nearest(self, w: Array) -> Array:
         """The integers, as floats, of the levels nearest to w [.., N]."""
@@ -47,7 +47,7 @@ class Grid(ABC):
     clip: bool
 
     def choose(self, group: int, w: Array, metric: Array) -> tuple[Levels, Constants]:
-        """The levels of a group for its weights w float64 [g, N], a column per row of the matrix.
+        """The levels of a group for its weights w float [g, N], a column per row of the matrix.
 
         `metric` [g, g], or [g] for a diagonal, says what an error d [g] of a row costs: dᵀ metric d.
         """
@@ -60,8 +60,7 @@ class Grid(ABC):
             cost = _cost(levels, w, metric)
             better = cost < least
             least = np.where(better, cost, least)
-            step, base = np.where(better, levels.step, best.step), np.where(better, levels.base, best.base)
-            best = best._replace(step=step, base=base)
+            best = Levels(*(np.where(better, new, old) for new, old in zip(levels, best, strict=True)))
             constants = tuple(np.where(better, new, old) for new, old in zip(others, constants, strict=True))
         return best, constants
 
@@ -89,7 +88,7 @@ class TwoLevelGrid(Grid):
         self.bounds, self.clip = groups_of(w.shape[1], group), clip
         self.protective_range = protective_range
         self.channel_scale = quantize_level1(w, protective_range).scale
-        self.scale = self.channel_scale.astype(np.float64)
+        self.scale = self.channel_scale.astype(w.dtype)
 
     def extent(self, w: Array) -> tuple[Array, Array]:
         """The lowest and the highest level-1 integer of w [g, N], as floats."""
@@ -102,6 +101,7 @@ class LQQGrid(TwoLevelGrid):
     """(q·group_scale + minimum)·channel_scale. Numerically also QoQ's as it is released, with an 8-bit zero."""
 
     def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+        """See `Grid.candidates`."""
         low, high = self.extent(w)
         nearest = np.rint((high - low) / 15).clip(1, MAX_GROUP_SCALE)
         for narrower in NARROWER:
@@ -126,6 +126,7 @@ class QoQGrid(TwoLevelGrid):
     """(q - zero)·group_scale·channel_scale, the paper's form: a zero of 4 bits."""
 
     def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+        """See `Grid.candidates`."""
         low, high = self.extent(w)
         low, high = np.minimum(low, 0), np.maximum(high, 0)
         nearest = np.maximum(np.rint((high - low) / 15), 1)
@@ -133,7 +134,8 @@ class QoQGrid(TwoLevelGrid):
             step = (nearest - narrower).clip(1, nearest)
             for shift in SHIFTS:
                 zero = np.rint(-(low + shift * (high - low - 15 * step)) / step).clip(0, 15)
-                yield Levels(step * self.scale, -zero * step * self.scale, 0, 15), (step, zero)
+                lowest, highest = np.maximum(zero - 128 // step, 0), np.minimum(zero + 127 // step, 15)  # within s8
+                yield Levels(step * self.scale, -zero * step * self.scale, lowest, highest), (step, zero)
 
     def weight(self, q: Array, constants: Constants) -> QoQWeight:
         """See `Grid.weight`."""
@@ -155,10 +157,11 @@ class ChannelGrid(Grid):
         self.bounds, self.clip = [(0, w.shape[1])], clip
 
     def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+        """See `Grid.candidates`."""
         low, high = np.minimum(w.min(axis=0), 0), np.maximum(w.max(axis=0), 0)
         for shrink in SHRINKS:
             scale = np.where(high > low, shrink * (high - low) / 15, 1).astype(np.float32)
-            step = scale.astype(np.float64)
+            step = scale.astype(w.dtype)
             for shift in SHIFTS:
                 zero = np.rint(-(low + shift * (1 - shrink) * (high - low)) / step).clip(0, 15)
                 yield Levels(step, -zero * step, 0, 15), (scale, zero)
@@ -170,29 +173,34 @@ class ChannelGrid(Grid):
 
 
 class SymmetricGrid(Grid):
-    """q·scale: INT4 with a scale per group, and INT8 in the last `kept` columns of a row, with one scale (Atom).
+    """q·scale: INT4 with a scale per group, and more bits in the last `kept` columns of a row, with one scale (Atom).
 
     `group` None: one scale for all columns but those. `bits` of what is not kept; 8 alone is W8A8's.
     """
 
-    def __init__(self, w: Array, group: int | None, *, kept: int = 0, bits: int = 4, clip: bool = False) -> None:
+    def __init__(
+        self, w: Array, group: int | None, *, kept: int = 0, kept_bits: int = 8, bits: int = 4, clip: bool = False
+    ) -> None:
         w = float_matrix("w", w)
         K = w.shape[1] - kept
-        self.bounds, self.clip, self.bits = groups_of(K, group or K), clip, bits
-        self.kept = len(self.bounds) if kept else -1
+        self.bounds, self.clip = groups_of(K, group or K), clip
+        self.bits = [bits] * len(self.bounds)
         if kept:
             self.bounds.append((K, K + kept))
+            self.bits.append(kept_bits)
 
     def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
-        high = 127 if group == self.kept or self.bits == 8 else 7
+        """See `Grid.candidates`."""
+        bits = self.bits[group]
+        high = 2 ** (bits - 1) - 1
         largest = np.abs(w).max(axis=0)
         for shrink in SHRINKS:
-            step = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(np.float64)
-            yield Levels(step, np.zeros_like(step), -high if high == 127 else -8, high), (step,)
+            step = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
+            yield Levels(step, np.zeros_like(step), -8 if bits == 4 else -high, high), (step,)
 
     def weight(self, q: Array, constants: Constants) -> tuple[Array, Array]:
-        """(integers s8 [N, K], scales f32 [N, groups])."""
-        return q.astype(np.int8), constants[0].astype(np.float32)
+        """(integers s16 [N, K], scales f32 [N, groups])."""
+        return q.astype(np.int16), constants[0].astype(np.float32)
 
 
 def groups_of(K: int, group: int) -> list[tuple[int, int]]:

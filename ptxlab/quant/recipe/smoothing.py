@@ -14,8 +14,8 @@ from ptxlab.quant.smooth import smooth_attention
 from ptxlab.reference import Layer
 
 
-def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> dict[str, Any]:
-    """The layer with a smoother input of down.
+def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> tuple[dict[str, Any], Any]:
+    """The layer with a smoother input of down, and the λ f64 [F] by which that was divided.
 
     Args:
         layer: its matrices.
@@ -31,7 +31,8 @@ def smooth_down(layer: Layer, peaks: Any, alpha: float, beta: float) -> dict[str
     usable = (span > 0) & (of_weight > 0)
     factor = np.where(usable, span, 1) ** alpha / np.where(usable, of_weight, 1) ** beta
     factor = factor / np.exp(np.log(factor).mean())  # the mean scale of up and down stays
-    return {**layer, "up": as_before(up, wide(up) / factor[:, None]), "down": as_before(down, wide(down) * factor)}
+    smoothed = {"up": as_before(up, wide(up) / factor[:, None]), "down": as_before(down, wide(down) * factor)}
+    return {**layer, **smoothed}, factor
 
 
 def smooth_keys(layer: Layer, peaks: Any, alpha: float = 0.5) -> dict[str, Any]:
