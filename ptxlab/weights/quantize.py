@@ -110,6 +110,8 @@ def _partial(out: Path, about: dict[str, Any]) -> Path:
     if not (partial / folders.RECIPE).is_file():
         partial.mkdir(exist_ok=True)
         folders.save_recipe(partial, about)
+    for torn in partial.glob(".*.tmp"):  # of a write that was killed
+        torn.unlink()
     before = folders.read_recipe(partial)
     if before != about:
         changed = next(name for name in {**before, **about} if before.get(name) != about.get(name))

@@ -130,7 +130,7 @@ def test_inputs_that_were_never_seen_are_damped() -> None:
 
 
 def test_more_damping_where_h_has_no_inverse() -> None:
-    w, H = problem(4, 96)
+    _, H = problem(4, 96)
     mean = np.diagonal(H).mean()
     H -= (np.linalg.eigvalsh(H)[0] + 0.05 * mean) * np.eye(96)  # 0.01 of the mean is too little
     factor = recipe.inverse_factor(H)
