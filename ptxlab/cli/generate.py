@@ -22,7 +22,9 @@ from ptxlab.cli.common import (
 from ptxlab.errors import UnavailableError
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.model import FloatModel, KernelRunner, NumpyRunner, QuantizedModel, Runner, open_model
+from ptxlab.model.folder import load
 from ptxlab.model.generate import generate as generated
+from ptxlab.model.open import is_quantized, open_tokenizer
 from ptxlab.quant import GROUPS
 
 RUNNERS: dict[str, type[Runner]] = {"gpu": KernelRunner, "numpy": NumpyRunner}
@@ -33,7 +35,7 @@ _BROKEN = "\ufffd"  # what a character decodes to while tokens of it are lacking
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to go on from; with --chat, what is asked.")],
     model: Annotated[
-        str, typer.Option(help="smollm2, a Hugging Face folder, a .gguf file, or a folder of quantised weights.")
+        str, typer.Option(help="smollm2, a Hugging Face folder, a .gguf file, or what `quantize --recipe` made.")
     ] = "smollm2",
     backend: ModelBackend = None,
     tokens: Annotated[int, typer.Option(help="How many to generate at most.")] = 64,
@@ -53,13 +55,13 @@ def generate(
     if backend is None:
         backend = "gpu" if gpu.why_not("sm_90a", exact=True) is None else "numpy"
     _check(prompt, backend, tokens, batch, temperature, seed, group)
-    with download_bar(model, quiet=as_json) as progress:
-        opened, tokenizer = open_model(model, progress)
+    opened, tokenizer = _open(model, quiet=as_json)
     given, most = _encoded(tokenizer, prompt, chat=chat), opened.config.context
     if most is not None and len(given) + tokens > most:
         rule = f"prompt and --tokens must fit the model's context of {most} tokens"
         raise CommandLineError(f"{rule} (got {len(given)} + {tokens})")
-    runner = RUNNERS[backend](_rounded(opened, model, group, quiet=as_json), batch, len(given) + tokens)
+    weights = opened if isinstance(opened, QuantizedModel) else _rounded(opened, model, group, quiet=as_json)
+    runner = RUNNERS[backend](weights, batch, len(given) + tokens)
 
     if not as_json and not chat:
         _write(prompt)
@@ -142,6 +144,16 @@ def _check(prompt: str, backend: str, tokens: int, batch: int, temperature: floa
         raise expects("--temperature", "a number, 0 or more", temperature)
     if not 0 <= seed < 2**32:
         raise expects("--seed", "an integer in 0..2^32-1", seed)
+
+
+def _open(source: str, *, quiet: bool) -> tuple[FloatModel | QuantizedModel, Tokenizer]:
+    """A model, quantised already or not; one that has a name is downloaded."""
+    path = Path(source)
+    if is_quantized(path):
+        quantized = load(path)
+        return quantized, open_tokenizer(path, quantized.config)
+    with download_bar(source, quiet=quiet) as progress:
+        return open_model(source, progress)
 
 
 def _rounded(model: FloatModel, source: str, group: int, *, quiet: bool) -> QuantizedModel:

@@ -141,6 +141,7 @@ def config_json(config: Config) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "num_hidden_layers": config.layers,
         "vocab_size": config.vocabulary,
+        "max_position_embeddings": config.context,
         "rope_theta": config.rope_base,
         "rope_scaling": config.rope_scaling,
         "rms_norm_eps": config.eps,

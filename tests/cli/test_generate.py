@@ -11,6 +11,7 @@ from ptxlab import gpu
 from ptxlab.cli.generate import _Text
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.model import NumpyRunner, QuantizedModel, generate, open_model
+from ptxlab.model.folder import load
 from tests.support.small_models import write_folder
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}  # one head of 64 dimensions
@@ -35,6 +36,19 @@ def test_the_text_is_what_the_runner_generates(cli: Any, folder: Path) -> None:
     assert code == 0 and err == "" and found["tokens"] == [right] and found["texts"] == [tokenizer.decode(right)]
     assert (found["backend"], found["prompt_tokens"]) == ("numpy", len(prompt)) and found["tokens_per_second"] > 0
     assert found["recipe"]["group"] == 64
+
+
+def test_two_layers_through_the_whole_recipe_and_eight_tokens(cli: Any, folder: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "quantised"
+    text.write_text("the cat sat on the mat, and the dog on the cat. " * 8, encoding="utf-8")
+    options = ("--recipe", "lqq", "--text", text, "--samples", 4, "--length", 32, "--backend", "numpy")
+    assert cli("quantize", folder, "--out", out, *options)[0] == 0
+    code, printed, err = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 8, "--json")
+    found = json.loads(printed)
+    model, runner = load(out), NumpyRunner(load(out), 1, 100)
+    right = [int(step[0]) for step in generate(runner, [Tokenizer.from_folder(out).encode("the cat").tolist()], 8)]
+    assert code == 0 and err == "" and found["tokens"] == [right] and found["recipe"]["gptq"]
+    assert model.config.context == 128 and len(model.layers) == 2 and model.head is not None  # rotated: no longer tied
 
 
 def test_a_batch_draws_apart_and_a_seed_draws_again(cli: Any, folder: Path) -> None:

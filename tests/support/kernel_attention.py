@@ -42,7 +42,8 @@ class KernelAttentionRunner(NumpyRunner):
             "lengths": np.pad(rows.position + 1, (0, padding)),
         }
         arrays["pool"] = self.caches[i].pool
-        cache = replace(self.caches[i], **{name: place(array) for name, array in arrays.items()})
+        arrays = {name: place(array) for name, array in arrays.items()}
+        cache = replace(self.caches[i], **arrays)
         given = place(np.pad(stored(q, self._dtype), ((0, padding), (0, 0), (0, 0))))
         call = checked(
             given, cache, None, self.config.window, None, None, False, None, self.backend, True, False, False
