@@ -10,7 +10,8 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from ptxlab import gpu
+from ptxlab import __version__, gpu
+from ptxlab.bench.record import commit
 from ptxlab.cli.common import (
     AsJson,
     ModelBackend,
@@ -81,22 +82,26 @@ def accuracy(
         }
     moved = table_of.off_grid(opened.to_device() if on_gpu else opened, start)
     steps = sum(seeds if row.repeats else 1 for row in chosen)
-    with progress_bar("accuracy", steps, quiet=as_json) as advance:
-        results = table_of.measure(
-            moved, lambda seed: drawn(calibration, samples, sample_length, seed), texts, chosen, seeds, advance
-        )
-    record = {
+    record: dict[str, Any] = {
         "schema": table_of.SCHEMA,
         "model": opened.config.name or model,
         "start": start,
         "windows": {name: list(of.shape) for name, of in texts.items()},
         "calibration": [samples, sample_length],
         "device": gpu.device_info().name if on_gpu else "CPU",
+        "versions": {"ptxlab": __version__, "numpy": np.__version__},
+        "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
-        "rows": results,
+        "rows": [],
     }
-    if out is not None:
-        write_text(out, json.dumps(record, indent=1) + "\n")
+    results = record["rows"]
+    with progress_bar("accuracy", steps, quiet=as_json) as advance:
+        for found in table_of.measure(
+            moved, lambda seed: drawn(calibration, samples, sample_length, seed), texts, chosen, seeds, advance
+        ):
+            results.append(found)
+            if out is not None:  # after every row: a full run takes its time
+                write_text(out, json.dumps(record, indent=1) + "\n")
     if as_json:
         return print_json(record)
     names = list(texts)
@@ -106,9 +111,9 @@ def accuracy(
         of = [found["perplexity"] for found in results if (found["ladder"], found["step"]) == (row.ladder, row.step)]
         means = [float(np.mean([each[name] for each in of])) for name in names]
         spread = max(each[names[0]] for each in of) - min(each[names[0]] for each in of)
-        seen = f"{spread:.3f}" if len(of) > 1 else ""
+        seen = f"{spread:.2g}" if len(of) > 1 else ""
         cells.append(
-            (row.ladder, row.step, *(f"{mean:.3f}" for mean in means), f"{means[0] / base[names[0]]:.4f}", seen)
+            (row.ladder, row.step, *(f"{mean:.5g}" for mean in means), f"{means[0] / base[names[0]]:.4f}", seen)
         )
     title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"
     console.print(table(title, ("", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells))

@@ -53,7 +53,8 @@ def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0)
     if len(tokens) < length:
         raise ArgumentError("length", f"at most the text's {len(tokens)} tokens", length)
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length + 1, count)
-    return tokens[starts[:, None] + np.arange(length)]
+    drawn: Tokens = tokens[starts[:, None] + np.arange(length)]
+    return drawn
 
 
 def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> FloatModel:
@@ -105,12 +106,13 @@ def quantize_layers(
     states = [model.embedded(sample[None]) for sample in tokens]
     numerics = recipe.numerics()
     for index in range(len(model.layers)):
-        floats, found = finished(index), None
+        floats = finished(index)
         if floats is None:
             found = quantize_layer(model, model.layers[index], states, recipe)
-        yield found
-        if found is not None:
+            yield found
             floats = finished(index) or found.floats
+        else:
+            yield None
         for i, x in enumerate(states):
             states[i] = model.run_layer(x, floats, numerics)
 
@@ -122,12 +124,13 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
     those before it.
     """
     layer = shaped(model, layer, states, recipe)
+    made: dict[str, Any] = dict(layer)
     numerics = recipe.numerics()
     weights: dict[str, Any] = {}
     errors: dict[str, float | None] = {}
     for fused, names in FUSED.items() if recipe.scheme else ():
-        w = np.concatenate([layer[name] for name in names])
-        H = hessian(model, layer, states, numerics, names[0]) if recipe.needs_hessian else None
+        w = np.concatenate([made[name] for name in names])
+        H: Any = hessian(model, made, states, numerics, names[0]) if recipe.needs_hessian else None
         order = None
         if recipe.kept:
             order = np.argsort(np.diagonal(H), kind="stable")
@@ -137,13 +140,12 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
         errors[fused] = None if H is None else _relative(w, found.values, H)
         weights[fused] = grid.weight(found.q, found.constants)
         values = found.values if order is None else found.values[:, np.argsort(order)]
-        layer = dict(layer)
         for name in names:
-            rows = len(layer[name])
-            layer[name], values = values[:rows].astype(np.float32), values[rows:]
+            rows = len(made[name])
+            made[name], values = values[:rows].astype(np.float32), values[rows:]
             if order is not None:
-                layer[f"{name}_order"] = order
-    return QuantizedLayer(layer, weights, errors)
+                made[f"{name}_order"] = order
+    return QuantizedLayer(made, weights, errors)
 
 
 def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> Layer:

@@ -80,8 +80,8 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "model", "smollm", **sizes)
 
 
-def test_a_model_by_a_recipe_is_measured_and_speaks(cli: Any, folder: Path, tmp_path: Path) -> None:
-    """Two layers, the whole recipe: quantised, its perplexity, and 8 tokens."""
+def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path) -> None:
+    """Two layers, the whole recipe; `tests/cli/test_generate.py` has text of it."""
     out, text = tmp_path / "out", tmp_path / "text.txt"
     options = ("--recipe", "lqq", "--group", "32", "--text", text, "--samples", 4, "--length", 32, "--out", out)
     code, printed, err = cli("quantize", folder, *options, "--json")
@@ -96,9 +96,6 @@ def test_a_model_by_a_recipe_is_measured_and_speaks(cli: Any, folder: Path, tmp_
     code, printed, _ = cli("perplexity", out, "--text", text, "--length", 64, "--json")
     exact = json.loads(cli("perplexity", folder, "--text", text, "--length", 64, "--json")[1])["perplexity"]
     assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
-    code, printed, err = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 8, "--json")
-    assert (code, err) == (0, "") and len(json.loads(printed)["tokens"][0]) == 8
-    assert json.loads(printed)["recipe"]["rotate"]
 
 
 def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
@@ -147,5 +144,5 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
     ]
     exact = rows["float", "float32", 0]
     assert abs(np.log(rows[kv[0]] / exact)) < abs(np.log(rows[kv[1]] / exact)) < 1  # of a log of 77
-    assert rows["channel", "GPTQ", 0] != rows["channel", "GPTQ", 1] and f"{exact:.3f}" in printed
+    assert rows["channel", "GPTQ", 0] != rows["channel", "GPTQ", 1] and f"{exact:.5g}" in printed
     assert cli("accuracy", folder, "--only", "nothing")[0] == 2
