@@ -103,6 +103,12 @@ def _with(recipe: Recipe, full: Recipe, names: Sequence[str]) -> Recipe:
     return recipe.but(**{name: getattr(full, name) for name in names})
 
 
+def in_order(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measurements in the order of the table, seeds one after the other."""
+    places = {(row.ladder, row.step): place for place, row in enumerate(rows())}
+    return sorted(results, key=lambda each: (places[each["ladder"], each["step"]], each["seed"]))
+
+
 def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatModel:
     """The model with its stream turned by a fixed random rotation: the same function, its weights on no file's grid.
 
@@ -142,6 +148,7 @@ def measure(
     chosen: Sequence[AccuracyRow],
     seeds: int = 3,
     progress: Callable[[str], None] = lambda label: None,
+    done: Sequence[Mapping[str, Any]] = (),
 ) -> Iterator[dict[str, Any]]:
     """Quantise by each row's recipe and measure the perplexity.
 
@@ -152,6 +159,7 @@ def measure(
         chosen: of `rows()`.
         seeds: how many for rows that repeat.
         progress: called with a row's name before each of its seeds.
+        done: what was measured before, which is not measured again.
 
     Yields:
         Per row and seed, when it is measured: ladder, step, recipe, seed, perplexity by text, errors by matrix (means
@@ -174,10 +182,12 @@ def measure(
             "seconds": {"quantize": done - start, "measure": perf_counter() - done},
         }
 
+    before = {(each["ladder"], each["step"], each["seed"]) for each in done}
     for row in chosen:
         for seed in range(seeds if row.repeats else 1):
             progress(row.name)
-            yield {"ladder": row.ladder, "step": row.step, "seed": seed, **found(row.recipe, seed)}
+            if (row.ladder, row.step, seed) not in before:
+                yield {"ladder": row.ladder, "step": row.step, "seed": seed, **found(row.recipe, seed)}
 
 
 def _means(errors: Sequence[Mapping[str, float | None]]) -> dict[str, float]:

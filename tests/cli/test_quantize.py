@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 from ptxlab import layout
 from ptxlab import model as models
 from ptxlab.model import Corpus
+from ptxlab.weights import accuracy
 from tests.support.small_models import write_folder
 
 TEXT = "the cat and the dog and the other cat\n" * 40
@@ -145,4 +146,10 @@ def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypa
     exact = rows["float", "float32", 0]
     assert abs(np.log(rows[kv[0]] / exact)) < abs(np.log(rows[kv[1]] / exact)) < 1  # of a log of 77
     assert rows["channel", "GPTQ", 0] != rows["channel", "GPTQ", 1] and f"{exact:.5g}" in printed
+    asked = ("accuracy", folder, "--seeds", 2, *sizes, "--out", tmp_path / "record.json")
+    monkeypatch.setattr(accuracy, "quantize_layers", lambda *_: pytest.fail("that was measured before"))
+    assert cli(*asked, *options[:4])[0] == 0
+    assert json.loads((tmp_path / "record.json").read_text())["rows"] == record["rows"]
+    code, _, err = cli(*asked, "--samples", 3)
+    assert code == 2 and "record.json: is there already, of another calibration: [2, 32], not [3, 32]" in err
     assert cli("accuracy", folder, "--only", "nothing")[0] == 2

@@ -217,3 +217,27 @@ def test_every_step_dispatches_on_device_arrays() -> None:
     assert host is not None and device is not None
     for name, w in host.floats.items():
         np.testing.assert_allclose(device.floats[name].array, w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", PACKED)
+def test_on_a_gpu_a_recipe_gives_the_same_model(cupy: Any, tmp_path: Path, name: str) -> None:
+    """But for sums in another order, which move a weight to the next level here and there."""
+    model, recipe = small(), PACKED[name]
+    text = np.tile(TEXT, (1, 4))
+    errors = [
+        quantize.quantize_model(each, text, recipe, tmp_path / place)
+        for place, each in (("host", model), ("device", model.to_device()))
+    ]
+    host, device = (folder.load(tmp_path / place) for place in ("host", "device"))
+    assert host.recipe == device.recipe and host.config == device.config
+    for one, other in zip(host.layers, device.layers, strict=True):
+        for matrix in ("qkv", "o", "gate_up", "down"):
+            a, b = (unpack(getattr(each, matrix)).q4 for each in (one, other))
+            assert (a == b).mean() > 0.8
+    for index, of in errors[0].items():
+        for matrix, error in of.items():
+            assert errors[1][index][matrix] == (None if error is None else pytest.approx(error, rel=0.2))
+    numerics = recipe.numerics()
+    on_host, on_device = (perplexity(dequantized(each), TEXT, numerics) for each in (host, device))
+    assert np.log(on_device) == pytest.approx(np.log(on_host), rel=0.05)
