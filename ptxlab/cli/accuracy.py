@@ -93,7 +93,7 @@ def accuracy(
         "device": gpu.device_info().name if on_gpu else "CPU",
     }
     before = _before(out, about) if out is not None and out.exists() else []
-    record = {
+    record: dict[str, Any] = {
         **about,
         "versions": {"ptxlab": __version__, "numpy": np.__version__},
         "commit": commit(),

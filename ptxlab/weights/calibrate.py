@@ -80,8 +80,6 @@ def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> Flo
 def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
     """The model turned as the recipe says, not yet quantised."""
     config = model.config
-    if recipe.group and config.hidden % recipe.group and recipe.scheme in ("lqq", "qoq"):
-        raise ArgumentError("group", f"must divide the model's width {config.hidden}", recipe.group)
     stream = hadamard(config.hidden) if recipe.rotate else None
     return turned(model, stream, hadamard(config.head_dim) if recipe.rotate_heads else None)
 
@@ -101,8 +99,7 @@ def quantize_layers(
         finished: floats of the layer if it was quantised before, for which None comes back; it is asked again when
             what came back has been taken, so that the next layer is calibrated on what was kept of this one.
     """
-    if recipe.is_calibrated and not len(tokens):
-        raise ArgumentError("tokens", "this recipe needs a text to calibrate on", "none")
+    require_text(recipe, tokens)
     states = [model.embedded(sample[None]) for sample in tokens]
     numerics = recipe.numerics()
     for index in range(len(model.layers)):
@@ -115,6 +112,12 @@ def quantize_layers(
             yield None
         for i, x in enumerate(states):
             states[i] = model.run_layer(x, floats, numerics)
+
+
+def require_text(recipe: Recipe, tokens: Tokens) -> None:
+    """Raise ArgumentError for a recipe that calibrates, without a sample."""
+    if recipe.is_calibrated and not len(tokens):
+        raise ArgumentError("tokens", "this recipe needs a text to calibrate on", "none")
 
 
 def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> QuantizedLayer:

@@ -141,6 +141,23 @@ def test_more_damping_where_h_has_no_inverse() -> None:
         recipe.inverse_factor(-H)
 
 
+def test_a_factor_that_is_cut_short_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's Cholesky does not raise for a matrix that is not positive definite: what it returns is no factor."""
+    factor = np.linalg.cholesky
+    found: list[Any] = []
+
+    def silent(matrix: Any) -> Any:
+        made = factor(matrix)
+        if not found:
+            made[50:, 50:] = np.tril(matrix[50:, 50:])
+        found.append(made)
+        return made
+
+    _, H = problem(4, 96)
+    monkeypatch.setattr(np.linalg, "cholesky", silent)
+    np.testing.assert_array_equal(recipe.inverse_factor(H), found[1].T)
+
+
 @pytest.mark.parametrize(
     ("hessian", "rule"),
     [(np.eye(5), r"must be \[96, 96\]"), (np.full((96, 96), np.nan), "must be finite")],
