@@ -21,6 +21,7 @@ from ptxlab.spec import KernelSpec
 from report import (
     RESULTS,
     ROOT,
+    accuracy,
     attention,
     gemm,
     headers,
@@ -260,6 +261,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "w4a4_choice": w4a4.choice_table,
     "w4a4_claims": w4a4.claims_table,
     "w4ax_schedules": w4a4.schedule_table,
+    "accuracy": accuracy.section,
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,

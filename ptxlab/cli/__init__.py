@@ -6,7 +6,22 @@ import typer
 from rich.markup import escape
 
 from ptxlab import __version__
-from ptxlab.cli import bench, cost, profile, quantize, run, sanitize, sass, stalls, sweep, timeline, weights
+from ptxlab.cli import (
+    accuracy,
+    bench,
+    cost,
+    generate,
+    perplexity,
+    profile,
+    quantize,
+    run,
+    sanitize,
+    sass,
+    stalls,
+    sweep,
+    timeline,
+    weights,
+)
 from ptxlab.cli.common import BAD_INPUT, FAILED, UsageError, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
 
@@ -34,6 +49,9 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "weights": weights.weights,
         "audit": weights.audit,
         "quantize": quantize.quantize,
+        "perplexity": perplexity.perplexity,
+        "accuracy": accuracy.accuracy,
+        "generate": generate.generate,
     },
     "Project": {
         "demo": weights.demo,

@@ -19,11 +19,18 @@ from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_integer, is_one_of, shape_of
 
 DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
-_QUANTISERS: Mapping[str, Callable[[Any, int], QuantizedWeight]] = {
-    "lqq": lambda w, group: quant.quantize_lqq(w, group),
-    "qoq": lambda w, group: quant.quantize_qoq(w, group),
-    "qoq_channel": lambda w, _: quant.quantize_qoq_channel(w),
+_QUANTISERS: Mapping[str, Callable[[Any, int, quant.Rounding], QuantizedWeight]] = {
+    "lqq": lambda w, group, rounding: quant.quantize_lqq(w, group, rounding=rounding),
+    "qoq": lambda w, group, _: quant.quantize_qoq(w, group),
+    "qoq_channel": lambda w, *_: quant.quantize_qoq_channel(w),
 }
+
+
+def quantiser(scheme: str, rounding: quant.Rounding = "nearest") -> Callable[[Any, int], QuantizedWeight]:
+    """Of a matrix [N, K] in groups of so many; `rounding` is of LQQ's scales. ArgumentError for an unknown scheme."""
+    if not is_one_of(scheme, _QUANTISERS):
+        raise ArgumentError("scheme", f"must be one of {', '.join(_QUANTISERS)}", scheme)
+    return lambda w, group: _QUANTISERS[scheme](w, group, rounding)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -105,8 +112,7 @@ class LayerWeights:
         check_flags(on_device=on_device)
         if on_device:
             gpu.device_info()  # or the reason why there is none
-        if not is_one_of(scheme, _QUANTISERS):
-            raise ArgumentError("scheme", f"must be one of {', '.join(_QUANTISERS)}", scheme)
+        quantise = quantiser(scheme)
         if not is_one_of(dtype, DTYPES):
             raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
         if not is_integer(seed) or seed < 0:
@@ -116,7 +122,7 @@ class LayerWeights:
 
         def packed(N: int, K: int) -> PackedWeight:
             block = rng.standard_normal((min(N, BLOCK_ROWS), min(K, BLOCK_K)), dtype=np.float32) / np.sqrt(K)
-            quantised = _QUANTISERS[scheme](block.astype(np.float32), group)
+            quantised = quantise(block.astype(np.float32), group)
             return pack(tiled(with_arrays(quantised, place), N, K), layout)
 
         def norm() -> Any:
