@@ -1,11 +1,11 @@
 """Claims: what is to hold for all inputs, by subject; and the run that decides them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
-from ptxlab.prove.solve import Answer, Enumeration, Query, Verdict, ask, check_solver
+from ptxlab.prove.solve import Answer, Enumeration, Explanation, Query, Verdict, ask, check_solver
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Claim:
         subject: what it speaks of: a kernel's source (`dequant_lqq.ptx`), or a topic (`quantiser lqq`).
         name: short, unique within the subject.
         text: the statement in one line, with its precondition.
-        build: makes the formula, or tries all cases.
+        build: makes the formula, or several that must all hold, or tries all cases.
         expect: `refuted` for a claim that shows where the precondition ends.
         quick: whether CI proves it at each push.
     """
@@ -24,7 +24,7 @@ class Claim:
     subject: str
     name: str
     text: str
-    build: Callable[[], Query | Enumeration]
+    build: Callable[[], Query | Sequence[Query] | Enumeration]
     expect: Verdict = "proved"
     quick: bool = True
 
@@ -39,6 +39,7 @@ class Outcome:
     solver: str
     cases: int = 0
     counterexample: Mapping[str, int] = field(default_factory=dict)
+    explanation: Explanation | None = None
 
     @property
     def as_expected(self) -> bool:
@@ -74,11 +75,17 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Outcom
     question = claim.build()
     if isinstance(question, Enumeration):
         found = question.counterexample
-        answer, solver = Answer("proved" if found is None else "refuted", dict(found or {})), "enumeration"
-        cases = question.cases
-    else:
-        answer, cases = ask(question, seconds=seconds, solver=solver), 0
-    return Outcome(claim, answer.verdict, process_time() - start, solver, cases, answer.model)
+        verdict: Verdict = "proved" if found is None else "refuted"
+        return Outcome(claim, verdict, process_time() - start, "enumeration", question.cases, found or {})
+    answer, explanation = Answer("proved"), None
+    for query in [question] if isinstance(question, Query) else question:
+        left = seconds - (process_time() - start)
+        answer = ask(query, seconds=left, solver=solver) if left > 0 else Answer("undecided")
+        if answer.verdict == "refuted" and query.explain:
+            explanation = query.explain(answer.model)
+        if answer.verdict != "proved":
+            break
+    return Outcome(claim, answer.verdict, process_time() - start, solver, 0, answer.model, explanation)
 
 
 def prove(claims: Iterable[Claim], *, seconds: float = 60.0, solver: str = "z3") -> Iterator[Outcome]:

@@ -5,7 +5,7 @@ z3 is asked through its API, bitwuzla and cvc5 through the SMT-LIB text that z3 
 
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,11 +25,22 @@ class Query:
         holds: the formula (z3 Bool) that is to be true for every admitted input.
         assume: formulas (z3 Bool) that every input satisfies.
         values: what a counterexample shows: name -> z3 bitvector, float or Bool over the inputs.
+        explain: a counterexample -> what it looks like, and the arrays that show it in a run.
     """
 
     holds: Any
     assume: Sequence[Any] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
+    explain: Callable[[Mapping[str, int]], "Explanation"] | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A counterexample for people, line by line, and for a machine: arguments by name, which `ptxlab run` takes."""
+
+    lines: Sequence[str]
+    arrays: Mapping[str, Any]
+    command: str
 
 
 @dataclass(frozen=True)
@@ -117,7 +128,7 @@ def _cvc5(text: str, constants: list[str], seconds: float) -> tuple[Verdict, dic
     asked.setOption("tlimit-per", str(max(1, int(seconds * 1000))))
     parser = cvc5.InputParser(asked)
     values = f"(get-value ({' '.join(constants)}))\n" if constants else ""
-    parser.setStringInput(cvc5.InputLanguage.SMT_LIB_2_6, f"{text}(check-sat)\n{values}", "query")
+    parser.setStringInput(cvc5.InputLanguage.SMT_LIB_2_6, f"(set-logic ALL)\n{text}(check-sat)\n{values}", "query")
     said = []
     while not (command := parser.nextCommand()).isNull():
         said.append(command.invoke(asked, parser.getSymbolManager()).strip())
