@@ -47,11 +47,12 @@ class Buffer:
     content: dict[int, Bits] = field(default_factory=dict)
     written: dict[int, Any] = field(default_factory=dict)
     first: Callable[[int], Bits] | None = None  # what a byte holds at first; by default a symbol
+    types: set[str] = field(default_factory=set)  # of the elements that instructions access
 
     def read(self, at: int) -> Bits:
         """The byte at an offset."""
         if at not in self.content:
-            self.content[at] = self.first(at) if self.first else z3.BitVec(f"{self.name}.u8[{at}]", 8)
+            self.content[at] = self.first(at) if self.first else z3.BitVec(f"{self.name} byte {at}", 8)
         return self.content[at]
 
     def write(self, at: int, byte: Bits, guard: Any) -> None:
@@ -416,6 +417,7 @@ class _Execution:
                 self.faults.append((here, f"{instruction.where}: {access.size} bytes at {place}"))
             else:
                 found.append((here, buffer, offset))
+                buffer.types.add(access.type)
         return access, found
 
     def candidates(self, instruction: Instruction, at: Bits, guard: Any) -> Iterator[tuple[Any, int]]:

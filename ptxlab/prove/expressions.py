@@ -128,6 +128,19 @@ def names_in(text: str) -> set[str]:
     return {n.id for n in ast.walk(parsed(text)) if isinstance(n, ast.Name)} - set(_FUNCTIONS)
 
 
+def indexed_by_i(text: str) -> list[tuple[str, str]]:
+    """The arrays whose element `i` an expression names, in order: name and type (`out.s8[i]`), which may be empty."""
+    found = []
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and node.slice.id == "i":
+            base, type_name = node.value, ""
+            if isinstance(base, ast.Attribute):
+                base, type_name = base.value, base.attr
+            if isinstance(base, ast.Name):
+                found.append((base.id, type_name))
+    return found
+
+
 def sides(text: str) -> tuple[str, str] | None:
     """The two sides of a plain equation."""
     node = parsed(text)

@@ -3,24 +3,28 @@
 Where each bit of a logical input lies in the arguments is read off the spec's own `pack`, so nothing is said twice.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any
 
 import numpy as np
 import z3
 
+from ptxlab.emulator.front.types import bits_of, is_float
 from ptxlab.errors import ArgumentError
-from ptxlab.prove.execute import Buffer, Index, NotModelled, Trace, execute
-from ptxlab.prove.expressions import View, of_bytes
+from ptxlab.prove.execute import FALSE, TRUE, Buffer, Index, NotModelled, Trace, execute
+from ptxlab.prove.expressions import View, formula, indexed_by_i, names_in, of_bytes
+from ptxlab.prove.integers import Integer
 from ptxlab.prove.semantics import Bits, joined, value
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
-from ptxlab.spec import Arg, Arrays, KernelSpec
+from ptxlab.spec import Arg, Arrays, KernelSpec, Launch
 
+MOST_THREADS = 256  # of a file's launch
 Pack = Callable[[Arrays], Arrays]
 _DOMAINS = {"u": ((0, 15),), "i": ((-8, 7),), "f": ()}  # of small integers that a packing may want
+_LETTERS = {"u": "u", "i": "s", "f": "f"}
 
 
 @dataclass(frozen=True)
@@ -137,99 +141,169 @@ class Problem:
 
     Attributes:
         label: the source.
-        inputs: what claims say of the inputs, by name.
-        outputs: what claims say of the outputs, and the buffers behind them.
+        names: what claims may speak of: inputs, outputs, sizes.
+        outputs: the names of what was stored to; claims are on every stored element of the first.
+        target: its buffer, and `bits` of an element.
         trace: what the run left.
         count: elements of the first output; None where nothing tells.
-        arrays: a counterexample, bits by element -> arguments by name.
+        arrays: a counterexample, bits by name of a symbol -> arguments by name.
         command: runs it on these.
         expected: elements of the first output that the threads have to store.
     """
 
     label: str
-    inputs: dict[str, Any]
-    outputs: dict[str, tuple[View, Buffer]]
+    names: dict[str, Any]
+    outputs: tuple[str, ...]
+    target: Buffer
+    bits: int
     trace: Trace
     count: int | None
-    arrays: Callable[[Mapping[str, int]], dict[str, np.ndarray]]
+    arrays: Callable[[Mapping[str, int]], Arrays]
     command: str
     expected: Sequence[int] = ()
 
     @property
-    def bits(self) -> int:
-        """Of an element of the first output."""
-        return int(next(iter(self.outputs.values()))[0].type[1:])
-
-    @property
     def stored(self) -> list[int]:
         """The elements of the first output that were stored to, or should have been."""
-        _, buffer = next(iter(self.outputs.values()))
-        size = self.bits // 8
-        return sorted({at // size for at in buffer.written} | set(self.expected))
+        return sorted({8 * at // self.bits for at in self.target.written} | set(self.expected))
 
     def written(self, i: int) -> Any:
         """The condition on which all bytes of element `i` of the first output are stored."""
-        _, buffer = next(iter(self.outputs.values()))
-        size = self.bits // 8
-        return z3.simplify(
-            z3.And([buffer.written.get(at, z3.BoolVal(False)) for at in range(i * size, (i + 1) * size)])
-        )
+        octets = range(i * self.bits // 8, ((i + 1) * self.bits + 7) // 8)
+        return z3.simplify(z3.And([self.target.written.get(at, FALSE) for at in octets]))
 
 
 def of_spec(spec: KernelSpec, source: Source) -> Problem:
-    """A spec's kernel at the largest of its examples: threads of the first and second block, the last that works, and
-    the first that has no work.
+    """A spec's kernel at the largest of its examples, of whose outputs each thread stores as many elements.
+
+    The threads: the first, one in the second block, the last that has work, and the first that has none.
     """
     sizes = {k: int(v) for k, v in max(spec.example_sizes, key=spec.bytes_moved).items()}
     config = spec.config_for(sizes)
-    module = Kernel.of(spec, source, config).module
+    entry = Kernel.of(spec, source, config).module.entries[spec.name]
     launch = spec.launch({**sizes, **config})
     layout = layout_of(spec.name, spec.example, spec.pack, tuple(sizes.items()))
+    output, width = spec.outputs[0], launch.block[0]
+    count, itemsize = int(np.prod(output.resolve(sizes))), np.dtype(str(output.dtype)).itemsize
 
-    def run(threads: Sequence[tuple[Index, Index]]) -> tuple[dict[str, Buffer], Trace]:
+    def run(numbers: Sequence[int]) -> tuple[dict[str, Buffer], Trace]:
         buffers = {}
         for arg in spec.args:
             if arg.shape:
-                given = arg.name in layout.origin
-                first = (lambda at, name=arg.name: layout.byte(name, at)) if given else None
+                first = partial(layout.byte, arg.name) if arg.name in layout.origin else None
                 buffers[arg.name] = Buffer(arg.name, arg.nbytes({**sizes, **config}), first=first)
-        arguments = [buffers[a.name] if a.shape else _scalar(spec.scalar(a, {**sizes, **config})) for a in spec.args]
-        trace = execute(module.entries[spec.name], arguments, grid=launch.grid, block=launch.block, threads=threads)
-        return buffers, trace
+        arguments = [buffers[a.name] if a.shape else _bits(spec.scalar(a, {**sizes, **config})) for a in spec.args]
+        threads = [((n // width, 0, 0), (n % width, 0, 0)) for n in numbers]
+        return buffers, execute(entry, arguments, grid=launch.grid, block=launch.block, threads=threads)
 
-    output = spec.outputs[0]
-    dtype = np.dtype(str(output.dtype))
-    count = int(np.prod(output.resolve(sizes)))
-    alone, _ = run([((0, 0, 0), (0, 0, 0))])
-    each = len(alone[output.name].written) // dtype.itemsize  # elements per thread
-    if not each or sorted(alone[output.name].written) != list(range(each * dtype.itemsize)):
-        raise NotModelled(f"{source.label}: thread 0 does not store the first elements of {output.name}")
-    width, working = launch.block[0], count // each
+    alone, trace = run([0])
+    each = len(alone[output.name].written) // itemsize
+    if not each or sorted(alone[output.name].written) != list(range(each * itemsize)):
+        trace.faults.append((TRUE, f"{source.label}: thread 0 does not store the first elements of {output.name}"))
+        each = count
+    working = count // each
     numbers = sorted({0, min(width + 37, working - 1), working - 1, min(working, width * launch.grid[0] - 1)})
+    buffers, rest = run(numbers)
 
-    def view_of(arg: Arg, buffer: Buffer) -> View:
+    def view_of(arg: Arg) -> View:
         kind = np.dtype(str(arg.dtype))
-        letter = {"u": "u", "i": "s", "f": "f"}[kind.kind]
-        content = (lambda at: layout.byte(arg.name, at)) if arg.role == "in" else buffer.read
-        return of_bytes(arg.name, content, type=f"{letter}{8 * kind.itemsize}", count=int(np.prod(arg.resolve(sizes))))
+        given = partial(layout.byte, arg.name) if arg.role == "in" else buffers[arg.name].read
+        type_name = f"{_LETTERS[kind.kind]}{8 * kind.itemsize}"
+        return of_bytes(arg.name, given, type=type_name, count=int(np.prod(arg.resolve(sizes))))
 
-    buffers, trace = run([((n // width, 0, 0), (n % width, 0, 0)) for n in numbers])
-    views = {a.name: View(a.name, lambda i, bits, a=a: a.symbol(i), a.type, a.count) for a in layout.logical}
-    outputs = {a.name: (view_of(a, buffers[a.name]), buffers[a.name]) for a in spec.outputs}
-    inputs = {**sizes, **{a.name: view_of(a, buffers[a.name]) for a in spec.inputs}, **views}
-    expected = [i for n in numbers if n < working for i in range(n * each, (n + 1) * each)]
-
-    def arrays(model: Mapping[str, int]) -> dict[str, np.ndarray]:
+    def arrays(model: Mapping[str, int]) -> Arrays:
         raw = {a.name: np.zeros(a.count, np.uint64) for a in layout.logical}
-        for key, bits in model.items():
-            name, _, index = key.rstrip("]").partition("[")
+        for symbol, bits in model.items():
+            name, _, index = symbol.rstrip("]").partition("[")
             if name in raw:
                 raw[name][int(index)] = bits
         return spec.pack({a.name: a.array(raw[a.name]) for a in layout.logical})
 
+    logical = {a.name: View(a.name, lambda i, bits, a=a: a.symbol(i), a.type, a.count) for a in layout.logical}
+    names = {**sizes, **{arg.name: view_of(arg) for arg in (*spec.inputs, *spec.outputs)}, **logical}
+    expected = [i for n in numbers if n < working and each < count for i in range(n * each, (n + 1) * each)]
+    everything = Trace([*trace.steps, *rest.steps], [*trace.faults, *rest.faults])
+    outputs, target = tuple(a.name for a in spec.outputs), buffers[output.name]
     command = f"ptxlab run {source.label} --unchecked"
-    return Problem(source.label, inputs, outputs, trace, count, arrays, command, expected)
+    return Problem(
+        source.label, names, outputs, target, 8 * itemsize, everything, count, arrays, command, expected
+    )  # fmt: skip
 
 
-def _scalar(number: np.generic) -> Bits:
+def of_file(
+    kernel: Kernel,
+    claim: str,
+    *,
+    where: Launch,
+    assume: Sequence[str] = (),
+    parameters: Sequence[str] = (),
+) -> Problem:
+    """A kernel without a spec, all threads of a small launch: its arguments are symbols, byte by byte.
+
+    `claim` tells which output it is on, and as which elements (`out.s8[i]`); `parameters` are other names for the
+    kernel's own. ArgumentError for a launch of more than `MOST_THREADS`, or a claim on nothing that is stored.
+    """
+    grid, block = where.grid, where.block
+    if np.prod(grid) * np.prod(block) > MOST_THREADS:
+        raise ArgumentError("launch", f"at most {MOST_THREADS} threads are followed", f"grid {grid}, block {block}")
+    entry = kernel.module.entries[kernel.entry]
+    own = parameters or kernel.parameters
+    if len(own) != len(entry.params):
+        raise ArgumentError(f"{kernel.source.label}: parameters", f"as many as in {', '.join(own)}", len(entry.params))
+    arguments: list[Bits | Buffer] = [
+        Buffer(name) if p.size == 8 and p.type[0] in "ub" else z3.BitVec(name, 8 * p.size)
+        for name, p in zip(own, entry.params, strict=True)
+    ]  # fmt: skip
+    scalars = {n: Integer.unsigned(a) for n, a in zip(own, arguments, strict=True) if not isinstance(a, Buffer)}
+    # conditions on scalars alone tell which ways the kernel can go
+    known = [formula(text, scalars, 0) for text in assume if names_in(text) <= set(scalars)]
+    threads = [(b, t) for b in _indices(grid) for t in _indices(block)]
+    trace = execute(entry, arguments, grid=grid, block=block, threads=threads, assume=known)
+    names: dict[str, Any] = dict(scalars)
+    names |= {a.name: _typed(a) for a in arguments if isinstance(a, Buffer)}
+    stored = {a.name: a for a in arguments if isinstance(a, Buffer) and a.written}
+    target, bits = "", 8
+    for name, type_name in indexed_by_i(claim):
+        if name in stored:
+            target, bits = name, int((type_name or names[name].type or "u8")[1:])
+            break
+    else:
+        target = next(iter(stored), "") if not claim else ""
+    if not target:
+        rule = f"about element i of what the kernel stores ({', '.join(stored) or 'nothing'}), such as out.u8[i]"
+        raise ArgumentError("claim", rule, claim)
+
+    def arrays(model: Mapping[str, int]) -> Arrays:
+        found: Arrays = {}
+        for argument, parameter in zip(arguments, entry.params, strict=True):
+            if isinstance(argument, Buffer):
+                size = -(-(1 + max(argument.content, default=0)) // 16) * 16
+                octets = [model.get(f"{argument.name} byte {at}", 0) for at in range(size)]
+                found[parameter_names[argument.name]] = np.array(octets, np.uint8)
+            else:
+                number = model.get(str(argument), 0)
+                found[parameter_names[str(argument)]] = np.array(number, f"u{parameter.size}")
+        return found
+
+    parameter_names = dict(zip(own, kernel.parameters, strict=True))
+    geometry = " ".join(f"--{n} {','.join(map(str, v))}" for n, v in (("grid", grid), ("block", block)))
+    command = f"ptxlab run {kernel.source.path}:{kernel.entry} {geometry}"
+    outputs = (target, *(name for name in stored if name != target))
+    return Problem(kernel.source.label, names, outputs, stored[target], bits, trace, None, arrays, command)
+
+
+def _typed(buffer: Buffer) -> View:
+    """A pointer's elements, of the type by which the kernel accesses them, if it is one."""
+    kinds = {f"{'f' if is_float(t) and not t.endswith('x2') else 'u'}{bits_of(t)}" for t in buffer.types}
+    type_name = kinds.pop() if len(kinds) == 1 else ""
+    places = {8 * at // int(type_name[1:] or 8) for at in buffer.content}
+    return of_bytes(buffer.name, buffer.read, type=type_name, only=places.pop() if len(places) == 1 else None)
+
+
+def _indices(extent: Index) -> Iterator[Index]:
+    x, y, z = extent
+    return ((i, j, k) for k in range(z) for j in range(y) for i in range(x))
+
+
+def _bits(number: np.generic) -> Bits:
     return value(int.from_bytes(number.tobytes(), "little"), 8 * number.nbytes)
