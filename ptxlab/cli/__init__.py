@@ -6,7 +6,7 @@ import typer
 from rich.markup import escape
 
 from ptxlab import __version__
-from ptxlab.cli import bench, cost, profile, quantize, run, sanitize, sass, stalls, sweep, timeline, weights
+from ptxlab.cli import bench, cost, profile, prove, quantize, run, sanitize, sass, stalls, sweep, timeline, weights
 from ptxlab.cli.common import BAD_INPUT, FAILED, UsageError, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
 
@@ -19,6 +19,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "show": run.show,
         "run": run.run,
         "verify": run.verify,
+        "prove": prove.prove,
         "sanitize": sanitize.sanitize,
     },
     "Measure": {
