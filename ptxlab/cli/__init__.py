@@ -13,6 +13,7 @@ from ptxlab.cli import (
     generate,
     perplexity,
     profile,
+    prove,
     quantize,
     run,
     sanitize,
@@ -34,6 +35,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "show": run.show,
         "run": run.run,
         "verify": run.verify,
+        "prove": prove.prove,
         "sanitize": sanitize.sanitize,
     },
     "Measure": {
