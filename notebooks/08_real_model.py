@@ -89,7 +89,7 @@ table(
 # per token before every product, and keys and values to 4 bits per token and head; the products are those of floats.
 
 # %%
-passage = tokens_of(corpus.evaluation, tokenizer)[:160]
+passage = tokens_of(corpus.evaluation, tokenizer)[:128]
 variants = {
     "float32": (model, FakeQuantized(acts=None, kv=None)),
     "A8": (model, FakeQuantized(acts=8, kv=None)),
@@ -125,14 +125,14 @@ table(
 )
 
 # %% [markdown]
-# A passage of 160 tokens is an example, not a measurement: `ptxlab perplexity` takes whole texts, and the
+# A passage of 128 tokens is an example, not a measurement: `ptxlab perplexity` takes whole texts, and the
 # [guide](guide/README.md) has tables.
 #
 # ## Step by step, on one layer
 #
 # The recipe does better than rounding to nearest: it looks at what the layer reads. Clipping searches the levels of
 # each group that give the least error of the output. GPTQ rounds column after column, and lets the columns that are
-# left make up for the error so far. Here layer 3 goes through both, calibrated on 1,024 tokens of other articles than
+# left make up for the error so far. Here layer 3 goes through both, calibrated on 768 tokens of other articles than
 # the passage is from. The error is that of what the layer adds to the stream, on both texts.
 
 # %%
@@ -144,7 +144,7 @@ steps = {
     "both": Recipe(clip="output", gptq=True),
 }
 LAYER = 3
-states = [model.embedded(tokens_of(corpus.calibration[:8], tokenizer)[:1024].reshape(4, 256))]
+states = [model.embedded(tokens_of(corpus.calibration[:8], tokenizer)[:768].reshape(4, 192))]
 for layer in model.layers[:LAYER]:
     states = [model.run_layer(x, layer) for x in states]
 texts = (states[0], streams["float32"][LAYER - 1][None])
@@ -165,7 +165,7 @@ table(
 )
 
 # %% [markdown]
-# Looking at outputs takes away two fifths of the error. With 1,024 tokens GPTQ learns the calibration text rather than the language: it
+# Looking at outputs takes away two fifths of the error. With 768 tokens GPTQ learns the calibration text rather than the language: it
 # gains less on the passage than on what it was calibrated on. The recipe takes 128 samples of 1,024 tokens.
 #
 # The whole recipe also rotates the stream, smooths inputs and keys, and reorders channels. It takes half an hour on two
@@ -188,7 +188,7 @@ table(
 runner = NumpyRunner(rounded, batch=1, context=64)
 
 
-def write(prompt, tokens=24, **how):
+def write(prompt, tokens=20, **how):
     made = generate(runner, [tokenizer.encode(prompt).tolist()], tokens, **how)
     return tokenizer.decode(int(step[0]) for step in made)
 
