@@ -21,6 +21,7 @@ from ptxlab.spec import KernelSpec
 from report import (
     RESULTS,
     ROOT,
+    accuracy,
     attention,
     gemm,
     headers,
@@ -256,6 +257,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "loads": load_table,
     "ladder": ladder_section,
     "cost": cost_section,
+    "accuracy": accuracy.section,
     "audit": audit_table,
     "attention": attention_table,
     "kv4": kv4_section,

@@ -10,7 +10,8 @@ import numpy as np
 import typer
 from rich.markup import escape
 
-from ptxlab import gpu
+from ptxlab import __version__, gpu
+from ptxlab.bench.record import commit
 from ptxlab.cli.common import (
     AsJson,
     ModelBackend,
@@ -22,7 +23,8 @@ from ptxlab.cli.common import (
     table,
     written,
 )
-from ptxlab.io.files import require_folder, write_text
+from ptxlab.errors import FileError
+from ptxlab.io.files import read_record, require_folder, write_text
 
 
 def accuracy(
@@ -48,7 +50,8 @@ def accuracy(
     """Measure a model's perplexity after each step of the recipes, one upon the other, and alone.
 
     Weights are computed with as floats of the quantised values, activations and KV cache are quantised and back.
-    A full run takes a GPU; for a small machine: --windows 8 --length 512 --samples 16 --sample-length 512.
+    A run into a record of the same settings measures only what that lacks. A full run takes a GPU; for a small
+    machine: --windows 8 --length 512 --samples 16 --sample-length 512.
     """
     from ptxlab.model import open_model, open_text, tokens_of, windows
     from ptxlab.weights import accuracy as table_of
@@ -81,22 +84,30 @@ def accuracy(
         }
     moved = table_of.off_grid(opened.to_device() if on_gpu else opened, start)
     steps = sum(seeds if row.repeats else 1 for row in chosen)
-    with progress_bar("accuracy", steps, quiet=as_json) as advance:
-        results = table_of.measure(
-            moved, lambda seed: drawn(calibration, samples, sample_length, seed), texts, chosen, seeds, advance
-        )
-    record = {
+    about = {
         "schema": table_of.SCHEMA,
         "model": opened.config.name or model,
         "start": start,
         "windows": {name: list(of.shape) for name, of in texts.items()},
         "calibration": [samples, sample_length],
         "device": gpu.device_info().name if on_gpu else "CPU",
-        "date": datetime.now(UTC).date().isoformat(),
-        "rows": results,
     }
-    if out is not None:
-        write_text(out, json.dumps(record, indent=1) + "\n")
+    before = _before(out, about) if out is not None and out.exists() else []
+    record: dict[str, Any] = {
+        **about,
+        "versions": {"ptxlab": __version__, "numpy": np.__version__},
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "rows": before,
+    }
+    with progress_bar("accuracy", steps, quiet=as_json) as advance:
+        for found in table_of.measure(
+            moved, lambda seed: drawn(calibration, samples, sample_length, seed), texts, chosen, seeds, advance, before
+        ):
+            record["rows"] = table_of.in_order([*record["rows"], found])
+            if out is not None:  # after every row: a full run takes its time
+                write_text(out, json.dumps(record, indent=1) + "\n")
+    results = record["rows"]
     if as_json:
         return print_json(record)
     names = list(texts)
@@ -106,10 +117,20 @@ def accuracy(
         of = [found["perplexity"] for found in results if (found["ladder"], found["step"]) == (row.ladder, row.step)]
         means = [float(np.mean([each[name] for each in of])) for name in names]
         spread = max(each[names[0]] for each in of) - min(each[names[0]] for each in of)
-        seen = f"{spread:.3f}" if len(of) > 1 else ""
+        seen = f"{spread:.2g}" if len(of) > 1 else ""
         cells.append(
-            (row.ladder, row.step, *(f"{mean:.3f}" for mean in means), f"{means[0] / base[names[0]]:.4f}", seen)
+            (row.ladder, row.step, *(f"{mean:.5g}" for mean in means), f"{means[0] / base[names[0]]:.4f}", seen)
         )
     title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"
     console.print(table(title, ("", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells))
     written(out)
+
+
+def _before(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a record that is there. Raises FileError where it is of other settings."""
+    record = read_record(out, "a record of ptxlab accuracy", about["schema"])
+    for name, value in about.items():
+        if record.get(name) != value:
+            raise FileError(f"{out}: is there already, of another {name}: {record.get(name)}, not {value}")
+    rows: list[dict[str, Any]] = record["rows"]
+    return rows

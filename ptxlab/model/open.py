@@ -12,14 +12,13 @@ from ptxlab.io import weights
 from ptxlab.io.checkpoint import FLOATS, CheckpointFolder
 from ptxlab.io.gguf import GgufFile
 from ptxlab.io.tokenizer import Tokenizer
-from ptxlab.layout import unpack
 from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel, MappedLayers
 from ptxlab.model.folder import RECIPE, load
-from ptxlab.model.quantized import QuantizedModel
-from ptxlab.model.weights import LayerWeights
+from ptxlab.model.quantized import QuantizedModel, layer_floats
 from ptxlab.quant.inputs import extremes
-from ptxlab.reference import NORMS, Layer, from_bfloat16_bits
+from ptxlab.reference import NORMS, Layer
+from ptxlab.spec.dtypes import floats
 
 # Names of tensors: ours -> a file's. `{}` is the number of the layer.
 _GGUF = {
@@ -51,7 +50,7 @@ def open_model(
     """The model in float32, and its tokenizer.
 
     Args:
-        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), a .gguf
+        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM); a .gguf
             file of these families; "smollm2", which is downloaded unless it is there; or the folder of a quantised
             model, whose weights are dequantised.
         progress: of the download, (bytes done, bytes in all).
@@ -59,8 +58,8 @@ def open_model(
     Layers are read from the file each time they are asked for, so that of a large model one lies in memory at a time.
     Names, shapes and types of all tensors are checked before one is read, NaN and infinity when it is.
 
-    Raises FileError for a file that is broken or of another architecture, ArgumentError for a wrong config,
-    UnavailableError without the libraries of the extra `model`.
+    Raises FileError for a file that is broken or of another architecture, UnavailableError without the libraries of the
+    extra `model`, or where the download fails.
     """
     path = Path(source)
     if str(source) in _MODELS:
@@ -83,30 +82,13 @@ def is_quantized(path: Path) -> bool:
 
 def dequantized(model: QuantizedModel) -> FloatModel:
     """What a quantised model's weights stand for, in float32; a layer is dequantised each time it is asked for."""
-    rows = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
-    sizes = model.config.separate_matrices
-
-    def floats(layer: LayerWeights) -> Layer:
-        found = {"input_norm": _floats(layer.input_norm), "post_norm": _floats(layer.post_norm)}
-        for name, parts in rows.items():
-            ends = np.cumsum([sizes[part][0] for part in parts])[:-1]
-            found |= zip(parts, np.split(unpack(getattr(layer, name)).dequantize(), ends), strict=True)
-            if name == "qkv" and layer.qkv_bias is not None:
-                found |= zip(("q_bias", "k_bias", "v_bias"), np.split(layer.qkv_bias, ends), strict=True)
-        return found
-
     return FloatModel(
         config=model.config,
-        embedding=_floats(model.embedding),
-        layers=MappedLayers(model.layers, floats),
-        final_norm=_floats(model.final_norm),
-        head=None if model.head is None else _floats(model.head),
+        embedding=floats(model.embedding),
+        layers=MappedLayers(model.layers, layer_floats),
+        final_norm=floats(model.final_norm),
+        head=None if model.head is None else floats(model.head),
     )
-
-
-def _floats(array: Any) -> Any:
-    """f16, or bf16 as its bits, as f32."""
-    return from_bfloat16_bits(array) if array.dtype == np.uint16 else array.astype(np.float32)
 
 
 def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:

@@ -10,7 +10,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.layout import pack, unpack
 from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.model.config import Config
-from ptxlab.model.floats import FloatModel, MappedLayers
+from ptxlab.model.floats import FloatModel
 from ptxlab.model.weights import DTYPES, LayerWeights, quantiser
 from ptxlab.quant import Rounding
 from ptxlab.reference import BIASES, NORMS, Layer
@@ -85,16 +85,6 @@ class QuantizedModel:
             final_norm=stored(model.final_norm.astype(np.float32), dtype),
             head=None if model.head is None else model.head.astype(np.float16),
             recipe={"scheme": scheme, "group": group, "steps": ["round to nearest"]},
-        )
-
-    def floats(self) -> FloatModel:
-        """What its numbers stand for, in float32; a layer is unpacked each time it is asked for."""
-        return FloatModel(
-            config=self.config,
-            embedding=floats(self.embedding),
-            layers=MappedLayers(self.layers, layer_floats),
-            final_norm=floats(self.final_norm),
-            head=None if self.head is None else floats(self.head),
         )
 
 

@@ -20,7 +20,7 @@ _FLOAT = Recipe(scheme=None, acts=None, kv=None)
 
 
 @dataclass(frozen=True)
-class Row:
+class AccuracyRow:
     """One measurement: a step of a ladder, on top of those before it; `repeats`: worth other calibration seeds."""
 
     ladder: str
@@ -34,23 +34,23 @@ class Row:
         return f"{self.ladder}/{self.step}"
 
 
-def rows() -> list[Row]:
+def rows() -> list[AccuracyRow]:
     """All of the table, in its order. The first, in floats, is what the others are compared with."""
-    return [Row("float", "float32", _FLOAT), *_alone(), *_w4a8kv4(), *_schemes(), *_atom()]
+    return [AccuracyRow("float", "float32", _FLOAT), *_alone(), *_w4a8kv4(), *_schemes(), *_atom()]
 
 
-def _alone() -> Iterator[Row]:
-    yield Row("alone", "W8A8", _FLOAT.but(scheme="int8", acts=8))
-    yield Row("alone", "A8", _FLOAT.but(acts=8))
-    yield Row("alone", "KV8", _FLOAT.but(kv="kv8"))
-    yield Row("alone", "KV4", _FLOAT.but(kv="kv4"))
+def _alone() -> Iterator[AccuracyRow]:
+    yield AccuracyRow("alone", "W8A8", _FLOAT.but(scheme="int8", acts=8))
+    yield AccuracyRow("alone", "A8", _FLOAT.but(acts=8))
+    yield AccuracyRow("alone", "KV8", _FLOAT.but(kv="kv8"))
+    yield AccuracyRow("alone", "KV4", _FLOAT.but(kv="kv4"))
 
 
-def _w4a8kv4() -> Iterator[Row]:
+def _w4a8kv4() -> Iterator[AccuracyRow]:
     """QServe's order (its Fig. 16): what leaves the function as it is, groups, reordering, clipping; GPTQ last."""
     full, rounded = RECIPES["qoq_channel"], Recipe(scheme="qoq_channel")
     recipe = rounded
-    yield Row("channel", "round to nearest", rounded)
+    yield AccuracyRow("channel", "round to nearest", rounded)
     for step, names in (
         ("rotation", ("rotate",)),
         ("rotation of heads", ("rotate_heads",)),
@@ -58,35 +58,35 @@ def _w4a8kv4() -> Iterator[Row]:
         ("SmoothAttention", ("smooth_keys",)),
     ):
         recipe = _with(recipe, full, names)
-        yield Row("channel", step, recipe)
-    yield Row("channel", "clipping", _with(recipe, full, ("clip",)))
-    yield Row("channel", "GPTQ", full, repeats=True)
+        yield AccuracyRow("channel", step, recipe)
+    yield AccuracyRow("channel", "clipping", _with(recipe, full, ("clip",)))
+    yield AccuracyRow("channel", "GPTQ", full, repeats=True)
     for group in (64, 32):
         full, ladder = RECIPES["lqq"].but(group=group), f"g{group}"
-        yield Row(ladder, "round to nearest", RECIPES["rtn"].but(group=group))
+        yield AccuracyRow(ladder, "round to nearest", RECIPES["rtn"].but(group=group))
         recipe = full.but(reorder=False, clip=None, gptq=False)
-        yield Row(ladder, "rotation, smoothing, SmoothAttention, groups", recipe)
-        yield Row(ladder, "reordering", recipe := _with(recipe, full, ("reorder",)))
-        yield Row(ladder, "clipping", _with(recipe, full, ("clip",)))
-        yield Row(ladder, "GPTQ", full, repeats=True)
+        yield AccuracyRow(ladder, "rotation, smoothing, SmoothAttention, groups", recipe)
+        yield AccuracyRow(ladder, "reordering", recipe := _with(recipe, full, ("reorder",)))
+        yield AccuracyRow(ladder, "clipping", _with(recipe, full, ("clip",)))
+        yield AccuracyRow(ladder, "GPTQ", full, repeats=True)
 
 
-def _schemes() -> Iterator[Row]:
+def _schemes() -> Iterator[AccuracyRow]:
     """Formats and the choice of their constants, in groups of 64."""
     full = RECIPES["lqq"]
     plain = full.but(clip=None, gptq=False)
     for ladder, recipe in (("schemes, rounded", plain), ("schemes, GPTQ", full)):
-        yield Row(ladder, "LQQ", recipe)
-        yield Row(ladder, "QoQ", recipe.but(scheme="qoq"))
-        yield Row(ladder, "LQQ, range 120", recipe.but(protective_range=120))
-    yield Row("schemes, rounded", "LQQ, constants by squared error", plain.but(clip="weights"))
-    yield Row("schemes, rounded", "QoQ, constants by squared error", plain.but(scheme="qoq", clip="weights"))
+        yield AccuracyRow(ladder, "LQQ", recipe)
+        yield AccuracyRow(ladder, "QoQ", recipe.but(scheme="qoq"))
+        yield AccuracyRow(ladder, "LQQ, range 120", recipe.but(protective_range=120))
+    yield AccuracyRow("schemes, rounded", "LQQ, constants by squared error", plain.but(clip="weights"))
+    yield AccuracyRow("schemes, rounded", "QoQ, constants by squared error", plain.but(scheme="qoq", clip="weights"))
 
 
-def _atom(group: int = 64, kept: int = 64) -> Iterator[Row]:
+def _atom(group: int = 64, kept: int = 64) -> Iterator[AccuracyRow]:
     """W4A4 in the order of Atom's Table 3."""
     recipe = Recipe(scheme="int4", acts=4, group=None, kv=None)
-    yield Row("Atom", "round to nearest", recipe)
+    yield AccuracyRow("Atom", "round to nearest", recipe)
     for step, changes in (
         (f"{kept} outlier channels in 16 bits", {"kept": kept, "kept_bits": 16}),
         ("outliers in INT8", {"kept_bits": 8}),
@@ -96,11 +96,17 @@ def _atom(group: int = 64, kept: int = 64) -> Iterator[Row]:
         ("KV4", {"kv": "kv4"}),
     ):
         recipe = recipe.but(**changes)
-        yield Row("Atom", step, recipe, repeats=step == "KV4")
+        yield AccuracyRow("Atom", step, recipe, repeats=step == "KV4")
 
 
 def _with(recipe: Recipe, full: Recipe, names: Sequence[str]) -> Recipe:
     return recipe.but(**{name: getattr(full, name) for name in names})
+
+
+def in_order(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measurements in the order of the table, seeds one after the other."""
+    places = {(row.ladder, row.step): place for place, row in enumerate(rows())}
+    return sorted(results, key=lambda each: (places[each["ladder"], each["step"]], each["seed"]))
 
 
 def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatModel:
@@ -139,10 +145,11 @@ def measure(
     model: FloatModel,
     calibration: Callable[[int], Tokens],
     texts: Mapping[str, Tokens],
-    chosen: Sequence[Row],
+    chosen: Sequence[AccuracyRow],
     seeds: int = 3,
     progress: Callable[[str], None] = lambda label: None,
-) -> list[dict[str, Any]]:
+    done: Sequence[Mapping[str, Any]] = (),
+) -> Iterator[dict[str, Any]]:
     """Quantise by each row's recipe and measure the perplexity.
 
     Args:
@@ -152,10 +159,11 @@ def measure(
         chosen: of `rows()`.
         seeds: how many for rows that repeat.
         progress: called with a row's name before each of its seeds.
+        done: what was measured before, which is not measured again.
 
-    Returns:
-        Per row and seed: ladder, step, recipe, seed, perplexity by text, errors by matrix (means over the layers of the
-        relative error of the output), seconds to quantise and to measure.
+    Yields:
+        Per row and seed, when it is measured: ladder, step, recipe, seed, perplexity by text, errors by matrix (means
+        over the layers of the relative error of the output), seconds to quantise and to measure.
     """
 
     @cache
@@ -174,14 +182,15 @@ def measure(
             "seconds": {"quantize": done - start, "measure": perf_counter() - done},
         }
 
-    results = []
+    before = {(each["ladder"], each["step"], each["seed"]) for each in done}
     for row in chosen:
         for seed in range(seeds if row.repeats else 1):
             progress(row.name)
-            results.append({"ladder": row.ladder, "step": row.step, "seed": seed, **found(row.recipe, seed)})
-    return results
+            if (row.ladder, row.step, seed) not in before:
+                yield {"ladder": row.ladder, "step": row.step, "seed": seed, **found(row.recipe, seed)}
 
 
 def _means(errors: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    names = [name for name, error in errors[0].items() if error is not None] if errors else []
-    return {name: float(np.mean([each[name] for each in errors])) for name in names}  # type: ignore[arg-type]
+    names = errors[0] if errors else {}
+    found = {name: [error for each in errors if (error := each[name]) is not None] for name in names}
+    return {name: float(np.mean(of)) for name, of in found.items() if of}

@@ -53,7 +53,8 @@ def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0)
     if len(tokens) < length:
         raise ArgumentError("length", f"at most the text's {len(tokens)} tokens", length)
     starts = np.random.default_rng(seed).integers(0, len(tokens) - length + 1, count)
-    return tokens[starts[:, None] + np.arange(length)]
+    drawn: Tokens = tokens[starts[:, None] + np.arange(length)]
+    return drawn
 
 
 def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> FloatModel:
@@ -79,8 +80,6 @@ def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> Flo
 def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
     """The model turned as the recipe says, not yet quantised."""
     config = model.config
-    if recipe.group and config.hidden % recipe.group and recipe.scheme in ("lqq", "qoq"):
-        raise ArgumentError("group", f"must divide the model's width {config.hidden}", recipe.group)
     stream = hadamard(config.hidden) if recipe.rotate else None
     return turned(model, stream, hadamard(config.head_dim) if recipe.rotate_heads else None)
 
@@ -100,19 +99,25 @@ def quantize_layers(
         finished: floats of the layer if it was quantised before, for which None comes back; it is asked again when
             what came back has been taken, so that the next layer is calibrated on what was kept of this one.
     """
-    if recipe.is_calibrated and not len(tokens):
-        raise ArgumentError("tokens", "this recipe needs a text to calibrate on", "none")
+    require_text(recipe, tokens)
     states = [model.embedded(sample[None]) for sample in tokens]
     numerics = recipe.numerics()
     for index in range(len(model.layers)):
-        floats, found = finished(index), None
+        floats = finished(index)
         if floats is None:
             found = quantize_layer(model, model.layers[index], states, recipe)
-        yield found
-        if found is not None:
+            yield found
             floats = finished(index) or found.floats
+        else:
+            yield None
         for i, x in enumerate(states):
             states[i] = model.run_layer(x, floats, numerics)
+
+
+def require_text(recipe: Recipe, tokens: Tokens) -> None:
+    """Raise ArgumentError for a recipe that calibrates, without a sample."""
+    if recipe.is_calibrated and not len(tokens):
+        raise ArgumentError("tokens", "this recipe needs a text to calibrate on", "none")
 
 
 def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> QuantizedLayer:
@@ -122,12 +127,13 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
     those before it.
     """
     layer = shaped(model, layer, states, recipe)
+    made: dict[str, Any] = dict(layer)
     numerics = recipe.numerics()
     weights: dict[str, Any] = {}
     errors: dict[str, float | None] = {}
     for fused, names in FUSED.items() if recipe.scheme else ():
-        w = np.concatenate([layer[name] for name in names])
-        H = hessian(model, layer, states, numerics, names[0]) if recipe.needs_hessian else None
+        w = np.concatenate([made[name] for name in names])
+        H: Any = hessian(model, made, states, numerics, names[0]) if recipe.needs_hessian else None
         order = None
         if recipe.kept:
             order = np.argsort(np.diagonal(H), kind="stable")
@@ -137,13 +143,12 @@ def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recip
         errors[fused] = None if H is None else _relative(w, found.values, H)
         weights[fused] = grid.weight(found.q, found.constants)
         values = found.values if order is None else found.values[:, np.argsort(order)]
-        layer = dict(layer)
         for name in names:
-            rows = len(layer[name])
-            layer[name], values = values[:rows].astype(np.float32), values[rows:]
+            rows = len(made[name])
+            made[name], values = values[:rows].astype(np.float32), values[rows:]
             if order is not None:
-                layer[f"{name}_order"] = order
-    return QuantizedLayer(layer, weights, errors)
+                made[f"{name}_order"] = order
+    return QuantizedLayer(made, weights, errors)
 
 
 def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> Layer:

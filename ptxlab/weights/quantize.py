@@ -12,17 +12,18 @@ from ptxlab import gpu
 from ptxlab.errors import ArgumentError, FileError, VerificationError
 from ptxlab.io.files import require_folder
 from ptxlab.io.tokenizer import Tokenizer
-from ptxlab.kernels.transfer import copied_to_device
+from ptxlab.layout import buffer_shapes
 from ptxlab.model import folder as folders
 from ptxlab.model.floats import FloatModel, Tokens
 from ptxlab.model.quantized import layer_floats, packed_layer
+from ptxlab.model.weights import DTYPES
 from ptxlab.quant import TwoLevelWeight
 from ptxlab.quant.recipe import Recipe
 from ptxlab.quant.recipe.settings import PACKED
-from ptxlab.quant.tiled import with_arrays
 from ptxlab.reference import Layer
 from ptxlab.spec.dtypes import stored
-from ptxlab.weights.calibrate import QuantizedLayer, prepared, quantize_layers
+from ptxlab.validate import is_one_of
+from ptxlab.weights.calibrate import QuantizedLayer, prepared, quantize_layers, require_text
 
 Progress = Callable[[str], None]  # called when a layer is done, with its name
 
@@ -60,9 +61,17 @@ def quantize_model(
     matrix that cannot be quantised, with its layer; FileError where `out` is there, or holds another run's layers;
     VerificationError if a weight would overflow.
     """
-    check_packable(recipe, out)
+    scheme = check_packable(recipe, out)
+    require_text(recipe, tokens)
+    if not is_one_of(dtype, DTYPES):
+        raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
     turned = prepared(model, recipe)
     config = turned.config
+    for name, (N, K) in config.matrices.items():
+        try:
+            buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
+        except ArgumentError as error:
+            raise ArgumentError(f"{name} {error.argument}", error.rule, error.value) from None
     about = {**recipe.to_json(), "layout": layout, "dtype": dtype, "model": config.name}
     about |= {"text": _digest(tokens), "weights": _digest(model.final_norm, model.layers[0]["q"])}  # told apart by
     partial = _partial(out, about)
@@ -71,8 +80,7 @@ def quantize_model(
         if not folders.layer_path(partial, index).is_file():
             return None
         layer = folders.load_layer(partial, index, config)
-        on_device = gpu.is_device_array(model.embedding)
-        return layer_floats(with_arrays(layer, copied_to_device) if on_device else layer)
+        return layer_floats(layer.to_device() if gpu.is_device_array(model.embedding) else layer)
 
     errors = {}
     for index, found in enumerate(quantize_layers(turned, tokens, recipe, finished)):
@@ -94,14 +102,15 @@ def quantize_model(
     return errors
 
 
-def check_packable(recipe: Recipe, out: Path) -> None:
-    """Raise what `quantize_model` raises for a recipe without packed weights, or a folder that cannot be made."""
-    if recipe.scheme not in PACKED:
+def check_packable(recipe: Recipe, out: Path) -> str:
+    """The scheme; raises what `quantize_model` does for a recipe without packed weights, or a folder it cannot make."""
+    if recipe.scheme is None or recipe.scheme not in PACKED:
         rule = f"scheme must be one of {', '.join(PACKED)} to be packed; others are measured: ptxlab accuracy"
         raise ArgumentError("recipe", rule, recipe.scheme)
     if out.exists():
         raise FileError(f"{out}: is there already")
     require_folder(out)
+    return recipe.scheme
 
 
 def _partial(out: Path, about: dict[str, Any]) -> Path:
@@ -110,6 +119,8 @@ def _partial(out: Path, about: dict[str, Any]) -> Path:
     if not (partial / folders.RECIPE).is_file():
         partial.mkdir(exist_ok=True)
         folders.save_recipe(partial, about)
+    for torn in partial.glob(".*.tmp"):  # of a write that was killed
+        torn.unlink()
     before = folders.read_recipe(partial)
     if before != about:
         changed = next(name for name in {**before, **about} if before.get(name) != about.get(name))

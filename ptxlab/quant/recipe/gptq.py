@@ -5,6 +5,7 @@ triangular, the error e of column j is compensated by subtracting e U[j, k] / U[
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -103,12 +104,12 @@ def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
     identity = np.eye(len(hessian), like=hessian)
     mean = float(np.diagonal(hessian).mean()) or 1.0
     for _ in range(_TRIES):
-        try:
-            factor = np.linalg.cholesky(np.linalg.inv(hessian + damping * mean * identity))
-        except np.linalg.LinAlgError:
-            factor = None
-        if factor is not None and bool(np.isfinite(factor).all()):  # CuPy does not raise
-            return factor.T
+        with suppress(np.linalg.LinAlgError):
+            inverse = np.linalg.inv(hessian + damping * mean * identity)
+            factor = np.linalg.cholesky(inverse)
+            # CuPy does not raise, and leaves the rest of a matrix as it was where its factor ends.
+            if bool(np.abs(factor @ factor.T - inverse).max() <= 1e-6 * np.abs(inverse).max()):
+                return factor.T
         damping *= 10
     raise ArgumentError("hessian", "must be positive semidefinite", f"no inverse with damping {damping:g}")
 

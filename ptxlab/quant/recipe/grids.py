@@ -60,8 +60,8 @@ class Grid(ABC):
             cost = _cost(levels, w, metric)
             better = cost < least
             least = np.where(better, cost, least)
-            best = Levels(*(np.where(better, new, old) for new, old in zip(levels, best, strict=True)))
-            constants = tuple(np.where(better, new, old) for new, old in zip(others, constants, strict=True))
+            best = Levels(*(_where(better, new, old) for new, old in zip(levels, best, strict=True)))
+            constants = tuple(_where(better, new, old) for new, old in zip(others, constants, strict=True))
         return best, constants
 
     @abstractmethod
@@ -71,6 +71,11 @@ class Grid(ABC):
     @abstractmethod
     def weight(self, q: Array, constants: Constants) -> Any:
         """The quantised weight with integers q [N, K] and the constants of all groups, [N, K/g] each."""
+
+
+def _where(better: Array, new: Any, old: Any) -> Any:
+    """The new elements where they are better; a number is the same for all candidates."""
+    return np.where(better, new, old) if hasattr(old, "ndim") else old
 
 
 def _cost(levels: Levels, w: Array, metric: Array) -> Array:

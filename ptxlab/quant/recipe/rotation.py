@@ -29,10 +29,11 @@ def hadamard(n: int) -> npt.NDArray[np.float64]:
     orders = _factors(n) if is_integer(n) and n > 0 else None
     if orders is None:
         raise ArgumentError("n", "must be a product of known orders of Hadamard matrices: 2, 12, 20, 28, ...", n)
-    product = np.ones((1, 1))
+    product: Any = np.ones((1, 1))
     for order in orders:
         product = np.kron(product, _signs(order))
-    return product / np.sqrt(n)
+    scaled: npt.NDArray[np.float64] = product / np.sqrt(n)
+    return scaled
 
 
 def random_orthogonal(n: int, seed: int = 0) -> npt.NDArray[np.float64]:

@@ -130,7 +130,7 @@ def test_inputs_that_were_never_seen_are_damped() -> None:
 
 
 def test_more_damping_where_h_has_no_inverse() -> None:
-    w, H = problem(4, 96)
+    _, H = problem(4, 96)
     mean = np.diagonal(H).mean()
     H -= (np.linalg.eigvalsh(H)[0] + 0.05 * mean) * np.eye(96)  # 0.01 of the mean is too little
     factor = recipe.inverse_factor(H)
@@ -139,6 +139,23 @@ def test_more_damping_where_h_has_no_inverse() -> None:
     assert 0.05 * mean < damped[0, 0] < 0.2 * mean
     with pytest.raises(ArgumentError, match="hessian: must be positive semidefinite"):
         recipe.inverse_factor(-H)
+
+
+def test_a_factor_that_is_cut_short_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy's Cholesky does not raise for a matrix that is not positive definite: what it returns is no factor."""
+    factor = np.linalg.cholesky
+    found: list[Any] = []
+
+    def silent(matrix: Any) -> Any:
+        made = factor(matrix)
+        if not found:
+            made[50:, 50:] = np.tril(matrix[50:, 50:])
+        found.append(made)
+        return made
+
+    _, H = problem(4, 96)
+    monkeypatch.setattr(np.linalg, "cholesky", silent)
+    np.testing.assert_array_equal(recipe.inverse_factor(H), found[1].T)
 
 
 @pytest.mark.parametrize(
