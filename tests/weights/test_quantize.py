@@ -203,9 +203,10 @@ def too_wide(grid: Any, group: int, w: Any) -> Any:
     return iter([(steps.Levels(step * grid.scale / 2, minimum * grid.scale / 2, 0, 15), (step, minimum))])
 
 
-def test_every_step_dispatches_on_device_arrays() -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_step_dispatches_on_device_arrays(name: str) -> None:
     """The arrays of a GPU, whose library refuses NumPy's, give the same layer."""
-    model, recipe = small(), PACKED["lqq"]
+    model, recipe = small(), RECIPES[name].but(group=32, kept=32 * (name == "atom"))
     host = next(calibrate.quantize_layers(calibrate.prepared(model, recipe), TEXT, recipe))
     moved = FloatModel(
         config=model.config,
