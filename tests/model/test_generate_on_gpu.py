@@ -96,7 +96,7 @@ def test_logits_and_caches(changes: dict[str, Any], batch: int) -> None:
     # One attention, and one gate that may be a step off in a few of a million elements, comes before the second's.
     other = float((pools[1] != same.caches[1].pool).sum() / np.count_nonzero(pools[1]))
     print(f"other bytes in the second layer's cache: {other:.5f}; logits: {relative(found, others):.5f}")
-    assert other < 0.01 and relative(found, others) < OF_ROUNDING
+    assert other < 0.02 and relative(found, others) < OF_ROUNDING
 
 
 def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:
