@@ -56,6 +56,8 @@ def perplexity(
         gpu.device_info()  # says why there is none
     with download_bar(model, quiet=as_json) as progress:
         opened, tokenizer = open_model(model, progress)
+    if (context := opened.config.context) is not None and length > context:
+        raise expects("--length", f"at most {context}, the model's context", length)
     with download_bar("text", quiet=as_json) as progress:
         evaluated = windows(tokens_of(open_text(text, progress).evaluation, tokenizer), length, count)
     if is_quantized(Path(model)):

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.errors import FileError, UnavailableError
+from ptxlab.errors import FileError, PtxlabError, UnavailableError
 from ptxlab.io.files import read_text, write_text
 from ptxlab.validate import is_integer
 
@@ -27,6 +27,7 @@ _PATTERNS = {
     "llama3": _LLAMA3,
     "qwen2": _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"),
 }
+_LLAMA3_NAMES = ("llama-bpe", "llama3")  # a word that is a token needs no merges; a text starts with a token
 _CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens in `tokenizer.ggml.token_type` that are no text to be merged
 
 
@@ -85,52 +86,100 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, path: Path, metadata: Mapping[str, Any]) -> Self:
-        """From the metadata of the GGUF file at `path`: byte-level BPE.
+        """From the metadata of the GGUF file at `path`: byte-level BPE (`gpt2`), or SentencePiece's BPE (`llama`).
 
         Raises FileError for another kind, or one that is broken; UnavailableError without `tokenizers`.
         """
-
-        def get(key: str, kind: type) -> Any:
-            value = metadata.get(f"tokenizer.ggml.{key}")
-            if not isinstance(value, kind):
-                raise FileError(f"{path}: tokenizer.ggml.{key}: must be a {kind.__name__} (got {type(value).__name__})")
-            return value
-
-        def token(which: str) -> int:
-            number: int = get(f"{which}_token_id", int)
-            if not 0 <= number < len(tokens):
-                raise FileError(
-                    f"{path}: tokenizer.ggml.{which}_token_id: must lie in 0..{len(tokens) - 1} (got {number})"
-                )
-            return number
-
-        kind, split = get("model", str), metadata.get("tokenizer.ggml.pre", "default")
-        if kind != "gpt2" or split not in _PATTERNS:
-            known = f"gpt2, split by {', '.join(_PATTERNS)}"
-            raise FileError(f"{path}: tokenizer.ggml.model: must be {known} (got {kind}, split by {split})")
-        tokens, merges, kinds = get("tokens", list), get("merges", list), get("token_type", np.ndarray)
+        get = _Metadata(path, metadata)
+        tokens, kinds, model = get("tokens", list), get("token_type", np.ndarray), get("model", str)
         if len(kinds) != len(tokens):
-            raise FileError(f"{path}: tokenizer.ggml.token_type: must be {len(tokens)} (got {len(kinds)})")
-        found = library()
+            raise get.wrong("token_type", f"must be {len(tokens)}", len(kinds))
+        split = get("pre", str, "default") if model == "gpt2" else ""
+        if model not in ("gpt2", "llama"):
+            raise get.wrong("model", "must be gpt2 or llama", model)
+        if split and split not in _PATTERNS:
+            raise get.wrong("pre", f"must be one of {', '.join(_PATTERNS)}", split)
         try:
-            pairs = [tuple(merge.split(" ")) for merge in merges]
-            made = found.Tokenizer(found.models.BPE({token: i for i, token in enumerate(tokens)}, pairs))
-        except Exception as error:  # it raises no narrower class
+            made = _byte_level(get, tokens, split) if split else _sentence_piece(get, tokens)
+        except PtxlabError:
+            raise
+        except Exception as error:  # the library raises no narrower class
             raise FileError(f"{path}: not a readable tokenizer ({' '.join(str(error).split())})") from None
-        words, steps = found.pre_tokenizers, []
-        if split == "smollm":
-            steps.append(words.Digits(individual_digits=True))
-        steps.append(words.Split(found.Regex(_PATTERNS[split]), "isolated"))
-        steps.append(words.ByteLevel(add_prefix_space=False, use_regex=False))
-        made.pre_tokenizer, made.decoder = words.Sequence(steps), found.decoders.ByteLevel()
-        made.add_special_tokens([token for token, of in zip(tokens, kinds, strict=True) if of == _CONTROL])
-        made.add_tokens([token for token, of in zip(tokens, kinds, strict=True) if of == _USER_DEFINED])
-        if metadata.get("tokenizer.ggml.add_bos_token"):
-            start = token("bos")
-            made.post_processor = found.processors.TemplateProcessing(
+        made.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL])
+        made.add_tokens([token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED])
+        if get("add_bos_token", bool, model == "llama" or split in _LLAMA3_NAMES):
+            start = get.token("bos", len(tokens))
+            made.post_processor = library().processors.TemplateProcessing(
                 single=f"{tokens[start]} $A", special_tokens=[(tokens[start], start)]
             )
-        return cls((token("eos"),), made)
+        return cls((get.token("eos", len(tokens)),), made)
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """What a GGUF file says of its tokenizer, by the key without `tokenizer.ggml.`."""
+
+    path: Path
+    values: Mapping[str, Any]
+
+    def __call__(self, key: str, kind: type, *default: Any) -> Any:
+        """A value of that type; without a default it must be there."""
+        value = self.values.get(f"tokenizer.ggml.{key}", *default)
+        if not isinstance(value, kind):
+            raise self.wrong(key, f"must be of type {kind.__name__}", type(value).__name__)
+        return value
+
+    def token(self, which: str, tokens: int) -> int:
+        """The number of a special token."""
+        number: int = self(f"{which}_token_id", int)
+        if not 0 <= number < tokens:
+            raise self.wrong(f"{which}_token_id", f"must lie in 0..{tokens - 1}", number)
+        return number
+
+    def wrong(self, key: str, rule: str, value: object) -> FileError:
+        """The error for a key's value."""
+        return FileError(f"{self.path}: tokenizer.ggml.{key}: {rule} (got {value})")
+
+
+def _byte_level(get: _Metadata, tokens: list[str], split: str) -> Any:
+    """BPE over bytes, in the words that a pattern splits text into."""
+    found = library()
+    merges = [tuple(merge.split(" ")) for merge in get("merges", list)]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    made = found.Tokenizer(found.models.BPE(vocabulary, merges, ignore_merges=split in _LLAMA3_NAMES))
+    words, steps = found.pre_tokenizers, []
+    if split == "smollm":
+        steps.append(words.Digits(individual_digits=True))
+    steps.append(words.Split(found.Regex(_PATTERNS[split]), "isolated"))
+    steps.append(words.ByteLevel(add_prefix_space=False, use_regex=False))
+    made.pre_tokenizer, made.decoder = words.Sequence(steps), found.decoders.ByteLevel()
+    if split == "qwen2":
+        made.normalizer = found.normalizers.NFC()
+    return made
+
+
+def _sentence_piece(get: _Metadata, tokens: list[str]) -> Any:
+    """BPE over characters, or the bytes of one that is no token: the neighbours whose token scores best merge first."""
+    found = library()
+    scores, vocabulary = get("scores", np.ndarray), {token: i for i, token in enumerate(tokens)}
+    if len(scores) != len(tokens):
+        raise get.wrong("scores", f"must be {len(tokens)}", len(scores))
+    merges = [
+        (token[:cut], token[cut:])
+        for i in np.argsort(-scores, kind="stable")
+        for token in [tokens[i]]
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+    unknown = tokens[get.token("unknown", len(tokens))]
+    made = found.Tokenizer(found.models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    before = [found.normalizers.Replace(" ", "▁")]
+    after = [found.decoders.Replace("▁", " "), found.decoders.ByteFallback(), found.decoders.Fuse()]
+    if get("add_space_prefix", bool, True):
+        before.insert(0, found.normalizers.Prepend("▁"))
+        after.append(found.decoders.Strip(" ", 1, 0))
+    made.normalizer, made.decoder = found.normalizers.Sequence(before), found.decoders.Sequence(after)
+    return made
 
 
 def _ends(path: Path) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
-"""Decoders of the Llama family on the kernels: their shapes, packed weights, a layer as a chain of launches, twins.
+"""Decoders of the Llama family: in floats, and on the kernels as packed weights and a layer of launches.
 
-`decode_layer` is the layer, `reference` its NumPy twins.
+`open_model` reads a trained one, `open_text` a text, `perplexity` is how well one predicts the other. `decode_layer` is
+the layer on the kernels, `reference` its NumPy twins.
 """
 
 from ptxlab.model.config import MODELS, Config

@@ -50,7 +50,7 @@ def open_model(
     """The model in float32, and its tokenizer.
 
     Args:
-        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), a .gguf
+        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM); a .gguf
             file of these families; "smollm2", which is downloaded unless it is there; or the folder of a quantised
             model, whose weights are dequantised.
         progress: of the download, (bytes done, bytes in all).
@@ -58,8 +58,8 @@ def open_model(
     Layers are read from the file each time they are asked for, so that of a large model one lies in memory at a time.
     Names, shapes and types of all tensors are checked before one is read, NaN and infinity when it is.
 
-    Raises FileError for a file that is broken or of another architecture, ArgumentError for a wrong config,
-    UnavailableError without the libraries of the extra `model`.
+    Raises FileError for a file that is broken or of another architecture, UnavailableError without the libraries of the
+    extra `model`, or where the download fails.
     """
     path = Path(source)
     if str(source) in _MODELS:

@@ -307,7 +307,7 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(cli: Any) -> None:
     code, out, _ = cli("doctor", "--json")
     items = {item["name"]: item for item in json.loads(out)}
     assert code == 0 and items["backend emulator"]["works"]
-    assert {"nvrtc", "ptxas", "nvdisasm", "backend gpu", "weights minilm", "cache", "ncu"} <= set(items)
+    assert {"nvrtc", "ptxas", "nvdisasm", "backend gpu", "weights minilm", "models", "cache", "ncu"} <= set(items)
     assert items["ncu-report"]["works"] and "without a GPU" in items["ncu-report"]["detail"]
 
 

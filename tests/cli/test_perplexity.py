@@ -90,8 +90,15 @@ def test_bad_input_is_one_line(cli: Any, tmp_path: Path, text: Path, monkeypatch
         ((path, "--kv", 5), "--kv expects 4, 8 or 32, got 5"),
         ((path, "--acts", 4), "--acts expects 8 or 32, got 4"),
         ((path, "--backend", "cpu"), "--backend expects gpu or numpy, got cpu"),
-        ((path, "--text", tmp_path / "nosuch"), f"{tmp_path / 'nosuch'}: cannot be read: No such file or directory"),
-        ((path, "--text", text, "--windows", 9), "windows: at most 0, as the text has 450 tokens (got 9)"),
+        (
+            (path, "--length", 9, "--text", tmp_path / "nosuch"),
+            f"{tmp_path / 'nosuch'}: cannot be read: No such file or directory",
+        ),
+        (
+            (path, "--text", text, "--windows", 9, "--length", 100),
+            "windows: at most 4, as the text has 450 tokens (got 9)",
+        ),
+        ((path, "--text", text, "--length", 129), "--length expects at most 128, the model's context, got 129"),
         ((path, "--text", text, "--length", 0), "length: must be an integer, 2 or more (got 0)"),
     ):
         assert cli("perplexity", *arguments) == (2, "", f"error: {message}\n")

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,53 @@ def test_digits_are_words_with_smollm(metadata: dict[str, Any]) -> None:
     assert (len(plain.encode("12 12")), len(apart.encode("12 12"))) == (3, 5)
 
 
+def test_a_word_that_is_a_token_needs_no_merges_with_llama3(metadata: dict[str, Any]) -> None:
+    changed = {"tokenizer.ggml.merges": [], "tokenizer.ggml.add_bos_token": False}
+    lengths = {
+        split: len(Tokenizer.from_gguf(Path("a"), metadata | changed | {"tokenizer.ggml.pre": split}).encode("the the"))
+        for split in ("gpt-2", "qwen2", "llama-bpe")
+    }
+    assert lengths == {"gpt-2": 7, "qwen2": 7, "llama-bpe": 2}
+
+
+def sentence_pieces(seed: int) -> tuple[dict[str, Any], dict[str, float]]:
+    """Metadata of a tokenizer whose pieces have random scores, and these scores."""
+    rng = np.random.default_rng(seed)
+    letters = ["▁", "a", "b", "c"]
+    pieces = ["▁a", "ab", "bc", "▁ab", "abc", "ca", "▁b", "aa", "cab"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *letters, *pieces]
+    scores = np.concatenate([np.zeros(259), np.full(4, -1e6), -rng.permutation(9)])
+    values = {
+        "model": "llama", "tokens": tokens, "scores": scores, "unknown_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2, "token_type": np.array([2, 3, 3, *[6] * 256, *[1] * 13]),
+    }  # fmt: skip
+    found = {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+    return found, dict(zip(tokens[259:], scores[259:], strict=True))
+
+
+def merged(text: str, scores: dict[str, float]) -> list[str]:
+    """What SentencePiece does: the best of all neighbours that make a piece merge, the first of equal ones."""
+    pieces = list("▁" + text.replace(" ", "▁"))
+    while pairs := [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]:
+        _, i = min(pairs)
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    return pieces
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sentence_pieces_merge_by_score(seed: int) -> None:
+    metadata, scores = sentence_pieces(seed)
+    found, tokens = Tokenizer.from_gguf(Path("a"), metadata), metadata["tokenizer.ggml.tokens"]
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        text = "".join(rng.choice(list("aabbc "), 12))
+        ids = found.encode(text)
+        assert [tokens[i] for i in ids] == merged(text, scores)
+        assert found.decode(ids) == text
+    assert found.decode(found.encode("aüb</s>")) == "aüb" and len(found.encode("ü")) == 3
+    assert (found.start, found.ends) == (1, (2,))
+
+
 def test_the_start_of_a_text(metadata: dict[str, Any], tmp_path: Path) -> None:
     begun = {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": 0}
     found = Tokenizer.from_gguf(Path("a.gguf"), metadata | begun)
@@ -103,13 +151,15 @@ def test_broken_folders_are_refused(saved: Tokenizer, tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "llama"}, r"model: must be gpt2, split by default, .* \(got llama, split by gpt-2\)"),
-        ({"pre": "tekken"}, r"model: must be gpt2, split by default, .* \(got gpt2, split by tekken\)"),
-        ({"tokens": 3}, r"tokens: must be a list \(got int\)"),
-        ({"merges": None}, r"merges: must be a list \(got NoneType\)"),
+        ({"model": "bert"}, r"model: must be gpt2 or llama \(got bert\)"),
+        ({"pre": "tekken"}, r"pre: must be one of default, .* \(got tekken\)"),
+        ({"tokens": 3}, r"tokens: must be of type list \(got int\)"),
+        ({"merges": None}, r"merges: must be of type list \(got NoneType\)"),
         ({"token_type": np.zeros(2)}, r"token_type: must be 300 \(got 2\)"),
         ({"eos_token_id": 300}, r"eos_token_id: must lie in 0\.\.299 \(got 300\)"),
-        ({"add_bos_token": True}, r"bos_token_id: must be a int \(got NoneType\)"),
+        ({"add_bos_token": True}, r"bos_token_id: must be of type int \(got NoneType\)"),
+        ({"model": "llama"}, r"scores: must be of type ndarray \(got NoneType\)"),
+        ({"model": "llama", "scores": np.zeros(2)}, r"scores: must be 300 \(got 2\)"),
     ],
 )
 def test_broken_metadata_are_refused(change: dict[str, Any], message: str, metadata: dict[str, Any]) -> None:

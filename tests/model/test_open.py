@@ -194,7 +194,7 @@ GGUF: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"head_count_kv": 3}, r"GGUF: llama\.attention\.head_count_kv: must divide the 4 query heads \(got 3\)"),
     "layers": ({"block_count": 3}, r"blk\.2\.attn_q\.weight: missing"),
     "fewer layers": ({"block_count": 1}, r"blk\.1\.attn_k\.weight: not known in a model of this family"),
-    "tokenizer": ({"tokenizer_model": "llama"}, r"tokenizer\.ggml\.model: must be gpt2, .*"),
+    "tokenizer": ({"tokenizer_model": "bert"}, r"tokenizer\.ggml\.model: must be gpt2 or llama \(got bert\)"),
 }
 
 
