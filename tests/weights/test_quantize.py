@@ -1,6 +1,7 @@
 """A small model through whole recipes into a folder: what is in it, crashes, and what stops a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,21 @@ def test_a_model_saved_loads_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     model = models.QuantizedModel.rounded(small(BIASED), "lqq", 32, dtype=dtype)
     folder.save(model, tmp_path)
     assert_same(folder.load(tmp_path), model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window": 7, "context": 4096, "head_dim": 24},
+        {"qkv_bias": True, "tied_head": True, "activation": "gelu_tanh"},
+        {"qkv_bias": True, "window": 7, "rope_base": 5e5, "eps": 1e-6, "name": "some"},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_a_config_comes_back_from_its_folder(changes: dict[str, Any]) -> None:
+    config = replace(CONFIG, **{"tied_head": False, **changes})
+    assert Config.from_json(folder.config_json(config)) == config
 
 
 def damaged_recipe(path: Path) -> None:
