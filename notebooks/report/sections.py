@@ -126,7 +126,7 @@ def audit_table() -> str:
 
 
 def attention_table() -> str:
-    """What a quantised KV cache costs attention on real text, as notebook 08 computes it."""
+    """What a quantised KV cache costs attention on real text, as notebook 04 computes it."""
     record = json.loads((RESULTS / "audit" / "kv_cache.json").read_text(encoding="utf-8"))
     table = pd.DataFrame(record["rows"])[["cache", "bits", "error", "worst"]]
     columns = ["KV cache", "bits per element, constants included", "relative error of attention", "worst layer"]

@@ -1,1 +1,1 @@
-"""Checkpoints: what quantising would do to them (`audit`), and a packed one made of them (`convert`)."""
+"""Checkpoints: what quantising would do (`audit`), packing one (`convert`), a whole model by a recipe (`quantize`)."""

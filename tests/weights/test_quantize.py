@@ -1,6 +1,7 @@
 """A small model through whole recipes into a folder: what is in it, crashes, and what stops a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,21 @@ def test_a_model_saved_loads_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     assert_same(folder.load(tmp_path), model)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window": 7, "context": 4096, "head_dim": 24},
+        {"qkv_bias": True, "tied_head": True, "activation": "gelu_tanh"},
+        {"qkv_bias": True, "window": 7, "rope_base": 5e5, "eps": 1e-6, "name": "some"},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_a_config_comes_back_from_its_folder(changes: dict[str, Any]) -> None:
+    config = replace(CONFIG, **{"tied_head": False, **changes})
+    assert Config.from_json(folder.config_json(config)) == config
+
+
 def damaged_recipe(path: Path) -> None:
     found = json.loads((path / "recipe.json").read_text())
     found["recipe"]["group"] = 64
@@ -203,9 +219,10 @@ def too_wide(grid: Any, group: int, w: Any) -> Any:
     return iter([(steps.Levels(step * grid.scale / 2, minimum * grid.scale / 2, 0, 15), (step, minimum))])
 
 
-def test_every_step_dispatches_on_device_arrays() -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_step_dispatches_on_device_arrays(name: str) -> None:
     """The arrays of a GPU, whose library refuses NumPy's, give the same layer."""
-    model, recipe = small(), PACKED["lqq"]
+    model, recipe = small(), RECIPES[name].but(group=32, kept=32 * (name == "atom"))
     host = next(calibrate.quantize_layers(calibrate.prepared(model, recipe), TEXT, recipe))
     moved = FloatModel(
         config=model.config,

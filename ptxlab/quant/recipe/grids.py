@@ -139,7 +139,11 @@ class QoQGrid(TwoLevelGrid):
             step = (nearest - narrower).clip(1, nearest)
             for shift in SHIFTS:
                 zero = np.rint(-(low + shift * (high - low - 15 * step)) / step).clip(0, 15)
-                lowest, highest = np.maximum(zero - 128 // step, 0), np.minimum(zero + 127 // step, 15)  # within s8
+                # Within s8, whatever is rounded: plain rounding only meets weights within the range.
+                lowest, highest = (
+                    np.maximum(zero - np.floor(128 / step), 0),
+                    np.minimum(zero + np.floor(127 / step), 15),
+                )
                 yield Levels(step * self.scale, -zero * step * self.scale, lowest, highest), (step, zero)
 
     def weight(self, q: Array, constants: Constants) -> QoQWeight:
