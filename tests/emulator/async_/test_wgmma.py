@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator
-from ptxlab.errors import EmulationError, MemoryFault
+from ptxlab.errors import EmulationError, MemoryFault, SourceError
 from ptxlab.layout.descriptors import MatrixDescriptor
-from ptxlab.layout.fragments import wgmma_d
+from ptxlab.layout.fragments import mma_a, wgmma_d
 from tests.golden.fragments import fragment_cases
 from tests.support.axes import both_modes
 from tests.support.emulated import HEADER, line_of, run
@@ -175,3 +175,109 @@ def test_refused(more, error, said):
     image, out = np.zeros(4096, np.uint8), np.zeros((128, 16), np.uint32)
     with pytest.raises(error, match=said):
         run(from_shared(32, more), image, out, threads=128)
+
+
+# Floating operands
+
+TO_BITS = {
+    "f16": lambda x: x.astype(np.float16).view(np.uint16),
+    "bf16": lambda x: (x.view(np.uint32) >> 16).astype("u2"),
+}
+
+
+def numbers(rng: np.random.Generator, rows: int, type_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """[rows, 16] small multiples of 1/8, of which every sum is exact: float32, and their bits."""
+    values = (rng.integers(-64, 65, (rows, 16)) / 8).astype(np.float32)
+    return values, TO_BITS[type_name](values)
+
+
+def k_major(bits: np.ndarray) -> np.ndarray:
+    return cores(np.ascontiguousarray(bits).view(np.uint8))
+
+
+def mn_major(bits: np.ndarray, span: int) -> tuple[np.ndarray, int, int]:
+    """[rows, 16] laid out by PTX ISA's picture, atoms along the rows first; and leading and stride in bytes."""
+    rows, each = bits.shape[0], span // 2
+    stride = span * 8  # to the next 8 of K
+    leading = 2 * stride  # to the next atom of rows
+    image = np.zeros(leading * -(-rows // each), np.uint8)
+    for row, k in np.ndindex(bits.shape):
+        at = row // each * leading + k // 8 * stride + k % 8 * span + row % each * 2
+        at ^= at >> 3 & (span - 16)
+        image[at : at + 2] = bits[row, k : k + 1].view(np.uint8)
+    return image, leading, stride
+
+
+def floats(a: tuple[str, str], b: str, size: int, n: int, form: str, constants: str, adds: int = 0) -> str:
+    """D = A·B [+ 1] with the image of both at shared address 1024; `a` is code and operand, `b` a descriptor."""
+    d = "{" + ", ".join(f"%d{i}" for i in range(n // 2)) + "}"
+    store = "\n".join(f"st.global.b32 [%o+{4 * i}], %d{i};" for i in range(n // 2))
+    start = " ".join(f"mov.b32 %d{i}, 0f3F800000;" for i in range(n // 2)) if adds else ""
+    return f"""{HEADER.replace("sm_90", "sm_90a")}
+    .visible .entry k(.param .u64 image, .param .u64 registers, .param .u64 out) {{
+    .shared .align 1024 .b8 tile[{size}];
+    .reg .b32 %t, %s, %x<4>, %a<4>, %d<{n // 2}>; .reg .b64 %o, %r, %da, %db; .reg .pred %p;
+    mov.u32 %t, %tid.x; ld.param.u64 %o, [image]; ld.param.u64 %r, [registers]; mov.u32 %s, tile;
+    mad.lo.u32 %s, %t, 16, %s; mad.wide.u32 %o, %t, 16, %o; mad.wide.u32 %r, %t, 16, %r;
+    L: ld.global.v4.b32 {{%x0, %x1, %x2, %x3}}, [%o]; st.shared.v4.b32 [%s], {{%x0, %x1, %x2, %x3}};
+    add.u32 %s, %s, 2048; add.u64 %o, %o, 2048; setp.lt.u32 %p, %s, {1024 + size}; @%p bra L;
+    ld.global.v4.b32 {{%a0, %a1, %a2, %a3}}, [%r]; {a[0]} mov.b64 %db, {b}; {start}
+    fence.proxy.async; bar.sync 0; wgmma.fence.sync.aligned; setp.ne.u32 %p, {adds}, 0;
+    wgmma.mma_async.sync.aligned.{form} {d}, {a[1]}, %db, %p, {constants};
+    wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+    ld.param.u64 %o, [out]; mad.wide.u32 %o, %t, {2 * n}, %o; {store} ret; }}"""
+
+
+@both_modes
+@pytest.mark.parametrize("n", [8, 40, 128])
+@pytest.mark.parametrize("type_name", ["f16", "bf16"])
+@pytest.mark.parametrize("case", ["shared", "registers", "b 64", "b 128", "a 128", "a 32 b 32"])
+def test_floats_from_everywhere(case: str, type_name: str, n: int, mode: str) -> None:
+    """Operands from registers and shared memory, K-major and MN-major (`b 64`: of B, with a swizzle of 64 bytes)."""
+    if n != 128 and case not in ("shared", "registers"):
+        n = 64
+    rng = np.random.default_rng(len(case))
+    (a, a_bits), (b, b_bits) = numbers(rng, 64, type_name), numbers(rng, n, type_name)
+    spans = dict(zip(case.split()[::2], case.split()[1::2], strict=False)) if " " in case else {}
+    images, descriptors = [], []
+    at = 1024
+    for name, bits in (("a", a_bits), ("b", b_bits)):
+        if name in spans:
+            image, leading, stride = mn_major(bits, span := int(spans[name]))
+        else:
+            image, leading, stride, span = k_major(bits), 128, 256, 16
+        images.append(np.concatenate([image, np.zeros(-len(image) % 1024, np.uint8)]))
+        descriptors.append(MatrixDescriptor(at, stride, leading, span).encode())
+        at += len(images[-1])
+    held = mma_a(16).scatter(a_bits.reshape(4, 16, 16)).reshape(128, 4)
+    own = ("", "{%a0, %a1, %a2, %a3}") if case == "registers" else (f"mov.b64 %da, {descriptors[0]};", "%da")
+    constants = "-1, 1, " + ("0" if case == "registers" else f"{int('a' in spans)}, {int('b' in spans)}")
+    image = np.concatenate([*images, np.zeros(2048, np.uint8)])
+    form = f"m64n{n}k16.f32.{type_name}.{type_name}"
+    text = floats(own, str(descriptors[1]), at - 1024, n, form, constants, adds=1)
+    out = np.zeros((128, n // 2), np.uint32)
+    assert not run(text, image, held, out, threads=128, checks=emulator.CHECKS, mode=mode).findings
+    assert np.array_equal(wgmma_d(n, True).gather(out, np.float32), 1 - a @ b.T)
+
+
+@pytest.mark.parametrize(
+    ("form", "constants", "said"),
+    [
+        ("m64n8k16.f32.f16.f16", "1, 1, 0", "takes 4 constants"),
+        ("m64n8k16.f32.f16.f16", "1, 2, 0, 0", "signs of A and B, 1 or -1"),
+        ("m64n8k16.f32.f16.f16", "1, 1, 0, 3", "transposed, 1, or not, 0"),
+    ],
+)
+def test_constants_that_no_wgmma_takes(form: str, constants: str, said: str) -> None:
+    text = floats(("mov.b64 %da, 0;", "%da"), "0", 2048, 8, form, constants)
+    with pytest.raises(SourceError, match=said):
+        run(text, np.zeros(4096, np.uint8), np.zeros(512, np.uint32), np.zeros(512, np.uint32), threads=128)
+
+
+def test_an_mn_major_operand_without_a_swizzle_is_refused() -> None:
+    descriptor = MatrixDescriptor(1024, 256, 128).encode()
+    text = floats(
+        (f"mov.b64 %da, {descriptor};", "%da"), str(descriptor), 2048, 8, "m64n8k16.f32.f16.f16", "1, 1, 0, 1"
+    )
+    with pytest.raises(EmulationError, match="an MN-major operand needs a swizzle"):
+        run(text, np.zeros(4096, np.uint8), np.zeros(512, np.uint32), np.zeros(512, np.uint32), threads=128)
