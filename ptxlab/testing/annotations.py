@@ -42,9 +42,9 @@ def relative(path: str, root: str | Path | None = None) -> str:
 
 
 def of_error(error: PtxlabError, path: str, test: str = "") -> Annotation:
-    """Of an error that ended a run: where its message says, else at the top of `path`."""
+    """Of an error that ended a run: where its message says, else at the top of `path`, the kernel's."""
     found = _PLACE.match(str(error))
-    where = (relative(found["path"]), int(found["line"])) if found else (relative(path), 1)
+    where = (found["path"], int(found["line"])) if found else (path, 1)
     return Annotation(type(error).__name__, *where, str(error), test)
 
 

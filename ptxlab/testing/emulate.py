@@ -1,8 +1,8 @@
 """What the fixture `emulate` does: find the kernel, pass arguments by name, run it on several schedules, judge."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from ptxlab.layout.tensor_map import TensorMap
 from ptxlab.runtime.arguments import checks_of, geometry
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.sources import Source
+from ptxlab.spec import Launch
+from ptxlab.testing import adapters
+from ptxlab.testing.adapters import Target
 from ptxlab.testing.annotations import Annotation, of_error, relative
 from ptxlab.validate import is_integer
 
@@ -79,6 +82,21 @@ class Settings:
         drawn = [Schedule("late", self.first_seed + i) for i in range(count if varies else 0)]
         return [Schedule(), *drawn]
 
+    def seen(self, text: str, target: Target) -> str:
+        """A message with files named from the root, and arguments as the caller calls them."""
+        symbols = target.kernel.module.entries[target.kernel.entry].params
+        for i, (name, place) in enumerate(zip(target.names, target.places, strict=True)):
+            text = text.replace(f"argument {place} ({symbols[place].name})", f"argument {i} ({name})")
+        return text.replace(f"{self.root}/", "")
+
+    def place(self, path: str, line: int = 1) -> tuple[str, int]:
+        """File, named from the root, and line; where the kernel is text in the test, the test's file."""
+        return (self.test.partition("::")[0], 1) if path.startswith("<") else (relative(path, self.root), line)
+
+    def replay(self, schedule: Schedule) -> str:
+        """The command that runs the test on that schedule alone."""
+        return f"replay: pytest {shlex.quote(self.test)} --ptxlab-schedule {schedule}"
+
 
 @dataclass(frozen=True)
 class Emulated:
@@ -106,52 +124,6 @@ class Emulated:
         return self.arrays[key]
 
 
-@dataclass(frozen=True)
-class Target:
-    """A kernel and what its own world says of a call.
-
-    Attributes:
-        kernel: as `ptxlab.load` makes it.
-        names: what the caller calls each parameter, in launch order; None: one that is not the caller's (`hidden`).
-        hidden: arguments for those, by position.
-        block, shared_bytes, cluster: of its launches, where it and not the caller decides.
-    """
-
-    kernel: runtime.Kernel
-    names: tuple[str | None, ...]
-    hidden: Mapping[int, Any] = field(default_factory=dict)
-    block: int | None = None
-    shared_bytes: int = 0
-    cluster: tuple[int, ...] = (1,)
-
-    @classmethod
-    def of(cls, kernel: runtime.Kernel) -> "Target":
-        """One whose parameters have names of their own."""
-        return cls(kernel, kernel.parameters)
-
-    @cached_property
-    def varies(self) -> bool:
-        """Whether a schedule can make a difference: it copies asynchronously, or its threads pass flags."""
-        entry = self.kernel.module.entries[self.kernel.entry]
-        strong = {"relaxed", "volatile", "release"}
-        return entry.is_asynchronous or any(strong & {*i.opcode.split(".")} for i in entry.instructions)
-
-    def arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-        """Arguments in launch order; ArgumentError for one that is missing, twice there, or not known."""
-        entry, names = self.kernel.entry, [name for name in self.names if name is not None]
-        if len(args) > len(names):
-            raise ArgumentError(f"{entry}: args", f"at most {len(names)} ({', '.join(names)})", len(args))
-        given = dict(zip(names, args, strict=False))
-        for name in named:
-            if name not in names or name in given:
-                rule = f"each of {', '.join(names)} once" if names else "no arguments"
-                raise ArgumentError(f"{entry}: arguments", rule, name)
-        given.update(named)
-        if missing := [name for name in names if name not in given]:
-            raise ArgumentError(f"{entry}: {missing[0]}", "must be given", ", ".join(given) or "nothing")
-        return [self.hidden[i] if name is None else given[name] for i, name in enumerate(self.names)]
-
-
 class Emulate:
     """The fixture: a call runs a kernel on copies of its arrays, and fails with what the checks find."""
 
@@ -166,7 +138,7 @@ class Emulate:
         grid: int | tuple[int, ...],
         block: int | tuple[int, ...] | None = None,
         shared_bytes: int | None = None,
-        cluster: int | tuple[int, ...] | None = None,
+        cluster: int | tuple[int, ...] = 1,
         entry: str | None = None,
         defines: Mapping[str, int] | None = None,
         arch: str | None = None,
@@ -202,81 +174,86 @@ class Emulate:
         """
         __tracebackhide__ = True
         settings = self._settings()
-        named = {**named, **(arguments or {})}
         options = {"entry": entry, "defines": dict(defines or {}), "arch": arch}
-        target, named = self._target(kernel, settings, options, args, named)
-        if target.block is not None and block is not None and target.block != block:
-            raise ArgumentError("block", f"{target.block}, which the kernel was compiled for", block)
-        launch = geometry(
-            grid,
-            _first(target.block, block, 32),
-            _first(shared_bytes, target.shared_bytes),
-            _first(cluster, target.cluster),
-        )
-        chosen = checks_of("checks", settings.checks if checks is None else checks)
-        given = target.arguments(args, named)
-        accepted = target.kernel.arguments(given)
-        if settings.backend == "gpu":
-            choose_backend("gpu", target.kernel, launch, on_device=False)
-            fresh = _copies(accepted)
-            target.kernel.launch(fresh, launch, backend="gpu")
-            return Emulated(self._named(target, fresh), ("gpu",), "gpu")
-        first: list[Any] = []
-        schedules = settings.schedules(seeds, target.varies)
-        for schedule in schedules:
-            fresh = _copies(accepted)
-            try:
-                result = target.kernel.launch(
-                    fresh,
-                    launch,
-                    backend="emulator",
-                    checks=chosen,
-                    mode=schedule.mode,
-                    seed=schedule.seed,
-                    max_steps=max_steps,
-                )
-            except EmulationError as error:
-                raise self._explained(error, target, settings, schedule) from None
-            if result is not None and result.findings:
-                raise _failure(result.findings, target, settings, schedule)
-            if first and same:
-                _compare(first, fresh, target, settings, schedules[0], schedule)
-            first = first or fresh
-        return Emulated(self._named(target, first), tuple(map(str, schedules)), "emulator")
+        try:
+            target, given = self._target(kernel, settings, options, args, {**named, **(arguments or {})})
+            if target.block is not None and block not in (None, target.block):
+                raise ArgumentError("block", f"{target.block}, which the kernel was compiled for", block)
+            launch = geometry(
+                grid, _first(target.block, block, 32), _first(shared_bytes, target.shared_bytes, 0), cluster
+            )
+            chosen = checks_of("checks", settings.checks if checks is None else checks)
+            accepted = target.kernel.arguments(given)
+            if settings.backend == "gpu":
+                choose_backend("gpu", target.kernel, launch, on_device=False)
+                target.kernel.launch(fresh := _copies(accepted), launch, backend="gpu")
+                return Emulated(_named(target, fresh), ("gpu",), "gpu")
+            first: list[Any] = []
+            schedules = settings.schedules(seeds, target.varies)
+            for schedule in schedules:
+                fresh = _copies(accepted)
+                _run(target, fresh, launch, settings, schedule, chosen, max_steps)
+                if first and same:
+                    _compare(first, fresh, target, settings, schedules[0], schedule)
+                first = first or fresh
+        except PtxlabError as error:  # without the frames of what raised it: a failure ends at the call
+            raise error.with_traceback(None) from None
+        return Emulated(_named(target, first), tuple(map(str, schedules)), "emulator")
 
     def _target(
         self, kernel: Any, settings: Settings, options: dict[str, Any], args: Sequence[Any], named: dict[str, Any]
-    ) -> tuple[Target, dict[str, Any]]:
-        """The kernel, compiled once, and the arguments that are left when its constants are taken out."""
+    ) -> tuple[Target, list[Any]]:
+        """The kernel, compiled once, and the arguments of all its parameters."""
+        key: tuple[Any, ...]
         if isinstance(kernel, runtime.Kernel):
-            return Target.of(kernel), named
-        source, key = kernel, None
+            target = Target.of(kernel)
+            return target, target.arguments(args, named)
         if isinstance(kernel, str | Path) and not _is_text(kernel):
-            source = _find(Path(kernel), settings)
-            key = str(source), source.stat().st_mtime_ns
+            kernel = _find(Path(kernel), settings)
+            key = str(kernel), kernel.stat().st_mtime_ns
         elif isinstance(kernel, str | Source):
             key = (kernel,)
-        if key is None:
-            from ptxlab.testing import adapters
-
+        else:
             return adapters.target(kernel, options, args, named, self._targets)
         key = (*key, options["entry"], *sorted(options["defines"].items()), options["arch"])
         if key not in self._targets:
-            self._targets[key] = Target.of(runtime.load(source, **options))
-        return self._targets[key], named
+            self._targets[key] = Target.of(runtime.load(kernel, **options))
+        return self._targets[key], self._targets[key].arguments(args, named)
 
-    def _named(self, target: Target, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
-        pairs = zip(target.names, map(_array_of, arguments), strict=True)
-        return {name: array for name, array in pairs if name is not None and array is not None}
 
-    def _explained(
-        self, error: EmulationError, target: Target, settings: Settings, schedule: Schedule
-    ) -> EmulationError:
-        """The error without the emulator's own frames, and with how to see it again."""
-        found = of_error(error, target.kernel.source.path, settings.test)
-        vars(error)["annotations"] = [replace(found, path=relative(found.path, settings.root))]
-        error.add_note(_replay(settings, schedule))
-        return error.with_traceback(None)
+def _run(
+    target: Target,
+    arguments: list[Any],
+    launch: Launch,
+    settings: Settings,
+    schedule: Schedule,
+    checks: Iterable[str],
+    max_steps: int | None,
+) -> None:
+    """One run; CheckFailed for findings, and errors of the run with their place and how to see them again."""
+    how: dict[str, Any] = {"mode": schedule.mode, "seed": schedule.seed, "max_steps": max_steps}
+    try:
+        result = target.kernel.launch(arguments, launch, backend="emulator", checks=checks, **how)
+    except EmulationError as error:
+        error.args = (settings.seen(str(error), target),)
+        vars(error)["annotations"] = [of_error(error, settings.place(target.kernel.source.path)[0], settings.test)]
+        error.add_note(settings.replay(schedule))
+        raise
+    if result is None or not result.findings:
+        return
+    lines = [settings.seen(str(each), target) for each in result.findings]
+    notes = [
+        Annotation(each.kind, *settings.place(each.path, each.line), line, settings.test)
+        for each, line in zip(result.findings, lines, strict=True)
+    ]
+    more = [f"... and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
+    head = f"{target.label}: {len(lines)} finding{'s' * (len(lines) > 1)} (schedule {schedule})"
+    raise CheckFailed("\n".join([head, *lines[:_MOST], *more, settings.replay(schedule)]), notes)
+
+
+def _named(target: Target, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
+    pairs = ((name, _array_of(arguments[at])) for name, at in zip(target.names, target.places, strict=True))
+    return {name: array for name, array in pairs if array is not None}
 
 
 def _find(path: Path, settings: Settings) -> Path:
@@ -284,9 +261,8 @@ def _find(path: Path, settings: Settings) -> Path:
     for folder in (settings.folder, settings.root, Path.cwd()):
         if (folder / path).is_file():
             return folder / path
-    raise FileError(
-        f"{path}: not found beside the test ({relative(str(settings.folder), settings.root)}) nor in the root"
-    )
+    where = relative(str(settings.folder), settings.root)
+    raise FileError(f"{path}: no such file beside the test ({where}) or in the project's root")
 
 
 def _is_text(source: str | Path) -> bool:
@@ -323,43 +299,18 @@ def _copies(arguments: Sequence[Any]) -> list[Any]:
     ]
 
 
-# Failures
-
-
-def _failure(findings: Sequence[Any], target: Target, settings: Settings, schedule: Schedule) -> CheckFailed:
-    """Every finding with file and line, seen from the project's root."""
-    root = f"{settings.root.resolve()}/"
-    lines = [str(each).replace(root, "") for each in findings]
-    notes = [
-        Annotation(each.kind, relative(each.path, root), each.line, line, settings.test)
-        for each, line in zip(findings, lines, strict=True)
-    ]
-    more = [f"... and {len(lines) - _MOST} more"] if len(lines) > _MOST else []
-    count = f"{len(lines)} finding{'s' * (len(lines) > 1)}"
-    head = f"{target.kernel.entry}: {count} (schedule {schedule})"
-    return CheckFailed("\n".join([head, *lines[:_MOST], *more, _replay(settings, schedule)]), notes)
-
-
 def _compare(
     first: Sequence[Any], other: Sequence[Any], target: Target, settings: Settings, one: Schedule, two: Schedule
 ) -> None:
     """Raise CheckFailed where two schedules leave different bytes."""
-    __tracebackhide__ = True
-    for name, a, b in zip(target.kernel.parameters, map(_array_of, first), map(_array_of, other), strict=True):
-        if a is None or b is None or a.tobytes() == b.tobytes():
+    left, right = _named(target, first), _named(target, other)
+    for name, a in left.items():
+        b = right[name]
+        if a.tobytes() == b.tobytes():
             continue
         unlike = (a.reshape(-1).view(np.uint8) != b.reshape(-1).view(np.uint8)).reshape(a.size, -1).any(axis=1)
         place = np.unravel_index(int(np.argmax(unlike)), a.shape)
         where = ", ".join(map(str, map(int, place)))
-        message = f"{target.kernel.entry}: {name}[{where}] is {a[place]} in schedule {one} and {b[place]} in {two}"
-        path = relative(target.kernel.source.path, settings.root)
-        note = Annotation("schedule", path, 1, message, settings.test)
-        raise CheckFailed(f"{message}\n{_replay(settings, two)}", [note])
-
-
-def _replay(settings: Settings, schedule: Schedule) -> str:
-    test = f'"{settings.test}"' if " " in settings.test else settings.test
-    return f"replay: pytest {test} --ptxlab-schedule {schedule}".replace("pytest  ", "pytest ")
-
-
-__all__ = ["CheckFailed", "Emulate", "Emulated", "PtxlabError", "Schedule", "Settings", "Target"]
+        message = f"{target.label}: {name}[{where}] is {a[place]} in schedule {one} and {b[place]} in {two}"
+        note = Annotation("schedule", *settings.place(target.kernel.source.path), message, settings.test)
+        raise CheckFailed(f"{message}\n{settings.replay(two)}", [note])

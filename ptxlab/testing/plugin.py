@@ -5,7 +5,7 @@ imported by the first test that asks for the fixture.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Of which test the marker and the folder count."""
     item.config.stash[_item] = item
+    marker = item.get_closest_marker("ptxlab")
+    if marker and (marker.args or {*marker.kwargs} - {"checks", "seeds"}):
+        pytest.fail(f"{item.nodeid}: the marker ptxlab takes checks= and seeds=", pytrace=False)
 
 
 @pytest.fixture(scope="session")
@@ -75,8 +78,6 @@ def emulate(request: pytest.FixtureRequest) -> "Emulate":
     def settings() -> Settings:
         item = config.stash[_item]
         marker = item.get_closest_marker("ptxlab")
-        if marker and (marker.args or {*marker.kwargs} - {"checks", "seeds"}):
-            raise pytest.UsageError(f"{item.nodeid}: the marker ptxlab takes checks= and seeds=")
         return Settings(
             folder=item.path.parent,
             root=config.rootpath,
@@ -94,7 +95,7 @@ def emulate(request: pytest.FixtureRequest) -> "Emulate":
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Iterator[None]:
+def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
     """Put what was found into the test's report."""
     report: Any = yield
     if call.excinfo is not None and report.failed:
