@@ -6,8 +6,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ptxlab.errors import PtxlabError
+
+if TYPE_CHECKING:
+    from ptxlab.emulator import Finding
 
 FORMATS = ("github", "sarif", "json")
 _PLACE = re.compile(r"^(?:[\w-]+: )?(?P<path>[^:`]+\.(?:ptx|cu|cuh|py|h)):(?P<line>\d+)\b")
@@ -39,6 +43,11 @@ def relative(path: str, root: str | Path | None = None) -> str:
     root = Path(root or Path.cwd()).resolve()
     absolute = Path(os.path.abspath(path))
     return absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else path
+
+
+def of_finding(finding: "Finding") -> Annotation:
+    """Of a finding of the emulator's checks."""
+    return Annotation(finding.kind, relative(finding.path), finding.line, str(finding))
 
 
 def of_error(error: PtxlabError, path: str, test: str = "") -> Annotation:
