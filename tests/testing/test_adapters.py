@@ -1,4 +1,4 @@
-"""`emulate` on kernels of other libraries: the libraries themselves where they are, and stand-ins for what they offer."""
+"""`emulate` on kernels of other libraries: the libraries themselves where they are, and stand-ins for them."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,9 +23,9 @@ PTX = """.version 8.0
 ONES = np.ones(32, np.float32)
 
 
-def stand_in(library: str, name: str, **facts: Any) -> Any:
+def stand_in(library: str, kind: str, /, **facts: Any) -> Any:
     """An object of a class of that name, from a module of that library."""
-    return type(name, (SimpleNamespace,), {"__module__": f"{library}.somewhere"})(**facts)
+    return type(kind, (SimpleNamespace,), {"__module__": f"{library}.somewhere"})(**facts)
 
 
 def raw_kernel(code: str = CUDA, options: tuple[str, ...] = ("-DX=2", "-std=c++17"), **more: Any) -> Any:
