@@ -6,7 +6,7 @@ import typer
 from rich.markup import escape
 
 from ptxlab import __version__
-from ptxlab.cli import bench, cost, profile, quantize, run, sanitize, sass, stalls, sweep, timeline, weights
+from ptxlab.cli import bench, cost, init, profile, quantize, run, sanitize, sass, stalls, sweep, timeline, weights
 from ptxlab.cli.common import BAD_INPUT, FAILED, UsageError, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
 
@@ -36,6 +36,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "quantize": quantize.quantize,
     },
     "Project": {
+        "init": init.init,
         "demo": weights.demo,
         "doctor": weights.doctor,
     },

@@ -261,7 +261,7 @@ def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
 def verify(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Kernels or families; NAME.ptx, NAME.cu selects a source, NAME:FORM a form."),
+        typer.Argument(help="Kernels or families, FILE.py with a spec; NAME.ptx selects a source, NAME:FORM a form."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
     backend: Annotated[str | None, typer.Option(help="gpu or emulator. Default: each that is available.")] = None,
