@@ -45,7 +45,9 @@ def test_its_notebook_runs_and_shows_the_mistake(project: Path, capsys: pytest.C
 def test_one_kernel_of_a_file_at_other_sizes(project: Path, cli: Any) -> None:
     code, out, _ = cli("verify", "sums.py:sums", "--shape", "rows=2,n=77", "--json")
     assert code == 0 and [each["kernel"] for each in json.loads(out)] == ["sums.cu"] * 4
-    (project / "sums.py").write_text((project / "sums.py").read_text().replace("sum(axis=1", "max(axis=1"))
+    (project / "sums.py").write_text(
+        (project / "sums.py").read_text().replace("sum(axis=1, dtype=np.int32)", "max(axis=1)")
+    )
     code, out, _ = cli("verify", "sums.py", "--json")
     (_, wrong, _) = json.loads(out)
     assert code == 1 and wrong["detail"].startswith("3 of 3 elements differ from the reference")
