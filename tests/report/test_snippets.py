@@ -1,17 +1,22 @@
 """Every code block of the README and the guide runs as written, and prints what the page shows.
 
-A page's blocks run in order, in one folder and one namespace. Shown output is compared word by word; `...` in it stands
-for anything. Of shell commands, those of ptxlab run. A comment says why one is only parsed: `needs a GPU` (it runs
+A page's blocks run in order, in one folder and one namespace; one that begins with a comment of a file's name is that
+file. Shown output is compared word by word; `...` in it stands for anything. Of shell commands, those of ptxlab run, and
+`pytest` with the page's files. A comment says why one is only parsed: `needs a GPU` (it runs
 under `pytest -m gpu`), `takes minutes`, or `takes a file` that the page does not have.
 """
 
 import contextlib
 import io
+import os
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +94,7 @@ class Page:
 
     def run(self, block: Block, where: str, *, gpu: bool) -> None:
         first = block.text.partition("\n")[0]
-        if block.language in SOURCES and (named := re.fullmatch(r"// (\w+\.(?:cu|ptx))", first)):
+        if named := re.fullmatch(r"(?://|#) (\w+\.(?:cu|ptx|py))", first):
             Path(named[1]).write_text(block.text)
         elif block.language in PYTHON and (gpu or GPU not in first):
             with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -125,8 +130,20 @@ class Page:
                 assert_shown(shown, out + err, where)
         elif program == "ptxlab":
             parse(command)
+        elif program == "pytest" and any(Path(word).is_file() for word in words):
+            self.pytest(words, shown, where)
         else:
             assert program in OTHERS, f"{where}: {command}: neither run nor known"
+
+    def pytest(self, words: list[str], shown: str, where: str) -> None:
+        """In a process of its own, as it imports what it tests; its plugin is there as an installed one would be."""
+        installed = any(each.name == "ptxlab" for each in entry_points(group="pytest11"))
+        options = ["--disable-warnings", "--rootdir=.", *(() if installed else ("-p", "ptxlab.testing.plugin"))]
+        command = [sys.executable, "-m", "pytest", "-c", os.devnull, *options, *words]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == (1 if "failed" in shown else 0), f"{where}: {done.stdout}{done.stderr}"
+        if shown:
+            assert_shown(shown, done.stdout, where)
 
 
 @pytest.fixture
@@ -141,6 +158,8 @@ def run_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Any) -> Any:
 
 @pytest.mark.parametrize("page", [page for page in GUIDE if blocks(page)], ids=ids)
 def test_blocks_run_as_written(page: Path, monkeypatch: pytest.MonkeyPatch, run_page: Any) -> None:
+    if any("import triton" in block.text for block in blocks(page)):
+        pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run_page(page, gpu=False)
 
