@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -313,6 +314,10 @@ def _of_triton(compiled: Any, names: Sequence[str]) -> Target:
         raise ArgumentError(f"{facts.name}: num_ctas", "1: clusters of Triton's are not launched here", facts.num_ctas)
     function = compiled.src.fn.fn
     file = function.__code__.co_filename
+    # Triton's cache may have it from a copy of the file that stood elsewhere
+    text = re.sub(
+        rf'(\.file\s+\d+ )"(?:[^"]*/)?{re.escape(Path(file).name)}"', lambda found: f'{found[1]}"{file}"', text
+    )
     kernel = runtime.Kernel(Source(facts.name, file, "ptx", text), _only_entry(text), origin=file)
     entry = kernel.module.entries[kernel.entry]
     scratch = [np.zeros(_SCRATCH, np.uint8) for _ in range(len(entry.params) - len(names))]

@@ -1,5 +1,7 @@
 """Kernels that Triton compiled, checked and compared with NumPy: its .ptx in `triton/`, and by Triton where it is."""
 
+import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +89,20 @@ def test_findings_name_lines_of_the_python_file(emulate: Run, kernels: Any) -> N
     )
     with pytest.raises(Exception, match=rf"tests/outside/triton/kernels.py:{line}: .*argument 0 \(x\).*out of bounds"):
         emulate(kernels.add, x, x, x, 501, grid=1, BLOCK=512)
+
+
+def test_a_copy_of_the_file_is_named_though_triton_has_compiled_another(
+    emulate: Run, kernels: Any, tmp_path: Path
+) -> None:
+    test_findings_name_lines_of_the_python_file(emulate, kernels)
+    copy = tmp_path / "kernels.py"
+    copy.write_text((HERE / "kernels.py").read_text())
+    spec = importlib.util.spec_from_file_location("kernels_copy", copy)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    x = np.zeros(500, np.float32)
+    with pytest.raises(Exception, match=rf"^{re.escape(str(copy))}:\d+: "):
+        emulate(module.add, x, x, x, 501, grid=1, BLOCK=512)
 
 
 def test_numbers_and_constants_of_a_call(emulate: Run, kernels: Any) -> None:

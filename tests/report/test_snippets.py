@@ -1,9 +1,9 @@
 """Every code block of the README and the guide runs as written, and prints what the page shows.
 
 A page's blocks run in order, in one folder and one namespace; one that begins with a comment of a file's name is that
-file. Shown output is compared word by word; `...` in it stands for anything. Of shell commands, those of ptxlab run, and
-`pytest` with the page's files. A comment says why one is only parsed: `needs a GPU` (it runs
-under `pytest -m gpu`), `takes minutes`, or `takes a file` that the page does not have.
+file. Shown output is compared word by word; `...` in it stands for anything. Of shell commands, those of ptxlab run,
+and `pytest` with the page's files. A comment says why one is only parsed: `needs a GPU` (it runs under
+`pytest -m gpu`), `takes minutes`, or `takes a file` that the page does not have.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks, prose
 GPU = "needs a GPU"
 INSTALLS = "takes an installation"
 NOT_RUN = (GPU, INSTALLS, "takes minutes", "takes a file")
-SOURCES = {"cuda": "//", "ptx": "//"}
+SOURCES = ("cuda", "ptx")
 PYTHON = ("python", "ipython")
 SHELL = ("sh", "console")
 LANGUAGES = {*SOURCES, *PYTHON, *SHELL, "text", ""}
