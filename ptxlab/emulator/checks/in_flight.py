@@ -14,6 +14,10 @@ it has told since. Fences of all writers ahead of the barrier do, and so does on
 of a thread which has not heard of the writes, or of which the issuing thread has not heard, does not. That model also
 wants the fence in the block of the copy, of which the ISA says nothing; here a fence in another block counts.
 
+May a copy write over what threads have only read, without a proxy fence? The ISA (8.6) asks for a fence between any two
+accesses of different proxies. Most kernels, CUTLASS's pipelines among them, release a stage by a barrier alone; some
+have been seen to fail (DeepEP #642, TransformerEngine #2695). The check "war" is strict, and not part of all.
+
 An mbarrier is seen once it has been fenced by its thread, or by one that has heard of it.
 """
 
@@ -37,13 +41,15 @@ _CHANGED = _WRITTEN | _ADDED
 class InFlight(Check):
     """Accesses that meet a copy in flight, and copies that meet what is not visible to them."""
 
-    def __init__(self, machine: Machine, order: HappensBefore) -> None:
+    def __init__(self, machine: Machine, order: HappensBefore, war: bool = False) -> None:
         super().__init__(machine)
         self.pending, self.memory, self.order = machine.unit(EffectQueue), machine.memory, order
         self.busy = np.zeros(machine.memory.size, np.uint8)
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
         # event of the last write that was not the engine's, 0 where there is none
         self.dirty = np.zeros(machine.memory.size, np.uint64) if machine.launch.entry.uses_async_proxy else None
+        # likewise of the last read of shared memory; None: not asked for
+        self.read = None if self.dirty is None or not war else np.zeros_like(self.dirty)
         self.begun: dict[int, int] = {}  # mbarriers that the engine cannot see: the event of mbarrier.init
 
     # Threads
@@ -51,6 +57,10 @@ class InFlight(Check):
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Nobody may read what a copy writes."""
         self.meet(access, lanes, offsets, _CHANGED, "reads")
+        if self.read is not None and (shared := self.machine.launch.is_shared(offsets)).any():
+            threads = indices_of(lanes)[shared]
+            events = self.order.event(access.instruction, threads, self.order.clocks.own[threads], strong=False)
+            self.read[spans(offsets[shared], np.full(len(events), access.size))] = np.repeat(events, access.size)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Nobody may write what a copy reads or writes."""
@@ -116,16 +126,23 @@ class InFlight(Check):
                 message = f"tells the mbarrier at {self.memory.byte(place)}, which {by}, initialised "
                 message += "without fence.mbarrier_init (or fence.proxy.async): the async proxy may not see it,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
-        self.unfenced(effect, effect.reads, effect.read_bytes, "takes", "the engine may see what was there before")
+        assert self.dirty is not None
+        before = "the engine may see what was there before"
+        self.unfenced(effect, self.dirty, effect.reads, effect.read_bytes, ("takes", "wrote", before))
         if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
             places = effect.written_bytes
-            self.unfenced(effect, effect.writes, places, "copies over", "that may land behind the copy")
+            behind, early = "that may land behind the copy", "that may see the copy already"
+            self.unfenced(effect, self.dirty, effect.writes, places, ("copies over", "wrote", behind))
+            if self.read is not None:
+                self.unfenced(effect, self.read, effect.writes, places, ("copies over", "read", early))
 
-    def unfenced(self, effect: Effect, entries: Places, places: Array, does: str, consequence: str) -> None:
-        """Report bytes that threads have written, and not fenced since."""
-        assert self.dirty is not None
+    def unfenced(
+        self, effect: Effect, marked: Array, entries: Places, places: Array, words: tuple[str, str, str]
+    ) -> None:
+        """Report bytes that threads have written (or read), by events in `marked`, and not fenced since."""
+        does, did, consequence = words
         lanes, _, sizes = entries
-        marks, threads, shared = self.dirty[places], np.repeat(lanes, sizes), self.machine.launch.is_shared(places)
+        marks, threads, shared = marked[places], np.repeat(lanes, sizes), self.machine.launch.is_shared(places)
         writers = actors_of(marks) % self.machine.lanes
         hit = np.zeros(len(places), bool)
         for space, those in enumerate((shared, ~shared)):
@@ -137,9 +154,10 @@ class InFlight(Check):
             first = int(np.argmax(hit))
             writer = self.order.instruction_of(marks[first])
             by = writer.seen_from(effect.instruction)
-            message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, wrote "
+            message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, {did} "
             message += f"without a fence.proxy.async behind it: {consequence},"
-            self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
+            kind = "async-dirty" if did == "wrote" else "war"
+            self.report(effect.instruction, kind, lanes, by_entry(hit, sizes), message)
 
     def soil(self, instruction: Instruction, actors: Array, times: Array, starts: Array, sizes: Array) -> None:
         """Actors have written bytes that the copy engine cannot see yet."""
@@ -166,6 +184,8 @@ class InFlight(Check):
             self.soil(effect.instruction, self.machine.lanes + lanes, times, starts, sizes)
         elif self.dirty is not None:
             self.dirty[effect.written_bytes] = 0
+            if self.read is not None:
+                self.read[effect.written_bytes] = 0
 
     # What makes visible
 
