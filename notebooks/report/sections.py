@@ -268,5 +268,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,
+    "fence_bugs": showcase.fences,
     "pipelines": pipelines.section,
 }

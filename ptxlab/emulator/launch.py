@@ -39,7 +39,7 @@ from ptxlab.validate import is_integer, is_one_of
 WAVE_LANES = 132 * 1024
 POISON = 0xCD  # what shared and local memory hold before they are written
 CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
-STRICT = frozenset({"war"})  # known too, and not part of all: most kernels do without what these ask for
+STRICT = frozenset({"proxy"})  # known too, and not part of all: most kernels do without the fences that it asks for
 MODES = ("early", "late")
 LARGEST_CLUSTER = 16
 # Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
@@ -93,7 +93,8 @@ def run(
     value and has exactly the parameter's size; bytes are a struct passed by value. `grid`, `block` and `cluster` are
     sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS` and `STRICT`; bounds and
     alignment are always checked. `uninitialised` are positions in `args` of buffers whose contents count as never
-    written, `after_wait` of those that the kernel before on the stream may still write when this one begins (`race_pdl`);
+    written, `after_wait` of those that the kernel before on the stream may still write when this one begins
+    (`race_pdl`);
     `programmatic` is whether it may begin before that has ended, of which within a `chain` alone it is known what.
     `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
     `seed`; in "late" the lanes of a warp execute their strong stores (relaxed, volatile, release) at two times, too.
@@ -126,6 +127,7 @@ def run(
             for position, (_, region) in buffers.items():
                 launch.defined[region.start : region.end] = position not in uninitialised
         if chain is not None:
+            launch.publishes = "proxy" in checks
             chain.enter(launch, buffers, uninitialised)
         try:
             _run_waves(launch, checks, count_banks, step_clock)
@@ -281,9 +283,10 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield Initialised(machine, taint)
     if "divergence" in checks and machine.launch.flow.aligned:
         yield Divergence(machine)
-    is_asynchronous = bool(checks & {"async", "war"}) and machine.launch.entry.is_asynchronous
+    is_asynchronous = bool(checks & {"async", "proxy"}) and machine.launch.entry.is_asynchronous
+    is_asynchronous |= machine.launch.publishes
     order = Races(machine, taint) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
-    in_flight = InFlight(machine, order, war="war" in checks) if is_asynchronous and order else None
+    in_flight = InFlight(machine, order, strict="proxy" in checks) if is_asynchronous and order else None
     if order:
         yield order
     if taint:

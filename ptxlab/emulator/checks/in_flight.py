@@ -16,7 +16,8 @@ wants the fence in the block of the copy, of which the ISA says nothing; here a 
 
 May a copy write over what threads have only read, without a proxy fence? The ISA (8.6) asks for a fence between any two
 accesses of different proxies. Most kernels, CUTLASS's pipelines among them, release a stage by a barrier alone; some
-have been seen to fail (DeepEP #642, TransformerEngine #2695). The check "war" is strict, and not part of all.
+have been seen to fail (DeepEP #642, TransformerEngine #2695). The check "proxy", which is not part of all, is strict:
+such copies are findings (kind "war"), and copies of what another launch of a chain has written (`chain`).
 
 An mbarrier is seen once it has been fenced by its thread, or by one that has heard of it.
 """
@@ -25,7 +26,7 @@ import numpy as np
 
 from ptxlab.emulator.async_.cp_async import Boxes, Copies
 from ptxlab.emulator.checks.check import Check
-from ptxlab.emulator.checks.happens_before import HappensBefore, actors_of
+from ptxlab.emulator.checks.happens_before import PROXY_SPACES, HappensBefore, actors_of, codes_of
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.effect import Effect, Places, by_entry, spans
 from ptxlab.emulator.core.effect_queue import EffectQueue
@@ -36,20 +37,23 @@ from ptxlab.emulator.front.types import Array
 
 _WRITTEN, _READ, _ADDED = 1, 2, 4  # what a copy in flight does to a byte
 _CHANGED = _WRITTEN | _ADDED
+_GLOBAL = PROXY_SPACES.index("global")
 
 
 class InFlight(Check):
     """Accesses that meet a copy in flight, and copies that meet what is not visible to them."""
 
-    def __init__(self, machine: Machine, order: HappensBefore, war: bool = False) -> None:
+    def __init__(self, machine: Machine, order: HappensBefore, strict: bool = False) -> None:
         super().__init__(machine)
         self.pending, self.memory, self.order = machine.unit(EffectQueue), machine.memory, order
         self.busy = np.zeros(machine.memory.size, np.uint8)
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
         # event of the last write that was not the engine's, 0 where there is none
-        self.dirty = np.zeros(machine.memory.size, np.uint64) if machine.launch.entry.uses_async_proxy else None
+        marked = machine.launch.entry.uses_async_proxy or machine.launch.publishes
+        self.dirty = np.zeros(machine.memory.size, np.uint64) if marked else None
         # likewise of the last read of shared memory; None: not asked for
-        self.read = None if self.dirty is None or not war else np.zeros_like(self.dirty)
+        self.read = None if self.dirty is None or not strict else np.zeros_like(self.dirty)
+        self.waits = np.zeros(0, np.uint64)  # events: griddepcontrol.wait of some threads
         self.begun: dict[int, int] = {}  # mbarriers that the engine cannot see: the event of mbarrier.init
 
     # Threads
@@ -129,12 +133,43 @@ class InFlight(Check):
         assert self.dirty is not None
         before = "the engine may see what was there before"
         self.unfenced(effect, self.dirty, effect.reads, effect.read_bytes, ("takes", "wrote", before))
+        if self.machine.launch.unfenced is not None:
+            self.unfenced_before(effect)
         if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
             places = effect.written_bytes
             behind, early = "that may land behind the copy", "that may see the copy already"
             self.unfenced(effect, self.dirty, effect.writes, places, ("copies over", "wrote", behind))
             if self.read is not None:
                 self.unfenced(effect, self.read, effect.writes, places, ("copies over", "read", early))
+
+    def wait_for_predecessors(self, lanes: Lanes) -> None:
+        """From now on these lanes have what the launches before wrote, in their own proxy."""
+        if self.machine.launch.unfenced is not None:
+            threads = indices_of(lanes)
+            instruction = self.machine.launch.entry.instructions[0]
+            events = self.order.event(instruction, threads, self.order.clocks.own[threads], strong=False)
+            self.waits = np.concatenate([self.waits, events])
+
+    def unfenced_before(self, effect: Effect) -> None:
+        """Report what the engine reads of launches before, which none of their threads has fenced, and nobody here."""
+        assert self.machine.launch.unfenced is not None
+        lanes, _, sizes = effect.reads
+        by = self.machine.launch.unfenced[effect.read_bytes]
+        if not by.any():
+            return
+        threads = np.repeat(lanes, sizes)
+        behind = np.zeros(len(threads), bool)  # a fence that itself is behind a wait
+        for wait in self.waits:
+            behind |= ~self.order.unordered(np.full(len(threads), wait), threads, _GLOBAL)
+        hit = (by > 0) & ~behind
+        if hit.any():
+            first = int(np.argmax(hit))
+            message = f"takes {self.memory.byte(int(effect.read_bytes[first]))}, which "
+            message += (
+                f"{self.machine.launch.writers[by[first] - 1]}, wrote without a fence.proxy.async behind it, and "
+            )
+            message += "nobody has fenced here since griddepcontrol.wait: the engine may see what was there before,"
+            self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
 
     def unfenced(
         self, effect: Effect, marked: Array, entries: Places, places: Array, words: tuple[str, str, str]
@@ -208,9 +243,26 @@ class InFlight(Check):
 
     def end(self) -> None:
         """Shared memory is gone when its block ends: copies from it must have been waited for."""
+        self.publish()
         for effect in self.pending.queue:
             lanes, starts, sizes = effect.reads
             wrong = (sizes > 0) & (self.busy[starts] & _READ != 0) & self.machine.launch.is_shared(starts)
             if wrong.any():
                 message = "reads shared memory, and its block ends without waiting for that"
                 self.report(effect.instruction, "async", lanes, wrong, message)
+
+    def publish(self) -> None:
+        """Leave for the next launch of a chain which bytes of global memory nobody has fenced."""
+        launch = self.machine.launch
+        if launch.unfenced is None or self.dirty is None:
+            return
+        places = np.flatnonzero(self.dirty[: self.machine.cluster_memory.first_window])
+        events = self.dirty[places]
+        nobody = self.order.fenced_by_nobody(events, _GLOBAL)
+        launch.unfenced[places] = 0
+        for code in np.unique(codes_of(events[nobody])).tolist():
+            instruction = self.machine.code[code]
+            launch.writers.append(
+                f"`{instruction.text}` of {launch.entry.name} ({instruction.path}:{instruction.line})"
+            )
+            launch.unfenced[places[nobody & (codes_of(events) == code)]] = len(launch.writers)
