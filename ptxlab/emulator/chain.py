@@ -78,8 +78,9 @@ class Chain:
             if launch.defined is not None and position not in uninitialised:
                 for part in self._defined:
                     part.copy_to(here[0], launch.defined[region.start : region.end])
-            for part in self._unfenced if launch.unfenced is not None else ():
-                part.copy_to(here[0], launch.unfenced[region.start : region.end])
+            if launch.unfenced is not None:
+                for part in self._unfenced:
+                    part.copy_to(here[0], launch.unfenced[region.start : region.end])
 
     def leave(self, launch: LaunchState, buffers: Buffers) -> None:
         """A launch has ended; its buffers are about to be given what it has written."""

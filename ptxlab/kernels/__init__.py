@@ -67,8 +67,8 @@ def resolve_all(target: str) -> list[tuple[KernelSpec | None, tuple[Source, ...]
     if Path(path).suffix == ".py":
         own = [(spec, found, spec.name) for spec, found in specs_in(Path(path)) if entry in ("", spec.name)]
         if not own:
-            names = ", ".join(spec.name for spec, _ in specs_in(Path(path)))
-            raise ArgumentError("kernel", f"one of {names}, which {path} has a spec for", target)
+            known = ", ".join(spec.name for spec, _ in specs_in(Path(path)))
+            raise ArgumentError("kernel", f"one of {known}, which {path} has a spec for", target)
         return [*own]
     names = [name for name, spec in specs().items() if spec.family == target] or [target]
     return [(spec, found, spec.name) for spec, found in map(find, names)]

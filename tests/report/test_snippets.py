@@ -13,8 +13,6 @@ import re
 import runpy
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -26,6 +24,8 @@ import typer.main
 import ptxlab
 from ptxlab import cli
 from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks, prose
+
+pytest_plugins = "pytester"
 
 GPU = "needs a GPU"
 INSTALLS = "takes an installation"
@@ -83,7 +83,8 @@ def parse(command: str) -> None:
 class Page:
     """What running a page has come to: its folder, its names, what the last Python block printed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, run: Any) -> None:
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, folder: Path, run: Any) -> None:
+        self.pytester = pytester
         self.monkeypatch = monkeypatch
         self.cli = run
         self.names: dict[str, Any] = {"__name__": "__main__"}
@@ -136,20 +137,22 @@ class Page:
             assert program in OTHERS, f"{where}: {command}: neither run nor known"
 
     def pytest(self, words: list[str], shown: str, where: str) -> None:
-        """In a process of its own, as it imports what it tests; its plugin is there as an installed one would be."""
+        """A test run within this one; the plugin is there as an installed one would be."""
         installed = any(each.name == "ptxlab" for each in entry_points(group="pytest11"))
-        options = ["--disable-warnings", "--rootdir=.", *(() if installed else ("-p", "ptxlab.testing.plugin"))]
-        command = [sys.executable, "-m", "pytest", "-c", os.devnull, *options, *words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == (1 if "failed" in shown else 0), f"{where}: {done.stdout}{done.stderr}"
+        options = ["-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider", "--disable-warnings"]
+        plugin = () if installed else ("-p", "ptxlab.testing.plugin")
+        with contextlib.redirect_stdout(io.StringIO()):  # which it echoes
+            result = self.pytester.runpytest_inprocess(*options, *plugin, *words)
+        printed = "\n".join(result.outlines)
+        assert result.ret == (1 if "failed" in shown else 0), f"{where}: {printed}"
         if shown:
-            assert_shown(shown, done.stdout, where)
+            assert_shown(shown, printed, where)
 
 
 @pytest.fixture
-def run_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Any) -> Any:
+def run_page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Any) -> Any:
     def run(page: Path, *, gpu: bool) -> None:
-        running = Page(monkeypatch, tmp_path, cli)
+        running = Page(pytester, monkeypatch, tmp_path, cli)
         for block in blocks(page):
             running.run(block, f"{ids(page)}:{block.line}", gpu=gpu)
 
