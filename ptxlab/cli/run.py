@@ -152,7 +152,8 @@ def run(
     outputs: Annotated[Path | None, typer.Option("--out", help="Write the kernel's outputs: FILE.npz.")] = None,
     backend: Backend = None,
     check: Annotated[
-        str, typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, or all.")
+        str,
+        typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, all; proxy."),
     ] = "",
     late: Annotated[
         bool, typer.Option("--late", help="Emulator: complete asynchronous copies as late as allowed, not at once.")
