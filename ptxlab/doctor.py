@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from ptxlab import __version__, gpu, nsight, toolchain
@@ -34,6 +35,7 @@ def examine() -> list[Item]:
         _gpu(),
         *(_tool(tool) for tool in toolchain.TOOLS),
         *_nsight(),
+        _model_libraries(),
         *_trained_weights(),
         _cache(),
         *(Item("GPU tests", False, line, "pytest -m gpu --record-tests FILE") for line in gpu_tests.warnings()),
@@ -65,8 +67,14 @@ def _nsight() -> list[Item]:
     return [ncu, Item("ncu-report", True, "reads ncu's reports, also without a GPU")]
 
 
+def _model_libraries() -> Item:
+    absent = [name for name in ("gguf", "tokenizers") if find_spec(name) is None]
+    remedy = "python -m pip install 'ptxlab[model]'" if absent else ""
+    return Item("models", not absent, "reads GGUF files and tokenizers", remedy)
+
+
 def _trained_weights() -> list[Item]:
-    """The weights that `ptxlab weights` downloads."""
+    """What `ptxlab weights` downloads."""
     return [
         Item(f"weights {name}", found is not None, w.summary, "" if found else f"ptxlab weights {name}")
         for name, w in weights.KNOWN.items()

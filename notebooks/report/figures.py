@@ -13,7 +13,19 @@ from ptxlab.demo.plot import demo_figure
 from ptxlab.kernels.plot import load_picture
 from ptxlab.profile.plot import page_figure
 from ptxlab.timeline.plot import timeline_figure
-from report import FIGURES, attention, costplot, gemm, gemmplot, ladder, layer, pipelines, profiletables
+from report import (
+    FIGURES,
+    accuracy,
+    attention,
+    costplot,
+    gemm,
+    gemmplot,
+    ladder,
+    layer,
+    pipelines,
+    profiletables,
+    w4a4,
+)
 from report.frames import NOT_RECORDED, NotMeasuredError
 
 
@@ -58,6 +70,13 @@ def _layer(measured: Callable[[Record], Sized], draw: Callable[[Record], Figure]
     return drawn
 
 
+def _accuracy() -> Figure:
+    found = accuracy.recorded()
+    if found is None or accuracy.steps(accuracy.points(found)).empty:
+        raise NotMeasuredError("accuracy.json: lacks what is drawn here; `ptxlab accuracy` makes a record")
+    return accuracy.steps_figure(found)
+
+
 _BOTH = gemm.points, gemm.eight_bit
 PICTURES: dict[str, Callable[[], Figure]] = {
     "demo": _demo,
@@ -74,7 +93,9 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "cost_roofline": _gemm(costplot.roofline_figure, *_BOTH),
     "cost_predicted": _gemm(costplot.predicted_figure, *_BOTH),
     "cost_crossover": _gemm(costplot.crossover_figure, *_BOTH),
+    "w4ax_schedules": w4a4.schedules_picture,
     "attention_speedup": _attention,
+    "accuracy_steps": _accuracy,
     "layer_breakdown": _layer(layer.points, layer.breakdown_figure),
     "layer_timeline": _layer(layer.timelines, layer.timeline_figure),
     "profile": _profile,

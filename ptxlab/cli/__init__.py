@@ -6,7 +6,24 @@ import typer
 from rich.markup import escape
 
 from ptxlab import __version__
-from ptxlab.cli import bench, cost, init, profile, quantize, run, sanitize, sass, stalls, sweep, timeline, weights
+from ptxlab.cli import (
+    accuracy,
+    bench,
+    cost,
+    generate,
+    init,
+    perplexity,
+    profile,
+    prove,
+    quantize,
+    run,
+    sanitize,
+    sass,
+    stalls,
+    sweep,
+    timeline,
+    weights,
+)
 from ptxlab.cli.common import BAD_INPUT, FAILED, UsageError, notes
 from ptxlab.errors import EmulationError, PtxlabError, UnknownInstruction, VerificationError
 
@@ -19,6 +36,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "show": run.show,
         "run": run.run,
         "verify": run.verify,
+        "prove": prove.prove,
         "sanitize": sanitize.sanitize,
     },
     "Measure": {
@@ -34,6 +52,9 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "weights": weights.weights,
         "audit": weights.audit,
         "quantize": quantize.quantize,
+        "perplexity": perplexity.perplexity,
+        "accuracy": accuracy.accuracy,
+        "generate": generate.generate,
     },
     "Project": {
         "init": init.init,
@@ -41,9 +62,17 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "doctor": weights.doctor,
     },
 }
+SUBCOMMANDS: dict[str, dict[str, Callable[..., None]]] = {"cost": {"schedule": cost.schedule}}  # of one of these
 for _panel, _commands in PANELS.items():
     for _name, _command in _commands.items():
-        app.command(_name, rich_help_panel=_panel)(_command)
+        if _name not in SUBCOMMANDS:
+            app.command(_name, rich_help_panel=_panel)(_command)
+            continue
+        group = typer.Typer()
+        group.callback(invoke_without_command=True)(_command)
+        for _below, _subcommand in SUBCOMMANDS[_name].items():
+            group.command(_below)(_subcommand)
+        app.add_typer(group, name=_name, rich_help_panel=_panel)
 
 
 @app.callback(invoke_without_command=True)

@@ -12,7 +12,15 @@ import typer
 from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from ptxlab.errors import PtxlabError
@@ -30,6 +38,7 @@ notes = Console(stderr=True)
 # One spelling per option over all commands.
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Backend = Annotated[str | None, typer.Option(help="gpu or emulator. Default: the GPU if there is one.")]
+ModelBackend = Annotated[str | None, typer.Option("--backend", help="gpu or numpy. Default: the GPU if there is one.")]
 Arch = Annotated[str, typer.Option(help="Architecture to compile for, such as sm_90a.")]
 Shape = Annotated[
     str | None, typer.Option(help="Sizes of the problem, such as M=64,N=4096,K=4096,g=128. Default: a typical problem.")
@@ -75,6 +84,19 @@ def progress_bar(title: str, total: int | None, *, quiet: bool = False) -> Itera
             progress.update(task, advance=1, description=escape(label))
 
         yield advance
+
+
+@contextmanager
+def download_bar(name: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar that appears with the first bytes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as bar:
+        task = bar.add_task(f"download {name}", visible=False)
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=True)
+
+        yield progress
 
 
 _NAME_WIDTH = 32  # characters of the first column that are never broken: a kernel's name fits

@@ -1,4 +1,4 @@
-"""The command `quantize`: a checkpoint in, a checkpoint of packed weights out."""
+"""The command `quantize`: a checkpoint or a model in, packed weights out."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -6,22 +6,108 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from ptxlab.cli.common import AsJson, console, print_json, progress_bar, table
+from ptxlab import gpu
+from ptxlab.cli.common import (
+    AsJson,
+    ModelBackend,
+    console,
+    download_bar,
+    expects,
+    print_json,
+    progress_bar,
+    refuse,
+    table,
+    written,
+)
 from ptxlab.weights import convert
+
+_RECIPE = "With --recipe"
 
 
 def quantize(
-    file: Annotated[Path, typer.Argument(help="A .safetensors checkpoint.")],
-    out: Annotated[Path, typer.Option(help="Where to write the packed checkpoint.")],
-    scheme: Annotated[str, typer.Option(help="lqq, qoq or qoq_channel.")] = "lqq",
+    model: Annotated[
+        str, typer.Argument(help="A .safetensors file; with --recipe a Hugging Face folder, a .gguf file, or smollm2.")
+    ],
+    out: Annotated[Path, typer.Option(help="Where to write the packed file; with --recipe the folder to make.")],
+    scheme: Annotated[str | None, typer.Option(help="lqq, qoq or qoq_channel. Default: lqq.")] = None,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 64,
     layout: Annotated[
         str, typer.Option(help="strips (of the fastest kernels), dual_mma, qserve, comet, row_major.")
     ] = "strips",
-    tensor: Annotated[str, typer.Option(help="Glob over tensor names; embeddings only if it names them.")] = "*",
+    tensor: Annotated[
+        str | None, typer.Option(help="Glob over tensor names; embeddings only if it names them. Default: all.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_RECIPE, help="lqq, qoq, qoq_released, qoq_channel or rtn: calibrate a whole model."
+        ),
+    ] = None,
+    text: Annotated[
+        str, typer.Option(rich_help_panel=_RECIPE, help="To calibrate with: wikipedia or a UTF-8 file.")
+    ] = "wikipedia",
+    samples: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Of that text.")] = 128,
+    length: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Tokens of a sample.")] = 1024,
+    seed: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Of the places of the samples.")] = 0,
+    backend: ModelBackend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Quantise and pack the matrices of a checkpoint, copy the rest, and load the result again to compare every bit."""
+    """Quantise and pack the matrices of a checkpoint, each rounded to nearest, and copy the rest.
+
+    With --recipe, a whole model: rotated, smoothed, calibrated layer by layer, GPTQ. A run that was stopped goes on
+    when it is started again.
+    """
+    if recipe is None:
+        return _file(Path(model), out, scheme or "lqq", group, layout, tensor or "*", as_json=as_json)
+    refuse({"--scheme": scheme, "--tensor": tensor}, "is of a file without --recipe")
+    for name, number in (("--samples", samples), ("--length", length)):
+        if number < 1:
+            raise expects(name, "an integer, 1 or more", number)
+    if backend not in (None, "gpu", "numpy"):
+        raise expects("--backend", "gpu or numpy", backend)
+    on_gpu = gpu.available() if backend is None else backend == "gpu"
+    if on_gpu:
+        gpu.device_info()  # says why there is none
+    from ptxlab.model import open_model, open_text, tokens_of
+    from ptxlab.quant.recipe import named
+    from ptxlab.weights import calibrate
+    from ptxlab.weights.quantize import check_packable, quantize_model
+
+    steps = named(recipe).but(group=group)
+    check_packable(steps, out)
+    with download_bar(model, quiet=as_json) as downloaded:
+        opened, tokenizer = open_model(model, downloaded)
+    with download_bar("text", quiet=as_json) as downloaded:
+        corpus = open_text(text, downloaded)
+    tokens = calibrate.samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed)
+    with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json) as advance:
+        errors = quantize_model(
+            opened.to_device() if on_gpu else opened,
+            tokens if steps.is_calibrated else tokens[:0],
+            steps,
+            out,
+            tokenizer=tokenizer,
+            layout=layout,
+            progress=advance,
+        )
+    if as_json:
+        return print_json({"out": str(out), "recipe": steps.to_json(), "errors": errors})
+    _print_errors(errors)
+    written(out)
+
+
+def _print_errors(errors: dict[int, dict[str, float | None]]) -> None:
+    rows = [
+        (f"layer {index}", *("-" if error is None else f"{error:.5f}" for error in of.values()))
+        for index, of in errors.items()
+    ]
+    if rows and rows[0][1] != "-":
+        columns = ("", *(f"{name}>" for name in next(iter(errors.values()))))
+        console.print(table("relative squared error of each product over the calibration text", columns, rows))
+
+
+def _file(file: Path, out: Path, scheme: str, group: int, layout: str, tensor: str, *, as_json: bool) -> None:
+    """A checkpoint's matrices one by one; the result is loaded again and every bit compared."""
     conversion = convert.plan(file, scheme=scheme, group=group, layout=layout, pattern=tensor)
     with progress_bar("quantize", conversion.steps, quiet=as_json) as advance:
         conversion.write(out, advance)

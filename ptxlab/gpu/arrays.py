@@ -131,6 +131,39 @@ def to_host(array: Any) -> np.ndarray:
     return host
 
 
+def fetch(array: Any) -> Callable[[], np.ndarray]:
+    """Enqueue a copy of a CuPy array to the host on the caller's stream; the result, when called, waits for it alone.
+
+    What is enqueued behind the copy may run meanwhile.
+    """
+    import cupy
+    import cupyx
+
+    with caller_stream() as stream:
+        host: np.ndarray = cupyx.empty_pinned(array.shape, array.dtype)
+        cupy.asnumpy(array, stream=stream, out=host, blocking=False)
+        done = stream.record(cupy.cuda.Event(disable_timing=True))
+
+    def fetched() -> np.ndarray:
+        done.synchronize()
+        return host
+
+    return fetched
+
+
+def gumbel(seed: int) -> Callable[[tuple[int, ...]], Any]:
+    """Draws from Gumbel's distribution, f32 CuPy arrays of any shape, on the caller's stream."""
+    import cupy
+
+    state = cupy.random.RandomState(seed)
+
+    def draw(shape: tuple[int, ...]) -> Any:
+        with caller_stream():
+            return state.gumbel(size=shape, dtype=np.float32)
+
+    return draw
+
+
 def fill_bytes(array: Any, byte: int) -> None:
     """Set every byte of a CuPy array, on CuPy's current stream."""
     import cupy

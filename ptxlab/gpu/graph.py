@@ -42,9 +42,9 @@ class Graph:
     stream: Any
     calls: int
 
-    def replay(self) -> None:
-        """Replay once, without waiting."""
-        self.graph.launch(self.stream)
+    def replay(self, stream: Any = None) -> None:
+        """Replay once, without waiting; on `stream` (CuPy's) if it is given."""
+        self.graph.launch(self.stream if stream is None else stream)
 
     def run(self, call: Callable[[], None]) -> None:
         """Run something else on the same stream."""

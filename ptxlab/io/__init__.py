@@ -1,1 +1,4 @@
-"""Files read and written whole, checkpoints, downloads of trained weights, and other libraries' arrays by DLPack."""
+"""File formats: arrays and text, checkpoints, GGUF, tokenizers, wiki dumps; downloads of trained weights and text.
+
+Other libraries' arrays come in by DLPack.
+"""

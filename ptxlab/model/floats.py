@@ -1,16 +1,18 @@
 """`FloatModel`: a whole decoder in floats: run over sequences layer by layer, and its perplexity."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab import gpu
 from ptxlab.model.config import Config
 from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, rms_norm
 
 Tokens = npt.NDArray[np.integer]
+_STRIP = 256  # rows of logits whose exponentials lie in memory at a time
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,9 +61,20 @@ class FloatModel:
             head=None if config.tied_head else matrix(V, H),
         )
 
+    def to_device(self) -> Self:
+        """The same on the GPU; a layer is copied there each time it is asked for."""
+        head = None if self.head is None else gpu.to_device(self.head)
+        parts = {"embedding": gpu.to_device(self.embedding), "final_norm": gpu.to_device(self.final_norm), "head": head}
+        layers = MappedLayers(self.layers, lambda layer: {name: gpu.to_device(w) for name, w in layer.items()})
+        return replace(self, layers=layers, **parts)
+
+    def embedded(self, tokens: Tokens) -> Any:
+        """The stream before the first layer, [B, T, H] of tokens [B, T]."""
+        return self.embedding[np.asarray(tokens, like=self.embedding)]
+
     def states(self, tokens: Sequence[Tokens], numerics: Numerics = EXACT) -> list[Any]:
         """The stream after the last layer, [B, T, H] for each tokens [B, T]; a layer at a time over all of them."""
-        states = [self.embedding[each] for each in tokens]
+        states = [self.embedded(each) for each in tokens]
         for layer in self.layers:
             states = [self.run_layer(x, layer, numerics) for x in states]
         return states
@@ -87,6 +100,22 @@ class FloatModel:
         return y @ (self.embedding if self.head is None else self.head).T
 
 
+@dataclass(frozen=True)
+class MappedLayers(Sequence[Layer]):
+    """What a function makes of each of some layers, when it is asked for."""
+
+    layers: Sequence[Any]
+    function: Callable[[Any], Layer]
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return type(self)(self.layers[index], self.function)
+        return self.function(self.layers[index])
+
+
 def perplexity(
     model: FloatModel,
     windows: Tokens,
@@ -97,7 +126,7 @@ def perplexity(
 
     A window at a time per layer; `progress` is called after each of a layer and of the head.
     """
-    states = [model.embedding[window[None]] for window in windows]
+    states = [model.embedded(window[None]) for window in windows]
     for layer in model.layers:
         for i, x in enumerate(states):
             states[i] = model.run_layer(x, layer, numerics)
@@ -110,16 +139,12 @@ def perplexity(
 
 
 def negative_log_likelihood(logits: Any, tokens: Tokens) -> float:
-    """Mean over tokens [T] of -log softmax(logits [T, V]), in float64."""
+    """Mean over tokens [T] of -log softmax(logits [T, V]); exponentials in the logits' dtype, sums in float64."""
     total = 0.0
-    for some, of in _strips(logits, tokens):
-        wide = some.astype(np.float64)
-        peak = wide.max(axis=1)
-        total += float((np.log(np.exp(wide - peak[:, None]).sum(axis=1)) + peak - wide[np.arange(len(of)), of]).sum())
+    for start in range(0, len(tokens), _STRIP):
+        some = logits[start : start + _STRIP]
+        of = np.asarray(tokens[start : start + _STRIP], like=some)
+        some = some - some.max(axis=1, keepdims=True)
+        right = some[np.arange(len(of), like=of), of].astype(np.float64)
+        total += float((np.log(np.exp(some).sum(axis=1, dtype=np.float64)) - right).sum())
     return total / len(tokens)
-
-
-def _strips(logits: Any, tokens: Tokens, rows: int = 256) -> Iterator[tuple[Any, Tokens]]:
-    """A few rows at a time, as a vocabulary in float64 takes 400 KB each."""
-    for start in range(0, len(tokens), rows):
-        yield logits[start : start + rows], tokens[start : start + rows]

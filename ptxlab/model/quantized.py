@@ -1,11 +1,23 @@
 """`QuantizedModel`: a whole decoder as the kernels take it: packed W4A8 layers, the rest in 16 bits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.layout import pack, unpack
+from ptxlab.layout.packed_weight import QuantizedWeight
 from ptxlab.model.config import Config
-from ptxlab.model.weights import LayerWeights
+from ptxlab.model.floats import FloatModel
+from ptxlab.model.weights import DTYPES, LayerWeights, quantiser
+from ptxlab.quant import Rounding
+from ptxlab.reference import BIASES, NORMS, Layer
+from ptxlab.spec.dtypes import floats, stored
+from ptxlab.validate import is_one_of
+
+FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # matrices in one product
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,3 +39,75 @@ class QuantizedModel:
     final_norm: Any = field(repr=False)
     head: Any = field(default=None, repr=False)
     recipe: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def rounded(
+        cls,
+        model: FloatModel,
+        scheme: str = "lqq",
+        group: int = 64,
+        *,
+        rounding: Rounding = "search",
+        layout: str = "strips",
+        dtype: str = "float16",
+        progress: Callable[[str], None] = lambda label: None,
+    ) -> Self:
+        """The model's weights rounded to nearest, without calibration: the baseline of every recipe.
+
+        Args:
+            model: NumPy arrays.
+            scheme: `lqq` or `qoq`, in groups of `group`, or `qoq_channel`.
+            group: 32, 64 or 128; `qoq_channel` ignores it.
+            rounding: of LQQ's group scales (`quantize_lqq`); searched scales cost seconds and save much of the error.
+            layout: of the packing.
+            dtype: of what lies between the kernels, `float16` or `bfloat16`.
+            progress: called before each layer with its name.
+
+        Raises ArgumentError for an unknown scheme, group, layout or dtype, for a matrix that cannot be quantised.
+        """
+        if not is_one_of(dtype, DTYPES):
+            raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+        quantise, config = quantiser(scheme, rounding), model.config
+
+        def rounded_layer(layer: Layer) -> LayerWeights:
+            fused = {name: np.concatenate([layer[part] for part in parts]) for name, parts in FUSED.items()}
+            weights = {name: quantise(w, group) for name, w in fused.items()}
+            return packed_layer(config, layer, weights, layout, dtype)
+
+        layers = []
+        for i, layer in enumerate(model.layers):
+            progress(f"layer {i}")
+            layers.append(rounded_layer(layer))
+        return cls(
+            config=config,
+            embedding=model.embedding.astype(np.float16),
+            layers=layers,
+            final_norm=stored(model.final_norm.astype(np.float32), dtype),
+            head=None if model.head is None else model.head.astype(np.float16),
+            recipe={"scheme": scheme, "group": group, "steps": ["round to nearest"]},
+        )
+
+
+def packed_layer(
+    config: Config, layer: Layer, weights: Mapping[str, QuantizedWeight], layout: str = "strips", dtype: str = "float16"
+) -> LayerWeights:
+    """A layer for the kernels: norms and biases of the float layer, quantised matrices by the names of `FUSED`."""
+    parts: dict[str, Any] = {name: pack(weight, layout) for name, weight in weights.items()}
+    if config.qkv_bias:
+        biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
+        parts["qkv_bias"] = np.concatenate(biases).astype(np.float32)
+    for name in NORMS:
+        parts[name] = stored(layer[name].astype(np.float32), dtype)
+    return LayerWeights(config=config, **parts)
+
+
+def layer_floats(layer: LayerWeights) -> Layer:
+    """What a packed layer's numbers stand for, in float32, by the names of `reference.decoder_layer`."""
+    sizes = layer.config.separate_matrices
+    found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
+    for fused, parts in FUSED.items():
+        ends = np.cumsum([sizes[part][0] for part in parts])[:-1].tolist()
+        found |= zip(parts, np.split(unpack(getattr(layer, fused)).dequantize(), ends), strict=True)
+        if fused == "qkv" and layer.qkv_bias is not None:
+            found |= zip(BIASES, np.split(layer.qkv_bias, ends), strict=True)
+    return found

@@ -19,11 +19,18 @@ from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_integer, is_one_of, shape_of
 
 DTYPES = ("float16", "bfloat16")  # of what lies between the kernels
-_QUANTISERS: Mapping[str, Callable[[Any, int], QuantizedWeight]] = {
-    "lqq": lambda w, group: quant.quantize_lqq(w, group),
-    "qoq": lambda w, group: quant.quantize_qoq(w, group),
-    "qoq_channel": lambda w, _: quant.quantize_qoq_channel(w),
+_QUANTISERS: Mapping[str, Callable[[Any, int, quant.Rounding], QuantizedWeight]] = {
+    "lqq": lambda w, group, rounding: quant.quantize_lqq(w, group, rounding=rounding),
+    "qoq": lambda w, group, _: quant.quantize_qoq(w, group),
+    "qoq_channel": lambda w, *_: quant.quantize_qoq_channel(w),
 }
+
+
+def quantiser(scheme: str, rounding: quant.Rounding = "nearest") -> Callable[[Any, int], QuantizedWeight]:
+    """Of a matrix [N, K] in groups of so many; `rounding` is of LQQ's scales. ArgumentError for an unknown scheme."""
+    if not is_one_of(scheme, _QUANTISERS):
+        raise ArgumentError("scheme", f"must be one of {', '.join(_QUANTISERS)}", scheme)
+    return lambda w, group: _QUANTISERS[scheme](w, group, rounding)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,6 +77,11 @@ class LayerWeights:
             array = getattr(self, name)
             if shape_of(array) != shape or (not shape and array is not None):
                 raise ArgumentError(name, f"must be an array {list(shape)}" if shape else "must be None", _said(array))
+        on_gpu = gpu.is_device_array(self.input_norm)
+        for name, part in self.parts.items():
+            if any(gpu.is_device_array(array) != on_gpu for array in getattr(part, "buffers", {"": part}).values()):
+                place = "on the GPU" if on_gpu else "on the host"
+                raise ArgumentError(name, f"must be {place}, as input_norm is", f"not {place}")
         if self.router is not None and dtype_of(self.router) != self.dtype:
             raise ArgumentError("router", f"must be {self.dtype}, as input_norm is", dtype_of(self.router))
 
@@ -100,8 +112,7 @@ class LayerWeights:
         check_flags(on_device=on_device)
         if on_device:
             gpu.device_info()  # or the reason why there is none
-        if not is_one_of(scheme, _QUANTISERS):
-            raise ArgumentError("scheme", f"must be one of {', '.join(_QUANTISERS)}", scheme)
+        quantise = quantiser(scheme)
         if not is_one_of(dtype, DTYPES):
             raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
         if not is_integer(seed) or seed < 0:
@@ -111,7 +122,7 @@ class LayerWeights:
 
         def packed(N: int, K: int) -> PackedWeight:
             block = rng.standard_normal((min(N, BLOCK_ROWS), min(K, BLOCK_K)), dtype=np.float32) / np.sqrt(K)
-            quantised = _QUANTISERS[scheme](block.astype(np.float32), group)
+            quantised = quantise(block.astype(np.float32), group)
             return pack(tiled(with_arrays(quantised, place), N, K), layout)
 
         def norm() -> Any:

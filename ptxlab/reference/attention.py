@@ -89,6 +89,7 @@ def rope_tables(
     - `llama3`: a frequency turns f·L / 2π times in the L = `original_max_position_embeddings` positions of training.
       One that turns more than `high_freq_factor` times stays, one that turns less than `low_freq_factor` times is
       divided by `factor`, and in between the two are mixed linearly.
+    - `per_pair`: f(i) / factors[i], which is how GGUF files keep `llama3`.
 
     Args:
         positions: integers [...].
@@ -111,6 +112,12 @@ def rope_tables(
 
 def _scaled(frequency: F64, scaling: dict[str, Any]) -> F64:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "per_pair":
+        factors = np.asarray(scaling.get("factors", ()), np.float64)
+        if factors.shape != frequency.shape or not (factors > 0).all():
+            raise ValueError(f"scaling: per_pair needs {len(frequency)} factors above 0 (got {factors.shape})")
+        divided: F64 = frequency / factors
+        return divided
     needs = {
         "default": (),
         "linear": ("factor",),

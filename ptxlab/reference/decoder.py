@@ -18,6 +18,7 @@ Layer: TypeAlias = Mapping[str, Floats]
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 NORMS = ("input_norm", "post_norm")
 BIASES = ("q_bias", "k_bias", "v_bias")
+_QUERIES = 128  # of a block of attention
 
 
 class Numerics:
@@ -86,18 +87,24 @@ def decoder_layer(
 def causal_attention(q: Floats, k: Floats, v: Floats, window: int | None = None) -> Floats:
     """softmax(q kᵀ / √D) v, each token over itself and what precedes it: q [B, T, Hq, D], k and v [B, T, Hkv, D].
 
-    In q's dtype, a sequence at a time; `attention` is the same of one sequence in float64.
+    In q's dtype; `attention` is the same of one sequence in float64. A block of queries at a time meets only the keys
+    that one of them sees: that halves the work, and bounds the scores' memory.
     """
     (B, T, Hq, D), Hkv = q.shape, k.shape[2]
+    scale, seen, unseen = (q.dtype.type(value) for value in (D**-0.5, 0, -np.inf))
     token = np.arange(T, like=q)
-    hidden = token[:, None] < token if window is None else (token[:, None] < token) | (token[:, None] >= token + window)
     results = np.empty_like(q)
     for b in range(B):
-        grouped = q[b].reshape(T, Hkv, Hq // Hkv, D).transpose(1, 2, 0, 3)  # [Hkv, ratio, T, D]
-        scores = grouped @ k[b].transpose(1, 2, 0)[:, None] * q.dtype.type(D**-0.5)
-        scores[..., hidden] = -np.inf
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        mean = scores @ v[b].transpose(1, 0, 2)[:, None] / scores.sum(axis=-1, keepdims=True)
-        results[b] = mean.transpose(2, 0, 1, 3).reshape(T, Hq, D)
+        queries = q[b].reshape(T, Hkv, Hq // Hkv, D).transpose(1, 2, 0, 3)  # [Hkv, ratio, T, D]
+        keys, values = k[b].transpose(1, 2, 0)[:, None], v[b].transpose(1, 0, 2)[:, None]
+        for first in range(0, T, _QUERIES):
+            asking = slice(first, min(first + _QUERIES, T))
+            asked = slice(0 if window is None else max(0, first - window + 1), asking.stop)
+            age = token[asking, None] - token[asked]
+            hidden = age < 0 if window is None else (age < 0) | (age >= window)
+            scores = queries[:, :, asking] @ keys[..., asked] * scale + np.where(hidden, unseen, seen)
+            scores -= scores.max(axis=-1, keepdims=True)
+            np.exp(scores, out=scores)
+            mean = scores @ values[:, :, asked] / scores.sum(axis=-1, keepdims=True)
+            results[b, asking] = mean.transpose(2, 0, 1, 3).reshape(-1, Hq, D)
     return results

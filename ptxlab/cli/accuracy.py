@@ -1,0 +1,136 @@
+"""The command `accuracy`: what each step of the recipes does to a model's perplexity."""
+
+import json
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.markup import escape
+
+from ptxlab import __version__, gpu
+from ptxlab.bench.record import commit
+from ptxlab.cli.common import (
+    AsJson,
+    ModelBackend,
+    console,
+    download_bar,
+    expects,
+    print_json,
+    progress_bar,
+    table,
+    written,
+)
+from ptxlab.errors import FileError
+from ptxlab.io.files import read_record, require_folder, write_text
+
+
+def accuracy(
+    model: Annotated[str, typer.Argument(help="A folder of Hugging Face, a .gguf file, or smollm2.")] = "smollm2",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Glob over rows, such as 'g64/*' or '*/GPTQ'; may be repeated.")
+    ] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(help="wikipedia, lee or a UTF-8 file; may be repeated. Default: wikipedia.")
+    ] = None,
+    count: Annotated[
+        int | None, typer.Option("--windows", help="Of each text, evenly spread. Default: all of it.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
+    samples: Annotated[int, typer.Option(help="Of the calibration text.")] = 128,
+    sample_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 1024,
+    seeds: Annotated[int, typer.Option(help="Calibration samples that the last rows of the ladders repeat.")] = 3,
+    start: Annotated[str, typer.Option(help="Rotation before everything: mixed, uniform, or file (none).")] = "mixed",
+    out: Annotated[Path | None, typer.Option(help="Write the record, JSON.")] = None,
+    backend: ModelBackend = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model's perplexity after each step of the recipes, one upon the other, and alone.
+
+    Weights are computed with as floats of the quantised values, activations and KV cache are quantised and back.
+    A run into a record of the same settings measures only what that lacks. A full run takes a GPU; for a small
+    machine: --windows 8 --length 512 --samples 16 --sample-length 512.
+    """
+    from ptxlab.model import open_model, open_text, tokens_of, windows
+    from ptxlab.weights import accuracy as table_of
+    from ptxlab.weights.calibrate import samples as drawn
+
+    for name, number in (("--samples", samples), ("--sample-length", sample_length), ("--seeds", seeds)):
+        if number < 1:
+            raise expects(name, "an integer, 1 or more", number)
+    if backend not in (None, "gpu", "numpy"):
+        raise expects("--backend", "gpu or numpy", backend)
+    patterns = only or ["*"]
+    every = table_of.rows()
+    chosen = [row for row in every if any(fnmatchcase(row.name, pattern) for pattern in patterns)]
+    if not chosen:
+        raise expects("--only", f"a pattern of rows: {', '.join(row.name for row in every)}", ", ".join(patterns))
+    if every[0] not in chosen:
+        chosen = [every[0], *chosen]
+    if out is not None:
+        require_folder(out)
+    on_gpu = gpu.available() if backend is None else backend == "gpu"
+    if on_gpu:
+        gpu.device_info()  # says why there is none
+    with download_bar(model, quiet=as_json) as downloaded:
+        opened, tokenizer = open_model(model, downloaded)
+    with download_bar("text", quiet=as_json) as downloaded:
+        calibration = tokens_of(open_text("wikipedia", downloaded).calibration, tokenizer)
+        texts = {
+            name: windows(tokens_of(open_text(name, downloaded).evaluation, tokenizer), length, count)
+            for name in text or ["wikipedia"]
+        }
+    moved = table_of.off_grid(opened.to_device() if on_gpu else opened, start)
+    steps = sum(seeds if row.repeats else 1 for row in chosen)
+    about = {
+        "schema": table_of.SCHEMA,
+        "model": opened.config.name or model,
+        "start": start,
+        "windows": {name: list(of.shape) for name, of in texts.items()},
+        "calibration": [samples, sample_length],
+        "device": gpu.device_info().name if on_gpu else "CPU",
+    }
+    before = _before(out, about) if out is not None and out.exists() else []
+    record: dict[str, Any] = {
+        **about,
+        "versions": {"ptxlab": __version__, "numpy": np.__version__},
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "rows": before,
+    }
+    with progress_bar("accuracy", steps, quiet=as_json) as advance:
+        for found in table_of.measure(
+            moved, lambda seed: drawn(calibration, samples, sample_length, seed), texts, chosen, seeds, advance, before
+        ):
+            record["rows"] = table_of.in_order([*record["rows"], found])
+            if out is not None:  # after every row: a full run takes its time
+                write_text(out, json.dumps(record, indent=1) + "\n")
+    results = record["rows"]
+    if as_json:
+        return print_json(record)
+    names = list(texts)
+    base = results[0]["perplexity"]
+    cells: list[tuple[Any, ...]] = []
+    for row in chosen:
+        of = [found["perplexity"] for found in results if (found["ladder"], found["step"]) == (row.ladder, row.step)]
+        means = [float(np.mean([each[name] for each in of])) for name in names]
+        spread = max(each[names[0]] for each in of) - min(each[names[0]] for each in of)
+        seen = f"{spread:.2g}" if len(of) > 1 else ""
+        cells.append(
+            (row.ladder, row.step, *(f"{mean:.5g}" for mean in means), f"{means[0] / base[names[0]]:.4f}", seen)
+        )
+    title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"
+    console.print(table(title, ("", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells))
+    written(out)
+
+
+def _before(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a record that is there. Raises FileError where it is of other settings."""
+    record = read_record(out, "a record of ptxlab accuracy", about["schema"])
+    for name, value in about.items():
+        if record.get(name) != value:
+            raise FileError(f"{out}: is there already, of another {name}: {record.get(name)}, not {value}")
+    rows: list[dict[str, Any]] = record["rows"]
+    return rows

@@ -1,0 +1,98 @@
+"""The command `perplexity`: how well a model predicts a text."""
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ptxlab import gpu
+from ptxlab.cli.common import (
+    AsJson,
+    ModelBackend,
+    console,
+    download_bar,
+    expects,
+    print_json,
+    progress_bar,
+)
+from ptxlab.model import open_model, open_text, tokens_of, windows
+from ptxlab.model import perplexity as measured
+from ptxlab.model.open import is_quantized
+from ptxlab.quant.numerics import FakeQuantized
+
+
+def perplexity(
+    model: Annotated[str, typer.Argument(help="A folder (Hugging Face, or quantised), a .gguf file, or smollm2.")],
+    text: Annotated[str, typer.Option(help="wikipedia, lee, or a UTF-8 file.")] = "wikipedia",
+    count: Annotated[
+        int | None, typer.Option("--windows", help="Windows to measure, evenly spread. Default: all of the text.")
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
+    kv: Annotated[
+        int | None,
+        typer.Option(help="Bits of the KV cache: 4, 8, or 32 for floats. Default: 4 with quantised weights, else 32."),
+    ] = None,
+    acts: Annotated[
+        int | None,
+        typer.Option(help="Bits of the activations: 8, or 32 for floats. Default: 8 with quantised weights, else 32."),
+    ] = None,
+    backend: ModelBackend = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model's perplexity on a text, in float32 but for what is quantised.
+
+    Of wikipedia, the articles that are not for calibration are measured. A model or a text that has a name is
+    downloaded once.
+    """
+    for option, bits, known in (("--kv", kv, (None, 4, 8, 32)), ("--acts", acts, (None, 8, 32))):
+        if bits not in known:
+            raise expects(option, ", ".join(map(str, known[1:-1])) + " or 32", bits)
+    if backend not in (None, "gpu", "numpy"):
+        raise expects("--backend", "gpu or numpy", backend)
+    on_gpu = gpu.available() if backend is None else backend == "gpu"
+    if on_gpu:
+        gpu.device_info()  # says why there is none
+    with download_bar(model, quiet=as_json) as progress:
+        opened, tokenizer = open_model(model, progress)
+    if (context := opened.config.context) is not None and length > context:
+        raise expects("--length", f"at most {context}, the model's context", length)
+    with download_bar("text", quiet=as_json) as progress:
+        evaluated = windows(tokens_of(open_text(text, progress).evaluation, tokenizer), length, count)
+    if is_quantized(Path(model)):
+        kv, acts = kv or 4, acts or 8
+    kv, acts = kv or 32, acts or 32
+    numerics = FakeQuantized(acts=None if acts == 32 else acts, kv=None if kv == 32 else f"kv{kv}")
+    start = time.perf_counter()
+    with progress_bar("perplexity", (len(opened.layers) + 1) * len(evaluated), quiet=as_json) as advance:
+        found = measured(
+            opened.to_device() if on_gpu else opened, evaluated, numerics, lambda: advance(f"perplexity on {text}")
+        )
+    seconds = time.perf_counter() - start
+    if as_json:
+        return print_json(
+            {
+                "model": model,
+                "text": text,
+                "perplexity": found,
+                "windows": len(evaluated),
+                "length": length,
+                "tokens": evaluated.size,
+                "kv": kv,
+                "acts": acts,
+                "backend": "gpu" if on_gpu else "numpy",
+                "seconds": seconds,
+            }
+        )
+    console.print(
+        f"[bold]perplexity {found:.4g}[/]  {escape(model)} on {escape(text)}: {evaluated.size:,} tokens, "
+        f"{len(evaluated)} windows of {length}; activations {_bits(acts)}, KV cache {_bits(kv)}; "
+        f"{seconds:.1f} s on {'the GPU' if on_gpu else 'this CPU'}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _bits(bits: int) -> str:
+    return "float32" if bits == 32 else f"{bits} bits"

@@ -1,0 +1,67 @@
+"""Documents of plain text out of a MediaWiki dump."""
+
+import bz2
+import html
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+from ptxlab.errors import FileError
+
+SHORTEST = 1000  # characters of an article; what is shorter lists other articles
+
+
+def read_wiki(path: Path) -> list[str]:
+    """The articles of a MediaWiki dump (.xml.bz2), in its order, as paragraphs of plain text.
+
+    Redirects and articles of fewer than `SHORTEST` characters are left out. Raises FileError for another file.
+    """
+    try:
+        with bz2.open(path) as file:
+            pages = ElementTree.parse(file).getroot().iterfind("{*}page")
+            articles = [plain(page.findtext("{*}revision/{*}text") or "") for page in pages if not _redirects(page)]
+    except (OSError, EOFError, ElementTree.ParseError) as error:
+        raise FileError(f"{path}: not a readable .xml.bz2 of MediaWiki ({error})") from None
+    return [article for article in articles if len(article) >= SHORTEST]
+
+
+def _redirects(page: ElementTree.Element) -> bool:
+    return page.find("{*}redirect") is not None
+
+
+# What is taken out of an article, in this order: pattern -> what takes its place.
+_FIRST = [
+    (r"<!--.*?-->", ""),
+    (r"<ref[^<>]*/>", ""),
+    (r"<(ref|math|gallery|timeline|source|code|imagemap)\b[^<>]*>.*?</\1>", ""),
+]
+# From the innermost to the outermost, until there are none: templates, tables; pictures and categories, links.
+_NESTED = [
+    (r"\{\{[^{}]*\}\}", ""),
+    (r"\{\|[^{}]*?\|\}", ""),
+    (r"(?i)\[\[(?:File|Image|Category|[a-z-]{2,12}):[^\[\]]*\]\]", ""),
+    (r"\[\[(?:[^\[\]|]*\|)?([^\[\]|]*)\]\]", r"\1"),
+]
+_LAST = [
+    (r"\[(?:https?|ftp):\S+ ?([^\]]*)\]", r"\1"),
+    (r"'{2,}", ""),  # bold and italic
+    (r"<[^<>]*>", ""),
+    (r"(?m)^[*#:;|!={}][^\n]*$", ""),  # lists, headings, what is left of tables
+    (r"(?m)[ \t]+$", ""),
+    (r"\n{2,}", "\n\n"),
+]
+
+
+def plain(markup: str) -> str:
+    """The paragraphs of a page in wiki markup, an empty line between them; lists, tables and headings are left out."""
+    text = _replaced(markup, _FIRST)
+    before = ""
+    while text != before:
+        before, text = text, _replaced(text, _NESTED)
+    return html.unescape(_replaced(text, _LAST)).strip()
+
+
+def _replaced(text: str, patterns: list[tuple[str, str]]) -> str:
+    for pattern, replacement in patterns:
+        text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+    return text

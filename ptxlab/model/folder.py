@@ -1,0 +1,172 @@
+"""A quantised model as a folder: config.json, recipe.json, a safetensors file per layer and one for the two ends.
+
+Files of layers hold packed weights as `layout.save` writes them, beside norms and biases; a layer is written when it is
+there, so a model need not fit memory.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab import layout
+from ptxlab.errors import ArgumentError, FileError
+from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
+from ptxlab.io.files import read_text, write_text
+from ptxlab.layout.storage import announce, contents, header_fields, metadata
+from ptxlab.model.config import Config
+from ptxlab.model.quantized import QuantizedModel
+from ptxlab.model.weights import LayerWeights
+
+RECIPE = "recipe.json"
+SCHEMA = 1
+_ENDS = "ends.safetensors"
+_MATRICES = ("qkv", "o", "gate_up", "down")
+_STORED = {"float16": "F16", "uint16": "BF16", "float32": "F32"}  # uint16: bits of bfloat16
+_ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+
+
+def save(model: QuantizedModel, folder: Path) -> None:
+    """Write a whole model into a folder that is there."""
+    for index, layer in enumerate(model.layers):
+        save_layer(folder, index, layer)
+    save_ends(
+        folder, model.config, model.recipe, embedding=model.embedding, final_norm=model.final_norm, head=model.head
+    )
+
+
+def save_layer(folder: Path, index: int, layer: LayerWeights) -> None:
+    """Write one layer, whole or not at all."""
+    packed = {name: getattr(layer, name) for name in _MATRICES}
+    fields = {
+        name: header_fields(each.layout, each.scheme, each.N, each.K, each.group, each.protective_range)
+        for name, each in packed.items()
+    }
+    plain = {name: part for name, part in layer.parts.items() if name not in packed}
+    announced = [info for name, each in fields.items() for info in announce(name, each)] + _infos(plain)
+    arrays = [pair for name, each in packed.items() for pair in contents(name, each)] + _on_host(plain)
+    write_checkpoint(layer_path(folder, index), announced, arrays, metadata(fields))
+
+
+def save_ends(folder: Path, config: Config, recipe: Mapping[str, Any], **ends: Any) -> None:
+    """Write what is not of a layer: embedding, final_norm and head (or None); then config.json and recipe.json."""
+    plain = {name: array for name, array in ends.items() if array is not None}
+    write_checkpoint(folder / _ENDS, _infos(plain), _on_host(plain), {})
+    write_text(folder / "config.json", json.dumps(config_json(config), indent=1) + "\n")
+    save_recipe(folder, recipe)
+
+
+def save_recipe(folder: Path, recipe: Mapping[str, Any]) -> None:
+    """Write recipe.json: the recipe, of what JSON has, and its digest."""
+    found = {"schema": SCHEMA, "digest": digest(recipe), "recipe": dict(recipe)}
+    write_text(folder / RECIPE, json.dumps(found, indent=1) + "\n")
+
+
+def load(folder: Path | str) -> QuantizedModel:
+    """The model of a folder, in NumPy arrays.
+
+    Raises FileError for a file that is missing, damaged, or does not fit the config, and for a recipe that its digest
+    does not belong to.
+    """
+    folder = Path(folder)
+    if not (folder / RECIPE).is_file():
+        raise FileError(f"{folder}: no quantised model: no {RECIPE}")
+    try:
+        config = Config.from_json(folder / "config.json")
+    except ArgumentError as error:
+        raise FileError(f"{folder}: {error}") from None
+    recipe = read_recipe(folder)
+    ends = Checkpoint(folder / _ENDS)
+    shapes = {"embedding": (config.vocabulary, config.hidden), "final_norm": (config.hidden,)}
+    shapes |= {} if config.tied_head else {"head": (config.vocabulary, config.hidden)}
+    return QuantizedModel(
+        config=config,
+        layers=[load_layer(folder, index, config) for index in range(config.layers)],
+        recipe=recipe,
+        **{name: _read(ends, name, shape) for name, shape in shapes.items()},
+    )
+
+
+def load_layer(folder: Path, index: int, config: Config) -> LayerWeights:
+    """One layer. Raises FileError as `load` does."""
+    path = layer_path(folder, index)
+    file = Checkpoint(path)
+    shapes: dict[str, tuple[int, ...]] = {"input_norm": (config.hidden,), "post_norm": (config.hidden,)}
+    shapes |= {"qkv_bias": (config.qkv_width,)} if config.qkv_bias else {}
+    parts: dict[str, Any] = {name: _read(file, name, shape) for name, shape in shapes.items()}
+    try:
+        parts |= {name: layout.load(path, name) for name in _MATRICES}
+        return LayerWeights(config=config, **parts)
+    except ArgumentError as error:
+        raise FileError(f"{path}: {error}") from None
+
+
+def layer_path(folder: Path, index: int) -> Path:
+    """Where a layer lies."""
+    return folder / f"layer_{index:03}.safetensors"
+
+
+def read_recipe(folder: Path) -> dict[str, Any]:
+    """The recipe of a folder. Raises FileError where its digest is another's."""
+    path = folder / RECIPE
+    try:
+        found = json.loads(read_text(path))
+        recipe, stated, schema = dict(found["recipe"]), found["digest"], found["schema"]
+    except (ValueError, KeyError, TypeError):
+        raise FileError(f"{path}: must hold schema, digest and recipe") from None
+    if schema != SCHEMA:
+        raise FileError(f"{path}: schema must be {SCHEMA} (got {schema!r})")
+    if stated != digest(recipe):
+        raise FileError(f"{path}: the digest must be that of the recipe, {digest(recipe)} (got {stated!r})")
+    return recipe
+
+
+def digest(recipe: Mapping[str, Any]) -> str:
+    """SHA-256 of a recipe, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+
+
+def config_json(config: Config) -> dict[str, Any]:
+    """What `Config.from_json` makes the config of."""
+    family = "qwen2" if config.qkv_bias else "llama" if config.window is None else "mistral"
+    keys = {
+        "model_type": family,
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "num_hidden_layers": config.layers,
+        "vocab_size": config.vocabulary,
+        "max_position_embeddings": config.context,
+        "rope_theta": config.rope_base,
+        "rope_scaling": config.rope_scaling,
+        "rms_norm_eps": config.eps,
+        "tie_word_embeddings": config.tied_head,
+        "hidden_act": _ACTIVATIONS[config.activation],
+        "_name_or_path": config.name,
+    }
+    if config.window is not None:
+        keys |= {"sliding_window": config.window, "use_sliding_window": True}
+    return keys
+
+
+def _infos(plain: Mapping[str, Any]) -> list[TensorInfo]:
+    return [TensorInfo(name, tuple(a.shape), _STORED[a.dtype.name], int(a.nbytes)) for name, a in plain.items()]
+
+
+def _on_host(plain: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(name, array.get() if hasattr(array, "get") else array) for name, array in plain.items()]
+
+
+def _read(file: Checkpoint, name: str, shape: tuple[int, ...]) -> Any:
+    """A tensor as it was saved: bfloat16 as its bits."""
+    info = file.tensors.get(name)
+    if info is None or info.shape != shape or info.dtype not in _STORED.values():
+        got = f"{info.dtype} {list(info.shape)}" if info else "no such tensor"
+        raise FileError(f"{file.path}: {name} must be {list(shape)} of {', '.join(_STORED.values())} (got {got})")
+    dtype = next(dtype for dtype, spelling in _STORED.items() if spelling == info.dtype)
+    return file.read_bytes(name).view(np.dtype(dtype)).reshape(shape)

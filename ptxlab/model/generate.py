@@ -1,0 +1,72 @@
+"""`generate`: tokens from a runner, greedy or sampled, one of every sequence at a time."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError
+from ptxlab.model.runner import Indices, Runner
+from ptxlab.validate import is_integer
+
+
+def generate(
+    runner: Runner, prompts: Sequence[Sequence[int]], tokens: int, *, temperature: float = 0.0, seed: int = 0
+) -> Iterator[Indices]:
+    """Up to `tokens` tokens s32 [B] behind the prompts, one of every sequence at a time, each as soon as it is there.
+
+    On a GPU the host reads a token while the next step runs already, and nothing else waits.
+
+    Args:
+        runner: of as many sequences as there are prompts.
+        prompts: tokens of each; with what is generated they must fit the runner's context.
+        tokens: how many, 1 or more.
+        temperature: 0 takes the likeliest token; above 0 tokens are drawn from softmax(logits / temperature).
+        seed: of the draws, 0 or more. The two kinds of runner draw differently.
+
+    Raises ArgumentError for what `Runner.prefill` refuses, or a number out of range.
+    """
+    if not is_integer(tokens) or tokens < 1:
+        raise ArgumentError("tokens", "must be an integer, 1 or more", repr(tokens))
+    if not isinstance(temperature, int | float) or not 0 <= temperature < math.inf:
+        raise ArgumentError("temperature", "must be a number, 0 or more", repr(temperature))
+    if not is_integer(seed) or not 0 <= seed < 2**32:
+        raise ArgumentError("seed", "must be an integer in 0..2^32-1", repr(seed))
+    longest = max((len(prompt) for prompt in prompts), default=0)
+    if longest + tokens > runner.context:
+        rule = f"prompt and tokens must fit the context of {runner.context}"
+        raise ArgumentError("tokens", rule, f"{longest} + {tokens}")
+    return _generated(runner, prompts, tokens, float(temperature), seed)
+
+
+def _generated(
+    runner: Runner, prompts: Sequence[Sequence[int]], tokens: int, temperature: float, seed: int
+) -> Iterator[Indices]:
+    logits = runner.prefill(prompts)
+    noise = _gumbel(seed, logits)
+    for left in reversed(range(tokens)):
+        chosen = choose(logits, temperature, noise)
+        fetched = gpu.fetch(chosen) if gpu.is_device_array(chosen) else None
+        if left and fetched:  # the GPU goes on while the host waits for this token
+            logits = runner.decode(chosen)
+        yield (fetched() if fetched else chosen).astype(np.int32)
+        if left and not fetched:
+            logits = runner.decode(chosen)
+
+
+def choose(logits: Any, temperature: float, noise: Callable[[tuple[int, ...]], Any]) -> Any:
+    """Tokens [B] of logits [B, V]: the likeliest, or drawn: the largest of logits / temperature + Gumbel's noise is
+    a draw from their softmax."""
+    if temperature == 0:
+        return logits.argmax(axis=-1)
+    return (logits.astype(np.float32) / np.float32(temperature) + noise(logits.shape)).argmax(axis=-1)
+
+
+def _gumbel(seed: int, like: Any) -> Callable[[tuple[int, ...]], Any]:
+    """Noise f32 of any shape, where the logits are."""
+    if gpu.is_device_array(like):
+        return gpu.gumbel(seed)
+    rng = np.random.default_rng(seed)
+    return lambda shape: rng.gumbel(size=shape).astype(np.float32)

@@ -1,0 +1,139 @@
+"""`NumpyRunner`: W4A8KV4 in NumPy, in the very integers that the kernels compute.
+
+Its steps are those of `model.reference.exact`, bit for bit, with weights unpacked once and nothing else recomputed.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab import quant, reference
+from ptxlab.kernels.quantize.gated import gated_and_quantized
+from ptxlab.kernels.quantize.rmsnorm import normalized
+from ptxlab.layout import KVCache, PackedWeight, unpack, write_slots
+from ptxlab.model.quantized import QuantizedModel
+from ptxlab.model.runner import PAGE, Rows, Runner
+from ptxlab.model.weights import DTYPES, LayerWeights
+from ptxlab.quant import QoQChannelWeight, QuantizedActivations
+from ptxlab.reference.packed import F32, S8, S32
+from ptxlab.spec.dtypes import as_stored, floats, stored
+
+_EXACT = 1 << 24  # up to which float32 counts
+
+
+class IntegerProduct:
+    """A weight for exact integer products on float32 BLAS.
+
+    Every sum of integers up to 2^24 is exact in float32, in whatever order it is added. Activations lie in ±127, so K
+    is cut into as few pieces as keep 127·Σ|w| of every row within that. No piece of 1,040 can exceed it; trained
+    weights rarely need a cut at all.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: F32 | None = None) -> None:
+        known = unpack(weight)
+        if isinstance(known, QoQChannelWeight):
+            integers, self.scale = known.q4.astype(np.int32) - known.zero[:, None], known.scale
+        else:
+            integers, self.scale = known.exact_level1(), known.channel_scale
+        N = len(integers)
+        magnitude, pieces = np.abs(integers), 1
+        while 127 * magnitude.reshape(N, pieces, -1).sum(axis=2).max() > _EXACT:
+            pieces *= 2  # K is a multiple of 32
+        self.bias = bias
+        self.pieces = integers.astype(np.float32).reshape(N, pieces, -1).transpose(1, 2, 0)  # [pieces, K/pieces, N]
+
+    def accumulators(self, x_q: S8) -> S32:
+        """x_q s8 [M, K] times the weight, s32 [M, N]."""
+        M, pieces = len(x_q), len(self.pieces)
+        sums = x_q.astype(np.float32).reshape(M, pieces, -1).transpose(1, 0, 2) @ self.pieces
+        total: S32 = sums.astype(np.int32).sum(axis=0, dtype=np.int32)
+        return total
+
+    def __call__(self, x: QuantizedActivations, dtype: str) -> F32:
+        """The product as the kernel stores it, f32 [M, N]."""
+        return floats(reference.gemm_epilogue(self.accumulators(x.q), x.scale, self.scale, self.bias, dtype))
+
+
+class _Layer:
+    """The weights of a layer as products, and norms in float32."""
+
+    def __init__(self, weights: LayerWeights) -> None:
+        self.qkv = IntegerProduct(weights.qkv, weights.qkv_bias)
+        self.o, self.gate_up, self.down = map(IntegerProduct, (weights.o, weights.gate_up, weights.down))
+        self.input_norm, self.post_norm = floats(weights.input_norm), floats(weights.post_norm)
+
+
+class NumpyRunner(Runner):
+    """See `Runner`. Weights are kept as float32: 4 bytes for each, so it is for small models.
+
+    Attributes:
+        caches: of each layer, with the bytes that the kernels write; one block table and lengths for all of them.
+    """
+
+    def __init__(self, model: QuantizedModel, batch: int = 1, context: int = 2048, *, chunk: int | None = None) -> None:
+        super().__init__(model, batch, context, chunk=chunk)
+        config, self._dtype = self.config, model.layers[0].dtype
+        self._layers = [_Layer(weights) for weights in model.layers]
+        self._final_norm, self._embedding = floats(model.final_norm), floats(model.embedding)
+        self._head = self._embedding if model.head is None else floats(model.head)
+        self._angles = config.rope_tables(context)
+        first = KVCache.empty(batch, self.max_pages, config.kv_heads, config.head_dim, page_size=PAGE)
+        first = replace(first, lengths=self.lengths)
+        self.caches = [replace(first, pool=first.pool.copy()) for _ in model.layers]
+        shape = (len(model.layers), batch, context, config.kv_heads, config.head_dim)
+        self._keys, self._values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)  # the caches, dequantised
+
+    def decode(self, tokens: Any) -> Any:
+        """See `Runner`."""
+        self._grow()
+        rows = Rows(self._checked("tokens", tokens), np.arange(self.batch, dtype=np.int32), self.lengths - 1)
+        return self._logits(self._run(rows))
+
+    def _logits(self, normed: Any) -> Any:
+        halves = as_stored(floats(normed), "float16")
+        return (halves @ self._head.T).astype(np.float16)
+
+    def _run(self, rows: Rows) -> Any:
+        config, dtype = self.config, self._dtype
+        angles = tuple(table[rows.position] for table in self._angles)
+        x = as_stored(self._embedding[rows.token], dtype)
+        stream = np.zeros_like(x)
+        for i, layer in enumerate(self._layers):
+            stream, qkv_in = self._normed(x, stream, layer.input_norm)
+            heads = layer.qkv(qkv_in, dtype).reshape(len(x), -1, config.head_dim)
+            q, k, v = np.split(heads, [config.heads, config.heads + config.kv_heads], axis=1)
+            self._append(i, reference.rope(k, *angles), v, rows)
+            attention = self._attend(i, as_stored(reference.rope(q, *angles), dtype), rows)
+            o = layer.o(quant.quantize_activations(as_stored(attention, dtype)), dtype)
+            stream, gate_up_in = self._normed(o, stream, layer.post_norm)
+            x = layer.down(self._gated(layer.gate_up(gate_up_in, dtype)), dtype)
+        stream = as_stored(x + stream, dtype)
+        return stored(normalized(stream, self._final_norm, config.eps), dtype)
+
+    def _normed(self, x: F32, stream: F32, gamma: F32) -> tuple[F32, QuantizedActivations]:
+        """The stream with x added, and what `rmsnorm_quantize` makes of it."""
+        stream = as_stored(x + stream, self._dtype)
+        return stream, quant.quantize_activations(normalized(stream, gamma, self.config.eps))
+
+    def _append(self, i: int, k: F32, v: F32, rows: Rows) -> None:
+        cache, at = self.caches[i], (rows.sequence, rows.position)
+        slots = cache.block_table[rows.sequence, rows.position // PAGE] * PAGE + rows.position % PAGE
+        keys, values = quant.quantize_kv(k), quant.quantize_kv(v)
+        write_slots(cache, keys, values, slots)
+        self._keys[i][at], self._values[i][at] = keys.dequantize(), values.dequantize()
+
+    def _attend(self, i: int, q: F32, rows: Rows) -> F32:
+        """f32 [R, Hq·D] of rotated queries [R, Hq, D]: in float64, rounded once."""
+        result, config = np.empty_like(q), self.config
+        how: dict[str, Any] = {"scale": config.head_dim**-0.5, "window": config.window}
+        for b in np.unique(rows.sequence):
+            at = np.flatnonzero(rows.sequence == b)
+            known = slice(int(rows.position[at[-1]]) + 1)
+            result[at] = reference.attention(q[at], self._keys[i, b, known], self._values[i, b, known], **how)[0]
+        return result.reshape(len(q), -1)
+
+    def _gated(self, gate_up: F32) -> QuantizedActivations:
+        kind = reference.ACTIVATIONS.index(self.config.activation)
+        x_q, scale, token_sum = gated_and_quantized(gate_up, 1, 32, kind, DTYPES.index(self._dtype))
+        return QuantizedActivations(x_q, scale.astype(np.float32), token_sum.astype(np.int32))

@@ -1,0 +1,205 @@
+"""`open_model`: a trained model by name, from a Hugging Face folder or a GGUF file, its layers read when asked for."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError, FileError
+from ptxlab.io import weights
+from ptxlab.io.checkpoint import FLOATS, CheckpointFolder
+from ptxlab.io.gguf import GgufFile
+from ptxlab.io.tokenizer import Tokenizer
+from ptxlab.model.config import Config
+from ptxlab.model.floats import FloatModel, MappedLayers
+from ptxlab.model.folder import RECIPE, load
+from ptxlab.model.quantized import QuantizedModel, layer_floats
+from ptxlab.quant.inputs import extremes
+from ptxlab.reference import NORMS, Layer
+from ptxlab.spec.dtypes import floats
+
+# Names of tensors: ours -> a file's. `{}` is the number of the layer.
+_GGUF = {
+    "embedding": "token_embd.weight", "final_norm": "output_norm.weight", "head": "output.weight",
+    "input_norm": "blk.{}.attn_norm.weight", "post_norm": "blk.{}.ffn_norm.weight",
+    "q": "blk.{}.attn_q.weight", "k": "blk.{}.attn_k.weight", "v": "blk.{}.attn_v.weight",
+    "o": "blk.{}.attn_output.weight", "gate": "blk.{}.ffn_gate.weight", "up": "blk.{}.ffn_up.weight",
+    "down": "blk.{}.ffn_down.weight",
+    "q_bias": "blk.{}.attn_q.bias", "k_bias": "blk.{}.attn_k.bias", "v_bias": "blk.{}.attn_v.bias",
+}  # fmt: skip
+_HUGGING_FACE = {
+    "embedding": "model.embed_tokens.weight", "final_norm": "model.norm.weight", "head": "lm_head.weight",
+    "input_norm": "model.layers.{}.input_layernorm.weight",
+    "post_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "q": "model.layers.{}.self_attn.q_proj.weight", "k": "model.layers.{}.self_attn.k_proj.weight",
+    "v": "model.layers.{}.self_attn.v_proj.weight", "o": "model.layers.{}.self_attn.o_proj.weight",
+    "gate": "model.layers.{}.mlp.gate_proj.weight", "up": "model.layers.{}.mlp.up_proj.weight",
+    "down": "model.layers.{}.mlp.down_proj.weight",
+    "q_bias": "model.layers.{}.self_attn.q_proj.bias", "k_bias": "model.layers.{}.self_attn.k_proj.bias",
+    "v_bias": "model.layers.{}.self_attn.v_proj.bias",
+}  # fmt: skip
+_ROPE_FACTORS = "rope_freqs.weight"
+_MODELS = tuple(name for name, shipped in weights.KNOWN.items() if shipped.kind == "model")
+
+
+def open_model(
+    source: str | Path, progress: weights.Progress = lambda done, total: None
+) -> tuple[FloatModel, Tokenizer]:
+    """The model in float32, and its tokenizer.
+
+    Args:
+        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM); a .gguf
+            file of these families; "smollm2", which is downloaded unless it is there; or the folder of a quantised
+            model, whose weights are dequantised.
+        progress: of the download, (bytes done, bytes in all).
+
+    Layers are read from the file each time they are asked for, so that of a large model one lies in memory at a time.
+    Names, shapes and types of all tensors are checked before one is read, NaN and infinity when it is.
+
+    Raises FileError for a file that is broken or of another architecture, UnavailableError without the libraries of the
+    extra `model`, or where the download fails.
+    """
+    path = Path(source)
+    if str(source) in _MODELS:
+        folder = weights.fetch(str(source), progress)
+        path = folder / next(file.name for file in weights.KNOWN[str(source)].files if file.name.endswith(".gguf"))
+    if path.is_file():
+        return _open_gguf(path)
+    if not path.is_dir():
+        raise FileError(f"{source}: no model: a folder, a .gguf file, or one of {', '.join(_MODELS)}")
+    if is_quantized(path):
+        model = dequantized(load(path))
+        return model, open_tokenizer(path, model.config)
+    return _open_folder(path)
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether that is the folder of a quantised model."""
+    return (path / RECIPE).is_file()
+
+
+def dequantized(model: QuantizedModel) -> FloatModel:
+    """What a quantised model's weights stand for, in float32; a layer is dequantised each time it is asked for."""
+    return FloatModel(
+        config=model.config,
+        embedding=floats(model.embedding),
+        layers=MappedLayers(model.layers, layer_floats),
+        final_norm=floats(model.final_norm),
+        head=None if model.head is None else floats(model.head),
+    )
+
+
+def _open_gguf(path: Path) -> tuple[FloatModel, Tokenizer]:
+    file = GgufFile(path)
+    factors = file.read(_ROPE_FACTORS).tolist() if _ROPE_FACTORS in file.tensors else None
+    tied = _GGUF["head"] not in file.tensors
+    try:
+        config = Config.from_gguf(file.metadata, tied_head=tied, rope_factors=factors)
+    except ArgumentError as error:
+        raise FileError(f"{path}: {error}") from None
+    heads = {"q": config.heads, "k": config.kv_heads} if file.metadata["general.architecture"] == "llama" else {}
+
+    def in_halves(name: str, array: Any) -> Any:
+        """Rows of q and k in the order of `reference.rope`: GGUF has the two of a pair side by side with `llama`."""
+        if name not in heads:
+            return array
+        return array.reshape(heads[name], -1, 2, array.shape[-1]).swapaxes(1, 2).reshape(array.shape)
+
+    model = _model(_Weights(file, _GGUF, config, in_halves), unused={_ROPE_FACTORS})
+    return model, _fitting(Tokenizer.from_gguf(path, file.metadata), config, path)
+
+
+def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
+    if not (path / "config.json").is_file():
+        raise FileError(f"{path}: no config.json: not a Hugging Face model")
+    try:
+        config = Config.from_json(path / "config.json")
+    except ArgumentError as error:
+        raise FileError(f"{path}: {error}") from None
+    file = CheckpointFolder(path)
+    unused = {name for name in file.tensors if name.endswith("rotary_emb.inv_freq")}  # of old checkpoints
+    if config.tied_head:
+        unused.add(_HUGGING_FACE["head"])
+    if other := next((info for name, info in file.tensors.items() if info.dtype not in FLOATS), None):
+        raise FileError(f"{path}: {other.name}: dtype must be one of {', '.join(FLOATS)} (got {other.dtype})")
+    model = _model(_Weights(file, _HUGGING_FACE, config), unused)
+    return model, open_tokenizer(path, config)
+
+
+def open_tokenizer(folder: Path, config: Config) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder, or of what `Tokenizer.save` wrote. Raises FileError if it is broken."""
+    return _fitting(Tokenizer.from_folder(folder), config, folder)
+
+
+def _fitting(tokenizer: Tokenizer, config: Config, path: Path) -> Tokenizer:
+    if tokenizer.vocabulary > config.vocabulary:
+        raise FileError(f"{path}: tokenizer: at most {config.vocabulary} tokens (got {tokenizer.vocabulary})")
+    return tokenizer
+
+
+def _model(weights: "_Weights", unused: set[str]) -> FloatModel:
+    weights.check(unused)
+    head = None if weights.config.tied_head else weights.read("head")
+    return FloatModel(
+        config=weights.config,
+        embedding=weights.read("embedding"),
+        layers=MappedLayers(range(weights.config.layers), weights.layer),
+        final_norm=weights.read("final_norm"),
+        head=head,
+    )
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A file's tensors by our names. `reordered(name, array)`: rows as this project has them."""
+
+    file: GgufFile | CheckpointFolder
+    names: Mapping[str, str]
+    config: Config
+    reordered: Callable[[str, Any], Any] = lambda name, array: array
+
+    def read(self, name: str, layer: int | None = None) -> Any:
+        """f32, all finite."""
+        theirs = self.names[name].format(layer)
+        with np.errstate(over="ignore"):  # of float64; what becomes infinite is refused
+            array = self.file.read(theirs).astype(np.float32, copy=False)
+        try:
+            extremes(theirs, array)
+        except ArgumentError as error:
+            raise FileError(f"{self.file.path}: {error}") from None
+        return self.reordered(name, array)
+
+    def layer(self, index: int) -> Layer:
+        """All of a layer."""
+        return {name: self.read(name, index) for name in self.shapes}
+
+    def check(self, unused: set[str]) -> None:
+        """Raise FileError unless the tensors are those that the config asks for, in its shapes, and `unused` ones."""
+        left = self.file.tensors.keys() - unused
+        if self.config.experts:
+            raise FileError(f"{self.file.path}: a model without experts is expected (got {self.config.experts})")
+        V, H = self.config.vocabulary, self.config.hidden
+        shapes = {"embedding": (V, H), "final_norm": (H,)} | ({} if self.config.tied_head else {"head": (V, H)})
+        self._check_shapes(shapes, None, left)
+        for layer in range(self.config.layers):  # the first that is missing ends it, however many the config claims
+            self._check_shapes(self.shapes, layer, left)
+        if left:
+            raise FileError(f"{self.file.path}: {min(left)}: not known in a model of this family")
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]], layer: int | None, left: set[str]) -> None:
+        for name, shape in shapes.items():
+            theirs = self.names[name].format(layer)
+            if theirs not in self.file.tensors:
+                raise FileError(f"{self.file.path}: {theirs}: missing")
+            if (found := self.file.tensors[theirs].shape) != shape:
+                raise FileError(f"{self.file.path}: {theirs}: must be {[*shape]} (got {[*found]})")
+            left.discard(theirs)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of a layer's tensors by our names."""
+        matrices = self.config.separate_matrices
+        biases = {f"{name}_bias": matrices[name][:1] for name in ("q", "k", "v")} if self.config.qkv_bias else {}
+        return {**matrices, **biases, **dict.fromkeys(NORMS, (self.config.hidden,))}

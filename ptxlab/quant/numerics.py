@@ -1,0 +1,89 @@
+"""What quantising does to a decoder's numbers: its `Numerics` with activations and cache as integers and back.
+
+The weights are the layer's, so those of a quantised layer are its dequantised ones. Products are those of floats.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ptxlab.quant.activations import token_scales
+from ptxlab.quant.kv import kv_scheme, quantize_kv
+from ptxlab.reference import Layer, Numerics
+from ptxlab.reference.decoder import Floats
+
+
+@dataclass(frozen=True)
+class FakeQuantized(Numerics):
+    """Activations and cache as integers.
+
+    Attributes:
+        acts: bits of the activations: 8, per token; 4, in groups, a layer's `<matrix>_order` being the order of its
+            input's channels; None leaves them floats.
+        kv: one of `KV_SCHEMES` per token and head, or None.
+        group: channels per scale of 4-bit activations, None for all of them.
+        kept: the last channels in that order, which have one scale and more bits.
+        kept_bits: of those.
+        clip: of the largest magnitude of a group, what 4 bits reach to.
+    """
+
+    acts: int | None = 8
+    kv: str | None = "kv4"
+    group: int | None = None
+    kept: int = 0
+    kept_bits: int = 8
+    clip: float = 1.0
+    _last: list[Any] = field(default_factory=lambda: [None, None, None], repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.kv is not None:
+            kv_scheme(self.kv)
+
+    def product(self, name: str, x: Floats, layer: Layer) -> Floats:
+        """See `Numerics.product`; of the integers that x becomes."""
+        return super().product(name, self.input(x, layer.get(f"{name}_order")), layer)
+
+    def input(self, x: Floats, order: Any = None) -> Floats:
+        """What a GEMM sees of x [.., K]; the last answer is kept, as several matrices read the same input."""
+        if self.acts is None:
+            return x
+        if self._last[0] is not x or self._last[1] is not order:
+            rows = x.reshape(-1, x.shape[-1])
+            seen = per_token(rows) if self.acts == 8 else self._in_groups(rows, order)
+            self._last[:] = x, order, seen.reshape(x.shape)
+        found: Floats = self._last[2]
+        return found
+
+    def cached(self, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+        """See `Numerics.cached`."""
+        if self.kv is None:
+            return keys, values
+        k, v = (quantize_kv(x, self.kv).dequantize().astype(x.dtype) for x in (keys, values))
+        return k, v
+
+    def _in_groups(self, x: Floats, order: Any) -> Floats:
+        ordered = x if order is None else x[:, order]
+        K = x.shape[1] - self.kept
+        four = ordered[:, :K].reshape(len(x), -1, self.group or K)
+        seen = [_symmetric(four, self.clip, -8, 7).reshape(len(x), K)]
+        if self.kept:
+            high = 2 ** (self.kept_bits - 1)
+            seen.append(_symmetric(ordered[:, K:], 1.0, 1 - high, high - 1))
+        together = np.concatenate(seen, axis=1)
+        return together if order is None else together[:, np.argsort(order)]
+
+
+def per_token(x: Floats) -> Floats:
+    """x [M, K] as INT8 per token and back, by the scales of `quantize_activations`."""
+    scale = token_scales(x)[:, None]
+    seen: Floats = (np.rint(x / scale) * scale).astype(x.dtype)
+    return seen
+
+
+def _symmetric(x: Floats, clip: float, low: int, high: int) -> Floats:
+    """x [.., g] as integers in low..high and back, one scale per last axis."""
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    scale = np.where(largest > 0, clip * largest / high, 1).astype(x.dtype)
+    seen: Floats = np.rint(x / scale).clip(low, high) * scale
+    return seen

@@ -1,0 +1,46 @@
+"""The steps of the papers' recipes, each usable alone on a layer's matrices: what is prepared, how it is rounded.
+
+Steps that leave a layer's function as it is: rotation, smoothing, reordering. Then a grid of the scheme's levels, and
+GPTQ or rounding to nearest onto it. `Recipe` says which steps and settings; `ptxlab.weights` runs one over a model.
+"""
+
+from ptxlab.quant.recipe.gptq import Rounded, gptq, inverse_factor, objective, rounded
+from ptxlab.quant.recipe.grids import ChannelGrid, Grid, Levels, LQQGrid, QoQGrid, SymmetricGrid
+from ptxlab.quant.recipe.reorder import reorder_down, reorder_heads
+from ptxlab.quant.recipe.rotation import (
+    fold_norms,
+    hadamard,
+    random_orthogonal,
+    rotate_ends,
+    rotate_heads,
+    rotate_stream,
+)
+from ptxlab.quant.recipe.settings import RECIPES, Recipe, named
+from ptxlab.quant.recipe.smoothing import smooth_down, smooth_keys
+
+__all__ = [
+    "RECIPES",
+    "ChannelGrid",
+    "Grid",
+    "LQQGrid",
+    "Levels",
+    "QoQGrid",
+    "Recipe",
+    "Rounded",
+    "SymmetricGrid",
+    "fold_norms",
+    "gptq",
+    "hadamard",
+    "inverse_factor",
+    "named",
+    "objective",
+    "random_orthogonal",
+    "reorder_down",
+    "reorder_heads",
+    "rotate_ends",
+    "rotate_heads",
+    "rotate_stream",
+    "rounded",
+    "smooth_down",
+    "smooth_keys",
+]

@@ -1,0 +1,151 @@
+"""GPTQ: columns rounded one after the other, each error made good by the columns that are still to come.
+
+The objective is ||(W - W') Xᵀ||², that is the trace of (W - W') H (W - W')ᵀ with H = Xᵀ X. With H⁻¹ = Uᵀ U, U upper
+triangular, the error e of column j is compensated by subtracting e U[j, k] / U[j, j] from every later column k.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.quant.recipe.grids import Array, Constants, Grid, Levels
+
+DAMPING = 0.01  # of the mean of H's diagonal, added to it
+BLOCK = 128  # columns whose errors reach the columns behind them in one product
+_TRIES = 8  # with ten times the damping each
+
+
+class Rounded(NamedTuple):
+    """A matrix on a grid: integers q and what they stand for [N, K], constants [N, groups] each; all of its dtype."""
+
+    q: Array
+    values: Array
+    constants: Constants
+
+
+def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
+    """Every weight of w float [N, K] to the nearest level. A grid that clips chooses levels of least tr(d H dᵀ), or
+    without H of least squared error."""
+    w = w.T.copy()
+    H = np.eye(len(w), like=w) if hessian is None else hessian
+    H = H.astype(w.dtype)
+    q, values, chosen = np.empty_like(w), np.empty_like(w), []
+    for group, (start, stop) in enumerate(grid.bounds):
+        levels, constants = grid.choose(group, w[start:stop], H[start:stop, start:stop])
+        q[start:stop] = levels.nearest(w[start:stop])
+        values[start:stop] = levels.values(q[start:stop])
+        chosen.append(constants)
+    return Rounded(q.T, values.T, _stacked(chosen))
+
+
+def gptq(w: Array, hessian: Array, grid: Grid, *, damping: float = DAMPING) -> Rounded:
+    """w float [N, K] on a grid made for it, by GPTQ.
+
+    Groups are taken in the order of their share of H's diagonal, and columns in a group likewise, the largest first;
+    the levels of a group are chosen when it begins, for the weights as they are by then. A row for which rounding to
+    nearest happens to be better keeps that.
+
+    Args:
+        w: the matrix, f32 or f64, in which this is computed.
+        hessian: H = Xᵀ X of its inputs [K, K], times whatever constant.
+        grid: of the scheme.
+        damping: in parts of H's mean diagonal.
+
+    Raises ArgumentError for a Hessian that is not finite or not of w's width.
+    """
+    K = w.shape[1]
+    if hessian.shape != (K, K):
+        raise ArgumentError("hessian", f"must be [{K}, {K}] as w is wide", f"shape {hessian.shape}")
+    H = hessian.astype(np.float64)
+    importance = np.diagonal(H)
+    groups, order = _order(grid.bounds, importance)
+    U = inverse_factor(H[order][:, order], damping).astype(w.dtype)
+    diagonal = np.diagonal(U)
+    work = w.T[order]  # [K, N], columns of w one after the other
+    q, values = np.empty_like(work), np.empty_like(work)
+    chosen: list[Constants] = [()] * len(groups)
+    begins = dict(zip(_starts(grid.bounds, groups), groups, strict=True))
+    levels: Levels
+    for start, stop in _blocks(grid.bounds, groups):
+        errors = np.empty_like(work[start:stop])
+        for j in range(start, stop):
+            if j in begins:
+                group = begins[j]
+                end = j + grid.bounds[group][1] - grid.bounds[group][0]
+                levels, chosen[group] = grid.choose(group, work[j:end], diagonal[j:end] ** -2)
+            q[j] = levels.nearest(work[j])
+            values[j] = levels.values(q[j])
+            errors[j - start] = (work[j] - values[j]) / diagonal[j]
+            work[j + 1 : stop] -= U[j, j + 1 : stop, None] * errors[j - start]
+        work[stop:] -= U[start:stop, stop:].T @ errors
+    back = np.argsort(order)
+    found = Rounded(q[back].T, values[back].T, _stacked(chosen))
+    plain = rounded(w, H, grid)
+    worse = objective(w, found.values, H) > objective(w, plain.values, H)
+    pairs = zip(plain[:2] + plain.constants, found[:2] + found.constants, strict=True)
+    q, values, *constants = (np.where(worse[:, None], old, new) for old, new in pairs)
+    return Rounded(q, values, tuple(constants))
+
+
+def objective(w: Array, values: Array, hessian: Array) -> Array:
+    """What each row of the quantised matrix costs, float64 [N]: d H dᵀ with d = w - values."""
+    error = w - values
+    return ((error @ hessian.astype(w.dtype)) * error).sum(axis=1, dtype=np.float64)
+
+
+def inverse_factor(hessian: Array, damping: float = DAMPING) -> Array:
+    """U upper triangular with (H + damping·mean(diag H))⁻¹ = Uᵀ U; more damping where H has no inverse otherwise."""
+    if not bool(np.isfinite(hessian).all()):
+        raise ArgumentError("hessian", "must be finite", "NaN or infinity")
+    identity = np.eye(len(hessian), like=hessian)
+    mean = float(np.diagonal(hessian).mean()) or 1.0
+    for _ in range(_TRIES):
+        with suppress(np.linalg.LinAlgError):
+            inverse = np.linalg.inv(hessian + damping * mean * identity)
+            factor = np.linalg.cholesky(inverse)
+            # CuPy does not raise, and leaves the rest of a matrix as it was where its factor ends.
+            if bool(np.abs(factor @ factor.T - inverse).max() <= 1e-6 * np.abs(inverse).max()):
+                return factor.T
+        damping *= 10
+    raise ArgumentError("hessian", "must be positive semidefinite", f"no inverse with damping {damping:g}")
+
+
+def _order(bounds: list[tuple[int, int]], importance: Array) -> tuple[list[int], Array]:
+    """Groups, and all columns, in the order in which they are quantised."""
+
+    def descending(group: int) -> Array:
+        start, stop = bounds[group]
+        return start + np.argsort(-importance[start:stop], kind="stable")
+
+    share = [float(importance[start:stop].mean()) for start, stop in bounds]
+    groups = sorted(range(len(bounds)), key=lambda group: -share[group])
+    return groups, np.concatenate([descending(group) for group in groups])
+
+
+def _starts(bounds: list[tuple[int, int]], groups: list[int]) -> list[int]:
+    """Where each group begins when they are taken in that order."""
+    widths = [bounds[group][1] - bounds[group][0] for group in groups]
+    return [0, *accumulate(widths)][:-1]
+
+
+def _blocks(bounds: list[tuple[int, int]], groups: list[int]) -> Iterator[tuple[int, int]]:
+    """Runs of up to `BLOCK` columns; no group that fits one is divided, so that it begins up to date."""
+    start = stop = 0
+    for group in groups:
+        width = bounds[group][1] - bounds[group][0]
+        if stop > start and stop + width - start > BLOCK:
+            yield start, stop
+            start = stop
+        stop += width
+        while stop - start > BLOCK:
+            yield start, start + BLOCK
+            start += BLOCK
+    yield start, stop
+
+
+def _stacked(chosen: list[Constants]) -> Constants:
+    return tuple(np.stack(each, axis=1) for each in zip(*chosen, strict=True))

@@ -1,0 +1,213 @@
+"""Grids: the numbers that a scheme can give to the weights of a group, chosen for them, and its format in the end.
+
+Every scheme is uniform within a group of a row: base + step·q, q an integer in low..high. What differs is which steps
+and bases there are. The first choice is that of plain rounding; with `clip` narrower levels, and the part of a group's
+range that they cover, are searched as well.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ptxlab.quant.inputs import check_group, check_protective_range, float_matrix
+from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
+from ptxlab.quant.lqq import MAX_GROUP_SCALE, LQQWeight
+from ptxlab.quant.qoq import QoQChannelWeight, QoQWeight
+
+Array = Any  # of NumPy or CuPy
+Constants = tuple[Array, ...]  # that stand for the levels of a group in the format, [N] each
+SHRINKS = tuple(1 - 0.05 * i for i in range(9))  # of a range, in the search of a scale that is a float: 1 to 0.6
+NARROWER = (0, 1, 2, 3, 4, -1)  # than plain rounding's, in the search of a scale that is an integer
+SHIFTS = (0.0, 0.5, 1.0)  # of what does not fit the levels, the part at the lower end
+
+
+class Levels(NamedTuple):
+    """base + step·q, q an integer in low..high, for one group of each row: floats [N], low and high perhaps for all."""
+
+    step: Array
+    base: Array
+    low: Any
+    high: Any
+
+    def nearest(self, w: Array) -> Array:
+        """The integers, as floats, of the levels nearest to w [.., N]."""
+        return np.rint((w - self.base) / self.step).clip(self.low, self.high)
+
+    def values(self, q: Array) -> Array:
+        """The levels of the integers q [.., N]."""
+        return q * self.step + self.base
+
+
+class Grid(ABC):
+    """Of a matrix w float [N, K]; `bounds` says where each group along K begins and ends."""
+
+    bounds: list[tuple[int, int]]
+    clip: bool
+
+    def choose(self, group: int, w: Array, metric: Array) -> tuple[Levels, Constants]:
+        """The levels of a group for its weights w float [g, N], a column per row of the matrix.
+
+        `metric` [g, g], or [g] for a diagonal, says what an error d [g] of a row costs: dᵀ metric d.
+        """
+        candidates = self.candidates(group, w)
+        best, constants = next(candidates)
+        if not self.clip:
+            return best, constants
+        least = _cost(best, w, metric)
+        for levels, others in candidates:
+            cost = _cost(levels, w, metric)
+            better = cost < least
+            least = np.where(better, cost, least)
+            best = Levels(*(_where(better, new, old) for new, old in zip(levels, best, strict=True)))
+            constants = tuple(_where(better, new, old) for new, old in zip(others, constants, strict=True))
+        return best, constants
+
+    @abstractmethod
+    def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+        """Levels for w [g, N], with their constants; the first are those of plain rounding."""
+
+    @abstractmethod
+    def weight(self, q: Array, constants: Constants) -> Any:
+        """The quantised weight with integers q [N, K] and the constants of all groups, [N, K/g] each."""
+
+
+def _where(better: Array, new: Any, old: Any) -> Any:
+    """The new elements where they are better; a number is the same for all candidates."""
+    return np.where(better, new, old) if hasattr(old, "ndim") else old
+
+
+def _cost(levels: Levels, w: Array, metric: Array) -> Array:
+    error = levels.values(levels.nearest(w)) - w
+    return metric @ error**2 if metric.ndim == 1 else ((metric @ error) * error).sum(axis=0)
+
+
+class TwoLevelGrid(Grid):
+    """What LQQ and QoQ share: a scale per row, fixed beforehand, and groups of 32, 64 or 128."""
+
+    def __init__(self, w: Array, group: int, *, clip: bool = False, protective_range: int = PROTECTIVE_RANGE) -> None:
+        check_protective_range(protective_range)
+        w = float_matrix("w", w)
+        check_group("w", w.shape[1], group)
+        self.bounds, self.clip = groups_of(w.shape[1], group), clip
+        self.protective_range = protective_range
+        self.channel_scale = quantize_level1(w, protective_range).scale
+        self.scale = self.channel_scale.astype(w.dtype)
+
+    def extent(self, w: Array) -> tuple[Array, Array]:
+        """The lowest and the highest level-1 integer of w [g, N], as floats."""
+        R = self.protective_range
+        low, high = (np.rint(end / self.scale).clip(-R, R) for end in (w.min(axis=0), w.max(axis=0)))
+        return low, high
+
+
+class LQQGrid(TwoLevelGrid):
+    """(q·group_scale + minimum)·channel_scale. Numerically also QoQ's as it is released, with an 8-bit zero."""
+
+    def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+        """See `Grid.candidates`."""
+        low, high = self.extent(w)
+        nearest = np.rint((high - low) / 15).clip(1, MAX_GROUP_SCALE)
+        for narrower in NARROWER:
+            step = (nearest - narrower).clip(1, MAX_GROUP_SCALE)
+            for shift in SHIFTS:
+                minimum = np.rint(low + shift * (high - low - 15 * step)).clip(-128, 127 - 15 * step)
+                yield Levels(step * self.scale, minimum * self.scale, 0, 15), (step, minimum)
+
+    def weight(self, q: Array, constants: Constants) -> LQQWeight:
+        """See `Grid.weight`."""
+        group_scale, minimum = constants
+        return LQQWeight(
+            q4=q.astype(np.uint8),
+            group_scale=group_scale.astype(np.uint8),
+            minimum=minimum.astype(np.int8),
+            channel_scale=self.channel_scale,
+            protective_range=self.protective_range,
+        )
+
+
+class QoQGrid(TwoLevelGrid):
+    """(q - zero)·group_scale·channel_scale, the paper's form: a zero of 4 bits."""
+
+    def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+        """See `Grid.candidates`."""
+        low, high = self.extent(w)
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+        nearest = np.maximum(np.rint((high - low) / 15), 1)
+        for narrower in NARROWER:
+            step = (nearest - narrower).clip(1, nearest)
+            for shift in SHIFTS:
+                zero = np.rint(-(low + shift * (high - low - 15 * step)) / step).clip(0, 15)
+                lowest, highest = np.maximum(zero - 128 // step, 0), np.minimum(zero + 127 // step, 15)  # within s8
+                yield Levels(step * self.scale, -zero * step * self.scale, lowest, highest), (step, zero)
+
+    def weight(self, q: Array, constants: Constants) -> QoQWeight:
+        """See `Grid.weight`."""
+        group_scale, zero = constants
+        return QoQWeight(
+            q4=q.astype(np.uint8),
+            group_scale=group_scale.astype(np.uint8),
+            zero=zero.astype(np.uint8),
+            channel_scale=self.channel_scale,
+            protective_range=self.protective_range,
+        )
+
+
+class ChannelGrid(Grid):
+    """(q - zero)·scale with one of each per row."""
+
+    def __init__(self, w: Array, *, clip: bool = False) -> None:
+        w = float_matrix("w", w)
+        self.bounds, self.clip = [(0, w.shape[1])], clip
+
+    def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+        """See `Grid.candidates`."""
+        low, high = np.minimum(w.min(axis=0), 0), np.maximum(w.max(axis=0), 0)
+        for shrink in SHRINKS:
+            scale = np.where(high > low, shrink * (high - low) / 15, 1).astype(np.float32)
+            step = scale.astype(w.dtype)
+            for shift in SHIFTS:
+                zero = np.rint(-(low + shift * (1 - shrink) * (high - low)) / step).clip(0, 15)
+                yield Levels(step, -zero * step, 0, 15), (scale, zero)
+
+    def weight(self, q: Array, constants: Constants) -> QoQChannelWeight:
+        """See `Grid.weight`."""
+        scale, zero = (each[:, 0] for each in constants)
+        return QoQChannelWeight(q.astype(np.uint8), scale.astype(np.float32), zero.astype(np.uint8))
+
+
+class SymmetricGrid(Grid):
+    """q·scale: INT4 with a scale per group, and more bits in the last `kept` columns of a row, with one scale (Atom).
+
+    `group` None: one scale for all columns but those. `bits` of what is not kept; 8 alone is W8A8's.
+    """
+
+    def __init__(
+        self, w: Array, group: int | None, *, kept: int = 0, kept_bits: int = 8, bits: int = 4, clip: bool = False
+    ) -> None:
+        w = float_matrix("w", w)
+        K = w.shape[1] - kept
+        self.bounds, self.clip = groups_of(K, group or K), clip
+        self.bits = [bits] * len(self.bounds)
+        if kept:
+            self.bounds.append((K, K + kept))
+            self.bits.append(kept_bits)
+
+    def candidates(self, group: int, w: Array) -> Iterator[tuple[Levels, Constants]]:
+        """See `Grid.candidates`."""
+        bits = self.bits[group]
+        high = 2 ** (bits - 1) - 1
+        largest = np.abs(w).max(axis=0)
+        for shrink in SHRINKS:
+            step = np.where(largest > 0, shrink * largest / high, 1).astype(np.float32).astype(w.dtype)
+            yield Levels(step, np.zeros_like(step), -8 if bits == 4 else -high, high), (step,)
+
+    def weight(self, q: Array, constants: Constants) -> tuple[Array, Array]:
+        """(integers s16 [N, K], scales f32 [N, groups])."""
+        return q.astype(np.int16), constants[0].astype(np.float32)
+
+
+def groups_of(K: int, group: int) -> list[tuple[int, int]]:
+    """Where each group begins and ends."""
+    return [(start, min(start + group, K)) for start in range(0, K, group)]

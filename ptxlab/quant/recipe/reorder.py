@@ -1,0 +1,41 @@
+"""Channels of alike magnitude into the same group (QServe §4.3.3): for the inputs of o and down, at no cost.
+
+Both are outputs of another matrix, whose rows are permuted likewise: within a head for o, and there alike for all
+query heads of a KV head.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.reference import Layer
+
+
+def reorder_down(layer: Layer, salience: Any) -> dict[str, Any]:
+    """The layer with the channels between gate, up and down sorted by salience [F], the largest first."""
+    order = descending("salience", salience, (layer["down"].shape[1],))
+    return {**layer, "gate": layer["gate"][order], "up": layer["up"][order], "down": layer["down"][:, order]}
+
+
+def reorder_heads(layer: Layer, salience: Any) -> dict[str, Any]:
+    """The layer with the channels of every head of values sorted by salience [Hq, D] of o's input, the largest first.
+
+    The query heads that share a KV head share its order: that of their largest salience.
+    """
+    Hq, D = salience.shape
+    v, o = layer["v"], layer["o"]
+    Hkv = len(v) // D
+    order = descending("salience", salience.reshape(Hkv, -1, D).max(axis=1), (Hkv, D))
+    rows = (order + D * np.arange(Hkv, like=order)[:, None]).reshape(-1)
+    of_queries = np.repeat(order, Hq // Hkv, axis=0)
+    columns = (of_queries + D * np.arange(Hq, like=order)[:, None]).reshape(-1)
+    turned = {**layer, "v": v[rows], "o": o[:, columns]}
+    return turned | ({"v_bias": layer["v_bias"][rows]} if "v_bias" in layer else {})
+
+
+def descending(argument: str, salience: Any, shape: tuple[int, ...]) -> Any:
+    """The order that sorts along the last axis, the largest first; ties keep their order."""
+    if salience.shape != shape:
+        raise ArgumentError(argument, f"must be {list(shape)}", f"shape {salience.shape}")
+    return np.argsort(-salience, axis=-1, kind="stable")

@@ -1,0 +1,145 @@
+"""Rotations that leave a decoder's function as it is: of the residual stream, and of every head's values.
+
+RMSNorm commutes with a rotation Q once its gamma is folded into the matrices behind it. What reads the stream takes
+W <- W diag(gamma) Q, what writes to it W <- Qᵀ W, the embedding E <- E Q (QServe §4.3.1). Per head a second rotation
+lies between the values and the output projection: V <- Qᵀ V, O <- O Q, which the paper does not have and its code does.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import ArgumentError
+from ptxlab.reference import Layer
+from ptxlab.validate import is_integer
+
+READERS = {"input_norm": ("q", "k", "v"), "post_norm": ("gate", "up")}  # matrices behind each norm
+WRITERS = ("o", "down")
+
+
+def hadamard(n: int) -> npt.NDArray[np.float64]:
+    """The scaled Hadamard matrix [n, n]: orthogonal, every element ±n^-0.5.
+
+    A Kronecker product of orders 2 and p + 1 or 2 (p + 1), p a prime, by Paley's constructions: 576 = 12·12·4,
+    1536 = 12·128, 3584 = 28·128. Raises ArgumentError for an order that is no such product.
+    """
+    orders = _factors(n) if is_integer(n) and n > 0 else None
+    if orders is None:
+        raise ArgumentError("n", "must be a product of known orders of Hadamard matrices: 2, 12, 20, 28, ...", n)
+    product: Any = np.ones((1, 1))
+    for order in orders:
+        product = np.kron(product, _signs(order))
+    scaled: npt.NDArray[np.float64] = product / np.sqrt(n)
+    return scaled
+
+
+def random_orthogonal(n: int, seed: int = 0) -> npt.NDArray[np.float64]:
+    """An orthogonal matrix [n, n], uniformly distributed."""
+    q, r = np.linalg.qr(np.random.default_rng(seed).standard_normal((n, n)))
+    rotation: npt.NDArray[np.float64] = q * np.sign(np.diagonal(r))
+    return rotation
+
+
+def fold_norms(layer: Layer) -> dict[str, Any]:
+    """The layer with its norms' gamma in the matrices behind them, and norms of ones."""
+    folded = dict(layer)
+    for norm, readers in READERS.items():
+        folded |= {name: as_before(layer[name], wide(layer[name]) * wide(layer[norm])) for name in readers}
+        folded[norm] = np.ones_like(layer[norm])
+    return folded
+
+
+def rotate_stream(layer: Layer, rotation: Any) -> dict[str, Any]:
+    """The layer on a stream turned by `rotation` f64 [H, H], x Q instead of x. Raises ArgumentError for a norm that is
+    not folded."""
+    turned = dict(layer)
+    for norm, readers in READERS.items():
+        if not bool((layer[norm] == 1).all()):
+            raise ArgumentError(norm, "must be folded before the stream is rotated (fold_norms)", "other than ones")
+        turned |= {name: as_before(layer[name], wide(layer[name]) @ rotation) for name in readers}
+    return turned | {name: as_before(layer[name], rotation.T @ wide(layer[name])) for name in WRITERS}
+
+
+def rotate_ends(embedding: Any, final_norm: Any, head: Any, rotation: Any) -> tuple[Any, Any, Any]:
+    """(embedding [V, H], final norm of ones [H], head [V, H]) on the turned stream.
+
+    A tied head (None) is untied: the final norm's gamma belongs to it alone.
+    """
+    head = embedding if head is None else head
+    turned_head = (wide(head) * wide(final_norm)) @ rotation
+    return (
+        as_before(embedding, wide(embedding) @ rotation),
+        np.ones_like(final_norm),
+        as_before(head, turned_head),
+    )
+
+
+def rotate_heads(layer: Layer, rotation: Any) -> dict[str, Any]:
+    """The layer with the values of every head turned by `rotation` f64 [D, D], and turned back by the projection o."""
+    D = len(rotation)
+
+    def of_values(v: Any) -> Any:  # [Hkv·D, ..]
+        return as_before(v, (rotation.T @ wide(v).reshape(-1, D, v.size // len(v))).reshape(v.shape))
+
+    o = layer["o"]
+    turned = {
+        **layer,
+        "v": of_values(layer["v"]),
+        "o": as_before(o, (wide(o).reshape(len(o), -1, D) @ rotation).reshape(o.shape)),
+    }
+    return turned | ({"v_bias": of_values(layer["v_bias"])} if "v_bias" in layer else {})
+
+
+def wide(x: Any) -> Any:
+    """x in float64."""
+    return x.astype(np.float64)
+
+
+def as_before(x: Any, result: Any) -> Any:
+    """A result that takes x's place, in its dtype."""
+    return result.astype(x.dtype)
+
+
+@cache
+def _factors(n: int) -> tuple[int, ...] | None:
+    """Orders whose product is n; what is left beside Paley's is a power of two."""
+    if n & (n - 1) == 0:
+        return (2,) * (n.bit_length() - 1)
+    for order in _paley_orders(n):
+        rest = _factors(n // order) if n % order == 0 else None
+        if rest is not None:
+            return (order, *rest)
+    return None
+
+
+def _paley_orders(n: int) -> Iterator[int]:
+    return (order for order in range(12, n + 1, 4) if order & (order - 1) and _paley_prime(order))
+
+
+def _paley_prime(order: int) -> int:
+    """The prime p of the construction of that order: p = order - 1 = 3 mod 4, or order / 2 - 1 = 1 mod 4; or 0."""
+    for p, residue in ((order - 1, 3), (order // 2 - 1, 1)):
+        if p % 4 == residue and all(p % d for d in range(2, int(p**0.5) + 1)):
+            return p
+    return 0
+
+
+def _signs(order: int) -> npt.NDArray[np.float64]:
+    """The Hadamard matrix of that order, of ±1."""
+    if order == 2:
+        return np.array([[1.0, 1.0], [1.0, -1.0]])
+    p = _paley_prime(order)
+    square = np.zeros(p)
+    square[np.arange(1, p) ** 2 % p] = 1
+    character = 2 * square - 1
+    character[0] = 0
+    core = np.zeros((p + 1, p + 1))
+    core[0, 1:], core[1:, 0] = 1, 1 if p % 4 == 1 else -1
+    core[1:, 1:] = character[(np.arange(p)[:, None] - np.arange(p)) % p]
+    identity = np.eye(p + 1)
+    if p % 4 == 3:
+        return identity + core
+    return np.kron(core, [[1.0, 1.0], [1.0, -1.0]]) + np.kron(identity, [[1.0, -1.0], [-1.0, -1.0]])

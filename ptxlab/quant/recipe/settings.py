@@ -1,0 +1,141 @@
+"""`Recipe`: which steps a model's weights take, with which settings; and the recipes that have a name."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ptxlab.errors import ArgumentError
+from ptxlab.quant.inputs import GROUPS
+from ptxlab.quant.kv import kv_scheme
+from ptxlab.quant.level1 import PROTECTIVE_RANGE
+from ptxlab.quant.numerics import FakeQuantized
+from ptxlab.quant.recipe.gptq import DAMPING
+from ptxlab.quant.recipe.grids import Array, ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
+from ptxlab.validate import is_one_of
+
+PACKED = ("lqq", "qoq", "qoq_channel")  # schemes whose weights the kernels take
+SCHEMES = (*PACKED, "int4", "int8", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The steps, in their order; a step that is None or False is left out.
+
+    Attributes:
+        rotate: the residual stream, by a Hadamard matrix.
+        rotate_heads: every head's values, likewise.
+        smooth_keys: SmoothAttention's exponent.
+        smooth: the exponents (alpha, beta) of smoothing down's input.
+        reorder: o's and down's input by magnitude.
+        clip: search each group's levels: for the least error of the product's `output`, or of the `weights`.
+        gptq: GPTQ; else round to nearest.
+        damping: GPTQ's.
+        scheme: of the weights: lqq, which QoQ as it is released (PostScale) is too, qoq (the paper's), qoq_channel;
+            int4, symmetric, and int8, per row, to measure with; None leaves them floats.
+        group: weights per scale; of int4 and its activations None for all of a row.
+        protective_range: of level 1.
+        acts: bits of the activations, 8 per token or 4 in groups, or None.
+        kept: channels of each input that stay INT8 beside 4-bit ones, the largest by their squares (Atom).
+        kept_bits: of those: 8, or 16, which stands for FP16.
+        act_clip: what of a group's largest magnitude 4-bit activations reach to.
+        kv: scheme of the cache per token and head, or None.
+
+    Raises ArgumentError for a value that no recipe can have.
+    """
+
+    rotate: bool = False
+    rotate_heads: bool = False
+    smooth_keys: float | None = None
+    smooth: tuple[float, float] | None = None
+    reorder: bool = False
+    clip: str | None = None
+    gptq: bool = False
+    damping: float = DAMPING
+    scheme: str | None = "lqq"
+    group: int | None = 64
+    protective_range: int = PROTECTIVE_RANGE
+    acts: int | None = 8
+    kept: int = 0
+    kept_bits: int = 8
+    act_clip: float = 1.0
+    kv: str | None = "kv4"
+
+    def __post_init__(self) -> None:
+        if not is_one_of(self.scheme, SCHEMES):
+            raise ArgumentError("scheme", f"must be one of {', '.join(map(str, SCHEMES))}", self.scheme)
+        if self.scheme in ("lqq", "qoq") and not is_one_of(self.group, GROUPS):
+            raise ArgumentError("group", f"must be one of {', '.join(map(str, GROUPS))}", self.group)
+        if not is_one_of(self.acts, (4, 8, None)):
+            raise ArgumentError("acts", "must be 4, 8 or None", self.acts)
+        if not is_one_of(self.clip, ("output", "weights", None)):
+            raise ArgumentError("clip", "must be output, weights or None", self.clip)
+        if self.kv is not None:
+            kv_scheme(self.kv)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether it needs a text."""
+        of_inputs = self.smooth_keys is not None or self.smooth is not None or self.reorder
+        return of_inputs or self.needs_hessian
+
+    @property
+    def needs_hessian(self) -> bool:
+        """Whether it looks at Xᵀ X of every input."""
+        return self.clip == "output" or self.gptq or bool(self.kept)
+
+    def numerics(self) -> FakeQuantized:
+        """Of a model that was quantised so."""
+        return FakeQuantized(
+            acts=self.acts,
+            kv=self.kv,
+            group=self.group,
+            kept=self.kept,
+            kept_bits=self.kept_bits,
+            clip=self.act_clip,
+        )
+
+    def grid(self, w: Array) -> Grid:
+        """The scheme's grid for a matrix float [N, K]."""
+        if self.scheme in ("lqq", "qoq"):
+            two_level = LQQGrid if self.scheme == "lqq" else QoQGrid
+            assert self.group is not None
+            return two_level(w, self.group, clip=self.clip is not None, protective_range=self.protective_range)
+        if self.scheme == "qoq_channel":
+            return ChannelGrid(w, clip=self.clip is not None)
+        if self.scheme == "int8":
+            return SymmetricGrid(w, None, bits=8, clip=self.clip is not None)
+        return SymmetricGrid(w, self.group, kept=self.kept, kept_bits=self.kept_bits, clip=self.clip is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Its settings, as JSON has them."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    def but(self, **changes: Any) -> "Recipe":
+        """The same with other settings."""
+        return replace(self, **changes)
+
+
+_FULL = Recipe(
+    rotate=True,
+    rotate_heads=True,
+    smooth_keys=0.5,
+    smooth=(0.3, 0.7),
+    reorder=True,
+    clip="output",
+    gptq=True,
+)
+RECIPES: Mapping[str, Recipe] = {
+    "lqq": _FULL,
+    "qoq": _FULL.but(scheme="qoq"),
+    "qoq_released": _FULL.but(clip=None),  # with an 8-bit zero ("PostScale"), which is LQQ's form, and no clipping
+    "qoq_channel": _FULL.but(scheme="qoq_channel", smooth=(0.1, 0.9), reorder=False),
+    "atom": Recipe(scheme="int4", acts=4, kept=64, act_clip=0.9, clip="output", gptq=True),
+    "rtn": Recipe(),
+}
+
+
+def named(name: str) -> Recipe:
+    """A recipe by name. Raises ArgumentError for one that is not in `RECIPES`."""
+    if not is_one_of(name, RECIPES):
+        raise ArgumentError("recipe", f"must be one of {', '.join(RECIPES)}", name)
+    return RECIPES[name]

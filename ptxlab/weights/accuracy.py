@@ -1,0 +1,196 @@
+"""What each step of the recipes does to a model's perplexity: ladders of steps, comparisons, and their record."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ptxlab.errors import ArgumentError
+from ptxlab.model.floats import FloatModel, Tokens, perplexity
+from ptxlab.quant.recipe import RECIPES, Recipe, random_orthogonal
+from ptxlab.weights.calibrate import prepared, quantize_layers, turned
+
+SCHEMA = 1
+STARTS = ("mixed", "uniform", "file")
+_FLOAT = Recipe(scheme=None, acts=None, kv=None)
+
+
+@dataclass(frozen=True)
+class AccuracyRow:
+    """One measurement: a step of a ladder, on top of those before it; `repeats`: worth other calibration seeds."""
+
+    ladder: str
+    step: str
+    recipe: Recipe
+    repeats: bool = False
+
+    @property
+    def name(self) -> str:
+        """`g64/GPTQ`."""
+        return f"{self.ladder}/{self.step}"
+
+
+def rows() -> list[AccuracyRow]:
+    """All of the table, in its order. The first, in floats, is what the others are compared with."""
+    return [AccuracyRow("float", "float32", _FLOAT), *_alone(), *_w4a8kv4(), *_schemes(), *_atom()]
+
+
+def _alone() -> Iterator[AccuracyRow]:
+    yield AccuracyRow("alone", "W8A8", _FLOAT.but(scheme="int8", acts=8))
+    yield AccuracyRow("alone", "A8", _FLOAT.but(acts=8))
+    yield AccuracyRow("alone", "KV8", _FLOAT.but(kv="kv8"))
+    yield AccuracyRow("alone", "KV4", _FLOAT.but(kv="kv4"))
+
+
+def _w4a8kv4() -> Iterator[AccuracyRow]:
+    """QServe's order (its Fig. 16): what leaves the function as it is, groups, reordering, clipping; GPTQ last."""
+    full, rounded = RECIPES["qoq_channel"], Recipe(scheme="qoq_channel")
+    recipe = rounded
+    yield AccuracyRow("channel", "round to nearest", rounded)
+    for step, names in (
+        ("rotation", ("rotate",)),
+        ("rotation of heads", ("rotate_heads",)),
+        ("smoothing", ("smooth",)),
+        ("SmoothAttention", ("smooth_keys",)),
+    ):
+        recipe = _with(recipe, full, names)
+        yield AccuracyRow("channel", step, recipe)
+    yield AccuracyRow("channel", "clipping", _with(recipe, full, ("clip",)))
+    yield AccuracyRow("channel", "GPTQ", full, repeats=True)
+    for group in (64, 32):
+        full, ladder = RECIPES["lqq"].but(group=group), f"g{group}"
+        yield AccuracyRow(ladder, "round to nearest", RECIPES["rtn"].but(group=group))
+        recipe = full.but(reorder=False, clip=None, gptq=False)
+        yield AccuracyRow(ladder, "rotation, smoothing, SmoothAttention, groups", recipe)
+        yield AccuracyRow(ladder, "reordering", recipe := _with(recipe, full, ("reorder",)))
+        yield AccuracyRow(ladder, "clipping", _with(recipe, full, ("clip",)))
+        yield AccuracyRow(ladder, "GPTQ", full, repeats=True)
+
+
+def _schemes() -> Iterator[AccuracyRow]:
+    """Formats and the choice of their constants, in groups of 64."""
+    full = RECIPES["lqq"]
+    plain = full.but(clip=None, gptq=False)
+    for ladder, recipe in (("schemes, rounded", plain), ("schemes, GPTQ", full)):
+        yield AccuracyRow(ladder, "LQQ", recipe)
+        yield AccuracyRow(ladder, "QoQ", recipe.but(scheme="qoq"))
+        yield AccuracyRow(ladder, "LQQ, range 120", recipe.but(protective_range=120))
+    yield AccuracyRow("schemes, rounded", "LQQ, constants by squared error", plain.but(clip="weights"))
+    yield AccuracyRow("schemes, rounded", "QoQ, constants by squared error", plain.but(scheme="qoq", clip="weights"))
+
+
+def _atom(group: int = 64, kept: int = 64) -> Iterator[AccuracyRow]:
+    """W4A4 in the order of Atom's Table 3."""
+    recipe = Recipe(scheme="int4", acts=4, group=None, kv=None)
+    yield AccuracyRow("Atom", "round to nearest", recipe)
+    for step, changes in (
+        (f"{kept} outlier channels in 16 bits", {"kept": kept, "kept_bits": 16}),
+        ("outliers in INT8", {"kept_bits": 8}),
+        (f"groups of {group}", {"group": group}),
+        ("clipping", {"clip": "output", "act_clip": 0.9}),
+        ("GPTQ", {"gptq": True}),
+        ("KV4", {"kv": "kv4"}),
+    ):
+        recipe = recipe.but(**changes)
+        yield AccuracyRow("Atom", step, recipe, repeats=step == "KV4")
+
+
+def _with(recipe: Recipe, full: Recipe, names: Sequence[str]) -> Recipe:
+    return recipe.but(**{name: getattr(full, name) for name in names})
+
+
+def in_order(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Measurements in the order of the table, seeds one after the other."""
+    places = {(row.ladder, row.step): place for place, row in enumerate(rows())}
+    return sorted(results, key=lambda each: (places[each["ladder"], each["step"]], each["seed"]))
+
+
+def off_grid(model: FloatModel, start: str = "mixed", seed: int = 1) -> FloatModel:
+    """The model with its stream turned by a fixed random rotation: the same function, its weights on no file's grid.
+
+    Weights that a file holds in 4 bits lie on 16 levels per group, and rounding them to 16 levels again costs less
+    than it should. `mixed` turns every channel with three others, which leaves that grid and keeps large channels
+    large; `uniform` is a uniformly distributed rotation, which does a good part of what the recipe's own does; `file`
+    leaves the model as it is.
+    """
+    if start not in STARTS:
+        raise ArgumentError("start", f"must be one of {', '.join(STARTS)}", start)
+    if start == "file":
+        return model
+    H = model.config.hidden
+    new = turned(model, random_orthogonal(H, seed) if start == "uniform" else mixing(H, seed))
+    return replace(new, layers=list(new.layers))
+
+
+def mixing(n: int, seed: int) -> npt.NDArray[np.float64]:
+    """An orthogonal matrix [n, n] that turns channels in random pairs, twice: each becomes a mixture of four."""
+    rng = np.random.default_rng(seed)
+    mixed = np.eye(n)
+    for _ in range(2):
+        order = rng.permutation(n)[: n // 2 * 2].reshape(2, -1)
+        one, other = order
+        angle = rng.uniform(np.pi / 10, np.pi / 2 - np.pi / 10, n // 2)
+        turn = np.eye(n)
+        turn[one, one] = turn[other, other] = np.cos(angle)
+        turn[one, other], turn[other, one] = -np.sin(angle), np.sin(angle)
+        mixed = mixed @ turn
+    return mixed
+
+
+def measure(
+    model: FloatModel,
+    calibration: Callable[[int], Tokens],
+    texts: Mapping[str, Tokens],
+    chosen: Sequence[AccuracyRow],
+    seeds: int = 3,
+    progress: Callable[[str], None] = lambda label: None,
+    done: Sequence[Mapping[str, Any]] = (),
+) -> Iterator[dict[str, Any]]:
+    """Quantise by each row's recipe and measure the perplexity.
+
+    Args:
+        model: turned off its file's grid (`off_grid`); on the GPU if its arrays are there.
+        calibration: tokens [S, T] of a seed.
+        texts: windows [W, T] by name.
+        chosen: of `rows()`.
+        seeds: how many for rows that repeat.
+        progress: called with a row's name before each of its seeds.
+        done: what was measured before, which is not measured again.
+
+    Yields:
+        Per row and seed, when it is measured: ladder, step, recipe, seed, perplexity by text, errors by matrix (means
+        over the layers of the relative error of the output), seconds to quantise and to measure.
+    """
+
+    @cache
+    def found(recipe: Recipe, seed: int) -> dict[str, Any]:
+        start = perf_counter()
+        base = prepared(model, recipe)
+        tokens = calibration(seed)
+        layers = list(quantize_layers(base, tokens if recipe.is_calibrated else tokens[:0], recipe))
+        quantized = replace(base, layers=[layer.floats for layer in layers if layer])
+        done = perf_counter()
+        perplexities = {name: perplexity(quantized, windows, recipe.numerics()) for name, windows in texts.items()}
+        return {
+            "recipe": recipe.to_json(),
+            "perplexity": perplexities,
+            "errors": _means([layer.errors for layer in layers if layer]),
+            "seconds": {"quantize": done - start, "measure": perf_counter() - done},
+        }
+
+    before = {(each["ladder"], each["step"], each["seed"]) for each in done}
+    for row in chosen:
+        for seed in range(seeds if row.repeats else 1):
+            progress(row.name)
+            if (row.ladder, row.step, seed) not in before:
+                yield {"ladder": row.ladder, "step": row.step, "seed": seed, **found(row.recipe, seed)}
+
+
+def _means(errors: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    names = errors[0] if errors else {}
+    found = {name: [error for each in errors if (error := each[name]) is not None] for name in names}
+    return {name: float(np.mean(of)) for name, of in found.items() if of}

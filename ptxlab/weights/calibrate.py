@@ -1,0 +1,219 @@
+"""A model through a recipe: quantised layer by layer, each calibrated on what the quantised layers before it give.
+
+One layer's weights are in memory at a time, beside the residual stream of the calibration text.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab.errors import ArgumentError
+from ptxlab.model.floats import FloatModel, MappedLayers, Tokens
+from ptxlab.model.quantized import FUSED
+from ptxlab.quant.numerics import FakeQuantized
+from ptxlab.quant.recipe import (
+    Recipe,
+    fold_norms,
+    gptq,
+    hadamard,
+    objective,
+    reorder_down,
+    reorder_heads,
+    rotate_ends,
+    rotate_heads,
+    rotate_stream,
+    rounded,
+    smooth_down,
+    smooth_keys,
+)
+from ptxlab.reference import EXACT, Layer, Numerics
+
+
+@dataclass(frozen=True)
+class QuantizedLayer:
+    """A layer after the recipe.
+
+    Attributes:
+        floats: the layer with the values that its quantised weights stand for.
+        weights: by the names of `FUSED`, what the scheme makes of the matrices.
+        errors: of each, the error of its output over calibration data, relative to the output in squares; None where
+            nothing was calibrated.
+    """
+
+    floats: Layer
+    weights: dict[str, Any]
+    errors: dict[str, float | None]
+
+
+def samples(tokens: Tokens, count: int = 128, length: int = 1024, seed: int = 0) -> Tokens:
+    """[count, length] of tokens [T], each from a random place; raises ArgumentError for fewer tokens than one takes."""
+    if len(tokens) < length:
+        raise ArgumentError("length", f"at most the text's {len(tokens)} tokens", length)
+    starts = np.random.default_rng(seed).integers(0, len(tokens) - length + 1, count)
+    drawn: Tokens = tokens[starts[:, None] + np.arange(length)]
+    return drawn
+
+
+def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> FloatModel:
+    """The model with its residual stream and its heads' values turned: the same function; layers are made when read.
+
+    rotation: orthogonal [H, H], or None, which leaves the stream and the norms as they are; of_heads: [D, D] or None.
+    """
+    like = model.embedding
+    rotation, of_heads = (None if q is None else np.asarray(q, like=like) for q in (rotation, of_heads))
+
+    def turn(layer: Layer) -> Layer:
+        layer = layer if rotation is None else rotate_stream(fold_norms(layer), rotation)
+        return layer if of_heads is None else rotate_heads(layer, of_heads)
+
+    new = replace(model, layers=MappedLayers(model.layers, turn))
+    if rotation is None:
+        return new
+    embedding, final_norm, head = rotate_ends(model.embedding, model.final_norm, model.head, rotation)
+    config = replace(model.config, tied_head=False)
+    return replace(new, config=config, embedding=embedding, final_norm=final_norm, head=head)
+
+
+def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
+    """The model turned as the recipe says, not yet quantised."""
+    config = model.config
+    stream = hadamard(config.hidden) if recipe.rotate else None
+    return turned(model, stream, hadamard(config.head_dim) if recipe.rotate_heads else None)
+
+
+def quantize_layers(
+    model: FloatModel,
+    tokens: Tokens,
+    recipe: Recipe,
+    finished: Callable[[int], Layer | None] = lambda index: None,
+) -> Iterator[QuantizedLayer | None]:
+    """Every layer of a prepared model after the recipe, in order.
+
+    Args:
+        model: as `prepared` gives it.
+        tokens: the calibration text, [S, T]; a recipe that needs none takes [0, T].
+        recipe: the steps.
+        finished: floats of the layer if it was quantised before, for which None comes back; it is asked again when
+            what came back has been taken, so that the next layer is calibrated on what was kept of this one.
+    """
+    require_text(recipe, tokens)
+    states = [model.embedded(sample[None]) for sample in tokens]
+    numerics = recipe.numerics()
+    for index in range(len(model.layers)):
+        floats = finished(index)
+        if floats is None:
+            found = quantize_layer(model, model.layers[index], states, recipe)
+            yield found
+            floats = finished(index) or found.floats
+        else:
+            yield None
+        for i, x in enumerate(states):
+            states[i] = model.run_layer(x, floats, numerics)
+
+
+def require_text(recipe: Recipe, tokens: Tokens) -> None:
+    """Raise ArgumentError for a recipe that calibrates, without a sample."""
+    if recipe.is_calibrated and not len(tokens):
+        raise ArgumentError("tokens", "this recipe needs a text to calibrate on", "none")
+
+
+def quantize_layer(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> QuantizedLayer:
+    """One layer of a prepared model, on the stream [1, T, H] of every calibration sample before it.
+
+    The matrices that read one input are quantised together, in the order of the layer, so that each sees the errors of
+    those before it.
+    """
+    layer = shaped(model, layer, states, recipe)
+    made: dict[str, Any] = dict(layer)
+    numerics = recipe.numerics()
+    weights: dict[str, Any] = {}
+    errors: dict[str, float | None] = {}
+    for fused, names in FUSED.items() if recipe.scheme else ():
+        w = np.concatenate([made[name] for name in names])
+        H: Any = hessian(model, made, states, numerics, names[0]) if recipe.needs_hessian else None
+        order = None
+        if recipe.kept:
+            order = np.argsort(np.diagonal(H), kind="stable")
+            w, H = w[:, order], H[order][:, order]
+        grid = recipe.grid(w)
+        found = gptq(w, H, grid, damping=recipe.damping) if recipe.gptq else rounded(w, H, grid)
+        errors[fused] = None if H is None else _relative(w, found.values, H)
+        weights[fused] = grid.weight(found.q, found.constants)
+        values = found.values if order is None else found.values[:, np.argsort(order)]
+        for name in names:
+            rows = len(made[name])
+            made[name], values = values[:rows].astype(np.float32), values[rows:]
+            if order is not None:
+                made[f"{name}_order"] = order
+    return QuantizedLayer(made, weights, errors)
+
+
+def shaped(model: FloatModel, layer: Layer, states: Sequence[Any], recipe: Recipe) -> Layer:
+    """The layer after the steps that leave its function as it is: smoothing and reordering."""
+    if recipe.smooth_keys is None and recipe.smooth is None and not recipe.reorder:
+        return layer
+    D = model.config.head_dim
+    peaks: dict[str, Any] = {}
+
+    def seen(name: str, x: Any) -> None:
+        """max|x| of every channel of keys, and of what o and down read."""
+        if name in ("keys", "o", "down"):
+            largest = np.abs(x).reshape(-1, x.shape[-1] if name != "keys" else x.shape[-2] * D).max(axis=0)
+            peaks[name] = np.maximum(peaks[name], largest) if name in peaks else largest
+
+    for x in states:
+        model.run_layer(x, layer, _Tap(EXACT, seen))
+    if recipe.smooth_keys is not None:
+        layer = smooth_keys(layer, peaks["keys"].reshape(-1, D), recipe.smooth_keys)
+    if recipe.smooth is not None:
+        layer, factor = smooth_down(layer, peaks["down"], *recipe.smooth)
+        peaks["down"] = peaks["down"] / factor
+    if recipe.reorder:
+        layer = reorder_heads(reorder_down(layer, peaks["down"]), peaks["o"].reshape(-1, D))
+    return layer
+
+
+def hessian(model: FloatModel, layer: Layer, states: Sequence[Any], numerics: FakeQuantized, name: str) -> Any:
+    """H = Xᵀ X, float64 [K, K], of the input of a matrix over all samples; INT8 activations as the GEMM sees them."""
+    K = layer[name].shape[1]
+    H = np.zeros((K, K), like=layer[name])
+
+    def seen(at: str, x: Any) -> None:
+        nonlocal H
+        if at == name:
+            x = (numerics.input(x) if numerics.acts == 8 else x).reshape(-1, K)
+            H += x.T @ x
+
+    for x in states:
+        with contextlib.suppress(_ReachedError):
+            model.run_layer(x, layer, _Tap(numerics, seen, until=name))
+    return H
+
+
+class _ReachedError(Exception):
+    """What a tap was to see has been seen."""
+
+
+class _Tap(Numerics):
+    """Shows what goes into the matrices and, as `keys`, into the cache; stops the layer before the matrix `until`."""
+
+    def __init__(self, inner: Numerics, seen: Callable[[str, Any], None], until: str = "") -> None:
+        self.inner, self.seen, self.until = inner, seen, until
+
+    def product(self, name: str, x: Any, layer: Layer) -> Any:
+        self.seen(name, x)
+        if name == self.until:
+            raise _ReachedError
+        return self.inner.product(name, x, layer)
+
+    def cached(self, keys: Any, values: Any) -> tuple[Any, Any]:
+        self.seen("keys", keys)
+        return self.inner.cached(keys, values)
+
+
+def _relative(w: Any, values: Any, H: Any) -> float:
+    whole = float(objective(w, np.zeros_like(values), H).sum())
+    return float(objective(w, values, H).sum()) / whole if whole else 0.0

@@ -1,0 +1,145 @@
+"""A model through a recipe into a folder of packed weights, a layer at a time; an interrupted run goes on."""
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, FileError, VerificationError
+from ptxlab.io.files import require_folder
+from ptxlab.io.tokenizer import Tokenizer
+from ptxlab.layout import buffer_shapes
+from ptxlab.model import folder as folders
+from ptxlab.model.floats import FloatModel, Tokens
+from ptxlab.model.quantized import layer_floats, packed_layer
+from ptxlab.model.weights import DTYPES
+from ptxlab.quant import TwoLevelWeight
+from ptxlab.quant.recipe import Recipe
+from ptxlab.quant.recipe.settings import PACKED
+from ptxlab.reference import Layer
+from ptxlab.spec.dtypes import stored
+from ptxlab.validate import is_one_of
+from ptxlab.weights.calibrate import QuantizedLayer, prepared, quantize_layers, require_text
+
+Progress = Callable[[str], None]  # called when a layer is done, with its name
+
+
+def quantize_model(
+    model: FloatModel,
+    tokens: Tokens,
+    recipe: Recipe,
+    out: Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    layout: str = "strips",
+    dtype: str = "float16",
+    progress: Progress = lambda label: None,
+) -> dict[int, dict[str, float | None]]:
+    """Quantise a model into the folder `out`, which appears when it is complete.
+
+    Until then its layers gather in the hidden folder `.NAME.partial` beside it. The same call goes on there after a
+    crash, on the very bytes that an uninterrupted run would have.
+
+    Args:
+        model: NumPy arrays, or CuPy's (`FloatModel.to_device`): then the work is done on the GPU.
+        tokens: of the calibration text, [S, T].
+        recipe: the steps.
+        out: the folder to be made.
+        tokenizer: copied into it.
+        layout: of the packing.
+        dtype: of what lies between the kernels, `float16` or `bfloat16`.
+        progress: of the layers.
+
+    Returns:
+        By the number of each layer that this call quantised, its `QuantizedLayer.errors`.
+
+    Raises ArgumentError for a recipe whose weights no kernel takes, for one that does not fit the model, and for a
+    matrix that cannot be quantised, with its layer; FileError where `out` is there, or holds another run's layers;
+    VerificationError if a weight would overflow.
+    """
+    scheme = check_packable(recipe, out)
+    require_text(recipe, tokens)
+    if not is_one_of(dtype, DTYPES):
+        raise ArgumentError("dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+    turned = prepared(model, recipe)
+    config = turned.config
+    for name, (N, K) in config.matrices.items():
+        try:
+            buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
+        except ArgumentError as error:
+            raise ArgumentError(f"{name} {error.argument}", error.rule, error.value) from None
+    about = {**recipe.to_json(), "layout": layout, "dtype": dtype, "model": config.name}
+    about |= {"text": _digest(tokens), "weights": _digest(model.final_norm, model.layers[0]["q"])}  # told apart by
+    partial = _partial(out, about)
+
+    def finished(index: int) -> Layer | None:
+        if not folders.layer_path(partial, index).is_file():
+            return None
+        layer = folders.load_layer(partial, index, config)
+        return layer_floats(layer.to_device() if gpu.is_device_array(model.embedding) else layer)
+
+    errors = {}
+    for index, found in enumerate(quantize_layers(turned, tokens, recipe, finished)):
+        if found is not None:
+            _check(index, found)
+            layer = packed_layer(config, found.floats, found.weights, layout, dtype)
+            folders.save_layer(partial, index, layer)
+            errors[index] = found.errors
+        progress(f"layer {index}")
+    ends = {"embedding": turned.embedding.astype(np.float16), "final_norm": stored(turned.final_norm, dtype)}
+    ends["head"] = None if turned.head is None else turned.head.astype(np.float16)
+    folders.save_ends(partial, config, about, **ends)
+    if tokenizer is not None:
+        tokenizer.save(partial)
+    try:
+        os.replace(partial, out)
+    except OSError as error:
+        raise FileError(f"{out}: cannot be written: {error.strerror or error}") from None
+    return errors
+
+
+def check_packable(recipe: Recipe, out: Path) -> str:
+    """The scheme; raises what `quantize_model` does for a recipe without packed weights, or a folder it cannot make."""
+    if recipe.scheme is None or recipe.scheme not in PACKED:
+        rule = f"scheme must be one of {', '.join(PACKED)} to be packed; others are measured: ptxlab accuracy"
+        raise ArgumentError("recipe", rule, recipe.scheme)
+    if out.exists():
+        raise FileError(f"{out}: is there already")
+    require_folder(out)
+    return recipe.scheme
+
+
+def _partial(out: Path, about: dict[str, Any]) -> Path:
+    """The folder of unfinished layers, new or of the same run."""
+    partial = out.with_name(f".{out.name}.partial")
+    if not (partial / folders.RECIPE).is_file():
+        partial.mkdir(exist_ok=True)
+        folders.save_recipe(partial, about)
+    for torn in partial.glob(".*.tmp"):  # of a write that was killed
+        torn.unlink()
+    before = folders.read_recipe(partial)
+    if before != about:
+        changed = next(name for name in {**before, **about} if before.get(name) != about.get(name))
+        raise FileError(f"{partial}: holds layers of another run, whose {changed} differs; remove it to begin anew")
+    return partial
+
+
+def _check(index: int, found: QuantizedLayer) -> None:
+    """Raise VerificationError if an integer of the layer leaves s8 where a kernel computes it."""
+    for name, weight in found.weights.items():
+        if isinstance(weight, TwoLevelWeight) and bool(weight.overflows().any()):
+            row, column = map(int, np.argwhere(weight.overflows())[0])
+            raise VerificationError(f"layer {index}, {name}: [{row}, {column}] would overflow s8")
+
+
+def _digest(*arrays: Any) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        host = gpu.to_host(array) if gpu.is_device_array(array) else np.asarray(array)
+        digest.update(f"{host.dtype}{host.shape}".encode())
+        digest.update(np.ascontiguousarray(host).data)
+    return digest.hexdigest()

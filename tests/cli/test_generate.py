@@ -1,0 +1,124 @@
+"""`ptxlab generate` as a person or a script meets it, on a small model that the tests write."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from ptxlab import gpu
+from ptxlab.cli.generate import _Text
+from ptxlab.io.tokenizer import Tokenizer
+from ptxlab.model import NumpyRunner, QuantizedModel, generate, open_model
+from ptxlab.model.folder import load
+from tests.support.small_models import write_folder
+
+SIZES = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}  # one head of 64 dimensions
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model") / "small", "smollm", **SIZES, eos_token_id=299)
+
+
+def test_the_text_is_what_the_runner_generates(cli: Any, folder: Path) -> None:
+    code, out, err = cli("generate", "the cat", "--model", folder, "--backend", "numpy", "--tokens", 8)
+    model, tokenizer = open_model(folder)
+    prompt = tokenizer.encode("the cat").tolist()
+    runner = NumpyRunner(QuantizedModel.rounded(model), 1, 100)
+    right = [int(step[0]) for step in generate(runner, [prompt], 8)]
+    assert code == 0 and out == f"the cat{tokenizer.decode(right)}\n"
+    assert "small: weights rounded to nearest, LQQ in groups of 64, uncalibrated" in err
+    assert f"tokens/s; prompt of {len(prompt)} tokens in " in err and "W4A8, KV4, on NumPy" in err
+    code, out, err = cli("generate", "the cat", "--model", folder, "--backend", "numpy", "--tokens", 8, "--json")
+    found = json.loads(out)
+    assert code == 0 and err == "" and found["tokens"] == [right] and found["texts"] == [tokenizer.decode(right)]
+    assert (found["backend"], found["prompt_tokens"]) == ("numpy", len(prompt)) and found["tokens_per_second"] > 0
+    assert found["recipe"]["group"] == 64
+
+
+def test_two_layers_through_the_whole_recipe_and_eight_tokens(cli: Any, folder: Path, tmp_path: Path) -> None:
+    text, out = tmp_path / "text", tmp_path / "quantised"
+    text.write_text("the cat sat on the mat, and the dog on the cat. " * 8, encoding="utf-8")
+    options = ("--recipe", "lqq", "--text", text, "--samples", 4, "--length", 32, "--backend", "numpy")
+    assert cli("quantize", folder, "--out", out, *options)[0] == 0
+    code, printed, err = cli("generate", "the cat", "--model", out, "--backend", "numpy", "--tokens", 8, "--json")
+    found = json.loads(printed)
+    model, runner = load(out), NumpyRunner(load(out), 1, 100)
+    right = [int(step[0]) for step in generate(runner, [Tokenizer.from_folder(out).encode("the cat").tolist()], 8)]
+    assert code == 0 and err == "" and found["tokens"] == [right] and found["recipe"]["gptq"]
+    assert model.config.context == 128 and len(model.layers) == 2 and model.head is not None  # rotated: no longer tied
+
+
+def test_a_batch_draws_apart_and_a_seed_draws_again(cli: Any, folder: Path) -> None:
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 6, "--batch", 3, "--temperature", 5)
+    first, again, other = (
+        json.loads(cli("generate", "the", *options, "--seed", seed, "--json")[1])["tokens"] for seed in (1, 1, 2)
+    )
+    assert first == again != other and len({tuple(tokens) for tokens in first}) == 3
+    code, out, _ = cli("generate", "the", *options)
+    assert code == 0 and "\n[2] the" in out and "\n[3] the" in out
+
+
+def test_it_ends_where_the_model_ends(cli: Any, folder: Path, tmp_path: Path) -> None:
+    options = ("--backend", "numpy", "--tokens", 8, "--temperature", 50, "--json")
+    tokens = json.loads(cli("generate", "the cat", "--model", folder, *options)[1])["tokens"][0]
+    ending = write_folder(tmp_path / "ending", "smollm", **SIZES, eos_token_id=tokens[3])
+    found = json.loads(cli("generate", "the cat", "--model", ending, *options)[1])["tokens"][0]
+    assert found == tokens[: tokens.index(tokens[3])] and found
+
+
+def test_a_chat_is_asked_in_the_models_template(cli: Any, folder: Path, tmp_path: Path) -> None:
+    options = ("--model", folder, "--backend", "numpy", "--tokens", 2)
+    code, _, err = cli("generate", "Who?", *options, "--chat")
+    assert code == 2 and err.startswith("error: --chat needs a model that is trained on ChatML: its vocabulary lacks ")
+    chatty = write_folder(tmp_path / "chatty", "smollm", **SIZES)
+    made = tokenizers.Tokenizer.from_file(str(chatty / "tokenizer.json"))
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.save(str(chatty / "tokenizer.json"))
+    code, out, _ = cli("generate", "Who?", "--model", chatty, "--backend", "numpy", "--tokens", 2, "--chat", "--json")
+    assert code == 0 and json.loads(out)["prompt_tokens"] == len("#user\nWho?#\n#assistant\n")
+
+
+def test_characters_are_shown_whole(folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(folder)
+    text, shown = _Text(tokenizer), []
+    for token in tokenizer.encode("aé€!").tolist():
+        text.append(token)
+        shown.append(text.fresh())
+    assert shown == ["a", "", "é", "", "", "€", "!"]
+    text.append(tokenizer.encode("é").tolist()[0])
+    assert text.fresh() == "" and text.fresh(whole=True) == "\ufffd"
+    text.append(299)
+    assert text.ended and len(text.tokens) == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "the prompt must not be empty"),
+        (("a", "--tokens", "0"), "--tokens expects an integer, 1 or more, got 0"),
+        (("a", "--batch", "-1"), "--batch expects an integer, 1 or more, got -1"),
+        (("a", "--temperature", "-0.5"), "--temperature expects a number, 0 or more, got -0.5"),
+        (("a", "--temperature", "nan"), "--temperature expects a number, 0 or more, got nan"),
+        (("a", "--seed", "-1"), "--seed expects an integer in 0..2^32-1, got -1"),
+        (("a", "--backend", "emulator"), "--backend expects gpu or numpy, got emulator"),
+        (("a", "--group", "48"), "--group expects 32, 64, 128, got 48"),
+        (("a", "--model", "nosuch"), "nosuch: no model: a folder, a .gguf file, or one of smollm2"),
+        (
+            ("a" * 100, "--tokens", "29"),
+            "prompt and --tokens must fit the model's context of 128 tokens (got 100 + 29)",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(cli: Any, folder: Path, options: tuple[str, ...], message: str) -> None:
+    given = options if options else ("",)
+    code, out, err = cli("generate", given[0], "--model", folder, "--backend", "numpy", *given[1:])
+    assert (code, out, err.strip()) == (2, "", f"error: {message}")
+
+
+def test_an_unavailable_gpu_names_numpy(cli: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "why_not", lambda *_, **__: "no CUDA device")
+    code, _, err = cli("generate", "a", "--model", folder, "--backend", "gpu")
+    assert code == 2 and err.strip() == "error: --backend gpu: no CUDA device; pass --backend numpy"

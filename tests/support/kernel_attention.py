@@ -1,0 +1,56 @@
+"""A NumPy runner with the attention of `attention_kv4_sm90` in its own order of operations: the kernels' very bits."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.kernels.attention import exact
+from ptxlab.kernels.attention.call import checked
+from ptxlab.kernels.attention.steps import choose
+from ptxlab.model import NumpyRunner
+from ptxlab.model.runner import Rows
+from ptxlab.spec.dtypes import floats, stored
+
+
+class KernelAttentionRunner(NumpyRunner):
+    """Its rows attend as those of a `KernelRunner` do that has the same batch, context and chunk.
+
+    What the kernel adds up apart depends on all rows of a launch, so padding counts. On a GPU the oracle runs there,
+    with the arithmetic of its tensor cores.
+    """
+
+    backend = "emulator"
+
+    def decode(self, tokens: Any) -> Any:
+        """See `Runner`."""
+        self._launched = self.batch
+        return super().decode(tokens)
+
+    def prefill(self, prompts: Any) -> Any:
+        """See `Runner`."""
+        self._launched = self.chunk
+        return super().prefill(prompts)
+
+    def _attend(self, i: int, q: Any, rows: Rows) -> Any:
+        place = gpu.to_device if self.backend == "gpu" else np.asarray
+        R, padding = len(q), self._launched - len(q)
+        table = self.caches[i].block_table[rows.sequence]
+        arrays = {
+            "block_table": np.pad(table, ((0, padding), (0, 0))),
+            "lengths": np.pad(rows.position + 1, (0, padding)),
+        }
+        arrays["pool"] = self.caches[i].pool
+        arrays = {name: place(array) for name, array in arrays.items()}
+        cache = replace(self.caches[i], **arrays)
+        given = place(np.pad(stored(q, self._dtype), ((0, padding), (0, 0), (0, 0))))
+        call = checked(
+            given, cache, None, self.config.window, None, None, False, None, self.backend, True, False, False
+        )
+        step = choose(None, backend=self.backend, programmatic=True)
+        sizes = step.sizes(call, 1 if self.backend == "emulator" else gpu.device_info().sms)
+        how = {"softmax_scale": call.scale, "window": call.window, "blocks": sizes["blocks"]}
+        out, _ = exact.attention(given[:, None], cache, config=step.config(sizes, self._dtype), **how)
+        found = gpu.to_host(out) if self.backend == "gpu" else out
+        return floats(found[:R, 0]).reshape(R, -1)
