@@ -274,5 +274,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,
+    "fence_bugs": showcase.fences,
     "pipelines": pipelines.section,
 }
