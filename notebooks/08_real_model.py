@@ -32,6 +32,7 @@ from IPython.display import Markdown
 from ptxlab.layout import unpack
 from ptxlab.model import NumpyRunner, QuantizedModel, generate, open_model, open_text, tokens_of
 from ptxlab.model.floats import negative_log_likelihood
+from ptxlab.model.open import dequantized
 from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.quant.recipe import Recipe
 from ptxlab.weights.calibrate import quantize_layer
@@ -58,7 +59,8 @@ config
 
 # %%
 rounded = QuantizedModel.rounded(model, scheme="lqq", group=64)
-weights = replace(rounded.floats(), layers=list(rounded.floats().layers))  # what the integers stand for
+weights = dequantized(rounded)  # what the integers stand for
+weights = replace(weights, layers=list(weights.layers))
 
 
 def relative(found, right):
