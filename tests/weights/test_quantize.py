@@ -100,8 +100,17 @@ def test_the_whole_recipe_beats_rounding() -> None:
     assert np.isfinite(base) and found["lqq"] < 0.5 * found["rtn"]
 
 
+def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
+    model = FloatModel.random(replace(CONFIG, hidden=184, layers=1), dtype=np.float64)
+    with pytest.raises(ArgumentError, match=r"n: must be a product of known orders .* \(got 184\)"):
+        calibrate.prepared(model, RECIPES["lqq"])
+    turned = calibrate.prepared(model, RECIPES["lqq"].but(rotate="random"))
+    logits = [each.logits(each.states([TEXT])[0]) for each in (model, turned)]
+    np.testing.assert_allclose(*logits, atol=1e-9 * np.abs(logits[0]).max())
+
+
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, model = PACKED["lqq"].but(rotate=False), small(BIASED)  # whose norms are rounded to FP16
+    recipe, model = PACKED["lqq"].but(rotate=None), small(BIASED)  # whose norms are rounded to FP16
     quantize.quantize_model(model, TEXT, recipe, tmp_path / "whole")
 
     def killed(label: str) -> None:
@@ -199,6 +208,15 @@ def test_a_recipe_that_does_not_fit_leaves_nothing(
     with pytest.raises(error, match=message):
         quantize.quantize_model(small(), text, recipe, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_layer_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
+    model = small()
+    model.layers[1]["gate"][3, 4] = np.inf  # type: ignore[index]
+    with pytest.raises(ArgumentError, match=r"layer 1: w: must be finite in float32 \(got w\[3, 4\] is inf\)"):
+        quantize.quantize_model(model, TEXT[:0], PACKED["rtn"], tmp_path / "out")
+    with pytest.raises(ArgumentError, match=r"layer 0: w: K less 64 must be a multiple of the group"):
+        list(calibrate.quantize_layers(small(), TEXT, RECIPES["atom"]))
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
