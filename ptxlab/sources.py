@@ -133,10 +133,10 @@ def names() -> list[str]:
     return list(_paths())
 
 
-def family_of(source: Source) -> str:
-    """The family of one of the project's sources: its first folder below `ptx/` or `cuda_src/`."""
-    root = ptx_dir() if source.language == "ptx" else cuda_dir()
-    return Path(source.path).relative_to(root).parts[0]
+def family_of(name: str) -> str:
+    """The family of one of the project's kernels: the first folder of its sources below `ptx/` or `cuda_src/`."""
+    path = _paths()[name][0]
+    return path.relative_to(ptx_dir() if path.suffix == ".ptx" else cuda_dir()).parts[0]
 
 
 def of_kernel(name: str) -> tuple[Source, ...]:

@@ -45,10 +45,9 @@ def test_a_name_is_one_file() -> None:
 def test_the_family_is_the_first_folder() -> None:
     """Also of a teaching step, which lies one folder below."""
     for name in sources.names():
-        for source in sources.of_kernel(name):
-            assert sources.family_of(source) in ("dequant", "load", "gemm", "attention", "quantize", "moe")
+        assert sources.family_of(name) in ("dequant", "load", "gemm", "attention", "quantize", "moe")
     (step,) = sources.of_kernel("gemm_w4a8_lqq_sm90")
-    assert Path(step.path).parent.name == "steps" and sources.family_of(step) == "gemm"
+    assert Path(step.path).parent.name == "steps" and sources.family_of(step.name) == "gemm"
 
 
 def test_production_kernels_are_what_the_public_calls_launch() -> None:
@@ -62,7 +61,7 @@ def test_production_kernels_are_what_the_public_calls_launch() -> None:
     }
     for family in ("gemm", "attention"):
         own = {path.stem for path in (sources.cuda_dir() / family).glob("*.cu")}
-        assert {name for name in launched if sources.family_of(sources.of_kernel(name)[0]) == family} == own - beside
+        assert {name for name in launched if sources.family_of(name) == family} == own - beside
 
 
 @pytest.mark.parametrize("family", ["dequant", "load", "gemm", "attention", "quantize", "moe"])
@@ -71,7 +70,7 @@ def test_the_guide_names_every_kernel_and_constant(family: str) -> None:
     page = (sources.ptx_dir().parent / "notebooks" / "guide" / f"kernels_{family}.md").read_text()
     named = set(re.findall(r"`(\w+)(?:\.ptx)?`", page))
     found = [source for name in sources.names() for source in sources.of_kernel(name)]
-    for source in (source for source in found if sources.family_of(source) == family):
+    for source in (source for source in found if sources.family_of(source.name) == family):
         constants = re.search(r"^#ifndef.*?^#endif", source.text, re.DOTALL | re.MULTILINE)
         names = re.findall(r"^#define (\w+)", constants[0], re.MULTILINE) if constants else []
         assert {source.name, *names} <= named, source.label

@@ -13,7 +13,19 @@ from ptxlab.demo.plot import demo_figure
 from ptxlab.kernels.plot import load_picture
 from ptxlab.profile.plot import page_figure
 from ptxlab.timeline.plot import timeline_figure
-from report import FIGURES, accuracy, attention, costplot, gemm, gemmplot, ladder, layer, pipelines, profiletables
+from report import (
+    FIGURES,
+    accuracy,
+    attention,
+    costplot,
+    gemm,
+    gemmplot,
+    ladder,
+    layer,
+    pipelines,
+    profiletables,
+    w4a4,
+)
 from report.frames import NOT_RECORDED, NotMeasuredError
 
 
@@ -81,6 +93,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "cost_roofline": _gemm(costplot.roofline_figure, *_BOTH),
     "cost_predicted": _gemm(costplot.predicted_figure, *_BOTH),
     "cost_crossover": _gemm(costplot.crossover_figure, *_BOTH),
+    "w4ax_schedules": w4a4.schedules_picture,
     "attention_speedup": _attention,
     "accuracy_steps": _accuracy,
     "layer_breakdown": _layer(layer.points, layer.breakdown_figure),

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ptxlab.bench.layer import BATCHES, CONFIGS, FUSED, MEASURE, TIMELINE, config_of
+from ptxlab.bench.layer import DRAWN as TRACED_AT
 from ptxlab.bench.record import Record
 from ptxlab.bench.shapes import HEAD_DIM
 from ptxlab.plot import BLUE, GREY, ORANGE, PALE, RED
@@ -24,7 +25,8 @@ KINDS = {  # of mixes -> the mixes by the beginning of their names
     "humming g128": "humming_g128/",
 }
 PARTS = {"gemm": BLUE, "attention": ORANGE, "others": RED}
-DRAWN = ("LLaMA-2-7B", "LLaMA-2-70B")
+DRAWN = ("LLaMA-2-7B", "LLaMA-2-70B")  # beside a mix
+TRACED = tuple(model for model, _ in TRACED_AT)
 BESIDE = "FP8"  # the mix that is drawn
 _ATTENTION = {
     "sdpa": "PyTorch's over an FP16 cache, in the mix's own graph",
@@ -79,11 +81,11 @@ def fused(record: Record | None) -> pd.DataFrame:
 
 
 def timelines(record: Record | None) -> dict[str, pd.DataFrame]:
-    """By model, the launches of one layer in order, of those in `DRAWN` that were traced.
+    """By model, the launches of one layer in order, of those in `TRACED` that were traced.
 
     `face` is the call; `start_us`, `end_us`; `gap_us` to the launch before, below 0 where the two overlap.
     """
-    found: dict[str, list[dict[str, Any]]] = {model: [] for model in DRAWN}
+    found: dict[str, list[dict[str, Any]]] = {model: [] for model in TRACED}
     for row in record.rows if record else ():
         if row.measure == TIMELINE:
             config = config_of({name: size for name, size in row.sizes.items() if name != "launch"})
@@ -218,8 +220,8 @@ def _part(row: pd.Series, part: str, mix: str) -> float:
 
 def timeline_figure(record: Record) -> Figure:
     """Every launch of one layer on one axis, a panel per model."""
-    figure = Figure(figsize=(12, 6.2), layout="constrained")
     found = timelines(record)
+    figure = Figure(figsize=(12, 0.2 + 3 * len(found)), layout="constrained")
     panels = figure.subplots(len(found), 1, squeeze=False)[:, 0]
     for axes, (model, rows) in zip(panels, found.items(), strict=True):
         colours = [PARTS[_part_of(face)] for face in rows.face]

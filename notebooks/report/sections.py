@@ -31,6 +31,7 @@ from report import (
     predictions,
     profiletables,
     showcase,
+    w4a4,
 )
 from report.frames import MISSING, markdown, means, origin_of_peers
 
@@ -257,6 +258,9 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "loads": load_table,
     "ladder": ladder_section,
     "cost": cost_section,
+    "w4a4_choice": w4a4.choice_table,
+    "w4a4_claims": w4a4.claims_table,
+    "w4ax_schedules": w4a4.schedule_table,
     "accuracy": accuracy.section,
     "audit": audit_table,
     "attention": attention_table,

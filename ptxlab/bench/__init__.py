@@ -72,12 +72,12 @@ def run_suite(
     if suite == "emulator":
         device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
         return Record(suite, device, versions(None), {}, tuple(emulation.rows(progress)))
-    family = suite if suite in SUITES else _suite_of(kernels.find(suite)[0].family)
+    family = suite if suite in SUITES else kernels.find(suite)[0].family
     if family not in SUITES:
         raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
     if matrices is not None and family != "gemm":
         raise ArgumentError("matrices", f"must be None for the suite {family}", matrices)
-    names = [name for name, spec in kernels.specs().items() if suite in (name, _suite_of(spec.family))]
+    names = [name for name, spec in kernels.specs().items() if suite in (name, spec.family)]
     if suite not in SUITES and not names:
         raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
     info = gpu.device_info()
@@ -130,12 +130,7 @@ def confirmed(
 def _has_suite(kernel: str) -> bool:
     """Whether it is the name of a kernel that can be measured alone."""
     spec = kernels.specs().get(kernel)
-    return spec is not None and _suite_of(spec.family) in SUITES
-
-
-def _suite_of(family: str) -> str:
-    """The suite that measures a family: `append_kv4` is measured with the attention that it is made for."""
-    return "attention" if family == "append" else family
+    return spec is not None and spec.family in SUITES
 
 
 def title(record: Record) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from ptxlab import kernels, sass, sources, toolchain
 from ptxlab.bench.gemm.problem import sizes_at, variant
 from ptxlab.bench.shapes import DISSECTED, DISSECTED_TOKENS
+from ptxlab.cost import LoopCounts, Scheme
 from ptxlab.errors import FileError
 from ptxlab.io.files import write_text
 from ptxlab.sass import mainloop
@@ -15,11 +16,17 @@ from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec
 
 ARCH = "sm_90a"
+# Main loops on mma.sync that the cost model compares, compiled for GPUs that this project has not measured. A warp
+# multiplies 32 rows of W with 64 tokens, 128 channels per iteration: so many weights of a thread.
+MMA_ARCHS = ("sm_80", "sm_86", "sm_89")
+MMA_LOOPS = ("gemm_w4a8_qoq_sm80", "gemm_w4a4_s4_sm80")
+_SCALING = "gemm_w4a4_atom_sm80"  # scales its sums in the loop
+_MMA_WEIGHTS, _MMA_TOKENS = 128, 64
 
 
-def record_path() -> Path:
+def record_path(name: str = ARCH) -> Path:
     """Where the shipped counts lie."""
-    return sources.results_dir() / "sass" / f"{ARCH}.json"
+    return sources.results_dir() / "sass" / f"{name}.json"
 
 
 def measure() -> dict[str, Any]:
@@ -43,22 +50,74 @@ def main_loops(spec: KernelSpec, source: Source) -> dict[str, Any]:
     return loops
 
 
-def save() -> Path:
-    """Measure and write the record; returns its path."""
-    path = record_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(measure(), indent=1) + "\n")
-    return path
+def save() -> list[Path]:
+    """Measure and write both records; returns their paths."""
+    loops = {arch: load_mma_loops()["archs"][arch] | mma_loops(arch) for arch in MMA_ARCHS}
+    record = {"schema": 1, "tools": toolchain.versions(), "tile": _MMA_TOKENS, "archs": loops}
+    found = {record_path(): measure(), record_path("mma_sync"): record}
+    for path, record in found.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(record, indent=1) + "\n")
+    return [*found]
+
+
+def mma_loops(arch: str) -> dict[str, dict[str, float]]:
+    """Main loops of `MMA_LOOPS` on an architecture by pipe, per weight and without the MMAs; `per_sum` of a scaled sum.
+
+    Of the kernels that this checkout has.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for name in MMA_LOOPS:
+        if name in kernels.specs():
+            pipes = mainloop.pipes_beside_mma(_large(name, arch))
+            found[name] = {pipe: count / _MMA_WEIGHTS for pipe, count in pipes.items()}
+    if _SCALING in kernels.specs():
+        found["per_sum"] = mainloop.pipes_per_sum(_large(_SCALING, arch))
+    return found
+
+
+def _large(name: str, arch: str) -> list[sass.SassInstruction]:
+    """Machine code of a GEMM as it is launched at 256 tokens."""
+    spec, (source, *_) = kernels.find(name)
+    sizes = sizes_at(spec, DISSECTED, 256) | ({"outliers": 128} if "outliers" in spec.symbols else {})
+    return sass.instructions(source, arch, entry=name, defines=variant(spec, sizes))
 
 
 @cache
 def load() -> dict[str, Any]:
     """The shipped record."""
+    return _loaded(record_path())
+
+
+def _loaded(path: Path) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = json.loads(record_path().read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise FileError(f"{record_path()}: not a record of counts: {error}") from None
+        raise FileError(f"{path}: not a record of counts: {error}") from None
     return record
+
+
+@cache
+def load_mma_loops() -> dict[str, Any]:
+    """The shipped record of `mma_loops`, by architecture."""
+    return _loaded(record_path("mma_sync"))
+
+
+def loop_counts(scheme: Scheme, arch: str) -> LoopCounts | None:
+    """What the cost model counts of a scheme on an architecture: a whole main loop on mma.sync, or a dequantiser alone.
+
+    None where the scheme names a main loop that is not counted there.
+    """
+    alpha = alpha_of(scheme.dequantiser)
+    if not scheme.loop:
+        return LoopCounts({"issue": alpha})
+    record = load_mma_loops()
+    if arch not in record["archs"]:
+        return None
+    counted = record["archs"][arch]
+    converted = alpha * scheme.int8_share
+    loop = {**counted[scheme.loop], "alu": counted[scheme.loop]["alu"] + converted}
+    return LoopCounts(loop, counted["per_sum"], record["tile"])
 
 
 def alpha_of(dequantiser: str) -> float:

@@ -13,6 +13,7 @@ from ptxlab.cli import (
     generate,
     perplexity,
     profile,
+    prove,
     quantize,
     run,
     sanitize,
@@ -34,6 +35,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "show": run.show,
         "run": run.run,
         "verify": run.verify,
+        "prove": prove.prove,
         "sanitize": sanitize.sanitize,
     },
     "Measure": {
@@ -58,9 +60,17 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "doctor": weights.doctor,
     },
 }
+SUBCOMMANDS: dict[str, dict[str, Callable[..., None]]] = {"cost": {"schedule": cost.schedule}}  # of one of these
 for _panel, _commands in PANELS.items():
     for _name, _command in _commands.items():
-        app.command(_name, rich_help_panel=_panel)(_command)
+        if _name not in SUBCOMMANDS:
+            app.command(_name, rich_help_panel=_panel)(_command)
+            continue
+        group = typer.Typer()
+        group.callback(invoke_without_command=True)(_command)
+        for _below, _subcommand in SUBCOMMANDS[_name].items():
+            group.command(_below)(_subcommand)
+        app.add_typer(group, name=_name, rich_help_panel=_panel)
 
 
 @app.callback(invoke_without_command=True)

@@ -12,7 +12,7 @@ from ptxlab.nsight import sanitizer
 
 
 def sanitize(
-    names: Annotated[list[str], typer.Argument(help="Kernels or families.")],
+    names: Annotated[list[str], typer.Argument(help="Kernels or families, and layer: a decoder layer.")],
     tool: Annotated[
         str, typer.Option(help="Comma-separated: memcheck, initcheck, synccheck, racecheck, or all.")
     ] = "all",
@@ -23,10 +23,11 @@ def sanitize(
     tools = sanitizer.TOOLS if tool == "all" else tuple(tool.split(","))
     if unknown := [one for one in tools if one not in sanitizer.TOOLS]:
         raise expects("--tool", f"some of {', '.join(sanitizer.TOOLS)}, or all", unknown[0])
-    found = [spec for name in names for spec, *_ in kernels.resolve_all(name)]
+    found = [spec for name in names if name != sanitizer.LAYER for spec, *_ in kernels.resolve_all(name)]
     chosen = [spec.label for spec in found if spec is not None]
     if len(chosen) < len(found):
         raise expects("sanitize", "kernels or families", ", ".join(names))
+    chosen += [sanitizer.LAYER] if sanitizer.LAYER in names else []
     results = list[sanitizer.SanitizerResult]()
     with progress_bar("sanitize", len(tools), quiet=as_json) as advance:
         for each in tools:

@@ -49,8 +49,8 @@ def sass(
     """Compile and count: instructions by opcode and pipe, registers, spills, ALU instructions per 8 weights."""
     if record:
         refuse({"--listing": listing or None, "-D": define or None}, "cannot be combined with --record")
-        path = counts.save()
-        return print_json(str(path)) if as_json else written(path)
+        paths = counts.save()
+        return print_json([*map(str, paths)]) if as_json else written(*paths)
     if not targets:
         raise CommandLineError("sass expects kernels, families or files")
     given = parse_integers("-D", define or [])

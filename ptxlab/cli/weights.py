@@ -182,6 +182,18 @@ def audit(
         console.print(_totals_table(rows, f"{file.name}, group {group}"))
         console.print(_tensors_table(rows, every))
     _print_skipped(skipped, every)
+    _print_safety(audits.totals(rows))
+
+
+def _print_safety(totals: list[audits.AuditTotal]) -> None:
+    """Which schemes are safe: each of their groups meets the precondition under which the kernels are proved right."""
+    named = {t: f"{t.scheme} ±{t.protective_range}" if t.protective_range else t.scheme for t in totals}
+    if safe := [name for t, name in named.items() if not t.unsafe_groups]:
+        console.print(f"safe by proof: {', '.join(safe)}", highlight=False, soft_wrap=True)
+    if wrong := [
+        f"{t.unsafe_groups:,} of {t.groups:,} groups of {name}" for t, name in named.items() if t.unsafe_groups
+    ]:
+        console.print(f"not safe: {', '.join(wrong)}", highlight=False, soft_wrap=True)
 
 
 def _totals_table(rows: list[audits.AuditRow], title: str) -> Table:

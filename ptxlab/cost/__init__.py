@@ -6,16 +6,21 @@ Per weight that a tile of M̃ tokens multiplies, in seconds:
     dequantise  α / C       α: instructions of a thread per weight; C: such instructions that the GPU issues per second
     multiply    2 M̃ / T     T: operations per second on tensor cores, two per multiply-add
 
+    scale       β / (C g)  where sums leave the tensor cores every g channels, per token; β: instructions per sum
+
 A main loop loads under its computation; a plain one dequantises, then multiplies (Eq. 3-5), an ideal one hides the
 shorter of the two under the longer. A GEMM of N K weights goes through them once per tile of tokens (Eq. 6); out of
 memory they come once only, as blocks that want the same weights run together and find them in the L2.
+Instructions are counted by pipe where the counts say so (`LoopCounts`): then the slowest pipe counts, not C alone.
 Left out, as there: the activations, the epilogue, tiles that do not fill the SMs, and what power does to the clock.
 """
 
+import difflib
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from ptxlab.cost.sheets import DEVICES, SHEETS, Device, DeviceSheet, device, sheet
+from ptxlab.cost.sheets import DEVICES, SHEETS, Device, DeviceSheet, device, sheet, slowest_pipe
 from ptxlab.errors import ArgumentError
 
 __all__ = [
@@ -25,12 +30,14 @@ __all__ = [
     "Cost",
     "Device",
     "DeviceSheet",
+    "LoopCounts",
     "Scheme",
     "device",
     "gemm_cost",
     "gemm_floor",
     "largest_alpha",
     "most_tops",
+    "schemes",
     "sheet",
     "tensor_rate",
     "transition",
@@ -49,15 +56,29 @@ class Scheme:
         bits: of a stored weight, the constants of its group included (two bytes per 128; none per channel).
         operands: what the tensor cores are given, a key of `Device.tops`.
         dequantiser: the kernel of the family `dequant` whose instructions per weight are its α; empty: 0.
+        loop: the GEMM on mma.sync whose whole main loop is counted (`bench.counts.loop_counts`); empty: none is.
+        group: channels after which sums leave the tensor cores and are scaled; 0: only after the last.
+        outliers: channels that are INT8 beside INT4 operands.
+        int8_share: of blocks of channels that are INT8 beside INT4 operands; their weights are dequantised.
     """
 
     name: str
     bits: float
     operands: str
     dequantiser: str = ""
+    loop: str = ""
+    group: int = 0
+    outliers: int = 0
+    int8_share: float = 0.0
+
+    @property
+    def slug(self) -> str:
+        """As a command line names it: `w4a8-lqq`."""
+        return self.name.lower().replace(" ", "-")
 
 
 _FOUR = 4 + 16 / 128
+_S4 = "gemm_w4a4_s4_sm80"
 SCHEMES = {
     scheme.name: scheme
     for scheme in (
@@ -69,9 +90,48 @@ SCHEMES = {
         Scheme("W4A8 LQQ", _FOUR, "int8", "dequant_lqq"),
         Scheme("W4A8 LQQ u8", _FOUR, "int8", "dequant_lqq_unsigned"),
         Scheme("W4A8 channel", 4, "int8", "dequant_qoq_channel"),
-        Scheme("W4A4", _FOUR, "int4"),
+        Scheme("W4A8 sm80", _FOUR, "int8", loop="gemm_w4a8_qoq_sm80"),
+        Scheme("W4A4", _FOUR, "int4", loop=_S4),
+        Scheme("W4A4 outlier", _FOUR, "int4", loop=_S4, outliers=128),
+        Scheme("W4A4 g128", _FOUR, "int4", loop=_S4, group=128),
+        Scheme("W4A4 Atom", _FOUR + 0.125, "int4", loop=_S4, group=128, outliers=128),
+        # COMET does not say whether a block's activations have scales of their own, or a token one per precision.
+        Scheme("W4Ax g128", _FOUR, "int4", "dequant_qoq_channel", loop=_S4, group=128, int8_share=0.25),
+        Scheme("W4Ax token", _FOUR, "int4", "dequant_qoq_channel", loop=_S4, int8_share=0.25),
     )
 }
+
+
+def schemes(names: str) -> list[Scheme]:
+    """Schemes by their names between commas, in capitals or not: `w4a4` is all that begin so, `w4a8-lqq` is one.
+
+    Raises ArgumentError, which names the nearest, for a name that is none.
+    """
+    known = {scheme.slug: scheme for scheme in SCHEMES.values()}
+    found: dict[str, Scheme] = {}
+    for name in names.lower().split(","):
+        slug = "-".join(name.split())
+        family = {s: scheme for s, scheme in known.items() if s.partition("-")[0] == slug}
+        if not family and slug not in known:
+            near = difflib.get_close_matches(slug, [*known, "w4a8"], n=3, cutoff=0.4) or known
+            raise ArgumentError("scheme", f"a known one; nearest: {', '.join(near)}", name)
+        found |= family or {slug: known[slug]}
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class LoopCounts:
+    """Instructions of threads beside the MMAs, by pipe (`sheets.LANES_PER_CLOCK`).
+
+    Attributes:
+        per_weight: of a weight, once for every tile of tokens.
+        per_sum: of a sum that leaves the tensor cores before the last channel: converted, scaled, added up, zeroed.
+        tile: tokens of such a tile.
+    """
+
+    per_weight: Mapping[str, float]
+    per_sum: Mapping[str, float] = field(default_factory=dict)
+    tile: int = MOST_TOKENS
 
 
 @dataclass(frozen=True)
@@ -82,26 +142,35 @@ class Cost:
     dequantise_us: float
     multiply_us: float
     start_us: float
+    scale_us: float = 0.0
 
     @property
     def in_turn_us(self) -> float:
         """Dequantised, then multiplied, while the next weights load (Eq. 6)."""
-        return self.start_us + max(self.load_us, self.dequantise_us + self.multiply_us)
+        return self.start_us + max(self.load_us, self.dequantise_us + self.multiply_us + self.scale_us)
 
     @property
     def overlapped_us(self) -> float:
-        """All three under one another."""
-        return self.start_us + max(self.load_us, self.dequantise_us, self.multiply_us)
+        """Loads, MMAs and all other instructions under one another."""
+        return self.start_us + max(self.load_us, self.dequantise_us + self.scale_us, self.multiply_us)
 
     @property
     def limit(self) -> str:
-        """Which of the three takes longest: `load`, `dequantise` or `multiply`."""
-        parts = {"load": self.load_us, "dequantise": self.dequantise_us, "multiply": self.multiply_us}
+        """Which takes longest: `load`, `dequantise`, `multiply` or `scale`."""
+        parts = {name: getattr(self, f"{name}_us") for name in ("load", "dequantise", "multiply", "scale")}
         return max(parts, key=parts.__getitem__)
 
 
 def gemm_cost(
-    device: Device, scheme: Scheme, M: int, N: int, K: int, *, alpha: float = 0.0, tile: int = MOST_TOKENS
+    device: Device,
+    scheme: Scheme,
+    M: int,
+    N: int,
+    K: int,
+    *,
+    alpha: float = 0.0,
+    tile: int = MOST_TOKENS,
+    counts: LoopCounts | None = None,
 ) -> Cost:
     """What Y [M, N] = X [M, K] Wᵀ costs (Eq. 6).
 
@@ -113,21 +182,33 @@ def gemm_cost(
         K: input channels.
         alpha: instructions of a thread per weight, for all that is not MMA.
         tile: most tokens that a weight is multiplied with at once; for every further tile it is dequantised again.
+        counts: both by pipe, in place of `alpha` and `tile`, and what sums cost that the scheme scales in between.
 
     Raises:
         ArgumentError: a size below 1, a negative alpha, or operands that the GPU does not multiply.
     """
-    for name, value in {"M": M, "N": N, "K": K, "tile": tile}.items():
+    counts = counts or LoopCounts({"issue": alpha}, tile=tile)
+    for name, value in {"M": M, "N": N, "K": K, "tile": counts.tile}.items():
         if value < 1:
             raise ArgumentError(name, "at least 1", value)
     if not 0 <= alpha < math.inf:
         raise ArgumentError("alpha", "instructions per weight, 0 or more", alpha)
     weights = N * K / 1e6  # over rates in 10^12 per second: microseconds
+    sm_clocks = device.sms * device.clock_ghz / 1e3
+
+    def cuda_us(times: float, per_pipe: Mapping[str, float]) -> float:
+        return times * slowest_pipe(per_pipe, device.arch)[0] / sm_clocks
+
+    int8 = min(1.0, scheme.int8_share + scheme.outliers / K)
+    multiply = 2 * M / tensor_rate(device, scheme)
+    if int8:
+        multiply *= 1 - int8 + int8 * device.tops["int4"] / device.tops["int8"]
     return Cost(
         load_us=weights / weight_rate(device, scheme),
-        dequantise_us=weights * math.ceil(M / tile) * alpha / device.issue_tips,
-        multiply_us=weights * 2 * M / tensor_rate(device, scheme),
+        dequantise_us=cuda_us(weights * math.ceil(M / counts.tile), counts.per_weight),
+        multiply_us=weights * multiply,
         start_us=device.start_us,
+        scale_us=cuda_us(weights * M / scheme.group, counts.per_sum) if scheme.group else 0.0,
     )
 
 

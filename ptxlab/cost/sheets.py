@@ -1,11 +1,28 @@
 """Device sheets: what one card reached when it was measured, and what data sheets promise of others."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ptxlab.errors import ArgumentError
 
-_ISSUED_PER_CLOCK = 128  # by an SM: four schedulers, each an instruction of a warp of 32 threads
+# Instructions of single threads per clock and SM, by pipe. `fma` is FP32: 64 lanes in the A100's SMs, which multiply
+# integers there too (`fmaheavy`), else 128 of which half multiply integers. Conversions run on `xu` on sm_80, on `alu`
+# above it (there the machine code has I2FP). `issue`: four schedulers, each an instruction of a warp of 32 threads.
+_ISSUED_PER_CLOCK = 128
+_AMPERE = {"alu": 64, "fmaheavy": 64, "fma": 64, "xu": 16, "issue": _ISSUED_PER_CLOCK}
+_LATER = {**_AMPERE, "fma": 128}
+LANES_PER_CLOCK = {"sm_80": _AMPERE, "sm_86": _LATER, "sm_89": _LATER, "sm_90": _LATER}
+
+
+def slowest_pipe(per_pipe: Mapping[str, float], arch: str) -> tuple[float, str]:
+    """Clocks that one SM needs per lane for these instructions, at best, and the pipe that decides."""
+    load = {pipe: per_pipe.get(pipe, 0.0) for pipe in ("alu", "fmaheavy", "xu")}
+    load["fma"] = per_pipe.get("fma", 0.0) + load["fmaheavy"]
+    load["issue"] = sum(per_pipe.values())
+    clocks = {pipe: count / LANES_PER_CLOCK[arch][pipe] for pipe, count in load.items()}
+    slowest = max(clocks, key=clocks.__getitem__)
+    return clocks[slowest], slowest
 
 
 @dataclass(frozen=True)
@@ -20,8 +37,9 @@ class Device:
         clock_ghz: of an SM.
         memory_tbps: bytes out of device memory.
         tops: dense operations on tensor cores by operand, `fp16`, `fp8`, `int8`, `int4`, without what the card lacks;
-            `int8_sync` is `mma.sync` where that is slower than the warp group's.
+            `int8_sync` is `mma.sync` where that is slower than the warp group's. FP16 adds in FP32.
         start_us: what a launch takes beside its work.
+        arch: key of `LANES_PER_CLOCK`.
     """
 
     name: str
@@ -32,6 +50,7 @@ class Device:
     memory_tbps: float
     tops: Mapping[str, float]
     start_us: float = 0.0
+    arch: str = "sm_90"
 
     @property
     def issue_tips(self) -> float:
@@ -86,17 +105,23 @@ SHEETS = {  # by `DeviceInfo.slug`
     ),
 }
 
-# NVIDIA's data sheets, without sparsity: A100 SXM with 80 GB, H100 and H200 SXM, L40S (which promises no more for INT4
-# than for INT8). H800 is an H100 with less NVLink and FP64. Clocks are those that the FP32 rates are made of: A100
-# 19.5 TFLOP/s, H100 and H200 67, L40S 91.6.
+# NVIDIA's data sheets and white papers (GA102, Ada), without sparsity: A100 SXM with 80 GB, H100 and H200 SXM, L40S
+# (which promises no more for INT4 than for INT8; the RTX 4090, of the same chip, twice as much). H800 is an H100 with
+# less NVLink and FP64. Clocks are those that the FP32 rates are made of: A100 19.5 TFLOP/s, H100 and H200 67, L40S
+# 91.6, RTX 3090 35.6, RTX 4090 82.6. GeForce cards multiply FP16 twice as fast where sums are FP16 too.
 _HOPPER = {"fp16": 989.4, "fp8": 1978.9, "int8": 1978.9}
-_ADA = {"fp16": 362.05, "fp8": 733.0, "int8": 733.0, "int4": 733.0}
+_AMPERE_TOPS = {"fp16": 312.0, "int8": 624.0, "int4": 1248.0}
+_RTX_3090 = {"fp16": 71.2, "int8": 284.7, "int4": 569.4}
+_RTX_4090 = {"fp16": 165.2, "fp8": 330.3, "int8": 660.6, "int4": 1321.2}
+_L40S = {"fp16": 362.05, "fp8": 733.0, "int8": 733.0, "int4": 733.0}
 _PROMISED = (
-    Device("a100", "data sheet", False, 108, 1.41, 2.039, {"fp16": 312.0, "int8": 624.0, "int4": 1248.0}),
+    Device("a100", "data sheet", False, 108, 1.41, 2.039, _AMPERE_TOPS, arch="sm_80"),
     Device("h100", "data sheet", False, 132, 1.98, 3.35, _HOPPER),
     Device("h800", "as H100", False, 132, 1.98, 3.35, _HOPPER),
     Device("h200", "data sheet", False, 132, 1.98, 4.8, _HOPPER),
-    Device("l40s", "data sheet", False, 142, 2.52, 0.864, _ADA),
+    Device("l40s", "data sheet", False, 142, 2.52, 0.864, _L40S, arch="sm_89"),
+    Device("rtx3090", "white paper", False, 82, 1.695, 0.936, _RTX_3090, arch="sm_86"),
+    Device("rtx4090", "white paper", False, 128, 2.52, 1.008, _RTX_4090, arch="sm_89"),
 )
 DEVICES = {d.name: d for d in (*_PROMISED, *SHEETS.values())}
 
@@ -111,5 +136,7 @@ def sheet(name: str) -> DeviceSheet:
 def device(name: str) -> Device:
     """A GPU of the cost model by its name, in capitals or not; `ArgumentError` names those that exist."""
     if name.lower() not in DEVICES:
-        raise ArgumentError("device", f"one of {', '.join(DEVICES)}", name)
+        near = difflib.get_close_matches(name.lower(), DEVICES, n=3, cutoff=0.5)
+        known = f"one of {', '.join(DEVICES)}" + (f"; nearest: {', '.join(near)}" if near else "")
+        raise ArgumentError("device", known, name)
     return DEVICES[name.lower()]

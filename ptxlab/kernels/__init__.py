@@ -38,7 +38,7 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
     stem, _, language = named.partition(".")
     if stem not in specs():
         if written := sources.of_kernel(stem):
-            family = sources.family_of(written[0])
+            family = sources.family_of(stem)
             rule = f"{written[0].label} has no spec yet: add one to SPECS of the family {family}, or name the file"
             raise ArgumentError("kernel", rule, name)
         known = dict.fromkeys([*specs(), *(spec.family for spec in specs().values())])

@@ -5,13 +5,13 @@ matrix out. Two words (for FP16 one) per thread, so that a warp stores 512 conti
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ptxlab import quant, reference
 from ptxlab.layout.nibbles import pack_comet, pack_s4, pack_u4
-from ptxlab.spec import Arg, Arrays, KernelSpec, Launch, Sizes, WrongByDesign
+from ptxlab.spec import Arg, Arrays, KernelClaim, KernelSpec, Launch, Sizes, WrongByDesign
 
 THREADS = 256
 GROUPS = (32, 64, 128)
@@ -22,6 +22,58 @@ _GROUPED_SIZES = tuple(
 )
 _SCALE_RULES = ("scale >= 1", "scale <= 16")
 _LQQ_RULES = (*_SCALE_RULES, "nibbles(qweight) * per_weight(scale) + per_weight(offset) <= 255")
+
+# What quantisers leave behind (`ptxlab.quant`), for weights q8 within low..high of their group; ties either way.
+_LQQ_SCALE = {
+    "nearest": "rounds(scale[i//g], high[i//g] - low[i//g], 15)",
+    "ceiling": "15*scale[i//g] - 15 < high[i//g] - low[i//g] <= 15*scale[i//g]",
+}
+_LQQ_WEIGHTS = (
+    "low[i//g] <= q8[i] <= high[i//g]",
+    "offset[i//g] == low[i//g] + 128",
+    "rounds(q4[i], q8[i] - low[i//g], scale[i//g]) or q4[i] == 15 and q8[i] - low[i//g] > 15*scale[i//g]",
+)
+_QOQ_WEIGHTS = (
+    "low[i//g] <= 0 <= high[i//g]",
+    "low[i//g] <= q8[i] <= high[i//g]",
+    "rounds(scale[i//g], high[i//g] - low[i//g], 15) or scale[i//g] == 1 and high[i//g] - low[i//g] < 15",
+    "rounds(zero[i//g], -low[i//g], scale[i//g]) or zero[i//g] == 15 and -low[i//g] > 15*scale[i//g]",
+    "rounds(step[i], q8[i], scale[i//g])",
+    "q4[i] == clip(step[i] + zero[i//g], 0, 15)",
+    "(offset[i//g] + zero[i//g]*scale[i//g]) % 256 == 0",
+)
+
+
+def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
+    """Exact by the rules; for every group that the quantiser can leave at a protective range, and at the next one."""
+    found = [KernelClaim("by the rules", holds, _LQQ_RULES)]
+    for rounding, limit, expect in (
+        ("nearest", 119, "proved"), ("nearest", 120, "proved"), ("nearest", 121, "refuted"),
+        ("ceiling", 120, "proved"), ("ceiling", 121, "refuted"),
+    ):  # fmt: skip
+        extent = "high[i//g] - low[i//g]"
+        scale = f"{_LQQ_SCALE[rounding]} or scale[i//g] == 1 and {extent} < 15 or scale[i//g] == 16 and {extent} > 240"
+        unknowns = dict.fromkeys(("low", "high", "q8"), (-limit, limit))
+        name = f"quantised at {limit}, {rounding}"
+        found.append(KernelClaim(name, holds, (scale, *_LQQ_WEIGHTS), unknowns, expect))
+    return tuple(found)
+
+
+def _qoq_claims() -> tuple[KernelClaim, ...]:
+    """Wraps byte by byte while no product carries; exact for every group that the quantiser can leave at 119."""
+    wraps = "(out[i] - q4[i]*scale[i//g] - offset[i//g]) % 256 == 0"
+    exact = "out[i] == (q4[i] - zero[i//g])*scale[i//g]"
+
+    def quantised(limit: int, expect: Literal["proved", "refuted"]) -> KernelClaim:
+        unknowns = {**dict.fromkeys(("low", "high", "q8", "step"), (-limit, limit)), "zero": (0, 15)}
+        return KernelClaim(f"quantised at {limit}", exact, _QOQ_WEIGHTS, unknowns, expect)
+
+    return (
+        KernelClaim("scale to 17", wraps, ("scale <= 17",)),
+        KernelClaim("scale 18", wraps, ("scale <= 18",), expect="refuted"),
+        quantised(119, "proved"),
+        quantised(120, "refuted"),
+    )
 
 
 def _launch(weights_per_thread: int) -> Callable[[Sizes], Launch]:
@@ -128,6 +180,7 @@ SPECS = (
         example=_lqq_example,
         reference=reference.dequant_lqq,
         value_rules=_LQQ_RULES,
+        claims=_lqq_claims("out[i] == q4[i]*scale[i//g] + offset[i//g] - 128"),
     ),
     _grouped(
         "dequant_lqq_unsigned",
@@ -137,6 +190,10 @@ SPECS = (
         example=_lqq_example,
         reference=reference.dequant_lqq_unsigned,
         value_rules=_LQQ_RULES,
+        claims=(
+            *_lqq_claims("out[i] == q4[i]*scale[i//g] + offset[i//g]"),
+            KernelClaim("equals LQQ xor 0x80", "out[i] - 128 == other.out[i]", equals="dequant_lqq"),
+        ),
     ),
     _grouped(
         "dequant_qoq_vadd4",
@@ -145,6 +202,7 @@ SPECS = (
         "offset",
         example=_qoq_example,
         reference=reference.dequant_qoq_vadd4,
+        claims=_qoq_claims(),
     ),
     _grouped(
         "dequant_qoq_vadd4_s32",
@@ -153,6 +211,10 @@ SPECS = (
         "offset",
         example=_qoq_example,
         reference=reference.dequant_qoq_vadd4_s32,
+        claims=(
+            *_qoq_claims(),
+            KernelClaim("equals vadd4.u32", "out == other.out", equals="dequant_qoq_vadd4"),
+        ),
     ),
     _grouped(
         "dequant_qoq_presub",
@@ -162,6 +224,19 @@ SPECS = (
         example=_presub_example,
         reference=reference.dequant_qoq_presub,
         value_rules=(*_SCALE_RULES, "zero <= 15"),
+        claims=(
+            KernelClaim(
+                "by the rules",
+                "(out[i] - (q4[i] - zero[i//g])*scale[i//g]) % 256 == 0",
+                (*_SCALE_RULES, "zero <= 15"),
+                expect="refuted",
+            ),
+            KernelClaim(
+                "nothing borrows",
+                "(out[i] - (q4[i] - zero[i//g])*scale[i//g]) % 256 == 0",
+                (*_SCALE_RULES, "zero[i//g] <= q4[i]"),
+            ),
+        ),
         wrong=WrongByDesign(
             truth=reference.exact_qoq,
             misses=reference.presub_wrong,
@@ -173,12 +248,14 @@ SPECS = (
         "QoQ per channel: three logic instructions, zero point left to the epilogue (QServe §5.2.2)",
         "uint8",
         reference=reference.dequant_qoq_channel,
+        claims=(KernelClaim("exact", "out[i] == q4[i]"),),
     ),
     _plain(
         "dequant_int4_naive",
         "signed nibbles, shifted and sign-extended one by one (what COMET §4.3 counts against)",
         "int8",
         reference=reference.dequant_int4_naive,
+        claims=(KernelClaim("exact", "out[i] == q4[i] - 16*(q4[i]//8)"),),
     ),
     _plain(
         "dequant_comet",
@@ -187,6 +264,7 @@ SPECS = (
         reference=reference.dequant_comet,
         example=_signed_example,
         pack=_pack_comet,
+        claims=(KernelClaim("exact", "out[i] == 16*q4[i]"),),
     ),
     _plain(
         "dequant_u4_f16",
@@ -194,6 +272,7 @@ SPECS = (
         "float16",
         reference=reference.dequant_u4_f16,
         tolerance_reason="every result is exactly representable, so FP16 too is compared for equality",
+        claims=(KernelClaim("exact", "out[i] == f16(q4[i])"),),
     ),
     _plain(
         "dequant_u4_f16_subnormal",
@@ -201,6 +280,7 @@ SPECS = (
         "float16",
         reference=reference.dequant_u4_f16_subnormal,
         tolerance_reason="every result is exactly representable, so FP16 too is compared for equality",
+        claims=(KernelClaim("exact", "out[i] == f16(q4[i]) * 2**-24"),),
     ),
     KernelSpec(
         name="dequant_s4_f16",
@@ -219,6 +299,11 @@ SPECS = (
         rules=(f"g in {GROUPS}", "K % g == 0", "R*K/8 < 2**32"),
         value_rules=("scale > 0", f"scale <= {quant.MAX_INT4_SCALE}"),
         operations="2*R*K",
+        claims=(
+            KernelClaim("rounded once", "out[i] == f16(q4[i]) * scale[i//g]", ("scale > 0",)),
+            KernelClaim("finite", "-65504 <= out[i] <= 65504", ("scale > 0", f"scale <= {quant.MAX_INT4_SCALE}")),
+            KernelClaim("scale 8192", "-65504 <= out[i] <= 65504", ("scale > 0", "scale <= 8192"), expect="refuted"),
+        ),
         tolerance_reason="one rounding of an exact product, so FP16 too is compared for equality",
         example_sizes=_GROUPED_SIZES,
     ),

@@ -11,6 +11,7 @@ shapes and devices. Checks look at nothing else, so they would say the same. Wha
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from math import prod
 from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
@@ -200,12 +201,15 @@ class Operation(Generic[C]):
         prepare: chooses kernels for a call on the current device; raises what that raises.
         on_host: the call on host arrays, checked there.
         look: raises ArgumentError for numbers on the device that `check` finds wrong; takes the kernels' memory too.
+        apart: arrays of which no two may share memory, as some are written while others are read: by name, what
+            messages call them.
     """
 
     name: str
     prepare: Callable[[C], Prepared]
     on_host: Callable[[C], Results]
     look: Callable[[C, Prepared, DeviceMemory | None], None] | None = None
+    apart: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(
         self,
@@ -225,7 +229,9 @@ class Operation(Generic[C]):
         """
         example = next(iter(arrays.values()))
         if not gpu.is_device_array(example):
-            return self.on_host(check())
+            call = check()
+            self._require_apart({name: _host_view(name, arrays[name]) for name in self.apart if name in arrays})
+            return self.on_host(call)
         device, stream = gpu.current_device(), gpu.stream_handle()
         views: dict[str, gpu.View] = {}
         kinds: list[Any] = [self.name, device, options, *map(type, options)]  # 1 == 1.0 == True, but not for checks
@@ -240,12 +246,27 @@ class Operation(Generic[C]):
             ready = _ready.get(key) if addresses % _ALIGNMENT == 0 else None
         except (ArgumentError, TypeError):  # the checks have better words
             key = None
+        if self.apart:
+            self._require_apart(views)
         if ready is not None:
             lacks = ready.results or (ready.memory and workspace is None)
             if not (lacks and gpu.is_capturing(stream)):
                 used = self._take(ready, (device, stream), workspace, views) if ready.memory else None
                 return _launch(ready, stream, views, used, example)
         return self._whole_way(check(), (device, stream), workspace, example, None if addresses % _ALIGNMENT else key)
+
+    def _require_apart(self, views: Mapping[str, gpu.View]) -> None:
+        """Raise ArgumentError for the first two of `apart` that have memory in common."""
+        spans: list[tuple[str, int, int]] = []
+        for name in self.apart:
+            if name in views:
+                start, shape, dtype, *_ = views[name]
+                stop = start + prod(shape) * _itemsize(dtype)
+                for other, begin, end in spans:
+                    if max(begin, start) < min(end, stop):
+                        rule = f"must not share memory with {self.apart[other]}"
+                        raise ArgumentError(f"{self.name}: {self.apart[name]}", rule, "some of it")
+                spans.append((name, start, stop))
 
     def _whole_way(
         self, call: C, place: tuple[int, int], workspace: DeviceMemory | None, example: Any, key: Hashable
@@ -331,6 +352,25 @@ def _launch(ready: Ready, stream: int, views: dict[str, gpu.View], used: DeviceM
 def _handed(made: dict[str, Any], results: Iterable[CallArray], example: Any) -> Results:
     """The results as the caller's library has them."""
     return {result.name: gpu.handed(made[result.name], example, result.dtype) for result in results}
+
+
+@cache
+def _itemsize(dtype: str) -> int:
+    """Bytes of an element; 0 of what NumPy has no such numbers of, for which the checks have better words."""
+    try:
+        return storage(dtype).itemsize
+    except TypeError:
+        return 0
+
+
+def _host_view(name: str, array: Any) -> gpu.View:
+    """Of an array on the host what `gpu.view` says of one on a device; no bytes where the checks have better words."""
+    try:
+        shared = np.empty(0) if gpu.is_device_array(array) else gpu.as_array(name, array)
+    except ArgumentError:
+        shared = np.empty(0)
+    shape = shared.shape if shared.flags.c_contiguous else (0,)
+    return gpu.View(shared.__array_interface__["data"][0], shape, shared.dtype.name, -1, shared)
 
 
 T = TypeVar("T")

@@ -109,11 +109,15 @@ def buffer_shapes(layout: str, scheme: str, N: int, K: int, group: int) -> Shape
     return packing.shapes(size) | channel | ({} if size.group else {"channel_zero": ("uint8", (N,))})
 
 
-def pack(weight: QuantizedWeight, layout: str = "row_major") -> PackedWeight:
+def pack(weight: QuantizedWeight, layout: str = "row_major", *, unchecked: bool = False) -> PackedWeight:
     """Pack a quantised weight of NumPy or CuPy arrays; `unpack` gives it back bit for bit.
 
+    A weight with a group that the kernels would restore wrong is refused (`TwoLevelWeight.overflows`), unless
+    `unchecked`.
+
     Raises ArgumentError: an unknown layout (with those known), N or K as in `buffer_shapes`, an array of the weight
-    with another dtype or shape than its class documents, a q4 or zero point above 15, a QoQ scale outside 1..17.
+    with another dtype or shape than its class documents, a q4 or zero point above 15, a QoQ scale outside 1..17, a
+    group that overflows, with its place and values.
     """
     scheme = next((name for name, known in _SCHEMES.items() if isinstance(weight, known.weight)), None)
     if scheme is None:
@@ -125,6 +129,8 @@ def pack(weight: QuantizedWeight, layout: str = "row_major") -> PackedWeight:
     size = _size(scheme, N, K, group)
     constants = _constants(weight) if isinstance(weight, TwoLevelWeight) else None
     buffers = packing.pack(weight.q4, constants, size) | _channel_buffers(weight)
+    if not unchecked:
+        require_no_overflow("weight", weight)
     protective_range = int(weight.protective_range) if isinstance(weight, TwoLevelWeight) else 0
     return PackedWeight(
         layout=layout, scheme=scheme, N=N, K=K, group=group, protective_range=protective_range, buffers=buffers
@@ -140,6 +146,22 @@ def unpack(packed: PackedWeight) -> QuantizedWeight:
     if constants is None:
         return scheme.rebuild(q4, buffers["channel_scale"], buffers["channel_zero"])
     return scheme.rebuild(q4, *constants, buffers["channel_scale"], packed.protective_range)
+
+
+def require_no_overflow(name: str, weight: QuantizedWeight) -> None:
+    """Raise ArgumentError, with the first place, if the kernels would restore a group of the weight wrong."""
+    if not isinstance(weight, TwoLevelWeight):
+        return  # only two levels can overflow
+    wrong = weight.overflows()
+    count = int(wrong.sum())
+    if count:
+        row, group = divmod(int(wrong.argmax()), wrong.shape[1])
+        at = slice(row, row + 1), slice(group * weight.group, (group + 1) * weight.group)
+        restored = weight.exact_level1()[at]
+        ends = f"{int(restored.min())}..{int(restored.max())}"
+        scale = int(weight.group_scale[row, group])
+        got = f"{ends} in row {row}, group {group}, scale {scale}; {count} of {wrong.size} groups"
+        raise ArgumentError(name, "must restore to -128..127, unless unchecked", got)
 
 
 def _packing(layout: str) -> Packing:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
-from ptxlab.layout.packed_weight import VERSION, PackedWeight, buffer_shapes
+from ptxlab.layout.packed_weight import VERSION, PackedWeight, buffer_shapes, require_no_overflow, unpack
 from ptxlab.layout.packings import PACKINGS, Buffers
 
 FORMAT = "ptxlab.packed_weight"
@@ -30,11 +30,13 @@ def save(packed: PackedWeight, path: str | os.PathLike[str], name: str = "weight
     write_checkpoint(path, announce(name, fields), contents(name, packed), metadata({name: fields}))
 
 
-def load(path: str | os.PathLike[str], name: str | None = None) -> PackedWeight:
+def load(path: str | os.PathLike[str], name: str | None = None, *, unchecked: bool = False) -> PackedWeight:
     """The packed weight `name` of a file, in NumPy arrays; without a name, the only one there is.
 
-    Raises FileError for a file that is missing, truncated, foreign, of another version, or whose header and buffers do
-    not fit together; ArgumentError for a name that the file has not got, with some that it has.
+    A weight with a group that the kernels would restore wrong is refused as by `pack`, unless `unchecked`.
+
+    Raises FileError for a file that is missing, truncated, foreign, of another version, whose header and buffers do
+    not fit together, or with such a group; ArgumentError for a name that the file has not got, with some that it has.
     """
     checkpoint = Checkpoint(path)
     weights = _weights(checkpoint)
@@ -43,7 +45,13 @@ def load(path: str | os.PathLike[str], name: str | None = None) -> PackedWeight:
     if name not in weights:
         some = ", ".join(list(weights)[:8]) + (", ..." if len(weights) > 8 else "")
         raise ArgumentError("name", f"must be one of the {len(weights)} packed weights of {path}: {some}", name)
-    return _load(checkpoint, name, weights[name])
+    packed = _load(checkpoint, name, weights[name])
+    if not unchecked:
+        try:
+            require_no_overflow(name, unpack(packed))
+        except ArgumentError as error:
+            raise FileError(f"{checkpoint.path}: {error}") from None
+    return packed
 
 
 def packed_names(path: str | os.PathLike[str]) -> list[str]:

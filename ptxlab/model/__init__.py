@@ -1,14 +1,14 @@
 """Decoders of the Llama family: in floats, and on the kernels as packed weights and a layer of launches.
 
 `open_model` reads a trained one, `open_text` a text, `perplexity` is how well one predicts the other. `decode_layer` is
-the layer on the kernels, `reference` its NumPy twins.
+the layer on the kernels, `layer_calls` what it calls, `reference` its NumPy twins.
 """
 
 from ptxlab.model.config import MODELS, Config
 from ptxlab.model.floats import FloatModel, perplexity
 from ptxlab.model.generate import generate
 from ptxlab.model.kernel_runner import KernelRunner
-from ptxlab.model.layer import LayerBuffers, decode_layer
+from ptxlab.model.layer import LayerBuffers, LayerCall, decode_layer, layer_calls
 from ptxlab.model.numpy_runner import NumpyRunner
 from ptxlab.model.open import open_model
 from ptxlab.model.quantized import QuantizedModel
@@ -24,6 +24,7 @@ __all__ = [
     "FloatModel",
     "KernelRunner",
     "LayerBuffers",
+    "LayerCall",
     "LayerInputs",
     "LayerWeights",
     "NumpyRunner",
@@ -31,6 +32,7 @@ __all__ = [
     "Runner",
     "decode_layer",
     "generate",
+    "layer_calls",
     "open_model",
     "open_text",
     "perplexity",

@@ -372,6 +372,7 @@ MODELS = {
         _llama("LLaMA-2-13B", 5120, 13824, 40, 40, 40),
         _llama("LLaMA-2-70B", 8192, 28672, 64, 8, 80),
         _llama("LLaMA-3-8B", 4096, 14336, 32, 8, 32, 128256, rope_base=500000.0),
+        _llama("LLaMA-3-70B", 8192, 28672, 64, 8, 80, 128256, rope_base=500000.0),
         _llama("Mistral-7B", 4096, 14336, 32, 8, 32),
         _llama("Yi-34B", 7168, 20480, 56, 8, 60, 64000, rope_base=5000000.0),
         _llama("Mixtral-8x7B", 4096, 14336, 32, 8, 32, rope_base=1000000.0, experts=8, chosen_experts=2),

@@ -1,23 +1,27 @@
 """`decode_layer`: one decoder layer, a token of every sequence, as a chain of launches (QServe, Fig. 11)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from ptxlab import gpu
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.attention import AttentionWorkspace, attention_kv4, attention_workspace, rope_append_kv4
+from ptxlab.kernels.attention.append import INDICES
+from ptxlab.kernels.attention.append_api import check_places
+from ptxlab.kernels.attention.call import MOST_RATIO, check_cache
 from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
 from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
-from ptxlab.kernels.operation import dtype_of
+from ptxlab.kernels.moe.specs import MOST_CHOSEN, MOST_EXPERTS, MOST_WIDTH
+from ptxlab.kernels.operation import CallArray, dtype_of
 from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
 from ptxlab.layout import KVCache, PackedActivations, PackedWeight
 from ptxlab.layout.packed_activations import stored_shape, tile_of
 from ptxlab.model.config import Config
 from ptxlab.model.weights import LayerWeights
-from ptxlab.runtime.arguments import check_flags
+from ptxlab.runtime.arguments import check_flags, require_on_host
 from ptxlab.spec.dtypes import storage
 from ptxlab.validate import shape_of
 
@@ -99,6 +103,7 @@ class LayerBuffers:
         _check_weights(weights)
         check_flags(programmatic=programmatic, batch_invariant=batch_invariant)
         _check_cache(weights.config, cache)
+        _check_sizes(weights.config)
         config, M, like, dtype = weights.config, cache.batch, cache.pool, weights.dtype
 
         def array(*shape: int, of: str = dtype) -> Any:
@@ -187,33 +192,100 @@ def decode_layer(
 
     Returns:
         `buffers.hidden`, [M, H]: to be given to the next layer as `x`, with the same residual.
+
+    Raises:
+        ArgumentError: the argument, the rule and the value; nothing was launched. On the host also for what a call in
+            the midst refuses, an infinity above all, when the residual is no longer what it was.
+        UnavailableError: a kernel does not run here.
     """
-    _check(x, residual, weights, cache, buffers)
+    given = x, residual, weights, cache, slots
+    for call in layer_calls(*given, rope=rope, buffers=buffers, backend=backend, programmatic=programmatic):
+        call()
+    return buffers.hidden
+
+
+class LayerCall(NamedTuple):
+    """One call of the chain that a layer is.
+
+    Attributes:
+        name: of a product that of its weight, of another call that of what it writes, in `LayerBuffers`.
+        function, args, keywords: of the call.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def __call__(self, **changed: Any) -> Any:
+        """Make the call, perhaps with other keywords."""
+        return self.function(*self.args, **{**self.keywords, **changed})
+
+    @property
+    def launches(self) -> int:
+        """How many kernels it launches."""
+        return 2 if self.function is route_tokens else 1
+
+
+def layer_calls(
+    x: Any,
+    residual: Any,
+    weights: LayerWeights,
+    cache: KVCache,
+    slots: Any,
+    *,
+    rope: tuple[Any, ...],
+    buffers: LayerBuffers,
+    backend: str | None = None,
+    programmatic: bool = False,
+) -> list[LayerCall]:
+    """The calls that `decode_layer` of the same arguments makes, in order; none has been made.
+
+    Raises ArgumentError for what belongs to another layer or batch.
+    """
+    _check(x, residual, weights, cache, slots, rope, buffers)
+    if cache.batch == 0:
+        return []
     config, b, M, space = weights.config, buffers, cache.batch, buffers.workspaces.get
-    first: dict[str, Any] = {"backend": backend, "programmatic": programmatic}
-    chained: dict[str, Any] = {"backend": backend, "programmatic": b.programmatic}
     norm: dict[str, Any] = {"residual": residual, "eps": config.eps}
     attending: dict[str, Any] = {"window": config.window, "batch_invariant": b.batch_invariant}
 
-    rmsnorm_quantize(x, weights.input_norm, **norm, **into(b.qkv_in), **first)
-    gemm_w4a8(b.qkv_in, weight=weights.qkv, bias=weights.qkv_bias, out=b.qkv, workspace=space("qkv"), **chained)
-    rope_append_kv4(b.qkv, cache, slots, rope=rope, out=b.q, **chained)
-    attention_kv4(b.q, cache, out=b.attention, workspace=b.attention_workspace, **attending, **chained)
-    quantize_activations(b.attention.reshape(M, -1), **into(b.o_in), **chained)
-    gemm_w4a8(b.o_in, weight=weights.o, out=b.o, workspace=space("o"), **chained)
-    if b.routing is not None:
-        tokens, normed, routed = b.routing.tokens, b.routing.normed, b.routing.routed
-        rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(tokens), normed=normed, **chained)
-        route_tokens(tokens, normed, weights.router, config.chosen_experts, out=routed, **chained)
-        grouped: dict[str, Any] = {"offsets": routed.offsets, **chained}
-        gemm_w4a8_grouped(b.gate_up_in, weights=weights.gate_up, out=b.gate_up, **grouped)
-        silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **chained)
-        gemm_w4a8_grouped(b.down_in, weights=weights.down, out=b.routing.results, **grouped)
-        return combine_experts(b.routing.results, routed, out=b.hidden, **chained)
-    rmsnorm_quantize(b.o, weights.post_norm, **norm, **into(b.gate_up_in), **chained)
-    gemm_w4a8(b.gate_up_in, weight=weights.gate_up, out=b.gate_up, workspace=space("gate_up"), **chained)
-    silu_mul_quantize(b.gate_up, activation=config.activation, **into(b.down_in), **chained)
-    return gemm_w4a8(b.down_in, weight=weights.down, out=b.hidden, workspace=space("down"), **chained)
+    def call(name: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> LayerCall:
+        return LayerCall(name, function, args, {"backend": backend, "programmatic": b.programmatic, **keywords})
+
+    def product(name: str, of: PackedActivations, weight: PackedWeight, out: Any, bias: Any = None) -> LayerCall:
+        return call(name, gemm_w4a8, of, weight=weight, bias=bias, out=out, workspace=space(name))
+
+    calls = [
+        call("qkv_in", rmsnorm_quantize, x, weights.input_norm, **norm, **into(b.qkv_in), programmatic=programmatic),
+        product("qkv", b.qkv_in, weights.qkv, b.qkv, weights.qkv_bias),
+        call("q", rope_append_kv4, b.qkv, cache, slots, rope=rope, out=b.q),
+        call("attention", attention_kv4, b.q, cache, out=b.attention, workspace=b.attention_workspace, **attending),
+        call("o_in", quantize_activations, b.attention.reshape(M, -1), **into(b.o_in)),
+        product("o", b.o_in, weights.o, b.o),
+    ]
+    if b.routing is None:
+        return [
+            *calls,
+            call("gate_up_in", rmsnorm_quantize, b.o, weights.post_norm, **norm, **into(b.gate_up_in)),
+            product("gate_up", b.gate_up_in, weights.gate_up, b.gate_up),
+            call("down_in", silu_mul_quantize, b.gate_up, activation=config.activation, **into(b.down_in)),
+            product("down", b.down_in, weights.down, b.hidden),
+        ]
+    tokens, normed, routed, results = b.routing.tokens, b.routing.normed, b.routing.routed, b.routing.results
+
+    def of_experts(name: str, of: PackedActivations, weights: Any, out: Any) -> LayerCall:
+        return call(name, gemm_w4a8_grouped, of, weights=weights, offsets=routed.offsets, out=out)
+
+    return [
+        *calls,
+        call("tokens", rmsnorm_quantize, b.o, weights.post_norm, **norm, **into(tokens), normed=normed),
+        call("gate_up_in", route_tokens, tokens, normed, weights.router, config.chosen_experts, out=routed),
+        of_experts("gate_up", b.gate_up_in, weights.gate_up, b.gate_up),
+        call("down_in", silu_mul_quantize, b.gate_up, activation=config.activation, **into(b.down_in)),
+        of_experts("down", b.down_in, weights.down, results),
+        call("hidden", combine_experts, results, routed, out=b.hidden),
+    ]
 
 
 def into(out: PackedActivations) -> dict[str, Any]:
@@ -221,8 +293,10 @@ def into(out: PackedActivations) -> dict[str, Any]:
     return {"layout": out.layout, "rows": out.rows, "out": out}
 
 
-def _check(x: Any, residual: Any, weights: LayerWeights, cache: KVCache, buffers: LayerBuffers) -> None:
-    """Raise ArgumentError, before anything is launched, for what belongs to another layer or batch."""
+def _check(
+    x: Any, residual: Any, weights: LayerWeights, cache: KVCache, slots: Any, rope: Any, buffers: LayerBuffers
+) -> None:
+    """Raise ArgumentError for what belongs to another layer or batch, or what a call in the midst would refuse."""
     _check_weights(weights)
     if not isinstance(buffers, LayerBuffers):
         raise ArgumentError(f"{NAME}: buffers", "must come from LayerBuffers.empty", type(buffers).__name__)
@@ -233,15 +307,54 @@ def _check(x: Any, residual: Any, weights: LayerWeights, cache: KVCache, buffers
         rule = f"must be made for these weights, {weights.dtype}, and {M} sequences"
         got = f"{buffers.config.name or 'a layer'}, {buffers.dtype}, {buffers.qkv_in.M} sequences"
         raise ArgumentError(f"{NAME}: buffers", rule, got)
-    for name, array in (("x", x), ("residual", residual)):
-        if shape_of(array) != (M, H) or dtype_of(array) != weights.dtype:
-            rule, got = f"must be {weights.dtype} [{M}, {H}]", f"{dtype_of(array)} {list(shape_of(array))}"
-            raise ArgumentError(f"{NAME}: {name}", rule, got)
+    if not isinstance(rope, tuple) or len(rope) not in (2, 3):
+        raise ArgumentError(f"{NAME}: rope", "must be (cos, sin) or (cos, sin, positions)", type(rope).__name__)
+    cos, sin, *positions = rope
+    (rows,) = max(shape_of(cos)[:1], (1 if positions else M,))
+    floats, table = (weights.dtype,), (rows, config.head_dim // 2)
+    on_gpu = gpu.is_device_array(buffers.hidden)
+    device = gpu.view(f"{NAME}: buffers", buffers.hidden).device if on_gpu else -1
+    for name, array, dtypes, shape in (
+        ("x", x, floats, (M, H)),
+        ("residual", residual, floats, (M, H)),
+        ("slots", slots, INDICES, (M,)),
+        ("rope cos", cos, ("float32",), table),
+        ("rope sin", sin, ("float32",), table),
+        *(("rope positions", each, (dtype_of(slots),), (M,)) for each in positions),
+        ("cache.pool", cache.pool, ("uint8",), shape_of(cache.pool)),
+        ("weights.input_norm", weights.input_norm, floats, (H,)),
+    ):
+        label, dtype = f"{NAME}: {name}", dtype_of(array)
+        if shape_of(array) != shape or dtype not in dtypes:
+            rule, got = f"must be {' or '.join(dtypes)} {list(shape)}", f"{dtype} {list(shape_of(array))}"
+            raise ArgumentError(label, rule, got)
+        if on_gpu:
+            CallArray(name, label, array).view(device)
+        else:
+            require_on_host(label, array, dtype, shape, written=array is residual or array is cache.pool)
+    if not on_gpu:
+        check_places(NAME, cache, *(gpu.as_array(NAME, each) for each in (slots, *positions)), rows=rows)
+        check_cache(NAME, cache)
 
 
 def _check_weights(weights: Any) -> None:
     if not isinstance(weights, LayerWeights):
         raise ArgumentError(f"{NAME}: weights", "must be LayerWeights", type(weights).__name__)
+
+
+def _check_sizes(config: Config) -> None:
+    """Raise ArgumentError for a layer that a kernel in its midst does not take."""
+    for name, most, step in (
+        ("hidden", MOST_WIDTH, 32),
+        ("ffn", MOST_WIDTH, 32),
+        ("heads", MOST_RATIO * config.kv_heads, 1),
+        ("experts", MOST_EXPERTS, 1),
+        ("chosen_experts", MOST_CHOSEN, 1),
+    ):
+        value = getattr(config, name)
+        if value > most or value % step:
+            rule = f"must be a multiple of {step} up to {most}" if step > 1 else f"at most {most}"
+            raise ArgumentError(f"{NAME}: {name}", rule, value)
 
 
 def _check_cache(config: Config, cache: KVCache) -> None:

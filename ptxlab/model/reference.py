@@ -98,8 +98,9 @@ def exact(given: LayerInputs, weights: LayerWeights, left: Mapping[str, Any] | N
     def product(x: QuantizedActivations, weight: PackedWeight | ExpertWeights) -> Any:
         if isinstance(weight, PackedWeight):
             return _product(x, weight, dtype)
-        ends = [slice(*map(int, pair)) for pair in pairwise(offsets)]
-        return np.concatenate([_product(_taken(x, rows), weight.expert(e), dtype) for e, rows in enumerate(ends)])
+        of_experts = [(e, slice(*map(int, pair))) for e, pair in enumerate(pairwise(offsets))]
+        taken = [(e, rows) for e, rows in of_experts if rows.start < rows.stop]
+        return np.concatenate([_product(_taken(x, rows), weight.expert(e), dtype) for e, rows in taken])
 
     gate_up_in = done("gate_up_in", quantised)
     gate_up = done("gate_up", product(gate_up_in, weights.gate_up))

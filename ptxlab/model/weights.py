@@ -77,6 +77,11 @@ class LayerWeights:
             array = getattr(self, name)
             if shape_of(array) != shape or (not shape and array is not None):
                 raise ArgumentError(name, f"must be an array {list(shape)}" if shape else "must be None", _said(array))
+        on_gpu = gpu.is_device_array(self.input_norm)
+        for name, part in self.parts.items():
+            if any(gpu.is_device_array(array) != on_gpu for array in getattr(part, "buffers", {"": part}).values()):
+                place = "on the GPU" if on_gpu else "on the host"
+                raise ArgumentError(name, f"must be {place}, as input_norm is", f"not {place}")
         if self.router is not None and dtype_of(self.router) != self.dtype:
             raise ArgumentError("router", f"must be {self.dtype}, as input_norm is", dtype_of(self.router))
 

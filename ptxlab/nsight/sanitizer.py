@@ -1,4 +1,4 @@
-"""compute-sanitizer over `ptxlab verify` on a GPU: what NVIDIA's own tools say of the project's kernels.
+"""compute-sanitizer over `ptxlab verify`, or a decoder layer, on a GPU: what NVIDIA's own tools say of the kernels.
 
 Every array is allocated for itself there, as an access beyond its end would stay inside CuPy's memory pool.
 """
@@ -15,7 +15,9 @@ from ptxlab.errors import ArgumentError, UnavailableError, VerificationError
 
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
 
+LAYER = "layer"  # stands for a decoder layer, whose launches overlap as `verify` has none do
 _CHILD = "from ptxlab import gpu; gpu.without_pool(); from ptxlab.cli import main; main()"
+_LAYER = "from ptxlab import gpu; gpu.without_pool(); from ptxlab.bench.layer import decoder; decoder.check_chains()"
 _SUMMARY = re.compile(r"^=+ (?:\w+ )?SUMMARY: ((\d+) .*)$", re.MULTILINE)
 _HEADER = "COMPUTE-SANITIZER"
 
@@ -46,7 +48,7 @@ def sanitize(tool: str, kernels: Sequence[str], sizes: str | None = None) -> Ite
 
     Args:
         tool: one of `TOOLS`.
-        kernels: names of kernels.
+        kernels: names of kernels, and `layer`, which is looked at by itself.
         sizes: sizes beside those of the examples, as `ptxlab verify --shape` takes them.
 
     Raises:
@@ -56,11 +58,13 @@ def sanitize(tool: str, kernels: Sequence[str], sizes: str | None = None) -> Ite
     """
     if tool not in TOOLS:
         raise ArgumentError("tool", f"one of {', '.join(TOOLS)}", tool)
-    together = _run(tool, kernels, sizes)
-    if together.problems and len(kernels) > 1:
-        yield from (_run(tool, [name], sizes) for name in kernels)
-    else:
-        yield together
+    alone = [name for name in kernels if name != LAYER]
+    if alone:
+        together = _run(tool, alone, sizes)
+        split = together.problems and len(alone) > 1
+        yield from (_run(tool, [name], sizes) for name in alone) if split else (together,)
+    if LAYER in kernels:
+        yield _run(tool, [LAYER], None)
 
 
 def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> SanitizerResult:
@@ -69,9 +73,10 @@ def _run(tool: str, kernels: Sequence[str], sizes: str | None) -> SanitizerResul
         raise UnavailableError("compute-sanitizer: not on the PATH; it comes with the CUDA toolkit")
     # The driver is asked for the parameters of a kernel until it says that there are no more: no error of the kernel's.
     options = ["--tool", tool, "--report-api-errors", "no", "--print-limit", "20"]
-    verify = ["verify", *kernels, "--backend", "gpu", *(["--shape", sizes] if sizes else [])]
+    verify = [_CHILD, "verify", *kernels, "--backend", "gpu", *(["--shape", sizes] if sizes else [])]
+    child = [_LAYER] if list(kernels) == [LAYER] else verify
     started = time.monotonic()
-    done = subprocess.run([sanitizer, *options, sys.executable, "-c", _CHILD, *verify], capture_output=True, text=True)
+    done = subprocess.run([sanitizer, *options, sys.executable, "-c", *child], capture_output=True, text=True)
     printed = done.stdout + done.stderr
     summary = _SUMMARY.search(printed)
     if summary is None:

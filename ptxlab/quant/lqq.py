@@ -38,9 +38,9 @@ class LQQWeight(TwoLevelWeight):
         """See `TwoLevelWeight.level1`; by `reference.dequant_lqq`."""
         return reference.dequant_lqq(self.q4, self.group_scale, self.offset)
 
-    def exact_level1(self) -> S32:
-        """See `TwoLevelWeight.exact_level1`."""
-        return reference.exact_lqq(self.q4, self.group_scale, self.offset)
+    def restored(self, q4: U8) -> S32:
+        """See `TwoLevelWeight.restored`."""
+        return reference.exact_lqq(q4, self.group_scale, self.offset)
 
 
 def quantize_lqq(

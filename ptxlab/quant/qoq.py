@@ -32,9 +32,9 @@ class QoQWeight(TwoLevelWeight):
         """See `TwoLevelWeight.level1`; by `reference.dequant_qoq_vadd4`."""
         return reference.dequant_qoq_vadd4(self.q4, self.group_scale, self.offset)
 
-    def exact_level1(self) -> S32:
-        """See `TwoLevelWeight.exact_level1`."""
-        return reference.exact_qoq(self.q4, self.group_scale, self.zero)
+    def restored(self, q4: U8) -> S32:
+        """See `TwoLevelWeight.restored`."""
+        return reference.exact_qoq(q4, self.group_scale, self.zero)
 
 
 def quantize_qoq(w: npt.NDArray[Any], group: int = 128, protective_range: int = PROTECTIVE_RANGE) -> QoQWeight:

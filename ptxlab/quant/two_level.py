@@ -31,13 +31,25 @@ class TwoLevelWeight(ABC):
     def level1(self) -> S8:
         """The level-1 integers q8' that the kernel reconstructs, s8 [N, K], wrapped and carried where it overflows."""
 
-    @abstractmethod
     def exact_level1(self) -> S32:
         """The level-1 integers q8' in wide arithmetic, int32 [N, K]; equal to `level1()` where nothing overflows."""
+        return self.restored(self.q4)
+
+    @abstractmethod
+    def restored(self, q4: U8) -> S32:
+        """q8' in wide arithmetic, int32, of nibbles [N, K], or of one for each group, [N, K/g]."""
 
     def overflows(self) -> Bool:
-        """Where q8' does not fit s8, bool [N, K]: nowhere at protective range 119 (see the module of the scheme)."""
-        return ~reference.fits_s8(self.exact_level1())
+        """Groups in which some q8' does not fit s8, so that the kernel restores other weights, bool [N, K/g].
+
+        q8' grows with q4, so each group's least and greatest nibble decide. None at protective range 119 (see the
+        module of the scheme). Every door asks this: `layout.pack`, `layout.load`, `ptxlab audit`, recipes.
+        """
+        N, groups = self.group_scale.shape
+        nibbles = self.q4.reshape(N, groups, -1)
+        ends = nibbles.min(axis=2), nibbles.max(axis=2)
+        lowest, highest = (reference.fits_s8(self.restored(end)) for end in ends)
+        return ~(lowest & highest)
 
     def dequantize(self) -> F32:
         """The weights that the kernel computes with, f32 [N, K]: `level1()` times the channel scale.

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ptxlab import toolchain
+from ptxlab.cost import sheets
 from ptxlab.errors import ArgumentError
 from ptxlab.sass import harness
 from ptxlab.sources import Source
 
-# Lanes per clock and SM. `fma` is the sum of the heavy half, which alone multiplies integers, and the lite half.
-LANES_PER_CLOCK = {"alu": 64, "fmaheavy": 64, "fma": 128, "xu": 16, "issue": 128}
+LANES_PER_CLOCK = sheets.LANES_PER_CLOCK["sm_90"]
 
 ARITHMETIC = frozenset({"alu", "fmaheavy", "fma", "xu", "fp64"})
 
@@ -149,12 +149,7 @@ def pipe_counts(instructions: Iterable[SassInstruction]) -> dict[str, int]:
 
 def pipe_limit(per_pipe: Mapping[str, float]) -> tuple[float, str]:
     """Clocks that one SM needs per lane for these instructions on Hopper, at best, and the pipe that decides."""
-    load = {pipe: per_pipe.get(pipe, 0.0) for pipe in ("alu", "fmaheavy", "xu")}
-    load["fma"] = per_pipe.get("fma", 0.0) + load["fmaheavy"]
-    load["issue"] = sum(per_pipe.values())
-    clocks = {pipe: count / LANES_PER_CLOCK[pipe] for pipe, count in load.items()}
-    slowest = max(clocks, key=lambda pipe: clocks[pipe])
-    return clocks[slowest], slowest
+    return sheets.slowest_pipe(per_pipe, "sm_90")
 
 
 @dataclass(frozen=True)

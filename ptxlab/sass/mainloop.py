@@ -58,6 +58,30 @@ def main_loop(instructions: Sequence[SassInstruction]) -> MainLoop | None:
     )
 
 
+def pipes_beside_mma(instructions: Sequence[SassInstruction]) -> dict[str, int]:
+    """Instructions of one thread in the smallest loop that multiplies, by pipe, without the MMAs; empty without one."""
+    blocks = basic_blocks(instructions)
+    bodies = [_instructions(blocks, loop.body) for loop in natural_loops(blocks)]
+    loop = min((body for body in bodies if any(i.pipe == "tensor" for i in body)), key=len, default=[])
+    return dict(Counter(i.pipe for i in loop if i.pipe != "tensor").most_common())
+
+
+def pipes_per_sum(instructions: Sequence[SassInstruction]) -> dict[str, float]:
+    """Instructions that scale one INT32 sum in the main loop, by pipe; empty where none is converted there.
+
+    Counted where least else happens: in the shortest block of a loop that converts integers to FP32.
+    """
+    blocks = basic_blocks(instructions)
+    converting = [blocks[b] for loop in natural_loops(blocks) for b in loop.body if any(map(_converts, blocks[b]))]
+    block = min(converting, key=len, default=[])
+    sums = sum(map(_converts, block))
+    return {pipe: count / sums for pipe, count in Counter(i.pipe for i in block if i.pipe != "tensor").most_common()}
+
+
+def _converts(instruction: SassInstruction) -> bool:
+    return instruction.opcode in ("I2F", "I2FP")
+
+
 def _unpacks(instruction: SassInstruction) -> bool:
     return instruction.opcode == "LOP3" and _NIBBLES in instruction.operands
 

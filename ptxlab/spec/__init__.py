@@ -13,8 +13,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ptxlab import sources
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.spec.claims import KernelClaim as KernelClaim
 from ptxlab.spec.dtypes import ByVariant, DType, dtype_in, storage
 from ptxlab.spec.expressions import evaluate as evaluate
 from ptxlab.spec.expressions import names_in, nibbles, per_weight, solve
@@ -138,6 +140,7 @@ class KernelSpec:
         one_row: (input arrays, row) -> those that are others, besides being cut to the row, where it is alone.
         invariant: the spec of the variant whose results do not depend on the batch, where this one's do.
         form: of a kernel with several contracts which one it is; empty: the one that a bare name means.
+        claims: what it does for all inputs, to be proved (`ptxlab.prove`).
     """
 
     name: str
@@ -166,6 +169,7 @@ class KernelSpec:
     one_row: Callable[[Arrays, int], Arrays] | None = None
     invariant: "KernelSpec | None" = None
     form: str = ""
+    claims: tuple[KernelClaim, ...] = ()
 
     @property
     def label(self) -> str:
@@ -203,8 +207,8 @@ class KernelSpec:
 
     @property
     def family(self) -> str:
-        """The part of the name before the first underscore: `dequant`, `load`, `gemm` ..."""
-        return self.name.split("_", 1)[0]
+        """The folder of its sources: `dequant`, `load`, `gemm` ..."""
+        return sources.family_of(self.name)
 
     @cached_property
     def inputs(self) -> tuple[Arg, ...]:

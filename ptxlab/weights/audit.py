@@ -33,9 +33,10 @@ class AuditRow:
     """One tensor under one scheme at one protective range.
 
     `overflows` counts the weights whose reconstructed integer leaves s8 (with LQQ their byte then carries into the
-    next weight), `clipped` those that the clamp of q4 moves further than rounding would. `relative_error` is
-    ||W - W'||_F / ||W||_F with the integers as they would be without overflow, 0 for an all-zero matrix. Of a weight
-    that is already packed the original is not known, nor these two: None.
+    next weight), `unsafe_groups` the groups that they are in, `clipped` the weights that the clamp of q4 moves further
+    than rounding would. `relative_error` is ||W - W'||_F / ||W||_F with the integers as they would be without
+    overflow, 0 for an all-zero matrix. Of a weight that is already packed the original is not known, nor these two:
+    None.
     """
 
     tensor: str
@@ -44,6 +45,7 @@ class AuditRow:
     group: int
     weights: int
     overflows: int
+    unsafe_groups: int
     clipped: int | None
     relative_error: float | None
 
@@ -58,6 +60,7 @@ class AuditTotal:
     groups: int
     weights: int
     overflows: int
+    unsafe_groups: int
     mean_error: float | None
     worst_error: float | None
 
@@ -101,7 +104,8 @@ def audit_matrix(
                     protective_range=protective_range,
                     group=group,
                     weights=floats.size,
-                    overflows=int(weight.overflows().sum()),
+                    overflows=_count_overflows(weight),
+                    unsafe_groups=int(weight.overflows().sum()),
                     clipped=_count_clipped(weight, level1[protective_range]),
                     relative_error=_relative_error(floats, weight),
                 )
@@ -140,7 +144,7 @@ def audit_file(
             if progress is not None:
                 progress(done, len(names), name)
             if name in owners:
-                yield _audit_packed(name, layout.load(path, name))
+                yield _audit_packed(name, layout.load(path, name, unchecked=True))
                 continue
             reason = _why_not(checkpoint.tensors[name], group)
             if reason:
@@ -173,6 +177,7 @@ def totals(rows: Iterable[AuditRow]) -> list[AuditTotal]:
                 groups=sum(row.weights // row.group for row in some),
                 weights=sum(row.weights for row in some),
                 overflows=sum(row.overflows for row in some),
+                unsafe_groups=sum(row.unsafe_groups for row in some),
                 mean_error=fmean(errors) if errors else None,
                 worst_error=max(errors, default=None),
             )
@@ -183,9 +188,17 @@ def totals(rows: Iterable[AuditRow]) -> list[AuditTotal]:
 def _audit_packed(name: str, packed: layout.PackedWeight) -> AuditRow:
     """A packed weight as it is: only two levels can overflow."""
     weight = layout.unpack(packed)
-    overflows = int(weight.overflows().sum()) if isinstance(weight, TwoLevelWeight) else 0
+    two_level = weight if isinstance(weight, TwoLevelWeight) else None
     return AuditRow(
-        name, packed.scheme, packed.protective_range, packed.group, packed.N * packed.K, overflows, None, None
+        tensor=name,
+        scheme=packed.scheme,
+        protective_range=packed.protective_range,
+        group=packed.group,
+        weights=packed.N * packed.K,
+        overflows=_count_overflows(two_level) if two_level else 0,
+        unsafe_groups=int(two_level.overflows().sum()) if two_level else 0,
+        clipped=None,
+        relative_error=None,
     )
 
 
@@ -203,6 +216,10 @@ def _check_schemes(schemes: Sequence[str]) -> None:
     for scheme in schemes:
         if scheme not in SCHEMES:
             raise ArgumentError("schemes", f"must be among {', '.join(SCHEMES)}", scheme)
+
+
+def _count_overflows(weight: TwoLevelWeight) -> int:
+    return int((~reference.fits_s8(weight.exact_level1())).sum())
 
 
 def _count_clipped(weight: TwoLevelWeight, level1: Level1Weight) -> int:

@@ -43,12 +43,14 @@ def test_a_layer_is_timed_taken_apart_and_checked(here: pytest.MonkeyPatch) -> N
     assert row.time_us == 10.0 and row.sizes == shapes.sizes_of(TINY, 2) and row.checked.endswith("bit for bit")
     assert row.checked.startswith("12 steps: attention, down_in within bounds, all others equal in every bit; ")
     operations = {
-        *("gemm qkv", "gemm o", "gemm gate_up", "gemm down", "attention", "rope_append_kv4 1"),
-        *("rmsnorm_quantize 1", "rmsnorm_quantize 2", "quantize_activations 1", "silu_mul_quantize 1"),
+        *("gemm qkv", "gemm o", "gemm gate_up", "gemm down", "attention", "rope_append_kv4 q"),
+        *("rmsnorm_quantize qkv_in", "rmsnorm_quantize gate_up_in", "quantize_activations o_in"),
+        "silu_mul_quantize down_in",
     }
     assert {name for name, us in row.more.items() if us == 10.0} >= operations
     assert row.more["gemm_us"] == 40.0 and row.more["attention_us"] == 10.0 and row.more["others_us"] == 50.0
     assert row.more["others_share"] == 0.5 and row.more["plain_us"] == 10.0 and row.more["x"] == 1.0
+    assert row.more["invariant_attention_us"] == 10.0
     floors = [us for name, us in row.more.items() if name.startswith("floor ")]
     assert row.floor_us == pytest.approx(sum(floors)) and len(floors) == 5
     nbytes = sum(getattr(made[0], name).nbytes for name in TINY.matrices)
@@ -60,10 +62,20 @@ def test_a_layer_of_experts_is_taken_apart_too(here: pytest.MonkeyPatch) -> None
     config = replace(TINY, experts=2, chosen_experts=1, name="experts")
     made = [LayerWeights.random(config, on_device=True)]
     row = decoder.row(config, 1, made, decoder.copies_of(made[0]), CEILINGS, {}, {}, compared=True)
-    assert row.checked.startswith("the graph that was timed"), "whose exact twin takes too long"
-    assert {"route_tokens 1", "combine_experts 1", "gemm gate_up", "gemm down", "gemm o"} <= set(row.more)
+    assert row.checked.startswith("19 steps: attention, share, down_in within bounds, all others equal in every bit; ")
+    assert {"route_tokens gate_up_in", "combine_experts hidden", "gemm gate_up", "gemm down"} <= set(row.more)
     read = [row.more[f"floor gemm {name}"] * 4.6e6 for name in ("gate_up", "down", "qkv")]
     assert read == pytest.approx([made[0].gate_up.nbytes / 2, made[0].down.nbytes / 2, made[0].qkv.nbytes])
+
+
+def test_chains_for_the_sanitizers_are_checked(here: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    here.setattr(decoder, "_WATCHED", (1,))
+    here.setattr(decoder, "Config", lambda **sizes: replace(TINY, name=sizes["name"]))
+    with emulator.chain(()) as made:
+        decoder.check_chains()
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(" steps")[0] for line in said] == ["dense, batch 1: 12", "experts, batch 1: 19"]
+    assert len(made.launches) == 2 * 10 + 2 * 13
 
 
 def test_another_bit_of_the_timed_graph_is_found(here: pytest.MonkeyPatch) -> None:
@@ -187,31 +199,61 @@ def test_the_stored_attention_stands_beside_that_of_the_run() -> None:
 
 
 def test_a_timeline_is_a_row_per_launch() -> None:
-    operations = ["rmsnorm_quantize 1", "gemm_w4a8 1"]
+    operations = ["rmsnorm_quantize qkv_in", "gemm qkv"]
     spans = [("norm", 0.0, 2.0), ("gemm", 1.5, 10.0), ("norm", 10.5, 12.0), ("gemm", 11.5, 20.0)]
     rows = list(layer.spans_of(layer.CONFIGS[0], 4, spans, operations, 9.5))
     assert [(row.face, row.kernel, row.sizes["launch"]) for row in rows] == [
-        ("rmsnorm_quantize 1", "norm", 0),
-        ("gemm_w4a8 1", "gemm", 1),
+        ("rmsnorm_quantize qkv_in", "norm", 0),
+        ("gemm qkv", "gemm", 1),
     ]
     assert [row.more["gap_us"] for row in rows] == [0.5, -0.5] and rows[1].more["start_us"] == 1.0
     assert all(row.more["layer_us"] == 9.5 and row.measure == layer.TIMELINE for row in rows)
 
 
+def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
+    """What a tracer of so many launches would see, of a layer that is captured and replayed."""
+    with emulator.chain(()) as made:
+        run()
+    names = made.launches * 2
+    return [(name, float(place), place + 0.5) for place, name in enumerate(names)]
+
+
+@pytest.fixture
+def graphs(here: pytest.MonkeyPatch) -> None:
+    """Captures make their calls once; replays, which the tracer makes up, nothing."""
+
+    def capture(calls: list[Callable[[], None]]) -> SimpleNamespace:
+        for call in calls:
+            call()
+        return SimpleNamespace(replay=lambda: None, synchronize=lambda: None, time=lambda: SimpleNamespace(median=9.0))
+
+    here.setattr(gpu, "capture", capture)
+    here.setattr(layer, "_TRACED", 2)
+
+
+@pytest.mark.usefixtures("graphs")
 def test_a_timeline_is_left_out_unless_every_launch_was_seen(here: pytest.MonkeyPatch) -> None:
     made = weights()[:1]
     here.setattr(decoder, "layers_of", lambda config: made)
     here.setattr(peers_layer, "traced", lambda run: [])
-    with pytest.warns(UserWarning, match="timeline of tiny: left out, 0 kernels were seen of 80"):
+    with pytest.warns(UserWarning, match="timeline of tiny: left out, 0 kernels were seen of 40"):
         assert list(layer.timeline_rows(TINY, 1)) == []
-
-    def traced(run: Callable[[], None]) -> list[tuple[str, float, float]]:
-        run()
-        return [(f"kernel {place % 10}", float(place), place + 0.5) for place in range(80)]
-
     here.setattr(peers_layer, "traced", traced)
-    graph = SimpleNamespace(replay=lambda: None, synchronize=lambda: None, time=lambda: SimpleNamespace(median=9.0))
-    here.setattr(gpu, "capture", lambda calls: graph)
     rows = list(layer.timeline_rows(TINY, 1))
-    assert [row.face for row in rows][:3] == ["rmsnorm_quantize 1", "gemm_w4a8 1", "rope_append_kv4 1"]
-    assert len(rows) == 10 and rows[0].kernel == "kernel 0" and rows[0].more["layer_us"] == 9.0
+    assert [row.face for row in rows][:3] == ["rmsnorm_quantize qkv_in", "gemm qkv", "rope_append_kv4 q"]
+    assert len(rows) == 10 and rows[0].kernel == "rmsnorm_quantize" and rows[0].more["layer_us"] == 9.0
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_timeline_of_experts_has_both_launches_of_the_routing(here: pytest.MonkeyPatch) -> None:
+    config = replace(TINY, experts=2, chosen_experts=1, name="experts")
+    made = [LayerWeights.random(config, on_device=True)]
+    here.setattr(decoder, "layers_of", lambda config: made)
+    here.setattr(peers_layer, "traced", traced)
+    rows = list(layer.timeline_rows(config, 1))
+    assert len(rows) == 13 and len({row.key for row in rows}) == 13
+    assert [(row.face, row.kernel) for row in rows[6:9]] == [
+        ("rmsnorm_quantize tokens", "rmsnorm_quantize"),
+        ("route_tokens gate_up_in", "choose_experts"),
+        ("route_tokens gate_up_in", "gather_tokens"),
+    ]

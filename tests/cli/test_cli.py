@@ -169,7 +169,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("show", "dequant_lpp"), "unknown kernel 'dequant_lpp'; nearest: dequant_lqq"),
         (("verify", "gem"), "unknown kernel 'gem'; nearest: gemm"),
         (("sass", "dequant_lqq", "--record", "-D", "X"), "-D cannot be combined with --record"),
-        (("sanitize", "sum", "--tool", "memchek"), "--tool expects some of memcheck, "),
+        (("sanitize", "moe", "--tool", "memchek"), "--tool expects some of memcheck, "),
         (("sanitize", "{file}"), "sanitize expects kernels or families, got "),
         (("run", "gemm", "--in", "{lqq}"), "kernel: one of gemm_"),
         (("sweep", "{file}", "-D", "X=1"), "sweep expects a kernel of the W4A8 GEMM or of attention, got "),
@@ -422,6 +422,11 @@ def test_audit_prints_totals_and_the_worst_tensors(cli: Any, tmp_path: Path) -> 
         overflows, errors = sum(row["overflows"] for row in mine), [row["relative_error"] for row in mine]
         assert line[4:6] == [str(overflows), f"{overflows / (12 * 512):.4%}"]
         assert line[6:] == [f"{sum(errors) / 12:.4f}", f"{max(errors):.4f}"]
+    unsafe = sum(row["unsafe_groups"] for row in rows)
+    assert out.splitlines()[-2:] == [
+        "safe by proof: lqq ±119, lqq ±120",
+        f"not safe: {unsafe} of 48 groups of lqq ±127",
+    ]
     listed = [line.split()[0] for line in out.splitlines() if line.strip().startswith("up.")]
     assert listed == worst[:10] and "10 of 12 tensors" in out
     assert "skipped 11: not a matrix" in out and "bias" not in out

@@ -17,10 +17,11 @@ from ptxlab.cli import PANELS, common, profile
 from ptxlab.cli import run as run_commands
 from ptxlab.cli import sass as sass_command
 from ptxlab.cli.common import WIDTH
-from ptxlab.verify import Verdict
+from ptxlab.verify import Job, Verdict
 from tests.support.add4 import PTX_ADD4
 from tests.support.reports import FILE, GEMM, SIZES
 
+SUMMING = "sum_activations_s8"
 COMMANDS = {name: command for panel in PANELS.values() for name, command in panel.items()}
 # Of several spellings of one thing, the one that commands take.
 RETIRED = {"--sizes": "--shape", "--timeline": "timeline", "--stalls": "stalls", "--sass": "--listing"}
@@ -69,12 +70,12 @@ def test_profile_is_three_commands_of_few_options(name: str) -> None:
     assert len(own) <= 6, own
 
 
-@pytest.mark.parametrize("command", [("run", "sum"), ("verify", "sum")])
+@pytest.mark.parametrize("command", [("run", SUMMING), ("verify", SUMMING)])
 def test_an_unavailable_gpu_names_the_emulator(
     cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(gpu, "why_not", lambda *_, **__: "no CUDA device")
-    (spec,) = (spec for spec in kernels.specs().values() if spec.family == "sum")
+    spec = kernels.specs()[SUMMING]
     packed = spec.pack(spec.example(np.random.default_rng(0), **spec.example_sizes[0]))
     np.savez(tmp_path / "in.npz", **packed)
     more = ("--in", tmp_path / "in.npz") if command[0] == "run" else ()
@@ -85,35 +86,43 @@ def test_an_unavailable_gpu_names_the_emulator(
 # Names
 
 
-def test_a_family_stands_for_its_kernels(cli: Any) -> None:
+def looked_at(job: Job, seed: int) -> Verdict:
+    """A verdict on what has not been verified."""
+    return Verdict(job.label, job.backend, dict(job.sizes), True, "", 0.0)
+
+
+def test_a_family_stands_for_its_kernels(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     family = [name for name, spec in kernels.specs().items() if spec.family == "load"]
     assert [spec.name for spec, *_ in kernels.resolve_all("load") if spec] == family
     assert [row["name"] for row in json.loads(cli("list", "load", "--json")[1])] == family
     assert [row["name"] for row in json.loads(cli("show", "load", "--json")[1])] == family
-    _, out, _ = cli("sass", "sum", "append", "--json")
-    assert [report["entry"] for report in json.loads(out)] == ["sum_activations_s8", "append_kv4"]
-    _, out, _ = cli("verify", "sum", "--backend", "emulator", "--json")
-    assert {verdict["kernel"].partition(".")[0] for verdict in json.loads(out)} == {
-        name for name, spec in kernels.specs().items() if spec.family == "sum"
-    }
+    _, out, _ = cli("sass", SUMMING, "moe", "--json")
+    of_experts = ["choose_experts", "gather_tokens", "combine_experts"]
+    assert [report["entry"] for report in json.loads(out)] == [SUMMING, *of_experts]
+    monkeypatch.setattr(run_commands, "verify_job", looked_at)
+    _, out, _ = cli("verify", "moe", "--backend", "emulator", "--json")
+    assert {verdict["kernel"].partition(".")[0] for verdict in json.loads(out)} == {*of_experts}
     assert not {spec.family for spec in kernels.specs().values()} & set(kernels.specs()), "a name is one or the other"
+
+
+def test_a_family_is_a_folder_whatever_its_kernels_are_called() -> None:
+    for family, name in (("quantize", "rmsnorm_quantize"), ("quantize", SUMMING), ("attention", "rope_append_kv4")):
+        assert name in [spec.name for spec, *_ in kernels.resolve_all(family) if spec]
 
 
 def test_sanitize_takes_families(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(nsight.sanitizer, "sanitize", lambda *given: asked.append(given) or [])
     form = "gemm_w4a8_sm90:channel"
-    code, _, _ = cli("sanitize", "sum", "dequant_lqq", form, "--tool", "memcheck,racecheck", "--shape", "R=2")
-    (summing,) = (name for name, spec in kernels.specs().items() if spec.family == "sum")
-    assert code == 0 and asked == [(tool, [summing, "dequant_lqq", form], "R=2") for tool in ("memcheck", "racecheck")]
+    code, _, _ = cli("sanitize", "layer", "moe", "dequant_lqq", form, "--tool", "memcheck,racecheck", "--shape", "R=2")
+    named = ["choose_experts", "gather_tokens", "combine_experts", "dequant_lqq", form, "layer"]
+    assert code == 0 and asked == [(tool, named, "R=2") for tool in ("memcheck", "racecheck")]
 
 
 def test_a_form_of_a_kernel_is_named_like_a_kernel(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     both = "gemm_w4a8_small_sm90", "gemm_w4a8_small_sm90:channel"
     sources = ["gemm_w4a8_small_sm90.cu", "gemm_w4a8_small_sm90.cu:channel"]
-    monkeypatch.setattr(
-        run_commands, "verify_job", lambda job, seed: Verdict(job.label, job.backend, dict(job.sizes), True, "", 0.0)
-    )
+    monkeypatch.setattr(run_commands, "verify_job", looked_at)
     code, out, _ = cli("verify", *both, "--shape", "M=2,N=16,K=128,g=128", "--backend", "emulator", "--json")
     sizes = {"M": 2, "N": 16, "K": 128}
     found = [(one["kernel"], one["sizes"]) for one in json.loads(out)[-2:]]

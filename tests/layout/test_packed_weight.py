@@ -50,6 +50,20 @@ def test_the_widest_protective_range_round_trips(layout: str) -> None:
     assert_equal(unpack(pack(weight, layout)), weight)
 
 
+def test_a_group_that_overflows_is_refused_with_its_place() -> None:
+    """Range 120 of QoQ is the smallest that overflows: 120 comes back as 128. LQQ has room up to 120."""
+    w = np.zeros((16, 256), np.float32)
+    w[9, 128:130] = -113, 120
+    w[10, 128:130] = -113, 120
+    weight = quant.quantize_qoq(w, 128, protective_range=120)
+    said = r"-128..127, unless unchecked \(got -112..128 in row 9, group 1, scale 16; 2 of 32 groups\)"
+    with pytest.raises(ArgumentError, match=said):
+        pack(weight)
+    assert_equal(unpack(pack(weight, unchecked=True)), weight)
+    lqq = quant.quantize_lqq(w, 128, protective_range=120)
+    assert_equal(unpack(pack(lqq)), lqq)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_packed_weight_shares_no_memory_with_its_source(layout: str, kind: type) -> None:

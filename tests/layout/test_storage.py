@@ -99,6 +99,15 @@ def test_a_foreign_file(tmp_path: Path) -> None:
         load(tmp_path / "d")
 
 
+def test_a_group_that_overflows_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    wrong = replace(WEIGHT, group_scale=np.full_like(WEIGHT.group_scale, 17), minimum=np.zeros_like(WEIGHT.minimum))
+    save(pack(wrong, "strips", unchecked=True), path, "up")
+    with pytest.raises(FileError, match=r"up: must restore to -128..127, .* in row 0, group 0, scale 17"):
+        load(path)
+    assert_equal(unpack(load(path, unchecked=True)), wrong)
+
+
 @pytest.mark.parametrize("length", [0, 7, 100, -1])
 def test_a_truncated_file(saved: Path, length: int) -> None:
     saved.write_bytes(saved.read_bytes()[:length])

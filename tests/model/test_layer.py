@@ -1,10 +1,12 @@
 """A decoder layer as one chain of launches in the emulator, held against its NumPy twins."""
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ptxlab import emulator, gpu, runtime
 from ptxlab.errors import ArgumentError, VerificationError
@@ -15,7 +17,7 @@ from ptxlab.model.reference import compare, exact, in_float64
 from ptxlab.spec.dtypes import numbers
 from tests.support.attention_problems import moved
 from tests.support.dispatching_array import DispatchingArray
-from tests.support.fake_gpu import FakeGpu, on_device
+from tests.support.fake_gpu import DeviceArray, FakeGpu, on_device
 from tests.support.layers import TINY, LayerProblem, another_layer, layer_problem
 
 LLAMA = Config(hidden=256, ffn=256, heads=2, kv_heads=2, head_dim=128, layers=1, vocabulary=100)
@@ -64,6 +66,39 @@ def test_a_layer_is_its_twin(config: Config, how: dict[str, Any], when: dict[str
     assert made.findings == [] and tuple(made.launches) == names
     routed = ("share, ", 19) if config.experts else ("", 12)
     assert said == f"{routed[1]} steps: attention, {routed[0]}down_in within bounds, all others equal in every bit"
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> LayerProblem:
+    """Widths in steps of 32, heads of any grouping, batches of any lengths; of one dtype, as each is compiled."""
+    kv_heads, D = draw(st.integers(1, 2)), draw(st.sampled_from((64, 128)))
+    widths = {name: 32 * draw(st.integers(1, 9)) for name in ("hidden", "ffn")}
+    heads = {"heads": kv_heads * draw(st.integers(1, 3)), "kv_heads": kv_heads, "head_dim": D}
+    experts = draw(st.sampled_from(({}, {"experts": 4, "chosen_experts": 2})))
+    lengths = tuple(draw(st.lists(st.integers(1, 128), min_size=1, max_size=5)))
+    config = Config(**widths, **heads, **experts, qkv_bias=draw(st.booleans()), layers=1, vocabulary=1)
+    return layer_problem(config, lengths=lengths, group=32, seed=draw(st.integers(0, 99)))
+
+
+def fill(part: Any, byte: int) -> None:
+    """Every array in a buffer, or in what holds buffers."""
+    if isinstance(part, np.ndarray):
+        part.view(np.uint8)[...] = byte
+    elif is_dataclass(part) and not isinstance(part, Config):
+        for each in fields(part):
+            fill(getattr(part, each.name), byte)
+
+
+@given(problem=problems(), mode=st.sampled_from(emulator.MODES), poison=st.sampled_from((0xA5, 0x5A, 0xFF)))
+@settings(max_examples=4)
+def test_any_layer_is_its_twin(problem: LayerProblem, mode: str, poison: int) -> None:
+    """On buffers full of something else."""
+    fill(problem.buffers, poison)
+    given = problem.inputs
+    with emulator.chain(emulator.CHECKS, mode=mode, begin=mode, given=[problem.cache.pool]) as made:
+        problem.run()
+    assert made.findings == []
+    compare(given, problem.weights, problem.buffers, problem.residual, problem.cache)
 
 
 def test_layers_follow_each_other() -> None:
@@ -242,6 +277,18 @@ def test_a_step_that_went_wrong_is_named(config: Config, steps: tuple[str, ...])
         compare(*found)
 
 
+def on_the_device(problem: LayerProblem) -> LayerProblem:
+    """All of it, with buffers of its own."""
+    weights = replace(problem.weights, **{name: on_device(part) for name, part in problem.weights.parts.items()})
+    arrays = {name: on_device(getattr(problem.cache, name)) for name in ("pool", "block_table", "lengths")}
+    cache = replace(problem.cache, **arrays)
+    moved = {name: on_device(getattr(problem, name)) for name in ("x", "residual", "slots")}
+    buffers = LayerBuffers.empty(weights, cache)
+    return replace(
+        problem, weights=weights, cache=cache, rope=tuple(map(on_device, problem.rope)), buffers=buffers, **moved
+    )
+
+
 @pytest.mark.parametrize(("config", "names"), [(TINY, CHAIN), (MIXTRAL, OF_EXPERTS)], ids=["llama", "mixtral"])
 def test_in_a_capture_nothing_is_allocated(
     config: Config, names: tuple[str, ...], fake: FakeGpu, monkeypatch: pytest.MonkeyPatch
@@ -249,19 +296,8 @@ def test_in_a_capture_nothing_is_allocated(
     """And all launches but the first are programmatic."""
     for name in ("_prepared", "_ready", "_memory"):
         monkeypatch.setattr(operation, name, {})
-    problem, fake.runs = layer_problem(config), False
-    weights = replace(problem.weights, **{name: on_device(part) for name, part in problem.weights.parts.items()})
-    arrays = {name: on_device(getattr(problem.cache, name)) for name in ("pool", "block_table", "lengths")}
-    cache = replace(problem.cache, **arrays)
-    moved = {name: on_device(getattr(problem, name)) for name in ("x", "residual", "slots")}
-    there = replace(
-        problem,
-        weights=weights,
-        cache=cache,
-        rope=tuple(map(on_device, problem.rope)),
-        buffers=LayerBuffers.empty(weights, cache),
-        **moved,
-    )
+    fake.runs = False
+    there = on_the_device(layer_problem(config))
     there.run(backend=None)
     fake.capturing, allocations = True, fake.allocations
     del fake.launched[:], fake.geometries[:]
@@ -270,29 +306,123 @@ def test_in_a_capture_nothing_is_allocated(
     assert [geometry.programmatic for geometry in fake.geometries] == [False] + [True] * (len(names) - 1)
 
 
-def test_bad_input_is_refused_before_a_launch() -> None:
-    problem = layer_problem()
+def overlapping() -> dict[str, np.ndarray]:
+    both = np.zeros((4, 128), np.float16)
+    return {"x": both[1:], "residual": both[:3]}
+
+
+def read_only() -> np.ndarray:
+    residual = np.zeros((3, 128), np.float16)
+    residual.flags.writeable = False
+    return residual
+
+
+PROBLEM = layer_problem()
+COS, SIN, POSITIONS = PROBLEM.rope
+OTHER_LENGTHS = replace(PROBLEM.cache, lengths=np.array([70, 129, 33], np.int32))
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"weights": None}, "decode_layer: weights: must be LayerWeights (got NoneType)"),
+    ({"buffers": {}}, "decode_layer: buffers: must come from LayerBuffers.empty (got dict)"),
+    ({"buffers": layer_problem(lengths=(3, 4)).buffers}, "made for these weights, float16, and 3 sequences (got "),
+    ({"cache": KVCache.empty(3, 2, 1, 128)}, "decode_layer: cache: must have 1 kv heads of 64 (got 1 of 128)"),
+    ({"cache": OTHER_LENGTHS}, "decode_layer: cache.lengths: must lie in 0..128 (got lengths[1] is 129)"),
+    ({"x": PROBLEM.x[:2]}, "decode_layer: x: must be float16 [3, 128] (got float16 [2, 128])"),
+    ({"x": None}, "decode_layer: x: must be float16 [3, 128] (got NoneType [])"),
+    ({"x": np.full_like(PROBLEM.x, np.nan)}, "x: must be finite in float32 (got x[0, 0] is nan)"),
+    ({"x": np.repeat(PROBLEM.x, 2, 1)[:, ::2]}, "decode_layer: x: C-contiguous (got strides (512, 4))"),
+    ({"residual": PROBLEM.residual.view(np.uint16)}, "residual: must be float16 [3, 128] (got bfloat16 [3, 128])"),
+    ({"residual": read_only()}, "decode_layer: residual: must be writeable (got a read-only array)"),
+    ({"x": PROBLEM.x, "residual": PROBLEM.x}, "rmsnorm_quantize: residual: must not share memory with x"),
+    (overlapping(), "rmsnorm_quantize: residual: must not share memory with x"),
+    ({"slots": PROBLEM.slots[:2]}, "decode_layer: slots: must be int32 or int64 [3] (got int32 [2])"),
+    ({"slots": None}, "decode_layer: slots: must be int32 or int64 [3] (got NoneType [])"),
+    ({"slots": PROBLEM.slots + 384}, "decode_layer: slots: must be below 384, the pages' tokens (got slots[0] = "),
+    ({"slots": PROBLEM.slots[[0, 1, 0]]}, "decode_layer: slots: must be distinct (got slots[2] = "),
+    ({"rope": None}, "decode_layer: rope: must be (cos, sin) or (cos, sin, positions) (got NoneType)"),
+    ({"rope": (COS[:2], SIN[:2])}, "decode_layer: rope cos: must be float32 [3, 32] (got float32 [2, 32])"),
+    ({"rope": (COS, SIN[1:], POSITIONS)}, "decode_layer: rope sin: must be float32 [70, 32] (got float32 [69, 32])"),
+    ({"rope": (COS, SIN, None)}, "decode_layer: rope positions: must be int32 [3] (got NoneType [])"),
+    ({"rope": (COS, SIN, POSITIONS.astype(np.int64))}, "rope positions: must be int32 [3] (got int64 [3])"),
+    ({"rope": (COS, SIN, POSITIONS + 1)}, "decode_layer: rope positions: must lie in 0..69 (got positions[0] = 70)"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED, ids=[str(i) for i in range(len(REFUSED))])
+@pytest.mark.parametrize("config", [TINY, MIXTRAL], ids=["llama", "mixtral"])
+def test_bad_input_is_refused_before_a_launch(config: Config, change: dict[str, Any], message: str) -> None:
+    problem = PROBLEM if config is TINY else PROBLEM_OF_EXPERTS
     given = problem.inputs
-    other = layer_problem(lengths=(3, 4))
-    wide = KVCache.empty(3, 2, 1, 128)
-    for change, message in (
-        ({"weights": None}, "weights: must be LayerWeights (got NoneType)"),
-        ({"buffers": {}}, "buffers: must come from LayerBuffers.empty (got dict)"),
-        (
-            {"buffers": other.buffers},
-            "buffers: must be made for these weights, float16, and 3 sequences (got ",
-        ),
-        ({"cache": wide}, "cache: must have 1 kv heads of 64 (got 1 of 128)"),
-        ({"x": problem.x[:2]}, "x: must be float16 [3, 128] (got float16 [2, 128])"),
-        ({"residual": problem.residual.view(np.uint16)}, "residual: must be float16 [3, 128] (got bfloat16 [3, 128])"),
-        ({"residual": problem.x}, "rmsnorm_quantize: residual: "),
-    ):
-        with pytest.raises(ArgumentError) as error:
-            replace(problem, **change).run()
-        assert message in str(error.value) and "\n" not in str(error.value)
+    with emulator.chain(()) as made, pytest.raises(ArgumentError) as error:
+        replace(problem, **change).run()
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert made.launches == []
     assert (problem.residual == given.residual).all() and (problem.cache.pool == given.cache.pool).all()
-    with pytest.raises(ArgumentError, match=r"decode_layer: cache: must have 1 kv heads of 64 \(got 1 of 128\)"):
-        LayerBuffers.empty(problem.weights, wide)
+
+
+PROBLEM_OF_EXPERTS = layer_problem(MIXTRAL)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": None}, r"decode_layer: cache: must be a KVCache \(got NoneType\)"),
+        ({"cache": KVCache.empty(3, 2, 1, 128)}, r"decode_layer: cache: must have 1 kv heads of 64 \(got 1 of 128\)"),
+        ({"weights": PROBLEM.buffers}, r"decode_layer: weights: must be LayerWeights \(got LayerBuffers\)"),
+        ({"order": "rows"}, r"layout: must be one of row_major, fragment, tiles \(got rows"),
+        ({"order": "tiles"}, r"rows: must be a multiple of 8 in 8..256 for tiles \(got None"),
+        ({"batch_invariant": 1}, r"batch_invariant: must be True or False \(got 1\)"),
+    ],
+)
+def test_buffers_that_cannot_be_made_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        LayerBuffers.empty(**{"weights": PROBLEM.weights, "cache": PROBLEM.cache, **options})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 17}, r"^decode_layer: heads: at most 16 \(got 17\)$"),
+        ({"experts": 65, "chosen_experts": 1}, r"^decode_layer: experts: at most 64 \(got 65\)$"),
+        ({"experts": 8, "chosen_experts": 5}, r"^decode_layer: chosen_experts: at most 4 \(got 5\)$"),
+        ({"ffn": 32800}, r"^decode_layer: ffn: must be a multiple of 32 up to 32768 \(got 32800\)$"),
+    ],
+)
+def test_a_layer_that_no_kernel_takes_has_no_buffers(change: dict[str, int], message: str) -> None:
+    weights = LayerWeights.random(replace(TINY, **change), group=32)
+    with pytest.raises(ArgumentError, match=message):
+        LayerBuffers.empty(weights, PROBLEM.cache)
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, PROBLEM_OF_EXPERTS], ids=["llama", "mixtral"])
+def test_a_batch_of_nobody_is_a_layer_of_no_launch(problem: LayerProblem) -> None:
+    cache = replace(problem.cache, block_table=problem.cache.block_table[:0], lengths=problem.cache.lengths[:0])
+    x, residual, slots, positions = (
+        each[:0].copy() for each in (problem.x, problem.residual, problem.slots, POSITIONS)
+    )
+    nobody = replace(problem, cache=cache, x=x, residual=residual, slots=slots, rope=(COS, SIN, positions))
+    nobody = replace(nobody, buffers=LayerBuffers.empty(problem.weights, cache))
+    with emulator.chain(()) as made:
+        assert nobody.run().shape == (0, 128)
+    assert made.launches == []
+
+
+def test_what_is_elsewhere_is_refused_before_a_launch(fake: FakeGpu) -> None:
+    """Weights, angles or slots on the host, slots on another device, a cache on the GPU beside buffers on the host."""
+    there = on_the_device(layer_problem())
+    host, count = layer_problem(), len(fake.launched)
+    second = DeviceArray(host.slots, device=1)
+    for problem, message in (
+        (replace(there, slots=host.slots), r"decode_layer: slots: an array on the GPU"),
+        (replace(there, rope=host.rope), r"decode_layer: rope cos: an array on the GPU"),
+        (replace(there, weights=host.weights), r"decode_layer: weights.input_norm: an array on the GPU"),
+        (replace(there, slots=second), r"decode_layer: slots: on the current device 0 \(got device 1\)"),
+        (replace(host, cache=there.cache), r"decode_layer: cache.pool: must be on the host, as the other arrays are"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            problem.run(backend=None)
+    assert len(fake.launched) == count
+    with pytest.raises(ArgumentError, match=r"^o: must be on the host, as input_norm is"):
+        replace(host.weights, o=there.weights.o)
 
 
 def test_weights_have_the_shapes_of_the_config() -> None:

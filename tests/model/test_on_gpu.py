@@ -125,17 +125,19 @@ class Case:
         return problem.run(backend=None).view(np.int32)
 
     def __str__(self) -> str:
-        return f"batch {self.batch}"
+        return f"{self.weights.config.experts} experts, batch {self.batch}"
 
 
 def test_twenty_thousand_layers_beside_a_busy_stream() -> None:
-    """`soak.CALLS` layers at random batch sizes."""
-    weights, cases = LayerWeights.random(WIDE, 0, on_device=True), []
-    for batch in (1, 2, 7, 16, 33, 64, 128, 256):
-        problem = replace(on_gpu(layer_problem(WIDE, lengths=lengths_of(batch))), weights=weights)
-        given = problem.inputs
-        problem.run(backend=None)
-        compare(given, weights, problem.buffers, problem.residual, problem.cache)
-        cases.append(Case(batch, given, weights, problem.buffers.hidden.view(np.int32).copy()))
-        cases[-1].wrong = gpu.to_device(np.zeros(1, np.uint64))
+    """`soak.CALLS` layers at random batch sizes, one in four of experts."""
+    cases = []
+    for config, batches in ((WIDE, (1, 2, 7, 16, 33, 64, 128, 256)), (CONFIGS["experts"], (1, 16, 128))):
+        weights = LayerWeights.random(config, 0, on_device=True)
+        for batch in batches:
+            problem = replace(on_gpu(layer_problem(config, lengths=lengths_of(batch))), weights=weights)
+            given = problem.inputs
+            problem.run(backend=None)
+            compare(given, weights, problem.buffers, problem.residual, problem.cache)
+            cases.append(Case(batch, given, weights, problem.buffers.hidden.view(np.int32).copy()))
+            cases[-1].wrong = gpu.to_device(np.zeros(1, np.uint64))
     soak.endure(cases, np.random.default_rng(0))

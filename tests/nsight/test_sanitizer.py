@@ -52,6 +52,14 @@ def test_others_are_told_apart_with_their_first_report(prints: Any) -> None:
     assert verdicts[0].first.endswith("[64 hazards]")
 
 
+def test_a_layer_is_looked_at_by_itself(prints: Any) -> None:
+    lines = prints(CLEAN)
+    verdicts = list(sanitizer.sanitize("synccheck", ["dequant_lqq", "layer", "load_bulk_sm90"], "R=2"))
+    assert [v.kernels for v in verdicts] == [("dequant_lqq", "load_bulk_sm90"), ("layer",)]
+    assert "layer" not in lines[0] and lines[1][-1].endswith("decoder.check_chains()") and "R=2" not in lines[1]
+    assert [v.kernels for v in sanitizer.sanitize("synccheck", ["layer"])] == [("layer",)]
+
+
 @pytest.mark.parametrize(
     ("printed", "code", "error", "message"),
     [

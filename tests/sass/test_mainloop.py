@@ -1,5 +1,8 @@
 """Main loops in machine code: of the real kernels, and of a control flow whose loops are known."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from ptxlab import kernels, sass, toolchain
@@ -75,3 +78,53 @@ def test_every_step_has_its_main_loop_in_the_record(spec: kernels.KernelSpec) ->
         found = counts.load()["main_loops"][source.label]
         assert set(found) == {str(M) for M in DISSECTED_TOKENS}
         assert all(loop and loop["weights"] % 32 == 0 for loop in found.values())
+
+
+# Sums are scaled on two ways: with the MMAs of INT4, and alone behind those of INT8.
+SCALING = """
+.text.scaling:
+        /*0000*/                   I2FP.F32.S32 R0, R1 ;
+.L_loop:
+        /*0010*/               @P0 BRA `(.L_int8) ;
+        /*0020*/                   IMMA.16864.S4.S4 R8, R4, R12, R8 ;
+        /*0030*/                   {convert} R1, R8 ;
+        /*0040*/                   LDSM.16.M88.4 R4, [R20] ;
+        /*0050*/                   FFMA R2, R1, R3, R2 ;
+        /*0060*/                   BRA `(.L_next) ;
+.L_int8:
+        /*0070*/                   {convert} R1, R8 ;
+        /*0080*/                   {convert} R5, R9 ;
+        /*0090*/                   FFMA R2, R1, R3, R2 ;
+        /*00a0*/                   BRA `(.L_next) ;
+.L_next:
+        /*00b0*/               @P1 BRA `(.L_loop) ;
+        /*00c0*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(("convert", "pipe"), [("I2F", "xu"), ("I2FP.F32.S32", "alu")])
+def test_what_scaling_a_sum_takes(convert: str, pipe: str) -> None:
+    """Counted where no MMA is fed; the conversion before the loop does not count."""
+    (code,) = sass.parse(SCALING.replace("{convert}", convert)).values()
+    assert mainloop.pipes_per_sum(code) == {pipe: 1, "fma": 0.5, "control": 0.5}
+    assert mainloop.pipes_beside_mma(code) == {pipe: 3, "fma": 2, "lsu": 1, "control": 4}
+    (other,) = sass.parse(NESTED).values()
+    assert mainloop.pipes_per_sum(other) == {} and mainloop.pipes_beside_mma(other[:2]) == {}
+
+
+@pytest.mark.parametrize("arch", counts.MMA_ARCHS)
+def test_the_shipped_loops_on_mma_sync_are_those_of_the_tools_here(arch: str) -> None:
+    here = counts.mma_loops(arch)
+    assert "gemm_w4a8_qoq_sm80" in here
+    assert here.items() <= counts.load_mma_loops()["archs"][arch].items()
+    assert counts.load_mma_loops()["tools"] == toolchain.versions()
+
+
+def test_recording_keeps_what_this_checkout_cannot_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = counts.load_mma_loops()
+    monkeypatch.setattr(counts, "measure", lambda: {"schema": 1})
+    monkeypatch.setattr(counts, "record_path", lambda name=counts.ARCH: tmp_path / f"{name}.json")
+    monkeypatch.setattr(counts, "load_mma_loops", lambda: before)
+    assert counts.save() == [tmp_path / "sm_90a.json", tmp_path / "mma_sync.json"]
+    assert json.loads((tmp_path / "mma_sync.json").read_text()) == before
+    assert json.loads((tmp_path / "sm_90a.json").read_text()) == {"schema": 1}

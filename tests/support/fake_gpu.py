@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ptxlab import emulator, gpu
+from ptxlab.errors import ArgumentError
 from ptxlab.gpu.view import View
 from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.runtime import Kernel
@@ -80,7 +81,8 @@ class FakeGpu:
         return None if works else f"it runs on {arch}, and this is sm_{self.arch}"
 
     def view(self, name: str, array: Any) -> View:
-        assert isinstance(array, DeviceArray), name
+        if not isinstance(array, DeviceArray):
+            raise ArgumentError(name, "an array on the GPU", type(array).__name__)
         address = array.host.ctypes.data
         self._memory[address] = array
         return View(address, array.shape, array.dtype.name, array.device, array)

@@ -15,7 +15,10 @@ CEILINGS = Ceilings(4.6, 4.2)
 SLOWDOWN = 1.25  # time over the floor, of all layers that are ours
 OVER = {"fp16": 4.0, "fp8_row": 2.2, "fp8_tensor": 2.0, "humming_chn": 1.5, "humming_g128": 1.6}  # mixes over ours
 BITS = 4 + 16 / 128  # of a weight
-OTHERS = ("rmsnorm_quantize 1", "rope_append_kv4 1", "quantize_activations 1", "rmsnorm_quantize 2")
+OTHERS = (
+    *("rmsnorm_quantize qkv_in", "rope_append_kv4 q", "quantize_activations o_in"),
+    "rmsnorm_quantize gate_up_in",
+)
 
 
 def work(config: Config, B: int) -> list[shapes.Work]:
@@ -68,7 +71,7 @@ def spans() -> Iterator[Row]:
     """A layer of five launches, of which the third begins 0.5 µs before the second has ended."""
     for name, B in layer.DRAWN:
         launches = [("norm", 0.0, 2.0), ("gemm", 2.5, 12.0), ("rope", 11.5, 13.0), ("attention", 13.5, 20.0)]
-        names = ("rmsnorm_quantize 1", "gemm_w4a8 1", "rope_append_kv4 1", "attention_kv4 1")
+        names = ("rmsnorm_quantize qkv_in", "gemm qkv", "rope_append_kv4 q", "attention")
         again = [(kernel, begin + 21, end + 21) for kernel, begin, end in launches]
         yield from layer.spans_of(Config.named(name), B, [*launches, *again], names, 20.5)
 

@@ -32,7 +32,7 @@ def test_rows_come_scheme_by_scheme():
 def test_totals_by_scheme_and_range():
     """Per tensor the rows of two matrices, one twice the other's size, and a packed one of unknown origin."""
     rows = [*audit_matrix(gaussian(), ranges=(119, 127), tensor="a"), *audit_matrix(gaussian(8), ranges=(119, 127))]
-    packed = AuditRow("p", "lqq", 119, 64, 128, 7, None, None)
+    packed = AuditRow("p", "lqq", 119, 64, 128, 7, 1, None, None)
     found = totals([*rows, packed])
     assert [(t.scheme, t.protective_range) for t in found] == [("qoq", 119), ("qoq", 127), ("lqq", 119), ("lqq", 127)]
     for t in found:
@@ -40,6 +40,7 @@ def test_totals_by_scheme_and_range():
         extra = [packed] if (t.scheme, t.protective_range) == ("lqq", 119) else []
         assert (t.tensors, t.weights, t.groups) == (2 + len(extra), 12 * 256 + 128 * len(extra), 24 + 2 * len(extra))
         assert t.overflows == sum(row.overflows for row in mine) + 7 * len(extra)
+        assert t.unsafe_groups == sum(row.unsafe_groups for row in mine) + len(extra)
         assert t.overflow_share == t.overflows / t.weights
         assert t.mean_error == pytest.approx(sum(row.relative_error for row in mine) / 2)
         assert t.worst_error == max(row.relative_error for row in mine)
@@ -202,9 +203,10 @@ def test_a_packed_checkpoint_is_audited_as_it_is(tmp_path, protective_range, cle
     """What `ptxlab quantize` wrote: the packed weights under their own scheme, their buffers not as tensors."""
     w = np.zeros((8, 128), np.float32)
     w[:, :2] = (-113, 127 if protective_range == 127 else 119)  # a group that overflows at range 127, not at 119
-    packed = layout.pack(quantize_qoq(w, group=128, protective_range=protective_range), "qserve")
+    weight = quantize_qoq(w, group=128, protective_range=protective_range)
+    packed = layout.pack(weight, "qserve", unchecked=True)
     layout.save(packed, tmp_path / "packed.safetensors", "up.weight")
     (row,) = audit_file(tmp_path / "packed.safetensors")
     assert (row.tensor, row.scheme, row.protective_range) == ("up.weight", "qoq", protective_range)
     assert row.weights == 8 * 128 and row.clipped is None and row.relative_error is None
-    assert (row.overflows == 0) == clean
+    assert (row.overflows, row.unsafe_groups) == ((0, 0) if clean else (8, 8))

@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
@@ -24,7 +24,7 @@ from ptxlab.model import Config
 __all__ = ["BATCHES", "CONFIGS", "FUSED", "MEASURE", "TIMELINE", "Selection", "config_of", "part", "rows"]
 
 FUSED, TIMELINE = fused.MEASURE, "timeline"
-DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16)  # layers that a timeline is taken of
+DRAWN = ("LLaMA-2-7B", 16), ("LLaMA-2-70B", 16), ("Mixtral-8x7B", 16)  # layers that a timeline is taken of
 _STORED_FP16, _STORED_FP8 = "fi_xqa_f16", "fi_xqa_fp8"  # stored attention that stands in for a mix's own
 _WORKERS = 14
 _TRACED = 4  # layers at least, of which one in the middle is kept
@@ -111,9 +111,7 @@ def layer_rows(config: Config, wanted: Selection, ceilings: Ceilings, progress: 
     for B in wanted.batches:
         progress(f"{config.name}, batch {B}")
         us, more = mixed(config, B, beside[B])
-        # Experts are chosen by CuPy's own operations, whose capture is not in this project's hands.
-        with peers.left_out(f"{config.name}, batch {B}") if config.experts else nullcontext():
-            yield decoder.row(config, B, weights, copied, ceilings, us, more, compared=min(wanted.batches) == B)
+        yield decoder.row(config, B, weights, copied, ceilings, us, more, compared=min(wanted.batches) == B)
 
 
 def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, float], dict[str, float]]:
@@ -142,7 +140,7 @@ def mixed(config: Config, B: int, times: dict[str, MixTime]) -> tuple[dict[str, 
 def timeline_rows(config: Config, B: int) -> Iterator[Row]:
     """A row per launch of one layer of the chain, in order, where CUPTI can be reached through PyTorch."""
     made = Decoder(config, B, decoder.layers_of(config))
-    operations = [operation.name for operation in made.operations[0]]
+    operations = [decoder.label_of(call) for call in made.operations[0] for _ in range(call.launches)]
     calls = made.calls()
     calls *= -(-_TRACED // len(calls))
     graphs: list[gpu.Graph] = []

@@ -3,11 +3,10 @@
 Beside it every operation alone, as the chain launches it, and the least that the card could take for all of them.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,65 +18,28 @@ from ptxlab.bench.record import Row
 from ptxlab.bench.shapes import HEAD_DIM, PAGE
 from ptxlab.bench.timing import GEMM_REPLAYS, Measured, copies_beyond_l2, measure, measure_graph
 from ptxlab.errors import BenchmarkError
-from ptxlab.model import Config, LayerBuffers, LayerInputs, LayerWeights, decode_layer, layer
+from ptxlab.kernels.attention import attention_kv4, attention_workspace
+from ptxlab.kernels.gemm import gemm_w4a8, gemm_w4a8_grouped
+from ptxlab.model import Config, LayerBuffers, LayerCall, LayerInputs, LayerWeights, decode_layer, layer_calls
 from ptxlab.model import reference as twins
 from ptxlab.quant.tiled import with_arrays
 
 MEASURE, FACE = "layer", "decode_layer"
 GEMM, ATTENTION, OTHERS = "gemm", "attention", "others"
-_COMPARED = 250e6  # weights of the largest layer that is compared with its exact twin, which takes seconds
-_CALLED = (  # by `decode_layer`, in its module
-    *("rmsnorm_quantize", "gemm_w4a8", "gemm_w4a8_grouped", "rope_append_kv4", "attention_kv4"),
-    *("quantize_activations", "silu_mul_quantize", "route_tokens", "combine_experts"),
-)
+_COMPARED = 400e6  # weights in use of the largest layer that is compared with its exact twin, which takes seconds
+_WATCHED = (1, 5, 33)  # batches of `check_chains`
+_PARTS = {gemm_w4a8: GEMM, gemm_w4a8_grouped: GEMM, attention_kv4: ATTENTION}
 
 
-class DecoderCall(NamedTuple):
-    """One call that `decode_layer` makes.
-
-    Attributes:
-        name: of the function, and which of its calls it is: `gemm_w4a8 2` is the second.
-        part: `gemm`, `attention` or `others`.
-        function, args, keywords: of the call.
-    """
-
-    name: str
-    part: str
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    keywords: dict[str, Any]
-
-    def call(self, **changed: Any) -> Callable[[], Any]:
-        """The call, to be made again, with some keywords changed."""
-        return partial(self.function, *self.args, **{**self.keywords, **changed})
+def part_of(call: LayerCall) -> str:
+    """`gemm`, `attention` or `others`."""
+    return _PARTS.get(call.function, OTHERS)
 
 
-@contextmanager
-def recorded() -> Iterator[list[DecoderCall]]:
-    """Inside, the calls that `decode_layer` makes are noted; the list is complete when the context ends."""
-    found: list[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **keywords: Any) -> Any:
-            found.append((name, function, args, keywords))
-            return function(*args, **keywords)
-
-        return call
-
-    functions = {name: getattr(layer, name) for name in _CALLED}
-    operations: list[DecoderCall] = []
-    try:
-        for name, function in functions.items():
-            setattr(layer, name, noted(name, function))
-        yield operations
-    finally:
-        for name, function in functions.items():
-            setattr(layer, name, function)
-    parts = {"gemm_w4a8": GEMM, "gemm_w4a8_grouped": GEMM, "attention_kv4": ATTENTION}
-    times = dict.fromkeys((name for name, *_ in found), 0)
-    for name, function, args, keywords in found:
-        times[name] += 1
-        operations.append(DecoderCall(f"{name} {times[name]}", parts.get(name, OTHERS), function, args, keywords))
+def label_of(call: LayerCall) -> str:
+    """What a call is named in a record: `gemm qkv`, `attention`, `rmsnorm_quantize qkv_in`."""
+    part = part_of(call)
+    return {GEMM: f"{GEMM} {call.name}", ATTENTION: ATTENTION}.get(part, f"{call.function.__name__} {call.name}")
 
 
 class Decoder:
@@ -104,33 +66,23 @@ class Decoder:
         gpu.copy_bytes(self.buffers.hidden, self._start[0])
         gpu.copy_bytes(self.residual, self._start[1])
 
-    def calls(self, programmatic: bool = True) -> list[Callable[[], Any]]:
-        """A call per layer, each on the output of the one before."""
+    def layers(self, programmatic: bool = True) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """What `decode_layer` is given for each layer, which goes on with the result of the one before."""
         buffers = replace(self.buffers, programmatic=programmatic)
+        how = {"rope": self.rope, "buffers": buffers, "programmatic": programmatic}
         return [
-            partial(
-                decode_layer,
-                buffers.hidden,
-                self.residual,
-                weights,
-                cache,
-                slots,
-                rope=self.rope,
-                buffers=buffers,
-                programmatic=programmatic,
-            )
+            ((buffers.hidden, self.residual, weights, cache, slots), how)
             for weights, cache, slots in zip(self.weights, self.caches, self.slots, strict=False)
         ]
 
+    def calls(self, programmatic: bool = True) -> list[Callable[[], Any]]:
+        """A call per layer."""
+        return [partial(decode_layer, *given, **how) for given, how in self.layers(programmatic)]
+
     @cached_property
-    def operations(self) -> list[list[DecoderCall]]:
+    def operations(self) -> list[list[LayerCall]]:
         """The calls that each layer makes, in order."""
-        found = []
-        for call in self.calls():
-            with recorded() as operations:
-                call()
-            found.append(operations)
-        return found
+        return [layer_calls(*given, **how) for given, how in self.layers()]
 
     def check(self, graph: gpu.Graph) -> str:
         """Hold the graph that was timed, replayed once, against the same calls made plainly one after another.
@@ -162,7 +114,9 @@ class Decoder:
     def compare(self) -> str:
         """Compare every launch of the first layer with the exact twin (`model.reference`); "" for a layer too large."""
         weights, cache, slots = self.weights[0], self.caches[0], self.slots[0]
-        if sum(N * K for N, K in self.config.matrices.values()) > _COMPARED or self.config.experts:
+        experts = min(self.config.experts, self.B * self.config.chosen_experts) or 1
+        of_experts = ("gate_up", "down")
+        if sum(N * K * (experts if n in of_experts else 1) for n, (N, K) in self.config.matrices.items()) > _COMPARED:
             return ""
         self.restart()
         given = LayerInputs.of(self.buffers.hidden, self.residual, cache, slots, self.rope)
@@ -181,6 +135,18 @@ class Decoder:
             found.append(Work(f"{GEMM} {name}", round(weight.nbytes * share), 2 * rows * N * K))
         batch = batch_of(config, self.B)
         return [*found, Work(ATTENTION, batch.kv_bytes(), 4 * batch.tokens * batch.Hq * HEAD_DIM)]
+
+
+def check_chains() -> None:
+    """Two small layers after each other, dense and of experts, against their twins: for tools that watch launches."""
+    dense = Config(hidden=512, ffn=768, heads=4, kv_heads=2, head_dim=HEAD_DIM, layers=1, vocabulary=1, name="dense")
+    for config in (dense, replace(dense, experts=4, chosen_experts=2, name="experts")):
+        first = LayerWeights.random(config, on_device=True)
+        for B in _WATCHED:
+            decoder = Decoder(config, B, [first, copy_of(first)])
+            print(f"{config.name}, batch {B}: {decoder.compare()}")
+            decoder.calls()[1]()
+            gpu.to_host(decoder.residual)  # waits for it
 
 
 def warm(config: Config, batches: Sequence[int]) -> None:
@@ -221,30 +187,32 @@ def alone(decoder: Decoder, copied: Callable[[str], list[Any]]) -> Alone:
     """
     us: dict[str, float] = {}
     part: dict[str, str] = {}
-    for place, operation in enumerate(decoder.operations[0]):
-        name = operation.name
-        if operation.part == GEMM:
-            keyword = "weights" if "weights" in operation.keywords else "weight"
-            matrix = _matrix(decoder.weights[0], operation.keywords[keyword])
-            name = f"{GEMM} {matrix}"
-            calls = [operation.call(**{keyword: weight}) for weight in copied(matrix)]
-        elif operation.part == ATTENTION:
-            q, _ = operation.args
-            name, calls = ATTENTION, [replaced(operation, (q, each)) for each in decoder.caches]
-        else:
-            calls = [operations[place].call() for operations in decoder.operations]
+    for of_layers in zip(*decoder.operations, strict=True):
+        call, name = of_layers[0], label_of(of_layers[0])
+        part[name] = part_of(call)
+        calls: list[Callable[[], Any]] = [*of_layers]
+        if part[name] == GEMM:
+            keyword = "weights" if "weights" in call.keywords else "weight"
+            calls = [partial(call, **{keyword: weight}) for weight in copied(call.name)]
+        elif part[name] == ATTENTION:
+            calls = over_caches(decoder, call)
         us[name] = measure(calls, replays=GEMM_REPLAYS).us
-        part[name] = operation.part
     return Alone(us, part)
 
 
-def replaced(operation: DecoderCall, args: tuple[Any, ...]) -> Callable[[], Any]:
-    """The same call of other arguments."""
-    return operation._replace(args=args).call()
+def over_caches(decoder: Decoder, attention: LayerCall, **changed: Any) -> list[Callable[[], Any]]:
+    """Attention of a layer over every cache, perhaps with other keywords."""
+    calls = [attention._replace(args=(attention.args[0], cache)) for cache in decoder.caches]
+    return [partial(LayerCall.__call__, call, **changed) for call in calls]
 
 
-def _matrix(weights: LayerWeights, weight: Any) -> str:
-    return next(name for name in weights.config.matrices if getattr(weights, name) is weight)
+def invariant_us(decoder: Decoder) -> float:
+    """Microseconds of attention that splits a sequence by its own length, timed as `alone` times the other."""
+    (attention,) = (call for call in decoder.operations[0] if part_of(call) == ATTENTION)
+    cache = decoder.caches[0]
+    space = attention_workspace(cache, batch_invariant=True) if gpu.is_device_array(cache.pool) else None
+    calls = over_caches(decoder, attention, batch_invariant=True, workspace=space)
+    return measure(calls, replays=GEMM_REPLAYS).us
 
 
 def copies_of(weights: LayerWeights) -> Callable[[str], list[Any]]:
@@ -274,7 +242,8 @@ def row(
     checked = (decoder.compare() if compared else "") + decoder.check(graph)
     plain = measure(decoder.calls(programmatic=False), replays=GEMM_REPLAYS).us
     apart = alone(decoder, copied)
-    return row_at(config, B, measured, decoder.work(), apart, ceilings, checked, peers, {"plain_us": plain, **more})
+    more = {"plain_us": plain, "invariant_attention_us": invariant_us(decoder), **more}
+    return row_at(config, B, measured, decoder.work(), apart, ceilings, checked, peers, more)
 
 
 def row_at(

@@ -86,7 +86,7 @@ def rope_append_kv4(
         slots: as in `append_kv4`. The queries of padding are rotated like all others.
         rope: as in `append_kv4`: (cos, sin), or (cos, sin, positions); `reference.rope_tables` makes tables. On the
             GPU a position outside of them, which only padding may have, reads their last row.
-        out: [T, Hq, D] like qkv, to write q into. It must not overlap qkv, which is not checked.
+        out: [T, Hq, D] like qkv, to write q into, in other memory.
         check: as in `append_kv4`.
         backend: as in `append_kv4`.
         programmatic: the call may begin before the kernel before it on the stream has ended. It reads slots, tables,
@@ -244,7 +244,8 @@ def _prepare(call: _AppendCall) -> Prepared:
 
 def _look(call: _AppendCall, prepared: Prepared, used: DeviceMemory | None) -> None:
     """Raise ArgumentError for slots and positions on the device that the kernel must not be given."""
-    _check_places(call, *(copied(call.name, call.given.get(name)) for name in ("slots", "positions")))
+    slots, positions = (copied(call.name, call.given.get(name)) for name in ("slots", "positions"))
+    check_places(call.name, call.cache, slots, positions, rows=call.sizes["R"])
 
 
 def _on_host(call: _AppendCall) -> Results:
@@ -258,7 +259,7 @@ def _on_host(call: _AppendCall) -> Results:
         made = {each.name: np.empty(each.shape, storage(each.dtype)) for each in results}
     else:
         call.spec.check_sizes(call.sizes)
-        _check_places(call, arrays["slots"], arrays.get("positions"))
+        check_places(call.name, call.cache, arrays["slots"], arrays.get("positions"), rows=call.sizes["R"])
         _check_tokens(call, arrays)
         out: dict[str, Any] = {name: arrays.pop(name) for name in ("pool", "q") if name in arrays}
         source = of_kernel(call.name)[0]
@@ -267,18 +268,19 @@ def _on_host(call: _AppendCall) -> Results:
     return {each.name: gpu.like(made[each.name], call.given["qkv"], each.dtype) for each in results}
 
 
-def _check_places(call: _AppendCall, slots: np.ndarray, positions: np.ndarray | None) -> None:
-    """Raise ArgumentError for a slot outside the pool, one that is there twice, or a position without a row."""
-    room, here = call.cache.pages * call.cache.page_size, slots >= 0
-    _refuse(f"{call.name}: slots", f"must be below {room}, the pages' tokens", slots, slots >= room)
+def check_places(
+    name: str, cache: KVCache, slots: np.ndarray, positions: np.ndarray | None = None, *, rows: int
+) -> None:
+    """Raise ArgumentError for a slot outside the pool, one that is there twice, or a position without a table's row."""
+    room, here = cache.pages * cache.page_size, slots >= 0
+    _refuse(f"{name}: slots", f"must be below {room}, the pages' tokens", slots, slots >= room)
     _, first = np.unique(slots, return_index=True)
     again = here.copy()
     again[first] = False
-    _refuse(f"{call.name}: slots", "must be distinct", slots, again)
+    _refuse(f"{name}: slots", "must be distinct", slots, again)
     if positions is not None:
-        rows = call.sizes["R"]
         outside = here & ((positions < 0) | (positions >= rows))
-        _refuse(f"{call.name}: rope positions", f"must lie in 0..{rows - 1}", positions, outside)
+        _refuse(f"{name}: rope positions", f"must lie in 0..{rows - 1}", positions, outside)
 
 
 def _refuse(argument: str, rule: str, array: np.ndarray, wrong: np.ndarray) -> None:
@@ -309,4 +311,5 @@ def _check_tokens(call: _AppendCall, arrays: dict[str, np.ndarray]) -> None:
             ) from None
 
 
-_APPEND, _ROPE_APPEND = (Operation(spec.name, _prepare, _on_host, _look) for spec in (APPEND, ROPE_APPEND))
+_APPEND = Operation(APPEND.name, _prepare, _on_host, _look)
+_ROPE_APPEND = Operation(ROPE_APPEND.name, _prepare, _on_host, _look, apart={"qkv": "qkv", "q": "out"})

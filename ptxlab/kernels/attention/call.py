@@ -170,10 +170,15 @@ def check_numbers(call: AttentionCall, arrays: Arrays) -> None:
         k_channel=constants["k"],
         v_channel=constants["v"],
     )
+    check_cache(NAME, cache)
+
+
+def check_cache(name: str, cache: KVCache) -> None:
+    """Raise ArgumentError, in the name of a call, for numbers of a cache on the host that no kernel may be given."""
     try:
         cache.check()
     except ArgumentError as error:
-        raise ArgumentError(f"{NAME}: cache.{error.argument}", error.rule, error.value) from None
+        raise ArgumentError(f"{name}: cache.{error.argument}", error.rule, error.value) from None
 
 
 def cache_on_host(call: AttentionCall) -> Arrays:

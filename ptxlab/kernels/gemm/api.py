@@ -16,7 +16,6 @@ from ptxlab.kernels.operation import CallArray, DeviceMemory, Operation, Prepare
 from ptxlab.kernels.quantize import SUM
 from ptxlab.layout import PackedActivations, PackedWeight
 from ptxlab.layout.packed_activations import stored_shape, unpack_activations
-from ptxlab.quant import PROTECTIVE_RANGE
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
@@ -100,9 +99,6 @@ def gemm_w4a8(
     x_q, x_scale, x_sum, order, rows, shape = opened(NAME, x_q, x_scale, x_sum)
 
     def check() -> _GemmCall:
-        if weight.protective_range > PROTECTIVE_RANGE:
-            rule = f"must have a protective_range of at most {PROTECTIVE_RANGE}, beyond which its bytes may overflow"
-            raise ArgumentError(f"{NAME}: weight", rule, weight.protective_range)
         M_K = shape or shape_of(x_q)
         if len(M_K) != 2:
             raise ArgumentError(f"{NAME}: x_q", "must be an array [M, K] or PackedActivations", f"shape {M_K}")

@@ -14,7 +14,6 @@ from ptxlab.kernels.gemm.grouped import STEPS
 from ptxlab.kernels.gemm.strips import LAYOUT
 from ptxlab.kernels.operation import CallArray, Operation, Prepared, Results, check_how
 from ptxlab.layout import ExpertWeights
-from ptxlab.quant import PROTECTIVE_RANGE
 from ptxlab.runtime import run_spec
 from ptxlab.runtime.arguments import require_on_host
 from ptxlab.runtime.plan import Plan
@@ -155,9 +154,6 @@ def _check_weights(weights: ExpertWeights) -> None:
     if weights.layout != LAYOUT or weights.scheme not in STEPS:
         rule = f"must be {' or '.join(STEPS)} in {LAYOUT}"
         raise ArgumentError(f"{NAME}: weights", rule, f"{weights.scheme} in {weights.layout}")
-    if weights.protective_range > PROTECTIVE_RANGE:
-        rule = f"must have a protective_range of at most {PROTECTIVE_RANGE}, beyond which its bytes may overflow"
-        raise ArgumentError(f"{NAME}: weights", rule, weights.protective_range)
 
 
 def _prepare(call: _GroupedCall) -> Prepared:

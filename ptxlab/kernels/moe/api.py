@@ -4,16 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from ptxlab import gpu
-from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.errors import ArgumentError
 from ptxlab.kernels.moe.specs import CHOOSE, COMBINE, DTYPES, GATHER
-from ptxlab.kernels.operation import CallArray, Operation, Prepared, Results, check_how, dtype_of
+from ptxlab.kernels.operation import CallArray, Operation, dtype_of
+from ptxlab.kernels.spec_call import SpecCall
 from ptxlab.layout import PackedActivations
-from ptxlab.runtime import run_spec
-from ptxlab.runtime.arguments import require_on_host
-from ptxlab.runtime.plan import Plan
-from ptxlab.sources import of_kernel
-from ptxlab.spec import KernelSpec
 from ptxlab.validate import is_integer, shape_of
 
 ROUTE, COMBINED = "route_tokens", "combine_experts"
@@ -106,7 +101,7 @@ def route_tokens(
     given = {part: getattr(tokens, part) for part in _PARTS} | {"x": normed, "router": router}
     given |= {} if out is None else out.arrays
 
-    def check() -> _Call:
+    def check() -> SpecCall:
         shape = shape_of(router)
         if len(shape) != 2 or shape[1] != tokens.K:
             raise ArgumentError(f"{ROUTE}: router", f"must be a matrix [E, {tokens.K}]", f"shape {list(shape)}")
@@ -121,7 +116,8 @@ def route_tokens(
             ("place", "out.place", "int32", (M, k)),
             *((name, f"out.rows.{name[4:]}", of, size) for name, of, size in _packed(_RESULTS[4:], M * k, H)),
         )
-        return _Call(ROUTE, (CHOOSE, GATHER), given, known, sizes, dtype, backend, programmatic)
+        operands = _operands(ROUTE, given, known)
+        return SpecCall(ROUTE, (CHOOSE, GATHER), operands, sizes, dtype, backend, programmatic)
 
     made = _ROUTE((tokens.M, tokens.K, int(k), backend, programmatic), given, check)
     return RoutedTokens.of(made) if out is None else out
@@ -154,7 +150,7 @@ def combine_experts(
         raise ArgumentError(f"{COMBINED}: routed", "must be RoutedTokens", type(routed).__name__)
     given = {"results": results, "place": routed.place, "share": routed.share, "hidden": out}
 
-    def check() -> _Call:
+    def check() -> SpecCall:
         shape, (M, k) = shape_of(results), shape_of(routed.place)
         if len(shape) != 2 or shape[0] != M * k:
             raise ArgumentError(f"{COMBINED}: results", f"must be a matrix [{M * k}, H]", f"shape {list(shape)}")
@@ -166,7 +162,8 @@ def combine_experts(
             ("hidden", "out", dtype, (M, H)),
         )
         sizes = {"M": M, "H": H, "k": k, "rows": M * k}
-        return _Call(COMBINED, (COMBINE,), given, known, sizes, dtype, backend, programmatic)
+        operands = _operands(COMBINED, given, known)
+        return SpecCall(COMBINED, (COMBINE,), operands, sizes, dtype, backend, programmatic)
 
     made = _COMBINE((backend, programmatic), given, check)
     return made["hidden"] if out is None else out
@@ -182,6 +179,15 @@ def _packed(names: tuple[str, ...], rows: int, H: int) -> Iterator[tuple[str, st
     yield from zip(names, ("int8", "float32", "int32"), ((rows, H), (rows,), (rows,)), strict=True)
 
 
+def _operands(
+    name: str, given: Mapping[str, Any], known: tuple[tuple[str, str, str, tuple[int, ...]], ...]
+) -> tuple[CallArray, ...]:
+    """Of a call: `known` has every array's name, label, dtype and shape."""
+    return tuple(
+        CallArray(each, f"{name}: {label}", given.get(each), dtype, shape) for each, label, dtype, shape in known
+    )
+
+
 def _float_of(name: str, label: str, array: Any) -> str:
     dtype = dtype_of(array)
     if dtype not in DTYPES:
@@ -189,70 +195,5 @@ def _float_of(name: str, label: str, array: Any) -> str:
     return dtype
 
 
-@dataclass(frozen=True, eq=False)
-class _Call:
-    """The arrays given, by argument of the kernels, and what each of `known` has to be: name, label, dtype, shape."""
-
-    name: str
-    specs: tuple[KernelSpec, ...]
-    given: Mapping[str, Any]
-    known: tuple[tuple[str, str, str, tuple[int, ...]], ...]
-    sizes: dict[str, int]
-    dtype: str
-    backend: str | None
-    programmatic: bool
-    check = is_empty = False  # there is at least one token
-
-    def __post_init__(self) -> None:
-        check_how(self.name, self.backend, programmatic=self.programmatic)
-        for spec in self.specs:
-            try:
-                spec.check_sizes(self.sizes)
-            except ArgumentError as error:
-                raise ArgumentError(self.name, error.rule, error.value) from None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return (*self.sizes.values(), self.dtype, self.programmatic)
-
-    @property
-    def operands(self) -> Iterator[CallArray]:
-        for name, label, dtype, shape in self.known:
-            yield CallArray(name, f"{self.name}: {label}", self.given.get(name), dtype, shape)
-
-    def config(self, spec: KernelSpec) -> dict[str, int]:
-        config = spec.config_for(self.sizes)
-        return {**config, "IN": DTYPES.index(self.dtype)} if "IN" in config else config
-
-
-def _prepare(call: _Call) -> Prepared:
-    if reason := gpu.why_not("sm_90"):
-        raise UnavailableError(f'{call.name}: {reason}; pass backend="emulator" with NumPy arrays')
-    configs = [(spec, call.config(spec)) for spec in call.specs]
-
-    def plans() -> tuple[Plan, ...]:
-        return tuple(Plan(spec, config, call.sizes, programmatic=call.programmatic) for spec, config in configs)
-
-    return Prepared(call.specs[-1].name, plans)
-
-
-def _on_host(call: _Call) -> Results:
-    """NumPy, or PyTorch on the CPU: in the emulator, or copied to the GPU and back."""
-    written = {arg.name for spec in call.specs for arg in spec.outputs}
-    arrays = {}
-    for each in call.operands:
-        if each.array is not None:
-            require_on_host(*each[1:5], written=each.name in written)
-            arrays[each.name] = each.array
-        elif each.name not in written:
-            raise ArgumentError(each.label, f"must be {each.dtype} {list(each.shape)}", "nothing")
-    for spec in call.specs:
-        inputs = {arg.name: arrays[arg.name] for arg in spec.inputs}
-        out = {arg.name: arrays[arg.name] for arg in spec.outputs if arg.name in arrays}
-        sizes = {name: size for name, size in call.sizes.items() if name in spec.symbols}
-        how: dict[str, Any] = {"backend": call.backend, "config": call.config(spec), "programmatic": call.programmatic}
-        arrays |= run_spec(spec, of_kernel(spec.name)[0], inputs, sizes=sizes, out=out, **how).outputs
-    return {name: arrays[name] for name in written}
-
-
-_ROUTE, _COMBINE = Operation(ROUTE, _prepare, _on_host), Operation(COMBINED, _prepare, _on_host)
+_ROUTE = Operation(ROUTE, SpecCall.prepare, SpecCall.on_host)
+_COMBINE = Operation(COMBINED, SpecCall.prepare, SpecCall.on_host, apart={"results": "results", "hidden": "out"})

@@ -1,13 +1,11 @@
 """The family's calls: from the floats of any array library to what `gemm_w4a8` takes, in one launch each."""
 
 from collections.abc import Mapping
-from itertools import combinations
-from math import prod
 from typing import Any
 
 import numpy as np
 
-from ptxlab import gpu, quant, reference
+from ptxlab import quant, reference
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.quantize.call import Fitted, How, Quantizer
 from ptxlab.kernels.quantize.gated import SILU_MUL
@@ -15,7 +13,7 @@ from ptxlab.kernels.quantize.rmsnorm import RMSNORM, normalized
 from ptxlab.kernels.quantize.specs import QUANTIZE
 from ptxlab.layout import PackedActivations
 from ptxlab.quant.inputs import extremes, row_scales
-from ptxlab.spec.dtypes import storage
+from ptxlab.spec.dtypes import as_stored
 from ptxlab.validate import is_one_of, shape_of
 
 
@@ -94,22 +92,17 @@ def rmsnorm_quantize(
     """
     optional = {"residual": residual, "normed": normed}
     matrices = {"x": x, **{name: array for name, array in optional.items() if array is not None}}
-    shared = _sharing(matrices)
 
     def fit() -> Fitted:
         shape = _matrix(_RMSNORM.name, "x", x)
         number = isinstance(eps, int | float | np.number) and not isinstance(eps, bool)
         if not number or not 1e-30 <= eps <= 1:
             raise ArgumentError(f"{_RMSNORM.name}: eps", "a number in 1e-30..1", repr(eps))
-        if shared:
-            raise ArgumentError(
-                f"{_RMSNORM.name}: {shared[1]}", f"must not share memory with {shared[0]}", "some of it"
-            )
         shapes = {**dict.fromkeys(matrices, shape), "gamma": shape[1:]}
         sizes = {"added": int(residual is not None), "kept": int(normed is not None), "eps": float(eps)}
         return Fitted(*shape, shapes, sizes)
 
-    return _RMSNORM({**matrices, "gamma": gamma}, fit, How(layout, rows, out, backend, programmatic), eps, shared)
+    return _RMSNORM({**matrices, "gamma": gamma}, fit, How(layout, rows, out, backend, programmatic), eps)
 
 
 def silu_mul_quantize(
@@ -161,29 +154,6 @@ def _matrix(name: str, label: str, array: Any) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def _sharing(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first two of these that have memory in common. What is no array has none: the checks have better words."""
-    if len(arrays) < 2:
-        return None
-    try:
-        spans = {name: _span(name, array) for name, array in arrays.items()}
-    except ArgumentError:
-        return None
-    for a, b in combinations(spans, 2):
-        if spans[a][0] < spans[b][1] and spans[b][0] < spans[a][1]:
-            return a, b
-    return None
-
-
-def _span(name: str, array: Any) -> tuple[int, int]:
-    """Where a contiguous array begins and ends."""
-    if gpu.is_device_array(array):
-        address, shape, dtype, *_ = gpu.view(name, array)
-        return address, address + prod(shape) * storage(dtype).itemsize
-    shared = gpu.as_array(name, array)
-    return shared.ctypes.data, shared.ctypes.data + shared.nbytes
-
-
 def _look(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> None:
     quant.token_scales(numbers["x"])
 
@@ -192,7 +162,11 @@ def _look_at_normed(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) ->
     for name in ("x", "residual", "gamma"):
         if name in numbers:
             extremes(name, numbers[name])
-    v = numbers["x"] + numbers.get("residual", np.float32(0))
+    v = numbers["x"]
+    if "residual" in numbers:
+        with np.errstate(over="ignore"):  # what is not finite is refused by name
+            v = as_stored(v + numbers["residual"], sizes["dtype"])
+        extremes("x + residual", v)
     row_scales("y", np.abs(normalized(v, numbers["gamma"], sizes["eps"])).max(axis=1), 127)
 
 
@@ -203,5 +177,5 @@ def _look_at_gated(numbers: dict[str, np.ndarray], sizes: Mapping[str, Any]) -> 
 
 
 _QUANTIZE = Quantizer("quantize_activations", QUANTIZE, _look)
-_RMSNORM = Quantizer("rmsnorm_quantize", RMSNORM, _look_at_normed)
+_RMSNORM = Quantizer("rmsnorm_quantize", RMSNORM, _look_at_normed, apart=("x", "residual", "normed"))
 _SILU_MUL = Quantizer("silu_mul_quantize", SILU_MUL, _look_at_gated)

@@ -160,6 +160,24 @@ def test_on_the_device_q_is_made_or_given(fake: FakeGpu) -> None:
     assert fake.launched[0] == (ROPE_APPEND.name, fake.launched[0][1]) and fake.loads == 1
 
 
+def test_q_is_not_written_where_qkv_is_read(fake: FakeGpu) -> None:
+    """Neither on the host nor on the device, where a call like one before skips the checks."""
+    room = np.concatenate([QKV.reshape(-1), np.zeros(6 * 6 * 64, np.float16)])
+    qkv, ends = room[: QKV.size].reshape(QKV.shape), (0, QKV.size - 8)  # inside, and by eight values
+    cache, pool = on_device(PROBLEM.of.cache), PROBLEM.of.cache.pool.copy()
+    refused = r"^rope_append_kv4: out: must not share memory with qkv \(got some of it\)$"
+    rope, slots = tuple(map(sent, ROPE)), sent(PROBLEM.of.slots)
+    apart = room[QKV.size :].reshape(6, 6, 64)
+    ptxlab.rope_append_kv4(sent(qkv), cache, slots, rope=rope, out=sent(apart))
+    for begin in ends:
+        out = room[begin:][: 6 * 6 * 64].reshape(6, 6, 64)
+        with pytest.raises(ArgumentError, match=refused):
+            ptxlab.rope_append_kv4(sent(qkv), cache, slots, rope=rope, out=sent(out))
+        with pytest.raises(ArgumentError, match=refused):
+            ptxlab.rope_append_kv4(qkv, PROBLEM.of.cache, PROBLEM.of.slots, rope=ROPE, out=out, backend="emulator")
+    assert len(fake.launched) == 1 and np.array_equal(qkv, QKV) and np.array_equal(PROBLEM.of.cache.pool, pool)
+
+
 def test_a_capture_needs_an_array_for_q(fake: FakeGpu) -> None:
     cache = on_device(PROBLEM.of.cache)
     fake.runs = False

@@ -26,7 +26,6 @@ from tests.support.gemm_calls import (
     K,
     M,
     N,
-    W,
     X,
     expected,
     product,
@@ -144,10 +143,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"gemm_w4a8: weight: must be qoq_channel in qserve \(gemm_w4a8_qoq_channel_sm80\) \(got qoq in qserve\)",
     ),
     ({"weight": ptxlab.pack(GROUPED, "comet")}, r"gemm_w4a8: weight: must be qoq in qserve .*\(got qoq in comet\)"),
-    (
-        {"weight": ptxlab.pack(quant.quantize_lqq(W, group=64, protective_range=127), "dual_mma")},
-        r"gemm_w4a8: weight: must have a protective_range of at most 119, .*\(got 127\)",
-    ),
     ({"programmatic": 1}, r"gemm_w4a8: programmatic: must be True or False \(got 1\)"),
     ({"backend": "tpu"}, r"backend: one of gpu, emulator \(got tpu\)"),
     ({"workspace": 5}, r"gemm_w4a8: workspace: must come from gemm_workspace \(got int\)"),

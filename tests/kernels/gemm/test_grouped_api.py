@@ -147,14 +147,12 @@ IN_TILES = PackedActivations(
     layout="tiles", M=M, K=K, rows=8, x_q=to_swizzled_tiles(X, 8), scale=X_SCALE, token_sum=X_SUM
 )
 OTHER = ptxlab.stack_experts([ptxlab.pack(QUANTIZED[0], "dual_mma")])
-WIDE = ptxlab.stack_experts([replace(PACKED[0], protective_range=127), PACKED[1]])
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"weights": PACKED}, r"gemm_w4a8_grouped: weights: must be ExpertWeights \(stack_experts\) \(got list\)"),
     (
         {"weights": OTHER},
         r"weights: must be lqq or qoq or qoq_channel in strips \(got lqq in dual_mma\)",
     ),
-    ({"weights": WIDE}, r"weights: must have a protective_range of at most 119, .*\(got 127\)"),
     ({"x_q": X[0]}, r"x_q: must be an array \[M, K\] or row-major PackedActivations \(got shape \(192,\)\)"),
     ({"x_q": IN_TILES, "x_scale": None}, r"x_q: must be an array .*\(got tiles\)"),
     ({"x_q": IN_TILES}, r"gemm_w4a8_grouped: x_scale: must be None: PackedActivations have theirs"),

@@ -214,6 +214,8 @@ FRAGMENTS = layout.pack_activations(quant.quantize_activations(NORMED.astype(np.
         ({"k": 0}, r"route_tokens: 1 <= k <= 4 \(got k=0\)"),
         ({"k": 5}, r"route_tokens: 1 <= k <= 4 \(got k=5\)"),
         ({"k": 3, "router": ROUTER[:2]}, r"route_tokens: k <= E \(got E=2, k=3\)"),
+        ({"tokens": tokens_of(0, 64), "normed": NORMED[:0]}, r"route_tokens: 1 <= M < 2\*\*28 \(got M=0\)"),
+        ({"tokens": tokens_of(3, 48), "router": ROUTER[:, :48].copy()}, r"route_tokens: H % 32 == 0 \(got H=48\)"),
         ({"k": 1.5}, r"route_tokens: k: must be an integer \(got 1.5\)"),
         ({"out": TOKENS}, r"route_tokens: out: must be RoutedTokens \(got PackedActivations\)"),
         ({"k": 1, "out": routed_on_host}, r"route_tokens: out.chosen: shape \[3, 1\] \(got \[3, 2\]\)"),
@@ -226,6 +228,9 @@ def test_bad_input_to_the_router_is_refused(given: dict[str, Any], message: str)
     arguments = {"tokens": TOKENS, "normed": NORMED, "router": ROUTER, "k": 2, "backend": "emulator", **given}
     with pytest.raises(ArgumentError, match=message):
         ptxlab.route_tokens(**arguments)
+
+
+RESULTS = np.ones((6, 64), np.float16)
 
 
 def test_rows_that_do_not_fit_together_are_refused() -> None:
@@ -244,11 +249,14 @@ def test_rows_that_do_not_fit_together_are_refused() -> None:
     ("given", "message"),
     [
         ({"results": np.ones((5, 64), np.float16)}, r"results: must be a matrix \[6, H\] \(got shape \[5, 64\]\)"),
+        ({"results": np.ones((6, 32800), np.float16)}, r"combine_experts: 1 <= H <= 32768 \(got H=32800\)"),
+        ({"programmatic": 1}, r"combine_experts: programmatic: must be True or False \(got 1\)"),
         ({"results": np.ones((6, 48), np.float16)}, r"combine_experts: H % 32 == 0 \(got H=48\)"),
         ({"results": np.ones((6, 64), np.float32)}, r"results: dtype float16 or bfloat16 \(got float32\)"),
         ({"routed": TOKENS}, r"combine_experts: routed: must be RoutedTokens \(got PackedActivations\)"),
         ({"out": np.ones((2, 64), np.float16)}, r"combine_experts: out: shape \[3, 64\] \(got \[2, 64\]\)"),
         ({"out": np.ones((3, 64), np.uint16)}, r"combine_experts: out: dtype float16 \(got uint16\)"),
+        ({"results": RESULTS, "out": RESULTS[3:]}, r"combine_experts: out: must not share memory with results"),
     ],
 )
 def test_bad_input_to_the_sum_is_refused(given: dict[str, Any], message: str) -> None:

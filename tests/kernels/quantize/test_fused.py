@@ -271,6 +271,10 @@ BITS, THREE = np.ones((2, 64), np.uint16), np.ones((3, 64), np.float16)
         ({"programmatic": 1}, r"rmsnorm_quantize: programmatic: must be True or False \(got 1\)"),
         ({"x": NAN}, r"x: must be finite in float32 \(got x\[1, 7\] is nan\)"),
         ({"residual": NAN}, r"residual: must be finite in float32 \(got residual\[1, 7\] is nan\)"),
+        (
+            {"x": np.full_like(X, 40000), "residual": np.full_like(X, 30000)},
+            r"x \+ residual: must be finite in float32 \(got x \+ residual\[0, 0\] is inf\)",
+        ),
         ({"gamma": NAN[1]}, r"gamma: must be finite in float32 \(got gamma\[7\] is nan\)"),
         ({"layout": "tiles"}, r"rows: must be a multiple of 8 in 8..256 for tiles \(got None"),
         ({"out": X}, r"rmsnorm_quantize: out: must be PackedActivations \(got ndarray\)"),
@@ -292,6 +296,9 @@ def test_bad_input_to_the_norm_is_refused(given: dict[str, Any], message: str) -
         (X, {"activation": "relu"}, r"activation: must be one of silu, gelu_tanh \(got relu\)"),
         (X, {"activation": None}, r"activation: must be one of silu, gelu_tanh \(got None\)"),
         (X.astype(np.float32), {}, r"silu_mul_quantize: gate_up: dtype float16 or bfloat16 \(got float32\)"),
+        (X, {"programmatic": 1}, r"silu_mul_quantize: programmatic: must be True or False \(got 1\)"),
+        (X, {"out": X}, r"silu_mul_quantize: out: must be PackedActivations \(got ndarray\)"),
+        (np.ones((1, 65600), np.float16), {}, r"silu_mul_quantize: 1 <= K <= 32768 \(got K=32800\)"),
         (NAN, {}, r"gate_up: must be finite in float32 \(got gate_up\[1, 7\] is nan\)"),
         (X, {"layout": "rows"}, r"layout: must be one of row_major, fragment, tiles \(got rows"),
     ],
@@ -329,6 +336,8 @@ def test_shared_memory_is_found_in_a_call_like_one_before(fake: FakeGpu) -> None
             ptxlab.rmsnorm_quantize(x, gamma, residual=residual, out=out)
     with pytest.raises(ArgumentError, match=r"rmsnorm_quantize: gamma: on the current device 0 \(got device 1\)"):
         ptxlab.rmsnorm_quantize(x, DeviceArray(gamma.host, device=1), out=out)
+    with pytest.raises(ArgumentError, match=r"rmsnorm_quantize: gamma: an array \[64\] of float16 \(got NoneType\)"):
+        ptxlab.rmsnorm_quantize(x, None)
     assert len(fake.launched) == 2
 
 

@@ -1,0 +1,135 @@
+"""W4A4 and W4Ax on GPUs that were not measured: the cost model and COMET's schedules beside what papers report."""
+
+import math
+from functools import cache
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from ptxlab import cost
+from ptxlab.bench import counts
+from ptxlab.bench.shapes import decoder
+from ptxlab.cost import SCHEMES, gemm_cost, published
+from ptxlab.cost.plot import schedule_figure
+from ptxlab.cost.schedule import (
+    COMET,
+    COMET_INT4,
+    COMET_SMS,
+    COMET_TOKENS,
+    SCHEDULES,
+    TILE,
+    Costs,
+    Tile,
+    grid,
+    int8_blocks,
+    layer_speedups,
+    rate_bound,
+    ratio_needed,
+)
+from report.frames import markdown, mean
+
+_GPUS = ("rtx3090", "rtx4090", "l40s", "a100")
+_MANY = 4096  # tokens, and channels
+_PLAIN = Costs(1.0, 2.0)
+_ORDERS = {  # how the INT8 blocks lie and which tiles are neighbours -> arguments of `layer_speedups`
+    "INT8 last, neighbours share k": {},
+    "INT8 spread, neighbours share k": {"spread": True},
+    "INT8 spread, neighbours share a tile of Y": {"spread": True, "k_first": True},
+}
+
+
+def choice_table() -> str:
+    """By GPU: until when weights are waited for, and how fast each scheme is beside INT8 with many tokens."""
+    lines = []
+    for gpu in map(cost.device, _GPUS):
+        line = {"GPU": gpu.name, "W4A8 waits for weights up to M": cost.transition(gpu, SCHEMES["W4A8 sm80"])}
+        eight = _cost(gpu, "W8A8")
+        for name in ("W4A8 sm80", "W4Ax token", "W4Ax g128", "W4A4 Atom"):
+            found = _cost(gpu, name)
+            in_turn, overlapped = eight.in_turn_us / found.in_turn_us, eight.overlapped_us / found.overlapped_us
+            line[name] = f"{in_turn:.2f} to {overlapped:.2f}x"
+        lines.append(line)
+    table = pd.DataFrame(lines)
+    note = (
+        f"Speed over W8A8 at INT8's peak, in turn to overlapped, {_MANY:,} tokens, {_MANY} x {_MANY}. Predicted, not"
+        " measured: data-sheet rates, and the main loops of `gemm_w4a8_qoq_sm80` and of Atom's kernels in machine code"
+        " for each GPU. W4Ax has a quarter of its blocks in INT8; token: one scale per token and precision, g128: one"
+        " per block of 128 channels. Atom: groups of 128 and 128 outlier channels in INT8."
+    )
+    return f"{markdown(table, dict(zip(table.columns, ('{}', '{:.0f}', *['{}'] * 4), strict=True)))}\n{note}\n"
+
+
+def _cost(gpu: cost.Device, scheme: str) -> cost.Cost:
+    counted = counts.loop_counts(SCHEMES[scheme], gpu.arch)
+    return gemm_cost(gpu, SCHEMES[scheme], _MANY, _MANY, _MANY, counts=counted)
+
+
+def claims_table() -> str:
+    """What Atom and APEX4 report, what the model says, and by how much it is off."""
+    found = published.predictions(counts.loop_counts)
+    lines = [
+        {
+            "paper": p.claim.source,
+            "GPU": p.claim.device,
+            "scheme": p.claim.scheme,
+            "M": f"{p.claim.M:,}",
+            "figure": f"over {p.claim.over}" if p.claim.over else "TOPS",
+            "reported": p.claim.reported,
+            "in turn": p.claim.form(p.in_turn),
+            "overlapped": p.claim.form(p.overlapped),
+            "error in turn": f"{p.error:+.0%}",
+        }
+        for p in found
+    ]
+    needed = {
+        p.claim.device: published.instructions_per_sum(p.claim, counts.loop_counts)
+        for p in found
+        if p.claim.source == "APEX4"
+    }
+    per_sum = counts.load_mma_loops()["archs"]["sm_80"]["per_sum"]
+    note = (
+        "Error: from the nearer end of what is reported. A baseline is at its peak rate, FP16 with sums in FP32."
+        f" Our kernel has {sum(per_sum.values()):.1f} instructions per sum and group; APEX4's figures need"
+        f" {needed['a100']:.0f} issue slots on the A100 and {needed['rtx3090']:.0f} on the RTX 3090, if in turn."
+    )
+    return f"{markdown(pd.DataFrame(lines), left=5)}\n{note}\n"
+
+
+@cache
+def _speedups(model: str, order: str, costs: Costs = _PLAIN) -> dict[str, float]:
+    """Over W4A8, geometric mean over COMET's batches; those that fill as many tiles are simulated once."""
+    matrices = [(layer.N, layer.K) for layer in decoder(model)]
+    by_rows = {
+        rows: layer_speedups(matrices, rows * TILE, COMET_SMS, costs, int4_share=COMET_INT4, **_ORDERS[order])
+        for rows in {math.ceil(M / TILE) for M in COMET_TOKENS}
+    }
+    return {name: mean(by_rows[math.ceil(M / TILE)][name] for M in COMET_TOKENS) for name in SCHEDULES}
+
+
+def schedule_table() -> str:
+    """COMET's Fig. 10 beside the simulation, and the cost of an INT8 tile that each figure would need."""
+    lines = []
+    for model, reported in COMET.items():
+        for name, times in reported.items():
+            line: dict[str, object] = {"model": model, "schedule": name, "COMET": times}
+            line |= {order: _speedups(model, order)[name] for order in _ORDERS}
+            line["error, the first"] = line[next(iter(_ORDERS))] / times - 1  # type: ignore[operator]
+            line["INT8 tile needed, in INT4 tiles"] = ratio_needed(COMET_INT4, times)
+            lines.append(line)
+    table = pd.DataFrame(lines)
+    formats = dict(zip(table.columns[2:], (*["{:.2f}x"] * 4, "{:+.0%}", "{:.2f}"), strict=True))
+    note = (
+        f"Over W4A8; {COMET_SMS} SMs, {COMET_INT4:.0%} INT4, mean of batches {', '.join(map(str, COMET_TOKENS))}; an"
+        f" INT8 tile takes 2 INT4 tiles, which bounds the gain by {rate_bound(COMET_INT4, 2):.2f}x while all SMs are"
+        " busy in both. Needed: the ratio at which all SMs busy would give COMET's figure."
+    )
+    return f"{markdown(table, formats, left=2)}\n{note}\n"
+
+
+def schedules_picture() -> Figure:
+    """COMET's Fig. 8 with the 18 tiles that its text counts, and an output projection of LLaMA-3-8B on an A100."""
+    example = [Tile(0, tile // 3, tile % 3, tile % 2 == 0) for tile in range(18)]
+    layer = decoder("LLaMA-3-8B")[1]
+    tiles = grid(64, layer.N, layer.K, int8_blocks(layer.K // TILE, 1 - COMET_INT4, spread=True), k_first=False)
+    problems = {"COMET's Fig. 8": (example, 4, _PLAIN), f"{layer}, A100": (tiles, COMET_SMS, _PLAIN)}
+    return schedule_figure(problems, SCHEDULES)

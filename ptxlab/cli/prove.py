@@ -1,0 +1,142 @@
+"""The command `prove`: what a kernel does for all inputs, decided by a solver."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ptxlab import kernels
+from ptxlab.cli.common import (
+    FAILED,
+    AsJson,
+    CommandLineError,
+    FileArch,
+    FileDefine,
+    Grid,
+    console,
+    dims,
+    print_json,
+    progress_bar,
+    refuse,
+    require_file,
+    table,
+    written,
+)
+from ptxlab.io.files import save_arrays
+from ptxlab.prove import Claim, Outcome, decide, registered
+from ptxlab.prove.solve import check_solver
+from ptxlab.runtime import Kernel, load
+from ptxlab.runtime.arguments import geometry, parse_integers
+
+UNDECIDED = 3
+
+
+def prove(
+    targets: Annotated[
+        list[str] | None, typer.Argument(help="NAME, NAME.cu, a family, or FILE[:entry].", show_default=False)
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every claim of the project.")] = False,
+    assume: Annotated[
+        list[str] | None, typer.Option(help='A condition on the inputs: "1 <= scale <= 16". May be repeated.')
+    ] = None,
+    claim: Annotated[
+        list[str] | None, typer.Option(help='What is to hold: "out.u8[i] == q.u4[i] * scale". May be repeated.')
+    ] = None,
+    equals: Annotated[
+        str | None, typer.Option(help="NAME or FILE whose outputs, on the same inputs, are other.out in a claim.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Time per claim.")] = 60.0,
+    solver: Annotated[str, typer.Option(help="z3, bitwuzla or cvc5.")] = "z3",
+    counterexample: Annotated[
+        Path | None, typer.Option("--out", help="Write the first counterexample's arguments, for `run --in`: FILE.npz.")
+    ] = None,
+    grid: Grid = None,
+    block: Annotated[
+        str | None, typer.Option(rich_help_panel="Files without a spec", help="Threads per block. Default: 1.")
+    ] = None,
+    arch: FileArch = None,
+    define: FileDefine = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove what a kernel does for all inputs, or show an input for which it does not.
+
+    Without --claim: the claims of its spec, and its @lanes annotations. Exit code 1: refuted, 3: undecided in time.
+    """
+    if bool(targets) == everything:
+        raise CommandLineError("prove expects kernels, families, files or --all")
+    require_file("--out", counterexample, ".npz")
+    check_solver(solver)
+    if everything:
+        refuse({"--assume": assume, "--claim": claim, "--equals": equals}, "is for one kernel, not for --all")
+    from ptxlab.prove.kernels import claims_of, claims_on_file, claims_on_spec
+
+    claims: list[Claim] = []
+    given = {"claims": claim or [], "assume": assume or []}
+    for target in targets or []:
+        for spec, sources, entry in kernels.resolve_all(target):
+            if spec is None:
+                kernel = load(sources[0], entry, defines=parse_integers("-D", define or []), arch=arch)
+                other = _kernel(equals) if equals else None
+                where = geometry(dims("grid", grid or "1"), dims("block", block or "1"), 0, 1)
+                claims += claims_on_file(kernel, **given, where=where, other=other)
+                continue
+            only = {"--grid": grid, "--block": block, "--arch": arch, "-D": define}
+            refuse(only, f"is for files only: {spec.name} has a spec, which says it")
+            if claim or equals:
+                claims += claims_on_spec(spec, sources, **given, equals=equals or "")
+            elif assume:
+                raise CommandLineError("--assume needs --claim or --equals")
+            else:
+                claims += claims_of(spec, sources)
+    if everything:
+        claims += [c for spec in kernels.specs().values() for c in claims_of(spec, kernels.find(spec.name)[1])]
+        claims += registered()
+    if not claims:
+        raise CommandLineError(f"{', '.join(targets or [])}: the spec has no claims; give --claim")
+    outcomes = []
+    with progress_bar("prove", len(claims), quiet=as_json) as advance:
+        for one in claims:
+            advance(f"{one.subject}: {one.name}")
+            outcomes.append(decide(one, seconds=seconds, solver=solver))
+    _report(outcomes, counterexample, as_json)
+
+
+def _kernel(target: str) -> Kernel:
+    """A kernel by name or file, as one without a spec."""
+    _, source, entry = kernels.resolve(target)
+    return load(source, entry)
+
+
+def _report(outcomes: list[Outcome], path: Path | None, as_json: bool) -> None:
+    shown = next((o.explanation for o in outcomes if o.explanation and not o.as_expected), None)
+    shown = shown or next((o.explanation for o in outcomes if o.explanation), None)
+    if path is not None and shown is not None:
+        save_arrays(path, shown.arrays)
+    if as_json:
+        print_json([o.to_json() for o in outcomes])
+    else:
+        rows = [(o.claim.subject, o.claim.name, _verdict(o), f"{o.seconds:.2f}") for o in outcomes]
+        console.print(table("", ("subject", "claim", "verdict", "seconds>"), rows))
+        for o in outcomes:
+            if o.explanation:
+                console.print(
+                    f"[bold]{escape(o.claim.subject)}[/], {escape(o.claim.name)}: {escape(o.claim.text)}",
+                    soft_wrap=True,
+                )
+                for line in o.explanation.lines:
+                    console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
+                if o.explanation.command:
+                    at = path if o.explanation is shown and path else "FILE.npz"
+                    console.print(f"  {escape(o.explanation.command)} --in {at}", soft_wrap=True, highlight=False)
+        written(path if shown is not None else None)
+    failed = [o for o in outcomes if not o.as_expected]
+    if any(o.verdict != "undecided" for o in failed):
+        raise typer.Exit(FAILED)
+    if failed:
+        raise typer.Exit(UNDECIDED)
+
+
+def _verdict(outcome: Outcome) -> str:
+    expected = " (as expected)" if outcome.claim.expect == "refuted" else ""
+    return f"{outcome.verdict}{expected if outcome.as_expected else ''}"

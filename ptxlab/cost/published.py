@@ -1,0 +1,99 @@
+"""What papers report of W4A4 on other GPUs, beside what the model says.
+
+Baselines are data-sheet rates of FP16 (sums in FP32) and INT8, which no kernel reaches; matrices are 4096 x 4096.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ptxlab.cost import SCHEMES, Cost, LoopCounts, Scheme, gemm_cost
+from ptxlab.cost.sheets import device
+
+CountsOf = Callable[[Scheme, str], LoopCounts | None]
+WIDTH = 4096  # N and K
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A published figure: of a scheme's TOPS, or how many times as fast as `over` it is.
+
+    Attributes:
+        source: paper and section.
+        device: GPU.
+        scheme: name of a scheme.
+        M: tokens; 4096 where the paper says compute-bound.
+        least: as reported, likewise `most` where it is a range.
+        over: the baseline's scheme; empty: the figure is in TOPS.
+    """
+
+    source: str
+    device: str
+    scheme: str
+    M: int
+    least: float
+    most: float
+    over: str = ""
+
+    def form(self, value: float) -> str:
+        """A figure of this kind as text."""
+        return f"{value:.2f}x" if self.over else f"{value:,.0f}"
+
+    @property
+    def reported(self) -> str:
+        """As reported, as text."""
+        return self.form(self.least) if self.least == self.most else f"{self.least:.2f}-{self.form(self.most)}"
+
+
+CLAIMS = (
+    Claim("Atom §5.4.2", "rtx4090", "W4A4", 4096, 980, 980),
+    Claim("Atom §5.4.2", "rtx4090", "W4A4 outlier", 4096, 900, 900),
+    Claim("Atom §5.4.2", "rtx4090", "W4A4 Atom", 4096, 770, 770),
+    Claim("Atom §5.3.1", "rtx4090", "W4A4 Atom", 512, 3.4, 3.4, "FP16"),
+    Claim("Atom §5.3.1", "rtx4090", "W4A4 Atom", 512, 1.9, 1.9, "W8A8"),
+    Claim("APEX4", "rtx3090", "W4A4 g128", 4096, 2.0, 2.5, "FP16"),
+    Claim("APEX4", "a100", "W4A4 g128", 4096, 0.43, 0.47, "FP16"),
+    Claim("COMET §6.3", "a100", "W4Ax token", 16, 2.91, 2.91, "FP16"),
+    Claim("COMET §6.3", "a100", "W4Ax token", 64, 2.97, 2.97, "FP16"),
+    Claim("COMET §6.3", "a100", "W4Ax token", 256, 2.75, 2.75, "FP16"),
+    Claim("COMET §6.3", "a100", "W4Ax g128", 256, 2.75, 2.75, "FP16"),
+)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A claim with what the model says, everything in turn or overlapped."""
+
+    claim: Claim
+    in_turn: float
+    overlapped: float
+
+    @property
+    def error(self) -> float:
+        """Of the model in turn, over the nearer end of what is reported, minus 1; 0 within."""
+        nearest = min(max(self.in_turn, self.claim.least), self.claim.most)
+        return self.in_turn / nearest - 1
+
+
+def predictions(counts_of: CountsOf, claims: Iterable[Claim] = CLAIMS) -> list[Predicted]:
+    """Every claim beside the model; `counts_of` knows what the scheme's main loop has on an architecture."""
+    found = []
+    for claim in claims:
+        cost = _cost(claim, claim.scheme, counts_of)
+        operations = 2 * claim.M * WIDTH * WIDTH / 1e6
+        base = _cost(claim, claim.over, counts_of).overlapped_us if claim.over else operations
+        found.append(Predicted(claim, base / cost.in_turn_us, base / cost.overlapped_us))
+    return found
+
+
+def instructions_per_sum(claim: Claim, counts_of: CountsOf) -> float:
+    """What the reported figure needs, in turn: instructions of threads, one each issue slot, per sum that is scaled."""
+    gpu, cost = device(claim.device), _cost(claim, claim.scheme, counts_of)
+    reported_us = _cost(claim, claim.over, counts_of).overlapped_us / ((claim.least + claim.most) / 2)
+    sums = claim.M * WIDTH * WIDTH / SCHEMES[claim.scheme].group / 1e6
+    return (reported_us - cost.multiply_us - cost.dequantise_us) * gpu.issue_tips / sums
+
+
+def _cost(claim: Claim, scheme: str, counts_of: CountsOf) -> Cost:
+    gpu = device(claim.device)
+    counts = counts_of(SCHEMES[scheme], gpu.arch)
+    return gemm_cost(gpu, SCHEMES[scheme], claim.M, WIDTH, WIDTH, counts=counts)

@@ -1,0 +1,217 @@
+"""COMET's schedules of tiles on SMs (§4.4), simulated: which SM works on which tile, from when, until when.
+
+A GEMM Y [M, N] = X [M, K] Wᵀ with mixed activations is cut into tiles of 128 x 128 x 128. A tile takes as long as the
+block of 128 channels that it multiplies says: INT4 or INT8, the latter with the conversion of its weights. Schedules:
+
+    naive       tile i of the grid on SM i mod S, and a barrier after every S tiles
+    remapped    no barriers; INT8 tiles first, each tile on the SM that is free first
+    decomposed  remapped, then SMs that would idle take quarters (a warp's 64 x 64) of the last tiles of busy ones
+
+A remapped schedule never takes longer than a naive one. With INT8 tiles first, as few rounds as possible wait for one.
+And without barriers no tile of such a round ends later: while the S tiles of a round are placed, some SM has none of
+them yet, and is free when the round begins at the latest. A decomposed schedule only gives away what then ends earlier.
+Left out: loads, the reduction over K of tiles on different SMs, and what a cut tile loads twice.
+"""
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ptxlab.errors import ArgumentError
+
+TILE = 128
+PIECES = 4  # that a tile can be cut into: 64 x 64 of Y each, what one warp multiplies
+_WHOLE = range(PIECES)
+_ROUNDING = 1e-9
+_MOST_TILES, _MOST_SMS = 2_000_000, 100_000  # some seconds, and as many hundred MB
+SCHEDULES = ("naive", "remapped", "decomposed")
+
+
+class Tile(NamedTuple):
+    """One tile: its place along M, N and K in tiles, and whether its block of channels is INT8."""
+
+    m: int
+    n: int
+    k: int
+    int8: bool
+
+
+class TileWork(NamedTuple):
+    """Pieces of a tile, of `PIECES`, that one SM works on from start to end."""
+
+    sm: int
+    tile: Tile
+    pieces: range
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Time of a tile in any unit: `int4`, and `int8` before the conversion of its weights, which takes `conversion`."""
+
+    int4: float = 1.0
+    int8: float = 2.0
+    conversion: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("int4", "int8"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ArgumentError(name, "a time above 0", getattr(self, name))
+        if not 0 <= self.conversion < math.inf:
+            raise ArgumentError("conversion", "a time, 0 or more", self.conversion)
+
+    @property
+    def ratio(self) -> float:
+        """Of an INT8 tile with its conversion to an INT4 tile."""
+        return (self.int8 + self.conversion) / self.int4
+
+    def of(self, tile: Tile) -> float:
+        """Time of a whole tile."""
+        return self.int8 + self.conversion if tile.int8 else self.int4
+
+
+def int8_blocks(blocks: int, share: float, *, spread: bool = False) -> frozenset[int]:
+    """Which of the blocks along K are INT8: as many as the share says, the last ones, or evenly spread."""
+    if blocks < 1:
+        raise ArgumentError("blocks", "at least 1", blocks)
+    if not 0 <= share <= 1:
+        raise ArgumentError("share", "of INT8 blocks, 0 to 1", share)
+    count = round(share * blocks)
+    if not spread:
+        return frozenset(range(blocks - count, blocks))
+    return frozenset(i for i in range(blocks) if i * count // blocks != (i + 1) * count // blocks)
+
+
+def grid(M: int, N: int, K: int, int8: frozenset[int] = frozenset(), *, k_first: bool = True) -> list[Tile]:
+    """Tiles in the order of the grid; INT8 where k is in `int8`.
+
+    `k_first`: neighbours share a tile of Y and differ in k; else they share k and differ in n.
+    """
+    for name, size in {"M": M, "N": N, "K": K}.items():
+        if size < 1:
+            raise ArgumentError(name, "at least 1", size)
+    rows, columns, blocks = (math.ceil(size / TILE) for size in (M, N, K))
+    if rows * columns * blocks > _MOST_TILES:
+        raise ArgumentError("M, N, K", f"at most {_MOST_TILES:,} tiles of {TILE} x {TILE} x {TILE}", f"{M}, {N}, {K}")
+    if k_first:
+        places = ((m, n, k) for m in range(rows) for n in range(columns) for k in range(blocks))
+    else:
+        places = ((m, n, k) for k in range(blocks) for m in range(rows) for n in range(columns))
+    return [Tile(m, n, k, k in int8) for m, n, k in places]
+
+
+def schedule(name: str, tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
+    """One of `SCHEDULES` of these tiles; ArgumentError for another name."""
+    if name not in SCHEDULES:
+        raise ArgumentError("schedule", f"one of {', '.join(SCHEDULES)}", name)
+    return {"naive": naive, "remapped": remapped, "decomposed": decomposed}[name](tiles, sms, costs)
+
+
+def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
+    """Rounds of as many tiles as SMs, each until its slowest tile is done."""
+    _require_sms(sms)
+    found: list[TileWork] = []
+    start = 0.0
+    for first in range(0, len(tiles), sms):
+        turn = tiles[first : first + sms]
+        found += [TileWork(sm, tile, _WHOLE, start, start + costs.of(tile)) for sm, tile in enumerate(turn)]
+        start += max(map(costs.of, turn))
+    return found
+
+
+def remapped(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
+    """The longest tiles first, in the order of the grid, each on the SM that is free first (of several the lowest)."""
+    _require_sms(sms)
+    free = [(0.0, sm) for sm in range(sms)]
+    found = []
+    for tile in sorted(tiles, key=costs.of, reverse=True):
+        start, sm = free[0]
+        found.append(TileWork(sm, tile, _WHOLE, start, start + costs.of(tile)))
+        heapq.heapreplace(free, (found[-1].end, sm))
+    return found
+
+
+def decomposed(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
+    """Remapped; then the SM that ends last gives a piece to the one that ends first, while that ends earlier for it."""
+    lists: list[list[TileWork]] = [[] for _ in range(sms)]
+    for work in remapped(tiles, sms, costs):
+        lists[work.sm].append(work)
+    ends = [works[-1].end if works else 0.0 for works in lists]
+    while tiles:
+        busy, idle = max(range(sms), key=ends.__getitem__), min(range(sms), key=ends.__getitem__)
+        work = lists[busy].pop()
+        piece = costs.of(work.tile) / PIECES
+        if ends[idle] + piece >= ends[busy] * (1 - _ROUNDING):
+            lists[busy].append(work)
+            break
+        if kept := work.pieces[:-1]:
+            lists[busy].append(work._replace(pieces=kept, end=work.start + len(kept) * piece))
+        ends[busy] = lists[busy][-1].end if lists[busy] else 0.0
+        lists[idle].append(TileWork(idle, work.tile, work.pieces[-1:], ends[idle], ends[idle] + piece))
+        ends[idle] += piece
+    return [work for works in lists for work in works]
+
+
+def makespan(works: Sequence[TileWork]) -> float:
+    """When the last SM is done; 0 of no work."""
+    return max((work.end for work in works), default=0.0)
+
+
+def lower_bounds(tiles: Sequence[Tile], sms: int, costs: Costs) -> tuple[float, float]:
+    """What no schedule of whole tiles beats: all work over all SMs, and the longest tile. Cut tiles obey the first."""
+    _require_sms(sms)
+    times = [*map(costs.of, tiles)]
+    return sum(times) / sms, max(times, default=0.0)
+
+
+def w4a8(tiles: Sequence[Tile], sms: int, costs: Costs) -> float:
+    """Makespan of the same tiles if all are INT8 with conversion: what COMET's Fig. 10 compares with."""
+    _require_sms(sms)
+    return math.ceil(len(tiles) / sms) * (costs.int8 + costs.conversion)
+
+
+def _require_sms(sms: int) -> None:
+    if not 1 <= sms <= _MOST_SMS:
+        raise ArgumentError("sms", f"1 to {_MOST_SMS:,}", sms)
+
+
+def layer_speedups(
+    matrices: Iterable[tuple[int, int]],
+    M: int,
+    sms: int,
+    costs: Costs,
+    *,
+    int4_share: float = 0.75,
+    spread: bool = False,
+    k_first: bool = False,
+) -> dict[str, float]:
+    """How many times as fast as W4A8 each schedule is on matrices (N, K) one after the other, by its name."""
+    total, base = dict.fromkeys(SCHEDULES, 0.0), 0.0
+    for N, K in matrices:
+        tiles = grid(M, N, K, int8_blocks(math.ceil(K / TILE), 1 - int4_share, spread=spread), k_first=k_first)
+        base += w4a8(tiles, sms, costs)
+        for name in SCHEDULES:
+            total[name] += makespan(schedule(name, tiles, sms, costs))
+    return {name: base / time for name, time in total.items()}
+
+
+def rate_bound(int4_share: float, ratio: float) -> float:
+    """Most times as fast as W4A8 that so much INT4 can be where an INT8 tile takes `ratio` INT4 tiles."""
+    return 1 / (1 - int4_share + int4_share / ratio)
+
+
+def ratio_needed(int4_share: float, speedup: float) -> float:
+    """The ratio at which `rate_bound` is that speed-up; infinite where INT4 tiles would have to take no time."""
+    left = 1 / speedup - (1 - int4_share)
+    return int4_share / left if left > 0 else math.inf
+
+
+# COMET §6.4, Fig. 10: over W4A8 on an A100's 108 SMs, 75% INT4, batches of 16 to 256.
+COMET_SMS, COMET_INT4, COMET_TOKENS = 108, 0.75, (16, 64, 256)
+COMET = {
+    "LLaMA-3-8B": dict(zip(SCHEDULES, (1.31, 1.56, 1.71), strict=True)),
+    "LLaMA-3-70B": dict(zip(SCHEDULES, (1.18, 1.60, 1.67), strict=True)),
+}

@@ -1,0 +1,122 @@
+"""`SpecCall`: a public call that launches each of some specs once, on a GPU or on arrays of the host."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.kernels.operation import CallArray, Prepared, Results, check_how
+from ptxlab.runtime import run_spec
+from ptxlab.runtime.arguments import require_on_host
+from ptxlab.runtime.plan import Plan
+from ptxlab.sources import of_kernel
+from ptxlab.spec import KernelSpec
+from ptxlab.spec.dtypes import storage
+
+
+@dataclass(frozen=True, eq=False)
+class SpecCall:
+    """One call.
+
+    Attributes:
+        name: of the call.
+        specs: what it launches, in this order.
+        operands: by the specs' names, what is given, and results; those that are None the call makes.
+        sizes: of all specs.
+        dtype: of the floats, which the constant IN stands for.
+        backend, programmatic: as the caller asks for them.
+        look: takes host arrays by name, as NumPy's, and raises ArgumentError for numbers that make no sense. On a GPU
+            nothing reads values.
+
+    Raises ArgumentError for sizes that a spec does not take.
+    """
+
+    name: str
+    specs: tuple[KernelSpec, ...]
+    operands: tuple[CallArray, ...]
+    sizes: dict[str, Any]
+    dtype: str
+    backend: str | None
+    programmatic: bool
+    look: Callable[[dict[str, np.ndarray]], None] | None = None
+    check = False
+
+    def __post_init__(self) -> None:
+        check_how(self.name, self.backend, programmatic=self.programmatic)
+        for spec in self.specs:
+            try:
+                spec.check_sizes(self.sizes)
+            except ArgumentError as error:
+                raise ArgumentError(self.name, error.rule, error.value) from None
+        for each in self.operands:
+            if each.array is None and each.name not in self.written:
+                raise ArgumentError(each.label, f"an array {list(each.shape)} of {each.dtype}", "NoneType")
+
+    @cached_property
+    def written(self) -> set[str]:
+        """Names of results, and of what is updated in place."""
+        return {arg.name for spec in self.specs for arg in spec.outputs}
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All that selects the compiled kernels."""
+        return (*self.sizes.values(), self.dtype, self.programmatic)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are no tokens."""
+        return bool(self.sizes["M"] == 0)
+
+    def config(self, spec: KernelSpec) -> dict[str, int]:
+        """The constants of a spec's variant."""
+        config = spec.config_for(self.sizes)
+        return {**config, "IN": spec.by_variant["IN"].index(self.dtype)} if "IN" in config else config
+
+    def prepare(self) -> Prepared:
+        """Its kernels on the current device."""
+        if reason := gpu.why_not(max(spec.arch for spec in self.specs)):
+            raise UnavailableError(f'{self.name}: {reason}; pass backend="emulator" with NumPy arrays')
+        configs = [(spec, self.config(spec)) for spec in self.specs]
+        sizes, programmatic = self.sizes, self.programmatic  # not the call, whose arrays plans would keep
+
+        def plans() -> tuple[Plan, ...]:
+            return tuple(Plan(spec, config, sizes, programmatic=programmatic) for spec, config in configs)
+
+        return Prepared(self.specs[-1].name, plans)
+
+    def on_host(self) -> Results:
+        """The call on NumPy's arrays, or PyTorch's on the CPU: in the emulator, or copied to the GPU and back."""
+        arrays, numbers = {}, {}
+        for each in self.operands:
+            if each.array is not None:
+                numbers[each.name] = require_on_host(*each[1:5], written=each.name in self.written)
+                arrays[each.name] = numbers[each.name] if each.name in self.written else each.array
+        if self.look and not self.is_empty:
+            self.look(numbers)
+        for spec in self.specs:
+            arrays |= self._run(spec, arrays)
+        return {each.name: arrays[each.name].reshape(each.shape) for each in self.operands if each.array is None}
+
+    def _run(self, spec: KernelSpec, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a spec writes, into `arrays` where it is there."""
+        out: dict[str, Any] = {}
+        for arg in spec.outputs:
+            shape = arg.resolve(self.sizes)
+            if arg.name in arrays:
+                out[arg.name] = arrays[arg.name].reshape(shape)  # contiguous, so the same memory
+            elif arg.role == "inout":  # what is read and written, and left out, has no rows
+                out[arg.name] = np.empty(shape, storage(self.dtype))
+        return run_spec(
+            spec,
+            of_kernel(spec.name)[0],
+            {arg.name: arrays[arg.name] for arg in spec.inputs if arg.role == "in"},
+            sizes={name: size for name, size in self.sizes.items() if name in spec.symbols},
+            out=out,
+            backend=self.backend,
+            config=self.config(spec),
+            programmatic=self.programmatic,
+        ).outputs

@@ -1,0 +1,10 @@
+"""Proofs: a kernel's PTX as a formula over all its inputs, decided by an SMT solver (extra `prove`)."""
+
+from ptxlab.prove.claims import Claim as Claim
+from ptxlab.prove.claims import Outcome as Outcome
+from ptxlab.prove.claims import decide as decide
+from ptxlab.prove.claims import prove as prove
+from ptxlab.prove.claims import register as register
+from ptxlab.prove.claims import registered as registered
+from ptxlab.prove.solve import Enumeration as Enumeration
+from ptxlab.prove.solve import Query as Query

@@ -1,0 +1,94 @@
+"""Claims: what is to hold for all inputs, by subject; and the run that decides them."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from time import process_time
+from typing import Any
+
+from ptxlab.prove.solve import Answer, Enumeration, Explanation, Query, Verdict, ask, check_solver
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement, and the formula that it comes to.
+
+    Attributes:
+        subject: what it speaks of: a kernel's source (`dequant_lqq.ptx`), or a topic (`quantiser lqq`).
+        name: short, unique within the subject.
+        text: the statement in one line, with its precondition.
+        build: makes the formula, or several that must all hold, or tries all cases.
+        expect: `refuted` for a claim that shows where the precondition ends.
+        quick: whether CI proves it at each push.
+    """
+
+    subject: str
+    name: str
+    text: str
+    build: Callable[[], Query | Sequence[Query] | Enumeration]
+    expect: Verdict = "proved"
+    quick: bool = True
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a claim was decided: by which solver, or by trying all `cases`, in how many seconds of CPU time."""
+
+    claim: Claim
+    verdict: Verdict
+    seconds: float
+    solver: str
+    cases: int = 0
+    counterexample: Mapping[str, int] = field(default_factory=dict)
+    explanation: Explanation | None = None
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the claim was decided as it says."""
+        return self.verdict == self.claim.expect
+
+    def to_json(self) -> dict[str, Any]:
+        """The outcome as JSON-ready values."""
+        said = {key: getattr(self.claim, key) for key in ("subject", "name", "text", "expect")}
+        how = {"verdict": self.verdict, "seconds": round(self.seconds, 3), "solver": self.solver}
+        return {**said, **how, "cases": self.cases, "counterexample": dict(self.counterexample)}
+
+
+Maker = Callable[[], Iterable[Claim]]
+_MAKERS: list[Maker] = []
+
+
+def register(maker: Maker) -> Maker:
+    """Decorator: enter a function that gives claims on something else than a kernel's code."""
+    _MAKERS.append(maker)
+    return maker
+
+
+def registered() -> list[Claim]:
+    """All claims that were entered so."""
+    return [claim for maker in _MAKERS for claim in maker()]
+
+
+def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Outcome:
+    """Decide one claim; `undecided` where the solver needs longer than `seconds`."""
+    check_solver(solver)
+    start = process_time()
+    question = claim.build()
+    if isinstance(question, Enumeration):
+        found = question.counterexample
+        verdict: Verdict = "proved" if found is None else "refuted"
+        return Outcome(claim, verdict, process_time() - start, "enumeration", question.cases, found or {})
+    answer, explanation = Answer("proved"), None
+    for query in [question] if isinstance(question, Query) else question:
+        left = seconds - (process_time() - start)
+        answer = ask(query, seconds=left, solver=solver) if left > 0 else Answer("undecided")
+        if answer.verdict == "refuted" and query.explain:
+            explanation = query.explain(answer.model)
+        if answer.verdict != "proved":
+            break
+    return Outcome(claim, answer.verdict, process_time() - start, solver, 0, answer.model, explanation)
+
+
+def prove(claims: Iterable[Claim], *, seconds: float = 60.0, solver: str = "z3") -> Iterator[Outcome]:
+    """Decide claims one after the other."""
+    for claim in claims:
+        yield decide(claim, seconds=seconds, solver=solver)

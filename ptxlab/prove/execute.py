@@ -1,0 +1,482 @@
+"""Symbolic execution of PTX: what some threads of one launch store, as bitvectors over what they load.
+
+Threads go in lockstep, the lowest instruction first, each under a guard: the condition on which it gets there. A branch
+on an input splits the guard, and where the ways meet again registers hold either value by condition. So there is one
+run, whatever the inputs are. Addresses must come out as numbers, or as a few numbers by condition.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from math import prod
+from typing import Any, NoReturn
+
+import z3
+
+from ptxlab.emulator.core.access import decode
+from ptxlab.emulator.front import ir
+from ptxlab.emulator.front.ir import Entry, Instruction, Register
+from ptxlab.emulator.front.opcode import UnknownOpcode
+from ptxlab.emulator.front.operand_rules import check_operands
+from ptxlab.emulator.front.types import DTYPES, bits_of, is_signed
+from ptxlab.emulator.ops.alu import alu_operation
+from ptxlab.errors import PtxlabError
+from ptxlab.prove.semantics import Bits, computation, extend, joined, pieces, value
+
+MAX_STEPS = 20_000
+MOST_ADDRESSES = 64  # that one access may have, by condition
+_WINDOW = 40  # bits of an address within its buffer
+_HARMLESS = ("membar", "fence", "nanosleep", "prefetch", "prefetchu", "discard", "applypriority", "griddepcontrol")
+TRUE, FALSE = z3.BoolVal(True), z3.BoolVal(False)
+Index = tuple[int, int, int]
+
+
+class NotModelled(PtxlabError):  # noqa: N818  (like UnknownInstruction)
+    """The prover does not know this instruction, or cannot follow this address."""
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Bytes that a pointer leads to: symbols made when they are first read, terms once they are written.
+
+    `size` None: of any size. `written` tells on which condition each byte has been stored to.
+    """
+
+    name: str
+    size: int | None = None
+    content: dict[int, Bits] = field(default_factory=dict)
+    written: dict[int, Any] = field(default_factory=dict)
+    first: Callable[[int], Bits] | None = None  # what a byte holds at first; by default a symbol
+    types: set[str] = field(default_factory=set)  # of the elements that instructions access
+
+    def read(self, at: int) -> Bits:
+        """The byte at an offset."""
+        if at not in self.content:
+            self.content[at] = self.first(at) if self.first else z3.BitVec(f"{self.name} byte {at}", 8)
+        return self.content[at]
+
+    def write(self, at: int, byte: Bits, guard: Any) -> None:
+        """Store a byte where the guard holds."""
+        self.content[at] = byte if z3.is_true(guard) else z3.If(guard, byte, self.read(at))
+        self.written[at] = z3.Or(guard, self.written.get(at, FALSE))
+
+
+@dataclass(frozen=True)
+class Step:
+    """An annotated instruction that was executed: its lanes are to be computed wide (`@lanes`)."""
+
+    instruction: Instruction
+    guard: Any
+    sources: dict[str, Bits]
+    result: Bits
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a run left: annotated steps, and on which conditions something went wrong, with the reason."""
+
+    steps: list[Step]
+    faults: list[tuple[Any, str]]
+
+
+def execute(
+    entry: Entry,
+    arguments: Sequence[Bits | Buffer],
+    *,
+    grid: Index,
+    block: Index,
+    threads: Sequence[tuple[Index, Index]],
+    assume: Sequence[Any] = (),
+) -> Trace:
+    """Run threads (block index, thread index) of a launch on arguments in launch order, bitvectors or buffers.
+
+    Buffers are written in place. NotModelled names the line of what cannot be followed.
+    """
+    return _Execution(entry, arguments, grid, block, threads, assume).run()
+
+
+class _Execution:
+    def __init__(
+        self,
+        entry: Entry,
+        arguments: Sequence[Bits | Buffer],
+        grid: Index,
+        block: Index,
+        threads: Sequence[tuple[Index, Index]],
+        assume: Sequence[Any],
+    ) -> None:
+        self.entry, self.code, self.grid, self.block = entry, entry.instructions, grid, block
+        self.threads, self.assume = threads, assume
+        self.buffers: list[Buffer] = []
+        self.params = {
+            id(p): self.place(a) if isinstance(a, Buffer) else a for p, a in zip(entry.params, arguments, strict=True)
+        }
+        self.shared = {b: self.base_of(Buffer(f"shared of block {b}", entry.shared_bytes)) for b, _ in threads}
+        self.local = [self.base_of(Buffer(f"local of thread {t}", entry.local_bytes)) for t in threads]
+        self.variables: dict[int, int] = {}
+        self.registers: list[dict[tuple[int, int], Bits]] = [{} for _ in threads]
+        self.defined: list[dict[tuple[int, int], Any]] = [{} for _ in threads]  # on which condition they hold that
+        self.guards: dict[int, Any] = {}  # of the lanes that execute now
+        self.carry: list[Bits] = [FALSE for _ in threads]
+        self.fresh = count()
+        self.steps: list[Step] = []
+        self.faults: list[tuple[Any, str]] = []
+
+    def run(self) -> Trace:
+        ready: dict[int, dict[int, Any]] = {0: dict.fromkeys(range(len(self.threads)), TRUE)}
+        done = 0
+        while ready:
+            pc = min(ready)
+            if pc == len(self.code):
+                break
+            done += 1
+            if done > MAX_STEPS:
+                self.refuse(self.code[pc], f"more than {MAX_STEPS} instructions: a loop whose bound is not a number")
+            for target, guards in self.step(pc, ready.pop(pc)):
+                for lane, guard in guards.items():
+                    if target <= pc and not self.possible(guard):
+                        continue
+                    place = ready.setdefault(target, {})
+                    place[lane] = z3.simplify(z3.Or(place[lane], guard)) if lane in place else guard
+        return Trace(self.steps, self.faults)
+
+    def refuse(self, instruction: Instruction, why: str) -> NoReturn:
+        raise NotModelled(f"{instruction.where}: not modelled: {why}")
+
+    def possible(self, guard: Any) -> bool:
+        """Whether a condition can hold at all; whatever cannot be told can."""
+        if z3.is_true(guard) or z3.is_false(guard):
+            return z3.is_true(guard)
+        solver = z3.Solver()
+        solver.set("timeout", 5000)
+        return bool(solver.check(*self.assume, guard) != z3.unsat)
+
+    # Places
+
+    def place(self, buffer: Buffer) -> Bits:
+        """The address at which a buffer begins."""
+        if buffer not in self.buffers:
+            self.buffers.append(buffer)
+        return value(self.buffers.index(buffer) + 1 << _WINDOW, 64)
+
+    def base_of(self, buffer: Buffer) -> int:
+        return int(self.place(buffer).as_long())
+
+    def symbol(self, symbol: ir.Symbol, lane: int) -> int:
+        """The address of a variable, in its space where that is shared or local."""
+        variable = symbol.variable
+        if variable.space in ("shared", "local"):
+            return variable.offset + symbol.offset
+        if id(variable) not in self.variables:
+            initial = dict(enumerate(value(b, 8) for b in variable.initial or b""))
+            self.variables[id(variable)] = self.base_of(Buffer(variable.name, variable.size, initial))
+        return self.variables[id(variable)] + symbol.offset
+
+    # Registers
+
+    def read(self, lane: int, operand: ir.Operand, type_name: str) -> Bits:
+        """A source operand as bits of the type's width, or a Bool."""
+        bits = bits_of(type_name)
+        if isinstance(operand, Register):
+            width = bits_of(operand.type)
+            if (width == 1) != (bits == 1):
+                raise ValueError(f"{operand.name} is {'' if width == 1 else 'not '}a predicate")
+            known = self.register(lane, operand, width)
+            if bits > width:
+                raise ValueError(f"{operand.name} has {width} bits, the instruction takes {bits}")
+            if bits == 1:
+                return z3.simplify(z3.Not(known)) if operand.negated else known
+            return extend(known, bits, False)
+        if isinstance(operand, ir.Immediate):
+            if operand.float_bits not in (0, bits):
+                raise ValueError("a floating-point constant of another width")
+            return z3.BoolVal(operand.bits != 0) if bits == 1 else value(operand.bits, bits)
+        if isinstance(operand, ir.Special):
+            return value(self.special(operand.name, lane), bits)
+        if isinstance(operand, ir.Symbol):
+            return value(self.symbol(operand, lane), bits)
+        raise ValueError(f"{type(operand).__name__.lower()} where a value is expected")
+
+    def register(self, lane: int, register: Register, width: int) -> Bits:
+        """What a register holds; anything where nothing has written it."""
+        key = width, register.index
+        known, defined = self.registers[lane].get(key), self.defined[lane].get(key, FALSE)
+        guard = self.guards.get(lane, TRUE)
+        if known is not None and (defined.eq(guard) or not self.possible(z3.simplify(z3.And(guard, z3.Not(defined))))):
+            return known
+        name = f"undefined {register.name} {next(self.fresh)}"
+        unknown = z3.Bool(name) if width == 1 else z3.BitVec(name, width)
+        return unknown if known is None else z3.If(defined, known, unknown)
+
+    def write(self, lane: int, guard: Any, operand: ir.Operand, result: Bits, signed: bool = False) -> None:
+        """Store into a destination where the guard holds; a wider register is filled by the sign."""
+        if isinstance(operand, ir.Sink):
+            return
+        if not isinstance(operand, Register):
+            raise ValueError("the destination is not a register")
+        width = bits_of(operand.type)
+        if width > 1:
+            result = extend(result, width, signed)
+        key = width, operand.index
+        if key in self.registers[lane] and not z3.is_true(guard):
+            result = z3.If(guard, result, self.registers[lane][key])
+            guard = z3.simplify(z3.Or(guard, self.defined[lane][key]))
+        self.registers[lane][key], self.defined[lane][key] = z3.simplify(result), guard
+
+    def special(self, name: str, lane: int) -> int:
+        base, _, axis = name[1:].partition(".")
+        block, thread = self.threads[lane]
+        linear = self.linear(lane)
+        index = "xyz".find(axis) if axis else 0
+        below = (1 << linear % 32) - 1
+        values: dict[str, int] = {
+            "tid": thread[index], "ntid": self.block[index], "ctaid": block[index], "nctaid": self.grid[index],
+            "laneid": linear % 32, "warpid": linear // 32, "lanemask_lt": below, "lanemask_le": 2 * below + 1,
+            "lanemask_eq": below + 1, "lanemask_gt": 0xFFFFFFFF ^ (2 * below + 1), "lanemask_ge": 0xFFFFFFFF ^ below,
+        }  # fmt: skip
+        if base not in values:
+            raise ValueError(f"{name} is not modelled")
+        return values[base]
+
+    def linear(self, lane: int) -> int:
+        """The thread's number in its block."""
+        x, y, z = self.threads[lane][1]
+        return x + self.block[0] * (y + self.block[1] * z)
+
+    # Instructions
+
+    def step(self, pc: int, guards: dict[int, Any]) -> Iterator[tuple[int, dict[int, Any]]]:
+        """Execute an instruction for lanes under their guards; where each goes on, under which guard."""
+        instruction, self.guards = self.code[pc], guards
+        taken, passed = guards, dict[int, Any]()
+        try:
+            if instruction.guard is not None:
+                wants = {lane: self.read(lane, instruction.guard, "pred") for lane in guards}
+                taken = {n: g for n in guards if not z3.is_false(g := z3.simplify(z3.And(guards[n], wants[n])))}
+                passed = {
+                    n: g for n in guards if not z3.is_false(g := z3.simplify(z3.And(guards[n], z3.Not(wants[n]))))
+                }
+            if passed:
+                yield pc + 1, passed
+            if not taken:
+                return
+            head = instruction.head
+            if head == "bra":
+                yield instruction.operands[0].index, taken
+            elif head in ("ret", "exit"):
+                return
+            elif head in ("trap", "brkpt"):
+                self.faults += [(guard, f"{instruction.where}: the kernel traps") for guard in taken.values()]
+            else:
+                self.guards = taken
+                self.perform(instruction, taken)
+                yield pc + 1, taken
+        except (ValueError, UnknownOpcode) as error:
+            why = "no such instruction" if isinstance(error, UnknownOpcode) else str(error)
+            self.refuse(instruction, why)
+
+    def perform(self, instruction: Instruction, guards: dict[int, Any]) -> None:
+        head = instruction.head
+        if head in _HARMLESS or (head in ("bar", "barrier") and self.together(instruction)):
+            return
+        by_lane: dict[str, Callable[[Instruction, int, Any], None]] = {
+            "ld": self.load, "ldu": self.load, "st": self.store, "mov": self.move, "cvta": self.convert_address,
+        }  # fmt: skip
+        if head == "shfl":
+            self.shuffle(instruction, guards)
+            return
+        one = by_lane.get(head, self.compute)
+        for lane, guard in guards.items():
+            one(instruction, lane, guard)
+
+    def together(self, instruction: Instruction) -> bool:
+        """Whether all threads of each block are here, so that a barrier holds nobody back; ValueError if not."""
+        words = instruction.opcode.split(".")
+        if "red" in words or "arrive" in words:
+            raise ValueError("no such barrier")
+        wanted = prod(self.block)
+        here = {b: sum(b == other for other, _ in self.threads) for b, _ in self.threads}
+        if "warp" not in words and any(number != wanted for number in here.values()):
+            raise ValueError("a barrier, and not all threads of the block are followed")
+        return True
+
+    def compute(self, instruction: Instruction, lane: int, guard: Any) -> None:
+        """A register-to-register operation: the forms are the emulator's."""
+        check_operands(instruction)
+        selectors = tuple(getattr(operand, "selector", "") for operand in instruction.operands)
+        selectors = selectors if any(selectors) else ()
+        known, function = alu_operation(instruction.opcode, selectors), computation(instruction.opcode, selectors)
+        operands = list(instruction.operands)
+        explicit = [t for t in known.out if t != "cc"]
+        if operands and isinstance(operands[0], ir.Vector) and operands[0].pair:
+            operands[:1] = operands[0].items
+        elif explicit[1:] == ["pred"]:
+            operands.insert(1, ir.Sink())
+        types = [t for t in known.sources if t != "cc"]
+        if len(operands) != len(explicit) + len(types):
+            raise ValueError(f"it takes {len(explicit) + len(types)} operands, not {len(operands)}")
+        sources = [self.read(lane, o, t) for o, t in zip(operands[len(explicit) :], types, strict=True)]
+        if "cc" in known.sources:
+            sources.append(self.carry[lane])
+        results = function(*sources)
+        results = results if isinstance(results, tuple) else (results,)
+        if instruction.lanes is not None:
+            letters = [letter for letter in "abc" if letter in instruction.lanes]
+            seen = {letter: sources["abc".index(letter)] for letter in letters}
+            self.steps.append(Step(instruction, guard, seen, results[0]))
+        if "cc" in known.out:
+            flag = results[-1]
+            self.carry[lane] = flag if z3.is_true(guard) else z3.If(guard, flag, self.carry[lane])
+        for operand, t, result in zip(operands, explicit, results, strict=False):
+            self.write(lane, guard, operand, result, is_signed(t))
+
+    def move(self, instruction: Instruction, lane: int, guard: Any) -> None:
+        t = instruction.opcode.split(".")[-1]
+        if instruction.opcode.count(".") != 1 or t not in DTYPES:
+            raise UnknownOpcode(instruction.opcode)
+        target, source = instruction.operands
+        bits = bits_of(t)
+        if isinstance(source, ir.Vector):
+            part = f"u{bits // len(source.items)}"
+            result = joined([self.read(lane, item, part) for item in source.items])
+        else:
+            result = self.read(lane, source, t)
+        if isinstance(target, ir.Vector):
+            for item, piece in zip(target.items, pieces(result, bits // len(target.items)), strict=True):
+                self.write(lane, guard, item, piece)
+        else:
+            self.write(lane, guard, target, result)
+
+    def convert_address(self, instruction: Instruction, lane: int, guard: Any) -> None:
+        parts = instruction.opcode.split(".")
+        target, source = instruction.operands
+        address = self.read(lane, source, f"u{parts[-1][1:]}")
+        space = parts[-2].split("::")[0]
+        if space in ("shared", "local"):
+            base = self.shared[self.threads[lane][0]] if space == "shared" else self.local[lane]
+            address = address + value(-base if "to" in parts else base, address.size())
+        elif space not in ("global", "const", "param"):
+            raise UnknownOpcode(instruction.opcode)
+        self.write(lane, guard, target, address)
+
+    def shuffle(self, instruction: Instruction, guards: dict[int, Any]) -> None:
+        """shfl[.sync].mode.b32 d[|p], a, b, c[, mask]: lanes, b and c have to be numbers."""
+        words = instruction.opcode.split(".")[1:]
+        if words[:1] == ["sync"]:
+            words = words[1:]
+        if len(words) != 2 or words[0] not in ("up", "down", "bfly", "idx") or words[1] != "b32":
+            raise UnknownOpcode(instruction.opcode)
+        target, source, *rest = instruction.operands
+        found, inside = target.items if isinstance(target, ir.Vector) else (target, ir.Sink())
+        values = {lane: self.read(lane, source, "u32") for lane in range(len(self.threads))}
+        results = {}
+        for lane in guards:
+            b, c = (_number(self.read(lane, operand, "u32")) for operand in rest[:2])
+            number = self.linear(lane) % 32
+            segment, clamp, b = c >> 8 & 31, c & 31, b & 31
+            last = (number & segment) | (clamp & ~segment)
+            other = {"up": number - b, "down": number + b, "bfly": number ^ b,
+                     "idx": (number & segment) | (b & ~segment)}[words[0]]  # fmt: skip
+            ok = other >= last if words[0] == "up" else other <= last
+            results[lane] = self.neighbour(lane, other if ok else number, guards), ok
+        for lane, (other, ok) in results.items():
+            self.write(lane, guards[lane], found, values[other])
+            self.write(lane, guards[lane], inside, z3.BoolVal(ok))
+
+    def neighbour(self, lane: int, number: int, guards: dict[int, Any]) -> int:
+        """The lane with that number in the warp, which has to be here too."""
+        block, warp = self.threads[lane][0], self.linear(lane) // 32
+        for other in guards:
+            if (self.threads[other][0], self.linear(other)) == (block, 32 * warp + number):
+                return other
+        raise ValueError(f"lane {number} of the warp is not followed here")
+
+    # Memory
+
+    def located(self, instruction: Instruction, lane: int, guard: Any, kind: str) -> tuple[Any, list[Any]]:
+        """The access, and the (guard, buffer, offset) that it may go to; what lies outside is a fault."""
+        access = decode(instruction, kind)
+        address = instruction.operands[0 if kind == "store" else 1]
+        if not isinstance(address, ir.Address) or address.coordinates:
+            raise ValueError("the operand is not an address")
+        base, space = address.base, access.space.split("::")[0]
+        if isinstance(base, ir.Symbol) and base.variable.space in ("shared", "local"):
+            space = base.variable.space
+        wide = not (isinstance(base, Register) and bits_of(base.type) == 32)
+        at = self.read(lane, base, "u64" if wide else "u32")
+        at = z3.simplify(extend(at, 64, False) + value(address.offset, 64))
+        found = []
+        for condition, number in self.candidates(instruction, at, guard):
+            window = {"shared": self.shared[self.threads[lane][0]], "local": self.local[lane]}.get(space, 0)
+            which, offset = divmod(number + window, 1 << _WINDOW)
+            buffer = self.buffers[which - 1] if 0 < which <= len(self.buffers) else None
+            here = z3.simplify(z3.And(guard, condition))
+            wrong = buffer is None or offset % access.size or offset + access.size > (buffer.size or 1 << _WINDOW - 1)
+            if buffer is None or wrong:
+                place = f"byte {offset} of {buffer.name}" if buffer else f"address {number:#x}"
+                self.faults.append((here, f"{instruction.where}: {access.size} bytes at {place}"))
+            else:
+                found.append((here, buffer, offset))
+                buffer.types.add(access.type)
+        return access, found
+
+    def candidates(self, instruction: Instruction, at: Bits, guard: Any) -> Iterator[tuple[Any, int]]:
+        """The values that an address may have, each with the condition."""
+        if z3.is_bv_value(at):
+            yield TRUE, at.as_long()
+            return
+        solver = z3.Solver()
+        solver.set("timeout", 5000)
+        solver.add(*self.assume, guard)
+        for _ in range(MOST_ADDRESSES):
+            result = solver.check()
+            if result == z3.unsat:
+                return
+            if result != z3.sat:
+                break
+            number = solver.model().eval(at, model_completion=True).as_long()
+            yield at == number, number
+            solver.add(at != number)
+        raise ValueError(f"its address depends on an input, with more than {MOST_ADDRESSES} values")
+
+    def load(self, instruction: Instruction, lane: int, guard: Any) -> None:
+        target = instruction.operands[0]
+        items = target.items if isinstance(target, ir.Vector) else (target,)
+        t = instruction.opcode.split(".")[-1]
+        if ".param" in instruction.opcode and (whole := self.parameter(instruction)) is not None:
+            results = pieces(whole, bits_of(t))
+        else:
+            access, places = self.located(instruction, lane, guard, "load")
+            bits = z3.BitVec(f"nothing {next(self.fresh)}", 8 * access.size)  # of a fault
+            for condition, buffer, offset in places:
+                loaded = joined([buffer.read(offset + i) for i in range(access.size)])
+                bits = loaded if len(places) == 1 else z3.If(condition, loaded, bits)
+            results = pieces(bits, bits_of(t))
+        for item, result in zip(items, results, strict=True):
+            self.write(lane, guard, item, result, is_signed(t))
+
+    def parameter(self, instruction: Instruction) -> Bits | None:
+        """What a load of a kernel's parameter reads; None for a parameter of a call, which lies in local memory."""
+        address = instruction.operands[1]
+        base = address.base if isinstance(address, ir.Address) else None
+        if not isinstance(base, ir.Symbol) or id(base.variable) not in self.params:
+            return None
+        access = decode(instruction, "load")
+        bits, first = self.params[id(base.variable)], 8 * address.offset
+        return z3.Extract(first + 8 * access.size - 1, first, bits)
+
+    def store(self, instruction: Instruction, lane: int, guard: Any) -> None:
+        access, places = self.located(instruction, lane, guard, "store")
+        source = instruction.operands[1]
+        items = source.items if isinstance(source, ir.Vector) else (source,)
+        stored = joined([self.read(lane, item, f"u{bits_of(access.type)}") for item in items])
+        for condition, buffer, offset in places:
+            for i, byte in enumerate(pieces(stored, 8)):
+                buffer.write(offset + i, byte, condition)
+
+
+def _number(bits: Bits) -> int:
+    bits = z3.simplify(bits)
+    if not z3.is_bv_value(bits):
+        raise ValueError("its lane depends on an input")
+    return int(bits.as_long())

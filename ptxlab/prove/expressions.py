@@ -1,0 +1,278 @@
+"""The language of claims: Python expressions over the elements of arrays, for one element `i` at a time.
+
+`out[i] == q4[i]*scale[i//g] + offset[i//g] - 128` is exact integer arithmetic: nothing wraps. Operators are Python's
+(`+ - * // % << >> & | ^`, comparisons and their chains, `and`, `or`, `not`, `x if c else y`), functions `abs`, `min`,
+`max`, `clip(x, low, high)`, `implies(a, b)`, `rounds(q, a, b)` (q is a/b rounded to nearest, ties either way),
+`f16(x)`, `nibbles(words)`, `per_weight(a)`. An array without an index stands for the element that belongs to `i`.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache, reduce
+from typing import Any
+
+import z3
+
+from ptxlab.errors import ArgumentError
+from ptxlab.prove.integers import Integer
+from ptxlab.prove.semantics import Bits, as_float, joined
+
+_FLOATS = {"f16": 16, "bf16": 16, "f32": 32}
+
+
+@dataclass(frozen=True)
+class View:
+    """An array in an expression, element by element.
+
+    Attributes:
+        name: as messages call it.
+        bit: the bits of element `index` at a width: `(index, bits) -> bitvector`.
+        type: `u8`, `s8`, `u4`, `f16` ...; empty where it has to be named (`out.s8[i]`).
+        count: how many elements it has, None: unknown.
+        only: without a count, the one element that `name` alone stands for.
+        seen: where each element that is asked for is entered, with its type and bits, by `name[index]`.
+    """
+
+    name: str
+    element: Callable[[int, int], Bits]
+    type: str = ""
+    count: int | None = None
+    only: int | None = None
+    seen: dict[str, tuple[str, Bits]] = field(default_factory=dict, compare=False)
+
+    def __getitem__(self, index: int) -> Any:
+        if not self.type:
+            raise ValueError(f"which type has {self.name}? for example {self.name}.u8[i]")
+        if index < 0 or (self.count is not None and index >= self.count):
+            raise ValueError(f"{self.name}[{index}] lies outside the array of {self.count}")
+        bits = int("".join(filter(str.isdigit, self.type)))
+        found = self.element(index, bits)
+        self.seen[f"{self.name}[{index}]"] = self.type, found
+        if self.type in _FLOATS:
+            return as_float(found, self.type)
+        return Integer.signed(found) if self.type[0] == "s" else Integer.unsigned(found)
+
+    def typed(self, type_name: str) -> "View":
+        """The same bytes as elements of another type."""
+        kind, digits = type_name.rstrip("0123456789"), type_name.lstrip("usfb")
+        if not (type_name in _FLOATS or (kind in ("u", "s") and digits.isdigit() and 1 <= int(digits) <= 64)):
+            raise ValueError(f"{self.name}.{type_name}: a type is u1 to u64, s1 to s64, {', '.join(_FLOATS)}")
+        return replace(self, name=f"{self.name}.{type_name}", type=type_name, count=None)
+
+
+def _fold(values: tuple[Any, ...], keep: Callable[[Integer, Integer], Any]) -> Integer:
+    return reduce(lambda a, b: a.where(keep(a, b), b), map(Integer.of, values))
+
+
+def _rounds(q: Any, a: Any, b: Any) -> Any:
+    """Whether q is a/b rounded to nearest, for b > 0; of two equally near either."""
+    twice = 2 * (Integer.of(q) * b - a)
+    return z3.And(twice <= b, twice >= -Integer.of(b))
+
+
+def _f16(x: Any) -> Any:
+    if isinstance(x, float):
+        return z3.FPVal(x, z3.FPSort(5, 11))
+    number = Integer.of(x)
+    return z3.fpSignedToFP(z3.RNE(), number.bits, z3.FPSort(5, 11))
+
+
+def _nibbles(words: View) -> View:
+    """The weights of micro-kernel words, in logical order: e0..e3 in the low nibbles of bytes 0..3, e4..e7 above."""
+
+    def weight(index: int, bits: int) -> Bits:
+        word, at = divmod(index, 8)
+        first = 8 * (at % 4) + 4 * (at // 4)
+        return z3.Extract(first + 3, first, words.element(word, 32))
+
+    count = None if words.count is None else 8 * words.count
+    return View(f"nibbles({words.name})", weight, "u4", count, seen=words.seen)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "abs": abs,
+    "min": lambda *values: _fold(values, lambda a, b: a <= b),
+    "max": lambda *values: _fold(values, lambda a, b: a >= b),
+    "clip": lambda x, low, high: _fold((_fold((x, low), lambda a, b: a >= b), high), lambda a, b: a <= b),
+    "implies": lambda a, b: z3.Implies(a, b),
+    "rounds": _rounds,
+    "f16": _f16,
+    "nibbles": _nibbles,
+    "per_weight": lambda x: x,
+}
+_TAKES_ARRAYS = ("nibbles", "per_weight")
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_, ast.BitXor: operator.xor, ast.Pow: operator.pow,
+}  # fmt: skip
+_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}  # fmt: skip
+
+
+@cache
+def parsed(text: str) -> ast.expr:
+    """The expression, parsed; ArgumentError if it is none."""
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise ArgumentError("claim", f"a Python expression: {getattr(error, 'msg', error)}", text) from None
+
+
+def names_in(text: str) -> set[str]:
+    """The names that an expression uses, functions apart."""
+    return {n.id for n in ast.walk(parsed(text)) if isinstance(n, ast.Name)} - set(_FUNCTIONS)
+
+
+def indexed_by_i(text: str) -> list[tuple[str, str]]:
+    """The arrays whose element `i` an expression names, in order: name and type (`out.s8[i]`), which may be empty."""
+    found = []
+    for node in ast.walk(parsed(text)):
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and node.slice.id == "i":
+            base, type_name = node.value, ""
+            if isinstance(base, ast.Attribute):
+                base, type_name = base.value, base.attr
+            if isinstance(base, ast.Name):
+                found.append((base.id, type_name))
+    return found
+
+
+def sides(text: str) -> tuple[str, str] | None:
+    """The two sides of a plain equation."""
+    node = parsed(text)
+    if not isinstance(node, ast.Compare) or len(node.ops) != 1 or not isinstance(node.ops[0], ast.Eq):
+        return None
+    return ast.unparse(node.left), ast.unparse(node.comparators[0])
+
+
+def formula(text: str, names: Mapping[str, Any], i: int, count: int | None = None) -> Any:
+    """An expression at element `i`, of `count`, as a z3 Bool; ArgumentError says what is wrong with it."""
+    found = term(text, names, i, count)
+    if isinstance(found, bool):
+        return z3.BoolVal(found)
+    if not z3.is_bool(found):
+        raise ArgumentError("claim", "a condition", text)
+    return found
+
+
+def term(text: str, names: Mapping[str, Any], i: int, count: int | None = None) -> Any:
+    """What an expression comes to at element `i` of `count`: an Integer, a z3 float or Bool, a Python number."""
+    try:
+        return _element(_Evaluator({**names, "i": i}, i, count).visit(parsed(text)), i, count)
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError, OverflowError, z3.Z3Exception) as error:
+        raise ArgumentError("claim", str(error).partition("\n")[0], text) from None
+
+
+def _element(x: Any, i: int, count: int | None) -> Any:
+    """Of an array the element that belongs to `i`."""
+    if not isinstance(x, View):
+        return x
+    if x.count is not None and count:
+        return x[i * x.count // count]
+    if x.only is None:
+        raise ValueError(f"which element of {x.name}? for example {x.name}[i]")
+    return x[x.only]
+
+
+class _Evaluator(ast.NodeVisitor):
+    def __init__(self, names: Mapping[str, Any], i: int, count: int | None) -> None:
+        self.names, self.i, self.count = names, i, count
+
+    def value(self, node: ast.expr) -> Any:
+        """A number or a condition."""
+        return _element(self.visit(node), self.i, self.count)
+
+    def condition(self, node: ast.expr) -> Any:
+        found = self.value(node)
+        return z3.BoolVal(found) if isinstance(found, bool) else found
+
+    def generic_visit(self, node: ast.AST) -> Any:
+        raise ValueError(f"{type(node).__name__} has no meaning in a claim")
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        if not isinstance(node.value, bool | int | float):
+            raise ValueError(f"{node.value!r} is no number")
+        return node.value
+
+    def visit_Name(self, node: ast.Name) -> Any:
+        if node.id not in self.names:
+            raise ValueError(f"{node.id} is none of {', '.join(sorted(self.names))}")
+        return self.names[node.id]
+
+    def visit_Attribute(self, node: ast.Attribute) -> Any:
+        found = self.visit(node.value)
+        if isinstance(found, Mapping):
+            return found[node.attr] if node.attr in found else self.visit_Name(ast.Name(node.attr))
+        if not isinstance(found, View):
+            raise ValueError(f"{ast.unparse(node)}: only an array has types")
+        return found.typed(node.attr)
+
+    def visit_Subscript(self, node: ast.Subscript) -> Any:
+        found, index = self.visit(node.value), self.value(node.slice)
+        if isinstance(index, Integer):
+            index = index.low if index.low == index.high else index
+        if not isinstance(found, View) or not isinstance(index, int):
+            raise ValueError(f"{ast.unparse(node)}: an array has elements by number")
+        return found[index]
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        left, right = self.value(node.left), self.value(node.right)
+        if type(node.op) not in _BINARY:
+            raise ValueError(f"{ast.unparse(node)}: use // for division")
+        floats = [x for x in (left, right) if z3.is_fp(x)]
+        if floats:
+            left, right = (x if z3.is_fp(x) else _f16(x) for x in (left, right))
+        return _BINARY[type(node.op)](left, right)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        if isinstance(node.op, ast.Not):
+            return z3.Not(self.condition(node.operand))
+        found = self.value(node.operand)
+        return {ast.USub: operator.neg, ast.UAdd: lambda x: x, ast.Invert: operator.invert}[type(node.op)](found)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        parts = [self.condition(part) for part in node.values]
+        return z3.And(parts) if isinstance(node.op, ast.And) else z3.Or(parts)
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        condition, yes, no = self.condition(node.test), self.value(node.body), self.value(node.orelse)
+        return Integer.of(yes).where(condition, no)
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        values = [self.value(part) for part in (node.left, *node.comparators)]
+        found = []
+        for op, left, right in zip(node.ops, values[:-1], values[1:], strict=True):
+            if type(op) not in _COMPARE:
+                raise ValueError(f"{ast.unparse(node)} has no meaning in a claim")
+            found.append(self.compared(type(op), left, right))
+        return z3.And([z3.BoolVal(f) if isinstance(f, bool) else f for f in found]) if len(found) > 1 else found[0]
+
+    def compared(self, op: type, left: Any, right: Any) -> Any:
+        if z3.is_fp(left) or z3.is_fp(right):
+            left, right = (x if z3.is_fp(x) else _f16(x) for x in (left, right))
+            if op in (ast.Eq, ast.NotEq):  # the same number, -0 apart from 0, all NaNs alike
+                return left == right if op is ast.Eq else left != right
+            return {ast.Lt: z3.fpLT, ast.LtE: z3.fpLEQ, ast.Gt: z3.fpGT, ast.GtE: z3.fpGEQ}[op](left, right)
+        return _COMPARE[op](left, right)
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if name not in _FUNCTIONS or node.keywords:
+            raise ValueError(f"{ast.unparse(node)}: the functions are {', '.join(_FUNCTIONS)}")
+        take = self.visit if name in _TAKES_ARRAYS else self.value
+        return _FUNCTIONS[name](*(take(argument) for argument in node.args))
+
+
+def of_bytes(name: str, byte: Callable[[int], Bits], **more: Any) -> View:
+    """A view of bytes by offset, as elements of whatever width, lowest bits first."""
+
+    def element(index: int, bits: int) -> Bits:
+        first = index * bits
+        octets = joined([byte(at) for at in range(first // 8, (first + bits - 1) // 8 + 1)])
+        return z3.Extract(first % 8 + bits - 1, first % 8, octets) if octets.size() != bits else octets
+
+    return View(name, element, **more)

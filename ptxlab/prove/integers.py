@@ -1,0 +1,192 @@
+"""Integers over bitvectors that never wrap: each knows its limits, and has as many bits as these need."""
+
+from collections.abc import Callable
+from typing import Any, Union
+
+import z3
+
+Operand = Union["Integer", int]
+MOST_BITS = 256  # of an intermediate result
+
+
+class Integer:
+    """A mathematical integer within `low`..`high`, as a signed z3 bitvector `bits` wide enough for both."""
+
+    def __init__(self, bits: Any, low: int, high: int) -> None:
+        self.low, self.high = low, high
+        width = max((n if n >= 0 else ~n).bit_length() for n in (low, high)) + 1
+        if width > MOST_BITS:
+            raise ValueError(f"an integer of {width} bits: at most {MOST_BITS} are proved about")
+        spare = width - bits.size()
+        self.bits = z3.SignExt(spare, bits) if spare > 0 else z3.Extract(width - 1, 0, bits) if spare < 0 else bits
+
+    @classmethod
+    def of(cls, number: Operand) -> "Integer":
+        """The integer itself, or that of a Python number."""
+        if isinstance(number, Integer):
+            return number
+        return cls(z3.BitVecVal(number, number.bit_length() + 1), number, number)
+
+    @classmethod
+    def unsigned(cls, bits: Any) -> "Integer":
+        """What a bitvector says as an unsigned number."""
+        return cls(z3.ZeroExt(1, bits), 0, (1 << bits.size()) - 1)
+
+    @classmethod
+    def signed(cls, bits: Any) -> "Integer":
+        """What a bitvector says in two's complement."""
+        half = 1 << bits.size() - 1
+        return cls(bits, -half, half - 1)
+
+    @classmethod
+    def within(cls, name: str, low: int, high: int) -> tuple["Integer", list[Any]]:
+        """A new unknown of that name, and the formulas that keep it within its limits."""
+        width = Integer.of(low).bits.size(), Integer.of(high).bits.size()
+        symbol = z3.BitVec(name, max(width))
+        made = cls(symbol, low, high)
+        return made, [symbol >= low, symbol <= high]
+
+    def at(self, width: int) -> Any:
+        """The bitvector at a width, extended by its sign."""
+        spare = width - self.bits.size()
+        return z3.SignExt(spare, self.bits) if spare > 0 else self.bits
+
+    def modulo(self, width: int) -> Any:
+        """The lowest bits."""
+        return z3.Extract(width - 1, 0, self.at(max(width, self.bits.size())))
+
+    # Arithmetic. The limits of a result are those of the operands' extremes.
+
+    def __add__(self, other: Operand) -> "Integer":
+        return self._join(other, lambda a, b: a + b, lambda a, b: a + b)
+
+    def __sub__(self, other: Operand) -> "Integer":
+        return self._join(other, lambda a, b: a - b, lambda a, b: a - b)
+
+    def __mul__(self, other: Operand) -> "Integer":
+        return self._join(other, lambda a, b: a * b, lambda a, b: a * b)
+
+    def __radd__(self, other: int) -> "Integer":
+        return Integer.of(other) + self
+
+    def __rsub__(self, other: int) -> "Integer":
+        return Integer.of(other) - self
+
+    def __rmul__(self, other: int) -> "Integer":
+        return Integer.of(other) * self
+
+    def __neg__(self) -> "Integer":
+        return Integer.of(0) - self
+
+    def __abs__(self) -> "Integer":
+        return self.where(self >= 0, -self)
+
+    def __floordiv__(self, other: Operand) -> "Integer":
+        divisor = _positive(other)
+        low, high = self.low // divisor, self.high // divisor
+        if divisor & divisor - 1 == 0:
+            return Integer(self.bits >> (divisor.bit_length() - 1), low, high)
+        width = max(self.bits.size(), divisor.bit_length() + 1) + 1
+        a, b = self.at(width), z3.BitVecVal(divisor, width)
+        return Integer(z3.If(a < 0, -((-a + b - 1) / b), a / b), low, high)
+
+    def __mod__(self, other: Operand) -> "Integer":
+        divisor = _positive(other)
+        if self.low >= 0 and self.high < divisor:
+            return self
+        if divisor & divisor - 1 == 0:
+            return Integer(z3.ZeroExt(1, self.modulo(max(divisor.bit_length() - 1, 1)) & divisor - 1), 0, divisor - 1)
+        rest = self - (self // divisor) * divisor
+        return Integer(rest.bits, 0, divisor - 1)
+
+    def __lshift__(self, other: Operand) -> "Integer":
+        return self * (1 << _number(other))
+
+    def __rshift__(self, other: Operand) -> "Integer":
+        return self // (1 << _number(other))
+
+    def __and__(self, other: Operand) -> "Integer":
+        return self._bitwise(other, lambda a, b: a & b)
+
+    def __or__(self, other: Operand) -> "Integer":
+        return self._bitwise(other, lambda a, b: a | b)
+
+    def __xor__(self, other: Operand) -> "Integer":
+        return self._bitwise(other, lambda a, b: a ^ b)
+
+    def __rand__(self, other: int) -> "Integer":
+        return self & other
+
+    def __ror__(self, other: int) -> "Integer":
+        return self | other
+
+    def __rxor__(self, other: int) -> "Integer":
+        return self ^ other
+
+    def __invert__(self) -> "Integer":
+        return -1 - self
+
+    # Comparisons: z3 Bools
+
+    def __lt__(self, other: Operand) -> Any:
+        return self._compare(other, lambda a, b: a < b)
+
+    def __le__(self, other: Operand) -> Any:
+        return self._compare(other, lambda a, b: a <= b)
+
+    def __gt__(self, other: Operand) -> Any:
+        return self._compare(other, lambda a, b: a > b)
+
+    def __ge__(self, other: Operand) -> Any:
+        return self._compare(other, lambda a, b: a >= b)
+
+    def __eq__(self, other: object) -> Any:
+        return self._compare(other, lambda a, b: a == b)
+
+    def __ne__(self, other: object) -> Any:
+        return self._compare(other, lambda a, b: a != b)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def where(self, condition: Any, otherwise: Operand) -> "Integer":
+        """This where the condition (z3 Bool) holds, else the other."""
+        other = Integer.of(otherwise)
+        a, b = self._both(other)
+        return Integer(z3.If(condition, a, b), min(self.low, other.low), max(self.high, other.high))
+
+    def _both(self, other: "Integer", more: int = 0) -> tuple[Any, Any]:
+        width = max(self.bits.size(), other.bits.size()) + more
+        return self.at(width), other.at(width)
+
+    def _join(self, given: Operand, limit: Callable[[int, int], int], compute: Callable[[Any, Any], Any]) -> "Integer":
+        other = Integer.of(given)
+        extremes = [limit(a, b) for a in (self.low, self.high) for b in (other.low, other.high)]
+        low, high = min(extremes), max(extremes)
+        width = max(Integer.of(low).bits.size(), Integer.of(high).bits.size(), self.bits.size(), other.bits.size())
+        return Integer(compute(self.at(width), other.at(width)), low, high)
+
+    def _bitwise(self, given: Operand, compute: Callable[[Any, Any], Any]) -> "Integer":
+        other = Integer.of(given)
+        a, b = self._both(other)
+        if self.low >= 0 and other.low >= 0:
+            return Integer(compute(a, b), 0, (1 << a.size() - 1) - 1)
+        return Integer.signed(compute(a, b))
+
+    def _compare(self, given: Any, compute: Callable[[Any, Any], Any]) -> Any:
+        if not isinstance(given, Integer | int):
+            return NotImplemented
+        return compute(*self._both(Integer.of(given)))
+
+
+def _number(operand: Operand) -> int:
+    number = operand if isinstance(operand, int) else operand.low if operand.low == operand.high else None
+    if number is None or number < 0:
+        raise ValueError("a shift takes a constant count")
+    return number
+
+
+def _positive(operand: Operand) -> int:
+    number = operand if isinstance(operand, int) else operand.low if operand.low == operand.high else 0
+    if number <= 0:
+        raise ValueError("a divisor has to be a positive constant")
+    return number

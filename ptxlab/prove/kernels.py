@@ -1,0 +1,253 @@
+"""Claims on a kernel's code: from a spec's `claims`, or from expressions given with a file."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import z3
+
+from ptxlab import kernels, toolchain
+from ptxlab.emulator import LaneType
+from ptxlab.emulator.front.lane_annotation import operation_of
+from ptxlab.errors import ArgumentError
+from ptxlab.prove.claims import Claim, Query
+from ptxlab.prove.execute import Step
+from ptxlab.prove.expressions import View, formula, sides, term
+from ptxlab.prove.integers import Integer
+from ptxlab.prove.problem import Problem, of_file, of_spec
+from ptxlab.prove.semantics import pieces
+from ptxlab.prove.solve import Explanation, Verdict
+from ptxlab.runtime import Kernel
+from ptxlab.sources import Source
+from ptxlab.spec import KernelSpec, Launch
+from ptxlab.spec.claims import KernelClaim
+
+
+def claims_of(spec: KernelSpec, sources: Sequence[Source]) -> Iterator[Claim]:
+    """The claims on each source of a kernel: those of its spec, its `@lanes` annotations, and that a `.cu`, as NVRTC
+    compiles it, stores what the `.ptx` does.
+    """
+    usable = [s for s in sources if s.language == "ptx" or "nvrtc" not in toolchain.missing()]
+    for source in usable:
+        for claim in spec.claims:
+            yield Claim(source.label, claim.name, claim.text, partial(query, spec, source, claim), claim.expect)
+        if "@lanes" in source.text or (source.language == "cu" and spec.claims):
+            said = KernelClaim("@lanes", "", spec.value_rules)
+            text = "no annotated lane carries, borrows or leaves its type"
+            text = f"{', '.join(spec.value_rules)} => {text}" if spec.value_rules else text
+            expect: Verdict = "refuted" if spec.wrong and spec.wrong.overflows else "proved"
+            if (problem := of_spec(spec, source)).trace.steps:
+                yield Claim(source.label, "@lanes", text, partial(lane_queries, problem, said), expect)
+        if spec.claims and source.language == "cu" and sources[0].language == "ptx":
+            same = KernelClaim("equals the .ptx", "out == other.out", equals=f"{spec.name}.ptx")
+            text = f"every byte equals {spec.name}.ptx's, for all inputs"
+            yield Claim(source.label, same.name, text, partial(query, spec, source, same))
+
+
+def claims_on_spec(
+    spec: KernelSpec, sources: Sequence[Source], claims: Sequence[str], assume: Sequence[str], equals: str = ""
+) -> Iterator[Claim]:
+    """Claims given with a kernel that has a spec, on each source that was named."""
+    for source in sources:
+        for number, text in enumerate(claims or [f"{arg.name} == other.{arg.name}" for arg in spec.outputs], 1):
+            claim = KernelClaim(f"claim {number}", text, tuple(assume), equals=equals)
+            yield Claim(source.label, claim.name, claim.text, partial(query, spec, source, claim))
+
+
+def claims_on_file(
+    kernel: Kernel, claims: Sequence[str], assume: Sequence[str], where: Launch, other: Kernel | None = None
+) -> Iterator[Claim]:
+    """Claims on a kernel without a spec; without any, that it stores what `other` does, or its `@lanes` annotations."""
+    launch: dict[str, Any] = {"where": where, "assume": assume}
+    label = kernel.source.label
+    if not claims and other is None:
+        problem = of_file(kernel, "", **launch)
+        if not problem.trace.steps:
+            raise ArgumentError(label, "--claim, --equals, or an instruction with // @lanes", "none")
+        text = ", ".join([*assume, "@lanes"])
+        yield Claim(label, "@lanes", text, partial(lane_queries, problem, KernelClaim("@lanes", "", tuple(assume))))
+        return
+    if not claims:
+        first = of_file(kernel, "", **launch)
+        claims = [f"{name}.u8[i] == other.{name}.u8[i]" for name in first.outputs]
+    for number, text in enumerate(claims, 1):
+        problem = of_file(kernel, text, **launch)
+        if other is not None:
+            problem = beside(problem, of_file(other, text, parameters=kernel.parameters, **launch))
+        claim = KernelClaim(f"claim {number}", text, tuple(assume))
+        yield Claim(label, claim.name, claim.text, partial(queries, problem, claim))
+
+
+def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
+    """The formulas of one claim on one source."""
+    problem = of_spec(spec, source)
+    if not claim.equals:
+        return queries(problem, claim)
+    other_spec, (other, *_) = kernels.find(claim.equals)
+    return queries(beside(problem, of_spec(other_spec, other)), claim)
+
+
+def beside(problem: Problem, other: Problem) -> Problem:
+    """A launch, and another on the same inputs, whose outputs are `other.NAME`; both have to store the same."""
+    outputs = {name: other.names[name] for name in other.outputs}
+    return replace(problem, names={**problem.names, "other": outputs}, expected=(*problem.expected, *other.stored))
+
+
+def queries(problem: Problem, claim: KernelClaim) -> list[Query]:
+    """The formulas of a claim on what a launch stored: nothing goes wrong; and each word that it stores is right.
+
+    One formula per word, for a solver is quick with a few lanes, and with more of them it is not.
+    """
+    limits: list[Any] = []
+    unknowns = {name: _unknown(name, low, high, limits) for name, (low, high) in claim.unknowns.items()}
+    names = {**problem.names, **unknowns}
+    words: dict[int, list[int]] = {}
+    for i in problem.stored:
+        words.setdefault(i * problem.bits // 32, []).append(i)
+    found = [_of_word(problem, names, claim, elements) for elements in words.values()]
+    whole = [assumption for one in found for assumption in one.assume]
+    faults = [
+        Query(z3.Not(guard), [*limits, *whole], {}, lambda _, why=why: Explanation([why], {}, ""))
+        for guard, why in problem.trace.faults
+    ]
+    return [*faults, *(replace(one, assume=[*limits, *one.assume]) for one in found)]
+
+
+def lane_queries(problem: Problem, said: KernelClaim) -> list[Query]:
+    """One formula for each annotated instruction of each thread: its lanes, computed wide, are what it stores."""
+    assume = {f.get_id(): f for i in problem.stored for text in said.assume
+              if (f := formula(text, problem.names, i, problem.count)) is not None}  # fmt: skip
+    return [_of_step(problem, step, list(assume.values())) for step in problem.trace.steps]
+
+
+def _of_step(problem: Problem, step: Step, assume: list[Any]) -> Query:
+    types, operation = step.instruction.lanes or {}, operation_of(step.instruction.opcode)
+    holds: list[Any] = []
+    values: dict[str, Any] = {}
+    if operation is not None and operation.compute is not None:
+        target, text = types["d"], re.sub(r"\|(.*)\|", r"abs(\1)", re.sub(r"[{}]", "", operation.format))
+        lanes = {letter: _lanes_of(step.sources[letter], types[letter]) for letter in operation.letters}
+        for lane, kept in enumerate(_lanes_of(step.result, target)):
+            sources = {letter: found[lane % len(found)] for letter, found in lanes.items()}
+            exact = Integer.of(term(text, sources, lane))
+            fits = z3.BoolVal(True) if ".sat" in step.instruction.opcode else _within(exact, target)
+            carried = z3.BoolVal(True) if operation.simd else exact.modulo(target.bits) == kept.modulo(target.bits)
+            holds.append(z3.And(fits, carried))
+            values |= {f"{letter}[{lane}]": x.bits for letter, x in {**sources, "d": kept, "exact": exact}.items()}
+        holds += [_within(found[0], types[n]) for n, found in lanes.items() if not types[n].count]
+    question = z3.Implies(step.guard, z3.And(holds))
+    widths = {name: bits.size() for name, bits in values.items()}
+
+    def explain(model: Mapping[str, int]) -> Explanation:
+        lines = [step.instruction.where]
+        for lane in range(types["d"].count):
+            letters = [n for n in ("a", "b", "c", "d", "exact") if f"{n}[{lane}]" in widths]
+            cells = (f"{n} = {number(f's{widths[k]}', model[k])}" for n in letters for k in [f"{n}[{lane}]"])
+            lines.append(f"lane {lane}: {', '.join(cells)}")
+        return Explanation(lines, problem.arrays(model), f"{problem.command} --check lanes")
+
+    return Query(question, assume, {**values, **_symbols([question, *assume])}, explain)
+
+
+def _lanes_of(bits: Any, lane_type: LaneType) -> list[Integer]:
+    parts = pieces(bits, lane_type.bits) if lane_type.count else [bits]
+    return [Integer.signed(part) if lane_type.signed else Integer.unsigned(part) for part in parts]
+
+
+def _within(x: Integer, lane_type: LaneType) -> Any:
+    low, high = lane_type.limits
+    return z3.And(x >= low, x <= high)
+
+
+def _of_word(problem: Problem, names: Mapping[str, Any], claim: KernelClaim, elements: list[int]) -> Query:
+    assume, holds, rows = dict[int, Any](), [], dict[int, Seen]()
+    right = sides(claim.holds)
+    for i in elements:
+        rows[i] = {}
+        here = _watched(names, rows[i])
+        for text in claim.assume:
+            found = formula(text, here, i, problem.count)
+            assume[found.get_id()] = found
+        holds.append(z3.And(problem.written(i), formula(claim.holds, here, i, problem.count)))
+        if right and (promised := _shown(term(right[1], here, i, problem.count))):
+            rows[i]["claimed"] = promised
+        rows[i]["wrong"] = "", z3.Not(holds[-1])
+    values = {_key(i, name): bits for i, row in rows.items() for name, (_, bits) in row.items()}
+    values |= _symbols([*holds, *assume.values()])
+    return Query(z3.And(holds), list(assume.values()), values, partial(_explain, problem, rows))
+
+
+Seen = dict[str, tuple[str, Any]]  # `name[index]` -> type, bits
+
+
+def _key(i: int, name: str) -> str:
+    return name if "[" in name else f"{name}[{i}]"
+
+
+def _symbols(formulas: Iterable[Any]) -> dict[str, Any]:
+    """The unknowns of formulas, by name; of a kernel's own, such as what nobody wrote, a run has no need."""
+    found, seen, todo = {}, set[int](), list(formulas)
+    while todo:
+        term = todo.pop()
+        if term.get_id() in seen:
+            continue
+        seen.add(term.get_id())
+        todo += term.children()
+        if z3.is_const(term) and term.decl().kind() == z3.Z3_OP_UNINTERPRETED:
+            found[str(term)] = term
+    return found
+
+
+def _watched(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
+    """The names, with what is asked of arrays entered into `seen`."""
+    found = {}
+    for name, x in names.items():
+        if isinstance(x, View):
+            x = replace(x, seen=seen)
+        elif isinstance(x, Mapping):
+            x = {key: replace(view, name=f"{name}.{view.name}") for key, view in _watched(x, seen).items()}
+        found[name] = x
+    return found
+
+
+def _shown(x: Any) -> tuple[str, Any] | None:
+    """Type and bits of one side of an equation."""
+    if isinstance(x, Integer | int):
+        bits = Integer.of(x).bits
+        return f"s{bits.size()}", bits
+    return None
+
+
+def _unknown(name: str, low: int, high: int, limits: list[Any]) -> View:
+    """An array of integers that nobody gave: each element is made when it is first spoken of."""
+    made: dict[int, Integer] = {}
+
+    def element(index: int, bits: int) -> Any:
+        if index not in made:
+            made[index], more = Integer.within(f"{name}[{index}]", low, high)
+            limits.extend(more)
+        return made[index].at(bits)
+
+    bits = max(Integer.of(n).bits.size() for n in (low, high))
+    return View(name, element, f"s{bits}")
+
+
+def _explain(problem: Problem, rows: Mapping[int, Seen], model: Mapping[str, int]) -> Explanation:
+    """The lanes of a word that has a wrong one: each with all that its claim speaks of."""
+    lines = []
+    for i, row in rows.items():
+        cells = [f"{name} = {number(kind, model[_key(i, name)])}" for name, (kind, _) in row.items() if kind]
+        lines.append(f"{'wrong' if model[_key(i, 'wrong')] else 'right'}  i = {i}: {', '.join(cells)}")
+    return Explanation(lines, problem.arrays(model), problem.command)
+
+
+def number(kind: str, bits: int) -> str:
+    """`-3 (1101)`: what bits of a type say."""
+    width = int(kind[1:])
+    said: Any = bits - (1 << width if kind[0] == "s" and bits >> width - 1 else 0)
+    if kind[0] == "f":
+        said = np.array([bits], f"u{width // 8}").view(f"f{width // 8}")[0]
+    return f"{said} ({bits:0{width}b})"

@@ -1,0 +1,641 @@
+"""What each instruction computes, as bitvectors: the symbolic counterpart of `emulator.ops`.
+
+Which forms an opcode has, and the types of its operands, are the emulator's (`alu_operation`); only the function is
+another one. Sources come as z3 bitvectors of their type's width (Bool for a predicate and the carry flag), so do
+results. An opcode that is not here is refused where it stands.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import z3
+
+from ptxlab.emulator.front.opcode import Opcode, UnknownOpcode
+from ptxlab.emulator.front.types import bits_of, is_float, is_signed, limits
+from ptxlab.emulator.ops.bits import lop3
+from ptxlab.emulator.ops.rounding import CANONICAL_NAN
+
+Bits = Any  # a z3 bitvector, or a Bool
+Compute = Callable[..., Any]
+Builder = Callable[[Opcode], Compute]
+_BUILDERS: dict[tuple[str, bool], Builder] = {}
+
+
+def _operation(*names: str, floating: bool | None = None) -> Callable[[Builder], Builder]:
+    def enter(builder: Builder) -> Builder:
+        for name in names:
+            for domain in (False, True) if floating is None else (floating,):
+                _BUILDERS[name, domain] = builder
+        return builder
+
+    return enter
+
+
+def computation(text: str, selectors: tuple[str, ...] = ()) -> Compute:
+    """The function of an opcode such as "mad.lo.u32" with its operands' selectors; `UnknownOpcode` if not modelled."""
+    opcode = Opcode(text, selectors)
+    builder = _BUILDERS.get((opcode.name, opcode.floating))
+    if builder is None:
+        raise UnknownOpcode(text)
+    compute = builder(opcode)
+    if opcode.modifiers:
+        raise UnknownOpcode(text)
+    return compute
+
+
+# Bits and widths
+
+
+def value(number: int, bits: int) -> Bits:
+    """A constant."""
+    return z3.BitVecVal(number, bits)
+
+
+def extend(x: Bits, bits: int, signed: bool) -> Bits:
+    """Cut or extended to a width."""
+    spare = bits - x.size()
+    if spare < 0:
+        return z3.Extract(bits - 1, 0, x)
+    return x if not spare else z3.SignExt(spare, x) if signed else z3.ZeroExt(spare, x)
+
+
+def pieces(x: Bits, bits: int) -> list[Bits]:
+    """Fields of so many bits, lowest first."""
+    return [z3.Extract(at + bits - 1, at, x) for at in range(0, x.size(), bits)]
+
+
+def joined(fields: list[Bits]) -> Bits:
+    """Fields beside each other, lowest first."""
+    return z3.Concat(*reversed(fields)) if len(fields) > 1 else fields[0]
+
+
+def clamped(x: Bits, low: int, high: int) -> Bits:
+    """A signed bitvector within limits that it can hold."""
+    bottom, top = value(low, x.size()), value(high, x.size())
+    return z3.If(x < bottom, bottom, z3.If(x > top, top, x))
+
+
+def _extreme_of(smaller: bool, signed: bool) -> Compute:
+    less = (lambda a, b: a < b) if signed else z3.ULT
+    return lambda a, b: z3.If(less(a, b) == smaller, a, b)
+
+
+def _by_halves(compute: Compute) -> Compute:
+    return lambda *sources: joined([compute(*parts) for parts in zip(*(pieces(s, 16) for s in sources), strict=True)])
+
+
+# Add, subtract, multiply
+
+
+@_operation("add", "sub", "addc", "subc", floating=False)
+def _add(op: Opcode) -> Compute:
+    carry_in, carry_out, saturate = op.name.endswith("c"), op.flag("cc"), op.flag("sat")
+    minus, t = op.name.startswith("sub"), op.type()
+
+    def wide(a: Bits, b: Bits) -> Bits:
+        return a - b if minus else a + b
+
+    if t.endswith("x2"):
+        return _by_halves(wide)
+    bits, (low, high) = bits_of(t), limits(t)
+    if saturate:
+        return lambda a, b: extend(
+            clamped(wide(extend(a, bits + 1, True), extend(b, bits + 1, True)), low, high), bits, 1
+        )
+    if not carry_in and not carry_out:
+        return wide
+
+    def with_carry(a: Bits, b: Bits, carry: Bits | None = None) -> Any:
+        total = wide(z3.ZeroExt(1, a), z3.ZeroExt(1, b))
+        if carry is not None:
+            total = wide(total, z3.If(carry, value(1, bits + 1), value(0, bits + 1)))
+        result = z3.Extract(bits - 1, 0, total)
+        return (result, z3.Extract(bits, bits, total) == 1) if carry_out else result
+
+    return with_carry
+
+
+def _product(op: Opcode) -> tuple[str, Compute]:
+    """(result type, function) of mul, mul24 and their multiply-adds."""
+    is24 = "24" in op.name
+    part, t = op.choice("lo", "hi", "wide", default="lo" if is24 else None), op.type()
+    bits, signed = bits_of(t), is_signed(t)
+
+    def product(a: Bits, b: Bits) -> Bits:
+        if is24:
+            a, b = z3.Extract(23, 0, a), z3.Extract(23, 0, b)
+        if part == "lo":
+            return extend(a, bits, signed) * extend(b, bits, signed)
+        full = extend(a, 2 * bits, signed) * extend(b, 2 * bits, signed)
+        shift = 16 if is24 else bits
+        return full if part == "wide" else z3.Extract(shift + bits - 1, shift, full)
+
+    return f"{t[0]}{2 * bits}" if part == "wide" else t, product
+
+
+@_operation("mul", "mul24", floating=False)
+def _mul(op: Opcode) -> Compute:
+    return _product(op)[1]
+
+
+@_operation("mad", "mad24", "madc", floating=False)
+def _mad(op: Opcode) -> Compute:
+    carry_in, carry_out, saturate = op.name == "madc", op.flag("cc"), op.flag("sat")
+    result, product = _product(op)
+    bits, (low, high) = bits_of(result), limits(result)
+
+    def mad(a: Bits, b: Bits, c: Bits, carry: Bits | None = None) -> Any:
+        p = product(a, b)
+        if saturate:
+            return extend(clamped(z3.SignExt(1, p) + z3.SignExt(1, c), low, high), bits, True)
+        if carry is None and not carry_out:
+            return p + c
+        total = z3.ZeroExt(1, p) + z3.ZeroExt(1, c)
+        if carry_in:
+            total = total + z3.If(carry, value(1, bits + 1), value(0, bits + 1))
+        low_bits = z3.Extract(bits - 1, 0, total)
+        return (low_bits, z3.Extract(bits, bits, total) == 1) if carry_out else low_bits
+
+    return mad
+
+
+@_operation("sad", floating=False)
+def _sad(op: Opcode) -> Compute:
+    t = op.type()
+    larger, smaller = _extreme_of(False, is_signed(t)), _extreme_of(True, is_signed(t))
+    return lambda a, b, c: c + larger(a, b) - smaller(a, b)
+
+
+@_operation("dp4a", "dp2a", floating=False)
+def _dot(op: Opcode) -> Compute:
+    half = op.choice("lo", "hi") if op.name == "dp2a" else ""
+    ta, tb = op.type(), op.type()
+
+    def dot(a: Bits, b: Bits, c: Bits) -> Bits:
+        left, right = pieces(a, 16 if half else 8), pieces(b, 8)
+        right = {"": right, "lo": right[:2], "hi": right[2:]}[half]
+        for x, y in zip(left, right, strict=True):
+            c = c + extend(x, 32, ta == "s32") * extend(y, 32, tb == "s32")
+        return c
+
+    return dot
+
+
+# Divide, compare, select
+
+
+@_operation("div", "rem", floating=False)
+def _div(op: Opcode) -> Compute:
+    t, remainder = op.type(), op.name == "rem"
+    unsigned = z3.URem if remainder else z3.UDiv  # a divisor of 0 gives the dividend, or all ones, as GPUs do
+    if not is_signed(t):
+        return unsigned
+
+    def divide(a: Bits, b: Bits) -> Bits:
+        size = unsigned(z3.If(a < 0, -a, a), z3.If(b < 0, -b, b))
+        signed = z3.If(a < 0 if remainder else z3.Xor(a < 0, b < 0), -size, size)
+        return z3.If(b == 0, a if remainder else value(-1, a.size()), signed)
+
+    return divide
+
+
+@_operation("min", "max", floating=False)
+def _extreme(op: Opcode) -> Compute:
+    relu, t = op.flag("relu"), op.type()
+    extreme = _extreme_of(op.name == "min", is_signed(t))
+
+    def one(a: Bits, b: Bits) -> Bits:
+        found = extreme(a, b)
+        return z3.If(found < 0, value(0, found.size()), found) if relu else found
+
+    return _by_halves(one) if t.endswith("x2") else one
+
+
+@_operation("abs", "neg", floating=False)
+def _negate(op: Opcode) -> Compute:
+    op.type()
+    return (lambda a: z3.If(a < 0, -a, a)) if op.name == "abs" else (lambda a: -a)
+
+
+def _comparison(name: str, signed: bool) -> Compute:
+    name = {"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(name, name)
+    if name in ("eq", "ne"):
+        return (lambda a, b: a == b) if name == "eq" else (lambda a, b: a != b)
+    if signed:
+        return {"lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
+                "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b}[name]  # fmt: skip
+    return {"lt": z3.ULT, "le": z3.ULE, "gt": z3.UGT, "ge": z3.UGE}[name]
+
+
+_COMBINE: dict[str, Compute] = {"and": z3.And, "or": z3.Or, "xor": z3.Xor}
+_ORDER = ("eq", "ne", "lt", "le", "gt", "ge")
+
+
+def _compare_with(op: Opcode, compare: Compute) -> Compute:
+    """setp and set, from a comparison of two sources."""
+    name = op.choice(*_COMBINE, default="")
+
+    def setp(a: Bits, b: Bits, c: Bits | None = None) -> tuple[Bits, Bits]:
+        result = compare(a, b)
+        both = result, z3.Not(result)
+        return both if c is None else (_COMBINE[name](both[0], c), _COMBINE[name](both[1], c))
+
+    if op.name == "setp":
+        return setp
+    true = 0x3F800000 if op.type() == "f32" else -1
+    return lambda *sources: z3.If(setp(*sources)[0], value(true, 32), value(0, 32))
+
+
+@_operation("setp", "set", floating=False)
+def _compare(op: Opcode) -> Compute:
+    signed = is_signed(op.modifiers[-1])
+    name = op.choice(*_ORDER, "lo", "ls", "hi", "hs")
+    op.modifiers.pop()
+    return _compare_with(op, _comparison(name, signed))
+
+
+@_operation("selp")
+def _select(op: Opcode) -> Compute:
+    op.type()
+    return lambda a, b, p: z3.If(p, a, b)
+
+
+@_operation("slct")
+def _select_by_sign(op: Opcode) -> Compute:
+    op.type()
+    if op.type() != "s32":
+        raise UnknownOpcode(op.text)
+    return lambda a, b, c: z3.If(c >= 0, a, b)
+
+
+# Logic, shifts, bits
+
+
+@_operation("and", "or", "xor", "not", "cnot", floating=False)
+def _logic(op: Opcode) -> Compute:
+    if op.name == "cnot":
+        bits = bits_of(op.type())
+        return lambda a: z3.If(a == 0, value(1, bits), value(0, bits))
+    if op.type() == "pred":
+        return z3.Not if op.name == "not" else _COMBINE[op.name]
+    return {"and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "not": lambda a: ~a}[
+        op.name
+    ]
+
+
+@_operation("lop3", floating=False)
+def _lop3(op: Opcode) -> Compute:
+    op.type()
+
+    def logic(a: Bits, b: Bits, c: Bits, table: Bits) -> Bits:
+        return lop3(a, b, c, table.as_long())
+
+    return logic
+
+
+@_operation("shl", "shr", floating=False)
+def _shift(op: Opcode) -> Compute:
+    t = op.type()
+    bits, signed = bits_of(t), is_signed(t)
+
+    def shift(a: Bits, count: Bits) -> Bits:  # a count beyond the width leaves 0, or the sign, in SMT-LIB as in PTX
+        width = max(bits, 32)
+        n, x = extend(count, width, False), extend(a, width, signed)
+        return extend(x << n if op.name == "shl" else x >> n if signed else z3.LShR(x, n), bits, False)
+
+    return shift
+
+
+@_operation("shf", floating=False)
+def _funnel(op: Opcode) -> Compute:
+    left, wrap = op.choice("l", "r") == "l", op.choice("wrap", "clamp") == "wrap"
+    op.type()
+
+    def funnel(a: Bits, b: Bits, c: Bits) -> Bits:
+        n = z3.ZeroExt(32, c & 31 if wrap else z3.If(z3.ULT(c, 32), c, value(32, 32)))
+        pair = z3.Concat(b, a)
+        return z3.Extract(63, 32, pair << n) if left else z3.Extract(31, 0, z3.LShR(pair, n))
+
+    return funnel
+
+
+@_operation("popc", "clz", "brev", "bfind", floating=False)
+def _count(op: Opcode) -> Compute:
+    amount, t = op.flag("shiftamt"), op.type()
+    bits = bits_of(t)
+
+    def highest(a: Bits) -> Bits:  # its position, -1 if there is none
+        return reduce(lambda found, i: z3.If(z3.Extract(i, i, a) == 1, value(i, 32), found), range(bits), value(-1, 32))
+
+    def find(a: Bits) -> Bits:
+        position = highest(z3.If(a < 0, ~a, a) if is_signed(t) else a)
+        return z3.If(position == -1, position, bits - 1 - position) if amount else position
+
+    return {
+        "popc": lambda a: reduce(lambda x, y: x + y, (z3.ZeroExt(31, bit) for bit in pieces(a, 1))),
+        "clz": lambda a: bits - 1 - highest(a),
+        "brev": lambda a: joined(pieces(a, 1)[::-1]),
+        "bfind": find,
+    }[op.name]
+
+
+@_operation("bfe", floating=False)
+def _extract(op: Opcode) -> Compute:
+    t = op.type()
+    bits, signed = bits_of(t), is_signed(t)
+
+    def at_most(x: Bits) -> Bits:  # the 32-bit form takes the low bytes
+        x = x & 255 if bits == 32 else z3.ZeroExt(32, x)
+        return z3.If(z3.ULT(x, bits), x, value(bits, bits))
+
+    def extract(a: Bits, b: Bits, c: Bits) -> Bits:
+        position, length = at_most(b), at_most(c)
+        spare = bits - length
+        if signed:
+            return z3.If(
+                length == 0, value(0, bits), z3.If(position == bits, a >> (bits - 1), a >> position << spare >> spare)
+            )
+        return z3.LShR(z3.LShR(a, position) << spare, spare)
+
+    return extract
+
+
+@_operation("bfi", floating=False)
+def _insert(op: Opcode) -> Compute:
+    bits = bits_of(op.type())
+
+    def insert(a: Bits, b: Bits, c: Bits, d: Bits) -> Bits:
+        position, length = (z3.If(z3.ULT(x & 255, bits), x & 255, value(bits, 32)) for x in (c, d))
+        position, length = extend(position, bits, False), extend(length, bits, False)
+        mask = ~(value(-1, bits) << length) << position
+        return (b & ~mask) | (a << position & mask)
+
+    return insert
+
+
+@_operation("bmsk", floating=False)
+def _mask(op: Opcode) -> Compute:
+    wrap = op.choice("clamp", "wrap") == "wrap"
+    op.type()
+
+    def mask(a: Bits, b: Bits) -> Bits:
+        position, length = (x & 31 if wrap else x for x in (a, b))
+        return ~(value(-1, 32) << length) << position
+
+    return mask
+
+
+@_operation("szext", floating=False)
+def _extend(op: Opcode) -> Compute:
+    wrap, t = op.choice("clamp", "wrap") == "wrap", op.type()
+
+    def widened(a: Bits, b: Bits) -> Bits:
+        spare = 32 - (b & 31 if wrap else z3.If(z3.ULT(b, 32), b, value(32, 32)))
+        if t == "u32":
+            return z3.LShR(a << spare, spare)
+        return z3.If(spare == 32, value(0, 32), a << spare >> spare)
+
+    return widened
+
+
+_PERMUTATIONS = {
+    "f4e": (0x3210, 0x4321, 0x5432, 0x6543), "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
+    "rc8": (0x0000, 0x1111, 0x2222, 0x3333), "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
+    "ecr": (0x0000, 0x1110, 0x2210, 0x3210), "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
+}  # fmt: skip
+
+
+@_operation("prmt", floating=False)
+def _permute(op: Opcode) -> Compute:
+    op.type()
+    mode = op.choice(*_PERMUTATIONS, default="")
+
+    def permute(a: Bits, b: Bits, c: Bits) -> Bits:
+        if mode:
+            c = _chosen(c & 3, [value(word, 32) for word in _PERMUTATIONS[mode]])
+        pool = pieces(a, 8) + pieces(b, 8)
+        result = []
+        for at in (0, 4, 8, 12):
+            byte = _chosen(z3.Extract(at + 2, at, c), pool)
+            result.append(z3.If(z3.Extract(at + 3, at + 3, c) == 1, byte >> 7, byte))
+        return joined(result)
+
+    return permute
+
+
+def _chosen(index: Bits, items: list[Bits]) -> Bits:
+    """The item of that index, which is one of them."""
+    index = z3.simplify(index)
+    if z3.is_bv_value(index):
+        return items[index.as_long()]
+    return reduce(lambda found, i: z3.If(index == i, items[i], found), range(len(items) - 1), items[-1])
+
+
+# Video
+
+
+def _average(a: Bits, b: Bits) -> Bits:
+    total = a + b
+    return z3.If(total >= 0, total + 1, total) >> 1  # halves are rounded away from zero
+
+
+def _distance(a: Bits, b: Bits) -> Bits:
+    return z3.If(a < b, b - a, a - b)
+
+
+_VIDEO: dict[str, Compute] = {
+    "vadd": lambda a, b: a + b,
+    "vsub": lambda a, b: a - b,
+    "vavrg": _average,
+    "vabsdiff": _distance,
+    "vmin": _extreme_of(True, True),
+    "vmax": _extreme_of(False, True),
+}
+
+
+def _flag(compare: Compute, bits: int) -> Compute:
+    return lambda a, b: z3.If(compare(a, b), value(1, bits), value(0, bits))
+
+
+@_operation(*(f"{name}{n}" for name in (*_VIDEO, "vset") for n in (2, 4)), floating=False)
+def _simd(op: Opcode) -> Compute:
+    count = int(op.name[-1])
+    bits, wide, lanes = 32 // count, 34, "76543210"
+    if op.name[:-1] == "vset":
+        function, signed = _flag(_comparison(op.choice(*_ORDER), True), wide), False
+    else:
+        function, signed = _VIDEO[op.name[:-1]], op.type("u32", "s32") == "s32"
+    types = op.type("u32", "s32"), op.type("u32", "s32")
+    saturate, accumulate = op.flag("sat"), op.flag("add")
+    mask, asel, bsel = op.selectors
+    a_picks, b_picks = (
+        [int(digit) for digit in reversed(selector[1:] or default)]
+        for selector, default in ((asel, lanes[8 - count :]), (bsel, lanes[8 - 2 * count : 8 - count]))
+    )
+    kept = [not mask or str(i) in mask[1:] for i in range(count)]
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if signed else (0, (1 << bits) - 1)
+
+    def simd(a: Bits, b: Bits, c: Bits) -> Bits:
+        pool, others = pieces(a, bits) + pieces(b, bits), pieces(c, bits)
+        result, total = [], c
+        for lane in range(count):
+            if not kept[lane]:
+                result.append(others[lane])
+                continue
+            x = extend(pool[a_picks[lane]], wide, types[0] == "s32")
+            found = function(x, extend(pool[b_picks[lane]], wide, types[1] == "s32"))
+            found = clamped(found, low, high) if saturate else found
+            result.append(z3.Extract(bits - 1, 0, found))
+            total = total + z3.Extract(31, 0, found)
+        return total if accumulate else joined(result)
+
+    return simd
+
+
+@_operation("vadd", "vsub", "vabsdiff", "vmin", "vmax", "vset", "vshl", "vshr", floating=False)
+def _scalar(op: Opcode) -> Compute:
+    wide = 66  # a word shifted by 32, with its sign
+    comparison = op.choice(*_ORDER) if op.name == "vset" else ""
+    signed = comparison == "" and op.type("u32", "s32") == "s32"
+    types = op.type("u32", "s32"), op.type("u32", "s32")
+    saturate = op.flag("sat")
+    wrap = op.choice("clamp", "wrap") == "wrap" if op.name in ("vshl", "vshr") else False
+    second = op.choice("add", "min", "max", default="")
+    target, *parts = op.selectors
+
+    def select(x: Bits, part: str, signed: bool) -> Bits:
+        bits = {"b": 8, "h": 16}.get(part[:1], 32)
+        return extend(pieces(x, bits)[int(part[1:] or 0)], wide, signed)
+
+    def function(a: Bits, b: Bits) -> Bits:
+        if comparison:
+            return _flag(_comparison(comparison, True), wide)(a, b)
+        if op.name in ("vshl", "vshr"):
+            count = b & 31 if wrap else z3.If(b < 32, b, value(32, wide))
+            return a << count if op.name == "vshl" else a >> count
+        return _VIDEO[op.name](a, b)
+
+    def scalar(a: Bits, b: Bits, c: Bits | None = None) -> Bits:
+        x, y = (select(v, p, t == "s32") for v, p, t in zip((a, b), parts, types, strict=True))
+        result, size = function(x, y), {"b": 8, "h": 16}.get(target[:1], 32)
+        if saturate and signed:
+            result = clamped(result, -(1 << size - 1), (1 << size - 1) - 1)
+        elif saturate:  # as GPUs have it: an unsigned word has no upper bound, its parts have no lower one
+            top = (1 << size) - 1
+            result = clamped(result, 0, (1 << 64) - 1) if size == 32 else clamped(result & 0xFFFFFFFF, 0, top)
+        if target:
+            fields = pieces(c, size)
+            fields[int(target[1:])] = z3.Extract(size - 1, 0, result)
+            return joined(fields)
+        if second:
+            other = extend(c, wide, signed)
+            if op.name in ("vadd", "vsub"):  # the others pass their result on with all its bits
+                result = extend(z3.Extract(31, 0, result), wide, signed)
+            extremes = {"min": _extreme_of(True, True), "max": _extreme_of(False, True)}
+            result = result + other if second == "add" else extremes[second](result, other)
+        return z3.Extract(31, 0, result)
+
+    return scalar
+
+
+# Floats: IEEE 754 as z3 has it, with the hardware's NaN
+
+_SORTS: dict[str, Any] = {"f16": (5, 11), "bf16": (8, 8), "f32": (8, 24), "f64": (11, 53)}
+_MODES: dict[str, Any] = {"rn": z3.RNE, "rz": z3.RTZ, "rm": z3.RTN, "rp": z3.RTP}
+
+
+def as_float(x: Bits, type_name: str) -> Any:
+    """Bits as the number they stand for."""
+    return z3.fpBVToFP(x, z3.FPSort(*_SORTS[type_name]))
+
+
+def float_bits(x: Any, type_name: str) -> Bits:
+    """The bits of a number; those of the NaN that the hardware makes."""
+    nan = CANONICAL_NAN.get(type_name, 0x7FF8 << 48)
+    return z3.If(z3.fpIsNaN(x), value(nan, bits_of(type_name)), z3.fpToIEEEBV(x))
+
+
+def _of_floats(type_name: str, compute: Compute) -> Compute:
+    element = type_name.removesuffix("x2")
+
+    def one(*sources: Bits) -> Bits:
+        return float_bits(compute(*(as_float(s, element) for s in sources)), element)
+
+    return _by_halves(one) if type_name.endswith("x2") else one
+
+
+@_operation("add", "sub", "mul", "fma", floating=True)
+def _arithmetic(op: Opcode) -> Compute:
+    mode, t = _MODES[op.choice(*_MODES, default="rn")](), op.type()
+    function = {"add": z3.fpAdd, "sub": z3.fpSub, "mul": z3.fpMul, "fma": z3.fpFMA}[op.name]
+    return _of_floats(t, lambda *numbers: function(mode, *numbers))
+
+
+@_operation("abs", "neg", floating=True)
+def _sign(op: Opcode) -> Compute:
+    t = op.type()
+    bits = bits_of(t)
+    sign = 1 << bits - 1 | (0x8000 if t.endswith("x2") else 0)
+    return (lambda x: x & ~value(sign, bits)) if op.name == "abs" else (lambda x: x ^ value(sign, bits))
+
+
+@_operation("setp", "set", floating=True)
+def _compare_floats(op: Opcode) -> Compute:
+    t, name = op.modifiers.pop(), op.choice(*_ORDER, *(f"{n}u" for n in _ORDER), "num", "nan")
+    if t not in _SORTS or any(m in op.modifiers for m in _SORTS if m != "f32"):
+        raise UnknownOpcode(op.text)
+    ordered = {"lt": z3.fpLT, "le": z3.fpLEQ, "gt": z3.fpGT, "ge": z3.fpGEQ, "eq": z3.fpEQ}
+
+    def compare(a: Bits, b: Bits) -> Bits:
+        x, y = as_float(a, t), as_float(b, t)
+        unordered = z3.Or(z3.fpIsNaN(x), z3.fpIsNaN(y))
+        if name in ("num", "nan"):
+            return unordered if name == "nan" else z3.Not(unordered)
+        base = name[:-1] if name.endswith("u") else name
+        found = z3.Not(z3.fpEQ(x, y)) if base == "ne" else ordered[base](x, y)
+        return z3.Or(found, unordered) if name.endswith("u") else z3.And(found, z3.Not(unordered))
+
+    return _compare_with(op, compare)
+
+
+# Conversions
+
+
+@_operation("cvt")
+def _convert(op: Opcode) -> Compute:
+    if op.flag("pack"):
+        return _pack(op)
+    mode, saturate = op.choice(*_MODES, default=""), op.flag("sat")
+    target, source = op.type(), op.type()
+    bits, signed = bits_of(target), is_signed(source)
+    if is_float(source) or is_float(target):
+        if saturate or target not in _SORTS:
+            raise UnknownOpcode(op.text)
+        to, rounding = z3.FPSort(*_SORTS[target]), _MODES[mode or "rn"]()
+        if is_float(source):
+            if source == target:
+                return lambda a: a
+            return lambda a: float_bits(z3.fpFPToFP(rounding, as_float(a, source), to), target)
+        convert = z3.fpSignedToFP if signed else z3.fpUnsignedToFP
+        return lambda a: float_bits(convert(rounding, a, to), target)
+    if not saturate:
+        return lambda a: extend(a, bits, signed)
+    wide, (low, high) = max(bits, bits_of(source)) + 1, limits(target)
+    return lambda a: extend(clamped(extend(a, wide, signed), low, high), bits, True)
+
+
+def _pack(op: Opcode) -> Compute:
+    op.flag("sat")
+    narrow = op.choice("u16", "s16", "u8", "s8", "u4", "s4", "u2", "s2")
+    op.type("s32")
+    bits = int(narrow[1:])
+    low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if narrow[0] == "s" else (0, (1 << bits) - 1)
+    if bits < 16:
+        op.choice("b32")
+
+    def pack(a: Bits, b: Bits, c: Bits | None = None) -> Bits:
+        packed = [z3.Extract(bits - 1, 0, clamped(x, low, high)) for x in (b, a)]
+        return joined(packed if c is None else [*packed, z3.Extract(31 - 2 * bits, 0, c)])
+
+    return pack

@@ -1,0 +1,141 @@
+"""One question to a solver: does a formula hold for all inputs that the assumptions admit?
+
+z3 is asked through its API, bitwuzla and cvc5 through the SMT-LIB text that z3 writes.
+"""
+
+import importlib.util
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.validate import is_one_of
+
+Verdict = Literal["proved", "refuted", "undecided"]
+SOLVERS = ("z3", "bitwuzla", "cvc5")
+INSTALL = "python -m pip install 'ptxlab[prove]'"
+
+
+@dataclass(frozen=True)
+class Query:
+    """A formula to refute: is there an input that satisfies all of `assume`, and not `holds`?
+
+    Attributes:
+        holds: the formula (z3 Bool) that is to be true for every admitted input.
+        assume: formulas (z3 Bool) that every input satisfies.
+        values: what a counterexample shows: name -> z3 bitvector, float or Bool over the inputs.
+        explain: a counterexample -> what it looks like, and the arrays that show it in a run.
+    """
+
+    holds: Any
+    assume: Sequence[Any] = ()
+    values: Mapping[str, Any] = field(default_factory=dict)
+    explain: Callable[[Mapping[str, int]], "Explanation"] | None = None
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A counterexample for people, line by line, and for a machine: arguments by name, which `ptxlab run` takes."""
+
+    lines: Sequence[str]
+    arrays: Mapping[str, Any]
+    command: str
+
+
+@dataclass(frozen=True)
+class Enumeration:
+    """A claim over finitely many cases that were all tried: how many, and the first case where it fails, if one does.
+
+    `counterexample` are integers by name.
+    """
+
+    cases: int
+    counterexample: Mapping[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a solver said; `model` has the bits of every value of a refuted query, as unsigned integers."""
+
+    verdict: Verdict
+    model: Mapping[str, int] = field(default_factory=dict)
+
+
+def check_solver(solver: str) -> str:
+    """The name of a solver that is here; ArgumentError for an unknown one, UnavailableError for one to install."""
+    if not is_one_of(solver, SOLVERS):
+        raise ArgumentError("solver", f"one of {', '.join(SOLVERS)}", solver)
+    for module in ("z3", solver):  # formulas are z3's, whoever solves them
+        if importlib.util.find_spec(module) is None:
+            raise UnavailableError(f"{module}: not installed; {INSTALL if module == 'z3' else f'pip install {module}'}")
+    return solver
+
+
+def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
+    """Ask a solver; `undecided` where it needs longer than `seconds`."""
+    import z3
+
+    check_solver(solver)
+    asked = z3.Solver()
+    asked.add(*query.assume, z3.Not(query.holds))
+    names = {f"value!{i}": name for i, name in enumerate(query.values)}
+    constants = []
+    for label, value in zip(names, query.values.values(), strict=True):
+        bits = _bits(z3, value)
+        constants.append(z3.BitVec(label, bits.size()))
+        asked.add(constants[-1] == bits)
+    if solver != "z3":
+        found = _BY_TEXT[solver](asked.to_smt2().replace("(check-sat)\n", ""), [c.sexpr() for c in constants], seconds)
+        return Answer(found[0], {name: found[1][label] for label, name in names.items()} if found[1] else {})
+    asked.set("timeout", max(1, int(seconds * 1000)))
+    result = asked.check()
+    if result == z3.unsat:
+        return Answer("proved")
+    if result == z3.unknown:
+        return Answer("undecided")
+    model = asked.model()
+    taken = (model.eval(c, model_completion=True).as_long() for c in constants)
+    return Answer("refuted", dict(zip(names.values(), taken, strict=True)))
+
+
+def _bits(z3: Any, value: Any) -> Any:
+    if z3.is_bool(value):
+        return z3.If(value, z3.BitVecVal(1, 1), z3.BitVecVal(0, 1))
+    return z3.fpToIEEEBV(value) if z3.is_fp(value) else value
+
+
+def _bitwuzla(text: str, constants: list[str], seconds: float) -> tuple[Verdict, dict[str, int]]:
+    import bitwuzla
+
+    manager, options = bitwuzla.TermManager(), bitwuzla.Options()
+    options.set(bitwuzla.Option.PRODUCE_MODELS, True)
+    options.set(bitwuzla.Option.TIME_LIMIT_PER, max(1, int(seconds * 1000)))
+    parser = bitwuzla.Parser(manager, options)
+    parser.parse(text, True, False)
+    asked = parser.bitwuzla()
+    result = asked.check_sat()
+    if result != bitwuzla.Result.SAT:
+        return "proved" if result == bitwuzla.Result.UNSAT else "undecided", {}
+    return "refuted", {c: int(asked.get_value(parser.parse_term(c)).value(2), 2) for c in constants}
+
+
+def _cvc5(text: str, constants: list[str], seconds: float) -> tuple[Verdict, dict[str, int]]:
+    import cvc5
+
+    asked = cvc5.Solver()
+    asked.setOption("produce-models", "true")
+    asked.setOption("tlimit-per", str(max(1, int(seconds * 1000))))
+    parser = cvc5.InputParser(asked)
+    values = f"(get-value ({' '.join(constants)}))\n" if constants else ""
+    parser.setStringInput(cvc5.InputLanguage.SMT_LIB_2_6, f"(set-logic ALL)\n{text}(check-sat)\n{values}", "query")
+    said = []
+    while not (command := parser.nextCommand()).isNull():
+        said.append(command.invoke(asked, parser.getSymbolManager()).strip())
+        if said[-1] in ("unsat", "unknown"):
+            return "proved" if said[-1] == "unsat" else "undecided", {}
+    found = re.findall(r"\((value!\d+) #([bx])([0-9a-f]+)\)", said[-1] if constants else "")
+    return "refuted", {name: int(digits, 2 if base == "b" else 16) for name, base, digits in found}
+
+
+_BY_TEXT = {"bitwuzla": _bitwuzla, "cvc5": _cvc5}
