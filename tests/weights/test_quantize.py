@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ptxlab import model as models
-from ptxlab.errors import ArgumentError, FileError, VerificationError
+from ptxlab.errors import ArgumentError, FileError
 from ptxlab.layout import unpack
 from ptxlab.model import Config, FloatModel, folder, perplexity
 from ptxlab.model.open import dequantized
@@ -226,7 +226,7 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_weight_that_would_overflow_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps.LQQGrid, "candidates", too_wide)
-    with pytest.raises(VerificationError, match=r"layer 0, qkv: \[0, \d+\] would overflow s8"):
+    with pytest.raises(ArgumentError, match=r"layer 0: weight: must restore to -128..127"):
         quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
