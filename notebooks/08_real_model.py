@@ -165,8 +165,9 @@ table(
 )
 
 # %% [markdown]
-# Looking at outputs takes away two fifths of the error. With 768 tokens GPTQ learns the calibration text rather than the language: it
-# gains less on the passage than on what it was calibrated on. The recipe takes 128 samples of 1,024 tokens.
+# Looking at outputs takes away two fifths of the error. With 768 tokens GPTQ learns the calibration text rather than
+# the language: it gains less on the passage than on what it was calibrated on. The recipe takes 128 samples of 1,024
+# tokens.
 #
 # The whole recipe also rotates the stream, smooths inputs and keys, and reorders channels. It takes half an hour on two
 # cores and minutes on a GPU; then the folder takes the place of the model's name everywhere:

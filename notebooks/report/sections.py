@@ -259,7 +259,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ladder": ladder_section,
     "cost": cost_section,
     "w4a4_choice": w4a4.choice_table,
-    "w4a4_claims": w4a4.claims_table,
+    "w4a4_figures": w4a4.figures_table,
     "w4ax_schedules": w4a4.schedule_table,
     "accuracy": accuracy.section,
     "audit": audit_table,
@@ -274,5 +274,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,
+    "fence_bugs": showcase.fences,
     "pipelines": pipelines.section,
 }

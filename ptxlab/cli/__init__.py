@@ -11,6 +11,7 @@ from ptxlab.cli import (
     bench,
     cost,
     generate,
+    init,
     perplexity,
     profile,
     prove,
@@ -56,6 +57,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "generate": generate.generate,
     },
     "Project": {
+        "init": init.init,
         "demo": weights.demo,
         "doctor": weights.doctor,
     },

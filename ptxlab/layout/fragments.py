@@ -181,13 +181,15 @@ def wgmma_a() -> Fragment:
 
 
 @cache
-def wgmma_d(n: int) -> Fragment:
-    """Accumulator D [64, n] of integer wgmma m64nNk32: n/2 registers of 32 bits in each of 128 lanes.
+def wgmma_d(n: int, is_float: bool = False) -> Fragment:
+    """Accumulator D [64, n] of wgmma m64nN, s32 or f32: n/2 registers of 32 bits in each of 128 lanes.
 
-    Raises ArgumentError unless `n` is one of `WGMMA_N`.
+    Raises ArgumentError unless `n` is one of `WGMMA_N`, or with `is_float` a multiple of 8 to 256.
     """
-    if n not in WGMMA_N:
+    if not is_float and n not in WGMMA_N:
         raise ArgumentError("n", "integer wgmma takes 8, 16, 24, 32 and multiples of 16 to 256", n)
+    if is_float and n not in range(8, 257, 8):
+        raise ArgumentError("n", "floating wgmma takes multiples of 8 to 256", n)
     return _fragment(f"wgmma.m64n{n}.d", 32, n // 2, run=2, tile_rows=2, lanes=4 * WARP)
 
 
