@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ptxlab import model as models
-from ptxlab.errors import ArgumentError, FileError, VerificationError
+from ptxlab.errors import ArgumentError, FileError
 from ptxlab.layout import unpack
 from ptxlab.model import Config, FloatModel, folder, perplexity
 from ptxlab.model.open import dequantized
@@ -100,8 +100,17 @@ def test_the_whole_recipe_beats_rounding() -> None:
     assert np.isfinite(base) and found["lqq"] < 0.5 * found["rtn"]
 
 
+def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
+    model = FloatModel.random(replace(CONFIG, hidden=184, layers=1), dtype=np.float64)
+    with pytest.raises(ArgumentError, match=r"n: must be a product of known orders .* \(got 184\)"):
+        calibrate.prepared(model, RECIPES["lqq"])
+    turned = calibrate.prepared(model, RECIPES["lqq"].but(rotate="random"))
+    logits = [each.logits(each.states([TEXT])[0]) for each in (model, turned)]
+    np.testing.assert_allclose(*logits, atol=1e-9 * np.abs(logits[0]).max())
+
+
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, model = PACKED["lqq"].but(rotate=False), small(BIASED)  # whose norms are rounded to FP16
+    recipe, model = PACKED["lqq"].but(rotate=None), small(BIASED)  # whose norms are rounded to FP16
     quantize.quantize_model(model, TEXT, recipe, tmp_path / "whole")
 
     def killed(label: str) -> None:
@@ -201,6 +210,15 @@ def test_a_recipe_that_does_not_fit_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_layer_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
+    model = small()
+    model.layers[1]["gate"][3, 4] = np.inf  # type: ignore[index]
+    with pytest.raises(ArgumentError, match=r"layer 1: w: must be finite in float32 \(got w\[3, 4\] is inf\)"):
+        quantize.quantize_model(model, TEXT[:0], PACKED["rtn"], tmp_path / "out")
+    with pytest.raises(ArgumentError, match=r"layer 0: w: K less 64 must be a multiple of the group"):
+        list(calibrate.quantize_layers(small(), TEXT, RECIPES["atom"]))
+
+
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is there already"):
         quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path)
@@ -208,7 +226,7 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_weight_that_would_overflow_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps.LQQGrid, "candidates", too_wide)
-    with pytest.raises(VerificationError, match=r"layer 0, qkv: \[0, \d+\] would overflow s8"):
+    with pytest.raises(ArgumentError, match=r"layer 0: weight: must restore to -128..127"):
         quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ptxlab.errors import ArgumentError
 from ptxlab.quant.inputs import check_group, check_protective_range, float_matrix
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.quant.lqq import MAX_GROUP_SCALE, LQQWeight
@@ -192,6 +193,8 @@ class SymmetricGrid(Grid):
     ) -> None:
         w = float_matrix("w", w)
         K = w.shape[1] - kept
+        if K <= 0 or K % (group or K):
+            raise ArgumentError("w", f"K less {kept} must be a multiple of the group", f"K={w.shape[1]}, group={group}")
         self.bounds, self.clip = groups_of(K, group or K), clip
         self.bits = [bits] * len(self.bounds)
         if kept:
@@ -214,4 +217,4 @@ class SymmetricGrid(Grid):
 
 def groups_of(K: int, group: int) -> list[tuple[int, int]]:
     """Where each group begins and ends."""
-    return [(start, min(start + group, K)) for start in range(0, K, group)]
+    return [(start, start + group) for start in range(0, K, group)]
