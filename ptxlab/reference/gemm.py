@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ptxlab.reference.floats import bfloat16_bits
-from ptxlab.reference.packed import F32, S8, S32, U8, require_dtype
+from ptxlab.reference.floats import bfloat16_bits, fma
+from ptxlab.reference.packed import F16, F32, S8, S32, U8, require_dtype
 
 _EXACT_K = 2**53 // (128 * 255)  # float64 adds up so many products of bytes without a rounding
 
@@ -60,7 +60,47 @@ def gemm_epilogue(
     scaled = accumulators.astype(np.float32) * x_scale[:, None] * w_scale
     if bias is not None:
         scaled = scaled + bias
+    return rounded_to(scaled, out)
+
+
+def gemm_group_sums(x4: S8, w4: S8, x8: S8, w8: S8, group: int) -> S32:
+    """The integer sums of every group of INT4 channels, and of the INT8 channels behind them (Atom §4).
+
+    Args:
+        x4, w4: INT4 channels s8 [M, K] and [N, K].
+        x8, w8: INT8 channels s8 [M, O] and [N, O]; where O is 0 their sum is 0.
+        group: K is a multiple of it.
+
+    Returns:
+        int32 [K/group + 1, M, N].
+    """
+    groups = range(0, x4.shape[1], group)
+    sums = [gemm_accumulators(x4[:, k : k + group], w4[:, k : k + group].astype(np.int32)) for k in groups]
+    return np.stack([*sums, gemm_accumulators(x8, w8.astype(np.int32))])
+
+
+def gemm_add_groups(sums: S32, x_scale: F16, w_scale: F16) -> F32:
+    """Σ over groups of sum · (x_scale · w_scale), one fma after the other from 0 on: the order of the kernels.
+
+    A sum is exact in float32 up to 2^24, and so is the product of two FP16 scales.
+
+    Args:
+        sums: int32 [G, M, N].
+        x_scale, w_scale: f16 [M, G] and [N, G].
+
+    Returns:
+        f32 [M, N].
+    """
+    total: F32 = np.zeros_like(sums[0], dtype=np.float32)
+    for g, exact in enumerate(sums):
+        scale = x_scale[:, g, None].astype(np.float32) * w_scale[:, g].astype(np.float32)
+        total = fma(exact.astype(np.float32), scale, total)
+    return total
+
+
+def rounded_to(values: F32, out: str) -> npt.NDArray[Any]:
+    """f32 as `float32`, `float16`, or `bfloat16` (its bits, as uint16), rounded once."""
     if out == "bfloat16":
-        return bfloat16_bits(scaled)
+        return bfloat16_bits(values)
     with np.errstate(over="ignore"):  # beyond 65504 float16 is infinite, as on the GPU
-        return scaled.astype(out)
+        return values.astype(out)
