@@ -105,7 +105,7 @@ def channel_sizes(x: npt.NDArray[Any], metric: str = "square_sum") -> npt.NDArra
     step = max(1, STRIP // x.shape[1])
     parts = [as_float32(x[i : i + step]).astype(np.float64) for i in range(0, len(x), step)]
     if metric == "max":
-        return np.stack([abs(part).max(axis=0) for part in parts]).max(axis=0)
+        return np.stack([np.abs(part).max(axis=0) for part in parts]).max(axis=0)
     return np.stack([(part * part).sum(axis=0) for part in parts]).sum(axis=0)
 
 
@@ -198,7 +198,7 @@ def _groups(
 ) -> tuple[S8, F16]:
     """Integers s8 [R, G, g] and their scales f16 [R, G] of x float [R, G, g]."""
     R, G, g = x.shape
-    (largest,) = by_strips(lambda strip: (abs(as_float32(strip)).reshape(-1, G, g).max(axis=2),), x.reshape(R, -1))
+    (largest,) = by_strips(lambda strip: (np.abs(as_float32(strip)).reshape(-1, G, g).max(axis=2),), x.reshape(R, -1))
     if rows > 1:
         largest = np.repeat(largest.reshape(-1, rows, G).max(axis=1), rows, axis=0)
     largest = largest * np.float32(clip)
@@ -214,9 +214,9 @@ def _groups(
     def rounded(strip: npt.NDArray[Any], largest: F32, scale: F16) -> tuple[S8]:
         values = as_float32(strip).reshape(-1, G, g)
         if reciprocal:
-            factor = np.float32(steps) / np.where(largest == 0, np.float32(1), largest)
+            factor = np.float32(steps) / np.maximum(largest, np.float32(steps) * _MIN_SCALE.astype(np.float32))
             product = (values * factor[:, :, None]).astype(np.float64)  # to which a half adds exactly
-            quotient = np.copysign(np.floor(abs(product) + 0.5), product)
+            quotient = np.copysign(np.floor(np.abs(product) + 0.5), product)
         else:
             quotient = np.rint(values / scale.astype(np.float32)[:, :, None])
         return (quotient.clip(low, high).astype(np.int8),)
