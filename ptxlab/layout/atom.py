@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ptxlab.errors import ArgumentError
 from ptxlab.layout.nibbles import exchange_nibbles, pack_mma, pack_s4, unpack_mma
 from ptxlab.layout.order import Order
-from ptxlab.quant.atom import AtomRows
+from ptxlab.quant.atom import ATOM_GROUPS, AtomRows
 from ptxlab.reference.packed import F16, S8, U8, as_bytes, as_words
 
 BLOCK = 128  # channels
@@ -50,8 +50,13 @@ def scale_rows(rows: AtomRows) -> F16:
 
 
 def pack_atom_strips(weight: AtomRows) -> U8:
-    """A weight in strips: u8 [ceil(N/16), bytes of a strip]. Rows behind N are zeros with scale 0."""
+    """A weight in strips: u8 [ceil(N/16), bytes of a strip]. Rows behind N are zeros with scale 0.
+
+    Raises ArgumentError for a group other than 64 and 128.
+    """
     N, K = weight.q4.shape
+    if weight.group not in ATOM_GROUPS:
+        raise ArgumentError("weight", "group must be 64 or 128", weight.group)
     strips, blocks = -(-N // 16), -(-K // BLOCK)
     q4 = np.pad(weight.q4, [(0, 0), (0, -K % BLOCK)])
     words = exchange_nibbles(pack_mma(q4.view(np.uint8) & np.uint8(15)))

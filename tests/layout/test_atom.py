@@ -88,4 +88,5 @@ def test_refuses() -> None:
         layout.pack_pairs(np.array([[0, 8, 0, 0, 0, 0, 0, 0]], np.int8))
     with pytest.raises(ArgumentError, match=r"strips: u8 \[2, 1056\] for N=17, K=128 \(got shape \(1, 1056\)\)"):
         layout.unpack_atom_strips(np.zeros((1, 1056), np.uint8), 17, 128, 0, 128)
-    assert quant.ATOM_OUTLIERS == (0, 64, 128)
+    with pytest.raises(ArgumentError, match=r"weight: group must be 64 or 128 \(got 256\)"):
+        layout.pack_atom_strips(quant.quantize_atom_weight(np.ones((8, 256), np.float32), None, 0))

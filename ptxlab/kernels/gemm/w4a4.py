@@ -1,4 +1,5 @@
-"""W4A4 as Atom does it: INT4 on the INT4 tensor cores, then outlier channels in INT8, then a scale per group (Atom §4).
+"""W4A4 as Atom does it: INT4 on the INT4 tensor cores, then outlier channels in INT8, then a scale per group (Atom §4);
+and the same numbers on Hopper, which has no INT4 tensor cores.
 
 K counts the INT4 channels, `outliers` the INT8 channels behind them.
 """
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ptxlab import layout, quant, reference
+from ptxlab.kernels.gemm import strips_tiles
 from ptxlab.kernels.gemm.common import DTYPES, EPILOGUE, INT32, epilogue, scaled
 from ptxlab.layout import atom
 from ptxlab.quant import AtomRows
@@ -179,4 +181,72 @@ ATOM = _atom(
     rules=(f"g in {quant.ATOM_GROUPS}", "K % g == 0", *_SIZES),
     example_sizes=sizes_rows("M N K outliers g", (1, 8, 64, 0, 64), (5, 40, 256, 128, 128), (17, 72, 192, 64, 64)),
 )
-SPECS = (S4, OUTLIER, ATOM)
+
+
+class W4A4TileSm90(NamedTuple):
+    """Most tokens of a tile; warp groups of 64 rows of W."""
+
+    BM: int
+    WN: int
+
+
+def sm90_shared_bytes(tile: W4A4TileSm90, stages: int) -> int:
+    """Dynamic shared memory: the ring, and a buffer per warp."""
+    return stages * _sm90_stage_bytes(tile) + tile.WN * 4 * 512
+
+
+def _sm90_stage_bytes(tile: W4A4TileSm90) -> int:
+    """128 channels of X and their scales; a block of every strip, as large as one of outliers."""
+    return -(-(tile.BM * (128 + 16) + 4 * tile.WN * 2080) // 1024) * 1024
+
+
+def _choose_sm90(s: Sizes) -> dict[str, int]:
+    """As wide as there are tokens, and as many stages as fit. To be tuned: no GPU has run it yet."""
+    tile = W4A4TileSm90(next((BM for BM in (8, 16, 32, 64) if s["M"] <= BM), 128), 2)
+    stages = (strips_tiles.ROOM - sm90_shared_bytes(tile, 0)) // _sm90_stage_bytes(tile)
+    return {**tile._asdict(), "STAGES": min(stages, strips_tiles.MOST_STAGES), "GROUP": s["g"], "OUT": F32}
+
+
+def _launch_sm90(s: Sizes) -> Launch:
+    """Persistent blocks."""
+    tile = W4A4TileSm90(s["BM"], s["WN"])
+    tiles = -(-s["M"] // tile.BM) * -(-s["N"] // (64 * tile.WN))
+    shared = sm90_shared_bytes(tile, s["STAGES"])
+    return Launch((min(tiles, strips_tiles.SMS), 1, 1), (128 * (tile.WN + 1), 1, 1), shared)
+
+
+def _pack_sm90(logical: Arrays) -> Arrays:
+    """The weight in strips, the activations as bytes."""
+    x: AtomRows = logical["x"]
+    return {
+        "strips": layout.pack_atom_strips(logical["w"]),
+        "x": np.concatenate([x.q4, x.q8], axis=1),
+        "x_scale": atom.scale_rows(x),
+        **({"bias": logical["bias"]} if "bias" in logical else {}),
+    }
+
+
+_TOKENS = "ceil_div(ceil_div(M, ceil_div(M, BM)), 8)*8"  # of a tile
+SM90 = KernelSpec(
+    name="gemm_w4a4_sm90",
+    summary="Atom's numbers on Hopper: INT4 as s8 under wgmma, scales on sums that begin at 1.5 * 2^23 (Atom §4)",
+    args=(
+        Arg("strips", "uint8", ("ceil_div(N, 16)", "ceil_div(K, 128)*(1024 + 128//g*32) + min(outliers, 1)*2080")),
+        Arg("x", "int8", ("M", "K + outliers"), "tma", box=(_TOKENS, "128"), swizzle=128),
+        Arg("x_scale", "float16", ("M", "ceil_div(K//g + 1, 8)*8"), "tma", box=(_TOKENS, "8")),
+        *ATOM.args[-6:],
+    ),
+    launch=_launch_sm90,
+    choose=_choose_sm90,
+    rules=ATOM.rules,
+    operations=ATOM.operations,
+    example=example_atom,
+    pack=_pack_sm90,
+    reference=gemm_atom,
+    arch="sm_90a",
+    exact_arch=True,
+    tolerance_reason=ATOM.tolerance_reason,
+    example_sizes=ATOM.example_sizes,
+    after_wait=("x", "x_scale"),
+)
+SPECS = (S4, OUTLIER, ATOM, SM90)

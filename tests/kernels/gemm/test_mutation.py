@@ -85,6 +85,10 @@ def variants(name: str) -> Iterator[Variant]:
             Variant(name, "f16", tile | {"BM": 32, "OUT": F16}, M=40, N=128, channels=128, sms=1, plain=plain),
         )
         return
+    if name == w4a4.SM90.name:
+        tile = {"BM": 32, "WN": 1, "STAGES": 3}
+        yield Variant(name, "", tile, M=40, N=72, channels=128, sms=1)
+        return
     if name == SMALL.name:  # one block, whose tiles of sums have their turns again
         tile = {"ROWS": 2, "SLICES": 2, "STAGES": 3, "SIGNED": 0, "OUT": F16}
         yield Variant(name, "", tile, M=9, N=136, channels=256, sms=1)

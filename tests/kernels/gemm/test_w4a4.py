@@ -10,7 +10,8 @@ from hypothesis.extra import numpy as hnp
 
 from ptxlab import emulator, kernels, quant, reference, toolchain
 from ptxlab.errors import ArgumentError
-from ptxlab.kernels.gemm.w4a4 import ATOM, OUTLIER, S4, TILES, WIDEST, gemm_atom
+from ptxlab.kernels.gemm import strips_tiles
+from ptxlab.kernels.gemm.w4a4 import ATOM, OUTLIER, S4, SM90, TILES, WIDEST, gemm_atom
 from ptxlab.quant import AtomRows
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
@@ -18,30 +19,29 @@ from tests.support import gemm_checks as checks
 from tests.support import strategies
 from tests.support.axes import on_every_backend
 
-SM80 = (S4, OUTLIER, ATOM)
-WITH_OUTLIERS = (OUTLIER, ATOM)
+SM80, WITH_OUTLIERS = (S4, OUTLIER, ATOM), (OUTLIER, ATOM, SM90)
 # Tiles that the emulator runs in a moment: every one that is chosen for few tokens, and one of two warps of tokens.
 SMALL_TILES = (*(TILES[tokens]._asdict() for tokens in (16, 32)), {"BN": 32, "BM": 32, "WM": 2, "STAGES": 3})
+SM90_TILES = tuple({"BM": BM, "WN": WN, "STAGES": stages} for BM, WN, stages in ((8, 1, 3), (32, 2, 2)))
 Q4, Q8 = strategies.near_edges((-8, -7, 0, 7), -8, 7), strategies.near_edges((-128, -127, 0, 127), -128, 127)
 # At both ends of FP16, its subnormals too: products of two are exact in float32.
 SCALES = st.sampled_from((2.0**-24, 2.0**-14, 0.1, 1.0, 1.5, 60000.0)) | st.floats(2.0**-14, 2.0, width=16)
-every = pytest.mark.parametrize("spec", SM80, ids=lambda spec: spec.name)
+every = pytest.mark.parametrize("spec", (*SM80, SM90), ids=lambda spec: spec.name)
 with_outliers = pytest.mark.parametrize("spec", WITH_OUTLIERS, ids=lambda spec: spec.name)
 
 
 def output(spec: KernelSpec, logical: dict[str, Any], backend: str, config: Any = None, **options: Any) -> np.ndarray:
     """Y, after the emulator's checks; `config` over the constants that are chosen."""
-    inputs = spec.pack(logical)
-    shape = {name: array.shape for name, array in inputs.items()}
-    config = {**spec.config_for(sizes_of(spec, shape)), **(config or {})}
-    return checks.output(spec, inputs, backend, config=config, sizes=sizes_of(spec, shape), **options)
+    sizes = sizes_of(spec, **logical)
+    config = {**spec.config_for(sizes), **(config or {})}
+    return checks.output(spec, spec.pack(logical), backend, config=config, sizes=sizes, **options)
 
 
-def sizes_of(spec: KernelSpec, shape: dict[str, tuple[int, ...]]) -> dict[str, int]:
+def sizes_of(spec: KernelSpec, x: Any, w: Any, **_: Any) -> dict[str, int]:
     if spec is S4:
-        return {"M": shape["x"][0], "N": shape["w"][0], "K": 2 * shape["x"][1]}
-    sizes = {"M": shape["x4"][0], "N": shape["w4"][0], "K": 2 * shape["x4"][1], "outliers": shape["x8"][1]}
-    return {**sizes, "g": 128 if sizes["K"] % 128 == 0 else 64} if spec is ATOM else sizes
+        return {"M": len(x), "N": len(w), "K": x.shape[1]}
+    sizes = {"M": len(x.q4), "N": len(w.q4), "K": x.q4.shape[1], "outliers": x.q8.shape[1], "g": w.group}
+    return {name: size for name, size in sizes.items() if name in spec.symbols}
 
 
 @st.composite
@@ -66,13 +66,15 @@ def problems(draw: st.DrawFn, spec: KernelSpec, tokens: int, rows_of_w: int, gro
 
 
 @every
-@given(data=st.data(), mode=st.sampled_from(emulator.MODES), tile=st.sampled_from(SMALL_TILES))
-@settings(max_examples=15)
-def test_any_problem_is_exact_in_the_emulator(
-    spec: KernelSpec, data: st.DataObject, mode: str, tile: dict[str, int]
-) -> None:
+@given(data=st.data(), mode=st.sampled_from(emulator.MODES), sms=st.sampled_from((1, 132)))
+@settings(max_examples=10)
+def test_any_problem_is_exact_in_the_emulator(spec: KernelSpec, data: st.DataObject, mode: str, sms: int) -> None:
+    """On few SMs a block for Hopper has many tiles, and the ring goes on from one to the next."""
     logical = data.draw(problems(spec, tokens=40, rows_of_w=72, groups=3))
-    y = output(spec, logical, "emulator", tile, mode=mode)
+    tile = data.draw(st.sampled_from(SM90_TILES if spec is SM90 else SMALL_TILES))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strips_tiles, "SMS", sms)
+        y = output(spec, logical, "emulator", tile, mode=mode)
     assert np.array_equal(y.view(np.uint32), spec.reference(**logical).view(np.uint32))
 
 
@@ -88,8 +90,8 @@ def test_any_problem_is_exact_on_the_gpu(spec: KernelSpec, data: st.DataObject) 
 @every
 @pytest.mark.parametrize("M", [16, 33, 130])
 def test_every_chosen_tile_is_exact(spec: KernelSpec, M: int, backend: str) -> None:
-    """With M and N that leave the last tile ragged, more stages than the ring has, and outliers."""
-    sizes = {"M": M, "N": 136, "K": 640, "outliers": 128, "g": 128}
+    """With M and N that leave the last tile ragged, more stages than the ring has, and outliers; both groups."""
+    sizes = {"M": M, "N": 136, "K": 640, "outliers": 128, "g": 64 if M == 33 else 128}
     logical = spec.example(np.random.default_rng(M), **{name: sizes[name] for name in spec.example_sizes[0]})
     assert np.array_equal(output(spec, logical, backend), spec.reference(**logical))
 
@@ -111,13 +113,13 @@ def test_the_reference_is_what_it_says() -> None:
 @with_outliers
 def test_the_order_of_additions_shows(spec: KernelSpec, backend: str) -> None:
     """A large group, a small one that it swallows, and its opposite: what is left tells the order, and the fma."""
-    group = 64 if spec is ATOM else 192
+    group = 192 if spec is OUTLIER else 64
     x = AtomRows(np.ones((2, 192), np.int8), np.ones((2, 192 // group), np.float16), np.ones((2, 64), np.int8),
                  np.float16([1, 1]))  # fmt: skip
     q4 = np.repeat(np.int8([7, 1, -7]), 64)[None] * np.ones((8, 1), np.int8)
-    scale = np.float16([[60000, 2.0**-20, 60000]]) if spec is ATOM else np.float16([[60000]])
+    scale = np.float16([[60000, 2.0**-20, 60000]] if group == 64 else [[60000]])
     w = AtomRows(q4, np.repeat(scale, 8, axis=0), np.full((8, 64), 3, np.int8), np.full(8, 2.0**-10, np.float16))
-    expected = 0.1875 if spec is ATOM else np.float32(64 * 60000 + 0.1875)
+    expected = 0.1875 if group == 64 else np.float32(64 * 60000 + 0.1875)
     assert (gemm_atom(w, x) == expected).all()
     assert (output(spec, {"w": w, "x": x}, backend) == expected).all()
 
@@ -135,7 +137,7 @@ def test_rows_at_the_ends(spec: KernelSpec, what: str, backend: str) -> None:
         x[:, :256] = 0
     if what == "saturated":
         x, w = np.sign(x) * 100, np.sign(w)
-    group = 128 if spec is ATOM else None
+    group = None if spec is OUTLIER else 128
     logical = {
         "x": quant.quantize_atom_activations(x, group, outliers),
         "w": quant.quantize_atom_weight(w, group, outliers),
@@ -172,7 +174,7 @@ def test_pure_int4_has_the_epilogue_of_w4a8(variant: int, dtype: Any, backend: s
     checks.scaled_in_float32(y, exact, dtype, logical["x_scale"], logical["w_scale"], logical["bias"])
 
 
-@every
+@pytest.mark.parametrize("spec", SM80, ids=lambda spec: spec.name)
 def test_no_tile_spills(spec: KernelSpec) -> None:
     source = kernels.find(spec.name)[1][0]
     for tile in (*TILES.values(), WIDEST):
@@ -182,6 +184,22 @@ def test_no_tile_spills(spec: KernelSpec) -> None:
             assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
             sizes = {"M": 999, "N": 999, **config}
             assert spec.launch(sizes).shared_bytes <= 99 * 1024, "what every architecture from sm_80 on has"
+
+
+@pytest.mark.parametrize("M", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("g", [64, 128])
+def test_no_tile_for_hopper_spills_or_waits_for_its_own_wgmma(M: int, g: int) -> None:
+    sizes = {"M": M, "N": 4096, "K": 3968, "outliers": 128, "g": g}
+    config = {**SM90.config_for(sizes), "OUT": 0}
+    assert checks.built_as_meant(SM90, config, sizes).warnings == ()
+    assert config["STAGES"] >= 6 and SM90.launch({**sizes, **config}).shared_bytes <= strips_tiles.ROOM
+
+
+@on_every_backend
+def test_hopper_has_the_bits_of_int4_tensor_cores(backend: str) -> None:
+    """On an H200 as well, where those are software; and more tokens than one band of tiles."""
+    logical = ATOM.example(np.random.default_rng(0), M=136, N=72, K=64, outliers=64, g=64)
+    assert np.array_equal(output(SM90, logical, backend, SM90_TILES[0]), output(ATOM, logical, backend))
 
 
 @pytest.mark.parametrize(
