@@ -52,7 +52,7 @@ class AtomRules:
 
     def steps(self, bits: int) -> float:
         """By what the largest magnitude is divided."""
-        return 2 ** (bits - 1) - (0.5 if self.half_steps else 1)
+        return (1 << bits - 1) - (0.5 if self.half_steps else 1)
 
 
 ATOM_PAPER = AtomRules(half_steps=True, reciprocal=False, rows=1, sorts=False)
@@ -104,9 +104,10 @@ def channel_sizes(x: npt.NDArray[Any], metric: str = "square_sum") -> npt.NDArra
     extremes("x", x)
     step = max(1, STRIP // x.shape[1])
     parts = [as_float32(x[i : i + step]).astype(np.float64) for i in range(0, len(x), step)]
-    if metric == "max":
-        return np.stack([np.abs(part).max(axis=0) for part in parts]).max(axis=0)
-    return np.stack([(part * part).sum(axis=0) for part in parts]).sum(axis=0)
+    largest = metric == "max"
+    found = np.stack([np.abs(part).max(axis=0) if largest else (part * part).sum(axis=0) for part in parts])
+    sizes: npt.NDArray[np.float64] = found.max(axis=0) if largest else found.sum(axis=0)
+    return sizes
 
 
 def outlier_order(

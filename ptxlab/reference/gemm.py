@@ -1,5 +1,6 @@
 """Integer matrix products and their epilogue, on logical arrays (LiquidGEMM §3, QServe §5.2)."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -63,35 +64,35 @@ def gemm_epilogue(
     return rounded_to(scaled, out)
 
 
-def gemm_group_sums(x4: S8, w4: S8, x8: S8, w8: S8, group: int) -> S32:
-    """The integer sums of every group of INT4 channels, and of the INT8 channels behind them (Atom §4).
+def gemm_group_sums(x4: S8, w4: S8, x8: S8, w8: S8, group: int) -> Iterator[S32]:
+    """The integer sums of every group of INT4 channels in turn, then of the INT8 channels behind them (Atom §4).
 
     Args:
         x4, w4: INT4 channels s8 [M, K] and [N, K].
         x8, w8: INT8 channels s8 [M, O] and [N, O]; where O is 0 their sum is 0.
         group: K is a multiple of it.
 
-    Returns:
-        int32 [K/group + 1, M, N].
+    Yields:
+        int32 [M, N], K/group + 1 times.
     """
-    groups = range(0, x4.shape[1], group)
-    sums = [gemm_accumulators(x4[:, k : k + group], w4[:, k : k + group].astype(np.int32)) for k in groups]
-    return np.stack([*sums, gemm_accumulators(x8, w8.astype(np.int32))])
+    for k in range(0, x4.shape[1], group):
+        yield gemm_accumulators(x4[:, k : k + group], w4[:, k : k + group].astype(np.int32))
+    yield gemm_accumulators(x8, w8.astype(np.int32))
 
 
-def gemm_add_groups(sums: S32, x_scale: F16, w_scale: F16) -> F32:
+def gemm_add_groups(sums: Iterable[S32], x_scale: F16, w_scale: F16) -> F32:
     """Σ over groups of sum · (x_scale · w_scale), one fma after the other from 0 on: the order of the kernels.
 
     A sum is exact in float32 up to 2^24, and so is the product of two FP16 scales.
 
     Args:
-        sums: int32 [G, M, N].
+        sums: int32 [M, N] of each group.
         x_scale, w_scale: f16 [M, G] and [N, G].
 
     Returns:
         f32 [M, N].
     """
-    total: F32 = np.zeros_like(sums[0], dtype=np.float32)
+    total: F32 = np.zeros_like(x_scale, dtype=np.float32, shape=(len(x_scale), len(w_scale)))
     for g, exact in enumerate(sums):
         scale = x_scale[:, g, None].astype(np.float32) * w_scale[:, g].astype(np.float32)
         total = fma(exact.astype(np.float32), scale, total)

@@ -9,6 +9,7 @@ from ptxlab.kernels.attention.sm90 import SM90
 from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.strips import LARGE, LARGE_TILES, SMALL, SMALL_FRAGMENTS
 from ptxlab.kernels.gemm.w4a4 import ATOM, OUTLIER, S4
+from ptxlab.kernels.gemm.w4a4 import SM90 as W4A4
 from ptxlab.spec import KernelSpec
 
 TILE = kernels.specs()["gemm_tile_lqq_sm80"]
@@ -47,6 +48,8 @@ WRONG = [
     (ATOM, {"g": 32}, r"g in \(64, 128\) \(got g=32\)"),
     (ATOM, {"K": 192, "g": 128}, r"K % g == 0 \(got K=192, g=128\)"),
     (ATOM, {"K": 131072}, r"1 <= K < 131072 \(got K=131072\)"),
+    (W4A4, {"N": 12}, r"N % 8 == 0 \(got N=12\)"),
+    (W4A4, {"outliers": 256}, r"outliers in \(0, 64, 128\) \(got outliers=256\)"),
     (TILE, {"M": 4}, r".*M"),
     (TILE, {"N": 24}, r"N % 16 == 0 \(got N=24\)"),
     (TILE, {"K": 96, "g": 32}, r"K % 64 == 0 \(got K=96\)"),
