@@ -116,40 +116,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) gemm_w4a4_sm90(
         const bool elected = ptxlab::elect();
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         const int pitch = blocks4 * BLOCK4 + (outliers > 0 ? BLOCK8 : 0);
-        const auto load = [&](auto copies) {
-            for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-                const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
-#pragma unroll 1
-                for (int stage = 0; stage < stages; ++stage, slot.advance()) {
-                    PHASE(WAIT_GROUP);
-                    ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
-                    PHASE(LOAD);
-                    if (elected) copies(place, stage, ring + slot.index * STAGE_BYTES, &full[slot.index]);
-                }
+        const auto load_w = [&](int row_tile, int stage, unsigned char* to, u64* barrier) {
+            const int bytes = stage < blocks4 ? BLOCK4 : BLOCK8;
+            ptxlab::mbarrier_arrive_expect(barrier, STRIPS * bytes);
+#pragma unroll
+            for (int i = 0; i < STRIPS; ++i) {  // the last one again where N ends
+                const int strip = min(row_tile * STRIPS + i, all_strips - 1);
+                ptxlab::bulk_load(to + X_BYTES + SCALE_BYTES + i * W_SLOT,
+                                  strips + size_t(strip) * pitch + stage * BLOCK4, bytes, barrier);
             }
+        };
+        const auto load_x = [&](int token, int stage, unsigned char* to, u64* barrier) {
+            const bool block4 = stage < blocks4;
+            ptxlab::mbarrier_arrive_expect(barrier, tokens * (BK + 16));
+            ptxlab::tensor_load(to, &x, block4 ? stage * BK : K, token, barrier);
+            ptxlab::tensor_load(to + X_BYTES, &x_scale, (block4 ? stage * GROUPS : K / GROUP) / 8 * 8, token, barrier);
         };
         if (UNEVEN) ptxlab::fewer_registers<FEWER>();
         ptxlab::launch_dependents();
-        if (warp == 0)
-            load([&](const ptxlab::TilePlace& place, int stage, unsigned char* to, u64* barrier) {
-                const int bytes = stage < blocks4 ? BLOCK4 : BLOCK8;
-                ptxlab::mbarrier_arrive_expect(barrier, STRIPS * bytes);
-#pragma unroll
-                for (int i = 0; i < STRIPS; ++i) {  // the last one again where N ends
-                    const int strip = min(place.row_tile * STRIPS + i, all_strips - 1);
-                    ptxlab::bulk_load(to + X_BYTES + SCALE_BYTES + i * W_SLOT,
-                                      strips + size_t(strip) * pitch + stage * BLOCK4, bytes, barrier);
-                }
-            });
-        if (warp == 1) {
-            ptxlab::wait_for_predecessors();
-            load([&](const ptxlab::TilePlace& place, int stage, unsigned char* to, u64* barrier) {
-                const int token = place.token_tile * tokens, block4 = stage < blocks4;
-                ptxlab::mbarrier_arrive_expect(barrier, tokens * (BK + 16));
-                ptxlab::tensor_load(to, &x, block4 ? stage * BK : K, token, barrier);
-                ptxlab::tensor_load(to + X_BYTES, &x_scale, (block4 ? stage * GROUPS : K / GROUP) / 8 * 8, token,
-                                    barrier);
-            });
+        if (warp == 1) ptxlab::wait_for_predecessors();
+        for (int tile = blockIdx.x; warp < 2 && tile < tiles; tile += gridDim.x) {
+            const ptxlab::TilePlace place = ptxlab::tile_place(tile, token_tiles, row_tiles);
+#pragma unroll 1
+            for (int stage = 0; stage < stages; ++stage, slot.advance()) {
+                unsigned char* to = ring + slot.index * STAGE_BYTES;
+                PHASE(WAIT_GROUP);
+                ptxlab::mbarrier_wait(&empty[slot.index], slot.parity ^ 1);  // the first round finds them empty
+                PHASE(LOAD);
+                if (elected && warp == 0) load_w(place.row_tile, stage, to, &full[slot.index]);
+                if (elected && warp == 1) load_x(place.token_tile * tokens, stage, to, &full[slot.index]);
+            }
         }
         return;
     }
