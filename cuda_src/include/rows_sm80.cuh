@@ -71,16 +71,17 @@ __device__ __forceinline__ void multiply_half(int (&acc)[2][TOKENS / 8][4], cons
 }
 
 // total += acc * (x_scale * w_scale), one fma each, and acc back to zero: column `odd` of the pairs of scales. A lane
-// has rows g + 8 r of W and tokens 2 t + c.
+// has rows g + 8 r of W and tokens 2 t + c. `counts`, a power of two: what an integer of acc stands for.
 template <int TOKENS>
 __device__ __forceinline__ void add_group(float (&total)[2][TOKENS / 8][4], int (&acc)[2][TOKENS / 8][4],
-                                          const __half* w_scales, const __half* x_scales, int odd, int lane) {
+                                          const __half* w_scales, const __half* x_scales, int odd, int lane,
+                                          float counts = 1) {
     const int g = lane / 4, t = lane % 4;
     float w[2][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) w[h][r] = __half2float(w_scales[2 * (h * 16 + r * 8 + g) + odd]);
+        for (int r = 0; r < 2; ++r) w[h][r] = __half2float(w_scales[2 * (h * 16 + r * 8 + g) + odd]) * counts;
 #pragma unroll
     for (int m = 0; m < TOKENS / 8; ++m) {
         float x[2];

@@ -18,6 +18,7 @@ from ptxlab.errors import ArgumentError
 from ptxlab.layout.nibbles import exchange_nibbles, pack_mma, pack_s4, unpack_mma
 from ptxlab.layout.order import Order
 from ptxlab.quant.atom import ATOM_GROUPS, AtomRows
+from ptxlab.quant.fmpq import BlockRows
 from ptxlab.reference.packed import F16, S8, U8, as_bytes, as_words
 
 BLOCK = 128  # channels
@@ -44,9 +45,26 @@ def unpack_pairs(pairs: U8) -> S8:
 
 def scale_rows(rows: AtomRows) -> F16:
     """The scales f16 [R, S] of all groups, of the outliers, and ones."""
-    R, G = rows.scale4.shape
-    padding = np.ones_like(rows.scale4, shape=(R, -(G + 1) % 8))
-    return np.concatenate([rows.scale4, rows.scale8[:, None], padding], axis=1)
+    return pad_scales(np.concatenate([rows.scale4, rows.scale8[:, None]], axis=1))
+
+
+def pad_scales(scale: F16) -> F16:
+    """Scales f16 [R, G] with ones up to a whole number of eights."""
+    return np.concatenate([scale, np.ones_like(scale, shape=(len(scale), -scale.shape[1] % 8))], axis=1)
+
+
+def pack_comet_rows(weight: BlockRows, int8: int) -> U8:
+    """A weight as rows u8 [N, K/2] for activations of which so many blocks, the last ones, are INT8.
+
+    Blocks for INT4 are pairs (`pack_pairs`). In those for INT8 16 bytes are a k32 step, word t what lane t of four
+    needs of it as operand A of m16n8k32: high nibbles channels 4·t.., low ones 16 + 4·t.. (COMET's location switch).
+    """
+    at = weight.shape[1] - int8 * BLOCK
+    parts = [pack_pairs(weight.q[:, :at])] if at else []
+    if int8:
+        nibbles = weight.q[:, at:].view(np.uint8) & np.uint8(15)
+        parts.append(as_bytes(exchange_nibbles(pack_mma(nibbles))))
+    return np.concatenate(parts, axis=1)
 
 
 def pack_atom_strips(weight: AtomRows) -> U8:

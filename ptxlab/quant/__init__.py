@@ -17,6 +17,7 @@ from ptxlab.quant.atom import (
     quantize_atom_activations,
     quantize_atom_weight,
 )
+from ptxlab.quant.fmpq import BlockRows, int8_blocks, quantize_block_weight, quantize_blocks
 from ptxlab.quant.inputs import GROUPS
 from ptxlab.quant.int4 import MAX_INT4_SCALE, Int4Weight, quantize_int4
 from ptxlab.quant.kv import KV_SCHEMES, KVScheme, QuantizedKV, calibrate_kv, quantize_kv
@@ -37,6 +38,7 @@ __all__ = [
     "PROTECTIVE_RANGE",
     "AtomRows",
     "AtomRules",
+    "BlockRows",
     "Int4Weight",
     "KVScheme",
     "LQQWeight",
@@ -50,12 +52,15 @@ __all__ = [
     "TwoLevelWeight",
     "calibrate_kv",
     "channel_sizes",
+    "int8_blocks",
     "lqq_groups",
     "outlier_order",
     "qoq_groups",
     "quantize_activations",
     "quantize_atom_activations",
     "quantize_atom_weight",
+    "quantize_block_weight",
+    "quantize_blocks",
     "quantize_int4",
     "quantize_kv",
     "quantize_level1",

@@ -187,17 +187,20 @@ def _quantize(
     if R % rows:
         raise ArgumentError(name, f"rows must be a multiple of {rows}, which share a scale", R)
     extremes(name, x)
-    q4, scale4 = _groups(name, x[:, :K].reshape(R, -1, group), 4, clip, rules.steps(4), rows, reciprocal)
+    q4, scale4 = integer_groups(name, x[:, :K].reshape(R, -1, group), 4, clip, rules.steps(4), rows, reciprocal)
     if not outliers:
         return AtomRows(q4.reshape(R, K), scale4, q4.reshape(R, K)[:, :0], np.ones_like(scale4[:, 0]))
-    q8, scale8 = _groups(name, x[:, K:].reshape(R, 1, -1), 8, 1.0, rules.steps(8), rows, reciprocal)
+    q8, scale8 = integer_groups(name, x[:, K:].reshape(R, 1, -1), 8, 1.0, rules.steps(8), rows, reciprocal)
     return AtomRows(q4.reshape(R, K), scale4, q8.reshape(R, outliers), scale8[:, 0])
 
 
-def _groups(
+def integer_groups(
     name: str, x: npt.NDArray[Any], bits: int, clip: float, steps: float, rows: int, reciprocal: bool
 ) -> tuple[S8, F16]:
-    """Integers s8 [R, G, g] and their scales f16 [R, G] of x float [R, G, g]."""
+    """Integers s8 [R, G, g] of so many bits and their scales f16 [R, G], of finite x float [R, G, g].
+
+    A group of zeros has scale 1. Raises ArgumentError, which calls the array `name`, for a scale beyond FP16.
+    """
     R, G, g = x.shape
     (largest,) = by_strips(lambda strip: (np.abs(as_float32(strip)).reshape(-1, G, g).max(axis=2),), x.reshape(R, -1))
     if rows > 1:

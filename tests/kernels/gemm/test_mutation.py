@@ -15,7 +15,7 @@ import pytest
 
 from ptxlab import emulator, kernels
 from ptxlab.errors import EmulationError, UnknownInstruction
-from ptxlab.kernels.gemm import grouped, sm90, strips_tiles, w4a4
+from ptxlab.kernels.gemm import grouped, sm90, strips_tiles, w4a4, w4ax
 from ptxlab.kernels.gemm.common import F16
 from ptxlab.kernels.gemm.grouped import GROUPED
 from ptxlab.kernels.gemm.ladder import LADDER
@@ -27,7 +27,7 @@ from tests.support.axes import both_modes
 from tests.support.waits import Place, changed, not_expecting, places
 
 LADDER_NAMES = dict.fromkeys(step.spec.name for step in LADDER if step.order == "row_major")
-NAMES = (*LADDER_NAMES, W8A8.name, GROUPED.name, *(spec.name for spec in w4a4.SPECS))
+NAMES = (*LADDER_NAMES, W8A8.name, GROUPED.name, *(spec.name for spec in (*w4a4.SPECS, *w4ax.SPECS)))
 STEPS = (5, 4, 1)  # stages: enough to use the ring's again, ending in its first one or not, and fewer than it has
 
 
@@ -52,7 +52,8 @@ class Variant:
         for M, steps in itertools.product(filter(None, (self.M, self.full)), STEPS):
             # a block that needs one stage per tile is back at the ring's start after more tiles
             tiles = 1 if steps > self.tile["STAGES"] or self.sms == 132 else 2
-            sizes = {"M": M, "N": self.N * tiles, "K": self.channels * steps, "g": 128, "E": 2, "outliers": 128}
+            K = self.channels * steps
+            sizes = {"M": M, "N": self.N * tiles, "K": K, "g": 128, "E": 2, "outliers": 128, "K4": K, "K8": 128}
             yield {symbol: sizes[symbol] for symbol in symbols}
 
     @property
