@@ -16,16 +16,6 @@ from ptxlab.spec import KernelSpec
 TILE = kernels.specs()["gemm_tile_lqq_sm80"]
 SIZES = {"M": 8, "N": 64, "K": 128, "E": 2, "g": 64, "rows": 8}  # such as every GEMM takes
 SIZES |= {"outliers": 64, "K4": 128, "K8": 128}
-    "M": 8,
-    "N": 64,
-    "K": 128,
-    "E": 2,
-    "g": 64,
-    "rows": 8,
-    "outliers": 64,
-    "K4": 128,
-    "K8": 128,
-}  # such as every GEMM takes
 WRONG = [
     (MMA, {"D": 96}, r"D in \(64, 128, 256\) \(got D=96\)"),
     (MMA, {"page": 8}, r"page in \(16, 32, 64\) \(got page=8\)"),
