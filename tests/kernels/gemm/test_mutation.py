@@ -53,7 +53,7 @@ class Variant:
             # a block that needs one stage per tile is back at the ring's start after more tiles
             tiles = 1 if steps > self.tile["STAGES"] or self.sms == 132 else 2
             K = self.channels * steps
-            sizes = {"M": M, "N": self.N * tiles, "K": K, "g": 128, "E": 2, "outliers": 128, "K4": K, "K8": 128}
+            sizes = {"M": M, "N": self.N * tiles, "K": K, "g": 128, "E": 2, "outliers": 128, "K4": K, "K8": 256}
             yield {symbol: sizes[symbol] for symbol in symbols}
 
     @property
