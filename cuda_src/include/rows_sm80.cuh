@@ -71,28 +71,32 @@ __device__ __forceinline__ void multiply_half(int (&acc)[2][TOKENS / 8][4], cons
 }
 
 // total += acc * (x_scale * w_scale), one fma each, and acc back to zero: column `odd` of the pairs of scales. A lane
-// has rows g + 8 r of W and tokens 2 t + c. `counts`, a power of two: what an integer of acc stands for.
-template <int TOKENS>
+// has rows g + 8 r of W and tokens 2 t + c. `counts`, a power of two: what an integer of acc stands for. ROUNDED: the
+// product of the scales is rounded to f16, where it is exact in f32.
+template <int TOKENS, bool ROUNDED = false>
 __device__ __forceinline__ void add_group(float (&total)[2][TOKENS / 8][4], int (&acc)[2][TOKENS / 8][4],
                                           const __half* w_scales, const __half* x_scales, int odd, int lane,
                                           float counts = 1) {
     const int g = lane / 4, t = lane % 4;
-    float w[2][2];
+    __half w[2][2];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) w[h][r] = __half2float(w_scales[2 * (h * 16 + r * 8 + g) + odd]) * counts;
+        for (int r = 0; r < 2; ++r) w[h][r] = w_scales[2 * (h * 16 + r * 8 + g) + odd];
 #pragma unroll
     for (int m = 0; m < TOKENS / 8; ++m) {
-        float x[2];
+        __half x[2];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) x[c] = __half2float(x_scales[2 * (m * 8 + 2 * t + c) + odd]);
+        for (int c = 0; c < 2; ++c) x[c] = x_scales[2 * (m * 8 + 2 * t + c) + odd];
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
+                const __half scale = w[h][c / 2];
+                const float both = ROUNDED ? __half2float(__hmul(x[c % 2], scale))
+                                           : __fmul_rn(__half2float(x[c % 2]), __half2float(scale) * counts);
                 float& sum = total[h][m][c];
-                sum = __fmaf_rn(float(acc[h][m][c]), __fmul_rn(x[c % 2], w[h][c / 2]), sum);
+                sum = __fmaf_rn(float(acc[h][m][c]), both, sum);
                 acc[h][m][c] = 0;
             }
     }

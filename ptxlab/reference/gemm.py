@@ -80,10 +80,10 @@ def gemm_group_sums(x4: S8, w4: S8, x8: S8, w8: S8, group: int) -> Iterator[S32]
     yield gemm_accumulators(x8, w8.astype(np.int32))
 
 
-def gemm_add_groups(sums: Iterable[S32], x_scale: F16, w_scale: F16) -> F32:
+def gemm_add_groups(sums: Iterable[S32], x_scale: F16, w_scale: F16, *, halves: bool = False) -> F32:
     """Σ over groups of sum · (x_scale · w_scale), one fma after the other from 0 on: the order of the kernels.
 
-    A sum is exact in float32 up to 2^24, and so is the product of two FP16 scales.
+    A sum is exact in float32 up to 2^24, and so is the product of two FP16 scales, which `halves` rounds to FP16.
 
     Args:
         sums: int32 [M, N] of each group.
@@ -95,6 +95,8 @@ def gemm_add_groups(sums: Iterable[S32], x_scale: F16, w_scale: F16) -> F32:
     total: F32 = np.zeros_like(x_scale, dtype=np.float32, shape=(len(x_scale), len(w_scale)))
     for g, exact in enumerate(sums):
         scale = x_scale[:, g, None].astype(np.float32) * w_scale[:, g].astype(np.float32)
+        if halves:
+            scale = scale.astype(np.float16).astype(np.float32)
         total = fma(exact.astype(np.float32), scale, total)
     return total
 

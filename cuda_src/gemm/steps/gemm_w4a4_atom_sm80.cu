@@ -5,8 +5,8 @@
 //            are exact in int32. Any M >= 1, N a multiple of 8, K of g (64 or 128), 0, 64 or 128 outliers; padding is
 //            zero-filled on the way in.
 // Shows      fused group dequantisation: every g channels a sum leaves the tensor cores, is converted and scaled, and
-//            goes to an f32 accumulator, which is what a GPU's ratio of tensor to CUDA cores has to afford. (Atom's code
-//            multiplies the scales in FP16, where they may become subnormal, and shares those of W between two rows.)
+//            goes to an f32 accumulator, which is what a GPU's ratio of tensor to CUDA cores has to afford. HALVES: the
+//            product of two scales is rounded to f16, as in Atom's code, where small ones become subnormal.
 // Guide      notebooks/guide/kernels_gemm.md: operands, schedule, constants
 // PTX ISA    9.7.14 mma.m16n8k64 (.s4), mma.m16n8k32 (.s8), ldmatrix; 9.7.9 cp.async with zero fill.
 #include "rows_sm80.cuh"
@@ -18,6 +18,7 @@
 #define WM 2
 #define STAGES 4
 #define GROUP 128
+#define HALVES 0  // 1: scales are multiplied in f16, as Atom's code does
 #define OUT 0
 #endif
 
@@ -78,7 +79,8 @@ extern "C" __global__ void __launch_bounds__(BN* WM) gemm_w4a4_atom_sm80(
                             *x = slot + (BN + wm * TOKENS) * ptxlab::ROW_BYTES;
         const __half* scales = reinterpret_cast<const __half*>(slot + OPERANDS);
         const auto add = [&](int odd) {
-            ptxlab::add_group<TOKENS>(total, acc, scales + 2 * wn * 32, scales + 2 * (BN + wm * TOKENS), odd, lane);
+            ptxlab::add_group<TOKENS, HALVES>(total, acc, scales + 2 * wn * 32, scales + 2 * (BN + wm * TOKENS), odd,
+                                              lane);
         };
         if (stage < stages4) {
 #pragma unroll

@@ -7,8 +7,8 @@ from ptxlab.kernels.gemm.ladder import LADDER
 
 SPECS = (*tile.SPECS, *sm80.SPECS, *sm90.SPECS, *strips.SPECS, *w8a8.SPECS, *w4a4.SPECS, *w4ax.SPECS, *grouped.SPECS)
 
-# Of kernels in SPECS the form for weights per channel: `NAME:channel`.
-FORMS = (strips.SMALL_CHANNEL, strips.LARGE_CHANNEL, grouped.GROUPED_CHANNEL)
+# Of kernels in SPECS the form for weights per channel, `NAME:channel`; of Atom's the one with its code's rounding.
+FORMS = (strips.SMALL_CHANNEL, strips.LARGE_CHANNEL, grouped.GROUPED_CHANNEL, w4a4.ATOM_HALVES)
 
 # The ladder, one spec per kernel; weights in strips have kernels beyond it.
 STEPS = tuple(step.spec for step in LADDER if step.order == "row_major" and step.packing != "strips")

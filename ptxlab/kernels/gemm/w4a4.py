@@ -4,6 +4,8 @@ and the same numbers on Hopper, which has no INT4 tensor cores.
 K counts the INT4 channels, `outliers` the INT8 channels behind them.
 """
 
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -104,11 +106,16 @@ def _pack_atom(logical: Arrays) -> Arrays:
     return buffers
 
 
-def gemm_atom(w: AtomRows, x: AtomRows, bias: np.ndarray | None = None, OUT: int = F32) -> np.ndarray:
-    """The reference: exact sums of groups and outliers, added up by fma in f32, one after the other."""
+def gemm_atom(
+    w: AtomRows, x: AtomRows, bias: np.ndarray | None = None, OUT: int = F32, *, halves: bool = False
+) -> np.ndarray:
+    """The reference: exact sums of groups and outliers, added up by fma in f32, one after the other.
+
+    With `halves` the product of two scales is rounded to FP16 before, as in Atom's code.
+    """
     sums = reference.gemm_group_sums(x.q4, w.q4, x.q8, w.q8, w.group)
     scales = [np.concatenate([rows.scale4, rows.scale8[:, None]], axis=1) for rows in (x, w)]
-    total = reference.gemm_add_groups(sums, *scales)
+    total = reference.gemm_add_groups(sums, *scales, halves=halves)
     return reference.rounded_to(total if bias is None else total + bias, FLOATS[OUT])
 
 
@@ -177,9 +184,16 @@ ATOM = _atom(
     "INT4 in groups and INT8 outliers: every group's sum is scaled into an f32 accumulator (Atom §4, Fig. 8)",
     "ceil_div(K//g + 1, 8)*8",
     launch=_launcher(4, 0),
-    choose=lambda s: _choose(s, GROUP=s["g"], OUT=F32),
+    choose=lambda s: _choose(s, GROUP=s["g"], HALVES=0, OUT=F32),
     rules=(f"g in {quant.ATOM_GROUPS}", "K % g == 0", *_SIZES),
     example_sizes=sizes_rows("M N K outliers g", (1, 8, 64, 0, 64), (5, 40, 256, 128, 128), (17, 72, 192, 64, 64)),
+)
+ATOM_HALVES = replace(
+    ATOM,
+    form="halves",
+    summary="gemm_w4a4_atom_sm80 as Atom's code has it: the product of two scales is rounded to FP16",
+    choose=lambda s: _choose(s, GROUP=s["g"], HALVES=1, OUT=F32),
+    reference=partial(gemm_atom, halves=True),
 )
 
 

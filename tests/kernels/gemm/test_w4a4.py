@@ -11,7 +11,7 @@ from hypothesis.extra import numpy as hnp
 from ptxlab import emulator, kernels, quant, reference, toolchain
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import strips_tiles
-from ptxlab.kernels.gemm.w4a4 import ATOM, OUTLIER, S4, SM90, TILES, WIDEST, gemm_atom
+from ptxlab.kernels.gemm.w4a4 import ATOM, ATOM_HALVES, OUTLIER, S4, SM90, TILES, WIDEST, gemm_atom
 from ptxlab.quant import AtomRows
 from ptxlab.runtime import run_spec
 from ptxlab.spec import KernelSpec
@@ -125,6 +125,21 @@ def test_the_order_of_additions_shows(spec: KernelSpec, backend: str) -> None:
 
 
 @on_every_backend
+def test_atoms_code_rounds_the_product_of_two_scales(backend: str) -> None:
+    """To FP16, where small ones lose bits: as its reference has it, and far from exact."""
+    logical = ATOM.example(np.random.default_rng(0), M=5, N=40, K=256, outliers=64, g=128)
+    y = output(ATOM_HALVES, logical, backend)
+    assert np.array_equal(y.view(np.uint32), ATOM_HALVES.reference(**logical).view(np.uint32))
+    assert not np.array_equal(y, gemm_atom(**logical))
+    x, w = (np.concatenate([rows.scale4, rows.scale8[:, None]], axis=1) for rows in (logical["x"], logical["w"]))
+    by_hand = np.float32(0)
+    sums = reference.gemm_group_sums(*(getattr(logical[of], q)[:1] for q in ("q4", "q8") for of in "xw"), 128)
+    for g, exact in enumerate(sums):
+        by_hand = reference.fma(exact[0].astype(np.float32), np.float32([x[0, g] * w[0, g]]), np.float32([by_hand]))[0]
+    assert y[0, 0] == by_hand + logical["bias"][0]
+
+
+@on_every_backend
 @with_outliers
 @pytest.mark.parametrize("what", ["zeros", "outliers alone", "no outlier", "saturated"])
 def test_rows_at_the_ends(spec: KernelSpec, what: str, backend: str) -> None:
@@ -178,7 +193,7 @@ def test_pure_int4_has_the_epilogue_of_w4a8(variant: int, dtype: Any, backend: s
 def test_no_tile_spills(spec: KernelSpec) -> None:
     source = kernels.find(spec.name)[1][0]
     for tile in (*TILES.values(), WIDEST):
-        for more in ({"GROUP": 64}, {"GROUP": 128}) if spec is ATOM else ({},):
+        for more in ({"GROUP": 64, "HALVES": 0}, {"GROUP": 128, "HALVES": 1}) if spec is ATOM else ({},):
             config = {**tile._asdict(), **more, "OUT": 0}
             resources = toolchain.compile_cuda(source, spec.arch, defines=config).resources[spec.name]
             assert (resources.stack, resources.spill_stores, resources.spill_loads) == (0, 0, 0), config
