@@ -16,6 +16,7 @@ from ptxlab.cli.common import (
     Grid,
     console,
     dims,
+    notes,
     print_json,
     progress_bar,
     refuse,
@@ -99,6 +100,9 @@ def prove(
         for one in claims:
             advance(f"{one.subject}: {one.name}")
             outcomes.append(decide(one, seconds=seconds, solver=solver))
+            if not notes.is_terminal and not as_json:  # a log instead of a bar
+                said = f"{one.subject}: {one.name}: {_verdict(outcomes[-1])}, {outcomes[-1].seconds:.2f} s"
+                notes.print(said, soft_wrap=True, highlight=False, markup=False)
     _report(outcomes, counterexample, as_json)
 
 

@@ -55,7 +55,7 @@ def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
         scale = f"{_LQQ_SCALE[rounding]} or scale[i//g] == 1 and {extent} < 15 or scale[i//g] == 16 and {extent} > 240"
         unknowns = dict.fromkeys(("low", "high", "q8"), (-limit, limit))
         name = f"quantised at {limit}, {rounding}"
-        found.append(KernelClaim(name, holds, (scale, *_LQQ_WEIGHTS), unknowns, expect))
+        found.append(KernelClaim(name, holds, (scale, *_LQQ_WEIGHTS), unknowns, expect, alone=True))
     return tuple(found)
 
 
@@ -66,7 +66,7 @@ def _qoq_claims() -> tuple[KernelClaim, ...]:
 
     def quantised(limit: int, expect: Literal["proved", "refuted"]) -> KernelClaim:
         unknowns = {**dict.fromkeys(("low", "high", "q8", "step"), (-limit, limit)), "zero": (0, 15)}
-        return KernelClaim(f"quantised at {limit}", exact, _QOQ_WEIGHTS, unknowns, expect)
+        return KernelClaim(f"quantised at {limit}", exact, _QOQ_WEIGHTS, unknowns, expect, alone=True)
 
     return (
         KernelClaim("scale to 17", wraps, ("scale <= 17",)),
@@ -235,6 +235,7 @@ SPECS = (
                 "nothing borrows",
                 "(out[i] - (q4[i] - zero[i//g])*scale[i//g]) % 256 == 0",
                 (*_SCALE_RULES, "zero[i//g] <= q4[i]"),
+                alone=True,
             ),
         ),
         wrong=WrongByDesign(
@@ -300,7 +301,7 @@ SPECS = (
         value_rules=("scale > 0", f"scale <= {quant.MAX_INT4_SCALE}"),
         operations="2*R*K",
         claims=(
-            KernelClaim("rounded once", "out[i] == f16(q4[i]) * scale[i//g]", ("scale > 0",)),
+            KernelClaim("rounded once", "out[i] == f16(q4[i]) * scale[i//g]", ("scale > 0",), alone=True),
             KernelClaim("finite", "-65504 <= out[i] <= 65504", ("scale > 0", f"scale <= {quant.MAX_INT4_SCALE}")),
             KernelClaim("scale 8192", "-65504 <= out[i] <= 65504", ("scale > 0", "scale <= 8192"), expect="refuted"),
         ),

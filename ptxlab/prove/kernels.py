@@ -30,18 +30,17 @@ def claims_of(spec: KernelSpec, sources: Sequence[Source]) -> Iterator[Claim]:
     """The claims on each source of a kernel: those of its spec, its `@lanes` annotations, and that a `.cu`, as NVRTC
     compiles it, stores what the `.ptx` does.
     """
+    if not spec.claims:
+        return
     usable = [s for s in sources if s.language == "ptx" or "nvrtc" not in toolchain.missing()]
     for source in usable:
         for claim in spec.claims:
             yield Claim(source.label, claim.name, claim.text, partial(query, spec, source, claim), claim.expect)
-        if "@lanes" in source.text or (source.language == "cu" and spec.claims):
-            said = KernelClaim("@lanes", "", spec.value_rules)
-            text = "no annotated lane carries, borrows or leaves its type"
-            text = f"{', '.join(spec.value_rules)} => {text}" if spec.value_rules else text
+        if (problem := of_spec(spec, source)).trace.steps:
+            said = KernelClaim("@lanes", "no annotated lane carries, borrows or leaves its type", spec.value_rules)
             expect: Verdict = "refuted" if spec.wrong and spec.wrong.overflows else "proved"
-            if (problem := of_spec(spec, source)).trace.steps:
-                yield Claim(source.label, "@lanes", text, partial(lane_queries, problem, said), expect)
-        if spec.claims and source.language == "cu" and sources[0].language == "ptx":
+            yield Claim(source.label, said.name, said.text, partial(lane_queries, problem, said), expect)
+        if source.language == "cu" and sources[0].language == "ptx":
             same = KernelClaim("equals the .ptx", "out == other.out", equals=f"{spec.name}.ptx")
             text = f"every byte equals {spec.name}.ptx's, for all inputs"
             yield Claim(source.label, same.name, text, partial(query, spec, source, same))
@@ -83,11 +82,11 @@ def claims_on_file(
 
 def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
     """The formulas of one claim on one source."""
-    problem = of_spec(spec, source)
+    problem = of_spec(spec, source, alone=claim.alone)
     if not claim.equals:
         return queries(problem, claim)
     other_spec, (other, *_) = kernels.find(claim.equals)
-    return queries(beside(problem, of_spec(other_spec, other)), claim)
+    return queries(beside(problem, of_spec(other_spec, other, alone=claim.alone)), claim)
 
 
 def beside(problem: Problem, other: Problem) -> Problem:
@@ -149,7 +148,9 @@ def _of_step(problem: Problem, step: Step, assume: list[Any]) -> Query:
             lines.append(f"lane {lane}: {', '.join(cells)}")
         return Explanation(lines, problem.arrays(model), f"{problem.command} --check lanes")
 
-    return Query(question, assume, {**values, **_symbols([question, *assume])}, explain)
+    symbols = _symbols([question])
+    near = [a for a in assume if _symbols([a]).keys() <= symbols.keys()]  # the rest speaks of other threads
+    return Query(question, near, {**values, **symbols}, explain)
 
 
 def _lanes_of(bits: Any, lane_type: LaneType) -> list[Integer]:

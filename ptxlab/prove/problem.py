@@ -173,10 +173,11 @@ class Problem:
         return z3.simplify(z3.And([self.target.written.get(at, FALSE) for at in octets]))
 
 
-def of_spec(spec: KernelSpec, source: Source) -> Problem:
+def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Problem:
     """A spec's kernel at the largest of its examples, of whose outputs each thread stores as many elements.
 
-    The threads: the first, one in the second block, the last that has work, and the first that has none.
+    The threads: the first (`alone`: no other), one in the second block, the last that has work, and the first that has
+    none.
     """
     sizes = {k: int(v) for k, v in max(spec.example_sizes, key=spec.bytes_moved).items()}
     config = spec.config_for(sizes)
@@ -196,14 +197,19 @@ def of_spec(spec: KernelSpec, source: Source) -> Problem:
         threads = [((n // width, 0, 0), (n % width, 0, 0)) for n in numbers]
         return buffers, execute(entry, arguments, grid=launch.grid, block=launch.block, threads=threads)
 
-    alone, trace = run([0])
-    each = len(alone[output.name].written) // itemsize
-    if not each or sorted(alone[output.name].written) != list(range(each * itemsize)):
-        trace.faults.append((TRUE, f"{source.label}: thread 0 does not store the first elements of {output.name}"))
+    buffers, trace = run([0])
+    faults: list[tuple[Any, str]] = []
+    each = len(buffers[output.name].written) // itemsize
+    if not each or sorted(buffers[output.name].written) != list(range(each * itemsize)):
+        faults.append((TRUE, f"{source.label}: thread 0 does not store the first elements of {output.name}"))
         each = count
     working = count // each
     numbers = sorted({0, min(width + 37, working - 1), working - 1, min(working, width * launch.grid[0] - 1)})
-    buffers, rest = run(numbers)
+    if alone:
+        numbers = numbers[:1]
+    else:
+        buffers, trace = run(numbers)
+    trace.faults.extend(faults)
 
     def view_of(arg: Arg) -> View:
         kind = np.dtype(str(arg.dtype))
@@ -222,11 +228,10 @@ def of_spec(spec: KernelSpec, source: Source) -> Problem:
     logical = {a.name: View(a.name, lambda i, bits, a=a: a.symbol(i), a.type, a.count) for a in layout.logical}
     names = {**sizes, **{arg.name: view_of(arg) for arg in (*spec.inputs, *spec.outputs)}, **logical}
     expected = [i for n in numbers if n < working and each < count for i in range(n * each, (n + 1) * each)]
-    everything = Trace([*trace.steps, *rest.steps], [*trace.faults, *rest.faults])
     outputs, target = tuple(a.name for a in spec.outputs), buffers[output.name]
     command = f"ptxlab run {source.label} --unchecked"
     return Problem(
-        source.label, names, outputs, target, 8 * itemsize, everything, count, arrays, command, expected
+        source.label, names, outputs, target, 8 * itemsize, trace, count, arrays, command, expected
     )  # fmt: skip
 
 
