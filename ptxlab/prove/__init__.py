@@ -1,5 +1,6 @@
 """Proofs: a kernel's PTX as a formula over all its inputs, decided by an SMT solver (extra `prove`)."""
 
+from ptxlab.prove import kv4 as kv4  # enters its claims
 from ptxlab.prove.claims import Claim as Claim
 from ptxlab.prove.claims import Outcome as Outcome
 from ptxlab.prove.claims import decide as decide

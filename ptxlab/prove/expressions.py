@@ -85,7 +85,7 @@ def _nibbles(words: View) -> View:
     def weight(index: int, bits: int) -> Bits:
         word, at = divmod(index, 8)
         first = 8 * (at % 4) + 4 * (at // 4)
-        return z3.Extract(first + 3, first, words.element(word, 32))
+        return z3.simplify(z3.Extract(first + 3, first, words.element(word, 32)))
 
     count = None if words.count is None else 8 * words.count
     return View(f"nibbles({words.name})", weight, "u4", count, seen=words.seen)

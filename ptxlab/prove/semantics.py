@@ -541,7 +541,7 @@ def _scalar(op: Opcode) -> Compute:
 
 # Floats: IEEE 754 as z3 has it, with the hardware's NaN
 
-_SORTS: dict[str, Any] = {"f16": (5, 11), "bf16": (8, 8), "f32": (8, 24), "f64": (11, 53)}
+_SORTS: dict[str, Any] = {"f16": (5, 11), "bf16": (8, 8), "f32": (8, 24)}
 _MODES: dict[str, Any] = {"rn": z3.RNE, "rz": z3.RTZ, "rm": z3.RTN, "rp": z3.RTP}
 
 
@@ -552,7 +552,7 @@ def as_float(x: Bits, type_name: str) -> Any:
 
 def float_bits(x: Any, type_name: str) -> Bits:
     """The bits of a number; those of the NaN that the hardware makes."""
-    nan = CANONICAL_NAN.get(type_name, 0x7FF8 << 48)
+    nan = CANONICAL_NAN[type_name]
     return z3.If(z3.fpIsNaN(x), value(nan, bits_of(type_name)), z3.fpToIEEEBV(x))
 
 
@@ -567,7 +567,7 @@ def _of_floats(type_name: str, compute: Compute) -> Compute:
 
 @_operation("add", "sub", "mul", "fma", floating=True)
 def _arithmetic(op: Opcode) -> Compute:
-    mode, t = _MODES[op.choice(*_MODES, default="rn")](), op.type()
+    mode, t = _MODES[op.choice(*_MODES, default="rn")](), op.type(*_SORTS, "f16x2", "bf16x2")
     function = {"add": z3.fpAdd, "sub": z3.fpSub, "mul": z3.fpMul, "fma": z3.fpFMA}[op.name]
     return _of_floats(t, lambda *numbers: function(mode, *numbers))
 
@@ -610,7 +610,7 @@ def _convert(op: Opcode) -> Compute:
     target, source = op.type(), op.type()
     bits, signed = bits_of(target), is_signed(source)
     if is_float(source) or is_float(target):
-        if saturate or target not in _SORTS:
+        if saturate or target not in _SORTS or (is_float(source) and source not in _SORTS):
             raise UnknownOpcode(op.text)
         to, rounding = z3.FPSort(*_SORTS[target]), _MODES[mode or "rn"]()
         if is_float(source):

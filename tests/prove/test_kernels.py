@@ -182,7 +182,7 @@ def test_undecided_in_time_is_3(mine: str, cli) -> None:
             ("MINE", "--claim", "nothing.u8[i] == 1"),
             "about element i of what the kernel stores (out), such as out.u8[i]",
         ),
-        (("MINE", "--claim", "out.u8[i] == q4"), "q4 is none of i, other, out, q, scale"),
+        (("MINE", "--claim", "out.u8[i] == q4"), "q4 is none of i, out, q, scale"),
         (("MINE", "--claim", "out.u8[i] + 1"), "a condition"),
         (("MINE", "--claim", "out.x8[i] == 1"), "out.x8: a type is u1 to u64"),
         (("MINE", "--claim", "out.u8[i] == __import__('os')"), "the functions are abs, min"),
