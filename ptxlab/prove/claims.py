@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
-from ptxlab.prove.solve import Answer, Enumeration, Explanation, Query, Verdict, ask, check_solver
+from ptxlab.prove.solve import Answer, Enumeration, Explanation, Query, Verdict, ask, check_solver, version_of
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Outcome:
         """The outcome as JSON-ready values."""
         said = {key: getattr(self.claim, key) for key in ("subject", "name", "text", "expect")}
         how = {"verdict": self.verdict, "seconds": round(self.seconds, 3), "solver": self.solver}
-        return {**said, **how, "cases": self.cases, "counterexample": dict(self.counterexample)}
+        lines = list(self.explanation.lines) if self.explanation else []
+        return {**said, **how, "cases": self.cases, "counterexample": dict(self.counterexample), "lines": lines}
 
 
 Maker = Callable[[], Iterable[Claim]]
@@ -85,7 +86,7 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Outcom
             explanation = query.explain(answer.model)
         if answer.verdict != "proved":
             break
-    return Outcome(claim, answer.verdict, process_time() - start, solver, 0, answer.model, explanation)
+    return Outcome(claim, answer.verdict, process_time() - start, version_of(solver), 0, answer.model, explanation)
 
 
 def prove(claims: Iterable[Claim], *, seconds: float = 60.0, solver: str = "z3") -> Iterator[Outcome]:

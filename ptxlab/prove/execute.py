@@ -146,7 +146,7 @@ class _Execution:
     def possible(self, guard: Any) -> bool:
         """Whether a condition can hold at all; whatever cannot be told can."""
         if z3.is_true(guard) or z3.is_false(guard):
-            return z3.is_true(guard)
+            return bool(z3.is_true(guard))
         solver = z3.Solver()
         solver.set("timeout", 5000)
         return bool(solver.check(*self.assume, guard) != z3.unsat)

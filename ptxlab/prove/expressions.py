@@ -108,7 +108,7 @@ _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift, ast.BitAnd: operator.and_,
     ast.BitOr: operator.or_, ast.BitXor: operator.xor, ast.Pow: operator.pow,
 }  # fmt: skip
-_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge, ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }  # fmt: skip
@@ -135,7 +135,7 @@ def indexed_by_i(text: str) -> list[tuple[str, str]]:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and node.slice.id == "i":
             base, type_name = node.value, ""
             if isinstance(base, ast.Attribute):
-                base, type_name = base.value, base.attr
+                type_name, base = base.attr, base.value
             if isinstance(base, ast.Name):
                 found.append((base.id, type_name))
     return found
@@ -251,12 +251,15 @@ class _Evaluator(ast.NodeVisitor):
             found.append(self.compared(type(op), left, right))
         return z3.And([z3.BoolVal(f) if isinstance(f, bool) else f for f in found]) if len(found) > 1 else found[0]
 
-    def compared(self, op: type, left: Any, right: Any) -> Any:
+    def compared(self, op: type[ast.cmpop], left: Any, right: Any) -> Any:
         if z3.is_fp(left) or z3.is_fp(right):
             left, right = (x if z3.is_fp(x) else _f16(x) for x in (left, right))
             if op in (ast.Eq, ast.NotEq):  # the same number, -0 apart from 0, all NaNs alike
                 return left == right if op is ast.Eq else left != right
-            return {ast.Lt: z3.fpLT, ast.LtE: z3.fpLEQ, ast.Gt: z3.fpGT, ast.GtE: z3.fpGEQ}[op](left, right)
+            floats: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+                ast.Lt: z3.fpLT, ast.LtE: z3.fpLEQ, ast.Gt: z3.fpGT, ast.GtE: z3.fpGEQ,
+            }  # fmt: skip
+            return floats[op](left, right)
         return _COMPARE[op](left, right)
 
     def visit_Call(self, node: ast.Call) -> Any:

@@ -13,13 +13,13 @@ from ptxlab import kernels, toolchain
 from ptxlab.emulator import LaneType
 from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError
-from ptxlab.prove.claims import Claim, Query
+from ptxlab.prove.claims import Claim
 from ptxlab.prove.execute import Step
 from ptxlab.prove.expressions import View, formula, sides, term
 from ptxlab.prove.integers import Integer
 from ptxlab.prove.problem import Problem, of_file, of_spec
 from ptxlab.prove.semantics import pieces
-from ptxlab.prove.solve import Explanation, Verdict
+from ptxlab.prove.solve import Explanation, Query, Verdict
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
@@ -109,8 +109,7 @@ def queries(problem: Problem, claim: KernelClaim) -> list[Query]:
     found = [_of_word(problem, names, claim, elements) for elements in words.values()]
     whole = [assumption for one in found for assumption in one.assume]
     faults = [
-        Query(z3.Not(guard), [*limits, *whole], {}, lambda _, why=why: Explanation([why], {}, ""))
-        for guard, why in problem.trace.faults
+        Query(z3.Not(guard), [*limits, *whole], {}, partial(_only_say, why)) for guard, why in problem.trace.faults
     ]
     return [*faults, *(replace(one, assume=[*limits, *one.assume]) for one in found)]
 
@@ -161,6 +160,10 @@ def _lanes_of(bits: Any, lane_type: LaneType) -> list[Integer]:
 def _within(x: Integer, lane_type: LaneType) -> Any:
     low, high = lane_type.limits
     return z3.And(x >= low, x <= high)
+
+
+def _only_say(why: str, model: Mapping[str, int]) -> Explanation:
+    return Explanation([why], {}, "")
 
 
 def _of_word(problem: Problem, names: Mapping[str, Any], claim: KernelClaim, elements: list[int]) -> Query:

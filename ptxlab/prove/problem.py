@@ -46,8 +46,8 @@ class Logical:
         """What a view calls it."""
         return f"{ {'u': 'u', 'i': 's', 'f': 'f'}[self.dtype.kind] }{self.bits}"
 
-    def symbol(self, index: int) -> Bits:
-        """The element."""
+    def symbol(self, index: int, bits: int = 0) -> Bits:
+        """The element, whatever width is asked for: it has one type."""
         return z3.BitVec(f"{self.name}[{index}]", self.bits)
 
     def array(self, raw: np.ndarray) -> np.ndarray:
@@ -226,7 +226,7 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Problem
                 raw[name][int(index)] = bits
         return spec.pack({a.name: a.array(raw[a.name]) for a in layout.logical})
 
-    logical = {a.name: View(a.name, lambda i, bits, a=a: a.symbol(i), a.type, a.count) for a in layout.logical}
+    logical = {a.name: View(a.name, a.symbol, a.type, a.count) for a in layout.logical}
     names = {**sizes, **{arg.name: view_of(arg) for arg in (*spec.inputs, *spec.outputs)}, **logical}
     expected = [i for n in numbers if n < working and each < count for i in range(n * each, (n + 1) * each)]
     outputs, target = tuple(a.name for a in spec.outputs), buffers[output.name]

@@ -101,7 +101,7 @@ def _add(op: Opcode) -> Compute:
     bits, (low, high) = bits_of(t), limits(t)
     if saturate:
         return lambda a, b: extend(
-            clamped(wide(extend(a, bits + 1, True), extend(b, bits + 1, True)), low, high), bits, 1
+            clamped(wide(extend(a, bits + 1, True), extend(b, bits + 1, True)), low, high), bits, True
         )
     if not carry_in and not carry_out:
         return wide
@@ -188,7 +188,7 @@ def _dot(op: Opcode) -> Compute:
 @_operation("div", "rem", floating=False)
 def _div(op: Opcode) -> Compute:
     t, remainder = op.type(), op.name == "rem"
-    unsigned = z3.URem if remainder else z3.UDiv  # a divisor of 0 gives the dividend, or all ones, as GPUs do
+    unsigned: Compute = z3.URem if remainder else z3.UDiv  # a divisor of 0 gives the dividend, or all ones, as GPUs do
     if not is_signed(t):
         return unsigned
 
@@ -225,7 +225,8 @@ def _comparison(name: str, signed: bool) -> Compute:
     if signed:
         return {"lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
                 "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b}[name]  # fmt: skip
-    return {"lt": z3.ULT, "le": z3.ULE, "gt": z3.UGT, "ge": z3.UGE}[name]
+    unsigned: dict[str, Compute] = {"lt": z3.ULT, "le": z3.ULE, "gt": z3.UGT, "ge": z3.UGE}
+    return unsigned[name]
 
 
 _COMBINE: dict[str, Compute] = {"and": z3.And, "or": z3.Or, "xor": z3.Xor}
@@ -278,10 +279,12 @@ def _logic(op: Opcode) -> Compute:
         bits = bits_of(op.type())
         return lambda a: z3.If(a == 0, value(1, bits), value(0, bits))
     if op.type() == "pred":
-        return z3.Not if op.name == "not" else _COMBINE[op.name]
-    return {"and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "not": lambda a: ~a}[
-        op.name
-    ]
+        flags: dict[str, Compute] = {**_COMBINE, "not": z3.Not}
+        return flags[op.name]
+    words: dict[str, Compute] = {
+        "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "not": lambda a: ~a,
+    }  # fmt: skip
+    return words[op.name]
 
 
 @_operation("lop3", floating=False)

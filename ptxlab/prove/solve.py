@@ -7,6 +7,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any, Literal
 
 from ptxlab.errors import ArgumentError, UnavailableError
@@ -70,6 +71,11 @@ def check_solver(solver: str) -> str:
         if importlib.util.find_spec(module) is None:
             raise UnavailableError(f"{module}: not installed; {INSTALL if module == 'z3' else f'pip install {module}'}")
     return solver
+
+
+def version_of(solver: str) -> str:
+    """`z3 5.4.1`: a solver that is here, for records."""
+    return f"{solver} {version('z3-solver' if solver == 'z3' else solver)}"
 
 
 def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
