@@ -25,7 +25,7 @@ from ptxlab.cli.common import (
     written,
 )
 from ptxlab.io.files import save_arrays
-from ptxlab.prove import Claim, Outcome, decide, registered
+from ptxlab.prove import Claim, Decision, decide, registered
 from ptxlab.prove.solve import check_solver
 from ptxlab.runtime import Kernel, load
 from ptxlab.runtime.arguments import geometry, parse_integers
@@ -112,7 +112,7 @@ def _kernel(target: str) -> Kernel:
     return load(source, entry)
 
 
-def _report(outcomes: list[Outcome], path: Path | None, as_json: bool) -> None:
+def _report(outcomes: list[Decision], path: Path | None, as_json: bool) -> None:
     shown = next((o.explanation for o in outcomes if o.explanation and not o.as_expected), None)
     shown = shown or next((o.explanation for o in outcomes if o.explanation), None)
     if path is not None and shown is not None:
@@ -141,6 +141,6 @@ def _report(outcomes: list[Outcome], path: Path | None, as_json: bool) -> None:
         raise typer.Exit(UNDECIDED)
 
 
-def _verdict(outcome: Outcome) -> str:
+def _verdict(outcome: Decision) -> str:
     expected = " (as expected)" if outcome.claim.expect == "refuted" else ""
     return f"{outcome.verdict}{expected if outcome.as_expected else ''}"

@@ -2,7 +2,7 @@
 
 from ptxlab.prove import kv4 as kv4  # enters its claims
 from ptxlab.prove.claims import Claim as Claim
-from ptxlab.prove.claims import Outcome as Outcome
+from ptxlab.prove.claims import Decision as Decision
 from ptxlab.prove.claims import decide as decide
 from ptxlab.prove.claims import prove as prove
 from ptxlab.prove.claims import register as register

@@ -30,7 +30,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Decision:
     """How a claim was decided: by which solver, or by trying all `cases`, in how many seconds of CPU time."""
 
     claim: Claim
@@ -69,7 +69,7 @@ def registered() -> list[Claim]:
     return [claim for maker in _MAKERS for claim in maker()]
 
 
-def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Outcome:
+def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decision:
     """Decide one claim; `undecided` where the solver needs longer than `seconds`."""
     check_solver(solver)
     start = process_time()
@@ -77,7 +77,7 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Outcom
     if isinstance(question, Enumeration):
         found = question.counterexample
         verdict: Verdict = "proved" if found is None else "refuted"
-        return Outcome(claim, verdict, process_time() - start, "enumeration", question.cases, found or {})
+        return Decision(claim, verdict, process_time() - start, "enumeration", question.cases, found or {})
     answer, explanation = Answer("proved"), None
     for query in [question] if isinstance(question, Query) else question:
         left = seconds - (process_time() - start)
@@ -86,10 +86,10 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Outcom
             explanation = query.explain(answer.model)
         if answer.verdict != "proved":
             break
-    return Outcome(claim, answer.verdict, process_time() - start, version_of(solver), 0, answer.model, explanation)
+    return Decision(claim, answer.verdict, process_time() - start, version_of(solver), 0, answer.model, explanation)
 
 
-def prove(claims: Iterable[Claim], *, seconds: float = 60.0, solver: str = "z3") -> Iterator[Outcome]:
+def prove(claims: Iterable[Claim], *, seconds: float = 60.0, solver: str = "z3") -> Iterator[Decision]:
     """Decide claims one after the other."""
     for claim in claims:
         yield decide(claim, seconds=seconds, solver=solver)

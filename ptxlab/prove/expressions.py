@@ -23,7 +23,7 @@ _FLOATS = {"f16": 16, "bf16": 16, "f32": 32}
 
 
 @dataclass(frozen=True)
-class View:
+class Elements:
     """An array in an expression, element by element.
 
     Attributes:
@@ -54,7 +54,7 @@ class View:
             return as_float(found, self.type)
         return Integer.signed(found) if self.type[0] == "s" else Integer.unsigned(found)
 
-    def typed(self, type_name: str) -> "View":
+    def typed(self, type_name: str) -> "Elements":
         """The same bytes as elements of another type."""
         kind, digits = type_name.rstrip("0123456789"), type_name.lstrip("usfb")
         if not (type_name in _FLOATS or (kind in ("u", "s") and digits.isdigit() and 1 <= int(digits) <= 64)):
@@ -79,7 +79,7 @@ def _f16(x: Any) -> Any:
     return z3.fpSignedToFP(z3.RNE(), number.bits, z3.FPSort(5, 11))
 
 
-def _nibbles(words: View) -> View:
+def _nibbles(words: Elements) -> Elements:
     """The weights of micro-kernel words, in logical order: e0..e3 in the low nibbles of bytes 0..3, e4..e7 above."""
 
     def weight(index: int, bits: int) -> Bits:
@@ -88,7 +88,7 @@ def _nibbles(words: View) -> View:
         return z3.simplify(z3.Extract(first + 3, first, words.element(word, 32)))
 
     count = None if words.count is None else 8 * words.count
-    return View(f"nibbles({words.name})", weight, "u4", count, seen=words.seen)
+    return Elements(f"nibbles({words.name})", weight, "u4", count, seen=words.seen)
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -169,7 +169,7 @@ def term(text: str, names: Mapping[str, Any], i: int, count: int | None = None) 
 
 def _element(x: Any, i: int, count: int | None) -> Any:
     """Of an array the element that belongs to `i`."""
-    if not isinstance(x, View):
+    if not isinstance(x, Elements):
         return x
     if x.count is not None and count:
         return x[i * x.count // count]
@@ -207,7 +207,7 @@ class _Evaluator(ast.NodeVisitor):
         found = self.visit(node.value)
         if isinstance(found, Mapping):
             return found[node.attr] if node.attr in found else self.visit_Name(ast.Name(node.attr))
-        if not isinstance(found, View):
+        if not isinstance(found, Elements):
             raise ValueError(f"{ast.unparse(node)}: only an array has types")
         return found.typed(node.attr)
 
@@ -215,7 +215,7 @@ class _Evaluator(ast.NodeVisitor):
         found, index = self.visit(node.value), self.value(node.slice)
         if isinstance(index, Integer):
             index = index.low if index.low == index.high else index
-        if not isinstance(found, View) or not isinstance(index, int):
+        if not isinstance(found, Elements) or not isinstance(index, int):
             raise ValueError(f"{ast.unparse(node)}: an array has elements by number")
         return found[index]
 
@@ -270,7 +270,7 @@ class _Evaluator(ast.NodeVisitor):
         return _FUNCTIONS[name](*(take(argument) for argument in node.args))
 
 
-def of_bytes(name: str, byte: Callable[[int], Bits], **more: Any) -> View:
+def of_bytes(name: str, byte: Callable[[int], Bits], **more: Any) -> Elements:
     """A view of bytes by offset, as elements of whatever width, lowest bits first."""
 
     def element(index: int, bits: int) -> Bits:
@@ -278,4 +278,4 @@ def of_bytes(name: str, byte: Callable[[int], Bits], **more: Any) -> View:
         octets = joined([byte(at) for at in range(first // 8, (first + bits - 1) // 8 + 1)])
         return z3.Extract(first % 8 + bits - 1, first % 8, octets) if octets.size() != bits else octets
 
-    return View(name, element, **more)
+    return Elements(name, element, **more)

@@ -14,12 +14,12 @@ from ptxlab.emulator import LaneType
 from ptxlab.emulator.front.lane_annotation import operation_of
 from ptxlab.errors import ArgumentError
 from ptxlab.prove.claims import Claim
-from ptxlab.prove.execute import Step
-from ptxlab.prove.expressions import View, formula, sides, term
+from ptxlab.prove.execute import LaneStep
+from ptxlab.prove.expressions import Elements, formula, sides, term
 from ptxlab.prove.integers import Integer
-from ptxlab.prove.problem import Problem, of_file, of_spec
 from ptxlab.prove.semantics import pieces
 from ptxlab.prove.solve import Explanation, Query, Verdict
+from ptxlab.prove.symbolic_launch import SymbolicLaunch, of_file, of_spec
 from ptxlab.runtime import Kernel
 from ptxlab.sources import Source
 from ptxlab.spec import KernelSpec, Launch
@@ -89,13 +89,13 @@ def query(spec: KernelSpec, source: Source, claim: KernelClaim) -> list[Query]:
     return queries(beside(problem, of_spec(other_spec, other, alone=claim.alone)), claim)
 
 
-def beside(problem: Problem, other: Problem) -> Problem:
+def beside(problem: SymbolicLaunch, other: SymbolicLaunch) -> SymbolicLaunch:
     """A launch, and another on the same inputs, whose outputs are `other.NAME`; both have to store the same."""
     outputs = {name: other.names[name] for name in other.outputs}
     return replace(problem, names={**problem.names, "other": outputs}, expected=(*problem.expected, *other.stored))
 
 
-def queries(problem: Problem, claim: KernelClaim) -> list[Query]:
+def queries(problem: SymbolicLaunch, claim: KernelClaim) -> list[Query]:
     """The formulas of a claim on what a launch stored: nothing goes wrong; and each word that it stores is right.
 
     One formula per word, for a solver is quick with a few lanes, and with more of them it is not.
@@ -114,14 +114,14 @@ def queries(problem: Problem, claim: KernelClaim) -> list[Query]:
     return [*faults, *(replace(one, assume=[*limits, *one.assume]) for one in found)]
 
 
-def lane_queries(problem: Problem, said: KernelClaim) -> list[Query]:
+def lane_queries(problem: SymbolicLaunch, said: KernelClaim) -> list[Query]:
     """One formula for each annotated instruction of each thread: its lanes, computed wide, are what it stores."""
     assume = {f.get_id(): f for i in problem.stored for text in said.assume
               if (f := formula(text, problem.names, i, problem.count)) is not None}  # fmt: skip
     return [_of_step(problem, step, list(assume.values())) for step in problem.trace.steps]
 
 
-def _of_step(problem: Problem, step: Step, assume: list[Any]) -> Query:
+def _of_step(problem: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Query:
     types, operation = step.instruction.lanes or {}, operation_of(step.instruction.opcode)
     holds: list[Any] = []
     values: dict[str, Any] = {}
@@ -166,7 +166,7 @@ def _only_say(why: str, model: Mapping[str, int]) -> Explanation:
     return Explanation([why], {}, "")
 
 
-def _of_word(problem: Problem, names: Mapping[str, Any], claim: KernelClaim, elements: list[int]) -> Query:
+def _of_word(problem: SymbolicLaunch, names: Mapping[str, Any], claim: KernelClaim, elements: list[int]) -> Query:
     assume, holds, rows = dict[int, Any](), [], dict[int, Seen]()
     right = sides(claim.holds)
     for i in elements:
@@ -209,7 +209,7 @@ def _watched(names: Mapping[str, Any], seen: Seen) -> dict[str, Any]:
     """The names, with what is asked of arrays entered into `seen`."""
     found = {}
     for name, x in names.items():
-        if isinstance(x, View):
+        if isinstance(x, Elements):
             x = replace(x, seen=seen)
         elif isinstance(x, Mapping):
             x = {key: replace(view, name=f"{name}.{view.name}") for key, view in _watched(x, seen).items()}
@@ -225,7 +225,7 @@ def _shown(x: Any) -> tuple[str, Any] | None:
     return None
 
 
-def _unknown(name: str, low: int, high: int, limits: list[Any]) -> View:
+def _unknown(name: str, low: int, high: int, limits: list[Any]) -> Elements:
     """An array of integers that nobody gave: each element is made when it is first spoken of."""
     made: dict[int, Integer] = {}
 
@@ -236,10 +236,10 @@ def _unknown(name: str, low: int, high: int, limits: list[Any]) -> View:
         return made[index].at(bits)
 
     bits = max(Integer.of(n).bits.size() for n in (low, high))
-    return View(name, element, f"s{bits}")
+    return Elements(name, element, f"s{bits}")
 
 
-def _explain(problem: Problem, rows: Mapping[int, Seen], model: Mapping[str, int]) -> Explanation:
+def _explain(problem: SymbolicLaunch, rows: Mapping[int, Seen], model: Mapping[str, int]) -> Explanation:
     """The lanes of a word that has a wrong one: each with all that its claim speaks of."""
     lines = []
     for i, row in rows.items():

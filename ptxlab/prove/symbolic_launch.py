@@ -13,8 +13,8 @@ import z3
 
 from ptxlab.emulator.front.types import bits_of, is_float
 from ptxlab.errors import ArgumentError
-from ptxlab.prove.execute import FALSE, TRUE, Buffer, Index, NotModelled, Trace, execute
-from ptxlab.prove.expressions import View, formula, indexed_by_i, names_in, of_bytes
+from ptxlab.prove.execute import FALSE, TRUE, Buffer, Index, NotModelled, SymbolicRun, execute
+from ptxlab.prove.expressions import Elements, formula, indexed_by_i, names_in, of_bytes
 from ptxlab.prove.integers import Integer
 from ptxlab.prove.semantics import Bits, joined, value
 from ptxlab.runtime import Kernel
@@ -137,7 +137,7 @@ def _logical(pack: Pack, example: Arrays, name: str) -> Logical:
 
 
 @dataclass(eq=False)
-class Problem:
+class SymbolicLaunch:
     """One source of a kernel, launched over symbols, with some threads followed.
 
     Attributes:
@@ -157,7 +157,7 @@ class Problem:
     outputs: tuple[str, ...]
     target: Buffer
     bits: int
-    trace: Trace
+    trace: SymbolicRun
     count: int | None
     arrays: Callable[[Mapping[str, int]], Arrays]
     command: str
@@ -174,7 +174,7 @@ class Problem:
         return z3.simplify(z3.And([self.target.written.get(at, FALSE) for at in octets]))
 
 
-def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Problem:
+def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> SymbolicLaunch:
     """A spec's kernel at the largest of its examples, of whose outputs each thread stores as many elements.
 
     The threads: the first (`alone`: no other), one in the second block, the last that has work, and the first that has
@@ -188,7 +188,7 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Problem
     output, width = spec.outputs[0], launch.block[0]
     count, itemsize = int(np.prod(output.resolve(sizes))), np.dtype(str(output.dtype)).itemsize
 
-    def run(numbers: Sequence[int]) -> tuple[dict[str, Buffer], Trace]:
+    def run(numbers: Sequence[int]) -> tuple[dict[str, Buffer], SymbolicRun]:
         buffers = {}
         for arg in spec.args:
             if arg.shape:
@@ -212,7 +212,7 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Problem
         buffers, trace = run(numbers)
     trace.faults.extend(faults)
 
-    def view_of(arg: Arg) -> View:
+    def view_of(arg: Arg) -> Elements:
         kind = np.dtype(str(arg.dtype))
         given = partial(layout.byte, arg.name) if arg.role == "in" else buffers[arg.name].read
         type_name = f"{_LETTERS[kind.kind]}{8 * kind.itemsize}"
@@ -226,12 +226,12 @@ def of_spec(spec: KernelSpec, source: Source, *, alone: bool = False) -> Problem
                 raw[name][int(index)] = bits
         return spec.pack({a.name: a.array(raw[a.name]) for a in layout.logical})
 
-    logical = {a.name: View(a.name, a.symbol, a.type, a.count) for a in layout.logical}
+    logical = {a.name: Elements(a.name, a.symbol, a.type, a.count) for a in layout.logical}
     names = {**sizes, **{arg.name: view_of(arg) for arg in (*spec.inputs, *spec.outputs)}, **logical}
     expected = [i for n in numbers if n < working and each < count for i in range(n * each, (n + 1) * each)]
     outputs, target = tuple(a.name for a in spec.outputs), buffers[output.name]
     command = f"ptxlab run {source.label} --unchecked"
-    return Problem(
+    return SymbolicLaunch(
         source.label, names, outputs, target, 8 * itemsize, trace, count, arrays, command, expected
     )  # fmt: skip
 
@@ -243,7 +243,7 @@ def of_file(
     where: Launch,
     assume: Sequence[str] = (),
     parameters: Sequence[str] = (),
-) -> Problem:
+) -> SymbolicLaunch:
     """A kernel without a spec, all threads of a small launch: its arguments are symbols, byte by byte.
 
     `claim` tells which output it is on, and as which elements (`out.s8[i]`); `parameters` are other names for the
@@ -295,10 +295,10 @@ def of_file(
     geometry = " ".join(f"--{n} {','.join(map(str, v))}" for n, v in (("grid", grid), ("block", block)))
     command = f"ptxlab run {kernel.source.path}:{kernel.entry} {geometry}"
     outputs = (target, *(name for name in stored if name != target))
-    return Problem(kernel.source.label, names, outputs, stored[target], bits, trace, None, arrays, command)
+    return SymbolicLaunch(kernel.source.label, names, outputs, stored[target], bits, trace, None, arrays, command)
 
 
-def _typed(buffer: Buffer) -> View:
+def _typed(buffer: Buffer) -> Elements:
     """A pointer's elements, of the type by which the kernel accesses them, if it is one."""
     kinds = {f"{'f' if is_float(t) and not t.endswith('x2') else 'u'}{bits_of(t)}" for t in buffer.types}
     type_name = kinds.pop() if len(kinds) == 1 else ""
