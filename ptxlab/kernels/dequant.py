@@ -23,7 +23,8 @@ _GROUPED_SIZES = tuple(
 _SCALE_RULES = ("scale >= 1", "scale <= 16")
 _LQQ_RULES = (*_SCALE_RULES, "nibbles(qweight) * per_weight(scale) + per_weight(offset) <= 255")
 
-# What quantisers leave behind (`ptxlab.quant`), for weights q8 within low..high of their group; ties either way.
+# What quantisers leave behind (`ptxlab.quant`), for weights q8 within low..high of their group. Ties may go either way,
+# for other quantisers round otherwise; where that decides, the claim says so.
 _LQQ_SCALE = {
     "nearest": "rounds(scale[i//g], high[i//g] - low[i//g], 15)",
     "ceiling": "15*scale[i//g] - 15 < high[i//g] - low[i//g] <= 15*scale[i//g]",
@@ -47,15 +48,17 @@ _QOQ_WEIGHTS = (
 def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
     """Exact by the rules; for every group that the quantiser can leave at a protective range, and at the next one."""
     found = [KernelClaim("by the rules", holds, _LQQ_RULES)]
-    for rounding, limit, expect in (
-        ("nearest", 119, "proved"), ("nearest", 120, "proved"), ("nearest", 121, "refuted"),
-        ("ceiling", 120, "proved"), ("ceiling", 121, "refuted"),
+    for rounding, limit, ties, expect in (
+        ("nearest", 119, "", "proved"), ("nearest", 120, "", "proved"), ("nearest", 121, "", "refuted"),
+        ("ceiling", 119, "", "proved"), ("ceiling", 120, "", "refuted"),
+        ("ceiling", 120, ", ties to even", "proved"), ("ceiling", 121, ", ties to even", "refuted"),
     ):  # fmt: skip
         extent = "high[i//g] - low[i//g]"
         scale = f"{_LQQ_SCALE[rounding]} or scale[i//g] == 1 and {extent} < 15 or scale[i//g] == 16 and {extent} > 240"
         unknowns = dict.fromkeys(("low", "high", "q8"), (-limit, limit))
-        name = f"quantised at {limit}, {rounding}"
-        found.append(KernelClaim(name, holds, (scale, *_LQQ_WEIGHTS), unknowns, expect, alone=True))
+        weights = [text.replace("rounds(", "rounds_even(" if ties else "rounds(") for text in _LQQ_WEIGHTS]
+        name = f"quantised at {limit}, {rounding}{ties}"
+        found.append(KernelClaim(name, holds, (scale, *weights), unknowns, expect, alone=True))
     return tuple(found)
 
 

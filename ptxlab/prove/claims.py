@@ -5,7 +5,18 @@ from dataclasses import dataclass, field
 from time import process_time
 from typing import Any
 
-from ptxlab.prove.solve import Answer, Enumeration, Explanation, Query, Verdict, ask, check_solver, version_of
+from ptxlab.errors import ArgumentError
+from ptxlab.prove.solve import (
+    Answer,
+    Enumeration,
+    Explanation,
+    Query,
+    Verdict,
+    ask,
+    check_solver,
+    contradict,
+    version_of,
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,10 @@ def registered() -> list[Claim]:
 
 
 def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decision:
-    """Decide one claim; `undecided` where the solver needs longer than `seconds`."""
+    """Decide one claim; `undecided` where the solver needs longer than `seconds`.
+
+    ArgumentError: no input satisfies its assumptions, so that it would hold of nothing.
+    """
     check_solver(solver)
     start = process_time()
     question = claim.build()
@@ -79,13 +93,16 @@ def decide(claim: Claim, *, seconds: float = 60.0, solver: str = "z3") -> Decisi
         verdict: Verdict = "proved" if found is None else "refuted"
         return Decision(claim, verdict, process_time() - start, "enumeration", question.cases, found or {})
     answer, explanation = Answer("proved"), None
-    for query in [question] if isinstance(question, Query) else question:
+    queries = [question] if isinstance(question, Query) else question
+    for query in queries:
         left = seconds - (process_time() - start)
         answer = ask(query, seconds=left, solver=solver) if left > 0 else Answer("undecided")
         if answer.verdict == "refuted" and query.explain:
             explanation = query.explain(answer.model)
         if answer.verdict != "proved":
             break
+    if answer.verdict == "proved" and any(contradict(query.assume) for query in queries[-1:]):
+        raise ArgumentError(claim.subject, "assumptions that some input satisfies", claim.text)
     return Decision(claim, answer.verdict, process_time() - start, version_of(solver), 0, answer.model, explanation)
 
 

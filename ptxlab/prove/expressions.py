@@ -2,8 +2,9 @@
 
 `out[i] == q4[i]*scale[i//g] + offset[i//g] - 128` is exact integer arithmetic: nothing wraps. Operators are Python's
 (`+ - * // % << >> & | ^`, comparisons and their chains, `and`, `or`, `not`, `x if c else y`), functions `abs`, `min`,
-`max`, `clip(x, low, high)`, `implies(a, b)`, `rounds(q, a, b)` (q is a/b rounded to nearest, ties either way),
-`f16(x)`, `nibbles(words)`, `per_weight(a)`. An array without an index stands for the element that belongs to `i`.
+`max`, `clip(x, low, high)`, `implies(a, b)`, `rounds(q, a, b)` (q is a/b rounded to nearest, ties either way;
+`rounds_even`: to even), `f16(x)`, `nibbles(words)`, `per_weight(a)`. An array without an index stands for the element
+that belongs to `i`.
 """
 
 import ast
@@ -72,6 +73,12 @@ def _rounds(q: Any, a: Any, b: Any) -> Any:
     return z3.And(twice <= b, twice >= -Integer.of(b))
 
 
+def _rounds_even(q: Any, a: Any, b: Any) -> Any:
+    """The same with ties to even."""
+    tie = Integer.of(2) * abs(Integer.of(q) * b - a) == b
+    return z3.And(_rounds(q, a, b), z3.Implies(tie, Integer.of(q) % 2 == 0))
+
+
 def _f16(x: Any) -> Any:
     if isinstance(x, float):
         return z3.FPVal(x, z3.FPSort(5, 11))
@@ -98,6 +105,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "clip": lambda x, low, high: _fold((_fold((x, low), lambda a, b: a >= b), high), lambda a, b: a <= b),
     "implies": lambda a, b: z3.Implies(a, b),
     "rounds": _rounds,
+    "rounds_even": _rounds_even,
     "f16": _f16,
     "nibbles": _nibbles,
     "per_weight": lambda x: x,

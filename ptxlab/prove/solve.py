@@ -105,6 +105,15 @@ def ask(query: Query, *, seconds: float = 60.0, solver: str = "z3") -> Answer:
     return Answer("refuted", dict(zip(names.values(), taken, strict=True)))
 
 
+def contradict(assumptions: Sequence[Any]) -> bool:
+    """Whether no input satisfies all assumptions."""
+    import z3
+
+    asked = z3.Solver()
+    asked.set("timeout", 10_000)
+    return bool(asked.check(*assumptions) == z3.unsat)
+
+
 def _bits(z3: Any, value: Any) -> Any:
     if z3.is_bool(value):
         return z3.If(value, z3.BitVecVal(1, 1), z3.BitVecVal(0, 1))

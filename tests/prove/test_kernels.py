@@ -187,6 +187,7 @@ def test_undecided_in_time_is_3(mine: str, cli) -> None:
         (("MINE", "--claim", "out.u8[i] == __import__('os')"), "the functions are abs, min"),
         (("MINE", "--claim", "out.u8[i] == 1", "--solver", "sat"), "one of z3, bitwuzla, cvc5"),
         (("MINE", "--claim", "out.u8[i] == 1", "--block", "512"), "at most 256 threads are followed"),
+        (("MINE", "--claim", CLAIM, "--assume", "scale > 300"), "assumptions that some input satisfies"),
         (("load_dual_mma",), "the spec has no claims; give --claim"),
         (("--all", "--claim", "out[i] == 1"), "is for one kernel, not for --all"),
         (("dequant_lqq", "--assume", "scale == 1"), "--assume needs --claim or --equals"),
