@@ -135,7 +135,7 @@ def proofs_table() -> str:
         line = lines.setdefault(claim["subject"], {"subject": f"`{claim['subject']}`", "proved": [], "refuted": []})
         line.setdefault(claim["verdict"], []).append(claim["name"])
         line["seconds"] = line.get("seconds", 0.0) + claim["seconds"]
-    rows = [{name: ", ".join(x) if isinstance(x, list) else x for name, x in line.items()} for line in lines.values()]
+    rows = [{name: "; ".join(x) if isinstance(x, list) else x for name, x in line.items()} for line in lines.values()]
     columns = ["subject", "proved", "refuted, as expected", "seconds"]
     table = pd.DataFrame(rows)[["subject", "proved", "refuted", "seconds"]].set_axis(columns, axis=1)
     wrong = [claim["name"] for claim in record if claim["verdict"] != claim["expect"]]

@@ -9,6 +9,7 @@ import pytest
 from ptxlab import kernels
 from ptxlab.errors import ArgumentError
 from ptxlab.io.files import load_arrays
+from ptxlab.sources import results_dir
 from tests.support.proofs import NAMES, explained, survivors
 
 pytest.importorskip("z3", reason="z3-solver is not installed: it comes with the extra `prove`")
@@ -73,10 +74,13 @@ def test_decided_as_the_spec_says(name: str, claim: str) -> None:
     assert one(name, claim).as_expected
 
 
-def test_every_dequantiser_and_every_twin_has_claims() -> None:
-    claims = {c.subject: c for name in NAMES for c in claims_of(*kernels.find(name))}
-    assert set(claims) == {source.label for name in NAMES for source in kernels.find(name)[1]}
-    assert len(NAMES) == 11 and all(c.expect in ("proved", "refuted") for c in claims.values())
+def test_every_dequantiser_and_every_twin_has_claims_and_all_are_recorded() -> None:
+    claims = {(c.subject, c.name): c.expect for name in NAMES for c in claims_of(*kernels.find(name))}
+    assert len(NAMES) == 11
+    assert {subject for subject, _ in claims} == {s.label for name in NAMES for s in kernels.find(name)[1]}
+    record = json.loads((results_dir() / "proofs.json").read_text())
+    verdicts = {(c["subject"], c["name"]): c["verdict"] for c in record}
+    assert {key: verdicts.get(key) for key in claims} == claims
 
 
 def replayed(backend: str, tmp_path: Path, cli) -> tuple[np.ndarray, np.ndarray]:
