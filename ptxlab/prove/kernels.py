@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,8 @@ def _of_step(launch: SymbolicLaunch, step: LaneStep, assume: list[Any]) -> Query
     widths = {name: bits.size() for name, bits in values.items()}
 
     def explain(model: Mapping[str, int]) -> Explanation:
-        lines = [step.instruction.where]
+        at = step.instruction
+        lines = [f"{Path(at.path).name}:{at.line}: `{at.text}`"]
         for lane in range(types["d"].count):
             letters = [n for n in ("a", "b", "c", "d", "exact") if f"{n}[{lane}]" in widths]
             cells = (f"{n} = {number(f's{widths[k]}', model[k])}" for n in letters for k in [f"{n}[{lane}]"])
