@@ -27,6 +27,8 @@ BODIES = {
     negative: neg.s32 %s, %r1;
     done: xor.b32 %s, %s, 5;""",
     "a predicated instruction": "mov.u32 %s, 1; setp.gt.u32 %p, %r1, 9; @!%p mov.u32 %s, %r1;",
+    "a predicated store": """mov.u32 %s, 7; ld.param.u64 %x5, [out]; add.u64 %x5, %x5, %x1; st.global.u32 [%x5], %s;
+    setp.gt.u32 %p, %r1, 9; @%p st.global.u32 [%x5], %r1; ld.global.u32 %s, [%x5];""",
     "a branch by thread": """setp.lt.u32 %p, %r0, 2; @%p bra low; mov.u32 %s, 1; bra done;
     low: add.u32 %s, %r1, %r0;
     done:""",

@@ -162,6 +162,14 @@ def test_two_spellings_are_compared_on_all_inputs(mine: str, tmp_path: Path, cli
     )
 
 
+def test_a_fault_refutes_every_claim(tmp_path: Path, cli) -> None:
+    path = tmp_path / "mine.ptx"
+    path.write_text(MINE.replace("and.b32 %w, %w,", ".reg .pred %p; setp.eq.u32 %p, %s, 3; @%p trap; and.b32 %w, %w,"))
+    code, said, _ = cli("prove", str(path), "--assume", "scale <= 17", "--claim", CLAIM)
+    assert code == 1 and "mine.ptx:13" in said and "the kernel traps" in said
+    assert cli("prove", str(path), "--assume", "scale <= 2", "--claim", CLAIM)[0] == 0
+
+
 def test_other_solvers_agree(mine: str, cli) -> None:
     for solver in ("bitwuzla", "cvc5"):
         pytest.importorskip(solver, reason=f"{solver} is not installed")
