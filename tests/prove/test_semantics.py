@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ptxlab import emulator
@@ -102,7 +102,7 @@ WORDS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=8)
+@settings(max_examples=8, phases=[Phase.generate])  # every example is all instructions: shrinking takes minutes
 @given(WORDS)
 def test_random_words_as_in_the_emulator(words: list[int]) -> None:
     for opcode in PLAIN:
