@@ -48,11 +48,12 @@ _QOQ_WEIGHTS = (
 def _lqq_claims(holds: str) -> tuple[KernelClaim, ...]:
     """Exact by the rules; for every group that the quantiser can leave at a protective range, and at the next one."""
     found = [KernelClaim("by the rules", holds, _LQQ_RULES)]
-    for rounding, limit, ties, expect in (
+    cases: tuple[tuple[str, int, str, Literal["proved", "refuted"]], ...] = (
         ("nearest", 119, "", "proved"), ("nearest", 120, "", "proved"), ("nearest", 121, "", "refuted"),
         ("ceiling", 119, "", "proved"), ("ceiling", 120, "", "refuted"),
         ("ceiling", 120, ", ties to even", "proved"), ("ceiling", 121, ", ties to even", "refuted"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for rounding, limit, ties, expect in cases:
         extent = "high[i//g] - low[i//g]"
         scale = f"{_LQQ_SCALE[rounding]} or scale[i//g] == 1 and {extent} < 15 or scale[i//g] == 16 and {extent} > 240"
         unknowns = dict.fromkeys(("low", "high", "q8"), (-limit, limit))
