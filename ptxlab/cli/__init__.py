@@ -1,4 +1,4 @@
-"""The `ptxlab` command. Every command takes `--json`; exit code 1 is a failed check, 2 is bad input."""
+"""The `ptxlab` command. Every command takes `--json`. Exit code 1: a failed check, 2: bad input, 3: undecided."""
 
 from collections.abc import Callable
 
