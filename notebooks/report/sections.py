@@ -137,13 +137,18 @@ def proofs_table() -> str:
         line = lines.setdefault(claim["subject"], {"subject": f"`{claim['subject']}`", "proved": [], "refuted": []})
         line.setdefault(claim["verdict"], []).append(claim["name"])
         line["seconds"] = line.get("seconds", 0.0) + claim["seconds"]
-    rows = [{name: "; ".join(x) if isinstance(x, list) else x for name, x in line.items()} for line in lines.values()]
+    rows = [{name: _named(x) if isinstance(x, list) else x for name, x in line.items()} for line in lines.values()]
     columns = ["subject", "proved", "refuted, as expected", "seconds"]
     table = pd.DataFrame(rows)[["subject", "proved", "refuted", "seconds"]].set_axis(columns, axis=1)
     wrong = [claim["name"] for claim in record if claim["verdict"] != claim["expect"]]
     solvers = ", ".join(sorted({claim["solver"] for claim in record} - {"enumeration"}))
     note = f"{len(record)} claims, {len(wrong)} not as expected; {solvers}, {sum(table.seconds):.0f} s of CPU time."
     return f"{markdown(table, {'seconds': '{:.1f}'}, left=3)}\n{note}\n"
+
+
+def _named(claims: list[str]) -> str:
+    """Claims by name; of more than a screen can hold the first, the last and how many."""
+    return "; ".join(claims) if len(claims) <= 8 else f"all {len(claims)}, from {claims[0]} to {claims[-1]}"
 
 
 def attention_table() -> str:
