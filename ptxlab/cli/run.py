@@ -1,5 +1,6 @@
 """Commands on kernels: `list`, `show`, `run`, `verify`."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -149,7 +150,7 @@ def run(
     outputs: Annotated[Path | None, typer.Option("--out", help="Write the kernel's outputs: FILE.npz.")] = None,
     backend: Backend = None,
     check: Annotated[
-        str, typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, or all.")
+        str, typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, or all; float.")
     ] = "",
     late: Annotated[
         bool, typer.Option("--late", help="Emulator: complete asynchronous copies as late as allowed, not at once.")
@@ -157,6 +158,9 @@ def run(
     max_steps: Annotated[
         int | None, typer.Option(help="Emulator: stop after this many instructions per wave. Default: 10 million.")
     ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Emulator: list bank conflicts and uncoalesced accesses by source line.")
+    ] = False,
     unchecked: Annotated[bool, typer.Option("--unchecked", help="Skip input validation.")] = False,
     grid: Grid = None,
     block: Block = None,
@@ -173,6 +177,10 @@ def run(
         require_folder(outputs)
     arrays = load_arrays(inputs)
     checks, mode = checks_of("--check", check), "late" if late else "early"
+    if memory:
+        if backend == "gpu":
+            raise CommandLineError("--memory counts in the emulator: leave --backend gpu out")
+        backend = "emulator"
     spec, source, entry = kernels.resolve(target)
     with progress_bar(f"run {target}", None, quiet=as_json):
         if spec is not None:
@@ -190,6 +198,7 @@ def run(
                 wanted=output_variant(spec, None),
                 mode=mode,
                 max_steps=max_steps,
+                count_banks=memory,
             )
         else:
             kernel = runtime.load(source, entry, defines=parse_integers("-D", define or []), arch=arch)
@@ -202,6 +211,7 @@ def run(
                 checks=checks,
                 mode=mode,
                 max_steps=max_steps,
+                count_banks=memory,
             )
     if outputs is not None:
         save_arrays(outputs, outcome.outputs)
@@ -211,9 +221,12 @@ def run(
                 "backend": outcome.backend,
                 "outputs": {n: {"dtype": str(a.dtype), "shape": list(a.shape)} for n, a in outcome.outputs.items()},
                 "findings": [asdict(f) for f in outcome.findings],
+                **({"memory": _memory_rows(outcome)} if memory else {}),
             }
         )
     else:
+        if memory:
+            _show_memory(_memory_rows(outcome))
         for finding in outcome.findings:
             console.print(escape(str(finding)), soft_wrap=True, highlight=False)
         wrote = ", ".join(f"{n} {a.dtype}{list(a.shape)}" for n, a in outcome.outputs.items())
@@ -222,6 +235,40 @@ def run(
         console.print(f"[dim]{outcome.backend}[/]  {escape(wrote)}  {state}", soft_wrap=True, highlight=False)
     if outcome.findings:
         raise typer.Exit(FAILED)
+
+
+def _memory_rows(outcome: runtime.Outcome) -> list[dict[str, Any]]:
+    """What the accesses of each source line cost beyond the least; the dearest first."""
+    costs = [("shared", a, a.wavefronts, a.wavefronts - a.conflicts) for a in outcome.shared]
+    costs += [("global", a, a.sectors, a.needed) for a in outcome.sectors]
+    rows: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for space, access, took, needed in costs:
+        key = space, access.path, access.line
+        row = rows.setdefault(key, dict(zip(("space", "path", "line"), key, strict=True)) | {"instructions": []})
+        row["instructions"].append(next(word for word in access.text.split() if word[0] not in "@{"))
+        for name, count in (("requests", access.requests), ("took", took), ("needed", needed)):
+            row[name] = row.get(name, 0) + count
+    return sorted(rows.values(), key=lambda row: (row["space"], row["needed"] - row["took"], -row["took"]))
+
+
+def _show_memory(rows: list[dict[str, Any]]) -> None:
+    for space, title, unit in (
+        ("shared", "Shared memory: passes over the banks", "wavefronts"),
+        ("global", "Global memory: sectors of 32 bytes", "sectors"),
+    ):
+        cells = [
+            (
+                f"{Path(row['path']).name}:{row['line']}",
+                ", ".join(f"{n} x {op}" if n > 1 else op for op, n in Counter(row["instructions"]).items()),
+                *(f"{row[name]:,}" for name in ("requests", "took", "needed")),
+                f"{row['took'] - row['needed']:,}",
+            )
+            for row in rows
+            if row["space"] == space
+        ]
+        if cells:
+            columns = ("line", "instructions", "requests>", f"{unit}>", "needed>", "extra>")
+            console.print(table(title, columns, cells))
 
 
 def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:

@@ -30,7 +30,7 @@ class Outcome:
         outputs: arrays that the kernel wrote, by argument name, of the caller's own kind (NumPy, CuPy, PyTorch ...).
         findings: what the emulator's checks report; empty on the GPU.
         lane_instructions: executed by the emulator; 0 on the GPU.
-        shared: what accesses to shared memory cost, if the emulator was asked to `count_banks`.
+        shared, sectors: what accesses to shared and global memory cost, if the emulator was asked to `count_banks`.
     """
 
     backend: str
@@ -38,6 +38,7 @@ class Outcome:
     findings: tuple[emulator.Finding, ...] = ()
     lane_instructions: int = 0
     shared: tuple[emulator.SharedAccess, ...] = ()
+    sectors: tuple[emulator.GlobalAccess, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,8 @@ def run_spec(
         seed: orders whatever the emulator may do in any order.
         programmatic: whether it may begin before the launch before it has ended, in a chain of the emulator
             (`emulator.chain`); of no effect elsewhere.
-        count_banks: have the emulator count the wavefronts of shared memory, `Outcome.shared`.
+        count_banks: have the emulator count wavefronts of shared memory, `Outcome.shared`, and sectors of global
+            memory, `Outcome.sectors`.
         max_steps: instructions that the emulator dispatches at most per wave of blocks; None: `emulator.MAX_STEPS`.
     """
     checks = checks_of("checks", checks)
@@ -286,7 +288,7 @@ def run_spec(
 def _outcome(backend: str, outputs: dict[str, Any], result: emulator.Result | None) -> Outcome:
     if result is None:
         return Outcome(backend, outputs)
-    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared)
+    return Outcome(backend, outputs, result.findings, result.lane_instructions, result.shared, result.sectors)
 
 
 _parsed = lru_cache(maxsize=32)(emulator.parse)  # a module is the same for every launch of it

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -141,7 +142,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("run", "dequant_lqq", "--in", "missing.npz"), "missing.npz: cannot be read: No such file"),
         (
             ("run", "dequant_lqq", "--in", "{lqq}", "--check", "everything"),
-            "--check: some of async, divergence, init, lanes, race (got everything)",
+            "--check: some of async, divergence, float, init, lanes, race (got everything)",
         ),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "tpu"), "backend: one of gpu, emulator (got tpu)"),
         (("run", "missing/kernel.ptx", "--in", "{lqq}"), "kernel.ptx: cannot be read: No such file"),
@@ -466,3 +467,30 @@ def test_verify_at_other_sizes_too(cli: Any) -> None:
     assert code == 2 and "K % g == 0 (got K=97, g=32)" in err
     code, _, err = cli(*kernel, "--shape", "M=three")
     assert code == 2 and "--shape: NAME=INTEGER (got M=three)" in err
+
+
+TRANSPOSE = """extern "C" __global__ void transpose(float* out, const float* in) {
+    __shared__ float tile[32][32];
+    tile[threadIdx.x][threadIdx.y] = in[threadIdx.y * 32 + threadIdx.x];
+    __syncthreads();
+    float x = tile[threadIdx.x][threadIdx.y];
+    out[threadIdx.x * 32 + threadIdx.y] = x;
+}
+"""
+
+
+def test_memory_by_source_line(cli: Any, tmp_path: Path) -> None:
+    """A table by line of the .cu, the dearest first; in JSON the same figures."""
+    (tmp_path / "t.cu").write_text(TRANSPOSE)
+    np.savez(tmp_path / "in.npz", out=np.zeros(1024, np.float32), **{"in": np.zeros(1024, np.float32)})
+    command = ("run", tmp_path / "t.cu", "--in", tmp_path / "in.npz", "--block", "32,32", "--memory")
+    code, out, _ = cli(*command)
+    assert code == 0 and re.search(r"t\.cu:3 +st\.shared\.\w+ +32 +1,024 +32 +992", out)
+    assert re.search(r"t\.cu:6 +st\.global\.\w+ +32 +1,024 +128 +896", out)
+    assert out.index("t.cu:6") < out.rindex("t.cu:3")
+    code, out, _ = cli(*command, "--json")
+    rows = {(r["space"], r["line"]): (r["requests"], r["took"], r["needed"]) for r in json.loads(out)["memory"]}
+    assert rows == {("global", 3): (32, 128, 128), ("global", 6): (32, 1024, 128), ("shared", 3): (32, 1024, 32),
+                    ("shared", 5): (32, 1024, 32)}  # fmt: skip
+    code, _, err = cli(*command, "--backend", "gpu")
+    assert code == 2 and "--memory counts in the emulator" in err
