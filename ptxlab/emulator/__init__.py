@@ -18,6 +18,7 @@ from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of
 from ptxlab.emulator.launch import CHECKS, MAX_STEPS, MODES, ON_REQUEST, Result, run, size_of
+from ptxlab.emulator.unneeded import Need, Ran, Statement, needs_of, statements_of
 
 __all__ = [
     "CHECKS",
@@ -31,14 +32,19 @@ __all__ = [
     "Instruction",
     "LaneType",
     "Module",
+    "Need",
     "PackedOperand",
     "PointerAccess",
+    "Ran",
     "Result",
     "SharedAccess",
+    "Statement",
     "Variable",
     "accesses_of",
     "chain",
+    "needs_of",
     "parse",
     "run",
     "size_of",
+    "statements_of",
 ]

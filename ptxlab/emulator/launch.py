@@ -31,6 +31,7 @@ from ptxlab.emulator.core.wave import LaunchState
 from ptxlab.emulator.front.ir import Entry, Module
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.types import Array
+from ptxlab.emulator.unneeded import Statement, leave_out
 from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.layout.tensor_map import TENSOR_MAP_BYTES, TensorMap
 from ptxlab.spec import MOST_BLOCKS
@@ -88,6 +89,7 @@ def run(
     programmatic: bool = False,
     count_banks: bool = False,
     step_clock: bool = False,
+    without: Collection[Statement] = (),
 ) -> Result:
     """Run a kernel of a parsed module (or of PTX text).
 
@@ -103,7 +105,8 @@ def run(
     `seed`; in "late" the lanes of a warp execute their strong stores (relaxed, volatile, release) at two times, too.
     `max_steps` bounds the instructions that a wave of blocks dispatches (None: `MAX_STEPS`); lanes that spin on what no
     other will change are found before that. With `count_banks` the result tells what accesses to memory
-    cost; with `step_clock` every warp has a clock of its own (`step_clock`).
+    cost; with `step_clock` every warp has a clock of its own (`step_clock`). `without` are fences and waits to
+    leave out (`unneeded`).
 
     Raises `ArgumentError` before anything runs; `UnknownInstruction`, `MemoryFault`, `Deadlock` and other
     `EmulationError`s with the place in the source. No array is modified then.
@@ -111,6 +114,7 @@ def run(
     started = time.perf_counter()
     module = parse(module) if isinstance(module, str) else module
     kernel = kernel_named(module, entry)
+    kernel = leave_out(kernel, without) if without else kernel
     sizes = size_of("grid", grid), size_of("block", block), cluster_of(kernel, size_of("cluster", cluster))
     checks, max_steps = frozenset(checks), MAX_STEPS if max_steps is None else max_steps
     chain = current()

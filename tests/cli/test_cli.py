@@ -493,4 +493,31 @@ def test_memory_by_source_line(cli: Any, tmp_path: Path) -> None:
     assert rows == {("global", 3): (32, 128, 128), ("global", 6): (32, 1024, 128), ("shared", 3): (32, 1024, 32),
                     ("shared", 5): (32, 1024, 32)}  # fmt: skip
     code, _, err = cli(*command, "--backend", "gpu")
-    assert code == 2 and "--memory counts in the emulator" in err
+    assert code == 2 and "--memory runs in the emulator" in err
+
+
+REVERSE = """extern "C" __global__ void reverse(int* a) {
+    __shared__ int s[64];
+    s[threadIdx.x] = a[threadIdx.x];
+    __syncthreads();
+    a[threadIdx.x] = s[63 - threadIdx.x];
+}
+"""
+
+
+def test_unneeded_fences_and_waits(cli: Any, tmp_path: Path) -> None:
+    """Of two barriers in a row one will do. The kernel's array is the same in each run."""
+    barrier = "__syncthreads();"
+    (tmp_path / "r.cu").write_text(REVERSE.replace(barrier, f"{barrier}\n{barrier}"))
+    np.savez(tmp_path / "in.npz", a=np.arange(64, dtype=np.int32))
+    command = ("run", tmp_path / "r.cu", "--in", tmp_path / "in.npz", "--block", "64", "--unneeded")
+    code, out, _ = cli(*command)
+    assert code == 0 and re.search(r"r\.cu:4 +bar\.sync +no run needed it", out)
+    assert re.search(r"r\.cu:5 +bar\.sync +another does its work", out) and "Evidence, no proof" in out
+    (tmp_path / "r.cu").write_text(REVERSE)
+    code, out, _ = cli(*command, "--json")
+    (row,) = json.loads(out)
+    assert (code, row["line"], row["verdict"], row["why"]) == (0, 4, "needed", "early: race at r.cu:5")
+    (tmp_path / "r.cu").write_text(REVERSE.replace(barrier, "__syncwarp();"))
+    code, out, err = cli(*command)
+    assert code == 1 and "a finding with all fences and waits in place: race at r.cu:5" in err
