@@ -234,7 +234,7 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
         tokens = np.zeros(len(indices), np.uint64)
         for barrier, who in at.objects(lanes):
             for watcher in machine.watchers if releases else ():
-                watcher.phase_arrive(barrier.place, as_lanes(indices[who]))
+                watcher.phase_arrive(instruction, barrier.place, as_lanes(indices[who]))
             if not (drop or expects or partial or argument) and len(who) <= barrier.missing:  # one each
                 tokens[who] = barrier.phase << _PENDING | barrier.missing - np.arange(len(who))
                 barrier.arrive(len(who))
@@ -269,7 +269,7 @@ def _wait(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode, s
         if success:
             pending.observe(place)
         for watcher in machine.watchers if success and acquires else ():
-            watcher.phase_wait(place, lanes)
+            watcher.phase_wait(instruction, place, lanes)
         write(lanes, np.array([success]))
 
     def wait(lanes: Lanes) -> Successors:
