@@ -16,6 +16,7 @@ from ptxlab.emulator.checks.happens_before import HappensBefore
 from ptxlab.emulator.checks.in_flight import InFlight
 from ptxlab.emulator.checks.initialised import Initialised
 from ptxlab.emulator.checks.load_taint import LoadTaint
+from ptxlab.emulator.checks.mbarrier_life import MBarrierLife
 from ptxlab.emulator.checks.packed_lanes import PackedLanes
 from ptxlab.emulator.checks.race import Races
 from ptxlab.emulator.checks.race_cluster_exit import RaceClusterExit
@@ -309,6 +310,8 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
             yield RacePdl(machine, order)
     if in_flight:
         yield in_flight
+    if "async" in checks and machine.launch.entry.uses("mbarrier.init"):
+        yield MBarrierLife(machine)
     if in_flight and machine.launch.entry.uses("wgmma"):
         yield RegistersInUse(machine)
 

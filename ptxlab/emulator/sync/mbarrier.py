@@ -37,6 +37,7 @@ class MBarrier:
         self.machine, self.place, self.instruction = machine, place, instruction
         self.count = self.missing = count
         self.bytes = 0  # expected and not yet copied; negative if the copy came first
+        self.expected_by: Instruction | None = None  # the last to expect bytes
         self.phase = 0  # phases completed so far
         self.waiting: list[tuple[Parked, Finish]] = []  # for the current phase
 
@@ -181,10 +182,13 @@ def _invalidate(machine: Machine, instruction: Instruction, pc: int, opcode: Opc
     at = MBarrierOperand(machine, instruction, space, instruction.operands[0], "store")
 
     def invalidate(lanes: Lanes) -> None:
-        for barrier, who in at.objects(lanes):
+        offsets = at.locate(lanes)
+        for barrier, who in at.objects(lanes, offsets):
             if barrier.waiting:
                 at.fail(indices_of(lanes)[who[0]], f"threads still wait at {barrier}")
             del at.mbarriers.at[barrier.place]
+        for watcher in machine.watchers:  # whoever uses it has to be done
+            watcher.store(at.access, lanes, offsets, np.zeros(len(offsets), np.uint64))
 
     return invalidate
 
@@ -200,6 +204,7 @@ def _transactions(machine: Machine, instruction: Instruction, pc: int, opcode: O
     def transact(lanes: Lanes) -> None:
         sizes = np.broadcast_to(read(lanes), len(indices_of(lanes))).astype(np.int64)
         for barrier, who in at.objects(lanes):
+            barrier.expected_by = instruction if sign > 0 else barrier.expected_by
             for i in who:
                 try:
                     barrier.expect(sign * int(sizes[i]))
@@ -225,6 +230,7 @@ def _arrive(machine: Machine, instruction: Instruction, pc: int, opcode: Opcode,
         if partial and argument >= barrier.missing:
             raise ValueError(f"{instruction.opcode} would complete a phase of {barrier}")
         if expects:
+            barrier.expected_by = instruction
             barrier.expect(argument)
         barrier.arrive(1 if expects else argument, drop)
 
