@@ -60,13 +60,13 @@ class MBarrierLife(Check):
             self.report(instruction, "async", lanes, wrong, message)
 
     def end(self) -> None:
-        """A phase whose bytes do not come, or come too many, and for which nobody waits."""
+        """Phases for which nobody waits, and whose bytes came in part, or too many; if none came, none was to come."""
         for barrier in self.mbarriers.at.values():
-            if barrier.bytes:
+            if barrier.bytes not in (0, barrier.expected):
                 lost = f"expects {barrier.bytes} bytes more than copies have brought"
                 surplus = f"has got {-barrier.bytes} bytes that nobody expected"
                 lanes = np.array(
                     [self.machine.cluster_memory.block_at(np.array([barrier.place]))[0] * self.machine.stride]
                 )
                 message = f"at the end {barrier} {lost if barrier.bytes > 0 else surplus},"
-                self.report(barrier.expected_by or barrier.instruction, "async", lanes, np.array([True]), message)
+                self.report(barrier.expected_by, "async", lanes, np.array([True]), message)

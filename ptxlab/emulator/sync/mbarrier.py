@@ -37,7 +37,7 @@ class MBarrier:
         self.machine, self.place, self.instruction = machine, place, instruction
         self.count = self.missing = count
         self.bytes = 0  # expected and not yet copied; negative if the copy came first
-        self.expected_by: Instruction | None = None  # the last to expect bytes
+        self.expected, self.expected_by = 0, instruction  # bytes in this phase, and the last to expect some
         self.phase = 0  # phases completed so far
         self.waiting: list[tuple[Parked, Finish]] = []  # for the current phase
 
@@ -52,6 +52,7 @@ class MBarrier:
     def expect(self, size: int) -> None:
         """Bytes are to come; negative: have come."""
         self.bytes += size
+        self.expected += max(size, 0)
         if abs(self.bytes) > LARGEST:
             raise ValueError(f"{self} expects {self.bytes} bytes, beyond {LARGEST}")
         self.look()
@@ -61,7 +62,7 @@ class MBarrier:
         self.machine.unit(MBarriers).vain = 0
         if self.missing or self.bytes:
             return
-        self.phase, self.missing = self.phase + 1, self.count
+        self.phase, self.missing, self.expected = self.phase + 1, self.count, 0
         for watcher in self.machine.watchers:
             watcher.phase_complete(self.place)
         self.answer(True)

@@ -76,3 +76,10 @@ def test_bytes_that_do_not_add_up(expected, said, mode):
             "async",
             f"mbarrier.arrive.expect_tx.shared.b64 %y, [%r5], {expected};",
         ) and said in message
+
+
+@both_modes
+def test_a_phase_that_nobody_feeds(mode):
+    """A block may expect what others send to some blocks only, and not wait."""
+    copy = next(line for line in BEGIN.split("\n") if line.startswith("cp.async.bulk"))
+    assert not found(BEGIN.replace(copy + "\n", ""), mode, 256)

@@ -92,3 +92,43 @@ def test_atomics_of_a_narrow_scope_race(access, blocks, cluster, races):
     found = run(text, np.zeros(32 * blocks, np.uint32), a, threads=32, blocks=blocks, **how).findings
     assert [(f.kind, f.line) for f in found] == ([("race", line_of(text, access))] if races else [])
     assert all("as a scope does not reach the other block" in f.message for f in found)
+
+
+REMOTE = """mov.u32 %r0, %cluster_ctarank; mov.u32 %r5, bar; mov.u32 %r6, buf; setp.eq.u32 %q, %r0, 0; mov.u32 %s, 0;
+@%q mbarrier.init.shared.b64 [%r5], 1;
+barrier.cluster.arrive; barrier.cluster.wait;
+@%q bra READ;
+mapa.shared::cluster.u32 %r7, %r5, 0; mapa.shared::cluster.u32 %r8, %r6, 0;
+st.shared::cluster.u32 [%r8], 7;
+mbarrier.arrive{}.shared::cluster.b64 _, [%r7];
+bra DONE;
+READ:
+mbarrier.try_wait.parity{}.shared::cta.b64 %p, [%r5], 0;
+@!%p bra READ;
+ld.shared.u32 %s, [%r6];
+DONE:
+barrier.cluster.arrive; barrier.cluster.wait;
+"""
+
+
+@both_modes
+@pytest.mark.parametrize(
+    ("arrive", "wait", "side"),
+    [
+        ("", "", ""),  # the ISA says .cta; see `scopes`
+        (".release.cluster", ".acquire.cluster", ""),
+        (".release.cta", ".acquire.cluster", "finds a release"),
+        (".release.cluster", ".acquire.cta", "acquires"),
+    ],
+)
+def test_arrivals_from_another_block(arrive, wait, side, mode):
+    outside = ".shared .align 128 .b8 buf[128]; .shared .align 8 .b64 bar[1];"
+    text = kernel(REMOTE.format(arrive, wait) + STORE, outside=outside)
+    out = np.zeros(2, np.uint32)
+    found = run(text, out, threads=1, blocks=2, cluster=2, checks=emulator.CHECKS, mode=mode).findings
+    assert out[0] == 7
+    assert [(f.kind, f.line) for f in found] == ([("race", line_of(text, "ld.shared"))] if side else [])
+    waits = line_of(text, "try_wait")
+    assert all(
+        f"line {waits} {side} in scope .cta only, which does not reach the other block" in f.message for f in found
+    )
