@@ -195,6 +195,9 @@ def run(
         if backend == "gpu":
             raise CommandLineError(f"{option} runs in the emulator: leave --backend gpu out")
         backend = "emulator"
+    if unneeded:
+        given = {"--out": outputs, "--memory": memory or None, "--late": late or None}
+        refuse(given, "goes with one run, and --unneeded makes many: early, late, with seeds")
     spec, source, entry = kernels.resolve(target)
     if spec is not None:
         only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
