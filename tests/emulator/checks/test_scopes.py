@@ -35,35 +35,30 @@ ACQUIRES = {
 }
 
 
-def hand_over(
-    release: str, acquire: str, scopes: tuple[str, str], mode: str, cluster: int = 1, blocks: int = 2
-) -> list:
+def hand_over(release: str, acquire: str, scopes: tuple[str, str], cluster: int = 1, blocks: int = 2) -> list:
     look, behind = (part.format(scopes[1]) for part in ACQUIRES[acquire])
     body = HAND_OVER.replace("RELEASE", RELEASES[release].format(scopes[0])).replace("ACQUIRE", look)
     text = kernel(body.replace("BEHIND", behind) + STORE, ".param .u64 out, .param .u64 a")
     out, a = np.zeros(blocks, np.uint32), np.zeros(2, np.uint32)
-    how = {"checks": emulator.CHECKS, "mode": mode, "cluster": cluster}
+    how = {"checks": emulator.CHECKS, "cluster": cluster}
     result = run(text, out, a, threads=1, blocks=blocks, **how)
     assert out[1] == 7
     data = line_of(text, "ld.global.u32 %s")
     return [f.message for f in result.findings if f.line == data and f.kind == "race"]
 
 
-@both_modes
 @pytest.mark.parametrize("acquire", ACQUIRES)
 @pytest.mark.parametrize("release", RELEASES)
-def test_scopes_between_blocks(release, acquire, mode):
+def test_scopes_between_blocks(release, acquire):
     """Either side's `.cta` spoils it between blocks; `.cluster` between those of one cluster does not."""
-    assert not hand_over(release, acquire, ("gpu", "gpu"), mode)
-    assert not hand_over(release, acquire, ("sys", "gpu"), mode)
+    assert not hand_over(release, acquire, ("gpu", "gpu"))
+    assert not hand_over(release, acquire, ("sys", "gpu"))
     for scopes in (("cta", "gpu"), ("gpu", "cta"), ("cluster", "gpu")):
-        (said,) = hand_over(release, acquire, scopes, mode)
-        assert (
-            f"in scope .{'cluster' if 'cluster' in scopes else 'cta'} only, which does not reach the other block"
-            in said
-        )
-    assert not hand_over(release, acquire, ("cluster", "cluster"), mode, cluster=2)
-    assert hand_over(release, acquire, ("cluster", "cta"), mode, cluster=2)
+        (said,) = hand_over(release, acquire, scopes)
+        narrow = "cluster" if "cluster" in scopes else "cta"
+        assert f"in scope .{narrow} only, which does not reach the other block" in said
+    assert not hand_over(release, acquire, ("cluster", "cluster"), cluster=2)
+    assert hand_over(release, acquire, ("cluster", "cta"), cluster=2)
 
 
 def test_a_wider_fence_holds_beside_a_narrower_one():
