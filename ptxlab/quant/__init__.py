@@ -5,6 +5,7 @@ DLPack, bfloat16 too, are taken as NumPy's.
 """
 
 from ptxlab.quant.activations import QuantizedActivations, quantize_activations, token_scales
+from ptxlab.quant.affine import AffineWeight
 from ptxlab.quant.inputs import GROUPS
 from ptxlab.quant.int4 import MAX_INT4_SCALE, Int4Weight, quantize_int4
 from ptxlab.quant.kv import KV_SCHEMES, KVScheme, QuantizedKV, calibrate_kv, quantize_kv
@@ -19,6 +20,7 @@ __all__ = [
     "KV_SCHEMES",
     "MAX_INT4_SCALE",
     "PROTECTIVE_RANGE",
+    "AffineWeight",
     "Int4Weight",
     "KVScheme",
     "LQQWeight",
