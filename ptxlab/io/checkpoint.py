@@ -110,7 +110,7 @@ class CheckpointFolder:
         files = [self.path / name for name in sorted({*names.values()})]
         files = files or sorted({file for pattern in self._PATTERNS for file in self.path.glob(pattern)})
         if not files:
-            raise FileError(f"{self.path}: no {' or '.join(self._PATTERNS).replace('*.', '.')} file")
+            raise FileError(f"{self.path}: no {' or '.join(self._PATTERNS).replace('*', '')} file")
         self._files: dict[str, Any] = {}
         self.tensors: dict[str, TensorInfo] = {}
         for checkpoint in map(type(self)._OPEN, files):

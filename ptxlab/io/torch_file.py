@@ -9,7 +9,7 @@ import os
 import pickletools
 import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -150,10 +150,13 @@ class _Program:
 
     def run(self, pickle: bytes) -> Any:
         """What the program leaves. Raises what `DAMAGE` has for one that is broken, FileError for anything else."""
-        for opcode, argument, _ in _opcodes(pickle):
-            if opcode == "STOP":
-                return self.stack.pop()
-            self.step(opcode, argument)
+        try:
+            for opcode, argument, _ in pickletools.genops(pickle):
+                if opcode.name == "STOP":
+                    return self.stack.pop()
+                self.step(opcode.name, argument)
+        except (IndexError, struct.error) as error:
+            raise ValueError(str(error)) from None
         raise ValueError("the pickle has no end")
 
     def step(self, opcode: str, argument: Any) -> None:
@@ -252,14 +255,6 @@ class _Program:
         return _Tensor((storage, size(first), sizes))
 
 
-def _opcodes(pickle: bytes) -> Iterator[tuple[str, Any, int | None]]:
-    try:
-        for opcode, argument, position in pickletools.genops(pickle):
-            yield opcode.name, argument, position
-    except (IndexError, struct.error) as error:
-        raise ValueError(str(error)) from None
-
-
 def text(value: Any) -> str:
     """A string; ValueError for anything else, of which a hash or a message might never end."""
     if not isinstance(value, str):
@@ -288,5 +283,6 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """A checkpoint of whatever container: a file or a folder of safetensors, else of `torch.save` (.pt, .pth, .bin)."""
     source = Path(path)
     if source.is_dir():
-        return CheckpointFolder(source) if any(source.glob("*.safetensors")) else TorchFolder(source)
+        of_torch = [file for pattern in TorchFolder._PATTERNS for file in source.glob(pattern)]
+        return TorchFolder(source) if of_torch and not any(source.glob("*.safetensors")) else CheckpointFolder(source)
     return TorchFile(source) if source.suffix in (".pt", ".pth", ".bin") else Checkpoint(source)
