@@ -33,6 +33,7 @@ from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.checkpoint import FLOATS, TensorInfo
 from ptxlab.io.files import read_text
 from ptxlab.io.torch_file import OpenCheckpoint, open_checkpoint
+from ptxlab.layout.storage import METADATA_KEY
 from ptxlab.quant import AffineWeight, LQQWeight
 from ptxlab.quant.inputs import extremes
 from ptxlab.reference.packed import F32, U8
@@ -46,7 +47,7 @@ UNKNOWN_RANGE = 127  # of level 1, which no file says
 
 
 @dataclass(frozen=True)
-class Format:
+class ForeignFormat:
     """A format: the names that a matrix needs and those that it may have beside, its sizes and its weight.
 
     `shapes(N, K, G)` are those of its tensors, dtypes "float" for any of `FLOATS`; `sizes` gives N, K and G (1 without
@@ -66,7 +67,7 @@ class ForeignMatrix:
     """A matrix of a format: its tensors by the last part of their names; K/groups weights share constants."""
 
     name: str
-    format: Format
+    format: ForeignFormat
     tensors: Mapping[str, str]
     N: int
     K: int
@@ -85,6 +86,8 @@ class ForeignCheckpoint:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.file: OpenCheckpoint = open_checkpoint(path)
+        if METADATA_KEY in self.file.metadata:
+            raise FileError(f"{self.path}: holds packed weights already")
         self.stated = _stated(self.path if self.path.is_dir() else self.path.parent)
         self.matrices: dict[str, ForeignMatrix] = {}
         self.tensors: dict[str, TensorInfo] = {}
@@ -104,8 +107,8 @@ class ForeignCheckpoint:
     def weight(self, name: str) -> ForeignWeight:
         """The integers of a matrix. Raises FileError for scales that are not finite, and for values no 4 bits have."""
         matrix = self.matrices[name]
-        arrays = {part: self._array(tensor) for part, tensor in matrix.tensors.items()}
         try:
+            arrays = {part: self._array(tensor) for part, tensor in matrix.tensors.items()}
             return matrix.format.weight(arrays, self.stated.get("checkpoint_format") == "gptq_v2")
         except ArgumentError as error:
             raise FileError(f"{self.path}: {name}: {error}") from None
@@ -129,7 +132,9 @@ class ForeignCheckpoint:
         rule = f"{near.name} needs {', '.join(lacking)}" if lacking else f"not the shapes of {near.name}"
         raise FileError(f"{self.path}: {name}: {rule} (got {has})")
 
-    def _check(self, name: str, format: Format, parts: dict[str, TensorInfo], N: int, K: int, groups: int) -> None:
+    def _check(
+        self, name: str, format: ForeignFormat, parts: dict[str, TensorInfo], N: int, K: int, groups: int
+    ) -> None:
         expected = format.shapes(N, K, groups)
         for part, info in parts.items():
             if part not in expected:
@@ -231,7 +236,7 @@ def _qserve_channel(arrays: Arrays, _: bool) -> AffineWeight:
     """A file has zero·scale rounded to FP16: where it is an integer's, the zero is that integer."""
     scale, scaled = arrays["s1_scales"], arrays["s1_szeros"]
     with np.errstate(divide="ignore", invalid="ignore"):
-        zero = np.where(scale == 0, 0, scaled / scale).astype(np.float32)
+        zero = np.where(scaled == 0, 0, scaled / scale).astype(np.float32)
     if not np.isfinite(zero).all():
         raise ArgumentError("s1_szeros", "must be finite multiples of s1_scales", "infinity")
     whole = np.rint(zero)
@@ -294,7 +299,7 @@ def _qserve_sizes(qweight: tuple[int, ...], groups: int) -> tuple[int, int, int]
 
 
 _FORMATS = (
-    Format(
+    ForeignFormat(
         "QServe per group",
         ("qweight", "s1_scales", "s2_scales", "s2_zeros"),
         lambda found: _qserve_sizes(found["qweight"], (*found["s2_scales"], 0)[0]),
@@ -307,7 +312,7 @@ _FORMATS = (
         _qserve_groups,
         two_level=True,
     ),
-    Format(
+    ForeignFormat(
         "QServe per channel",
         ("qweight", "s1_scales", "s1_szeros"),
         lambda found: _qserve_sizes(found["qweight"], 1),
@@ -318,7 +323,7 @@ _FORMATS = (
         },
         _qserve_channel,
     ),
-    Format(
+    ForeignFormat(
         "compressed-tensors, packed",
         ("weight_packed", "weight_scale", "weight_shape"),
         lambda found: (found["weight_packed"][0], 8 * found["weight_packed"][1], (*found["weight_scale"], 1, 1)[1]),
@@ -331,7 +336,7 @@ _FORMATS = (
         },
         _compressed,
     ),
-    Format(
+    ForeignFormat(
         "compressed-tensors, integers",
         ("weight", "weight_scale"),
         lambda found: (found["weight"][0], found["weight"][1], (*found["weight_scale"], 1, 1)[1]),
@@ -342,7 +347,7 @@ _FORMATS = (
         },
         _compressed_integers,
     ),
-    Format(
+    ForeignFormat(
         "GPTQ",
         ("qweight", "qzeros", "scales"),
         lambda found: (
@@ -358,7 +363,7 @@ _FORMATS = (
         },
         _gptq,
     ),
-    Format(
+    ForeignFormat(
         "AWQ",
         ("qweight", "qzeros", "scales"),
         lambda found: (
