@@ -1,1 +1,4 @@
-"""Checkpoints: what quantising would do to them (`audit`), and a packed one made of them (`convert`)."""
+"""Checkpoints: what quantising would do to them (`audit`), and packed ones made of them (`convert`, `quantize`).
+
+`imports` takes those that others have quantised.
+"""

@@ -136,7 +136,9 @@ def _write_file(
             if name in fields:
                 with _naming(name):
                     weight, error = converted([checkpoint.weight(name)])
-                    packed = pack(weight, layout, unchecked=unchecked)
+                    packed = pack(weight, layout, unchecked=True)
+                if not unchecked:
+                    require_no_overflow(name, weight)
                 rows.append(_row(checkpoint.matrices[name], weight, error))
                 yield from contents(name, packed)
             else:
@@ -167,7 +169,7 @@ def _write_model(
     model, tokenizer = open_model(checkpoint.path)
     config, rows = model.config, []
     formats = sorted({matrix.format.name for matrix in checkpoint.matrices.values()})
-    partial = out.with_name(f".{out.name}.partial")
+    partial = out.with_name(f".{out.name}.import")
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
     partial.mkdir()
     try:

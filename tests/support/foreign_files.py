@@ -160,7 +160,8 @@ def of_format(name: str, w: np.ndarray, group: int = 64) -> Arrays:
 
 
 FORMATS = ("qserve", "qserve_channel", "w4a8", "w4a16", "w4a16_asymmetric", "gptq", "awq")
-SMALL = {"hidden_size": 128, "intermediate_size": 256}  # multiples of QServe's tiles, keys and values too
+# Multiples of QServe's tiles, keys and values too, and heads of 64 dimensions, which kernels take
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def write_model(folder: Path, format: str, *, container: str = "safetensors", group: int = 64, **changes: Any) -> Path:

@@ -100,16 +100,12 @@ def overflowing(path: Path) -> Path:
 
 def test_groups_that_overflow_are_refused_with_their_place(tmp_path: Path) -> None:
     source, out = overflowing(tmp_path / "in.safetensors"), tmp_path / "out.safetensors"
-    message = (
-        r"a\.q\.weight: .*must restore to -128\.\.127, unless unchecked \(got .*\.\.140 in row 9, group 1, scale 16; 2"
-    )
-    with pytest.raises(ArgumentError, match=message):
+    place = r"\.\.140 in row 9, group 1, scale 16; 2 of 256 groups"
+    with pytest.raises(ArgumentError, match=rf"a\.q\.weight: must restore to -128\.\.127, unless .*{place}"):
         import_checkpoint(source, out)
     assert not out.exists()
     (row,) = import_checkpoint(source, out, unchecked=True)
-    assert (row.overflows, row.groups) == (2, 256) and row.overflow.endswith(
-        "140 in row 9, group 1, scale 16; 2 of 256 groups"
-    )
+    assert (row.overflows, row.groups) == (2, 256) and re.search(f"{place}$", row.overflow)
     (found,) = audit_file(out, pattern="a.*")
     assert found.unsafe_groups == 2
     with pytest.raises(FileError, match="must restore"):
