@@ -23,8 +23,8 @@ def import_(
 ) -> None:
     """Import a checkpoint of QServe, compressed-tensors, GPTQ or AWQ.
 
-    Integers are taken over exactly where a scheme here holds them, else quantised again with the error shown. Nothing
-    in a file is executed.
+    Integers are taken over exactly where a scheme here holds them, else rounded, with the error shown. Nothing in a
+    file is executed.
     """
     with progress_bar("import", None, quiet=as_json) as advance:
         rows = import_checkpoint(source, out, layout=layout, unchecked=unchecked, progress=advance)

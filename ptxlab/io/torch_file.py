@@ -21,7 +21,7 @@ from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.checkpoint import FLOATS, Checkpoint, CheckpointFolder, TensorInfo
 from ptxlab.io.files import DAMAGE
 
-MAX_PICKLE = 1 << 26  # bytes of data.pkl, of which a model of thousands of tensors needs less than one in a hundred
+MAX_PICKLE = 1 << 24  # bytes of data.pkl; that of a model of 8 billion weights has some 300,000
 _DTYPES = {
     "HalfStorage": ("F16", 2), "BFloat16Storage": ("BF16", 2), "FloatStorage": ("F32", 4), "DoubleStorage": ("F64", 8),
     "CharStorage": ("I8", 1), "ByteStorage": ("U8", 1), "BoolStorage": ("BOOL", 1), "ShortStorage": ("I16", 2),

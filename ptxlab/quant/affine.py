@@ -5,8 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ptxlab.quant.inputs import GROUPS
+from ptxlab.quant.level1 import PROTECTIVE_RANGE
+from ptxlab.quant.lqq import MAX_GROUP_SCALE, LQQWeight
 from ptxlab.quant.qoq import QoQChannelWeight
 from ptxlab.reference.packed import F32, U8
+
+# Of the least channel scale that spans a row: a larger one may suit the groups' scales better
+_CHANNEL_SCALES = np.linspace(1, 1.5, 16, dtype=np.float32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,3 +52,38 @@ class AffineWeight:
         if self.scale.shape[1] != 1 or (zero != self.zero).any():
             return None
         return QoQChannelWeight(self.q4, self.scale[:, 0], zero[:, 0])
+
+    def nearest_lqq(self) -> LQQWeight | None:
+        """`lqq` of the same groups, each with its scale and smallest weight rounded to integers of a row's unit.
+
+        That unit, the channel scale, is the one of a few that loses least; then each q4 is rounded anew. No nibble of a
+        group leaves s8. None where the groups are none of `GROUPS`, not contiguous, or one has no positive scale.
+        """
+        if self.group not in GROUPS or self.group_of is not None or (self.scale <= 0).any():
+            return None
+        N, G = self.scale.shape
+        q4 = self.q4.reshape(N, G, -1).astype(np.float32)
+        mean, variance = q4.mean(axis=2), q4.var(axis=2)
+        low = -self.zero * self.scale
+        extent = np.maximum(np.abs(low), np.abs(low + 15 * self.scale)).max(axis=1) / PROTECTIVE_RANGE
+        scale, minimum, unit = np.ones_like(low), np.zeros_like(low), np.ones_like(extent)
+        least = np.full_like(extent, np.inf)
+        for factor in _CHANNEL_SCALES:
+            trial = (extent * factor)[:, None]
+            s = np.rint(self.scale / trial).clip(1, MAX_GROUP_SCALE)
+            tilt = s * trial - self.scale  # the error of a weight is q4·tilt + shift
+            m = np.rint((low - tilt * mean) / trial).clip(-128, 127 - 15 * s)
+            shift = m * trial - low
+            error = (tilt**2 * variance + (tilt * mean + shift) ** 2).sum(axis=1)
+            better = error < least
+            least = np.where(better, error, least)
+            scale[better], minimum[better], unit[better] = s[better], m[better], trial[better, 0]
+        exact = (q4 * self.scale[:, :, None] + low[:, :, None]) / unit[:, None, None]
+        rounded = np.rint((exact - minimum[:, :, None]) / scale[:, :, None]).clip(0, 15)
+        return LQQWeight(
+            q4=rounded.astype(np.uint8).reshape(self.shape),
+            group_scale=scale.astype(np.uint8),
+            minimum=minimum.astype(np.int8),
+            channel_scale=unit,
+            protective_range=PROTECTIVE_RANGE,
+        )

@@ -1,8 +1,9 @@
 """Checkpoints that others have quantised, as packed weights: exact where a scheme of ours holds their numbers.
 
 QServe's weights with groups are exact as `lqq`, whatever their zeros. Weights with one scale per row and a zero point
-in 0..15 are exact as `qoq_channel`. All others have float scales per group, which no kernel here takes: they are
-dequantised and quantised again to `lqq`, its group scales searched.
+in 0..15 are exact as `qoq_channel`. All others have float scales per group, where the kernels here take integers: they
+become the nearest `lqq` of the same groups (`AffineWeight.nearest_lqq`). Where groups are not contiguous, or no groups
+of ours, weights are dequantised and quantised from the beginning.
 """
 
 import os
@@ -38,7 +39,7 @@ from ptxlab.quant import (
 from ptxlab.validate import is_one_of
 from ptxlab.weights.audit import relative_error
 
-_FINEST = 64  # weights per group of what is quantised again, or fewer where the file has fewer
+_LQQ = ("q4", "group_scale", "minimum", "channel_scale")
 
 Progress = Callable[[str], None]  # called with the name of each matrix, or layer, that is done
 
@@ -106,21 +107,25 @@ def converted(parts: Sequence[ForeignWeight]) -> tuple[QuantizedWeight, float | 
     def joined(some: Sequence[Any], *fields: str) -> dict[str, Any]:
         return {name: np.concatenate([getattr(each, name) for each in some]) for name in fields}
 
-    two_level = [part for part in parts if isinstance(part, LQQWeight) and part.group == parts[0].group]
-    if len(two_level) == len(parts):
-        fields = joined(two_level, "q4", "group_scale", "minimum", "channel_scale")
-        return LQQWeight(**fields, protective_range=UNKNOWN_RANGE), None
+    one_group = len({part.group for part in parts}) == 1
+    if one_group and all(isinstance(part, LQQWeight) for part in parts):
+        return LQQWeight(**joined(parts, *_LQQ), protective_range=UNKNOWN_RANGE), None
     channels = [part.per_channel() for part in parts if isinstance(part, AffineWeight)]
     if len(channels) == len(parts) and None not in channels:
         return QoQChannelWeight(**joined(channels, "q4", "scale", "zero")), None
     floats = np.concatenate([part.dequantize() for part in parts])
-    weight = quantize_lqq(floats, _group(floats.shape[1], min(part.group for part in parts)), rounding="search")
+    nearest = [part.nearest_lqq() if isinstance(part, AffineWeight) else None for part in parts]
+    if one_group and None not in nearest:
+        weight = LQQWeight(**joined(nearest, *_LQQ), protective_range=PROTECTIVE_RANGE)
+    else:
+        group = _group(floats.shape[1], min(part.group for part in parts))
+        weight = quantize_lqq(floats, group, rounding="search")
     return weight, relative_error(floats, weight)
 
 
 def _group(K: int, group: int) -> int:
-    """Of what is quantised again from groups of so many."""
-    return max((size for size in GROUPS if size <= min(group, _FINEST) and K % size == 0), default=min(GROUPS))
+    """Of what has groups of so many, and no exact counterpart."""
+    return group if group in GROUPS else max((size for size in GROUPS[:2] if K % size == 0), default=GROUPS[0])
 
 
 def _write_file(

@@ -45,20 +45,32 @@ def test_a_file(format: str, packing: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours.dequantize(), theirs.dequantize())
     else:
         assert row.scheme == "lqq" and row.group == 64
-        again = quantize_lqq(theirs.dequantize(), 64, rounding="search")
-        np.testing.assert_array_equal(ours.dequantize(), again.dequantize())
+        np.testing.assert_array_equal(ours.dequantize(), theirs.nearest_lqq().dequantize())
         error = np.linalg.norm(ours.dequantize() - theirs.dequantize()) / np.linalg.norm(theirs.dequantize())
-        assert row.relative_error == pytest.approx(error, rel=1e-5) and 0.01 < error < 0.1
+        assert row.relative_error == pytest.approx(error, rel=1e-5) and 0.002 < error < 0.03
     kept = Checkpoint(out)
     assert kept.read("bias").tolist() == [1] * 64 and kept.read_bytes("ids").view(np.int64).tolist() == [0, 1, 2]
     (audited,) = [found for found in audit_file(out, pattern="a.*") if hasattr(found, "overflows")]
     assert (audited.scheme, audited.group, audited.overflows) == (row.scheme, row.group, 0)
 
 
-@pytest.mark.parametrize(("group", "again"), [(32, 32), (64, 64), (128, 64)])
-def test_groups_of_what_is_quantised_again(group: int, again: int, tmp_path: Path) -> None:
-    source = saved(tmp_path / "in.safetensors", of_format("w4a16_asymmetric", W.repeat(2, axis=1), group))
-    assert import_checkpoint(source, tmp_path / "out.safetensors")[0].group == again
+@pytest.mark.parametrize(("group", "ours"), [(16, 64), (32, 32), (128, 128), (256, 64)])
+def test_groups_of_what_is_not_exact(group: int, ours: int, tmp_path: Path) -> None:
+    """Those of the file where kernels take them."""
+    wide = np.concatenate([W, W[::-1], W, W], axis=1)
+    source = saved(tmp_path / "in.safetensors", of_format("w4a16_asymmetric", wide, group))
+    (row,) = import_checkpoint(source, tmp_path / "out.safetensors")
+    assert row.group == ours and 0.002 < row.relative_error < 0.1
+
+
+def test_groups_in_order_of_activation_are_quantised_again(tmp_path: Path) -> None:
+    q4, scale, zero = foreign_files.affine(W, 64)
+    arrays = foreign_files.gptq(q4, scale, zero, RNG.permutation(np.arange(128) // 64))
+    source, out = saved(tmp_path / "in.safetensors", arrays), tmp_path / "out.safetensors"
+    (row,) = import_checkpoint(source, out)
+    again = quantize_lqq(ForeignCheckpoint(source).read("a.q.weight"), 64, rounding="search")
+    np.testing.assert_array_equal(layout.unpack(layout.load(out)).dequantize(), again.dequantize())
+    assert row.group == 64 and 0.01 < row.relative_error < 0.1
 
 
 def test_zeros_between_integers_are_quantised_again(tmp_path: Path) -> None:
