@@ -14,79 +14,33 @@ The folders; imports go one way, from a later line of this list to an earlier on
 - Kernels: `kernels` has the specs and the public calls; the sources are in `ptx/` and `cuda_src/`. `model` puts the
   calls together to a decoder layer.
 - Tools: `sass`, `nsight`, `bench`, `profile`, `timeline`, `weights` (audit and convert checkpoints), `demo`.
-- Ways in: `jupyter`, `cli`, and `testing` for the project's own tests.
+- Ways in: `jupyter`, `cli`, and `testing`, the pytest plugin. `public` has the names that are offered here.
 """
 
-from typing import Any
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from ptxlab.errors import PtxlabError
-from ptxlab.kernels import find, run, specs
-from ptxlab.kernels.attention import (
-    AttentionWorkspace,
-    append_kv4,
-    attention_kv4,
-    attention_workspace,
-    rope_append_kv4,
-)
-from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
-from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
-from ptxlab.kernels.operation import release_memory
-from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
-from ptxlab.kernels.transfer import to_device
-from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, pack, stack_experts
-from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.quant import calibrate_kv, quantize_kv, smooth_attention
-from ptxlab.runtime import Kernel, Outcome, load, run_spec
-from ptxlab.sources import Source
-from ptxlab.spec import Arg, KernelSpec, Launch, WrongByDesign
-from ptxlab.spec.dtypes import ByVariant
+if TYPE_CHECKING:
+    from ptxlab.public import *  # noqa: F403
 
 __version__ = "0.2.0"
 
-__all__ = [
-    "Arg",
-    "AttentionWorkspace",
-    "ByVariant",
-    "ExpertWeights",
-    "KVCache",
-    "Kernel",
-    "KernelSpec",
-    "Launch",
-    "Outcome",
-    "PackedActivations",
-    "PackedWeight",
-    "PtxlabError",
-    "RoutedTokens",
-    "Source",
-    "TensorMap",
-    "Workspace",
-    "WrongByDesign",
-    "__version__",
-    "append_kv4",
-    "attention_kv4",
-    "attention_workspace",
-    "calibrate_kv",
-    "combine_experts",
-    "find",
-    "gemm_w4a8",
-    "gemm_w4a8_grouped",
-    "gemm_workspace",
-    "load",
-    "pack",
-    "quantize_activations",
-    "quantize_kv",
-    "release_memory",
-    "rmsnorm_quantize",
-    "rope_append_kv4",
-    "route_tokens",
-    "run",
-    "run_spec",
-    "silu_mul_quantize",
-    "smooth_attention",
-    "specs",
-    "stack_experts",
-    "to_device",
-]
+
+def __getattr__(name: str) -> Any:
+    """Folders and public names, imported when first asked for: pytest loads the plugin herein at every start."""
+    if name == "__all__":
+        return ["__version__", *import_module("ptxlab.public").__all__]
+    if name.startswith("_"):
+        raise AttributeError(f"module 'ptxlab' has no attribute {name!r}")
+    if find_spec(f"ptxlab.{name}"):
+        return import_module(f"ptxlab.{name}")
+    found = globals()[name] = getattr(import_module("ptxlab.public"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__getattr__("__all__")]
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -3,6 +3,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ import pytest
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ("tests.support.collection", "tests.support.device", "tests.support.recording")
+pytest_plugins = ["tests.support.collection", "tests.support.device", "tests.support.recording"]
+if not any(each.name == "ptxlab" for each in entry_points(group="pytest11")):  # a checkout installed before it had one
+    pytest_plugins.append("ptxlab.testing.plugin")
 
 # Examples take as long as the machine lets them: a deadline would only measure its load.
 hypothesis.settings.register_profile("ptxlab", deadline=None)

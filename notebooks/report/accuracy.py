@@ -19,6 +19,11 @@ PLACES = ("h200", "cpu")  # of the records, the one to be shown first
 COLOURS = {"channel": ORANGE, "g64": BLUE, "g32": RED}
 NAMES = {"channel": "per channel", "g64": "groups of 64", "g32": "groups of 32"}
 
+ORDER = (
+    "round to nearest", "rotation", "rotation of heads", "smoothing", "SmoothAttention", "groups", "reordering",
+    "clipping", "GPTQ",
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Accuracy:
@@ -73,7 +78,7 @@ def steps_figure(found: Accuracy) -> Figure:
     """The ladders of W4A8KV4 as QServe's Fig. 16 has them: perplexity after each step upon those before it."""
     rows = steps(points(found))
     text = next(iter(found.record["rows"][0]["perplexity"]))
-    order = list(dict.fromkeys(rows.step))
+    order = [step for step in ORDER if (rows.step == step).any()]
     ladders = {name: rows[rows.ladder == name] for name in COLOURS if (rows.ladder == name).any()}
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
@@ -84,7 +89,7 @@ def steps_figure(found: Accuracy) -> Figure:
             axes.annotate(f"{value:.2f}", (place, value), (0, 6), textcoords="offset points", ha="center", fontsize=8)
     exact = points(found)[text].iloc[0]
     axes.axhline(exact, color=GREY, linestyle="--", label=f"float32, {exact:.2f}")
-    axes.set_xticks(range(len(order)), [step.replace(", ", ",\n") for step in order], rotation=25, ha="right")
+    axes.set_xticks(range(len(order)), order, rotation=25, ha="right")
     axes.set_yscale("log")
     axes.set_ylabel(f"perplexity on {text}")
     removed = [_removed(of[text], exact) for of in ladders.values() if len(of) > 1]

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -125,8 +126,33 @@ def audit_table() -> str:
     return f"{markdown(table.set_axis(columns, axis=1), formats)}\n{note}\n"
 
 
+def proofs_table() -> str:
+    """What `ptxlab prove --all` decided, by subject, from its record."""
+    path = RESULTS / "proofs.json"
+    if not path.exists():
+        return MISSING
+    record = json.loads(path.read_text(encoding="utf-8"))
+    lines: dict[str, dict[str, Any]] = {}
+    for claim in record:
+        line = lines.setdefault(claim["subject"], {"subject": f"`{claim['subject']}`", "proved": [], "refuted": []})
+        line.setdefault(claim["verdict"], []).append(claim["name"])
+        line["seconds"] = line.get("seconds", 0.0) + claim["seconds"]
+    rows = [{name: _named(x) if isinstance(x, list) else x for name, x in line.items()} for line in lines.values()]
+    columns = ["subject", "proved", "refuted, as expected", "seconds"]
+    table = pd.DataFrame(rows)[["subject", "proved", "refuted", "seconds"]].set_axis(columns, axis=1)
+    wrong = [claim["name"] for claim in record if claim["verdict"] != claim["expect"]]
+    solvers = ", ".join(sorted({claim["solver"] for claim in record} - {"enumeration"}))
+    note = f"{len(record)} claims, {len(wrong)} not as expected; {solvers}, {sum(table.seconds):.0f} s of CPU time."
+    return f"{markdown(table, {'seconds': '{:.1f}'}, left=3)}\n{note}\n"
+
+
+def _named(claims: list[str]) -> str:
+    """Claims by name; of more than a screen can hold the first, the last and how many."""
+    return "; ".join(claims) if len(claims) <= 8 else f"all {len(claims)}, from {claims[0]} to {claims[-1]}"
+
+
 def attention_table() -> str:
-    """What a quantised KV cache costs attention on real text, as notebook 08 computes it."""
+    """What a quantised KV cache costs attention on real text, as notebook 04 computes it."""
     record = json.loads((RESULTS / "audit" / "kv_cache.json").read_text(encoding="utf-8"))
     table = pd.DataFrame(record["rows"])[["cache", "bits", "error", "worst"]]
     columns = ["KV cache", "bits per element, constants included", "relative error of attention", "worst layer"]
@@ -259,7 +285,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "ladder": ladder_section,
     "cost": cost_section,
     "w4a4_choice": w4a4.choice_table,
-    "w4a4_claims": w4a4.claims_table,
+    "w4a4_figures": w4a4.figures_table,
     "w4ax_schedules": w4a4.schedule_table,
     "accuracy": accuracy.section,
     "audit": audit_table,
@@ -274,5 +300,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "profile": profiletables.profile_section,
     "stalls": profiletables.stalls_section,
     "mistakes": showcase.page,
+    "fence_bugs": showcase.fences,
+    "proofs": proofs_table,
     "pipelines": pipelines.section,
 }

@@ -1,6 +1,6 @@
 """Plain kernels with one mistake each (`tests/outside/`), and what `ptxlab run` says of them.
 
-Each file is right with -D FIXED. The README shows the lines that are found, the command, its output and the remedy; all
+Each file is right with -D FIXED. The guide shows the lines that are found, the command, its output and the remedy; all
 but the remedy's wording comes from running it.
 """
 
@@ -32,10 +32,12 @@ class Mistake:
     threads: int
     wrong: str
     remedy: str
+    checks: str = "all"
+    place: str = ""  # folder below `tests/outside`
 
     def command(self, *more: str) -> str:
         """The command line, in the folder of the kernel and its inputs."""
-        options = " ".join((f"--block {self.threads} --check all", *more))
+        options = " ".join((f"--block {self.threads} --check {self.checks}", *more))
         return f"ptxlab run {self.name}.cu {options} --in {self.name}.npz"
 
 
@@ -61,9 +63,67 @@ MISTAKES = (
 )
 
 
-def folder() -> Path:
+def _fences(name: str, threads: int, wrong: str, remedy: str, checks: str = "all") -> Mistake:
+    return Mistake(name, threads, wrong, remedy, checks, "fences")
+
+
+FENCES = (
+    _fences(
+        "flashkda_24",
+        128,
+        "FlashKDA #24: an audit found two classes. Threads widen the state in shared memory, and a copy stores it; an "
+        "mbarrier is initialised, and the copy engine is to signal it",
+        "`fence.mbarrier_init` behind the initialisation, `fence.proxy.async` behind the stores",
+    ),
+    _fences(
+        "tileops_1574",
+        256,
+        "TileOPs #1574: about 3% of FusedMoe calls were wrong. A warp group stages its tile, and one thread has it "
+        "copied out, with neither fence nor barrier between",
+        "`fence.proxy.async` by all writers, then a barrier of the warp group",
+    ),
+    _fences(
+        "humming_45",
+        128,
+        "humming #45: wrong results on an H20. An epilogue stages tiles in one buffer, without a fence, and writes the "
+        "next one before the copy has read the last",
+        "`fence.proxy.async` behind the stores, `cp.async.bulk.wait_group.read 0` before the buffer is used again",
+    ),
+    _fences(
+        "tilelang_2634",
+        128,
+        "tilelang #2634: `gemm_sp` left the fence out, and 29,000 runs were right by luck. Threads lay operands "
+        "out for wgmma",
+        "`fence.proxy.async` between the stores and the barrier",
+    ),
+    _fences(
+        "sglang_39124",
+        128,
+        "sglang #39124: 86 of 100 runs differed on a B300. A product goes back to shared memory as an operand of the "
+        "next one",
+        "`fence.proxy.async` between the stores and the barrier",
+    ),
+    _fences(
+        "deepep_642",
+        32,
+        "DeepEP #642: wrong sums at large batches. A warp loads a row from shared memory, and the next copy overwrites "
+        "it",
+        "`fence.proxy.async` between the loads and the copy",
+        "all,proxy",
+    ),
+    _fences(
+        "transformer_engine_2695",
+        128,
+        "TransformerEngine #2695: a race in the amax kernels. All threads load a stage, and it is filled again",
+        "`fence.proxy.async` by the readers, before the barrier that releases the stage",
+        "all,proxy",
+    ),
+)
+
+
+def folder(place: str = "") -> Path:
     """Where the kernels are, in a checkout."""
-    return ROOT / "tests" / "outside"
+    return ROOT / "tests" / "outside" / place
 
 
 @cache
@@ -76,7 +136,7 @@ def output_of(mistake: Mistake) -> str:
         contextlib.redirect_stdout(printed),
         contextlib.suppress(SystemExit),  # 1 where something is found
     ):
-        shutil.copytree(folder(), scratch, dirs_exist_ok=True)
+        shutil.copytree(folder(mistake.place), scratch, dirs_exist_ok=True)
         runpy.run_path("inputs.py")
         cli.app(mistake.command().split()[1:])
     return printed.getvalue()
@@ -106,27 +166,37 @@ def excerpt(text: str, printed: str) -> Iterator[str]:
 
 
 def page() -> str:
-    """All of them, as Markdown."""
-    parts = []
-    for mistake in MISTAKES:
-        printed = output_of(mistake)
-        first, *others, summary = printed.splitlines()
-        source = folder() / f"{mistake.name}.cu"
+    """The three of the page on checks, as Markdown."""
+    return "\n".join(part for mistake in MISTAKES for part in shown(mistake))
+
+
+def fences() -> str:
+    """Those of the page on fences, as Markdown."""
+    return "\n".join(part for mistake in FENCES for part in shown(mistake))
+
+
+def shown(mistake: Mistake) -> list[str]:
+    """One of them, as lines of Markdown."""
+    printed = output_of(mistake)
+    *found, summary = printed.splitlines()
+    source = folder(mistake.place) / f"{mistake.name}.cu"
+    report: list[str] = []
+    for kind in dict.fromkeys(line.partition(":")[0] for line in found):
+        first, *others = [line for line in found if line.startswith(f"{kind}:")]
+        report += textwrap.wrap(first, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
         more = sorted({int(line) for other in others for line in re.findall(r"^[\w-]+: [^:]*:(\d+)", other)})
-        report = textwrap.wrap(first, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
         if others:
             at = f"line {more[0]}" if len(more) == 1 else f"lines {', '.join(map(str, more))}"
             report.append(f"... and {len(others)} more like it, {at}")
-        parts += [
-            f"**{mistake.wrong}.**\n",
-            "```cuda",
-            *excerpt(source.read_text(encoding="utf-8"), printed),
-            "```",
-            "```console",
-            f"$ {mistake.command()}",
-            *report,
-            summary,
-            "```",
-            f"Remedy: {mistake.remedy}.\n",
-        ]
-    return "\n".join(parts)
+    return [
+        f"**{mistake.wrong}.**\n",
+        "```cuda",
+        *excerpt(source.read_text(encoding="utf-8"), printed),
+        "```",
+        "```console",
+        f"$ {mistake.command()}",
+        *report,
+        summary,
+        "```",
+        f"Remedy: {mistake.remedy}.\n",
+    ]

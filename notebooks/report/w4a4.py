@@ -64,27 +64,27 @@ def _cost(gpu: cost.Device, scheme: str) -> cost.Cost:
     return gemm_cost(gpu, SCHEMES[scheme], _MANY, _MANY, _MANY, counts=counted)
 
 
-def claims_table() -> str:
+def figures_table() -> str:
     """What Atom and APEX4 report, what the model says, and by how much it is off."""
     found = published.predictions(counts.loop_counts)
     lines = [
         {
-            "paper": p.claim.source,
-            "GPU": p.claim.device,
-            "scheme": p.claim.scheme,
-            "M": f"{p.claim.M:,}",
-            "figure": f"over {p.claim.over}" if p.claim.over else "TOPS",
-            "reported": p.claim.reported,
-            "in turn": p.claim.form(p.in_turn),
-            "overlapped": p.claim.form(p.overlapped),
+            "paper": p.figure.source,
+            "GPU": p.figure.device,
+            "scheme": p.figure.scheme,
+            "M": f"{p.figure.M:,}",
+            "figure": f"over {p.figure.over}" if p.figure.over else "TOPS",
+            "reported": p.figure.reported,
+            "in turn": p.figure.form(p.in_turn),
+            "overlapped": p.figure.form(p.overlapped),
             "error in turn": f"{p.error:+.0%}",
         }
         for p in found
     ]
     needed = {
-        p.claim.device: published.instructions_per_sum(p.claim, counts.loop_counts)
+        p.figure.device: published.instructions_per_sum(p.figure, counts.loop_counts)
         for p in found
-        if p.claim.source == "APEX4"
+        if p.figure.source == "APEX4"
     }
     per_sum = counts.load_mma_loops()["archs"]["sm_80"]["per_sum"]
     note = (

@@ -1,15 +1,17 @@
 """Benchmarks: kernels beside their floor and their peers, recorded as JSON."""
 
 import platform
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from ptxlab import __version__, gpu, kernels, toolchain
-from ptxlab.bench import attention, dequant, emulation, gemm, layer, loads, peers, stream
+from ptxlab.bench import attention, dequant, emulation, gemm, layer, loads, own, peers, stream
 from ptxlab.bench.ceilings import Ceilings, measure_ceilings, shortfall
 from ptxlab.bench.record import Record, Row, Slower, compare, default_path, load, require_writable, save
 from ptxlab.errors import ArgumentError
+from ptxlab.kernels.own import specs_in
 
 __all__ = [
     "SUITES",
@@ -53,7 +55,8 @@ def run_suite(
     """Measure a suite, or one kernel of it, on the current GPU (the suite `emulator`: on the CPU).
 
     Args:
-        suite: `"dequant"`, `"load"`, `"gemm"`, `"attention"`, `"layer"`, `"emulator"`, or a kernel's name.
+        suite: `"dequant"`, `"load"`, `"gemm"`, `"attention"`, `"layer"`, `"emulator"`, a kernel's name, or `FILE.py`
+            with the specs of other kernels.
         progress: called with what is measured next.
         matrices: of a GEMM those alone, by (N, K).
         only: of the suite `layer` that part alone, by words (`layer.part`).
@@ -72,6 +75,8 @@ def run_suite(
     if suite == "emulator":
         device = {"name": platform.processor() or platform.machine(), "slug": "cpu"}
         return Record(suite, device, versions(None), {}, tuple(emulation.rows(progress)))
+    if Path(suite).suffix == ".py":
+        return _record(Path(suite).stem, lambda *given: own.rows(specs_in(Path(suite)), *given), progress)
     family = suite if suite in SUITES else kernels.find(suite)[0].family
     if family not in SUITES:
         raise ArgumentError("suite", f"emulator, {', '.join(SUITES)}, or a kernel of these families", suite)
@@ -80,13 +85,19 @@ def run_suite(
     names = [name for name, spec in kernels.specs().items() if suite in (name, spec.family)]
     if suite not in SUITES and not names:
         raise ArgumentError("suite", "a suite or a kernel by its bare name, in all its sources and forms", suite)
+    part = {"matrices": matrices} if matrices is not None else {"only": only} if only else {}
+    name = f"{suite}_part" if only else suite  # which is no record of the suite
+    return _record(name, lambda *given: SUITES[family](names, *given, **part), progress)
+
+
+def _record(suite: str, rows: Callable[..., Iterable[Row]], progress: Callable[[str], None]) -> Record:
+    """The rows beside the ceilings of the same run."""
     info = gpu.device_info()
     progress("ceilings")
     ceilings = measure_ceilings()
-    part = {"matrices": matrices} if matrices is not None else {"only": only} if only else {}
-    rows = tuple(SUITES[family](names, ceilings, progress, **part))
+    measured = tuple(rows(ceilings, progress))
     return Record(
-        suite=f"{suite}_part" if only else suite,  # which is no record of the suite
+        suite=suite,
         device={
             "name": info.name,
             "slug": info.slug,
@@ -97,8 +108,8 @@ def run_suite(
         },
         versions=versions(info),
         ceilings=ceilings.to_json(),
-        rows=rows,
-        invalid=shortfall(ceilings, info.slug) or stream.shortfall(rows, info.slug),
+        rows=measured,
+        invalid=shortfall(ceilings, info.slug) or stream.shortfall(measured, info.slug),
     )
 
 

@@ -1,4 +1,4 @@
-"""The `ptxlab` command. Every command takes `--json`; exit code 1 is a failed check, 2 is bad input."""
+"""The `ptxlab` command. Every command takes `--json`. Exit code 1: a failed check, 2: bad input, 3: undecided."""
 
 from collections.abc import Callable
 
@@ -12,6 +12,7 @@ from ptxlab.cli import (
     cost,
     generate,
     imports,
+    init,
     perplexity,
     profile,
     prove,
@@ -58,6 +59,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "generate": generate.generate,
     },
     "Project": {
+        "init": init.init,
         "demo": weights.demo,
         "doctor": weights.doctor,
     },

@@ -10,7 +10,7 @@ from ptxlab.cli.common import FAILED, AsJson, console, print_json, progress_bar,
 
 
 def bench(
-    suite: Annotated[str, typer.Argument(help="dequant, load, gemm, attention, layer, emulator, or one kernel.")],
+    suite: Annotated[str, typer.Argument(help="dequant, load, gemm, attention, layer, emulator, a kernel, FILE.py.")],
     against: Annotated[Path | None, typer.Option(help="Compare with a record; fail if a row got slower.")] = None,
     out: Annotated[
         Path | None,

@@ -83,7 +83,7 @@ def cost(
 def _papers(as_json: bool) -> None:
     found = published.predictions(counts.loop_counts)
     if as_json:
-        return print_json([{**vars(p.claim), "in_turn": p.in_turn, "overlapped": p.overlapped} for p in found])
+        return print_json([{**vars(p.figure), "in_turn": p.in_turn, "overlapped": p.overlapped} for p in found])
     console.print(table("What papers report, and the model", tables.PUBLISHED_COLUMNS, tables.published_lines(found)))
     console.print(tables.PUBLISHED, style="dim")
 

@@ -93,7 +93,8 @@ def generate(
     for i, text in enumerate(texts[1:], 2):
         _write(f"\n[{i}] {'' if chat else prompt}{tokenizer.decode(text.tokens)}\n")
     said = f"{rate:.1f} tokens/s" if rate else "1 token"
-    where = {"gpu": f"the GPU, CUDA graph of a step; prompt in chunks of {runner.chunk}", "numpy": "NumPy"}[backend]
+    how = "a CUDA graph per step, the prompt by the decode attention, in chunks of"
+    where = {"gpu": f"the GPU: {how} {runner.chunk} tokens", "numpy": "NumPy"}[backend]
     notes.print(
         f"[dim]{said}; prompt of {len(given)} tokens in {times[1] - times[0]:.2f} s; W4A8, KV4, on {where}[/]",
         highlight=False,

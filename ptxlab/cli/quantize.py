@@ -43,6 +43,12 @@ def quantize(
             rich_help_panel=_RECIPE, help="lqq, qoq, qoq_released, qoq_channel or rtn: calibrate a whole model."
         ),
     ] = None,
+    rotation: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel=_RECIPE, help="hadamard or random, of the residual stream. Default: the recipe's."
+        ),
+    ] = None,
     text: Annotated[
         str, typer.Option(rich_help_panel=_RECIPE, help="To calibrate with: wikipedia or a UTF-8 file.")
     ] = "wikipedia",
@@ -58,8 +64,9 @@ def quantize(
     when it is started again.
     """
     if recipe is None:
+        refuse({"--rotation": rotation}, "needs --recipe")
         return _file(Path(model), out, scheme or "lqq", group, layout, tensor or "*", as_json=as_json)
-    refuse({"--scheme": scheme, "--tensor": tensor}, "is of a file without --recipe")
+    refuse({"--scheme": scheme, "--tensor": tensor}, "is for a file without --recipe")
     for name, number in (("--samples", samples), ("--length", length)):
         if number < 1:
             raise expects(name, "an integer, 1 or more", number)
@@ -74,6 +81,7 @@ def quantize(
     from ptxlab.weights.quantize import check_packable, quantize_model
 
     steps = named(recipe).but(group=group)
+    steps = steps.but(rotate=rotation) if rotation else steps
     check_packable(steps, out)
     with download_bar(model, quiet=as_json) as downloaded:
         opened, tokenizer = open_model(model, downloaded)

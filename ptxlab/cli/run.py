@@ -1,6 +1,8 @@
 """Commands on kernels: `list`, `show`, `run`, `verify`."""
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,12 +36,13 @@ from ptxlab.cli.common import (
     table,
     written,
 )
-from ptxlab.errors import ArgumentError
+from ptxlab.errors import ArgumentError, EmulationError
 from ptxlab.io.files import load_arrays, require_folder, save_arrays
 from ptxlab.kernels import holders
 from ptxlab.runtime.arguments import checks_of, in_order, merge_sizes, output_variant, parse_integers, parse_sizes
 from ptxlab.sources import Source
 from ptxlab.spec import Arg, KernelSpec
+from ptxlab.testing import annotations
 from ptxlab.verify import Job, Verdict, check_rows, plan, plan_rows
 from ptxlab.verify import verify as verify_job
 
@@ -149,7 +152,8 @@ def run(
     outputs: Annotated[Path | None, typer.Option("--out", help="Write the kernel's outputs: FILE.npz.")] = None,
     backend: Backend = None,
     check: Annotated[
-        str, typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, or all.")
+        str,
+        typer.Option(help="Emulator checks, comma-separated: lanes, race, init, async, divergence, all; proxy."),
     ] = "",
     late: Annotated[
         bool, typer.Option("--late", help="Emulator: complete asynchronous copies as late as allowed, not at once.")
@@ -164,17 +168,24 @@ def run(
     arch: FileArch = None,
     define: FileDefine = None,
     as_json: AsJson = False,
+    form: Annotated[
+        str, typer.Option("--format", help="Findings as github (annotations of a workflow), sarif or json, alone.")
+    ] = "text",
 ) -> None:
     """Run a kernel, the project's or your own file, on arrays from an .npz, with the emulator's checks.
 
     A finding names line, thread, lane and operands; exit code 1 if there is one.
     """
+    if form not in ("text", *annotations.FORMATS):
+        raise expects("--format", f"one of text, {', '.join(annotations.FORMATS)}", form)
+    if as_json and form != "text":
+        raise CommandLineError("--json prints all there is: leave --format out")
     if outputs is not None:
         require_folder(outputs)
     arrays = load_arrays(inputs)
     checks, mode = checks_of("--check", check), "late" if late else "early"
     spec, source, entry = kernels.resolve(target)
-    with progress_bar(f"run {target}", None, quiet=as_json):
+    with _annotated(form, source.path), progress_bar(f"run {target}", None, quiet=as_json or form != "text"):
         if spec is not None:
             only = {"--grid": grid, "--block": block, "--shared": shared, "--arch": arch, "-D": define}
             refuse(only, f"is for files only: {spec.name} has a spec, which says it")
@@ -205,7 +216,9 @@ def run(
             )
     if outputs is not None:
         save_arrays(outputs, outcome.outputs)
-    if as_json:
+    if form != "text":
+        sys.stdout.write(annotations.render(form, map(annotations.of_finding, outcome.findings)))
+    elif as_json:
         print_json(
             {
                 "backend": outcome.backend,
@@ -224,6 +237,17 @@ def run(
         raise typer.Exit(FAILED)
 
 
+@contextmanager
+def _annotated(form: str, path: str) -> Iterator[None]:
+    """Print an error that ends the run as an annotation too."""
+    try:
+        yield
+    except EmulationError as error:
+        if form != "text":
+            sys.stdout.write(annotations.render(form, [annotations.of_error(error, annotations.relative(path))]))
+        raise
+
+
 def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
     """A size out of the file, without axes: an integer, or a float where a scalar argument is one."""
     if array.shape or name not in spec.symbols:
@@ -238,7 +262,7 @@ def _size(spec: KernelSpec, name: str, array: np.ndarray) -> int | float:
 def verify(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Kernels or families; NAME.ptx, NAME.cu selects a source, NAME:FORM a form."),
+        typer.Argument(help="Kernels or families, FILE.py with a spec; NAME.ptx selects a source, NAME:FORM a form."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Every kernel.")] = False,
     backend: Annotated[str | None, typer.Option(help="gpu or emulator. Default: each that is available.")] = None,

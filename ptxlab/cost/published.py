@@ -14,7 +14,7 @@ WIDTH = 4096  # N and K
 
 
 @dataclass(frozen=True)
-class Claim:
+class PublishedFigure:
     """A published figure: of a scheme's TOPS, or how many times as fast as `over` it is.
 
     Attributes:
@@ -44,56 +44,56 @@ class Claim:
         return self.form(self.least) if self.least == self.most else f"{self.least:.2f}-{self.form(self.most)}"
 
 
-CLAIMS = (
-    Claim("Atom §5.4.2", "rtx4090", "W4A4", 4096, 980, 980),
-    Claim("Atom §5.4.2", "rtx4090", "W4A4 outlier", 4096, 900, 900),
-    Claim("Atom §5.4.2", "rtx4090", "W4A4 Atom", 4096, 770, 770),
-    Claim("Atom §5.3.1", "rtx4090", "W4A4 Atom", 512, 3.4, 3.4, "FP16"),
-    Claim("Atom §5.3.1", "rtx4090", "W4A4 Atom", 512, 1.9, 1.9, "W8A8"),
-    Claim("APEX4", "rtx3090", "W4A4 g128", 4096, 2.0, 2.5, "FP16"),
-    Claim("APEX4", "a100", "W4A4 g128", 4096, 0.43, 0.47, "FP16"),
-    Claim("COMET §6.3", "a100", "W4Ax token", 16, 2.91, 2.91, "FP16"),
-    Claim("COMET §6.3", "a100", "W4Ax token", 64, 2.97, 2.97, "FP16"),
-    Claim("COMET §6.3", "a100", "W4Ax token", 256, 2.75, 2.75, "FP16"),
-    Claim("COMET §6.3", "a100", "W4Ax g128", 256, 2.75, 2.75, "FP16"),
+FIGURES = (
+    PublishedFigure("Atom §5.4.2", "rtx4090", "W4A4", 4096, 980, 980),
+    PublishedFigure("Atom §5.4.2", "rtx4090", "W4A4 outlier", 4096, 900, 900),
+    PublishedFigure("Atom §5.4.2", "rtx4090", "W4A4 Atom", 4096, 770, 770),
+    PublishedFigure("Atom §5.3.1", "rtx4090", "W4A4 Atom", 512, 3.4, 3.4, "FP16"),
+    PublishedFigure("Atom §5.3.1", "rtx4090", "W4A4 Atom", 512, 1.9, 1.9, "W8A8"),
+    PublishedFigure("APEX4", "rtx3090", "W4A4 g128", 4096, 2.0, 2.5, "FP16"),
+    PublishedFigure("APEX4", "a100", "W4A4 g128", 4096, 0.43, 0.47, "FP16"),
+    PublishedFigure("COMET §6.3", "a100", "W4Ax token", 16, 2.91, 2.91, "FP16"),
+    PublishedFigure("COMET §6.3", "a100", "W4Ax token", 64, 2.97, 2.97, "FP16"),
+    PublishedFigure("COMET §6.3", "a100", "W4Ax token", 256, 2.75, 2.75, "FP16"),
+    PublishedFigure("COMET §6.3", "a100", "W4Ax g128", 256, 2.75, 2.75, "FP16"),
 )
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """A claim with what the model says, everything in turn or overlapped."""
+    """A published figure with what the model says, everything in turn or overlapped."""
 
-    claim: Claim
+    figure: PublishedFigure
     in_turn: float
     overlapped: float
 
     @property
     def error(self) -> float:
         """Of the model in turn, over the nearer end of what is reported, minus 1; 0 within."""
-        nearest = min(max(self.in_turn, self.claim.least), self.claim.most)
+        nearest = min(max(self.in_turn, self.figure.least), self.figure.most)
         return self.in_turn / nearest - 1
 
 
-def predictions(counts_of: CountsOf, claims: Iterable[Claim] = CLAIMS) -> list[Predicted]:
-    """Every claim beside the model; `counts_of` knows what the scheme's main loop has on an architecture."""
+def predictions(counts_of: CountsOf, figures: Iterable[PublishedFigure] = FIGURES) -> list[Predicted]:
+    """Every figure beside the model; `counts_of` knows what the scheme's main loop has on an architecture."""
     found = []
-    for claim in claims:
-        cost = _cost(claim, claim.scheme, counts_of)
-        operations = 2 * claim.M * WIDTH * WIDTH / 1e6
-        base = _cost(claim, claim.over, counts_of).overlapped_us if claim.over else operations
-        found.append(Predicted(claim, base / cost.in_turn_us, base / cost.overlapped_us))
+    for figure in figures:
+        cost = _cost(figure, figure.scheme, counts_of)
+        operations = 2 * figure.M * WIDTH * WIDTH / 1e6
+        base = _cost(figure, figure.over, counts_of).overlapped_us if figure.over else operations
+        found.append(Predicted(figure, base / cost.in_turn_us, base / cost.overlapped_us))
     return found
 
 
-def instructions_per_sum(claim: Claim, counts_of: CountsOf) -> float:
+def instructions_per_sum(figure: PublishedFigure, counts_of: CountsOf) -> float:
     """What the reported figure needs, in turn: instructions of threads, one each issue slot, per sum that is scaled."""
-    gpu, cost = device(claim.device), _cost(claim, claim.scheme, counts_of)
-    reported_us = _cost(claim, claim.over, counts_of).overlapped_us / ((claim.least + claim.most) / 2)
-    sums = claim.M * WIDTH * WIDTH / SCHEMES[claim.scheme].group / 1e6
+    gpu, cost = device(figure.device), _cost(figure, figure.scheme, counts_of)
+    reported_us = _cost(figure, figure.over, counts_of).overlapped_us / ((figure.least + figure.most) / 2)
+    sums = figure.M * WIDTH * WIDTH / SCHEMES[figure.scheme].group / 1e6
     return (reported_us - cost.multiply_us - cost.dequantise_us) * gpu.issue_tips / sums
 
 
-def _cost(claim: Claim, scheme: str, counts_of: CountsOf) -> Cost:
-    gpu = device(claim.device)
+def _cost(figure: PublishedFigure, scheme: str, counts_of: CountsOf) -> Cost:
+    gpu = device(figure.device)
     counts = counts_of(SCHEMES[scheme], gpu.arch)
-    return gemm_cost(gpu, SCHEMES[scheme], claim.M, WIDTH, WIDTH, counts=counts)
+    return gemm_cost(gpu, SCHEMES[scheme], figure.M, WIDTH, WIDTH, counts=counts)

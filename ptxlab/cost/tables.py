@@ -117,8 +117,8 @@ def published_lines(found: Iterable[Predicted]) -> list[list[str]]:
     """Claims beside the model as lines of `PUBLISHED_COLUMNS`."""
     return [
         [
-            *(p.claim.source, p.claim.device, p.claim.scheme, f"{p.claim.M:,}", p.claim.over or "TOPS"),
-            *(p.claim.reported, p.claim.form(p.in_turn), p.claim.form(p.overlapped), f"{p.error:+.0%}"),
+            *(p.figure.source, p.figure.device, p.figure.scheme, f"{p.figure.M:,}", p.figure.over or "TOPS"),
+            *(p.figure.reported, p.figure.form(p.in_turn), p.figure.form(p.overlapped), f"{p.error:+.0%}"),
         ]
         for p in found
     ]

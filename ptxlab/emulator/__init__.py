@@ -17,12 +17,13 @@ from ptxlab.emulator.front.ir import Entry, Instruction, Module, Variable
 from ptxlab.emulator.front.lane_annotation import LaneType
 from ptxlab.emulator.front.parse import parse
 from ptxlab.emulator.front.pointer_accesses import PointerAccess, accesses_of
-from ptxlab.emulator.launch import CHECKS, MAX_STEPS, MODES, Result, run, size_of
+from ptxlab.emulator.launch import CHECKS, MAX_STEPS, MODES, STRICT, Result, run, size_of
 
 __all__ = [
     "CHECKS",
     "MAX_STEPS",
     "MODES",
+    "STRICT",
     "Chain",
     "Entry",
     "Finding",

@@ -9,6 +9,10 @@ their buffers against the waits (`checks.race_pdl`), whatever the spec says of i
 A wait is for the one kernel before. If that kernel does not wait itself, nobody has waited for those before it: so a
 programmatic kernel of which no thread waits is a finding too.
 
+The check "proxy" looks at proxies: what a kernel wrote with ordinary stores, and fenced nowhere, must not be read by
+the copy engine in a programmatic launch behind it, unless that fences behind its wait. (To which proxies the wait makes
+things visible, the PTX ISA does not say; in FlashInfer #3361 the engine saw what was there before.)
+
 The check "init" follows a buffer from launch to launch. Bytes that the kernel which outputs it has not written must not
 be read by a later one, unless the buffer was `given`.
 """
@@ -53,11 +57,16 @@ class Chain:
     _running: list["_Bytes"] = field(default_factory=list)  # what kernels that may still run write, as it was before
     _defined: list["_Bytes"] = field(default_factory=list)  # which bytes have been written
     _given: list["_Bytes"] = field(default_factory=list)
+    _unfenced: list["_Bytes"] = field(default_factory=list)  # which bytes were written without a proxy fence, and
+    _writers: list[str] = field(default_factory=list)  # by whom, from 1
 
     def enter(self, launch: LaunchState, buffers: Buffers, uninitialised: Iterable[int]) -> None:
         """A launch is about to begin."""
         if not launch.programmatic:
             self._running.clear()
+            self._unfenced.clear()
+        if launch.publishes:
+            launch.unfenced, launch.writers = np.zeros(launch.memory.size, np.uint32), self._writers
         for position, (array, region) in buffers.items():
             here = _address(array), launch.memory.arena[region.start : region.end]
             stale = [part for part in self._running if part.overlaps(*here)]
@@ -69,6 +78,9 @@ class Chain:
             if launch.defined is not None and position not in uninitialised:
                 for part in self._defined:
                     part.copy_to(here[0], launch.defined[region.start : region.end])
+            if launch.unfenced is not None:
+                for part in self._unfenced:
+                    part.copy_to(here[0], launch.unfenced[region.start : region.end])
 
     def leave(self, launch: LaunchState, buffers: Buffers) -> None:
         """A launch has ended; its buffers are about to be given what it has written."""
@@ -80,6 +92,8 @@ class Chain:
         for array, region in buffers.values():
             if region.written:
                 self._running.append(_Bytes(array, array.reshape(-1).view(np.uint8).copy()))
+                if launch.unfenced is not None:
+                    self._unfenced.append(_Bytes(array, launch.unfenced[region.start : region.end].copy()))
                 if launch.defined is not None:
                     written = launch.defined[region.start : region.end].copy()
                     for part in self._given:
@@ -89,7 +103,7 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class _Bytes:
-    """A value for each byte of an array: its contents, or whether it was written.
+    """A value for each byte of an array: its contents, whether it was written, or by whom.
 
     Holds the array, so that no other array gets its address.
     """

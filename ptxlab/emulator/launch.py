@@ -39,6 +39,7 @@ from ptxlab.validate import is_integer, is_one_of
 WAVE_LANES = 132 * 1024
 POISON = 0xCD  # what shared and local memory hold before they are written
 CHECKS = frozenset({"lanes", "race", "init", "async", "divergence"})
+STRICT = frozenset({"proxy"})  # known too, and not part of all: most kernels do without the fences that it asks for
 MODES = ("early", "late")
 LARGEST_CLUSTER = 16
 # Instructions that a wave of blocks dispatches, at some ten to a hundred microseconds each.
@@ -90,9 +91,10 @@ def run(
     `entry` may be None if the module has one kernel. `args` in launch order: a C-contiguous array is a global buffer,
     modified in place once the kernel has ended; a `TensorMap` is one over such an array; a NumPy scalar is passed by
     value and has exactly the parameter's size; bytes are a struct passed by value. `grid`, `block` and `cluster` are
-    sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS`; bounds and alignment are
-    always checked. `uninitialised` are positions in `args` of buffers whose contents count as never written,
-    `after_wait` of those that the kernel before on the stream may still write when this one begins (`race_pdl`);
+    sizes in x, y, z; `shared_bytes` is dynamic shared memory. `checks` is any of `CHECKS` and `STRICT`; bounds and
+    alignment are always checked. `uninitialised` are positions in `args` of buffers whose contents count as never
+    written, `after_wait` of those that the kernel before on the stream may still write when this one begins
+    (`race_pdl`);
     `programmatic` is whether it may begin before that has ended, of which within a `chain` alone it is known what.
     `mode` says when asynchronous operations complete: "early" at once, "late" when waited for, in an order drawn from
     `seed`; in "late" the lanes of a warp execute their strong stores (relaxed, volatile, release) at two times, too.
@@ -125,6 +127,7 @@ def run(
             for position, (_, region) in buffers.items():
                 launch.defined[region.start : region.end] = position not in uninitialised
         if chain is not None:
+            launch.publishes = "proxy" in checks
             chain.enter(launch, buffers, uninitialised)
         try:
             _run_waves(launch, checks, count_banks, step_clock)
@@ -216,8 +219,8 @@ def check_launch(kernel: Entry, sizes: Sizes, shared_bytes: int, checks: frozens
     if not is_integer(shared_bytes) or shared_bytes < 0 or kernel.dynamic_offset + shared_bytes > 227 * 1024:
         rule = "has to fit 227 KB with the kernel's static shared memory"
         raise ArgumentError("shared_bytes", rule, repr(shared_bytes))
-    if checks - CHECKS:
-        raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS))}", ", ".join(sorted(checks - CHECKS)))
+    if unknown := checks - CHECKS - STRICT:
+        raise ArgumentError("checks", f"are {', '.join(sorted(CHECKS | STRICT))}", ", ".join(sorted(unknown)))
     if not is_one_of(mode, MODES):
         raise ArgumentError("mode", f"must be one of {', '.join(MODES)}", mode)
     if not is_integer(seed) or seed < 0:
@@ -280,9 +283,10 @@ def _watchers(machine: Machine, checks: frozenset[str], count_banks: bool, step_
         yield Initialised(machine, taint)
     if "divergence" in checks and machine.launch.flow.aligned:
         yield Divergence(machine)
-    is_asynchronous = "async" in checks and machine.launch.entry.is_asynchronous
+    is_asynchronous = bool(checks & {"async", "proxy"}) and machine.launch.entry.is_asynchronous
+    is_asynchronous |= machine.launch.publishes
     order = Races(machine, taint) if "race" in checks else HappensBefore(machine) if is_asynchronous else None
-    in_flight = InFlight(machine, order) if is_asynchronous and order else None
+    in_flight = InFlight(machine, order, strict="proxy" in checks) if is_asynchronous and order else None
     if order:
         yield order
     if taint:

@@ -12,6 +12,7 @@ from ptxlab import sources
 from ptxlab.errors import ArgumentError, UnknownKernel
 from ptxlab.kernels import attention, dequant, gemm, moe, quantize
 from ptxlab.kernels import load as load_family
+from ptxlab.kernels.own import specs_in
 from ptxlab.runtime import Outcome, run_spec
 from ptxlab.runtime.arguments import check_flags, check_numbers, output_variant
 from ptxlab.sources import Source
@@ -55,7 +56,7 @@ def find(name: str) -> tuple[KernelSpec, tuple[Source, ...]]:
 
 def resolve_all(target: str) -> list[tuple[KernelSpec | None, tuple[Source, ...], str | None]]:
     """What a command line names: a kernel (`NAME`), a form of it (`NAME:FORM`), one source (`NAME.cu`, `NAME.cu:FORM`),
-    a family (`gemm`), `FILE[:entry]`.
+    a family (`gemm`), `FILE[:entry]`, `FILE.py[:NAME]` with specs of somebody's own.
 
     Returns:
         For each kernel: the spec (None for a file), the sources, the entry symbol (None: the only one of the file).
@@ -63,6 +64,12 @@ def resolve_all(target: str) -> list[tuple[KernelSpec | None, tuple[Source, ...]
     path, _, entry = target.partition(":")
     if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or Path(path).stem not in specs()):
         return [(None, (Source.read(path),), entry or None)]
+    if Path(path).suffix == ".py":
+        own = [(spec, found, spec.name) for spec, found in specs_in(Path(path)) if entry in ("", spec.name)]
+        if not own:
+            known = ", ".join(spec.name for spec, _ in specs_in(Path(path)))
+            raise ArgumentError("kernel", f"one of {known}, which {path} has a spec for", target)
+        return [*own]
     names = [name for name, spec in specs().items() if spec.family == target] or [target]
     return [(spec, found, spec.name) for spec, found in map(find, names)]
 

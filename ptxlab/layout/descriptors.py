@@ -1,4 +1,6 @@
-"""Matrices that wgmma reads from shared memory: swizzles and matrix descriptors, K-major, 8-bit elements.
+"""Matrices that wgmma reads from shared memory: swizzles and matrix descriptors.
+
+K-major operands have elements of any size, MN-major ones (`transposed`) of 16 bits.
 
 The unit is a *core matrix*, 8 rows of 16 bytes. Under swizzle `span` 8 rows of `span` bytes follow each other
 (span 16: no swizzle, a core matrix is 128 contiguous bytes), and within them the 16-byte columns are permuted by an XOR
@@ -39,7 +41,7 @@ def swizzle(addresses: npt.ArrayLike, span: int) -> Indices:
 
 @dataclass(frozen=True)
 class MatrixDescriptor:
-    """The 64-bit descriptor of a K-major matrix in shared memory, all sizes in bytes.
+    """The 64-bit descriptor of a matrix in shared memory, K-major unless `transposed` says otherwise, sizes in bytes.
 
     `start`: address of its first row; `stride` ("stride dimension"): from 8 rows to the next 8; `leading` ("leading
     dimension"): from one core matrix to the next along K, without swizzle only. Raises ArgumentError for sizes that are
@@ -76,4 +78,16 @@ class MatrixDescriptor:
         row, byte = np.indices((rows, k))
         column, within = byte // self.span, byte % self.span
         offsets = row // 8 * self.stride + row % 8 * self.span + column * self.leading + within
+        return swizzle(self.start + offsets, self.span)
+
+    def transposed(self, rows: int) -> Indices:
+        """The same of an MN-major operand, 16 deep, of 2-byte elements: the shared address [rows / 8, 16] of each run
+        of 8 rows. An atom is `span` bytes of rows by 8 of K; `leading` is from atom to atom along the rows, `stride`
+        along K. Raises ArgumentError without a swizzle: no example shows which of the two is which then.
+        """
+        if self.span == 16:
+            raise ArgumentError("descriptor", "an MN-major operand needs a swizzle", f"{self.encode():#x}")
+        run, k = np.indices((rows // 8, 16))
+        atom, within = run * 16 // self.span, run * 16 % self.span
+        offsets = atom * self.leading + k // 8 * self.stride + k % 8 * self.span + within
         return swizzle(self.start + offsets, self.span)

@@ -93,6 +93,8 @@ class ForeignCheckpoint:
         self.tensors: dict[str, TensorInfo] = {}
         modules: dict[str, dict[str, TensorInfo]] = {}
         for name, info in self.file.tensors.items():
+            if not name.isprintable():
+                raise FileError(f"{self.path}: a tensor's name must be printable (got {name[:40]!r})")
             module, _, part = name.rpartition(".")
             modules.setdefault(module, {})[part] = info
         for module, parts in modules.items():

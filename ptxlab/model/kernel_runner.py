@@ -77,11 +77,10 @@ class KernelRunner(Runner):
 
     def decode(self, tokens: Any) -> Any:
         """See `Runner`. On a GPU `tokens` may be CuPy's, and the call only enqueues, on the caller's stream."""
+        if not gpu.is_device_array(tokens):
+            tokens = self._placed(self._checked("tokens", tokens, self.batch))
         self._grow()
-        if isinstance(tokens, np.ndarray | list | tuple):
-            self._set(self._step.tokens, self._checked("tokens", tokens))
-        else:
-            self._step.tokens[...] = tokens
+        self._step.tokens[...] = tokens
         if self._graph is None:
             self._decode_rows()
         else:

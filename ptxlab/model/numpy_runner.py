@@ -86,8 +86,9 @@ class NumpyRunner(Runner):
 
     def decode(self, tokens: Any) -> Any:
         """See `Runner`."""
+        tokens = self._checked("tokens", tokens, self.batch)
         self._grow()
-        rows = Rows(self._checked("tokens", tokens), np.arange(self.batch, dtype=np.int32), self.lengths - 1)
+        rows = Rows(tokens, np.arange(self.batch, dtype=np.int32), self.lengths - 1)
         return self._logits(self._run(rows))
 
     def _logits(self, normed: Any) -> Any:

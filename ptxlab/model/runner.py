@@ -114,11 +114,11 @@ class Runner(ABC):
             raise ArgumentError("decode", f"no more than the context of {self.context} tokens", "a further one")
         self.lengths += 1
 
-    def _checked(self, name: str, tokens: Any) -> Indices:
+    def _checked(self, name: str, tokens: Any, n: int | None = None) -> Indices:
         """Tokens s32 [n]; raises ArgumentError for anything else, and for one outside the vocabulary."""
         array, most = np.asarray(tokens), self.config.vocabulary - 1
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ArgumentError(name, "must be integers [n]", f"{array.dtype} {list(array.shape)}")
+        if array.ndim != 1 or array.dtype.kind not in "iu" or n not in (None, len(array)):
+            raise ArgumentError(name, f"must be integers [{n or 'n'}]", f"{array.dtype} {list(array.shape)}")
         wrong = (array < 0) | (array > most)
         if wrong.any():
             raise ArgumentError(name, f"must be tokens in 0..{most}", int(array[wrong.argmax()]))

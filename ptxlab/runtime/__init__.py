@@ -46,7 +46,7 @@ class Kernel:
 
     `arch` is the lowest architecture that it runs on, or with a letter (`sm_90a`) the only one; None: on any.
     `checks` are the emulator's for every call that does not ask for others. What `waits` for the kernel before it is
-    emulated as on Hopper, the first that can.
+    emulated as on Hopper, the first that can. `origin` is the file whose lines PTX of another compiler names.
     """
 
     source: Source
@@ -55,6 +55,7 @@ class Kernel:
     arch: str | None = None
     checks: frozenset[str] = frozenset()
     waits: bool = False
+    origin: str = ""
 
     @classmethod
     def of(cls, spec: KernelSpec, source: Source, config: Mapping[str, int]) -> "Kernel":
@@ -65,7 +66,7 @@ class Kernel:
     def module(self) -> emulator.Module:
         """The PTX as the emulator parses it: the file itself, or what NVRTC makes of a `.cu`."""
         if self.source.language == "ptx":
-            return _parsed(self.source.text, self.source.path)
+            return _parsed(self.source.text, self.source.path, self.origin)
         arch = max(self.arch or "", _WAITING_ARCH if self.waits else _EMULATED_ARCH, key=_number)
         image = toolchain.compile_cuda(self.source, arch, output="ptx", defines=self.defines)
         return _parsed(image.data.decode(), f"PTX of {self.source.path}", self.source.path)

@@ -187,12 +187,14 @@ def on_device(arg: Any) -> bool:
 def checks_of(option: str, checks: str | Iterable[str]) -> frozenset[str]:
     """Which of the emulator's checks are asked for: their names, or in one string `race`, `lanes,race`, `all`."""
     if isinstance(checks, str):
-        checks = emulator.CHECKS if checks == "all" else filter(None, map(str.strip, checks.split(",")))
-    rule = f"some of {', '.join(sorted(emulator.CHECKS))}"
+        words = list(filter(None, map(str.strip, checks.split(","))))
+        checks = [name for word in words for name in (emulator.CHECKS if word == "all" else (word,))]
+    known = emulator.CHECKS | emulator.STRICT
+    rule = f"some of {', '.join(sorted(known))}"
     if not isinstance(checks, Iterable) or isinstance(checks, np.ndarray):
         raise ArgumentError(option, rule, repr(checks))
     for name in (chosen := list(checks)):
-        if not is_one_of(name, emulator.CHECKS):
+        if not is_one_of(name, known):
             raise ArgumentError(option, rule, name)
     return frozenset(chosen)
 

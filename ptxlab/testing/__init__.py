@@ -1,1 +1,1 @@
-"""What this checkout knows of its own tests."""
+"""The pytest plugin (`plugin`, `emulate`, `adapters`, `annotations`), and the record of the tests on a GPU."""

@@ -65,7 +65,7 @@ def _w4a8kv4() -> Iterator[AccuracyRow]:
         full, ladder = RECIPES["lqq"].but(group=group), f"g{group}"
         yield AccuracyRow(ladder, "round to nearest", RECIPES["rtn"].but(group=group))
         recipe = full.but(reorder=False, clip=None, gptq=False)
-        yield AccuracyRow(ladder, "rotation, smoothing, SmoothAttention, groups", recipe)
+        yield AccuracyRow(ladder, "groups", recipe)  # after the steps above
         yield AccuracyRow(ladder, "reordering", recipe := _with(recipe, full, ("reorder",)))
         yield AccuracyRow(ladder, "clipping", _with(recipe, full, ("clip",)))
         yield AccuracyRow(ladder, "GPTQ", full, repeats=True)

@@ -29,6 +29,7 @@ from ptxlab.quant.recipe import (
     smooth_down,
     smooth_keys,
 )
+from ptxlab.quant.recipe.settings import ROTATIONS
 from ptxlab.reference import EXACT, Layer, Numerics
 
 
@@ -80,7 +81,7 @@ def turned(model: FloatModel, rotation: Any = None, of_heads: Any = None) -> Flo
 def prepared(model: FloatModel, recipe: Recipe) -> FloatModel:
     """The model turned as the recipe says, not yet quantised."""
     config = model.config
-    stream = hadamard(config.hidden) if recipe.rotate else None
+    stream = ROTATIONS[recipe.rotate](config.hidden) if recipe.rotate else None
     return turned(model, stream, hadamard(config.head_dim) if recipe.rotate_heads else None)
 
 
@@ -105,7 +106,10 @@ def quantize_layers(
     for index in range(len(model.layers)):
         floats = finished(index)
         if floats is None:
-            found = quantize_layer(model, model.layers[index], states, recipe)
+            try:
+                found = quantize_layer(model, model.layers[index], states, recipe)
+            except ArgumentError as error:
+                raise ArgumentError(f"layer {index}: {error.argument}", error.rule, error.value) from None
             yield found
             floats = finished(index) or found.floats
         else:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ptxlab import gpu
-from ptxlab.errors import ArgumentError, FileError, VerificationError
+from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.files import require_folder
 from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.layout import buffer_shapes
@@ -17,13 +17,12 @@ from ptxlab.model import folder as folders
 from ptxlab.model.floats import FloatModel, Tokens
 from ptxlab.model.quantized import layer_floats, packed_layer
 from ptxlab.model.weights import DTYPES
-from ptxlab.quant import TwoLevelWeight
 from ptxlab.quant.recipe import Recipe
 from ptxlab.quant.recipe.settings import PACKED
 from ptxlab.reference import Layer
 from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_one_of
-from ptxlab.weights.calibrate import QuantizedLayer, prepared, quantize_layers, require_text
+from ptxlab.weights.calibrate import prepared, quantize_layers, require_text
 
 Progress = Callable[[str], None]  # called when a layer is done, with its name
 
@@ -57,9 +56,9 @@ def quantize_model(
     Returns:
         By the number of each layer that this call quantised, its `QuantizedLayer.errors`.
 
-    Raises ArgumentError for a recipe whose weights no kernel takes, for one that does not fit the model, and for a
-    matrix that cannot be quantised, with its layer; FileError where `out` is there, or holds another run's layers;
-    VerificationError if a weight would overflow.
+    Raises ArgumentError for a recipe whose weights no kernel takes, for one that does not fit the model, and, with its
+    layer, for a matrix that cannot be quantised or would overflow; FileError where `out` is there, or holds another
+    run's layers.
     """
     scheme = check_packable(recipe, out)
     require_text(recipe, tokens)
@@ -85,8 +84,10 @@ def quantize_model(
     errors = {}
     for index, found in enumerate(quantize_layers(turned, tokens, recipe, finished)):
         if found is not None:
-            _check(index, found)
-            layer = packed_layer(config, found.floats, found.weights, layout, dtype)
+            try:  # a group that would overflow is refused there
+                layer = packed_layer(config, found.floats, found.weights, layout, dtype)
+            except ArgumentError as error:
+                raise ArgumentError(f"layer {index}: {error.argument}", error.rule, error.value) from None
             folders.save_layer(partial, index, layer)
             errors[index] = found.errors
         progress(f"layer {index}")
@@ -126,14 +127,6 @@ def _partial(out: Path, about: dict[str, Any]) -> Path:
         changed = next(name for name in {**before, **about} if before.get(name) != about.get(name))
         raise FileError(f"{partial}: holds layers of another run, whose {changed} differs; remove it to begin anew")
     return partial
-
-
-def _check(index: int, found: QuantizedLayer) -> None:
-    """Raise VerificationError if an integer of the layer leaves s8 where a kernel computes it."""
-    for name, weight in found.weights.items():
-        if isinstance(weight, TwoLevelWeight) and bool(weight.overflows().any()):
-            row, column = map(int, np.argwhere(weight.overflows())[0])
-            raise VerificationError(f"layer {index}, {name}: [{row}, {column}] would overflow s8")
 
 
 def _digest(*arrays: Any) -> str:

@@ -141,7 +141,7 @@ def test_run_a_file_without_a_spec(cli: Any, tmp_path: Path) -> None:
         (("run", "dequant_lqq", "--in", "missing.npz"), "missing.npz: cannot be read: No such file"),
         (
             ("run", "dequant_lqq", "--in", "{lqq}", "--check", "everything"),
-            "--check: some of async, divergence, init, lanes, race (got everything)",
+            "--check: some of async, divergence, init, lanes, proxy, race (got everything)",
         ),
         (("run", "dequant_lqq", "--in", "{lqq}", "--backend", "tpu"), "backend: one of gpu, emulator (got tpu)"),
         (("run", "missing/kernel.ptx", "--in", "{lqq}"), "kernel.ptx: cannot be read: No such file"),
@@ -476,3 +476,23 @@ def test_verify_at_other_sizes_too(cli: Any) -> None:
     assert code == 2 and "K % g == 0 (got K=97, g=32)" in err
     code, _, err = cli(*kernel, "--shape", "M=three")
     assert code == 2 and "--shape: NAME=INTEGER (got M=three)" in err
+
+
+def test_run_tells_findings_as_annotations(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("add4.ptx").write_text(PTX_ADD4)
+    line = PTX_ADD4[: PTX_ADD4.index("@lanes")].count("\n") + 1
+    words = np.full(32, 0xFF01FF01, np.uint32)
+    np.savez("in.npz", a=words, b=words, sum=words)
+    run = ("run", "add4.ptx", "--in", "in.npz", "--check", "lanes", "--format")
+    code, out, _ = cli(*run, "github")
+    assert code == 1 and out.startswith(f"::error file=add4.ptx,line={line},title=ptxlab ") and "%25" in out
+    code, out, _ = cli(*run, "sarif")
+    kinds = {result["ruleId"] for result in json.loads(out)["runs"][0]["results"]}
+    assert code == 1 and kinds == {"carry", "range"}
+    np.savez("in.npz", a=words[:30], b=words, sum=words)
+    code, out, err = cli(*run, "json")
+    (found,) = json.loads(out)
+    assert code == 1 and found["kind"] == "MemoryFault" and found["path"] == "add4.ptx" and "out of bounds" in err
+    assert cli(*run, "xml")[::2] == (2, "error: --format expects one of text, github, sarif, json, got xml\n")
+    assert cli(*run, "json", "--json")[::2] == (2, "error: --json prints all there is: leave --format out\n")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ptxlab.cost.published import CLAIMS
+from ptxlab.cost.published import FIGURES
 
 
 def test_schemes_are_chosen_by_name(cli: Any) -> None:
@@ -23,9 +23,9 @@ def test_schemes_are_chosen_by_name(cli: Any) -> None:
 
 def test_papers_beside_the_model(cli: Any) -> None:
     code, out, _ = cli("cost", "--papers")
-    assert code == 0 and all(claim.source.split()[0] in out for claim in CLAIMS) and "0.43" in out
+    assert code == 0 and all(figure.source.split()[0] in out for figure in FIGURES) and "0.43" in out
     found = json.loads(cli("cost", "--papers", "--json")[1])
-    assert [one["scheme"] for one in found] == [claim.scheme for claim in CLAIMS]
+    assert [one["scheme"] for one in found] == [figure.scheme for figure in FIGURES]
     assert all(one["overlapped"] >= one["in_turn"] > 0 for one in found)
 
 

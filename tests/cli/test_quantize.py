@@ -109,8 +109,10 @@ def test_what_a_recipe_reports(cli: Any, folder: Path, tmp_path: Path) -> None:
     ("options", "message"),
     [
         (("--recipe", "best"), "recipe: must be one of lqq, qoq"),
+        (("--rotation", "random"), "--rotation needs --recipe"),
+        (("--recipe", "lqq", "--rotation", "left"), "rotate: must be one of hadamard, random or None (got left)"),
         (("--recipe", "atom"), "to be packed; others are measured: ptxlab accuracy"),
-        (("--recipe", "lqq", "--scheme", "qoq"), "--scheme is of a file without --recipe"),
+        (("--recipe", "lqq", "--scheme", "qoq"), "--scheme is for a file without --recipe"),
         (("--recipe", "lqq", "--samples", "0"), "--samples expects an integer, 1 or more, got 0"),
         (("--recipe", "lqq", "--backend", "tpu"), "--backend expects gpu or numpy, got tpu"),
         (("--recipe", "lqq", "--length", "9999", "--text", "TEXT"), "length: at most the text's"),

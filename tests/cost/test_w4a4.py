@@ -5,7 +5,7 @@ import pytest
 from ptxlab import cost
 from ptxlab.bench import counts
 from ptxlab.cost import SCHEMES, LoopCounts, device, gemm_cost, schemes
-from ptxlab.cost.published import CLAIMS, instructions_per_sum, predictions
+from ptxlab.cost.published import FIGURES, instructions_per_sum, predictions
 from ptxlab.cost.sheets import LANES_PER_CLOCK, slowest_pipe
 from ptxlab.errors import ArgumentError
 
@@ -43,7 +43,7 @@ def test_published_figures_and_their_errors(found, pinned: tuple[float, float, f
 
 
 def test_the_error_is_from_the_nearer_end() -> None:
-    (within,) = predictions(lambda *_: LoopCounts({}), [CLAIMS[0].__class__("x", "a100", "W4A4", 4096, 1000, 1300)])
+    (within,) = predictions(lambda *_: LoopCounts({}), [FIGURES[0].__class__("x", "a100", "W4A4", 4096, 1000, 1300)])
     assert within.in_turn == pytest.approx(1248) and within.error == 0
 
 
@@ -62,8 +62,8 @@ def test_w4a4_loses_on_the_a100_and_wins_on_geforce_cards() -> None:
 
 def test_comet_cannot_scale_every_block_on_an_a100() -> None:
     """Its 2.75x at 256 tokens is beyond what groups allow, and between the two ends of the model without them."""
-    (token,) = predictions(counts.loop_counts, CLAIMS[9:10])
-    (groups,) = predictions(counts.loop_counts, CLAIMS[10:11])
+    (token,) = predictions(counts.loop_counts, FIGURES[9:10])
+    (groups,) = predictions(counts.loop_counts, FIGURES[10:11])
     assert groups.overlapped < 2.75 and token.in_turn < 2.75 < token.overlapped
 
 
@@ -82,7 +82,7 @@ def test_the_a100_converts_on_a_slow_pipe_and_adds_on_a_narrow_one() -> None:
 
 
 def test_what_apex4_would_need() -> None:
-    a100, rtx3090 = (instructions_per_sum(claim, counts.loop_counts) for claim in (CLAIMS[6], CLAIMS[5]))
+    a100, rtx3090 = (instructions_per_sum(figure, counts.loop_counts) for figure in (FIGURES[6], FIGURES[5]))
     ours = sum(counts.load_mma_loops()["archs"]["sm_80"]["per_sum"].values())
     assert (a100, rtx3090, ours) == (
         pytest.approx(30, abs=0.5),
@@ -93,7 +93,7 @@ def test_what_apex4_would_need() -> None:
 
 def test_atoms_figures_at_512_tokens_contradict_its_tops() -> None:
     """At the model's 751 TOPS the baselines would have run at these rates; the RTX 4090 sums FP16 in FP32 at 165."""
-    tops = predictions(counts.loop_counts, CLAIMS[2:3])[0].in_turn
+    tops = predictions(counts.loop_counts, FIGURES[2:3])[0].in_turn
     assert tops / 3.4 == pytest.approx(221, abs=1) and tops / 3.4 > device("rtx4090").tops["fp16"]
     assert tops / 1.9 / device("rtx4090").tops["int8"] == pytest.approx(0.60, abs=0.01)
 

@@ -18,7 +18,9 @@ cp.async.bulk.wait_all
 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%x1], [%r2], 16
 mbarrier.wait.shared.b64 [%r5], 1
 wgmma.mma_async.sync.aligned.m64n40k32.s32.s8.s8
-wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16
+wgmma.mma_async.sync.aligned.m64n32k16.f16.f16.f16
+wgmma.mma_async.sync.aligned.m64n32k8.f32.tf32.tf32
+wgmma.mma_async.sp.sync.aligned.m64n32k32.f32.f16.f16
 wgmma.fence.sync
 wgmma.depart.sync.aligned
 movmatrix.sync.aligned.m8n8.b16 %s, %r2

@@ -145,6 +145,12 @@ def test_the_rest_is_as_the_file_has_it(tmp_path: Path) -> None:
     assert np.abs(file.read("q.weight") - W).max() < 0.03
 
 
+def test_names_are_printable(tmp_path: Path) -> None:
+    save_file({"a\nb": np.ones(3, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(FileError, match=r"name must be printable \(got 'a\\nb'\)"):
+        ForeignCheckpoint(tmp_path / "model.safetensors")
+
+
 def without(*parts: str) -> Any:
     return lambda arrays: [arrays.pop(part) for part in parts]
 

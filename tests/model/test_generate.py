@@ -223,7 +223,13 @@ def test_bad_input_of_a_runner(model: QuantizedModel) -> None:
     with pytest.raises(ArgumentError, match=r"^backend: must be one of gpu, emulator \(got numpy\)$"):
         KernelRunner(model, 1, 20, backend="numpy")
     runner = NumpyRunner(model, 1, 2)
-    runner.prefill([[1, 2]])
+    runner.prefill([[1]])
+    with pytest.raises(ArgumentError, match=r"^tokens: must be integers \[1\] \(got int64 \[2\]\)$"):
+        runner.decode([3, 4])
+    with pytest.raises(ArgumentError, match=r"^tokens: must be tokens in 0..259 \(got 260\)$"):
+        runner.decode([260])
+    assert runner.lengths.tolist() == [1]
+    runner.decode([3])
     with pytest.raises(ArgumentError, match=r"^decode: no more than the context of 2 tokens"):
         runner.decode([3])
 

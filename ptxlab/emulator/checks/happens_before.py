@@ -56,8 +56,8 @@ class HappensBefore(Check):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         cluster, entry = machine.cluster_memory.size * machine.stride, machine.launch.entry
-        spaces = len(PROXY_SPACES) if entry.uses_async_proxy else 0
-        self.clocks = Clocks(machine.lanes, cluster, entry.is_asynchronous, spaces)
+        self.spaces = PROXY_SPACES if entry.uses_async_proxy or machine.launch.publishes else ()
+        self.clocks = Clocks(machine.lanes, cluster, entry.is_asynchronous, len(self.spaces))
         self.fenced: dict[int, Clock] = {}  # lane -> what its warp knew at its last fence, and
         self.own_at_fence = self.clocks.own.copy()  # what it had done itself
         self.pending: dict[int, Clock] = {}  # lane -> what strong reads brought, to be known from the next fence on
@@ -97,6 +97,11 @@ class HappensBefore(Check):
             actors = self.clocks.visible(actors, proxy_space)
         late[late] = ~self.clocks.knows(whose, actors, times_of(old))
         return late[np.cumsum(starts) - 1] if late.any() else np.zeros(len(past), bool)
+
+    def fenced_by_nobody(self, past: Array, proxy_space: int) -> Array:
+        """Which past events no proxy fence has followed, by whichever thread knew of them."""
+        seen = self.clocks.visible(actors_of(past), proxy_space)
+        return self.clocks.known_to_anyone(seen) < times_of(past)
 
     # Flags
 
@@ -172,7 +177,7 @@ class HappensBefore(Check):
 
     def proxy_fence(self, lanes: Lanes, spaces: tuple[str, ...]) -> None:
         """What these lanes know of becomes visible to the async proxy, for those who learn of this fence."""
-        for number, space in enumerate(PROXY_SPACES):
+        for number, space in enumerate(self.spaces):
             if space in spaces:
                 self.clocks.fence_proxy(indices_of(lanes), number)
         self.clocks.tick(indices_of(lanes))

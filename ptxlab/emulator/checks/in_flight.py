@@ -14,6 +14,11 @@ it has told since. Fences of all writers ahead of the barrier do, and so does on
 of a thread which has not heard of the writes, or of which the issuing thread has not heard, does not. That model also
 wants the fence in the block of the copy, of which the ISA says nothing; here a fence in another block counts.
 
+May a copy write over what threads have only read, without a proxy fence? The ISA (8.6) asks for a fence between any two
+accesses of different proxies. Most kernels, CUTLASS's pipelines among them, release a stage by a barrier alone; some
+have been seen to fail (DeepEP #642, TransformerEngine #2695). The check "proxy", which is not part of all, is strict:
+such copies are findings (kind "war"), and copies of what another launch of a chain has written (`chain`).
+
 An mbarrier is seen once it has been fenced by its thread, or by one that has heard of it.
 """
 
@@ -21,7 +26,7 @@ import numpy as np
 
 from ptxlab.emulator.async_.cp_async import Boxes, Copies
 from ptxlab.emulator.checks.check import Check
-from ptxlab.emulator.checks.happens_before import HappensBefore, actors_of
+from ptxlab.emulator.checks.happens_before import PROXY_SPACES, HappensBefore, actors_of, codes_of
 from ptxlab.emulator.core.access import MemoryAccess
 from ptxlab.emulator.core.effect import Effect, Places, by_entry, spans
 from ptxlab.emulator.core.effect_queue import EffectQueue
@@ -32,18 +37,23 @@ from ptxlab.emulator.front.types import Array
 
 _WRITTEN, _READ, _ADDED = 1, 2, 4  # what a copy in flight does to a byte
 _CHANGED = _WRITTEN | _ADDED
+_GLOBAL = PROXY_SPACES.index("global")
 
 
 class InFlight(Check):
     """Accesses that meet a copy in flight, and copies that meet what is not visible to them."""
 
-    def __init__(self, machine: Machine, order: HappensBefore) -> None:
+    def __init__(self, machine: Machine, order: HappensBefore, strict: bool = False) -> None:
         super().__init__(machine)
         self.pending, self.memory, self.order = machine.unit(EffectQueue), machine.memory, order
         self.busy = np.zeros(machine.memory.size, np.uint8)
         self.words = {size: self.busy.view(f"u{size}") for size in (1, 2, 4, 8)}
         # event of the last write that was not the engine's, 0 where there is none
-        self.dirty = np.zeros(machine.memory.size, np.uint64) if machine.launch.entry.uses_async_proxy else None
+        marked = machine.launch.entry.uses_async_proxy or machine.launch.publishes
+        self.dirty = np.zeros(machine.memory.size, np.uint64) if marked else None
+        # likewise of the last read of shared memory; None: not asked for
+        self.read = None if self.dirty is None or not strict else np.zeros_like(self.dirty)
+        self.waits = np.zeros(0, np.uint64)  # events: griddepcontrol.wait of some threads
         self.begun: dict[int, int] = {}  # mbarriers that the engine cannot see: the event of mbarrier.init
 
     # Threads
@@ -51,6 +61,10 @@ class InFlight(Check):
     def load(self, access: MemoryAccess, lanes: Lanes, offsets: Array) -> None:
         """Nobody may read what a copy writes."""
         self.meet(access, lanes, offsets, _CHANGED, "reads")
+        if self.read is not None and (shared := self.machine.launch.is_shared(offsets)).any():
+            threads = indices_of(lanes)[shared]
+            events = self.order.event(access.instruction, threads, self.order.clocks.own[threads], strong=False)
+            self.read[spans(offsets[shared], np.full(len(events), access.size))] = np.repeat(events, access.size)
 
     def store(self, access: MemoryAccess, lanes: Lanes, offsets: Array, values: Array) -> None:
         """Nobody may write what a copy reads or writes."""
@@ -116,16 +130,54 @@ class InFlight(Check):
                 message = f"tells the mbarrier at {self.memory.byte(place)}, which {by}, initialised "
                 message += "without fence.mbarrier_init (or fence.proxy.async): the async proxy may not see it,"
                 self.report(effect.instruction, "async", np.array([lane]), np.array([True]), message)
-        self.unfenced(effect, effect.reads, effect.read_bytes, "takes", "the engine may see what was there before")
+        assert self.dirty is not None
+        before = "the engine may see what was there before"
+        self.unfenced(effect, self.dirty, effect.reads, effect.read_bytes, ("takes", "wrote", before))
+        if self.machine.launch.unfenced is not None:
+            self.unfenced_before(effect)
         if isinstance(effect, Copies | Boxes):  # st.async and red.async go the way of ordinary stores
             places = effect.written_bytes
-            self.unfenced(effect, effect.writes, places, "copies over", "that may land behind the copy")
+            behind, early = "that may land behind the copy", "that may see the copy already"
+            self.unfenced(effect, self.dirty, effect.writes, places, ("copies over", "wrote", behind))
+            if self.read is not None:
+                self.unfenced(effect, self.read, effect.writes, places, ("copies over", "read", early))
 
-    def unfenced(self, effect: Effect, entries: Places, places: Array, does: str, consequence: str) -> None:
-        """Report bytes that threads have written, and not fenced since."""
-        assert self.dirty is not None
+    def wait_for_predecessors(self, lanes: Lanes) -> None:
+        """From now on these lanes have what the launches before wrote, in their own proxy."""
+        if self.machine.launch.unfenced is not None:
+            threads = indices_of(lanes)
+            instruction = self.machine.launch.entry.instructions[0]
+            events = self.order.event(instruction, threads, self.order.clocks.own[threads], strong=False)
+            self.waits = np.concatenate([self.waits, events])
+
+    def unfenced_before(self, effect: Effect) -> None:
+        """Report what the engine reads of launches before, which none of their threads has fenced, and nobody here."""
+        assert self.machine.launch.unfenced is not None
+        lanes, _, sizes = effect.reads
+        by = self.machine.launch.unfenced[effect.read_bytes]
+        if not by.any():
+            return
+        threads = np.repeat(lanes, sizes)
+        behind = np.zeros(len(threads), bool)  # a fence that itself is behind a wait
+        for wait in self.waits:
+            behind |= ~self.order.unordered(np.full(len(threads), wait), threads, _GLOBAL)
+        hit = (by > 0) & ~behind
+        if hit.any():
+            first = int(np.argmax(hit))
+            message = f"takes {self.memory.byte(int(effect.read_bytes[first]))}, which "
+            message += (
+                f"{self.machine.launch.writers[by[first] - 1]}, wrote without a fence.proxy.async behind it, and "
+            )
+            message += "nobody has fenced here since griddepcontrol.wait: the engine may see what was there before,"
+            self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
+
+    def unfenced(
+        self, effect: Effect, marked: Array, entries: Places, places: Array, words: tuple[str, str, str]
+    ) -> None:
+        """Report bytes that threads have written (or read), by events in `marked`, and not fenced since."""
+        does, did, consequence = words
         lanes, _, sizes = entries
-        marks, threads, shared = self.dirty[places], np.repeat(lanes, sizes), self.machine.launch.is_shared(places)
+        marks, threads, shared = marked[places], np.repeat(lanes, sizes), self.machine.launch.is_shared(places)
         writers = actors_of(marks) % self.machine.lanes
         hit = np.zeros(len(places), bool)
         for space, those in enumerate((shared, ~shared)):
@@ -137,9 +189,10 @@ class InFlight(Check):
             first = int(np.argmax(hit))
             writer = self.order.instruction_of(marks[first])
             by = writer.seen_from(effect.instruction)
-            message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, wrote "
+            message = f"{does} {self.memory.byte(int(places[first]))}, which {by}, {did} "
             message += f"without a fence.proxy.async behind it: {consequence},"
-            self.report(effect.instruction, "async-dirty", lanes, by_entry(hit, sizes), message)
+            kind = "async-dirty" if did == "wrote" else "war"
+            self.report(effect.instruction, kind, lanes, by_entry(hit, sizes), message)
 
     def soil(self, instruction: Instruction, actors: Array, times: Array, starts: Array, sizes: Array) -> None:
         """Actors have written bytes that the copy engine cannot see yet."""
@@ -166,6 +219,8 @@ class InFlight(Check):
             self.soil(effect.instruction, self.machine.lanes + lanes, times, starts, sizes)
         elif self.dirty is not None:
             self.dirty[effect.written_bytes] = 0
+            if self.read is not None:
+                self.read[effect.written_bytes] = 0
 
     # What makes visible
 
@@ -188,9 +243,26 @@ class InFlight(Check):
 
     def end(self) -> None:
         """Shared memory is gone when its block ends: copies from it must have been waited for."""
+        self.publish()
         for effect in self.pending.queue:
             lanes, starts, sizes = effect.reads
             wrong = (sizes > 0) & (self.busy[starts] & _READ != 0) & self.machine.launch.is_shared(starts)
             if wrong.any():
                 message = "reads shared memory, and its block ends without waiting for that"
                 self.report(effect.instruction, "async", lanes, wrong, message)
+
+    def publish(self) -> None:
+        """Leave for the next launch of a chain which bytes of global memory nobody has fenced."""
+        launch = self.machine.launch
+        if launch.unfenced is None or self.dirty is None:
+            return
+        places = np.flatnonzero(self.dirty[: self.machine.cluster_memory.first_window])
+        events = self.dirty[places]
+        nobody = self.order.fenced_by_nobody(events, _GLOBAL)
+        launch.unfenced[places] = 0
+        for code in np.unique(codes_of(events[nobody])).tolist():
+            instruction = self.machine.code[code]
+            launch.writers.append(
+                f"`{instruction.text}` of {launch.entry.name} ({instruction.path}:{instruction.line})"
+            )
+            launch.unfenced[places[nobody & (codes_of(events) == code)]] = len(launch.writers)

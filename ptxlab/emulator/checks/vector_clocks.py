@@ -94,6 +94,19 @@ class Clocks:
         result: Array = known >= times
         return result
 
+    def known_to_anyone(self, actors: Array) -> Array:
+        """Until when somebody knows what each of these actors has done."""
+        whose = actors % self.lanes
+        columns, known = whose % self.size + actors // self.lanes * self.size, self.own[actors].copy()
+        for group in groups(whose // self.size):
+            cluster, those = int(whose[group[0]]) // self.size, columns[group]
+            rows = np.unique(self.row[cluster * self.size : (cluster + 1) * self.size])
+            known[group] = np.maximum(known[group], self.rows[np.ix_(rows, those)].max(axis=0))
+            for clock in self.far.values():
+                if cluster in clock:
+                    known[group] = np.maximum(known[group], clock[cluster][those])
+        return known
+
     def known_of_others(self, rows: Array, clusters: Array, columns: Array) -> Array:
         """What stands aside for each row, of another cluster's actor."""
         known = np.zeros(len(rows), np.int32)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ptxlab.errors import ArgumentError
 from ptxlab.quant.inputs import check_group, check_protective_range, float_matrix
 from ptxlab.quant.level1 import PROTECTIVE_RANGE, quantize_level1
 from ptxlab.quant.lqq import MAX_GROUP_SCALE, LQQWeight
@@ -139,7 +140,11 @@ class QoQGrid(TwoLevelGrid):
             step = (nearest - narrower).clip(1, nearest)
             for shift in SHIFTS:
                 zero = np.rint(-(low + shift * (high - low - 15 * step)) / step).clip(0, 15)
-                lowest, highest = np.maximum(zero - 128 // step, 0), np.minimum(zero + 127 // step, 15)  # within s8
+                # Within s8, whatever is rounded: plain rounding only meets weights within the range.
+                lowest, highest = (
+                    np.maximum(zero - np.floor(128 / step), 0),
+                    np.minimum(zero + np.floor(127 / step), 15),
+                )
                 yield Levels(step * self.scale, -zero * step * self.scale, lowest, highest), (step, zero)
 
     def weight(self, q: Array, constants: Constants) -> QoQWeight:
@@ -188,6 +193,8 @@ class SymmetricGrid(Grid):
     ) -> None:
         w = float_matrix("w", w)
         K = w.shape[1] - kept
+        if K <= 0 or K % (group or K):
+            raise ArgumentError("w", f"K less {kept} must be a multiple of the group", f"K={w.shape[1]}, group={group}")
         self.bounds, self.clip = groups_of(K, group or K), clip
         self.bits = [bits] * len(self.bounds)
         if kept:
@@ -210,4 +217,4 @@ class SymmetricGrid(Grid):
 
 def groups_of(K: int, group: int) -> list[tuple[int, int]]:
     """Where each group begins and ends."""
-    return [(start, min(start + group, K)) for start in range(0, K, group)]
+    return [(start, start + group) for start in range(0, K, group)]

@@ -1,6 +1,6 @@
 """`Recipe`: which steps a model's weights take, with which settings; and the recipes that have a name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,9 +11,11 @@ from ptxlab.quant.level1 import PROTECTIVE_RANGE
 from ptxlab.quant.numerics import FakeQuantized
 from ptxlab.quant.recipe.gptq import DAMPING
 from ptxlab.quant.recipe.grids import Array, ChannelGrid, Grid, LQQGrid, QoQGrid, SymmetricGrid
+from ptxlab.quant.recipe.rotation import hadamard, random_orthogonal
 from ptxlab.validate import is_one_of
 
 PACKED = ("lqq", "qoq", "qoq_channel")  # schemes whose weights the kernels take
+ROTATIONS: Mapping[str, Callable[[int], Any]] = {"hadamard": hadamard, "random": random_orthogonal}
 SCHEMES = (*PACKED, "int4", "int8", None)
 
 
@@ -22,8 +24,8 @@ class Recipe:
     """The steps, in their order; a step that is None or False is left out.
 
     Attributes:
-        rotate: the residual stream, by a Hadamard matrix.
-        rotate_heads: every head's values, likewise.
+        rotate: the residual stream, by a `hadamard` matrix or a `random` orthogonal one.
+        rotate_heads: every head's values, by a Hadamard matrix.
         smooth_keys: SmoothAttention's exponent.
         smooth: the exponents (alpha, beta) of smoothing down's input.
         reorder: o's and down's input by magnitude.
@@ -43,7 +45,7 @@ class Recipe:
     Raises ArgumentError for a value that no recipe can have.
     """
 
-    rotate: bool = False
+    rotate: str | None = None
     rotate_heads: bool = False
     smooth_keys: float | None = None
     smooth: tuple[float, float] | None = None
@@ -61,6 +63,8 @@ class Recipe:
     kv: str | None = "kv4"
 
     def __post_init__(self) -> None:
+        if not is_one_of(self.rotate, (*ROTATIONS, None)):
+            raise ArgumentError("rotate", f"must be one of {', '.join(ROTATIONS)} or None", self.rotate)
         if not is_one_of(self.scheme, SCHEMES):
             raise ArgumentError("scheme", f"must be one of {', '.join(map(str, SCHEMES))}", self.scheme)
         if self.scheme in ("lqq", "qoq") and not is_one_of(self.group, GROUPS):
@@ -116,7 +120,7 @@ class Recipe:
 
 
 _FULL = Recipe(
-    rotate=True,
+    rotate="hadamard",
     rotate_heads=True,
     smooth_keys=0.5,
     smooth=(0.3, 0.7),

@@ -5,10 +5,11 @@ import functools
 import numpy as np
 import pytest
 
+import ptxlab
 from ptxlab import emulator
-from ptxlab.errors import EmulationError, MemoryFault
+from ptxlab.errors import EmulationError, MemoryFault, SourceError
 from ptxlab.layout.descriptors import MatrixDescriptor
-from ptxlab.layout.fragments import wgmma_d
+from ptxlab.layout.fragments import mma_a, wgmma_d
 from tests.golden.fragments import fragment_cases
 from tests.support.axes import both_modes
 from tests.support.emulated import HEADER, line_of, run
@@ -175,3 +176,131 @@ def test_refused(more, error, said):
     image, out = np.zeros(4096, np.uint8), np.zeros((128, 16), np.uint32)
     with pytest.raises(error, match=said):
         run(from_shared(32, more), image, out, threads=128)
+
+
+# Floating operands
+
+TO_BITS = {
+    "f16": lambda x: x.astype(np.float16).view(np.uint16),
+    "bf16": lambda x: (x.view(np.uint32) >> 16).astype("u2"),
+}
+
+
+def numbers(rng: np.random.Generator, rows: int, type_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """[rows, 16] small multiples of 1/8, of which every sum is exact: float32, and their bits."""
+    values = (rng.integers(-64, 65, (rows, 16)) / 8).astype(np.float32)
+    return values, TO_BITS[type_name](values)
+
+
+def k_major(bits: np.ndarray) -> np.ndarray:
+    return cores(np.ascontiguousarray(bits).view(np.uint8))
+
+
+def mn_major(bits: np.ndarray, span: int) -> tuple[np.ndarray, int, int]:
+    """[rows, 16] laid out by PTX ISA's picture, atoms along the rows first; and leading and stride in bytes."""
+    rows, each = bits.shape[0], span // 2
+    stride = span * 8  # to the next 8 of K
+    leading = 2 * stride  # to the next atom of rows
+    image = np.zeros(leading * -(-rows // each), np.uint8)
+    for row, k in np.ndindex(bits.shape):
+        at = row // each * leading + k // 8 * stride + k % 8 * span + row % each * 2
+        at ^= at >> 3 & (span - 16)
+        image[at : at + 2] = bits[row, k : k + 1].view(np.uint8)
+    return image, leading, stride
+
+
+def floats(a: tuple[str, str], b: str, size: int, n: int, form: str, constants: str, adds: int = 0) -> str:
+    """D = A·B [+ 1] with the image of both in `tile`; `a` is code and operand, `b` a descriptor, from its start."""
+    d = "{" + ", ".join(f"%d{i}" for i in range(n // 2)) + "}"
+    store = "\n".join(f"st.global.b32 [%o+{4 * i}], %d{i};" for i in range(n // 2))
+    start = " ".join(f"mov.b32 %d{i}, 0f3F800000;" for i in range(n // 2)) if adds else ""
+    return f"""{HEADER.replace("sm_90", "sm_90a")}
+    .visible .entry k(.param .u64 image, .param .u64 registers, .param .u64 out) {{
+    .shared .align 1024 .b8 tile[{size}];
+    .reg .b32 %t, %s, %x<4>, %a<4>, %d<{n // 2}>; .reg .b64 %o, %r, %da, %db, %base; .reg .pred %p;
+    mov.u32 %t, %tid.x; ld.param.u64 %o, [image]; ld.param.u64 %r, [registers]; mov.u32 %s, tile;
+    mad.lo.u32 %s, %t, 16, %s; mad.wide.u32 %o, %t, 16, %o; mad.wide.u32 %r, %t, 16, %r;
+    mov.u32 %x0, tile; add.u32 %t, %x0, {size}; cvt.u64.u32 %base, %x0; shr.u64 %base, %base, 4;
+    L: ld.global.v4.b32 {{%x0, %x1, %x2, %x3}}, [%o]; st.shared.v4.b32 [%s], {{%x0, %x1, %x2, %x3}};
+    add.u32 %s, %s, 2048; add.u64 %o, %o, 2048; setp.lt.u32 %p, %s, %t; @%p bra L; mov.u32 %t, %tid.x;
+    ld.global.v4.b32 {{%a0, %a1, %a2, %a3}}, [%r]; {a[0]} mov.b64 %db, {b}; {start}
+    add.u64 %da, %da, %base; add.u64 %db, %db, %base;
+    fence.proxy.async; bar.sync 0; wgmma.fence.sync.aligned; setp.ne.u32 %p, {adds}, 0;
+    wgmma.mma_async.sync.aligned.{form} {d}, {a[1]}, %db, %p, {constants};
+    wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+    ld.param.u64 %o, [out]; mad.wide.u32 %o, %t, {2 * n}, %o; {store} ret; }}"""
+
+
+CASES = ["shared", "registers", "b 64", "b 128", "a 128", "a 32 b 32"]
+
+
+def problem(case: str, type_name: str, n: int) -> tuple[str, np.ndarray, np.ndarray, np.ndarray]:
+    """Text, image, registers and the right result: 1 - A·Bᵀ with operands from registers and shared memory, K-major and
+    MN-major (`b 64`: of B, with a swizzle of 64 bytes)."""
+    rng = np.random.default_rng(len(case))
+    (a, a_bits), (b, b_bits) = numbers(rng, 64, type_name), numbers(rng, n, type_name)
+    spans = dict(zip(case.split()[::2], case.split()[1::2], strict=False)) if " " in case else {}
+    images, descriptors, at = [], [], 0
+    for name, bits in (("a", a_bits), ("b", b_bits)):
+        if name in spans:
+            image, leading, stride = mn_major(bits, span := int(spans[name]))
+        else:
+            image, leading, stride, span = k_major(bits), 128, 256, 16
+        images.append(np.concatenate([image, np.zeros(-len(image) % 1024, np.uint8)]))
+        descriptors.append(MatrixDescriptor(at, stride, leading, span).encode())
+        at += len(images[-1])
+    held = mma_a(16).scatter(a_bits.reshape(4, 16, 16)).reshape(128, 4)
+    own = (
+        ("mov.b64 %da, 0;", "{%a0, %a1, %a2, %a3}")
+        if case == "registers"
+        else (f"mov.b64 %da, {descriptors[0]};", "%da")
+    )
+    constants = "-1, 1, " + ("0" if case == "registers" else f"{int('a' in spans)}, {int('b' in spans)}")
+    form = f"m64n{n}k16.f32.{type_name}.{type_name}"
+    text = floats(own, str(descriptors[1]), at, n, form, constants, adds=1)
+    return text, np.concatenate([*images, np.zeros(2048, np.uint8)]), held, 1 - a @ b.T
+
+
+@both_modes
+@pytest.mark.parametrize("n", [8, 40, 128])
+@pytest.mark.parametrize("type_name", ["f16", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_floats_from_everywhere(case: str, type_name: str, n: int, mode: str) -> None:
+    n = n if case in CASES[:2] or n == 128 else 64
+    text, image, held, right = problem(case, type_name, n)
+    out = np.zeros((128, n // 2), np.uint32)
+    assert not run(text, image, held, out, threads=128, checks=emulator.CHECKS, mode=mode).findings
+    assert np.array_equal(wgmma_d(n, True).gather(out, np.float32), right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("type_name", ["f16", "bf16"])
+@pytest.mark.parametrize("case", CASES)
+def test_floats_on_hopper(case: str, type_name: str) -> None:
+    text, image, held, right = problem(case, type_name, 64)
+    out = np.zeros((128, 32), np.uint32)
+    ptxlab.load(text)(image, held, out, grid=1, block=128, backend="gpu")
+    assert np.array_equal(wgmma_d(64, True).gather(out, np.float32), right)
+
+
+@pytest.mark.parametrize(
+    ("form", "constants", "said"),
+    [
+        ("m64n8k16.f32.f16.f16", "1, 1, 0", "takes 4 constants"),
+        ("m64n8k16.f32.f16.f16", "1, 2, 0, 0", "signs of A and B, 1 or -1"),
+        ("m64n8k16.f32.f16.f16", "1, 1, 0, 3", "transposed, 1, or not, 0"),
+    ],
+)
+def test_constants_that_no_wgmma_takes(form: str, constants: str, said: str) -> None:
+    text = floats(("mov.b64 %da, 0;", "%da"), "0", 2048, 8, form, constants)
+    with pytest.raises(SourceError, match=said):
+        run(text, np.zeros(4096, np.uint8), np.zeros(512, np.uint32), np.zeros(512, np.uint32), threads=128)
+
+
+def test_an_mn_major_operand_without_a_swizzle_is_refused() -> None:
+    descriptor = MatrixDescriptor(1024, 256, 128).encode()
+    text = floats(
+        (f"mov.b64 %da, {descriptor};", "%da"), str(descriptor), 2048, 8, "m64n8k16.f32.f16.f16", "1, 1, 0, 1"
+    )
+    with pytest.raises(EmulationError, match="an MN-major operand needs a swizzle"):
+        run(text, np.zeros(4096, np.uint8), np.zeros(512, np.uint32), np.zeros(512, np.uint32), threads=128)

@@ -1,0 +1,65 @@
+"""Kernels of `FILE.py`: each source over memory at the last sizes of its examples, beside the copy bandwidth."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from ptxlab import gpu
+from ptxlab.bench.ceilings import Ceilings
+from ptxlab.bench.launching import poisoned
+from ptxlab.bench.record import Row, row_of
+from ptxlab.bench.timing import copies_beyond_l2, measure
+from ptxlab.errors import BenchmarkError, VerificationError
+from ptxlab.kernels.own import Found
+from ptxlab.sources import Source
+from ptxlab.spec import KernelSpec, evaluate
+from ptxlab.spec.dtypes import dtype_in, storage, stored
+from ptxlab.verify import compare
+
+
+def rows(found: Iterable[Found], ceilings: Ceilings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """Measure every source of every spec."""
+    for spec, sources in found:
+        for source in sources:
+            progress(source.label)
+            yield streaming(spec, source, ceilings)
+
+
+def streaming(spec: KernelSpec, source: Source, ceilings: Ceilings) -> Row:
+    """Inputs and outputs in as many copies as exceed the L2; the results of every copy are compared."""
+    if not spec.example_sizes:
+        raise BenchmarkError(f"{spec.name}: example_sizes has to have sizes to measure at")
+    sizes = dict(spec.example_sizes[-1])
+    constants = spec.config_for(sizes)
+    everything = {**sizes, **constants}
+    logical = spec.example(np.random.default_rng(0), **sizes)
+    inputs = {n: stored(a, dtype_in(spec.arg(n).dtype, constants)) for n, a in spec.pack(logical).items()}
+    kernel = gpu.load(source, spec.name, defines=constants)
+    calls, outputs = [], []
+    for _ in range(copies_beyond_l2(max(1, spec.bytes_moved(everything)))):
+        arrays = {name: gpu.to_device(array) for name, array in inputs.items()}
+        for arg in spec.args:
+            if arg.role in ("out", "scratch"):
+                arrays[arg.name] = poisoned(arg.resolve(everything), storage(dtype_in(arg.dtype, constants)))
+        outputs.append({arg.name: arrays[arg.name] for arg in spec.outputs})
+        calls.append(gpu.prepare(kernel, spec.arguments(arrays, everything), spec.launch(everything)))
+    in_place = any(arg.role == "inout" for arg in spec.args)  # what is written again and again is no longer the example
+    measured = measure(calls)
+    for written in () if in_place else outputs:
+        try:
+            compare(spec, {name: gpu.to_host(array) for name, array in written.items()}, logical, constants)
+        except VerificationError as error:
+            raise BenchmarkError(f"{source.label}: the timed launches gave wrong results: {error}") from None
+    return row_of(
+        spec,
+        "streaming",
+        sizes,
+        measured,
+        floor=(spec.bytes_moved(everything) / ceilings.copy_tbps / 1e6, "copy"),
+        source=source,
+        checked="not: it writes in place" if in_place else "every copy equal to the reference",
+        nbytes=spec.bytes_moved(everything),
+        operations=int(evaluate(spec.operations, everything)),
+        variant=dict(constants),
+        more={"registers": kernel.registers},
+    )

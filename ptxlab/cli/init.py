@@ -1,0 +1,173 @@
+"""The command `init`: a project with a kernel, its spec, test, notebook and GitHub workflow, to begin from."""
+
+import json
+import keyword
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ptxlab.cli.common import CommandLineError, console, expects
+from ptxlab.errors import FileError
+
+KERNEL = """\
+// out[row] = sum of x[row, 0..n): one block of 128 threads per row. Integers, so the order of the sum does not matter.
+extern "C" __global__ void __launch_bounds__(128) my_kernel(const int* x, int* out, int n) {
+    __shared__ int part[128];
+    const int t = threadIdx.x, row = blockIdx.x;
+
+    int sum = 0;
+    for (int i = t; i < n; i += 128) sum += x[row * n + i];
+    part[t] = sum;
+    for (int half = 64; half > 0; half /= 2) {
+        __syncthreads();  // without it: a race, which `pytest` reports with this file and line
+        if (t < half) part[t] += part[t + half];
+    }
+    if (t == 0) out[row] = part[0];
+}
+"""
+SPEC = '''\
+"""The contract of my_kernel: what it takes and what it has to give. `ptxlab verify my_kernel.py` holds it to that."""
+
+import numpy as np
+from ptxlab import Arg, KernelSpec, Launch
+
+SPEC = KernelSpec(
+    name="my_kernel",
+    summary="sum of each row",
+    args=(
+        Arg("x", "int32", ("rows", "n")),
+        Arg("out", "int32", ("rows",), "out"),
+        Arg("n", "int32", role="scalar"),
+    ),
+    launch=lambda sizes: Launch(grid=(sizes["rows"], 1, 1), block=(128, 1, 1)),
+    example=lambda rng, rows, n: {"x": rng.integers(-1000, 1000, (rows, n), dtype=np.int32)},
+    pack=lambda logical: logical,
+    reference=lambda x: x.sum(axis=1, dtype=np.int32),
+    rules=("n >= 1",),
+    operations="rows * n",
+    example_sizes=({"rows": 1, "n": 1}, {"rows": 3, "n": 130}, {"rows": 4, "n": 4096}),
+)
+'''
+TEST = '''\
+"""`pytest` runs the kernel in ptxlab's emulator, without a GPU; `pytest --ptxlab-backend gpu` on one."""
+
+import numpy as np
+import pytest
+
+
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 130), (5, 1000)])
+def test_sums(emulate, rows, n):
+    x = np.random.default_rng(n).integers(-1000, 1000, (rows, n), dtype=np.int32)
+    out = emulate("my_kernel.cu", grid=rows, block=128, x=x, out=np.zeros(rows, np.int32), n=n)
+    np.testing.assert_array_equal(out.out, x.sum(axis=1))
+'''
+WORKFLOW = """\
+name: kernels
+on: [push, pull_request]
+jobs:
+  emulator: # no GPU needed; findings become annotations of the pull request
+    runs-on: ubuntu-latest
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with:
+          python-version: "3.12"
+      - run: python -m pip install -r requirements.txt
+      - run: ptxlab verify my_kernel.py
+      - run: python -m pytest
+"""
+CELLS = (
+    "# my_kernel\n\nThe kernel in the emulator, with all checks; then with a mistake.",
+    """\
+import numpy as np
+import ptxlab
+
+source = open("my_kernel.cu").read()
+x = np.arange(6 * 100, dtype=np.int32).reshape(6, 100)
+outcome = ptxlab.load(source)(x, np.zeros(6, np.int32), 100, grid=6, block=128, checks="all", backend="emulator")
+print(outcome.outputs["out"], outcome.findings)""",
+    "Without the barrier, threads read what others have not written yet. The check names the line:",
+    """\
+broken = ptxlab.load(source.replace("__syncthreads();", ""))
+outcome = broken(x, np.zeros(6, np.int32), 100, grid=6, block=128, checks="all", backend="emulator")
+print(*outcome.findings, sep="\\n")""",
+)
+NO_REQUIREMENT = (
+    "--requirement expects how pip gets ptxlab, which is on no registry: "
+    "--requirement 'ptxlab[asm] @ git+https://HOST/OWNER/ptxlab'"
+)
+
+
+def init(
+    name: Annotated[str, typer.Argument(help="Of the kernel, its files and their folder.")],
+    requirement: Annotated[
+        str | None,
+        typer.Option(help="How pip gets ptxlab (for requirements.txt). Default: the git URL it was installed from."),
+    ] = None,
+) -> None:
+    """Write a project: kernel, spec, test, notebook and a GitHub workflow that passes as it stands."""
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        raise expects("init", "the name of a kernel, as C and Python spell names", name)
+    line = requirement or installed_from()
+    if line is None:
+        raise CommandLineError(NO_REQUIREMENT)
+    if "\n" in line or not line.strip():
+        raise expects("--requirement", "one line", repr(line))
+    folder = Path(name)
+    if folder.exists():
+        raise FileError(f"{folder}: is there already")
+    try:
+        whole = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder.parent))
+    except OSError as error:
+        raise FileError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    try:
+        for path, text in files(name, line).items():
+            (whole / path).parent.mkdir(parents=True, exist_ok=True)
+            (whole / path).write_text(text, encoding="utf-8")
+        whole.chmod(0o755)
+        whole.rename(folder)
+    except OSError as error:
+        shutil.rmtree(whole, ignore_errors=True)
+        raise FileError(f"{folder}: cannot be written: {error.strerror or error}") from None
+    console.print(f"written: {folder}/ with {', '.join(files(name, line))}", soft_wrap=True, highlight=False)
+    console.print(f"Next: cd {name} && python -m pip install -r requirements.txt && python -m pytest", soft_wrap=True)
+
+
+def installed_from() -> str | None:
+    """The requirement that this ptxlab was installed by, if pip was given a repository; else None."""
+    try:
+        record = metadata.distribution("ptxlab").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return None
+    origin = json.loads(record) if record else {}
+    if "vcs_info" not in origin:
+        return None
+    return f"ptxlab[asm] @ {origin['vcs_info']['vcs']}+{origin['url']}"
+
+
+def files(name: str, requirement: str) -> dict[str, str]:
+    """Path -> text of the project's files."""
+    own = {
+        f"{name}.cu": KERNEL,
+        f"{name}.py": SPEC,
+        f"test_{name}.py": TEST,
+        f"{name}.ipynb": _notebook(),
+        ".github/workflows/kernels.yml": WORKFLOW,
+    }
+    return {path: text.replace("my_kernel", name) for path, text in own.items()} | {
+        "requirements.txt": f"{requirement}\npytest>=8\n"
+    }
+
+
+def _notebook() -> str:
+    """Prose and code take turns."""
+    cells: list[dict[str, Any]] = []
+    for i, text in enumerate(CELLS):
+        kind: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []} if i % 2 else {}
+        cells.append({"cell_type": "markdown", "id": f"cell{i}", "metadata": {}, "source": text, **kind})
+    facts = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    return json.dumps({"cells": cells, "metadata": facts, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"

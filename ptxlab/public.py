@@ -1,0 +1,67 @@
+"""The public names, which `import ptxlab` offers."""
+
+from ptxlab.errors import PtxlabError
+from ptxlab.kernels import find, run, specs
+from ptxlab.kernels.attention import (
+    AttentionWorkspace,
+    append_kv4,
+    attention_kv4,
+    attention_workspace,
+    rope_append_kv4,
+)
+from ptxlab.kernels.gemm import Workspace, gemm_w4a8, gemm_w4a8_grouped, gemm_workspace
+from ptxlab.kernels.moe import RoutedTokens, combine_experts, route_tokens
+from ptxlab.kernels.operation import release_memory
+from ptxlab.kernels.quantize import quantize_activations, rmsnorm_quantize, silu_mul_quantize
+from ptxlab.kernels.transfer import to_device
+from ptxlab.layout import ExpertWeights, KVCache, PackedActivations, PackedWeight, pack, stack_experts
+from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.quant import calibrate_kv, quantize_kv, smooth_attention
+from ptxlab.runtime import Kernel, Outcome, load, run_spec
+from ptxlab.sources import Source
+from ptxlab.spec import Arg, KernelSpec, Launch, WrongByDesign
+from ptxlab.spec.dtypes import ByVariant
+
+__all__ = [
+    "Arg",
+    "AttentionWorkspace",
+    "ByVariant",
+    "ExpertWeights",
+    "KVCache",
+    "Kernel",
+    "KernelSpec",
+    "Launch",
+    "Outcome",
+    "PackedActivations",
+    "PackedWeight",
+    "PtxlabError",
+    "RoutedTokens",
+    "Source",
+    "TensorMap",
+    "Workspace",
+    "WrongByDesign",
+    "append_kv4",
+    "attention_kv4",
+    "attention_workspace",
+    "calibrate_kv",
+    "combine_experts",
+    "find",
+    "gemm_w4a8",
+    "gemm_w4a8_grouped",
+    "gemm_workspace",
+    "load",
+    "pack",
+    "quantize_activations",
+    "quantize_kv",
+    "release_memory",
+    "rmsnorm_quantize",
+    "rope_append_kv4",
+    "route_tokens",
+    "run",
+    "run_spec",
+    "silu_mul_quantize",
+    "smooth_attention",
+    "specs",
+    "stack_experts",
+    "to_device",
+]

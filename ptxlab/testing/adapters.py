@@ -1,0 +1,391 @@
+"""Kernels of other libraries, through the PTX or the source that they have without a GPU.
+
+| object | what is run |
+| --- | --- |
+| Triton `@triton.jit`, `@triton.autotune` | the PTX of `triton.compile`, specialised by the arguments as Triton does |
+| Triton's CompiledKernel | its PTX |
+| numba.cuda `@cuda.jit` | the PTX of `numba.cuda.compile` |
+| CuPy `RawKernel`, `RawModule` | the source, by NVRTC (extra `asm`) |
+| cuda.core `ObjectCode` of PTX | its PTX |
+
+The library is the caller's: nothing here is imported before one of its objects has come.
+"""
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ptxlab import runtime
+from ptxlab.errors import ArgumentError, UnavailableError
+from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.sources import Source
+
+_TRITON_ARCH = "sm_80"
+_SCRATCH = 16  # bytes behind the pointers to scratch memory, which a kernel has and does not use
+
+
+def as_they_are(values: Sequence[Any]) -> list[Any]:
+    """Arguments of which each is one parameter."""
+    return list(values)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kernel and what its own world says of a call.
+
+    Attributes:
+        kernel: as `ptxlab.load` makes it.
+        names: what the caller calls the arguments, in order.
+        places: the parameter that each is, or of one that is several the one that an array is.
+        expand: arguments by these names -> those of all parameters.
+        block, shared_bytes: of its launches, where it and not the caller decides.
+    """
+
+    kernel: runtime.Kernel
+    names: tuple[str, ...]
+    places: tuple[int, ...]
+    expand: Callable[[Sequence[Any]], list[Any]] = as_they_are
+    block: int | None = None
+    shared_bytes: int | None = None
+
+    @classmethod
+    def of(cls, kernel: runtime.Kernel) -> "Target":
+        """One whose parameters have names of their own."""
+        return cls(kernel, kernel.parameters, tuple(range(len(kernel.parameters))))
+
+    @property
+    def label(self) -> str:
+        """Its name in messages: of a function of Python that, not the symbol made of it."""
+        return self.kernel.source.name if self.kernel.origin else self.kernel.entry
+
+    @cached_property
+    def varies(self) -> bool:
+        """Whether a schedule can make a difference: it copies asynchronously, or its threads pass flags."""
+        entry = self.kernel.module.entries[self.kernel.entry]
+        strong = {"relaxed", "volatile", "release"}
+        return entry.is_asynchronous or any(strong & {*i.opcode.split(".")} for i in entry.instructions)
+
+    def arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+        """Arguments of all parameters; ArgumentError for one that is missing, twice there, or not known."""
+        return self.expand(in_order(self.kernel.entry, self.names, args, named))
+
+
+def in_order(entry: str, names: Sequence[str], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
+    """What is given for each name, by place or by name."""
+    if len(args) > len(names):
+        raise ArgumentError(f"{entry}: args", f"at most {len(names)} ({', '.join(names)})", len(args))
+    given = dict(zip(names, args, strict=False))
+    for name in named:
+        if name not in names or name in given:
+            rule = f"each of {', '.join(names)} once" if names else "no arguments"
+            raise ArgumentError(f"{entry}: arguments", rule, name)
+    given.update(named)
+    if missing := [name for name in names if name not in given]:
+        raise ArgumentError(f"{entry}: {missing[0]}", "must be given", ", ".join(given) or "nothing")
+    return [given[name] for name in names]
+
+
+def target(
+    kernel: Any, options: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any], made: dict[Any, Target]
+) -> tuple[Target, list[Any]]:
+    """A kernel of another library, compiled once, and the arguments of all its parameters."""
+    kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(kernel).__mro__}
+    for kind, adapt in ADAPTERS.items():
+        if kind in kinds:
+            found: tuple[Target, list[Any]] = adapt(kernel, options, args, named, made)
+            return found
+    rule = "a .ptx or .cu file, text, or a kernel of Triton, CuPy, numba.cuda or cuda.core"
+    raise ArgumentError("kernel", rule, f"{type(kernel).__module__}.{type(kernel).__name__}")
+
+
+def _no(options: Mapping[str, Any], kernel: str, *names: str) -> None:
+    """Refuse options that this kind of kernel has no use for."""
+    for name in names:
+        if options[name]:
+            raise ArgumentError(name, f"not of {kernel}, which is compiled by its own library", options[name])
+
+
+def _loaded(text: str, label: str, entry: str | None, **more: Any) -> runtime.Kernel:
+    return runtime.load(Source.from_text(text, label), entry, **more)
+
+
+# Sources
+
+
+def _cupy(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
+    """RawKernel and RawModule: the code, its `-D` options, and of a kernel its name."""
+    if not kernel.code or kernel.backend != "nvrtc":
+        raise ArgumentError(
+            "kernel", "CuPy's from source code for NVRTC", kernel.file_path or f"backend {kernel.backend}"
+        )
+    entry = options["entry"] or getattr(kernel, "name", None)
+    defines: dict[str, int | str] = {}
+    for option in kernel.options:
+        found = re.fullmatch(r"-D\s*(\w+)(?:=(.*))?", option)
+        if found:
+            value = found[2] or "1"
+            defines[found[1]] = int(value, 0) if re.fullmatch(r"-?(?:0x[\da-fA-F]+|\d+)", value) else value
+        elif not re.match(r"(?:-std=|--std=|-lineinfo|--generate-line-info|--use_fast_math|-default-device)", option):
+            raise ArgumentError("kernel", "options -D alone", option)
+    key = ("cupy", kernel.code, kernel.options, entry, *sorted(options["defines"].items()), options["arch"])
+    if key not in made:
+        constants = {**defines, **options["defines"]}
+        label = f"<{entry or 'RawModule'}>"
+        made[key] = Target.of(_loaded(kernel.code, label, entry, defines=constants, arch=options["arch"]))
+    return made[key], made[key].arguments(args, named)
+
+
+def _object_code(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
+    """cuda.core's ObjectCode."""
+    _no(options, "an ObjectCode", "defines", "arch")
+    if kernel.code_type != "ptx":
+        rule = "an ObjectCode of PTX (ObjectCode.from_ptx, Program.compile('ptx')): the emulator runs no machine code"
+        raise ArgumentError("kernel", rule, kernel.code_type)
+    code = kernel.code if isinstance(kernel.code, bytes) else str(kernel.code).encode()
+    key = ("cuda.core", code, options["entry"])
+    if key not in made:
+        text = code.decode(errors="replace").rstrip("\0")
+        made[key] = Target.of(_loaded(text, kernel.name or "<ObjectCode>", options["entry"]))
+    return made[key], made[key].arguments(args, named)
+
+
+def _program(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
+    """cuda.core's Program, which compiles to PTX where there is a driver."""
+    try:
+        compiled = kernel.compile("ptx")
+    except Exception as error:  # whatever that library raises
+        reason = str(error).partition("\n")[0]
+        raise UnavailableError(f"cuda.core's Program: {reason}; without a driver give its source text") from None
+    return _object_code(compiled, options, args, named, made)
+
+
+# numba.cuda
+
+
+def _numba(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
+    """A dispatcher: an array is seven parameters and two more per axis, of which the fifth is the pointer."""
+    _no(options, "a kernel of numba.cuda", "defines", "entry")
+    numba = sys.modules["numba"]
+    function = kernel.py_func
+    code = function.__code__
+    given = in_order(function.__name__, code.co_varnames[: code.co_argcount], args, named)
+    try:
+        types = tuple(map(numba.typeof, given))
+    except ValueError as error:
+        raise ArgumentError(
+            f"{function.__name__}: args", "what numba has a type for", str(error).partition("\n")[0]
+        ) from None
+    found = re.fullmatch(r"sm_(\d+)(\d)a?", arch := options["arch"] or "sm_80")
+    if not found:
+        raise ArgumentError("arch", "sm_<number>, such as sm_80", arch)
+    key = ("numba", function, types, arch)
+    if key not in made:
+        cc = int(found[1]), int(found[2])
+        try:
+            text, _ = numba.cuda.compile(
+                function, numba.types.void(*types), device=False, abi="numba", cc=cc, lineinfo=True, output="ptx"
+            )
+        except Exception as error:  # whatever that library raises
+            raise ArgumentError(f"{function.__name__}: compile", "what numba.cuda compiles", error) from None
+        if isinstance(text, bytes):
+            text = text.decode()
+        loaded = runtime.Kernel(
+            Source(function.__name__, code.co_filename, "ptx", text), _only_entry(text), origin=code.co_filename
+        )
+        widths = [5 + 2 * each.ndim if hasattr(each, "ndim") else 1 for each in types]
+        starts = [sum(widths[:i]) for i in range(len(widths))]
+        places = tuple(at + 4 if width > 1 else at for at, width in zip(starts, widths, strict=True))
+        names = tuple(code.co_varnames[: code.co_argcount])
+        made[key] = Target(loaded, names, places, lambda values: _flattened(values, types))
+    return made[key], made[key].expand(given)
+
+
+def _flattened(values: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+    """Parameters of a kernel of numba.cuda."""
+    flat: list[Any] = []
+    for value, kind in zip(values, types, strict=True):
+        if not hasattr(kind, "ndim"):
+            bits = getattr(kind, "bitwidth", 8)
+            flat.append(np.dtype(str(kind)).type(value) if bits > 8 else np.dtype("u1").type(value))
+            continue
+        nothing, sizes = np.uint64(0), (*value.shape, *value.strides)
+        flat += [nothing, nothing, np.uint64(value.size), np.uint64(value.itemsize), value, *map(np.uint64, sizes)]
+    return flat
+
+
+def _only_entry(ptx: str) -> str:
+    found = re.findall(r"\.entry\s+([\w$]+)", ptx)
+    if len(found) != 1:
+        raise ArgumentError("kernel", "one entry", ", ".join(found) or "none")
+    name: str = found[0]
+    return name
+
+
+# Triton
+
+
+def _compiled(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
+    """What `triton.compile` gives."""
+    _no(options, "a compiled kernel", "defines", "arch", "entry")
+    constants = {path[0] for path in kernel.src.constants}
+    names = [name for i, name in enumerate(kernel.src.fn.arg_names) if i not in constants]
+    key = ("triton.compiled", kernel.hash)
+    if key not in made:
+        made[key] = _of_triton(kernel, names)
+    return made[key], made[key].arguments(args, named)
+
+
+def _triton(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
+    """A function that Triton has not compiled yet."""
+    _no(options, "a Triton kernel", "defines", "entry")
+    named = dict(named)
+    while not hasattr(kernel, "arg_names") or hasattr(kernel, "configs"):  # autotune and heuristics wrap it
+        if configs := getattr(kernel, "configs", None):
+            named = {**configs[0].all_kwargs(), **named}
+        kernel = kernel.fn
+    compiler, target_of = _triton_compiler(options["arch"] or _TRITON_ARCH)
+    names = tuple(kernel.arg_names)
+    settings = {name: named.pop(name) for name in [*named] if name not in names}
+    known = vars(compiler.make_backend(target_of).parse_options({}))
+    for name in settings:
+        if name not in known:
+            raise ArgumentError(f"{kernel.fn.__name__}: arguments", f"each of {', '.join(names)} once", name)
+    defaults = {p.name: p.default for p in kernel.params if p.has_default and p.name not in named}
+    defaults = {name: value for name, value in defaults.items() if name not in names[: len(args)]}
+    given = in_order(kernel.fn.__name__, names, args, {**defaults, **named})
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    attributes: dict[tuple[int], Any] = {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, given, strict=True)):
+        label = f"{kernel.fn.__name__}: {parameter.name}"
+        if (
+            parameter.is_constexpr
+            or value is None
+            or (_is_int(value) and value == 1 and not parameter.do_not_specialize)
+        ):
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+            continue
+        signature[parameter.name] = getattr(parameter, "annotation_type", "") or _triton_type(label, value)
+        if _is_array(value) or (_is_int(value) and value % 16 == 0 and not parameter.do_not_specialize):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    parts = signature, constants, attributes, settings
+    key = ("triton", kernel, options["arch"], *(tuple(map(repr, part.items())) for part in parts))
+    if key not in made:
+        source = compiler.ASTSource(kernel, signature, constants, attributes)
+        try:
+            compiled = sys.modules["triton"].compile(source, target=target_of, options=settings)
+        except Exception as error:  # whatever that library raises
+            problem = " ".join(str(error).split())
+            raise ArgumentError(f"{kernel.fn.__name__}: triton.compile", "what Triton compiles", problem) from None
+        made[key] = _of_triton(compiled, [name for i, name in enumerate(names) if (i,) not in constants])
+    kept = [value for i, value in enumerate(given) if (i,) not in constants]
+    return made[key], made[key].expand(
+        [_triton_number(signature[n], v) for n, v in zip(made[key].names, kept, strict=True)]
+    )
+
+
+def _triton_compiler(arch: str) -> tuple[Any, Any]:
+    """Triton's compiler, and what it calls an architecture."""
+    found = re.fullmatch(r"sm_(\d{2,3})a?", arch)
+    if not found:
+        raise ArgumentError("arch", "sm_<number>, such as sm_80 or sm_90", arch)
+    from triton import compiler
+    from triton.backends.compiler import GPUTarget
+
+    return compiler, GPUTarget("cuda", int(found[1]), 32)
+
+
+def _of_triton(compiled: Any, names: Sequence[str]) -> Target:
+    """A compiled kernel: the parameters of these names, then pointers to scratch memory."""
+    facts, text = compiled.metadata, compiled.asm.get("ptx", "")
+    if not text:
+        raise ArgumentError("kernel", "compiled by Triton for NVIDIA", facts.target)
+    for what in ("global_scratch_size", "tmem_size"):
+        if getattr(facts, what, 0):
+            raise ArgumentError(f"{facts.name}: {what}", "0: the emulator gives a kernel none", getattr(facts, what))
+    if getattr(facts, "num_ctas", 1) != 1:
+        raise ArgumentError(f"{facts.name}: num_ctas", "1: clusters of Triton's are not launched here", facts.num_ctas)
+    function = compiled.src.fn.fn
+    file = function.__code__.co_filename
+    # Triton's cache may have it from a copy of the file that stood elsewhere
+    text = re.sub(
+        rf'(\.file\s+\d+ )"(?:[^"]*/)?{re.escape(Path(file).name)}"', lambda found: f'{found[1]}"{file}"', text
+    )
+    kernel = runtime.Kernel(Source(facts.name, file, "ptx", text), _only_entry(text), origin=file)
+    entry = kernel.module.entries[kernel.entry]
+    scratch = [np.zeros(_SCRATCH, np.uint8) for _ in range(len(entry.params) - len(names))]
+    if len(scratch) not in (0, 1, 2):
+        raise ArgumentError(f"{facts.name}: parameters", f"{len(names)} and two for scratch memory", len(entry.params))
+    block = prod(entry.directives.get("reqntid") or (32 * facts.num_warps,))
+    return Target(
+        kernel,
+        tuple(names),
+        tuple(range(len(names))),
+        lambda values: [*values, *scratch],
+        block,
+        facts.shared,
+    )
+
+
+_TRITON_TYPES = {
+    **{f"{kind}int{bits}": f"{kind or 'i'}{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)},
+    "float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "bool": "i1",
+    "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5",
+}  # fmt: skip
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool | np.bool_)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, np.generic)
+
+
+def _triton_type(label: str, value: Any) -> str:
+    """Triton's word for the type of an argument."""
+    if isinstance(value, TensorMap):
+        raise ArgumentError(label, "an array or a number: Triton's host-side descriptors are not taken", "a tensor map")
+    if hasattr(value, "dtype"):
+        name = str(value.dtype).removeprefix("torch.")
+        if name not in _TRITON_TYPES:
+            raise ArgumentError(label, f"one of {', '.join(_TRITON_TYPES)}", name)
+        return ("*" if _is_array(value) else "") + _TRITON_TYPES[name]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
+    if isinstance(value, float):
+        return "fp32"
+    raise ArgumentError(label, "an array or a number", type(value).__name__)
+
+
+def _triton_number(kind: str, value: Any) -> Any:
+    """An argument as wide as its parameter."""
+    if _is_array(value) or kind.startswith("*"):
+        return value
+    dtype = {"i1": "u1", "fp32": "f4", "fp64": "f8", "fp16": "f4", "bf16": "f4"}.get(
+        kind
+    ) or f"{kind[0]}{int(kind[1:]) // 8}"
+    return np.dtype(dtype).type(value)
+
+
+Adapter = Callable[[Any, Mapping[str, Any], Sequence[Any], Mapping[str, Any], dict[Any, Target]], Any]
+ADAPTERS: dict[str, Adapter] = {
+    "triton.JITFunction": _triton,
+    "triton.Autotuner": _triton,
+    "triton.Heuristics": _triton,
+    "triton.CompiledKernel": _compiled,
+    "cupy.RawKernel": _cupy,
+    "cupy.RawModule": _cupy,
+    "numba.CUDADispatcher": _numba,
+    "cuda.ObjectCode": _object_code,
+    "cuda.Program": _program,
+}

@@ -1,0 +1,130 @@
+"""The pytest plugin: the fixture `emulate`, the marker `ptxlab`, and its options.
+
+pytest loads this module at every start, for projects too that never use it: NumPy, the emulator and all else are
+imported by the first test that asks for the fixture.
+"""
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from ptxlab.testing.annotations import Annotation
+    from ptxlab.testing.emulate import Emulate
+
+_item: pytest.StashKey[pytest.Item] = pytest.StashKey()  # the test that runs now
+_MARKER = 'ptxlab(checks="all", seeds=1): what `emulate` checks, and on how many drawn schedules besides the early one'
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options, all in one group."""
+    group = parser.getgroup("ptxlab", "kernels in the emulator (ptxlab)")
+    group.addoption(
+        "--ptxlab-backend", choices=("emulator", "gpu"), default="emulator", help="Where `emulate` runs kernels."
+    )
+    group.addoption("--ptxlab-seed", type=int, default=0, metavar="N", help="The first seed of the drawn schedules.")
+    group.addoption(
+        "--ptxlab-schedule",
+        default="",
+        metavar="early|late:SEED",
+        help="Run this schedule alone, as a failure names it.",
+    )
+    group.addoption(
+        "--ptxlab-format",
+        choices=("github", "sarif", "json"),
+        default="github" if os.environ.get("GITHUB_ACTIONS") == "true" else None,
+        help="Also write findings as annotations. Default: github in a GitHub workflow.",
+    )
+    group.addoption("--ptxlab-output", default="", metavar="FILE", help="Where to. Default: the terminal.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker; refuse at once what could only be refused at the end."""
+    config.addinivalue_line("markers", _MARKER)
+    schedule, output = config.getoption("--ptxlab-schedule"), config.getoption("--ptxlab-output")
+    mode, _, seed = schedule.partition(":")
+    if schedule and schedule != "early" and (mode != "late" or not seed.isdecimal()):
+        raise pytest.UsageError(f"--ptxlab-schedule expects early or late:SEED, got {schedule}")
+    if config.getoption("--ptxlab-seed") < 0:
+        raise pytest.UsageError(f"--ptxlab-seed expects 0 or more, got {config.getoption('--ptxlab-seed')}")
+    if output and not config.getoption("--ptxlab-format"):
+        raise pytest.UsageError("--ptxlab-output expects --ptxlab-format beside it")
+    if output and not Path(output).absolute().parent.is_dir():
+        raise pytest.UsageError(f"--ptxlab-output expects a file in a folder that exists, got {output}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Of which test the marker and the folder count."""
+    item.config.stash[_item] = item
+    marker = item.get_closest_marker("ptxlab")
+    if marker and (marker.args or {*marker.kwargs} - {"checks", "seeds"}):
+        pytest.fail(f"{item.nodeid}: the marker ptxlab takes checks= and seeds=", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def emulate(request: pytest.FixtureRequest) -> "Emulate":
+    """Run a kernel in the emulator: `out = emulate("scale.cu", grid=4, block=128, a=a, s=2.0)`, `out.a`.
+
+    One object for the whole session, so that a kernel is compiled once, and Hypothesis may call it for every example.
+    """
+    from ptxlab.testing.emulate import Emulate, Settings
+
+    config = request.config
+
+    def settings() -> Settings:
+        item = config.stash[_item]
+        marker = item.get_closest_marker("ptxlab")
+        return Settings(
+            folder=item.path.parent,
+            root=config.rootpath,
+            test=item.nodeid,
+            backend=config.getoption("--ptxlab-backend"),
+            first_seed=config.getoption("--ptxlab-seed"),
+            only=config.getoption("--ptxlab-schedule"),
+            **(marker.kwargs if marker else {}),
+        )
+
+    return Emulate(settings)
+
+
+# Annotations: of each failed test, brought to the process that writes them (xdist: as a part of the report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    """Put what was found into the test's report."""
+    report: Any = yield
+    if call.excinfo is not None and report.failed:
+        report.ptxlab = [vars(each) for each in _annotations(call.excinfo.value)]
+    return report
+
+
+def _annotations(error: BaseException) -> "list[Annotation]":
+    """Of an error of `emulate`, or of a group of errors, as Hypothesis raises one for several different failures."""
+    if isinstance(error, BaseExceptionGroup):
+        return [each for part in error.exceptions for each in _annotations(part)]
+    found: list[Annotation] = getattr(error, "annotations", [])
+    return found
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Write the annotations of all failed tests, which with xdist came with the workers' reports."""
+    form, output = config.getoption("--ptxlab-format"), config.getoption("--ptxlab-output")
+    if not form:
+        return
+    reports = [report for group in terminalreporter.stats.values() for report in group]
+    found = [each for report in reports for each in getattr(report, "ptxlab", [])]
+    if not found and not output:
+        return
+    from ptxlab.testing.annotations import Annotation, render
+
+    text = render(form, (Annotation(**each) for each in found))
+    if output:
+        Path(output).write_text(text, encoding="utf-8")
+        terminalreporter.write_line(f"ptxlab: {len(found)} findings written to {output}")
+    else:
+        terminalreporter.write(text)

@@ -1,0 +1,112 @@
+"""`ptxlab init`: the project that it writes works as it stands; `verify` and `bench` of a file with a spec."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ptxlab.cli import init
+
+pytest_plugins = "pytester"
+REQUIREMENT = "ptxlab[asm] @ git+https://example.org/ptxlab"
+
+
+@pytest.fixture
+def project(cli: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
+    code, out, _ = cli("init", "sums", "--requirement", REQUIREMENT)
+    assert code == 0 and "Next: cd sums && " in out
+    monkeypatch.chdir("sums")
+    return pytester.path / "sums"
+
+
+def test_what_its_workflow_runs_passes(project: Path, cli: Any, pytester: pytest.Pytester, monkeypatch: Any) -> None:
+    assert (project / "requirements.txt").read_text() == f"{REQUIREMENT}\npytest>=8\n"
+    commands = re.findall(r"- run: (.*)", (project / ".github/workflows/kernels.yml").read_text())
+    assert commands == ["python -m pip install -r requirements.txt", "ptxlab verify sums.py", "python -m pytest"]
+    code, out, err = cli(*commands[1].split()[1:])
+    assert code == 0 and "3 passed, 0 failed" in out, out + err
+    monkeypatch.chdir(pytester.path)
+    plugin = () if pytester._request.config.pluginmanager.has_plugin("ptxlab") else ("-p", "ptxlab.testing.plugin")
+    pytester.runpytest_inprocess(project, *plugin).assert_outcomes(passed=3)
+
+
+def test_its_notebook_runs_and_shows_the_mistake(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cells = json.loads((project / "sums.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec(cell["source"], names)
+    out = capsys.readouterr().out
+    assert "[ 4950 14950 24950 34950 44950 54950] ()" in out and "race: <text>:" in out
+
+
+def test_one_kernel_of_a_file_at_other_sizes(project: Path, cli: Any) -> None:
+    code, out, _ = cli("verify", "sums.py:sums", "--shape", "rows=2,n=77", "--json")
+    assert code == 0 and [each["kernel"] for each in json.loads(out)] == ["sums.cu"] * 4
+    (project / "sums.py").write_text(
+        (project / "sums.py").read_text().replace("sum(axis=1, dtype=np.int32)", "max(axis=1)")
+    )
+    code, out, _ = cli("verify", "sums.py", "--json")
+    (_, wrong, _) = json.loads(out)
+    assert code == 1 and wrong["detail"].startswith("3 of 3 elements differ from the reference")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("init sums", "sums: is there already"),
+        ("init 3x", "init expects the name of a kernel, as C and Python spell names, got 3x"),
+        ("init class", "init expects the name of a kernel, as C and Python spell names, got class"),
+        ("verify nosuch.py", "nosuch.py: cannot be read: No such file"),
+        ("verify sums.py:other", "kernel: one of sums, which sums.py has a spec for (got sums.py:other)"),
+        ("verify empty.py", "empty.py: a KernelSpec at its top level (got none)"),
+        ("verify broken.py", "broken.py: cannot be imported: ZeroDivisionError: division by zero"),
+        ("verify alone.py", "alone.py: has a spec of sums, and beside it there is no sums.ptx or .cu"),
+        ("bench sums.py", "no GPU backend here"),
+    ],
+)
+def test_bad_input(command: str, said: str, project: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(init, "installed_from", lambda: REQUIREMENT)
+    (project / "empty.py").write_text("")
+    (project / "broken.py").write_text("1 / 0\n")
+    (project / "apart").mkdir()
+    (project / "apart" / "alone.py").write_text((project / "sums.py").read_text())
+    if command == "init sums":
+        monkeypatch.chdir(project.parent)
+    if "alone" in command:
+        monkeypatch.chdir("apart")
+    code, _, err = cli(*command.split())
+    assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_without_a_repository_the_requirement_has_to_be_given(cli: Any, pytester: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(init, "installed_from", lambda: None)
+    code, _, err = cli("init", "sums")
+    assert code == 2 and err.startswith("error: --requirement expects how pip gets ptxlab, which is on no registry")
+    assert not [*pytester.path.iterdir()]
+
+
+def test_a_git_url_is_found_where_pip_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Installed:
+        record: str | None = json.dumps({"url": "https://example.org/p.git", "vcs_info": {"vcs": "git"}})
+
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return self.record
+
+    monkeypatch.setattr(init.metadata, "distribution", lambda name: Installed())
+    assert init.installed_from() == "ptxlab[asm] @ git+https://example.org/p.git"
+    for other in (None, json.dumps({"url": "file:///somewhere", "dir_info": {}})):
+        monkeypatch.setattr(Installed, "record", other)
+        assert init.installed_from() is None
+
+
+@pytest.mark.gpu
+def test_bench_of_a_file(project: Path, cli: Any) -> None:
+    code, out, err = cli("bench", "sums.py", "--out", "record.json", "--json")
+    assert code == 0, err
+    (row,) = json.loads(out)["rows"]
+    assert row["kernel"] == "sums" and row["sizes"] == {"rows": 4, "n": 4096} and "equal" in row["checked"]

@@ -1,0 +1,135 @@
+"""Kernels that Triton compiled, checked and compared with NumPy: its .ptx in `triton/`, and by Triton where it is."""
+
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+HERE = Path(__file__).parent / "triton"
+both_architectures = pytest.mark.parametrize("arch", ["sm80", "sm90"])
+Run = Callable[..., Any]
+SHARED = {"add": 0, "softmax": 16, "matmul": 49152}  # bytes that Triton asks for, at most
+
+
+def check_add(run: Run) -> None:
+    x, y = np.random.default_rng(0).standard_normal((2, 1300), dtype=np.float32)
+    out = run(x, y, np.zeros_like(x), x.size, grid=3)
+    np.testing.assert_array_equal(out[2], x + y)
+
+
+def check_softmax(run: Run) -> None:
+    x = np.random.default_rng(1).standard_normal((5, 200), dtype=np.float32)
+    out = run(x, np.zeros_like(x), 200, 200, grid=5)
+    e = np.exp(x - x.max(axis=1, keepdims=True), dtype=np.float64)
+    np.testing.assert_allclose(out[1], e / e.sum(axis=1, keepdims=True), rtol=1e-5)
+
+
+def check_matmul(run: Run) -> None:
+    """Integers and eighths, of which all sums are exact, in whatever order they are made."""
+    rng, (m, n, k) = np.random.default_rng(2), (80, 144, 96)
+    a, b = ((rng.integers(-8, 9, shape) / 8).astype(np.float16) for shape in ((m, k), (k, n)))
+    out = run(a, b, np.zeros((m, n), np.float16), m, n, k, grid=(2, 2))
+    np.testing.assert_array_equal(out[2], (a.astype(np.float32) @ b.astype(np.float32)).astype(np.float16))
+
+
+CHECKS = {"add": check_add, "softmax": check_softmax, "matmul": check_matmul}
+each_kernel = pytest.mark.parametrize("name", CHECKS)
+
+
+@both_architectures
+@each_kernel
+@pytest.mark.ptxlab(checks="all", seeds=2)
+def test_ptx_that_triton_has_made(name: str, arch: str, emulate: Run) -> None:
+    scratch = [np.zeros(16, np.uint8)] * 2  # Triton's two last parameters
+
+    def run(*args: Any, grid: Any) -> Any:
+        file = HERE / f"{name}_{arch}.ptx"
+        return emulate(file, *args, *scratch, grid=grid, block=128, shared_bytes=SHARED[name])
+
+    CHECKS[name](run)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    monkeypatch.syspath_prepend(str(HERE))
+    import kernels
+
+    yield kernels
+    del sys.modules["kernels"]
+
+
+@both_architectures
+@each_kernel
+def test_the_kernels_themselves(name: str, arch: str, emulate: Run, kernels: Any) -> None:
+    function, _, constants, _ = kernels.KERNELS[name]
+    CHECKS[name](lambda *args, grid: emulate(function, *args, **constants, grid=grid, arch=arch.replace("sm", "sm_")))
+
+
+def test_a_fence_that_triton_sets_is_needed(emulate: Run) -> None:
+    """Its matmul for sm_90 has threads store masked tiles into shared memory, for wgmma to read."""
+    text = (HERE / "matmul_sm90.ptx").read_text()
+    broken = text.replace("fence.proxy.async.shared::cta;", "")
+    assert broken != text
+    scratch = [np.zeros(16, np.uint8)] * 2
+    with pytest.raises(AssertionError, match=r"async-dirty: .*wgmma.* without a fence.proxy.async behind it"):
+        check_matmul(lambda *args, grid: emulate(broken, *args, *scratch, grid=grid, block=128, shared_bytes=49152))
+
+
+def test_findings_name_lines_of_the_python_file(emulate: Run, kernels: Any) -> None:
+    x = np.zeros(500, np.float32)
+    line = next(
+        i for i, text in enumerate((HERE / "kernels.py").read_text().splitlines(), 1) if "tl.load(x + i" in text
+    )
+    with pytest.raises(Exception, match=rf"tests/outside/triton/kernels.py:{line}: .*argument 0 \(x\).*out of bounds"):
+        emulate(kernels.add, x, x, x, 501, grid=1, BLOCK=512)
+
+
+def test_a_copy_of_the_file_is_named_though_triton_has_compiled_another(
+    emulate: Run, kernels: Any, tmp_path: Path
+) -> None:
+    test_findings_name_lines_of_the_python_file(emulate, kernels)
+    copy = tmp_path / "kernels.py"
+    copy.write_text((HERE / "kernels.py").read_text())
+    spec = importlib.util.spec_from_file_location("kernels_copy", copy)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    x = np.zeros(500, np.float32)
+    with pytest.raises(Exception, match=rf"^{re.escape(str(copy))}:\d+: "):
+        emulate(module.add, x, x, x, 501, grid=1, BLOCK=512)
+
+
+def test_numbers_and_constants_of_a_call(emulate: Run, kernels: Any) -> None:
+    x = np.arange(16, dtype=np.float32)
+    for n in (1, 16, np.int32(7)):  # 1 becomes a constant, 16 is known to be a multiple of 16
+        out = emulate(kernels.add, x, x, np.zeros_like(x), n=n, BLOCK=32, grid=1, num_warps=1)
+        np.testing.assert_array_equal(out.out, np.where(np.arange(16) < n, 2 * x, 0))
+
+
+REFUSED = {
+    "n=3": "add: BLOCK: must be given (got x, y, out, n)",
+    "n=3, BLOCK=100": "add: triton.compile: what Triton compiles (got *power of 2)",
+    "n=3, BLOCK=128, num_warp=1": "add: arguments: each of x, y, out, n, BLOCK once (got num_warp)",
+    "n='3', BLOCK=128": "add: n: an array or a number (got str)",
+    "n=3, BLOCK=128, arch='90'": "arch: sm_<number>, such as sm_80 or sm_90 (got 90)",
+    "n=3, BLOCK=128, block=64": "block: 128, which the kernel was compiled for (got 64)",
+    "n=3, BLOCK=128, defines={'X': 1}": "defines: not of a Triton kernel, *",
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_bad_calls_are_refused_in_one_line(call: str, emulate: Run, kernels: Any) -> None:
+    from fnmatch import fnmatchcase
+
+    from ptxlab.errors import PtxlabError
+
+    x = np.zeros(3, np.float32)
+    with pytest.raises(PtxlabError) as error:
+        emulate(kernels.add, x, x, x, grid=1, **eval(f"dict({call})"))
+    assert fnmatchcase(str(error.value), REFUSED[call]) and "\n" not in str(error.value)

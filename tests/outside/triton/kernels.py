@@ -1,0 +1,67 @@
+"""Triton's first tutorials in short. `python kernels.py` writes the .ptx beside it, which tests run without Triton."""
+
+import re
+from pathlib import Path
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+
+@triton.jit
+def add(x, y, out, n, BLOCK: tl.constexpr):
+    """out = x + y, of n numbers."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < n
+    tl.store(out + i, tl.load(x + i, mask=mask) + tl.load(y + i, mask=mask), mask=mask)
+
+
+@triton.jit
+def softmax(x, out, stride, n, BLOCK: tl.constexpr):
+    """Each row of x, n numbers; a row per program."""
+    at = tl.program_id(0) * stride + tl.arange(0, BLOCK)
+    mask = tl.arange(0, BLOCK) < n
+    row = tl.load(x + at, mask=mask, other=-float("inf"))
+    e = tl.exp(row - tl.max(row, axis=0))
+    tl.store(out + at, e / tl.sum(e, axis=0), mask=mask)
+
+
+@triton.jit
+def matmul(a, b, c, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
+    """c [M, N] = a [M, K] b [K, N], row-major."""
+    m = tl.program_id(0) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)[None, :]
+    k = tl.arange(0, TILE_K)
+    total = tl.zeros((TILE_M, TILE_N), dtype=tl.float32)
+    for first in range(0, K, TILE_K):
+        left = tl.load(a + m * K + first + k[None, :], mask=(m < M) & (first + k[None, :] < K), other=0.0)
+        right = tl.load(b + (first + k[:, None]) * N + n, mask=(first + k[:, None] < K) & (n < N), other=0.0)
+        total = tl.dot(left, right, total)
+    tl.store(c + m * N + n, total.to(tl.float16), mask=(m < M) & (n < N))
+
+
+FLOATS, HALVES = ("*fp32", "*fp32"), ("*fp16", "*fp16", "*fp16")
+WHOLE = 16  # pointers and sizes that Triton may take for multiples of this
+KERNELS = {  # types of the arguments, constants, which arguments are such multiples
+    "add": (add, (*FLOATS, "*fp32", "i32"), {"BLOCK": 512}, (0, 1, 2)),
+    "softmax": (softmax, (*FLOATS, "i32", "i32"), {"BLOCK": 256}, (0, 1)),
+    "matmul": (matmul, (*HALVES, "i32", "i32", "i32"), {"TILE_M": 64, "TILE_N": 128, "TILE_K": 32}, range(6)),
+}
+
+
+def ptx_of(name: str, arch: int) -> str:
+    """PTX of one of the kernels, without what it says of the machine that it was made on."""
+    function, types, constants, whole = KERNELS[name]
+    signature = dict(zip(function.arg_names, (*types, *("constexpr" for _ in constants)), strict=True))
+    attributes = {(i,): [["tt.divisibility", WHOLE]] for i in whole}
+    source = ASTSource(function, signature, constants, attributes)
+    text = triton.compile(source, target=GPUTarget("cuda", arch, 32)).asm["ptx"]
+    text = re.sub(r'(\.file\s+\d+ ")[^"]*/', r"\1", text)
+    return re.sub(r"\n\t\.section\t\.debug_.*", "\n", text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    for name in KERNELS:
+        for arch in (80, 90):
+            Path(__file__).with_name(f"{name}_sm{arch}.ptx").write_text(ptx_of(name, arch))
