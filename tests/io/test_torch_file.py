@@ -12,6 +12,7 @@ from ptxlab.io.checkpoint import TensorInfo
 from ptxlab.io.torch_file import MAX_PICKLE, TorchFile, TorchFolder, open_checkpoint
 from tests.support.foreign_files import ORDERED_DICT, number, tensor, text, write_archive, write_torch
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 ARRAYS = {
     "a.weight": np.arange(12, dtype=np.int8).reshape(3, 4),
     "b": np.linspace(-2, 2, 5).astype(np.float16),
@@ -34,6 +35,15 @@ def test_tensors_by_name(tmp_path: Path) -> None:
         file.read("d")
     with pytest.raises(ArgumentError, match=r"tensor: must be one of the 5 tensors .*got z"):
         file.read("z")
+
+
+def test_a_file_that_pytorch_wrote() -> None:
+    """A module's state dictionary (with its _metadata) and a parameter, a part of a storage, bfloat16; PyTorch 2.15."""
+    file = TorchFile(GOLDEN / "torch_save.pt")
+    assert file.read("weight").tolist() == [[0, 1, 2], [3, 4, 5]] and file.read("bias").tolist() == [-1, 1]
+    assert file.read("parameter").tolist() == [1, 1] and file.tensors["parameter"].dtype == "F16"
+    assert file.read_bytes("part").tolist() == [4, 5, 6, 7, 8, 9] and file.tensors["part"].shape == (2, 3)
+    assert file.read("bf16").tolist() == [1, -2]
 
 
 def test_parts_of_a_storage_and_bfloat16(tmp_path: Path) -> None:
