@@ -9,9 +9,10 @@ import numpy as np
 
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io import weights
-from ptxlab.io.checkpoint import FLOATS, CheckpointFolder
+from ptxlab.io.checkpoint import FLOATS
 from ptxlab.io.gguf import GgufFile
 from ptxlab.io.tokenizer import Tokenizer
+from ptxlab.layout.foreign import ForeignCheckpoint
 from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel, MappedLayers
 from ptxlab.model.folder import RECIPE, load
@@ -50,9 +51,9 @@ def open_model(
     """The model in float32, and its tokenizer.
 
     Args:
-        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM); a .gguf
-            file of these families; "smollm2", which is downloaded unless it is there; or the folder of a quantised
-            model, whose weights are dequantised.
+        source: a folder with config.json, tokenizer.json and safetensors (LLaMA, Mistral, Qwen2, Yi, SmolLM), or with
+            what other projects quantised (`layout.foreign`), dequantised; a .gguf file of these families; "smollm2",
+            which is downloaded unless it is there; or the folder of a quantised model, whose weights are dequantised.
         progress: of the download, (bytes done, bytes in all).
 
     Layers are read from the file each time they are asked for, so that of a large model one lies in memory at a time.
@@ -73,6 +74,11 @@ def open_model(
         model = dequantized(load(path))
         return model, open_tokenizer(path, model.config)
     return _open_folder(path)
+
+
+def tensor_name(part: str, layer: int) -> str:
+    """What a Hugging Face folder calls a matrix of a layer."""
+    return _HUGGING_FACE[part].format(layer)
 
 
 def is_quantized(path: Path) -> bool:
@@ -118,7 +124,7 @@ def _open_folder(path: Path) -> tuple[FloatModel, Tokenizer]:
         config = Config.from_json(path / "config.json")
     except ArgumentError as error:
         raise FileError(f"{path}: {error}") from None
-    file = CheckpointFolder(path)
+    file = ForeignCheckpoint(path)
     unused = {name for name in file.tensors if name.endswith("rotary_emb.inv_freq")}  # of old checkpoints
     if config.tied_head:
         unused.add(_HUGGING_FACE["head"])
@@ -155,7 +161,7 @@ def _model(weights: "_Weights", unused: set[str]) -> FloatModel:
 class _Weights:
     """A file's tensors by our names. `reordered(name, array)`: rows as this project has them."""
 
-    file: GgufFile | CheckpointFolder
+    file: GgufFile | ForeignCheckpoint
     names: Mapping[str, str]
     config: Config
     reordered: Callable[[str, Any], Any] = lambda name, array: array

@@ -5,6 +5,7 @@ DLPack, bfloat16 too, are taken as NumPy's.
 """
 
 from ptxlab.quant.activations import QuantizedActivations, quantize_activations, token_scales
+from ptxlab.quant.affine import AffineWeight
 from ptxlab.quant.atom import (
     ATOM_CODE,
     ATOM_GROUPS,
@@ -36,6 +37,7 @@ __all__ = [
     "KV_SCHEMES",
     "MAX_INT4_SCALE",
     "PROTECTIVE_RANGE",
+    "AffineWeight",
     "AtomRows",
     "AtomRules",
     "BlockRows",
