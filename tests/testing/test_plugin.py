@@ -216,6 +216,11 @@ BAD = {
     'emulate("scale.ptx", grid=1, a=A[::2], s=2.0)': "scale: a: C-contiguous*",
     'emulate("scale.ptx", grid=1, a=A, s=2.0, checks="nosuch")': "checks: some of *",
     'emulate("scale.ptx", grid=1, a=A, s=2.0, seeds=-1)': "seeds: an integer, 0 or more (got -1)",
+    'emulate("scale.ptx", grid=1, a=A, s=2.0, defines=["X"])': "defines: names of macros with *",
+    'emulate("scale.ptx", grid=1, a=A, s=2.0, arguments=["X"])': "arguments: a mapping from names *(got list)",
+    'emulate("scale.ptx", grid=1, a=A, s=2.0, arguments={"s": 1.0})': "arguments: names that are not given *(got s)",
+    'emulate("x" * 300 + ".cu", grid=1)': "xxx*.cu: no such file beside the test (.) or in the project's root",
+    'emulate("scale.cu", grid=1, a=A, s=2.0)': 'CompileError: scale.cu:3: *identifier "SIZE" is undefined*',
     'emulate("scale.ptx", grid=1, a=A, s=2.0, arch="sm_80")': "arch: only for CUDA C++ sources (got sm_80)",
     "emulate(5, grid=1)": "kernel: a .ptx or .cu file*(got builtins.int)",
     'emulate("scale.ptx", grid=1, a=A, s=2.0).b': "AttributeError: no array 'b': the kernel has a",
@@ -224,11 +229,14 @@ BAD = {
 
 def test_bad_input_fails_in_one_line_at_the_call(plugin: Any) -> None:
     tests = "".join(f"\ndef test_{i}(emulate):\n    {call}\n" for i, call in enumerate(BAD))
-    result = plugin(tests + "\n@pytest.mark.ptxlab(check=1)\ndef test_marker(emulate):\n    pass\n", "--tb=short")
+    result = plugin(
+        tests + "\n@pytest.mark.ptxlab(check=1)\ndef test_marker(emulate):\n    pass\n", "--ptxlab-format=github"
+    )
     result.assert_outcomes(failed=len(BAD), errors=1)
     escaped = [line.replace("[", "[[]") for line in BAD.values()]
     result.stdout.fnmatch_lines_random([f"E *{line}" for line in escaped])
     result.stdout.fnmatch_lines_random(["*test_it.py::test_marker: the marker ptxlab takes checks= and seeds="])
+    result.stdout.fnmatch_lines(["::error file=scale.cu,line=3,title=ptxlab CompileError::scale.cu:3: *"])
 
 
 @pytest.mark.parametrize(
