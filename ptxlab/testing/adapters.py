@@ -2,7 +2,7 @@
 
 | object | what runs |
 | --- | --- |
-| Triton `@triton.jit`, `@triton.autotune`, `@triton.heuristics` | the PTX of `triton.compile`, specialised to the arguments |
+| Triton `@triton.jit`, also with `autotune`, `heuristics` | the PTX of `triton.compile`, specialised to the arguments |
 | Triton's CompiledKernel | its PTX |
 | numba.cuda `@cuda.jit` | the PTX of `numba.cuda.compile` |
 | CuPy `RawKernel`, `RawModule` | the source, by NVRTC (extra `asm`) |

@@ -34,7 +34,7 @@ class CheckFailed(VerificationError, AssertionError):  # noqa: N818  (pytest sho
 
 @dataclass(frozen=True)
 class Schedule:
-    """When asynchronous operations complete: `early` (at once), or `late` (at a wait, in an order drawn from a seed)."""
+    """When asynchronous operations complete: `early` (at once), or `late` (at a wait, in seeded order)."""
 
     mode: str = "early"
     seed: int = 0

@@ -38,9 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="github" if os.environ.get("GITHUB_ACTIONS") == "true" else None,
         help="Also print findings as annotations. Default: github in a GitHub workflow.",
     )
-    group.addoption(
-        "--ptxlab-output", default="", metavar="FILE", help="Write the annotations here. Default: terminal."
-    )
+    group.addoption("--ptxlab-output", default="", metavar="FILE", help="Write annotations here. Default: terminal.")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -183,8 +183,24 @@ def test_schedules(emulate):
     result.assert_outcomes(passed=1)
 
 
-def test_annotations_come_through_xdist_into_a_file(plugin: Any, pytester: pytest.Pytester) -> None:
-    result = plugin(BROKEN, "-n", "1", "--ptxlab-format", "sarif", "--ptxlab-output", "found.sarif", subprocess=True)
+def test_annotations_come_through_xdist_into_a_file(
+    plugin: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # other plugins take seconds to import
+    result = plugin(
+        BROKEN,
+        "-p",
+        "xdist",
+        "-p",
+        "ptxlab.testing.plugin",
+        "-n",
+        "1",
+        "--ptxlab-format",
+        "sarif",
+        "--ptxlab-output",
+        "found.sarif",
+        subprocess=True,
+    )
     result.assert_outcomes(failed=4)
     log = json.loads((pytester.path / "found.sarif").read_text())
     (run,) = log["runs"]
