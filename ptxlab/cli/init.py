@@ -2,6 +2,7 @@
 
 import json
 import keyword
+import os
 import shutil
 import tempfile
 from importlib import metadata
@@ -117,7 +118,7 @@ def init(
         raise CommandLineError(NO_REQUIREMENT)
     if "\n" in line or not line.strip():
         raise expects("--requirement", "one line", repr(line))
-    if Path(line).exists():
+    if os.path.isfile(line) or os.path.isfile(os.path.join(line, "pyproject.toml")):
         line = f"ptxlab[asm] @ {Path(line).resolve().as_uri()}"
     folder = Path(name)
     if folder.exists():

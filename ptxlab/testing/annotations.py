@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ptxlab.emulator import Finding
 
 FORMATS = ("github", "sarif", "json")
-_PLACE = re.compile(r"^(?:[\w-]+: )?(?P<path>[^:`]+\.(?:ptx|cu|cuh|py|h)):(?P<line>\d+)\b")
+_PLACE = re.compile(r"(?:^|: )(?P<path>[^:`]+\.(?:ptx|cu|cuh|py|h)):(?P<line>\d+)\b")
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _HELP = "https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model"
 
@@ -51,8 +51,8 @@ def of_finding(finding: "Finding") -> Annotation:
 
 
 def of_error(error: PtxlabError, path: str, test: str = "") -> Annotation:
-    """The annotation of an error that ended a run: at the place that its message begins with, else line 1 of `path`."""
-    found = _PLACE.match(str(error))
+    """The annotation of an error that ended a run: at the first place in its message, else line 1 of `path`."""
+    found = _PLACE.search(str(error))
     where = (relative(found["path"]), int(found["line"])) if found else (path, 1)
     return Annotation(type(error).__name__, *where, str(error), test)
 

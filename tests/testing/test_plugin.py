@@ -288,6 +288,22 @@ def test_cuda_without_its_compiler_and_the_gpu_backend_without_a_gpu(plugin: Any
     result.stdout.fnmatch_lines(["E *UnavailableError: scale: no GPU backend here: there is none*"])
 
 
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ("a/k.cu:7: `bar.sync 0`: no", ("a/k.cu", 7)),
+        ("still running after 5 steps: a/k.cu:7: `ld.u32 %r1, [%rd1]`: block (0,0,0)", ("a/k.cu", 7)),
+        ("nothing to be found: `x.cu:3`", ("k.ptx", 1)),
+    ],
+)
+def test_an_error_is_annotated_at_the_place_in_its_message(message: str, place: tuple[str, int]) -> None:
+    from ptxlab.errors import EmulationError
+    from ptxlab.testing.annotations import of_error
+
+    found = of_error(EmulationError(message), "k.ptx")
+    assert (found.path, found.line) == place
+
+
 def test_loading_the_plugin_imports_nothing_heavy() -> None:
     """Every test run of a project that has ptxlab installed pays for this import."""
     code = (
