@@ -199,14 +199,10 @@ def gemm_cost(
     def cuda_us(times: float, per_pipe: Mapping[str, float]) -> float:
         return times * slowest_pipe(per_pipe, device.arch)[0] / sm_clocks
 
-    int8 = min(1.0, scheme.int8_share + scheme.outliers / K)
-    multiply = 2 * M / tensor_rate(device, scheme)
-    if int8:
-        multiply *= 1 - int8 + int8 * device.tops["int4"] / device.tops["int8"]
     return Cost(
         load_us=weights / weight_rate(device, scheme),
         dequantise_us=cuda_us(weights * math.ceil(M / counts.tile), counts.per_weight),
-        multiply_us=weights * multiply,
+        multiply_us=weights * 2 * M / tensor_rate(device, scheme, K),
         start_us=device.start_us,
         scale_us=cuda_us(weights * M / scheme.group, counts.per_sum) if scheme.group else 0.0,
     )
@@ -217,11 +213,17 @@ def weight_rate(device: Device, scheme: Scheme) -> float:
     return device.memory_tbps * 8 / scheme.bits
 
 
-def tensor_rate(device: Device, scheme: Scheme) -> float:
-    """T: 10^12 operations per second; `ArgumentError` where the GPU does not multiply such operands."""
+def tensor_rate(device: Device, scheme: Scheme, K: float = math.inf) -> float:
+    """T: 10^12 operations per second, with the INT8 blocks and outliers among K channels.
+
+    Raises ArgumentError if the GPU does not multiply such operands.
+    """
     if scheme.operands not in device.tops:
         raise ArgumentError("scheme", f"operands that {device.name} multiplies: {', '.join(device.tops)}", scheme.name)
-    return device.tops[scheme.operands]
+    rate = device.tops[scheme.operands]
+    if int8 := min(1.0, scheme.int8_share + scheme.outliers / K):
+        rate /= 1 - int8 + int8 * rate / device.tops["int8"]
+    return rate
 
 
 def transition(device: Device, scheme: Scheme) -> float:
