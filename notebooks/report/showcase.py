@@ -71,36 +71,36 @@ FENCES = (
     _fences(
         "flashkda_24",
         128,
-        "FlashKDA #24: an audit found two classes. Threads widen the state in shared memory, and a copy stores it; an "
-        "mbarrier is initialised, and the copy engine is to signal it",
-        "`fence.mbarrier_init` behind the initialisation, `fence.proxy.async` behind the stores",
+        "FlashKDA #24: an audit found two classes. A copy stores a state that threads have widened in shared memory; "
+        "the copy engine signals an mbarrier that a thread has initialised",
+        "`fence.mbarrier_init` after the initialisation, `fence.proxy.async` after the stores",
     ),
     _fences(
         "tileops_1574",
         256,
-        "TileOPs #1574: about 3% of FusedMoe calls were wrong. A warp group stages its tile, and one thread has it "
-        "copied out, with neither fence nor barrier between",
+        "TileOPs #1574: about 3% of FusedMoe calls were wrong. A warp group stages its tile, and one thread starts the "
+        "copy, with neither fence nor barrier between",
         "`fence.proxy.async` by all writers, then a barrier of the warp group",
     ),
     _fences(
         "humming_45",
         128,
         "humming #45: wrong results on an H20. An epilogue stages tiles in one buffer, without a fence, and writes the "
-        "next one before the copy has read the last",
-        "`fence.proxy.async` behind the stores, `cp.async.bulk.wait_group.read 0` before the buffer is used again",
+        "next tile before the copy has read the previous one",
+        "`fence.proxy.async` after the stores, `cp.async.bulk.wait_group.read 0` before the buffer is used again",
     ),
     _fences(
         "tilelang_2634",
         128,
-        "tilelang #2634: `gemm_sp` left the fence out, and 29,000 runs were right by luck. Threads lay operands "
-        "out for wgmma",
+        "tilelang #2634: `gemm_sp` left the fence out, and 29,000 runs were right by luck. Threads write the operands "
+        "of wgmma to shared memory",
         "`fence.proxy.async` between the stores and the barrier",
     ),
     _fences(
         "sglang_39124",
         128,
-        "sglang #39124: 86 of 100 runs differed on a B300. A product goes back to shared memory as an operand of the "
-        "next one",
+        "sglang #39124: 86 of 100 runs differed on a B300. Threads write a product to shared memory, as an operand of "
+        "the next one",
         "`fence.proxy.async` between the stores and the barrier",
     ),
     _fences(
@@ -114,7 +114,7 @@ FENCES = (
     _fences(
         "transformer_engine_2695",
         128,
-        "TransformerEngine #2695: a race in the amax kernels. All threads load a stage, and it is filled again",
+        "TransformerEngine #2695: a race in the amax kernels. All threads load a stage, and a copy refills it",
         "`fence.proxy.async` by the readers, before the barrier that releases the stage",
         "all,proxy",
     ),

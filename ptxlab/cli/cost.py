@@ -1,4 +1,4 @@
-"""The commands `cost` and `cost schedule`: what the models say of a GPU, of a GEMM on it, and of COMET's schedules."""
+"""The commands `cost` and `cost schedule`: models of a GPU, of a GEMM on it, and of COMET's schedules."""
 
 import math
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from ptxlab import cost as model
 from ptxlab.bench import counts
-from ptxlab.cli.common import PICTURES, AsJson, Plot, console, print_json, refuse, require_file, table, written
+from ptxlab.cli.common import PICTURES, AsJson, Plot, console, expects, print_json, refuse, require_file, table, written
 from ptxlab.cost import published, tables
 from ptxlab.cost.schedule import (
     COMET,
@@ -37,15 +37,11 @@ def cost(
         typer.Option(help=f"A GPU. Default: all, or {_DEVICE} with --shape or --scheme.", show_default=False),
     ] = None,
     shape: Annotated[str | None, typer.Option(help="Tokens, output and input channels: M=64,N=4096,K=4096.")] = None,
-    scheme: Annotated[
-        str | None, typer.Option(help="Only these schemes: w4a4,w4ax,w4a8-lqq; w4a4 is all that begin so.")
-    ] = None,
-    papers: Annotated[
-        bool, typer.Option("--papers", help="What papers report of W4A4 on other GPUs beside the model.")
-    ] = False,
+    scheme: Annotated[str | None, typer.Option(help="Only these: w4a8-lqq,w4a4; w4a4 means every W4A4 scheme.")] = None,
+    papers: Annotated[bool, typer.Option("--papers", help="Compare the model with W4A4 results in papers.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict what a GEMM costs in each scheme (LiquidGEMM's model); without --shape, list each GPU's limits."""
+    """Predict a GEMM's time in each scheme (LiquidGEMM's model); without --shape, list each GPU's limits."""
     if context.invoked_subcommand is not None:
         return refuse(
             {
@@ -55,7 +51,7 @@ def cost(
                 "--papers": papers or None,
                 "--json": as_json or None,
             },
-            f"cannot stand before `{context.invoked_subcommand}`",
+            f"is no option of `{context.invoked_subcommand}`: leave it out",
         )
     if papers:
         refuse({"--device": device, "--shape": shape, "--scheme": scheme}, "cannot be combined with --papers")
@@ -90,17 +86,23 @@ def _papers(as_json: bool) -> None:
 
 def schedule(
     name: Annotated[str, typer.Option("--model", help="A model by name.")] = "LLaMA-3-8B",
-    tokens: Annotated[int, typer.Option(help="Rows of the activations.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens (rows of the activations).")] = 64,
     sms: Annotated[int, typer.Option(help="Streaming multiprocessors.")] = COMET_SMS,
-    int4: Annotated[float, typer.Option(help="Share of the blocks of channels that are INT4.")] = COMET_INT4,
-    int8_cost: Annotated[float, typer.Option(help="Time of an INT8 tile; an INT4 tile takes 1.")] = 2.0,
-    conversion: Annotated[float, typer.Option(help="Time to convert the weights of an INT8 tile.")] = 0.0,
-    spread: Annotated[bool, typer.Option("--spread", help="INT8 blocks evenly along K, not at its end.")] = False,
+    int4: Annotated[float, typer.Option(help="Share of INT4 blocks, 0 to 1.")] = COMET_INT4,
+    int8_cost: Annotated[float, typer.Option(help="Time of an INT8 tile, in INT4 tiles.")] = 2.0,
+    conversion: Annotated[float, typer.Option(help="Time to convert an INT8 tile's weights, in INT4 tiles.")] = 0.0,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Spread the INT8 blocks along K, rather than put them last.")
+    ] = False,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Simulate COMET's schedules of INT4 and INT8 tiles on a model's matrices; --plot draws its output projection."""
+    """Simulate COMET's tile schedules on a model's matrices; --plot draws the output projection's."""
     require_file("--plot", plot, *PICTURES)
+    if tokens < 1:
+        raise expects("--tokens", "1 or more", tokens)
+    if not 0 <= int4 <= 1:
+        raise expects("--int4", "a share of 0 to 1", int4)
     costs = Costs(1.0, int8_cost, conversion)
     config = Config.named(name)
     found = layer_speedups([*config.matrices.values()], tokens, sms, costs, int4_share=int4, spread=spread)

@@ -1,7 +1,8 @@
-"""The command `init`: a project with a kernel, its spec, test, notebook and GitHub workflow, to begin from."""
+"""The command `init`: write a small project with a kernel, its spec, test, notebook and GitHub workflow."""
 
 import json
 import keyword
+import os
 import shutil
 import tempfile
 from importlib import metadata
@@ -30,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(128) my_kernel(const int* x, int* o
 }
 """
 SPEC = '''\
-"""The contract of my_kernel: what it takes and what it has to give. `ptxlab verify my_kernel.py` holds it to that."""
+"""The contract of my_kernel: arguments, launch and reference. `ptxlab verify my_kernel.py` checks it."""
 
 import numpy as np
 from ptxlab import Arg, KernelSpec, Launch
@@ -81,7 +82,7 @@ jobs:
       - run: python -m pytest
 """
 CELLS = (
-    "# my_kernel\n\nThe kernel in the emulator, with all checks; then with a mistake.",
+    "# my_kernel\n\nRun the kernel in the emulator with all checks, first as it is, then with a mistake.",
     """\
 import numpy as np
 import ptxlab
@@ -90,36 +91,38 @@ source = open("my_kernel.cu").read()
 x = np.arange(6 * 100, dtype=np.int32).reshape(6, 100)
 outcome = ptxlab.load(source)(x, np.zeros(6, np.int32), 100, grid=6, block=128, checks="all", backend="emulator")
 print(outcome.outputs["out"], outcome.findings)""",
-    "Without the barrier, threads read what others have not written yet. The check names the line:",
+    "Without the barrier, threads read sums that other threads have not written yet. The check names the line:",
     """\
 broken = ptxlab.load(source.replace("__syncthreads();", ""))
 outcome = broken(x, np.zeros(6, np.int32), 100, grid=6, block=128, checks="all", backend="emulator")
 print(*outcome.findings, sep="\\n")""",
 )
 NO_REQUIREMENT = (
-    "--requirement expects how pip gets ptxlab, which is on no registry: "
-    "--requirement 'ptxlab[asm] @ git+https://HOST/OWNER/ptxlab'"
+    "--requirement is needed, because ptxlab is on no package index: "
+    "--requirement 'ptxlab[asm] @ git+https://HOST/OWNER/ptxlab', or a wheel's path"
 )
 
 
 def init(
-    name: Annotated[str, typer.Argument(help="Of the kernel, its files and their folder.")],
+    name: Annotated[str, typer.Argument(help="Name of the kernel, its files and the new folder.")],
     requirement: Annotated[
         str | None,
-        typer.Option(help="How pip gets ptxlab (for requirements.txt). Default: the git URL it was installed from."),
+        typer.Option(help="Line for requirements.txt, or a wheel or checkout. Default: the git URL ptxlab came from."),
     ] = None,
 ) -> None:
-    """Write a project: kernel, spec, test, notebook and a GitHub workflow that passes as it stands."""
+    """Write a project: kernel, spec, test, notebook and a GitHub workflow that passes unchanged."""
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-        raise expects("init", "the name of a kernel, as C and Python spell names", name)
+        raise expects("init", "a valid C and Python identifier", name)
     line = requirement or installed_from()
     if line is None:
         raise CommandLineError(NO_REQUIREMENT)
     if "\n" in line or not line.strip():
         raise expects("--requirement", "one line", repr(line))
+    if os.path.isfile(line) or os.path.isfile(os.path.join(line, "pyproject.toml")):
+        line = f"ptxlab[asm] @ {Path(line).resolve().as_uri()}"
     folder = Path(name)
     if folder.exists():
-        raise FileError(f"{folder}: is there already")
+        raise FileError(f"{folder}: already exists")
     try:
         whole = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=folder.parent))
     except OSError as error:
@@ -133,12 +136,12 @@ def init(
     except OSError as error:
         shutil.rmtree(whole, ignore_errors=True)
         raise FileError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    console.print(f"written: {folder}/ with {', '.join(files(name, line))}", soft_wrap=True, highlight=False)
+    console.print(f"wrote {folder}/: {', '.join(files(name, line))}", soft_wrap=True, highlight=False)
     console.print(f"Next: cd {name} && python -m pip install -r requirements.txt && python -m pytest", soft_wrap=True)
 
 
 def installed_from() -> str | None:
-    """The requirement that this ptxlab was installed by, if pip was given a repository; else None."""
+    """The requirement that this ptxlab was installed from, if that was a repository; else None."""
     try:
         record = metadata.distribution("ptxlab").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
@@ -150,7 +153,7 @@ def installed_from() -> str | None:
 
 
 def files(name: str, requirement: str) -> dict[str, str]:
-    """Path -> text of the project's files."""
+    """The project's files: path -> text."""
     own = {
         f"{name}.cu": KERNEL,
         f"{name}.py": SPEC,
@@ -164,7 +167,7 @@ def files(name: str, requirement: str) -> dict[str, str]:
 
 
 def _notebook() -> str:
-    """Prose and code take turns."""
+    """The notebook: text and code cells in turn."""
     cells: list[dict[str, Any]] = []
     for i, text in enumerate(CELLS):
         kind: dict[str, Any] = {"cell_type": "code", "execution_count": None, "outputs": []} if i % 2 else {}

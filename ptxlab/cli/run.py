@@ -38,7 +38,7 @@ from ptxlab.cli.common import (
     table,
     written,
 )
-from ptxlab.errors import ArgumentError, EmulationError
+from ptxlab.errors import ArgumentError, EmulationError, SourceError
 from ptxlab.io.files import load_arrays, require_folder, save_arrays
 from ptxlab.kernels import holders
 from ptxlab.runtime.arguments import (
@@ -186,7 +186,7 @@ def run(
     define: FileDefine = None,
     as_json: AsJson = False,
     form: Annotated[
-        str, typer.Option("--format", help="Findings as github (annotations of a workflow), sarif or json, alone.")
+        str, typer.Option("--format", help="Print only the findings, as github (workflow annotations), sarif or json.")
     ] = "text",
 ) -> None:
     """Run a kernel, the project's or your own file, on arrays from an .npz, with the emulator's checks.
@@ -266,7 +266,7 @@ def _annotated(form: str, path: str) -> Iterator[None]:
     """Print an error that ends the run as an annotation too."""
     try:
         yield
-    except EmulationError as error:
+    except (EmulationError, SourceError) as error:
         if form != "text":
             sys.stdout.write(annotations.render(form, [annotations.of_error(error, annotations.relative(path))]))
         raise

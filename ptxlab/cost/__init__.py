@@ -52,14 +52,14 @@ class Scheme:
     """How weights are stored and multiplied.
 
     Attributes:
-        name: as papers call it; `u8`: the MMA gets weight + 128, which saves an XOR.
-        bits: of a stored weight, the constants of its group included (two bytes per 128; none per channel).
-        operands: what the tensor cores are given, a key of `Device.tops`.
-        dequantiser: the kernel of the family `dequant` whose instructions per weight are its α; empty: 0.
-        loop: the GEMM on mma.sync whose whole main loop is counted (`bench.counts.loop_counts`); empty: none is.
-        group: channels after which sums leave the tensor cores and are scaled; 0: only after the last.
-        outliers: channels that are INT8 beside INT4 operands.
-        int8_share: of blocks of channels that are INT8 beside INT4 operands; their weights are dequantised.
+        name: the name in papers; `u8`: the MMA gets weight + 128, which saves an XOR.
+        bits: bits per stored weight, group constants included (two bytes per 128; none per channel).
+        operands: operand type of the tensor cores, a key of `Device.tops`.
+        dequantiser: the kernel of the family `dequant` whose instructions per weight are α; empty: α is 0.
+        loop: the mma.sync GEMM whose whole main loop is counted (`bench.counts.loop_counts`); empty: none.
+        group: channels per group, after which sums are scaled outside the tensor cores; 0: only after the last.
+        outliers: INT8 channels beside the INT4 ones.
+        int8_share: share of INT8 blocks beside the INT4 ones; their weights are dequantised.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Scheme:
 
     @property
     def slug(self) -> str:
-        """As a command line names it: `w4a8-lqq`."""
+        """The name on a command line: `w4a8-lqq`."""
         return self.name.lower().replace(" ", "-")
 
 
@@ -103,9 +103,9 @@ SCHEMES = {
 
 
 def schemes(names: str) -> list[Scheme]:
-    """Schemes by their names between commas, in capitals or not: `w4a4` is all that begin so, `w4a8-lqq` is one.
+    """Schemes by comma-separated names, in any case: `w4a8-lqq` is one scheme, `w4a4` is every W4A4 scheme.
 
-    Raises ArgumentError, which names the nearest, for a name that is none.
+    Raises ArgumentError with the nearest names for an unknown one.
     """
     known = {scheme.slug: scheme for scheme in SCHEMES.values()}
     found: dict[str, Scheme] = {}
@@ -114,19 +114,19 @@ def schemes(names: str) -> list[Scheme]:
         family = {s: scheme for s, scheme in known.items() if s.partition("-")[0] == slug}
         if not family and slug not in known:
             near = difflib.get_close_matches(slug, [*known, "w4a8"], n=3, cutoff=0.4) or known
-            raise ArgumentError("scheme", f"a known one; nearest: {', '.join(near)}", name)
+            raise ArgumentError("scheme", f"a known one; nearest: {', '.join(near)}", repr(name))
         found |= family or {slug: known[slug]}
     return list(found.values())
 
 
 @dataclass(frozen=True)
 class LoopCounts:
-    """Instructions of threads beside the MMAs, by pipe (`sheets.LANES_PER_CLOCK`).
+    """Thread instructions other than MMAs, by pipe (`sheets.LANES_PER_CLOCK`).
 
     Attributes:
-        per_weight: of a weight, once for every tile of tokens.
-        per_sum: of a sum that leaves the tensor cores before the last channel: converted, scaled, added up, zeroed.
-        tile: tokens of such a tile.
+        per_weight: per weight and tile of tokens.
+        per_sum: per sum of a group: convert, scale, add up, set to zero.
+        tile: tokens of a tile.
     """
 
     per_weight: Mapping[str, float]
@@ -182,7 +182,7 @@ def gemm_cost(
         K: input channels.
         alpha: instructions of a thread per weight, for all that is not MMA.
         tile: most tokens that a weight is multiplied with at once; for every further tile it is dequantised again.
-        counts: both by pipe, in place of `alpha` and `tile`, and what sums cost that the scheme scales in between.
+        counts: replaces `alpha` and `tile`: instructions by pipe, with those of group sums.
 
     Raises:
         ArgumentError: a size below 1, a negative alpha, or operands that the GPU does not multiply.
@@ -199,14 +199,10 @@ def gemm_cost(
     def cuda_us(times: float, per_pipe: Mapping[str, float]) -> float:
         return times * slowest_pipe(per_pipe, device.arch)[0] / sm_clocks
 
-    int8 = min(1.0, scheme.int8_share + scheme.outliers / K)
-    multiply = 2 * M / tensor_rate(device, scheme)
-    if int8:
-        multiply *= 1 - int8 + int8 * device.tops["int4"] / device.tops["int8"]
     return Cost(
         load_us=weights / weight_rate(device, scheme),
         dequantise_us=cuda_us(weights * math.ceil(M / counts.tile), counts.per_weight),
-        multiply_us=weights * multiply,
+        multiply_us=weights * 2 * M / tensor_rate(device, scheme, K),
         start_us=device.start_us,
         scale_us=cuda_us(weights * M / scheme.group, counts.per_sum) if scheme.group else 0.0,
     )
@@ -217,11 +213,17 @@ def weight_rate(device: Device, scheme: Scheme) -> float:
     return device.memory_tbps * 8 / scheme.bits
 
 
-def tensor_rate(device: Device, scheme: Scheme) -> float:
-    """T: 10^12 operations per second; `ArgumentError` where the GPU does not multiply such operands."""
+def tensor_rate(device: Device, scheme: Scheme, K: float = math.inf) -> float:
+    """T: 10^12 operations per second, with the INT8 blocks and outliers among K channels.
+
+    Raises ArgumentError if the GPU does not multiply such operands.
+    """
     if scheme.operands not in device.tops:
         raise ArgumentError("scheme", f"operands that {device.name} multiplies: {', '.join(device.tops)}", scheme.name)
-    return device.tops[scheme.operands]
+    rate = device.tops[scheme.operands]
+    if int8 := min(1.0, scheme.int8_share + scheme.outliers / K):
+        rate /= 1 - int8 + int8 * rate / device.tops["int8"]
+    return rate
 
 
 def transition(device: Device, scheme: Scheme) -> float:

@@ -1,4 +1,4 @@
-"""What papers report of W4A4 on other GPUs, beside what the model says.
+"""Results of W4A4 on other GPUs in papers, compared with the model.
 
 Baselines are data-sheet rates of FP16 (sums in FP32) and INT8, which no kernel reaches; matrices are 4096 x 4096.
 """
@@ -15,14 +15,14 @@ WIDTH = 4096  # N and K
 
 @dataclass(frozen=True)
 class PublishedFigure:
-    """A published figure: of a scheme's TOPS, or how many times as fast as `over` it is.
+    """A published figure: a scheme's TOPS, or its speed-up over `over`.
 
     Attributes:
         source: paper and section.
         device: GPU.
         scheme: name of a scheme.
-        M: tokens; 4096 where the paper says compute-bound.
-        least: as reported, likewise `most` where it is a range.
+        M: tokens; 4096 if the paper says compute-bound.
+        least, most: the reported range; equal if the paper gives one number.
         over: the baseline's scheme; empty: the figure is in TOPS.
     """
 
@@ -35,12 +35,12 @@ class PublishedFigure:
     over: str = ""
 
     def form(self, value: float) -> str:
-        """A figure of this kind as text."""
+        """A value in the figure's unit, as text."""
         return f"{value:.2f}x" if self.over else f"{value:,.0f}"
 
     @property
     def reported(self) -> str:
-        """As reported, as text."""
+        """The reported range, as text."""
         return self.form(self.least) if self.least == self.most else f"{self.least:.2f}-{self.form(self.most)}"
 
 
@@ -61,7 +61,7 @@ FIGURES = (
 
 @dataclass(frozen=True)
 class Predicted:
-    """A published figure with what the model says, everything in turn or overlapped."""
+    """A published figure and the model's two predictions: all instructions in turn, or overlapped."""
 
     figure: PublishedFigure
     in_turn: float
@@ -69,13 +69,13 @@ class Predicted:
 
     @property
     def error(self) -> float:
-        """Of the model in turn, over the nearer end of what is reported, minus 1; 0 within."""
+        """Relative error of `in_turn` from the nearer end of the reported range; 0 within the range."""
         nearest = min(max(self.in_turn, self.figure.least), self.figure.most)
         return self.in_turn / nearest - 1
 
 
 def predictions(counts_of: CountsOf, figures: Iterable[PublishedFigure] = FIGURES) -> list[Predicted]:
-    """Every figure beside the model; `counts_of` knows what the scheme's main loop has on an architecture."""
+    """Predictions of all figures; `counts_of` gives the instructions of a scheme's main loop on an architecture."""
     found = []
     for figure in figures:
         cost = _cost(figure, figure.scheme, counts_of)
@@ -86,7 +86,7 @@ def predictions(counts_of: CountsOf, figures: Iterable[PublishedFigure] = FIGURE
 
 
 def instructions_per_sum(figure: PublishedFigure, counts_of: CountsOf) -> float:
-    """What the reported figure needs, in turn: instructions of threads, one each issue slot, per sum that is scaled."""
+    """Issue slots per group sum at which the model in turn would give the reported figure."""
     gpu, cost = device(figure.device), _cost(figure, figure.scheme, counts_of)
     reported_us = _cost(figure, figure.over, counts_of).overlapped_us / ((figure.least + figure.most) / 2)
     sums = figure.M * WIDTH * WIDTH / SCHEMES[figure.scheme].group / 1e6

@@ -26,6 +26,7 @@ PIECES = 4  # that a tile can be cut into: 64 x 64 of Y each, what one warp mult
 _WHOLE = range(PIECES)
 _ROUNDING = 1e-9
 _MOST_TILES, _MOST_SMS = 2_000_000, 100_000  # some seconds, and as many hundred MB
+_LONGEST = 1e6  # time of a tile: sums of `_MOST_TILES` stay exact enough
 SCHEDULES = ("naive", "remapped", "decomposed")
 
 
@@ -50,7 +51,7 @@ class TileWork(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of a tile in any unit: `int4`, and `int8` before the conversion of its weights, which takes `conversion`."""
+    """Times of a tile, in any unit: `int4`; `int8` without, and `conversion` for, the conversion of its weights."""
 
     int4: float = 1.0
     int8: float = 2.0
@@ -58,27 +59,27 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name in ("int4", "int8"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ArgumentError(name, "a time above 0", getattr(self, name))
-        if not 0 <= self.conversion < math.inf:
-            raise ArgumentError("conversion", "a time, 0 or more", self.conversion)
+            if not 0 < getattr(self, name) <= _LONGEST:
+                raise ArgumentError(name, f"a time above 0, at most {_LONGEST:.0e}", getattr(self, name))
+        if not 0 <= self.conversion <= _LONGEST:
+            raise ArgumentError("conversion", f"a time of 0 to {_LONGEST:.0e}", self.conversion)
 
     @property
     def ratio(self) -> float:
-        """Of an INT8 tile with its conversion to an INT4 tile."""
+        """Time of an INT8 tile with its conversion over that of an INT4 tile."""
         return (self.int8 + self.conversion) / self.int4
 
     def of(self, tile: Tile) -> float:
-        """Time of a whole tile."""
+        """The time of a whole tile."""
         return self.int8 + self.conversion if tile.int8 else self.int4
 
 
 def int8_blocks(blocks: int, share: float, *, spread: bool = False) -> frozenset[int]:
-    """Which of the blocks along K are INT8: as many as the share says, the last ones, or evenly spread."""
+    """Indices of the INT8 blocks along K: a share of them, the last ones or evenly spread."""
     if blocks < 1:
         raise ArgumentError("blocks", "at least 1", blocks)
     if not 0 <= share <= 1:
-        raise ArgumentError("share", "of INT8 blocks, 0 to 1", share)
+        raise ArgumentError("share", "0 to 1", share)
     count = round(share * blocks)
     if not spread:
         return frozenset(range(blocks - count, blocks))
@@ -104,14 +105,14 @@ def grid(M: int, N: int, K: int, int8: frozenset[int] = frozenset(), *, k_first:
 
 
 def schedule(name: str, tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
-    """One of `SCHEDULES` of these tiles; ArgumentError for another name."""
+    """Schedule the tiles by one of `SCHEDULES`."""
     if name not in SCHEDULES:
         raise ArgumentError("schedule", f"one of {', '.join(SCHEDULES)}", name)
     return {"naive": naive, "remapped": remapped, "decomposed": decomposed}[name](tiles, sms, costs)
 
 
 def naive(tiles: Sequence[Tile], sms: int, costs: Costs) -> list[TileWork]:
-    """Rounds of as many tiles as SMs, each until its slowest tile is done."""
+    """Rounds of one tile per SM; a round ends with its slowest tile."""
     _require_sms(sms)
     found: list[TileWork] = []
     start = 0.0
@@ -161,14 +162,14 @@ def makespan(works: Sequence[TileWork]) -> float:
 
 
 def lower_bounds(tiles: Sequence[Tile], sms: int, costs: Costs) -> tuple[float, float]:
-    """What no schedule of whole tiles beats: all work over all SMs, and the longest tile. Cut tiles obey the first."""
+    """Lower bounds of a makespan: all work over all SMs, and the longest tile (not if tiles are cut)."""
     _require_sms(sms)
     times = [*map(costs.of, tiles)]
     return sum(times) / sms, max(times, default=0.0)
 
 
 def w4a8(tiles: Sequence[Tile], sms: int, costs: Costs) -> float:
-    """Makespan of the same tiles if all are INT8 with conversion: what COMET's Fig. 10 compares with."""
+    """Makespan of the same tiles, all INT8 with conversion: the baseline of COMET's Fig. 10."""
     _require_sms(sms)
     return math.ceil(len(tiles) / sms) * (costs.int8 + costs.conversion)
 
@@ -188,7 +189,7 @@ def layer_speedups(
     spread: bool = False,
     k_first: bool = False,
 ) -> dict[str, float]:
-    """How many times as fast as W4A8 each schedule is on matrices (N, K) one after the other, by its name."""
+    """Speed-up of each schedule over W4A8, on matrices (N, K) one after the other."""
     total, base = dict.fromkeys(SCHEDULES, 0.0), 0.0
     for N, K in matrices:
         tiles = grid(M, N, K, int8_blocks(math.ceil(K / TILE), 1 - int4_share, spread=spread), k_first=k_first)
@@ -199,12 +200,12 @@ def layer_speedups(
 
 
 def rate_bound(int4_share: float, ratio: float) -> float:
-    """Most times as fast as W4A8 that so much INT4 can be where an INT8 tile takes `ratio` INT4 tiles."""
+    """Largest speed-up over W4A8 with this share of INT4, if an INT8 tile takes `ratio` INT4 tiles."""
     return 1 / (1 - int4_share + int4_share / ratio)
 
 
 def ratio_needed(int4_share: float, speedup: float) -> float:
-    """The ratio at which `rate_bound` is that speed-up; infinite where INT4 tiles would have to take no time."""
+    """The ratio at which `rate_bound` is this speed-up; infinite if INT4 tiles would have to take no time."""
     left = 1 / speedup - (1 - int4_share)
     return int4_share / left if left > 0 else math.inf
 

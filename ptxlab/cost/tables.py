@@ -1,4 +1,4 @@
-"""What `ptxlab cost` prints: the limits of every GPU, and what one GEMM costs in every scheme."""
+"""The tables of `ptxlab cost`: the limits of every GPU, and the cost of one GEMM in every scheme."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -114,7 +114,7 @@ def device_lines(devices: Iterable[Device]) -> list[list[str]]:
 
 
 def published_lines(found: Iterable[Predicted]) -> list[list[str]]:
-    """Claims beside the model as lines of `PUBLISHED_COLUMNS`."""
+    """Published figures and predictions as lines of `PUBLISHED_COLUMNS`."""
     return [
         [
             *(p.figure.source, p.figure.device, p.figure.scheme, f"{p.figure.M:,}", p.figure.over or "TOPS"),
@@ -125,7 +125,7 @@ def published_lines(found: Iterable[Predicted]) -> list[list[str]]:
 
 
 def schedule_lines(speedups: Mapping[str, float], reported: Mapping[str, float]) -> list[list[str]]:
-    """Speed-ups of schedules over W4A8 as lines of `SCHEDULE_COLUMNS`; what COMET reports where there is something."""
+    """Speed-ups of schedules over W4A8, and COMET's if reported, as lines of `SCHEDULE_COLUMNS`."""
     lines = []
     for name, times in speedups.items():
         beside = [f"{reported[name]:.2f}x", f"{times / reported[name] - 1:+.0%}"] if name in reported else ["", ""]

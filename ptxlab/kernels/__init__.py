@@ -65,11 +65,12 @@ def resolve_all(target: str) -> list[tuple[KernelSpec | None, tuple[Source, ...]
     if Path(path).suffix in (".ptx", ".cu") and (Path(path).is_file() or Path(path).stem not in specs()):
         return [(None, (Source.read(path),), entry or None)]
     if Path(path).suffix == ".py":
-        own = [(spec, found, spec.name) for spec, found in specs_in(Path(path)) if entry in ("", spec.name)]
-        if not own:
-            known = ", ".join(spec.name for spec, _ in specs_in(Path(path)))
+        own = specs_in(Path(path))
+        chosen = [(spec, found, spec.name) for spec, found in own if entry in ("", spec.name)]
+        if not chosen:
+            known = ", ".join(spec.name for spec, _ in own)
             raise ArgumentError("kernel", f"one of {known}, which {path} has a spec for", target)
-        return [*own]
+        return [*chosen]
     names = [name for name, spec in specs().items() if spec.family == target] or [target]
     return [(spec, found, spec.name) for spec, found in map(find, names)]
 

@@ -1,4 +1,4 @@
-"""`SpecCall`: a public call that launches each of some specs once, on a GPU or on arrays of the host."""
+"""`SpecCall`: a public call that launches one or more specs once each, on a GPU or on host arrays."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,14 +23,13 @@ class SpecCall:
     """One call.
 
     Attributes:
-        name: of the call.
-        specs: what it launches, in this order.
-        operands: by the specs' names, what is given, and results; those that are None the call makes.
-        sizes: of all specs.
-        dtype: of the floats, which the constant IN stands for.
-        backend, programmatic: as the caller asks for them.
-        look: takes host arrays by name, as NumPy's, and raises ArgumentError for numbers that make no sense. On a GPU
-            nothing reads values.
+        name: the public call's name, for errors.
+        specs: the kernels that it launches, in order.
+        operands: inputs and results under the specs' argument names; the call allocates results that are None.
+        sizes: the sizes of all specs.
+        dtype: dtype of the floats, selected by the constant IN.
+        backend, programmatic: the caller's arguments.
+        look: checks the values of host arrays (by name, as NumPy arrays); raises ArgumentError. Not called on a GPU.
 
     Raises ArgumentError for sizes that a spec does not take.
     """
@@ -58,12 +57,12 @@ class SpecCall:
 
     @cached_property
     def written(self) -> set[str]:
-        """Names of results, and of what is updated in place."""
+        """Names of the arrays that the specs write."""
         return {arg.name for spec in self.specs for arg in spec.outputs}
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All that selects the compiled kernels."""
+        """Everything that selects the compiled kernels."""
         return (*self.sizes.values(), self.dtype, self.programmatic)
 
     @property
@@ -72,16 +71,16 @@ class SpecCall:
         return bool(self.sizes["M"] == 0)
 
     def config(self, spec: KernelSpec) -> dict[str, int]:
-        """The constants of a spec's variant."""
+        """The constants of the variant of a spec."""
         config = spec.config_for(self.sizes)
         return {**config, "IN": spec.by_variant["IN"].index(self.dtype)} if "IN" in config else config
 
     def prepare(self) -> Prepared:
-        """Its kernels on the current device."""
+        """The kernels, compiled for the current device."""
         if reason := gpu.why_not(max(spec.arch for spec in self.specs)):
             raise UnavailableError(f'{self.name}: {reason}; pass backend="emulator" with NumPy arrays')
         configs = [(spec, self.config(spec)) for spec in self.specs]
-        sizes, programmatic = self.sizes, self.programmatic  # not the call, whose arrays plans would keep
+        sizes, programmatic = self.sizes, self.programmatic  # a reference to the call would keep its arrays alive
 
         def plans() -> tuple[Plan, ...]:
             return tuple(Plan(spec, config, sizes, programmatic=programmatic) for spec, config in configs)
@@ -89,7 +88,7 @@ class SpecCall:
         return Prepared(self.specs[-1].name, plans)
 
     def on_host(self) -> Results:
-        """The call on NumPy's arrays, or PyTorch's on the CPU: in the emulator, or copied to the GPU and back."""
+        """Run on host arrays (NumPy, or PyTorch on the CPU): in the emulator, or copied to the GPU and back."""
         arrays, numbers = {}, {}
         for each in self.operands:
             if each.array is not None:
@@ -102,13 +101,13 @@ class SpecCall:
         return {each.name: arrays[each.name].reshape(each.shape) for each in self.operands if each.array is None}
 
     def _run(self, spec: KernelSpec, arrays: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a spec writes, into `arrays` where it is there."""
+        """Run one spec; outputs go into `arrays` where it has them. Returns the outputs."""
         out: dict[str, Any] = {}
         for arg in spec.outputs:
             shape = arg.resolve(self.sizes)
             if arg.name in arrays:
                 out[arg.name] = arrays[arg.name].reshape(shape)  # contiguous, so the same memory
-            elif arg.role == "inout":  # what is read and written, and left out, has no rows
+            elif arg.role == "inout":  # an inout array that is left out has no rows
                 out[arg.name] = np.empty(shape, storage(self.dtype))
         return run_spec(
             spec,

@@ -138,8 +138,12 @@ def source_of(source: str | Path | Source) -> Source:
         return source
     if not isinstance(source, (str, Path)):
         raise ArgumentError("source", "a path, the text itself or a Source", repr(source))
-    is_text = isinstance(source, str) and ("\n" in source or "{" in source)
-    return Source.from_text(str(source)) if is_text else Source.read(source)
+    return Source.from_text(str(source)) if is_text(source) else Source.read(source)
+
+
+def is_text(source: str | Path) -> bool:
+    """Whether a string is a kernel's text and not its path."""
+    return isinstance(source, str) and ("\n" in source or "{" in source)
 
 
 def check_defines(defines: Any, arch: Any) -> None:

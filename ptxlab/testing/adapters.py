@@ -1,14 +1,14 @@
-"""Kernels of other libraries, through the PTX or the source that they have without a GPU.
+"""Kernels of other libraries, run from the PTX or the source that they have without a GPU.
 
-| object | what is run |
+| object | what runs |
 | --- | --- |
-| Triton `@triton.jit`, `@triton.autotune` | the PTX of `triton.compile`, specialised by the arguments as Triton does |
+| Triton `@triton.jit`, also with `autotune`, `heuristics` | the PTX of `triton.compile`, specialised to the arguments |
 | Triton's CompiledKernel | its PTX |
 | numba.cuda `@cuda.jit` | the PTX of `numba.cuda.compile` |
 | CuPy `RawKernel`, `RawModule` | the source, by NVRTC (extra `asm`) |
 | cuda.core `ObjectCode` of PTX | its PTX |
 
-The library is the caller's: nothing here is imported before one of its objects has come.
+A library is imported only after one of its objects was passed.
 """
 
 import re
@@ -25,27 +25,28 @@ import numpy as np
 from ptxlab import runtime
 from ptxlab.errors import ArgumentError, UnavailableError
 from ptxlab.layout.tensor_map import TensorMap
+from ptxlab.reference.floats import bfloat16_bits
 from ptxlab.sources import Source
 
 _TRITON_ARCH = "sm_80"
-_SCRATCH = 16  # bytes behind the pointers to scratch memory, which a kernel has and does not use
+_SCRATCH = 16  # bytes of each scratch buffer: Triton's kernels have the parameters, and do not use them
 
 
 def as_they_are(values: Sequence[Any]) -> list[Any]:
-    """Arguments of which each is one parameter."""
+    """Arguments that are one parameter each."""
     return list(values)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A kernel and what its own world says of a call.
+    """A kernel and how to call it.
 
     Attributes:
         kernel: as `ptxlab.load` makes it.
-        names: what the caller calls the arguments, in order.
-        places: the parameter that each is, or of one that is several the one that an array is.
-        expand: arguments by these names -> those of all parameters.
-        block, shared_bytes: of its launches, where it and not the caller decides.
+        names: the caller's names of the arguments, in order.
+        places: index of each argument's parameter; if an array is several parameters, that of the pointer.
+        expand: the caller's arguments -> the values of all parameters.
+        block, shared_bytes: fixed by the kernel's compiler; None: the caller chooses.
     """
 
     kernel: runtime.Kernel
@@ -57,28 +58,28 @@ class Target:
 
     @classmethod
     def of(cls, kernel: runtime.Kernel) -> "Target":
-        """One whose parameters have names of their own."""
+        """A kernel called by its own parameters."""
         return cls(kernel, kernel.parameters, tuple(range(len(kernel.parameters))))
 
     @property
     def label(self) -> str:
-        """Its name in messages: of a function of Python that, not the symbol made of it."""
+        """The name in messages: for a Python function its own, not the mangled symbol."""
         return self.kernel.source.name if self.kernel.origin else self.kernel.entry
 
     @cached_property
     def varies(self) -> bool:
-        """Whether a schedule can make a difference: it copies asynchronously, or its threads pass flags."""
+        """Whether the schedule can change the result: the kernel has asynchronous operations or stores to flags."""
         entry = self.kernel.module.entries[self.kernel.entry]
         strong = {"relaxed", "volatile", "release"}
         return entry.is_asynchronous or any(strong & {*i.opcode.split(".")} for i in entry.instructions)
 
     def arguments(self, args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-        """Arguments of all parameters; ArgumentError for one that is missing, twice there, or not known."""
+        """The values of all parameters; ArgumentError for an argument that is missing, repeated or unknown."""
         return self.expand(in_order(self.kernel.entry, self.names, args, named))
 
 
 def in_order(entry: str, names: Sequence[str], args: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    """What is given for each name, by place or by name."""
+    """The argument of each name, given by position or by name."""
     if len(args) > len(names):
         raise ArgumentError(f"{entry}: args", f"at most {len(names)} ({', '.join(names)})", len(args))
     given = dict(zip(names, args, strict=False))
@@ -95,7 +96,7 @@ def in_order(entry: str, names: Sequence[str], args: Sequence[Any], named: Mappi
 def target(
     kernel: Any, options: Mapping[str, Any], args: Sequence[Any], named: Mapping[str, Any], made: dict[Any, Target]
 ) -> tuple[Target, list[Any]]:
-    """A kernel of another library, compiled once, and the arguments of all its parameters."""
+    """A kernel of another library, compiled once per session, and the values of all its parameters."""
     kinds = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(kernel).__mro__}
     for kind, adapt in ADAPTERS.items():
         if kind in kinds:
@@ -106,10 +107,10 @@ def target(
 
 
 def _no(options: Mapping[str, Any], kernel: str, *names: str) -> None:
-    """Refuse options that this kind of kernel has no use for."""
+    """Raise ArgumentError for options that such a kernel does not take."""
     for name in names:
         if options[name]:
-            raise ArgumentError(name, f"not of {kernel}, which is compiled by its own library", options[name])
+            raise ArgumentError(name, f"not for {kernel}, which its own library compiles", options[name])
 
 
 def _loaded(text: str, label: str, entry: str | None, **more: Any) -> runtime.Kernel:
@@ -120,7 +121,7 @@ def _loaded(text: str, label: str, entry: str | None, **more: Any) -> runtime.Ke
 
 
 def _cupy(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
-    """RawKernel and RawModule: the code, its `-D` options, and of a kernel its name."""
+    """CuPy's RawKernel and RawModule: their code and `-D` options."""
     if not kernel.code or kernel.backend != "nvrtc":
         raise ArgumentError(
             "kernel", "CuPy's from source code for NVRTC", kernel.file_path or f"backend {kernel.backend}"
@@ -170,7 +171,7 @@ def _program(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, mad
 
 
 def _numba(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
-    """A dispatcher: an array is seven parameters and two more per axis, of which the fifth is the pointer."""
+    """A numba.cuda dispatcher: an array is 5 parameters plus 2 per axis; the fifth is the pointer."""
     _no(options, "a kernel of numba.cuda", "defines", "entry")
     numba = sys.modules["numba"]
     function = kernel.py_func
@@ -208,7 +209,7 @@ def _numba(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made:
 
 
 def _flattened(values: Sequence[Any], types: Sequence[Any]) -> list[Any]:
-    """Parameters of a kernel of numba.cuda."""
+    """The parameters of a numba.cuda kernel: (meminfo, parent, items, itemsize, pointer, shape, strides) per array."""
     flat: list[Any] = []
     for value, kind in zip(values, types, strict=True):
         if not hasattr(kind, "ndim"):
@@ -232,7 +233,7 @@ def _only_entry(ptx: str) -> str:
 
 
 def _compiled(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
-    """What `triton.compile` gives."""
+    """The result of `triton.compile`."""
     _no(options, "a compiled kernel", "defines", "arch", "entry")
     constants = {path[0] for path in kernel.src.constants}
     names = [name for i, name in enumerate(kernel.src.fn.arg_names) if i not in constants]
@@ -243,12 +244,15 @@ def _compiled(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, ma
 
 
 def _triton(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made: dict[Any, Target]) -> Any:
-    """A function that Triton has not compiled yet."""
+    """A Triton function that is not compiled yet."""
     _no(options, "a Triton kernel", "defines", "entry")
     named = dict(named)
-    while not hasattr(kernel, "arg_names") or hasattr(kernel, "configs"):  # autotune and heuristics wrap it
+    while not hasattr(kernel, "params"):  # autotune and heuristics wrap the function
         if configs := getattr(kernel, "configs", None):
             named = {**configs[0].all_kwargs(), **named}
+        for name, heuristic in getattr(kernel, "values", {}).items():
+            if name not in named:
+                named[name] = heuristic({**dict(zip(kernel.arg_names, args, strict=False)), **named})
         kernel = kernel.fn
     compiler, target_of = _triton_compiler(options["arch"] or _TRITON_ARCH)
     names = tuple(kernel.arg_names)
@@ -292,7 +296,7 @@ def _triton(kernel: Any, options: Mapping[str, Any], args: Any, named: Any, made
 
 
 def _triton_compiler(arch: str) -> tuple[Any, Any]:
-    """Triton's compiler, and what it calls an architecture."""
+    """Triton's compiler and its target for an architecture."""
     found = re.fullmatch(r"sm_(\d{2,3})a?", arch)
     if not found:
         raise ArgumentError("arch", "sm_<number>, such as sm_80 or sm_90", arch)
@@ -303,7 +307,7 @@ def _triton_compiler(arch: str) -> tuple[Any, Any]:
 
 
 def _of_triton(compiled: Any, names: Sequence[str]) -> Target:
-    """A compiled kernel: the parameters of these names, then pointers to scratch memory."""
+    """A compiled kernel: parameters of these names, then pointers to scratch memory."""
     facts, text = compiled.metadata, compiled.asm.get("ptx", "")
     if not text:
         raise ArgumentError("kernel", "compiled by Triton for NVIDIA", facts.target)
@@ -314,7 +318,7 @@ def _of_triton(compiled: Any, names: Sequence[str]) -> Target:
         raise ArgumentError(f"{facts.name}: num_ctas", "1: clusters of Triton's are not launched here", facts.num_ctas)
     function = compiled.src.fn.fn
     file = function.__code__.co_filename
-    # Triton's cache may have it from a copy of the file that stood elsewhere
+    # Triton's cache may hold it with the path of another copy of the file.
     text = re.sub(
         rf'(\.file\s+\d+ )"(?:[^"]*/)?{re.escape(Path(file).name)}"', lambda found: f'{found[1]}"{file}"', text
     )
@@ -350,7 +354,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _triton_type(label: str, value: Any) -> str:
-    """Triton's word for the type of an argument."""
+    """Triton's name for the type of an argument."""
     if isinstance(value, TensorMap):
         raise ArgumentError(label, "an array or a number: Triton's host-side descriptors are not taken", "a tensor map")
     if hasattr(value, "dtype"):
@@ -361,20 +365,23 @@ def _triton_type(label: str, value: Any) -> str:
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, int):
-        return "i32" if -(2**31) <= value < 2**31 else "i64" if value < 2**63 else "u64"
+        for kind, low, high in (("i32", -(2**31), 2**31), ("i64", -(2**63), 2**63), ("u64", 0, 2**64)):
+            if low <= value < high:
+                return kind
+        raise ArgumentError(label, "an integer of at most 64 bits", value)
     if isinstance(value, float):
         return "fp32"
     raise ArgumentError(label, "an array or a number", type(value).__name__)
 
 
 def _triton_number(kind: str, value: Any) -> Any:
-    """An argument as wide as its parameter."""
+    """A number in the width of its parameter; arrays as they are."""
     if _is_array(value) or kind.startswith("*"):
         return value
-    dtype = {"i1": "u1", "fp32": "f4", "fp64": "f8", "fp16": "f4", "bf16": "f4"}.get(
-        kind
-    ) or f"{kind[0]}{int(kind[1:]) // 8}"
-    return np.dtype(dtype).type(value)
+    if kind == "bf16":
+        return bfloat16_bits(np.array([value], np.float32))[0]
+    others = {"i1": "u1", "u1": "u1", "fp16": "f2", "fp32": "f4", "fp64": "f8"}
+    return np.dtype(others.get(kind) or f"{kind[0]}{int(kind[1:]) // 8}").type(value)
 
 
 Adapter = Callable[[Any, Mapping[str, Any], Sequence[Any], Mapping[str, Any], dict[Any, Target]], Any]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ptxlab.emulator import Finding
 
 FORMATS = ("github", "sarif", "json")
-_PLACE = re.compile(r"^(?:[\w-]+: )?(?P<path>[^:`]+\.(?:ptx|cu|cuh|py|h)):(?P<line>\d+)\b")
+_PLACE = re.compile(r"(?:^|: )(?P<path>[^:`]+\.(?:ptx|cu|cuh|py|h)):(?P<line>\d+)\b")
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _HELP = "https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model"
 
@@ -24,11 +24,11 @@ class Annotation:
     """One line of a source, and what is wrong there.
 
     Attributes:
-        kind: of the finding (`race`, `async-dirty` ...), or the name of the error.
-        path: of the file, relative to the current folder where it lies below.
-        line: from 1.
-        message: the finding in words.
-        test: the test that met it; empty for a command.
+        kind: kind of the finding (`race`, `async-dirty` ...), or the error's class.
+        path: the file, relative to the root if it lies below it.
+        line: counted from 1.
+        message: the finding's text.
+        test: the test that failed; empty for a command.
     """
 
     kind: str
@@ -39,26 +39,26 @@ class Annotation:
 
 
 def relative(path: str, root: str | Path | None = None) -> str:
-    """A path as seen from the root (the current folder) if it lies below it, else as it is."""
+    """A path relative to the root (default: the current folder) if it lies below it, else unchanged."""
     root = Path(root or Path.cwd()).resolve()
     absolute = Path(os.path.abspath(path))
     return absolute.relative_to(root).as_posix() if absolute.is_relative_to(root) else path
 
 
 def of_finding(finding: "Finding") -> Annotation:
-    """Of a finding of the emulator's checks."""
+    """The annotation of a finding of the emulator's checks."""
     return Annotation(finding.kind, relative(finding.path), finding.line, str(finding))
 
 
 def of_error(error: PtxlabError, path: str, test: str = "") -> Annotation:
-    """Of an error that ended a run: where its message says, else at the top of `path`, the kernel's."""
-    found = _PLACE.match(str(error))
-    where = (found["path"], int(found["line"])) if found else (path, 1)
+    """The annotation of an error that ended a run: at the first place in its message, else line 1 of `path`."""
+    found = _PLACE.search(str(error))
+    where = (relative(found["path"]), int(found["line"])) if found else (path, 1)
     return Annotation(type(error).__name__, *where, str(error), test)
 
 
 def render(form: str, annotations: Iterable[Annotation]) -> str:
-    """The annotations in one of `FORMATS`, with a line break at the end."""
+    """The annotations as text, in one of `FORMATS`."""
     found = list(annotations)
     if form == "github":
         return "".join(map(_github, found))
@@ -68,7 +68,7 @@ def render(form: str, annotations: Iterable[Annotation]) -> str:
 
 
 def _github(found: Annotation) -> str:
-    """A workflow command: GitHub shows it at the line, on the pull request's page of changes."""
+    """A workflow command, which GitHub shows at the line in the pull request."""
 
     def escape(text: str, more: str = "") -> str:
         return "".join(f"%{ord(c):02X}" if c in "%\r\n" + more else c for c in text)

@@ -1,5 +1,6 @@
-"""What the fixture `emulate` does: find the kernel, pass arguments by name, run it on several schedules, judge."""
+"""The fixture `emulate`: find the kernel, pass arguments by name, run it on several schedules, fail on findings."""
 
+import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ptxlab import runtime
-from ptxlab.errors import ArgumentError, EmulationError, FileError, PtxlabError, VerificationError
+from ptxlab.errors import ArgumentError, EmulationError, FileError, PtxlabError, SourceError, VerificationError
 from ptxlab.layout.tensor_map import TensorMap
-from ptxlab.runtime.arguments import checks_of, geometry
+from ptxlab.runtime.arguments import check_defines, checks_of, geometry, is_text
 from ptxlab.runtime.backends import choose_backend
 from ptxlab.sources import Source
 from ptxlab.spec import Launch
@@ -24,7 +25,7 @@ _MOST = 8  # findings that a failure shows in full
 
 
 class CheckFailed(VerificationError, AssertionError):  # noqa: N818  (pytest shows the name before the message)
-    """A check has findings, or schedules give different results; `annotations` has each with file and line."""
+    """A check has findings, or two schedules differ; `annotations` holds each with file and line."""
 
     def __init__(self, message: str, annotations: list[Annotation]) -> None:
         super().__init__(message)
@@ -33,7 +34,7 @@ class CheckFailed(VerificationError, AssertionError):  # noqa: N818  (pytest sho
 
 @dataclass(frozen=True)
 class Schedule:
-    """When asynchronous operations complete: `early`, or `late` in an order drawn from a seed."""
+    """When asynchronous operations complete: `early` (at once), or `late` (at a wait, in seeded order)."""
 
     mode: str = "early"
     seed: int = 0
@@ -50,17 +51,17 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Settings:
-    """What command line, marker and place of a test say.
+    """The settings of the running test: from the command line, its marker and its location.
 
     Attributes:
-        folder: of the test, where files of kernels are looked for first.
-        root: of the project, from which files are named.
-        test: its name.
+        folder: the test file's folder, searched first for kernel files.
+        root: the project's root; messages name files relative to it.
+        test: the test's node id.
         backend: `emulator` or `gpu`.
-        first_seed: of the drawn schedules.
-        only: a schedule by name, in the place of all others.
+        first_seed: the first seed of the late schedules.
+        only: name of the one schedule to run; empty: all.
         checks: names of checks, `all`, or empty.
-        seeds: how many drawn schedules besides the early one.
+        seeds: number of late schedules, beside the early one.
     """
 
     folder: Path
@@ -73,7 +74,7 @@ class Settings:
     seeds: int = 1
 
     def schedules(self, seeds: int | None, varies: bool) -> list[Schedule]:
-        """The early one and the drawn ones; the early one alone where none would make a difference."""
+        """The early schedule, then the late ones; only the early one if the kernel does not vary."""
         count = self.seeds if seeds is None else seeds
         if not is_integer(count) or count < 0:
             raise ArgumentError("seeds", "an integer, 0 or more", repr(count))
@@ -82,30 +83,34 @@ class Settings:
         drawn = [Schedule("late", self.first_seed + i) for i in range(count if varies else 0)]
         return [Schedule(), *drawn]
 
-    def seen(self, text: str, target: Target) -> str:
-        """A message with files named from the root, and arguments as the caller calls them."""
+    def shorten(self, text: str) -> str:
+        """A message with paths relative to the root."""
+        return text.replace(f"{self.root}/", "")
+
+    def name_arguments(self, text: str, target: Target) -> str:
+        """A message of the emulator with the caller's names and positions of arguments."""
         symbols = target.kernel.module.entries[target.kernel.entry].params
         for i, (name, place) in enumerate(zip(target.names, target.places, strict=True)):
             text = text.replace(f"argument {place} ({symbols[place].name})", f"argument {i} ({name})")
-        return text.replace(f"{self.root}/", "")
+        return self.shorten(text)
 
     def place(self, path: str, line: int = 1) -> tuple[str, int]:
-        """File, named from the root, and line; where the kernel is text in the test, the test's file."""
+        """File (relative to the root) and line of an annotation; the test's file if the kernel is text."""
         return (self.test.partition("::")[0], 1) if path.startswith("<") else (relative(path, self.root), line)
 
     def replay(self, schedule: Schedule) -> str:
-        """The command that runs the test on that schedule alone."""
+        """The command that runs the test on this schedule alone."""
         return f"replay: pytest {shlex.quote(self.test)} --ptxlab-schedule {schedule}"
 
 
 @dataclass(frozen=True)
 class Emulated:
-    """The arrays after the launch: `out.a` or `out["a"]` by the parameter's name, `out[0]` by its place.
+    """The arrays after the launch: `out.a` or `out["a"]` by parameter name, `out[0]` by position among the arrays.
 
     Attributes:
-        arrays: copies of the arrays that were given, as the kernel left them, by parameter in launch order.
-        schedules: those that ran, `early` first.
-        backend: where.
+        arrays: the copies that the kernel worked on, by parameter name, in launch order.
+        schedules: names of the schedules that ran, `early` first.
+        backend: `emulator` or `gpu`.
     """
 
     arrays: dict[str, np.ndarray]
@@ -125,7 +130,7 @@ class Emulated:
 
 
 class Emulate:
-    """The fixture: a call runs a kernel on copies of its arrays, and fails with what the checks find."""
+    """The fixture: a call runs a kernel on copies of the arrays and raises what the checks find."""
 
     def __init__(self, settings: Callable[[], Settings]) -> None:
         self._settings = settings
@@ -152,31 +157,32 @@ class Emulate:
         """Run a kernel.
 
         Args:
-            kernel: a `.ptx` or `.cu` file (beside the test, or below the project's root), the text itself, a `Source`
-                or `Kernel` of ptxlab, a Triton kernel (`ptxlab.testing.adapters`), CuPy's RawKernel or RawModule,
-                an ObjectCode or Program of cuda.core, a kernel of numba.cuda.
-            args: arguments in order; arrays of any library on the host, numbers, tensor maps. Arrays are copied.
-            grid, block, shared_bytes, cluster: the launch. A Triton kernel knows its own block.
-            entry: which kernel of the source; may be left out where there is one.
+            kernel: path of a `.ptx` or `.cu` file (relative to the test or the project's root), the text itself, a
+                `Source` or `Kernel` of ptxlab, a Triton kernel, CuPy's RawKernel or RawModule, cuda.core's ObjectCode
+                or Program, a numba.cuda kernel (`ptxlab.testing.adapters`).
+            args: arguments in order: host arrays of any library, numbers, tensor maps. Arrays are copied.
+            grid, block, shared_bytes, cluster: the launch. A Triton kernel sets its own block.
+            entry: the kernel's name; may be left out if the source has one kernel.
             defines: `-D` constants of a `.cu`.
-            arch: that a `.cu` or a Triton kernel is compiled for.
-            checks: in the place of the marker's: names, `"all"`, or `""` for none.
-            seeds: in the place of the marker's: how many drawn schedules besides the early one.
-            same: whether every schedule has to leave the same bytes; False for sums of floats by atomics.
-            max_steps: instructions that a wave of blocks may dispatch.
-            arguments: arguments by name, for names that this call has itself (`grid`).
-            named: arguments by the kernel's own names; for a Triton kernel its constants too.
+            arch: the architecture that a `.cu` or a Triton kernel is compiled for.
+            checks: overrides the marker's: names, `"all"`, or `""` for none.
+            seeds: overrides the marker's: number of late schedules, beside the early one.
+            same: whether all schedules must leave the same bytes; False for float sums by atomics.
+            max_steps: most instructions that a wave of blocks may issue.
+            arguments: arguments by name, for names that collide with this call's own (`grid`).
+            named: arguments by the kernel's own names, and a Triton kernel's constants.
 
         Raises:
-            CheckFailed: findings, or schedules that differ.
-            EmulationError: a deadlock, an access out of bounds, and whatever else would fail on a GPU.
-            PtxlabError: what cannot be run, in one line.
+            CheckFailed: findings, or two schedules differ.
+            EmulationError: what would fail on a GPU: a deadlock, an access out of bounds.
+            PtxlabError: bad input, in one line.
         """
         __tracebackhide__ = True
         settings = self._settings()
-        options = {"entry": entry, "defines": dict(defines or {}), "arch": arch}
         try:
-            target, given = self._target(kernel, settings, options, args, {**named, **(arguments or {})})
+            check_defines(defines := {} if defines is None else defines, arch)
+            options = {"entry": entry, "defines": defines, "arch": arch}
+            target, given = self._target(kernel, settings, options, args, _merged(named, arguments))
             if target.block is not None and block not in (None, target.block):
                 raise ArgumentError("block", f"{target.block}, which the kernel was compiled for", block)
             launch = geometry(
@@ -196,19 +202,22 @@ class Emulate:
                 if first and same:
                     _compare(first, fresh, target, settings, schedules[0], schedule)
                 first = first or fresh
-        except PtxlabError as error:  # without the frames of what raised it: a failure ends at the call
-            raise error.with_traceback(None) from None
+        except PtxlabError as error:
+            error.args = (settings.shorten(str(error)),)
+            if isinstance(error, SourceError):
+                vars(error)["annotations"] = [_annotation(error, settings, error.path)]
+            raise error.with_traceback(None) from None  # pytest then shows the call, not the frames below it
         return Emulated(_named(target, first), tuple(map(str, schedules)), "emulator")
 
     def _target(
         self, kernel: Any, settings: Settings, options: dict[str, Any], args: Sequence[Any], named: dict[str, Any]
     ) -> tuple[Target, list[Any]]:
-        """The kernel, compiled once, and the arguments of all its parameters."""
+        """The kernel, compiled once per session, and the arguments of all its parameters."""
         key: tuple[Any, ...]
         if isinstance(kernel, runtime.Kernel):
             target = Target.of(kernel)
             return target, target.arguments(args, named)
-        if isinstance(kernel, str | Path) and not _is_text(kernel):
+        if isinstance(kernel, str | Path) and not is_text(kernel):
             kernel = _find(Path(kernel), settings)
             key = str(kernel), kernel.stat().st_mtime_ns
         elif isinstance(kernel, str | Source):
@@ -230,18 +239,18 @@ def _run(
     checks: Iterable[str],
     max_steps: int | None,
 ) -> None:
-    """One run; CheckFailed for findings, and errors of the run with their place and how to see them again."""
+    """Run one schedule; raise CheckFailed for findings. Errors get an annotation and the command that replays them."""
     how: dict[str, Any] = {"mode": schedule.mode, "seed": schedule.seed, "max_steps": max_steps}
     try:
         result = target.kernel.launch(arguments, launch, backend="emulator", checks=checks, **how)
     except EmulationError as error:
-        error.args = (settings.seen(str(error), target),)
-        vars(error)["annotations"] = [of_error(error, settings.place(target.kernel.source.path)[0], settings.test)]
+        error.args = (settings.name_arguments(str(error), target),)
+        vars(error)["annotations"] = [_annotation(error, settings, target.kernel.source.path)]
         error.add_note(settings.replay(schedule))
         raise
     if result is None or not result.findings:
         return
-    lines = [settings.seen(str(each), target) for each in result.findings]
+    lines = [settings.name_arguments(str(each), target) for each in result.findings]
     notes = [
         Annotation(each.kind, *settings.place(each.path, each.line), line, settings.test)
         for each, line in zip(result.findings, lines, strict=True)
@@ -256,17 +265,28 @@ def _named(target: Target, arguments: Sequence[Any]) -> dict[str, np.ndarray]:
     return {name: array for name, array in pairs if array is not None}
 
 
+def _annotation(error: PtxlabError, settings: Settings, path: str) -> Annotation:
+    return of_error(error, settings.place(path)[0], settings.test)
+
+
+def _merged(named: dict[str, Any], arguments: Any) -> dict[str, Any]:
+    """Arguments by name, of which some came as a mapping."""
+    if arguments is None:
+        return named
+    if not isinstance(arguments, Mapping):
+        raise ArgumentError("arguments", "a mapping from names to arguments", type(arguments).__name__)
+    if twice := named.keys() & arguments.keys():
+        raise ArgumentError("arguments", "names that are not given as keywords too", ", ".join(sorted(twice)))
+    return {**named, **arguments}
+
+
 def _find(path: Path, settings: Settings) -> Path:
-    """A file beside the test, else below the root, else from the current folder."""
+    """The file relative to the test's folder, else to the root, else to the current folder."""
     for folder in (settings.folder, settings.root, Path.cwd()):
-        if (folder / path).is_file():
+        if os.path.isfile(folder / path):  # Path.is_file raises OSError for a name that is too long
             return folder / path
     where = relative(str(settings.folder), settings.root)
     raise FileError(f"{path}: no such file beside the test ({where}) or in the project's root")
-
-
-def _is_text(source: str | Path) -> bool:
-    return isinstance(source, str) and ("\n" in source or "{" in source)
 
 
 def _first(*values: Any) -> Any:
@@ -279,7 +299,7 @@ def _array_of(argument: Any) -> np.ndarray | None:
 
 
 def _copies(arguments: Sequence[Any]) -> list[Any]:
-    """The same with arrays copied, one that is passed twice once; what is read-only stays so."""
+    """The arguments with every array copied; an array passed twice is copied once, a read-only copy stays read-only."""
     made: dict[int, np.ndarray] = {}
 
     def copy(array: np.ndarray) -> np.ndarray:
@@ -302,7 +322,7 @@ def _copies(arguments: Sequence[Any]) -> list[Any]:
 def _compare(
     first: Sequence[Any], other: Sequence[Any], target: Target, settings: Settings, one: Schedule, two: Schedule
 ) -> None:
-    """Raise CheckFailed where two schedules leave different bytes."""
+    """Raise CheckFailed if two schedules leave different bytes."""
     left, right = _named(target, first), _named(target, other)
     for name, a in left.items():
         b = right[name]

@@ -1,7 +1,7 @@
 """The pytest plugin: the fixture `emulate`, the marker `ptxlab`, and its options.
 
-pytest loads this module at every start, for projects too that never use it: NumPy, the emulator and all else are
-imported by the first test that asks for the fixture.
+pytest loads this module at every start, in every project. So NumPy, the emulator and the rest are imported only when a
+test first uses the fixture.
 """
 
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ptxlab.testing.emulate import Emulate
 
 _item: pytest.StashKey[pytest.Item] = pytest.StashKey()  # the test that runs now
-_MARKER = 'ptxlab(checks="all", seeds=1): what `emulate` checks, and on how many drawn schedules besides the early one'
+_MARKER = 'ptxlab(checks="all", seeds=1): checks of `emulate`, and its number of late schedules beside the early one'
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,24 +25,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--ptxlab-backend", choices=("emulator", "gpu"), default="emulator", help="Where `emulate` runs kernels."
     )
-    group.addoption("--ptxlab-seed", type=int, default=0, metavar="N", help="The first seed of the drawn schedules.")
+    group.addoption("--ptxlab-seed", type=int, default=0, metavar="N", help="First seed of the late schedules.")
     group.addoption(
         "--ptxlab-schedule",
         default="",
         metavar="early|late:SEED",
-        help="Run this schedule alone, as a failure names it.",
+        help="Run only this schedule, which a failure printed.",
     )
     group.addoption(
         "--ptxlab-format",
         choices=("github", "sarif", "json"),
         default="github" if os.environ.get("GITHUB_ACTIONS") == "true" else None,
-        help="Also write findings as annotations. Default: github in a GitHub workflow.",
+        help="Also print findings as annotations. Default: github in a GitHub workflow.",
     )
-    group.addoption("--ptxlab-output", default="", metavar="FILE", help="Where to. Default: the terminal.")
+    group.addoption("--ptxlab-output", default="", metavar="FILE", help="Write annotations here. Default: terminal.")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker; refuse at once what could only be refused at the end."""
+    """Register the marker and check the options."""
     config.addinivalue_line("markers", _MARKER)
     schedule, output = config.getoption("--ptxlab-schedule"), config.getoption("--ptxlab-output")
     mode, _, seed = schedule.partition(":")
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Of which test the marker and the folder count."""
+    """Remember the test, whose marker and folder `emulate` uses, and check the marker."""
     item.config.stash[_item] = item
     marker = item.get_closest_marker("ptxlab")
     if marker and (marker.args or {*marker.kwargs} - {"checks", "seeds"}):
@@ -69,7 +69,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def emulate(request: pytest.FixtureRequest) -> "Emulate":
     """Run a kernel in the emulator: `out = emulate("scale.cu", grid=4, block=128, a=a, s=2.0)`, `out.a`.
 
-    One object for the whole session, so that a kernel is compiled once, and Hypothesis may call it for every example.
+    Session scope: a kernel is compiled once, and Hypothesis may call the fixture for every example.
     """
     from ptxlab.testing.emulate import Emulate, Settings
 
@@ -91,12 +91,12 @@ def emulate(request: pytest.FixtureRequest) -> "Emulate":
     return Emulate(settings)
 
 
-# Annotations: of each failed test, brought to the process that writes them (xdist: as a part of the report)
+# Annotations travel in the reports of failed tests, so that with xdist they reach the process that writes them.
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
-    """Put what was found into the test's report."""
+    """Add the annotations to the report of a failed test."""
     report: Any = yield
     if call.excinfo is not None and report.failed:
         report.ptxlab = [vars(each) for each in _annotations(call.excinfo.value)]
@@ -104,7 +104,7 @@ def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> Generator[None, Any
 
 
 def _annotations(error: BaseException) -> "list[Annotation]":
-    """Of an error of `emulate`, or of a group of errors, as Hypothesis raises one for several different failures."""
+    """Annotations of an error, or of all errors of a group, which Hypothesis raises for several distinct failures."""
     if isinstance(error, BaseExceptionGroup):
         return [each for part in error.exceptions for each in _annotations(part)]
     found: list[Annotation] = getattr(error, "annotations", [])
@@ -112,7 +112,7 @@ def _annotations(error: BaseException) -> "list[Annotation]":
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Write the annotations of all failed tests, which with xdist came with the workers' reports."""
+    """Write the annotations of all failed tests."""
     form, output = config.getoption("--ptxlab-format"), config.getoption("--ptxlab-output")
     if not form:
         return

@@ -14,14 +14,20 @@ REQUIREMENT = "ptxlab[asm] @ git+https://example.org/ptxlab"
 
 
 @pytest.fixture
-def project(cli: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What `ptxlab init sums` writes; the current folder."""
+    for path, text in init.files("sums", REQUIREMENT).items():
+        (tmp_path / "sums" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sums" / path).write_text(text)
+    monkeypatch.chdir(tmp_path / "sums")
+    return tmp_path / "sums"
+
+
+def test_what_its_workflow_runs_passes(cli: Any, pytester: pytest.Pytester, monkeypatch: Any) -> None:
     code, out, _ = cli("init", "sums", "--requirement", REQUIREMENT)
     assert code == 0 and "Next: cd sums && " in out
-    monkeypatch.chdir("sums")
-    return pytester.path / "sums"
-
-
-def test_what_its_workflow_runs_passes(project: Path, cli: Any, pytester: pytest.Pytester, monkeypatch: Any) -> None:
+    monkeypatch.chdir(project := pytester.path / "sums")
+    assert {str(path.relative_to(project)) for path in project.rglob("*.*")} >= {*init.files("sums", "")} - {".github"}
     assert (project / "requirements.txt").read_text() == f"{REQUIREMENT}\npytest>=8\n"
     commands = re.findall(r"- run: (.*)", (project / ".github/workflows/kernels.yml").read_text())
     assert commands == ["python -m pip install -r requirements.txt", "ptxlab verify sums.py", "python -m pytest"]
@@ -56,9 +62,9 @@ def test_one_kernel_of_a_file_at_other_sizes(project: Path, cli: Any) -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("init sums", "sums: is there already"),
-        ("init 3x", "init expects the name of a kernel, as C and Python spell names, got 3x"),
-        ("init class", "init expects the name of a kernel, as C and Python spell names, got class"),
+        ("init sums", "sums: already exists"),
+        ("init 3x", "init expects a valid C and Python identifier, got 3x"),
+        ("init class", "init expects a valid C and Python identifier, got class"),
         ("verify nosuch.py", "nosuch.py: cannot be read: No such file"),
         ("verify sums.py:other", "kernel: one of sums, which sums.py has a spec for (got sums.py:other)"),
         ("verify empty.py", "empty.py: a KernelSpec at its top level (got none)"),
@@ -82,10 +88,18 @@ def test_bad_input(command: str, said: str, project: Path, cli: Any, monkeypatch
     assert code == 2 and said in err and err.count("\n") == 1
 
 
+def test_a_wheel_is_named_by_its_whole_path(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ptxlab-1.whl").touch()
+    assert cli("init", "sums", "--requirement", "ptxlab-1.whl")[0] == 0
+    line = f"ptxlab[asm] @ {tmp_path.as_uri()}/ptxlab-1.whl\n"
+    assert Path("sums/requirements.txt").read_text().startswith(line)
+
+
 def test_without_a_repository_the_requirement_has_to_be_given(cli: Any, pytester: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(init, "installed_from", lambda: None)
     code, _, err = cli("init", "sums")
-    assert code == 2 and err.startswith("error: --requirement expects how pip gets ptxlab, which is on no registry")
+    assert code == 2 and err.startswith("error: --requirement is needed, because ptxlab is on no package index")
     assert not [*pytester.path.iterdir()]
 
 

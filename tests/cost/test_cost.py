@@ -8,7 +8,18 @@ import pytest
 from ptxlab import cost
 from ptxlab.bench import counts
 from ptxlab.bench.shapes import LLAMA
-from ptxlab.cost import DEVICES, SCHEMES, Device, Scheme, device, gemm_cost, largest_alpha, most_tops, transition
+from ptxlab.cost import (
+    DEVICES,
+    SCHEMES,
+    Device,
+    Scheme,
+    device,
+    gemm_cost,
+    largest_alpha,
+    most_tops,
+    tensor_rate,
+    transition,
+)
 from ptxlab.errors import ArgumentError
 from ptxlab.kernels.gemm import strips
 from ptxlab.spec import KernelSpec
@@ -103,10 +114,9 @@ def test_every_tile_of_tokens_dequantises_again() -> None:
 def test_the_transition_is_where_loading_takes_as_long_as_multiplying(name: str) -> None:
     gpu = device(name)
     for scheme in (scheme for scheme in SCHEMES.values() if scheme.operands in gpu.tops):
-        tokens = transition(gpu, scheme)
-        assert (
-            most_tops(gpu, scheme, 0.99 * tokens) < gpu.tops[scheme.operands] == most_tops(gpu, scheme, tokens * 1.01)
-        )
+        tokens, roof = transition(gpu, scheme), tensor_rate(gpu, scheme)
+        assert roof == gpu.tops[scheme.operands] or scheme.int8_share
+        assert most_tops(gpu, scheme, 0.99 * tokens) < roof == most_tops(gpu, scheme, tokens * 1.01)
         alpha = largest_alpha(gpu, scheme)
         hidden, shown = (gemm_cost(gpu, scheme, 1, 512, 512, alpha=a) for a in (0.999 * alpha, 1.001 * alpha))
         assert hidden.dequantise_us < max(hidden.load_us, hidden.multiply_us) < shown.dequantise_us

@@ -42,6 +42,14 @@ def test_published_figures_and_their_errors(found, pinned: tuple[float, float, f
     assert found.error == pytest.approx(error, abs=0.006)
 
 
+@pytest.mark.parametrize("name", ["W4A4 g128", "W4Ax token", "W8A8"])
+def test_at_the_transition_loading_takes_as_long_as_multiplying(name: str) -> None:
+    gpu = device("a100")
+    tokens = round(cost.transition(gpu, SCHEMES[name]))
+    found = gemm_cost(gpu, SCHEMES[name], tokens, 4096, 4096)
+    assert found.load_us == pytest.approx(found.multiply_us, rel=0.02)
+
+
 def test_the_error_is_from_the_nearer_end() -> None:
     (within,) = predictions(lambda *_: LoopCounts({}), [FIGURES[0].__class__("x", "a100", "W4A4", 4096, 1000, 1300)])
     assert within.in_turn == pytest.approx(1248) and within.error == 0

@@ -112,14 +112,32 @@ def test_numbers_and_constants_of_a_call(emulate: Run, kernels: Any) -> None:
         np.testing.assert_array_equal(out.out, np.where(np.arange(16) < n, 2 * x, 0))
 
 
+@pytest.mark.parametrize("s", [2.5, np.float16(2.5), np.float32(2.5), np.float64(2.5)])
+def test_a_float_is_as_wide_as_its_parameter(s: Any, emulate: Run, kernels: Any) -> None:
+    out = emulate(kernels.scale, np.arange(32, dtype=np.float32), s, 3.0, grid=1, BLOCK=32)
+    np.testing.assert_array_equal(out.x, 7.5 * np.arange(32))
+
+
+def test_heuristics_and_configurations_give_constants(emulate: Run, kernels: Any) -> None:
+    import triton
+
+    x = np.arange(48, dtype=np.float32)
+    by_n = triton.heuristics({"BLOCK": lambda given: triton.next_power_of_2(given["n"])})(kernels.add)
+    np.testing.assert_array_equal(emulate(by_n, x, x, np.zeros_like(x), 48, grid=1).out, 2 * x)
+    tuned = triton.autotune([triton.Config({"BLOCK": 64}, num_warps=2)], key=["n"])(kernels.add)
+    np.testing.assert_array_equal(emulate(tuned, x, x, np.zeros_like(x), 48, grid=1).out, 2 * x)
+
+
 REFUSED = {
+    "n=2**70, BLOCK=128": "add: n: an integer of at most 64 bits (got 1180591620717411303424)",
+    "n=3, BLOCK=128, arch=90": "arch: sm_<number>, such as sm_80 or sm_90a (got 90)",
     "n=3": "add: BLOCK: must be given (got x, y, out, n)",
     "n=3, BLOCK=100": "add: triton.compile: what Triton compiles (got *power of 2)",
     "n=3, BLOCK=128, num_warp=1": "add: arguments: each of x, y, out, n, BLOCK once (got num_warp)",
     "n='3', BLOCK=128": "add: n: an array or a number (got str)",
     "n=3, BLOCK=128, arch='90'": "arch: sm_<number>, such as sm_80 or sm_90 (got 90)",
     "n=3, BLOCK=128, block=64": "block: 128, which the kernel was compiled for (got 64)",
-    "n=3, BLOCK=128, defines={'X': 1}": "defines: not of a Triton kernel, *",
+    "n=3, BLOCK=128, defines={'X': 1}": "defines: not for a Triton kernel, *",
 }
 
 

@@ -183,8 +183,24 @@ def test_schedules(emulate):
     result.assert_outcomes(passed=1)
 
 
-def test_annotations_come_through_xdist_into_a_file(plugin: Any, pytester: pytest.Pytester) -> None:
-    result = plugin(BROKEN, "-n", "1", "--ptxlab-format", "sarif", "--ptxlab-output", "found.sarif", subprocess=True)
+def test_annotations_come_through_xdist_into_a_file(
+    plugin: Any, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # other plugins take seconds to import
+    result = plugin(
+        BROKEN,
+        "-p",
+        "xdist",
+        "-p",
+        "ptxlab.testing.plugin",
+        "-n",
+        "1",
+        "--ptxlab-format",
+        "sarif",
+        "--ptxlab-output",
+        "found.sarif",
+        subprocess=True,
+    )
     result.assert_outcomes(failed=4)
     log = json.loads((pytester.path / "found.sarif").read_text())
     (run,) = log["runs"]
@@ -216,6 +232,11 @@ BAD = {
     'emulate("scale.ptx", grid=1, a=A[::2], s=2.0)': "scale: a: C-contiguous*",
     'emulate("scale.ptx", grid=1, a=A, s=2.0, checks="nosuch")': "checks: some of *",
     'emulate("scale.ptx", grid=1, a=A, s=2.0, seeds=-1)': "seeds: an integer, 0 or more (got -1)",
+    'emulate("scale.ptx", grid=1, a=A, s=2.0, defines=["X"])': "defines: names of macros with *",
+    'emulate("scale.ptx", grid=1, a=A, s=2.0, arguments=["X"])': "arguments: a mapping from names *(got list)",
+    'emulate("scale.ptx", grid=1, a=A, s=2.0, arguments={"s": 1.0})': "arguments: names that are not given *(got s)",
+    'emulate("x" * 300 + ".cu", grid=1)': "xxx*.cu: no such file beside the test (.) or in the project's root",
+    'emulate("scale.cu", grid=1, a=A, s=2.0)': 'CompileError: scale.cu:3: *identifier "SIZE" is undefined*',
     'emulate("scale.ptx", grid=1, a=A, s=2.0, arch="sm_80")': "arch: only for CUDA C++ sources (got sm_80)",
     "emulate(5, grid=1)": "kernel: a .ptx or .cu file*(got builtins.int)",
     'emulate("scale.ptx", grid=1, a=A, s=2.0).b': "AttributeError: no array 'b': the kernel has a",
@@ -224,11 +245,14 @@ BAD = {
 
 def test_bad_input_fails_in_one_line_at_the_call(plugin: Any) -> None:
     tests = "".join(f"\ndef test_{i}(emulate):\n    {call}\n" for i, call in enumerate(BAD))
-    result = plugin(tests + "\n@pytest.mark.ptxlab(check=1)\ndef test_marker(emulate):\n    pass\n", "--tb=short")
+    result = plugin(
+        tests + "\n@pytest.mark.ptxlab(check=1)\ndef test_marker(emulate):\n    pass\n", "--ptxlab-format=github"
+    )
     result.assert_outcomes(failed=len(BAD), errors=1)
     escaped = [line.replace("[", "[[]") for line in BAD.values()]
     result.stdout.fnmatch_lines_random([f"E *{line}" for line in escaped])
     result.stdout.fnmatch_lines_random(["*test_it.py::test_marker: the marker ptxlab takes checks= and seeds="])
+    result.stdout.fnmatch_lines(["::error file=scale.cu,line=3,title=ptxlab CompileError::scale.cu:3: *"])
 
 
 @pytest.mark.parametrize(
@@ -262,6 +286,22 @@ def test_cuda_without_its_compiler_and_the_gpu_backend_without_a_gpu(plugin: Any
     )
     result = plugin(test.replace("NAME", "ptx"), "--ptxlab-backend", "gpu")
     result.stdout.fnmatch_lines(["E *UnavailableError: scale: no GPU backend here: there is none*"])
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ("a/k.cu:7: `bar.sync 0`: no", ("a/k.cu", 7)),
+        ("still running after 5 steps: a/k.cu:7: `ld.u32 %r1, [%rd1]`: block (0,0,0)", ("a/k.cu", 7)),
+        ("nothing to be found: `x.cu:3`", ("k.ptx", 1)),
+    ],
+)
+def test_an_error_is_annotated_at_the_place_in_its_message(message: str, place: tuple[str, int]) -> None:
+    from ptxlab.errors import EmulationError
+    from ptxlab.testing.annotations import of_error
+
+    found = of_error(EmulationError(message), "k.ptx")
+    assert (found.path, found.line) == place
 
 
 def test_loading_the_plugin_imports_nothing_heavy() -> None:

@@ -1,7 +1,7 @@
 """wgmma: D = A·B + D of a warp group; A in registers or in shared memory, B in shared memory.
 
-8-bit integers, exactly; f16 and bf16 with sums in f32, which are added up in float64 and rounded once: hardware
-truncates on the way, as in `ops.mma`.
+Operands are 8-bit integers, which are exact, or f16 and bf16 with sums in f32. The latter are added up in float64 and
+rounded once per instruction, whereas hardware truncates on the way, as in `ops.mma`.
 
 Each of the four warps does its 16 rows by itself, as an effect of its own (`effect_queue`): late, it reads registers
 and shared memory and writes the accumulators only when its group is waited for.
@@ -48,7 +48,7 @@ def accumulators(n: int, is_float: bool) -> Fragment:
 
 @lru_cache(maxsize=1024)
 def pieces(descriptor: int, rows: int, transposed: bool = False) -> Array:
-    """Shared addresses of the 16-byte pieces of the operand that a descriptor describes, in order of the rows.
+    """Shared addresses of the 16-byte pieces of a descriptor's operand, in order of the rows.
 
     [rows, 2] along K, which is 32 bytes deep; or `transposed` [rows / 8, 16], eight rows at each of 16 places along K.
     """
@@ -57,7 +57,7 @@ def pieces(descriptor: int, rows: int, transposed: bool = False) -> Array:
 
 
 def numbers(values: Array, type_name: str) -> Array:
-    """What is multiplied: integers as float32, in which sums of 32 products are exact; floats as float64."""
+    """Operands as BLAS multiplies them: integers as float32, exact for sums of 32 products; floats as float64."""
     return values.astype(np.float32) if type_name in ("s8", "u8") else widen(values, type_name)
 
 
@@ -206,7 +206,7 @@ def _reader(machine: Machine, registers: ir.Operands) -> Callable[[Lanes], Array
 
 
 def _of_floats(constants: Sequence[ir.Operand], a_in_registers: bool) -> tuple[float, tuple[bool, bool]]:
-    """The constants behind floating operands: signs of A and B, and which are transposed, of A in registers none is."""
+    """Sign of the products, and whether A and B are transposed (A in registers is not), from the last constants."""
     values = [each.bits for each in constants if isinstance(each, ir.Immediate)]
     signs = {1: 1.0, (1 << 32) - 1: -1.0, (1 << 64) - 1: -1.0, -1: -1.0}
     wanted = 3 if a_in_registers else 4
@@ -228,7 +228,7 @@ def _multiply(machine: Machine, instruction: Instruction, pc: int, modifiers: li
         raise UnknownOpcode(instruction.opcode)
     is_float = types[0] == "f32"
     widths = range(8, 257, 8) if is_float else WGMMA_N
-    if n not in widths or depth != 32 >> is_float or (is_float and (saturates or types[1] != types[2])):
+    if n not in widths or depth != (16 if is_float else 32) or (is_float and (saturates or types[1] != types[2])):
         raise UnknownOpcode(instruction.opcode)
     d, a, b, scale, *constants = instruction.operands
     d_registers, a_registers = elements(d, n // 2), elements(a, 4) if isinstance(a, ir.Vector) else ()

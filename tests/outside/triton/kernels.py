@@ -41,6 +41,13 @@ def matmul(a, b, c, M, N, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K:
     tl.store(c + m * N + n, total.to(tl.float16), mask=(m < M) & (n < N))
 
 
+@triton.jit
+def scale(x, s, half: tl.bfloat16, BLOCK: tl.constexpr):
+    """x *= s * half: numbers of 2, 4 or 8 bytes."""
+    i = tl.arange(0, BLOCK)
+    tl.store(x + i, tl.load(x + i) * s * half)
+
+
 FLOATS, HALVES = ("*fp32", "*fp32"), ("*fp16", "*fp16", "*fp16")
 WHOLE = 16  # pointers and sizes that Triton may take for multiples of this
 KERNELS = {  # types of the arguments, constants, which arguments are such multiples
