@@ -18,13 +18,18 @@ from ptxlab.cli.common import (
     console,
     download_bar,
     expects,
+    model_on_gpu,
     print_json,
     progress_bar,
+    require_counts,
     table,
     written,
 )
 from ptxlab.errors import FileError
 from ptxlab.io.files import read_record, require_folder, write_text
+from ptxlab.model import open_model, open_text, tokens_of, windows
+from ptxlab.weights import accuracy as table_of
+from ptxlab.weights.calibrate import samples as drawn
 
 
 def accuracy(
@@ -53,15 +58,8 @@ def accuracy(
     A run into a record of the same settings measures only what that lacks. A full run takes a GPU; for a small
     machine: --windows 8 --length 512 --samples 16 --sample-length 512.
     """
-    from ptxlab.model import open_model, open_text, tokens_of, windows
-    from ptxlab.weights import accuracy as table_of
-    from ptxlab.weights.calibrate import samples as drawn
-
-    for name, number in (("--samples", samples), ("--sample-length", sample_length), ("--seeds", seeds)):
-        if number < 1:
-            raise expects(name, "an integer, 1 or more", number)
-    if backend not in (None, "gpu", "numpy"):
-        raise expects("--backend", "gpu or numpy", backend)
+    require_counts(samples=samples, sample_length=sample_length, seeds=seeds)
+    on_gpu = model_on_gpu(backend)
     patterns = only or ["*"]
     every = table_of.rows()
     chosen = [row for row in every if any(fnmatchcase(row.name, pattern) for pattern in patterns)]
@@ -71,11 +69,10 @@ def accuracy(
         chosen = [every[0], *chosen]
     if out is not None:
         require_folder(out)
-    on_gpu = gpu.available() if backend is None else backend == "gpu"
-    if on_gpu:
-        gpu.device_info()  # says why there is none
     with download_bar(model, quiet=as_json) as downloaded:
         opened, tokenizer = open_model(model, downloaded)
+    if (context := opened.config.context) is not None and length > context:
+        raise expects("--length", f"at most {context}, the model's context", length)
     with download_bar("text", quiet=as_json) as downloaded:
         calibration = tokens_of(open_text("wikipedia", downloaded).calibration, tokenizer)
         texts = {
@@ -127,10 +124,12 @@ def accuracy(
 
 
 def _before(out: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a record that is there. Raises FileError where it is of other settings."""
+    """The rows of a record that is there. Raises FileError where it is of other settings, or of another table."""
     record = read_record(out, "a record of ptxlab accuracy", about["schema"])
     for name, value in about.items():
         if record.get(name) != value:
             raise FileError(f"{out}: is there already, of another {name}: {record.get(name)}, not {value}")
-    rows: list[dict[str, Any]] = record["rows"]
-    return rows
+    try:
+        return table_of.in_order(record["rows"])
+    except (KeyError, TypeError):
+        raise FileError(f"{out}: rows must be those of this version's table; write a new record") from None

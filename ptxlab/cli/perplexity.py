@@ -7,13 +7,13 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ptxlab import gpu
 from ptxlab.cli.common import (
     AsJson,
     ModelBackend,
     console,
     download_bar,
     expects,
+    model_on_gpu,
     print_json,
     progress_bar,
 )
@@ -49,11 +49,7 @@ def perplexity(
     for option, bits, known in (("--kv", kv, (None, 4, 8, 32)), ("--acts", acts, (None, 8, 32))):
         if bits not in known:
             raise expects(option, ", ".join(map(str, known[1:-1])) + " or 32", bits)
-    if backend not in (None, "gpu", "numpy"):
-        raise expects("--backend", "gpu or numpy", backend)
-    on_gpu = gpu.available() if backend is None else backend == "gpu"
-    if on_gpu:
-        gpu.device_info()  # says why there is none
+    on_gpu = model_on_gpu(backend)
     with download_bar(model, quiet=as_json) as progress:
         opened, tokenizer = open_model(model, progress)
     if (context := opened.config.context) is not None and length > context:

@@ -3,23 +3,29 @@
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.markup import escape
 
-from ptxlab import gpu
 from ptxlab.cli.common import (
     AsJson,
     ModelBackend,
     console,
     download_bar,
     expects,
+    model_on_gpu,
     print_json,
     progress_bar,
     refuse,
+    require_counts,
     table,
     written,
 )
-from ptxlab.weights import convert
+from ptxlab.model import open_model, open_text, tokens_of
+from ptxlab.model.floats import Tokens
+from ptxlab.quant.recipe import named
+from ptxlab.weights import calibrate, convert
+from ptxlab.weights.quantize import check_packable, quantize_model
 
 _RECIPE = "With --recipe"
 
@@ -67,31 +73,24 @@ def quantize(
         refuse({"--rotation": rotation}, "needs --recipe")
         return _file(Path(model), out, scheme or "lqq", group, layout, tensor or "*", as_json=as_json)
     refuse({"--scheme": scheme, "--tensor": tensor}, "is for a file without --recipe")
-    for name, number in (("--samples", samples), ("--length", length)):
-        if number < 1:
-            raise expects(name, "an integer, 1 or more", number)
-    if backend not in (None, "gpu", "numpy"):
-        raise expects("--backend", "gpu or numpy", backend)
-    on_gpu = gpu.available() if backend is None else backend == "gpu"
-    if on_gpu:
-        gpu.device_info()  # says why there is none
-    from ptxlab.model import open_model, open_text, tokens_of
-    from ptxlab.quant.recipe import named
-    from ptxlab.weights import calibrate
-    from ptxlab.weights.quantize import check_packable, quantize_model
-
+    require_counts(samples=samples, length=length)
+    if seed < 0:
+        raise expects("--seed", "an integer, 0 or more", seed)
+    on_gpu = model_on_gpu(backend)
     steps = named(recipe).but(group=group)
     steps = steps.but(rotate=rotation) if rotation else steps
     check_packable(steps, out)
     with download_bar(model, quiet=as_json) as downloaded:
         opened, tokenizer = open_model(model, downloaded)
-    with download_bar("text", quiet=as_json) as downloaded:
-        corpus = open_text(text, downloaded)
-    tokens = calibrate.samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed)
+    tokens: Tokens = np.empty((0, length), np.int64)
+    if steps.is_calibrated:
+        with download_bar("text", quiet=as_json) as downloaded:
+            corpus = open_text(text, downloaded)
+        tokens = calibrate.samples(tokens_of(corpus.calibration or corpus.evaluation, tokenizer), samples, length, seed)
     with progress_bar(f"quantize {recipe}", opened.config.layers, quiet=as_json) as advance:
         errors = quantize_model(
             opened.to_device() if on_gpu else opened,
-            tokens if steps.is_calibrated else tokens[:0],
+            tokens,
             steps,
             out,
             tokenizer=tokenizer,

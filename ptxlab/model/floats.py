@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab import gpu
+from ptxlab.errors import ArgumentError
 from ptxlab.model.config import Config
 from ptxlab.reference import EXACT, Layer, Numerics, decoder_layer, rms_norm
 
@@ -69,7 +70,11 @@ class FloatModel:
         return replace(self, layers=layers, **parts)
 
     def embedded(self, tokens: Tokens) -> Any:
-        """The stream before the first layer, [B, T, H] of tokens [B, T]."""
+        """The stream before the first layer, [B, T, H] of tokens [B, T]; ArgumentError for one that is none."""
+        most = self.config.vocabulary - 1
+        if tokens.dtype.kind not in "iu" or (tokens.size and not 0 <= tokens.min() <= tokens.max() <= most):
+            got = f"{tokens.min()}..{tokens.max()} of {tokens.dtype}"
+            raise ArgumentError("tokens", f"must be integers in 0..{most}", got)
         return self.embedding[np.asarray(tokens, like=self.embedding)]
 
     def states(self, tokens: Sequence[Tokens], numerics: Numerics = EXACT) -> list[Any]:
@@ -124,8 +129,11 @@ def perplexity(
 ) -> float:
     """exp of the mean negative log likelihood, in nats, of each window's tokens [W, T] but the first.
 
-    A window at a time per layer; `progress` is called after each of a layer and of the head.
+    A window at a time per layer; `progress` is called after each of a layer and of the head. Raises ArgumentError for
+    no window, or one of a single token.
     """
+    if windows.ndim != 2 or not len(windows) or windows.shape[1] < 2:
+        raise ArgumentError("windows", "must be [W, T] of one window or more, two tokens or more", windows.shape)
     states = [model.embedded(window[None]) for window in windows]
     for layer in model.layers:
         for i, x in enumerate(states):

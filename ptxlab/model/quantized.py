@@ -13,6 +13,7 @@ from ptxlab.model.config import Config
 from ptxlab.model.floats import FloatModel
 from ptxlab.model.weights import DTYPES, LayerWeights, quantiser
 from ptxlab.quant import Rounding
+from ptxlab.quant.inputs import extremes
 from ptxlab.reference import BIASES, NORMS, Layer
 from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
@@ -78,14 +79,8 @@ class QuantizedModel:
         for i, layer in enumerate(model.layers):
             progress(f"layer {i}")
             layers.append(rounded_layer(layer))
-        return cls(
-            config=config,
-            embedding=model.embedding.astype(np.float16),
-            layers=layers,
-            final_norm=stored(model.final_norm.astype(np.float32), dtype),
-            head=None if model.head is None else model.head.astype(np.float16),
-            recipe={"scheme": scheme, "group": group, "steps": ["round to nearest"]},
-        )
+        recipe = {"scheme": scheme, "group": group, "steps": ["round to nearest"]}
+        return cls(config=config, layers=layers, recipe=recipe, **stored_ends(model, dtype))
 
 
 def packed_layer(
@@ -97,8 +92,26 @@ def packed_layer(
         biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
         parts["qkv_bias"] = np.concatenate(biases).astype(np.float32)
     for name in NORMS:
-        parts[name] = stored(layer[name].astype(np.float32), dtype)
+        parts[name] = _narrowed(name, layer[name], dtype)
     return LayerWeights(config=config, **parts)
+
+
+def stored_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
+    """What a model has beside its layers, by the attributes of `QuantizedModel`; the norm is in the layers' dtype."""
+    return {
+        "embedding": _narrowed("embedding", model.embedding, "float16"),
+        "final_norm": _narrowed("final_norm", model.final_norm, dtype),
+        "head": None if model.head is None else _narrowed("head", model.head, "float16"),
+    }
+
+
+def _narrowed(name: str, x: Any, dtype: str) -> Any:
+    """Floats in 16 bits. Raises ArgumentError for NaN, infinity and what float16 does not reach."""
+    low, high = extremes(name, x)
+    largest, most = max(-float(low.min()), float(high.max())), float(np.finfo(np.float16).max)
+    if dtype == "float16" and largest > most:
+        raise ArgumentError(name, f"must lie in ±{most:g} to be stored in float16", f"{largest:g}")
+    return stored(x.astype(np.float32, copy=False), dtype)
 
 
 def layer_floats(layer: LayerWeights) -> Layer:

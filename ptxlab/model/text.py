@@ -64,6 +64,8 @@ def windows(tokens: npt.NDArray[np.integer], length: int = 2048, count: int | No
         if not is_integer(value) or value < least:
             raise ArgumentError(name, f"must be an integer, {least} or more", repr(value))
     there = len(tokens) // length
+    if not there:
+        raise ArgumentError("length", f"at most {len(tokens)}, the tokens of the text", length)
     if there < (count or 1):
         raise ArgumentError("windows", f"at most {there}, as the text has {len(tokens)} tokens", count or 1)
     every = tokens[: there * length].reshape(there, length)

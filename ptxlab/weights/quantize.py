@@ -15,12 +15,11 @@ from ptxlab.io.tokenizer import Tokenizer
 from ptxlab.layout import buffer_shapes
 from ptxlab.model import folder as folders
 from ptxlab.model.floats import FloatModel, Tokens
-from ptxlab.model.quantized import layer_floats, packed_layer
+from ptxlab.model.quantized import layer_floats, packed_layer, stored_ends
 from ptxlab.model.weights import DTYPES
 from ptxlab.quant.recipe import Recipe
 from ptxlab.quant.recipe.settings import PACKED
 from ptxlab.reference import Layer
-from ptxlab.spec.dtypes import stored
 from ptxlab.validate import is_one_of
 from ptxlab.weights.calibrate import prepared, quantize_layers, require_text
 
@@ -71,6 +70,7 @@ def quantize_model(
             buffer_shapes(layout, scheme, N, K, K if scheme == "qoq_channel" else recipe.group or 0)
         except ArgumentError as error:
             raise ArgumentError(f"{name} {error.argument}", error.rule, error.value) from None
+    ends = stored_ends(turned, dtype)  # before the layers take their time: what float16 does not hold is refused
     about = {**recipe.to_json(), "layout": layout, "dtype": dtype, "model": config.name}
     about |= {"text": _digest(tokens), "weights": _digest(model.final_norm, model.layers[0]["q"])}  # told apart by
     partial = _partial(out, about)
@@ -91,8 +91,6 @@ def quantize_model(
             folders.save_layer(partial, index, layer)
             errors[index] = found.errors
         progress(f"layer {index}")
-    ends = {"embedding": turned.embedding.astype(np.float16), "final_norm": stored(turned.final_norm, dtype)}
-    ends["head"] = None if turned.head is None else turned.head.astype(np.float16)
     folders.save_ends(partial, config, about, **ends)
     if tokenizer is not None:
         tokenizer.save(partial)
@@ -118,7 +116,10 @@ def _partial(out: Path, about: dict[str, Any]) -> Path:
     """The folder of unfinished layers, new or of the same run."""
     partial = out.with_name(f".{out.name}.partial")
     if not (partial / folders.RECIPE).is_file():
-        partial.mkdir(exist_ok=True)
+        try:
+            partial.mkdir(exist_ok=True)
+        except OSError as error:
+            raise FileError(f"{partial}: cannot be made: {error.strerror or error}") from None
         folders.save_recipe(partial, about)
     for torn in partial.glob(".*.tmp"):  # of a write that was killed
         torn.unlink()

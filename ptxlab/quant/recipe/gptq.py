@@ -31,11 +31,11 @@ def rounded(w: Array, hessian: Array | None, grid: Grid) -> Rounded:
     """Every weight of w float [N, K] to the nearest level. A grid that clips chooses levels of least tr(d H dᵀ), or
     without H of least squared error."""
     w = w.T.copy()
-    H = np.eye(len(w), like=w) if hessian is None else hessian
-    H = H.astype(w.dtype)
+    H = None if hessian is None else hessian.astype(w.dtype)
     q, values, chosen = np.empty_like(w), np.empty_like(w), []
     for group, (start, stop) in enumerate(grid.bounds):
-        levels, constants = grid.choose(group, w[start:stop], H[start:stop, start:stop])
+        metric = np.ones(stop - start, w.dtype, like=w) if H is None else H[start:stop, start:stop]
+        levels, constants = grid.choose(group, w[start:stop], metric)
         q[start:stop] = levels.nearest(w[start:stop])
         values[start:stop] = levels.values(q[start:stop])
         chosen.append(constants)
