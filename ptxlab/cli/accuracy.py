@@ -33,30 +33,30 @@ from ptxlab.weights.calibrate import samples as drawn
 
 
 def accuracy(
-    model: Annotated[str, typer.Argument(help="A folder of Hugging Face, a .gguf file, or smollm2.")] = "smollm2",
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, .gguf file, or smollm2.")] = "smollm2",
     only: Annotated[
-        list[str] | None, typer.Option(help="Glob over rows, such as 'g64/*' or '*/GPTQ'; may be repeated.")
+        list[str] | None, typer.Option(help="Rows to measure: a glob such as 'g64/*' or '*/GPTQ'; may be repeated.")
     ] = None,
     text: Annotated[
         list[str] | None, typer.Option(help="wikipedia, lee or a UTF-8 file; may be repeated. Default: wikipedia.")
     ] = None,
     count: Annotated[
-        int | None, typer.Option("--windows", help="Of each text, evenly spread. Default: all of it.")
+        int | None, typer.Option("--windows", help="Windows of each text, evenly spread. Default: all.")
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
-    samples: Annotated[int, typer.Option(help="Of the calibration text.")] = 128,
-    sample_length: Annotated[int, typer.Option(help="Tokens of a sample.")] = 1024,
-    seeds: Annotated[int, typer.Option(help="Calibration samples that the last rows of the ladders repeat.")] = 3,
-    start: Annotated[str, typer.Option(help="Rotation before everything: mixed, uniform, or file (none).")] = "mixed",
-    out: Annotated[Path | None, typer.Option(help="Write the record, JSON.")] = None,
+    length: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
+    samples: Annotated[int, typer.Option(help="Number of calibration samples.")] = 128,
+    sample_length: Annotated[int, typer.Option(help="Tokens per calibration sample.")] = 1024,
+    seeds: Annotated[int, typer.Option(help="Calibration seeds for the last row of each ladder.")] = 3,
+    start: Annotated[str, typer.Option(help="Rotation applied first: mixed, uniform, or file (none).")] = "mixed",
+    out: Annotated[Path | None, typer.Option(help="Write the record to this JSON file.")] = None,
     backend: ModelBackend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model's perplexity after each step of the recipes, one upon the other, and alone.
+    """Measure a model's perplexity after each step of the recipes, and with each kind of quantisation alone.
 
-    Weights are computed with as floats of the quantised values, activations and KV cache are quantised and back.
-    A run into a record of the same settings measures only what that lacks. A full run takes a GPU; for a small
-    machine: --windows 8 --length 512 --samples 16 --sample-length 512.
+    Weights, activations and KV cache are quantised and dequantised; products are in float32. If --out names a record
+    of the same settings, only its missing rows are measured. A full run needs a GPU; for a small machine: --windows 8
+    --length 512 --samples 16 --sample-length 512.
     """
     require_counts(samples=samples, sample_length=sample_length, seeds=seeds)
     on_gpu = model_on_gpu(backend)

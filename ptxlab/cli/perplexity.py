@@ -24,12 +24,12 @@ from ptxlab.quant.numerics import FakeQuantized
 
 
 def perplexity(
-    model: Annotated[str, typer.Argument(help="A folder (Hugging Face, or quantised), a .gguf file, or smollm2.")],
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, quantised folder, .gguf file, or smollm2.")],
     text: Annotated[str, typer.Option(help="wikipedia, lee, or a UTF-8 file.")] = "wikipedia",
     count: Annotated[
         int | None, typer.Option("--windows", help="Windows to measure, evenly spread. Default: all of the text.")
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a window.")] = 2048,
+    length: Annotated[int, typer.Option(help="Tokens per window.")] = 2048,
     kv: Annotated[
         int | None,
         typer.Option(help="Bits of the KV cache: 4, 8, or 32 for floats. Default: 4 with quantised weights, else 32."),
@@ -41,10 +41,9 @@ def perplexity(
     backend: ModelBackend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a model's perplexity on a text, in float32 but for what is quantised.
+    """Measure a model's perplexity on a text, in float32 except for what is quantised.
 
-    Of wikipedia, the articles that are not for calibration are measured. A model or a text that has a name is
-    downloaded once.
+    The calibration articles of wikipedia are not measured. Named models and texts are downloaded once.
     """
     for option, bits, known in (("--kv", kv, (None, 4, 8, 32)), ("--acts", acts, (None, 8, 32))):
         if bits not in known:

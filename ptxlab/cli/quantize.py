@@ -1,4 +1,4 @@
-"""The command `quantize`: a checkpoint or a model in, packed weights out."""
+"""The command `quantize`: turns a checkpoint or a model into packed weights."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,9 +32,9 @@ _RECIPE = "With --recipe"
 
 def quantize(
     model: Annotated[
-        str, typer.Argument(help="A .safetensors file; with --recipe a Hugging Face folder, a .gguf file, or smollm2.")
+        str, typer.Argument(help=".safetensors file; with --recipe a Hugging Face folder, a .gguf file, or smollm2.")
     ],
-    out: Annotated[Path, typer.Option(help="Where to write the packed file; with --recipe the folder to make.")],
+    out: Annotated[Path, typer.Option(help="Packed file to write; with --recipe the folder to create.")],
     scheme: Annotated[str | None, typer.Option(help="lqq, qoq or qoq_channel. Default: lqq.")] = None,
     group: Annotated[int, typer.Option(help="Weights per level-2 scale: 32, 64 or 128.")] = 64,
     layout: Annotated[
@@ -46,28 +46,28 @@ def quantize(
     recipe: Annotated[
         str | None,
         typer.Option(
-            rich_help_panel=_RECIPE, help="lqq, qoq, qoq_released, qoq_channel or rtn: calibrate a whole model."
+            rich_help_panel=_RECIPE, help="Quantise a whole model by lqq, qoq, qoq_released, qoq_channel or rtn."
         ),
     ] = None,
     rotation: Annotated[
         str | None,
         typer.Option(
-            rich_help_panel=_RECIPE, help="hadamard or random, of the residual stream. Default: the recipe's."
+            rich_help_panel=_RECIPE, help="Rotation of the residual stream: hadamard or random. Default: the recipe's."
         ),
     ] = None,
     text: Annotated[
-        str, typer.Option(rich_help_panel=_RECIPE, help="To calibrate with: wikipedia or a UTF-8 file.")
+        str, typer.Option(rich_help_panel=_RECIPE, help="Calibration text: wikipedia, lee or a UTF-8 file.")
     ] = "wikipedia",
-    samples: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Of that text.")] = 128,
-    length: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Tokens of a sample.")] = 1024,
-    seed: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Of the places of the samples.")] = 0,
+    samples: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Number of calibration samples.")] = 128,
+    length: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Tokens per calibration sample.")] = 1024,
+    seed: Annotated[int, typer.Option(rich_help_panel=_RECIPE, help="Seed of the samples' positions in the text.")] = 0,
     backend: ModelBackend = None,
     as_json: AsJson = False,
 ) -> None:
-    """Quantise and pack the matrices of a checkpoint, each rounded to nearest, and copy the rest.
+    """Quantise and pack the matrices of a checkpoint by rounding to nearest; copy the other tensors.
 
-    With --recipe, a whole model: rotated, smoothed, calibrated layer by layer, GPTQ. A run that was stopped goes on
-    when it is started again.
+    With --recipe, quantise a whole model: rotation, smoothing, calibration layer by layer, GPTQ. An interrupted run
+    resumes when the same command is started again.
     """
     if recipe is None:
         refuse({"--rotation": rotation}, "needs --recipe")
