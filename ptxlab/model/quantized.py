@@ -1,4 +1,4 @@
-"""`QuantizedModel`: a whole decoder as the kernels take it: packed W4A8 layers, the rest in 16 bits."""
+"""`QuantizedModel`: a whole decoder for the kernels: packed W4A8 layers, the rest in 16 bits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,12 @@ from ptxlab.reference import BIASES, NORMS, Layer
 from ptxlab.spec.dtypes import floats, stored
 from ptxlab.validate import is_one_of
 
-FUSED = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}  # matrices in one product
+FUSED = {
+    "qkv": ("q", "k", "v"),
+    "o": ("o",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}  # one product each
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -31,7 +36,7 @@ class QuantizedModel:
         layers: packed weights, with queries, keys and values in one matrix, gate and up in another.
         final_norm: of the layers' dtype, [H].
         head: f16 [V, H], or None where it is the embedding.
-        recipe: how its weights were made: steps with their settings, as JSON has them.
+        recipe: how its weights were made: the steps and their settings, as JSON values.
     """
 
     config: Config
@@ -53,7 +58,7 @@ class QuantizedModel:
         dtype: str = "float16",
         progress: Callable[[str], None] = lambda label: None,
     ) -> Self:
-        """The model's weights rounded to nearest, without calibration: the baseline of every recipe.
+        """The model's weights rounded to nearest, without calibration.
 
         Args:
             model: NumPy arrays.
@@ -86,7 +91,7 @@ class QuantizedModel:
 def packed_layer(
     config: Config, layer: Layer, weights: Mapping[str, QuantizedWeight], layout: str = "strips", dtype: str = "float16"
 ) -> LayerWeights:
-    """A layer for the kernels: norms and biases of the float layer, quantised matrices by the names of `FUSED`."""
+    """A layer for the kernels: norms and biases of the float layer, and quantised matrices by the names of `FUSED`."""
     parts: dict[str, Any] = {name: pack(weight, layout) for name, weight in weights.items()}
     if config.qkv_bias:
         biases = [layer[f"{part}_bias"] for part in FUSED["qkv"]]
@@ -97,7 +102,7 @@ def packed_layer(
 
 
 def stored_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
-    """What a model has beside its layers, by the attributes of `QuantizedModel`; the norm is in the layers' dtype."""
+    """embedding, final_norm and head of a `QuantizedModel`; the norm is in the layers' dtype."""
     return {
         "embedding": _narrowed("embedding", model.embedding, "float16"),
         "final_norm": _narrowed("final_norm", model.final_norm, dtype),
@@ -106,7 +111,7 @@ def stored_ends(model: FloatModel, dtype: str) -> dict[str, Any]:
 
 
 def _narrowed(name: str, x: Any, dtype: str) -> Any:
-    """Floats in 16 bits. Raises ArgumentError for NaN, infinity and what float16 does not reach."""
+    """x in 16 bits. Raises ArgumentError for NaN, infinity and values beyond the range of float16."""
     low, high = extremes(name, x)
     largest, most = max(-float(low.min()), float(high.max())), float(np.finfo(np.float16).max)
     if dtype == "float16" and largest > most:
@@ -115,7 +120,7 @@ def _narrowed(name: str, x: Any, dtype: str) -> Any:
 
 
 def layer_floats(layer: LayerWeights) -> Layer:
-    """What a packed layer's numbers stand for, in float32, by the names of `reference.decoder_layer`."""
+    """A packed layer dequantised to float32, by the names of `reference.decoder_layer`."""
     sizes = layer.config.separate_matrices
     found: dict[str, Any] = {name: floats(getattr(layer, name)) for name in NORMS}
     for fused, parts in FUSED.items():
