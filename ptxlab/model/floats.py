@@ -77,11 +77,18 @@ class FloatModel:
             raise ArgumentError("tokens", f"must be integers in 0..{most}", got)
         return self.embedding[np.asarray(tokens, like=self.embedding)]
 
-    def states(self, tokens: Sequence[Tokens], numerics: Numerics = EXACT) -> list[Any]:
-        """The stream after the last layer, [B, T, H] for each tokens [B, T]; a layer at a time over all of them."""
+    def states(
+        self, tokens: Sequence[Tokens], numerics: Numerics = EXACT, progress: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """The stream after the last layer, [B, T, H] for each tokens [B, T]; `progress` follows each of a layer.
+
+        All of them pass through a layer before the next layer is read.
+        """
         states = [self.embedded(each) for each in tokens]
         for layer in self.layers:
-            states = [self.run_layer(x, layer, numerics) for x in states]
+            for i, x in enumerate(states):
+                states[i] = self.run_layer(x, layer, numerics)
+                progress()
         return states
 
     def run_layer(self, x: Any, layer: Layer, numerics: Numerics = EXACT) -> Any:
@@ -129,16 +136,12 @@ def perplexity(
 ) -> float:
     """exp of the mean negative log likelihood, in nats, of each window's tokens [W, T] but the first.
 
-    Each layer takes one window at a time; `progress` is called after every window of a layer and of the head. Raises
-    ArgumentError for no window, or windows of a single token.
+    `progress` is called after every window of a layer and of the head. Raises ArgumentError for no window, or windows
+    of a single token.
     """
     if windows.ndim != 2 or not len(windows) or windows.shape[1] < 2:
         raise ArgumentError("windows", "must be [W, T] of one window or more, two tokens or more", windows.shape)
-    states = [model.embedded(window[None]) for window in windows]
-    for layer in model.layers:
-        for i, x in enumerate(states):
-            states[i] = model.run_layer(x, layer, numerics)
-            progress()
+    states = model.states([window[None] for window in windows], numerics, progress)
     losses = []
     for window, state in zip(windows, states, strict=True):
         losses.append(negative_log_likelihood(model.logits(state)[0, :-1], window[1:]))
