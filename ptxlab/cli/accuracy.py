@@ -119,7 +119,9 @@ def accuracy(
             (row.ladder, row.step, *(f"{mean:.5g}" for mean in means), f"{means[0] / base[names[0]]:.4f}", seen)
         )
     title = f"perplexity of {escape(str(record['model']))}, a window of {length} tokens at a time"
-    console.print(table(title, ("", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells))
+    console.print(
+        table(title, ("ladder", "step", *(f"{name}>" for name in names), "of float>", "seeds' spread>"), cells)
+    )
     written(out)
 
 

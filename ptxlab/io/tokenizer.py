@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ptxlab.errors import FileError, PtxlabError, UnavailableError
-from ptxlab.io.files import read_text, write_text
+from ptxlab.io.files import read_json, write_text
 from ptxlab.validate import is_integer
 
 # How byte-level tokenizers split text into words before they merge bytes: `tokenizer.ggml.pre` -> pattern.
@@ -187,8 +187,8 @@ def _ends(path: Path) -> tuple[int, ...]:
         if not file.is_file():
             continue
         try:
-            found = json.loads(read_text(file)).get("eos_token_id")
-        except (ValueError, AttributeError):
+            found = read_json(file).get("eos_token_id")
+        except AttributeError:
             raise FileError(f"{file}: not a JSON object") from None
         if found is not None:
             ends = tuple(found) if isinstance(found, list) else (found,)

@@ -15,7 +15,7 @@ import numpy as np
 from ptxlab import layout
 from ptxlab.errors import ArgumentError, FileError
 from ptxlab.io.checkpoint import Checkpoint, TensorInfo, write_checkpoint
-from ptxlab.io.files import read_text, write_text
+from ptxlab.io.files import read_json, write_text
 from ptxlab.layout.storage import announce, contents, header_fields, metadata
 from ptxlab.model.config import Config
 from ptxlab.model.quantized import QuantizedModel
@@ -112,9 +112,9 @@ def read_recipe(folder: Path) -> dict[str, Any]:
     """The recipe of a folder. Raises FileError if the file is damaged or its digest is wrong."""
     path = folder / RECIPE
     try:
-        found = json.loads(read_text(path))
+        found = read_json(path)
         recipe, stated, schema = dict(found["recipe"]), found["digest"], found["schema"]
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError, ValueError):
         raise FileError(f"{path}: must hold schema, digest and recipe") from None
     if schema != SCHEMA:
         raise FileError(f"{path}: schema must be {SCHEMA} (got {schema!r})")
