@@ -79,7 +79,9 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> Any:
     """What a JSON file holds; `FileError` if it is missing or not JSON."""
     try:
-        return json.loads(read_text(path))
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path}: not JSON: {error}") from None
 
